@@ -18,10 +18,14 @@ from cgplan.planning import Plan, build_plan
 from cgplan.planning.costs import GraphCosts
 from cgplan.planning.difference import mismatches, named
 from cgplan.planning.plan import Machine
+from cgplan.planning.vllm_log import StartLog
 from cgplan.reports import CaptureReport, Environment
 from cgplan.reports.records import parse_report, uncapturable
 
-_REMEDY = "Give a file that `cgplan capture --output` wrote, or one of the words estimate and measure."
+_REMEDY = (
+    "Give a file that `cgplan capture --output` wrote, the log of a start of vLLM, or one of the words estimate and "
+    "measure."
+)
 
 
 class Priced(NamedTuple):
@@ -34,20 +38,23 @@ class Priced(NamedTuple):
 
 def costs_of(loaded: LoadedConfig, given: str | None) -> Priced:
     """Costs of graphs by ``estimate`` (the model runs on fake tensors), ``measure`` (a few keys are really captured on
-    the configured device, and freed) or the path of a capture report, which is read once as it may be a pipe.
+    the configured device, and freed) or the path of a capture report or of vLLM's log, read once as it may be a pipe.
     """
     if given is None:
         return Priced(None)
     if given in ("estimate", "measure"):
         with redirect_stdout(sys.stderr):  # a model's prints are not the result
             return Priced(_estimated(loaded)) if given == "estimate" else _measured(loaded)
-    report = parse_report(read_text(given, ReportError, _REMEDY), given)
+    from cgplan.pricing.measured import MeasuredCosts
+
+    text = read_text(given, ReportError, _REMEDY)
+    if (log := StartLog.parse(text)) is not None:
+        return Priced(MeasuredCosts.from_vllm_log(log, loaded.config, given))
+    report = parse_report(text, given)
     if report.kind == "bench":
         report = report.capture
     if report.kind != "capture":
         raise ReportError(f"{given} is a {report.kind}, not a capture report", remedy=_REMEDY)
-    from cgplan.pricing.measured import MeasuredCosts
-
     machine = None if report.environment.driver is None else report.environment.as_machine
     notes = tuple(about(f"the costs of {given}", report.plan, report.environment, loaded.config))
     costs = MeasuredCosts.from_report(report, loaded.config, notes)

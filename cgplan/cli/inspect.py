@@ -15,13 +15,20 @@ from rich.console import RenderableType
 from cgplan.cli.costs import costs_of
 from cgplan.cli.output import note, show
 from cgplan.config import Config, LoadedConfig, read_config
+from cgplan.config.load import read_text
 from cgplan.config.template import inline_yaml
+from cgplan.errors import PlanError, ReportError
 from cgplan.optimizer.subset import within_count
 from cgplan.planning import Plan, build_plan
+from cgplan.planning.engines import VllmConfig, describe_batches
+from cgplan.planning.vllm_log import StartLog
 from cgplan.pricing.measured import case_costs
 from cgplan.reports import render
 from cgplan.reports.layout import Grid, TextColumn, describe_sizes, facts, sentences, titled
 from cgplan.reports.plan_tables import case_table, lane_table
+from cgplan.units import counted
+
+_LOG = "Give the log of a start of vLLM with CUDA graphs, at its usual level INFO."
 
 
 class Row(NamedTuple):
@@ -82,10 +89,7 @@ def _split_of(loaded: LoadedConfig) -> RenderableType:
     return facts("Split", [("pieces", "none: no PIECEWISE graph is planned")]) if found is None else render(found)
 
 
-def inspect_vllm(text: str, *, as_json: bool, **options: Any) -> None:
-    from cgplan.planning.engines import read_vllm
-
-    read = read_vllm(text, **options)
+def inspect_vllm(read: VllmConfig, *, as_json: bool) -> None:
     plan = build_plan(read.loaded.config)
     for line in read.notes:
         note(f"note: {line}")
@@ -94,6 +98,28 @@ def inspect_vllm(text: str, *, as_json: bool, **options: Any) -> None:
         return
     rows = [r for r in origin_rows(read.loaded, plan) if r.origin != "default" and r.key != "report.sizes"]
     show(render(plan), titled("vLLM's configuration", _key_table(rows)))
+
+
+def check_vllm(read: VllmConfig, file: Path | None) -> None:
+    """Say what vLLM captures with these options, which batches run eagerly, and what a start's log says of memory.
+
+    Raises PlanError if it does not capture sizes that were asked for, ReportError for a log of no start with graphs.
+    """
+    plan, log = build_plan(read.loaded.config), None
+    if file is not None and (log := StartLog.parse(read_text(file, ReportError, _LOG))) is None:
+        raise ReportError(f"{file} has no line `Graph capturing finished in ... secs, took ... GiB`", remedy=_LOG)
+    for line in read.notes:
+        note(f"note: {line}")
+    sizes = describe_sizes(plan.capture_sizes)
+    typer.echo(f"vLLM captures {counted(len(plan.keys), 'graph')} in mode {plan.mode}, sizes in tokens: {sizes}")
+    for line in (*describe_batches(plan), *(log.said() if log else ())):
+        typer.echo(line)
+    if read.lost:
+        raise PlanError(
+            "vLLM does not capture all that was asked for\n  - " + "\n  - ".join(read.lost),
+            remedy="Give cudagraph_capture_sizes with the sizes that batches have (those of decode: requests times "
+            f"{plan.query_len}), the largest one included, and no max_cudagraph_capture_size.",
+        )
 
 
 def origin_rows(loaded: LoadedConfig, plan: Plan) -> list[Row]:

@@ -21,6 +21,12 @@ class EngineName(StrEnum):
     json = "json"
 
 
+class PerformanceMode(StrEnum):
+    balanced = "balanced"
+    interactivity = "interactivity"
+    throughput = "throughput"
+
+
 class SchemaFormat(StrEnum):
     json = "json"
     markdown = "markdown"
@@ -39,10 +45,23 @@ Traceback = Annotated[bool, Option("--traceback", help="On an error, show where 
 SAVED_PLAN = "Capture exactly the keys of this saved plan, or refuse if it is not for this."
 PlanPath = Annotated[Path | None, Option("--plan", metavar="FILE", help=SAVED_PLAN)]
 Force = Annotated[bool, Option("--force", help="With --plan: capture it although it was made for something else.")]
-COSTS = "What graphs cost: a capture report; `estimate`, on the CPU; or `measure`, by a few captures."
+COSTS = "What graphs cost: a capture report or vLLM's log; `estimate`, on the CPU; or `measure`, by a few captures."
 Costs = Annotated[str | None, Option("--costs", metavar="SOURCE", help=COSTS)]
 DEVICE = "Short for --set device=DEVICE: auto, cpu, cuda, cuda:N."
 Device = Annotated[str | None, Option("--device", metavar="DEVICE", help=DEVICE)]
+Vllm = Annotated[str | None, Option(metavar="JSON", help="What vLLM's --compilation-config takes; {} is its default.")]
+WITH_VLLM = "With --vllm: as vLLM's option."
+MaxNumSeqs = Annotated[int | None, Option(help=WITH_VLLM)]
+MaxNumBatchedTokens = Annotated[int | None, Option(help=WITH_VLLM)]
+SpeculativeTokens = Annotated[int | None, Option(help="With --vllm: of vLLM's --speculative-config.")]
+MaxLoras = Annotated[int | None, Option(help="With --vllm: as vLLM's option, for --enable-lora.")]
+SpecializeActiveLora = Annotated[bool, Option("--specialize-active-lora", help=WITH_VLLM)]
+Performance = Annotated[PerformanceMode | None, Option(help=WITH_VLLM)]
+Blackwell = Annotated[bool, Option("--blackwell", help="With --vllm: on a GPU of compute capability 10.x.")]
+OF_VLLM = (
+    "max_num_seqs", "max_num_batched_tokens", "num_speculative_tokens", "max_loras", "specialize_active_lora",
+    "performance_mode", "blackwell",
+)  # fmt: skip
 YAML = (".yaml", ".yml")
 SHORT_FOR = {  # options by the key that they set
     "device": "device",
@@ -108,6 +127,14 @@ def _settings(overrides: list[str] | None, **short: object) -> list[Any]:
         if value is not None:
             settings.append(Override(f"{SHORT_FOR[name]}={value}", option))
     return settings
+
+
+def _of_vllm(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Those of a command's arguments that were given and are options of vLLM: they make sense beside --vllm alone."""
+    given = {name: arguments[name] for name in OF_VLLM if arguments[name] is not None and arguments[name] is not False}
+    if given and arguments["vllm"] is None:
+        raise BadParameter("--max-num-seqs and the like are vLLM's options: give --vllm JSON with them")
+    return given
 
 
 @app.command(
@@ -203,6 +230,14 @@ def plan_(
     context: Context,
     file: Annotated[Path | None, Option(hidden=True)] = None,
     config: Config = None,
+    vllm: Vllm = None,
+    max_num_seqs: MaxNumSeqs = None,
+    max_num_batched_tokens: MaxNumBatchedTokens = None,
+    num_speculative_tokens: SpeculativeTokens = None,
+    max_loras: MaxLoras = None,
+    specialize_active_lora: SpecializeActiveLora = False,
+    performance_mode: Performance = None,
+    blackwell: Blackwell = False,
     overrides: Overrides = None,
     traffic: Annotated[
         Path | None,
@@ -231,15 +266,20 @@ def plan_(
             if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE":
                 raise BadParameter("options stand behind `plan diff`, which takes --json and --traceback alone")
         return
-    config = _configuration(file, config)
+    of_vllm = _of_vllm(locals())
+    path = _configuration(file, config) if vllm is None or file or config else None
+    if path is not None and vllm is not None:
+        raise BadParameter("give either a configuration or --vllm JSON")
     if engine is not None and as_json:
         raise BadParameter("give either --emit or --json; --output saves the plan beside either")
     with failures_reported(show_traceback):
         from cgplan.cli.plan import run_plan
+        from cgplan.planning.engines import read_vllm
 
+        settings = _settings(overrides, max_graphs=max_graphs, memory=memory, capture_time=capture_time)
         run_plan(
-            config,
-            _settings(overrides, max_graphs=max_graphs, memory=memory, capture_time=capture_time),
+            path or read_vllm(vllm or "", overrides=settings, **of_vllm),
+            settings,
             traffic=traffic,
             speedup=speedup,
             step_times=step_times,
@@ -282,16 +322,14 @@ def inspect(
     ] = None,
     config: Config = None,
     everything: Annotated[bool, Option("--all", help="With --config: list the defaults, too.")] = False,
-    vllm: Annotated[
-        str | None, Option(metavar="JSON", help="What vLLM's --compilation-config takes; {} is its default.")
-    ] = None,
-    max_num_seqs: Annotated[int | None, Option(help="With --vllm: as vLLM's option.")] = None,
-    max_num_batched_tokens: Annotated[int | None, Option(help="With --vllm: as vLLM's option.")] = None,
-    num_speculative_tokens: Annotated[int | None, Option(help="With --vllm: of vLLM's --speculative-config.")] = None,
-    max_loras: Annotated[int | None, Option(help="With --vllm: as vLLM's option, for --enable-lora.")] = None,
-    specialize_active_lora: Annotated[
-        bool, Option("--specialize-active-lora", help="With --vllm: as vLLM's option.")
-    ] = False,
+    vllm: Vllm = None,
+    max_num_seqs: MaxNumSeqs = None,
+    max_num_batched_tokens: MaxNumBatchedTokens = None,
+    num_speculative_tokens: SpeculativeTokens = None,
+    max_loras: MaxLoras = None,
+    specialize_active_lora: SpecializeActiveLora = False,
+    performance_mode: Performance = None,
+    blackwell: Blackwell = False,
     split: Annotated[
         bool, Option("--split", help="With --config: build the model, and show how PIECEWISE would split it.")
     ] = False,
@@ -306,14 +344,7 @@ def inspect(
     --json prints the plan alone, in a form that `cgplan inspect` reads again. --costs says what the graphs are
     predicted to cost, and each LoRA case. With --vllm JSON: what vLLM would capture.
     """
-    of_vllm = {
-        "max_num_seqs": max_num_seqs,
-        "max_num_batched_tokens": max_num_batched_tokens,
-        "num_speculative_tokens": num_speculative_tokens,
-        "max_loras": max_loras,
-        "specialize_active_lora": specialize_active_lora or None,
-    }
-    given = {name: value for name, value in of_vllm.items() if value is not None}
+    of_vllm = _of_vllm(locals())
     if report is not None and report.suffix in YAML:
         report, config = None, _configuration(report, config)
     if [report, config, vllm].count(None) != 2:
@@ -323,10 +354,9 @@ def inspect(
             raise BadParameter(f"{option} is about a configuration: give --config FILE with it")
         if value and as_json and option in ("--split", "--all"):
             raise BadParameter(f"{option} shows a table: leave out --json")
-    if vllm is None and given:
-        raise BadParameter("--max-num-seqs and the like are vLLM's options: give --vllm JSON with them")
     with failures_reported(show_traceback):
         from cgplan.cli.inspect import inspect_config, inspect_vllm
+        from cgplan.planning.engines import read_vllm
         from cgplan.reports import load_report
 
         if config is not None:
@@ -334,7 +364,42 @@ def inspect(
         elif report is not None:
             publish(load_report(report), None, as_json=as_json)
         elif vllm is not None:
-            inspect_vllm(vllm, as_json=as_json, **given)
+            inspect_vllm(read_vllm(vllm, **of_vllm), as_json=as_json)
+
+
+engines = typer.Typer(help="What vLLM captures with its options; nothing is run.", **PLAIN)
+
+
+@engines.command(
+    epilog="\b\nExample:\n"
+    """  cgplan vllm check --vllm '{"max_cudagraph_capture_size": 42}' --max-num-seqs 6 --num-speculative-tokens 6\n"""
+    "  cgplan vllm check --max-num-seqs 256 --log start.log"
+)
+def check(
+    vllm: Vllm = "{}",
+    max_num_seqs: MaxNumSeqs = None,
+    max_num_batched_tokens: MaxNumBatchedTokens = None,
+    num_speculative_tokens: SpeculativeTokens = None,
+    max_loras: MaxLoras = None,
+    specialize_active_lora: SpecializeActiveLora = False,
+    performance_mode: Performance = None,
+    blackwell: Blackwell = False,
+    log: Annotated[Path | None, Option(metavar="FILE", help="vLLM's log of a start: memory and seconds.")] = None,
+    show_traceback: Traceback = False,
+) -> None:
+    """Say which sizes vLLM leaves out, which batches run eagerly, and what the graphs leave to the KV cache.
+
+    The exit code is 5 if vLLM does not capture sizes that were asked for.
+    """
+    of_vllm = _of_vllm(locals())
+    with failures_reported(show_traceback):
+        from cgplan.cli.inspect import check_vllm
+        from cgplan.planning.engines import read_vllm
+
+        check_vllm(read_vllm(vllm or "", **of_vllm), log)
+
+
+app.add_typer(engines, name="vllm")
 
 
 @app.command(

@@ -20,7 +20,7 @@ from cgplan.optimizer.subset import within_count
 from cgplan.planning import Plan, build_plan
 from cgplan.planning.build import refuse_auto
 from cgplan.planning.difference import compare, machine_changes, named
-from cgplan.planning.engines import Engine, emit
+from cgplan.planning.engines import Engine, VllmConfig, emit
 from cgplan.planning.plan import Machine
 from cgplan.reports import load_report
 from cgplan.reports.plan_tables import padding_bars, pareto_plot, render_difference
@@ -29,7 +29,7 @@ from cgplan.reports.records import BenchReport, parse_report
 
 
 def run_plan(
-    path: Path,
+    given: Path | VllmConfig,
     overrides: Sequence[str | Override],
     *,
     traffic: Path | None,
@@ -41,7 +41,8 @@ def run_plan(
     plot: Path | None,
     as_json: bool,
 ) -> None:
-    loaded = read_config(path, overrides)
+    path = given if isinstance(given, Path) else None
+    loaded = read_config(given, overrides) if isinstance(given, Path) else given.loaded
     refuse_auto(loaded.config)
     if plot is not None:
         check_plot_path(plot)
@@ -55,6 +56,8 @@ def run_plan(
         plan, curve, bars = _for_sizes(loaded.config, traffic, step_times, costs or engine or speedup != 1)
     else:
         plan, curve, bars = _for_traffic(loaded, traffic, speedup, step_times, costs_of(loaded, costs))
+    if not isinstance(given, Path):
+        plan = plan.model_copy(update={"notes": (*given.notes, *plan.notes)})
     if plot is not None and curve is None and not bars:
         note(f"note: {plot} was not drawn: there is no graph, and no traffic")
     elif plot is not None:
@@ -177,7 +180,7 @@ def _for_sizes(
 
 def _about_times(text: str, path: Path, config: Config, machine: Machine | None) -> Iterator[str]:
     """Notes on where step times were measured; ``machine``: where costs were."""
-    report = parse_report(text, path) if text.lstrip().startswith("{") else None
+    report = parse_report(text, path) if text.lstrip().startswith("{") and '"kind"' in text else None
     if not isinstance(report, BenchReport):
         return
     yield from about(f"the step times of {path}", report.capture.plan, report.environment, config)

@@ -1,6 +1,6 @@
 """The configuration: frozen models, read from YAML, with the origin of each value."""
 
-from cgplan.config.load import LoadedConfig, Override, load_config, read_config, validate_config
+from cgplan.config.load import LoadedConfig, Override, load_config, loaded_config, read_config, validate_config
 from cgplan.config.schema import (
     BudgetConfig,
     CompilationConfig,
@@ -36,6 +36,7 @@ __all__ = [
     "TrafficConfig",
     "UpTo",
     "load_config",
+    "loaded_config",
     "read_config",
     "validate_config",
 ]

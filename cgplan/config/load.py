@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import yaml
@@ -83,6 +84,20 @@ def read_config(path: str | Path, overrides: Iterable[str | Override] = ()) -> L
     data, lines = _parse(read_text(path, ConfigFileError, remedy), path)
     named = {k: line for k, line in lines.items() if all(isinstance(part, str) for part in k)}  # a list is one value
     origins = {".".join(map(str, key)): f"{path.name}:{line}" for key, line in named.items()}
+    return loaded_config(data, str(path), overrides, origins, path.resolve().parent, lines)
+
+
+def loaded_config(
+    data: dict[str, Any],
+    source: str,
+    overrides: Iterable[str | Override],
+    origins: Mapping[str, str],
+    base_dir: Path = Path(),
+    lines: Mapping[Path_, int] = MappingProxyType({}),
+) -> LoadedConfig:
+    """The configuration of a document, to which the overrides are applied; ``source`` names it in messages, ``origins``
+    and ``lines`` tell where its keys stand. Raises ConfigError.
+    """
     for given in overrides:
         override = Override(given) if isinstance(given, str) else given
         dotted = _override(data, override)
@@ -91,9 +106,10 @@ def read_config(path: str | Path, overrides: Iterable[str | Override] = ()) -> L
     try:
         config = Config.model_validate(data)
     except ValidationError as error:
-        raise explain(error, data, str(path), Config, lines, origins) from None
+        others = {key: at for key, at in origins.items() if at != source}
+        raise explain(error, data, source, Config, lines, others) from None
     leaves = {k: v for k, v in origins.items() if not any(other.startswith(f"{k}.") for other in origins)}
-    return LoadedConfig(config, leaves, path.resolve().parent)
+    return LoadedConfig(config, leaves, base_dir)
 
 
 def validate_config(data: Mapping[str, Any]) -> Config:

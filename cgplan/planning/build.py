@@ -176,14 +176,15 @@ def _given(config: Config, given: tuple[int, ...]) -> CaptureSizes:
     return CaptureSizes(tuple(sizes), source, (warning,) if dropped else ())
 
 
-def _from_ladder(config: Config, name: str) -> CaptureSizes:
+def _from_ladder(config: Config, name: str, largest: int = LARGEST_DEFAULT_SIZE, every: int = 0) -> CaptureSizes:
+    """Sizes of a ladder, up to ``largest`` where no maximum is given, and with each size up to ``every``."""
     q, seqs, tokens = config.query_len, config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens
     asked = config.compilation.max_cudagraph_capture_size
-    maximum = min(min(2 * q * seqs, LARGEST_DEFAULT_SIZE) if asked is None else asked, tokens)
+    maximum = min(min(2 * q * seqs, largest) if asked is None else asked, tokens)
     source = f"ladder {name} up to {maximum}"
     if name != "vllm":  # their sizes are request counts
         return CaptureSizes(tuple(q * s for s in LADDERS[name](maximum // q)) if maximum >= q else (), source)
-    sizes = {*vllm(maximum), tokens}
+    sizes = {*vllm(maximum), tokens, *range(1, every + 1)}
     if asked is None:  # decode batches of all requests
         sizes |= {q * requests for requests in (*(vllm(seqs) if q > 1 else ()), seqs)}
     kept = tuple(sorted(s for s in sizes if s <= maximum))

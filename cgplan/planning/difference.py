@@ -182,6 +182,8 @@ def _notes(old: Plan, new: Plan) -> Iterator[str]:
     for plan, other, which in ((old, new, "first"), (new, old, "second")):
         if plan.expected_us is None and other.expected_us is not None:
             yield f"the {which} plan was not made for traffic, so that it expects no step time"
+        if plan.predicted is None and other.predicted is not None:
+            yield f"the {which} plan was made without --costs, so that its memory and start-up are not known"
 
 
 def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[FieldChange]:

@@ -1,21 +1,24 @@
-"""Plans as options and files of vLLM, SGLang and TensorRT-LLM; and vLLM's options as a configuration."""
+"""Plans as options and files of vLLM, SGLang and TensorRT-LLM; and vLLM's options as a configuration.
+
+The names are those of vLLM 0.33.0 (config/compilation.py, config/vllm.py, engine/arg_utils.py), SGLang 0.5.23
+(srt/arg_groups/fields/exec_.py) and TensorRT-LLM 1.4.0rc1 (its LLM API reference); tests hold them to recorded lists.
+"""
 
 from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
-from pydantic import ValidationError
-
-from cgplan.config import Config, LoadedConfig
-from cgplan.config.messages import explain
+from cgplan.config import Config, LoadedConfig, Override, loaded_config
 from cgplan.errors import ConfigError, did_you_mean
 from cgplan.modes import RUNTIME_MODES, CUDAGraphMode
-from cgplan.planning.build import build_plan
+from cgplan.planning.build import LARGEST_DEFAULT_SIZE, _from_ladder, build_plan
+from cgplan.planning.dispatcher import CudagraphDispatcher
 from cgplan.planning.plan import Plan
+from cgplan.units import counted
 
 OPTION = "--vllm"
 # vLLM's defaults that differ from cgplan's.
@@ -26,25 +29,37 @@ _DEFAULTS: Mapping[str, Any] = {
     "cudagraph_specialize_lora": True,
 }
 _TAKEN_OVER = (*_DEFAULTS, "cudagraph_capture_sizes", "max_cudagraph_capture_size", "splitting_ops")
-# Keys that change the compilation of kernels or the captures of encoders, but not the decoder's graphs.
+# Keys that change the compilation of kernels, but no graph; the last two are of releases before 0.33.
 _WITHOUT_EFFECT = frozenset(
     {
         "backend", "cache_dir", "compile_cache_save_format", "compile_mm_encoder", "compile_ranges_endpoints",
-        "compile_ranges_split_points", "compile_sizes", "cudagraph_mm_encoder", "custom_ops", "debug_dump_path",
-        "dynamic_shapes_config", "encoder_cudagraph_max_frames_per_batch",
-        "encoder_cudagraph_max_vision_items_per_batch", "encoder_cudagraph_token_budgets", "fast_moe_cold_start",
-        "inductor_compile_config", "inductor_passes", "ir_enable_torch_wrap", "pass_config", "use_inductor",
-        "use_inductor_graph_partition",
+        "compile_sizes", "custom_ops", "debug_dump_path", "dynamic_shapes_config", "fast_moe_cold_start",
+        "inductor_compile_config", "inductor_passes", "ir_enable_torch_wrap", "pass_config",
+        "use_inductor_graph_partition", "compile_ranges_split_points", "use_inductor",
     }
 )  # fmt: skip
+# Keys of graphs that are captured besides those of the decoder's batches: of encoders, and of a YOCO model's replay.
+_OTHER_GRAPHS = frozenset(
+    {
+        "cudagraph_mm_encoder", "encoder_cudagraph_max_frames_per_batch",
+        "encoder_cudagraph_max_vision_items_per_batch", "encoder_cudagraph_token_budgets", "cudagraph_decoder_replay",
+        "decoder_replay_cudagraph_capture_sizes", "decoder_replay_trim_threshold",
+    }
+)  # fmt: skip
+# vLLM's ceiling of its own ladder (config/vllm.py): GPUs of compute capability 10.x have another one.
+_LARGEST = {False: LARGEST_DEFAULT_SIZE, True: 1024}
 _MODES = ("NONE", "STOCK_TORCH_COMPILE", "DYNAMO_TRACE_ONCE", "VLLM_COMPILE")
 
 
 class VllmConfig(NamedTuple):
-    """vLLM's settings as a configuration, with the origin of each value, and notes on what was left out or assumed."""
+    """vLLM's settings as a configuration, with the origin of each value, and notes on what was left out or assumed.
+
+    ``lost`` says which of the sizes that were asked for vLLM does not capture.
+    """
 
     loaded: LoadedConfig
     notes: tuple[str, ...]
+    lost: tuple[str, ...] = ()
 
 
 def read_vllm(
@@ -55,17 +70,24 @@ def read_vllm(
     num_speculative_tokens: int = 0,
     max_loras: int | None = None,
     specialize_active_lora: bool = False,
+    performance_mode: Literal["balanced", "interactivity", "throughput"] = "balanced",
+    blackwell: bool = False,
+    overrides: Iterable[str | Override] = (),
 ) -> VllmConfig:
     """The configuration that captures for the same batches as vLLM with these options.
 
     ``text`` is its ``--compilation-config``, a JSON object. Absent bounds are cgplan's defaults, with a note, because
-    vLLM's depend on the GPU. ``max_loras`` is None without ``--enable-lora``.
+    vLLM's depend on the GPU. ``max_loras`` is None without ``--enable-lora``. ``blackwell`` is of a GPU of compute
+    capability 10.x. ``overrides`` win over all of these.
 
     Raises:
         ConfigError: the text is not JSON, or names a key that vLLM does not have, or a value that cannot be.
+        PlanError: no capture size is left.
     """
     given = _parse(text)
     notes = [f"{name} does not change what is captured" for name in given if name in _WITHOUT_EFFECT]
+    if others := [name for name in given if name in _OTHER_GRAPHS]:
+        notes.append(f"{' and '.join(others)}: graphs of encoders and of decoder replay are not among those shown")
     compilation = {name: given[name] for name in _TAKEN_OVER if given.get(name) is not None}
     bounds = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
     data: dict[str, Any] = {
@@ -84,22 +106,69 @@ def read_vllm(
     if without_piecewise:
         data["compilation"]["cudagraph_mode"] = "NONE"
         origins["compilation.cudagraph_mode"] = f"{OPTION}, mode {level}"
-    try:
-        config = Config.model_validate(data)
-    except ValidationError as error:
-        raise explain(error, data, OPTION, Config) from None
+    loaded = loaded_config(data, OPTION, overrides := (*overrides,), origins)
+    config, every = loaded.config, 32 if performance_mode == "interactivity" else 0
+    ladder, widest = (_from_ladder(config, "vllm", _LARGEST[of], every).sizes for of in (blackwell, True))
+    own = config.compilation.cudagraph_capture_sizes is None
+    if own and (every or blackwell):
+        data["compilation"] |= {"cudagraph_capture_sizes": ladder, "max_cudagraph_capture_size": None}
+        origins["compilation.cudagraph_capture_sizes"] = "--performance-mode" if every else "--blackwell"
+        loaded = loaded_config(data, OPTION, overrides, origins)
+    if own and ladder != widest:
+        notes.append(
+            f"vLLM's sizes end at {ladder[-1]}, and on GPUs of compute capability 10.x (B200, GB200, B300) at "
+            f"{widest[-1]}: --blackwell"
+        )
     notes += [
         f"--{name.replace('_', '-')} was not given: {getattr(config.scheduler, name)} was taken, vLLM's default "
-        "depends on the GPU"
+        "depends on the GPU" + (", and --performance-mode throughput doubles it" * (performance_mode == "throughput"))
         for name, value in bounds.items()
         if value is None
     ]
     if without_piecewise:
         notes.append(f"cudagraph_mode {asked} -> NONE: vLLM has PIECEWISE graphs with mode 3 only, mode is {level}")
-    notes.append(
-        "vLLM lowers the mode where its attention backend cannot be captured; here it is taken to be capturable"
-    )
-    return VllmConfig(LoadedConfig(config, origins, Path()), tuple(notes))
+    plan = build_plan(loaded.config)
+    if plan.query_len > 1 and plan.mode.decode_mode() is CUDAGraphMode.FULL:
+        notes.append(
+            "sizes are multiples of a request's tokens; vLLM's Model Runner V2 does not round those of mixed batches"
+        )
+    notes.append("vLLM lowers the mode where its attention backend cannot be captured: that is taken not to happen")
+    return VllmConfig(loaded, tuple(notes), tuple(_lost(config, plan)))
+
+
+def _lost(asked: Config, plan: Plan) -> Iterator[str]:
+    """Sentences on the sizes and the maximum that were asked for and that vLLM does not capture, with the reason."""
+    given, largest = asked.compilation.cudagraph_capture_sizes, asked.compilation.max_cudagraph_capture_size
+    top, q, tokens = plan.max_capture_size, plan.query_len, plan.max_num_batched_tokens
+    captured = {key.num_tokens for _, key in plan.keys}
+    for size in _unique(given) if isinstance(given, tuple) and captured else ():
+        if size > tokens:
+            yield f"size {size} is dropped: --max-num-batched-tokens is {tokens}"
+        elif size > top:
+            yield f"size {size} is dropped: as a multiple of {q} tokens, a request's, it is above the largest size"
+        elif not {size, -(-size // q) * q} & captured:
+            yield f"size {size} has no graph: a decode batch has at most {plan.max_num_seqs} requests, {q} tokens each"
+    if given is None and largest is not None and 0 < top < largest:
+        last = _from_ladder(asked, "vllm").sizes[-1]
+        why = f"--max-num-batched-tokens is {tokens}" if tokens < largest else f"vLLM's own sizes end at {last}"
+        whole = f", and the last multiple of {q} tokens, a request's, at {top}" if top < last else ""
+        yield f"max_cudagraph_capture_size {largest} is truncated to {top}: {why}{whole}"
+
+
+def describe_batches(plan: Plan) -> Iterator[str]:
+    """Sentences on which batches run in which graphs, and which eagerly."""
+    dispatcher, q, tokens = CudagraphDispatcher(plan), plan.query_len, plan.max_num_batched_tokens
+    decode = f"decode batches, by requests of {counted(q, 'token')}", q, True, min(plan.max_num_seqs, tokens // q)
+    for batches, each, uniform, most in (decode, ("mixed batches, by tokens", 1, False, tokens)):
+        tried = range(1, min(most, plan.max_capture_size + 1) + 1)  # those above the largest graph are alike
+        modes = [dispatcher.dispatch(number * each, uniform)[0] for number in tried]
+        edges = [n for n, mode in enumerate(modes) if n == 0 or mode is not modes[n - 1]]
+        spans = [
+            f"{f'{first + 1} to {after}' if after > first + 1 else after} "
+            + ("eagerly" if modes[first] is CUDAGraphMode.NONE else f"in {modes[first]} graphs")
+            for first, after in pairwise((*edges, most))
+        ]
+        yield f"{batches}: {', '.join(spans)}"
 
 
 def _parse(text: str) -> dict[str, Any]:
@@ -116,7 +185,7 @@ def _parse(text: str) -> dict[str, Any]:
             f"{OPTION} {text!r} is not a JSON object",
             remedy="""Give a JSON object, such as --vllm '{"cudagraph_mode": "FULL"}'; '{}' shows vLLM's defaults.""",
         )
-    known = sorted({*_TAKEN_OVER, *_WITHOUT_EFFECT, "mode"})
+    known = sorted({*_TAKEN_OVER, *_WITHOUT_EFFECT, *_OTHER_GRAPHS, "mode"})
     if unknown := [name for name in given if name not in known]:
         hint = did_you_mean(unknown[0], known, " (did you mean {!r}?)")
         raise ConfigError(
@@ -202,14 +271,29 @@ def _sglang(plan: Plan) -> Emission:
     options = [
         f"--cuda-graph-bs-{kind} {' '.join(map(str, sizes))} --cuda-graph-max-bs-{kind} {sizes[-1]}"
         if sizes
-        else f"--disable-{kind}-cuda-graph"
+        else f"--cuda-graph-backend-{kind} disabled"
         for kind, sizes in (("decode", decode), ("prefill", prefill))
     ]
     notes = _list_notes(plan, "SGLang", len(decode) + len(prefill))
     if prefill:
-        notes.append("prefill sizes are in tokens; --cuda-graph-backend-prefill chooses how SGLang captures them")
+        notes.append(
+            "prefill sizes are in tokens; SGLang captures them by its default, --cuda-graph-backend-prefill breakable, "
+            "and not at all for models that it knows to break there"
+        )
+    notes += [
+        f"--cuda-graph-backend-{kind} disabled turns off SGLang's default, {usual}: the plan (mode {plan.mode}) has no "
+        f"{graphs} graphs; without that option SGLang captures sizes of its own"
+        for kind, sizes, usual, graphs in (
+            ("decode", decode, "full", "decode"),
+            ("prefill", prefill, "breakable on CUDA", "PIECEWISE"),
+        )
+        if not sizes
+    ]
     if mode is CUDAGraphMode.FULL:
-        notes.append("SGLang has no FULL graphs of mixed batches: they run eagerly")
+        notes.append(
+            "the plan's FULL graphs of mixed batches serve decode alone: for prefill SGLang calls "
+            "--cuda-graph-backend-prefill full experimental"
+        )
     elif mode is CUDAGraphMode.PIECEWISE:
         notes.append("the plan has no FULL graphs, SGLang takes them for decode batches all the same")
     return Emission(" ".join(options), tuple(notes))
@@ -218,12 +302,14 @@ def _sglang(plan: Plan) -> Emission:
 def _trtllm(plan: Plan) -> Emission:
     sizes = _requests(plan)
     if not sizes:
-        return Emission("cuda_graph_config: null")
+        off = "cuda_graph_config: null turns off TensorRT-LLM's default, graphs of decode batches: the plan has none"
+        return Emission("cuda_graph_config: null", (off,))
     notes = _list_notes(plan, "TensorRT-LLM", len(sizes))
-    if piecewise := sum(mode is CUDAGraphMode.PIECEWISE for mode, _ in plan.keys):
+    if tokens := _unique(key.num_tokens for mode, key in plan.keys if mode is CUDAGraphMode.PIECEWISE):
         notes.append(
-            f"the plan's {piecewise} PIECEWISE keys are left out: TensorRT-LLM captures such graphs by "
-            "torch_compile_config (enable_piecewise_cuda_graph, capture_num_tokens)"
+            f"the plan's PIECEWISE sizes are left out, because they need torch.compile: prefill_cuda_graph_backend: "
+            f"piecewise and prefill_capture_num_tokens: {tokens} (before 1.3, enable_piecewise_cuda_graph and "
+            "capture_num_tokens of torch_compile_config)"
         )
     return Emission(f"cuda_graph_config:\n  batch_sizes: {sizes}\n  enable_padding: true", tuple(notes))
 

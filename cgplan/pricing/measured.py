@@ -5,17 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import Any
 
 from cgplan.config import Config
 from cgplan.errors import ReportError
 from cgplan.modes import CUDAGraphMode, Key
-from cgplan.planning.build import lora_cases, resolve_mode
+from cgplan.planning.build import build_plan, lora_cases, resolve_mode
 from cgplan.planning.costs import GraphCosts
 from cgplan.planning.plan import Plan
+from cgplan.planning.vllm_log import StartLog
 from cgplan.pricing.allocator import unit_of
-from cgplan.units import grouped
+from cgplan.units import counted, format_bytes, grouped
 
 _CAPTURED = (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL)
 
@@ -174,6 +175,43 @@ class MeasuredCosts(GraphCosts):
             once_seconds=once,
             notes=notes,
         )
+
+    @classmethod
+    def from_vllm_log(cls, log: StartLog, config: Config, path: str) -> MeasuredCosts:
+        """Estimates from what vLLM logs of all graphs of one start together. Raises ReportError for a log of no graph.
+
+        Each graph takes the same seconds. A log of level DEBUG tells the memory of a mode's largest graph from that of
+        each other one; else a graph takes 1 MiB, the least that vLLM itself expects of the driver, and the pool the
+        rest. A pool is in proportion to its largest size.
+        """
+        plan = build_plan(config)
+        own = grouped((mode, key.num_tokens) for mode, key in plan.keys)
+        graphs = log.graphs or {mode: (len(sizes), max(sizes)) for mode, sizes in own.items()}
+        total = sum(count for count, _ in graphs.values())
+        if not total:
+            raise ReportError(f"{path}: vLLM captured no graph", remedy="Give the log of a start with graphs.")
+        each = min(1 << 20, log.bytes / total)
+        by_mode = {mode: log.by_mode.get(mode, (log.bytes - (total - 1) * each, each)) for mode in graphs}
+        pools = {mode: max(first - other, 0.0) for mode, (first, other) in by_mode.items()}
+        known = max(pools.values()) + sum(by_mode[mode][1] * count for mode, (count, _) in graphs.items())
+        scale = log.bytes / known if known else 0.0  # to what the captures really took
+        largest = {mode: tokens or max(own.get(mode, [plan.max_capture_size])) for mode, (_, tokens) in graphs.items()}
+        keys = [
+            MeasuredKey(mode, case, largest[mode], by_mode[mode][1] * scale, log.seconds / total)
+            for mode, case in product(graphs, lora_cases(config))
+        ]
+        how = "what vLLM estimates for its mode" if log.by_mode else f"{format_bytes(round(each))}, the pool the rest"
+        notes = [
+            f"{path} has the costs of {counted(total, 'graph')} together, {format_bytes(log.bytes)} and "
+            f"{log.seconds:.0f} s: each graph was given the same seconds and, of memory, {how}"
+        ]
+        if total != len(plan.keys):
+            notes.append(f"{path} is of a start with {counted(total, 'graph')}, the configuration has {len(plan.keys)}")
+        top = largest if log.by_mode else dict.fromkeys(graphs, max(largest.values()))  # one pool for all modes
+        points = {mode: ((0, 0), (top[mode], round(pool * scale))) for mode, pool in pools.items()}
+        costs = cls(keys, points, config, source=f"the log of vLLM, {path}", notes=notes)
+        costs.estimated = True
+        return costs
 
     def pool_bytes(self, mode: CUDAGraphMode, num_tokens: int) -> int:
         """Other sizes than the measured ones lie on the line through their neighbours; smaller ones

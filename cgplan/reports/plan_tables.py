@@ -332,7 +332,7 @@ def render_difference(difference: PlanDifference, old: str, new: str) -> Rendera
         _LANE,
         TextColumn("added", lambda part: part.added or None, describe_sizes),
         TextColumn("removed", lambda part: part.removed or None, describe_sizes),
-        Column("kept", lambda part: len(part.kept)),
+        TextColumn("kept", lambda part: part.kept or None, describe_sizes),
     )
     figures = [
         _figure("graphs", difference.graphs, "{:.0f}".format),

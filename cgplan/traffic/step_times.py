@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate, pairwise, product
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
@@ -18,7 +19,9 @@ from cgplan.errors import StepTimeError
 from cgplan.modes import RUNTIME_MODES, CUDAGraphMode
 from cgplan.planning.costs import Record
 from cgplan.planning.plan import Mode
+from cgplan.planning.vllm_log import logged_steps
 from cgplan.traffic.rows import Form, RuntimeMode, Size, Whole, csv_rows, sized_rows
+from cgplan.units import grouped
 
 # Microseconds by tokens that ran, by (runtime mode, LoRA case).
 Points = Mapping[tuple[CUDAGraphMode, int], Mapping[int, float]]
@@ -28,7 +31,16 @@ Time = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 LORA_OVERHEAD = 0.1  # vLLM measured 9 to 10% for batches without adapters in graphs with LoRA kernels (its pull 25914)
 PIECEWISE_SHARE = 0.25  # of the time that eager takes longer than FULL; 0.10 to 0.22 in the default figures below
 WORTH_A_NOTE = 0.05  # relative change of a measured point
-REMEDY = "Give the JSON file of `cgplan bench --output`, or a CSV file with mode,num_tokens,microseconds."
+REMEDY = (
+    "Give the JSON file of `cgplan bench --output`, a CSV file with mode,num_tokens,microseconds, a log of vLLM with "
+    "--enable-logging-iteration-details, or results of `vllm bench serve --max-concurrency N --save-result`."
+)
+
+_OF_LOG = "steps are medians of what vLLM's engine waited for one; its sizes and mode tell which graph ran it"
+_OF_SERVING = (
+    "a step of N requests was taken as the median time between tokens at --max-concurrency N, the server included, in "
+    "a FULL graph of N tokens, or eagerly where --metadata mode=eager says so"
+)
 
 # One NVIDIA H200, the reference decoder in Qwen3-0.6B's shape (28 layers, so 29 PIECEWISE segments).
 DEFAULT_POINTS: Mapping[CUDAGraphMode, Mapping[int, float]] = {
@@ -71,6 +83,29 @@ class _Bench(BaseModel):
             yield CUDAGraphMode.NONE, record.case, record.num_tokens, record.eager
             if record.mode is not CUDAGraphMode.NONE and record.graph is not None:
                 yield record.mode, record.case, record.size, record.graph
+
+
+class _Served(BaseModel):
+    """What tells a step time in a result of ``vllm bench serve`` (vLLM 0.33.0, vllm/benchmarks/serve.py): N requests
+    at a time, the next one sent as soon as one has ended, and no speculation. ``mode`` is of ``--metadata mode=eager``.
+    """
+
+    max_concurrency: Size
+    request_rate: Literal["inf"]
+    median_itl_ms: Time
+    spec_decode_num_drafts: None = None
+    mode: RuntimeMode = CUDAGraphMode.FULL
+
+    @classmethod
+    def runs(cls, text: str, path: str | Path) -> Iterator[tuple[CUDAGraphMode, int, int, float]]:
+        """As those of a bench, from a file of results, one a line."""
+        for number, line in enumerate(text.splitlines(), 1):
+            try:
+                found = cls.model_validate_json(line or "null")
+            except ValidationError as error:
+                problem = first_problem(error)
+                raise StepTimeError(f"{path}:{number}: not a step time of vLLM: {problem}", remedy=REMEDY) from None
+            yield found.mode, 0, found.max_concurrency, found.median_itl_ms * 1e3
 
 
 class Curve(Record):
@@ -176,7 +211,8 @@ class StepTimes(Record):
 
     @classmethod
     def load(cls, path: str | Path) -> StepTimes:
-        """Step times from a file: a saved bench, saved step times, or a CSV table; its content tells its form.
+        """Step times from a file: a saved bench, saved step times, a CSV table, or what vLLM measured (its results of
+        ``bench serve``, its log of iterations); its content tells its form.
 
         Of a bench (``cgplan bench --output``) they are the medians from an idle device, by the size that ran. A table
         has the columns mode (eager, PIECEWISE, FULL), num_tokens and microseconds, and num_active_loras where LoRA
@@ -187,6 +223,14 @@ class StepTimes(Record):
     @classmethod
     def parse(cls, text: str, path: str | Path) -> StepTimes:
         """Step times from the text of such a file; ``path`` names it in messages. Raises StepTimeError as ``load``."""
+        if steps := grouped(((mode, size), time) for mode, size, time in logged_steps(text)):
+            medians = ((mode, 0, size, median(times)) for (mode, size), times in steps.items())
+            return cls.measured(_longest(medians), f"the log of vLLM, {path}", [_OF_LOG])
+        if "iteration elapsed time:" in text:
+            problem = "no start before its iterations, or none without speculative tokens"
+            raise StepTimeError(f"{path}: a log of vLLM with {problem}", remedy="Give the log from its first line.")
+        if '"median_itl_ms"' in text:
+            return cls.measured(_longest(_Served.runs(text, path)), f"vllm bench serve, {path}", [_OF_SERVING])
         if not text.lstrip().startswith(("{", "[")):
             rows = csv_rows(text, Path(path), TABLE)
             points = _longest((row.mode, row.num_active_loras, row.num_tokens, row.microseconds) for _, row in rows)

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from commands import REQUESTS, cgplan_command, good, plan_of, refused, settings, use_traffic
+from commands import REQUESTS, cgplan_command, good, plan_of, refused, settings, unwrapped, use_traffic
 
 from cgplan import errors
 from cgplan.config import load_config
@@ -201,6 +201,54 @@ def test_everything_is_said_once(home: Path, traffic: bool) -> None:
     shown = good(*inspected)
     assert [" ".join(shown.stdout.split()).count(line.removeprefix("note: ")) for line in about] == [1, 1]
     assert shown.stderr == ""
+
+
+START = Path(__file__).parents[1] / "data" / "vllm_start.log"
+
+
+def test_plan_for_vllm_without_a_configuration(home: Path) -> None:
+    use_traffic(home)
+    vllm = ("plan", "--vllm", '{"cudagraph_mode": "FULL_DECODE_ONLY", "backend": "eager"}', "--max-num-seqs", "8")
+    bounds = ("--max-num-batched-tokens", "64", "--traffic", "traffic.csv", "--max-graphs", "2")
+    command = (*vllm, *bounds, "--step-times", "times.csv", "--costs", str(START))
+    plan = plan_of(*command)
+    assert (plan.capture_sizes, plan.max_num_seqs, plan.budget) == ((2, 7), 8, {"max_graphs": 2})
+    assert plan.notes[0] == "backend does not change what is captured"
+    assert plan.predicted is not None
+    assert plan.predicted.estimated
+    emitted = good(*command, "--emit", "vllm")
+    assert json.loads(shlex.split(emitted.stdout)[1])["cudagraph_capture_sizes"] == [2, 7]
+    assert "note: backend does not change what is captured" in emitted.stderr
+    steps = plan_of(*vllm, *bounds, "--step-times", str(START)).evidence
+    assert steps is not None
+    assert steps["times_source"] == f"the log of vLLM, {START}"
+    for wrong in ((*vllm, "--config", "good.yaml"), ("plan", "--max-num-seqs", "8"), (*PLAN, "--blackwell")):
+        assert cgplan_command(*wrong).exit_code == 2
+    assert "--max-num-seqs: found 0" in refused(errors.ConfigError, "plan", "--vllm", "{}", "--max-num-seqs", "0")
+
+
+def test_vllm_check(home: Path) -> None:
+    bounds = ("--max-num-seqs", "6", "--max-num-batched-tokens", "8192", "--num-speculative-tokens", "6")
+    result = cgplan_command("vllm", "check", "--vllm", '{"max_cudagraph_capture_size": 42}', *bounds)
+    assert result.exit_code == errors.PlanError.exit_code
+    assert "decode batches, by requests of 7 tokens: 1 to 5 in FULL graphs, 6 eagerly\n" in result.stdout
+    assert "max_cudagraph_capture_size 42 is truncated to 35" in unwrapped(result.stderr)
+    shown = good("vllm", "check", *bounds, "--log", str(START)).stdout
+    assert "vLLM captures 16 graphs in mode FULL_AND_PIECEWISE, sizes in tokens: 7 to 56 by 7, 70, 77\n" in shown
+    assert "by the log the graphs took 512 MiB and 3 s" in shown
+    refused_log = cgplan_command("vllm", "check", *bounds, "--log", "good.yaml")
+    assert refused_log.exit_code == errors.ReportError.exit_code
+    assert "good.yaml has no line `Graph capturing finished" in unwrapped(refused_log.stderr)
+
+
+def test_plan_diff_shows_costs_that_one_side_has(home: Path) -> None:
+    command = ("plan", "--vllm", '{"cudagraph_capture_sizes": [1, 8]}', "--max-num-seqs", "8")
+    good(*command, "--output", "old.json")
+    good(*command, "--costs", str(START), "--set", "compilation.cudagraph_capture_sizes=[8]", "--output", "new.json")
+    shown = good("plan", "diff", "old.json", "new.json").stdout
+    assert re.search(r"^memory +- +[\d.]+ MiB +- +-$", shown, re.MULTILINE)
+    assert re.search(r"^start-up +- +667 ms +- +-$", shown, re.MULTILINE)
+    assert re.search(r"^PIECEWISE +- +1 +8$", shown, re.MULTILINE)
 
 
 def test_plan_diff(home: Path) -> None:

@@ -54,7 +54,10 @@ def test_figures_come_from_predictions_and_evidence() -> None:
     absent = compare(plan_of("FULL", [1]), new)
     assert (absent.memory.old, absent.memory.new, absent.memory.change) == (None, 2100, None)
     assert absent.expected_us == Figure(old=None, new=1650.0)
-    assert absent.notes == ("the first plan was not made for traffic, so that it expects no step time",)
+    assert absent.notes == (
+        "the first plan was not made for traffic, so that it expects no step time",
+        "the first plan was made without --costs, so that its memory and start-up are not known",
+    )
 
 
 def test_figures_that_cannot_be_compared_are_pointed_out() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +13,11 @@ import yaml
 from hypothesis import given, settings
 from plans import FULL, PIECEWISE, key, plan_of, plan_with, plans, plans_with_lanes
 
-from cgplan.errors import ConfigError
-from cgplan.planning import Plan, build_plan
-from cgplan.planning.engines import VllmConfig, emit, read_vllm
+from cgplan.errors import ConfigError, PlanError
+from cgplan.planning import Plan, build_plan, engines
+from cgplan.planning.engines import VllmConfig, describe_batches, emit, read_vllm
+
+DATA = Path(__file__).parents[1] / "data"
 
 
 def vllm_json(plan: Plan) -> dict[str, Any]:
@@ -129,7 +133,8 @@ def test_vllm_is_told_of_lora_cases(lora: dict[str, Any], specialize: bool, give
 Q3 = plan_with([key(FULL, 3, uniform=True, q=3), key(FULL, 12, uniform=True, q=3), key(PIECEWISE, 64)], query_len=3)
 CASES = plan_with([key(FULL, 4, uniform=True), key(FULL, 8, uniform=True, case=2)], mode="FULL_DECODE_ONLY")
 REQUESTS = "decode sizes are in requests of 3 tokens, the plan's in tokens"
-PREFILL, LEFT_OUT = "prefill sizes are in tokens", "PIECEWISE keys are left out"
+PREFILL, LEFT_OUT = "prefill sizes are in tokens", "PIECEWISE sizes are left out, because they need torch.compile"
+NO_DECODE, NO_PREFILL = (f"--cuda-graph-backend-{kind} disabled turns off" for kind in ("decode", "prefill"))
 BEYOND = "40 tokens became 32 requests"  # more than a decode batch has
 
 
@@ -137,11 +142,11 @@ BEYOND = "40 tokens became 32 requests"  # more than a decode batch has
     ("plan", "decode", "prefill", "of_sglang", "of_trtllm"),
     [
         (Q3, "1 4", "64", [REQUESTS, PREFILL], [REQUESTS, LEFT_OUT]),
-        (plan_of("NONE"), "", "", [], []),
-        (plan_of("FULL_DECODE_ONLY", [1, 2]), "1 2", "", [], []),
+        (plan_of("NONE"), "", "", [NO_DECODE, NO_PREFILL], ["null turns off TensorRT-LLM's default"]),
+        (plan_of("FULL_DECODE_ONLY", [1, 2]), "1 2", "", [NO_PREFILL], []),
         (plan_of("PIECEWISE", [4, 512], seqs=16), "4 16", "4 512", [PREFILL, "has no FULL graphs"], [LEFT_OUT]),
-        (CASES, "4 8", "", ["2 sizes were emitted for 2 keys"], ["2 sizes were emitted for 2 keys"]),
-        (plan_of("FULL", [4, 40], seqs=32), "4 32", "", [BEYOND, "no FULL graphs of mixed batches"], [BEYOND]),
+        (CASES, "4 8", "", ["2 sizes were emitted for 2 keys", NO_PREFILL], ["2 sizes were emitted for 2 keys"]),
+        (plan_of("FULL", [4, 40], seqs=32), "4 32", "", [BEYOND, NO_PREFILL, "full experimental"], [BEYOND]),
     ],
 )
 def test_sglang_and_trtllm_have_decode_sizes_in_requests(
@@ -151,7 +156,7 @@ def test_sglang_and_trtllm_have_decode_sizes_in_requests(
     options = [
         f"--cuda-graph-bs-{kind} {sizes} --cuda-graph-max-bs-{kind} {sizes.split()[-1]}"
         if sizes
-        else f"--disable-{kind}-cuda-graph"
+        else f"--cuda-graph-backend-{kind} disabled"
         for kind, sizes in (("decode", decode), ("prefill", prefill))
     ]
     assert sglang.text == " ".join(options)
@@ -170,6 +175,34 @@ def test_json_has_the_sizes_by_lane() -> None:
             {"mode": "FULL", "uniform": True, "num_active_loras": 0, "sizes": [4]},
         ],
     }
+
+
+# --- names of options ------------------------------------------------------------------------------------------
+
+RECORDED: dict[str, set[str]] = {}
+for part in json.loads((DATA / "engine_options.json").read_text()):
+    RECORDED.setdefault(part["engine"], set()).update(part["names"])
+
+
+@settings(max_examples=20, deadline=None)
+@given(plan=plans_with_lanes())
+def test_emitted_names_are_those_of_the_engines(plan: Plan) -> None:
+    for engine in ("vllm", "sglang", "trtllm"):
+        text, notes = emit(plan, engine)
+        names = set(re.findall(r"--[a-z][a-z-]*", " ".join((text, *notes))))
+        if engine == "vllm":
+            names |= set(vllm_json(plan))
+        elif engine == "trtllm":
+            names |= set(re.findall(r"(\w+): ", text)) | set(re.findall(r"[a-z]+_[a-z_]+", " ".join(notes)))
+        assert names <= RECORDED[engine]
+
+
+def test_keys_of_the_compilation_config_are_vllms() -> None:
+    known = {*engines._TAKEN_OVER, *engines._WITHOUT_EFFECT, *engines._OTHER_GRAPHS, "mode"}
+    assert known <= RECORDED["vllm"]
+    fields = next(part["names"] for part in json.loads((DATA / "engine_options.json").read_text()))
+    for name in fields:
+        assert read(json.dumps({name: None})).loaded.config
 
 
 # --- vLLM's words ---------------------------------------------------------------------------------------------
@@ -234,6 +267,74 @@ def test_keys_without_effect_and_absent_bounds_are_noted() -> None:
     assert notes[:2] == ("backend does not change what is captured", "pass_config does not change what is captured")
     assert "--max-num-seqs was not given: 256 was taken" in notes[2]
     assert "--max-num-batched-tokens was not given: 8192 was taken" in notes[3]
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "sizes"),
+    [
+        ("{}", {"performance_mode": "interactivity"}, (*range(1, 33), *range(40, 65, 8))),
+        ("{}", {"performance_mode": "throughput"}, (1, 2, 4, *range(8, 65, 8))),
+        ('{"max_cudagraph_capture_size": 5}', {"performance_mode": "interactivity"}, (1, 2, 3, 4, 5)),
+        ("{}", {"max_num_seqs": 600}, (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))),
+        ("{}", {"max_num_seqs": 600, "blackwell": True}, (1, 2, 4, *range(8, 256, 8), *range(256, 1025, 16), 600)),
+        ('{"cudagraph_capture_sizes": [3]}', {"performance_mode": "interactivity", "blackwell": True}, (3,)),
+        ("{}", {"overrides": ["compilation.cudagraph_capture_sizes=[2]"], "blackwell": True}, (2,)),
+    ],
+)
+def test_the_ladder_depends_on_the_performance_mode_and_the_gpu(
+    text: str, options: dict[str, Any], sizes: tuple[int, ...]
+) -> None:
+    """As vllm/config/vllm.py of 0.33.0 has it; data centre Blackwell is compute capability 10.x."""
+    found = read(text, **{"max_num_seqs": 32, "max_num_batched_tokens": 8192, **options})
+    assert build_plan(found.loaded.config).capture_sizes == tuple(sorted(sizes))
+    told = any("--blackwell" in note for note in found.notes)
+    assert told == (options == {"max_num_seqs": 600})
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "lost"),
+    [
+        # vLLM pull 37865: 42 tokens were asked for, and the 6th request ran eagerly
+        ({"max_cudagraph_capture_size": 42}, {"max_num_seqs": 6, "num_speculative_tokens": 6},
+         ["size 42 is truncated to 35: vLLM's own sizes end at 40, and the last multiple of 7 tokens, a request's"]),
+        ({"cudagraph_capture_sizes": [7, 42]}, {"max_num_seqs": 6, "num_speculative_tokens": 6}, []),
+        ({"max_cudagraph_capture_size": 100}, {}, ["size 100 is truncated to 64: --max-num-batched-tokens is 64"]),
+        ({"cudagraph_capture_sizes": [4, 20], "cudagraph_mode": "FULL_DECODE_ONLY"}, {},
+         ["size 20 has no graph: a decode batch has at most 8 requests"]),
+        ({"cudagraph_capture_sizes": [4, 16, 70]}, {"num_speculative_tokens": 2},
+         ["size 16 is dropped: as a multiple of 3 tokens", "size 70 is dropped: --max-num-batched-tokens is 64"]),
+        ({}, {"max_num_seqs": 2048}, []),
+        ({"max_cudagraph_capture_size": 42, "cudagraph_mode": "NONE"}, {}, []),
+    ],
+)  # fmt: skip
+def test_sizes_that_vllm_does_not_capture_are_named(
+    text: dict[str, Any], options: dict[str, Any], lost: list[str]
+) -> None:
+    found = read(json.dumps(text), **options).lost
+    assert all(words in line for line, words in zip(found, lost, strict=True))
+
+
+def test_batches_are_described_by_their_graphs() -> None:
+    plan = build_plan(read("{}", max_num_seqs=24, num_speculative_tokens=1).loaded.config)
+    assert [*describe_batches(plan)] == [
+        "decode batches, by requests of 2 tokens: 1 to 24 in FULL graphs",
+        "mixed batches, by tokens: 1 to 64 in PIECEWISE graphs",
+    ]
+    plan = build_plan(read('{"cudagraph_capture_sizes": [2], "cudagraph_mode": "FULL_DECODE_ONLY"}').loaded.config)
+    assert [*describe_batches(plan)] == [
+        "decode batches, by requests of 1 token: 1 to 2 in FULL graphs, 3 to 8 eagerly",
+        "mixed batches, by tokens: 1 to 64 eagerly",
+    ]
+
+
+def test_graphs_of_encoders_and_of_decoder_replay_are_known() -> None:
+    notes = read('{"cudagraph_decoder_replay": false, "decoder_replay_trim_threshold": 300}').notes
+    assert notes[0].startswith("cudagraph_decoder_replay and decoder_replay_trim_threshold: graphs of encoders and")
+
+
+def test_no_size_that_is_left_is_a_plan_error() -> None:
+    with pytest.raises(PlanError, match="no capture size is left"):
+        read('{"cudagraph_capture_sizes": [100]}')
 
 
 @pytest.mark.parametrize(

@@ -186,7 +186,7 @@ def test_saved_step_times_read_back(tmp_path: Path) -> None:
 
 
 HEADER = "mode,num_tokens,microseconds\n"
-FILES = "JSON file of `cgplan bench --output`, or a CSV file with mode,num_tokens,microseconds"
+FILES = "JSON file of `cgplan bench --output`, a CSV file with mode,num_tokens,microseconds"
 SAVED = '{"kind": "step_times", "source": "x", "curves": [{"mode": "FULL", "points": %s}]}'
 
 
@@ -216,6 +216,42 @@ def test_bad_files(text: str, message: str, remedy: str) -> None:
         StepTimes.parse(text, "times")
     assert message in caught.value.message
     assert remedy in caught.value.remedy
+
+
+def served(concurrency: int, itl: float, **more: Any) -> str:
+    """A line of the results of ``vllm bench serve --append-result``."""
+    fixed = {"backend": "vllm", "num_prompts": 99, "request_rate": "inf", "mean_itl_ms": 7.5}
+    return json.dumps({**fixed, "max_concurrency": concurrency, "median_itl_ms": itl, **more})
+
+
+def test_results_of_vllm_bench_serve_are_step_times() -> None:
+    lines = served(1, 5.0), served(64, 6.5), served(1, 18.0, mode="eager"), served(64, 19.0, mode="NONE")
+    times = StepTimes.parse("\n".join(lines), "serve.json")
+    assert [times.of(FULL, 1), times.of(FULL, 64), times.of(NONE, 64)] == [5000, 6500, 19000]
+    assert "the median time between tokens at --max-concurrency N" in times.notes[0]
+
+
+def test_iterations_of_a_vllm_log_are_step_times() -> None:
+    text = (Path(__file__).parents[1] / "data" / "vllm_start.log").read_text()
+    times = StepTimes.parse(text, "vllm.log")
+    assert [times.of(FULL, 4), times.of(PIECEWISE, 16), times.of(NONE, 62)] == [2200, 9000, 20000]
+    with pytest.raises(StepTimeError, match="no start before its iterations"):
+        StepTimes.parse(text.partition("\n")[2], "vllm.log")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (served(4, 5.0, request_rate=10.0), "serve:2: not a step time of vLLM: request_rate"),
+        (served(4, 5.0, max_concurrency=None), "max_concurrency"),
+        (served(4, 5.0, spec_decode_num_drafts=30), "spec_decode_num_drafts"),
+        (served(4, 0.0), "median_itl_ms"),
+        (served(4, 5.0, mode="FAST"), "mode: not one of the runtime modes"),
+    ],
+)
+def test_results_that_do_not_tell_a_step_time_are_refused(line: str, message: str) -> None:
+    with pytest.raises(StepTimeError, match=message):
+        StepTimes.parse(f"{served(1, 5.0)}\n{line}", "serve")
 
 
 @pytest.mark.parametrize(

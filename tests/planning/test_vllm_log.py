@@ -1,0 +1,117 @@
+"""What vLLM's log of a start says of its graphs, their costs and steps."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from cgplan.config import Config
+from cgplan.errors import ReportError
+from cgplan.modes import RUNTIME_MODES
+from cgplan.planning import build_plan
+from cgplan.planning.engines import read_vllm
+from cgplan.planning.vllm_log import StartLog, logged_steps
+from cgplan.pricing.measured import MeasuredCosts
+
+NONE, PIECEWISE, FULL = RUNTIME_MODES
+LOG = (Path(__file__).parents[1] / "data" / "vllm_start.log").read_text()
+GIB, MIB = 1 << 30, 1 << 20
+DEBUG = "".join(
+    f"DEBUG [gpu_model_runner.py:6362] Estimated {mode} CUDA graph memory: {first} MiB first-capture + ({n}-1) "
+    f"\u00d7 {each} MiB per-graph\n"
+    for mode, first, n, each in (("PIECEWISE", "300.00", 5, "20.00"), ("FULL", "100.00", 4, "10.00"))
+)
+
+
+def config_of(text: str = "{}", seqs: int = 8) -> Config:
+    return read_vllm(text, max_num_seqs=seqs, max_num_batched_tokens=64).loaded.config
+
+
+def started(text: str) -> StartLog:
+    log = StartLog.parse(text)
+    assert log is not None
+    return log
+
+
+def costs_of(text: str, config: Config) -> MeasuredCosts:
+    return MeasuredCosts.from_vllm_log(started(text), config, "start.log")
+
+
+def test_the_figures_of_a_start() -> None:
+    log = started(LOG)
+    assert (log.seconds, log.bytes, log.reserved) == (3, GIB // 2, 3 * GIB // 4)
+    assert log.graphs == {PIECEWISE: (5, 16), FULL: (4, 8)}
+    assert StartLog.parse("vLLM API server version 0.33.0") is None
+
+
+def test_what_the_graphs_leave_to_the_kv_cache() -> None:
+    """72 GiB are asked for; 20 are weights, 1.25 activations, 0.5 graphs, and vLLM leaves 150 MiB free."""
+    taken, advised, better = started(LOG).said()
+    assert taken == "by the log the graphs took 512 MiB and 3 s, and vLLM kept 768 MiB free for them"
+    assert "--kv-cache-memory-bytes 52992933888 to stay within --gpu-memory-utilization 0.9" in advised
+    room = int(re.findall(r"\d{9,}", better)[0])
+    exact = (72 - 20 - 1.25 - 0.5) * GIB - 150 * MIB
+    assert exact - GIB // 100 <= room <= exact
+    assert float(better.split()[-1]) == pytest.approx(0.9 + 0.25 / 80, abs=1e-4)
+
+
+def test_of_several_starts_the_last_counts_and_of_several_ranks_the_worst() -> None:
+    again = (
+        LOG.replace("in 3 secs, took 0.50", "in 7 secs, took 0.25")
+        + "Graph capturing finished in 2 secs, took 0.30 GiB"
+    )
+    assert (started(LOG + again).seconds, started(LOG + again).bytes) == (7, round(0.3 * GIB))
+
+
+def test_a_log_without_a_profile_counts_graphs_by_its_progress_bars() -> None:
+    """Model Runner V2 logs no line on its profile, and bars with the mode alone; those of the profile come first."""
+    bars = "Capturing CUDA graphs (FULL): 100%|##| 2/2 [00:01<\rCapturing CUDA graphs (FULL):  10%|# | 1/35 [00:00<"
+    log = started(f"{bars}\nGraph capturing finished in 5 secs, took 0.51 GiB")
+    assert (log.graphs, log.reserved, [*log.said()]) == (
+        {FULL: (35, 0)},
+        0,
+        ["by the log the graphs took 522 MiB and 5 s"],
+    )
+
+
+@pytest.mark.parametrize("text", [LOG, DEBUG + LOG.partition("\n")[2]], ids=["INFO", "DEBUG"])
+def test_costs_add_up_to_those_of_the_start(text: str) -> None:
+    config = config_of()
+    costs = costs_of(text, config)
+    plan = build_plan(config)
+    assert len(plan.keys) == 9
+    whole = costs.of(plan.keys)
+    assert whole.estimated
+    assert whole.seconds == pytest.approx(3)
+    assert whole.total_bytes == pytest.approx(GIB // 2, abs=64)
+    assert "has the costs of 9 graphs together, 512 MiB and 3 s" in whole.notes[0]
+    fewer = costs.of([key for key in plan.keys if key[1].num_tokens in (1, 8)])
+    assert fewer.seconds == pytest.approx(4 / 9 * 3)
+    assert fewer.total_bytes < whole.total_bytes
+
+
+def test_pool_and_driver_memory_are_told_apart_by_a_log_of_level_debug() -> None:
+    """By the estimate: pools of 280 and 90 MiB, of which the larger counts, and 20 MiB x 5 + 10 MiB x 4 for graphs."""
+    config = config_of()
+    (largest, *_, smallest), small = build_plan(config).keys, 4
+    for text, ratio, pool in ((DEBUG + LOG.partition("\n")[2], 2, 280 / 420), (LOG, 1, 503 / 512)):
+        costs = costs_of(text, config)
+        assert costs.driver_bytes(largest) / costs.driver_bytes(smallest) == pytest.approx(ratio)
+        assert costs.pool_bytes(PIECEWISE, 16) == pytest.approx(pool * GIB // 2, rel=1e-6)
+        assert costs.pool_bytes(PIECEWISE, small) == pytest.approx(costs.pool_bytes(PIECEWISE, 16) / 4, rel=1e-6)
+
+
+def test_a_start_of_other_graphs_is_noted_and_one_without_graphs_refused() -> None:
+    notes = costs_of(LOG, config_of(seqs=16)).notes
+    assert any("is of a start with 9 graphs, the configuration has" in note for note in notes)
+    with pytest.raises(ReportError, match="captured no graph"):
+        costs_of("Graph capturing finished in 0 secs, took 0.00 GiB", config_of('{"cudagraph_mode": "NONE"}'))
+
+
+def test_steps_run_in_the_graphs_of_the_start_before_them() -> None:
+    found = [*logged_steps(LOG)]
+    assert found == [(PIECEWISE, 16, 9000), (FULL, 4, 2000), (FULL, 4, 2200), (FULL, 4, 90000), (NONE, 62, 20000)]
+    assert next(logged_steps(LOG.replace("FULL_AND_PIECEWISE: (2, 1)", "NONE: 0"))) == (NONE, 12, 9000)
+    assert [*logged_steps(LOG.partition("\n")[2])] == []
