@@ -13,8 +13,6 @@ from textwrap import wrap
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType
-from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 TEXT_WIDTH = 100
@@ -34,7 +32,8 @@ def render_text(report: Any, width: int = TEXT_WIDTH) -> str:
 
 def plain_text(renderable: RenderableType, width: int = TEXT_WIDTH) -> str:
     file = StringIO()
-    Console(file=file, width=width, color_system=None, force_terminal=False, _environ={}).print(renderable)
+    console = Console(file=file, width=width, color_system=None, force_terminal=False, _environ={})
+    console.print(renderable, crop=False)
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
 
 
@@ -92,25 +91,28 @@ class Grid:
         def line(cells: Iterable[str], style: str = "") -> Text:
             columns = zip(self._columns, cells, widths, strict=True)
             placed = [cell.ljust(width) if column.left else cell.rjust(width) for column, cell, width in columns]
-            return Text((" " * gap).join(placed), style=style)
+            return _line(((" " * gap).join(placed), style))
 
         heads = list(zip_longest(*(title[::-1] for title in titles), fillvalue=""))[::-1]
         yield from (line(cells, "bold") for cells in heads)
         yield Text("-" * (sum(widths) + gap * (len(widths) - 1)))
         for row in self._rows:
             pairs = zip(row, widths, strict=True)
-            wrapped = [wrap(cell, width, break_on_hyphens=False, break_long_words=False) for cell, width in pairs]
-            yield from map(line, zip_longest(*wrapped, fillvalue=""))
+            yield from map(line, zip_longest(*(_wrapped(cell, width) for cell, width in pairs), fillvalue=""))
 
     def _fitted(self, most: int) -> tuple[list[list[str]], list[int], int]:
         """Lines of each heading, widths of the columns, and the gap between them."""
         whole = [column.title.split("\n") for column in self._columns]
-        broken = [re.sub(r"(?<=-)(?=\w)| ", "\n", column.title).split("\n") for column in self._columns]
+        broken, cut = (  # at spaces and hyphens, then at underscores, too
+            [re.sub(rf"(?<=[{marks}])(?=\w)| ", "\n", column.title).split("\n") for column in self._columns]
+            for marks in ("-", "_-")
+        )
         cells = [[row[i] for row in self._rows] for i in range(len(self._columns))]
         texts = [column.left and i > 0 for i, column in enumerate(self._columns)]  # the others stay in one line
         words = [" ".join(c).split() if text else c for c, text in zip(cells, texts, strict=True)]
         none = [[] if text else c for c, text in zip(cells, texts, strict=True)]  # words run over their column
-        for gap, kept, titles in [*product((self._gap, 1), (cells, words), (whole, broken)), (1, none, broken)]:
+        ways = [*product((self._gap, 1), (cells, words), (whole, broken)), (1, words, cut), (1, none, cut)]
+        for gap, kept, titles in ways:
             least, widths = (
                 [max(map(len, ["-", *title, *piece])) for title, piece in zip(titles, pieces, strict=True)]
                 for pieces in (kept, cells)
@@ -122,19 +124,47 @@ class Grid:
         return titles, least, gap
 
 
+def _wrapped(text: str, width: int) -> list[str]:
+    return wrap(text, max(width, 1), break_on_hyphens=False, break_long_words=False)
+
+
+def _line(*parts: tuple[str, str]) -> Text:
+    """Text and style of each part. What is longer than the console runs over: rich would break a word."""
+    return Text.assemble(*parts, no_wrap=True, overflow="ignore")
+
+
+@dataclass(frozen=True)
+class _Labelled:
+    rows: Sequence[Fact]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        widest = min(max((len(label) for label, _ in self.rows), default=0), options.max_width // 2)
+        for label, value in self.rows:
+            style, values = "yellow" if label == "warning" else "", value.split("\n")
+            told = [line for part in values for line in _wrapped(part, options.max_width - widest - 4) or [""]]
+            for left, right in zip_longest(_wrapped(label, widest), told, fillvalue=""):
+                yield _line((f"  {left:<{widest}}  ", style or "bold"), (right, style))
+
+
+@dataclass(frozen=True)
+class _Prose:
+    text: str
+    style: str = ""
+    indent: str = ""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        for part in self.text.split("\n"):
+            for line in _wrapped(part, options.max_width - len(self.indent)):
+                yield _line((self.indent + line, self.style))
+
+
 def facts(title: str, rows: Iterable[Fact]) -> RenderableType:
-    """A title over labelled lines; a line that is too long goes on under its own beginning."""
-    grid = Table.grid(padding=(0, 2, 0, 0))
-    grid.add_column(no_wrap=True)
-    grid.add_column(overflow="fold")
-    for label, value in rows:
-        style = "yellow" if label == "warning" else ""
-        grid.add_row(Text(f"  {label}", style=style or "bold"), Text(value, style=style))
-    return Group(Text(title, style="bold"), grid)
+    """A title over labelled lines; a line that is too long goes on under its own beginning, and words stay whole."""
+    return titled(title, _Labelled(list(rows)))
 
 
 def titled(title: str, *parts: RenderableType) -> RenderableType:
-    return Group(Text(title, style="bold"), *parts)
+    return Group(_Prose(title, "bold"), *parts)
 
 
 def stacked(*parts: RenderableType | None) -> RenderableType:
@@ -154,7 +184,7 @@ class Drawing:
 
 
 def sentences(*lines: str) -> RenderableType:
-    return Padding(Text("\n".join(lines)), (0, 0, 0, 2))
+    return _Prose("\n".join(lines), indent="  ")
 
 
 def filled(rows: Sequence[Mapping[str, object]], left: Sequence[str]) -> RenderableType:

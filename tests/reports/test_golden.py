@@ -30,9 +30,9 @@ def test_a_saved_report_is_shown_as_ever(name: str) -> None:
 
 @pytest.mark.parametrize("name", SAVED)
 def test_no_word_is_broken_in_80_columns(name: str) -> None:
-    """Headings may go on after a hyphen."""
+    """Headings may go on after a hyphen or an underscore."""
     report = golden_report(name)
-    wide, narrow = ([part for word in render_text(report, width).split() for part in re.split(r"(?<=-)", word)]
+    wide, narrow = ([part for word in render_text(report, width).split() for part in re.split(r"(?<=[-_])", word)]
                     for width in (100, 80))  # fmt: skip
     assert max(map(len, render_text(report, 80).splitlines())) <= 80
     drawn = re.compile(r"[-#|+*.\d]*")  # lines and bars are as long as there is room, axes have as many ticks
