@@ -217,7 +217,14 @@ def plan_(
     engine: Annotated[
         EngineName | None, Option("--emit", help="Print the plan for an engine, and nothing else.")
     ] = None,
+    assume_default_times: Annotated[
+        bool, Option("--assume-default-times", help="With --emit: take the default step times, of another model.")
+    ] = False,
     plot: Annotated[Path | None, Option(metavar="FILE", help="Draw it: an SVG or PNG.")] = None,
+    html: Annotated[Path | None, Option(metavar="FILE", help="Also write the whole report as an HTML file.")] = None,
+    verbose: Annotated[
+        bool, Option("--verbose", "-v", help="Show everything: curve, padding, sizes left out.")
+    ] = False,
     output: Output = None,
     as_json: AsJson = False,
     show_traceback: Traceback = False,
@@ -246,7 +253,10 @@ def plan_(
             costs=costs,
             output=output,
             engine=engine.value if engine else None,
+            assumed_times=assume_default_times,
             plot=plot,
+            html=html,
+            verbose=verbose,
             as_json=as_json,
         )
 

@@ -22,8 +22,9 @@ from cgplan.planning.build import refuse_auto
 from cgplan.planning.difference import compare, machine_changes, named
 from cgplan.planning.engines import Engine, emit
 from cgplan.planning.plan import Machine
-from cgplan.reports import load_report
-from cgplan.reports.plan_tables import padding_bars, pareto_plot, render_difference
+from cgplan.reports import load_report, render
+from cgplan.reports.layout import html_text
+from cgplan.reports.plan_tables import brief, padding_bars, pareto_plot, render_difference
 from cgplan.reports.plots import Bar, ParetoPlot, check_plot_path, picture
 from cgplan.reports.records import BenchReport, parse_report
 
@@ -38,19 +39,18 @@ def run_plan(
     costs: str | None,
     output: Path | None,
     engine: Engine | None,
+    assumed_times: bool,
     plot: Path | None,
+    html: Path | None,
+    verbose: bool,
     as_json: bool,
 ) -> None:
     loaded = read_config(path, overrides)
     refuse_auto(loaded.config)
     if plot is not None:
         check_plot_path(plot)
-    _check_outputs((output, plot), (path, traffic, step_times, costs))
-    if traffic is None and (speedup != 1 or (step_times is not None and loaded.config.traffic is None)):
-        raise ConfigError(
-            "--speedup is about recorded requests and --step-times about traffic, and there is none",
-            remedy="Give --traffic FILE, or add a `traffic` section with the request_rate to the configuration.",
-        )
+    _check_outputs((output, plot, html), (path, traffic, step_times, costs))
+    _check_times(loaded.config, traffic, speedup, step_times, engine is not None and not assumed_times)
     if loaded.config.dims and (traffic or costs or engine or loaded.config.traffic is not None):
         plan, curve, bars = _for_sizes(loaded.config, traffic, step_times, costs or engine or speedup != 1)
     else:
@@ -59,11 +59,13 @@ def run_plan(
         note(f"note: {plot} was not drawn: there is no graph, and no traffic")
     elif plot is not None:
         save(plot, picture(plot, curve, bars))
+    if html is not None:
+        save(html, html_text(render(plan), f"cgplan plan of {path.name}"))
     if engine is not None or as_json:
         for line in _said(plan):
             note(line)
     if engine is None:
-        publish(plan, output, as_json=as_json)
+        publish(plan, output, as_json=as_json, shown=None if verbose else brief(plan))
         return
     if output is not None:
         save(output, plan.model_dump_json(indent=2) + "\n")
@@ -71,6 +73,21 @@ def run_plan(
     for line in emission.notes:
         note(f"note: {line}")
     typer.echo(emission.text)
+
+
+def _check_times(config: Config, traffic: object, speedup: float, step_times: Path | None, own: bool) -> None:
+    """Raise ConfigError for options without traffic, StepTimeError for ``own`` step times that are not given."""
+    if traffic is None and (speedup != 1 or (step_times is not None and config.traffic is None)):
+        raise ConfigError(
+            "--speedup is about recorded requests and --step-times about traffic, and there is none",
+            remedy="Give --traffic FILE, or add a `traffic` section with the request_rate to the configuration.",
+        )
+    if own and step_times is None and (traffic or config.traffic) and not config.dims:
+        raise StepTimeError(
+            "no step times were given, and a plan by the default ones, of another model, is not emitted",
+            remedy="Give --step-times FILE, which `cgplan bench --output` writes on your machine; or take the default "
+            "ones for yours, with --assume-default-times.",
+        )
 
 
 def run_diff(old: Path, new: Path, *, as_json: bool) -> None:

@@ -13,12 +13,15 @@ Limit = Literal["max_graphs", "memory", "capture_time"]
 
 class Expected(Record):
     """Mean microseconds of a step with the plan's graphs, without graphs (None: not known), and if each batch had a
-    graph of its own size in the best of its modes (no plan is below that ``bound``).
+    graph of its own size in the best of its modes (no plan is below that ``bound``). ``decode_us``, ``mixed_us``: of
+    the plan's steps of uniform decode alone, and of the others; None where the traffic has none.
     """
 
     plan: float
     eager: float | None
     bound: float
+    decode_us: float | None = None  # absent from plans of earlier versions
+    mixed_us: float | None = None
 
 
 class ParetoPoint(Record):
@@ -36,7 +39,8 @@ class LadderPoint(ParetoPoint):
     """A ladder, or the sizes that the configuration lists, on the same traffic; with its own figures.
 
     ``unused``: graphs that run no batch. ``equal``: the plan with the fewest graphs that is no slower, ``alike`` for a
-    step at most 0.1% longer; None beyond the curve. ``no_gain``: steps are within 1% of the bound.
+    step at most 0.1% longer; None beyond the curve. ``no_gain``: steps are within 1% of the bound. ``decode_us``,
+    ``mixed_us``: as in ``Expected``.
     """
 
     name: str
@@ -45,6 +49,8 @@ class LadderPoint(ParetoPoint):
     equal: ParetoPoint | None = None
     alike: ParetoPoint | None = None
     no_gain: bool = False
+    decode_us: float | None = None
+    mixed_us: float | None = None
 
 
 class SizeUse(LaneRecord):

@@ -261,7 +261,9 @@ class Case:
             rule=self._rule(),
             graphs=len(plan.keys),
             **curve.price(plan.keys),
-            expected_us=Expected(plan=expected, eager=problem.eager_total / problem.weight, bound=problem.infinite_us),
+            expected_us=Expected(
+                plan=expected, eager=problem.eager_total / problem.weight, bound=problem.infinite_us, **run.by_kind
+            ),
             lower_bound_us=lower,
             gap=expected / lower - 1,
             exact=self._exact,
@@ -319,6 +321,7 @@ class Case:
             equal=curve.point(curve.fewest(run.expected_us)),
             alike=curve.point(curve.fewest(run.expected_us * (1 + ALIKE))),
             no_gain=run.expected_us <= (1 + NO_GAIN) * curve.problem.infinite_us,
+            **run.by_kind,
         )
 
     def _left_out(self) -> Iterator[tuple[Key, str]]:

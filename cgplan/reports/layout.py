@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import singledispatch
+from html import escape
 from io import StringIO
 from itertools import pairwise, product, zip_longest
 from operator import methodcaller
@@ -16,6 +17,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.text import Text
 
 TEXT_WIDTH = 100
+_UNIT = re.compile(r"(?<=\d) (?=(?:[um]?s|[KMG]?i?B)\b)")
 Fact = tuple[str, str]  # a label, and what stands beside it
 
 
@@ -35,6 +37,15 @@ def plain_text(renderable: RenderableType, width: int = TEXT_WIDTH) -> str:
     console = Console(file=file, width=width, color_system=None, force_terminal=False, _environ={})
     console.print(renderable, crop=False)
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
+
+
+def html_text(renderable: RenderableType, title: str, width: int = TEXT_WIDTH) -> str:
+    """One HTML file with the same text; colours of the reader's choice, light or dark."""
+    console = Console(file=StringIO(), width=width, record=True, color_system="truecolor", _environ={})
+    console.print(renderable, crop=False)
+    head = f'<meta charset="utf-8"><meta name="color-scheme" content="light dark"><title>{escape(title)}</title>'
+    text = console.export_html(inline_styles=True, code_format="{code}")
+    return f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head>\n<body><pre>{text}</pre></body></html>\n'
 
 
 def describe_sizes(sizes: Sequence[int]) -> str:
@@ -125,7 +136,9 @@ class Grid:
 
 
 def _wrapped(text: str, width: int) -> list[str]:
-    return wrap(text, max(width, 1), break_on_hyphens=False, break_long_words=False)
+    text = _UNIT.sub("\xa0", text)  # a number and its unit stay in one line
+    lines = wrap(text, max(width, 1), break_on_hyphens=False, break_long_words=False)
+    return [line.replace("\xa0", " ") for line in lines]
 
 
 def _line(*parts: tuple[str, str]) -> Text:

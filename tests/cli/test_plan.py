@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import os
 import re
@@ -17,6 +18,8 @@ from cgplan import errors
 from cgplan.config import load_config
 from cgplan.planning import Plan, build_plan
 from cgplan.reports import load_report, render_text
+from cgplan.reports.layout import plain_text
+from cgplan.reports.plan_tables import brief
 
 PLAN = ("plan", "--config", "good.yaml")
 
@@ -26,7 +29,8 @@ def test_plan_shows_and_saves_the_plan(home: Path) -> None:
     plan = load_report("plan.json")
     assert isinstance(plan, Plan)
     assert plan.model_copy(update={"notes": (), "lint": ()}) == build_plan(load_config("good.yaml"))
-    assert result.stdout == render_text(plan) + "\n"
+    assert result.stdout == plain_text(brief(plan)) + "\n"
+    assert good(*PLAN, "--verbose").stdout == render_text(plan) + "\n"
     assert "saved plan.json" in result.stderr
     assert good(*PLAN, "--json").stdout == (home / "plan.json").read_text()
 
@@ -73,7 +77,7 @@ def test_plan_options_are_overrides_of_the_budget(home: Path) -> None:
 def test_plan_for_traffic_finds_its_sizes(home: Path) -> None:
     """Sizes that batches have are best: 2 and 7 for two graphs, where 1 costs 129 instead of 100 microseconds."""
     command = (*use_traffic(home), "--max-graphs", "2")
-    shown = good(*command, "--output", "plan.json").stdout
+    shown = good(*command, "--verbose", "--output", "plan.json").stdout
     plan = load_report("plan.json")
     assert isinstance(plan, Plan)
     assert plan.capture_sizes == (2, 7)
@@ -84,12 +88,13 @@ def test_plan_for_traffic_finds_its_sizes(home: Path) -> None:
     table = [" ".join(line.split()) for line in shown.splitlines()]
     at = table.index("batch of (tokens) is padded to padding rows at most")
     assert table[at + 2 : at + 5] == ["1 to 2 2 1", "3 to 7 7 4", "above 7 no graph -"]
-    assert table.index("Why these graphs") > at
+    assert table[0].startswith("Plan: 2 graphs instead of the configured sizes' 3; --costs tells")
+    assert table.index("Why") < at
 
 
 @pytest.mark.parametrize(("columns", "widest"), [("64", 64), ("130", 130), ("wide", 100)])
 def test_reports_obey_columns(home: Path, monkeypatch: pytest.MonkeyPatch, columns: str, widest: int) -> None:
-    command = use_traffic(home)
+    command = (*use_traffic(home), "--verbose")
     usual = good(*command).stdout
     monkeypatch.setenv("COLUMNS", columns)
     shown = good(*command).stdout
@@ -164,6 +169,58 @@ def test_traffic_step_times_and_costs_may_come_through_pipes(home: Path) -> None
     assert from_pipes.keys == from_files.keys != ()
     assert from_pipes.expected_us == from_files.expected_us
     assert from_pipes.predicted is not None
+
+
+def test_the_answer_for_the_traffic_of_the_readme_fits_on_one_screen(monkeypatch: pytest.MonkeyPatch) -> None:
+    root = Path(__file__).parents[2]
+    command = ("plan", "--config", str(root / "configs/decoder_0_6b.yaml"), "--traffic",
+               str(root / "tests/data/azure_llm_code_2023.csv"))  # fmt: skip
+    monkeypatch.setenv("COLUMNS", "100")
+    shown = good(*command).stdout.splitlines()
+    assert len(shown) <= 45
+    assert re.match(
+        r"Plan: \d+ graphs instead of the vllm ladder's 35; --costs tells start-up time and memory", shown[0]
+    )
+    assert any(line.startswith("  step times  default, of another model: ") for line in shown[:5])
+    monkeypatch.setenv("COLUMNS", "80")
+    assert max(map(len, good(*command).stdout.splitlines())) <= 80
+
+
+def test_steps_of_decode_stand_apart_from_mixed_ones(home: Path) -> None:
+    """5 tokens of 5 requests run as uniform decode in 5 or 8, 10 tokens of 2 requests eagerly for 1000 us."""
+    command = (
+        *use_traffic(home),
+        *settings("compilation.cudagraph_mode=FULL_DECODE_ONLY", "compilation.cudagraph_capture_sizes=[8]"),
+    )
+    (home / "traffic.csv").write_text("num_tokens,num_reqs,count\n5,5,30\n10,2,10\n")
+    plan = plan_of(*command)
+    assert plan.evidence is not None
+    five = 100 + 200 * 4 / 7
+    assert plan.evidence["expected_us"]["decode_us"] == pytest.approx(five)
+    assert plan.evidence["expected_us"]["mixed_us"] == pytest.approx(1000)
+    assert plan.expected_us == pytest.approx((3 * five + 1000) / 4)
+    assert [point["decode_us"] for point in plan.evidence["ladders"] if point["name"] == "configured"] == [300]
+    assert re.search(r"^configured +1 +475 us +300 us +1.00 ms ", good(*command).stdout, re.MULTILINE)
+
+
+def test_what_is_emitted_is_planned_by_given_step_times(home: Path) -> None:
+    command = use_traffic(home)
+    emitted = (*command[:-2], "--emit", "vllm")
+    message = refused(errors.StepTimeError, *emitted)
+    assert "--step-times FILE" in message
+    assert "--assume-default-times" in message
+    assert "of another model than yours" in good(*emitted, "--assume-default-times").stderr
+    assert good(*command, "--emit", "vllm").stdout.startswith("--compilation-config")
+
+
+def test_the_whole_report_as_html(home: Path) -> None:
+    command = use_traffic(home)
+    good(*command, "--html", "plan.html")
+    page = (home / "plan.html").read_text()
+    text = html.unescape(re.sub(r"<[^>]*>", "", page.partition("<body>")[2]))
+    assert [line.rstrip() for line in text.strip().splitlines()] == good(*command, "--verbose").stdout.splitlines()
+    assert not re.search(r"(src|href)=", page)
+    assert "is an input of the plan" in refused(errors.OutputPathError, *command, "--html", "times.csv")
 
 
 def test_plan_says_that_there_is_no_traffic(home: Path) -> None:
@@ -263,13 +320,13 @@ def sized(home: Path, *more: str) -> tuple[str, ...]:
 
 def test_plan_for_batches_of_several_sizes(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    command = sized(home, "--max-graphs", "3")
+    command = sized(home, "--max-graphs", "3", "--verbose")
     shown = good(*command, "--output", "plan.json").stdout
     lines = shown.splitlines()
     assert max(map(len, lines)) <= 80
     assert lines[1].split()[0] == "verdict"
     assert re.search(r"verdict steps [\d.]+% shorter than with the best full grid, ", " ".join(shown.split()))
-    assert "no step times were given" in " ".join(lines[2:6])
+    assert "no step times were given" in " ".join(" ".join(lines).split())
     assert [line.split()[0] for line in lines if line.startswith(("this plan", "the best full", "powers", "even"))] == [
         "this", "the", "powers", "even",
     ]  # fmt: skip
