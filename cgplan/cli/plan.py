@@ -1,21 +1,24 @@
-"""`cgplan plan` and `cgplan plan diff`: makes a plan, emits it for an engine, compares two.
+"""`cgplan plan`, `plan diff` and `plan check`: makes a plan, emits it for an engine, compares two, tries other traffic.
 
 torch is loaded for `--costs estimate` and `measure` alone.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
 from cgplan.cli.costs import Priced, about, costs_of
 from cgplan.cli.output import check_writable, note, publish, save, show
-from cgplan.config import Config, LoadedConfig, Override, read_config
+from cgplan.config import BudgetConfig, Config, LoadedConfig, Override, read_config, validate_config
 from cgplan.config.load import read_text
-from cgplan.errors import ConfigError, OutputPathError, ReportError, StepTimeError
+from cgplan.errors import ConfigError, OutputPathError, PlanError, RegretError, ReportError, StepTimeError
+from cgplan.optimizer.evidence import CheckedUse, LadderPoint, PlanCheck
 from cgplan.optimizer.subset import within_count
 from cgplan.planning import Plan, build_plan
 from cgplan.planning.build import refuse_auto
@@ -27,6 +30,12 @@ from cgplan.reports.layout import html_text
 from cgplan.reports.plan_tables import brief, padding_bars, pareto_plot, render_difference
 from cgplan.reports.plots import Bar, ParetoPlot, check_plot_path, picture
 from cgplan.reports.records import BenchReport, parse_report
+from cgplan.units import counted, format_microseconds
+
+if TYPE_CHECKING:
+    from cgplan.traffic.histogram import Traffic
+    from cgplan.traffic.simulation import RequestTrace
+    from cgplan.traffic.step_times import StepTimes
 
 
 def run_plan(
@@ -98,6 +107,86 @@ def run_diff(old: Path, new: Path, *, as_json: bool) -> None:
         show(render_difference(difference, str(old), str(new)))
 
 
+def run_check(
+    path: Path,
+    traffic: Path,
+    *,
+    speedup: float,
+    step_times: Path | None,
+    max_regret: float | None,
+    as_json: bool,
+) -> None:
+    """Show a plan on other traffic. Raises RegretError where it is farther from the best one than ``max_regret``."""
+    plan = read_plan(path)
+    if plan.config.get("dims"):
+        raise PlanError(
+            f"{path} has several sizes ({', '.join(plan.dim_names)}), which a check does not know",
+            remedy="Plan for the new traffic, and compare the two with `cgplan plan diff`.",
+        )
+    from cgplan.traffic.files import read_traffic  # numpy from here on
+
+    config = validate_config(plan.config | {"budget": plan.budget})
+    times, found = _times_of(step_times, config), read_traffic(traffic, plan, speedup=speedup)
+    check = _checked(plan, config, _steps(found, plan, times), times, max_regret)
+    publish(check, None, as_json=as_json)
+    if max_regret is not None and max(check.regret, check.decode_regret or 0) > max_regret:
+        raise RegretError(
+            f"{path} on {traffic}: {check.verdict}; --max-regret is {max_regret:.4%}",
+            remedy="Plan for this traffic: `cgplan plan --config FILE --traffic FILE --output FILE`.",
+        )
+
+
+def _checked(plan: Plan, config: Config, traffic: Traffic, times: StepTimes, max_regret: float | None) -> PlanCheck:
+    from cgplan.optimizer.lanes import Run
+    from cgplan.optimizer.propose import propose
+
+    run, graphs = Run(plan.keys, traffic, times), len(plan.keys)
+    own = LadderPoint(
+        name="this plan",
+        graphs=graphs,
+        expected_us=run.expected_us,
+        padding=run.padding,
+        unused=graphs - sum(use.size is not None for use in run.uses),
+        **run.by_kind,
+    )
+    anew = propose(config, traffic, times).evidence
+    best = [anew.as_point("planned anew")]
+    if graphs and graphs != anew.graphs:
+        as_many = config.model_copy(update={"budget": BudgetConfig(max_graphs=graphs)})
+        best.append(propose(as_many, traffic, times).evidence.as_point(f"best with {graphs}"))
+    bounded = plan.budget.keys() & {"max_graphs", "memory", "capture_time"}
+    most = max(graphs, plan.budget.get("max_graphs", 0)) if bounded else math.inf
+    least = min(own, *best, *(p for p in anew.ladders if p.graphs <= most), key=lambda point: point.expected_us)
+    regret = own.expected_us / least.expected_us - 1
+    of_decode = own.decode_us / least.decode_us - 1 if own.decode_us and least.decode_us else None
+    verdict = f"regret {regret:.2%}" + ("" if of_decode is None else f", of decode steps {of_decode:.2%}")
+    verdict += f": {format_microseconds(own.expected_us)} a step with {counted(graphs, 'graph')}"
+    if least is not own:
+        verdict += f", {format_microseconds(least.expected_us)} with {least.graphs} ({least.name})"
+    return PlanCheck(
+        traffic_source=traffic.source,
+        traffic_weight=traffic.total,
+        times_source=times.source,
+        notes=(*traffic.notes, *times.notes_for(plan.mode)),
+        points=(own, *best, *anew.ladders),
+        regret=regret,
+        decode_regret=of_decode,
+        max_regret=max_regret,
+        uses=tuple(
+            CheckedUse(
+                **use.lane._asdict(),
+                size=use.size,
+                share=use.weight / traffic.total,
+                padding=use.padding,
+                step_us=use.microseconds / use.weight,
+                own_us=use.unpadded / use.weight,
+            )
+            for use in run.uses
+        ),
+        verdict=verdict,
+    )
+
+
 def read_plan(path: Path) -> Plan:
     """A saved plan. Raises ReportError, also for another kind of report."""
     report = load_report(path)
@@ -140,39 +229,47 @@ def _for_traffic(
     config = loaded.config
     if file is None and config.traffic is None:
         return _by_ladder(loaded, priced)
-    from cgplan.optimizer.propose import propose
+    from cgplan.optimizer.propose import propose  # numpy from here on
     from cgplan.traffic.files import read_traffic, synthetic_requests
-    from cgplan.traffic.histogram import Traffic
-    from cgplan.traffic.simulation import SchedulerBounds, simulate, step_clock
-    from cgplan.traffic.step_times import REMEDY, StepTimes  # numpy from here on
 
-    times = StepTimes.default()
-    if step_times is not None:
-        text = read_text(step_times, StepTimeError, REMEDY)  # once: it may be a pipe
-        times = StepTimes.parse(text, step_times)
-        notes = (*times.notes, *_about_times(text, step_times, config, priced.machine))
-        times = times.model_copy(update={"notes": notes})
-    base = build_plan(config)
+    times, base = _times_of(step_times, config, priced.machine), build_plan(config)
     if file is not None:
         found = read_traffic(file, base, speedup=speedup)
     else:
         assert config.traffic is not None
         found = synthetic_requests(config.traffic, base)
 
-    def steps(plan: Plan) -> Traffic:
-        """Steps to plan for; requests are simulated with the step times that they would have under ``plan``."""
-        if isinstance(found, Traffic):
-            return found
-        bounds = SchedulerBounds.of(plan, config.speculative.accepted_tokens)
-        return simulate(found, bounds, step_clock(plan, times))
-
-    traffic = steps(base)
+    accepted = config.speculative.accepted_tokens
+    traffic = _steps(found, base, times, accepted)
     proposal = propose(config, traffic, times, priced.costs, priced.failed)
-    again = steps(proposal.plan)
+    again = _steps(found, proposal.plan, times, accepted)
     if again != traffic:  # requests make other batches where steps take another time
         proposal = propose(config, again, times, priced.costs, priced.failed)
     plan, evidence = proposal.plan.model_copy(update={"machine": priced.machine}), proposal.evidence
     return plan, pareto_plot(evidence) if evidence.pareto else None, padding_bars(evidence)
+
+
+def _times_of(file: Path | None, config: Config, machine: Machine | None = None) -> StepTimes:
+    """Step times of a file, or the default ones; ``machine``: where costs were measured."""
+    from cgplan.traffic.step_times import REMEDY, StepTimes
+
+    if file is None:
+        return StepTimes.default()
+    text = read_text(file, StepTimeError, REMEDY)  # once: it may be a pipe
+    times = StepTimes.parse(text, file)
+    return times.model_copy(update={"notes": (*times.notes, *_about_times(text, file, config, machine))})
+
+
+def _steps(
+    found: Traffic | RequestTrace, plan: Plan, times: StepTimes, accepted_tokens: float | None = None
+) -> Traffic:
+    """Steps to plan for; requests are simulated with the step times that they would have under ``plan``."""
+    from cgplan.traffic.histogram import Traffic
+    from cgplan.traffic.simulation import SchedulerBounds, simulate, step_clock
+
+    if isinstance(found, Traffic):
+        return found
+    return simulate(found, SchedulerBounds.of(plan, accepted_tokens), step_clock(plan, times))
 
 
 def _for_sizes(

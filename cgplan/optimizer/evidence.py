@@ -97,6 +97,38 @@ class NextGraph(Record):
     percent: float
 
 
+class CheckedUse(SizeUse):
+    """The same with the mean microseconds of these steps, as they run and if each ran at its batch's own size."""
+
+    step_us: float
+    own_us: float
+
+
+class PlanCheck(Record):
+    """A plan on other traffic than it was made for.
+
+    Attributes:
+        points: The plan, the best ones for this traffic, and the ladders; bytes and seconds are not known.
+        regret, decode_regret: How much longer steps are than with the best that the plan's budget allows, and those of
+            uniform decode alone (None: there is none); as shares, 0.01 is 1% longer.
+        max_regret: What was allowed; None: anything.
+        uses: One for each graph that runs a batch, and one for eager steps.
+    """
+
+    kind: Literal["plan_check"] = "plan_check"
+    schema_version: int = 1
+    traffic_source: str
+    traffic_weight: float
+    times_source: str
+    notes: tuple[str, ...] = ()
+    points: tuple[LadderPoint, ...]
+    regret: float
+    decode_regret: float | None = None
+    max_regret: float | None = None
+    uses: tuple[CheckedUse, ...]
+    verdict: str
+
+
 class Evidence(Record):
     """Everything that a plan's report shows.
 
@@ -149,3 +181,9 @@ class Evidence(Record):
     left_out: tuple[LeftOut, ...] = ()
     failed: tuple[LeftOut, ...] = ()
     padding_map: PaddingMap | None = None  # of batches with several sizes
+
+    def as_point(self, name: str) -> LadderPoint:
+        """The plan's own figures, as a row beside ladders."""
+        own = self.model_dump(include={"graphs", "bytes", "seconds", "padding"})  # no padding in earlier versions
+        expected = self.expected_us.model_dump(include={"decode_us", "mixed_us"})
+        return LadderPoint.model_construct(name=name, expected_us=self.expected_us.plan, unused=0, **own, **expected)

@@ -9,11 +9,11 @@ from functools import partial
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING
 
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
 from rich.text import Text
 
 from cgplan.modes import CUDAGraphMode
-from cgplan.optimizer.evidence import Evidence, LadderPoint, PaddingMap
+from cgplan.optimizer.evidence import Evidence, LadderPoint, PaddingMap, PlanCheck
 from cgplan.planning import Plan
 from cgplan.planning.difference import FieldChange, Figure, PlanDifference
 from cgplan.planning.plan import PLANNED_FOR, Lane
@@ -60,8 +60,9 @@ _WAYS: dict[Way, str] = {
 _LANE, _WHY = TextColumn("lane", "lane"), TextColumn("why", "reason")
 _SIZES = TextColumn("sizes", "sizes", describe_sizes)
 _GRAPHS, _STEP = Column("graphs", "graphs"), Column("expected step", "expected_us", format_microseconds)
+_PADDING = Column("padding", "padding", "{:.1%}".format)
 _LADDER = TextColumn("ladder", "name")
-_KINDS = (Column("decode", "decode_us", format_microseconds), Column("mixed", "mixed_us", format_microseconds))
+_KINDS = (("decode", "decode_us"), ("mixed", "mixed_us"))
 _MEMORY, _START_UP = Column("memory", "bytes", format_bytes), Column("start-up", "seconds", format_seconds)
 
 
@@ -358,30 +359,64 @@ def _ladders(evidence: Evidence) -> RenderableType | None:
     if not evidence.ladders:
         return None
     expected = evidence.expected_us.plan
-    plan = LadderPoint.model_construct(
-        **evidence.model_dump(include={"graphs", "bytes", "seconds", "padding"}),
-        **evidence.expected_us.model_dump(include={"decode_us", "mixed_us"}),
-        name="this plan",
-        expected_us=expected,
-        no_gain=False,
-    )
+    plan = evidence.as_point("this plan")
 
     def gain(ladder: LadderPoint) -> str | None:
         shorter = "no gain" if ladder.no_gain else f"{1 - expected / ladder.expected_us:+.1%}"
         return None if ladder is plan else shorter
 
-    kinds = _KINDS if None not in (plan.decode_us, plan.mixed_us) else ()
+    kinds = (
+        [Column(*kind, format_microseconds) for kind in _KINDS] if None not in (plan.decode_us, plan.mixed_us) else []
+    )
     table = Grid(
         [plan, *evidence.ladders],
         _LADDER,
         *(_GRAPHS, Column("step", "expected_us", format_microseconds)),
         *kinds,
         *([] if all(row.bytes is None for row in (plan, *evidence.ladders)) else [_MEMORY, _START_UP]),
-        Column("padding", "padding", "{:.1%}".format),
+        _PADDING,
         TextColumn("gain", gain),
     )
     words = (_KIND_WORDS, *_LADDER_WORDS) if kinds else _LADDER_WORDS
     return titled("Ladders on the same traffic", table, sentences(*words))
+
+
+@render.register
+def _check(check: PlanCheck) -> RenderableType:
+    rows = [("verdict", check.verdict), ("step times", check.times_source)]
+    rows += [("traffic", f"{check.traffic_source}: {check.traffic_weight:,.0f} steps")]
+    rows += [("note", text) for text in check.notes]
+    own = check.points[0]
+
+    def regret(figure: str) -> Column:
+        def longer(point: LadderPoint) -> float | None:
+            ours, theirs = getattr(own, figure), getattr(point, figure)
+            return ours / theirs - 1 if theirs and point is not own else None
+
+        return Column("regret", longer, "{:+.1%}".format)
+
+    figures = [("step", "expected_us"), *([] if None in (own.decode_us, own.mixed_us) else _KINDS)]
+    points = Grid(
+        check.points,
+        TextColumn("graphs of", "name"),
+        _GRAPHS,
+        *(column for title, of in figures for column in (Column(title, of, format_microseconds), regret(of))),
+        _PADDING,
+    )
+    uses = Grid(
+        check.uses,
+        TextColumn("graph", lambda use: "eager" if use.size is None else f"{use.lane}: {use.size}"),
+        Column("steps", "share", "{:.1%}".format),
+        _PADDING,
+        Column("step", "step_us", format_microseconds),
+        Column("at own size", "own_us", format_microseconds),
+        Column("lost", lambda use: use.share * (use.step_us - use.own_us) / own.expected_us, "{:.1%}".format),
+    )
+    words = (
+        "regret: how much longer steps of this plan are; decode, mixed: steps of uniform decode, and of mixed batches"
+    )
+    lost = "at own size: in a graph of the batch's own size; lost: of the time of all steps, to padding"
+    return stacked(facts("Check", rows), Group(points, sentences(words)), Group(uses, sentences(lost)))
 
 
 # --- differences ----------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from commands import REQUESTS, cgplan_command, good, plan_of, refused, settings,
 
 from cgplan import errors
 from cgplan.config import load_config
+from cgplan.optimizer.evidence import PlanCheck
 from cgplan.planning import Plan, build_plan
 from cgplan.reports import load_report, render_text
 from cgplan.reports.layout import plain_text
@@ -285,6 +286,47 @@ def test_plan_diff(home: Path) -> None:
     assert "Did you mean 'new.json'?" in message
 
 
+def test_a_plan_on_other_traffic(home: Path) -> None:
+    """Graphs of 2 and 7 tokens; then batches have 4 tokens, which take 1200/7 instead of 600/7 us above 100."""
+    command = (*use_traffic(home), "--max-graphs", "2")
+    good(*command, "--output", "plan.json")
+    (home / "tomorrow.csv").write_text("num_tokens,num_reqs,uniform,count\n4,4,true,90\n2,1,false,10\n")
+    check = ("plan", "check", "plan.json", "--step-times", "times.csv", "--traffic")
+    same = PlanCheck.model_validate_json(good(*check, "traffic.csv", "--max-regret", "0%", "--json").stdout)
+    assert (same.regret, same.decode_regret) == (0, 0)
+    four, in_seven, two = 100 + 600 / 7, 100 + 1200 / 7, 100 + 200 / 7
+    failed = cgplan_command(*check, "tomorrow.csv", "--max-regret", "46%", "--json")
+    assert failed.exit_code == errors.RegretError.exit_code
+    assert "remedy: Plan for this traffic" in failed.stderr
+    found = PlanCheck.model_validate_json(failed.stdout)
+    assert found.regret == pytest.approx((0.9 * in_seven + 0.1 * two) / (0.9 * four + 0.1 * two) - 1)
+    assert found.decode_regret == pytest.approx(in_seven / four - 1)
+    assert [(use.size, use.share, use.step_us, use.own_us) for use in found.uses] == [
+        (2, 0.1, pytest.approx(two), pytest.approx(two)), (7, 0.9, pytest.approx(in_seven), pytest.approx(four)),
+    ]  # fmt: skip
+    shown = good(*check, "tomorrow.csv", "--max-regret", "0.47").stdout
+    assert re.search(r"^this plan +2 +257 us +- +271 us +- +129 us +- ", shown, re.MULTILINE)
+    assert re.search(r"^FULL: 7 +90.0% +42.9% +271 us +186 us +30.0%$", shown, re.MULTILINE)
+    (home / "check.json").write_text(failed.stdout)
+    assert good("inspect", "check.json").stdout.splitlines()[3:] == shown.splitlines()[3:]
+    for share in ("some", "5", "-1%"):
+        assert cgplan_command(*check, "tomorrow.csv", "--max-regret", share).exit_code == 2
+
+
+def test_a_ladder_that_is_better_is_a_regret_where_no_budget_bars_it(home: Path) -> None:
+    (home / "tomorrow.csv").write_text("num_tokens,count\n" + "".join(f"{n},1\n" for n in range(1, 9)))
+    for budget, name in ((), "configured"), (("--max-graphs", "1"), "planned anew"):
+        sizes = "compilation.cudagraph_capture_sizes=[1, 2, 3, 4, 5, 6, 7, 8]"
+        command = (*use_traffic(home), *settings(sizes), *budget)
+        plan = plan_of(*command)
+        plan = plan.model_copy(update={"keys": plan.keys[:1]})
+        (home / "plan.json").write_text(plan.model_dump_json())
+        check = ("plan", "check", "plan.json", "--step-times", "times.csv", "--traffic", "tomorrow.csv", "--json")
+        found = PlanCheck.model_validate_json(good(*check).stdout)
+        best = next(point for point in found.points if point.name == name)
+        assert found.regret == pytest.approx(found.points[0].expected_us / best.expected_us - 1)
+
+
 def test_empty_options_of_plan_and_files_that_it_would_write_over(home: Path) -> None:
     Path("h.csv").write_text("num_tokens,count\n1,10\n3,20\n")
     traffic = (*PLAN, "--traffic", "h.csv")
@@ -365,6 +407,9 @@ def test_what_a_plan_of_several_sizes_refuses(home: Path) -> None:
         assert f"{option[0]}" in refused(errors.ConfigError, *sized(home, *option))
     made = "traffic={request_rate: 1, prompt_median: 5, prompt_p95: 9, output_median: 4, output_p95: 8}"
     assert "`traffic` section" in refused(errors.ConfigError, *PLAN, *SIZED, *settings(made))
+    good(*sized(home), "--output", "plan.json")
+    check = ("plan", "check", "plan.json", "--traffic", "lengths.csv")
+    assert "has several sizes (batch, length)" in refused(errors.PlanError, *check)
     (home / "other.csv").write_text("num_tokens,count\n1,1\n")
     told = refused(errors.TrafficError, *sized(home)[:-1], "other.csv")
     assert "unknown column 'num_tokens'" in told
