@@ -315,7 +315,7 @@ def plan_check(
     with failures_reported(show_traceback):
         from cgplan.cli.plan import run_check
 
-        run_check(plan, traffic, speedup=speedup, step_times=step_times, max_regret=max_regret, as_json=as_json)
+        run_check(plan, traffic, speedup, step_times, max_regret, as_json)
 
 
 app.add_typer(plans, name="plan")

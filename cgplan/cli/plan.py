@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, pairwise
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -18,7 +18,7 @@ from cgplan.cli.output import check_writable, note, publish, save, show
 from cgplan.config import BudgetConfig, Config, LoadedConfig, Override, read_config, validate_config
 from cgplan.config.load import read_text
 from cgplan.errors import ConfigError, OutputPathError, PlanError, RegretError, ReportError, StepTimeError
-from cgplan.optimizer.evidence import CheckedUse, LadderPoint, PlanCheck
+from cgplan.optimizer.evidence import LadderPoint, PlanCheck, SizeUse
 from cgplan.optimizer.subset import within_count
 from cgplan.planning import Plan, build_plan
 from cgplan.planning.build import refuse_auto
@@ -27,7 +27,7 @@ from cgplan.planning.engines import Engine, emit
 from cgplan.planning.plan import Machine
 from cgplan.reports import load_report, render
 from cgplan.reports.layout import html_text
-from cgplan.reports.plan_tables import brief, padding_bars, pareto_plot, render_difference
+from cgplan.reports.plan_tables import brief, padding_bars, pareto_plot, render_difference, said
 from cgplan.reports.plots import Bar, ParetoPlot, check_plot_path, picture
 from cgplan.reports.records import BenchReport, parse_report
 from cgplan.units import counted, format_microseconds
@@ -71,7 +71,7 @@ def run_plan(
     if html is not None:
         save(html, html_text(render(plan), f"cgplan plan of {path.name}"))
     if engine is not None or as_json:
-        for line in _said(plan):
+        for line in dict.fromkeys((*announcements(plan), *(f"{label}: {text}" for label, text in said(plan)))):
             note(line)
     if engine is None:
         publish(plan, output, as_json=as_json, shown=None if verbose else brief(plan))
@@ -108,13 +108,7 @@ def run_diff(old: Path, new: Path, *, as_json: bool) -> None:
 
 
 def run_check(
-    path: Path,
-    traffic: Path,
-    *,
-    speedup: float,
-    step_times: Path | None,
-    max_regret: float | None,
-    as_json: bool,
+    path: Path, traffic: Path, speedup: float, step_times: Path | None, max_regret: float | None, as_json: bool
 ) -> None:
     """Show a plan on other traffic. Raises RegretError where it is farther from the best one than ``max_regret``."""
     plan = read_plan(path)
@@ -127,7 +121,7 @@ def run_check(
 
     config = validate_config(plan.config | {"budget": plan.budget})
     times, found = _times_of(step_times, config), read_traffic(traffic, plan, speedup=speedup)
-    check = _checked(plan, config, _steps(found, plan, times), times, max_regret)
+    check = _checked(plan, config, _steps(found, plan, times), times)
     publish(check, None, as_json=as_json)
     if max_regret is not None and max(check.regret, check.decode_regret or 0) > max_regret:
         raise RegretError(
@@ -136,19 +130,14 @@ def run_check(
         )
 
 
-def _checked(plan: Plan, config: Config, traffic: Traffic, times: StepTimes, max_regret: float | None) -> PlanCheck:
+def _checked(plan: Plan, config: Config, traffic: Traffic, times: StepTimes) -> PlanCheck:
     from cgplan.optimizer.lanes import Run
     from cgplan.optimizer.propose import propose
 
-    run, graphs = Run(plan.keys, traffic, times), len(plan.keys)
-    own = LadderPoint(
-        name="this plan",
-        graphs=graphs,
-        expected_us=run.expected_us,
-        padding=run.padding,
-        unused=graphs - sum(use.size is not None for use in run.uses),
-        **run.by_kind,
-    )
+    run, graphs, total = Run(plan.keys, traffic, times), len(plan.keys), traffic.total
+    figures: dict[str, Any] = {"expected_us": run.expected_us, "padding": run.padding, **run.by_kind}
+    unused = graphs - sum(use.size is not None for use in run.uses)
+    own = LadderPoint(name="this plan", graphs=graphs, unused=unused, **figures)
     anew = propose(config, traffic, times).evidence
     best = [anew.as_point("planned anew")]
     if graphs and graphs != anew.graphs:
@@ -163,26 +152,20 @@ def _checked(plan: Plan, config: Config, traffic: Traffic, times: StepTimes, max
     verdict += f": {format_microseconds(own.expected_us)} a step with {counted(graphs, 'graph')}"
     if least is not own:
         verdict += f", {format_microseconds(least.expected_us)} with {least.graphs} ({least.name})"
+    uses = []
+    for use in run.uses:
+        means = {"step_us": use.microseconds / use.weight, "own_us": use.unpadded / use.weight}
+        found: dict[str, Any] = {**use.lane._asdict(), **means, "share": use.weight / total, "padding": use.padding}
+        uses.append(SizeUse(size=use.size, **found))
     return PlanCheck(
         traffic_source=traffic.source,
-        traffic_weight=traffic.total,
+        traffic_weight=total,
         times_source=times.source,
         notes=(*traffic.notes, *times.notes_for(plan.mode)),
         points=(own, *best, *anew.ladders),
         regret=regret,
         decode_regret=of_decode,
-        max_regret=max_regret,
-        uses=tuple(
-            CheckedUse(
-                **use.lane._asdict(),
-                size=use.size,
-                share=use.weight / traffic.total,
-                padding=use.padding,
-                step_us=use.microseconds / use.weight,
-                own_us=use.unpadded / use.weight,
-            )
-            for use in run.uses
-        ),
+        uses=tuple(uses),
         verdict=verdict,
     )
 
@@ -202,16 +185,6 @@ def announcements(plan: Plan) -> Iterator[str]:
     for change in plan.changes:
         yield f"note: cudagraph_mode {change.requested} -> {change.resolved}: {change.reason}"
     yield from (f"warning: {warning}" for warning in plan.warnings)
-
-
-def _said(plan: Plan) -> Iterator[str]:
-    """Warnings and notes of a plan's report, where the report is not shown."""
-    yield from announcements(plan)
-    evidence = plan.evidence or {}
-    yield from (f"warning: {text}" for text in (*plan.lint, *evidence.get("warnings", ())))
-    of_costs = plan.predicted.notes if plan.predicted else ()
-    of_evidence = (evidence.get(name, ()) for name in ("traffic_notes", "times_notes", "notes"))
-    yield from (f"note: {text}" for text in (*plan.notes, *of_costs, *chain(*of_evidence)))
 
 
 def _check_outputs(outputs: Iterable[Path | None], inputs: Iterable[Path | str | None]) -> None:

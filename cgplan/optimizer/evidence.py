@@ -57,13 +57,16 @@ class SizeUse(LaneRecord):
     """The steps that one graph of ``size`` tokens runs, or (mode NONE, size None) the eager steps.
 
     ``share`` of all steps, and ``padding`` as a share of the tokens that it runs, are from 0 to 1. ``sizes``: in the
-    dimensions behind the first one, where batches have several.
+    dimensions behind the first one, where batches have several. ``step_us``, ``own_us``: mean microseconds of these
+    steps, and if each ran at its batch's own size; of a check alone.
     """
 
     size: int | None
     share: float
     padding: float
     sizes: tuple[int, ...] = ()
+    step_us: float | None = None
+    own_us: float | None = None
 
 
 class PaddingMap(Record):
@@ -97,13 +100,6 @@ class NextGraph(Record):
     percent: float
 
 
-class CheckedUse(SizeUse):
-    """The same with the mean microseconds of these steps, as they run and if each ran at its batch's own size."""
-
-    step_us: float
-    own_us: float
-
-
 class PlanCheck(Record):
     """A plan on other traffic than it was made for.
 
@@ -111,7 +107,6 @@ class PlanCheck(Record):
         points: The plan, the best ones for this traffic, and the ladders; bytes and seconds are not known.
         regret, decode_regret: How much longer steps are than with the best that the plan's budget allows, and those of
             uniform decode alone (None: there is none); as shares, 0.01 is 1% longer.
-        max_regret: What was allowed; None: anything.
         uses: One for each graph that runs a batch, and one for eager steps.
     """
 
@@ -124,8 +119,7 @@ class PlanCheck(Record):
     points: tuple[LadderPoint, ...]
     regret: float
     decode_regret: float | None = None
-    max_regret: float | None = None
-    uses: tuple[CheckedUse, ...]
+    uses: tuple[SizeUse, ...]
     verdict: str
 
 

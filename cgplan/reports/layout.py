@@ -114,16 +114,12 @@ class Grid:
     def _fitted(self, most: int) -> tuple[list[list[str]], list[int], int]:
         """Lines of each heading, widths of the columns, and the gap between them."""
         whole = [column.title.split("\n") for column in self._columns]
-        broken, cut = (  # at spaces and hyphens, then at underscores, too
-            [re.sub(rf"(?<=[{marks}])(?=\w)| ", "\n", column.title).split("\n") for column in self._columns]
-            for marks in ("-", "_-")
-        )
+        broken = [re.sub(r"(?<=[-_])(?=\w)| ", "\n", column.title).split("\n") for column in self._columns]
         cells = [[row[i] for row in self._rows] for i in range(len(self._columns))]
         texts = [column.left and i > 0 for i, column in enumerate(self._columns)]  # the others stay in one line
-        words = [" ".join(c).split() if text else c for c, text in zip(cells, texts, strict=True)]
+        words = [_wrapped("\n".join(c), 1) if text else c for c, text in zip(cells, texts, strict=True)]
         none = [[] if text else c for c, text in zip(cells, texts, strict=True)]  # words run over their column
-        ways = [*product((self._gap, 1), (cells, words), (whole, broken)), (1, words, cut), (1, none, cut)]
-        for gap, kept, titles in ways:
+        for gap, kept, titles in [*product((self._gap, 1), (cells, words), (whole, broken)), (1, none, broken)]:
             least, widths = (
                 [max(map(len, ["-", *title, *piece])) for title, piece in zip(titles, pieces, strict=True)]
                 for pieces in (kept, cells)
@@ -136,9 +132,12 @@ class Grid:
 
 
 def _wrapped(text: str, width: int) -> list[str]:
-    text = _UNIT.sub("\xa0", text)  # a number and its unit stay in one line
-    lines = wrap(text, max(width, 1), break_on_hyphens=False, break_long_words=False)
-    return [line.replace("\xa0", " ") for line in lines]
+    """Lines of whole words; a number and its unit stay in one."""
+    parts = (
+        wrap(part, max(width, 1), break_on_hyphens=False, break_long_words=False) or [""]
+        for part in _UNIT.sub("\xa0", text).split("\n")
+    )
+    return [line.replace("\xa0", " ") for lines in parts for line in lines]
 
 
 def _line(*parts: tuple[str, str]) -> Text:
@@ -147,37 +146,37 @@ def _line(*parts: tuple[str, str]) -> Text:
 
 
 @dataclass(frozen=True)
-class _Labelled:
-    rows: Sequence[Fact]
+class Drawing:
+    """Lines that are drawn for the columns that there are."""
+
+    draw: Callable[[int], Iterable[Text]]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        widest = min(max((len(label) for label, _ in self.rows), default=0), options.max_width // 2)
-        for label, value in self.rows:
-            style, values = "yellow" if label == "warning" else "", value.split("\n")
-            told = [line for part in values for line in _wrapped(part, options.max_width - widest - 4) or [""]]
-            for left, right in zip_longest(_wrapped(label, widest), told, fillvalue=""):
-                yield _line((f"  {left:<{widest}}  ", style or "bold"), (right, style))
+        yield from self.draw(options.max_width)
 
 
-@dataclass(frozen=True)
-class _Prose:
-    text: str
-    style: str = ""
-    indent: str = ""
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        for part in self.text.split("\n"):
-            for line in _wrapped(part, options.max_width - len(self.indent)):
-                yield _line((self.indent + line, self.style))
+def drawing(draw: Callable[[int], str]) -> RenderableType:
+    """Text that is drawn for the columns that it is given, at least 40 and at most 80."""
+    return Drawing(lambda width: map(Text, draw(min(max(width, 40), 80)).split("\n")))
 
 
 def facts(title: str, rows: Iterable[Fact]) -> RenderableType:
     """A title over labelled lines; a line that is too long goes on under its own beginning, and words stay whole."""
-    return titled(title, _Labelled(list(rows)))
+    shown = list(rows)
+
+    def draw(width: int) -> Iterator[Text]:
+        widest = min(max((len(label) for label, _ in shown), default=0), width // 2)
+        for label, value in shown:
+            style = "yellow" if label == "warning" else ""
+            cells = _wrapped(label, widest), _wrapped(value, width - widest - 4)
+            for left, right in zip_longest(*cells, fillvalue=""):
+                yield _line((f"  {left:<{widest}}  ", style or "bold"), (right, style))
+
+    return titled(title, Drawing(draw))
 
 
 def titled(title: str, *parts: RenderableType) -> RenderableType:
-    return Group(_Prose(title, "bold"), *parts)
+    return Group(sentences(title, style="bold", indent=""), *parts)
 
 
 def stacked(*parts: RenderableType | None) -> RenderableType:
@@ -186,18 +185,9 @@ def stacked(*parts: RenderableType | None) -> RenderableType:
     return Group(*[line for part in shown for line in (part, Text())][:-1])
 
 
-@dataclass(frozen=True)
-class Drawing:
-    """Text that is drawn for the columns that it is given, at least 40 and at most 80."""
-
-    draw: Callable[[int], str]
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        yield Text(self.draw(min(max(options.max_width, 40), 80)))
-
-
-def sentences(*lines: str) -> RenderableType:
-    return _Prose("\n".join(lines), indent="  ")
+def sentences(*lines: str, style: str = "", indent: str = "  ") -> RenderableType:
+    text = "\n".join(lines)
+    return Drawing(lambda width: (_line((indent + line, style)) for line in _wrapped(text, width - len(indent))))
 
 
 def filled(rows: Sequence[Mapping[str, object]], left: Sequence[str]) -> RenderableType:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import groupby, pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -19,11 +19,11 @@ from cgplan.planning.difference import FieldChange, Figure, PlanDifference
 from cgplan.planning.plan import PLANNED_FOR, Lane
 from cgplan.reports.layout import (
     Column,
-    Drawing,
     Fact,
     Grid,
     TextColumn,
     describe_sizes,
+    drawing,
     facts,
     render,
     sentences,
@@ -44,11 +44,14 @@ MOST_SIZES = 150  # characters of its sizes
 _LADDER_WORDS = (
     "padding: share of all tokens that run; gain: how much shorter the plan's step is",
     "no gain: the ladder is within 1% of the bound, a graph for every size",
+    "decode, mixed: steps of uniform decode, and of mixed batches (prefill)",
 )
-_KIND_WORDS = "decode, mixed: steps of uniform decode, and of mixed batches (prefill)"
 _EQUAL_WORDS = (
     "unused: graphs that run no batch",
     "equal: the fewest graphs that give a step as short; within 0.1%: at most 0.1% longer",
+)
+_REGRET_WORDS = (
+    "regret: how much longer steps of this plan are; of decode, of mixed: those of uniform decode, and others"
 )
 _LEFT_OUT_WORDS = "each added to the plan by itself; no gain: steps get less than 0.01% shorter, or longer"
 _WAYS: dict[Way, str] = {
@@ -60,16 +63,14 @@ _WAYS: dict[Way, str] = {
 _LANE, _WHY = TextColumn("lane", "lane"), TextColumn("why", "reason")
 _SIZES = TextColumn("sizes", "sizes", describe_sizes)
 _GRAPHS, _STEP = Column("graphs", "graphs"), Column("expected step", "expected_us", format_microseconds)
-_PADDING = Column("padding", "padding", "{:.1%}".format)
 _LADDER = TextColumn("ladder", "name")
-_KINDS = (("decode", "decode_us"), ("mixed", "mixed_us"))
 _MEMORY, _START_UP = Column("memory", "bytes", format_bytes), Column("start-up", "seconds", format_seconds)
 
 
 def brief(plan: Plan) -> RenderableType:
     """The verdict, the ladders and the reasons, in at most 45 lines of 100 columns; ``render`` shows everything."""
     if plan.evidence is None:
-        return facts("Plan", [*_rows(plan), *_some(_said(plan, plan.notes))])
+        return facts("Plan", [*_rows(plan), *said(plan, brief=True)])
     return stacked(*_answer(plan, Evidence.model_validate(plan.evidence), whole=False))
 
 
@@ -84,7 +85,7 @@ def _plan(plan: Plan) -> RenderableType:
     ]
     padding = _padding(plan) if plan.keys and not plan.config.get("dims") else None
     if plan.evidence is None:
-        return stacked(facts("Plan", [*rows, *_said(plan, plan.notes)]), padding)
+        return stacked(facts("Plan", [*rows, *said(plan)]), padding)
     evidence = Evidence.model_validate(plan.evidence)
     answer = _answer(plan, evidence, whole=True)
     return stacked(*answer, facts("Graphs", rows), padding, *_details(evidence))
@@ -100,15 +101,15 @@ def _rows(plan: Plan) -> list[Fact]:
     return [*rows, *_predicted_rows(plan)]
 
 
-def _said(plan: Plan, notes: Iterable[str], warnings: Iterable[str] = ()) -> list[Fact]:
-    """Warnings, and then notes, those on costs first."""
-    warned = [("warning", text) for text in (*plan.warnings, *plan.lint, *warnings)]
-    return [*warned, *(("note", text) for text in (*(plan.predicted.notes if plan.predicted else ()), *notes))]
-
-
-def _some(said: Sequence[Fact]) -> list[Fact]:
-    left = len(said) - MOST_SAID
-    return [*said[:MOST_SAID], ("", f"and {left} more, which --verbose shows")] if left > 0 else [*said]
+def said(plan: Plan, brief: bool = False) -> list[Fact]:
+    """Warnings, and then notes of a plan and its evidence, those on costs first; ``brief``: the first few."""
+    evidence: dict[str, Any] = plan.evidence or {}
+    notes = [*(plan.predicted.notes if plan.predicted else ()), *plan.notes]
+    notes += [text for name in ("traffic_notes", "times_notes", "notes") for text in evidence.get(name, ())]
+    told = [("warning", text) for text in (*plan.warnings, *plan.lint, *evidence.get("warnings", ()))]
+    told += [("note", text) for text in notes]
+    left = len(told) - MOST_SAID if brief else 0
+    return [*told[:MOST_SAID], ("", f"and {left} more, which --verbose shows")] if left > 0 else told
 
 
 def _headline(plan: Plan, ladders: Sequence[LadderPoint]) -> str:
@@ -250,15 +251,6 @@ def _padding_table(captured: Sequence[int], beyond: str) -> RenderableType:
 # --- why these graphs -----------------------------------------------------------------------------------------
 
 
-@render.register
-def _evidence(evidence: Evidence) -> RenderableType:
-    return stacked(
-        facts("Why these graphs", [("verdict", evidence.verdict), *_reasons(evidence)]),
-        _ladders(evidence),
-        *_details(evidence),
-    )
-
-
 def _answer(plan: Plan, evidence: Evidence, whole: bool) -> Iterator[RenderableType | None]:
     """The verdict, the ladders, and why; ``whole``: with all warnings and notes."""
     sizes = "; ".join(f"{part.lane}: {describe_sizes(part.sizes)}" for part in evidence.lanes)
@@ -269,16 +261,12 @@ def _answer(plan: Plan, evidence: Evidence, whole: bool) -> Iterator[RenderableT
     yield facts(_headline(plan, evidence.ladders), [*about_times, *modes, *([("sizes", sizes)] if sizes else [])])
     yield None if evidence.graphs else Text("No graph: every batch runs eagerly.")
     yield _ladders(evidence)
-    notes = (*evidence.traffic_notes, *evidence.times_notes, *evidence.notes, *plan.notes) if whole else ()
-    said = _said(plan, notes, evidence.warnings)
-    yield facts("Why", [*_reasons(evidence), *(said if whole else _some(said))])
+    yield facts("Why", [*_reasons(evidence), *said(plan, brief=not whole)])
 
 
 def _details(evidence: Evidence) -> Iterator[RenderableType]:
-    if evidence.lanes:
-        yield Grid(evidence.lanes, _LANE, Column("graphs", lambda part: len(part.sizes)), _SIZES)
     if evidence.pareto:
-        curve = Drawing(partial(pareto_text, pareto_plot(evidence)))
+        curve = drawing(partial(pareto_text, pareto_plot(evidence)))
         # the curve at powers of two, at the plan and at its ends
         ends = {evidence.pareto[0].graphs, evidence.pareto[-1].graphs, evidence.graphs}
         shown = [p for p in evidence.pareto if p.graphs in ends or not p.graphs & (p.graphs - 1)][:MOST_POINTS]
@@ -296,7 +284,7 @@ def _details(evidence: Evidence) -> Iterator[RenderableType]:
         yield titled(title, Grid(evidence.left_out, _LANE, _SIZES, _WHY), sentences(_LEFT_OUT_WORDS))
     if evidence.uses:
         title = "Share of all steps that each graph runs, and padding of the tokens that it runs (bars)"
-        yield titled(title, Drawing(partial(padding_text, padding_bars(evidence))))
+        yield titled(title, drawing(partial(padding_text, padding_bars(evidence))))
     if evidence.padding_map:
         yield _padding_map(evidence.padding_map)
     if evidence.not_worth:
@@ -358,65 +346,59 @@ def _reasons(evidence: Evidence) -> Iterator[Fact]:
 def _ladders(evidence: Evidence) -> RenderableType | None:
     if not evidence.ladders:
         return None
-    expected = evidence.expected_us.plan
-    plan = evidence.as_point("this plan")
+    expected, plan = evidence.expected_us.plan, evidence.as_point("this plan")
 
     def gain(ladder: LadderPoint) -> str | None:
         shorter = "no gain" if ladder.no_gain else f"{1 - expected / ladder.expected_us:+.1%}"
         return None if ladder is plan else shorter
 
-    kinds = (
-        [Column(*kind, format_microseconds) for kind in _KINDS] if None not in (plan.decode_us, plan.mixed_us) else []
-    )
-    table = Grid(
-        [plan, *evidence.ladders],
+    table = _beside((plan, *evidence.ladders), TextColumn("gain", gain))
+    words = _LADDER_WORDS[: 2 + (None not in (plan.decode_us, plan.mixed_us))]
+    return titled("Ladders on the same traffic", table, sentences(*words))
+
+
+def _beside(points: Sequence[LadderPoint], *more: Column) -> Grid:
+    """Plans and ladders below each other: figures that are known, then ``more``."""
+    known = {name for name in ("decode_us", "mixed_us", "bytes") if any(getattr(point, name) for point in points)}
+    kinds = [Column(name, f"{name}_us", format_microseconds) for name in ("decode", "mixed") if f"{name}_us" in known]
+    return Grid(
+        points,
         _LADDER,
         *(_GRAPHS, Column("step", "expected_us", format_microseconds)),
-        *kinds,
-        *([] if all(row.bytes is None for row in (plan, *evidence.ladders)) else [_MEMORY, _START_UP]),
-        _PADDING,
-        TextColumn("gain", gain),
+        *(kinds if len(kinds) == 2 else ()),
+        *((_MEMORY, _START_UP) if "bytes" in known else ()),
+        Column("padding", "padding", "{:.1%}".format),
+        *more,
     )
-    words = (_KIND_WORDS, *_LADDER_WORDS) if kinds else _LADDER_WORDS
-    return titled("Ladders on the same traffic", table, sentences(*words))
 
 
 @render.register
 def _check(check: PlanCheck) -> RenderableType:
     rows = [("verdict", check.verdict), ("step times", check.times_source)]
     rows += [("traffic", f"{check.traffic_source}: {check.traffic_weight:,.0f} steps")]
-    rows += [("note", text) for text in check.notes]
     own = check.points[0]
 
-    def regret(figure: str) -> Column:
+    def regret(title: str, figure: str) -> Column:
         def longer(point: LadderPoint) -> float | None:
-            ours, theirs = getattr(own, figure), getattr(point, figure)
-            return ours / theirs - 1 if theirs and point is not own else None
+            theirs = getattr(point, figure)
+            return getattr(own, figure) / theirs - 1 if theirs and point is not own else None
 
-        return Column("regret", longer, "{:+.1%}".format)
+        return Column(title, longer, "{:+.1%}".format)
 
-    figures = [("step", "expected_us"), *([] if None in (own.decode_us, own.mixed_us) else _KINDS)]
-    points = Grid(
-        check.points,
-        TextColumn("graphs of", "name"),
-        _GRAPHS,
-        *(column for title, of in figures for column in (Column(title, of, format_microseconds), regret(of))),
-        _PADDING,
-    )
+    kinds = [regret(f"of {name}", f"{name}_us") for name in ("decode", "mixed") if getattr(own, f"{name}_us")]
     uses = Grid(
         check.uses,
         TextColumn("graph", lambda use: "eager" if use.size is None else f"{use.lane}: {use.size}"),
-        Column("steps", "share", "{:.1%}".format),
-        _PADDING,
-        Column("step", "step_us", format_microseconds),
-        Column("at own size", "own_us", format_microseconds),
+        *(Column(title, name, "{:.1%}".format) for title, name in (("steps", "share"), ("padding", "padding"))),
+        *(Column(title, name, format_microseconds) for title, name in (("step", "step_us"), ("at own size", "own_us"))),
         Column("lost", lambda use: use.share * (use.step_us - use.own_us) / own.expected_us, "{:.1%}".format),
     )
-    words = (
-        "regret: how much longer steps of this plan are; decode, mixed: steps of uniform decode, and of mixed batches"
+    words = "at own size: in a graph of the batch's own size; lost: to padding, of the time of all steps"
+    return stacked(
+        facts("Check", [*rows, *(("note", text) for text in check.notes)]),
+        Group(_beside(check.points, regret("regret", "expected_us"), *kinds), sentences(_REGRET_WORDS)),
+        Group(uses, sentences(words)),
     )
-    lost = "at own size: in a graph of the batch's own size; lost: of the time of all steps, to padding"
-    return stacked(facts("Check", rows), Group(points, sentences(words)), Group(uses, sentences(lost)))
 
 
 # --- differences ----------------------------------------------------------------------------------------------

@@ -143,7 +143,7 @@ def test_a_short_report_names_how_much_it_does_not_show() -> None:
     plan = plan.model_copy(update={"evidence": plan.evidence | {"warnings": many, "lanes": lanes}})
     shown, whole = plain_text(brief(plan)), render_text(plan)
     assert len(shown.splitlines()) <= 45
-    assert "and 4 more, which --verbose shows" in shown, "a note on costs, too"
+    assert "and 8 more, which --verbose shows" in shown, "5 notes, too"
     assert re.search(r"1, 4, 9, 16, .*, \.\.\.; --verbose shows all", " ".join(shown.split()))
     assert "warning 3:" in shown
     assert "warning 4:" not in shown
