@@ -210,6 +210,10 @@ def plan_(
         Path | None,
         Option(metavar="FILE", help="Traffic to plan for: a histogram, a trace, or vLLM's log."),
     ] = None,
+    from_stats: Annotated[
+        str | None,
+        Option(metavar="URL|FILE", help="In place of --traffic: the metrics of a runner, or their address."),
+    ] = None,
     speedup: Speedup = 1.0,
     step_times: StepTimes = None,
     costs: Costs = None,
@@ -243,6 +247,8 @@ def plan_(
                 )
         return
     config = _configuration(file, config)
+    if traffic is not None and from_stats is not None:
+        raise BadParameter("give either --traffic or --from-stats")
     if engine is not None and as_json:
         raise BadParameter("give either --emit or --json; --output saves the plan beside either")
     with failures_reported(show_traceback):
@@ -251,7 +257,7 @@ def plan_(
         run_plan(
             config,
             _settings(overrides, max_graphs=max_graphs, memory=memory, capture_time=capture_time),
-            traffic=traffic,
+            traffic=traffic if from_stats is None else from_stats,
             speedup=speedup,
             step_times=step_times,
             costs=costs,

@@ -42,7 +42,7 @@ def run_plan(
     path: Path,
     overrides: Sequence[str | Override],
     *,
-    traffic: Path | None,
+    traffic: Path | str | None,
     speedup: float,
     step_times: Path | None,
     costs: str | None,
@@ -197,7 +197,7 @@ def _check_outputs(outputs: Iterable[Path | None], inputs: Iterable[Path | str |
 
 
 def _for_traffic(
-    loaded: LoadedConfig, file: Path | None, speedup: float, step_times: Path | None, priced: Priced
+    loaded: LoadedConfig, file: Path | str | None, speedup: float, step_times: Path | None, priced: Priced
 ) -> tuple[Plan, ParetoPlot | None, list[Bar]]:
     config = loaded.config
     if file is None and config.traffic is None:
@@ -246,11 +246,11 @@ def _steps(
 
 
 def _for_sizes(
-    config: Config, file: Path | None, step_times: Path | None, others: object
+    config: Config, file: Path | str | None, step_times: Path | None, others: object
 ) -> tuple[Plan, None, list[Bar]]:
-    if others or file is None:
+    if others or file is None or isinstance(file, str):
         raise ConfigError(
-            "--costs, --speedup, --emit and the `traffic` section do not know the boxes of `dims`",
+            "--costs, --speedup, --emit, --from-stats and the `traffic` section do not know the boxes of `dims`",
             remedy="Leave them out, and give --traffic FILE with a column for each dimension.",
         )
     from cgplan.optimizer.boxes import dims_of, propose_boxes

@@ -9,7 +9,9 @@ import re
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
 from commands import REQUESTS, cgplan_command, good, plan_of, refused, settings, use_traffic
@@ -123,6 +125,45 @@ def test_plan_for_traffic_that_no_graph_could_serve(home: Path) -> None:
     options = settings("compilation.cudagraph_mode=FULL_DECODE_ONLY")
     assert plan_of(*command, *options).keys == ()
     assert "No graph: every batch runs eagerly." in good(*command, *options).stdout
+
+
+METRICS = """# HELP cgplan_batches_total Calls by the batch that was asked for.
+# TYPE cgplan_batches_total counter
+cgplan_batches_total{runner="r",num_tokens="1",uniform="true",num_active_loras="0",instance="a"} 500.0
+cgplan_batches_total{runner="r",num_tokens="2",uniform="true",num_active_loras="0",instance="a"} 3e+02
+cgplan_batches_total{runner="r",num_tokens="7",uniform="true",num_active_loras="0",instance="a"} 200 1763876000
+"""
+
+
+def test_plan_from_the_metrics_of_a_runner(home: Path) -> None:
+    class Metrics(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200 if self.path == "/metrics" else 404)
+            self.end_headers()
+            self.wfile.write(METRICS.encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    command = (*use_traffic(home)[:3], "--step-times", "times.csv", "--max-graphs", "2")
+    (home / "metrics.txt").write_text(METRICS)
+    wanted = plan_of(*command, "--traffic", "traffic.csv")
+    with HTTPServer(("127.0.0.1", 0), Metrics) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        for source in ("metrics.txt", "traffic.csv", f"{address}/metrics"):
+            plan = plan_of(*command, "--from-stats", source)
+            assert (plan.keys, plan.expected_us) == (wanted.keys, wanted.expected_us)
+        assert f"{address}/other cannot be read: HTTP Error 404" in refused(
+            errors.TrafficError, *command, "--from-stats", f"{address}/other"
+        )
+        server.shutdown()
+    assert "cannot be read" in refused(errors.TrafficError, *command, "--from-stats", f"{address}/metrics")
+    (home / "metrics.txt").write_text(METRICS.replace("3e+02", "NaN"))
+    message = refused(errors.TrafficError, *command, "--from-stats", "metrics.txt")
+    assert "metrics.txt:4: count is nan" in message
+    assert cgplan_command(*command, "--from-stats", "metrics.txt", "--traffic", "traffic.csv").exit_code == 2
+    assert "--from-stats" in refused(errors.ConfigError, *PLAN, *SIZED, "--from-stats", "metrics.txt")
 
 
 def test_plan_says_whose_step_times_it_uses(home: Path) -> None:
