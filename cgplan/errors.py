@@ -11,6 +11,7 @@
     │   └── PlanMismatchError     21   a saved plan was made for another configuration, model or machine
     ├── TrafficError              22   a file of traffic cannot be read, or holds no batch
     ├── StepTimeError             23   step times are missing, not positive, or of no use
+    ├── RegretError               24   a plan is farther from the best one for other traffic than it may be
     ├── ModelError                 7   the model's target does not import, is not callable, or failed
     ├── InputError                 8   a call with a wrong name, shape, dtype, device or number of rows
     ├── BackendError               9   the device that was asked for is not there, or lacks a feature
@@ -104,6 +105,10 @@ class TrafficError(CgplanError, exit_code=22):
 
 class StepTimeError(CgplanError, exit_code=23):
     """Step times are missing for a size, not positive, or cannot be read."""
+
+
+class RegretError(CgplanError, exit_code=24):
+    """On other traffic, steps with a plan are longer than with the best one there by more than was allowed."""
 
 
 class ModelError(CgplanError, exit_code=7):

@@ -47,6 +47,8 @@ PlanPath = Annotated[Path | None, Option("--plan", metavar="FILE", help=SAVED_PL
 Force = Annotated[bool, Option("--force", help="With --plan: capture it although it was made for something else.")]
 COSTS = "What graphs cost: a capture report or vLLM's log; `estimate`, on the CPU; or `measure`, by a few captures."
 Costs = Annotated[str | None, Option("--costs", metavar="SOURCE", help=COSTS)]
+Speedup = Annotated[float, Option(metavar="X", min=1e-6, help="Requests of a trace arrive X times as fast.")]
+StepTimes = Annotated[Path | None, Option(metavar="FILE", help="Step times: a bench report, or a table.")]
 DEVICE = "Short for --set device=DEVICE: auto, cpu, cuda, cuda:N."
 Device = Annotated[str | None, Option("--device", metavar="DEVICE", help=DEVICE)]
 Vllm = Annotated[str | None, Option(metavar="JSON", help="What vLLM's --compilation-config takes; {} is its default.")]
@@ -243,8 +245,12 @@ def plan_(
         Path | None,
         Option(metavar="FILE", help="Traffic to plan for: a histogram, a trace, or vLLM's log."),
     ] = None,
-    speedup: Annotated[float, Option(metavar="X", min=1e-6, help="Requests of a trace arrive X times as fast.")] = 1.0,
-    step_times: Annotated[Path | None, Option(metavar="FILE", help="Step times: a bench report, or a table.")] = None,
+    from_stats: Annotated[
+        str | None,
+        Option(metavar="URL|FILE", help="In place of --traffic: the metrics of a runner, or their address."),
+    ] = None,
+    speedup: Speedup = 1.0,
+    step_times: StepTimes = None,
     costs: Costs = None,
     max_graphs: Annotated[int | None, Option(help="Short for --set budget.max_graphs=N.")] = None,
     memory: Annotated[str | None, Option(metavar="BYTES", help="Short for --set budget.memory=2GiB.")] = None,
@@ -252,7 +258,14 @@ def plan_(
     engine: Annotated[
         EngineName | None, Option("--emit", help="Print the plan for an engine, and nothing else.")
     ] = None,
+    assume_default_times: Annotated[
+        bool, Option("--assume-default-times", help="With --emit: take the default step times, of another model.")
+    ] = False,
     plot: Annotated[Path | None, Option(metavar="FILE", help="Draw it: an SVG or PNG.")] = None,
+    html: Annotated[Path | None, Option(metavar="FILE", help="Also write the whole report as an HTML file.")] = None,
+    verbose: Annotated[
+        bool, Option("--verbose", "-v", help="Show everything: curve, padding, sizes left out.")
+    ] = False,
     output: Output = None,
     as_json: AsJson = False,
     show_traceback: Traceback = False,
@@ -264,12 +277,16 @@ def plan_(
     if context.invoked_subcommand is not None:
         for name in context.params:
             if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE":
-                raise BadParameter("options stand behind `plan diff`, which takes --json and --traceback alone")
+                raise BadParameter(
+                    "options stand behind `plan diff` and `plan check`, which have their own: see --help"
+                )
         return
     of_vllm = _of_vllm(locals())
     path = _configuration(file, config) if vllm is None or file or config else None
     if path is not None and vllm is not None:
         raise BadParameter("give either a configuration or --vllm JSON")
+    if traffic is not None and from_stats is not None:
+        raise BadParameter("give either --traffic or --from-stats")
     if engine is not None and as_json:
         raise BadParameter("give either --emit or --json; --output saves the plan beside either")
     with failures_reported(show_traceback):
@@ -280,13 +297,16 @@ def plan_(
         run_plan(
             path or read_vllm(vllm or "", overrides=settings, **of_vllm),
             settings,
-            traffic=traffic,
+            traffic=traffic if from_stats is None else from_stats,
             speedup=speedup,
             step_times=step_times,
             costs=costs,
             output=output,
             engine=engine.value if engine else None,
+            assumed_times=assume_default_times,
             plot=plot,
+            html=html,
+            verbose=verbose,
             as_json=as_json,
         )
 
@@ -306,6 +326,42 @@ def plan_diff(
         from cgplan.cli.plan import run_diff
 
         run_diff(old, new, as_json=as_json)
+
+
+def _share(text: str) -> float:
+    """``1%`` or ``0.01``."""
+    try:
+        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        share = -1
+    if not 0 <= share < 1:
+        raise BadParameter(f"{text!r} is no share: write 1% or 0.01")
+    return share
+
+
+@plans.command(
+    "check",
+    epilog="\b\nExample:\n  cgplan plan check plan.json --traffic tomorrow.csv --step-times bench.json --max-regret 1%",
+)
+def plan_check(
+    plan: Annotated[Path, Argument(metavar="PLAN", help="A saved plan.")],
+    traffic: Annotated[Path, Option(metavar="FILE", help="Other traffic, as `cgplan plan --traffic` takes it.")],
+    speedup: Speedup = 1.0,
+    step_times: StepTimes = None,
+    max_regret: Annotated[
+        float | None, Option(metavar="SHARE", parser=_share, help="1%, say: if steps are longer by more, exit with 24.")
+    ] = None,
+    as_json: AsJson = False,
+    show_traceback: Traceback = False,
+) -> None:
+    """Try a saved plan on other traffic.
+
+    Shows how much longer steps are than with the best plans for that traffic, and than with the ladders.
+    """
+    with failures_reported(show_traceback):
+        from cgplan.cli.plan import run_check
+
+        run_check(plan, traffic, speedup, step_times, max_regret, as_json)
 
 
 app.add_typer(plans, name="plan")

@@ -51,8 +51,10 @@ def show(*renderables: RenderableType) -> None:
             typer.echo(plain_text(renderable, width))
 
 
-def publish(report: Report, output: Path | None, *, as_json: bool) -> None:
-    """Save a report and show it. It is shown also where it could not be saved, so that nothing is lost."""
+def publish(report: Report, output: Path | None, *, as_json: bool, shown: RenderableType | None = None) -> None:
+    """Save a report and show it, all of it or what is given as ``shown``. It is shown also where it could not be saved,
+    so that nothing is lost.
+    """
     from cgplan.reports import render
 
     text = report.model_dump_json(indent=2) + "\n"
@@ -63,7 +65,7 @@ def publish(report: Report, output: Path | None, *, as_json: bool) -> None:
         if as_json:
             typer.echo(text, nl=False)
         else:
-            show(render(report))
+            show(shown or render(report))
 
 
 def check_writable(path: Path) -> None:

@@ -1,44 +1,57 @@
-"""`cgplan plan` and `cgplan plan diff`: makes a plan, emits it for an engine, compares two.
+"""`cgplan plan`, `plan diff` and `plan check`: makes a plan, emits it for an engine, compares two, tries other traffic.
 
 torch is loaded for `--costs estimate` and `measure` alone.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, pairwise
+from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from cgplan.cli.costs import Priced, about, costs_of
 from cgplan.cli.output import check_writable, note, publish, save, show
-from cgplan.config import Config, LoadedConfig, Override, read_config
+from cgplan.config import BudgetConfig, Config, LoadedConfig, Override, read_config, validate_config
 from cgplan.config.load import read_text
-from cgplan.errors import ConfigError, OutputPathError, ReportError, StepTimeError
+from cgplan.errors import ConfigError, OutputPathError, PlanError, RegretError, ReportError, StepTimeError
+from cgplan.optimizer.evidence import LadderPoint, PlanCheck, SizeUse
 from cgplan.optimizer.subset import within_count
 from cgplan.planning import Plan, build_plan
 from cgplan.planning.build import refuse_auto
 from cgplan.planning.difference import compare, machine_changes, named
 from cgplan.planning.engines import Engine, VllmConfig, emit
 from cgplan.planning.plan import Machine
-from cgplan.reports import load_report
-from cgplan.reports.plan_tables import padding_bars, pareto_plot, render_difference
+from cgplan.reports import load_report, render
+from cgplan.reports.layout import html_text
+from cgplan.reports.plan_tables import brief, padding_bars, pareto_plot, render_difference, said
 from cgplan.reports.plots import Bar, ParetoPlot, check_plot_path, picture
 from cgplan.reports.records import BenchReport, parse_report
+from cgplan.units import counted, format_microseconds
+
+if TYPE_CHECKING:
+    from cgplan.traffic.histogram import Traffic
+    from cgplan.traffic.simulation import RequestTrace
+    from cgplan.traffic.step_times import StepTimes
 
 
 def run_plan(
     given: Path | VllmConfig,
     overrides: Sequence[str | Override],
     *,
-    traffic: Path | None,
+    traffic: Path | str | None,
     speedup: float,
     step_times: Path | None,
     costs: str | None,
     output: Path | None,
     engine: Engine | None,
+    assumed_times: bool,
     plot: Path | None,
+    html: Path | None,
+    verbose: bool,
     as_json: bool,
 ) -> None:
     path = given if isinstance(given, Path) else None
@@ -46,12 +59,8 @@ def run_plan(
     refuse_auto(loaded.config)
     if plot is not None:
         check_plot_path(plot)
-    _check_outputs((output, plot), (path, traffic, step_times, costs))
-    if traffic is None and (speedup != 1 or (step_times is not None and loaded.config.traffic is None)):
-        raise ConfigError(
-            "--speedup is about recorded requests and --step-times about traffic, and there is none",
-            remedy="Give --traffic FILE, or add a `traffic` section with the request_rate to the configuration.",
-        )
+    _check_outputs((output, plot, html), (path, traffic, step_times, costs))
+    _check_times(loaded.config, traffic, speedup, step_times, engine is not None and not assumed_times)
     if loaded.config.dims and (traffic or costs or engine or loaded.config.traffic is not None):
         plan, curve, bars = _for_sizes(loaded.config, traffic, step_times, costs or engine or speedup != 1)
     else:
@@ -62,11 +71,13 @@ def run_plan(
         note(f"note: {plot} was not drawn: there is no graph, and no traffic")
     elif plot is not None:
         save(plot, picture(plot, curve, bars))
+    if html is not None:
+        save(html, html_text(render(plan), f"cgplan plan of {path.name if path else 'vLLM'}"))
     if engine is not None or as_json:
-        for line in _said(plan):
+        for line in dict.fromkeys((*announcements(plan), *(f"{label}: {text}" for label, text in said(plan)))):
             note(line)
     if engine is None:
-        publish(plan, output, as_json=as_json)
+        publish(plan, output, as_json=as_json, shown=None if verbose else brief(plan))
         return
     if output is not None:
         save(output, plan.model_dump_json(indent=2) + "\n")
@@ -76,12 +87,90 @@ def run_plan(
     typer.echo(emission.text)
 
 
+def _check_times(config: Config, traffic: object, speedup: float, step_times: Path | None, own: bool) -> None:
+    """Raise ConfigError for options without traffic, StepTimeError for ``own`` step times that are not given."""
+    if traffic is None and (speedup != 1 or (step_times is not None and config.traffic is None)):
+        raise ConfigError(
+            "--speedup is about recorded requests and --step-times about traffic, and there is none",
+            remedy="Give --traffic FILE, or add a `traffic` section with the request_rate to the configuration.",
+        )
+    if own and step_times is None and (traffic or config.traffic) and not config.dims:
+        raise StepTimeError(
+            "no step times were given, and a plan by the default ones, of another model, is not emitted",
+            remedy="Give --step-times FILE, which `cgplan bench --output` writes on your machine; or take the default "
+            "ones for yours, with --assume-default-times.",
+        )
+
+
 def run_diff(old: Path, new: Path, *, as_json: bool) -> None:
     difference = compare(read_plan(old), read_plan(new))
     if as_json:
         typer.echo(difference.model_dump_json(indent=2))
     else:
         show(render_difference(difference, str(old), str(new)))
+
+
+def run_check(
+    path: Path, traffic: Path, speedup: float, step_times: Path | None, max_regret: float | None, as_json: bool
+) -> None:
+    """Show a plan on other traffic. Raises RegretError where it is farther from the best one than ``max_regret``."""
+    plan = read_plan(path)
+    if plan.config.get("dims"):
+        raise PlanError(
+            f"{path} has several sizes ({', '.join(plan.dim_names)}), which a check does not know",
+            remedy="Plan for the new traffic, and compare the two with `cgplan plan diff`.",
+        )
+    from cgplan.traffic.files import read_traffic  # numpy from here on
+
+    config = validate_config(plan.config | {"budget": plan.budget})
+    times, found = _times_of(step_times, config), read_traffic(traffic, plan, speedup=speedup)
+    check = _checked(plan, config, _steps(found, plan, times), times)
+    publish(check, None, as_json=as_json)
+    if max_regret is not None and max(check.regret, check.decode_regret or 0) > max_regret:
+        raise RegretError(
+            f"{path} on {traffic}: {check.verdict}; --max-regret is {max_regret:.4%}",
+            remedy="Plan for this traffic: `cgplan plan --config FILE --traffic FILE --output FILE`.",
+        )
+
+
+def _checked(plan: Plan, config: Config, traffic: Traffic, times: StepTimes) -> PlanCheck:
+    from cgplan.optimizer.lanes import Run
+    from cgplan.optimizer.propose import propose
+
+    run, graphs, total = Run(plan.keys, traffic, times), len(plan.keys), traffic.total
+    figures: dict[str, Any] = {"expected_us": run.expected_us, "padding": run.padding, **run.by_kind}
+    unused = graphs - sum(use.size is not None for use in run.uses)
+    own = LadderPoint(name="this plan", graphs=graphs, unused=unused, **figures)
+    anew = propose(config, traffic, times).evidence
+    best = [anew.as_point("planned anew")]
+    if graphs and graphs != anew.graphs:
+        as_many = config.model_copy(update={"budget": BudgetConfig(max_graphs=graphs)})
+        best.append(propose(as_many, traffic, times).evidence.as_point(f"best with {graphs}"))
+    bounded = plan.budget.keys() & {"max_graphs", "memory", "capture_time"}
+    most = max(graphs, plan.budget.get("max_graphs", 0)) if bounded else math.inf
+    least = min(own, *best, *(p for p in anew.ladders if p.graphs <= most), key=lambda point: point.expected_us)
+    regret = own.expected_us / least.expected_us - 1
+    of_decode = own.decode_us / least.decode_us - 1 if own.decode_us and least.decode_us else None
+    verdict = f"regret {regret:.2%}" + ("" if of_decode is None else f", of decode steps {of_decode:.2%}")
+    verdict += f": {format_microseconds(own.expected_us)} a step with {counted(graphs, 'graph')}"
+    if least is not own:
+        verdict += f", {format_microseconds(least.expected_us)} with {least.graphs} ({least.name})"
+    uses = []
+    for use in run.uses:
+        means = {"step_us": use.microseconds / use.weight, "own_us": use.unpadded / use.weight}
+        found: dict[str, Any] = {**use.lane._asdict(), **means, "share": use.weight / total, "padding": use.padding}
+        uses.append(SizeUse(size=use.size, **found))
+    return PlanCheck(
+        traffic_source=traffic.source,
+        traffic_weight=total,
+        times_source=times.source,
+        notes=(*traffic.notes, *times.notes_for(plan.mode)),
+        points=(own, *best, *anew.ladders),
+        regret=regret,
+        decode_regret=of_decode,
+        uses=tuple(uses),
+        verdict=verdict,
+    )
 
 
 def read_plan(path: Path) -> Plan:
@@ -101,16 +190,6 @@ def announcements(plan: Plan) -> Iterator[str]:
     yield from (f"warning: {warning}" for warning in plan.warnings)
 
 
-def _said(plan: Plan) -> Iterator[str]:
-    """Warnings and notes of a plan's report, where the report is not shown."""
-    yield from announcements(plan)
-    evidence = plan.evidence or {}
-    yield from (f"warning: {text}" for text in (*plan.lint, *evidence.get("warnings", ())))
-    of_costs = plan.predicted.notes if plan.predicted else ()
-    of_evidence = (evidence.get(name, ()) for name in ("traffic_notes", "times_notes", "notes"))
-    yield from (f"note: {text}" for text in (*plan.notes, *of_costs, *chain(*of_evidence)))
-
-
 def _check_outputs(outputs: Iterable[Path | None], inputs: Iterable[Path | str | None]) -> None:
     taken = {Path(file).resolve(): "is an input of the plan" for file in inputs if file is not None}
     for file in filter(None, outputs):
@@ -121,52 +200,60 @@ def _check_outputs(outputs: Iterable[Path | None], inputs: Iterable[Path | str |
 
 
 def _for_traffic(
-    loaded: LoadedConfig, file: Path | None, speedup: float, step_times: Path | None, priced: Priced
+    loaded: LoadedConfig, file: Path | str | None, speedup: float, step_times: Path | None, priced: Priced
 ) -> tuple[Plan, ParetoPlot | None, list[Bar]]:
     config = loaded.config
     if file is None and config.traffic is None:
         return _by_ladder(loaded, priced)
-    from cgplan.optimizer.propose import propose
+    from cgplan.optimizer.propose import propose  # numpy from here on
     from cgplan.traffic.files import read_traffic, synthetic_requests
-    from cgplan.traffic.histogram import Traffic
-    from cgplan.traffic.simulation import SchedulerBounds, simulate, step_clock
-    from cgplan.traffic.step_times import REMEDY, StepTimes  # numpy from here on
 
-    times = StepTimes.default()
-    if step_times is not None:
-        text = read_text(step_times, StepTimeError, REMEDY)  # once: it may be a pipe
-        times = StepTimes.parse(text, step_times)
-        notes = (*times.notes, *_about_times(text, step_times, config, priced.machine))
-        times = times.model_copy(update={"notes": notes})
-    base = build_plan(config)
+    times, base = _times_of(step_times, config, priced.machine), build_plan(config)
     if file is not None:
         found = read_traffic(file, base, speedup=speedup)
     else:
         assert config.traffic is not None
         found = synthetic_requests(config.traffic, base)
 
-    def steps(plan: Plan) -> Traffic:
-        """Steps to plan for; requests are simulated with the step times that they would have under ``plan``."""
-        if isinstance(found, Traffic):
-            return found
-        bounds = SchedulerBounds.of(plan, config.speculative.accepted_tokens)
-        return simulate(found, bounds, step_clock(plan, times))
-
-    traffic = steps(base)
+    accepted = config.speculative.accepted_tokens
+    traffic = _steps(found, base, times, accepted)
     proposal = propose(config, traffic, times, priced.costs, priced.failed)
-    again = steps(proposal.plan)
+    again = _steps(found, proposal.plan, times, accepted)
     if again != traffic:  # requests make other batches where steps take another time
         proposal = propose(config, again, times, priced.costs, priced.failed)
     plan, evidence = proposal.plan.model_copy(update={"machine": priced.machine}), proposal.evidence
     return plan, pareto_plot(evidence) if evidence.pareto else None, padding_bars(evidence)
 
 
+def _times_of(file: Path | None, config: Config, machine: Machine | None = None) -> StepTimes:
+    """Step times of a file, or the default ones; ``machine``: where costs were measured."""
+    from cgplan.traffic.step_times import REMEDY, StepTimes
+
+    if file is None:
+        return StepTimes.default()
+    text = read_text(file, StepTimeError, REMEDY)  # once: it may be a pipe
+    times = StepTimes.parse(text, file)
+    return times.model_copy(update={"notes": (*times.notes, *_about_times(text, file, config, machine))})
+
+
+def _steps(
+    found: Traffic | RequestTrace, plan: Plan, times: StepTimes, accepted_tokens: float | None = None
+) -> Traffic:
+    """Steps to plan for; requests are simulated with the step times that they would have under ``plan``."""
+    from cgplan.traffic.histogram import Traffic
+    from cgplan.traffic.simulation import SchedulerBounds, simulate, step_clock
+
+    if isinstance(found, Traffic):
+        return found
+    return simulate(found, SchedulerBounds.of(plan, accepted_tokens), step_clock(plan, times))
+
+
 def _for_sizes(
-    config: Config, file: Path | None, step_times: Path | None, others: object
+    config: Config, file: Path | str | None, step_times: Path | None, others: object
 ) -> tuple[Plan, None, list[Bar]]:
-    if others or file is None:
+    if others or file is None or isinstance(file, str):
         raise ConfigError(
-            "--costs, --speedup, --emit and the `traffic` section do not know the boxes of `dims`",
+            "--costs, --speedup, --emit, --from-stats and the `traffic` section do not know the boxes of `dims`",
             remedy="Leave them out, and give --traffic FILE with a column for each dimension.",
         )
     from cgplan.optimizer.boxes import dims_of, propose_boxes

@@ -13,12 +13,15 @@ Limit = Literal["max_graphs", "memory", "capture_time"]
 
 class Expected(Record):
     """Mean microseconds of a step with the plan's graphs, without graphs (None: not known), and if each batch had a
-    graph of its own size in the best of its modes (no plan is below that ``bound``).
+    graph of its own size in the best of its modes (no plan is below that ``bound``). ``decode_us``, ``mixed_us``: of
+    the plan's steps of uniform decode alone, and of the others; None where the traffic has none.
     """
 
     plan: float
     eager: float | None
     bound: float
+    decode_us: float | None = None  # absent from plans of earlier versions
+    mixed_us: float | None = None
 
 
 class ParetoPoint(Record):
@@ -37,7 +40,7 @@ class LadderPoint(ParetoPoint):
 
     ``unused``: graphs that run no batch. ``equal``: the plan with the fewest graphs that is no slower, ``alike`` for a
     step at most 0.1% longer; None beyond the curve. ``no_gain``: steps are within 1% of the bound. Shares are of the
-    time that the steps take which graphs make faster.
+    time that the steps take which graphs make faster. ``decode_us``, ``mixed_us``: as in ``Expected``.
     """
 
     name: str
@@ -46,6 +49,8 @@ class LadderPoint(ParetoPoint):
     equal: ParetoPoint | None = None
     alike: ParetoPoint | None = None
     no_gain: bool = False
+    decode_us: float | None = None
+    mixed_us: float | None = None
 
 
 class LoadPoint(Record):
@@ -63,13 +68,16 @@ class SizeUse(LaneRecord):
     """The steps that one graph of ``size`` tokens runs, or (mode NONE, size None) the eager steps.
 
     ``share`` of all steps, and ``padding`` as a share of the tokens that it runs, are from 0 to 1. ``sizes``: in the
-    dimensions behind the first one, where batches have several.
+    dimensions behind the first one, where batches have several. ``step_us``, ``own_us``: mean microseconds of these
+    steps, and if each ran at its batch's own size; of a check alone.
     """
 
     size: int | None
     share: float
     padding: float
     sizes: tuple[int, ...] = ()
+    step_us: float | None = None
+    own_us: float | None = None
 
 
 class PaddingMap(Record):
@@ -101,6 +109,29 @@ class NextGraph(Record):
 
     microseconds: float
     percent: float
+
+
+class PlanCheck(Record):
+    """A plan on other traffic than it was made for.
+
+    Attributes:
+        points: The plan, the best ones for this traffic, and the ladders; bytes and seconds are not known.
+        regret, decode_regret: How much longer steps are than with the best that the plan's budget allows, and those of
+            uniform decode alone (None: there is none); as shares, 0.01 is 1% longer.
+        uses: One for each graph that runs a batch, and one for eager steps.
+    """
+
+    kind: Literal["plan_check"] = "plan_check"
+    schema_version: int = 1
+    traffic_source: str
+    traffic_weight: float
+    times_source: str
+    notes: tuple[str, ...] = ()
+    points: tuple[LadderPoint, ...]
+    regret: float
+    decode_regret: float | None = None
+    uses: tuple[SizeUse, ...]
+    verdict: str
 
 
 class Evidence(Record):
@@ -159,3 +190,9 @@ class Evidence(Record):
     padding_map: PaddingMap | None = None  # of batches with several sizes
     insurance: float = 0.0
     loads: tuple[LoadPoint, ...] = ()
+
+    def as_point(self, name: str) -> LadderPoint:
+        """The plan's own figures, as a row beside ladders."""
+        own = self.model_dump(include={"graphs", "bytes", "seconds", "padding"})  # no padding in earlier versions
+        expected = self.expected_us.model_dump(include={"decode_us", "mixed_us"})
+        return LadderPoint.model_construct(name=name, expected_us=self.expected_us.plan, unused=0, **own, **expected)

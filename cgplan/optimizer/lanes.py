@@ -9,6 +9,7 @@ from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -119,6 +120,15 @@ class Run:
     @property
     def expected_us(self) -> float:
         return self._total / float(self._weight.sum())
+
+    @property
+    def by_kind(self) -> dict[str, Any]:
+        """Mean microseconds of the steps of uniform decode, and of the others; None where there is none."""
+        kinds = {"decode_us": self._uniform > 0, "mixed_us": self._uniform == 0}
+        return {
+            name: float(np.average(self._time[here], weights=self._weight[here])) if here.any() else None
+            for name, here in kinds.items()
+        }
 
     @property
     def padding(self) -> float:

@@ -389,7 +389,9 @@ class Case:
             rule=self._rule(),
             graphs=len(plan.keys),
             **curve.price(plan.keys),
-            expected_us=Expected(plan=run.expected_us, eager=alone.eager_total / alone.weight, bound=alone.infinite_us),
+            expected_us=Expected(
+                plan=run.expected_us, eager=alone.eager_total / alone.weight, bound=alone.infinite_us, **run.by_kind
+            ),
             lower_bound_us=min(lower / problem.weight, math.inf if self.insurance else run.expected_us),
             gap=(problem.total_of(self.best.chosen) - lower) / saved,
             exact=self._exact,
@@ -473,6 +475,7 @@ class Case:
             equal=curve.point(curve.fewest(insured)),
             alike=curve.point(curve.fewest(insured + ALIKE * curve.problem.changeable / planned_for)),
             no_gain=run.expected_us <= curve.alone.infinite_us + NO_GAIN * self._changeable_us,
+            **run.by_kind,
         )
 
     def _left_out(self) -> Iterator[tuple[Key, str]]:

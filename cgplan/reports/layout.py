@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import singledispatch
+from html import escape
 from io import StringIO
 from itertools import pairwise, product, zip_longest
 from operator import methodcaller
@@ -13,11 +14,10 @@ from textwrap import wrap
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType
-from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 TEXT_WIDTH = 100
+_UNIT = re.compile(r"(?<=\d) (?=(?:[um]?s|[KMG]?i?B)\b)")
 Fact = tuple[str, str]  # a label, and what stands beside it
 
 
@@ -34,8 +34,18 @@ def render_text(report: Any, width: int = TEXT_WIDTH) -> str:
 
 def plain_text(renderable: RenderableType, width: int = TEXT_WIDTH) -> str:
     file = StringIO()
-    Console(file=file, width=width, color_system=None, force_terminal=False, _environ={}).print(renderable)
+    console = Console(file=file, width=width, color_system=None, force_terminal=False, _environ={})
+    console.print(renderable, crop=False)
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
+
+
+def html_text(renderable: RenderableType, title: str, width: int = TEXT_WIDTH) -> str:
+    """One HTML file with the same text; colours of the reader's choice, light or dark."""
+    console = Console(file=StringIO(), width=width, record=True, color_system="truecolor", _environ={})
+    console.print(renderable, crop=False)
+    head = f'<meta charset="utf-8"><meta name="color-scheme" content="light dark"><title>{escape(title)}</title>'
+    text = console.export_html(inline_styles=True, code_format="{code}")
+    return f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head>\n<body><pre>{text}</pre></body></html>\n'
 
 
 def describe_sizes(sizes: Sequence[int]) -> str:
@@ -92,23 +102,22 @@ class Grid:
         def line(cells: Iterable[str], style: str = "") -> Text:
             columns = zip(self._columns, cells, widths, strict=True)
             placed = [cell.ljust(width) if column.left else cell.rjust(width) for column, cell, width in columns]
-            return Text((" " * gap).join(placed), style=style)
+            return _line(((" " * gap).join(placed), style))
 
         heads = list(zip_longest(*(title[::-1] for title in titles), fillvalue=""))[::-1]
         yield from (line(cells, "bold") for cells in heads)
         yield Text("-" * (sum(widths) + gap * (len(widths) - 1)))
         for row in self._rows:
             pairs = zip(row, widths, strict=True)
-            wrapped = [wrap(cell, width, break_on_hyphens=False, break_long_words=False) for cell, width in pairs]
-            yield from map(line, zip_longest(*wrapped, fillvalue=""))
+            yield from map(line, zip_longest(*(_wrapped(cell, width) for cell, width in pairs), fillvalue=""))
 
     def _fitted(self, most: int) -> tuple[list[list[str]], list[int], int]:
         """Lines of each heading, widths of the columns, and the gap between them."""
         whole = [column.title.split("\n") for column in self._columns]
-        broken = [re.sub(r"(?<=-)(?=\w)| ", "\n", column.title).split("\n") for column in self._columns]
+        broken = [re.sub(r"(?<=[-_])(?=\w)| ", "\n", column.title).split("\n") for column in self._columns]
         cells = [[row[i] for row in self._rows] for i in range(len(self._columns))]
         texts = [column.left and i > 0 for i, column in enumerate(self._columns)]  # the others stay in one line
-        words = [" ".join(c).split() if text else c for c, text in zip(cells, texts, strict=True)]
+        words = [_wrapped("\n".join(c), 1) if text else c for c, text in zip(cells, texts, strict=True)]
         none = [[] if text else c for c, text in zip(cells, texts, strict=True)]  # words run over their column
         for gap, kept, titles in [*product((self._gap, 1), (cells, words), (whole, broken)), (1, none, broken)]:
             least, widths = (
@@ -122,19 +131,52 @@ class Grid:
         return titles, least, gap
 
 
+def _wrapped(text: str, width: int) -> list[str]:
+    """Lines of whole words; a number and its unit stay in one."""
+    parts = (
+        wrap(part, max(width, 1), break_on_hyphens=False, break_long_words=False) or [""]
+        for part in _UNIT.sub("\xa0", text).split("\n")
+    )
+    return [line.replace("\xa0", " ") for lines in parts for line in lines]
+
+
+def _line(*parts: tuple[str, str]) -> Text:
+    """Text and style of each part. What is longer than the console runs over: rich would break a word."""
+    return Text.assemble(*parts, no_wrap=True, overflow="ignore")
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """Lines that are drawn for the columns that there are."""
+
+    draw: Callable[[int], Iterable[Text]]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        yield from self.draw(options.max_width)
+
+
+def drawing(draw: Callable[[int], str]) -> RenderableType:
+    """Text that is drawn for the columns that it is given, at least 40 and at most 80."""
+    return Drawing(lambda width: map(Text, draw(min(max(width, 40), 80)).split("\n")))
+
+
 def facts(title: str, rows: Iterable[Fact]) -> RenderableType:
-    """A title over labelled lines; a line that is too long goes on under its own beginning."""
-    grid = Table.grid(padding=(0, 2, 0, 0))
-    grid.add_column(no_wrap=True)
-    grid.add_column(overflow="fold")
-    for label, value in rows:
-        style = "yellow" if label == "warning" else ""
-        grid.add_row(Text(f"  {label}", style=style or "bold"), Text(value, style=style))
-    return Group(Text(title, style="bold"), grid)
+    """A title over labelled lines; a line that is too long goes on under its own beginning, and words stay whole."""
+    shown = list(rows)
+
+    def draw(width: int) -> Iterator[Text]:
+        widest = min(max((len(label) for label, _ in shown), default=0), width // 2)
+        for label, value in shown:
+            style = "yellow" if label == "warning" else ""
+            cells = _wrapped(label, widest), _wrapped(value, width - widest - 4)
+            for left, right in zip_longest(*cells, fillvalue=""):
+                yield _line((f"  {left:<{widest}}  ", style or "bold"), (right, style))
+
+    return titled(title, Drawing(draw))
 
 
 def titled(title: str, *parts: RenderableType) -> RenderableType:
-    return Group(Text(title, style="bold"), *parts)
+    return Group(sentences(title, style="bold", indent=""), *parts)
 
 
 def stacked(*parts: RenderableType | None) -> RenderableType:
@@ -143,18 +185,9 @@ def stacked(*parts: RenderableType | None) -> RenderableType:
     return Group(*[line for part in shown for line in (part, Text())][:-1])
 
 
-@dataclass(frozen=True)
-class Drawing:
-    """Text that is drawn for the columns that it is given, at least 40 and at most 80."""
-
-    draw: Callable[[int], str]
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        yield Text(self.draw(min(max(options.max_width, 40), 80)))
-
-
-def sentences(*lines: str) -> RenderableType:
-    return Padding(Text("\n".join(lines)), (0, 0, 0, 2))
+def sentences(*lines: str, style: str = "", indent: str = "  ") -> RenderableType:
+    text = "\n".join(lines)
+    return Drawing(lambda width: (_line((indent + line, style)) for line in _wrapped(text, width - len(indent))))
 
 
 def filled(rows: Sequence[Mapping[str, object]], left: Sequence[str]) -> RenderableType:

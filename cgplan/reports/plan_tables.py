@@ -7,23 +7,23 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import groupby, pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
 from rich.text import Text
 
 from cgplan.modes import CUDAGraphMode
-from cgplan.optimizer.evidence import Evidence, LadderPoint, PaddingMap
+from cgplan.optimizer.evidence import Evidence, LadderPoint, PaddingMap, PlanCheck
 from cgplan.planning import Plan
 from cgplan.planning.difference import FieldChange, Figure, PlanDifference
 from cgplan.planning.plan import PLANNED_FOR, Lane
 from cgplan.reports.layout import (
     Column,
-    Drawing,
     Fact,
     Grid,
     TextColumn,
     describe_sizes,
+    drawing,
     facts,
     render,
     sentences,
@@ -32,17 +32,26 @@ from cgplan.reports.layout import (
 )
 from cgplan.reports.plots import Bar, ParetoPlot, padding_text, pareto_text
 from cgplan.reports.records import ReplanReport, Way
-from cgplan.units import format_bytes, format_microseconds, format_seconds, grouped
+from cgplan.units import counted, format_bytes, format_microseconds, format_seconds, grouped
 
 if TYPE_CHECKING:
     from cgplan.pricing.measured import CaseCost
 
 MOST_PADDING_ROWS = 12
 MOST_POINTS = 12
+MOST_SAID = 4  # warnings of a short report
+MOST_SIZES = 150  # characters of its sizes
 _LADDER_WORDS = (
-    "padding: share of all tokens that run, eager steps included; unused: graphs that run no batch",
+    "padding: share of all tokens that run; gain: how much shorter the plan's step is",
+    "no gain: the ladder is within 1% of the bound, a graph for every size",
+    "decode, mixed: steps of uniform decode, and of mixed batches (prefill)",
+)
+_EQUAL_WORDS = (
+    "unused: graphs that run no batch",
     "equal: the fewest graphs that give a step as short; within 0.1%: at most 0.1% longer",
-    "gain: how much shorter the plan's step is; no gain: the ladder is within 1% of the bound, a graph for every size",
+)
+_REGRET_WORDS = (
+    "regret: how much longer steps of this plan are; of decode, of mixed: those of uniform decode, and others"
 )
 _LEFT_OUT_WORDS = "each added to the plan by itself; no gain: steps get less than 0.01% shorter, or longer"
 _WAYS: dict[Way, str] = {
@@ -54,29 +63,72 @@ _WAYS: dict[Way, str] = {
 _LANE, _WHY = TextColumn("lane", "lane"), TextColumn("why", "reason")
 _SIZES = TextColumn("sizes", "sizes", describe_sizes)
 _GRAPHS, _STEP = Column("graphs", "graphs"), Column("expected step", "expected_us", format_microseconds)
+_LADDER = TextColumn("ladder", "name")
 _MEMORY, _START_UP = Column("memory", "bytes", format_bytes), Column("start-up", "seconds", format_seconds)
+
+
+def brief(plan: Plan) -> RenderableType:
+    """The verdict, the ladders and the reasons, in at most 45 lines of 100 columns; ``render`` shows everything."""
+    if plan.evidence is None:
+        return facts("Plan", [*_rows(plan), *said(plan, brief=True)])
+    return stacked(*_answer(plan, Evidence.model_validate(plan.evidence), whole=False))
 
 
 @render.register
 def _plan(plan: Plan) -> RenderableType:
     by_mode = Counter(f"{mode} uniform" if key.uniform else str(mode) for mode, key in plan.keys)
     rows = [
-        *head_rows(plan),
+        *_rows(plan),
         ("keys", ", ".join(f"{count} {mode}" for mode, count in by_mode.items()) or "none: every batch runs eagerly"),
-        ("batches", _served_by(plan)),
         ("bounds", f"max_num_seqs {plan.max_num_seqs}, max_num_batched_tokens {plan.max_num_batched_tokens}"),
+        ("config", plan.config_hash),
     ]
+    padding = _padding(plan) if plan.keys and not plan.config.get("dims") else None
+    if plan.evidence is None:
+        return stacked(facts("Plan", [*rows, *said(plan)]), padding)
+    evidence = Evidence.model_validate(plan.evidence)
+    answer = _answer(plan, evidence, whole=True)
+    return stacked(*answer, facts("Graphs", rows), padding, *_details(evidence))
+
+
+def _rows(plan: Plan) -> list[Fact]:
+    rows = [*head_rows(plan), ("batches", _served_by(plan))]
     if plan.query_len > 1:
         rows.append(("query length", f"{plan.query_len} tokens of each request in uniform decode"))
     if plan.max_loras is not None:
         cases = ", ".join(map(str, plan.lora_cases))
         rows.append(("LoRA cases", f"{cases} active adapters ({plan.max_loras + 1}: any number)"))
-    said = [("note", text) for text in plan.notes] + [("warning", text) for text in (*plan.warnings, *plan.lint)]
-    head = facts("Plan", [*rows, *_predicted_rows(plan), ("config", plan.config_hash), *said])
-    why = None if plan.evidence is None else render(Evidence.model_validate(plan.evidence))
-    if plan.config.get("dims"):
-        return stacked(why, head)
-    return stacked(head, _padding(plan) if plan.keys else None, why)
+    return [*rows, *_predicted_rows(plan)]
+
+
+def said(plan: Plan, brief: bool = False) -> list[Fact]:
+    """Warnings, and then notes of a plan and its evidence, those on costs first; ``brief``: the first few."""
+    evidence: dict[str, Any] = plan.evidence or {}
+    notes = [*(plan.predicted.notes if plan.predicted else ()), *plan.notes]
+    notes += [text for name in ("traffic_notes", "times_notes", "notes") for text in evidence.get(name, ())]
+    told = [("warning", text) for text in (*plan.warnings, *plan.lint, *evidence.get("warnings", ()))]
+    told += [("note", text) for text in notes]
+    left = len(told) - MOST_SAID if brief else 0
+    return [*told[:MOST_SAID], ("", f"and {left} more, which --verbose shows")] if left > 0 else told
+
+
+def _headline(plan: Plan, ladders: Sequence[LadderPoint]) -> str:
+    """Graphs, start-up time and memory in one sentence: those of the plan, and of the ladder that it stands in for."""
+    sizes, cost = plan.config.get("compilation", {}).get("cudagraph_capture_sizes"), plan.predicted
+    asked = sizes if isinstance(sizes, str) else "configured" if sizes else "vllm"
+    ladder = next((ladder for ladder in ladders if ladder.name == asked), None)
+
+    def instead(ours: str, theirs: object) -> str:
+        return f"{ours} instead of {theirs}" if theirs else ours
+
+    whose = "the configured sizes'" if asked == "configured" else f"the {asked} ladder's"
+    told = [instead(counted(len(plan.keys), "graph"), ladder and f"{whose} {ladder.graphs}")]
+    if cost is not None:
+        known = ladder if ladder and ladder.bytes is not None else None
+        told.append(f"start-up {instead(format_seconds(cost.seconds), known and format_seconds(known.seconds))}")
+        told.append(f"memory {instead(format_bytes(cost.total_bytes), known and format_bytes(known.bytes))}")
+    unknown = "; --costs tells start-up time and memory" if cost is None and ladder else ""
+    return f"Plan: {', '.join(told)}{unknown}"
 
 
 def head_rows(plan: Plan) -> list[Fact]:
@@ -123,7 +175,7 @@ def _predicted_rows(plan: Plan) -> list[Fact]:
     if plan.machine is not None:
         driver = f", driver {plan.machine.driver}" if plan.machine.driver else ""
         rows.append(("measured on", f"{plan.machine.gpu}{driver}, torch {plan.machine.torch}"))
-    return [*rows, *(("note", text) for text in cost.notes)]
+    return rows
 
 
 def lane_table(plan: Plan) -> RenderableType:
@@ -199,37 +251,45 @@ def _padding_table(captured: Sequence[int], beyond: str) -> RenderableType:
 # --- why these graphs -----------------------------------------------------------------------------------------
 
 
-@render.register
-def _evidence(evidence: Evidence) -> RenderableType:
-    parts = [
-        facts("Why these graphs", _evidence_rows(evidence)),
-        Grid(evidence.lanes, _LANE, Column("graphs", lambda part: len(part.sizes)), _SIZES) if evidence.lanes else None,
-        None if evidence.graphs else Text("No graph: every batch runs eagerly."),
-    ]
+def _answer(plan: Plan, evidence: Evidence, whole: bool) -> Iterator[RenderableType | None]:
+    """The verdict, the ladders, and why; ``whole``: with all warnings and notes."""
+    sizes = "; ".join(f"{part.lane}: {describe_sizes(part.sizes)}" for part in evidence.lanes)
+    if len(sizes) > MOST_SIZES and not whole:
+        sizes = f"{sizes[:MOST_SIZES].rpartition(', ')[0]}, ...; --verbose shows all"
+    modes = [row for row in head_rows(plan) if row[0] == "mode"]
+    about_times = [("verdict", evidence.verdict), ("step times", evidence.times_source)]
+    yield facts(_headline(plan, evidence.ladders), [*about_times, *modes, *([("sizes", sizes)] if sizes else [])])
+    yield None if evidence.graphs else Text("No graph: every batch runs eagerly.")
+    yield _ladders(evidence)
+    yield facts("Why", [*_reasons(evidence), *said(plan, brief=not whole)])
+
+
+def _details(evidence: Evidence) -> Iterator[RenderableType]:
     if evidence.pareto:
-        curve = Drawing(partial(pareto_text, pareto_plot(evidence)))
+        curve = drawing(partial(pareto_text, pareto_plot(evidence)))
         # the curve at powers of two, at the plan and at its ends
         ends = {evidence.pareto[0].graphs, evidence.pareto[-1].graphs, evidence.graphs}
         shown = [p for p in evidence.pareto if p.graphs in ends or not p.graphs & (p.graphs - 1)][:MOST_POINTS]
-        parts.append(titled("Graphs against expected step time", curve))
-        parts.append(Grid(shown, _GRAPHS, _STEP, _MEMORY, _START_UP))
-    if evidence.ladders:
-        parts.append(titled("Ladders on the same traffic", _ladders(evidence), sentences(*_LADDER_WORDS)))
+        yield titled("Graphs against expected step time", curve)
+        yield Grid(shown, _GRAPHS, _STEP, _MEMORY, _START_UP)
+    if evidence.pareto and evidence.ladders:
+        equal = (Column("equal", "equal.graphs"), Column("within 0.1%", "alike.graphs"))
+        table = Grid(evidence.ladders, _LADDER, _GRAPHS, Column("unused", "unused"), *equal)
+        yield titled("Fewest graphs that do as well as a ladder", table, sentences(*_EQUAL_WORDS))
     if evidence.failed:
         rows = [(f"{part.lane} {describe_sizes(part.sizes)}", part.reason) for part in evidence.failed]
-        parts.append(facts("Could not be captured, so the plan does without", rows))
+        yield facts("Could not be captured, so the plan does without", rows)
     if evidence.left_out:
         title = "Left out, of the sizes that the configuration has without traffic"
-        parts.append(titled(title, Grid(evidence.left_out, _LANE, _SIZES, _WHY), sentences(_LEFT_OUT_WORDS)))
+        yield titled(title, Grid(evidence.left_out, _LANE, _SIZES, _WHY), sentences(_LEFT_OUT_WORDS))
     if evidence.uses:
         title = "Share of all steps that each graph runs, and padding of the tokens that it runs (bars)"
-        parts.append(titled(title, Drawing(partial(padding_text, padding_bars(evidence)))))
+        yield titled(title, drawing(partial(padding_text, padding_bars(evidence))))
     if evidence.padding_map:
-        parts.append(_padding_map(evidence.padding_map))
+        yield _padding_map(evidence.padding_map)
     if evidence.not_worth:
         spans = TextColumn("sizes", lambda part: f"{part.first} to {part.last}")
-        parts.append(titled("Sizes not worth a graph", Grid(evidence.not_worth, _LANE, spans, _WHY)))
-    return stacked(*parts)
+        yield titled("Sizes not worth a graph", Grid(evidence.not_worth, _LANE, spans, _WHY))
 
 
 def _padding_map(found: PaddingMap) -> RenderableType:
@@ -262,18 +322,12 @@ def padding_bars(evidence: Evidence) -> list[Bar]:
     ]
 
 
-def _evidence_rows(evidence: Evidence) -> Iterator[Fact]:
+def _reasons(evidence: Evidence) -> Iterator[Fact]:
     expected, worth = evidence.expected_us, evidence.next_graph
-    yield "verdict", evidence.verdict
-    yield from (("warning", text) for text in evidence.warnings)
     yield "traffic", f"{evidence.traffic_source}: {evidence.traffic_weight:,.0f} steps"
-    yield "step times", evidence.times_source
     estimated = " (an estimate)" if evidence.costs_estimated else ""
     yield "costs", "not known: give --costs" if evidence.costs_source is None else evidence.costs_source + estimated
     yield "rule", evidence.rule
-    memory = "" if evidence.bytes is None else f", {format_bytes(evidence.bytes)}"
-    start_up = "" if evidence.seconds is None else f", start-up {format_seconds(evidence.seconds)}"
-    yield "graphs", f"{evidence.graphs}{memory}{start_up}"
     eager = "" if expected.eager is None else f"eager {format_microseconds(expected.eager)}, "
     bounds = f"{eager}with a graph for every size {format_microseconds(expected.bound)}"
     yield "step", f"{format_microseconds(expected.plan)} expected; {bounds}"
@@ -287,35 +341,63 @@ def _evidence_rows(evidence: Evidence) -> Iterator[Fact]:
     if worth is not None:
         brings = f"{format_microseconds(worth.microseconds)} a step ({worth.percent:.2g}%)"
         yield "next graph", brings if worth.percent >= 1e-3 else "would bring nothing"
-    # notes on costs stand with the prediction
-    yield from (("note", text) for text in (*evidence.traffic_notes, *evidence.times_notes, *evidence.notes))
 
 
-def _ladders(evidence: Evidence) -> RenderableType:
-    expected = evidence.expected_us.plan
-    plan = LadderPoint.model_construct(
-        **evidence.model_dump(include={"graphs", "bytes", "seconds", "padding"}),
-        name="this plan",
-        expected_us=expected,
-        unused=0,
-        equal=None,
-        alike=None,
-        no_gain=False,
-    )
+def _ladders(evidence: Evidence) -> RenderableType | None:
+    if not evidence.ladders:
+        return None
+    expected, plan = evidence.expected_us.plan, evidence.as_point("this plan")
 
     def gain(ladder: LadderPoint) -> str | None:
         shorter = "no gain" if ladder.no_gain else f"{1 - expected / ladder.expected_us:+.1%}"
         return None if ladder is plan else shorter
 
+    table = _beside((plan, *evidence.ladders), TextColumn("gain", gain))
+    words = _LADDER_WORDS[: 2 + (None not in (plan.decode_us, plan.mixed_us))]
+    return titled("Ladders on the same traffic", table, sentences(*words))
+
+
+def _beside(points: Sequence[LadderPoint], *more: Column) -> Grid:
+    """Plans and ladders below each other: figures that are known, then ``more``."""
+    known = {name for name in ("decode_us", "mixed_us", "bytes") if any(getattr(point, name) for point in points)}
+    kinds = [Column(name, f"{name}_us", format_microseconds) for name in ("decode", "mixed") if f"{name}_us" in known]
     return Grid(
-        [plan, *evidence.ladders],
-        TextColumn("ladder", "name"),
-        *(_GRAPHS, _STEP, _MEMORY, _START_UP),
+        points,
+        _LADDER,
+        *(_GRAPHS, Column("step", "expected_us", format_microseconds)),
+        *(kinds if len(kinds) == 2 else ()),
+        *((_MEMORY, _START_UP) if "bytes" in known else ()),
         Column("padding", "padding", "{:.1%}".format),
-        Column("unused", "unused"),
-        Column("equal", "equal.graphs"),
-        Column("within 0.1%", "alike.graphs"),
-        TextColumn("gain", gain),
+        *more,
+    )
+
+
+@render.register
+def _check(check: PlanCheck) -> RenderableType:
+    rows = [("verdict", check.verdict), ("step times", check.times_source)]
+    rows += [("traffic", f"{check.traffic_source}: {check.traffic_weight:,.0f} steps")]
+    own = check.points[0]
+
+    def regret(title: str, figure: str) -> Column:
+        def longer(point: LadderPoint) -> float | None:
+            theirs = getattr(point, figure)
+            return getattr(own, figure) / theirs - 1 if theirs and point is not own else None
+
+        return Column(title, longer, "{:+.1%}".format)
+
+    kinds = [regret(f"of {name}", f"{name}_us") for name in ("decode", "mixed") if getattr(own, f"{name}_us")]
+    uses = Grid(
+        check.uses,
+        TextColumn("graph", lambda use: "eager" if use.size is None else f"{use.lane}: {use.size}"),
+        *(Column(title, name, "{:.1%}".format) for title, name in (("steps", "share"), ("padding", "padding"))),
+        *(Column(title, name, format_microseconds) for title, name in (("step", "step_us"), ("at own size", "own_us"))),
+        Column("lost", lambda use: use.share * (use.step_us - use.own_us) / own.expected_us, "{:.1%}".format),
+    )
+    words = "at own size: in a graph of the batch's own size; lost: to padding, of the time of all steps"
+    return stacked(
+        facts("Check", [*rows, *(("note", text) for text in check.notes)]),
+        Group(_beside(check.points, regret("regret", "expected_us"), *kinds), sentences(_REGRET_WORDS)),
+        Group(uses, sentences(words)),
     )
 
 

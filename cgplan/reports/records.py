@@ -13,6 +13,7 @@ from cgplan.config.load import read_text
 from cgplan.config.messages import first_problem
 from cgplan.errors import BudgetError, ConfigError, ReportError
 from cgplan.modes import BatchDescriptor, Key
+from cgplan.optimizer.evidence import PlanCheck
 from cgplan.planning import Plan
 from cgplan.planning.costs import Record
 from cgplan.planning.difference import PlanDifference
@@ -380,12 +381,13 @@ class ReplanReport(ShownRecord):
     seconds: float  # planning, measuring and capturing together
 
 
-Report = CaptureReport | BenchReport | DoctorReport | Plan
+Report = CaptureReport | BenchReport | DoctorReport | Plan | PlanCheck
 _KINDS: dict[str, type[Report]] = {
     "capture": CaptureReport,
     "bench": BenchReport,
     "doctor": DoctorReport,
     "plan": Plan,
+    "plan_check": PlanCheck,
 }
 _REMEDY = "Give a JSON file that `cgplan ... --output` wrote."
 

@@ -27,6 +27,7 @@ Asked = tuple[int, int | None, bool, int, CUDAGraphMode, BatchDescriptor, MissRe
 Mark = tuple[int, Mapping[Asked, int]]  # resets before it, and calls of each batch
 
 MOST_BATCHES = 100_000
+EXACT_BATCHES = 512  # tokens up to which metrics tell all batches apart
 NEVER = 1 << 62
 
 
@@ -258,6 +259,16 @@ class RunnerStats:
                     notes = ["no input counts requests: num_reqs of these batches are as many as their tokens allow"]
         return Traffic.of(found, "runner.stats", notes)
 
+    def exposed_batches(self) -> Counter[tuple[int, str, int]]:
+        """Calls by tokens, uniformity and adapters, in so few different ones that a monitor can keep them all."""
+        found = []
+        for count in self.counts:
+            tokens, _, uniform, loras = self._batch(count)
+            if not uniform and tokens > EXACT_BATCHES:
+                tokens = min(-(-tokens // 64) * 64, max(tokens, self.plan.max_num_batched_tokens))
+            found.append(((tokens, str(uniform).lower(), loras), count.calls))
+        return _added(found)
+
     def _batch(self, count: BatchCount) -> StepShape:
         reqs = count.num_reqs
         if reqs is None:
@@ -283,6 +294,10 @@ _COUNTERS = (  # name, description, labels beside `runner`, and (values of these
             ((m, d.num_tokens, d.num_reqs or "", str(d.uniform).lower(), d.num_active_loras), n)
             for (m, d), n in stats.replays.items()
         ),
+    ),
+    (
+        "batches", "Calls by the batch that was asked for; mixed ones of over 512 tokens as the next multiple of 64.",
+        ("num_tokens", "uniform", "num_active_loras"), lambda stats: stats.exposed_batches().items(),
     ),
     ("eager_calls", "Calls that ran eagerly, by the reason.", ("reason",),
      lambda stats: (((reason,), n) for reason, n in stats.eager.items())),

@@ -11,7 +11,9 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
+from http.client import HTTPException
 from operator import le
 from pathlib import Path
 from typing import Annotated, Any
@@ -48,6 +50,9 @@ _HEADER = re.compile(r"\|\s*" + r"\s*\|\s*".join(COLUMNS) + r"\s*\|")
 _ROW = re.compile(r"\|((?:[^|]*\|){5}|\s*-?\d+\s*(?:\|.*)?)$")
 _MODE = re.compile(r"- Mode: *(?:CUDAGraphMode\.)?(\w+)\s*$")
 _SIZES = re.compile(r"- Capture sizes: *\[([\d, ]*)\]\s*$")
+_METRIC = "cgplan_batches"  # of a runner's metrics, in Prometheus' text format
+_LABEL = re.compile(r'(\w+)="([^"]*)"')
+_TIMEOUT_SECONDS = 5.0
 _LOG_LINE = re.compile(r"\b(DEBUG|INFO|WARNING|ERROR)\b")
 
 
@@ -115,22 +120,23 @@ def read_traffic(path: str | Path, plan: Plan, *, speedup: float = 1.0) -> Traff
       known Adapter (a number, empty for none); or Mooncake's, one JSON object a line: timestamp (milliseconds),
       input_length, output_length;
     - a log of vLLM with its tables of CUDA graph statistics;
-    - Traffic that was saved as JSON, or the statistics of a runner (``runner.stats.json()``).
+    - Traffic that was saved as JSON, or the statistics of a runner (``runner.stats.json()``);
+    - metrics of one runner in Prometheus' text format (``runner.stats.prometheus()``).
 
     Columns that a histogram lacks are guessed; the notes of the traffic say how.
 
     Args:
-        path: UTF-8 text. Read once: it may be a pipe.
+        path: UTF-8 text, or an address of it that begins with http. Read once: it may be a pipe.
         plan: Its bounds of a batch inform the guesses, and its adapters and query length are those of all steps.
         speedup: Requests come so many times as fast as they were recorded.
 
     Raises:
         TrafficError: the file cannot be read, has none of these forms, holds no batch, or a row makes no sense.
     """
-    path = Path(path)
+    text, path = _text_of(path), Path(str(path).rpartition("://")[2])
     if not 0 < speedup < math.inf:
         raise TrafficError(f"a speedup of {speedup} makes no sense", remedy="Give a number above 0; 1 is as recorded.")
-    found = _parsed(_text_of(path), path, plan)
+    found = _parsed(text, path, plan)
     if isinstance(found, RequestTrace):
         if speedup == 1:
             return found
@@ -204,8 +210,18 @@ def synthetic_requests(made: TrafficConfig, plan: Plan) -> RequestTrace:
     return RequestTrace(requests, f"synthetic: {number} requests, {made.request_rate:g} a second, seed {made.seed}")
 
 
-def _text_of(path: Path) -> str:
-    text = load.read_text(path, TrafficError, "Give a readable file: a histogram, a request trace, or a log.")
+def _text_of(path: str | Path) -> str:
+    if str(path).startswith(("http://", "https://")):
+        from urllib.request import urlopen
+
+        try:
+            with urlopen(str(path), timeout=_TIMEOUT_SECONDS) as answer:
+                text = str(answer.read(), "utf-8")
+        except (OSError, ValueError, HTTPException) as error:
+            remedy = "Give the address of a runner's metrics, such as http://localhost:8000/metrics, or a file of them."
+            raise TrafficError(f"{path} cannot be read: {error}", remedy=remedy) from None
+    else:
+        text = load.read_text(path, TrafficError, "Give a readable file: a histogram, a request trace, or a log.")
     if not text.strip():
         raise TrafficError(f"{path} is empty", remedy="Give a file with traffic in it.")
     return text
@@ -224,6 +240,8 @@ def _parsed(text: str, path: Path, plan: Plan) -> Traffic | RequestTrace:
         names, read, trace = list(json_object(first, f"{path}:{number}")), jsonl_rows, MOONCAKE
     elif _HEADER.search(text):
         return log_traffic(text, path, plan)
+    elif _METRIC in text:
+        return _metrics(text, path, plan)
     else:
         names, read, trace = first.split(separator), csv_rows, TRACE
     given = {name.strip(' "\r').lower() for name in names}
@@ -247,6 +265,27 @@ def _saved(text: str, data: Mapping[str, Any], path: Path) -> Traffic:
     return traffic.model_copy(update={"source": f"{path.name}: {traffic.source}"})
 
 
+def _metrics(text: str, path: Path, plan: Plan) -> Traffic:
+    """Traffic from the counter of batches of a runner, since it began or was reset."""
+    steps, runners = StepCounts(plan), set[str]()
+    for number, line in enumerate(text.split("\n"), start=1):
+        name, _, rest = line.partition("{")
+        if name == f"{_METRIC}_total":
+            labels, _, value = rest.rpartition("}")
+            cells: dict[str, Any] = dict(_LABEL.findall(labels))
+            runners.add(cells.get("runner", ""))
+            with suppress(ValueError, IndexError):
+                cells["count"] = float(value.split()[0])  # 1e+06, say; a time may follow
+            known = {name: cells.get(name) for name in HISTOGRAM.columns}
+            steps.add(**dict(HISTOGRAM.read(known, f"{path}:{number}")))
+    if len(runners) > 1:
+        raise TrafficError(
+            f"{path} has batches of several runners: {', '.join(sorted(runners))}",
+            remedy="Give a file with the lines of one of them.",
+        )
+    return Traffic.of(steps.counts, f"{path.name}: metrics of a runner", steps.notes())
+
+
 def _unknown_form(text: str, first: str, path: Path) -> TrafficError:
     if _LOG_LINE.search(text):
         return TrafficError(
@@ -257,7 +296,7 @@ def _unknown_form(text: str, first: str, path: Path) -> TrafficError:
     return TrafficError(
         f"{path}: no known column in {short(first)}",
         remedy="; ".join(form.described for form in (HISTOGRAM, TRACE, MOONCAKE))
-        + "; a log of vLLM and traffic that cgplan saved will do as well.",
+        + f"; a log of vLLM, metrics with {_METRIC}_total and traffic that cgplan saved will do as well.",
     )
 
 

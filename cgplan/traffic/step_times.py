@@ -205,7 +205,7 @@ class StepTimes(Record):
         """Measured on one H200 with a small decoder: enough to see the shape of an answer, not to trust its figures."""
         return cls.measured(
             {(mode, 0): points for mode, points in DEFAULT_POINTS.items()},
-            "default: one NVIDIA H200, decoder of 28 layers in Qwen3-0.6B's shape",
+            "default, of another model: one NVIDIA H200, decoder of 28 layers in Qwen3-0.6B's shape",
             ["no step times were given: these are of another model than yours; `cgplan bench --output` measures it"],
         )
 

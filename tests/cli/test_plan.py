@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import html
 import json
 import os
 import re
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
 from commands import REQUESTS, cgplan_command, good, plan_of, refused, settings, unwrapped, use_traffic
 
 from cgplan import errors
 from cgplan.config import load_config
+from cgplan.optimizer.evidence import PlanCheck
 from cgplan.planning import Plan, build_plan
 from cgplan.reports import load_report, render_text
+from cgplan.reports.layout import plain_text
+from cgplan.reports.plan_tables import brief
 
 PLAN = ("plan", "--config", "good.yaml")
 
@@ -26,7 +32,8 @@ def test_plan_shows_and_saves_the_plan(home: Path) -> None:
     plan = load_report("plan.json")
     assert isinstance(plan, Plan)
     assert plan.model_copy(update={"notes": (), "lint": ()}) == build_plan(load_config("good.yaml"))
-    assert result.stdout == render_text(plan) + "\n"
+    assert result.stdout == plain_text(brief(plan)) + "\n"
+    assert good(*PLAN, "--verbose").stdout == render_text(plan) + "\n"
     assert "saved plan.json" in result.stderr
     assert good(*PLAN, "--json").stdout == (home / "plan.json").read_text()
 
@@ -73,7 +80,7 @@ def test_plan_options_are_overrides_of_the_budget(home: Path) -> None:
 def test_plan_for_traffic_finds_its_sizes(home: Path) -> None:
     """Sizes that batches have are best: 2 and 7 for two graphs, where 1 costs 129 instead of 100 microseconds."""
     command = (*use_traffic(home), "--max-graphs", "2")
-    shown = good(*command, "--output", "plan.json").stdout
+    shown = good(*command, "--verbose", "--output", "plan.json").stdout
     plan = load_report("plan.json")
     assert isinstance(plan, Plan)
     assert plan.capture_sizes == (2, 7)
@@ -84,12 +91,13 @@ def test_plan_for_traffic_finds_its_sizes(home: Path) -> None:
     table = [" ".join(line.split()) for line in shown.splitlines()]
     at = table.index("batch of (tokens) is padded to padding rows at most")
     assert table[at + 2 : at + 5] == ["1 to 2 2 1", "3 to 7 7 4", "above 7 no graph -"]
-    assert table.index("Why these graphs") > at
+    assert table[0].startswith("Plan: 2 graphs instead of the configured sizes' 3; --costs tells")
+    assert table.index("Why") < at
 
 
 @pytest.mark.parametrize(("columns", "widest"), [("64", 64), ("130", 130), ("wide", 100)])
 def test_reports_obey_columns(home: Path, monkeypatch: pytest.MonkeyPatch, columns: str, widest: int) -> None:
-    command = use_traffic(home)
+    command = (*use_traffic(home), "--verbose")
     usual = good(*command).stdout
     monkeypatch.setenv("COLUMNS", columns)
     shown = good(*command).stdout
@@ -117,6 +125,45 @@ def test_plan_for_traffic_that_no_graph_could_serve(home: Path) -> None:
     options = settings("compilation.cudagraph_mode=FULL_DECODE_ONLY")
     assert plan_of(*command, *options).keys == ()
     assert "No graph: every batch runs eagerly." in good(*command, *options).stdout
+
+
+METRICS = """# HELP cgplan_batches_total Calls by the batch that was asked for.
+# TYPE cgplan_batches_total counter
+cgplan_batches_total{runner="r",num_tokens="1",uniform="true",num_active_loras="0",instance="a"} 500.0
+cgplan_batches_total{runner="r",num_tokens="2",uniform="true",num_active_loras="0",instance="a"} 3e+02
+cgplan_batches_total{runner="r",num_tokens="7",uniform="true",num_active_loras="0",instance="a"} 200 1763876000
+"""
+
+
+def test_plan_from_the_metrics_of_a_runner(home: Path) -> None:
+    class Metrics(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200 if self.path == "/metrics" else 404)
+            self.end_headers()
+            self.wfile.write(METRICS.encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    command = (*use_traffic(home)[:3], "--step-times", "times.csv", "--max-graphs", "2")
+    (home / "metrics.txt").write_text(METRICS)
+    wanted = plan_of(*command, "--traffic", "traffic.csv")
+    with HTTPServer(("127.0.0.1", 0), Metrics) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        for source in ("metrics.txt", "traffic.csv", f"{address}/metrics"):
+            plan = plan_of(*command, "--from-stats", source)
+            assert (plan.keys, plan.expected_us) == (wanted.keys, wanted.expected_us)
+        assert f"{address}/other cannot be read: HTTP Error 404" in refused(
+            errors.TrafficError, *command, "--from-stats", f"{address}/other"
+        )
+        server.shutdown()
+    assert "cannot be read" in refused(errors.TrafficError, *command, "--from-stats", f"{address}/metrics")
+    (home / "metrics.txt").write_text(METRICS.replace("3e+02", "NaN"))
+    message = refused(errors.TrafficError, *command, "--from-stats", "metrics.txt")
+    assert "metrics.txt:4: count is nan" in message
+    assert cgplan_command(*command, "--from-stats", "metrics.txt", "--traffic", "traffic.csv").exit_code == 2
+    assert "--from-stats" in refused(errors.ConfigError, *PLAN, *SIZED, "--from-stats", "metrics.txt")
 
 
 def test_plan_says_whose_step_times_it_uses(home: Path) -> None:
@@ -164,6 +211,58 @@ def test_traffic_step_times_and_costs_may_come_through_pipes(home: Path) -> None
     assert from_pipes.keys == from_files.keys != ()
     assert from_pipes.expected_us == from_files.expected_us
     assert from_pipes.predicted is not None
+
+
+def test_the_answer_for_the_traffic_of_the_readme_fits_on_one_screen(monkeypatch: pytest.MonkeyPatch) -> None:
+    root = Path(__file__).parents[2]
+    command = ("plan", "--config", str(root / "configs/decoder_0_6b.yaml"), "--traffic",
+               str(root / "tests/data/azure_llm_code_2023.csv"))  # fmt: skip
+    monkeypatch.setenv("COLUMNS", "100")
+    shown = good(*command).stdout.splitlines()
+    assert len(shown) <= 45
+    assert re.match(
+        r"Plan: \d+ graphs instead of the vllm ladder's 35; --costs tells start-up time and memory", shown[0]
+    )
+    assert any(line.startswith("  step times  default, of another model: ") for line in shown[:5])
+    monkeypatch.setenv("COLUMNS", "80")
+    assert max(map(len, good(*command).stdout.splitlines())) <= 80
+
+
+def test_steps_of_decode_stand_apart_from_mixed_ones(home: Path) -> None:
+    """5 tokens of 5 requests run as uniform decode in 5 or 8, 10 tokens of 2 requests eagerly for 1000 us."""
+    command = (
+        *use_traffic(home),
+        *settings("compilation.cudagraph_mode=FULL_DECODE_ONLY", "compilation.cudagraph_capture_sizes=[8]"),
+    )
+    (home / "traffic.csv").write_text("num_tokens,num_reqs,count\n5,5,30\n10,2,10\n")
+    plan = plan_of(*command)
+    assert plan.evidence is not None
+    five = 100 + 200 * 4 / 7
+    assert plan.evidence["expected_us"]["decode_us"] == pytest.approx(five)
+    assert plan.evidence["expected_us"]["mixed_us"] == pytest.approx(1000)
+    assert plan.expected_us == pytest.approx((3 * five + 1000) / 4)
+    assert [point["decode_us"] for point in plan.evidence["ladders"] if point["name"] == "configured"] == [300]
+    assert re.search(r"^configured +1 +475 us +300 us +1.00 ms ", good(*command).stdout, re.MULTILINE)
+
+
+def test_what_is_emitted_is_planned_by_given_step_times(home: Path) -> None:
+    command = use_traffic(home)
+    emitted = (*command[:-2], "--emit", "vllm")
+    message = refused(errors.StepTimeError, *emitted)
+    assert "--step-times FILE" in message
+    assert "--assume-default-times" in message
+    assert "of another model than yours" in good(*emitted, "--assume-default-times").stderr
+    assert good(*command, "--emit", "vllm").stdout.startswith("--compilation-config")
+
+
+def test_the_whole_report_as_html(home: Path) -> None:
+    command = use_traffic(home)
+    good(*command, "--html", "plan.html")
+    page = (home / "plan.html").read_text()
+    text = html.unescape(re.sub(r"<[^>]*>", "", page.partition("<body>")[2]))
+    assert [line.rstrip() for line in text.strip().splitlines()] == good(*command, "--verbose").stdout.splitlines()
+    assert not re.search(r"(src|href)=", page)
+    assert "is an input of the plan" in refused(errors.OutputPathError, *command, "--html", "times.csv")
 
 
 def test_plan_says_that_there_is_no_traffic(home: Path) -> None:
@@ -276,6 +375,47 @@ def test_plan_diff(home: Path) -> None:
     assert "Did you mean 'new.json'?" in message
 
 
+def test_a_plan_on_other_traffic(home: Path) -> None:
+    """Graphs of 2 and 7 tokens; then batches have 4 tokens, which take 1200/7 instead of 600/7 us above 100."""
+    command = (*use_traffic(home), "--max-graphs", "2")
+    good(*command, "--output", "plan.json")
+    (home / "tomorrow.csv").write_text("num_tokens,num_reqs,uniform,count\n4,4,true,90\n2,1,false,10\n")
+    check = ("plan", "check", "plan.json", "--step-times", "times.csv", "--traffic")
+    same = PlanCheck.model_validate_json(good(*check, "traffic.csv", "--max-regret", "0%", "--json").stdout)
+    assert (same.regret, same.decode_regret) == (0, 0)
+    four, in_seven, two = 100 + 600 / 7, 100 + 1200 / 7, 100 + 200 / 7
+    failed = cgplan_command(*check, "tomorrow.csv", "--max-regret", "46%", "--json")
+    assert failed.exit_code == errors.RegretError.exit_code
+    assert "remedy: Plan for this traffic" in failed.stderr
+    found = PlanCheck.model_validate_json(failed.stdout)
+    assert found.regret == pytest.approx((0.9 * in_seven + 0.1 * two) / (0.9 * four + 0.1 * two) - 1)
+    assert found.decode_regret == pytest.approx(in_seven / four - 1)
+    assert [(use.size, use.share, use.step_us, use.own_us) for use in found.uses] == [
+        (2, 0.1, pytest.approx(two), pytest.approx(two)), (7, 0.9, pytest.approx(in_seven), pytest.approx(four)),
+    ]  # fmt: skip
+    shown = good(*check, "tomorrow.csv", "--max-regret", "0.47").stdout
+    assert re.search(r"^this plan +2 +257 us +271 us +129 us +41.5% +- +- +-$", shown, re.MULTILINE)
+    assert re.search(r"^FULL: 7 +90.0% +42.9% +271 us +186 us +30.0%$", shown, re.MULTILINE)
+    (home / "check.json").write_text(failed.stdout)
+    assert good("inspect", "check.json").stdout.splitlines()[3:] == shown.splitlines()[3:]
+    for share in ("some", "5", "-1%"):
+        assert cgplan_command(*check, "tomorrow.csv", "--max-regret", share).exit_code == 2
+
+
+def test_a_ladder_that_is_better_is_a_regret_where_no_budget_bars_it(home: Path) -> None:
+    (home / "tomorrow.csv").write_text("num_tokens,count\n" + "".join(f"{n},1\n" for n in range(1, 9)))
+    for budget, name in ((), "configured"), (("--max-graphs", "1"), "planned anew"):
+        sizes = "compilation.cudagraph_capture_sizes=[1, 2, 3, 4, 5, 6, 7, 8]"
+        command = (*use_traffic(home), *settings(sizes), *budget)
+        plan = plan_of(*command)
+        plan = plan.model_copy(update={"keys": plan.keys[:1]})
+        (home / "plan.json").write_text(plan.model_dump_json())
+        check = ("plan", "check", "plan.json", "--step-times", "times.csv", "--traffic", "tomorrow.csv", "--json")
+        found = PlanCheck.model_validate_json(good(*check).stdout)
+        best = next(point for point in found.points if point.name == name)
+        assert found.regret == pytest.approx(found.points[0].expected_us / best.expected_us - 1)
+
+
 def test_empty_options_of_plan_and_files_that_it_would_write_over(home: Path) -> None:
     Path("h.csv").write_text("num_tokens,count\n1,10\n3,20\n")
     traffic = (*PLAN, "--traffic", "h.csv")
@@ -311,13 +451,13 @@ def sized(home: Path, *more: str) -> tuple[str, ...]:
 
 def test_plan_for_batches_of_several_sizes(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    command = sized(home, "--max-graphs", "3")
+    command = sized(home, "--max-graphs", "3", "--verbose")
     shown = good(*command, "--output", "plan.json").stdout
     lines = shown.splitlines()
     assert max(map(len, lines)) <= 80
     assert lines[1].split()[0] == "verdict"
     assert re.search(r"verdict steps [\d.]+% shorter than with the best full grid, ", " ".join(shown.split()))
-    assert "no step times were given" in " ".join(lines[2:6])
+    assert "no step times were given" in " ".join(" ".join(lines).split())
     assert [line.split()[0] for line in lines if line.startswith(("this plan", "the best full", "powers", "even"))] == [
         "this", "the", "powers", "even",
     ]  # fmt: skip
@@ -356,6 +496,9 @@ def test_what_a_plan_of_several_sizes_refuses(home: Path) -> None:
         assert f"{option[0]}" in refused(errors.ConfigError, *sized(home, *option))
     made = "traffic={request_rate: 1, prompt_median: 5, prompt_p95: 9, output_median: 4, output_p95: 8}"
     assert "`traffic` section" in refused(errors.ConfigError, *PLAN, *SIZED, *settings(made))
+    good(*sized(home), "--output", "plan.json")
+    check = ("plan", "check", "plan.json", "--traffic", "lengths.csv")
+    assert "has several sizes (batch, length)" in refused(errors.PlanError, *check)
     (home / "other.csv").write_text("num_tokens,count\n1,1\n")
     told = refused(errors.TrafficError, *sized(home)[:-1], "other.csv")
     assert "unknown column 'num_tokens'" in told

@@ -145,7 +145,7 @@ def test_what_could_not_be_captured_is_told() -> None:
     assert compare(after.plan, before.plan).failed == ()
     shown = plain_text(render_difference(difference, "old", "new"))
     assert "left out  FULL 4, 6: HostSyncError: aten::item" in shown
-    assert "FULL 4, 6  HostSyncError: aten::item" in render_text(after.evidence)
+    assert "FULL 4, 6  HostSyncError: aten::item" in render_text(after.plan)
 
 
 # --- the plan -------------------------------------------------------------------------------------------------

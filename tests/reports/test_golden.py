@@ -1,6 +1,7 @@
 """Saved reports and plans, and the text that each is shown as.
 
-The files are in ``tests/data/golden``; after a wanted change ``cgplan inspect NAME.json > NAME.txt`` writes a text.
+The files are in ``tests/data/golden``; after a wanted change ``cgplan inspect NAME.json > NAME.txt`` writes a text;
+``plain_text(brief(plan))`` is that of ``brief_NAME.txt``.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from cgplan.planning import Plan
 from cgplan.planning.difference import compare
 from cgplan.reports import render_text
 from cgplan.reports.layout import plain_text
-from cgplan.reports.plan_tables import render_difference
+from cgplan.reports.plan_tables import brief, render_difference
 from cgplan.reports.records import FailedKey, ReplanReport
 
 
@@ -30,13 +31,21 @@ def test_a_saved_report_is_shown_as_ever(name: str) -> None:
 
 @pytest.mark.parametrize("name", SAVED)
 def test_no_word_is_broken_in_80_columns(name: str) -> None:
-    """Headings may go on after a hyphen."""
+    """Headings may go on after a hyphen or an underscore."""
     report = golden_report(name)
-    wide, narrow = ([part for word in render_text(report, width).split() for part in re.split(r"(?<=-)", word)]
+    wide, narrow = ([part for word in render_text(report, width).split() for part in re.split(r"(?<=[-_])", word)]
                     for width in (100, 80))  # fmt: skip
     assert max(map(len, render_text(report, 80).splitlines())) <= 80
     drawn = re.compile(r"[-#|+*.\d]*")  # lines and bars are as long as there is room, axes have as many ticks
     assert {word for word in narrow if not drawn.fullmatch(word)} <= set(wide)
+
+
+@pytest.mark.parametrize("name", [name for name in SAVED if name.startswith("plan")])
+def test_a_short_report_of_a_plan_is_shown_as_ever_on_one_screen(name: str) -> None:
+    shown, narrow = (plain_text(brief(plan_named(name)), width) for width in (100, 80))
+    assert shown == golden_text(f"brief_{name}")
+    assert len(shown.splitlines()) <= 45
+    assert max(map(len, narrow.splitlines())) <= 80
 
 
 @pytest.mark.parametrize(

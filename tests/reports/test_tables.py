@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from saved import golden_report
+from saved import golden_report, plan_named
 
 from cgplan.config import Config
 from cgplan.planning import Plan, build_plan
 from cgplan.reports import CaptureReport, StateRecord, Timing, render, render_text
 from cgplan.reports.layout import Column, Grid, TextColumn, describe_sizes, plain_text
+from cgplan.reports.plan_tables import brief
 
 
 def make_plan(**sections: Any) -> Plan:
@@ -132,6 +133,22 @@ def test_mode_changes_and_warnings_are_shown_with_reasons() -> None:
     shown = render_text(plan)
     assert "FULL -> FULL_AND_PIECEWISE: attention_support is UNIFORM_BATCH" in shown
     assert "9999" in shown.partition("warning")[2]
+
+
+def test_a_short_report_names_how_much_it_does_not_show() -> None:
+    plan = plan_named("plan_traffic")
+    assert plan.evidence is not None
+    many = [f"warning {number}: " + "long " * 40 for number in range(7)]
+    lanes = [plan.evidence["lanes"][0] | {"sizes": [n * n for n in range(1, 101)]}]
+    plan = plan.model_copy(update={"evidence": plan.evidence | {"warnings": many, "lanes": lanes}})
+    shown, whole = plain_text(brief(plan)), render_text(plan)
+    assert len(shown.splitlines()) <= 45
+    assert "and 8 more, which --verbose shows" in shown, "5 notes, too"
+    assert re.search(r"1, 4, 9, 16, .*, \.\.\.; --verbose shows all", " ".join(shown.split()))
+    assert "warning 3:" in shown
+    assert "warning 4:" not in shown
+    assert "warning 6:" in whole
+    assert "9801, 10000" in " ".join(whole.split())
 
 
 # --- captures and benches -------------------------------------------------------------------------------------

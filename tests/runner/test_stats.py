@@ -391,6 +391,23 @@ def test_metrics_in_prometheus_text_format(called: GraphRunner) -> None:
     }  # fmt: skip
 
 
+def test_metrics_are_read_as_the_traffic_that_they_count(called: GraphRunner, tmp_path: Path) -> None:
+    pytest.importorskip("prometheus_client")
+    stats = called.stats
+    for tokens, calls in ((513, 2), (570, 3), (512, 1), (8190, 1_000_000)):
+        count_of(stats, tokens, 2, NONE, BatchDescriptor(tokens), MissReason.TOO_LARGE).calls = calls
+    (tmp_path / "metrics.txt").write_text(stats.prometheus("target"))
+    found = read_traffic(tmp_path / "metrics.txt", stats.plan)
+    assert isinstance(found, Traffic)
+    expected: Counter[tuple[int, bool]] = Counter()
+    for shape, weight in stats.traffic().histogram:
+        expected[{513: 576, 570: 576, 8190: 8192}.get(shape.num_tokens, shape.num_tokens), shape.uniform] += int(weight)
+    assert {(shape.num_tokens, shape.uniform): weight for shape, weight in found.histogram} == expected
+    (tmp_path / "both.txt").write_text(stats.prometheus("target") + stats.prometheus("draft"))
+    with pytest.raises(TrafficError, match="several runners: draft, target"):
+        read_traffic(tmp_path / "both.txt", stats.plan)
+
+
 def test_metrics_of_several_runners_in_a_registry_of_the_user(called: GraphRunner) -> None:
     client = pytest.importorskip("prometheus_client")
     registry = client.CollectorRegistry()
