@@ -137,7 +137,8 @@ def _for_traffic(
         times = times.model_copy(update={"notes": notes})
     base = build_plan(config)
     if file is not None:
-        found = read_traffic(file, base, speedup=speedup)
+        rate = config.traffic.request_rate if config.traffic else None
+        found = read_traffic(file, base, speedup=speedup, request_rate=rate)
     else:
         assert config.traffic is not None
         found = synthetic_requests(config.traffic, base)
@@ -146,7 +147,7 @@ def _for_traffic(
         """Steps to plan for; requests are simulated with the step times that they would have under ``plan``."""
         if isinstance(found, Traffic):
             return found
-        bounds = SchedulerBounds.of(plan, config.speculative.accepted_tokens)
+        bounds = SchedulerBounds.of(plan, config.speculative.accepted_tokens, config.scheduler.mixed_batches)
         return simulate(found, bounds, step_clock(plan, times))
 
     traffic = steps(base)
