@@ -27,6 +27,11 @@ class PerformanceMode(StrEnum):
     throughput = "throughput"
 
 
+class Objective(StrEnum):
+    mean = "mean"
+    worst = "worst"
+
+
 class SchemaFormat(StrEnum):
     json = "json"
     markdown = "markdown"
@@ -242,9 +247,20 @@ def plan_(
     blackwell: Blackwell = False,
     overrides: Overrides = None,
     traffic: Annotated[
-        Path | None,
-        Option(metavar="FILE", help="Traffic to plan for: a histogram, a trace, or vLLM's log."),
+        list[str] | None,
+        Option(
+            metavar="FILE", help="Traffic to plan for: a histogram, a trace, a log; FILE@2x: twice as fast. Repeat."
+        ),
     ] = None,
+    weights: Annotated[str, Option(metavar="LIST", help="Of several files of traffic, such as 3,1.")] = "",
+    scale: Annotated[str, Option(metavar="LIST", help="Plan for these speeds together, such as 1,2,4.")] = "1",
+    replicas: Annotated[int, Option(metavar="N", min=1, help="Servers that share the requests.")] = 1,
+    objective: Annotated[
+        Objective, Option(help="Of several loads: the mean step, or the worst regret over them.")
+    ] = Objective.mean,
+    insurance: Annotated[
+        str, Option(metavar="SHARE", help="Steps of sizes that the traffic need not show; 0: none.")
+    ] = "10%",
     from_stats: Annotated[
         str | None,
         Option(metavar="URL|FILE", help="In place of --traffic: the metrics of a runner, or their address."),
@@ -285,20 +301,26 @@ def plan_(
     path = _configuration(file, config) if vllm is None or file or config else None
     if path is not None and vllm is not None:
         raise BadParameter("give either a configuration or --vllm JSON")
-    if traffic is not None and from_stats is not None:
+    if traffic and from_stats is not None:
         raise BadParameter("give either --traffic or --from-stats")
+    files: list[tuple[Path | str, float]] = [] if from_stats is None else [(from_stats, speedup)]
+    for text in traffic or ():
+        name, _, faster = text.rpartition("@")
+        is_faster = bool(name) and faster.endswith("x") and not Path(text).exists()
+        files.append((Path(name if is_faster else text), speedup * (_numbers(faster[:-1])[0] if is_faster else 1)))
     if engine is not None and as_json:
         raise BadParameter("give either --emit or --json; --output saves the plan beside either")
     with failures_reported(show_traceback):
-        from cgplan.cli.plan import run_plan
+        from cgplan.cli.plan import Loads, run_plan
         from cgplan.planning.engines import read_vllm
 
         settings = _settings(overrides, max_graphs=max_graphs, memory=memory, capture_time=capture_time)
         run_plan(
             path or read_vllm(vllm or "", overrides=settings, **of_vllm),
             settings,
-            traffic=traffic if from_stats is None else from_stats,
-            speedup=speedup,
+            loads=Loads(
+                tuple(files), _numbers(weights), _numbers(scale), replicas, _share(insurance), objective == "worst"
+            ),
             step_times=step_times,
             costs=costs,
             output=output,
@@ -326,6 +348,17 @@ def plan_diff(
         from cgplan.cli.plan import run_diff
 
         run_diff(old, new, as_json=as_json)
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    """Numbers above 0 between commas."""
+    try:
+        found = tuple(float(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        found = (-1.0,)
+    if any(not 0 < number < float("inf") for number in found):
+        raise BadParameter(f"{text!r} is no list of numbers above 0, such as 1,2,4")
+    return found
 
 
 def _share(text: str) -> float:

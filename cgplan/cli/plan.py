@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
@@ -17,7 +17,7 @@ from cgplan.cli.costs import Priced, about, costs_of
 from cgplan.cli.output import check_writable, note, publish, save, show
 from cgplan.config import BudgetConfig, Config, LoadedConfig, Override, read_config, validate_config
 from cgplan.config.load import read_text
-from cgplan.errors import ConfigError, OutputPathError, PlanError, RegretError, ReportError, StepTimeError
+from cgplan.errors import ConfigError, OutputPathError, PlanError, RegretError, ReportError, StepTimeError, TrafficError
 from cgplan.optimizer.evidence import LadderPoint, PlanCheck, SizeUse
 from cgplan.optimizer.subset import within_count
 from cgplan.planning import Plan, build_plan
@@ -33,17 +33,41 @@ from cgplan.reports.records import BenchReport, parse_report
 from cgplan.units import counted, format_microseconds
 
 if TYPE_CHECKING:
+    from cgplan.optimizer.propose import Proposal
     from cgplan.traffic.histogram import Traffic
     from cgplan.traffic.simulation import RequestTrace
     from cgplan.traffic.step_times import StepTimes
+
+
+class Loads(NamedTuple):
+    """Traffic to plan for, and how it counts.
+
+    Attributes:
+        files: Each with the speed of its requests; an address of metrics is text.
+        weights: Of the files; none: they count alike.
+        scales: Each file is planned for at each of these speeds.
+        replicas: Servers that share the requests.
+        insurance, worst: As for ``propose``.
+    """
+
+    files: tuple[tuple[Path | str, float], ...] = ()
+    weights: tuple[float, ...] = ()
+    scales: tuple[float, ...] = (1.0,)
+    replicas: int = 1
+    insurance: float = 0.0
+    worst: bool = False
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether they are requests as they were recorded."""
+        return self.scales == (1.0,) and self.replicas == 1 and all(speed == 1 for _, speed in self.files)
 
 
 def run_plan(
     given: Path | VllmConfig,
     overrides: Sequence[str | Override],
     *,
-    traffic: Path | str | None,
-    speedup: float,
+    loads: Loads,
     step_times: Path | None,
     costs: str | None,
     output: Path | None,
@@ -59,12 +83,15 @@ def run_plan(
     refuse_auto(loaded.config)
     if plot is not None:
         check_plot_path(plot)
-    _check_outputs((output, plot, html), (path, traffic, step_times, costs))
-    _check_times(loaded.config, traffic, speedup, step_times, engine is not None and not assumed_times)
-    if loaded.config.dims and (traffic or costs or engine or loaded.config.traffic is not None):
-        plan, curve, bars = _for_sizes(loaded.config, traffic, step_times, costs or engine or speedup != 1)
+    files = [file for file, _ in loads.files]
+    _check_outputs((output, plot, html), (path, *files, step_times, costs))
+    _check_times(loaded.config, loads, step_times, engine is not None and not assumed_times)
+    if loaded.config.dims and (files or costs or engine or loaded.config.traffic is not None):
+        others = costs or engine or not loads.is_recorded or len(files) > 1
+        plan, curve, bars = _for_sizes(loaded.config, files[0] if files else None, step_times, others)
     else:
-        plan, curve, bars = _for_traffic(loaded, traffic, speedup, step_times, costs_of(loaded, costs))
+        one_list = engine == "vllm" or not isinstance(given, Path)
+        plan, curve, bars = _for_traffic(loaded, loads, step_times, costs_of(loaded, costs), one_list)
     if not isinstance(given, Path):
         plan = plan.model_copy(update={"notes": (*given.notes, *plan.notes)})
     if plot is not None and curve is None and not bars:
@@ -87,14 +114,19 @@ def run_plan(
     typer.echo(emission.text)
 
 
-def _check_times(config: Config, traffic: object, speedup: float, step_times: Path | None, own: bool) -> None:
+def _check_times(config: Config, loads: Loads, step_times: Path | None, own: bool) -> None:
     """Raise ConfigError for options without traffic, StepTimeError for ``own`` step times that are not given."""
-    if traffic is None and (speedup != 1 or (step_times is not None and config.traffic is None)):
+    if not loads.files and config.traffic is None and (not loads.is_recorded or step_times is not None):
         raise ConfigError(
-            "--speedup is about recorded requests and --step-times about traffic, and there is none",
+            "--speedup, --scale and --replicas are about requests and --step-times about traffic, and there is none",
             remedy="Give --traffic FILE, or add a `traffic` section with the request_rate to the configuration.",
         )
-    if own and step_times is None and (traffic or config.traffic) and not config.dims:
+    if loads.weights and len(loads.weights) != len(loads.files):
+        raise ConfigError(
+            f"{len(loads.weights)} weights for {len(loads.files)} files of traffic",
+            remedy="Give --weights one number for each --traffic, such as 3,1.",
+        )
+    if own and step_times is None and (loads.files or config.traffic) and not config.dims:
         raise StepTimeError(
             "no step times were given, and a plan by the default ones, of another model, is not emitted",
             remedy="Give --step-times FILE, which `cgplan bench --output` writes on your machine; or take the default "
@@ -124,7 +156,7 @@ def run_check(
 
     config = validate_config(plan.config | {"budget": plan.budget})
     times, found = _times_of(step_times, config), read_traffic(traffic, plan, speedup=speedup)
-    check = _checked(plan, config, _steps(found, plan, times), times)
+    check = _checked(plan, config, _steps(found, plan, times, config), times)
     publish(check, None, as_json=as_json)
     if max_regret is not None and max(check.regret, check.decode_regret or 0) > max_regret:
         raise RegretError(
@@ -200,27 +232,41 @@ def _check_outputs(outputs: Iterable[Path | None], inputs: Iterable[Path | str |
 
 
 def _for_traffic(
-    loaded: LoadedConfig, file: Path | str | None, speedup: float, step_times: Path | None, priced: Priced
+    loaded: LoadedConfig, loads: Loads, step_times: Path | None, priced: Priced, one_list: bool
 ) -> tuple[Plan, ParetoPlot | None, list[Bar]]:
     config = loaded.config
-    if file is None and config.traffic is None:
+    if not loads.files and config.traffic is None:
         return _by_ladder(loaded, priced)
     from cgplan.optimizer.propose import propose  # numpy from here on
     from cgplan.traffic.files import read_traffic, synthetic_requests
 
     times, base = _times_of(step_times, config, priced.machine), build_plan(config)
-    if file is not None:
-        found = read_traffic(file, base, speedup=speedup)
+    if loads.files:
+        rate = config.traffic.request_rate if config.traffic else None
+        found = [read_traffic(file, base, speedup=speed, request_rate=rate) for file, speed in loads.files]
     else:
         assert config.traffic is not None
-        found = synthetic_requests(config.traffic, base)
+        found = [synthetic_requests(config.traffic, base)]
+    sources = [
+        (_scaled(source, scale, loads.replicas), weight)
+        for source, weight in zip(found, loads.weights or [1.0] * len(found), strict=True)
+        for scale in loads.scales
+    ]
 
-    accepted = config.speculative.accepted_tokens
-    traffic = _steps(found, base, times, accepted)
-    proposal = propose(config, traffic, times, priced.costs, priced.failed)
-    again = _steps(found, proposal.plan, times, accepted)
+    def steps(plan: Plan) -> list[tuple[Traffic, float]]:
+        return [(_steps(source, plan, times, config), weight) for source, weight in sources]
+
+    def proposed(traffic: list[tuple[Traffic, float]]) -> Proposal:
+        return propose(
+            config, traffic, times, priced.costs, priced.failed,
+            insurance=loads.insurance, worst=loads.worst, one_list=one_list,
+        )  # fmt: skip
+
+    traffic = steps(base)
+    proposal = proposed(traffic)
+    again = steps(proposal.plan)
     if again != traffic:  # requests make other batches where steps take another time
-        proposal = propose(config, again, times, priced.costs, priced.failed)
+        proposal = proposed(again)
     plan, evidence = proposal.plan.model_copy(update={"machine": priced.machine}), proposal.evidence
     return plan, pareto_plot(evidence) if evidence.pareto else None, padding_bars(evidence)
 
@@ -236,16 +282,28 @@ def _times_of(file: Path | None, config: Config, machine: Machine | None = None)
     return times.model_copy(update={"notes": (*times.notes, *_about_times(text, file, config, machine))})
 
 
-def _steps(
-    found: Traffic | RequestTrace, plan: Plan, times: StepTimes, accepted_tokens: float | None = None
-) -> Traffic:
+def _scaled(found: Traffic | RequestTrace, scale: float, replicas: int) -> Traffic | RequestTrace:
+    from cgplan.traffic.simulation import RequestTrace
+
+    if isinstance(found, RequestTrace):
+        return found.hurried(scale).spread(replicas)
+    if scale != 1 or replicas != 1:
+        raise TrafficError(
+            f"{found.source} counts steps, which have no arrivals",
+            remedy="Leave out --scale and --replicas, or give a request trace.",
+        )
+    return found
+
+
+def _steps(found: Traffic | RequestTrace, plan: Plan, times: StepTimes, config: Config) -> Traffic:
     """Steps to plan for; requests are simulated with the step times that they would have under ``plan``."""
     from cgplan.traffic.histogram import Traffic
     from cgplan.traffic.simulation import SchedulerBounds, simulate, step_clock
 
     if isinstance(found, Traffic):
         return found
-    return simulate(found, SchedulerBounds.of(plan, accepted_tokens), step_clock(plan, times))
+    bounds = SchedulerBounds.of(plan, config.speculative.accepted_tokens, config.scheduler.mixed_batches)
+    return simulate(found, bounds, step_clock(plan, times))
 
 
 def _for_sizes(

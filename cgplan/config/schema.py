@@ -440,6 +440,10 @@ class SchedulerConfig(Section):
     """Requests in one batch at most."""
     max_num_batched_tokens: BatchBound = 8192
     """Tokens in one batch at most."""
+    mixed_batches: Flag = True
+    """Whether a simulated batch may hold prefill and decode, as in vLLM. false: one of them, prefill first, as in
+    SGLang; max_num_batched_tokens is its chunked-prefill-size then. A capture does not count with it.
+    """
 
 
 class LoRAConfig(Section):

@@ -406,7 +406,7 @@ class Case:
             ladders=ladders,
             not_worth=tuple(self._not_worth()),
             notes=tuple(self._notes()),
-            warnings=(*filter(None, [self._unbounded_warning]), *lint(plan, run)),
+            warnings=(*run.traffic.warnings, *filter(None, [self._unbounded_warning]), *lint(plan, run)),
             verdict=self._verdict(ladders),
             costs_notes=() if costs is None else costs.notes,
             unbounded=self._unbounded,

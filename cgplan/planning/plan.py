@@ -24,6 +24,7 @@ _NOT_CAPTURED: dict[str, bool | set[str]] = {
     "report": True,
     "traffic": True,
     "budget": True,
+    "scheduler": {"mixed_batches"},
     "speculative": {"accepted_tokens"},
     "compilation": {"capture_policy"},
     "distributed": {"timeout", "data_parallel_sync"},

@@ -10,15 +10,15 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from http.client import HTTPException
 from operator import le
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
 
 from cgplan.config import Dim, load
 from cgplan.config.schema import TrafficConfig
@@ -39,6 +39,9 @@ from cgplan.traffic.rows import (
     sized_rows,
 )
 from cgplan.traffic.simulation import NO_ADAPTER, Request, RequestTrace
+
+if TYPE_CHECKING:
+    import numpy as np
 
 _P95_DEVIATIONS = 1.6448536269514722  # of a normal distribution
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -80,21 +83,85 @@ def _microseconds(text: str) -> float:
 
 
 _MOST_US = 1e17  # since 1970: the year 5138
+_LEAST_RATE = 1e-6  # requests a second
+_CLOCK_US = 1e14  # arrivals that far from 0 are dates, or seconds since 1970
+Moment = Annotated[float, Field(ge=-_MOST_US, le=_MOST_US), BeforeValidator(_microseconds)]
+Seconds = Annotated[float, Field(ge=0, le=_MOST_US / 1e6), AfterValidator(lambda s: s * 1e6)]
+Milliseconds = Annotated[float, Field(ge=0, le=_MOST_US / 1e3), AfterValidator(lambda ms: ms * 1e3)]
 
 
-class _TraceRow(Record):
-    arrival: Annotated[float, BeforeValidator(_microseconds)] = Field(alias="TIMESTAMP", ge=-_MOST_US, le=_MOST_US)
+class _RequestRow(Record):
+    """A request; its arrival in microseconds."""
+
+    unit: ClassVar[str] = "seconds"  # of an arrival that is a number
+    block: ClassVar[int] = 512  # tokens of a hash id
+    fails: ClassVar[bool] = False  # whether a request without output is one that failed
+    arrival: float
+    context_tokens: Whole
+    generated_tokens: Whole
+    adapter: Whole | None = None
+    cached_tokens: Whole = 0
+    hash_ids: tuple[int, ...] = ()
+
+
+# AzurePublicDataset, AzureLLMInferenceDataset2023.md and 2024.md; the timestamps of 2024 have a zone, +00:00.
+class _AzureRow(_RequestRow):
+    arrival: Moment = Field(alias="TIMESTAMP")
     context_tokens: Whole = Field(alias="ContextTokens")
     generated_tokens: Whole = Field(alias="GeneratedTokens")
     adapter: Whole | None = Field(None, alias="Adapter")
 
 
-class _MooncakeRow(Record):
-    arrival: Annotated[float, Field(alias="timestamp", ge=0, le=_MOST_US / 1e3), AfterValidator(lambda ms: ms * 1e3)]
+# HPMLL/BurstGPT, README.md of release v1.2.
+class _BurstRow(_RequestRow):
+    fails: ClassVar[bool] = True
+    arrival: Moment = Field(alias="Timestamp")
+    context_tokens: Whole = Field(alias="Request tokens")
+    generated_tokens: Whole = Field(alias="Response tokens")
+
+
+# kvcache-ai/Mooncake, FAST25-release/README.md.
+class _MooncakeRow(_RequestRow):
+    unit: ClassVar[str] = "milliseconds"
+    arrival: Milliseconds = Field(alias="timestamp")
     context_tokens: Whole = Field(alias="input_length")
     generated_tokens: Whole = Field(alias="output_length")
-    hash_ids: Any = None
-    adapter: Whole | None = None
+
+
+# alibaba-edu/qwen-bailian-usagetraces-anon, README.md.
+class _BailianRow(_MooncakeRow):
+    unit: ClassVar[str] = "seconds"
+    block: ClassVar[int] = 16
+    arrival: Seconds = Field(alias="timestamp")
+    chat_id: Any
+
+
+# SGLang 0.5.23, --export-metrics-to-file: srt/observability/request_metrics_exporter.py.
+class _SGLangRow(_RequestRow):
+    fails: ClassVar[bool] = True
+    arrival: Seconds = Field(alias="request_received_ts")
+    context_tokens: Whole = Field(alias="prompt_tokens")
+    generated_tokens: Whole = Field(alias="completion_tokens")
+
+
+# A run of `vllm bench serve` (vLLM 0.33.0, vllm/benchmarks/serve.py) or of SGLang's bench_serving (0.5.23,
+# sglang/benchmark/serving.py, which has no start_times). An infinite rate is "inf" there and Infinity here, that of a
+# trace is "trace". Failed requests have no output.
+class _BenchRow(Record):
+    input_lens: tuple[Whole, ...]
+    output_lens: tuple[Whole, ...]
+    start_times: tuple[Seconds, ...] = ()
+    request_rate: Any = None
+    max_concurrency: Any = None
+    request_throughput: Annotated[float, Field(ge=_LEAST_RATE, allow_inf_nan=False)]
+
+
+class _Turn(BaseModel):
+    value: str
+
+
+class _ShareGPTRow(Record):
+    conversations: tuple[_Turn, ...]
 
 
 class _LogRow(Record):
@@ -106,42 +173,51 @@ class _LogRow(Record):
 
 
 HISTOGRAM = Form("a histogram", _HistogramRow)
-TRACE = Form("a request trace", _TraceRow)
+TRACE = Form("a request trace", _AzureRow)
+_BURST = ("Model", "Session ID", "Elapsed time", "Total tokens", "Log Type")
+BURSTGPT = Form("BurstGPT's trace", _BurstRow, unused=_BURST)
 MOONCAKE = Form("a Mooncake trace", _MooncakeRow)
+BAILIAN = Form("a Bailian trace", _BailianRow, unused=("parent_chat_id", "type", "turn"))
+SGLANG_LOG = Form("SGLang's log of requests", _SGLangRow, unused=None)
+_DETAILS = "Run `vllm bench serve` with --save-result --save-detailed, SGLang's bench_serving with --output-details."
+BENCH = Form("a benchmark's result", _BenchRow, remedy=_DETAILS, unused=None)
+SHAREGPT = Form("a ShareGPT conversation", _ShareGPTRow, unused=None)
+FORMS: tuple[Form[Any], ...] = (HISTOGRAM, TRACE, BURSTGPT, MOONCAKE, BAILIAN, SGLANG_LOG, BENCH)
 VLLM_LOG = Form("a table of CUDA graph statistics", _LogRow)
 
 
-def read_traffic(path: str | Path, plan: Plan, *, speedup: float = 1.0) -> Traffic | RequestTrace:
+def read_traffic(
+    path: str | Path, plan: Plan, *, speedup: float = 1.0, request_rate: float | None = None
+) -> Traffic | RequestTrace:
     """Steps or requests from a file. Its content tells its form, not its name:
 
     - a histogram of steps, as CSV or as one JSON object a line: num_tokens, count, and where they are known num_reqs,
       uniform and num_active_loras;
-    - a request trace as CSV: TIMESTAMP (a date and time, or seconds), ContextTokens, GeneratedTokens, and where it is
-      known Adapter (a number, empty for none); or Mooncake's, one JSON object a line: timestamp (milliseconds),
-      input_length, output_length;
+    - a request trace, as either: Azure's (TIMESTAMP: a date and time, or seconds; ContextTokens, GeneratedTokens, and
+      where it is known Adapter, a number, empty for none), BurstGPT's, Mooncake's (timestamp: milliseconds), Bailian's,
+      or SGLang's log of requests;
+    - results of vLLM's or SGLang's serving benchmark, with details;
+    - ShareGPT's list of conversations;
     - a log of vLLM with its tables of CUDA graph statistics;
     - Traffic that was saved as JSON, or the statistics of a runner (``runner.stats.json()``);
     - metrics of one runner in Prometheus' text format (``runner.stats.prometheus()``).
 
-    Columns that a histogram lacks are guessed; the notes of the traffic say how.
+    Notes of the traffic say how columns that a histogram lacks are guessed, which columns are ignored, and how many
+    tokens of prompts were cached: blocks of ``hash_ids`` that an earlier row brought are not prefilled again.
 
     Args:
         path: UTF-8 text, or an address of it that begins with http. Read once: it may be a pipe.
         plan: Its bounds of a batch inform the guesses, and its adapters and query length are those of all steps.
         speedup: Requests come so many times as fast as they were recorded.
+        request_rate: Requests a second of ShareGPT's conversations, which have no times.
 
     Raises:
         TrafficError: the file cannot be read, has none of these forms, holds no batch, or a row makes no sense.
     """
     text, path = _text_of(path), Path(str(path).rpartition("://")[2])
-    if not 0 < speedup < math.inf:
-        raise TrafficError(f"a speedup of {speedup} makes no sense", remedy="Give a number above 0; 1 is as recorded.")
-    found = _parsed(text, path, plan)
+    found = _parsed(text, path, plan, request_rate)
     if isinstance(found, RequestTrace):
-        if speedup == 1:
-            return found
-        hurried = [request._replace(arrival_us=request.arrival_us / speedup) for request in found.requests]
-        return found._replace(requests=hurried, source=f"{found.source}, {speedup:g} times as fast as recorded")
+        return found.hurried(speedup)
     if speedup != 1:
         raise TrafficError(
             f"{path} holds counts of steps, which cannot be sped up",
@@ -192,7 +268,7 @@ def synthetic_requests(made: TrafficConfig, plan: Plan) -> RequestTrace:
     adapter, and the adapters, are drawn independently; without LoRA in the plan none has one. Equal seeds give equal
     requests.
     """
-    import numpy as np  # it takes longer to import than all of planning, which most commands do without
+    import numpy as np
 
     rng, number = np.random.default_rng(made.seed), made.num_requests
 
@@ -200,7 +276,7 @@ def synthetic_requests(made: TrafficConfig, plan: Plan) -> RequestTrace:
         drawn = rng.lognormal(math.log(median), math.log(p95 / median) / _P95_DEVIATIONS, number)
         return [int(length) for length in np.clip(np.rint(drawn), 1, MOST_BATCHED_TOKENS)]
 
-    arrivals = np.cumsum(rng.exponential(1e6 / made.request_rate, number)).tolist()
+    arrivals = _poisson(made.request_rate, number, rng)
     prompts, outputs = lengths(made.prompt_median, made.prompt_p95), lengths(made.output_median, made.output_p95)
     adapters = [NO_ADAPTER] * number
     if made.lora_share > 0 and plan.max_loras:
@@ -208,6 +284,14 @@ def synthetic_requests(made: TrafficConfig, plan: Plan) -> RequestTrace:
         adapters = np.where(rng.random(number) < made.lora_share, chosen, NO_ADAPTER).tolist()
     requests = list(map(Request, arrivals, prompts, outputs, adapters))
     return RequestTrace(requests, f"synthetic: {number} requests, {made.request_rate:g} a second, seed {made.seed}")
+
+
+def _poisson(request_rate: float, number: int, rng: np.random.Generator | None = None) -> list[float]:
+    """Arrivals of a Poisson process, in microseconds."""
+    import numpy as np  # it takes longer to import than all of planning, which most commands do without
+
+    times = (rng or np.random.default_rng(0)).exponential(1e6 / request_rate, number)
+    return [float(time) for time in np.cumsum(times)]
 
 
 def _text_of(path: str | Path) -> str:
@@ -227,9 +311,9 @@ def _text_of(path: str | Path) -> str:
     return text
 
 
-def _parsed(text: str, path: Path, plan: Plan) -> Traffic | RequestTrace:
+def _parsed(text: str, path: Path, plan: Plan, request_rate: float | None) -> Traffic | RequestTrace:
     number, first, separator = first_line(text)
-    trace: Form[Any]
+    read, ignored, notes = csv_rows, dict[str, None](), list[str]()
     if first.lstrip().startswith("{"):
         try:
             document = json.loads(text)
@@ -237,21 +321,34 @@ def _parsed(text: str, path: Path, plan: Plan) -> Traffic | RequestTrace:
             document = {}
         if "kind" in document or "batches" in document:
             return _saved(text, document, path)
-        names, read, trace = list(json_object(first, f"{path}:{number}")), jsonl_rows, MOONCAKE
+        if document and "\n" in text.strip():  # one object over several lines
+            number, text = 1, (first := json.dumps(document))
+        names, read = list(json_object(first, f"{path}:{number}")), jsonl_rows
     elif _HEADER.search(text):
         return log_traffic(text, path, plan)
     elif _METRIC in text:
         return _metrics(text, path, plan)
+    elif first.lstrip().startswith("[") and '"conversations"' in text:
+        return _trace(_conversations(text, path, request_rate, notes), _RequestRow, path, plan, notes)
     else:
-        names, read, trace = first.split(separator), csv_rows, TRACE
+        names = first.split(separator)
     given = {name.strip(' "\r').lower() for name in names}
-    forms: tuple[Form[Any], ...] = (HISTOGRAM, trace)
-    known = {form: given & {column.lower() for column in form.columns} for form in forms}
+    known = {form: given & {column.lower() for column in form.columns} for form in FORMS}
     form = max(known, key=lambda form: len(known[form]))
     if not known[form]:
         raise _unknown_form(text, first, path)
-    rows = read(text, path, form)
-    return _histogram(rows, path, plan) if form is HISTOGRAM else _trace(rows, path, plan)
+    rows = read(text, path, form, ignored)
+    found: Traffic | RequestTrace
+    if form is HISTOGRAM:
+        found = _histogram(rows, path, plan)
+    elif form is BENCH:
+        found = _trace(_bench_requests(rows, notes), _BurstRow, path, plan, notes)
+    else:
+        found = _trace(rows, form.row, path, plan, notes)
+    if not ignored:
+        return found
+    said = (*found.notes, f"columns that nothing needs were ignored: {', '.join(ignored)}")
+    return found._replace(notes=said) if isinstance(found, RequestTrace) else found.model_copy(update={"notes": said})
 
 
 def _saved(text: str, data: Mapping[str, Any], path: Path) -> Traffic:
@@ -295,8 +392,9 @@ def _unknown_form(text: str, first: str, path: Path) -> TrafficError:
         )
     return TrafficError(
         f"{path}: no known column in {short(first)}",
-        remedy="; ".join(form.described for form in (HISTOGRAM, TRACE, MOONCAKE))
-        + f"; a log of vLLM, metrics with {_METRIC}_total and traffic that cgplan saved will do as well.",
+        remedy="; ".join(form.described for form in FORMS)
+        + f"; ShareGPT's conversations, a log of vLLM, metrics with {_METRIC}_total and traffic that cgplan saved will do "
+        "as well.",
     )
 
 
@@ -325,22 +423,103 @@ def _check_shape(shape: StepShape, path: Path, plan: Plan) -> None:
         )
 
 
-def _trace(rows: Iterable[tuple[str, Any]], path: Path, plan: Plan) -> RequestTrace:
+def _trace(
+    rows: Iterable[tuple[str, Any]], form: type[_RequestRow], path: Path, plan: Plan, notes: list[str]
+) -> RequestTrace:
     requests: list[Request] = []
-    start, empty = math.nan, 0
+    brought: set[int] = set()  # blocks of earlier prompts
+    start, empty, failed, prompts, cached = math.nan, 0, 0, 0, 0
     for where, row in rows:
         if row.adapter is not None and plan.max_loras is None:
             raise TrafficError(
                 f"{where}: the request uses an adapter, but the configuration has none", remedy=_ADD_LORA
             )
         start = row.arrival if math.isnan(start) else start
-        if row.context_tokens:
-            adapter = NO_ADAPTER if row.adapter is None else row.adapter
-            requests.append(Request(row.arrival - start, row.context_tokens, row.generated_tokens, adapter))
-        else:
+        prompt, generated = row.context_tokens, row.generated_tokens
+        if not prompt:
             empty += 1
-    notes = (f"{empty} requests without a prompt were left out",) if empty else ()
-    return RequestTrace(requests, f"{path.name}: {len(requests)} requests", notes)
+        elif form.fails and not generated:
+            failed += 1
+        else:
+            blocks = next((i for i, block in enumerate(row.hash_ids) if block not in brought), len(row.hash_ids))
+            brought.update(row.hash_ids)
+            held = min(max(row.cached_tokens, blocks * form.block), prompt - 1)
+            prompts, cached = prompts + prompt, cached + held
+            adapter = NO_ADAPTER if row.adapter is None else row.adapter
+            requests.append(Request(row.arrival - start, prompt - held, generated, adapter))
+    if empty:
+        notes.append(f"{empty} requests without a prompt were left out")
+    if failed:
+        notes.append(f"{failed} requests without output were left out: they failed")
+    if cached:
+        how = f"an unbounded cache of blocks of {form.block} tokens, in the file's order" if brought else "by the file"
+        notes.append(f"{cached / prompts:.1%} of the prompts' {prompts:,} tokens were cached, so not prefilled: {how}")
+    if not abs(start) > _CLOCK_US:
+        notes.extend(_unit_note(requests, form.unit))
+    return RequestTrace(requests, f"{path.name}: {len(requests)} requests", tuple(notes), bool(cached))
+
+
+def _unit_note(requests: Sequence[Request], unit: str) -> Iterator[str]:
+    """A note where arrivals in the other unit make a plausible load, and in this one do not: for a server or a fleet,
+    1 request an hour to 10,000 a second, and 50 tokens a second to 1 million.
+    """
+    arrivals = [request.arrival_us for request in requests]
+    span = max(arrivals, default=0.0) - min(arrivals, default=0.0)
+    if len(requests) < 8 or not span:
+        return
+    rate = (len(requests) - 1) / span * 1e6
+    tokens = sum(request.context_tokens + request.generated_tokens for request in requests) / len(requests)
+    other, factor = ("milliseconds", 1000.0) if unit == "seconds" else ("seconds", 0.001)
+    taken, meant = (1 / 3600 <= r <= 1e4 and 50 <= r * tokens <= 1e6 for r in (rate, rate * factor))
+    if meant and not taken:
+        yield (
+            f"timestamps were taken for {unit}: {rate:.3g} requests and {rate * tokens:.3g} tokens a second. If they "
+            f"are {other}, it is {rate * factor:.3g} and {rate * tokens * factor:.3g}: give --speedup {factor:g}"
+        )
+
+
+def _bench_requests(rows: Iterable[tuple[str, _BenchRow]], notes: list[str]) -> Iterator[tuple[str, _RequestRow]]:
+    """Requests of benchmark runs, one run after the other."""
+    end, said = 0.0, dict[str, None]()
+    for where, run in rows:
+        number, rate = len(run.input_lens), run.request_rate
+        if {len(run.output_lens), len(run.start_times) or number} != {number}:
+            raise TrafficError(
+                f"{where}: {number} input_lens, {len(run.output_lens)} output_lens, {len(run.start_times)} start_times",
+                remedy="Give the file as the benchmark wrote it: an entry for each request.",
+            )
+        if run.start_times:
+            first = min(run.start_times)
+            times = [time - first for time in run.start_times]
+        else:
+            if not (isinstance(rate, int | float) and _LEAST_RATE <= rate < math.inf):
+                rate = run.request_throughput if rate == "trace" or run.max_concurrency else math.inf
+            times = [0.0] * number if rate == math.inf else _poisson(rate, number)
+            how = "all at once" if rate == math.inf else f"as a Poisson process of {rate:.4g} a second"
+            said[f"the benchmark has no start_times: requests come {how}"] = None
+        for time, prompt, generated in zip(times, run.input_lens, run.output_lens, strict=True):
+            yield where, _RequestRow(arrival=end + time, context_tokens=prompt, generated_tokens=generated)
+        end += max(times, default=0.0)
+    notes.extend(said)
+
+
+def _conversations(text: str, path: Path, rate: float | None, notes: list[str]) -> Iterator[tuple[str, _RequestRow]]:
+    """The first two messages of each conversation, as vLLM's and SGLang's benchmarks take them."""
+    if rate is None or not 0 < rate < math.inf:
+        remedy = "Set traffic.request_rate in the configuration: requests a second."
+        raise TrafficError(f"{path}: conversations have no times", remedy=remedy)
+    notes.append(f"lengths are of the first two messages, 4 characters a token; Poisson arrivals, {rate:g} a second")
+    try:
+        entries = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise TrafficError(f"{path}: not JSON: {error}", remedy="Give the file as it was published.") from None
+    for number, (entry, arrival) in enumerate(zip(entries, _poisson(rate, len(entries)), strict=True)):
+        where = f"{path}: conversation {number}"
+        places = SHAREGPT.match(list(entry) if isinstance(entry, dict) else [], where)
+        talk = SHAREGPT.read({name: entry[name] for _, name in places}, where).conversations
+        if len(talk) >= 2:
+            prompt, answer = (math.ceil(len(turn.value) / 4) for turn in talk[:2])
+            yield where, _RequestRow(arrival=arrival, context_tokens=prompt, generated_tokens=answer)
 
 
 def log_traffic(text: str, path: Path, plan: Plan) -> Traffic:

@@ -34,12 +34,14 @@ class Traffic(Record):
             figure in proportion to it.
         source: Where it came from, in words.
         notes: Assumptions, and parts of the source that were left out.
+        warnings: What makes a plan for it a bad one, such as a server that cannot keep up.
     """
 
     kind: Literal["traffic"] = "traffic"
     histogram: tuple[tuple[StepShape, float], ...]
     source: str
     notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -47,6 +49,7 @@ class Traffic(Record):
         counts: Mapping[StepShape, float] | Iterable[tuple[StepShape, float]],
         source: str,
         notes: Iterable[str] = (),
+        warnings: Iterable[str] = (),
     ) -> Traffic:
         """Traffic from counts; those of equal shapes are added up, zeros are left out.
 
@@ -65,7 +68,8 @@ class Traffic(Record):
                 total[shape] = total.get(shape, 0.0) + count
         if not total:
             raise TrafficError(f"{source}: no batch with a count above 0", remedy="Give traffic with a batch in it.")
-        return cls(histogram=tuple(sorted(total.items())), source=source, notes=tuple(notes))
+        histogram = tuple(sorted(total.items()))
+        return cls(histogram=histogram, source=source, notes=tuple(notes), warnings=tuple(warnings))
 
     @classmethod
     def from_json(cls, text: str) -> Traffic:
@@ -75,7 +79,7 @@ class Traffic(Record):
         except ValidationError as error:
             remedy = "Give a file that cgplan saved, as it was saved."
             raise TrafficError(f"not saved traffic: {first_problem(error)}", remedy=remedy) from None
-        return cls.of(read.histogram, read.source, read.notes)
+        return cls.of(read.histogram, read.source, read.notes, read.warnings)
 
     @property
     def total(self) -> float:

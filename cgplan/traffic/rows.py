@@ -46,12 +46,14 @@ class Form(Generic[R]):
         row: The type of its rows: a field is a column, its alias the column's name in files.
         error: Raised for files that break the form.
         remedy: Of errors about the columns; absent: their names.
+        unused: Columns that such files have and nothing here needs; None: any others.
     """
 
     name: str
     row: type[R]
     error: type[CgplanError] = TrafficError
     remedy: str = ""
+    unused: tuple[str, ...] | None = ()
 
     @cached_property
     def columns(self) -> dict[str, bool]:
@@ -76,22 +78,33 @@ class Form(Generic[R]):
                 f"{where}: {wrong['loc'][0]} is {short(wrong['input'])}: {problem}", remedy="Correct that row."
             ) from None
 
-    def match(self, names: Sequence[str], where: str) -> list[str]:
-        """The names, in any case, as the form writes them. Raises ``error`` for unknown, repeated and missing ones."""
-        known = {column.lower(): column for column in self.columns}
-        remedy, found = self.remedy or f"{self.described}.", list[str]()
-        for name in names:
+    def match(self, names: Sequence[str], where: str, ignored: dict[str, None] | None = None) -> list[tuple[int, str]]:
+        """Places and names, as the form writes them, of its columns among names in any case.
+
+        Names that it does not know are added to ``ignored``. Raises ``error`` for repeated and missing columns, and for
+        an unknown name without ``ignored``, beside a missing column, or near the name of a column that is not given.
+        """
+        known, remedy = {column.lower(): column for column in self.columns}, self.remedy or f"{self.described}."
+        found: dict[str, int] = {}
+        unknown: list[str] = []
+        for place, name in enumerate(names):
             column = known.get(name.strip().lower())
-            if column is None:
-                hint = did_you_mean(name.strip().lower(), known, " (did you mean {!r}?)")
-                raise self.error(f"{where}: unknown column {short(name)}{hint}", remedy=remedy)
             if column in found:
                 raise self.error(f"{where}: column {column!r} stands twice", remedy="Keep one of them.")
-            found.append(column)
+            if column is not None:
+                found[column] = place
+            elif self.unused is not None and name.strip() not in self.unused:
+                unknown.append(name)
         missing = [column for column, required in self.columns.items() if required and column not in found]
+        for name in unknown:
+            absent = [column.lower() for column in self.columns if column not in found]
+            hint = did_you_mean(name.strip().lower(), absent, " (did you mean {!r}?)")
+            if ignored is None or missing or hint:
+                raise self.error(f"{where}: unknown column {short(name)}{hint}", remedy=remedy)
+            ignored[name.strip()] = None
         if missing:
             raise self.error(f"{where}: column {missing[0]!r} is missing", remedy=remedy)
-        return found
+        return [(place, column) for column, place in found.items()]
 
 
 def first_line(text: str) -> tuple[int, str, str]:
@@ -103,39 +116,43 @@ def first_line(text: str) -> tuple[int, str, str]:
     return number, line, next((separator for separator in ",\t;|" if separator in line), ",")
 
 
-def csv_rows(text: str, path: Path, form: Form[R]) -> Iterator[tuple[str, R]]:
-    """(``file:line``, typed row) of each row.
+def csv_rows(text: str, path: Path, form: Form[R], ignored: dict[str, None] | None = None) -> Iterator[tuple[str, R]]:
+    """(``file:line``, typed row) of each row; ``ignored`` as in ``Form.match``.
 
     Raises:
         form.error: an unknown, missing or repeated column, too few or too many fields, a cell that cannot be, no CSV.
     """
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=first_line(text)[2], skipinitialspace=True)
-    columns: list[str] = []
+    columns, width = list[tuple[int, str]](), 0
     try:
         for fields in reader:
             where = f"{path}:{reader.line_num}"
             if not any(field.strip() for field in fields):
                 continue
             if not columns:
-                columns = form.match(fields, where)
+                columns, width = form.match(fields, where, ignored), len(fields)
                 continue
-            if len(fields) != len(columns):
+            if len(fields) != width:
                 raise form.error(
-                    f"{where}: {len(fields)} fields, but the header has {len(columns)}",
+                    f"{where}: {len(fields)} fields, but the header has {width}",
                     remedy="Give each row one value for each column; the file may have been cut off there.",
                 )
-            yield where, form.read(dict(zip(columns, map(str.strip, fields), strict=True)), where)
+            yield where, form.read({column: fields[place].strip() for place, column in columns}, where)
     except csv.Error as error:
         raise form.error(f"{path}:{reader.line_num}: not CSV: {error}", remedy="Correct that line.") from None
 
 
-def jsonl_rows(text: str, path: Path, form: Form[R]) -> Iterator[tuple[str, R]]:
+def jsonl_rows(text: str, path: Path, form: Form[R], ignored: dict[str, None] | None = None) -> Iterator[tuple[str, R]]:
     """The same of JSON lines."""
+    matched: dict[tuple[str, ...], list[tuple[int, str]]] = {}
     for number, line in enumerate(text.split("\n"), start=1):
         where = f"{path}:{number}"
         if line.strip():
             row = json_object(line, where)
-            yield where, form.read(dict(zip(form.match(list(row), where), row.values(), strict=True)), where)
+            if (names := tuple(row)) not in matched:
+                matched[names] = form.match(names, where, ignored)
+            values = list(row.values())
+            yield where, form.read({column: values[place] for place, column in matched[names]}, where)
 
 
 def sized_rows(

@@ -44,6 +44,27 @@ class RequestTrace(NamedTuple):
     requests: Sequence[Request]
     source: str = "requests"
     notes: tuple[str, ...] = ()
+    cached: bool = False  # whether prompts lack the tokens that a prefix cache held
+
+    def hurried(self, speedup: float) -> RequestTrace:
+        """The same requests, so many times as fast. Raises TrafficError for a speedup that is not above 0."""
+        if not 0 < speedup < math.inf:
+            raise TrafficError(f"a speedup of {speedup} makes no sense", remedy="Give a number above 0; 1 is as it is.")
+        if speedup == 1:
+            return self
+        requests = [request._replace(arrival_us=request.arrival_us / speedup) for request in self.requests]
+        return self._replace(requests=requests, source=f"{self.source}, {speedup:g} times as fast as recorded")
+
+    def spread(self, replicas: int) -> RequestTrace:
+        """Requests that one of so many replicas serves behind a round-robin balancer: every ``replicas``-th by arrival.
+        Raises TrafficError for fewer than 1.
+        """
+        if replicas < 1:
+            raise TrafficError(f"{replicas} replicas serve no request", remedy="Give 1 replica or more.")
+        if replicas == 1:
+            return self
+        requests = sorted(self.requests, key=lambda request: request.arrival_us)[::replicas]
+        return self._replace(requests=requests, source=f"{self.source}, for 1 of {replicas} replicas")
 
 
 @dataclass(frozen=True)
@@ -57,6 +78,7 @@ class SchedulerBounds:
         max_loras: Distinct adapters among the running requests at most; None: any number.
         accepted_tokens: Tokens that a request advances in a decode step on average; None: query_len, all drafts are
             accepted.
+        mixes: Whether a step may prefill and decode, as in vLLM. False: it does one of them, as in SGLang.
     """
 
     max_num_seqs: int
@@ -64,11 +86,13 @@ class SchedulerBounds:
     query_len: int = 1
     max_loras: int | None = None
     accepted_tokens: float | None = None
+    mixes: bool = True
 
     @classmethod
-    def of(cls, plan: Plan, accepted_tokens: float | None = None) -> SchedulerBounds:
+    def of(cls, plan: Plan, accepted_tokens: float | None = None, mixes: bool = True) -> SchedulerBounds:
         """The bounds of a plan's batches."""
-        return cls(plan.max_num_seqs, plan.max_num_batched_tokens, plan.query_len, plan.max_loras, accepted_tokens)
+        bounds = plan.max_num_seqs, plan.max_num_batched_tokens, plan.query_len, plan.max_loras
+        return cls(*bounds, accepted_tokens, mixes)
 
     def decode_steps(self, request: Request) -> int:
         """Steps that a request takes after its prefill, which yields its first token."""
@@ -85,12 +109,22 @@ def simulate(trace: RequestTrace, bounds: SchedulerBounds, step_time: StepTime) 
     whose adapter would be one too many lets later ones pass. Requests that came while a step ran are seen by the next.
     A step is uniform if it holds decoding requests alone, and all of them with ``query_len`` tokens.
 
-    Assumptions: no limit on the KV cache, so no preemption; no prefix cache; one engine; nothing is cancelled;
+    With ``mixes`` False it is SGLang's (0.5.23, srt/managers/scheduler.py, without --enable-mixed-chunk and
+    --prefill-decode-interval): while a prompt is under way, or a request waits that may run, a step prefills, and
+    ``max_num_batched_tokens`` is its --chunked-prefill-size. Else it decodes all running requests.
+
+    Assumptions: no limit on the KV cache, so no preemption; prompts are prefilled but for what the trace takes for
+    cached; one engine; nothing is cancelled;
     speculation advances each request evenly, by ``accepted_tokens`` a step; a step lasts ``step_time`` and the next one
     begins at once. The server starts empty and runs until the last request is done. Time without requests has no steps.
 
     The clock counts whole nanoseconds. While no request arrives, ends, or changes from prefill to decode, steps are
     equal and are added up at once; the result is exactly that of one step after the other.
+
+    A warning tells an overload, by the fluid approximation of a queue: above its capacity it grows at the difference
+    of the two rates. So it has not been empty for half of the arrivals, and holds 5% of those since then when the last
+    one comes, and more than chance brings (three standard deviations of a Poisson count). The capacity is the rate at
+    which it then drains.
 
     Args:
         trace: Requests in any order; equal arrivals keep theirs. The traffic has its source and notes.
@@ -109,12 +143,17 @@ def simulate(trace: RequestTrace, bounds: SchedulerBounds, step_time: StepTime) 
     def nanoseconds(shape: StepShape) -> int:
         return max(1, round(step_time(shape) * 1000))
 
-    server, first = _Server(bounds), pending[0][0]
+    server, first, last = _Server(bounds), pending[0][0], pending[-1][0]
     now, busy, counts = first, 0, Counter[StepShape]()
+    drained, before, queue = first, 0, -1  # when the queue was last empty, arrivals till then, its length at the end
     while True:
         while pending and pending[0][0] <= now:
             server.arrive(*pending.popleft())
+        if queue < 0 and not pending:
+            queue = sum(map(len, server.waiting.values()))
         shape = server.next_step(now)
+        if pending and not server.waiting:
+            drained, before = now, server.arrived
         if shape is None:
             if not pending:
                 break
@@ -129,16 +168,25 @@ def simulate(trace: RequestTrace, bounds: SchedulerBounds, step_time: StepTime) 
         server.advance(repeats)
     said = [
         *trace.notes,
-        f"simulated {len(trace.requests)} requests through continuous batching with chunked prefill, at most "
-        f"{bounds.max_num_seqs} requests and {bounds.max_num_batched_tokens} tokens a step; no KV cache limit, "
-        "preemption or prefix cache",
+        f"simulated {len(trace.requests)} requests through continuous batching with chunked prefill"
+        f"{'' if bounds.mixes else ' apart from decode, prefill first'}, at most {bounds.max_num_seqs} requests and "
+        f"{bounds.max_num_batched_tokens} tokens a step; no KV cache limit, preemption or "
+        f"{'other ' if trace.cached else ''}prefix cache",
         f"the server is busy {busy / max(now - first, 1):.0%} of the time; a request waits "
         f"{server.longest_wait / 1e9:.3g} s at most",
     ]
     if bounds.query_len > 1:
         accepted = bounds.accepted_tokens or bounds.query_len
         said.append(f"a decode step advances each request by {accepted:g} of {bounds.query_len} tokens")
-    return Traffic.of(dict(counts), trace.source, said)
+    lasted, came, wait = last - drained, server.arrived - before, server.last_admission - last
+    warnings = []
+    if lasted > (last - first) / 2 and queue > max(came / 20, 3 * math.sqrt(came)) and came * wait > lasted * queue:
+        load = came / lasted * wait / queue
+        warnings.append(
+            f"overload: requests come {load:.2f} times as fast as this server serves them; {queue:,} of {came:,} wait "
+            f"when the last one comes. Sizes suit full batches alone; {math.ceil(load)} replicas would do"
+        )
+    return Traffic.of(dict(counts), trace.source, said, warnings)
 
 
 class _Server:
@@ -151,16 +199,18 @@ class _Server:
 
     def __init__(self, bounds: SchedulerBounds) -> None:
         self.bounds = bounds
-        self.places = -(-bounds.max_num_batched_tokens // bounds.query_len)
+        places = -(-bounds.max_num_batched_tokens // bounds.query_len)
+        self.places = places if bounds.mixes else bounds.max_num_seqs
         self.waiting: dict[int, deque[tuple[int, int, Request]]] = {}  # by adapter: number, arrival, request
-        self.arrived = self.running = self.steps = self.longest_wait = 0
+        self.arrived = self.running = self.steps = self.longest_wait = self.last_admission = 0
         self.decoding: list[tuple[int, int]] = []  # a heap of those served: the last step of each, its adapter
         self.standby: deque[Request] = deque()
         self.prefill: tuple[Request, int] | None = None  # and the tokens that are left of its prompt
         self.adapters: Counter[int] = Counter()  # of those that decode and are served
         # Of the step that next_step scheduled:
         self.equal_steps = 0  # it and those after it that are equal, if nothing arrives
-        self.admits = False  # whether a request that arrives could join the next of them
+        self.admits = False  # whether a request that arrives could change the next of them
+        self.decodes = False  # whether decoding requests are in it
         self.finishing: list[Request] = []  # requests whose prefill ends with it
         self.chunk = 0  # prompt tokens of the request whose prefill goes on after it
 
@@ -170,9 +220,10 @@ class _Server:
 
     def next_step(self, now: int) -> StepShape | None:
         """Schedule a step that begins now (nanoseconds), and admit requests to it; None if there is nothing to run."""
-        decodes, bounds = len(self.decoding), self.bounds
-        left = max(bounds.max_num_batched_tokens - bounds.query_len * decodes, 0)
-        num_reqs, adapters = decodes, set(self.adapters)
+        bounds, decodes = self.bounds, len(self.decoding)
+        num_reqs, adapters = decodes if bounds.mixes else 0, set(self.adapters)
+        ran = adapters if bounds.mixes else set[int]()  # adapters of the step; the others are those that are loaded
+        left = max(bounds.max_num_batched_tokens - bounds.query_len * num_reqs, 0)
         self.finishing, self.chunk = [], 0
         while left > 0 and (entry := self.prefill or self._admit(now, adapters)):
             request, prompt = entry
@@ -181,27 +232,31 @@ class _Server:
             num_reqs += 1
             if request.adapter != NO_ADAPTER:
                 adapters.add(request.adapter)
+                ran.add(request.adapter)
             if chunk == prompt:
                 self.finishing.append(request)
                 self.prefill = None
             else:
                 self.chunk = chunk
+        num_tokens = bounds.max_num_batched_tokens - left
+        self.decodes = bounds.mixes or num_reqs == 0
+        if num_reqs == 0:
+            num_reqs, num_tokens, ran = decodes, bounds.query_len * decodes, adapters
         if num_reqs == 0:
             return None
         ends = [1] if self.finishing else []
-        if self.decoding:  # the next one is done
+        if self.decodes and self.decoding:  # the next one is done
             ends.append(self.decoding[0][0] - self.steps)
         if self.prefill and self.chunk:  # the rest of the prompt no longer fills a chunk
             ends.append((self.prefill[1] - 1) // self.chunk)
         self.equal_steps = min(ends)
         self.admits = left > 0 and self.running < bounds.max_num_seqs
-        num_tokens = bounds.max_num_batched_tokens - left
-        uniform = num_reqs == decodes and num_tokens == bounds.query_len * decodes
-        return StepShape(num_tokens, num_reqs, uniform, len(adapters))
+        uniform = not self.finishing and not self.chunk and num_tokens == bounds.query_len * decodes
+        return StepShape(num_tokens, num_reqs, uniform, len(ran))
 
     def advance(self, repeats: int) -> None:
-        """End so many of the steps."""
-        self.steps += repeats
+        """End so many of the steps; ``self.steps`` counts those that decode."""
+        self.steps += repeats * self.decodes
         if self.prefill:
             request, prompt = self.prefill
             self.prefill = request, prompt - repeats * self.chunk
@@ -235,7 +290,7 @@ class _Server:
         if not queue:
             del self.waiting[request.adapter]
         self.running += 1
-        self.longest_wait = max(self.longest_wait, now - time)
+        self.longest_wait, self.last_admission = max(self.longest_wait, now - time), now
         self.prefill = request, request.context_tokens
         return self.prefill
 

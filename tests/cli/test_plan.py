@@ -118,6 +118,34 @@ def test_plan_for_requests_is_made_with_the_step_times_of_the_plan(home: Path) -
     assert plan.evidence["traffic_weight"] == 60
 
 
+def test_plan_for_requests_that_one_server_cannot_serve_warns(home: Path) -> None:
+    use_traffic(home)
+    (home / "trace.csv").write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(f"{i / 2e4},4,3\n" for i in range(1000))
+    )
+    command = (*PLAN, "--traffic", "trace.csv", "--step-times", "times.csv")
+    plan = plan_of(*command)
+    assert plan.evidence is not None
+    assert "overload: requests come" in plan.evidence["warnings"][0]
+    assert "replicas would do" in " ".join(good(*command).stdout.split())
+    apart = plan_of(*command, *settings("scheduler.mixed_batches=false"))
+    assert apart.evidence is not None
+    assert apart.config_hash == plan.config_hash, "a capture does not count with it"
+    assert "apart from decode" in " ".join(apart.evidence["traffic_notes"])
+
+
+def test_plan_for_conversations_needs_a_rate(home: Path) -> None:
+    use_traffic(home)
+    talk = [{"from": "human", "value": "a b c"}, {"from": "gpt", "value": "d e f"}]
+    (home / "chat.json").write_text(json.dumps([{"id": "1", "conversations": talk}] * 9))
+    command = (*PLAN, "--traffic", "chat.json", "--step-times", "times.csv")
+    assert "traffic.request_rate" in refused(errors.TrafficError, *command)
+    made = "traffic={request_rate: 1, prompt_median: 5, prompt_p95: 9, output_median: 4, output_p95: 8}"
+    evidence = plan_of(*command, *settings(made)).evidence
+    assert evidence is not None
+    assert evidence["traffic_source"] == "chat.json: 9 requests"
+
+
 def test_plan_for_traffic_that_no_graph_could_serve(home: Path) -> None:
     use_traffic(home)
     (home / "mixed.csv").write_text("num_tokens,count,num_reqs,uniform\n10,5,2,false\n")

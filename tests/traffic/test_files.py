@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,7 @@ HIST, JSON = "num_tokens,count\n", '{"num_tokens": 1, "count": 1}\n'
         (HIST + "1,1\n2\n", 3, "1 fields, but the header has 2", "one value for each column"),
         ("num_token,count\n1,1\n", 1, "unknown column 'num_token' (did you mean 'num_tokens'?)", "num_reqs, uniform"),
         ("\nnum_reqs,count\n1,1\n", 2, "column 'num_tokens' is missing", "a histogram has"),
+        ("num_tokens,count,num_seqs\n1,1,1\n", 1, "unknown column 'num_seqs' (did you mean 'num_reqs'?)", "num_reqs"),
         ("num_tokens,count,count\n1,1,1\n", 1, "column 'count' stands twice", "Keep one"),
         ("num_tokens,count,uniform\n1,1,maybe\n", 2, "uniform is 'maybe': Input should be a valid boolean", "Correct"),
         ("num_tokens,count,num_reqs\n2,1,3\n", None, "1 batches of 2 tokens and 3 requests cannot be", "at least 1"),
@@ -218,8 +220,188 @@ def test_forms_of_timestamps(written: Any, stamps: tuple[str, str]) -> None:
 
 def test_a_mooncake_trace() -> None:
     trace = read_traffic(DATA / "mooncake.jsonl", build_plan(Config()))
-    assert trace.requests == [Request(0, 675, 50), Request(0, 1732, 9), Request(3e6, 9, 1), Request(5.999e6, 2309, 0)]
+    assert trace.requests == [Request(0, 675, 50), Request(0, 1220, 9), Request(3e6, 9, 1), Request(5.999e6, 1285, 0)]
     assert trace.source == "mooncake.jsonl: 4 requests"
+
+
+def requests_of(tmp_path: Path, text: str, **given: Any) -> RequestTrace:
+    (tmp_path / "t").write_text(text)
+    found = read_traffic(tmp_path / "t", build_plan(Config()), **given)
+    assert isinstance(found, RequestTrace)
+    return found
+
+
+def lines(*rows: dict[str, Any]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+BURST = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
+BURST_1_2 = "Timestamp,Session ID,Elapsed time,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
+BAILIAN = {
+    "chat_id": 9,
+    "parent_chat_id": -1,
+    "timestamp": 61.5,
+    "input_length": 40,
+    "output_length": 3,
+    "type": "text",
+}
+BAILIAN |= {"turn": 1, "hash_ids": [1, 2, 3]}
+SGLANG = {"request_parameters": "{}", "id": "a", "finish_reason": {"type": "stop"}, "request_received_ts": 1.7e9}
+SGLANG |= {"prompt_tokens": 40, "completion_tokens": 3, "cached_tokens": 30, "e2e_latency": 0.5}
+FAILED = "1 requests without output were left out: they failed"
+
+
+@pytest.mark.parametrize(
+    ("text", "requests", "notes"),
+    [
+        (
+            BURST
+            + "5,ChatGPT,472,18,490,Conversation log\n45.5,GPT-4,1087,0,1087,API log\n118,GPT-4,417,276,693,API log\n",
+            [Request(0, 472, 18), Request(113e6, 417, 276)],
+            [FAILED],
+        ),
+        (BURST_1_2 + "5,,4.1,ChatGPT,472,18,490,API log\n", [Request(0, 472, 18)], []),
+        (
+            "TIMESTAMP,ContextTokens,GeneratedTokens\n2024-05-10 00:00:00.009930+00:00,2162,5\n"
+            "2024-05-10 00:00:00.017335+00:00,2399,6\n",
+            [Request(0, 2162, 5), Request(7405, 2399, 6)],
+            [],
+        ),
+        (
+            "TIMESTAMP,NumImages,ContextTokens,GeneratedTokens\n1,2,7,5\n",
+            [Request(0, 7, 5)],
+            ["columns that nothing needs were ignored: NumImages"],
+        ),
+        (
+            lines(BAILIAN, BAILIAN | {"timestamp": 62.0, "hash_ids": [1, 2, 4], "turn": 2}),
+            [Request(0, 40, 3), Request(0.5e6, 8, 3)],
+            ["40.0% of the prompts' 80 tokens were cached, so not prefilled: an unbounded cache of blocks of 16"],
+        ),
+        (
+            lines(SGLANG, SGLANG | {"request_received_ts": 1.7e9 + 2, "cached_tokens": 40, "completion_tokens": 1}),
+            [Request(0, 10, 3), Request(2e6, 1, 1)],
+            ["86.2% of the prompts' 80 tokens were cached, so not prefilled: by the file"],
+        ),
+    ],
+    ids=["burstgpt", "burstgpt 1.2", "azure 2024", "azure multimodal", "bailian", "sglang"],
+)
+def test_published_traces_and_logs(tmp_path: Path, text: str, requests: list[Request], notes: list[str]) -> None:
+    found = requests_of(tmp_path, text)
+    assert found.requests == requests
+    assert [note[: len(start)] for note, start in zip(found.notes, notes, strict=True)] == notes
+
+
+RUN = {"request_throughput": 2.0, "input_lens": [5, 6, 7], "output_lens": [3, 0, 4], "ttfts": [0.1, 0.0, 0.1]}
+RUN |= {"itls": [[0.1], [], [0.1]], "generated_texts": ["| a", "", "{"], "errors": ["", "no", ""]}
+
+
+@pytest.mark.parametrize(
+    ("run", "arrivals", "note"),
+    [
+        ({"request_rate": "inf", "max_concurrency": None, "start_times": [90.5, 91.0, 93.5]}, [0, 3e6], FAILED),
+        ({"request_rate": "inf"}, [0, 0], "the benchmark has no start_times: requests come all at once"),
+        ({"request_rate": math.inf}, [0, 0], "the benchmark has no start_times: requests come all at once"),
+        ({"request_rate": 50.0}, None, "requests come as a Poisson process of 50 a second"),
+        ({"request_rate": "trace"}, None, "requests come as a Poisson process of 2 a second"),
+        ({"request_rate": math.inf, "max_concurrency": 8}, None, "requests come as a Poisson process of 2 a second"),
+    ],
+)
+def test_results_of_serving_benchmarks(
+    tmp_path: Path, run: dict[str, Any], arrivals: list[float] | None, note: str
+) -> None:
+    found = requests_of(tmp_path, json.dumps(RUN | run))  # without a line's end, as vLLM writes it
+    assert [request[1:3] for request in found.requests] == [(5, 3), (7, 4)]
+    assert any(note in said for said in found.notes)
+    assert FAILED in found.notes
+    if arrivals is None:
+        assert found.requests[0].arrival_us < found.requests[1].arrival_us
+    else:
+        assert [request.arrival_us for request in found.requests] == arrivals
+
+
+def test_a_result_may_be_spread_over_lines(tmp_path: Path) -> None:
+    assert requests_of(tmp_path, "\n" + json.dumps(RUN, indent=2)) == requests_of(tmp_path, json.dumps(RUN))
+
+
+def test_runs_of_a_benchmark_come_one_after_the_other(tmp_path: Path) -> None:
+    run = RUN | {"start_times": [7.0, 6.0, 8.0]}
+    found = requests_of(tmp_path, lines(run, run))
+    assert [request.arrival_us for request in found.requests] == [0, 1e6, 2e6, 3e6]
+
+
+def test_a_poisson_process_has_the_rate_of_the_benchmark(tmp_path: Path) -> None:
+    found = requests_of(
+        tmp_path, json.dumps(RUN | {"request_rate": 50.0, "input_lens": [1] * 4000, "output_lens": [1] * 4000})
+    )
+    assert found.requests[-1].arrival_us == pytest.approx(4000 / 50 * 1e6, rel=0.1)
+
+
+def test_conversations_have_lengths_alone(tmp_path: Path) -> None:
+    talk = [{"from": "human", "value": "x" * 9}, {"from": "gpt", "value": "y" * 8}, {"from": "human", "value": "z"}]
+    entries = [{"id": "a", "conversations": talk}, {"id": "b", "conversations": talk[:1]}, {"conversations": talk[1:]}]
+    found = requests_of(tmp_path, json.dumps(entries, indent=1), request_rate=4.0)
+    assert [request[1:3] for request in found.requests] == [(3, 2), (2, 1)]
+    assert found.requests[0].arrival_us < found.requests[1].arrival_us
+    assert "4 characters a token" in found.notes[0]
+    with pytest.raises(TrafficError, match="conversations have no times") as caught:
+        requests_of(tmp_path, json.dumps(entries))
+    assert "traffic.request_rate" in caught.value.remedy
+
+
+MOON_ROW = {"timestamp": 0, "input_length": 1200, "output_length": 1}
+
+
+def test_blocks_of_earlier_prompts_are_not_prefilled_again(tmp_path: Path) -> None:
+    blocks = ([0, 1, 2], [0, 1, 3], [0, 9, 2], [9, 1], [0, 1, 2], [])
+    found = requests_of(tmp_path, lines(*(MOON_ROW | {"hash_ids": ids} for ids in blocks)))
+    assert [request.context_tokens for request in found.requests] == [1200, 176, 688, 176, 1, 1200]
+
+
+@pytest.mark.parametrize(
+    ("row", "step", "note"),
+    [
+        (MOON_ROW, 500, ""),
+        (
+            MOON_ROW,
+            0.5,
+            "taken for milliseconds: 2e+03 requests and 2.4e+06 tokens a second. If they are seconds, it is 2 ",
+        ),
+        (BAILIAN, 0.5, ""),
+        (
+            BAILIAN,
+            500,
+            "taken for seconds: 0.002 requests and 0.086 tokens a second. If they are milliseconds, it is 2 ",
+        ),
+    ],
+)
+def test_the_wrong_unit_of_timestamps_is_noticed(tmp_path: Path, row: dict[str, Any], step: float, note: str) -> None:
+    rows = [row | {"timestamp": i * step, "hash_ids": []} for i in range(100)]
+    found = requests_of(tmp_path, lines(*rows))
+    assert [note in said for said in found.notes] == ([True] if note else [])
+    unit = 1e3 if row is MOON_ROW else 1e6
+    assert found.requests[-1].arrival_us == pytest.approx(99 * step * unit), "it is a note: nothing is changed"
+    if note:
+        speedup = float(found.notes[0].rpartition(" ")[2])
+        hurried = requests_of(tmp_path, lines(*rows), speedup=speedup)
+        assert hurried.requests[-1].arrival_us == pytest.approx(99 * 0.5e6)
+
+
+def test_dates_have_no_wrong_unit(tmp_path: Path) -> None:
+    rows = [f"2024-05-{day + 1} 00:00:00,7,5\n" for day in range(9, 20)]
+    assert requests_of(tmp_path, HEAD + "".join(rows)).notes == ()
+
+
+def test_unknown_columns_are_ignored_and_noted_once(written: Any) -> None:
+    note = "columns that nothing needs were ignored: color, server"
+    row = '{"num_tokens": 8, "count": 1, "num_reqs": 8, "uniform": true, "num_active_loras": 0, %s}\n'
+    assert written(row % '"color": 1' + row % '"server": "a"').notes == (note,)
+    assert written(
+        WHOLE.replace("count", "color,count,server")
+        .replace(",3,", ",,3,x,")
+        .replace(",2,4", ",,2,x,4")
+        .replace(",1,8", ",,1,,8"),
+        **LORA,
+    ).notes == (note,)
 
 
 def test_a_trace_may_name_adapters(written: Any) -> None:
@@ -261,6 +443,21 @@ MOON = '{"timestamp": %s, "input_length": 1, "output_length": 1}\n'
         (MOON % "1" + MOON % "Infinity", 2, "timestamp is inf", "Correct"),
         (MOON.replace("output_length", "output") % 1, 1, "unknown column 'output' (did", "a Mooncake trace has"),
         ('{"timestamp": 1, "input_length": 1}\n', 1, "column 'output_length' is missing", "a Mooncake trace has"),
+        (
+            HEAD.replace("\n", ",Adaptor\n") + "1,1,1,1\n",
+            1,
+            "unknown column 'Adaptor' (did you mean 'adapter'?)",
+            "has TIM",
+        ),
+        (BURST + "5,GPT-4,-1,18,490,API log\n", 2, "Request tokens is '-1'", "Correct"),
+        (
+            lines(RUN | {"output_lens": [1]}),
+            1,
+            "3 input_lens, 1 output_lens, 0 start_times",
+            "as the benchmark wrote it",
+        ),
+        (lines({"request_throughput": 2.0, "request_rate": 1}), 1, "column 'input_lens' is missing", "--save-detailed"),
+        (lines(RUN | {"input_lens": [1, -1, 1]}), 1, "input_lens is ", "Correct"),
     ],
 )
 def test_bad_traces(refused: Any, text: str, line: int | None, message: str, remedy: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given, settings
@@ -72,7 +72,7 @@ def one_by_one(requests: list[Request], bounds: SchedulerBounds, step_time: Step
 def schedule(waiting: list[Request], running: list[Running], bounds: SchedulerBounds) -> list[tuple[Running, int]]:
     """Tokens that each running request gets in this step; requests that are admitted join the running ones."""
     left, given = bounds.max_num_batched_tokens, []
-    for request in running:
+    for request in running if bounds.mixes else [request for request in running if request.prompt]:
         tokens = min(request.prompt or bounds.query_len, left)
         left -= tokens
         if tokens:
@@ -80,7 +80,8 @@ def schedule(waiting: list[Request], running: list[Running], bounds: SchedulerBo
     for request in list(waiting):
         if not left or len(running) == bounds.max_num_seqs:
             break
-        loras = {other.adapter for other, _ in given} - {NO_ADAPTER}
+        loaded = [other for other, _ in given] if bounds.mixes else running
+        loras = {other.adapter for other in loaded} - {NO_ADAPTER}
         if (
             request.adapter not in loras | {NO_ADAPTER}
             and bounds.max_loras is not None
@@ -96,7 +97,7 @@ def schedule(waiting: list[Request], running: list[Running], bounds: SchedulerBo
         tokens = min(new.prompt, left)
         left -= tokens
         given.append((new, tokens))
-    return given
+    return given or [(request, bounds.query_len) for request in running]
 
 
 GRID = st.integers(0, 90).map(lambda tens: 10.0 * tens)  # so that steps end when requests arrive
@@ -111,6 +112,7 @@ def cases(draw: st.DrawFn) -> tuple[list[Request], SchedulerBounds]:
         query_len=query_len,
         max_loras=draw(st.none() | st.integers(1, 3)),
         accepted_tokens=draw(st.none() | st.floats(1, query_len)),
+        mixes=draw(st.booleans()),
     )
     adapters = st.just(NO_ADAPTER) | st.integers(0, 4)
     arrivals = draw(st.lists(GRID | st.floats(0, 3000), max_size=14, min_size=1))
@@ -118,7 +120,7 @@ def cases(draw: st.DrawFn) -> tuple[list[Request], SchedulerBounds]:
     return requests, bounds
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(case=cases(), fixed=st.just(10.0) | st.floats(0.0005, 300), slope=st.just(0.0) | st.floats(0, 20))
 def test_equal_steps_added_at_once_are_one_step_after_the_other(
     case: tuple[list[Request], SchedulerBounds], fixed: float, slope: float
@@ -134,6 +136,7 @@ def test_equal_steps_added_at_once_are_one_step_after_the_other(
 # --- by hand ---------------------------------------------------------------------------------------------------
 
 
+APART = SchedulerBounds(8, 8, mixes=False)
 PASSING = [Request(0, 1, 3, 0), Request(0, 1, 3, 1), Request(0, 1, 3), Request(0, 1, 3, 0)]
 
 
@@ -161,6 +164,25 @@ PASSING = [Request(0, 1, 3, 0), Request(0, 1, 3, 1), Request(0, 1, 3), Request(0
             {mixed(3, 3, 1): 1, decode(3, 1): 2, mixed(1, 1, 1): 1, decode(1, 1): 2},
         ),
         (PASSING, SchedulerBounds(8, 64), {mixed(4, 4, 2): 1, decode(4, 2): 2}),
+        # apart: a prompt that comes while others decode is prefilled alone, in chunks, and they stand still
+        (
+            [Request(0, 1, 9), Request(15.0, 30, 1)],
+            APART,
+            {mixed(1, 1): 1, decode(1): 8, mixed(8, 1): 3, mixed(6, 1): 1},
+        ),
+        # waiting prompts share a step; decode has no bound of tokens
+        (
+            [Request(0, 3, 2)] * 4,
+            replace(APART, query_len=4),
+            {mixed(8, 3): 1, mixed(4, 2): 1, StepShape(16, 4, True): 1},
+        ),
+        # a step has the adapters of its own requests, and a decoding one keeps others out
+        (
+            PASSING,
+            replace(APART, max_loras=1),
+            {mixed(3, 3, 1): 1, decode(3, 1): 2, mixed(1, 1, 1): 1, decode(1, 1): 2},
+        ),
+        ([Request(0, 1, 4, 0), Request(15.0, 1, 1)], APART, {mixed(1, 1, 1): 1, decode(1, 1): 3, mixed(1, 1): 1}),
     ],
 )
 def test_steps_by_hand(requests: list[Request], bounds: SchedulerBounds, steps: dict[StepShape, float]) -> None:
@@ -197,8 +219,62 @@ def test_bounds_are_those_of_the_plan() -> None:
     plan = plan_of(spec=2, seqs=4, tokens=128, lora={"max_loras": 3})
     assert SchedulerBounds.of(plan, 1.5) == SchedulerBounds(4, 128, 3, 3, 1.5)
     assert SchedulerBounds.of(plan_of()) == SchedulerBounds(256, 8192)
+    assert SchedulerBounds.of(plan_of(), mixes=False) == SchedulerBounds(256, 8192, mixes=False)
 
 
 def test_a_trace_without_requests_is_refused() -> None:
     with pytest.raises(TrafficError, match="nothing: there is no request with a prompt"):
         simulate(RequestTrace([], "nothing"), SchedulerBounds(1, 1), lambda batch: 1.0)
+
+
+# --- overload and replicas -------------------------------------------------------------------------------------
+
+ONE_BY_ONE = SchedulerBounds(1, 64)  # 10 us for each request of 1 token
+
+
+def every(gap: float, number: int, start: float = 0.0) -> list[Request]:
+    return [Request(start + gap * i, 1, 1) for i in range(number)]
+
+
+@pytest.mark.parametrize(
+    ("requests", "times", "replicas"),
+    [
+        (every(8.0, 1000), "1.25", 2),
+        (every(2.5, 1000), "4.00", 4),
+        (every(2.4, 1000), "4.1", 5),
+        (every(11.0, 500) + every(4.0, 2000, 5500.0), "2.50", 3),  # since the queue was last empty
+    ],
+)
+def test_an_overload_is_a_warning_with_the_replicas_that_would_do(
+    requests: list[Request], times: str, replicas: int
+) -> None:
+    trace = RequestTrace(requests)
+    (warning,) = simulate(trace, ONE_BY_ONE, lambda batch: 10.0).warnings
+    assert f"requests come {times}" in warning
+    assert f"; {replicas} replicas would do" in warning
+    assert simulate(trace.spread(replicas), ONE_BY_ONE, lambda batch: 10.0).warnings == ()
+
+
+@pytest.mark.parametrize(
+    "requests",
+    [
+        every(10.0, 1000),
+        every(0.0, 1000),  # all at once: no rate
+        every(20.0, 1000) + every(0.0, 900, 2e4),  # a burst at the end
+        every(2.0, 300) + every(20.0, 1000, 600.0),  # a burst at the beginning, and it drains
+        every(2.0, 5),  # too few to tell
+        [Request(0, 1, 1), Request(5.0, 1, 10**6)],  # the last one takes long
+    ],
+)
+def test_what_drains_is_no_overload(requests: list[Request]) -> None:
+    assert simulate(RequestTrace(requests), ONE_BY_ONE, lambda batch: 10.0).warnings == ()
+
+
+def test_replicas_share_requests_by_their_arrival() -> None:
+    trace = RequestTrace([Request(9.0 - i, i + 1, 1) for i in range(10)], "ten")
+    shared = trace.spread(4)
+    assert [request.arrival_us for request in shared.requests] == [0.0, 4.0, 8.0]
+    assert shared.source == "ten, for 1 of 4 replicas"
+    assert trace.spread(1) == trace
+    with pytest.raises(TrafficError, match="0 replicas"):
+        trace.spread(0)
