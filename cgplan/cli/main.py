@@ -303,11 +303,11 @@ def plan_(
         raise BadParameter("give either a configuration or --vllm JSON")
     if traffic and from_stats is not None:
         raise BadParameter("give either --traffic or --from-stats")
-    files: list[tuple[Path | str, float]] = [] if from_stats is None else [(from_stats, speedup)]
+    files: list[tuple[Path | str, float]] = [] if from_stats is None else [(from_stats, 1.0)]
     for text in traffic or ():
         name, _, faster = text.rpartition("@")
         is_faster = bool(name) and faster.endswith("x") and not Path(text).exists()
-        files.append((Path(name if is_faster else text), speedup * (_numbers(faster[:-1])[0] if is_faster else 1)))
+        files.append((Path(name if is_faster else text), _numbers(faster[:-1])[0] if is_faster else 1.0))
     if engine is not None and as_json:
         raise BadParameter("give either --emit or --json; --output saves the plan beside either")
     with failures_reported(show_traceback):
@@ -319,7 +319,12 @@ def plan_(
             path or read_vllm(vllm or "", overrides=settings, **of_vllm),
             settings,
             loads=Loads(
-                tuple(files), _numbers(weights), _numbers(scale), replicas, _share(insurance), objective == "worst"
+                tuple(files),
+                _numbers(weights),
+                tuple(speedup * scaled for scaled in _numbers(scale)),
+                replicas,
+                _share(insurance),
+                objective == "worst",
             ),
             step_times=step_times,
             costs=costs,

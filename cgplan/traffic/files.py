@@ -393,8 +393,7 @@ def _unknown_form(text: str, first: str, path: Path) -> TrafficError:
     return TrafficError(
         f"{path}: no known column in {short(first)}",
         remedy="; ".join(form.described for form in FORMS)
-        + f"; ShareGPT's conversations, a log of vLLM, metrics with {_METRIC}_total and traffic that cgplan saved will do "
-        "as well.",
+        + f"; ShareGPT's conversations, vLLM's logs, metrics with {_METRIC}_total and what cgplan saved will do, too.",
     )
 
 

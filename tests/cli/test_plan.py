@@ -112,7 +112,9 @@ def test_plan_for_requests_is_made_with_the_step_times_of_the_plan(home: Path) -
     """A request a second of 3 tokens each: one runs at a time."""
     use_traffic(home)
     (home / "trace.csv").write_text(REQUESTS)
-    plan = plan_of(*PLAN, "--traffic", "trace.csv", "--step-times", "times.csv")
+    command = (*PLAN, "--traffic", "trace.csv", "--step-times", "times.csv")
+    assert max(plan_of(*command).capture_sizes) > 4, "insurance for larger batches"
+    plan = plan_of(*command, "--insurance", "0")
     assert plan.capture_sizes == (1, 4)
     assert plan.evidence is not None
     assert plan.evidence["traffic_weight"] == 60
@@ -132,6 +134,49 @@ def test_plan_for_requests_that_one_server_cannot_serve_warns(home: Path) -> Non
     assert apart.evidence is not None
     assert apart.config_hash == plan.config_hash, "a capture does not count with it"
     assert "apart from decode" in " ".join(apart.evidence["traffic_notes"])
+
+
+def test_plan_for_several_loads(home: Path) -> None:
+    use_traffic(home)
+    trace = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(f"{i / 9},2,4\n" for i in range(200))
+    for name in ("a.csv", "b.csv"):
+        (home / name).write_text(trace)
+    command = (*PLAN, "--step-times", "times.csv", "--max-graphs", "3", "--traffic")
+    plan = plan_of(
+        *command, "a.csv", "--traffic", "b.csv@2.5x", "--scale", "1,4", "--weights", "3,1", "--replicas", "2"
+    )
+    assert plan.evidence is not None
+    sources = [point["source"] for point in plan.evidence["loads"]]
+    assert len(sources) == 4
+    assert [["2.5 times" in source, "4 times" in source] for source in sources] == [
+        [False, False],
+        [False, True],
+        [True, False],
+        [True, True],
+    ]
+    assert all("1 of 2 replicas" in source for source in sources)
+    worst = plan_of(*command, "a.csv", "--scale", "1,8", "--objective", "worst")
+    assert worst.evidence is not None
+    assert all(point["expected_us"] >= point["best_us"] * (1 - 1e-9) for point in worst.evidence["loads"])
+    assert "2 weights for 1 files" in refused(errors.ConfigError, *command, "a.csv", "--weights", "1,2")
+    usage = cgplan_command(*command, "a.csv", "--scale", "0,1")
+    assert (usage.exit_code, "no list of numbers above 0" in usage.stderr) == (2, True)
+    counts = refused(errors.TrafficError, *PLAN, "--traffic", "traffic.csv", "--scale", "2")
+    assert "which have no arrivals" in counts
+
+
+def test_vllm_captures_the_keys_of_a_plan_that_is_emitted_for_it(home: Path) -> None:
+    use_traffic(home)
+    both = ("--set", "compilation.cudagraph_mode=FULL_AND_PIECEWISE", "--set", "scheduler.max_num_seqs=12")
+    for graphs in ("4", "7"):
+        command = (*use_traffic(home), *both, "--max-graphs", graphs, "--emit", "vllm", "--output", "plan.json")
+        value = shlex.split(good(*command).stdout)[1]
+        planned = load_report("plan.json")
+        assert isinstance(planned, Plan)
+        bounds = ("--max-num-seqs", "12", "--max-num-batched-tokens", str(planned.max_num_batched_tokens))
+        taken = Plan.from_json(good("inspect", "--vllm", value, *bounds, "--json").stdout)
+        assert set(taken.keys) == set(planned.keys)
+        assert 0 < len(planned.keys) <= int(graphs)
 
 
 def test_plan_for_conversations_needs_a_rate(home: Path) -> None:
@@ -318,7 +363,8 @@ def test_everything_is_said_once(home: Path, traffic: bool) -> None:
     about = [line for line in said if line.startswith("note: the costs of run.json")]
     assert len(about) == 2
     in_json = good(*command, "--json").stderr.splitlines()
-    assert [line for line in said if line in in_json] == in_json
+    sizes_by_lane = good(*command, "--emit", "json").stderr.splitlines()  # vLLM's plan has one list of sizes
+    assert [line for line in sizes_by_lane if line in in_json] == in_json
     shown = good(*command)
     words = " ".join(shown.stdout.split())
     assert [words.count(line.removeprefix("note: ")) for line in about] == [1, 1]
