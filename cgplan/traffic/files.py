@@ -67,14 +67,14 @@ class _HistogramRow(Record):
     num_active_loras: Whole | None = None
 
 
-def _microseconds(text: str) -> float:
+def _microseconds(value: object) -> float:
     """Of a timestamp: a date and time, UTC unless it says otherwise, or seconds."""
     try:
-        return float(text) * 1e6
+        return float(str(value)) * 1e6
     except ValueError:
         pass
     try:
-        moment = datetime.fromisoformat(text)  # takes the 7 digits of Azure's traces; the 7th, 100 ns, is cut off
+        moment = datetime.fromisoformat(str(value))  # takes the 7 digits of Azure's traces; the 7th, 100 ns, is cut off
     except ValueError:
         raise ValueError(
             "neither a date and time, such as 2023-11-16 18:17:03.979960, nor a number of seconds"

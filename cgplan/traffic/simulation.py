@@ -184,7 +184,7 @@ def simulate(trace: RequestTrace, bounds: SchedulerBounds, step_time: StepTime) 
         load = came / lasted * wait / queue
         warnings.append(
             f"overload: requests come {load:.2f} times as fast as this server serves them; {queue:,} of {came:,} wait "
-            f"when the last one comes. Sizes suit full batches alone; {math.ceil(load)} replicas would do"
+            f"when the last one comes; {math.ceil(load)} replicas would do. This plan is for full batches alone"
         )
     return Traffic.of(dict(counts), trace.source, said, warnings)
 

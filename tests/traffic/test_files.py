@@ -268,6 +268,11 @@ FAILED = "1 requests without output were left out: they failed"
             [],
         ),
         (
+            lines({"TIMESTAMP": "2024-05-10 00:00:01", "ContextTokens": 7, "GeneratedTokens": 5, "Adapter": None}),
+            [Request(0, 7, 5)],
+            [],
+        ),
+        (
             "TIMESTAMP,NumImages,ContextTokens,GeneratedTokens\n1,2,7,5\n",
             [Request(0, 7, 5)],
             ["columns that nothing needs were ignored: NumImages"],
@@ -283,7 +288,7 @@ FAILED = "1 requests without output were left out: they failed"
             ["86.2% of the prompts' 80 tokens were cached, so not prefilled: by the file"],
         ),
     ],
-    ids=["burstgpt", "burstgpt 1.2", "azure 2024", "azure multimodal", "bailian", "sglang"],
+    ids=["burstgpt", "burstgpt 1.2", "azure 2024", "azure in json", "azure multimodal", "bailian", "sglang"],
 )
 def test_published_traces_and_logs(tmp_path: Path, text: str, requests: list[Request], notes: list[str]) -> None:
     found = requests_of(tmp_path, text)
@@ -387,7 +392,7 @@ def test_the_wrong_unit_of_timestamps_is_noticed(tmp_path: Path, row: dict[str, 
 
 
 def test_dates_have_no_wrong_unit(tmp_path: Path) -> None:
-    rows = [f"2024-05-{day + 1} 00:00:00,7,5\n" for day in range(9, 20)]
+    rows = [f"2024-05-{day + 1} 00:00:00,9000,900\n" for day in range(9, 20)]
     assert requests_of(tmp_path, HEAD + "".join(rows)).notes == ()
 
 
@@ -448,6 +453,12 @@ MOON = '{"timestamp": %s, "input_length": 1, "output_length": 1}\n'
             1,
             "unknown column 'Adaptor' (did you mean 'adapter'?)",
             "has TIM",
+        ),
+        (
+            '{"TIMESTAMP": [1], "ContextTokens": 1, "GeneratedTokens": 1}\n',
+            1,
+            "TIMESTAMP is [1]: neither a date",
+            "Correct",
         ),
         (BURST + "5,GPT-4,-1,18,490,API log\n", 2, "Request tokens is '-1'", "Correct"),
         (

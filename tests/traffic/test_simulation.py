@@ -262,6 +262,8 @@ def test_an_overload_is_a_warning_with_the_replicas_that_would_do(
         every(0.0, 1000),  # all at once: no rate
         every(20.0, 1000) + every(0.0, 900, 2e4),  # a burst at the end
         every(2.0, 300) + every(20.0, 1000, 600.0),  # a burst at the beginning, and it drains
+        [Request(15.0 * i, 1, 2) for i in range(400)] + every(15.0, 100, 6000.0),  # shorter ones at the end: it drains
+        every(9.7, 20000),  # 3% too many
         every(2.0, 5),  # too few to tell
         [Request(0, 1, 1), Request(5.0, 1, 10**6)],  # the last one takes long
     ],
