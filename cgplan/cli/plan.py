@@ -33,7 +33,6 @@ from cgplan.reports.records import BenchReport, parse_report
 from cgplan.units import counted, format_microseconds
 
 if TYPE_CHECKING:
-    from cgplan.optimizer.propose import Proposal
     from cgplan.traffic.histogram import Traffic
     from cgplan.traffic.simulation import RequestTrace
     from cgplan.traffic.step_times import StepTimes
@@ -237,7 +236,7 @@ def _for_traffic(
     config = loaded.config
     if not loads.files and config.traffic is None:
         return _by_ladder(loaded, priced)
-    from cgplan.optimizer.propose import propose  # numpy from here on
+    from cgplan.optimizer.propose import choose, propose  # numpy from here on
     from cgplan.traffic.files import read_traffic, synthetic_requests
 
     times, base = _times_of(step_times, config, priced.machine), build_plan(config)
@@ -256,17 +255,10 @@ def _for_traffic(
     def steps(plan: Plan) -> list[tuple[Traffic, float]]:
         return [(_steps(source, plan, times, config), weight) for source, weight in sources]
 
-    def proposed(traffic: list[tuple[Traffic, float]]) -> Proposal:
-        return propose(
-            config, traffic, times, priced.costs, priced.failed,
-            insurance=loads.insurance, worst=loads.worst, one_list=one_list,
-        )  # fmt: skip
-
-    traffic = steps(base)
-    proposal = proposed(traffic)
-    again = steps(proposal.plan)
-    if again != traffic:  # requests make other batches where steps take another time
-        proposal = proposed(again)
+    options: dict[str, Any] = {"insurance": loads.insurance, "worst": loads.worst, "one_list": one_list}
+    known = times, priced.costs, priced.failed
+    again = steps(choose(config, steps(base), *known, **options).plan)  # requests make other batches where steps differ
+    proposal = propose(config, again, *known, **options)
     plan, evidence = proposal.plan.model_copy(update={"machine": priced.machine}), proposal.evidence
     return plan, pareto_plot(evidence) if evidence.pareto else None, padding_bars(evidence)
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -38,7 +39,7 @@ from cgplan.traffic.step_times import StepTimes
 from cgplan.units import counted, format_bytes, format_microseconds, grouped
 
 FIRST, LAST = 64, 128  # graphs that curves go up to
-CLOSE = 0.01  # share of the time that graphs can save at all that a plan without a budget may leave
+CLOSE = 0.05  # share of the time that graphs can save at all that a plan without a budget may leave
 # Shares of the time of those steps that graphs make faster, see Problem.changeable:
 WORTH = 1e-4  # a gain below which graphs are not worth a word
 ALIKE = 1e-3  # a difference between steps that count as equally long
@@ -49,7 +50,7 @@ ROUNDS = 12  # of weighing loads for the worst regret
 NO_GRAPH_GAIN = "no gain"
 FAILED = "it could not be captured"
 CASE = "its LoRA case was not planned for, see the notes"
-RULE = "without a budget the plan has the fewest graphs that are as good as the ladder and bring 99% of what graphs can"
+RULE = "without a budget the plan has the fewest graphs that are as good as the ladder and bring 95% of what graphs can"
 UNPROVEN = "the search did not find it, and the plan is not proven to be the best"
 
 
@@ -60,7 +61,7 @@ class Proposal(Record):
     evidence: Evidence
 
 
-def propose(
+def choose(
     config: Config,
     traffic: Traffic | Sequence[tuple[Traffic, float]],
     times: StepTimes,
@@ -70,14 +71,14 @@ def propose(
     insurance: float = 0.0,
     worst: bool = False,
     one_list: bool = False,
-) -> Proposal:
+) -> Case:
     """The plan with the shortest expected step for this traffic inside ``config.budget``.
 
     All lanes (modes x LoRA cases) are planned together; a lane without sizes leaves its batches to the next one. With
     a budget it is the best plan that the budget pays for, less graphs that together bring under 0.01%. Without one it
-    is the one with the fewest graphs that are as good as the sizes or the ladder that the configuration asks for (or as
-    vLLM's, if that is faster): at most 0.1% longer for each traffic, and with insurance at most 1% for batches that
-    none shows; and that bring 99% of what a graph for every size would bring.
+    is the one with the fewest graphs that bring 95% of what a graph for every size would, and are as good as the sizes
+    or the ladder that the configuration asks for, and as vLLM's: at most 0.1% longer for each traffic, and with
+    insurance at most 1% for batches that none shows.
 
     LoRA cases whose step times are not told apart are planned as one, the largest of them. A key counts as one graph,
     also where it has several segments (PIECEWISE). ``budget.reserve`` bounds a capture, not a plan.
@@ -121,7 +122,7 @@ def propose(
             problem_of(lanes, part, times, base, costs, failed, one_list=one_list)
             for part in (Traffic.mixed(parts), seen)
         )
-        return Curve.of(problem, alone, seen, times, base, costs, budget.max_graphs)
+        return Curve(problem, alone, seen, times, base, costs, budget.max_graphs or 0)
 
     memory, seconds = (budget.memory, budget.capture_time) if costs is not None else (None, None)
     limits = Limits(min(budget.max_graphs or MOST, MOST), memory, seconds)
@@ -130,7 +131,8 @@ def propose(
     if bounded:
         _check_one_graph(limits, curve)
     elif ladders:
-        enough = _enough(curve, ladders[_goal(ladders, asked, curve)], [load for load, _ in loads], insurance)
+        goals = [ladders[name] for name in (asked, "vllm") if name in ladders] or [*ladders.values()]
+        enough = _enough(curve, goals, [load for load, _ in loads], insurance)
         limits = Limits(curve.last() if enough is None else enough)
     else:
         limits = Limits(curve.last())
@@ -155,22 +157,21 @@ def propose(
             "predicted": costs and costs.of(keys),
         }
     )
-    case = Case(
+    return Case(
         plan, curve, bounded, best, run, failed, ladders, asked, insurance, [load for load, _ in loads], regrets
     )
+
+
+def propose(*given: Any, **options: Any) -> Proposal:
+    """What ``choose`` chooses, with the evidence for it."""
+    case = choose(*given, **options)
     evidence = case.evidence()
-    return Proposal(plan=plan.model_copy(update={"evidence": evidence.model_dump(mode="json")}), evidence=evidence)
+    return Proposal(plan=case.plan.model_copy(update={"evidence": evidence.model_dump(mode="json")}), evidence=evidence)
 
 
-def _goal(ladders: Mapping[str, Plan], asked: str, curve: Curve) -> str:
-    """The ladder that a plan without a budget has to be as good as: the one asked for, if vLLM's is not faster."""
-    names = [name for name in (asked, "vllm") if name in ladders] or [*ladders]
-    return min(names, key=lambda name: Run(ladders[name].keys, curve.seen, curve.times).expected_us)
-
-
-def _enough(curve: Curve, ladder: Plan, loads: Sequence[Traffic], insurance: float) -> int | None:
-    """The fewest graphs of the curve that bring 99% of what graphs can, and are as good as a ladder for each load, and
-    for what none shows.
+def _enough(curve: Curve, ladders: Sequence[Plan], loads: Sequence[Traffic], insurance: float) -> int | None:
+    """The fewest graphs of the curve that bring 95% of what graphs can, and are as good as all ladders for each load,
+    and for what none shows.
     """
     parts = [(load, ALIKE) for load in loads]
     parts += [(curve.seen.unseen(curve.plan), NO_GAIN)] if insurance else []
@@ -178,7 +179,8 @@ def _enough(curve: Curve, ladder: Plan, loads: Sequence[Traffic], insurance: flo
     for part, share in parts:
         lanes = [lane.lane for lane in curve.problem.lanes]
         changeable = problem_of(lanes, part, curve.times, curve.plan, None).changeable / part.total
-        goals.append((part, Run(ladder.keys, part, curve.times).expected_us + share * changeable))
+        least = min(Run(ladder.keys, part, curve.times).expected_us for ladder in ladders)
+        goals.append((part, least + share * changeable))
     for graphs in range(curve.most_of_it(), curve.graphs + 1):
         keys = curve.keys_of(curve.found.chosen(graphs))
         if all(Run(keys, part, curve.times).expected_us <= goal for part, goal in goals):
@@ -264,8 +266,9 @@ class Curve:
     """The best plans by their number of graphs, if nothing else is limited; ``plan`` has the bounds of a batch.
 
     Attributes:
-        problem, found: Of what is planned for, insurance included.
+        problem: Of what is planned for, insurance included.
         alone, seen: The problem of the traffic alone, and the traffic.
+        most: Graphs that the budget allows; 0: any number.
     """
 
     problem: Problem
@@ -274,25 +277,21 @@ class Curve:
     times: StepTimes
     plan: Plan
     costs: GraphCosts | None
-    found: Search | ListSearch
+    most: int
 
-    @classmethod
-    def of(
-        cls,
-        problem: Problem,
-        alone: Problem,
-        seen: Traffic,
-        times: StepTimes,
-        plan: Plan,
-        costs: GraphCosts | None,
-        most: int | None,
-    ) -> Curve:
-        """A curve of 64 graphs; of 128 where ``most`` allows more, or 64 are not as good as a graph for each size."""
-        curve = cls(problem, alone, seen, times, plan, costs, search(problem, Limits(FIRST), curve=True))
+    @cached_property
+    def found(self) -> Search | ListSearch:
+        """The search: of 64 graphs; of 128 where ``most`` is more, or 64 are not as good as a graph for each size."""
+        found, problem = search(self.problem, Limits(FIRST), curve=True), self.problem
         near = problem.infinite_us * problem.weight + NO_GAIN * problem.changeable
-        if curve.found.value[-1] > near or (most or 0) > FIRST:
-            curve = replace(curve, found=search(problem, Limits(LAST), curve=True))
-        return curve
+        if found.value[-1] > near or self.most > FIRST:
+            found = search(problem, Limits(LAST), curve=True)
+        return found
+
+    @cached_property
+    def _least(self) -> Callable[[int], float]:
+        """Microseconds, times weight, of the best plan of so many graphs, searched to the end."""
+        return cache(lambda graphs: float(search(self.problem, Limits(graphs)).value[-1]))
 
     @property
     def graphs(self) -> int:
@@ -312,13 +311,13 @@ class Curve:
             return None
         graphs = int(enough[0])
         while graphs and self.found.bound[graphs - 1] <= goal:
-            if search(self.problem, Limits(graphs - 1)).value[-1] > goal:
+            if self._least(graphs - 1) > goal:
                 break
             graphs -= 1
         return graphs
 
     def most_of_it(self) -> int:
-        """The fewest graphs that bring 99% of what a graph for every size would; all, if the curve is too short."""
+        """The fewest graphs that bring 95% of what a graph for every size would; all, if the curve is too short."""
         eager, bound = self.problem.eager_total / self.problem.weight, self.problem.infinite_us
         return self.fewest(bound + CLOSE * (eager - bound)) or self.graphs * (eager > bound)
 
@@ -511,8 +510,8 @@ class Case:
     def _rule(self) -> str:
         if not self.bounded:
             why = "the budget binds nothing without costs" if self._unbounded else "no budget"
-            goal = _goal(self.ladders, self.asked, self.curve) if self.ladders else "vllm"
-            ladder = "the configured sizes" if goal == "configured" else f"the {goal} ladder"
+            asked = "the configured sizes" if self.asked == "configured" else f"the {self.asked} ladder"
+            ladder = asked + " and the vllm ladder" * (self.asked != "vllm")
             unseen = f", and {NO_GAIN:.0%} for batches that the traffic does not show" if self.insurance else ""
             as_good = f"as good as {ladder} within {ALIKE:.1%}{unseen}"
             return f"{why}: the fewest graphs that are {as_good}, and bring {1 - CLOSE:.0%} of what graphs can"
@@ -584,11 +583,9 @@ class Case:
         if change > NO_GAIN:
             return f"steps that graphs run are {change:.1%} longer than {theirs}, with {graphs}: see what binds"
         if ladder.no_gain:
-            away, less = (ladder.expected_us - self.curve.alone.infinite_us) / max(self._changeable_us, EXACT), ""
-            if ladder.equal is not None:
-                verb = "is" if ladder.equal.graphs == 1 else "are"
-                less = f"; {counted(ladder.equal.graphs, 'graph')} {verb} as fast"
-            return f"no gain in step time: {theirs} it is {away:.2%} above the bound{less}"
+            away = (ladder.expected_us - self.curve.alone.infinite_us) / max(self._changeable_us, EXACT)
+            verb = "is" if len(self.plan.keys) == 1 else "are"
+            return f"no gain in step time: {theirs} it is {away:.2%} above the bound; {graphs} {verb} as good"
         if change < -NO_GAIN:
             return f"steps that graphs run are {-change:.1%} shorter than {theirs}, with {graphs}"
         return f"steps within 1% of those {theirs}, with {graphs}"

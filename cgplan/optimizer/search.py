@@ -255,6 +255,7 @@ class Search:
             shift += int(np.array_equal(before, self.value) or self._left <= 0)
             steps = np.diag(np.maximum(tops >> shift, 1))
             best = {corner.ends for corner in self._best[self._watched] if corner is not None}
+            best = best or {*sorted(tried, key=sum)[: tops.size + 1]}  # the limits pay for none yet
             moved = [np.clip([*(ends + steps), *(ends - steps)], 0, tops).tolist() for ends in best]
             around = {tuple(ends) for several in moved for ends in several}
         return self._apart()

@@ -261,6 +261,10 @@ def _answer(plan: Plan, evidence: Evidence, whole: bool) -> Iterator[RenderableT
     yield facts(_headline(plan, evidence.ladders), [*about_times, *modes, *([("sizes", sizes)] if sizes else [])])
     yield None if evidence.graphs else Text("No graph: every batch runs eagerly.")
     yield _ladders(evidence)
+    if evidence.loads:
+        figures = (Column("ladder", "ladder_us", format_microseconds), Column("best", "best_us", format_microseconds))
+        table = Grid(evidence.loads, TextColumn("load", "source"), _STEP, *figures)
+        yield titled("Each load", table, sentences("best: the best plan of as many graphs for that load alone"))
     yield facts("Why", [*_reasons(evidence), *said(plan, brief=not whole)])
 
 
@@ -328,6 +332,11 @@ def _reasons(evidence: Evidence) -> Iterator[Fact]:
     estimated = " (an estimate)" if evidence.costs_estimated else ""
     yield "costs", "not known: give --costs" if evidence.costs_source is None else evidence.costs_source + estimated
     yield "rule", evidence.rule
+    if evidence.insurance:
+        yield (
+            "insurance",
+            f"{evidence.insurance:.0%} of the steps planned for are of sizes that the traffic need not show",
+        )
     eager = "" if expected.eager is None else f"eager {format_microseconds(expected.eager)}, "
     bounds = f"{eager}with a graph for every size {format_microseconds(expected.bound)}"
     yield "step", f"{format_microseconds(expected.plan)} expected; {bounds}"

@@ -91,10 +91,11 @@ class Traffic(Record):
         """Traffic of several kinds: each has its weight as a share of the steps, however many it counts."""
         if len(parts) == 1:
             return parts[0][0]
-        whole, weights = sum(part.total for part, _ in parts), sum(weight for _, weight in parts)
+        totals = [part.total for part, _ in parts]
+        share = sum(totals) / sum(weight for _, weight in parts)
         counts = [
-            (shape, count / part.total * weight / weights * whole)
-            for part, weight in parts
+            (shape, count * weight * share / total)
+            for (part, weight), total in zip(parts, totals, strict=True)
             for shape, count in part.histogram
         ]
         notes = dict.fromkeys(note for part, _ in parts for note in part.notes)

@@ -205,7 +205,7 @@ def test_without_a_budget_the_plan_is_as_good_as_the_ladder_with_the_fewest_grap
         asked = min((ladder(evidence, name) for name in names), key=lambda point: point.expected_us)
         assert evidence.expected_us.plan <= asked.expected_us * (1 + 1e-3)
         assert evidence.expected_us.eager is not None
-        close = evidence.expected_us.bound + 0.01 * (evidence.expected_us.eager - evidence.expected_us.bound)
+        close = evidence.expected_us.bound + 0.05 * (evidence.expected_us.eager - evidence.expected_us.bound)
         assert evidence.expected_us.plan <= close
         fewer = evidence.pareto[evidence.graphs - 2].expected_us
         assert evidence.graphs == 1 or fewer > min(asked.expected_us * (1 + 1e-3), close)
@@ -369,7 +369,7 @@ def test_without_a_budget_the_rule_leaves_keys_out() -> None:
     evidence = evidence_of(config_of(sizes=list(range(1, 65))), seen)
     reasons = left_out_of(evidence)
     rule = "without a budget the plan has the fewest graphs that are as good as the ladder"
-    assert {reason.removesuffix(" and bring 99% of what graphs can") for *_, reason in reasons} <= {rule, "no gain"}
+    assert {reason.removesuffix(" and bring 95% of what graphs can") for *_, reason in reasons} <= {rule, "no gain"}
     left = [size for sizes in reasons.values() for size in sizes]
     assert sorted([*left, *sizes_of(evidence)[0]]) == list(range(1, 65))
 
@@ -466,8 +466,8 @@ def test_no_gain_is_said_where_there_is_none() -> None:
     assert vllm.equal is not None
     assert vllm.equal.graphs == 1
     assert evidence.verdict.startswith("no gain in step time: with the vllm ladder's 11 graphs")
-    assert "1 graph are as fast" not in evidence.verdict
-    assert "1 graph is as fast" in evidence.verdict
+    assert "1 graph are as good" not in evidence.verdict
+    assert "1 graph is as good" in evidence.verdict
 
 
 @pytest.mark.parametrize(
