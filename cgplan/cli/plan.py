@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -78,8 +79,7 @@ def run_plan(
     as_json: bool,
 ) -> None:
     path = given if isinstance(given, Path) else None
-    loaded = read_config(given, overrides) if isinstance(given, Path) else given.loaded
-    refuse_auto(loaded.config)
+    loaded = _loaded(given, overrides, engine)
     if plot is not None:
         check_plot_path(plot)
     files = [file for file, _ in loads.files]
@@ -111,6 +111,15 @@ def run_plan(
     for line in emission.notes:
         note(f"note: {line}")
     typer.echo(emission.text)
+
+
+def _loaded(given: Path | VllmConfig, overrides: Sequence[str | Override], engine: Engine | None) -> LoadedConfig:
+    loaded = read_config(given, overrides) if isinstance(given, Path) else given.loaded
+    refuse_auto(loaded.config)
+    if engine != "sglang" or "scheduler.mixed_batches" in loaded.origins:
+        return loaded
+    apart = loaded.config.scheduler.model_copy(update={"mixed_batches": False})  # as it runs by default
+    return replace(loaded, config=loaded.config.model_copy(update={"scheduler": apart}))
 
 
 def _check_times(config: Config, loads: Loads, step_times: Path | None, own: bool) -> None:
