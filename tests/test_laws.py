@@ -31,7 +31,7 @@ FOLDERS = (
 WITHOUT_TORCH = FOLDERS[: FOLDERS.index("buffers")]
 MODULES = sorted(PACKAGE.rglob("*.py"))
 TINY: set[str] = set()
-BUDGET = {"lines": 28_600, "tokens": 201_800, "files": 135, "files in a folder": 13}
+BUDGET = {"lines": 28_650, "tokens": 202_400, "files": 135, "files in a folder": 13}
 
 
 @dataclass(frozen=True)

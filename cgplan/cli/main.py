@@ -252,7 +252,7 @@ def plan_(
             metavar="FILE", help="Traffic to plan for: a histogram, a trace, a log; FILE@2x: twice as fast. Repeat."
         ),
     ] = None,
-    weights: Annotated[str, Option(metavar="LIST", help="Of several files of traffic, such as 3,1.")] = "",
+    weights: Annotated[str | None, Option(metavar="LIST", help="Of several files of traffic, such as 3,1.")] = None,
     scale: Annotated[str, Option(metavar="LIST", help="Plan for these speeds together, such as 1,2,4.")] = "1",
     replicas: Annotated[int, Option(metavar="N", min=1, help="Servers that share the requests.")] = 1,
     objective: Annotated[
@@ -320,7 +320,7 @@ def plan_(
             settings,
             loads=Loads(
                 tuple(files),
-                _numbers(weights),
+                () if weights is None else _numbers(weights),
                 tuple(speedup * scaled for scaled in _numbers(scale)),
                 replicas,
                 _share(insurance),
@@ -358,7 +358,7 @@ def plan_diff(
 def _numbers(text: str) -> tuple[float, ...]:
     """Numbers above 0 between commas."""
     try:
-        found = tuple(float(part) for part in text.split(",") if part.strip())
+        found = tuple(map(float, text.split(",")))
     except ValueError:
         found = (-1.0,)
     if any(not 0 < number < float("inf") for number in found):

@@ -19,7 +19,7 @@ from cgplan.cli.output import check_writable, note, publish, save, show
 from cgplan.config import BudgetConfig, Config, LoadedConfig, Override, read_config, validate_config
 from cgplan.config.load import read_text
 from cgplan.errors import ConfigError, OutputPathError, PlanError, RegretError, ReportError, StepTimeError, TrafficError
-from cgplan.optimizer.evidence import LadderPoint, PlanCheck, SizeUse
+from cgplan.optimizer.evidence import Evidence, LadderPoint, PlanCheck, SizeUse
 from cgplan.optimizer.subset import within_count
 from cgplan.planning import Plan, build_plan
 from cgplan.planning.build import refuse_auto
@@ -181,11 +181,13 @@ def _checked(plan: Plan, config: Config, traffic: Traffic, times: StepTimes) -> 
     figures: dict[str, Any] = {"expected_us": run.expected_us, "padding": run.padding, **run.by_kind}
     unused = graphs - sum(use.size is not None for use in run.uses)
     own = LadderPoint(name="this plan", graphs=graphs, unused=unused, **figures)
-    anew = propose(config, traffic, times).evidence
+    made = Evidence.model_validate(plan.evidence) if plan.evidence else None
+    rules: dict[str, Any] = {"insurance": made.insurance, "one_list": made.one_list} if made else {}
+    anew = propose(config, traffic, times, **rules).evidence
     best = [anew.as_point("planned anew")]
     if graphs and graphs != anew.graphs:
         as_many = config.model_copy(update={"budget": BudgetConfig(max_graphs=graphs)})
-        best.append(propose(as_many, traffic, times).evidence.as_point(f"best with {graphs}"))
+        best.append(propose(as_many, traffic, times, **rules).evidence.as_point(f"best with {graphs}"))
     bounded = plan.budget.keys() & {"max_graphs", "memory", "capture_time"}
     most = max(graphs, plan.budget.get("max_graphs", 0)) if bounded else math.inf
     least = min(own, *best, *(p for p in anew.ladders if p.graphs <= most), key=lambda point: point.expected_us)

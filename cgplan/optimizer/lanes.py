@@ -88,8 +88,8 @@ class Run:
     """
 
     def __init__(self, keys: Iterable[Key], traffic: Traffic, times: StepTimes) -> None:
-        rows = np.array([(*shape, weight) for shape, weight in traffic.histogram], dtype=np.float64)
-        self._tokens, _, self._uniform, self._loras, self._weight = rows.T
+        rows = traffic.columns.T
+        self._tokens, _, self._uniform, self._loras, self._weight = traffic.columns
         self.traffic, self.times, self._size = traffic, times, self._tokens.copy()
         self.place = np.full(len(rows), np.inf)
         sizes = grouped((Lane.of(mode, key), key.num_tokens) for mode, key in keys)
@@ -322,7 +322,8 @@ def problem_of(
     Raises:
         StepTimeError: step times of a lane's mode, or of eager steps, are missing.
     """
-    lanes = [lane for lane in lanes if any(may_serve(lane, batch) for batch, _ in traffic.histogram)]
+    used = [lane for lane in lanes if any(may_serve(lane, batch) for batch, _ in traffic.histogram)]
+    lanes = list(lanes) if one_list and used else used
     groups = grouped(
         (
             tuple(index for index, lane in enumerate(lanes) if may_serve(lane, batch)),
@@ -332,12 +333,12 @@ def problem_of(
     )
     demands = [_demand(served, rows, lanes, times, plan) for served, rows in sorted(groups.items())]
     found: list[Candidates] = []
-    for index in reversed(range(len(lanes))):  # where a lane may end depends on those after it
+    if one_list and lanes:
+        found = _aligned(lanes, demands, times, plan, costs, without)
+    for index in reversed(range(len(lanes) - len(found))):  # where a lane may end depends on those after it
         above = max((float(c.times[-1]) for c in found), default=0.0)
         wanted = [demand for demand in demands if index in demand.lanes]
         found.insert(0, _candidates(lanes[index], wanted, times, plan, above, costs, without))
-    if one_list and lanes:
-        found = _aligned(lanes, demands, times, plan, costs, without)
     problem = Problem(
         lanes=tuple(found),
         demands=tuple(demand for demand in demands if demand.lanes),
@@ -426,12 +427,17 @@ def _aligned(
     costs: GraphCosts | None,
     without: Collection[Key],
 ) -> list[Candidates]:
-    """Candidates of lanes that share one list: sizes of batches of any lane, that no lane has to do without."""
-    strict, tops = max(lanes, key=lambda lane: stride_of(lane, plan)), {lane: largest_of(lane, plan) for lane in lanes}
+    """Candidates of lanes that share one list: sizes of batches of any lane, that no lane has to do without; whole
+    requests where a mode is FULL, as vLLM rounds its list.
+    """
+    tops = {lane: largest_of(lane, plan) for lane in lanes}
     beyond = np.array([0, *(top + 1 for top in tops.values())])  # where fewer lanes hold a size, it is fewer graphs
-    sizes = np.unique(_rounded(np.concatenate([beyond, *(demand.tokens for demand in demands)]), strict, plan))
-    lost = {key[1].num_tokens for key in without}
-    sizes = sizes[[n <= max(tops.values()) and n not in lost for n in sizes.tolist()]]
+    strict = Lane(CUDAGraphMode.FULL, any(lane.mode is CUDAGraphMode.FULL for lane in lanes), 0)
+    sizes = _rounded(np.concatenate([beyond, *(demand.tokens for demand in demands)]), strict, plan)
+    sizes = np.setdiff1d(sizes, [key[1].num_tokens for key in without])
+    for lane in lanes:
+        sizes = np.unique(_rounded(_with_cheaper(lane, sizes, plan, costs), strict, plan))
+    sizes = sizes[sizes <= max(tops.values())]
     return [_priced(lane, sizes[sizes <= tops[lane]], times, plan, costs) for lane in lanes]
 
 

@@ -45,7 +45,6 @@ WORTH = 1e-4  # a gain below which graphs are not worth a word
 ALIKE = 1e-3  # a difference between steps that count as equally long
 NO_GAIN = 0.01  # a distance from the bound below which other sizes bring no gain in step time
 EXACT = 1e-6  # a gap that counts as none
-INSURANCE = 0.1  # share of the steps that traffic need not show
 ROUNDS = 12  # of weighing loads for the worst regret
 NO_GRAPH_GAIN = "no gain"
 FAILED = "it could not be captured"
@@ -115,7 +114,7 @@ def choose(
     ladders = dict(_ladders(config))
     asked = "configured" if isinstance(sizes, tuple) else sizes or "vllm"
 
-    def curve_of(loads: Sequence[tuple[Traffic, float]]) -> Curve:
+    def curve_of(loads: Sequence[tuple[Traffic, float]], insurance: float = insurance) -> Curve:
         seen = Traffic.mixed(loads)
         parts = [(seen, 1 - insurance), *([(seen.unseen(base), insurance)] if insurance else [])]
         problem, alone = (
@@ -128,22 +127,27 @@ def choose(
     limits = Limits(min(budget.max_graphs or MOST, MOST), memory, seconds)
     bounded = (budget.max_graphs, memory, seconds) != (None, None, None)
     curve = curve_of(loads)
+    is_good: Callable[[Iterable[Key]], bool] = lambda keys: True  # noqa: E731, ARG005
     if bounded:
         _check_one_graph(limits, curve)
-    elif ladders:
-        goals = [ladders[name] for name in (asked, "vllm") if name in ladders] or [*ladders.values()]
-        enough = _enough(curve, goals, [load for load, _ in loads], insurance)
-        limits = Limits(curve.last() if enough is None else enough)
     else:
-        limits = Limits(curve.last())
+        goals = [ladders[name] for name in (asked, "vllm") if name in ladders] or [*ladders.values()]
+        is_good = _as_good_as(goals, curve, [load for load, _ in loads], insurance)
+        counts = range(curve.most_of_it(), curve.graphs + 1)
+        enough = (graphs for graphs in counts if is_good(curve.keys_of(curve.found.chosen(graphs))))
+        limits = Limits(next(enough, None) or curve.last())
     best = best_plan(curve.problem, limits, slack=WORTH * curve.problem.changeable * bounded)
-    regrets: list[float] = []
+    while not bounded and limits.graphs < curve.graphs and not is_good(curve.keys_of(best.chosen)):
+        limits = Limits(limits.graphs + 1)  # points of the curve are not searched to the end
+        best = best_plan(curve.problem, limits)
+    alone: list[float] = []
     if len(loads) > 1 and worst:
-        curve, best, regrets = _least_regret(curve, best, limits, loads, curve_of)
-    if bounded and (budget.max_graphs or MOST + 1) > MOST:
-        least = curve.problem.cheapest(MOST + 1)
-        if math.isfinite(least[0]) and limits.pays_for(MOST, *least):  # the budget has room for more than are planned
-            best = replace(best, bound=min(best.bound, curve.problem.infinite_us * curve.problem.weight))
+        best, alone = _least_regret(curve, best, limits, loads, curve_of)
+    least = curve.problem.cheapest(MOST + 1)
+    has_room = bounded and (budget.max_graphs or MOST + 1) > MOST and math.isfinite(least[0])
+    # The budget has room for more than are planned; or neighbours of sizes that failed, which are not tried, may do.
+    if (has_room and limits.pays_for(MOST, *least)) or failed:
+        best = replace(best, bound=min(best.bound, curve.problem.infinite_us * curve.problem.weight))
     keys = curve.keys_of(best.chosen)
     run = Run(keys, curve.seen, times)
     if not insurance and not one_list:
@@ -158,7 +162,7 @@ def choose(
         }
     )
     return Case(
-        plan, curve, bounded, best, run, failed, ladders, asked, insurance, [load for load, _ in loads], regrets
+        plan, curve, bounded, best, run, failed, ladders, asked, insurance, worst, [load for load, _ in loads], alone
     )
 
 
@@ -169,23 +173,19 @@ def propose(*given: Any, **options: Any) -> Proposal:
     return Proposal(plan=case.plan.model_copy(update={"evidence": evidence.model_dump(mode="json")}), evidence=evidence)
 
 
-def _enough(curve: Curve, ladders: Sequence[Plan], loads: Sequence[Traffic], insurance: float) -> int | None:
-    """The fewest graphs of the curve that bring 95% of what graphs can, and are as good as all ladders for each load,
-    and for what none shows.
-    """
+def _as_good_as(
+    ladders: Sequence[Plan], curve: Curve, loads: Sequence[Traffic], insurance: float
+) -> Callable[[Iterable[Key]], bool]:
+    """Whether keys are as good as all ladders for each load, and for what none shows."""
     parts = [(load, ALIKE) for load in loads]
     parts += [(curve.seen.unseen(curve.plan), NO_GAIN)] if insurance else []
     goals = []
-    for part, share in parts:
+    for part, share in parts if ladders else ():
         lanes = [lane.lane for lane in curve.problem.lanes]
         changeable = problem_of(lanes, part, curve.times, curve.plan, None).changeable / part.total
         least = min(Run(ladder.keys, part, curve.times).expected_us for ladder in ladders)
         goals.append((part, least + share * changeable))
-    for graphs in range(curve.most_of_it(), curve.graphs + 1):
-        keys = curve.keys_of(curve.found.chosen(graphs))
-        if all(Run(keys, part, curve.times).expected_us <= goal for part, goal in goals):
-            return graphs
-    return None
+    return lambda keys: all(Run(keys, part, curve.times).expected_us <= goal for part, goal in goals)
 
 
 def _least_regret(
@@ -193,28 +193,28 @@ def _least_regret(
     best: Best,
     limits: Limits,
     loads: Sequence[tuple[Traffic, float]],
-    curve_of: Callable[[Sequence[tuple[Traffic, float]]], Curve],
-) -> tuple[Curve, Best, list[float]]:
+    curve_of: Callable[..., Curve],
+) -> tuple[Best, list[float]]:
     """The plan whose largest regret over the loads is least, among those that are best for some weights of them; and
-    the best step of each load.
+    the best step of each load. Candidates do not depend on weights, so choices are those of any curve.
     """
     alone = []
     for load, _ in loads:
-        own = curve_of([(load, 1.0)])
+        own = curve_of([(load, 1.0)], 0.0)
         keys = own.keys_of(best_plan(own.problem, limits).chosen)
         alone.append(Run(keys, load, curve.times).expected_us)
     weights = np.array([1 / least for least in alone])
-    found, least = (curve, best), math.inf
+    chosen, found, least = best.chosen, best.chosen, math.inf
     for step in range(ROUNDS):
-        keys = curve.keys_of(best.chosen)
-        steps = [Run(keys, load, curve.times).expected_us for load, _ in loads]
-        regrets = np.array(steps) / alone - 1
+        keys = curve.keys_of(chosen)
+        regrets = np.array([Run(keys, load, curve.times).expected_us for load, _ in loads]) / alone - 1
         if regrets.max() < least:
-            found, least = (curve, best), float(regrets.max())
-        weights *= np.exp(4 / (1 + step) * (regrets - regrets.mean()) / max(float(regrets.max()), EXACT))
-        curve = curve_of([(load, float(weight)) for (load, _), weight in zip(loads, weights, strict=True)])
-        best = best_plan(curve.problem, limits)
-    return *found, alone
+            found, least = chosen, float(regrets.max())
+        apart = regrets - regrets.mean()
+        weights *= np.exp(4 / (1 + step) * apart / max(float(np.abs(apart).max()), EXACT))
+        weighed = [(load, float(weight)) for (load, _), weight in zip(loads, weights, strict=True)]
+        chosen = best_plan(curve_of(weighed).problem, limits).chosen
+    return Best(found, curve.problem.total_of(found), best.bound), alone
 
 
 def _with_sizes(config: Config, sizes: str | tuple[int, ...], most: int | None = None) -> Config:
@@ -289,6 +289,12 @@ class Curve:
         return found
 
     @cached_property
+    def steps(self) -> list[float]:
+        """Mean microseconds of a step of the traffic alone, by the number of graphs."""
+        chosen = map(self.found.chosen, range(self.graphs + 1))
+        return [Run(self.keys_of(one), self.seen, self.times).expected_us for one in chosen]
+
+    @cached_property
     def _least(self) -> Callable[[int], float]:
         """Microseconds, times weight, of the best plan of so many graphs, searched to the end."""
         return cache(lambda graphs: float(search(self.problem, Limits(graphs)).value[-1]))
@@ -318,8 +324,8 @@ class Curve:
 
     def most_of_it(self) -> int:
         """The fewest graphs that bring 95% of what a graph for every size would; all, if the curve is too short."""
-        eager, bound = self.problem.eager_total / self.problem.weight, self.problem.infinite_us
-        return self.fewest(bound + CLOSE * (eager - bound)) or self.graphs * (eager > bound)
+        eager, bound = self.problem.eager_total, self.problem.infinite_us * self.problem.weight
+        return int(np.append(self.found.value <= bound + CLOSE * (eager - bound), True).argmax())
 
     def last(self) -> int:
         """The number of graphs from which more bring less than 0.01%."""
@@ -342,8 +348,7 @@ class Curve:
         if graphs is None:
             return None
         keys = self.keys_of(self.found.chosen(graphs))
-        expected = Run(keys, self.seen, self.times).expected_us
-        return ParetoPoint(graphs=graphs, expected_us=expected, **self.price(keys))
+        return ParetoPoint(graphs=graphs, expected_us=self.steps[graphs], **self.price(keys))
 
 
 @dataclass(frozen=True)
@@ -368,6 +373,7 @@ class Case:
     ladders: Mapping[str, Plan]
     asked: str
     insurance: float
+    worst: bool
     loads: Sequence[Traffic]
     best_alone: Sequence[float]
 
@@ -413,6 +419,7 @@ class Case:
             left_out=_by_lane(self._left_out()),
             failed=_by_lane(self.failed.items()),
             insurance=self.insurance,
+            one_list=problem.one_list,
             loads=tuple(self._loads()),
         )
 
@@ -426,7 +433,8 @@ class Case:
 
     @property
     def _exact(self) -> bool:
-        return self.best.least <= self.best.bound + EXACT * self.curve.problem.changeable
+        is_mean = not (self.worst and len(self.loads) > 1)  # which the bound is of
+        return is_mean and self.best.least <= self.best.bound + EXACT * self.curve.problem.changeable
 
     @property
     def _changeable_us(self) -> float:
@@ -454,16 +462,12 @@ class Case:
 
     @property
     def _planned_cases(self) -> tuple[int, ...]:
-        return self.run.times.told_apart(self.plan.lora_cases)
+        cases = self.plan.lora_cases
+        return cases if self.curve.problem.one_list else self.run.times.told_apart(cases)
 
     def _ladder(self, name: str, plan: Plan) -> LadderPoint:
         run, curve = Run(plan.keys, self.run.traffic, self.run.times), self.curve
-        planned_for = curve.problem.weight
-        parts = [(run.expected_us, 1 - self.insurance)]
-        if self.insurance:
-            unseen = self.run.traffic.unseen(curve.plan)
-            parts.append((Run(plan.keys, unseen, self.run.times).expected_us, self.insurance))
-        insured = sum(mean * share for mean, share in parts)
+        alike = run.expected_us + ALIKE * self._changeable_us
         return LadderPoint(
             name=name,
             graphs=len(plan.keys),
@@ -471,11 +475,17 @@ class Case:
             **curve.price(plan.keys),
             padding=run.padding,
             unused=len(plan.keys) - sum(use.size is not None for use in run.uses),
-            equal=curve.point(curve.fewest(insured)),
-            alike=curve.point(curve.fewest(insured + ALIKE * curve.problem.changeable / planned_for)),
+            equal=curve.point(self._fewest(run.expected_us)),
+            alike=curve.point(self._fewest(alike)),
             no_gain=run.expected_us <= curve.alone.infinite_us + NO_GAIN * self._changeable_us,
             **run.by_kind,
         )
+
+    def _fewest(self, expected_us: float) -> int | None:
+        """The fewest graphs of the curve with which steps of the traffic are no longer than that."""
+        if not self.insurance:
+            return self.curve.fewest(expected_us)
+        return next((n for n, step in enumerate(self.curve.steps) if step <= expected_us * (1 + 1e-9)), None)
 
     def _left_out(self) -> Iterator[tuple[Key, str]]:
         """Keys of the configured list or ladder that the plan does not have, and why.
@@ -508,6 +518,9 @@ class Case:
         return tuple(name for name, used in spent.items() if used is not None and used > budget.get(name, np.inf))
 
     def _rule(self) -> str:
+        return self._limits() + ", with the least regret of the worst load" * (self.worst and len(self.loads) > 1)
+
+    def _limits(self) -> str:
         if not self.bounded:
             why = "the budget binds nothing without costs" if self._unbounded else "no budget"
             asked = "the configured sizes" if self.asked == "configured" else f"the {self.asked} ladder"

@@ -383,7 +383,7 @@ class ListSearch:
         fixed[1:] += problem.workspace
         weights = np.stack([demand.weight[demand.below(self._sizes)] for demand in problem.demands])[:, None]
         times = np.stack([self._times(demand.lanes, held) for demand in problem.demands])[:, None]
-        self._is_proven = bool((np.diff(times[..., 1:]) >= 0).all())
+        is_proven = bool((np.diff(times[..., 1:]) >= 0).all())  # else a larger graph is faster, in another mode
         times = np.maximum.accumulate(times, axis=-1)
         each = np.sum(held, axis=0)
         (self._paths,) = best_paths(weights, times, graphs, padded(prices).sum(axis=0), each)
@@ -392,7 +392,7 @@ class ListSearch:
         if limits.memory is not None:
             self._total[:, fixed > limits.memory * (1 + ROUNDING)] = np.inf
         self.value = np.minimum.accumulate(self._total.min(axis=1))
-        self.bound = self.value if self._is_proven else np.full(graphs + 1, -np.inf)
+        self.bound = self.value if is_proven else np.full(graphs + 1, problem.infinite_us * problem.weight)
 
     def _times(self, lanes: Sequence[int], held: Sequence[npt.NDArray[np.bool_]]) -> Floats:
         times = np.full(self._sizes.size, np.inf)

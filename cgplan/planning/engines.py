@@ -193,6 +193,11 @@ def _parse(text: str) -> dict[str, Any]:
             remedy=f"Correct or remove the key. Those that decide what is captured: {', '.join(_TAKEN_OVER)}.",
         )
     number, level = given.get("cudagraph_mode"), given.get("mode")
+    if str(number).upper() == "AUTO":
+        raise ConfigError(
+            f"{OPTION}: vLLM has no cudagraph_mode AUTO",
+            remedy="Give NONE, PIECEWISE, FULL, FULL_DECODE_ONLY or FULL_AND_PIECEWISE.",
+        )
     if isinstance(number, int):  # vLLM takes the values of its runtime modes, too
         given["cudagraph_mode"] = {mode.value: mode.name for mode in RUNTIME_MODES}.get(number, number)
     if isinstance(level, str) and level.upper() in _MODES:

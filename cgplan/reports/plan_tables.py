@@ -262,9 +262,11 @@ def _answer(plan: Plan, evidence: Evidence, whole: bool) -> Iterator[RenderableT
     yield None if evidence.graphs else Text("No graph: every batch runs eagerly.")
     yield _ladders(evidence)
     if evidence.loads:
-        figures = (Column("ladder", "ladder_us", format_microseconds), Column("best", "best_us", format_microseconds))
-        table = Grid(evidence.loads, TextColumn("load", "source"), _STEP, *figures)
-        yield titled("Each load", table, sentences("best: the best plan of as many graphs for that load alone"))
+        ladder, best = (Column(name, f"{name}_us", format_microseconds) for name in ("ladder", "best"))
+        is_known = evidence.loads[0].best_us is not None
+        words = "best: the best plan of as many graphs for that load alone" if is_known else "each as this plan runs it"
+        table = Grid(evidence.loads, TextColumn("load", "source"), _STEP, ladder, best if is_known else None)
+        yield titled("Each load", table, sentences(words))
     yield facts("Why", [*_reasons(evidence), *said(plan, brief=not whole)])
 
 
@@ -343,7 +345,8 @@ def _reasons(evidence: Evidence) -> Iterator[Fact]:
     proof = "proven: no plan within the limits is better, by these times and costs"
     if not evidence.exact:
         proof = "lower bound reported" + (f", at most {evidence.gap:.1%} above the best" if evidence.gap > 1e-6 else "")
-    yield "proof", f"{proof}; lower bound {format_microseconds(evidence.lower_bound_us)}"
+    bound = f"lower bound {format_microseconds(evidence.lower_bound_us)}"
+    yield "proof", f"{proof}; {'insurance included' if evidence.insurance else bound}"
     binding = ", ".join(f"budget.{limit}" for limit in evidence.binding) or "no limit"
     unknown = " and ".join(f"budget.{limit}" for limit in evidence.unbounded)
     yield "binding", f"{binding}; {unknown} not looked at, for want of --costs" if unknown else binding

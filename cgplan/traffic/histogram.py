@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from pydantic import ValidationError
 
@@ -13,6 +14,10 @@ from cgplan.config.messages import first_problem
 from cgplan.errors import TrafficError
 from cgplan.planning import Plan
 from cgplan.planning.costs import Record
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 MOST_BATCHED_TOKENS = 1 << 20  # the largest bound that a configuration may state
 
@@ -81,7 +86,14 @@ class Traffic(Record):
             raise TrafficError(f"not saved traffic: {first_problem(error)}", remedy=remedy) from None
         return cls.of(read.histogram, read.source, read.notes, read.warnings)
 
-    @property
+    @cached_property
+    def columns(self) -> npt.NDArray[np.float64]:
+        """Tokens, requests, whether uniform, adapters and weight of each shape: [5, shapes]."""
+        import numpy as np  # it takes longer to import than all of planning, which most commands do without
+
+        return np.array([(*shape, weight) for shape, weight in self.histogram], dtype=np.float64).T
+
+    @cached_property
     def total(self) -> float:
         """Sum of all weights: the number of steps, where weights are counts."""
         return sum(weight for _, weight in self.histogram)
@@ -98,8 +110,10 @@ class Traffic(Record):
             for (part, weight), total in zip(parts, totals, strict=True)
             for shape, count in part.histogram
         ]
-        notes = dict.fromkeys(note for part, _ in parts for note in part.notes)
-        return cls.of(counts, " and ".join(part.source for part, _ in parts), notes)
+        notes, warnings = (
+            dict.fromkeys(text for part, _ in parts for text in getattr(part, name)) for name in ("notes", "warnings")
+        )
+        return cls.of(counts, " and ".join(part.source for part, _ in parts), notes, tuple(warnings))
 
     def unseen(self, plan: Plan) -> Traffic:
         """Batches that this traffic need not show: spread evenly in log size, up to ``max_num_seqs`` requests of the

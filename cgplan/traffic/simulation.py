@@ -64,7 +64,9 @@ class RequestTrace(NamedTuple):
         if replicas == 1:
             return self
         requests = sorted(self.requests, key=lambda request: request.arrival_us)[::replicas]
-        return self._replace(requests=requests, source=f"{self.source}, for 1 of {replicas} replicas")
+        notes = ("prefix caches are those of one server: replicas hit less",) if self.cached else ()
+        source = f"{self.source}, for 1 of {replicas} replicas"
+        return self._replace(requests=requests, source=source, notes=(*self.notes, *notes))
 
 
 @dataclass(frozen=True)
@@ -302,11 +304,17 @@ class _Server:
 
 def step_clock(plan: Plan, times: StepTimes) -> StepTime:
     """Microseconds of a step: in the mode and at the size that the plan's dispatcher gives it."""
-    dispatch = CudagraphDispatcher(plan).dispatch
+    import numpy as np  # it takes longer to import than all of planning, which most commands do without
+
+    dispatch, sizes = CudagraphDispatcher(plan).dispatch, np.arange(plan.max_num_batched_tokens + 1)
+
+    @cache
+    def table(mode: CUDAGraphMode, adapters: int) -> list[float]:
+        return [float(time) for time in times.at(mode, sizes, adapters)]
 
     def microseconds(shape: StepShape) -> float:
         mode, descriptor = dispatch(shape.num_tokens, shape.uniform, shape.num_active_loras)
         adapters = shape.num_active_loras if mode is CUDAGraphMode.NONE else descriptor.num_active_loras
-        return times.of(mode, descriptor.num_tokens, adapters)
+        return table(mode, adapters)[descriptor.num_tokens]
 
     return microseconds

@@ -161,21 +161,27 @@ def test_plan_for_several_loads(home: Path) -> None:
     assert worst.evidence is not None
     assert all(point["expected_us"] >= point["best_us"] * (1 - 1e-9) for point in worst.evidence["loads"])
     assert "2 weights for 1 files" in refused(errors.ConfigError, *command, "a.csv", "--weights", "1,2")
-    usage = cgplan_command(*command, "a.csv", "--scale", "0,1")
-    assert (usage.exit_code, "no list of numbers above 0" in usage.stderr) == (2, True)
+    for wrong in (("a.csv", "--scale", "0,1"), ("a.csv", "--scale", ""), ("a.csv@x",), ("a.csv", "--weights", "1,,2")):
+        usage = cgplan_command(*command, *wrong)
+        assert (usage.exit_code, "no list of numbers above 0" in usage.stderr) == (2, True)
     counts = refused(errors.TrafficError, *PLAN, "--traffic", "traffic.csv", "--scale", "2")
     assert "which have no arrivals" in counts
 
 
-def test_vllm_captures_the_keys_of_a_plan_that_is_emitted_for_it(home: Path) -> None:
+@pytest.mark.parametrize("mode", ["FULL_AND_PIECEWISE", "FULL"])
+@pytest.mark.parametrize("spec", ["0", "3"])
+def test_vllm_captures_the_keys_of_a_plan_that_is_emitted_for_it(home: Path, mode: str, spec: str) -> None:
     use_traffic(home)
-    both = ("--set", "compilation.cudagraph_mode=FULL_AND_PIECEWISE", "--set", "scheduler.max_num_seqs=12")
+    (home / "mixed.csv").write_text(
+        "num_tokens,num_reqs,uniform,count\n8,2,,9\n11,3,false,5\n5,1,false,3\n23,2,false,4\n"
+    )
+    asked = ("plan", "--vllm", json.dumps({"cudagraph_mode": mode}), "--traffic", "mixed.csv")
+    bounds = ("--max-num-seqs", "12", "--max-num-batched-tokens", "64", "--num-speculative-tokens", spec)
     for graphs in ("4", "7"):
-        command = (*use_traffic(home), *both, "--max-graphs", graphs, "--emit", "vllm", "--output", "plan.json")
-        value = shlex.split(good(*command).stdout)[1]
+        command = (*asked, *bounds, "--max-graphs", graphs, "--emit", "vllm", "--output", "plan.json")
+        value = shlex.split(good(*command, "--assume-default-times").stdout)[1]
         planned = load_report("plan.json")
         assert isinstance(planned, Plan)
-        bounds = ("--max-num-seqs", "12", "--max-num-batched-tokens", str(planned.max_num_batched_tokens))
         taken = Plan.from_json(good("inspect", "--vllm", value, *bounds, "--json").stdout)
         assert set(taken.keys) == set(planned.keys)
         assert 0 < len(planned.keys) <= int(graphs)
@@ -453,7 +459,7 @@ def test_plan_diff(home: Path) -> None:
 
 def test_a_plan_on_other_traffic(home: Path) -> None:
     """Graphs of 2 and 7 tokens; then batches have 4 tokens, which take 1200/7 instead of 600/7 us above 100."""
-    command = (*use_traffic(home), "--max-graphs", "2")
+    command = (*use_traffic(home), "--max-graphs", "2", "--insurance", "0")
     good(*command, "--output", "plan.json")
     (home / "tomorrow.csv").write_text("num_tokens,num_reqs,uniform,count\n4,4,true,90\n2,1,false,10\n")
     check = ("plan", "check", "plan.json", "--step-times", "times.csv", "--traffic")

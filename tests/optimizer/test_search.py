@@ -460,7 +460,7 @@ def test_one_list_for_all_lanes_is_exact(instance: Instance, graphs: int) -> Non
         return
     found = search(problem, Limits(graphs))
     served = [lane.lane for lane in problem.lanes]
-    stride = max(stride_of(lane, plan) for lane in served)
+    stride = plan.query_len if any(lane.mode is FULL for lane in served) else 1
     most = max(largest_of(lane, plan) for lane in served)
     least = problem.eager_total / problem.weight
     for number in range(1, graphs + 1):
@@ -472,6 +472,8 @@ def test_one_list_for_all_lanes_is_exact(instance: Instance, graphs: int) -> Non
     chosen = found.chosen(graphs)
     assert sum(map(len, chosen)) <= graphs
     expected = Run(instance.keys(problem, chosen), instance.traffic, times).expected_us
-    if np.isfinite(found.bound[-1]):
+    if found.bound[-1] >= found.value[-1] * (1 - 1e-9):  # it is said to be proven
         assert expected == pytest.approx(least)
+    else:
+        assert any(one.mode is PIECEWISE for one in served), "times of a mode never fall"
     assert expected <= found.value[-1] / problem.weight * (1 + 1e-9)
