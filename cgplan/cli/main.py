@@ -383,7 +383,7 @@ def _share(text: str) -> float:
 )
 def plan_check(
     plan: Annotated[Path, Argument(metavar="PLAN", help="A saved plan.")],
-    traffic: Annotated[Path, Option(metavar="FILE", help="Other traffic, as `cgplan plan --traffic` takes it.")],
+    traffic: Annotated[Path, Option(metavar="FILE", help="Other traffic: one file, as `cgplan plan` takes it.")],
     speedup: Speedup = 1.0,
     step_times: StepTimes = None,
     max_regret: Annotated[

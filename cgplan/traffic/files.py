@@ -505,7 +505,7 @@ def _bench_requests(rows: Iterable[tuple[str, _BenchRow]], notes: list[str]) -> 
 def _conversations(text: str, path: Path, rate: float | None, notes: list[str]) -> Iterator[tuple[str, _RequestRow]]:
     """The first two messages of each conversation, as vLLM's and SGLang's benchmarks take them."""
     if rate is None or not 0 < rate < math.inf:
-        remedy = "Set traffic.request_rate in the configuration: requests a second."
+        remedy = "Give the configuration a whole `traffic` section: traffic.request_rate, requests a second, is taken."
         raise TrafficError(f"{path}: conversations have no times", remedy=remedy)
     notes.append(f"lengths are of the first two messages, 4 characters a token; Poisson arrivals, {rate:g} a second")
     try:

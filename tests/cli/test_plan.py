@@ -192,7 +192,7 @@ def test_plan_for_conversations_needs_a_rate(home: Path) -> None:
     talk = [{"from": "human", "value": "a b c"}, {"from": "gpt", "value": "d e f"}]
     (home / "chat.json").write_text(json.dumps([{"id": "1", "conversations": talk}] * 9))
     command = (*PLAN, "--traffic", "chat.json", "--step-times", "times.csv")
-    assert "traffic.request_rate" in refused(errors.TrafficError, *command)
+    assert "traffic.request_rate, requests a second, is taken" in refused(errors.TrafficError, *command)
     made = "traffic={request_rate: 1, prompt_median: 5, prompt_p95: 9, output_median: 4, output_p95: 8}"
     evidence = plan_of(*command, *settings(made)).evidence
     assert evidence is not None
