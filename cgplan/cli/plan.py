@@ -249,6 +249,7 @@ def _for_traffic(
         return _by_ladder(loaded, priced)
     from cgplan.optimizer.propose import choose, propose  # numpy from here on
     from cgplan.traffic.files import read_traffic, synthetic_requests
+    from cgplan.traffic.simulation import RequestTrace
 
     times, base = _times_of(step_times, config, priced.machine), build_plan(config)
     if loads.files:
@@ -267,9 +268,10 @@ def _for_traffic(
         return [(_steps(source, plan, times, config), weight) for source, weight in sources]
 
     options: dict[str, Any] = {"insurance": loads.insurance, "worst": loads.worst, "one_list": one_list}
-    known = times, priced.costs, priced.failed
-    again = steps(choose(config, steps(base), *known, **options).plan)  # requests make other batches where steps differ
-    proposal = propose(config, again, *known, **options)
+    known, traffic = (times, priced.costs, priced.failed), steps(base)
+    if any(isinstance(source, RequestTrace) for source, _ in sources):  # they make other batches where steps differ
+        traffic = steps(choose(config, traffic, *known, **options).plan)
+    proposal = propose(config, traffic, *known, **options)
     plan, evidence = proposal.plan.model_copy(update={"machine": priced.machine}), proposal.evidence
     return plan, pareto_plot(evidence) if evidence.pareto else None, padding_bars(evidence)
 

@@ -5,7 +5,6 @@ And the problem of a search: the sizes that it chooses among, and the batches th
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -88,13 +87,12 @@ class Run:
     """
 
     def __init__(self, keys: Iterable[Key], traffic: Traffic, times: StepTimes) -> None:
-        rows = traffic.columns.T
         self._tokens, _, self._uniform, self._loras, self._weight = traffic.columns
         self.traffic, self.times, self._size = traffic, times, self._tokens.copy()
-        self.place = np.full(len(rows), np.inf)
+        self.place = np.full(self._tokens.size, np.inf)
         sizes = grouped((Lane.of(mode, key), key.num_tokens) for mode, key in keys)
         self._lanes = sorted(sizes, key=place_of)
-        self._time, self._unpadded = np.zeros(len(rows)), np.zeros(len(rows))
+        self._time, self._unpadded = np.zeros(self._tokens.size), np.zeros(self._tokens.size)
         for lane in self._lanes:
             held = np.unique(sizes[lane])
             runs = np.isinf(self.place) & self._may_run(lane, held[-1])
@@ -443,17 +441,13 @@ def _aligned(
 
 def _relaxed(lane: Candidates, plan: Plan, costs: GraphCosts) -> Candidates:
     """The lane with the least costs of any size that runs as many batches: between bends, costs lie on lines."""
-    sizes = lane.sizes.tolist()
-    ends = sorted({*(n for n in costs.bends if n <= largest_of(lane.lane, plan)), largest_of(lane.lane, plan)})
-    figures = [
-        np.array([0.0, *(min(map(figure, (n, *ends[bisect_left(ends, n) :]))) for n in sizes[1:])])
-        for figure in (
-            lambda n: costs.driver_bytes(key_of(lane.lane, n, plan)),
-            lambda n: costs.seconds(key_of(lane.lane, n, plan)),
-        )
-    ]
-    least = [np.minimum(found, own) for found, own in zip(figures, (lane.driver, lane.seconds), strict=True)]
-    same = all(np.array_equal(a, b) for a, b in zip(least, (lane.driver, lane.seconds), strict=True))
+    most = largest_of(lane.lane, plan)
+    ends = sorted({*(n for n in costs.bends if n <= most), most})
+    keys, least = [key_of(lane.lane, n, plan) for n in ends], list[Floats]()
+    for own, figure in ((lane.driver, costs.driver_bytes), (lane.seconds, costs.seconds)):
+        from_here = np.minimum.accumulate([float(figure(key)) for key in reversed(keys)])[::-1]
+        least.append(np.append(own[:1], np.minimum(own[1:], from_here[np.searchsorted(ends, lane.sizes[1:])])))
+    same = np.array_equal(least[0], lane.driver) and np.array_equal(least[1], lane.seconds)
     return lane if same else replace(lane, driver=least[0], seconds=least[1])
 
 

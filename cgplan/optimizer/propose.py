@@ -127,17 +127,16 @@ def choose(
     limits = Limits(min(budget.max_graphs or MOST, MOST), memory, seconds)
     bounded = (budget.max_graphs, memory, seconds) != (None, None, None)
     curve = curve_of(loads)
-    is_good: Callable[[Iterable[Key]], bool] = lambda keys: True  # noqa: E731, ARG005
+    goals = [ladders[name] for name in (asked, "vllm") if name in ladders] or [*ladders.values()]
+    is_good = _as_good_as(() if bounded else goals, curve, [load for load, _ in loads], insurance)
     if bounded:
         _check_one_graph(limits, curve)
     else:
-        goals = [ladders[name] for name in (asked, "vllm") if name in ladders] or [*ladders.values()]
-        is_good = _as_good_as(goals, curve, [load for load, _ in loads], insurance)
         counts = range(curve.most_of_it(), curve.graphs + 1)
         enough = (graphs for graphs in counts if is_good(curve.keys_of(curve.found.chosen(graphs))))
         limits = Limits(next(enough, None) or curve.last())
     best = best_plan(curve.problem, limits, slack=WORTH * curve.problem.changeable * bounded)
-    while not bounded and limits.graphs < curve.graphs and not is_good(curve.keys_of(best.chosen)):
+    while not is_good(curve.keys_of(best.chosen)) and limits.graphs < curve.graphs:
         limits = Limits(limits.graphs + 1)  # points of the curve are not searched to the end
         best = best_plan(curve.problem, limits)
     alone: list[float] = []
@@ -323,7 +322,7 @@ class Curve:
         return graphs
 
     def most_of_it(self) -> int:
-        """The fewest graphs that bring 95% of what a graph for every size would; all, if the curve is too short."""
+        """The fewest graphs that bring 95% of what a graph for every size would; beyond a curve that is too short."""
         eager, bound = self.problem.eager_total, self.problem.infinite_us * self.problem.weight
         return int(np.append(self.found.value <= bound + CLOSE * (eager - bound), True).argmax())
 

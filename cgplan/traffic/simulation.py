@@ -16,7 +16,7 @@ from cgplan.planning import CudagraphDispatcher, Plan
 from cgplan.traffic.histogram import StepShape, Traffic
 
 if TYPE_CHECKING:
-    from cgplan.traffic.step_times import StepTimes
+    from cgplan.traffic.step_times import Floats, StepTimes
 
 NO_ADAPTER = -1
 StepTime = Callable[[StepShape], float]  # shape of a step -> microseconds
@@ -309,12 +309,12 @@ def step_clock(plan: Plan, times: StepTimes) -> StepTime:
     dispatch, sizes = CudagraphDispatcher(plan).dispatch, np.arange(plan.max_num_batched_tokens + 1)
 
     @cache
-    def table(mode: CUDAGraphMode, adapters: int) -> list[float]:
-        return [float(time) for time in times.at(mode, sizes, adapters)]
+    def table(mode: CUDAGraphMode, adapters: int) -> Floats:
+        return times.at(mode, sizes, adapters)
 
     def microseconds(shape: StepShape) -> float:
         mode, descriptor = dispatch(shape.num_tokens, shape.uniform, shape.num_active_loras)
         adapters = shape.num_active_loras if mode is CUDAGraphMode.NONE else descriptor.num_active_loras
-        return table(mode, adapters)[descriptor.num_tokens]
+        return float(table(mode, adapters)[descriptor.num_tokens])
 
     return microseconds
