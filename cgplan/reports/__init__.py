@@ -3,6 +3,7 @@
 from cgplan.reports import plan_tables, run_tables  # each registers its renderers
 from cgplan.reports.layout import render, render_text
 from cgplan.reports.records import (
+    AuditReport,
     BenchRecord,
     BenchReport,
     CaptureReport,
@@ -15,6 +16,7 @@ from cgplan.reports.records import (
 )
 
 __all__ = [
+    "AuditReport",
     "BenchRecord",
     "BenchReport",
     "CaptureReport",
