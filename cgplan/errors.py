@@ -23,6 +23,7 @@
     ├── DispatchMissError         15   no graph serves this batch and on_miss is `error`
     ├── AddressError              18   a tensor that a graph was captured with has moved
     ├── NumbersError              19   a replay differs from the model's own code, or padding reaches real rows
+    ├── AuditError                25   captured graphs point into memory that is not the runner's
     ├── DistributedError          40   ranks cannot work together
     │   ├── RendezvousError       41   ... because one of them did not come
     │   ├── RankMismatchError     42   ... because they differ: configuration, model, torch, driver, captures
@@ -155,6 +156,10 @@ class NumbersError(CgplanError, exit_code=19):
     """In debug mode a replay gave other numbers than the model's own code; or padding reached real rows, in debug mode
     or in the proof of ``cgplan.graphed``.
     """
+
+
+class AuditError(CgplanError, exit_code=25):
+    """Captured graphs hold pointers into memory that is free, gone, or somebody else's; the message lists them."""
 
 
 class DistributedError(CgplanError, exit_code=40):

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import torch
 
+from cgplan.backends.graph_nodes import Block, GraphNodes, MemoryKind
 from cgplan.buffers.copier import Copier
 from cgplan.buffers.static import StaticBuffers
 from cgplan.errors import BackendError, CaptureError
@@ -120,6 +121,22 @@ class GraphBackend(ABC):
     @abstractmethod
     def num_nodes(self, graph: Graph) -> int | None:
         """Kernel nodes of the graph (tape: operators); None where they cannot be counted."""
+
+    @abstractmethod
+    def open_graph(self) -> tuple[Graph, int] | None:
+        """The graph that this thread captures into, and how many nodes it has so far."""
+
+    @abstractmethod
+    def nodes(self, graph: Graph) -> GraphNodes:
+        """The nodes of a captured graph. Raises BackendError where they cannot be read."""
+
+    @abstractmethod
+    def blocks(self) -> list[Block]:
+        """The memory of the device that is reserved for tensors, graph pools of all backends included; disjoint."""
+
+    @abstractmethod
+    def memory_at(self, address: int) -> MemoryKind | None:
+        """The kind of memory at an address outside of ``blocks``; None where there is none."""
 
     def notes(self, graph: Graph) -> tuple[str, ...]:  # noqa: ARG002
         """What the backend does not know of a captured graph, for the report."""

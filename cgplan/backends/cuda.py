@@ -29,7 +29,9 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from cgplan.backends.backend import Feature, GraphBackend, MemoryReading, foreign_pool, gc_paused, tensor_on
-from cgplan.backends.cuda_workspaces import keep_workspaces, own_stream
+from cgplan.backends.blame import users_line
+from cgplan.backends.cuda_workspaces import keep_workspaces, own_stream, workspace_pool
+from cgplan.backends.graph_nodes import Block, CudaNodes, GraphNodes, Launch, MemoryKind
 from cgplan.buffers.copier import Copier
 from cgplan.buffers.copy_kernel import INPUTS, KernelCopier, load_copy_kernel
 from cgplan.buffers.pinned import StagingBlocks, empty_pinned, fence_behind, stream_at
@@ -71,11 +73,15 @@ class CudaGraph:
     graph: torch.cuda.CUDAGraph
     captured: bool = False
     stream: torch.cuda.Stream | None = None
+    launches: list[Launch] = field(default_factory=list)
 
     def drop(self) -> None:
         self.graph.reset()
         self.pool.graphs.discard(self)
         self.captured = False
+
+
+_pools = weakref.WeakSet[CudaPool]()
 
 
 def segments_of(device: torch.device, pools: Iterable[CudaPool]) -> list[dict[str, Any]]:
@@ -111,6 +117,11 @@ def count_kernels(runtime: Any, graph: Any) -> int:
     return total
 
 
+def _line(block: dict[str, Any]) -> str:
+    frames = block.get("frames") or ()
+    return users_line((frame["filename"], frame["line"]) for frame in frames) if frames else ""
+
+
 class CudaBackend(GraphBackend):
     """Graphs on one GPU. Raises BackendError if that GPU is not there."""
 
@@ -133,10 +144,14 @@ class CudaBackend(GraphBackend):
             self._stream = own_stream(self)
             self._token = torch.zeros(1, device=self.device)
         self._failed: list[torch.cuda.CUDAGraph] = []
+        self._open: CudaGraph | None = None
+        self._nodes: CudaNodes | None = None
+        self._current_stream = self.stream_getter()
         self._generators: dict[int, torch.Generator] = {}
 
     def new_pool(self) -> CudaPool:
-        return CudaPool(self)
+        _pools.add(pool := CudaPool(self))
+        return pool
 
     def pool_bytes(self, *pools: CudaPool) -> int:
         return sum(segment["total_size"] for segment in segments_of(self.device, pools))
@@ -167,9 +182,11 @@ class CudaBackend(GraphBackend):
             ) from error
         graph.stream = stream
         graph.pool.graphs.add(graph)
+        self._open = graph
 
     def end(self, graph: CudaGraph) -> None:
         """Raises CaptureMemoryError without memory to instantiate it."""
+        self._open = None
         try:
             with torch.cuda.stream(graph.stream):
                 graph.graph.capture_end()
@@ -195,6 +212,7 @@ class CudaBackend(GraphBackend):
         graph.captured = True
 
     def abort(self, graph: CudaGraph) -> None:
+        self._open = None
         try:
             with torch.cuda.stream(graph.stream):
                 graph.graph.capture_end()
@@ -252,6 +270,32 @@ class CudaBackend(GraphBackend):
         if runtime is None or not graph.captured:
             return None
         return count_kernels(runtime, runtime.cudaGraph_t(graph.graph.raw_cuda_graph()))
+
+    def open_graph(self) -> tuple[CudaGraph, int] | None:
+        runtime = cuda_runtime()
+        if self._open is None or runtime is None or not torch.cuda.is_current_stream_capturing():
+            return None
+        raw = runtime.cudaStreamGetCaptureInfo(self._current_stream())[3]
+        return self._open, int(runtime.cudaGraphGetNodes(raw)[2])
+
+    def nodes(self, graph: CudaGraph) -> GraphNodes:
+        self._nodes = self._nodes or CudaNodes()
+        return self._nodes.read(graph.graph.raw_cuda_graph())
+
+    def blocks(self) -> list[Block]:
+        pools: dict[Any, Any] = {handle: pool for pool in _pools for handle in pool.handles}
+        pools |= {(0, 0): None, workspace_pool(self.device): "library"}
+        return [
+            Block(b["address"], b["address"] + b["size"], pools.get(handle, handle), b["state"] == "inactive", _line(b))
+            for s in torch.cuda.memory._snapshot()["segments"]
+            if s["device"] == self.device.index
+            for handle in [s["segment_pool_id"]]
+            for b in s["blocks"]
+        ]
+
+    def memory_at(self, address: int) -> MemoryKind | None:
+        self._nodes = self._nodes or CudaNodes()
+        return self._nodes.memory_at(address)
 
     def borrow(self, tensor: Tensor) -> Tensor:
         if tensor.device != self.device:

@@ -33,6 +33,11 @@ def _pool(device: int) -> torch.cuda.MemPool:
         return torch.cuda.MemPool()
 
 
+def workspace_pool(device: torch.device) -> Any:
+    """The number of the pool in which a device's workspaces lie."""
+    return _pool(torch.cuda.current_device() if device.index is None else device.index).id
+
+
 @cache
 def _operands(device: int) -> tuple[torch.Tensor, ...]:
     """Matrices to multiply; they lie beside other small tensors, because they stay, too."""

@@ -14,17 +14,20 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from cgplan.backends.backend import Feature, GraphBackend, MemoryReading, foreign_pool, gc_paused, tensor_on
 from cgplan.backends.capture_answers import ALL_OTHERS, answering
-from cgplan.backends.host_sync import HostGuard, as_written
+from cgplan.backends.graph_nodes import Block, GraphNodes, Launch, MemoryKind
+from cgplan.backends.host_sync import HostGuard, as_written, tensors_in
 from cgplan.backends.tape_pool import TapePool
 from cgplan.backends.tape_recorder import Recorder, Step, Tape, replay
 
@@ -37,6 +40,11 @@ class TapeGraph:
     steps: list[Step] | None = None
     recording: tuple[Tape, ExitStack] | None = None
     notes: tuple[str, ...] = ()
+    launches: list[Launch] = field(default_factory=list)
+    constants: frozenset[int] = frozenset()
+
+
+_living = weakref.WeakSet[TapePool]()
 
 
 class _RecorderOfThread(threading.local):
@@ -58,11 +66,13 @@ class TapeBackend(GraphBackend):
         self._pool_limit = pool_limit
         self._thread = _RecorderOfThread()
         self._pools: weakref.WeakKeyDictionary[TapePool, weakref.WeakSet[TapeGraph]] = weakref.WeakKeyDictionary()
+        self._open: TapeGraph | None = None
 
     def new_pool(self) -> TapePool:
         pool = TapePool(self._pool_limit)
         pool.backend = self
         self._pools[pool] = weakref.WeakSet()
+        _living.add(pool)
         return pool
 
     def pool_bytes(self, *pools: TapePool) -> int:
@@ -82,6 +92,7 @@ class TapeBackend(GraphBackend):
             modes.enter_context(HostGuard(tape.refusals))
             modes.enter_context(self._thread.recorder.recording(tape))
             graph.recording = (tape, modes.pop_all())
+        self._open = graph
 
     def end(self, graph: TapeGraph) -> None:
         """Raises HostSyncError for an operator that needed the host, also if the forward caught the error then."""
@@ -89,7 +100,7 @@ class TapeBackend(GraphBackend):
         if tape.refusals.first is not None:
             self._trim(graph.pool)
             raise tape.refusals.first
-        graph.steps, graph.notes = tape.steps, tuple(tape.notes)
+        graph.steps, graph.notes, graph.constants = tape.steps, tuple(tape.notes), frozenset(tape.constants)
         self._pools[graph.pool].add(graph)
 
     def abort(self, graph: TapeGraph) -> None:
@@ -112,6 +123,29 @@ class TapeBackend(GraphBackend):
 
     def num_nodes(self, graph: TapeGraph) -> int | None:
         return None if graph.steps is None else len(graph.steps)
+
+    def open_graph(self) -> tuple[TapeGraph, int] | None:
+        graph = self._open
+        return None if graph is None or graph.recording is None else (graph, len(graph.recording[0].steps))
+
+    def nodes(self, graph: TapeGraph) -> GraphNodes:
+        names, tensors, nodes = list[str](), list[Tensor](), list[int]()
+        for index, step in enumerate(graph.steps or ()):
+            func: Any = step.call
+            names.append((func.args[0] if isinstance(func, partial) else func)._schema.name)
+            used = [*tensors_in((step.args, step.kwargs)), *(slot for _, slot in step.copies)]
+            used = [t for t in used if t.numel() and t.untyped_storage().data_ptr() not in graph.constants]
+            tensors += used
+            nodes += [index] * len(used)
+        words = np.array([tensor.data_ptr() for tensor in tensors], np.uint64)
+        certain = np.ones(len(words), np.bool_)
+        return GraphNodes(tuple(names), 0, words, np.array(nodes, np.int64), certain, tuple(tensors))
+
+    def blocks(self) -> list[Block]:
+        return [Block(start, end, pool, is_free, "") for pool in _living for start, end, is_free in pool.spans()]
+
+    def memory_at(self, address: int) -> MemoryKind | None:  # noqa: ARG002
+        return "host"
 
     def notes(self, graph: TapeGraph) -> tuple[str, ...]:
         return graph.notes
@@ -175,7 +209,7 @@ class TapeBackend(GraphBackend):
     def _stop(self, graph: TapeGraph) -> Tape:
         assert graph.recording is not None, "no capture is under way in this graph"
         tape, modes = graph.recording
-        graph.recording = None
+        graph.recording = self._open = None
         modes.close()
         tape.finish()
         return tape

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -61,6 +62,17 @@ class TapePool:
     def free_bytes(self) -> int:
         """Bytes reserved and not taken."""
         return sum(sum(segment.free.values()) for segment in self._segments)
+
+    def spans(self) -> Iterator[tuple[int, int, bool]]:
+        """Stretches of addresses that are taken or free, by their beginning and end, and whether they are free."""
+        for segment in self._segments:
+            base, at = np.frombuffer(segment.memory, np.uint8).ctypes.data, 0
+            for offset, length in [*sorted(segment.free.items()), (segment.memory.nbytes, 0)]:
+                if at < offset:
+                    yield base + at, base + offset, False
+                if length:
+                    yield base + offset, base + offset + length, True
+                at = offset + length
 
     def take(self, nbytes: int) -> torch.UntypedStorage:
         """A storage of ``nbytes`` bytes on a block of the pool. It still holds its former contents."""

@@ -148,13 +148,14 @@ class Tape:
 
     Results of operators are placed in the pool. Views make no step, because addresses do not change. Memory from before
     the recording that is written to gets its old bytes back in ``finish``, and so do random generators: on a GPU, too,
-    a capture runs nothing.
+    a capture runs nothing. ``constants``: addresses of storages that hold numbers of the Python code.
     """
 
     def __init__(self, pool: TapePool) -> None:
         self.steps: list[Step] = []
         self.refusals = Refusals()
         self.notes: dict[str, None] = {}
+        self.constants: set[int] = set()
         self._pool = pool
         # Tensors of an earlier graph that are dropped while this one records: their blocks are reused and overwritten.
         self._earlier = [(storage, storage.clone()) for storage in pool.aliases.values()]
@@ -199,6 +200,7 @@ class Tape:
         call = partial(_awaited, func) if func.namespace == "_c10d_functional" else func
         if func is torch.ops.aten.lift_fresh.default:  # a constant of the Python code: each replay gets a fresh copy
             call = torch.ops.aten.clone.default
+            self.constants |= {tensor.untyped_storage().data_ptr() for tensor in given}
         old = {t.untyped_storage()._cdata for t in given}
         fixed = tree_map_only(Tensor, self._fixed, (args, kwargs))  # before the operator changes their layout
         flat, spec = tree_flatten(call(*args, **kwargs))

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from cgplan.backends import MemoryReading
+from cgplan.captures.audit import audit, audit_error
 from cgplan.captures.budget import NO_GRAPH, BudgetGuard
 from cgplan.captures.environment import describe_environment
 from cgplan.captures.failures import drop_locals
@@ -30,7 +31,7 @@ from cgplan.modes import BatchDescriptor, CUDAGraphMode, Key
 from cgplan.optimizer.subset import restricted
 from cgplan.planning import MissReason, Plan
 from cgplan.planning.plan import capture_order
-from cgplan.reports.records import CaptureReport, FailedKey, GraphRecord
+from cgplan.reports.records import AuditReport, CaptureReport, FailedKey, GraphRecord
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,7 @@ class CapturedKeys:
         self._loaded_bytes: int | None = None  # that the driver took for kernels
         self._workspace_bytes: int | None = None  # None: nothing was ever captured
         self._seconds = 0.0
+        self._audited: AuditReport | None = None
 
     @property
     def keys(self) -> tuple[Key, ...]:
@@ -137,8 +139,16 @@ class CapturedKeys:
         if self._records:
             self._note_workspace()
         graphed.seal()
+        if graphed.config.compilation.audit != "off":
+            self._audited = self.audit()
+            if self._audited.findings and graphed.config.compilation.audit == "error":
+                raise audit_error(self._audited)
         self._write_report()
         self.report = self._together.completed(self.report)
+
+    def audit(self) -> AuditReport:
+        """Who owns the memory that the graphs point to now. Raises BackendError where nodes cannot be read."""
+        return audit(self.graphed, self._environment)
 
     def capture(
         self, keys: Collection[Key], *, evicted: Collection[Key] = (), renew: bool = False, from_zero: bool = False
@@ -294,6 +304,7 @@ class CapturedKeys:
             warnings=(*plan.warnings, *self._warnings(), *no_graph),
             looked_at=graphed.looked_at,
             state=graphed.state,
+            audit=self._audited,
         )
         if guard.active:
             budget = guard.record(self._left_out, skipped, report.graph_bytes - guard.shared_bytes)

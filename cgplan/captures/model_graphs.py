@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ from cgplan.backends import GraphBackend, MemoryReading
 from cgplan.backends.backend import autocast_cache
 from cgplan.backends.capture_answers import answering
 from cgplan.backends.context import CaptureScope, forward_context
+from cgplan.backends.graph_nodes import OperatorLog
 from cgplan.buffers.outputs import OutputRows
 from cgplan.buffers.static import StaticBoxes, StaticBuffers, Tensors
 from cgplan.captures.failures import drop_locals, explain_failure
@@ -228,7 +229,8 @@ class ModelGraphs:
                 before, pool_before = backend.memory(), self.pools.nbytes
                 read = time.perf_counter()
                 capturing = True
-                with kept.noting_capture(), self._answering(mode, capturing=True):
+                log = nullcontext() if self.config.compilation.audit == "off" else OperatorLog(backend)
+                with kept.noting_capture(), self._answering(mode, capturing=True), log:
                     output = self.run_graphed(mode, descriptor, self.views(descriptor))
             except Exception as error:
                 footprint = self._footprints.get(mode)
@@ -403,6 +405,18 @@ class ModelGraphs:
         wrapper = self.wrapper if mode is CUDAGraphMode.FULL else self.route.chain
         entry = None if wrapper is None else wrapper.entries.get(descriptor)
         return entry if entry is not None and entry.scope is self.scope.mark else None
+
+    def captured(self) -> Iterator[tuple[Key, CUDAGraphEntry]]:
+        """All entries by key; those of PIECEWISE by wrappers have one for each wrapper."""
+        for wrapper in self.scope.wrappers:
+            for entry in wrapper.entries.values():
+                if entry.scope is self.scope.mark:
+                    yield (wrapper.runtime_mode, entry.descriptor), entry
+
+    def captured_addresses(self) -> dict[int, str]:
+        """Where the model's tensors lay when the captures ended, by address; empty without an address check."""
+        places = {} if self._sealed is None else self._sealed.places
+        return {place.address: path for path, place in places.items() if place.address is not None}
 
     def evict(self, keys: Collection[Key]) -> None:
         """Free the graphs of these keys; the plan stays as it is.

@@ -395,6 +395,13 @@ class CompilationConfig(Section):
     compiled code with `compiler: inductor`), and with NaN in the padding rows of floating-point inputs (copies of real
     rows where operators check values on the device); outputs are copies that the next call fills with NaN.
     """
+    audit: Annotated[
+        Literal["off", "report", "error"], BeforeValidator(lambda value: "off" if value is False else value)
+    ] = "off"
+    """Whether, when a session's captures are over, each pointer in each graph is looked up: into memory of the model,
+    the runner, its pools, or of nobody. report: the report says what was found. error: a pointer into memory that is
+    not the runner's is an error. Captures note operators and lines for it, which takes time.
+    """
     attention_support: Attention = AttentionSupport.ALWAYS
     """Batches for which the model's attention can stand inside a FULL graph: ALWAYS, UNIFORM_BATCH,
     UNIFORM_SINGLE_TOKEN_DECODE or NEVER.

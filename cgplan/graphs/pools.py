@@ -161,6 +161,11 @@ class RunnerPools:
         """Bytes that all pools have reserved, with those of earlier generations that are still in use."""
         return self._backend.pool_bytes(*self._pools.values(), *self._old)
 
+    @property
+    def handles(self) -> tuple[Any, ...]:
+        """The backend's pools of this generation."""
+        return tuple(self._pools.values())
+
     def of(self, key: Key) -> Any:
         """The pool that a key is captured into."""
         name = {"shared": None, "per_mode": key[0], "per_graph": key}[self.policy]

@@ -181,6 +181,68 @@ class RankRecord(Record):
     session_seconds: float
 
 
+OwnerKind = Literal[
+    "parameter or buffer", "state", "static buffer", "graph pool", "another runner's pool", "library", "random state",
+    "peer", "host memory", "free block", "unowned block", "unmapped", "unproven",
+]  # fmt: skip
+Problem = Literal["free block", "unowned block", "unmapped"]
+
+
+class OwnerRecord(Record):
+    """Memory that captured graphs point into."""
+
+    kind: OwnerKind
+    name: str  # such as ``model.layers[0].weight``
+    nbytes: int | None  # None where the size is not known
+    words: int  # pointers into it, of all graphs
+    keys: int  # with such a pointer
+
+
+class Finding(KeyRecord):
+    """A pointer of a captured graph into memory that is not the runner's: a replay reads or writes what others do."""
+
+    problem: Problem
+    graph: int  # from 0, of the key's graphs
+    node: int  # from 0, in the order of the capture
+    kernel: str  # or memcpy, memset; on the tape the operator
+    operator: str | None = None  # that launched the node, and its line; None without ``compilation.audit``
+    line: str | None = None
+    address: int
+    detail: str  # what is known of the memory
+
+    @property
+    def text(self) -> str:
+        launched = f", {self.operator} at {self.line}" if self.operator else ""
+        return (
+            f"{self.mode} {self.descriptor}, node {self.node} ({self.kernel}{launched}): {self.problem}, {self.detail}"
+        )
+
+
+class AuditedKey(KeyRecord):
+    """Figures of one key's graphs."""
+
+    graphs: int
+    nodes: int
+    opaque: int  # nodes whose memory cannot be read
+    words: int  # pointers that were found
+    kinds: dict[OwnerKind, int]  # pointers by the owner of their memory
+    kernels: dict[str, int]  # nodes by kernel; on the tape by operator
+
+
+class AuditReport(ShownRecord):
+    """Who owns the memory that captured graphs point to. Seconds."""
+
+    kind: Literal["audit"] = "audit"
+    schema_version: int = REPORT_SCHEMA_VERSION
+    environment: Environment
+    keys: tuple[AuditedKey, ...]  # in capture order
+    owners: tuple[OwnerRecord, ...]  # the most pointers first
+    findings: tuple[Finding, ...]
+    read_seconds: float  # for the nodes of all graphs
+    classify_seconds: float  # for their pointers
+    notes: tuple[str, ...] = ()
+
+
 class CaptureReport(ShownRecord):
     """Memory (bytes) and time (seconds) that the capture of a plan took; None where a figure is not known."""
 
@@ -209,6 +271,7 @@ class CaptureReport(ShownRecord):
     ranks: tuple[RankRecord, ...] = ()  # of a capture by several processes, whose other figures are rank 0's
     looked_at: str = ""  # the part of the model whose state and addresses are checked, in one line
     state: tuple[StateRecord, ...] = ()  # that warm-ups and captures wrote
+    audit: AuditReport | None = None  # of the graphs of the session, with ``compilation.audit``
 
     @property
     def warmup_seconds(self) -> float:
@@ -360,68 +423,6 @@ class DoctorReport(ShownRecord):
     capture: CaptureReport
     rows: tuple[CoverageRecord, ...]
     outside: dict[str, int]  # calls of eager pieces in a step, by name and line
-
-
-OwnerKind = Literal[
-    "parameter or buffer", "state", "static buffer", "graph pool", "another runner's pool", "library", "random state",
-    "peer", "host memory", "free block", "unowned block", "unmapped", "unproven",
-]  # fmt: skip
-Problem = Literal["free block", "unowned block", "unmapped"]
-
-
-class OwnerRecord(Record):
-    """Memory that captured graphs point into."""
-
-    kind: OwnerKind
-    name: str  # such as ``model.layers[0].weight``
-    nbytes: int | None  # None where the size is not known
-    words: int  # pointers into it, of all graphs
-    keys: int  # with such a pointer
-
-
-class Finding(KeyRecord):
-    """A pointer of a captured graph into memory that is not the runner's: a replay reads or writes what others do."""
-
-    problem: Problem
-    graph: int  # from 0, of the key's graphs
-    node: int  # from 0, in the order of the capture
-    kernel: str  # or memcpy, memset; on the tape the operator
-    operator: str | None = None  # that launched the node, and its line; None without ``compilation.audit``
-    line: str | None = None
-    address: int
-    detail: str  # what is known of the memory
-
-    @property
-    def text(self) -> str:
-        launched = f", {self.operator} at {self.line}" if self.operator else ""
-        return (
-            f"{self.mode} {self.descriptor}, node {self.node} ({self.kernel}{launched}): {self.problem}, {self.detail}"
-        )
-
-
-class AuditedKey(KeyRecord):
-    """Figures of one key's graphs."""
-
-    graphs: int
-    nodes: int
-    opaque: int  # nodes whose memory cannot be read
-    words: int  # pointers that were found
-    kinds: dict[OwnerKind, int]  # pointers by the owner of their memory
-    kernels: dict[str, int]  # nodes by kernel; on the tape by operator
-
-
-class AuditReport(ShownRecord):
-    """Who owns the memory that captured graphs point to. Seconds."""
-
-    kind: Literal["audit"] = "audit"
-    schema_version: int = REPORT_SCHEMA_VERSION
-    environment: Environment
-    keys: tuple[AuditedKey, ...]  # in capture order
-    owners: tuple[OwnerRecord, ...]  # the most pointers first
-    findings: tuple[Finding, ...]
-    read_seconds: float  # for the nodes of all graphs
-    classify_seconds: float  # for their pointers
-    notes: tuple[str, ...] = ()
 
 
 Way = Literal["proposed", "exchanged", "new generation", "new buffers"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import groupby
+from itertools import groupby, islice
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -27,6 +27,7 @@ from cgplan.reports.layout import (
 from cgplan.reports.plan_tables import head_rows
 from cgplan.reports.records import (
     OURS,
+    AuditReport,
     BaselineRecord,
     BaselinesRecord,
     BenchReport,
@@ -34,12 +35,14 @@ from cgplan.reports.records import (
     CaptureReport,
     DoctorReport,
     Environment,
+    Finding,
     RankRecord,
     SplitRecord,
 )
 from cgplan.units import counted, format_bytes, format_microseconds, format_ratio, format_seconds, grouped
 
 MOST_STOPS = 3
+MOST_OWNERS = 20
 
 
 @render.register
@@ -442,3 +445,52 @@ def _doctor(report: DoctorReport) -> RenderableType:
         Column("inside graphs", lambda r: f"{r.inside:.0%}"),
     )
     return stacked(head, table)
+
+
+@render.register
+def _audit(report: AuditReport) -> RenderableType:
+    seconds = f"{format_seconds(report.read_seconds)} to read, {format_seconds(report.classify_seconds)} to look up"
+    nodes, words = sum(key.nodes for key in report.keys), sum(key.words for key in report.keys)
+    rows = [
+        *environment_rows(report.environment),
+        ("pointers", f"{words:,} in {nodes:,} nodes; {seconds}"),
+    ]
+    found = f"{counted(len(report.findings), 'pointer')} into memory that is not the runner's"
+    rows += [("findings", found if report.findings else "none")]
+    rows += [("note", text) for text in report.notes]
+    keys = Grid(
+        report.keys,
+        TextColumn("key", lambda r: f"{r.mode} {r.descriptor}"),
+        Column("graphs", "graphs"),
+        Column("nodes", "nodes"),
+        Column("not read", "opaque"),
+        Column("pointers", "words"),
+        Column("findings", lambda r: sum(finding.key == r.key for finding in report.findings)),
+    )
+    owners = Grid(
+        report.owners[:MOST_OWNERS],
+        TextColumn("owner", "kind"),
+        TextColumn("name", "name"),
+        Column("size", "nbytes", format_bytes),
+        Column("pointers", "words"),
+        Column("keys", "keys"),
+    )
+    more = len(report.owners) - MOST_OWNERS
+    return stacked(
+        facts("Audit", rows),
+        _findings(report) if report.findings else None,
+        titled("Owners", owners, *([sentences(f"and {more} more; --output FILE has all")] if more > 0 else [])),
+        titled("Keys", keys),
+    )
+
+
+def _findings(report: AuditReport) -> RenderableType:
+    """Each address in a line, with the first node that holds it."""
+    nodes = dict[int, list[Finding]]()
+    for finding in report.findings:
+        nodes.setdefault(finding.address, []).append(finding)
+    lines = (
+        f"{found[0].address:#x}: {found[0].text}" + (f"; {counted(len(found) - 1, 'more node')}" if found[1:] else "")
+        for found in nodes.values()
+    )
+    return titled("Findings", sentences(*islice(lines, MOST_OWNERS)))

@@ -25,7 +25,7 @@ from cgplan.planning import Plan
 from cgplan.planning.costs import GraphCosts
 from cgplan.planning.dispatcher import Modes, set_of_modes
 from cgplan.reports.layout import describe_sizes
-from cgplan.reports.records import CaptureReport, ReplanReport
+from cgplan.reports.records import AuditReport, CaptureReport, ReplanReport
 from cgplan.runner.debug import DebugChecks
 from cgplan.runner.prepared import PreparedCall, Values, alike, on_device
 from cgplan.runner.replan import OnDemand
@@ -122,6 +122,17 @@ class GraphRunner:
     def report(self) -> CaptureReport:
         """What the captures cost, those since the session included."""
         return self._demand.live.report
+
+    def audit(self) -> AuditReport:
+        """Who owns the memory that each pointer in each captured graph points to. Pointers into memory that is free,
+        gone, or held by others alone are findings; those have operators and lines with ``compilation.audit: report``.
+
+        Raises:
+            BackendError: nodes cannot be read: cuda-bindings is missing, or the driver is too old.
+            CgplanError: the runner is closed.
+        """
+        self._check_open()
+        return self._demand.live.audit()
 
     @property
     def plan(self) -> Plan:

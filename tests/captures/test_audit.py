@@ -1,0 +1,296 @@
+"""Who owns the pointers of captured graphs: faults of public bug threads, each found, and nothing else."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import cgplan
+from cgplan import GraphRunner
+from cgplan.backends import GraphBackend
+from cgplan.errors import AuditError, CgplanError
+from cgplan.reports import AuditReport, load_report
+
+X = {"x": ("num_tokens", torch.float32, 0)}
+SLOTS: dict[str, Tensor] = {}
+
+
+@pytest.fixture
+def device(backend: GraphBackend) -> str:
+    return backend.device.type
+
+
+class Block(nn.Module):
+    """A layer with state of every kind; ``extra`` is what a fault puts into its forward."""
+
+    def __init__(self, device: str, extra: Callable[[Block, Tensor], Tensor] | None = None) -> None:
+        super().__init__()
+        self.lin = nn.Linear(64, 64, device=device)
+        self.register_buffer("mask", torch.ones(64, device=device))
+        self.scale = torch.full((64,), 2.0, device=device)
+        self.extra = extra
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.relu(self.lin(x[:, None].expand(-1, 64))) * self.mask + self.scale
+        return y if self.extra is None else self.extra(self, y)
+
+
+def opened(model: nn.Module, device: str, audit: str = "report", **settings: Any) -> GraphRunner:
+    sizes = {"cudagraph_capture_sizes": (4, 8), "audit": audit, "address_check": "first"}
+    return cgplan.capture(model.eval(), X, compilation={**sizes, **settings}, device=device)
+
+
+def problems(report: AuditReport) -> set[str]:
+    return {finding.problem for finding in report.findings}
+
+
+def test_every_pointer_has_an_owner(device: str) -> None:
+    with torch.no_grad():
+        report = opened(Block(device), device).audit()
+    assert report.findings == ()
+    names = {(owner.kind, owner.name) for owner in report.owners}
+    assert names >= {
+        ("parameter or buffer", "model.lin.weight"),
+        ("parameter or buffer", "model.mask"),
+        ("state", "model.scale"),
+        ("static buffer", "x"),
+    }
+    assert "graph pool" in {owner.kind for owner in report.owners}
+    for key in report.keys:
+        assert key.opaque == 0
+        assert sum(key.kinds.values()) == key.words > 0
+        assert sum(key.kernels.values()) == key.nodes > 0
+
+
+def rebound(model: Block, name: str) -> None:
+    setattr(model, name, getattr(model, name) + 1)
+
+
+def swapped_weight(model: Block, name: str) -> None:
+    model.lin.weight = nn.Parameter(model.lin.weight.detach() + 1)
+
+
+def new_memory(model: Block, name: str) -> None:
+    """``load_state_dict(assign=True)`` and ``.data =`` of a weight loader."""
+    model.lin.weight.data = model.lin.weight.detach() + 1
+
+
+def larger_cache(model: Block, name: str) -> None:
+    model.scale = torch.zeros(4096, device=model.scale.device)[:64]
+
+
+def resized(model: Block, name: str) -> None:
+    storage = model.scale.untyped_storage()
+    storage.resize_(0)
+    storage.resize_(1 << 22)
+
+
+CHANGES = [
+    pytest.param(rebound, "mask", "model.mask", id="a rebound buffer"),
+    pytest.param(rebound, "scale", "model.scale", id="a rebound attribute"),
+    pytest.param(swapped_weight, "", "model.lin.weight", id="a swapped weight"),
+    pytest.param(new_memory, "", "model.lin.weight", id="new memory of a weight"),
+    pytest.param(larger_cache, "", "model.scale", id="a reallocated cache"),
+]
+
+
+@pytest.mark.parametrize(("change", "name", "path"), CHANGES)
+def test_state_that_moved_is_found_by_its_path(
+    device: str, change: Callable[[Block, str], None], name: str, path: str
+) -> None:
+    with torch.no_grad():
+        model = Block(device)
+        runner = opened(model, device)
+        change(model, name)
+        report = runner.audit()
+    assert {finding.key for finding in report.findings} == set(runner.plan.keys)
+    for finding in report.findings:
+        assert path in finding.detail
+        assert finding.operator is not None
+        assert finding.line is not None
+        assert "test_audit.py" in finding.line
+
+
+@pytest.mark.gpu
+def test_a_resized_storage() -> None:
+    with torch.no_grad():
+        model = Block("cuda")
+        runner = opened(model, "cuda")
+        resized(model, "")
+        assert any("model.scale" in finding.detail for finding in runner.audit().findings)
+
+
+def test_memory_that_somebody_else_still_holds(device: str) -> None:
+    """An old adapter that another object keeps is not free, and not the model's."""
+    with torch.no_grad():
+        model = Block(device)
+        runner, old = opened(model, device), model.scale
+        model.scale = old + 1
+        report = runner.audit()
+    assert problems(report) == {"unowned block"}
+    assert float(old[0]) == 2
+
+
+def test_a_tensor_of_the_forward_context(device: str) -> None:
+    """Metadata that is made for each step: the graph reads that of the capture."""
+
+    def reads(model: Block, y: Tensor) -> Tensor:
+        return y + SLOTS["now"]
+
+    with torch.no_grad():
+        SLOTS["now"] = torch.ones(64, device=device)
+        runner = opened(Block(device, reads), device)
+        assert runner.audit().findings == ()
+        SLOTS["now"] = torch.ones(64, device=device)
+        assert problems(runner.audit()) == {"free block"}
+
+
+def test_a_tensor_that_only_a_dropped_closure_held(device: str) -> None:
+    def adding(held: Tensor) -> Callable[[Block, Tensor], Tensor]:
+        return lambda model, y: y + held
+
+    with torch.no_grad():
+        model = Block(device, adding(torch.ones(64, device=device)))
+        runner = opened(model, device)
+        assert runner.audit().findings == ()
+        model.extra = None
+        assert problems(runner.audit()) == {"free block"}
+
+
+def test_a_temporary_that_was_captured_and_freed(device: str) -> None:
+    """A weight that the first forward makes in a place that no capture looks at, and drops afterwards."""
+    held = {torch.ones(64, device=device)}  # sets are not looked at
+
+    def reads(model: Block, y: Tensor) -> Tensor:
+        return y * next(iter(held))
+
+    with torch.no_grad():
+        runner = opened(Block(device, reads), device)
+        assert runner.audit().findings == ()  # the closure holds it
+        held.clear()
+        report = runner.audit()
+    assert problems(report) == {"free block"}
+    assert all(finding.operator == "aten::mul" for finding in report.findings)
+
+
+def test_an_output_of_another_runner(device: str) -> None:
+    """A draft's borrowed output in the target's state: the draft's next capture may take its memory."""
+    with torch.no_grad():
+        draft = opened(Block(device), device)
+        model = Block(device, lambda model, y: y + model.draft[0])
+        model.draft = draft(x=torch.ones(4, device=device))
+        report = opened(model, device).audit()
+    assert problems(report) == {"free block"}
+    assert all("another graph pool, where model.draft lay" in finding.detail for finding in report.findings)
+
+
+def test_a_workspace_of_an_evicted_graph(device: str) -> None:
+    """Scratch memory that is made inside the first capture, in its pool, and that a later graph uses, too."""
+    kept = set[Tensor]()  # which no capture looks into
+
+    def scratch(model: Block, y: Tensor) -> Tensor:
+        if not kept and cgplan.get_forward_context().runtime_mode is cgplan.CUDAGraphMode.FULL:
+            kept.add(y + 1)
+        return y + (next(iter(kept))[:4] if len(y) == 4 and kept else model.scale)
+
+    with torch.no_grad():
+        runner = opened(Block(device, scratch), device, pool="per_graph", capture_policy="lazy")
+        runner.exchange(runner.wanted.keys)
+        assert runner.audit().findings == ()
+        kept.clear()
+        runner.exchange(evicted=runner.plan.keys[:1])
+        report = runner.audit()
+    assert {finding.descriptor.num_tokens for finding in report.findings} == {4}
+
+
+@pytest.mark.gpu
+def test_a_host_buffer_that_was_dropped() -> None:
+    def uploads(model: Block, y: Tensor) -> Tensor:
+        return y + torch.ones(64).pin_memory().to(y.device, non_blocking=True)
+
+    def keeps(model: Block, y: Tensor) -> Tensor:
+        return y + model.host.to(y.device, non_blocking=True)
+
+    with torch.no_grad():
+        report = opened(Block("cuda", uploads), "cuda").audit()
+        assert {finding.kernel for finding in report.findings} == {"memcpy"}
+        model = Block("cuda", keeps)
+        model.host = torch.ones(64).pin_memory()
+        report = opened(model, "cuda").audit()
+    assert report.findings == ()
+    assert "host memory" in {owner.kind for owner in report.owners}
+
+
+@pytest.mark.gpu
+def test_a_workspace_of_cublas_that_was_dropped() -> None:
+    """A product on a side stream computes in a workspace of that stream, which torch may drop."""
+    side = torch.cuda.Stream()
+
+    def beside(model: Block, y: Tensor) -> Tensor:
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            z = y @ model.lin.weight
+        torch.cuda.current_stream().wait_stream(side)
+        return z
+
+    with torch.no_grad():
+        runner = opened(Block("cuda", beside), "cuda")
+        assert runner.audit().findings == ()
+        torch._C._cuda_clearCublasWorkspaces()
+        assert problems(runner.audit()) == {"free block"}
+
+
+def test_a_session_may_refuse(device: str) -> None:
+    """With ``audit: error`` a capture that already points into freed memory ends with an error, and frees all."""
+    held = {torch.ones(64, device=device)}
+
+    def reads(model: Block, y: Tensor) -> Tensor:
+        is_capture = cgplan.get_forward_context().runtime_mode is cgplan.CUDAGraphMode.FULL
+        return y * (held.pop() if held and is_capture else model.scale)
+
+    model = Block(device, reads)
+    with torch.no_grad(), pytest.raises(AuditError, match=r"aten::mul at .*test_audit.py:\d+: .*free block"):
+        opened(model, device, audit="error")
+    with torch.no_grad():
+        assert opened(model, device, audit="error").audit().findings == ()
+
+
+def test_reports_are_saved_and_shown(device: str, tmp_path: Any) -> None:
+    with torch.no_grad():
+        model = Block(device)
+        runner = opened(model, device)
+        model.scale = model.scale + 1
+        report = runner.audit()
+    path = tmp_path / "audit.json"
+    path.write_text(report.model_dump_json())
+    assert load_report(path) == report
+    text = str(report)
+    assert "model.scale lay at capture" in " ".join(text.split())
+    assert runner.report.audit is not None
+    assert runner.report.audit.findings == ()
+
+
+def test_without_the_setting_findings_have_no_lines(device: str) -> None:
+    with torch.no_grad():
+        model = Block(device)
+        runner = opened(model, device, audit="off")
+        assert runner.report.audit is None
+        model.scale = model.scale + 1
+        report = runner.audit()
+    assert report.findings
+    assert all(finding.line is None for finding in report.findings)
+    assert "compilation.audit" in " ".join(report.notes)
+
+
+def test_a_closed_runner_has_no_graphs(device: str) -> None:
+    with torch.no_grad():
+        runner = opened(Block(device), device)
+    runner.close()
+    gc.collect()
+    with pytest.raises(CgplanError, match="closed"):
+        runner.audit()
