@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from cgplan.errors import (
         AddressError,
         AllReduceError,
+        AuditError,
         BackendError,
         BudgetError,
         CaptureError,
@@ -68,6 +69,7 @@ __all__ = [
     "AddressError",
     "AllReduceError",
     "AttentionSupport",
+    "AuditError",
     "BackendError",
     "BatchDescriptor",
     "BreakableCUDAGraphCapture",

@@ -8,7 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ from cgplan.distributed import (
 )
 from cgplan.distributed.all_reduce import GLOO_DTYPES
 from cgplan.distributed.transports import SharedMemoryTransport
-from cgplan.errors import CgplanError, ModelError, RegistrationError
+from cgplan.errors import CgplanError, DistributedError, ModelError, RegistrationError
 from cgplan.models.decoder import Decoder, build, example_batch
 from cgplan.modes import BatchDescriptor, CUDAGraphMode
 from cgplan.planning import build_plan
@@ -120,6 +120,25 @@ def session(
     with opened(config, backend) as (ranks, reducer):
         built = Doubling(reducer, trouble) if model is None else model(reducer)
         yield ranks, reducer, session_of(reducer, config, built)
+
+
+def audits(rank: int, device: str) -> list[Any]:
+    """Owners and findings of graphs that read other ranks' buffers; on GPUs those once a peer's buffers were closed."""
+    found: list[Any] = []
+    with (
+        suppress(DistributedError),  # of the end, which closes them again
+        session(device=device, compilation={"audit": "report"}) as (_, reducer, capturing),
+    ):
+        runner = capturing.run()
+        report = runner.audit()
+        found += [{owner.kind for owner in report.owners}, [finding.text for finding in report.findings]]
+        if device == "cuda":
+            from cuda.bindings import runtime
+
+            for base, *_ in reducer.peers().mapped:
+                runtime.cudaIpcCloseMemHandle(base)
+            found.append({finding.problem for finding in runner.audit().findings})
+    return found
 
 
 def batch(rank: int, turn: int, shape: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -39,7 +39,7 @@ from cgplan.buffers.static import StaticBuffers
 from cgplan.errors import BackendError, CaptureError, CaptureMemoryError, first_line
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class CudaPool:
     """A pool: torch's handle of it, and the graphs that keep it alive.
 

@@ -87,6 +87,10 @@ class OperatorLog(TorchDispatchMode):
 
     @classmethod
     def is_infra_mode(cls) -> bool:
+        return True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
         """True: Dynamo runs what it has compiled, as without a mode."""
         return True
 

@@ -45,6 +45,7 @@ from cgplan.units import counted, format_bytes
 _ADDRESSES = 1 << 32, 1 << 47  # words below are numbers, and those above are no addresses of a process
 _MOST_OBJECTS = 3_000_000  # that are reached from a runner
 _NOT_ENTERED = (type, ModuleType, FrameType, ReferenceType, str, bytes, int, float, BuiltinFunctionType)
+_TABLE = "the table of other ranks' buffers"  # as a node
 _SHOWN = 10
 _STEPS = 4  # of the path to an object
 _PROBLEMS: tuple[Problem, ...] = get_args(Problem)
@@ -124,13 +125,16 @@ def audit(graphed: ModelGraphs, environment: Environment) -> AuditReport:
     where the graphs were captured with ``compilation.audit``. Raises BackendError where nodes cannot be read.
     """
     start, backend = time.perf_counter(), graphed.backend
-    found = _Words.of(
-        [
-            (key, number, backend.nodes(graph), graph.launches)
-            for key, entry in graphed.captured()
-            for number, graph in enumerate(entry.segments)
-        ]
-    )
+    graphs = [
+        (key, number, backend.nodes(graph), graph.launches)
+        for key, entry in graphed.captured()
+        for number, graph in enumerate(entry.segments)
+    ]
+    if graphs and (rows := graphed.peers().addresses):
+        words = np.array(rows, np.uint64)
+        table = GraphNodes((_TABLE,), 0, words, np.zeros(len(words), np.int64), np.ones(len(words), np.bool_))
+        graphs.append((graphs[0][0], len(graphs), table, ()))
+    found = _Words.of(graphs)
     read = time.perf_counter()
     lookup = _Lookup(graphed, found)
     owners, owner = lookup.owners, lookup.owner_of[found.address]
@@ -143,10 +147,14 @@ def audit(graphed: ModelGraphs, environment: Environment) -> AuditReport:
             owner[place] = unproven.setdefault(known.kind, len(owners))
             if owner[place] == len(owners):
                 owners.append(_Owner("unproven", f"looks like {known.kind}"))
+    opaque = sum(nodes.opaque for _, _, nodes, _ in graphs)
+    notes = [f"{counted(opaque, 'node')} cannot be read"] * (opaque > 0)
+    if any(finding.operator is None for finding in findings):
+        notes.append("for operators and lines capture with compilation.audit: report")
     counts = np.zeros((len(found.keys), len(owners)), np.int64)
     is_known = owner >= 0
     np.add.at(counts, (found.key[is_known], owner[is_known]), 1)
-    rows = [
+    records = [
         OwnerRecord(kind=o.kind, name=o.name, nbytes=o.nbytes, words=int(words), keys=int(keys))
         for o, words, keys in zip(owners, counts.sum(0), (counts > 0).sum(0), strict=True)
         if words
@@ -154,11 +162,11 @@ def audit(graphed: ModelGraphs, environment: Environment) -> AuditReport:
     return AuditReport(
         environment=environment,
         keys=tuple(_audited(found, key, owners, counts[index]) for index, key in enumerate(found.keys)),
-        owners=tuple(sorted(rows, key=lambda row: -row.words)),
+        owners=tuple(sorted(records, key=lambda row: -row.words)),
         findings=tuple(findings),
         read_seconds=read - start,
         classify_seconds=time.perf_counter() - read,
-        notes=_notes(found, findings),
+        notes=tuple(notes),
     )
 
 
@@ -209,14 +217,6 @@ def _finding(found: _Words, place: int, owner: _Owner) -> Finding | None:
         address=address,
         detail=owner.name,
     )
-
-
-def _notes(found: _Words, findings: Sequence[Finding]) -> tuple[str, ...]:
-    opaque = sum(nodes.opaque for _, _, nodes, _ in found.graphs)
-    notes = [f"{counted(opaque, 'node')} cannot be read"] if opaque else []
-    if any(finding.operator is None for finding in findings):
-        notes.append("for operators and lines capture with compilation.audit: report")
-    return tuple(notes)
 
 
 class _Lookup:
@@ -329,7 +329,10 @@ def _state(graphed: ModelGraphs) -> Iterator[tuple[int, int, _Owner]]:
     for path, place in places.items():
         if isinstance(place.value, Tensor) and (span := _span(place.value)) is not None:
             kind: OwnerKind = "parameter or buffer" if id(place.value) in declared else "state"
+            kind = kind if place.value.device.type == graphed.backend.device.type else "host memory"
             yield *span, _Owner(kind, path, span[1] - span[0])
+    for start, end, name in graphed.peers().mapped:
+        yield start, end, _Owner("peer", name, end - start)
     for sizes, buffers in graphed.buffers.items():
         box = f" of {'x'.join(map(str, sizes))}" if sizes else ""
         for name, buffer in buffers.buffers.items():

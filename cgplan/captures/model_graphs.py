@@ -21,7 +21,7 @@ from cgplan.backends.graph_nodes import OperatorLog
 from cgplan.buffers.outputs import OutputRows
 from cgplan.buffers.static import StaticBoxes, StaticBuffers, Tensors
 from cgplan.captures.failures import drop_locals, explain_failure
-from cgplan.captures.together import ALONE, Together
+from cgplan.captures.together import ALONE, PeerMemory, Together
 from cgplan.config import Config
 from cgplan.errors import AddressError, CaptureError, HostSyncError, InputError
 from cgplan.graphs.ambient import AmbientState, number_of, random_state_kept
@@ -412,6 +412,10 @@ class ModelGraphs:
             for entry in wrapper.entries.values():
                 if entry.scope is self.scope.mark:
                     yield (wrapper.runtime_mode, entry.descriptor), entry
+
+    def peers(self) -> PeerMemory:
+        """Memory of other ranks that the graphs read."""
+        return self._together.peers()
 
     def captured_addresses(self) -> dict[int, str]:
         """Where the model's tensors lay when the captures ended, by address; empty without an address check."""

@@ -2,8 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 from cgplan.planning import Plan
 from cgplan.reports.records import CaptureReport
+
+
+class PeerMemory(NamedTuple):
+    """Memory of other ranks in this process's address space.
+
+    Attributes:
+        mapped: First address, the one behind the last, and the name of each part.
+        addresses: Those that graphs read from a table.
+    """
+
+    mapped: Sequence[tuple[int, int, str]]
+    addresses: Sequence[int]
 
 
 class Together:
@@ -33,6 +48,10 @@ class Together:
     def failed(self, error: BaseException) -> BaseException:
         """After a failure: the error to raise, the same on all ranks."""
         return error
+
+    def peers(self) -> PeerMemory:
+        """Memory of other ranks that graphs read."""
+        return PeerMemory((), ())
 
     def release(self) -> None:
         """Before graphs and their pool are freed, however the session or the runner ends."""

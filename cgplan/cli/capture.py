@@ -6,13 +6,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from typer import BadParameter
 
 from cgplan.backends import GraphBackend, select_backend
+from cgplan.captures.audit import audit_error
 from cgplan.captures.captured_keys import CaptureProgress
 from cgplan.captures.environment import describe_environment
 from cgplan.captures.together import ALONE, Together
@@ -36,7 +37,7 @@ from cgplan.planning import Plan, build_plan
 from cgplan.planning.build import refuse_auto
 from cgplan.planning.difference import fitted, unused_settings
 from cgplan.planning.plan import PlanChange, budget_of
-from cgplan.reports import Report
+from cgplan.reports import AuditReport, Report
 from cgplan.reports.records import check_baselines
 from cgplan.runner.auto import check_up, choose_mode
 from cgplan.runner.runner import GraphRunner
@@ -64,6 +65,13 @@ def run_doctor(request: Request) -> None:
     _report(request, "doctor", check_up)
 
 
+def run_audit(request: Request) -> None:
+    noted = replace(request, overrides=[*request.overrides, Override("compilation.audit=report", "cgplan audit")])
+    report = _report(noted, "audit", lambda runner: runner.audit())
+    if isinstance(report, AuditReport) and report.findings:
+        raise audit_error(report)
+
+
 def run_bench(request: Request, against: Sequence[str], seed: int | None) -> None:
     against = check_baselines(against)
     if against and has_ranks():
@@ -79,13 +87,14 @@ def run_bench(request: Request, against: Sequence[str], seed: int | None) -> Non
     _report(request, "bench", measured)
 
 
-def _report(request: Request, command: str, make: Callable[[GraphRunner], Report]) -> None:
+def _report(request: Request, command: str, make: Callable[[GraphRunner], Report]) -> Report:
     if request.force and request.plan is None:
         raise BadParameter("--force is about a saved plan: give --plan FILE with it")
     with redirect_stdout(sys.stderr), _captured(command, request) as runner:  # a model's prints are not the result
         report = make(runner)
     if is_first_rank():
         publish(report, request.output, as_json=request.as_json)
+    return report
 
 
 @contextmanager

@@ -106,7 +106,7 @@ def root(
     context: Context, version: Annotated[bool, Option("--version", help="Show the version and exit.")] = False
 ) -> None:
     """Show the version, or the help where no command was given."""
-    if context.invoked_subcommand not in ("capture", "bench", "doctor") and not is_first_rank():
+    if context.invoked_subcommand not in ("capture", "bench", "doctor", "audit") and not is_first_rank():
         raise typer.Exit  # the other commands are of one process, however many torchrun has started
     if version:
         typer.echo(f"cgplan {__version__}")
@@ -225,6 +225,27 @@ def doctor(
 
         settings = _settings(overrides, device=device)
         run_doctor(Request(_configuration(file, config), settings, None, False, output, as_json))
+
+
+@app.command(epilog="\b\nExample:\n  cgplan audit my.yaml --output audit.json")
+def audit(
+    file: File = None,
+    config: Config = None,
+    overrides: Overrides = None,
+    device: Device = None,
+    output: Output = None,
+    as_json: AsJson = False,
+    show_traceback: Traceback = False,
+) -> None:
+    """Capture, and say who owns the memory that each pointer in each graph points to.
+
+    Pointers into memory that is free, gone, or held by others alone are findings; the exit code is then 25.
+    """
+    with failures_reported(show_traceback):
+        from cgplan.cli.capture import Request, run_audit
+
+        settings = _settings(overrides, device=device)
+        run_audit(Request(_configuration(file, config), settings, None, False, output, as_json))
 
 
 @plans.callback(

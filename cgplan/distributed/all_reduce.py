@@ -34,6 +34,7 @@ from torch import Tensor
 from cgplan.backends import GraphBackend
 from cgplan.backends.context import define_operator
 from cgplan.backends.host_sync import is_probing
+from cgplan.captures.together import PeerMemory
 from cgplan.distributed.ranks import Ranks
 from cgplan.distributed.registry import Registration
 from cgplan.errors import AllReduceError, DistributedError, first_line
@@ -95,6 +96,10 @@ class AllReduce(ABC):
     def why_not(self, x: Tensor) -> str:  # noqa: ARG002
         """Why this tensor goes to ``fallback``; empty if it does not. The same on all ranks."""
         return ""
+
+    def peers(self) -> PeerMemory:
+        """The other ranks' memory that captured sums read."""
+        return PeerMemory((), ())
 
     def placed(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The input where other ranks can read it, and the table row with its addresses."""

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from cgplan.backends import GraphBackend
 from cgplan.backends.context import current_forward_context
+from cgplan.captures.together import PeerMemory
 from cgplan.config import Config, DistributedConfig
 from cgplan.distributed.all_reduce import AllReduce, CollectiveAllReduce, SymmetricAllReduce
 from cgplan.distributed.ranks import Ranks
@@ -125,6 +126,9 @@ class CustomAllReduce(AllReduce):
 
     def release(self) -> None:
         self.registry.unregister()
+
+    def peers(self) -> PeerMemory:
+        return self.registry.peers()
 
     def close(self) -> None:
         if self.is_closed:

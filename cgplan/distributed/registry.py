@@ -24,6 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cgplan.captures.together import PeerMemory
 from cgplan.distributed.ranks import Ranks
 from cgplan.distributed.transports import ExportedMemory, MemoryTransport
 from cgplan.errors import RankMismatchError, RegistrationError
@@ -60,7 +61,7 @@ class GraphBufferRegistry:
         self._addresses: list[int] = []
         self._inputs: list[str] = []  # shape and dtype of each captured all-reduce's input, in order
         self._opened: dict[tuple[int, object], tuple[int, int]] = {}  # (rank, handle) -> base here, bytes
-        self._blocks: list[int] = []
+        self._blocks: list[tuple[int, int, str]] = []  # of peers: base here, end, name
         self._has_begun = False  # to exchange handles, on all ranks alike
 
     @property
@@ -148,15 +149,22 @@ class GraphBufferRegistry:
                 if rank == self._ranks.rank:
                     found.append(block.data_ptr())
                 else:
-                    self._blocks.append(self._transport.open(theirs))
-                    found.append(self._blocks[-1] + theirs.offset)
+                    base = self._transport.open(theirs)
+                    self._blocks.append((base, base + theirs.nbytes, f"rank {rank}'s {name}"))
+                    found.append(base + theirs.offset)
         return found
 
     def close(self) -> None:
         """Close the blocks of ``open_block``, between two steps; then they may be freed."""
         self.unregister()
-        bases, self._blocks = self._blocks, []
+        bases, self._blocks = [base for base, *_ in self._blocks], []
         self._close_peers(bases, "the end of all reductions", "closing the peers' blocks")
+
+    def peers(self) -> PeerMemory:
+        """The other ranks' memory that is mapped here, and the addresses in the table's rows."""
+        opened = [(base, base + size, f"rank {rank}'s graph pool") for (rank, _), (base, size) in self._opened.items()]
+        rows = self.table[: self.rows].flatten().tolist() if self.is_sealed else []
+        return PeerMemory([*opened, *self._blocks], rows)
 
     def _exported(self, step: str, addresses: Sequence[int]) -> list[list[ExportedMemory]]:
         """Each rank's memory at its addresses."""

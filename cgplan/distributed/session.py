@@ -15,7 +15,7 @@ from torch import nn
 
 from cgplan.backends import GraphBackend
 from cgplan.captures.environment import describe_environment
-from cgplan.captures.together import Together
+from cgplan.captures.together import PeerMemory, Together
 from cgplan.config import Config
 from cgplan.distributed.all_reduce import AllReduce
 from cgplan.distributed.ranks import Ranks
@@ -136,6 +136,9 @@ class RankedCapture(Together):
             with suppress(CgplanError):
                 self._reducer.begin_pass()
         return error
+
+    def peers(self) -> PeerMemory:
+        return self._reducer.peers()
 
     def release(self) -> None:
         """Close the peers' handles, between two steps: then graphs may be freed."""

@@ -106,7 +106,8 @@ class _Block:
         self.file, self.used = os.memfd_create("cgplan", os.MFD_CLOEXEC), 0
         os.ftruncate(self.file, nbytes)
         self.memory = mmap.mmap(self.file, nbytes)
-        self.base = torch.frombuffer(self.memory, dtype=torch.uint8).data_ptr()
+        self.whole = torch.frombuffer(self.memory, dtype=torch.uint8)
+        self.base = self.whole.data_ptr()
 
 
 class SharedMemoryTransport:

@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from cgplan.backends import GraphBackend, select_backend
 from cgplan.backends.backend import autocast_cache
 from cgplan.backends.blame import users_line
 from cgplan.backends.context import ForwardContext, current_forward_context, get_forward_context
+from cgplan.backends.graph_nodes import OperatorLog
 from cgplan.backends.host_sync import Args, Function, Kwargs
 from cgplan.buffers.batch import BatchReader
 from cgplan.config import Config, validate_config
@@ -99,7 +101,8 @@ class PiecewiseModel(BreakableCUDAGraphWrapper):
 
     def traced(self, **inputs: Tensor) -> Any:
         """Run the trace that holds for these inputs; make one if there is none."""
-        if torch._C._len_torch_dispatch_stack():  # Dynamo runs no trace under a mode that looks at operators
+        if any(not isinstance(mode, OperatorLog) for mode in _get_current_dispatch_mode_stack()):
+            # Dynamo runs no trace under a mode that looks at operators
             return self.runnable(**inputs)
         own = {name: tensor.view_as(tensor) for name, tensor in inputs.items()}  # one tensor twice would stay one
         is_static = self._is_static(current_forward_context())

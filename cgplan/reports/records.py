@@ -182,8 +182,8 @@ class RankRecord(Record):
 
 
 OwnerKind = Literal[
-    "parameter or buffer", "state", "static buffer", "graph pool", "another runner's pool", "library", "random state",
-    "peer", "host memory", "free block", "unowned block", "unmapped", "unproven",
+    "parameter or buffer", "state", "static buffer", "graph pool", "another runner's pool", "library", "peer",
+    "host memory", "free block", "unowned block", "unmapped", "unproven",
 ]  # fmt: skip
 Problem = Literal["free block", "unowned block", "unmapped"]
 

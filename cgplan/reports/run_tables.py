@@ -36,13 +36,14 @@ from cgplan.reports.records import (
     DoctorReport,
     Environment,
     Finding,
+    OwnerRecord,
     RankRecord,
     SplitRecord,
 )
-from cgplan.units import counted, format_bytes, format_microseconds, format_ratio, format_seconds, grouped
+from cgplan.units import counted, format_bytes, format_microseconds, format_ratio, format_seconds, grouped, listed
 
 MOST_STOPS = 3
-MOST_OWNERS = 20
+MOST_FINDINGS = 20
 
 
 @render.register
@@ -467,19 +468,21 @@ def _audit(report: AuditReport) -> RenderableType:
         Column("pointers", "words"),
         Column("findings", lambda r: sum(finding.key == r.key for finding in report.findings)),
     )
+    kinds = dict[str, list[OwnerRecord]]()
+    for owner in report.owners:
+        kinds.setdefault(owner.kind, []).append(owner)
     owners = Grid(
-        report.owners[:MOST_OWNERS],
-        TextColumn("owner", "kind"),
-        TextColumn("name", "name"),
-        Column("size", "nbytes", format_bytes),
-        Column("pointers", "words"),
-        Column("keys", "keys"),
+        kinds.values(),
+        TextColumn("owner", "0.kind"),
+        Column("pointers", lambda rows: f"{sum(r.words for r in rows):,}"),
+        Column("share", lambda rows: f"{sum(r.words for r in rows) / words:.1%}"),
+        Column("size", lambda rows: sum(r.nbytes or 0 for r in rows) or None, format_bytes),
+        TextColumn("names", lambda rows: listed([r.name for r in rows], 2)),
     )
-    more = len(report.owners) - MOST_OWNERS
     return stacked(
         facts("Audit", rows),
         _findings(report) if report.findings else None,
-        titled("Owners", owners, *([sentences(f"and {more} more; --output FILE has all")] if more > 0 else [])),
+        titled("Owners", owners),
         titled("Keys", keys),
     )
 
@@ -493,4 +496,4 @@ def _findings(report: AuditReport) -> RenderableType:
         f"{found[0].address:#x}: {found[0].text}" + (f"; {counted(len(found) - 1, 'more node')}" if found[1:] else "")
         for found in nodes.values()
     )
-    return titled("Findings", sentences(*islice(lines, MOST_OWNERS)))
+    return titled("Findings", sentences(*islice(lines, MOST_FINDINGS)))

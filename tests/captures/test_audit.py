@@ -234,15 +234,34 @@ def test_a_workspace_of_cublas_that_was_dropped() -> None:
     def beside(model: Block, y: Tensor) -> Tensor:
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            z = y @ model.lin.weight
+            z = nn.functional.linear(y.bfloat16(), model.half, model.half[0])
         torch.cuda.current_stream().wait_stream(side)
         return z
 
     with torch.no_grad():
-        runner = opened(Block("cuda", beside), "cuda")
+        model = Block("cuda", beside)
+        model.half = torch.ones(64, 64, device="cuda", dtype=torch.bfloat16)
+        runner = opened(model, "cuda")
         assert runner.audit().findings == ()
         torch._C._cuda_clearCublasWorkspaces()
         assert problems(runner.audit()) == {"free block"}
+
+
+@pytest.mark.gpu
+def test_words_that_no_kernel_reads() -> None:
+    """``cat`` takes its tensors in an array by value, whose rest is left from the last launch."""
+
+    def joined(model: Block, y: Tensor) -> Tensor:
+        return y + torch.cat([model.mask[None], model.scale[None]]).sum(0)
+
+    many = [torch.ones(i + 1, 64, device="cuda") for i in range(60)]
+    with torch.no_grad():
+        runner = opened(Block("cuda", joined), "cuda")
+        torch.cat(many)
+        runner.recapture()
+        del many
+        report = runner.audit()
+    assert report.findings == ()
 
 
 def test_a_session_may_refuse(device: str) -> None:
@@ -277,10 +296,11 @@ def test_reports_are_saved_and_shown(device: str, tmp_path: Any) -> None:
 
 def test_without_the_setting_findings_have_no_lines(device: str) -> None:
     with torch.no_grad():
-        model = Block(device)
+        model = Block(device, lambda model, y: y + model.table[: len(y)])
+        model.table = torch.ones(8, 64, device=device)
         runner = opened(model, device, audit="off")
         assert runner.report.audit is None
-        model.scale = model.scale + 1
+        model.table = model.table + 1
         report = runner.audit()
     assert report.findings
     assert all(finding.line is None for finding in report.findings)

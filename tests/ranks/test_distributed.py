@@ -219,3 +219,9 @@ def test_what_is_captured_while_a_rank_looks_at_its_forward_holds_the_sum() -> N
     x.fill_(5)
     backend.replay(made["graph"])
     assert torch.equal(made["output"], x * 2)
+
+
+def test_an_audit_has_no_findings_among_ranks() -> None:
+    for kinds, findings in values(run_ranks(2, programs.audits, "cpu")):
+        assert findings == []
+        assert "peer" in kinds

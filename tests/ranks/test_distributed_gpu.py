@@ -115,3 +115,10 @@ def test_expandable_segments(wanted: str) -> None:
 def test_memory_is_back_after_close_and_recapture() -> None:
     for reserved in values(run_ranks(2, gpu.memory, **LIMITS)):
         assert max(reserved) <= reserved[0] + (4 << 20), reserved
+
+
+def test_an_audit_knows_the_memory_of_peers() -> None:
+    for kinds, findings, closed in values(run_ranks(2, programs.audits, "cuda", **LIMITS)):
+        assert findings == []
+        assert "peer" in kinds
+        assert closed == {"unmapped"}
