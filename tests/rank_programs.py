@@ -127,7 +127,11 @@ def audits(rank: int, device: str) -> list[Any]:
     found: list[Any] = []
     with (
         suppress(DistributedError),  # of the end, which closes them again
-        session(device=device, compilation={"audit": "report"}) as (_, reducer, capturing),
+        session(
+            device=device,
+            model=lambda reducer: Doubling(reducer).to(reducer.backend.device),
+            compilation={"audit": "report"},
+        ) as (_, reducer, capturing),
     ):
         runner = capturing.run()
         report = runner.audit()

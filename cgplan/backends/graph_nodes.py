@@ -175,7 +175,11 @@ class CudaNodes:
 
     def _nodes(self, graph: Any) -> list[tuple[Any, Any]]:
         driver = self._driver
-        length = driver.cuGraphGetNodes(graph)[2]
+        error, _, length = driver.cuGraphGetNodes(graph)
+        if int(error):
+            raise BackendError(
+                f"the nodes of a graph cannot be read: {error.name}", remedy="Audit in the process that captured it."
+            )
         listed = driver.cuGraphGetNodes(graph, length)[1] if length else ()
         nodes = [(driver.cuGraphNodeGetType(node)[1], node) for node in listed]
         children = (self._nodes(driver.cuGraphChildGraphNodeGetGraph(n)[1]) for kind, n in nodes if kind is self._child)

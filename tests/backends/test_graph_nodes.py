@@ -1,0 +1,40 @@
+"""Reading the nodes of graphs, where that is not possible."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from cgplan.backends.graph_nodes import CudaNodes, cuda_driver
+from cgplan.errors import BackendError
+
+
+@pytest.fixture(autouse=True)
+def _looked_up_again() -> Iterator[None]:
+    cuda_driver.cache_clear()
+    yield
+    cuda_driver.cache_clear()
+
+
+def test_without_cuda_bindings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    with pytest.raises(BackendError, match="cuda-bindings, which is not installed"):
+        CudaNodes()
+
+
+def test_a_driver_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    bindings = ModuleType("cuda.bindings")
+    bindings.driver = SimpleNamespace(cuDriverGetVersion=lambda: (0, 12020), cuFuncGetParamInfo=None)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "cuda", ModuleType("cuda"))
+    monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
+    with pytest.raises(BackendError, match="driver's version is 12020"):
+        CudaNodes()
+
+
+@pytest.mark.gpu
+def test_a_handle_that_is_no_graph() -> None:
+    with pytest.raises(BackendError, match="cannot be read"):
+        CudaNodes().read(0)
