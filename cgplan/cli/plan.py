@@ -86,8 +86,9 @@ def run_plan(
     _check_outputs((output, plot, html), (path, *files, step_times, costs))
     _check_times(loaded.config, loads, step_times, engine is not None and not assumed_times)
     if loaded.config.dims and (files or costs or engine or loaded.config.traffic is not None):
-        others = costs or engine or not loads.is_recorded or len(files) > 1
-        plan, curve, bars = _for_sizes(loaded.config, files[0] if files else None, step_times, others)
+        others = engine or not loads.is_recorded or len(files) > 1
+        priced = costs_of(loaded, costs)
+        plan, curve, bars = _for_sizes(loaded.config, files[0] if files else None, step_times, priced, others)
     else:
         one_list = engine == "vllm" or not isinstance(given, Path)
         plan, curve, bars = _for_traffic(loaded, loads, step_times, costs_of(loaded, costs), one_list)
@@ -312,11 +313,11 @@ def _steps(found: Traffic | RequestTrace, plan: Plan, times: StepTimes, config: 
 
 
 def _for_sizes(
-    config: Config, file: Path | str | None, step_times: Path | None, others: object
+    config: Config, file: Path | str | None, step_times: Path | None, priced: Priced, others: object
 ) -> tuple[Plan, None, list[Bar]]:
     if others or file is None or isinstance(file, str):
         raise ConfigError(
-            "--costs, --speedup, --emit, --from-stats and the `traffic` section do not know the boxes of `dims`",
+            "--speedup, --emit, --from-stats and the `traffic` section do not know the boxes of `dims`",
             remedy="Leave them out, and give --traffic FILE with a column for each dimension.",
         )
     from cgplan.optimizer.boxes import dims_of, propose_boxes
@@ -324,8 +325,8 @@ def _for_sizes(
     from cgplan.traffic.step_times import StepSurface  # numpy from here on
 
     surface = None if step_times is None else StepSurface.load(step_times, config.dim_names)
-    proposal = propose_boxes(config, read_sizes(file, dims_of(config)), surface)
-    return proposal.plan, None, padding_bars(proposal.evidence)
+    proposal = propose_boxes(config, read_sizes(file, dims_of(config)), surface, priced.costs)
+    return proposal.plan.model_copy(update={"machine": priced.machine}), None, padding_bars(proposal.evidence)
 
 
 def _about_times(text: str, path: Path, config: Config, machine: Machine | None) -> Iterator[str]:

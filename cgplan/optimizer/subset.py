@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from cgplan.config import Config
 from cgplan.modes import Key
-from cgplan.planning.costs import KeyCost, static_bytes
+from cgplan.planning.costs import KeyCost, static_bytes, widest
 from cgplan.planning.plan import Lane, Plan
 from cgplan.pricing.allocator import unit_of
 
@@ -44,7 +44,7 @@ def restricted(plan: Plan, keys: Sequence[Key], config: Config) -> Plan:
     predicted = plan.predicted
     if predicted is not None:
         costs = _costs_of(plan.keys, predicted.keys, kept)
-        static = static_bytes(config, sizes[-1]) if sizes else 0
+        static = sum(static_bytes(config, tokens, others) for others, tokens in widest(kept).items())
         workspace = predicted.workspace_bytes if sizes else 0
         predicted = predicted.model_copy(update={"keys": costs, "static_bytes": static, "workspace_bytes": workspace})
     left = tuple(key for key in plan.keys if key in kept)
@@ -54,7 +54,7 @@ def restricted(plan: Plan, keys: Sequence[Key], config: Config) -> Plan:
 def _costs_of(keys: Sequence[Key], costs: Sequence[KeyCost], kept: set[Key]) -> tuple[KeyCost, ...]:
     found, missing, size = [], 0, 1
     for key, cost in zip(keys, costs, strict=True):
-        tokens = key[1].num_tokens
+        tokens = key[1].elements
         if key not in kept:
             missing, size = missing + cost.pool_bytes, max(size, tokens)
             continue

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable
-from math import prod
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, PlainSerializer
@@ -205,5 +204,5 @@ def capture_order(keys: Iterable[Key]) -> tuple[Key, ...]:
     the first one reserved.
     """
     return tuple(
-        sorted(keys, key=lambda key: (key[0] is CUDAGraphMode.FULL, -prod(key[1].box), -key[1].num_active_loras))
+        sorted(keys, key=lambda key: (key[0] is CUDAGraphMode.FULL, -key[1].elements, -key[1].num_active_loras))
     )

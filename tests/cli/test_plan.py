@@ -566,6 +566,24 @@ def test_boxes_of_a_plan_are_captured_and_measured(home: Path) -> None:
     assert "bench.json" in good(*sized(home, "--step-times", "bench.json")).stdout
 
 
+def test_memory_binds_boxes(home: Path) -> None:
+    """Of an estimate, and of a capture's report, which the captured plan then meets."""
+    command = sized(home, "--json")
+    good("capture", *PLAN[1:], *SIZED, *settings("dims.batch.sizes=[1, 16]"), "--output", "run.json")
+    for costs in ("estimate", "measure", "run.json"):
+        free = Plan.from_json(good(*command, "--costs", costs).stdout)
+        assert free.predicted is not None
+        limit = str(free.predicted.total_bytes - 1)
+        bound = Plan.from_json(good(*command, "--costs", costs, "--memory", limit).stdout)
+        assert bound.predicted is not None
+        assert bound.predicted.total_bytes < free.predicted.total_bytes
+        assert (free.evidence or {})["binding"] == []
+        assert (bound.evidence or {})["binding"] == ["memory"]
+        assert "one for all takes" in refused(errors.BudgetError, *command, "--costs", costs, "--memory", "1")
+    shown = good(*command[:-1], "--memory", "9", "--verbose").stdout
+    assert "budget.memory not looked at" in " ".join(shown.split()), shown
+
+
 def test_plan_for_batches_of_several_sizes_by_their_times(home: Path) -> None:
     (home / "times.csv").write_text("batch,length,microseconds\n1,1,100\n16,1,100\n1,64,100\n16,64,500\n")
     shown = good(*sized(home, "--step-times", "times.csv")).stdout
@@ -574,7 +592,7 @@ def test_plan_for_batches_of_several_sizes_by_their_times(home: Path) -> None:
 
 
 def test_what_a_plan_of_several_sizes_refuses(home: Path) -> None:
-    for option in (("--costs", "estimate"), ("--speedup", "2"), ("--emit", "vllm")):
+    for option in (("--speedup", "2"), ("--emit", "vllm")):
         assert f"{option[0]}" in refused(errors.ConfigError, *sized(home, *option))
     made = "traffic={request_rate: 1, prompt_median: 5, prompt_p95: 9, output_median: 4, output_p95: 8}"
     assert "`traffic` section" in refused(errors.ConfigError, *PLAN, *SIZED, *settings(made))
