@@ -70,6 +70,7 @@ def choose(
     insurance: float = 0.0,
     worst: bool = False,
     one_list: bool = False,
+    apart: bool = False,
 ) -> Case:
     """The plan with the shortest expected step for this traffic inside ``config.budget``.
 
@@ -93,6 +94,7 @@ def choose(
             mean step.
         one_list: All lanes have the same sizes, as far as they may hold them: an engine with one list captures no
             others.
+        apart: As in Traffic: for an engine whose graphs of decode and of prefill are apart.
 
     Raises:
         ModeError, PlanError: as ``build_plan`` does; or batches have several sizes, see ``propose_boxes``.
@@ -110,6 +112,7 @@ def choose(
         update={"config_hash": config_hash(config), "config": capture_config(config), "warnings": ()}
     )
     loads = [(traffic, 1.0)] if isinstance(traffic, Traffic) else list(traffic)
+    loads = [(load.model_copy(update={"apart": apart}), weight) for load, weight in loads]
     lanes = lanes_of(base.mode, base.lora_cases if one_list else times.told_apart(base.lora_cases))
     ladders = dict(_ladders(config))
     asked = "configured" if isinstance(sizes, tuple) else sizes or "vllm"
@@ -419,6 +422,7 @@ class Case:
             failed=_by_lane(self.failed.items()),
             insurance=self.insurance,
             one_list=problem.one_list,
+            apart=run.traffic.apart,
             loads=tuple(self._loads()),
         )
 
