@@ -255,9 +255,9 @@ def _check_one_graph(limits: Limits, curve: Curve) -> None:
         enough.append(f"budget.capture_time to {seconds * 1.01:.3g}s")
     assert curve.costs is not None, "without costs a graph costs nothing"
     raise BudgetError(
-        f"{' and '.join(wrong)}, but the smallest graph, {mode} {descriptor}, takes {format_bytes(int(memory))} (pool, "
-        f"static buffers, workspaces and driver) and {seconds:.3g} s; by costs {curve.costs.source}, between and "
-        "beyond whose sizes they are interpolated",
+        f"{' and '.join(wrong)}, but the cheapest graph that a batch gains by, {mode} {descriptor}, takes "
+        f"{format_bytes(int(memory))} (pool, static buffers, workspaces and driver) and {seconds:.3g} s; by costs "
+        f"{curve.costs.source}, between and beyond whose sizes they are interpolated",
         remedy=f"Raise {' and '.join(enough)} at least, or set compilation.cudagraph_mode: NONE. `cgplan capture` with "
         "that size alone in compilation.cudagraph_capture_sizes shows what it really takes.",
     )
@@ -293,8 +293,9 @@ class Curve:
     @cached_property
     def steps(self) -> list[float]:
         """Mean microseconds of a step of the traffic alone, by the number of graphs."""
-        chosen = map(self.found.chosen, range(self.graphs + 1))
-        return [Run(self.keys_of(one), self.seen, self.times).expected_us for one in chosen]
+        chosen = [*map(self.found.chosen, range(self.graphs + 1))]
+        steps = {one: Run(self.keys_of(one), self.seen, self.times).expected_us for one in {*chosen}}
+        return [steps[one] for one in chosen]
 
     @cached_property
     def _least(self) -> Callable[[int], float]:
