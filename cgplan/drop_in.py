@@ -26,6 +26,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from contextlib import suppress
 from operator import attrgetter
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, cast, get_args
 
 import torch
@@ -45,6 +46,7 @@ from cgplan.graphs.ambient import random_state_kept
 from cgplan.graphs.footprint import look
 from cgplan.graphs.model_state import ModelState
 from cgplan.graphs.pools import GraphPool
+from cgplan.models.loading import load_model
 from cgplan.modes import Key
 from cgplan.planning import build_plan
 from cgplan.planning.build import sizes_of
@@ -135,6 +137,10 @@ def _named(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
         yield from ((path if value is tensor else f"{path}.{i}", tensor) for i, tensor in enumerate(tensors))
 
 
+class _Name(str):
+    """Of a tensor, in its place."""
+
+
 def _share(module: nn.Module, model: object) -> None:
     """Give a module the parameters, buffers and modules of another one, under the same names."""
     if isinstance(model, nn.Module):
@@ -155,6 +161,7 @@ class _ByName(nn.Module):
         kinds = {parameter.kind for parameter in signature.parameters.values()}
         by_name = kinds <= {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
         self.plain: tuple[str, ...] = form[1] if by_name and set(form[2:-1]) == {Tensor} else ()
+        self.names: tuple[str, ...] = ()  # of the tensors, in the form's order, where others may come in another one
 
     def flat(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], list[Tensor]]:
         """Form and tensors of the output. Raises OutputShapeError where the form is not as it is known to be."""
@@ -176,8 +183,50 @@ class _ByName(nn.Module):
     def forward(self, **tensors: Tensor) -> Any:
         if self.plain and self.returns == (Tensor,):  # nothing that a trace would not follow
             return self.__dict__["wrapped"](**dict(zip(self.plain, tensors.values(), strict=True)))
-        form, leaves = self.flat(list(tensors.values()))
+        form, leaves = self.flat([tensors[name] for name in self.names or tensors])
         return leaves[0] if form == (Tensor,) else tuple(leaves)
+
+
+def as_called(target: str, call: Mapping[str, Any], kwargs: Mapping[str, Any] = MappingProxyType({})) -> nn.Module:
+    """A model of tensors by name, from one with other arguments: the target in files that ``save_config`` writes.
+
+    ``call`` has the arguments: constants, lists, mappings, `{$tuple: [...]}`, and `$name` for the tensor of that name.
+    Raises ModelError as ``load_model`` does.
+    """
+    model = load_model(target, kwargs, device=torch.get_default_device()).forward
+    marks, form, ordered = dict[str, Tensor](), list[Any](), list[Tensor]()
+
+    def filled(value: Any) -> Any:
+        if isinstance(value, str) and value.startswith("$"):
+            return marks.setdefault(value[1:], torch.empty(0))
+        if isinstance(value, dict):
+            items = {name: filled(item) for name, item in value.items()}
+            return tuple(items["$tuple"]) if items.keys() == {"$tuple"} else items
+        return [filled(item) for item in value] if isinstance(value, list) else value
+
+    _flatten([{name: filled(value) for name, value in call.items()}], form, ordered)
+    made = _ByName(model, inspect.signature(getattr(model, "forward", model)), (*form, False))
+    made.names = tuple(next(name for name, mark in marks.items() if mark is tensor) for tensor in ordered)
+    return made
+
+
+def _written(value: Any, path: str) -> Any:
+    """An argument as ``as_called`` reads it. Raises ConfigError where YAML has no form for it."""
+    kind = type(value)
+    if isinstance(value, _Name):
+        return f"${value}"
+    if kind in (list, tuple):
+        items = [_written(item, f"{path}.{at}") for at, item in enumerate(value)]
+        return items if kind is list else {"$tuple": items}
+    if kind is dict and all(type(key) is str and not key.startswith("$") for key in value):
+        return {key: _written(item, f"{path}.{key}") for key, item in value.items()}
+    if kind in _CONSTANTS and not str(value).startswith("$"):
+        return value
+    raise ConfigError(
+        f"argument {path} is {value!r:.80}, of {kind.__name__}, which a YAML file cannot hold",
+        remedy="Save a model that is called with tensors, numbers, text, and lists, tuples and dicts by name of them: "
+        "`graphed` a function that makes the argument itself.",
+    )
 
 
 class _Kind:
@@ -756,27 +805,42 @@ class Graphed(nn.Module):
         return "\n".join([*lines, *(f"{calls} calls ran eagerly: {why}" for calls, why in eager)])
 
     def save_config(self, path: str | Path) -> None:
-        """Write ``config_text`` to a file. Raises CgplanError before the first call."""
+        """Write ``config_text`` to a file. Raises as it does."""
         Path(path).write_text(self.config_text(), encoding="utf-8")
 
     def config_text(self, target: str | None = None, kwargs: Mapping[str, Any] | None = None) -> str:
         """The configuration of the kind with the most calls, as `cgplan capture --config` takes it; comments say what
-        was inferred, and from what. Raises CgplanError before the first call.
+        was inferred, and from what. Arguments that are no tensors stand in ``call``, see ``as_called``.
 
         Args:
             target, kwargs: What makes the model; absent: its class, where that needs no arguments.
+
+        Raises:
+            CgplanError: there was no call yet.
+            ConfigError: an argument of the calls has no form in YAML, or they were made under autocast.
         """
         kind = self._busiest
         config, target = kind.runner.config, target or _target(self._wrapped)
         values = config.model_dump(mode="json", exclude_defaults=True, exclude={"dims": {"__all__": {"name"}}})
         made_by = {name: value for name, value in (("target", target), ("kwargs", dict(kwargs or {}))) if value}
+        *form, autocast = kind.forward.form
+        if autocast:
+            raise ConfigError(
+                "calls were made under torch.autocast, of which a file knows nothing",
+                remedy="Enter torch.autocast in the model's forward, and call it outside.",
+            )
+        if kind.forward.plain != tuple(kind.specs):
+            if target is not None and target.partition(":")[0].endswith(".py"):
+                made_by["target"] = str(Path(target).resolve())
+            call = _rebuild(iter(form), map(_Name, kind.specs))
+            written = {name: _written(value, name) for name, value in call.items()}
+            made_by = {"target": f"{__name__}:{as_called.__name__}", "kwargs": {**made_by, "call": written}}
         values["model"] = {**made_by, **values.get("model", {})}
         values["compilation"].pop("capture_policy", None)
         notes = ["Written by cgplan.graphed, which inferred:", *kind.notes]
         if target is None:
-            notes.append("To fill in: model.target, a function that returns the model, such as my_model.py:build")
-        if set(kind.forward.form[2:-1]) != {Tensor}:
-            notes.append("Calls also hold arguments that are no tensors: the target returns a function of these inputs")
+            key = "model.kwargs.target" if made_by else "model.target"
+            notes.append(f"To fill in: {key}, a function that returns the model, such as my_model.py:build")
         text = "".join(f"# {note}\n" for note in notes)
         return text + yaml.safe_dump(values, sort_keys=False, default_flow_style=None, width=110)
 
@@ -827,7 +891,8 @@ def _target(model: object) -> str | None:
     """The target that makes such a model: its class, if that is importable and asks for no arguments."""
     kind = type(model)
     is_global = getattr(sys.modules[kind.__module__], kind.__qualname__, None) is kind and kind.__module__ != "__main__"
-    made_alone = isinstance(model, nn.Module) and not inspect.signature(kind).parameters
+    takes_none = kind.__init__ is nn.Module.__init__ or not inspect.signature(kind).parameters
+    made_alone = isinstance(model, nn.Module) and takes_none
     return f"{kind.__module__}:{kind.__qualname__}" if is_global and made_alone else None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum, IntEnum
+from math import prod
 from typing import NamedTuple, Self
 
 from cgplan.errors import ConfigError, did_you_mean
@@ -98,6 +99,11 @@ class BatchDescriptor(NamedTuple):
     def box(self) -> tuple[int, ...]:
         """The size in each dimension, rows first."""
         return (self.num_tokens, *self.sizes)
+
+    @property
+    def elements(self) -> int:
+        """The product of the sizes, which costs of graphs follow."""
+        return prod(self.box)
 
     @property
     def size(self) -> str:

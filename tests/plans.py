@@ -124,7 +124,7 @@ class Costs(GraphCosts):
     def pool_bytes(self, mode: CUDAGraphMode, num_tokens: int) -> int:
         return (self.pool if mode is FULL else self.pool + 2) * num_tokens
 
-    def static_bytes(self, num_tokens: int) -> int:
+    def static_bytes(self, num_tokens: int, _: tuple[int, ...] = ()) -> int:
         return self.static * num_tokens
 
     def driver_bytes(self, key: Key) -> int:

@@ -15,10 +15,13 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch import Tensor, nn
+from typer.testing import CliRunner
 
 import cgplan
 from cgplan.backends import GraphBackend
+from cgplan.cli.main import app
 from cgplan.errors import (
     CgplanError,
     ConfigError,
@@ -650,7 +653,49 @@ def test_the_configuration_is_saved(backend: GraphBackend, net: Net, tmp_path: P
     assert runner.plan.capture_sizes == (1, 4)
     cgplan.graphed(lambda x: x + 1, example=(x,)).save_config(tmp_path / "other.yaml")
     assert "# To fill in: model.target" in (tmp_path / "other.yaml").read_text()
-    assert "no tensors" not in text
+
+
+class Nested(nn.Module):
+    """Asks for more than tensors by name."""
+
+    def forward(self, batch: dict[str, Any], *more: Tensor, scale: Any = None, **named: Tensor) -> Any:
+        first, (second, places) = batch["x"], batch["pair"]
+        assert type(batch["pair"]) is tuple
+        total = first * (scale or 1.0) + second[:, places[0] :] + sum(more)
+        return Scene(Point(total, first), [named.get("other", second)]) if batch["whole"] else (total, first)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_saved_configuration_calls_as_calls_were(backend: GraphBackend, tmp_path: Path, *, whole: bool) -> None:
+    """With constants and nested arguments: the commands take the file as it is, in any order of its inputs."""
+    x, y, z = rows(backend, 3), rows(backend, 3), rows(backend, 3)
+    args = ({"x": x, "pair": (y, [0, "a"]), "whole": whole}, z)
+    g = cgplan.graphed(Nested().eval())
+    wanted = g(*args, scale=2.0, other=z)
+    g.save_config(tmp_path / "my.yaml")
+    values = yaml.safe_load((tmp_path / "my.yaml").read_text())
+    values["inputs"] = dict(reversed(values["inputs"].items()))
+    values["device"] = str(backend.device)
+    (tmp_path / "turned.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
+    runner = cgplan.capture(config=tmp_path / "turned.yaml")
+    named = {"batch.x": x, "batch.pair.0": y, "more.0": z, "other": z}
+    assert set(named) == set(values["inputs"])
+    close(runner(**named)[:2], [wanted.points.x, wanted.points.y] if whole else wanted)
+    run = CliRunner().invoke(app, ["capture", str(tmp_path / "my.yaml")])
+    assert run.exit_code == 0, run.output
+
+
+def test_what_a_file_cannot_say_is_refused(backend: GraphBackend, net: Net, tmp_path: Path) -> None:
+    x = rows(backend, 3)
+    for given, named in ((Point(x, 1.0), "batch.pair"), ((x, [0], "$x"), "batch.pair.2")):
+        g = cgplan.graphed(lambda batch: batch["x"] + batch["pair"][0], example=({"x": x, "pair": given},))
+        with pytest.raises(ConfigError, match=f"argument {named} is .*cannot hold"):
+            g.save_config(tmp_path / "my.yaml")
+    with torch.autocast(backend.device.type, torch.bfloat16):
+        g = cgplan.graphed(net, example=(x,))
+    with pytest.raises(ConfigError, match="autocast"):
+        g.save_config(tmp_path / "my.yaml")
+    assert not (tmp_path / "my.yaml").exists()
 
 
 def test_borrowed_outputs(backend: GraphBackend, net: Net) -> None:

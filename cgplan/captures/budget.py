@@ -42,7 +42,7 @@ def fitting(plan: Plan, config: Config, free: int | None) -> Plan:
             and (budget.reserve is None or free is None or free - cost.total_bytes >= budget.reserve)
         )
 
-    order = sorted(plan.keys, key=lambda key: (-key[1].num_tokens, key[0] is CUDAGraphMode.FULL))
+    order = sorted(plan.keys, key=lambda key: (-key[1].elements, key[0] is CUDAGraphMode.FULL))
     most = len(order) if budget.max_graphs is None else budget.max_graphs
     start, part = 0, restricted(plan, spread(plan, order, most), config)
     while start < len(order) and not fits(part):

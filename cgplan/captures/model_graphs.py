@@ -35,6 +35,7 @@ from cgplan.piecewise.routes import choose_route
 from cgplan.piecewise.split import refuse_missing_ops
 from cgplan.planning import Plan
 from cgplan.planning.build import DEFAULT_SPLITTING_OPS
+from cgplan.planning.costs import widest
 from cgplan.reports.records import GraphRecord, StateRecord
 
 BeforeKey = Callable[[CUDAGraphMode, BatchDescriptor, Tensors], object]
@@ -146,9 +147,7 @@ class ModelGraphs:
 
     def allocate_buffers(self, keys: Sequence[Key]) -> None:
         """Make static buffers for the batches of these keys. Raises CaptureMemoryError and BackendError."""
-        config, most = self.config, dict[tuple[int, ...], int]()
-        for _, descriptor in keys:
-            most[descriptor.sizes] = max(most.get(descriptor.sizes, 0), descriptor.num_tokens)
+        config, most = self.config, widest(keys)
         self.most_tokens = max(most.values(), default=0)
         self.buffers = StaticBoxes()
         for sizes, tokens in (most or {(1,) * (len(config.dim_names) - 1): 0}).items():

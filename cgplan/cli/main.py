@@ -52,6 +52,42 @@ PlanPath = Annotated[Path | None, Option("--plan", metavar="FILE", help=SAVED_PL
 Force = Annotated[bool, Option("--force", help="With --plan: capture it although it was made for something else.")]
 COSTS = "What graphs cost: a capture report or vLLM's log; `estimate`, on the CPU; or `measure`, by a few captures."
 Costs = Annotated[str | None, Option("--costs", metavar="SOURCE", help=COSTS)]
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    """Numbers above 0 between commas."""
+    try:
+        found = tuple(map(float, text.split(",")))
+    except ValueError:
+        found = (-1.0,)
+    if any(not 0 < number < float("inf") for number in found):
+        raise BadParameter(f"{text!r} is no list of numbers above 0, such as 1,2,4")
+    return found
+
+
+def _share(text: str) -> float:
+    """``1%`` or ``0.01``."""
+    try:
+        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        share = -1
+    if not 0 <= share < 1:
+        raise BadParameter(f"{text!r} is no share: write 1% or 0.01")
+    return share
+
+
+def _file(text: str) -> tuple[Path, float]:
+    """A file, and how much faster its requests come: ``trace.csv@2x``."""
+    name, _, faster = text.rpartition("@")
+    is_faster = bool(name) and faster.endswith("x") and not Path(text).exists()
+    return Path(name if is_faster else text), _numbers(faster[:-1])[0] if is_faster else 1.0
+
+
+TRAFFIC = "Traffic: a histogram, a trace, a log; FILE@2x: twice as fast. Repeat."
+Files = Annotated[list[Any] | None, Option("--traffic", metavar="FILE", parser=_file, help=TRAFFIC)]
+Weights = Annotated[Any, Option(metavar="LIST", parser=_numbers, help="Of several files of traffic, such as 3,1.")]
+Scale = Annotated[Any, Option(metavar="LIST", parser=_numbers, help="These speeds together, such as 1,2,4.")]
+Replicas = Annotated[int, Option(metavar="N", min=1, help="Servers that share the requests.")]
 Speedup = Annotated[float, Option(metavar="X", min=1e-6, help="Requests of a trace arrive X times as fast.")]
 StepTimes = Annotated[Path | None, Option(metavar="FILE", help="Step times: a bench report, or a table.")]
 DEVICE = "Short for --set device=DEVICE: auto, cpu, cuda, cuda:N."
@@ -267,21 +303,16 @@ def plan_(
     performance_mode: Performance = None,
     blackwell: Blackwell = False,
     overrides: Overrides = None,
-    traffic: Annotated[
-        list[str] | None,
-        Option(
-            metavar="FILE", help="Traffic to plan for: a histogram, a trace, a log; FILE@2x: twice as fast. Repeat."
-        ),
-    ] = None,
-    weights: Annotated[str | None, Option(metavar="LIST", help="Of several files of traffic, such as 3,1.")] = None,
-    scale: Annotated[str, Option(metavar="LIST", help="Plan for these speeds together, such as 1,2,4.")] = "1",
-    replicas: Annotated[int, Option(metavar="N", min=1, help="Servers that share the requests.")] = 1,
+    traffic: Files = None,
+    weights: Weights = None,
+    scale: Scale = "1",
+    replicas: Replicas = 1,
     objective: Annotated[
         Objective, Option(help="Of several loads: the mean step, or the worst regret over them.")
     ] = Objective.mean,
     insurance: Annotated[
-        str, Option(metavar="SHARE", help="Steps of sizes that the traffic need not show; 0: none.")
-    ] = "10%",
+        Any, Option(metavar="SHARE", parser=_share, help="Steps of sizes that traffic need not show: 10%; 0: none.")
+    ] = None,
     from_stats: Annotated[
         str | None,
         Option(metavar="URL|FILE", help="In place of --traffic: the metrics of a runner, or their address."),
@@ -324,11 +355,6 @@ def plan_(
         raise BadParameter("give either a configuration or --vllm JSON")
     if traffic and from_stats is not None:
         raise BadParameter("give either --traffic or --from-stats")
-    files: list[tuple[Path | str, float]] = [] if from_stats is None else [(from_stats, 1.0)]
-    for text in traffic or ():
-        name, _, faster = text.rpartition("@")
-        is_faster = bool(name) and faster.endswith("x") and not Path(text).exists()
-        files.append((Path(name if is_faster else text), _numbers(faster[:-1])[0] if is_faster else 1.0))
     if engine is not None and as_json:
         raise BadParameter("give either --emit or --json; --output saves the plan beside either")
     with failures_reported(show_traceback):
@@ -340,11 +366,11 @@ def plan_(
             path or read_vllm(vllm or "", overrides=settings, **of_vllm),
             settings,
             loads=Loads(
-                tuple(files),
-                () if weights is None else _numbers(weights),
-                tuple(speedup * scaled for scaled in _numbers(scale)),
+                tuple(traffic or () if from_stats is None else [(from_stats, 1.0)]),
+                weights or (),
+                tuple(speedup * scaled for scaled in scale),
                 replicas,
-                _share(insurance),
+                insurance,
                 objective == "worst",
             ),
             step_times=step_times,
@@ -376,35 +402,16 @@ def plan_diff(
         run_diff(old, new, as_json=as_json)
 
 
-def _numbers(text: str) -> tuple[float, ...]:
-    """Numbers above 0 between commas."""
-    try:
-        found = tuple(map(float, text.split(",")))
-    except ValueError:
-        found = (-1.0,)
-    if any(not 0 < number < float("inf") for number in found):
-        raise BadParameter(f"{text!r} is no list of numbers above 0, such as 1,2,4")
-    return found
-
-
-def _share(text: str) -> float:
-    """``1%`` or ``0.01``."""
-    try:
-        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-    except ValueError:
-        share = -1
-    if not 0 <= share < 1:
-        raise BadParameter(f"{text!r} is no share: write 1% or 0.01")
-    return share
-
-
 @plans.command(
     "check",
     epilog="\b\nExample:\n  cgplan plan check plan.json --traffic tomorrow.csv --step-times bench.json --max-regret 1%",
 )
 def plan_check(
     plan: Annotated[Path, Argument(metavar="PLAN", help="A saved plan.")],
-    traffic: Annotated[Path, Option(metavar="FILE", help="Other traffic: one file, as `cgplan plan` takes it.")],
+    traffic: Files,
+    weights: Weights = None,
+    scale: Scale = "1",
+    replicas: Replicas = 1,
     speedup: Speedup = 1.0,
     step_times: StepTimes = None,
     max_regret: Annotated[
@@ -418,9 +425,10 @@ def plan_check(
     Shows how much longer steps are than with the best plans for that traffic, and than with the ladders.
     """
     with failures_reported(show_traceback):
-        from cgplan.cli.plan import run_check
+        from cgplan.cli.plan import Loads, run_check
 
-        run_check(plan, traffic, speedup, step_times, max_regret, as_json)
+        loads = Loads(tuple(traffic or ()), weights or (), tuple(speedup * scaled for scaled in scale), replicas)
+        run_check(plan, loads, step_times, max_regret, as_json)
 
 
 app.add_typer(plans, name="plan")

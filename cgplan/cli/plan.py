@@ -39,6 +39,9 @@ if TYPE_CHECKING:
     from cgplan.traffic.step_times import StepTimes
 
 
+INSURANCE = 0.1  # if none is asked for
+
+
 class Loads(NamedTuple):
     """Traffic to plan for, and how it counts.
 
@@ -47,20 +50,21 @@ class Loads(NamedTuple):
         weights: Of the files; none: they count alike.
         scales: Each file is planned for at each of these speeds.
         replicas: Servers that share the requests.
-        insurance, worst: As for ``propose``.
+        insurance, worst: As for ``propose``; None: a tenth.
     """
 
     files: tuple[tuple[Path | str, float], ...] = ()
     weights: tuple[float, ...] = ()
     scales: tuple[float, ...] = (1.0,)
     replicas: int = 1
-    insurance: float = 0.0
+    insurance: float | None = None
     worst: bool = False
 
     @property
     def is_recorded(self) -> bool:
-        """Whether they are requests as they were recorded."""
-        return self.scales == (1.0,) and self.replicas == 1 and all(speed == 1 for _, speed in self.files)
+        """Whether they are requests as they were recorded, of which nothing more was said."""
+        said = self.weights or self.insurance is not None or self.worst
+        return not said and self.scales == (1.0,) and self.replicas == 1 and all(speed == 1 for _, speed in self.files)
 
 
 def run_plan(
@@ -86,11 +90,13 @@ def run_plan(
     _check_outputs((output, plot, html), (path, *files, step_times, costs))
     _check_times(loaded.config, loads, step_times, engine is not None and not assumed_times)
     if loaded.config.dims and (files or costs or engine or loaded.config.traffic is not None):
-        others = costs or engine or not loads.is_recorded or len(files) > 1
-        plan, curve, bars = _for_sizes(loaded.config, files[0] if files else None, step_times, others)
+        others = engine or not loads.is_recorded or len(files) > 1
+        priced = costs_of(loaded, costs)
+        plan, curve, bars = _for_sizes(loaded.config, files[0] if files else None, step_times, priced, others)
     else:
-        one_list = engine == "vllm" or not isinstance(given, Path)
-        plan, curve, bars = _for_traffic(loaded, loads, step_times, costs_of(loaded, costs), one_list)
+        one_list = engine == "vllm" or (engine != "sglang" and not isinstance(given, Path))
+        rules = {"one_list": one_list, "apart": engine == "sglang"}
+        plan, curve, bars = _for_traffic(loaded, loads, step_times, costs_of(loaded, costs), rules)
     if not isinstance(given, Path):
         plan = plan.model_copy(update={"notes": (*given.notes, *plan.notes)})
     if plot is not None and curve is None and not bars:
@@ -126,13 +132,19 @@ def _check_times(config: Config, loads: Loads, step_times: Path | None, own: boo
     """Raise ConfigError for options without traffic, StepTimeError for ``own`` step times that are not given."""
     if not loads.files and config.traffic is None and (not loads.is_recorded or step_times is not None):
         raise ConfigError(
-            "--speedup, --scale and --replicas are about requests and --step-times about traffic, and there is none",
+            "--speedup, --scale, --replicas, --weights, --objective, --insurance and --step-times are about traffic, "
+            "and there is none",
             remedy="Give --traffic FILE, or add a `traffic` section with the request_rate to the configuration.",
         )
     if loads.weights and len(loads.weights) != len(loads.files):
         raise ConfigError(
             f"{len(loads.weights)} weights for {len(loads.files)} files of traffic",
             remedy="Give --weights one number for each --traffic, such as 3,1.",
+        )
+    if loads.worst and max(len(loads.files), 1) * len(loads.scales) == 1:
+        raise ConfigError(
+            "--objective worst is about several loads, and there is one",
+            remedy="Give --scale 1,2,4, or --traffic several times.",
         )
     if own and step_times is None and (loads.files or config.traffic) and not config.dims:
         raise StepTimeError(
@@ -150,9 +162,7 @@ def run_diff(old: Path, new: Path, *, as_json: bool) -> None:
         show(render_difference(difference, str(old), str(new)))
 
 
-def run_check(
-    path: Path, traffic: Path, speedup: float, step_times: Path | None, max_regret: float | None, as_json: bool
-) -> None:
+def run_check(path: Path, loads: Loads, step_times: Path | None, max_regret: float | None, as_json: bool) -> None:
     """Show a plan on other traffic. Raises RegretError where it is farther from the best one than ``max_regret``."""
     plan = read_plan(path)
     if plan.config.get("dims"):
@@ -160,34 +170,38 @@ def run_check(
             f"{path} has several sizes ({', '.join(plan.dim_names)}), which a check does not know",
             remedy="Plan for the new traffic, and compare the two with `cgplan plan diff`.",
         )
-    from cgplan.traffic.files import read_traffic  # numpy from here on
-
-    config = validate_config(plan.config | {"budget": plan.budget})
-    times, found = _times_of(step_times, config), read_traffic(traffic, plan, speedup=speedup)
-    check = _checked(plan, config, _steps(found, plan, times, config), times)
+    simulated = {section: plan.config[section] | of for section, of in plan.simulated.items()}
+    config = validate_config(plan.config | {"budget": plan.budget} | simulated)
+    _check_times(config, loads, step_times, own=False)
+    times, made = _times_of(step_times, config), Evidence.model_validate(plan.evidence) if plan.evidence else None
+    rules = {name: getattr(made, name) for name in ("insurance", "one_list", "apart") if made}
+    steps = _steps(_sources(config, loads, plan), plan, times, config, rules.get("apart", False))
+    check = _checked(plan, config, steps, times, rules)
     publish(check, None, as_json=as_json)
     if max_regret is not None and max(check.regret, check.decode_regret or 0) > max_regret:
         raise RegretError(
-            f"{path} on {traffic}: {check.verdict}; --max-regret is {max_regret:.4%}",
+            f"{path} on {check.traffic_source}: {check.verdict}; --max-regret is {max_regret:.4%}",
             remedy="Plan for this traffic: `cgplan plan --config FILE --traffic FILE --output FILE`.",
         )
 
 
-def _checked(plan: Plan, config: Config, traffic: Traffic, times: StepTimes) -> PlanCheck:
+def _checked(
+    plan: Plan, config: Config, loads: list[tuple[Traffic, float]], times: StepTimes, rules: dict[str, Any]
+) -> PlanCheck:
     from cgplan.optimizer.lanes import Run
     from cgplan.optimizer.propose import propose
+    from cgplan.traffic.histogram import Traffic
 
+    traffic = Traffic.mixed(loads).model_copy(update={"apart": rules.get("apart", False)})
     run, graphs, total = Run(plan.keys, traffic, times), len(plan.keys), traffic.total
     figures: dict[str, Any] = {"expected_us": run.expected_us, "padding": run.padding, **run.by_kind}
     unused = graphs - sum(use.size is not None for use in run.uses)
     own = LadderPoint(name="this plan", graphs=graphs, unused=unused, **figures)
-    made = Evidence.model_validate(plan.evidence) if plan.evidence else None
-    rules: dict[str, Any] = {"insurance": made.insurance, "one_list": made.one_list} if made else {}
-    anew = propose(config, traffic, times, **rules).evidence
+    anew = propose(config, loads, times, **rules).evidence
     best = [anew.as_point("planned anew")]
     if graphs and graphs != anew.graphs:
         as_many = config.model_copy(update={"budget": BudgetConfig(max_graphs=graphs)})
-        best.append(propose(as_many, traffic, times, **rules).evidence.as_point(f"best with {graphs}"))
+        best.append(propose(as_many, loads, times, **rules).evidence.as_point(f"best with {graphs}"))
     bounded = plan.budget.keys() & {"max_graphs", "memory", "capture_time"}
     most = max(graphs, plan.budget.get("max_graphs", 0)) if bounded else math.inf
     least = min(own, *best, *(p for p in anew.ladders if p.graphs <= most), key=lambda point: point.expected_us)
@@ -242,35 +256,21 @@ def _check_outputs(outputs: Iterable[Path | None], inputs: Iterable[Path | str |
 
 
 def _for_traffic(
-    loaded: LoadedConfig, loads: Loads, step_times: Path | None, priced: Priced, one_list: bool
+    loaded: LoadedConfig, loads: Loads, step_times: Path | None, priced: Priced, rules: dict[str, Any]
 ) -> tuple[Plan, ParetoPlot | None, list[Bar]]:
     config = loaded.config
     if not loads.files and config.traffic is None:
-        return _by_ladder(loaded, priced)
+        return _by_ladder(loaded, priced, one_list=rules["one_list"])
     from cgplan.optimizer.propose import choose, propose  # numpy from here on
-    from cgplan.traffic.files import read_traffic, synthetic_requests
     from cgplan.traffic.simulation import RequestTrace
 
     times, base = _times_of(step_times, config, priced.machine), build_plan(config)
-    if loads.files:
-        rate = config.traffic.request_rate if config.traffic else None
-        found = [read_traffic(file, base, speedup=speed, request_rate=rate) for file, speed in loads.files]
-    else:
-        assert config.traffic is not None
-        found = [synthetic_requests(config.traffic, base)]
-    sources = [
-        (_scaled(source, scale, loads.replicas), weight)
-        for source, weight in zip(found, loads.weights or [1.0] * len(found), strict=True)
-        for scale in loads.scales
-    ]
-
-    def steps(plan: Plan) -> list[tuple[Traffic, float]]:
-        return [(_steps(source, plan, times, config), weight) for source, weight in sources]
-
-    options: dict[str, Any] = {"insurance": loads.insurance, "worst": loads.worst, "one_list": one_list}
-    known, traffic = (times, priced.costs, priced.failed), steps(base)
+    sources = _sources(config, loads, base)
+    options = {"insurance": INSURANCE if loads.insurance is None else loads.insurance, "worst": loads.worst, **rules}
+    known, traffic = (times, priced.costs, priced.failed), _steps(sources, base, times, config, rules["apart"])
     if any(isinstance(source, RequestTrace) for source, _ in sources):  # they make other batches where steps differ
-        traffic = steps(choose(config, traffic, *known, **options).plan)
+        chosen = choose(config, traffic, *known, **options).plan
+        traffic = _steps(sources, chosen, times, config, rules["apart"])
     proposal = propose(config, traffic, *known, **options)
     plan, evidence = proposal.plan.model_copy(update={"machine": priced.machine}), proposal.evidence
     return plan, pareto_plot(evidence) if evidence.pareto else None, padding_bars(evidence)
@@ -287,36 +287,51 @@ def _times_of(file: Path | None, config: Config, machine: Machine | None = None)
     return times.model_copy(update={"notes": (*times.notes, *_about_times(text, file, config, machine))})
 
 
-def _scaled(found: Traffic | RequestTrace, scale: float, replicas: int) -> Traffic | RequestTrace:
+def _sources(config: Config, loads: Loads, plan: Plan) -> list[tuple[Traffic | RequestTrace, float]]:
+    """Each load with its weight: a file's, or that of the `traffic` section, at each speed."""
+    from cgplan.traffic.files import read_traffic, synthetic_requests
     from cgplan.traffic.simulation import RequestTrace
 
-    if isinstance(found, RequestTrace):
-        return found.hurried(scale).spread(replicas)
-    if scale != 1 or replicas != 1:
-        raise TrafficError(
-            f"{found.source} counts steps, which have no arrivals",
-            remedy="Leave out --scale and --replicas, or give a request trace.",
-        )
-    return found
+    rate = config.traffic.request_rate if config.traffic else None
+    found = [read_traffic(file, plan, speedup=speed, request_rate=rate) for file, speed in loads.files]
+    if config.traffic is not None and not found:
+        found = [synthetic_requests(config.traffic, plan)]
+    sources: list[tuple[Traffic | RequestTrace, float]] = []
+    for source, weight in zip(found, loads.weights or [1.0] * len(found), strict=True):
+        if isinstance(source, RequestTrace):
+            sources += [(source.hurried(scale).spread(loads.replicas), weight) for scale in loads.scales]
+        elif loads.scales == (1.0,) and loads.replicas == 1:
+            sources.append((source, weight))
+        else:
+            raise TrafficError(
+                f"{source.source} counts steps, which have no arrivals",
+                remedy="Leave out --scale and --replicas, or give a request trace.",
+            )
+    return sources
 
 
-def _steps(found: Traffic | RequestTrace, plan: Plan, times: StepTimes, config: Config) -> Traffic:
+def _steps(
+    sources: Iterable[tuple[Traffic | RequestTrace, float]],
+    plan: Plan,
+    times: StepTimes,
+    config: Config,
+    apart: bool,
+) -> list[tuple[Traffic, float]]:
     """Steps to plan for; requests are simulated with the step times that they would have under ``plan``."""
-    from cgplan.traffic.histogram import Traffic
-    from cgplan.traffic.simulation import SchedulerBounds, simulate, step_clock
+    from cgplan.traffic.simulation import RequestTrace, SchedulerBounds, simulate, step_clock
 
-    if isinstance(found, Traffic):
-        return found
     bounds = SchedulerBounds.of(plan, config.speculative.accepted_tokens, config.scheduler.mixed_batches)
-    return simulate(found, bounds, step_clock(plan, times))
+    clock = step_clock(plan, times, apart=apart)
+    return [(simulate(one, bounds, clock) if isinstance(one, RequestTrace) else one, w) for one, w in sources]
 
 
 def _for_sizes(
-    config: Config, file: Path | str | None, step_times: Path | None, others: object
+    config: Config, file: Path | str | None, step_times: Path | None, priced: Priced, others: object
 ) -> tuple[Plan, None, list[Bar]]:
     if others or file is None or isinstance(file, str):
         raise ConfigError(
-            "--costs, --speedup, --emit, --from-stats and the `traffic` section do not know the boxes of `dims`",
+            "--speedup, --insurance and the like, --emit, --from-stats and the `traffic` section do not know the boxes "
+            "of `dims`",
             remedy="Leave them out, and give --traffic FILE with a column for each dimension.",
         )
     from cgplan.optimizer.boxes import dims_of, propose_boxes
@@ -324,8 +339,8 @@ def _for_sizes(
     from cgplan.traffic.step_times import StepSurface  # numpy from here on
 
     surface = None if step_times is None else StepSurface.load(step_times, config.dim_names)
-    proposal = propose_boxes(config, read_sizes(file, dims_of(config)), surface)
-    return proposal.plan, None, padding_bars(proposal.evidence)
+    proposal = propose_boxes(config, read_sizes(file, dims_of(config)), surface, priced.costs)
+    return proposal.plan.model_copy(update={"machine": priced.machine}), None, padding_bars(proposal.evidence)
 
 
 def _about_times(text: str, path: Path, config: Config, machine: Machine | None) -> Iterator[str]:
@@ -340,11 +355,11 @@ def _about_times(text: str, path: Path, config: Config, machine: Machine | None)
         yield f"the step times of {path} were measured on another machine than the costs: {found}"
 
 
-def _by_ladder(loaded: LoadedConfig, priced: Priced) -> tuple[Plan, None, list[Bar]]:
+def _by_ladder(loaded: LoadedConfig, priced: Priced, *, one_list: bool) -> tuple[Plan, None, list[Bar]]:
     """The plan of a configuration without traffic, and its padding where all batch sizes are equally frequent."""
     from cgplan.optimizer.lint import lint_without_traffic  # numpy from here on
 
-    plan = within_count(build_plan(loaded.config), loaded.config)
+    plan = within_count(build_plan(loaded.config), loaded.config, one_list=one_list)
     predicted = None if priced.costs is None else priced.costs.of(plan.keys)
     plan = plan.model_copy(update={"predicted": predicted, "machine": priced.machine})
     note = (

@@ -72,8 +72,8 @@ def calibrate(config: Config, model: Callable[..., Any], backend: GraphBackend, 
                 nodes[key] = captured.nodes
                 once += max(first - seconds[key], 0.0)
                 mode, descriptor = key
-                most = pools[mode].get(descriptor.num_tokens, 0)  # of the LoRA cases
-                pools[mode][descriptor.num_tokens] = max(most, graphed.pools.nbytes)
+                most = pools[mode].get(descriptor.elements, 0)  # of the LoRA cases
+                pools[mode][descriptor.elements] = max(most, graphed.pools.nbytes)
                 graphed.drop_all()
             rates = _driver_rates(graphed, keys)
             graphed.buffers.restore()
@@ -85,10 +85,7 @@ def calibrate(config: Config, model: Callable[..., Any], backend: GraphBackend, 
         graphed.free()
     environment = describe_environment(backend, plan.config_hash)
     return MeasuredCosts(
-        [
-            MeasuredKey(m, d.num_active_loras, d.num_tokens, rates[m] * (nodes[m, d] or 1), seconds[m, d])
-            for m, d in keys
-        ],
+        [MeasuredKey(m, d.num_active_loras, d.elements, rates[m] * (nodes[m, d] or 1), seconds[m, d]) for m, d in keys],
         {mode: sorted(sizes.items()) for mode, sizes in pools.items()},
         config,
         source=f"measured on {environment.device}, {environment.date}: {len(keys)} keys, captured and freed",
@@ -106,7 +103,7 @@ def _driver_rates(graphed: ModelGraphs, keys: Sequence[Key]) -> dict[CUDAGraphMo
     try:
         # The graphs of one mode stay alive while the next is measured: memory that the driver got back would hide it.
         for mode in rates:
-            key = min((k for k in keys if k[0] is mode), key=lambda k: k[1].num_tokens)
+            key = min((k for k in keys if k[0] is mode), key=lambda k: k[1].elements)
             readings = list[tuple[int, int]]()
             nodes = nbytes = chunks = since = 0
             while len(readings) < MOST_CAPTURES and (chunks < FEWEST_CHUNKS or since < FEWEST_CAPTURES):

@@ -206,7 +206,8 @@ def _recorded(config: Config, model: Function, plan: Plan, key: Key, fake: FakeT
     mode, descriptor = key
     tokens, compilation, device = descriptor.num_tokens, config.compilation, torch.device("cpu")
     reqs = min(tokens, plan.max_num_seqs) if descriptor.num_reqs is None else descriptor.num_reqs
-    inputs, metadata = (example_batch(specs, tokens, reqs, device) for specs in (config.inputs, config.metadata))
+    tensors = example_batch(config.tensors_at(descriptor.sizes), tokens, reqs, device)
+    inputs, metadata = ({name: tensors[name] for name in names} for names in (config.inputs, config.metadata))
     route = compilation.piecewise if mode is CUDAGraphMode.PIECEWISE else "full"
     with ExitStack() as stack:
         try:

@@ -14,6 +14,10 @@ Greedy choice and exchanges of one box for another give a plan. A price u(p) for
 is below every plan (Lagrangian relaxation), and subgradient steps raise it. A box whose gain is farther from the K-th
 than the plan from the bound is in all better plans or in none. Branching on the others closes the gap, or the effort
 ends and the gap is reported. The best-known full grid comes from exchanges in one dimension at a time.
+
+Budgets of memory and time bound the number of boxes, if all cost what the cheapest do, and leave boxes out that they do
+not pay for alone: of what is left comes the bound. Where its boxes cost too much, there are fewer, until they are paid
+for; then come others that save most and are paid for, too.
 """
 
 from __future__ import annotations
@@ -23,28 +27,33 @@ from heapq import heappop, heappush
 from itertools import count, product
 from math import prod
 from operator import itemgetter
+from typing import get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from cgplan.config import Config, Dim
 from cgplan.errors import BudgetError, PlanError
-from cgplan.optimizer.evidence import Evidence, Expected, LadderPoint, PaddingMap, SizeUse
-from cgplan.optimizer.lanes import lanes_of
+from cgplan.optimizer.evidence import Evidence, Expected, LadderPoint, Limit, PaddingMap, SizeUse
+from cgplan.optimizer.lanes import key_of, lanes_of
 from cgplan.optimizer.paths import Floats, Ints, best_paths
 from cgplan.optimizer.propose import EXACT, Proposal
 from cgplan.planning.build import build_plan, lora_cases, resolve_mode, sizes_of
-from cgplan.planning.plan import PLANNED_FOR, Lane, capture_config, config_hash
+from cgplan.planning.costs import GraphCosts, Predicted
+from cgplan.planning.plan import PLANNED_FOR, Plan, capture_config, capture_order, config_hash
 from cgplan.traffic.histogram import SizeCounts
 from cgplan.traffic.step_times import StepSurface
+from cgplan.units import format_bytes
 
 CANDIDATES = 1600  # boxes to choose among, about
+LIMITS: tuple[Limit, ...] = get_args(Limit)
 BOXES = 32  # where no budget says how many
 EFFORT = 1 << 30  # batches times boxes times subgradient steps, about
 STEPS, NODE_STEPS, PATIENCE = 2000, 60, 20  # at the root, at other nodes, without progress at least
 PROVEN = 1e-9  # relative gap that counts as none
 ROUNDS = 3  # of exchanges in each dimension of a grid
 EVEN = (np.arange(1, 5), np.arange(1, 9))  # steps of a grid of 4 x 8 evenly spaced sizes
+TRIED = 64  # boxes, as one more that the budget may pay for
 MAP_SIZES = 12  # rows and columns of the map of padding
 NO_TIMES = (
     "no step times were given: a step counts 1 us for each element of its box, the product of its sizes, so that these "
@@ -165,10 +174,13 @@ def dims_of(config: Config) -> list[Dim]:
     return [config.dims.get(name, tokens) for name in config.dim_names]
 
 
-def propose_boxes(config: Config, traffic: SizeCounts, surface: StepSurface | None = None) -> Proposal:
-    """The plan with the shortest expected step for batches of several sizes.
+def propose_boxes(
+    config: Config, traffic: SizeCounts, surface: StepSurface | None = None, costs: GraphCosts | None = None
+) -> Proposal:
+    """The plan with the shortest expected step for batches of several sizes, inside ``config.budget``.
 
-    Each batch of the traffic gets a graph. ``budget.max_graphs`` bounds their number; absent: 32 boxes.
+    Each batch of the traffic gets a graph. ``budget.max_graphs`` bounds their number; absent: 32 boxes. Without
+    ``costs`` nothing else does.
 
     Args:
         traffic: Batches by the sizes of ``dims_of(config)``.
@@ -176,7 +188,7 @@ def propose_boxes(config: Config, traffic: SizeCounts, surface: StepSurface | No
 
     Raises:
         ModeError, PlanError: as ``build_plan`` does; or the resolved mode has no graphs.
-        BudgetError: the budget does not pay for a single box.
+        BudgetError: no boxes were found that hold all batches and that the budget pays for.
     """
     lanes, most = lanes_of(resolve_mode(config)[0], lora_cases(config)), config.budget.max_graphs
     if not lanes:
@@ -184,11 +196,17 @@ def propose_boxes(config: Config, traffic: SizeCounts, surface: StepSurface | No
     if most is not None and most < len(lanes):
         remedy = f"Raise it to {len(lanes)}, which one box takes."
         raise BudgetError(f"budget.max_graphs is {most}, too few for {' and '.join(map(str, lanes))}", remedy=remedy)
-    evidence = _Case(config, traffic, surface).evidence(BOXES if most is None else most // len(lanes), lanes)
-    boxes = tuple((use.size, *use.sizes) for use in evidence.uses)
-    compilation = config.compilation.model_copy(update={"boxes": boxes})
-    plan = build_plan(config.model_copy(update={"compilation": compilation})).model_copy(
+
+    def plan_of(*boxes: tuple[int, ...]) -> Plan:
+        compilation = config.compilation.model_copy(update={"boxes": boxes})
+        return build_plan(config.model_copy(update={"compilation": compilation}))
+
+    base = plan_of(tuple(dim.top for dim in dims_of(config)))
+    evidence = _Case(config, traffic, surface, costs, base).evidence(BOXES if most is None else most // len(lanes))
+    plan = plan_of(*((use.size or 0, *use.sizes) for use in evidence.uses))
+    plan = plan.model_copy(
         update={
+            "predicted": costs and costs.of(plan.keys),
             "config_hash": config_hash(config),
             "config": capture_config(config),
             "sizes_source": f"{PLANNED_FOR} {traffic.source}",
@@ -201,7 +219,15 @@ def propose_boxes(config: Config, traffic: SizeCounts, surface: StepSurface | No
 class _Case:
     """Batches, and the sizes that boxes may have. Arrays of sizes and boxes are [n, dimensions]."""
 
-    def __init__(self, config: Config, traffic: SizeCounts, surface: StepSurface | None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        traffic: SizeCounts,
+        surface: StepSurface | None,
+        costs: GraphCosts | None,
+        base: Plan,
+    ) -> None:
+        self._costs, self._base, self._lanes = costs, base, lanes_of(base.mode, base.lora_cases)
         self._traffic, self._surface, self._dims, self._budget = traffic, surface, dims_of(config), config.budget
         batches, self._weights = np.array([*traffic.counts]), np.array([*traffic.counts.values()], dtype=np.float64)
         self._real = self._weights * batches.prod(1)
@@ -229,14 +255,75 @@ class _Case:
         times = self._times(boxes.reshape(-1, len(self._dims))).reshape(boxes.shape[:-1])
         return _held(times, holds, self._counts)
 
-    def _best(self, graphs: int, grid: Ints) -> tuple[Ints, float]:
+    def _candidates(self) -> tuple[Ints, Bools]:
+        """Boxes to choose among, and which batches they hold: [batches, boxes]."""
         boxes, batches = _grid(self._sizes), self._rounded[:, None]
         holds = np.asarray((batches <= boxes).all(-1))
         tight = np.asarray((holds[..., None] & (batches == boxes)).any(0).all(-1))
-        boxes, holds = boxes[tight], holds[:, tight]
-        start = [int((boxes == box).all(1).argmax()) for box in self._tight(grid, _up(self._least, self._sizes))]
-        chosen, bound = best_boxes(self._cost(boxes, holds), self._counts, graphs, start)
-        return self._tight(boxes[chosen], self._least), bound
+        return boxes[tight], holds[:, tight]
+
+    def _price(self, boxes: Ints) -> Predicted | None:
+        keys = [(key_of(lane, box[0], self._base), box[1:]) for box in boxes.tolist() for lane in self._lanes]
+        sized = ((mode, key._replace(sizes=tuple(sizes))) for (mode, key), sizes in keys)
+        return None if self._costs is None else self._costs.of(capture_order(sized))
+
+    def _broken(self, boxes: Ints) -> tuple[Limit, ...]:
+        """The limits that these boxes break."""
+        paid, spent = self._price(boxes), dict[str, float](max_graphs=len(boxes) * len(self._lanes))
+        if paid is not None:
+            spent |= {"memory": paid.total_bytes, "capture_time": paid.seconds}
+        given = self._budget.model_dump(exclude_none=True)
+        return tuple(name for name in LIMITS if name in spent and spent[name] > given.get(name, np.inf))
+
+    def _paid(self, boxes: Ints, most: int) -> tuple[Bools, int]:
+        """Which boxes a plan within the budget may have, and how many it may have at most."""
+        costs, elements = self._costs, boxes.prod(1)
+        if costs is None:
+            return np.ones(len(boxes), dtype=bool), most
+        limits = [np.inf if of is None else of for of in (self._budget.memory, self._budget.capture_time)]
+        # Where larger boxes cost less, those count: between bends costs lie on lines.
+        ends = np.unique([*elements, *costs.bends, prod(dim.top for dim in self._dims)])
+        keys = [[key_of(lane, end, self._base) for lane in self._lanes] for end in ends.tolist()]
+        each = np.array([[sum(map(of, some)) for of in (costs.driver_bytes, costs.seconds)] for some in keys])
+        least = np.minimum.accumulate(each[::-1])[::-1][np.searchsorted(ends, elements)]
+        pools = [max(costs.pool_bytes(lane.mode, n) for lane in self._lanes) for n in elements.tolist()]
+        static = [costs.static_bytes(first, tuple(rest)) for first, *rest in boxes.tolist()]
+        shared = np.stack([np.add(pools, static) + costs.workspace_bytes, np.full(len(boxes), costs.once_seconds)], 1)
+        spent = shared.min(0) + np.cumsum(np.sort(least, axis=0), axis=0)
+        return (shared + least <= limits).all(1), min(most, int((spent <= limits).all(1).sum()))
+
+    def _best(self, most: int, boxes: Ints, holds: Bools, grid: Ints) -> tuple[Ints, float, tuple[Limit, ...]]:
+        """Boxes within the budget, the lower bound, and the limits that the next box would break."""
+        found = whole = self._least.max(0)[None]
+        chosen, bound = list[int](), np.inf
+        if most and holds.any(1).all():
+            cost, tight = self._cost(boxes, holds), self._tight(grid, _up(self._least, self._sizes))
+            start = [int((boxes == box).all(1).argmax()) for box in tight]
+            chosen, bound = best_boxes(cost, self._counts, most, start)
+        while chosen:
+            if holds[:, chosen].any(1).all() and not self._broken(found := self._tight(boxes[chosen], self._least)):
+                break
+            chosen, found = _exchanged(cost, self._counts, len(chosen) - 1) if len(chosen) > 1 else [], whole
+        if not chosen and (broken := self._broken(whole)):
+            paid = self._price(whole)
+            assert paid is not None, "without costs the number of graphs was looked at before"
+            raise BudgetError(
+                f"{' and '.join(f'budget.{limit}' for limit in broken)}: no boxes were found that it pays for and that "
+                f"hold all batches; one for all takes {format_bytes(paid.total_bytes)} and {paid.seconds:.3g} s, by "
+                f"costs {paid.source}",
+                remedy="Raise the budget, or lower max in `dims`: larger batches run eagerly.",
+            )
+        held = (self._least[:, None] <= boxes).all(-1)
+        while True:  # spend the rest of the budget, box by box, on the one that saves most
+            before = self._times(found)[self._runs_in(found)]
+            gains = self._weights @ np.maximum(before[:, None] - np.where(held, self._times(boxes), np.inf), 0)
+            order = np.argsort(-gains)[: min(TRIED, np.count_nonzero(gains > PROVEN * bound))]
+            tried = [self._tight(np.concatenate([found, boxes[[n]]]), self._least) for n in order]
+            least, more = self._weights @ before * (1 - PROVEN), (some for some in tried if len(some) <= most)
+            better = (some for some in more if self._weights @ self._times(some)[self._runs_in(some)] < least)
+            if (filled := next((some for some in better if not self._broken(some)), None)) is None:
+                return found, bound, self._broken(tried[0]) if tried else ()
+            found = filled
 
     def _best_grid(self, graphs: int) -> Ints:
         """The best full grid that exchanges of the sizes of one dimension at a time find."""
@@ -268,11 +355,13 @@ class _Case:
             boxes = np.unique([batches[runs == box].max(0) for box in np.unique(runs)], axis=0)
         return boxes
 
-    def _point(self, name: str, boxes: Ints, graphs: int) -> LadderPoint:
-        runs = self._runs_in(boxes)
+    def _point(self, name: str, boxes: Ints) -> LadderPoint:
+        runs, paid = self._runs_in(boxes), self._price(boxes)
         return LadderPoint(
             name=name,
-            graphs=graphs * len(boxes),
+            graphs=len(self._lanes) * len(boxes),
+            bytes=None if paid is None else paid.total_bytes,
+            seconds=None if paid is None else paid.seconds,
             expected_us=self._weights @ self._times(boxes)[runs] / self._weights.sum(),
             padding=1 - self._real.sum() / (self._weights @ boxes.prod(1)[runs]),
             unused=len(boxes) - np.unique(runs).size,
@@ -289,9 +378,11 @@ class _Case:
         first, second, *_ = self._traffic.names
         return PaddingMap(names=(first, second), rows=axes[0].tolist(), columns=axes[1].tolist(), shares=shares)
 
-    def evidence(self, most: int, lanes: Sequence[Lane]) -> Evidence:
-        grid = self._best_grid(most)
-        boxes, lower = self._best(most, grid)
+    def evidence(self, most: int) -> Evidence:
+        boxes, holds = self._candidates()
+        may, most = self._paid(boxes, most)
+        grid = self._best_grid(max(most, 1))
+        boxes, lower, binding = self._best(most, boxes[may], holds[:, may], grid)
         boxes = boxes[np.argsort(boxes.prod(1), kind="stable")]
         runs, total = self._runs_in(boxes), float(self._weights.sum())
         counts, real = (np.bincount(runs, of) for of in (self._weights, self._real))
@@ -306,9 +397,9 @@ class _Case:
         }
         if len(self._dims) != len(EVEN):
             del grids["even 4 x 8"]
-        own, *ladders = (self._point(name, grid, len(lanes)) for name, grid in grids.items())
+        own, *ladders = (self._point(name, grid) for name, grid in grids.items())
         step = own.expected_us
-        lower = min(lower / total, step)
+        lower, costs = min(lower / total, step), self._costs
         bound = float(self._weights @ self._times(self._least)) / total
         changes = [(step / ladder.expected_us - 1, ladder.name) for ladder in ladders]
         compared = (f"{abs(by):.1%} {'longer' if by > 0 else 'shorter'} than with {name}" for by, name in changes)
@@ -318,16 +409,23 @@ class _Case:
             traffic_weight=total,
             traffic_notes=tuple(self._notes(boxes)),
             times_source=self._surface.source if self._surface else "1 us for each element",
-            costs_source="not known of boxes: budgets of memory and time bound the capture alone",
-            rule=f"the best {most} boxes of sizes of the traffic; each of its batches has a graph",
+            costs_source=None if costs is None else costs.source,
+            costs_estimated=None if costs is None else costs.estimated,
+            costs_notes=() if costs is None else costs.notes,
+            unbounded=tuple(
+                limit for limit in LIMITS[1:] if costs is None and getattr(self._budget, limit) is not None
+            ),
+            rule=f"the best {most} boxes of sizes of the traffic within the budget; each of its batches has a graph",
             graphs=own.graphs,
+            bytes=own.bytes,
+            seconds=own.seconds,
             expected_us=Expected(plan=step, eager=None, bound=bound),
             lower_bound_us=lower,
             gap=step / lower - 1,
             exact=step <= lower * (1 + EXACT) and not self._thinned,
-            binding=("max_graphs",) if self._budget.max_graphs and len(boxes) == most else (),
+            binding=binding,
             uses=tuple(
-                SizeUse(**lanes[0]._asdict(), size=first, sizes=tuple(others), share=share, padding=padding)
+                SizeUse(**self._lanes[0]._asdict(), size=first, sizes=tuple(others), share=share, padding=padding)
                 for (first, *others), share, padding in uses
             ),
             ladders=tuple(ladders),

@@ -147,6 +147,7 @@ class Evidence(Record):
         gap: What the plan's mean step is longer, as a share of what graphs can save at all.
         exact: Whether no plan within the limits is better (to 1e-6), the tolerance that ``rule`` names apart.
         one_list: Whether all lanes have the same sizes, as vLLM captures them.
+        apart: Whether FULL graphs run decode alone, and PIECEWISE ones prefill alone, as in SGLang.
         loads: Of several traffics, each.
         binding: The limits that the next better plan breaks.
         next_graph: None if the curve ends there.
@@ -191,6 +192,7 @@ class Evidence(Record):
     padding_map: PaddingMap | None = None  # of batches with several sizes
     insurance: float = 0.0
     one_list: bool = False
+    apart: bool = False
     loads: tuple[LoadPoint, ...] = ()
 
     def as_point(self, name: str) -> LadderPoint:

@@ -32,8 +32,9 @@ def lanes_of(mode: CUDAGraphMode, lora_cases: Sequence[int]) -> tuple[Lane, ...]
     return tuple(Lane(runtime, uniform, case) for runtime, uniform in runtime_modes for case in sorted(lora_cases))
 
 
-def may_serve(lane: Lane, batch: StepShape) -> bool:
-    return (batch.uniform or not lane.uniform) and lane.num_active_loras >= batch.num_active_loras
+def may_serve(lane: Lane, batch: StepShape, traffic: Traffic) -> bool:
+    is_kind = (lane.mode is CUDAGraphMode.FULL) == batch.uniform if traffic.apart else batch.uniform or not lane.uniform
+    return is_kind and lane.num_active_loras >= batch.num_active_loras
 
 
 def stride_of(lane: Lane, plan: Plan) -> int:
@@ -106,8 +107,10 @@ class Run:
         self._total = float(self._weight @ self._time)
 
     def _may_run(self, lane: Lane, size: float) -> np.ndarray:
-        uniform = self._uniform > 0 if lane.uniform else True
-        return np.asarray((self._tokens <= size) & (self._loras <= lane.num_active_loras) & uniform)
+        kind: Any = self._uniform > 0 if lane.uniform else True
+        if self.traffic.apart:
+            kind = (self._uniform > 0) == (lane.mode is CUDAGraphMode.FULL)
+        return np.asarray((self._tokens <= size) & (self._loras <= lane.num_active_loras) & kind)
 
     def _time_of(self, lane: Lane, runs: np.ndarray) -> None:
         if runs.any():
@@ -218,7 +221,7 @@ class Problem:
     """Everything that a search needs to know.
 
     Attributes:
-        lanes: In the order in which they are tried; the last one serves every demand.
+        lanes: In the order in which they are tried; the last one serves every demand, but where kinds are ``apart``.
         demands: Batches that a graph may serve.
         eager_us: Weight times microseconds of the batches that none may serve.
         weight: Of all batches.
@@ -320,11 +323,11 @@ def problem_of(
     Raises:
         StepTimeError: step times of a lane's mode, or of eager steps, are missing.
     """
-    used = [lane for lane in lanes if any(may_serve(lane, batch) for batch, _ in traffic.histogram)]
+    used = [lane for lane in lanes if any(may_serve(lane, batch, traffic) for batch, _ in traffic.histogram)]
     lanes = list(lanes) if one_list and used else used
     groups = grouped(
         (
-            tuple(index for index, lane in enumerate(lanes) if may_serve(lane, batch)),
+            tuple(index for index, lane in enumerate(lanes) if may_serve(lane, batch, traffic)),
             (batch.num_tokens, batch.num_active_loras, weight),
         )
         for batch, weight in traffic.histogram

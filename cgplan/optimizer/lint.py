@@ -64,7 +64,7 @@ def _sparse_steps(plan: Plan) -> Iterator[str]:
 
 def _traffic_cliffs(plan: Plan, run: Run) -> Iterator[str]:
     for uniform in (True, False):
-        missed = [(b, weight) for b, weight in run.eager if b.uniform is uniform and _lane_for(plan, b)]
+        missed = [(b, weight) for b, weight in run.eager if b.uniform is uniform and _lane_for(plan, run, b)]
         if missed and (cliff := _cliff(plan, run, max((b for b, _ in missed), key=lambda b: b.num_tokens))):
             yield (
                 f"{_share(missed, run)} of the steps are {_kind(uniform)} batches that no graph holds, up to "
@@ -82,7 +82,10 @@ def _scheduler_cliffs(plan: Plan, run: Run) -> Iterator[str]:
     for batch, limit in extremes if reqs else extremes[1:]:
         if any(b.uniform is batch.uniform and b.num_tokens >= batch.num_tokens for b, _ in run.traffic.histogram):
             continue
-        held = any(may_serve(lane, batch) and batch.num_tokens <= sizes[-1] for lane, sizes in plan.lanes().items())
+        held = any(
+            may_serve(lane, batch, run.traffic) and batch.num_tokens <= sizes[-1]
+            for lane, sizes in plan.lanes().items()
+        )
         if not held and (cliff := _cliff(plan, run, batch)):
             yield (
                 f"scheduler.{limit} allows {_kind(batch.uniform)} batches of {batch.num_tokens} tokens, which no graph "
@@ -90,19 +93,19 @@ def _scheduler_cliffs(plan: Plan, run: Run) -> Iterator[str]:
             )
 
 
-def _lane_for(plan: Plan, batch: StepShape) -> Lane | None:
+def _lane_for(plan: Plan, run: Run, batch: StepShape) -> Lane | None:
     """The first lane that may have a graph for a batch; None if there is none."""
     case = min((case for case in plan.lora_cases if case >= batch.num_active_loras), default=None)
     if case is None or batch.num_tokens > plan.max_num_batched_tokens:
         return None
     most = plan.query_len * plan.max_num_seqs
-    lanes = (lane for lane in lanes_of(plan.mode, [case]) if may_serve(lane, batch))
+    lanes = (lane for lane in lanes_of(plan.mode, [case]) if may_serve(lane, batch, run.traffic))
     return next((lane for lane in lanes if not lane.uniform or batch.num_tokens <= most), None)
 
 
 def _cliff(plan: Plan, run: Run, batch: StepShape) -> str | None:
     """Times of a batch without and with a graph, if a graph may hold it and would be faster."""
-    lane, tokens = _lane_for(plan, batch), batch.num_tokens
+    lane, tokens = _lane_for(plan, run, batch), batch.num_tokens
     if lane is None:
         return None
     eager = run.times.of(CUDAGraphMode.NONE, tokens, batch.num_active_loras)

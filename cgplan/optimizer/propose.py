@@ -70,6 +70,7 @@ def choose(
     insurance: float = 0.0,
     worst: bool = False,
     one_list: bool = False,
+    apart: bool = False,
 ) -> Case:
     """The plan with the shortest expected step for this traffic inside ``config.budget``.
 
@@ -93,6 +94,7 @@ def choose(
             mean step.
         one_list: All lanes have the same sizes, as far as they may hold them: an engine with one list captures no
             others.
+        apart: As in Traffic: for an engine whose graphs of decode and of prefill are apart.
 
     Raises:
         ModeError, PlanError: as ``build_plan`` does; or batches have several sizes, see ``propose_boxes``.
@@ -110,6 +112,7 @@ def choose(
         update={"config_hash": config_hash(config), "config": capture_config(config), "warnings": ()}
     )
     loads = [(traffic, 1.0)] if isinstance(traffic, Traffic) else list(traffic)
+    loads = [(load.model_copy(update={"apart": apart}), weight) for load, weight in loads]
     lanes = lanes_of(base.mode, base.lora_cases if one_list else times.told_apart(base.lora_cases))
     ladders = dict(_ladders(config))
     asked = "configured" if isinstance(sizes, tuple) else sizes or "vllm"
@@ -252,9 +255,9 @@ def _check_one_graph(limits: Limits, curve: Curve) -> None:
         enough.append(f"budget.capture_time to {seconds * 1.01:.3g}s")
     assert curve.costs is not None, "without costs a graph costs nothing"
     raise BudgetError(
-        f"{' and '.join(wrong)}, but the smallest graph, {mode} {descriptor}, takes {format_bytes(int(memory))} (pool, "
-        f"static buffers, workspaces and driver) and {seconds:.3g} s; by costs {curve.costs.source}, between and "
-        "beyond whose sizes they are interpolated",
+        f"{' and '.join(wrong)}, but the cheapest graph that a batch gains by, {mode} {descriptor}, takes "
+        f"{format_bytes(int(memory))} (pool, static buffers, workspaces and driver) and {seconds:.3g} s; by costs "
+        f"{curve.costs.source}, between and beyond whose sizes they are interpolated",
         remedy=f"Raise {' and '.join(enough)} at least, or set compilation.cudagraph_mode: NONE. `cgplan capture` with "
         "that size alone in compilation.cudagraph_capture_sizes shows what it really takes.",
     )
@@ -290,8 +293,9 @@ class Curve:
     @cached_property
     def steps(self) -> list[float]:
         """Mean microseconds of a step of the traffic alone, by the number of graphs."""
-        chosen = map(self.found.chosen, range(self.graphs + 1))
-        return [Run(self.keys_of(one), self.seen, self.times).expected_us for one in chosen]
+        chosen = [*map(self.found.chosen, range(self.graphs + 1))]
+        steps = {one: Run(self.keys_of(one), self.seen, self.times).expected_us for one in {*chosen}}
+        return [steps[one] for one in chosen]
 
     @cached_property
     def _least(self) -> Callable[[int], float]:
@@ -419,6 +423,7 @@ class Case:
             failed=_by_lane(self.failed.items()),
             insurance=self.insurance,
             one_list=problem.one_list,
+            apart=run.traffic.apart,
             loads=tuple(self._loads()),
         )
 

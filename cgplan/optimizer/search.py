@@ -5,7 +5,8 @@ Note [Several lanes]
 A batch goes to the first of its lanes whose largest size holds it. So once it is fixed where each lane *ends*, it is
 fixed which batches it runs, and the lanes share nothing but the limits: each is Note [One lane], exactly and for every
 number of graphs, and a min-plus product shares the graphs out. The last lane serves every batch that a graph may
-serve, and only eager steps follow it, so its paths tell its end.
+serve, and only eager steps follow it, so its paths tell its end. (Where decode and prefill are apart, each has lanes of
+its own, and eager steps follow both.)
 
 The search goes over the ends of the other lanes. With two lanes that is one number, and it is enumerated: of the ends
 between two that were tried, lo and hi, none is better than the first lane cut at lo + 1, the last lane with the batches
@@ -175,7 +176,10 @@ class Search:
         if not lanes:
             return
         self._byte, self.budget_price, self._prices = _prices(problem, limits, rate)
-        self._holds = [[demand.below(lane.sizes) for lane in lanes] for demand in problem.demands]
+        self._holds = [
+            [demand.below(lane.sizes) * (index in demand.lanes) for index, lane in enumerate(lanes)]
+            for demand in problem.demands
+        ]
         self._found: dict[tuple[int, ...], Paths] = {}
         # Lanes of the other mode, and those of the last lane's mode before it.
         self._groups: tuple[list[int], list[int]] = ([], [])

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from cgplan.config import Config
 from cgplan.modes import Key
-from cgplan.planning.costs import KeyCost, static_bytes
+from cgplan.planning.costs import KeyCost, static_bytes, widest
 from cgplan.planning.plan import Lane, Plan
 from cgplan.pricing.allocator import unit_of
 
@@ -44,7 +44,7 @@ def restricted(plan: Plan, keys: Sequence[Key], config: Config) -> Plan:
     predicted = plan.predicted
     if predicted is not None:
         costs = _costs_of(plan.keys, predicted.keys, kept)
-        static = static_bytes(config, sizes[-1]) if sizes else 0
+        static = sum(static_bytes(config, tokens, others) for others, tokens in widest(kept).items())
         workspace = predicted.workspace_bytes if sizes else 0
         predicted = predicted.model_copy(update={"keys": costs, "static_bytes": static, "workspace_bytes": workspace})
     left = tuple(key for key in plan.keys if key in kept)
@@ -54,7 +54,7 @@ def restricted(plan: Plan, keys: Sequence[Key], config: Config) -> Plan:
 def _costs_of(keys: Sequence[Key], costs: Sequence[KeyCost], kept: set[Key]) -> tuple[KeyCost, ...]:
     found, missing, size = [], 0, 1
     for key, cost in zip(keys, costs, strict=True):
-        tokens = key[1].num_tokens
+        tokens = key[1].elements
         if key not in kept:
             missing, size = missing + cost.pool_bytes, max(size, tokens)
             continue
@@ -65,15 +65,16 @@ def _costs_of(keys: Sequence[Key], costs: Sequence[KeyCost], kept: set[Key]) -> 
     return tuple(found)
 
 
-def within_count(plan: Plan, config: Config) -> Plan:
-    """The plan with as many keys as ``budget.max_graphs`` allows, as a capture chooses them, and a note that says so.
+def within_count(plan: Plan, config: Config, *, one_list: bool = False) -> Plan:
+    """The plan with as many keys as ``budget.max_graphs`` allows, as a capture chooses them, and a note that says so;
+    ``one_list``: each size stays in all lanes that have it, or in none.
 
     A lazy capture counts the keys that batches ask for, so that its plan stays whole.
     """
     most = config.budget.max_graphs
     if most is None or len(plan.keys) <= most or config.compilation.capture_policy == "lazy":
         return plan
-    part = restricted(plan, spread(plan, plan.keys, most), config)
+    part = restricted(plan, (_one_list if one_list else spread)(plan, plan.keys, most), config)
     note = (
         f"budget.max_graphs = {most} keeps {len(part.keys)} of {len(plan.keys)} keys: the largest, and those with "
         "which batches are padded least if all sizes of them are as frequent"
@@ -115,6 +116,15 @@ def spread(plan: Plan, keys: Sequence[Key], most: int) -> tuple[Key, ...]:
         numbers[max(lanes, key=lambda lane: (saved(lane), lane.uniform))] += 1
     kept = {(lane, sizes[lane][n - 1]) for lane in lanes for n in paths[lane].sizes(numbers[lane], ends[lane])}
     return tuple(key for key in keys if (Lane.of(*key), key[1].num_tokens) in kept)
+
+
+def _one_list(plan: Plan, keys: Sequence[Key], most: int) -> tuple[Key, ...]:
+    sizes, lanes = sorted({key.num_tokens for _, key in keys}), plan.lanes().values()
+    paths = _least_padding(tuple(sizes), 1, most)
+    lists = [{sizes[n - 1] for n in paths.sizes(number, len(sizes))} for number in range(min(most, len(sizes)), 0, -1)]
+    ends = {own[-1] for own in lanes}
+    tried = ([key for key in keys if key[1].num_tokens in kept] for kept in (*(one | ends for one in lists), *lists))
+    return next((tuple(kept) for kept in tried if len(kept) <= most), ())
 
 
 @lru_cache(64)

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from cgplan.config import Config, Dim
 from cgplan.errors import ConfigError, ModeError, PlanError
 from cgplan.modes import AttentionSupport, BatchDescriptor, CUDAGraphMode
-from cgplan.planning.plan import Key, Plan, PlanChange, budget_of, capture_config, capture_order, config_hash
+from cgplan.planning.plan import SIMULATED, Key, Plan, PlanChange, budget_of, capture_config, capture_order, config_hash
 
 DEFAULT_SPLITTING_OPS = (
     "aten::scaled_dot_product_attention",
@@ -233,6 +233,7 @@ def build_plan(config: Config) -> Plan:
         config_hash=config_hash(config),
         config=capture_config(config),
         budget=budget_of(config),
+        simulated=config.model_dump(mode="json", include=SIMULATED, exclude_defaults=True),
     )
 
 

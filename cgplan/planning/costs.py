@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -80,14 +80,15 @@ class GraphCosts(ABC):
 
     @abstractmethod
     def pool_bytes(self, mode: CUDAGraphMode, num_tokens: int) -> int:
-        """Bytes of a pool into which graphs of that mode up to that size have been captured, largest first.
+        """Bytes of a pool into which graphs of that mode up to that size (with `dims` the elements of a box) have been
+        captured, largest first.
 
         Nondecreasing in the size. The graphs of several modes share one pool, so it has the largest of their bytes.
         """
 
-    def static_bytes(self, num_tokens: int) -> int:
-        """Bytes of the static buffers, where ``num_tokens`` is the largest capture size; exact."""
-        return static_bytes(self.config, num_tokens)
+    def static_bytes(self, num_tokens: int, sizes: tuple[int, ...] = ()) -> int:
+        """Bytes of the static buffers, where ``num_tokens`` is the largest size with such others; exact."""
+        return static_bytes(self.config, num_tokens, sizes)
 
     @abstractmethod
     def driver_bytes(self, key: Key) -> int:
@@ -101,13 +102,13 @@ class GraphCosts(ABC):
         """Cost of capturing these keys, in this order, into one pool. ``once_seconds`` count for the first one."""
         held, costs = 0, list[KeyCost]()
         for mode, descriptor in keys:
-            pool = max(held, self.pool_bytes(mode, descriptor.num_tokens))
+            pool = max(held, self.pool_bytes(mode, descriptor.elements))
             seconds = self.seconds((mode, descriptor)) + (0.0 if costs else self.once_seconds)
             costs.append(KeyCost(pool - held, self.driver_bytes((mode, descriptor)), seconds))
             held = pool
         return Predicted(
             keys=tuple(costs),
-            static_bytes=self.static_bytes(max(descriptor.num_tokens for _, descriptor in keys)) if keys else 0,
+            static_bytes=sum(self.static_bytes(tokens, sizes) for sizes, tokens in widest(keys).items()),
             workspace_bytes=self.workspace_bytes if keys else 0,
             source=self.source,
             estimated=self.estimated,
@@ -115,13 +116,22 @@ class GraphCosts(ABC):
         )
 
 
-def static_bytes(config: Config, num_tokens: int) -> int:
-    """Bytes of the static buffers of all inputs and metadata, where ``num_tokens`` is the largest capture size; exact.
+def widest(keys: Iterable[Key]) -> dict[tuple[int, ...], int]:
+    """The most tokens with each ``sizes``: what static buffers are for."""
+    found: dict[tuple[int, ...], int] = {}
+    for _, descriptor in keys:
+        found[descriptor.sizes] = max(found.get(descriptor.sizes, 0), descriptor.num_tokens)
+    return found
+
+
+def static_bytes(config: Config, num_tokens: int, sizes: tuple[int, ...] = ()) -> int:
+    """Bytes of the static buffers of all inputs and metadata, where ``num_tokens`` is the largest capture size with
+    such ``sizes`` in the dimensions behind the first; exact.
 
     The arithmetic of ``buffers.static.StaticBuffers``, without allocating them.
     """
     reqs, total = min(num_tokens, config.scheduler.max_num_seqs), 0
-    for spec in config.tensors.values():
+    for spec in config.tensors_at(sizes).values():
         bits = re.search(r"\d+", spec.dtype)  # the first number in a dtype's name; bool has none
         itemsize = int(bits[0]) // 8 if bits else 1
         total += itemsize * prod(dim.size(num_tokens, reqs) for dim in spec.extents)
@@ -137,7 +147,7 @@ def representative_keys(keys: Sequence[Key], max_num_seqs: int) -> tuple[Key, ..
     """
     lanes: dict[tuple[CUDAGraphMode, bool], dict[int, Key]] = {}
     for key in sorted(keys, key=lambda key: key[1].num_active_loras):  # of the LoRA cases, the one for the most stays
-        lanes.setdefault((key[0], key[1].has_lora), {})[key[1].num_tokens] = key
+        lanes.setdefault((key[0], key[1].has_lora), {})[key[1].elements] = key
     chosen = set()
     for by_size in lanes.values():
         small = min((size for size in by_size if size > 1), default=1)

@@ -6,7 +6,6 @@ from bisect import bisect_left
 from collections.abc import Collection, Sequence
 from enum import StrEnum
 from itertools import product
-from math import prod
 from operator import ge
 
 from cgplan.errors import InputError
@@ -85,7 +84,7 @@ class CudagraphDispatcher:
         # Keys by lane, lanes in the order in which they are asked. FULL graphs of a plan are either all of uniform
         # decode or all of mixed batches.
         ordered = sorted(
-            plan.keys, key=lambda k: (k[0] is not CUDAGraphMode.FULL, k[1].num_active_loras, prod(k[1].box), k[1].box)
+            plan.keys, key=lambda k: (k[0] is not CUDAGraphMode.FULL, k[1].num_active_loras, k[1].elements, k[1].box)
         )
         self._lanes = grouped((Lane.of(*key), key) for key in ordered)
         self._cases = range(max((*plan.lora_cases, 0)) + 1)

@@ -271,7 +271,8 @@ def _vllm(plan: Plan) -> Emission:
 
 
 def _sglang(plan: Plan) -> Emission:
-    decode, mode = _requests(plan), _captured_mode(plan)
+    mode = _captured_mode(plan)
+    decode = _requests(plan) if mode.has_mode(CUDAGraphMode.FULL) else []
     prefill = _unique(key.num_tokens for mode, key in plan.keys if mode is CUDAGraphMode.PIECEWISE)
     options = [
         f"--cuda-graph-bs-{kind} {' '.join(map(str, sizes))} --cuda-graph-max-bs-{kind} {sizes[-1]}"
@@ -299,8 +300,6 @@ def _sglang(plan: Plan) -> Emission:
             "the plan's FULL graphs of mixed batches serve decode alone: for prefill SGLang calls "
             "--cuda-graph-backend-prefill full experimental"
         )
-    elif mode is CUDAGraphMode.PIECEWISE:
-        notes.append("the plan has no FULL graphs, SGLang takes them for decode batches all the same")
     return Emission(" ".join(options), tuple(notes))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable
-from math import prod
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, PlainSerializer
@@ -19,13 +18,13 @@ from cgplan.units import grouped
 
 PLAN_SCHEMA_VERSION = 2
 PLANNED_FOR = "planned for"  # how the source of sizes begins that were chosen for traffic
+SIMULATED: dict[str, set[str]] = {"scheduler": {"mixed_batches"}, "speculative": {"accepted_tokens"}}
 # Settings that do not decide a capture: of reports, of planning, of serving.
 _NOT_CAPTURED: dict[str, bool | set[str]] = {
     "report": True,
     "traffic": True,
     "budget": True,
-    "scheduler": {"mixed_batches"},
-    "speculative": {"accepted_tokens"},
+    **SIMULATED,
     "compilation": {"capture_policy"},
     "distributed": {"timeout", "data_parallel_sync"},
 }
@@ -114,6 +113,7 @@ class Plan(Record):
         machine: The machine that the figures were measured on, if they were.
         evidence: Why the planner chose these keys; None where a list or ladder did.
         budget: The limits that the configuration sets, in JSON.
+        simulated: The settings that decide how requests become batches, and no capture, in JSON; absent are defaults.
         notes, lint: Notes and warnings of a plan that was not made for traffic; the evidence of other plans has them.
             Once it is captured: how its budget differs from the one that bounds the capture.
         file: The file that a saved plan was read from.
@@ -140,6 +140,7 @@ class Plan(Record):
     machine: Machine | None = None
     evidence: dict[str, Any] | None = None
     budget: dict[str, Any] = Field(default_factory=dict)
+    simulated: dict[str, Any] = Field(default_factory=dict)
     notes: tuple[str, ...] = ()
     lint: tuple[str, ...] = ()
     file: str | None = None
@@ -205,5 +206,5 @@ def capture_order(keys: Iterable[Key]) -> tuple[Key, ...]:
     the first one reserved.
     """
     return tuple(
-        sorted(keys, key=lambda key: (key[0] is CUDAGraphMode.FULL, -prod(key[1].box), -key[1].num_active_loras))
+        sorted(keys, key=lambda key: (key[0] is CUDAGraphMode.FULL, -key[1].elements, -key[1].num_active_loras))
     )

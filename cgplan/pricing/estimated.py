@@ -63,7 +63,7 @@ class Recording:
         return cls(
             mode,
             descriptor.has_lora,
-            descriptor.num_tokens,
+            descriptor.elements,
             operators,
             events=tuple(Allocation(n, event.nbytes) for n, event in order if n not in hidden),
             hidden_bytes=max(accumulate(changes, initial=0)),
@@ -122,7 +122,7 @@ class EstimatedCosts(GraphCosts):
         alike = ((mode, descriptor.has_lora), (mode, not descriptor.has_lora), *self._lanes)
         lane = next((self._lanes[name] for name in alike if name in self._lanes), [])
         points = [(recording.num_tokens, recording.operators) for recording in lane]
-        return max(interpolate(points, descriptor.num_tokens), 0.0) if points else 0.0
+        return max(interpolate(points, descriptor.elements), 0.0) if points else 0.0
 
     def _pool_bytes(self, lane: tuple[CUDAGraphMode, bool], num_tokens: int) -> int:
         """On the grid worked out, between its sizes interpolated.

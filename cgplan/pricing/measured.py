@@ -82,7 +82,7 @@ def interpolate(points: Sequence[tuple[int, float]], at: int) -> float:
 
 @dataclass(frozen=True)
 class MeasuredKey:
-    """The cost of one captured key, as ``KeyCost``."""
+    """The cost of one captured key, as ``KeyCost``; with `dims`, ``num_tokens`` are the elements of its box."""
 
     mode: CUDAGraphMode
     num_active_loras: int
@@ -153,14 +153,14 @@ class MeasuredCosts(GraphCosts):
         pools, pool = dict[CUDAGraphMode, tuple[tuple[int, int], ...]](), 0
         for record in records:
             pool += record.pool_growth
-            pools[record.mode] = ((0, 0), (max(r.descriptor.num_tokens for r in by_mode[record.mode]), pool))
+            pools[record.mode] = ((0, 0), (max(r.descriptor.elements for r in by_mode[record.mode]), pool))
         first = [r.seconds for r in by_mode[records[0].mode][:2]]
         once = max(first[0] - first[-1], 0.0)  # how much longer the first key took than the next one of its mode
         keys = [
             MeasuredKey(
                 mode=r.mode,
                 num_active_loras=r.descriptor.num_active_loras,
-                num_tokens=r.descriptor.num_tokens,
+                num_tokens=r.descriptor.elements,
                 driver_bytes=per_node[r.mode] * (r.nodes or 1),
                 seconds=r.seconds - (0.0 if index else once),
             )
@@ -243,11 +243,11 @@ class MeasuredCosts(GraphCosts):
         beyond them, would end at graphs that cost nothing.
         """
         mode, descriptor = key
-        name = mode, descriptor.num_active_loras, descriptor.num_tokens
+        name = mode, descriptor.num_active_loras, descriptor.elements
         if itself := [value(k) for k in self._keys if (k.mode, k.num_active_loras, k.num_tokens) == name]:
             return sum(itself) / len(itself)
         alike = [k for k in self._keys if (k.mode, k.has_lora) == (mode, descriptor.has_lora)]
         alike = alike or [k for k in self._keys if k.mode is mode] or [*self._keys]
         by_size = grouped((measured.num_tokens, value(measured)) for measured in alike)
         points = [(size, sum(found) / len(found)) for size, found in sorted(by_size.items())]
-        return max(interpolate(points, descriptor.num_tokens), min(least for _, least in points)) if points else 0.0
+        return max(interpolate(points, descriptor.elements), min(least for _, least in points)) if points else 0.0

@@ -40,6 +40,7 @@ class Traffic(Record):
         source: Where it came from, in words.
         notes: Assumptions, and parts of the source that were left out.
         warnings: What makes a plan for it a bad one, such as a server that cannot keep up.
+        apart: Whether FULL graphs run uniform decode alone, and PIECEWISE ones the other batches alone, as in SGLang.
     """
 
     kind: Literal["traffic"] = "traffic"
@@ -47,6 +48,7 @@ class Traffic(Record):
     source: str
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    apart: bool = False
 
     @classmethod
     def of(
@@ -113,7 +115,8 @@ class Traffic(Record):
         notes, warnings = (
             dict.fromkeys(text for part, _ in parts for text in getattr(part, name)) for name in ("notes", "warnings")
         )
-        return cls.of(counts, " and ".join(part.source for part, _ in parts), notes, tuple(warnings))
+        made = cls.of(counts, " and ".join(part.source for part, _ in parts), notes, tuple(warnings))
+        return made.model_copy(update={"apart": parts[0][0].apart})
 
     def unseen(self, plan: Plan) -> Traffic:
         """Batches that this traffic need not show: spread evenly in log size, up to ``max_num_seqs`` requests of the
@@ -128,7 +131,8 @@ class Traffic(Record):
         for (uniform, loras), weight in shares.items():
             for reqs in range(1, most + 1):
                 counts[StepShape(q * reqs, reqs, uniform, loras)] = weight / reqs / harmonic
-        return Traffic.of(counts, f"batches of 1 to {most} requests, evenly in log size")
+        made = Traffic.of(counts, f"batches of 1 to {most} requests, evenly in log size")
+        return made.model_copy(update={"apart": self.apart})
 
 
 class StepCounts:

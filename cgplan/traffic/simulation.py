@@ -302,8 +302,9 @@ class _Server:
             self.adapters[request.adapter] += 1
 
 
-def step_clock(plan: Plan, times: StepTimes) -> StepTime:
-    """Microseconds of a step: in the mode and at the size that the plan's dispatcher gives it."""
+def step_clock(plan: Plan, times: StepTimes, *, apart: bool = False) -> StepTime:
+    """Microseconds of a step: in the mode and at the size of the plan's dispatcher; ``apart`` as in Traffic."""
+    excluded = ((CUDAGraphMode.FULL,), (CUDAGraphMode.PIECEWISE,)) if apart else ((), ())
     import numpy as np  # it takes longer to import than all of planning, which most commands do without
 
     dispatch, sizes = CudagraphDispatcher(plan).dispatch, np.arange(plan.max_num_batched_tokens + 1)
@@ -313,7 +314,9 @@ def step_clock(plan: Plan, times: StepTimes) -> StepTime:
         return times.at(mode, sizes, adapters)
 
     def microseconds(shape: StepShape) -> float:
-        mode, descriptor = dispatch(shape.num_tokens, shape.uniform, shape.num_active_loras)
+        mode, descriptor = dispatch(
+            shape.num_tokens, shape.uniform, shape.num_active_loras, invalid_modes=excluded[shape.uniform]
+        )
         adapters = shape.num_active_loras if mode is CUDAGraphMode.NONE else descriptor.num_active_loras
         return float(table(mode, adapters)[descriptor.num_tokens])
 

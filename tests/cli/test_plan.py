@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 import os
+import random
 import re
 import shlex
 from collections.abc import Iterator, Sequence
@@ -120,6 +121,67 @@ def test_plan_for_requests_is_made_with_the_step_times_of_the_plan(home: Path) -
     assert plan.capture_sizes == (1, 4)
     assert plan.evidence is not None
     assert plan.evidence["traffic_weight"] == 60
+
+
+def test_sglang_captures_no_more_than_the_plan_allows(home: Path) -> None:
+    """Decode and prefill have graphs of their own, whichever mode; a check knows the scheduler and the rule."""
+    use_traffic(home)
+    rng = random.Random(1)
+    rows = "".join(f"{i / 50},{rng.randint(1, 60)},{rng.randint(2, 9)}\n" for i in range(300))
+    (home / "trace.csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + rows)
+    for mode in ("FULL", "PIECEWISE", "FULL_AND_PIECEWISE"):
+        options = ("--traffic", "trace.csv", "--assume-default-times", "--max-graphs", "6", "--insurance", "0")
+        command = (*PLAN, *options, *settings(f"compilation.cudagraph_mode={mode}", "scheduler.max_num_seqs=32"))
+        emitted = good(*command, "--emit", "sglang", "--output", "plan.json").stdout
+        lists = re.findall(r"--cuda-graph-bs-(?:decode|prefill) ([\d ]+)", emitted)
+        assert 0 < sum(len(sizes.split()) for sizes in lists) <= 6
+        plan = Plan.from_json((home / "plan.json").read_text())
+        assert plan.evidence is not None
+        served = {(use["mode"], use["uniform"]) for use in plan.evidence["uses"]}
+        assert served == {"FULL": {("FULL", False), ("NONE", False)}}.get(mode, served)
+        checked = json.loads(good("plan", "check", "plan.json", "--traffic", "trace.csv", "--json").stdout)
+        assert any("apart from decode" in note for note in checked["notes"])
+        assert checked["points"][0]["expected_us"] == pytest.approx(plan.expected_us)
+        assert checked["regret"] == pytest.approx(0, abs=1e-6)
+
+
+def test_a_check_takes_several_loads(home: Path) -> None:
+    """As the plan takes them: then it finds what the plan promised."""
+    use_traffic(home)
+    trace = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(f"{i / 9},2,4\n" for i in range(200))
+    for name in ("a.csv", "b.csv"):
+        (home / name).write_text(trace)
+    loads = ("--traffic", "a.csv", "--traffic", "b.csv@2.5x", "--scale", "1,4", "--weights", "3,1", "--replicas", "2")
+    plan = plan_of(*PLAN, "--step-times", "times.csv", *loads, "--output", "plan.json")
+    check = ("plan", "check", "plan.json", "--step-times", "times.csv", "--json")
+    found = PlanCheck.model_validate_json(good(*check, *loads).stdout)
+    assert found.points[0].expected_us == pytest.approx(plan.expected_us)
+    assert "1 weight" not in cgplan_command(*check, *loads[:4], "--weights", "1").stdout
+    for wrong in (("--weights", "x"), ("--scale", "0"), ("--traffic", "a.csv@nox"), ("--replicas", "0")):
+        told = cgplan_command(*check, "--traffic", "a.csv", *wrong)
+        assert told.exit_code == 2
+        assert wrong[0] in told.stderr
+
+
+def test_options_without_effect_are_errors(home: Path) -> None:
+    use_traffic(home)
+    one = ("--traffic", "traffic.csv", "--step-times", "times.csv")
+    assert "there is one" in refused(errors.ConfigError, *PLAN, *one, "--objective", "worst")
+    for option in (("--insurance", "5%"), ("--objective", "worst"), ("--weights", "1")):
+        assert option[0] in refused(errors.ConfigError, *PLAN, *option)
+
+
+@pytest.mark.parametrize(("mode", "most"), [("FULL_AND_PIECEWISE", 12), ("FULL", 5), ("FULL_AND_PIECEWISE", 3)])
+def test_without_traffic_vllm_has_one_list_too(home: Path, mode: str, most: int) -> None:
+    given = ("--max-num-seqs", "32", "--max-num-batched-tokens", "512")
+    command = ("plan", "--vllm", f'{{"cudagraph_mode": "{mode}"}}', *given, "--max-graphs", str(most))
+    plan = plan_of(*command)
+    assert 0 < len(plan.keys) <= most
+    _, text = shlex.split(good(*command, "--emit", "vllm").stdout)
+    anew = Plan.from_json(good("inspect", "--vllm", text, *given, "--json").stdout)
+    assert set(anew.keys) == set(plan.keys)
+    if most == 12:
+        assert {sizes[-1] for sizes in plan.lanes().values()} == {32, 64}, "no lane loses its largest size"
 
 
 def test_plan_for_requests_that_one_server_cannot_serve_warns(home: Path) -> None:
@@ -566,6 +628,24 @@ def test_boxes_of_a_plan_are_captured_and_measured(home: Path) -> None:
     assert "bench.json" in good(*sized(home, "--step-times", "bench.json")).stdout
 
 
+def test_memory_binds_boxes(home: Path) -> None:
+    """Of an estimate, and of a capture's report, which the captured plan then meets."""
+    command = sized(home, "--json")
+    good("capture", *PLAN[1:], *SIZED, *settings("dims.batch.sizes=[1, 16]"), "--output", "run.json")
+    for costs in ("estimate", "measure", "run.json"):
+        free = Plan.from_json(good(*command, "--costs", costs).stdout)
+        assert free.predicted is not None
+        limit = str(free.predicted.total_bytes - 1)
+        bound = Plan.from_json(good(*command, "--costs", costs, "--memory", limit).stdout)
+        assert bound.predicted is not None
+        assert bound.predicted.total_bytes < free.predicted.total_bytes
+        assert (free.evidence or {})["binding"] == []
+        assert (bound.evidence or {})["binding"] == ["memory"]
+        assert "one for all takes" in refused(errors.BudgetError, *command, "--costs", costs, "--memory", "1")
+    shown = good(*command[:-1], "--memory", "9", "--verbose").stdout
+    assert "budget.memory not looked at" in " ".join(shown.split()), shown
+
+
 def test_plan_for_batches_of_several_sizes_by_their_times(home: Path) -> None:
     (home / "times.csv").write_text("batch,length,microseconds\n1,1,100\n16,1,100\n1,64,100\n16,64,500\n")
     shown = good(*sized(home, "--step-times", "times.csv")).stdout
@@ -574,7 +654,7 @@ def test_plan_for_batches_of_several_sizes_by_their_times(home: Path) -> None:
 
 
 def test_what_a_plan_of_several_sizes_refuses(home: Path) -> None:
-    for option in (("--costs", "estimate"), ("--speedup", "2"), ("--emit", "vllm")):
+    for option in (("--speedup", "2"), ("--emit", "vllm")):
         assert f"{option[0]}" in refused(errors.ConfigError, *sized(home, *option))
     made = "traffic={request_rate: 1, prompt_median: 5, prompt_p95: 9, output_median: 4, output_p95: 8}"
     assert "`traffic` section" in refused(errors.ConfigError, *PLAN, *SIZED, *settings(made))

@@ -10,9 +10,11 @@ import pytest
 
 from cgplan.config import Config
 from cgplan.errors import BudgetError, PlanError
+from cgplan.modes import BatchDescriptor, CUDAGraphMode, Key
 from cgplan.optimizer.boxes import best_boxes, propose_boxes
 from cgplan.optimizer.evidence import Evidence
 from cgplan.planning import Plan, build_plan, config_hash
+from cgplan.planning.costs import GraphCosts
 from cgplan.reports import render_text
 from cgplan.traffic.histogram import SizeCounts
 from cgplan.traffic.step_times import StepSurface
@@ -72,6 +74,64 @@ def test_the_plan_is_the_best_of_all_sets_of_boxes() -> None:
         assert evidence.graphs <= graphs
         assert evidence.expected_us.plan == pytest.approx(brute_force(counts, graphs))
         assert all(any(np.all(np.less_equal(batch, box)) for box in boxes_of(evidence)) for batch in counts)
+
+
+class DrawnCosts(GraphCosts):
+    """Alike for all boxes but for their memory; or drawn at bends, and on lines between them."""
+
+    source, estimated = "drawn", True
+
+    def __init__(self, rng: np.random.Generator, *, alike: bool) -> None:
+        self.bends = [1] if alike else range(1, 64 * 512 + 64, 512)
+        self.driver, self.took = rng.integers(100, 9000, len(self.bends)), rng.uniform(0.1, 2, len(self.bends))
+        self.slope, self.workspace_bytes, self.once_seconds = float(rng.uniform(0, 0.5)), int(rng.integers(500)), 0.25
+
+    def pool_bytes(self, mode: CUDAGraphMode, num_tokens: int) -> int:
+        return int(self.slope * num_tokens)
+
+    def static_bytes(self, num_tokens: int, sizes: tuple[int, ...] = ()) -> int:
+        return num_tokens * sum(sizes) // 16
+
+    def driver_bytes(self, key: Key) -> int:
+        return int(np.interp(key[1].elements, self.bends, self.driver))
+
+    def seconds(self, key: Key) -> float:
+        return float(np.interp(key[1].elements, self.bends, self.took))
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_memory_and_time_bind_boxes(alike: bool) -> None:
+    """No bound is above the best set that is paid for; where keys cost alike, nothing paid for is missed."""
+    rng, proven, refused = np.random.default_rng(6), 0, 0
+    for _ in range(60):
+        counts, costs = random_counts(rng, 3), DrawnCosts(rng, alike=alike)
+        budget = {"memory": int(rng.integers(2_000, 40_000)), "capture_time": float(rng.uniform(0.3, 4))}
+        config, steps = config_of(budget=budget), list[float]()
+        sizes = [sorted({batch[dim] for batch in counts}) for dim in (0, 1)]
+        for picked in (some for n in range(1, 10) for some in combinations(product(*sizes), n)):
+            held = [[np.prod(box) for box in picked if np.all(np.less_equal(batch, box))] for batch in counts]
+            paid = costs.of([(CUDAGraphMode.FULL, BatchDescriptor(rows, rows, sizes=(n,))) for rows, n in picked])
+            if all(held) and paid.total_bytes <= budget["memory"] and paid.seconds <= budget["capture_time"]:
+                steps.append(np.dot([min(some) for some in held], [*counts.values()]) / sum(counts.values()))
+        if alike and not steps:
+            with pytest.raises(BudgetError, match="hold all batches"):
+                propose_boxes(config, traffic_of(counts), costs=costs)
+            refused += 1
+            continue
+        try:
+            found = propose_boxes(config, traffic_of(counts), costs=costs)
+        except BudgetError:
+            refused += 1
+            continue
+        assert found.plan.predicted is not None
+        assert found.plan.predicted.total_bytes <= budget["memory"]
+        assert found.plan.predicted.seconds <= budget["capture_time"]
+        assert found.evidence.lower_bound_us <= min(steps) * (1 + 1e-9)
+        proven += found.evidence.exact
+        if found.evidence.exact:
+            assert found.evidence.expected_us.plan == pytest.approx(min(steps))
+    assert proven > 10 or not alike
+    assert refused > 3
 
 
 def test_any_number_of_graphs_is_proven_for_five_sizes_by_five() -> None:

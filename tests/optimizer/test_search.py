@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
+import random
+from collections import Counter
 from dataclasses import dataclass
 from itertools import combinations, pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,11 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plans import Costs, plan_of
 
+from cgplan.config import BudgetConfig, Config
+from cgplan.errors import BudgetError
 from cgplan.modes import CUDAGraphMode, Key
 from cgplan.optimizer.lanes import Problem, Run, key_of, lanes_of, largest_of, problem_of, stride_of
 from cgplan.optimizer.paths import best_paths
+from cgplan.optimizer.propose import propose
 from cgplan.optimizer.search import Chosen, Limits, Search, best_plan, search
-from cgplan.planning import Plan
+from cgplan.planning import Plan, build_plan
 from cgplan.planning.costs import GraphCosts
 from cgplan.planning.plan import Lane
 from cgplan.traffic.histogram import StepShape, Traffic
@@ -58,8 +65,12 @@ class Everything:
     memory: np.ndarray
     seconds: np.ndarray
     lanes: dict[Lane, np.ndarray]  # whether a subset has a key of that lane
+    has: dict[Key, np.ndarray]  # whether a subset has that key
 
     def best(self, limits: Limits, lanes: list[Lane] | None = None) -> float:
+        return float(self.expected[self.paid(limits, lanes)].min())
+
+    def paid(self, limits: Limits, lanes: list[Lane] | None = None) -> np.ndarray:
         allowed = self.graphs <= limits.graphs
         for lane, has in self.lanes.items():
             if lanes is not None and lane not in lanes:
@@ -68,20 +79,26 @@ class Everything:
             allowed &= self.memory <= limits.memory * (1 + 1e-9)
         if limits.seconds is not None:
             allowed &= self.seconds <= limits.seconds * (1 + 1e-9)
-        return float(self.expected[allowed].min())
+        return np.asarray(allowed)
 
 
-def brute_force(instance: Instance, costs: GraphCosts | None = None) -> Everything:
-    """Each size of each lane in or out, whether a batch sits there or not; batches by the words of the design."""
+def brute_force(instance: Instance, costs: GraphCosts | None = None, *, one_list: bool = False) -> Everything:
+    """Each size of each lane in or out, whether a batch sits there or not; batches by the words of the design.
+
+    ``one_list``: each size in all lanes or in none, and whole requests where a lane is FULL.
+    """
     plan, times = instance.plan, instance.times
+    strict = one_list and any(lane.mode is FULL for lane in instance.lanes)
     keys = [
         (lane, size)
         for lane in instance.lanes
-        for size in range(stride_of(lane, plan), largest_of(lane, plan) + 1, stride_of(lane, plan))
+        for step in [plan.query_len if strict else stride_of(lane, plan)]
+        for size in range(step, largest_of(lane, plan) + 1, step)
     ]
-    assert len(keys) <= 15
-    masks = np.arange(1 << len(keys))
-    has = {key: (masks >> bit & 1).astype(bool) for bit, key in enumerate(keys)}
+    bits = {key: bit for bit, key in enumerate(dict.fromkeys(key[one_list:] for key in keys))}
+    assert len(bits) <= 15
+    masks = np.arange(1 << len(bits))
+    has = {key: (masks >> bits[key[one_list:]] & 1).astype(bool) for key in keys}
     total = np.zeros(masks.size)
     for batch, weight in instance.traffic.histogram:
         took = np.full(masks.size, times.of(NONE, batch.num_tokens, batch.num_active_loras))
@@ -108,7 +125,8 @@ def brute_force(instance: Instance, costs: GraphCosts | None = None) -> Everythi
     by_lane = {lane: np.zeros(masks.size, dtype=bool) for lane in instance.lanes}
     for (lane, _), chosen in has.items():
         by_lane[lane] |= chosen
-    return Everything(total / instance.traffic.total, graphs, memory, seconds, by_lane)
+    by_key = {key_of(lane, size, plan): chosen for (lane, size), chosen in has.items()}
+    return Everything(total / instance.traffic.total, graphs, memory, seconds, by_lane, by_key)
 
 
 @st.composite
@@ -477,3 +495,134 @@ def test_one_list_for_all_lanes_is_exact(instance: Instance, graphs: int) -> Non
     else:
         assert any(one.mode is PIECEWISE for one in served), "times of a mode never fall"
     assert expected <= found.value[-1] / problem.weight * (1 + 1e-9)
+
+
+# --- random plans with all that there is -----------------------------------------------------------------------
+
+CASES = int(os.environ.get("CASES", "200"))  # as many are tried; 1000 take a minute
+TOP, MOST = 12, 12  # tokens; keys, or sizes of a list
+MOST_GRAPHS = 99  # where nothing limits them
+LORA: tuple[Any, ...] = (
+    None, None, {"max_loras": 1}, {"max_loras": 1, "specialize_active_lora": True}, {"max_loras": 2},
+)  # fmt: skip
+
+
+class Drawn(GraphCosts):
+    """Costs of a key that grow with its size, fall, or do as they like."""
+
+    source, estimated = "drawn", True
+
+    def __init__(self, rng: random.Random) -> None:
+        how = rng.choice(["grow", "fall", "any"])
+        self.bends = () if how == "grow" else range(1, TOP + 1)
+        self.workspace_bytes, self.once_seconds = rng.choice([0, 5]), rng.choice([0.0, 0.7])
+        self.pools = {mode: np.cumsum(rng.choices([0, 0, 1, 3], k=TOP + 1)).tolist() for mode in (FULL, PIECEWISE)}
+        self.static = np.cumsum(rng.choices([0, 0, 1], k=TOP + 1)).tolist()
+        names = [(mode, uniform, case) for mode in (FULL, PIECEWISE) for uniform in (True, False) for case in range(4)]
+        self.each = {name: self._drawn(rng, how) for name in names}
+
+    @staticmethod
+    def _drawn(rng: random.Random, how: str) -> list[tuple[int, float]]:
+        least, slope, sizes = rng.randint(0, 12), rng.choice([0, 1, 2]), range(TOP + 1)
+        if how == "any":
+            return [(rng.randint(0, 20), rng.uniform(0.1, 3)) for _ in sizes]
+        return [(least + slope * n, 0.3 + 0.1 * slope * n) for n in (sizes if how == "grow" else reversed(sizes))]
+
+    def pool_bytes(self, mode: CUDAGraphMode, num_tokens: int) -> int:
+        return int(self.pools[mode][num_tokens])
+
+    def static_bytes(self, num_tokens: int, _: tuple[int, ...] = ()) -> int:
+        return int(self.static[num_tokens])
+
+    def driver_bytes(self, key: Key) -> int:
+        return self._of(key)[0]
+
+    def seconds(self, key: Key) -> float:
+        return self._of(key)[1]
+
+    def _of(self, key: Key) -> tuple[int, float]:
+        return self.each[key[0], key[1].uniform, key[1].num_active_loras][key[1].num_tokens]
+
+
+def step_times(rng: random.Random, cases: tuple[int, ...]) -> StepTimes:
+    def points(first: list[float], rises: list[int]) -> dict[int, float]:
+        return dict(enumerate(np.cumsum([rng.choice(first), *rng.choices(rises, k=TOP - 1)]).tolist(), 1))
+
+    cases = cases if rng.random() < 0.5 else (0,)
+    drawn = {NONE: [0, 0, 0, 1, 3], PIECEWISE: [0, 0, 1, 2], FULL: [0, 0, 1, 2, 6]}
+    return StepTimes.measured(
+        {
+            (m, case): points([4.0, 9.0, 20.0] if m is NONE else [2.0, 5.0, 8.0], drawn[m])
+            for m in drawn
+            for case in cases
+        },
+        "drawn",
+    )
+
+
+def drawn_traffic(rng: random.Random, q: int, seqs: int, tokens: int, most_loras: int) -> Traffic:
+    kinds = rng.choice([(True,), (False,), (True, False), (True, False)])
+    counts = dict[StepShape, float]()
+    for _ in range(rng.randint(1, 8)):
+        loras = rng.randint(0, most_loras)
+        reqs = rng.randint(1, max(1, min(seqs, tokens // q)))
+        uniform = StepShape(q * reqs, reqs, True, loras)
+        counts[uniform if rng.choice(kinds) else StepShape(rng.randint(1, tokens), 1, False, loras)] = rng.choice(
+            [1, 9, 40]
+        )
+    return Traffic.of(counts, "drawn")
+
+
+def check(seed: int) -> str:
+    """What became of a case: ``exact``, ``inexact`` or ``refused``; what is wrong is asserted."""
+    rng = random.Random(seed)
+    one_list, keys = rng.random() < 0.5, MOST + 1
+    while not 0 < keys <= MOST:
+        mode, q, lora = rng.choice([FULL, PIECEWISE, DECODE_ONLY, BOTH, BOTH]), rng.choice([1, 2, 3]), rng.choice(LORA)
+        seqs, tokens = rng.randint(1, 7), rng.randint(q, TOP)
+        config = Config.model_validate({
+            "compilation": {"cudagraph_mode": mode, "cudagraph_capture_sizes": list(range(q, tokens + 1, q))},
+            "scheduler": {"max_num_seqs": seqs, "max_num_batched_tokens": tokens},
+            "speculative": {"num_speculative_tokens": q - 1},
+            "lora": lora,
+        })  # fmt: skip
+        base = build_plan(config)
+        times = step_times(rng, base.lora_cases)
+        lanes = lanes_of(base.mode, base.lora_cases if one_list else times.told_apart(base.lora_cases))
+        keys = tokens if one_list else sum(largest_of(lane, base) // stride_of(lane, base) for lane in lanes)
+    seen = drawn_traffic(rng, q, seqs, tokens, lora["max_loras"] if lora else 0)
+    insurance, costs = rng.choice([0.0, 0.0, 0.1]), Drawn(rng) if rng.random() < 0.7 else None
+    budget: dict[str, Any] = {"max_graphs": rng.randint(1, 8)} if rng.random() < 0.5 else {}
+    if costs is not None:
+        budget |= {"memory": rng.randint(1, 60)} if rng.random() < 0.6 else {}
+        budget |= {"capture_time": rng.uniform(0.3, 9)} if rng.random() < 0.6 else {}
+    traffic = Traffic.mixed([(seen, 1 - insurance), (seen.unseen(base), insurance)]) if insurance else seen
+    instance = Instance(lanes, base, traffic, times)
+    all_sets = brute_force(instance, costs, one_list=one_list)
+    limits = Limits(budget.get("max_graphs", MOST_GRAPHS), budget.get("memory"), budget.get("capture_time"))
+    paid = all_sets.paid(limits)
+    bounded = config.model_copy(update={"budget": BudgetConfig(**budget)})
+    try:
+        made = propose(bounded, seen, times, costs, insurance=insurance, one_list=one_list)
+    except BudgetError:
+        assert all_sets.expected[paid].min() >= all_sets.expected[0] - 1e-9, "graphs that are paid for save time"
+        return "refused"
+    plan, evidence = made.plan, made.evidence
+    least = float(all_sets.expected[paid if budget else all_sets.graphs <= len(plan.keys)].min())
+    mine = float(all_sets.expected[np.all([has == (key in plan.keys) for key, has in all_sets.has.items()], axis=0)][0])
+    changeable = instance.problem().changeable / traffic.total
+    assert len(plan.keys) <= limits.graphs
+    assert not evidence.exact or mine <= least + (1e-6 + 1e-4 * bool(budget)) * changeable + 1e-9, "a false proof"
+    assert not budget or evidence.lower_bound_us <= least * (1 + 1e-9) + 1e-9, "a bound above the optimum"
+    return "exact" if evidence.exact else "inexact"
+
+
+def test_no_false_proof_bound_or_refusal() -> None:
+    wrong, found = list[str](), Counter[str]()
+    for seed in range(CASES):
+        try:
+            found[check(seed)] += 1
+        except AssertionError as error:
+            wrong.append(f"seed {seed}: {error}".partition("\n")[0])
+    assert not wrong, (wrong, found)
+    assert min(found["exact"], found["refused"]) > CASES // 50, found

@@ -144,7 +144,7 @@ BEYOND = "40 tokens became 32 requests"  # more than a decode batch has
         (Q3, "1 4", "64", [REQUESTS, PREFILL], [REQUESTS, LEFT_OUT]),
         (plan_of("NONE"), "", "", [NO_DECODE, NO_PREFILL], ["null turns off TensorRT-LLM's default"]),
         (plan_of("FULL_DECODE_ONLY", [1, 2]), "1 2", "", [NO_PREFILL], []),
-        (plan_of("PIECEWISE", [4, 512], seqs=16), "4 16", "4 512", [PREFILL, "has no FULL graphs"], [LEFT_OUT]),
+        (plan_of("PIECEWISE", [4, 512], seqs=16), "4 16", "4 512", [PREFILL, NO_DECODE], [LEFT_OUT]),
         (CASES, "4 8", "", ["2 sizes were emitted for 2 keys", NO_PREFILL], ["2 sizes were emitted for 2 keys"]),
         (plan_of("FULL", [4, 40], seqs=32), "4 32", "", [BEYOND, NO_PREFILL, "full experimental"], [BEYOND]),
     ],
@@ -157,7 +157,7 @@ def test_sglang_and_trtllm_have_decode_sizes_in_requests(
         f"--cuda-graph-bs-{kind} {sizes} --cuda-graph-max-bs-{kind} {sizes.split()[-1]}"
         if sizes
         else f"--cuda-graph-backend-{kind} disabled"
-        for kind, sizes in (("decode", decode), ("prefill", prefill))
+        for kind, sizes in (("decode", "" if NO_DECODE in of_sglang else decode), ("prefill", prefill))
     ]
     assert sglang.text == " ".join(options)
     expected = {"batch_sizes": [int(size) for size in decode.split()], "enable_padding": True} if decode else None

@@ -38,7 +38,7 @@ class Linear(GraphCosts):
     def pool_bytes(self, mode: CUDAGraphMode, num_tokens: int) -> int:
         return num_tokens << (10 if mode is FULL else 11)
 
-    def static_bytes(self, num_tokens: int) -> int:
+    def static_bytes(self, num_tokens: int, _: tuple[int, ...] = ()) -> int:
         return 100 + num_tokens
 
     def driver_bytes(self, key: Key) -> int:
