@@ -131,7 +131,7 @@ def test_files_that_cannot_be_read_are_named(
     good("plan", "--config", "good.yaml", "--output", "plan.json")
     (home / "binary.dat").write_bytes(b"good\n\xff\xfe\x00")
     (home / "folder").mkdir()
-    for name in ("binary.dat", "folder", "missing.dat"):
+    for name in ("binary.dat", "folder", "missing.dat", "/dev/zero"):
         assert name in refused(error, *(part.format(name) for part in option))
 
 
