@@ -450,14 +450,16 @@ def inspect(
             raise BadParameter(f"{option} shows a table: leave out --json")
     with failures_reported(show_traceback):
         from cgplan.cli.inspect import inspect_config, inspect_vllm
-        from cgplan.planning.engines import read_vllm
-        from cgplan.reports import load_report
 
         if config is not None:
             inspect_config(config, overrides or (), as_json=as_json, split=split, costs=costs, everything=everything)
         elif report is not None:
+            from cgplan.reports import load_report
+
             publish(load_report(report), None, as_json=as_json)
         elif vllm is not None:
+            from cgplan.planning.engines import read_vllm
+
             inspect_vllm(read_vllm(vllm, **of_vllm), as_json=as_json)
 
 
