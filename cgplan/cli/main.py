@@ -45,6 +45,8 @@ Overrides = Annotated[list[str] | None, Option("--set", "-s", metavar="KEY=VALUE
 SAVE = "Also save the result as JSON in this file."
 Output = Annotated[Path | None, Option("--output", "-o", metavar="FILE", help=SAVE)]
 AsJson = Annotated[bool, Option("--json", help="Print JSON on standard output, and nothing else there.")]
+TRACE = "Also save when what of the capture, and of three calls of each size, ran on the host: a file for Perfetto."
+Trace = Annotated[Path | None, Option("--trace", metavar="FILE", help=TRACE)]
 Debug = Annotated[bool, Option("--debug", help="Check everything, slowly (compilation.debug).")]
 Traceback = Annotated[bool, Option("--traceback", help="On an error, show where it was raised.")]
 SAVED_PLAN = "Capture exactly the keys of this saved plan, or refuse if it is not for this."
@@ -157,6 +159,7 @@ def capture(
     force: Force = False,
     device: Device = None,
     output: Output = None,
+    trace: Trace = None,
     as_json: AsJson = False,
     debug: Debug = False,
     show_traceback: Traceback = False,
@@ -166,7 +169,7 @@ def capture(
         from cgplan.cli.capture import Request, run_capture
 
         settings = _settings(overrides, device=device, debug=debug or None)
-        run_capture(Request(_configuration(file, config), settings, plan, force, output, as_json))
+        run_capture(Request(_configuration(file, config), settings, plan, force, output, as_json, trace))
 
 
 @app.command(
@@ -191,6 +194,7 @@ def bench(
     force: Force = False,
     device: Device = None,
     output: Output = None,
+    trace: Trace = None,
     as_json: AsJson = False,
     debug: Debug = False,
     show_traceback: Traceback = False,
@@ -203,7 +207,7 @@ def bench(
 
         settings = _settings(overrides, device=device, debug=debug or None)
         baselines = () if against is None else against.split(",")
-        run_bench(Request(_configuration(file, config), settings, plan, force, output, as_json), baselines, seed)
+        run_bench(Request(_configuration(file, config), settings, plan, force, output, as_json, trace), baselines, seed)
 
 
 @app.command(epilog="\b\nExample:\n  cgplan doctor my.yaml --set compilation.cudagraph_mode=AUTO")

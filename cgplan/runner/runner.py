@@ -6,7 +6,7 @@ import logging
 import operator
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from time import perf_counter_ns
 from typing import Any, Literal
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from cgplan.backends import GraphBackend
+from cgplan.backends.backend import Trace
 from cgplan.buffers.batch import Batch, BatchReader
 from cgplan.captures.captured_keys import CapturedKeys
 from cgplan.config import Config
@@ -79,6 +80,10 @@ class GraphRunner:
         )
         kind = graphed.backend.device.type  # without an argument it answers for CUDA, in half the time
         self._is_autocast = torch.is_autocast_enabled if kind == "cuda" else partial(torch.is_autocast_enabled, kind)
+        self._asked_ns = 0  # when the call that is under way was made, while a trace is on
+        self._last: PreparedCall | None = None
+        self._calls: dict[tuple[Any, ...], PreparedCall] = {}
+        self._staged: dict[tuple[Any, ...], StagedBuffers] = {}
         self._handed: weakref.WeakSet[StagedBuffers] = weakref.WeakSet()
         self._demand = OnDemand(live, self.stats)
         self._open()
@@ -100,9 +105,7 @@ class GraphRunner:
         for staged in list(self._handed):
             staged.retire()
         self._handed.clear()
-        self._calls: dict[tuple[Any, ...], PreparedCall] = {}
-        self._staged: dict[tuple[Any, ...], StagedBuffers] = {}
-        self._last: PreparedCall | None = None
+        self._forget_prepared()
         self._last_staged: StagedBuffers | None = None
         live = self._demand.live
         wanted = live.wanted if live.is_lazy else None
@@ -230,8 +233,10 @@ class GraphRunner:
     def _prepare(
         self, inputs: Mapping[str, Any], *flags: *tuple[bool | None, int, Modes]
     ) -> tuple[PreparedCall, Values]:
+        asked = self._asked_ns
         route, demand = self.route(inputs, *flags), self._demand
         values: Values = self._pick(inputs)
+        self._asked_ns = asked
         if demand.may_capture(route):
             values = demand.safe(values)
             self._capture_for(route)
@@ -252,10 +257,68 @@ class GraphRunner:
         call = PreparedCall.of(route, count, values, self._graphed, self._copiers.get(route.descriptor.sizes))
         if self._debug is not None and mode is not CUDAGraphMode.NONE:
             self._debug.wrap(call)
-        if self.config.report.nvtx:
-            name = f"cgplan {mode} {route.descriptor}"
-            call.replay = partial(_annotated, partial(self.backend.annotate, name), call.replay)
+        if self.config.report.nvtx or Trace.current is not None:
+            self._show(call, staged=values is None)
         return call
+
+    def _show(self, call: PreparedCall, *, staged: bool) -> None:
+        """Let profilers of the device and the trace, whichever are on, see calls of a kind."""
+        copy_in, replay, trace, mode, began = call.copy_in, call.replay, Trace.current, call.route.mode, 0
+        batch, descriptor = call.route.batch, call.route.descriptor
+        annotate = self.backend.annotate if self.config.report.nvtx else nullcontext
+        sizes = {"num_tokens": batch.num_tokens, "num_reqs": batch.num_reqs, "padded_to": descriptor.num_tokens}
+
+        def copied(values: Values, stream: int, known: bool) -> None:
+            nonlocal began
+            began = start = perf_counter_ns()
+            copy_in(values, stream, known)
+            if trace is not None:
+                trace.add("copy", start, {"bytes": sum(value.nbytes for value in values)})
+                if not staged:
+                    began = self._asked_ns
+                    trace.add("dispatch", began, {}, start)
+
+        def shown() -> None:
+            start = perf_counter_ns()
+            with annotate(f"cgplan {mode} {descriptor}"):
+                replay()
+            if trace is not None:
+                trace.add("eager run" if mode is CUDAGraphMode.NONE else "launch", start, {})
+                trace.add(f"{mode} {descriptor}", began, sizes)
+
+        call.copy_in, call.replay = copied, shown
+
+    @contextmanager
+    def trace(self) -> Iterator[Trace]:
+        """A block whose calls and captures, of this process, are recorded; calls in it take some microseconds longer.
+
+        ::
+
+            with runner.trace() as trace:
+                runner(x=x)
+            Path("out.json").write_text(trace.to_json())  # for Perfetto or chrome://tracing
+
+        A call consists of dispatch (looking the batch up, and checks), copy, and launch, with the segments and eager
+        pieces of a PIECEWISE key. Times are the host's: what the device does meanwhile is for its own profilers to
+        show. A batch that is staged counts from its launch. Buffers that were staged before the block are not recorded.
+        """
+        pick = self._pick
+
+        def asked(given: Mapping[str, Any]) -> tuple[Any, ...]:
+            self._asked_ns = perf_counter_ns()
+            return pick(given)
+
+        with (Trace.current or Trace()).on() as trace:
+            self._forget_prepared()
+            self._pick = asked
+            try:
+                yield trace
+            finally:
+                self._pick = pick
+                self._forget_prepared()
+
+    def _forget_prepared(self) -> None:
+        self._last, self._calls, self._staged = None, {}, {}
 
     def _launch(self, call: PreparedCall, values: Values, known: bool = False) -> None:
         stream, use = self._current_stream(), self._use
@@ -574,8 +637,3 @@ def _keep(prepared: dict[tuple[Any, ...], Any], key: tuple[Any, ...], value: Any
     if len(prepared) >= MOST_PREPARED:
         prepared.pop(next(iter(prepared)))
     prepared[key] = value
-
-
-def _annotated(annotate: Callable[[], Any], replay: Callable[[], None]) -> None:
-    with annotate():
-        replay()
