@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
+from re import findall
+from textwrap import shorten
 from typing import Annotated, Any
 
 import typer
 from typer import Argument, BadParameter, Context, Option
 from typer.core import TyperGroup
 
-from cgplan.cli.output import failures_reported, is_first_rank, publish
+from cgplan.cli.output import failures_reported, is_first_rank, publish, save
 from cgplan.version import __version__
 
 
@@ -548,6 +551,44 @@ def init(
         if (made := target or example) is None or (example and not call):
             raise ConfigError("no model, or --example without --call", remedy="Name the target that makes the model.")
         typer.echo(starting_config(made, kwargs, call), nl=False)
+
+
+examples = typer.Typer(help="Configurations to start from, with the models that they need.", **PLAIN)
+_BESIDE = Path(__file__).parents[1] / "examples"  # as installed; in the sources they are in configs/
+_EXAMPLES = _BESIDE if _BESIDE.is_dir() else _BESIDE.parents[1] / "configs"
+
+
+@examples.command("list")
+def list_() -> None:
+    """List the examples, each with the begin of what it says about itself."""
+    for path in sorted(_EXAMPLES.glob("*.yaml")):
+        first = path.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
+        typer.echo(f"{path.stem:23} {shorten(first, 56, placeholder=' ...')}")
+
+
+@examples.command(epilog="\b\nExample:\n  cgplan examples copy vision demo\n  cgplan capture demo/vision.yaml")
+def copy(
+    name: Annotated[str, Argument(help="As `cgplan examples list` shows it.")],
+    folder: Annotated[
+        Path, Argument(metavar="DIR", help="Made if it is missing; files there stay as they are.")
+    ] = Path(),
+) -> None:
+    """Copy an example, and the files of models that it names, into a folder."""
+    with failures_reported():
+        from cgplan.config.load import read_text
+        from cgplan.errors import ConfigFileError, OutputPathError
+
+        text = read_text(_EXAMPLES / f"{name}.yaml", ConfigFileError, "See `cgplan examples list`.")
+        files = dict.fromkeys((f"{name}.yaml", *findall(r"\b(\w+\.py):", text)))
+        if taken := [file for file in files if (folder / file).exists()]:
+            raise OutputPathError(f"there is a {folder / taken[0]} already", remedy="Give another folder.")
+        with suppress(OSError):  # then nothing can be saved there, and the error says why
+            folder.mkdir(parents=True, exist_ok=True)
+        for file in files:
+            save(folder / file, (_EXAMPLES / file).read_bytes())
+
+
+app.add_typer(examples, name="examples")
 
 
 def main() -> None:
