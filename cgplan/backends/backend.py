@@ -47,11 +47,8 @@ class MemoryReading:
 
 
 class Trace:
-    """What captures and calls do on the host and for how long, for Perfetto and chrome://tracing.
-
-    Attributes:
-        current: The trace that is on in this process; None: blocks under ``span`` are not recorded.
-        events: Complete events of Chrome's trace event format, as they ended; in microseconds.
+    """What captures and calls do on the host: complete events of Chrome's trace event format, which Perfetto opens, in
+    microseconds, in the order in which they ended. ``current`` is the trace that is on in this process.
     """
 
     current: ClassVar[Trace | None] = None
@@ -62,41 +59,29 @@ class Trace:
     def add(self, name: str, began: int, args: dict[str, Any], ended: int | None = None) -> None:
         """An event from ``began`` until ``ended``, or now, by ``time.perf_counter_ns()``; ``args`` stand beside it."""
         times = {"ts": (began - self._zero) / 1e3, "dur": ((ended or perf_counter_ns()) - began) / 1e3}
-        where = {"pid": os.getpid(), "tid": threading.get_native_id()}
-        self._threads[where["tid"]] = threading.current_thread().name
-        self.events.append({"name": name, "cat": "cgplan", "ph": "X", **times, **where, "args": args})
+        self._threads[tid := threading.get_native_id()] = threading.current_thread().name
+        where = {"cat": "cgplan", "ph": "X", "pid": os.getpid(), "tid": tid}
+        self.events.append({"name": name, **where, **times, "args": args})
 
     @contextmanager
     def on(self) -> Iterator[Trace]:
-        """A block that is recorded, compilations of torch.compile included. A block inside a block is part of it."""
-        if Trace.current is not None:
-            yield Trace.current
-            return
+        """A block that is recorded, compilations of torch.compile included."""
         from torch._dynamo.callback import callback_handler
 
-        began: list[int] = []
-
-        def start(_: object) -> None:
-            began.append(perf_counter_ns())
-
-        def end(asked: Any) -> None:
-            self.add("compile", began.pop(), {"compilation": asked.compile_id})
-
-        callback_handler.register_start_callback(start)
-        callback_handler.register_end_callback(end)
-        Trace.current = self
+        began, before, Trace.current = list[int](), Trace.current, self
+        start = callback_handler.register_start_callback(lambda _: began.append(perf_counter_ns()))
+        end = callback_handler.register_end_callback(lambda of: self.add("compile", began.pop(), {"id": of.compile_id}))
         try:
             yield self
         finally:
-            Trace.current = None
+            Trace.current = before
             callback_handler.remove_start_callback(start)
             callback_handler.remove_end_callback(end)
 
     def to_json(self) -> str:
         """The trace as a file of its format."""
-        named = [{"name": "process_name", "ph": "M", "pid": os.getpid(), "args": {"name": "cgplan"}}]
-        for tid, name in self._threads.items():
-            named.append({"name": "thread_name", "ph": "M", "pid": os.getpid(), "tid": tid, "args": {"name": name}})
+        names = [("process_name", 0, "cgplan"), *(("thread_name", *item) for item in self._threads.items())]
+        named = [{"name": n, "ph": "M", "pid": os.getpid(), "tid": tid, "args": {"name": of}} for n, tid, of in names]
         outer_first = sorted(self.events, key=lambda event: (event["ts"], -event["dur"]))  # as readers nest them
         return json.dumps({"traceEvents": [*named, *outer_first]}) + "\n"
 

@@ -48,8 +48,7 @@ Overrides = Annotated[list[str] | None, Option("--set", "-s", metavar="KEY=VALUE
 SAVE = "Also save the result as JSON in this file."
 Output = Annotated[Path | None, Option("--output", "-o", metavar="FILE", help=SAVE)]
 AsJson = Annotated[bool, Option("--json", help="Print JSON on standard output, and nothing else there.")]
-TRACE = "Also save when what of the capture, and of three calls of each size, ran on the host: a file for Perfetto."
-Trace = Annotated[Path | None, Option("--trace", metavar="FILE", help=TRACE)]
+Trace = Annotated[Path | None, Option(metavar="FILE", help="Also save a trace of captures and calls, for Perfetto.")]
 Debug = Annotated[bool, Option("--debug", help="Check everything, slowly (compilation.debug).")]
 Traceback = Annotated[bool, Option("--traceback", help="On an error, show where it was raised.")]
 SAVED_PLAN = "Capture exactly the keys of this saved plan, or refuse if it is not for this."
@@ -554,26 +553,20 @@ def init(
 
 
 examples = typer.Typer(help="Configurations to start from, with the models that they need.", **PLAIN)
-_BESIDE = Path(__file__).parents[1] / "examples"  # as installed; in the sources they are in configs/
-_EXAMPLES = _BESIDE if _BESIDE.is_dir() else _BESIDE.parents[1] / "configs"
+_EXAMPLES = next(filter(Path.is_dir, (Path(__file__).parents[1] / "examples", Path(__file__).parents[2] / "configs")))
 
 
 @examples.command("list")
 def list_() -> None:
-    """List the examples, each with the begin of what it says about itself."""
+    """List the examples, each with the beginning of what it says about itself."""
     for path in sorted(_EXAMPLES.glob("*.yaml")):
         first = path.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
         typer.echo(f"{path.stem:23} {shorten(first, 56, placeholder=' ...')}")
 
 
 @examples.command(epilog="\b\nExample:\n  cgplan examples copy vision demo\n  cgplan capture demo/vision.yaml")
-def copy(
-    name: Annotated[str, Argument(help="As `cgplan examples list` shows it.")],
-    folder: Annotated[
-        Path, Argument(metavar="DIR", help="Made if it is missing; files there stay as they are.")
-    ] = Path(),
-) -> None:
-    """Copy an example, and the files of models that it names, into a folder."""
+def copy(name: str, folder: Annotated[Path, Argument(metavar="DIR")] = Path()) -> None:
+    """Copy an example, and the files of models that it names, into a folder, which is made if it is missing."""
     with failures_reported():
         from cgplan.config.load import read_text
         from cgplan.errors import ConfigFileError, OutputPathError

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import takewhile
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -22,7 +21,7 @@ MOST_BYTES = 1 << 20
 DEEPEST = 50
 
 
-def read_text(path: str | Path, error: type[CgplanError], remedy: str, most: int = 1 << 34) -> str:
+def read_text(path: str | Path, error: type[CgplanError], remedy: str, most: int | None = None) -> str:
     """Text of a UTF-8 file, without a byte order mark. Raises ``error`` if it is missing, a folder, a device, not
     readable, of more than ``most`` bytes, or not UTF-8 text; ``remedy`` says which file to give instead.
     """
@@ -31,9 +30,9 @@ def read_text(path: str | Path, error: type[CgplanError], remedy: str, most: int
         if path.is_char_device():
             raise error(f"{path} is a device, not a file", remedy=remedy)
         with path.open("rb") as file:
-            data = b"".join(takewhile(bool, (file.read(MOST_BYTES) for _ in range(most // MOST_BYTES))))
-            if file.read(1):
-                raise error(f"{path} holds more than {format_bytes(most)}", remedy=remedy)
+            data = file.read(-1 if most is None else most + 1)
+        if most is not None and len(data) > most:
+            raise error(f"{path} holds more than {format_bytes(most)}", remedy=remedy)
     except FileNotFoundError:
         names = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
         hint = did_you_mean(path.name, names)
@@ -140,8 +139,7 @@ class _Loader(yaml.SafeLoader):
         self._sizes: dict[yaml.Node, int] = {}
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        is_alias, before = self.check_event(yaml.AliasEvent), self._values
-        mark = self.current_event.start_mark
+        is_alias, before, mark = self.check_event(yaml.AliasEvent), self._values, self.current_event.start_mark
         self._depth += 1
         if self._depth > DEEPEST:
             raise yaml.MarkedYAMLError(problem=f"more than {DEEPEST} values inside each other", problem_mark=mark)

@@ -53,9 +53,7 @@ def markdown() -> str:
 
 
 def _schema() -> dict[str, Any]:
-    """The schema of Config, each description in one line: of a field, the docstring behind it. Fields get theirs here,
-    not at import (use_attribute_docstrings), which would slow every command down.
-    """
+    """The schema of Config, each description in one line. Fields get their docstrings here: at import it takes long."""
     for node in ast.parse(getsource(models)).body:
         if isinstance(node, ast.ClassDef) and issubclass(section := getattr(models, node.name), Section):
             for field, says in pairwise(node.body):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cgplan.backends import GraphBackend
-from cgplan.backends.backend import Trace
+from cgplan.backends.backend import Trace, span
 from cgplan.buffers.batch import Batch, BatchReader
 from cgplan.captures.captured_keys import CapturedKeys
 from cgplan.config import Config
@@ -81,9 +81,6 @@ class GraphRunner:
         kind = graphed.backend.device.type  # without an argument it answers for CUDA, in half the time
         self._is_autocast = torch.is_autocast_enabled if kind == "cuda" else partial(torch.is_autocast_enabled, kind)
         self._asked_ns = 0  # when the call that is under way was made, while a trace is on
-        self._last: PreparedCall | None = None
-        self._calls: dict[tuple[Any, ...], PreparedCall] = {}
-        self._staged: dict[tuple[Any, ...], StagedBuffers] = {}
         self._handed: weakref.WeakSet[StagedBuffers] = weakref.WeakSet()
         self._demand = OnDemand(live, self.stats)
         self._open()
@@ -105,7 +102,9 @@ class GraphRunner:
         for staged in list(self._handed):
             staged.retire()
         self._handed.clear()
-        self._forget_prepared()
+        self._calls: dict[tuple[Any, ...], PreparedCall] = {}
+        self._staged: dict[tuple[Any, ...], StagedBuffers] = {}
+        self._last: PreparedCall | None = None
         self._last_staged: StagedBuffers | None = None
         live = self._demand.live
         wanted = live.wanted if live.is_lazy else None
@@ -233,10 +232,8 @@ class GraphRunner:
     def _prepare(
         self, inputs: Mapping[str, Any], *flags: *tuple[bool | None, int, Modes]
     ) -> tuple[PreparedCall, Values]:
-        asked = self._asked_ns
         route, demand = self.route(inputs, *flags), self._demand
-        values: Values = self._pick(inputs)
-        self._asked_ns = asked
+        values: Values = [inputs[name] for name in self._reader.names]
         if demand.may_capture(route):
             values = demand.safe(values)
             self._capture_for(route)
@@ -263,44 +260,31 @@ class GraphRunner:
 
     def _show(self, call: PreparedCall, *, staged: bool) -> None:
         """Let profilers of the device and the trace, whichever are on, see calls of a kind."""
-        copy_in, replay, trace, mode, began = call.copy_in, call.replay, Trace.current, call.route.mode, 0
-        batch, descriptor = call.route.batch, call.route.descriptor
+        copy_in, replay, trace, route, began = call.copy_in, call.replay, Trace.current, call.route, 0
+        name, batch = f"{route.mode} {route.descriptor}", route.batch
         annotate = self.backend.annotate if self.config.report.nvtx else nullcontext
-        sizes = {"num_tokens": batch.num_tokens, "num_reqs": batch.num_reqs, "padded_to": descriptor.num_tokens}
 
         def copied(values: Values, stream: int, known: bool) -> None:
             nonlocal began
-            began = start = perf_counter_ns()
-            copy_in(values, stream, known)
-            if trace is not None:
-                trace.add("copy", start, {"bytes": sum(value.nbytes for value in values)})
-                if not staged:
-                    began = self._asked_ns
-                    trace.add("dispatch", began, {}, start)
+            start = perf_counter_ns()
+            began = start if staged else self._asked_ns
+            with span("copy", bytes=sum(value.nbytes for value in values)):
+                copy_in(values, stream, known)
+            if trace is not None and not staged:
+                trace.add("dispatch", began, {}, start)
 
         def shown() -> None:
-            start = perf_counter_ns()
-            with annotate(f"cgplan {mode} {descriptor}"):
+            with annotate(f"cgplan {name}"), span("launch"):
                 replay()
             if trace is not None:
-                trace.add("eager run" if mode is CUDAGraphMode.NONE else "launch", start, {})
-                trace.add(f"{mode} {descriptor}", began, sizes)
+                trace.add(name, began, {"num_tokens": batch.num_tokens, "num_reqs": batch.num_reqs})
 
         call.copy_in, call.replay = copied, shown
 
     @contextmanager
     def trace(self) -> Iterator[Trace]:
-        """A block whose calls and captures, of this process, are recorded; calls in it take some microseconds longer.
-
-        ::
-
-            with runner.trace() as trace:
-                runner(x=x)
-            Path("out.json").write_text(trace.to_json())  # for Perfetto or chrome://tracing
-
-        A call consists of dispatch (looking the batch up, and checks), copy, and launch, with the segments and eager
-        pieces of a PIECEWISE key. Times are the host's: what the device does meanwhile is for its own profilers to
-        show. A batch that is staged counts from its launch. Buffers that were staged before the block are not recorded.
+        """A block whose calls, captures and compilations are recorded; ``trace.to_json()`` is the file for Perfetto.
+        Calls take some microseconds longer. Staged batches have no dispatch, those staged before the block no events.
         """
         pick = self._pick
 
@@ -308,17 +292,12 @@ class GraphRunner:
             self._asked_ns = perf_counter_ns()
             return pick(given)
 
-        with (Trace.current or Trace()).on() as trace:
-            self._forget_prepared()
-            self._pick = asked
+        with nullcontext(Trace.current) if Trace.current else Trace().on() as trace:
+            self._last, self._calls, self._staged, self._pick = None, {}, {}, asked
             try:
                 yield trace
             finally:
-                self._pick = pick
-                self._forget_prepared()
-
-    def _forget_prepared(self) -> None:
-        self._last, self._calls, self._staged = None, {}, {}
+                self._last, self._calls, self._staged, self._pick = None, {}, {}, pick
 
     def _launch(self, call: PreparedCall, values: Values, known: bool = False) -> None:
         stream, use = self._current_stream(), self._use

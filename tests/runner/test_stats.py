@@ -491,10 +491,10 @@ def test_a_trace_of_calls(backend: GraphBackend) -> None:
     decode = "FULL num_tokens=4 num_reqs=4 uniform"
     called = [(0, decode), (1, "dispatch"), (1, "copy"), (1, "launch")]
     staged = [(0, decode), (1, "copy"), (1, "launch")]
-    eager = [(0, "NONE num_tokens=8"), (1, "dispatch"), (1, "copy"), (1, "eager run")]
+    eager = [(0, "NONE num_tokens=8"), (1, "dispatch"), (1, "copy"), (1, "launch")]
     assert nested(trace) == called + staged + eager
     args = {event["name"]: event["args"] for event in trace.events}
-    assert args[decode] == {"num_tokens": 3, "num_reqs": 3, "padded_to": 4}
+    assert args[decode] == {"num_tokens": 3, "num_reqs": 3}
     assert next(e for e in trace.events if e["name"] == "copy")["args"] == {"bytes": 3 * 4 + 3 * 8}
     assert Trace.current is None
 
