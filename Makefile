@@ -4,7 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-gpu lint typecheck format check docs clean
+.PHONY: demo test test-gpu test-matrix lint typecheck format check docs dist clean
+PYTHONS ?= 3.11 3.12 3.13
+TORCHES ?= 2.11 2.13 2.15
 
 demo: $(STAMP)  ## capture and benchmark the reference decoder, and print both reports
 	$(BIN)/cgplan capture --config configs/decoder_cpu.yaml
@@ -16,6 +18,17 @@ test: $(STAMP)  ## all tests that need no GPU, in two processes
 
 test-gpu: $(STAMP)  ## the tests that need a GPU
 	$(BIN)/python -m pytest -m gpu
+
+# Of PYTHONS, those that are there as python3.N; what cannot be installed is skipped, and said.
+test-matrix:  ## all tests that need no GPU, for each of PYTHONS and TORCHES
+	@mkdir -p build && grep -v '^torch==' constraints.txt > build/constraints.txt
+	@for python in $(PYTHONS); do for torch in $(TORCHES); do \
+	  name="Python $$python, torch $$torch"; at=build/matrix/$$python-$$torch; \
+	  python$$python -c '' 2> /dev/null || { echo "$$name: skipped, no python$$python"; continue; }; \
+	  python$$python -m venv $$at && $$at/bin/pip install -q -c build/constraints.txt "torch==$$torch.*" -e '.[dev,transformers]' \
+	    2> $$at/pip.log || { echo "$$name: skipped, $$(tail -n 1 $$at/pip.log)"; continue; }; \
+	  echo "$$name:"; $$at/bin/python -m pytest -m "not gpu" -n 2 --dist loadfile --no-loadscope-reorder || bad="$$bad; $$name"; \
+	done; done; if [ -n "$$bad" ]; then echo "failed$$bad"; exit 1; fi
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -32,6 +45,13 @@ check: lint typecheck  ## what every commit passes
 
 docs: $(STAMP)  ## write the config reference from the models
 	$(BIN)/cgplan schema --format markdown > docs/config-reference.md
+
+dist:  ## build the sdist and the wheel, check them, and run an example by the wheel alone
+	rm -rf dist build/tools build/empty build/example
+	$(PYTHON) -m venv build/tools && build/tools/bin/pip install -q build twine
+	build/tools/bin/python -m build && build/tools/bin/twine check --strict dist/*
+	$(PYTHON) -m venv build/empty && build/empty/bin/pip install -q -c constraints.txt dist/*.whl
+	cd build && empty/bin/cgplan examples copy decoder_cpu example && empty/bin/cgplan capture example/decoder_cpu.yaml
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache

@@ -10,12 +10,15 @@ Note [Lifetimes]
 from __future__ import annotations
 
 import gc
+import json
+import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from time import perf_counter_ns
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -42,6 +45,57 @@ class MemoryReading:
     free: int | None
     total: int
     reserved: int
+
+
+class Trace:
+    """What captures and calls do on the host: complete events of Chrome's trace event format, which Perfetto opens, in
+    microseconds, in the order in which they ended. ``current`` is the trace that is on in this process.
+    """
+
+    current: ClassVar[Trace | None] = None
+
+    def __init__(self) -> None:
+        self._zero, self.events, self._threads = perf_counter_ns(), list[dict[str, Any]](), dict[int, str]()
+
+    def add(self, name: str, began: int, args: dict[str, Any], ended: int | None = None) -> None:
+        """An event from ``began`` until ``ended``, or now, by ``time.perf_counter_ns()``; ``args`` stand beside it."""
+        times = {"ts": (began - self._zero) / 1e3, "dur": ((ended or perf_counter_ns()) - began) / 1e3}
+        self._threads[tid := threading.get_native_id()] = threading.current_thread().name
+        where = {"cat": "cgplan", "ph": "X", "pid": os.getpid(), "tid": tid}
+        self.events.append({"name": name, **where, **times, "args": args})
+
+    @contextmanager
+    def on(self) -> Iterator[Trace]:
+        """A block that is recorded, compilations of torch.compile included."""
+        from torch._dynamo.callback import callback_handler
+
+        began, before, Trace.current = list[int](), Trace.current, self
+        start = callback_handler.register_start_callback(lambda _: began.append(perf_counter_ns()))
+        end = callback_handler.register_end_callback(lambda of: self.add("compile", began.pop(), {"id": of.compile_id}))
+        try:
+            yield self
+        finally:
+            Trace.current = before
+            callback_handler.remove_start_callback(start)
+            callback_handler.remove_end_callback(end)
+
+    def to_json(self) -> str:
+        """The trace as a file of its format."""
+        names = [("process_name", 0, "cgplan"), *(("thread_name", *item) for item in self._threads.items())]
+        named = [{"name": n, "ph": "M", "pid": os.getpid(), "tid": tid, "args": {"name": of}} for n, tid, of in names]
+        outer_first = sorted(self.events, key=lambda event: (event["ts"], -event["dur"]))  # as readers nest them
+        return json.dumps({"traceEvents": [*named, *outer_first]}) + "\n"
+
+
+@contextmanager
+def span(name: str, **args: Any) -> Iterator[dict[str, Any]]:
+    """A block that the trace shows, if one is on, with these arguments and those that the block adds to them."""
+    trace, began = Trace.current, perf_counter_ns()
+    try:
+        yield args
+    finally:
+        if trace is not None:
+            trace.add(name, began, args)
 
 
 class GraphBackend(ABC):
@@ -209,7 +263,7 @@ class GraphBackend(ABC):
         """
         torch.clear_autocast_cache()
         try:
-            with autocast_cache(on=False):
+            with autocast_cache(on=False), span("capture"):
                 self.begin(graph)
                 try:
                     yield

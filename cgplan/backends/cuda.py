@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from cgplan.backends.backend import Feature, GraphBackend, MemoryReading, foreign_pool, gc_paused, tensor_on
+from cgplan.backends.backend import Feature, GraphBackend, MemoryReading, foreign_pool, gc_paused, span, tensor_on
 from cgplan.backends.blame import users_line
 from cgplan.backends.cuda_workspaces import keep_workspaces, own_stream, workspace_pool
 from cgplan.backends.graph_nodes import Block, CudaNodes, GraphNodes, Launch, MemoryKind
@@ -197,7 +197,8 @@ class CudaBackend(GraphBackend):
                 remedy="Something in the forward synchronised with the device, or a side stream was not joined.",
             ) from error
         try:
-            graph.graph.instantiate()
+            with span("instantiate"):
+                graph.graph.instantiate()
         except RuntimeError as error:
             self.reset(graph)
             line = first_line(error)

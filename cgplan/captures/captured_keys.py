@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from cgplan.backends import MemoryReading
+from cgplan.backends.backend import span
 from cgplan.captures.audit import audit, audit_error
 from cgplan.captures.budget import NO_GRAPH, BudgetGuard
 from cgplan.captures.environment import describe_environment
@@ -118,7 +119,7 @@ class CapturedKeys:
         captured is an error, but for memory that runs out where there is a budget.
         """
         graphed, backend, guard = self.graphed, self.graphed.backend, self.guard
-        with graphed.keeping_state() as kept, backend.session(), torch.no_grad():
+        with span("capture session"), graphed.keeping_state() as kept, backend.session(), torch.no_grad():
             guard.go_on(from_zero=True)
             try:
                 self._capture(keys)
@@ -217,7 +218,9 @@ class CapturedKeys:
     def _capture_one(self, key: Key, remaining: int, *, in_service: bool) -> bool:
         """Whether a key was captured, and the budget lets it stay."""
         try:
-            record = self._records[key] = self.graphed.capture_key(key, in_service=in_service)
+            with span("{} {}".format(*key), num_tokens=key[1].num_tokens) as shown:
+                record = self._records[key] = self.graphed.capture_key(key, in_service=in_service)
+                shown |= {name: getattr(record, name) for name in ("pool_growth", "driver_bytes", "nodes", "graphs")}
         except (CaptureError, ModelError, ConfigError, RankFailedError) as error:
             ran_out = isinstance(error, CaptureMemoryError | RankFailedError)  # here, or on another rank
             if in_service and not isinstance(error, RankFailedError):

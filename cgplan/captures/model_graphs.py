@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from cgplan.backends import GraphBackend, MemoryReading
-from cgplan.backends.backend import autocast_cache
+from cgplan.backends.backend import autocast_cache, span
 from cgplan.backends.capture_answers import answering
 from cgplan.backends.context import CaptureScope, forward_context
 from cgplan.backends.graph_nodes import OperatorLog
@@ -310,7 +310,8 @@ class ModelGraphs:
         places = self._kept.places
         pieces = route.breaks.modules if route.breaks else ()
         own = {id(t) for module in pieces for t in (*module.parameters(), *module.buffers())}
-        found, notes = examine(run, self._kept, list(views.values()), self.copy_limit(), **options)
+        with span("look"):
+            found, notes = examine(run, self._kept, list(views.values()), self.copy_limit(), **options)
         if breaks and found.error is None:
             refuse_missing_ops(split, found.names)
         if self.plan.mode is CUDAGraphMode.PIECEWISE:  # no FULL graph reads tensors of pieces
@@ -378,7 +379,7 @@ class ModelGraphs:
         """
         is_full = mode is CUDAGraphMode.FULL
         in_eager = not is_full and self.route.name == "wrappers"  # wrappers turn it off for themselves
-        with autocast_cache(on=in_eager), self._answering(mode, capturing=False):
+        with autocast_cache(on=in_eager), self._answering(mode, capturing=False), span("warm-up"):
             call = self.route.whole if is_full else self.route.warm
             return self._run(call, CUDAGraphMode.NONE, descriptor, self.views(descriptor))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,12 @@ from typing import Any
 from typer import BadParameter
 
 from cgplan.backends import GraphBackend, select_backend
+from cgplan.backends.backend import Trace, span
 from cgplan.captures.audit import audit_error
 from cgplan.captures.captured_keys import CaptureProgress
 from cgplan.captures.environment import describe_environment
 from cgplan.captures.together import ALONE, Together
-from cgplan.cli.output import check_writable, has_ranks, is_first_rank, note, progress, publish
+from cgplan.cli.output import check_writable, has_ranks, is_first_rank, note, progress, publish, save
 from cgplan.cli.plan import announcements, read_plan
 from cgplan.config import Config, Override, read_config
 from cgplan.distributed import (
@@ -30,7 +31,7 @@ from cgplan.distributed import (
     open_ranks,
 )
 from cgplan.errors import CaptureError, ConfigError, PlanMismatchError
-from cgplan.measure.bench import bench
+from cgplan.measure.bench import bench, call_examples
 from cgplan.models.loading import load_model
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning import Plan, build_plan
@@ -55,6 +56,7 @@ class Request:
     force: bool  # capture the saved plan although it was made for something else
     output: Path | None
     as_json: bool
+    trace: Path | None = None  # for events of the capture, and of a few calls of each size behind it
 
 
 def run_capture(request: Request) -> None:
@@ -90,9 +92,16 @@ def run_bench(request: Request, against: Sequence[str], seed: int | None) -> Non
 def _report(request: Request, command: str, make: Callable[[GraphRunner], Report]) -> Report:
     if request.force and request.plan is None:
         raise BadParameter("--force is about a saved plan: give --plan FILE with it")
-    with redirect_stdout(sys.stderr), _captured(command, request) as runner:  # a model's prints are not the result
+    trace = Trace()
+    with redirect_stdout(sys.stderr), ExitStack() as stack:  # a model's prints are not the result
+        with trace.on() if request.trace else nullcontext():
+            runner = stack.enter_context(_captured(command, request))
+            if request.trace:
+                call_examples(runner)
         report = make(runner)
     if is_first_rank():
+        if request.trace:
+            save(request.trace, trace.to_json())
         publish(report, request.output, as_json=request.as_json)
     return report
 
@@ -111,11 +120,12 @@ def _captured(command: str, request: Request) -> Iterator[GraphRunner]:
             f"{request.config}: no input has a dimension that counts the rows of a batch",
             remedy="Declare the model's inputs, with num_tokens or num_reqs in a shape; `cgplan init TARGET` helps.",
         )
-    if request.output is not None and is_first_rank():
-        check_writable(request.output)
+    for path in filter(None, (request.output, request.trace)) if is_first_rank() else ():
+        check_writable(path)
 
     def load(backend: GraphBackend) -> Callable[..., Any]:
-        return load_model(target, kwargs, device=backend.device, base_dir=loaded.base_dir).forward
+        with span("load model"):
+            return load_model(target, kwargs, device=backend.device, base_dir=loaded.base_dir).forward
 
     if has_ranks():
         with _captured_on_ranks(command, config, plan, request, load) as runner:

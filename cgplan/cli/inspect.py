@@ -6,13 +6,12 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 from pydantic import BaseModel
 from rich.console import RenderableType
 
-from cgplan.cli.costs import costs_of
 from cgplan.cli.output import note, show
 from cgplan.config import Config, LoadedConfig, read_config
 from cgplan.config.load import read_text
@@ -20,13 +19,13 @@ from cgplan.config.template import inline_yaml
 from cgplan.errors import PlanError, ReportError
 from cgplan.optimizer.subset import within_count
 from cgplan.planning import Plan, build_plan
-from cgplan.planning.engines import VllmConfig, describe_batches
-from cgplan.planning.vllm_log import StartLog
-from cgplan.pricing.measured import case_costs
 from cgplan.reports import render
 from cgplan.reports.layout import Grid, TextColumn, describe_sizes, facts, sentences, titled
 from cgplan.reports.plan_tables import case_table, lane_table
 from cgplan.units import counted
+
+if TYPE_CHECKING:
+    from cgplan.planning.engines import VllmConfig
 
 _LOG = "Give the log of a start of vLLM with CUDA graphs, at its usual level INFO."
 
@@ -49,7 +48,11 @@ def inspect_config(
     """Show the plan of a configuration and the values that were set; with ``everything`` the defaults, too."""
     loaded = read_config(path, overrides)
     plan = within_count(build_plan(loaded.config), loaded.config)
-    priced, machine, _ = costs_of(loaded, costs)
+    priced = None
+    if costs is not None:
+        from cgplan.cli.costs import costs_of
+
+        priced, machine, _ = costs_of(loaded, costs)
     if priced is not None:
         plan = plan.model_copy(update={"predicted": priced.of(plan.keys), "machine": machine})
     if as_json:
@@ -61,6 +64,8 @@ def inspect_config(
     if plan.predicted is not None and plan.keys:
         parts.append(lane_table(plan))
     if plan.max_loras is not None and plan.keys:
+        from cgplan.pricing.measured import case_costs
+
         parts.append(case_table(case_costs(plan, priced), plan.max_loras))
     if split:
         parts.append(_split_of(loaded))
@@ -105,6 +110,9 @@ def check_vllm(read: VllmConfig, file: Path | None) -> None:
 
     Raises PlanError if it does not capture sizes that were asked for, ReportError for a log of no start with graphs.
     """
+    from cgplan.planning.engines import describe_batches
+    from cgplan.planning.vllm_log import StartLog
+
     plan, log = build_plan(read.loaded.config), None
     if file is not None and (log := StartLog.parse(read_text(file, ReportError, _LOG))) is None:
         raise ReportError(f"{file} has no line `Graph capturing finished in ... secs, took ... GiB`", remedy=_LOG)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
+from re import findall
+from textwrap import shorten
 from typing import Annotated, Any
 
 import typer
 from typer import Argument, BadParameter, Context, Option
 from typer.core import TyperGroup
 
-from cgplan.cli.output import failures_reported, is_first_rank, publish
+from cgplan.cli.output import failures_reported, is_first_rank, publish, save
 from cgplan.version import __version__
 
 
@@ -45,6 +48,7 @@ Overrides = Annotated[list[str] | None, Option("--set", "-s", metavar="KEY=VALUE
 SAVE = "Also save the result as JSON in this file."
 Output = Annotated[Path | None, Option("--output", "-o", metavar="FILE", help=SAVE)]
 AsJson = Annotated[bool, Option("--json", help="Print JSON on standard output, and nothing else there.")]
+Trace = Annotated[Path | None, Option(metavar="FILE", help="Also save a trace of captures and calls, for Perfetto.")]
 Debug = Annotated[bool, Option("--debug", help="Check everything, slowly (compilation.debug).")]
 Traceback = Annotated[bool, Option("--traceback", help="On an error, show where it was raised.")]
 SAVED_PLAN = "Capture exactly the keys of this saved plan, or refuse if it is not for this."
@@ -193,6 +197,7 @@ def capture(
     force: Force = False,
     device: Device = None,
     output: Output = None,
+    trace: Trace = None,
     as_json: AsJson = False,
     debug: Debug = False,
     show_traceback: Traceback = False,
@@ -202,7 +207,7 @@ def capture(
         from cgplan.cli.capture import Request, run_capture
 
         settings = _settings(overrides, device=device, debug=debug or None)
-        run_capture(Request(_configuration(file, config), settings, plan, force, output, as_json))
+        run_capture(Request(_configuration(file, config), settings, plan, force, output, as_json, trace))
 
 
 @app.command(
@@ -227,6 +232,7 @@ def bench(
     force: Force = False,
     device: Device = None,
     output: Output = None,
+    trace: Trace = None,
     as_json: AsJson = False,
     debug: Debug = False,
     show_traceback: Traceback = False,
@@ -239,7 +245,7 @@ def bench(
 
         settings = _settings(overrides, device=device, debug=debug or None)
         baselines = () if against is None else against.split(",")
-        run_bench(Request(_configuration(file, config), settings, plan, force, output, as_json), baselines, seed)
+        run_bench(Request(_configuration(file, config), settings, plan, force, output, as_json, trace), baselines, seed)
 
 
 @app.command(epilog="\b\nExample:\n  cgplan doctor my.yaml --set compilation.cudagraph_mode=AUTO")
@@ -479,14 +485,16 @@ def inspect(
             raise BadParameter(f"{option} shows a table: leave out --json")
     with failures_reported(show_traceback):
         from cgplan.cli.inspect import inspect_config, inspect_vllm
-        from cgplan.planning.engines import read_vllm
-        from cgplan.reports import load_report
 
         if config is not None:
             inspect_config(config, overrides or (), as_json=as_json, split=split, costs=costs, everything=everything)
         elif report is not None:
+            from cgplan.reports import load_report
+
             publish(load_report(report), None, as_json=as_json)
         elif vllm is not None:
+            from cgplan.planning.engines import read_vllm
+
             inspect_vllm(read_vllm(vllm, **of_vllm), as_json=as_json)
 
 
@@ -571,6 +579,38 @@ def init(
         if (made := target or example) is None or (example and not call):
             raise ConfigError("no model, or --example without --call", remedy="Name the target that makes the model.")
         typer.echo(starting_config(made, kwargs, call), nl=False)
+
+
+examples = typer.Typer(help="Configurations to start from, with the models that they need.", **PLAIN)
+_EXAMPLES = next(filter(Path.is_dir, (Path(__file__).parents[1] / "examples", Path(__file__).parents[2] / "configs")))
+
+
+@examples.command("list")
+def list_() -> None:
+    """List the examples, each with the beginning of what it says about itself."""
+    for path in sorted(_EXAMPLES.glob("*.yaml")):
+        first = path.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
+        typer.echo(f"{path.stem:23} {shorten(first, 56, placeholder=' ...')}")
+
+
+@examples.command(epilog="\b\nExample:\n  cgplan examples copy vision demo\n  cgplan capture demo/vision.yaml")
+def copy(name: str, folder: Annotated[Path, Argument(metavar="DIR")] = Path()) -> None:
+    """Copy an example, and the files of models that it names, into a folder, which is made if it is missing."""
+    with failures_reported():
+        from cgplan.config.load import read_text
+        from cgplan.errors import ConfigFileError, OutputPathError
+
+        text = read_text(_EXAMPLES / f"{name}.yaml", ConfigFileError, "See `cgplan examples list`.")
+        files = dict.fromkeys((f"{name}.yaml", *findall(r"\b(\w+\.py):", text)))
+        if taken := [file for file in files if (folder / file).exists()]:
+            raise OutputPathError(f"there is a {folder / taken[0]} already", remedy="Give another folder.")
+        with suppress(OSError):  # then nothing can be saved there, and the error says why
+            folder.mkdir(parents=True, exist_ok=True)
+        for file in files:
+            save(folder / file, (_EXAMPLES / file).read_bytes())
+
+
+app.add_typer(examples, name="examples")
 
 
 def main() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import tempfile
 import textwrap
 import traceback
 from collections.abc import Callable, Iterator
@@ -70,6 +69,8 @@ def publish(report: Report, output: Path | None, *, as_json: bool, shown: Render
 
 def check_writable(path: Path) -> None:
     """Raise OutputPathError if ``path`` could not be written, by trying; nothing is left behind."""
+    import tempfile  # it costs 2 ms
+
     with _writing(path):
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))

@@ -14,15 +14,25 @@ from pydantic import ValidationError
 from cgplan.config.messages import Path_, explain
 from cgplan.config.schema import Config
 from cgplan.errors import CgplanError, ConfigError, ConfigFileError, did_you_mean
+from cgplan.units import format_bytes
+
+MOST_VALUES = 10_000  # of a document, those behind aliases counted each time
+MOST_BYTES = 1 << 20
+DEEPEST = 50
 
 
-def read_text(path: str | Path, error: type[CgplanError], remedy: str) -> str:
-    """Text of a UTF-8 file, without a byte order mark. Raises ``error`` if it is missing, a folder, not readable, or
-    not UTF-8 text; ``remedy`` says which file to give instead.
+def read_text(path: str | Path, error: type[CgplanError], remedy: str, most: int | None = None) -> str:
+    """Text of a UTF-8 file, without a byte order mark. Raises ``error`` if it is missing, a folder, a device, not
+    readable, of more than ``most`` bytes, or not UTF-8 text; ``remedy`` says which file to give instead.
     """
     path = Path(path)
     try:
-        data = path.read_bytes()
+        if path.is_char_device():
+            raise error(f"{path} is a device, not a file", remedy=remedy)
+        with path.open("rb") as file:
+            data = file.read(-1 if most is None else most + 1)
+        if most is not None and len(data) > most:
+            raise error(f"{path} holds more than {format_bytes(most)}", remedy=remedy)
     except FileNotFoundError:
         names = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
         hint = did_you_mean(path.name, names)
@@ -81,7 +91,7 @@ def read_config(path: str | Path, overrides: Iterable[str | Override] = ()) -> L
     """As load_config, with the origin of each value; messages name the option of an Override."""
     path = Path(path)
     remedy = "Give a readable YAML file; `cgplan init` writes a starting configuration."
-    data, lines = _parse(read_text(path, ConfigFileError, remedy), path)
+    data, lines = _parse(read_text(path, ConfigFileError, remedy, MOST_BYTES), path)
     named = {k: line for k, line in lines.items() if all(isinstance(part, str) for part in k)}  # a list is one value
     origins = {".".join(map(str, key)): f"{path.name}:{line}" for key, line in named.items()}
     return loaded_config(data, str(path), overrides, origins, path.resolve().parent, lines)
@@ -121,7 +131,36 @@ def validate_config(data: Mapping[str, Any]) -> Config:
 
 
 class _Loader(yaml.SafeLoader):
-    """A SafeLoader that refuses keys that stand twice."""
+    """A SafeLoader that refuses keys that stand twice, and documents that are, or that aliases make, too large."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._depth = self._values = 0
+        self._sizes: dict[yaml.Node, int] = {}
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        is_alias, before, mark = self.check_event(yaml.AliasEvent), self._values, self.current_event.start_mark
+        self._depth += 1
+        if self._depth > DEEPEST:
+            raise yaml.MarkedYAMLError(problem=f"more than {DEEPEST} values inside each other", problem_mark=mark)
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        if node is not None:
+            if is_alias and node not in self._sizes:
+                raise yaml.MarkedYAMLError(problem="an alias inside of what it stands for", problem_mark=mark)
+            self._values = before + self._sizes.setdefault(node, self._values - before + 1)
+        if self._values > MOST_VALUES:
+            raise yaml.MarkedYAMLError(problem=f"more than {MOST_VALUES:,} values", problem_mark=mark)
+        return node
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except yaml.YAMLError:
+            raise
+        except Exception as error:  # PyYAML's constructors raise anything: IndexError for `!!int ''`, say
+            problem = f"{str(node.value)[:100]!r} is no {node.tag.rpartition(':')[2]}: {error}"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark) from None
 
     def compose_mapping_node(self, anchor: Any) -> Any:
         node = super().compose_mapping_node(anchor)
@@ -150,7 +189,7 @@ def _parse(text: str, path: Path) -> tuple[dict[str, Any], dict[Path_, int]]:
         node = loader.get_single_node()
         data = {} if node is None else loader.construct_document(node)
         lines = dict(_lines(node, ()))
-    except Exception as error:  # PyYAML's constructors raise anything: IndexError for `!!int ''`, say
+    except Exception as error:  # of PyYAML's scanner: OverflowError for "\\U99999999"
         mark = getattr(error, "problem_mark", None)
         where = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
         raise ConfigFileError(
@@ -183,9 +222,9 @@ def _override(data: dict[str, Any], override: Override) -> str:
     dotted, equals, value = text.partition("=")
     *parents, last = dotted.strip().split(".")
     where = f"--set {dotted.strip()}" if option == "--set" else option
-    if not equals or not all((*parents, last)):
+    if not equals or not all((*parents, last)) or len(parents) > DEEPEST:
         raise ConfigError(
-            f"--set {text!r} is not of the form key=value",
+            f"--set {text[:80]!r} is not of the form key=value",
             remedy="Write a dotted key, as in --set compilation.cudagraph_mode=FULL.",
         )
     parsed = read_yaml(value, f"{where}: the value", "Quote the value.")

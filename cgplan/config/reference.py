@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections.abc import Iterator, Mapping
 from enum import Enum
+from inspect import cleandoc, getsource
+from itertools import pairwise
 from typing import Any
 
 from pydantic.json_schema import GenerateJsonSchema
 
-from cgplan.config.schema import Config
+from cgplan.config import schema as models
+from cgplan.config.schema import Config, Section
 
 Node = Mapping[str, Any]
 
@@ -49,7 +53,13 @@ def markdown() -> str:
 
 
 def _schema() -> dict[str, Any]:
-    """The schema of Config, each description in one line."""
+    """The schema of Config, each description in one line. Fields get their docstrings here: at import it takes long."""
+    for node in ast.parse(getsource(models)).body:
+        if isinstance(node, ast.ClassDef) and issubclass(section := getattr(models, node.name), Section):
+            for field, says in pairwise(node.body):
+                if isinstance(field, ast.AnnAssign) and isinstance(says, ast.Expr):
+                    section.model_fields[ast.unparse(field.target)].description = cleandoc(ast.literal_eval(says.value))
+            section.model_rebuild(force=True)
     text = json.dumps(Config.model_json_schema(schema_generator=_NamedDefaults))
     schema: dict[str, Any] = json.loads(text.replace("\\n", " "))
     return schema

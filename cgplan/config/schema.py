@@ -112,7 +112,7 @@ class _TypedErrors(ModelMetaclass):
 class Section(BaseModel, metaclass=_TypedErrors):
     """A part of the configuration: frozen, unknown keys refused."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
 
 class DistributedConfig(Section):

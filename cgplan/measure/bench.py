@@ -89,6 +89,16 @@ def examples(runner: GraphRunner, size: int, sizes: tuple[int, ...] = ()) -> lis
     return batches
 
 
+def call_examples(runner: GraphRunner, times: int = 3) -> None:
+    """Call the runner with example batches of each size that is or may be captured, for its trace."""
+    with runner.trace():
+        for size, *sizes in sorted({descriptor.box for _, descriptor in runner.wanted.keys}):
+            for batch in examples(runner, size, tuple(sizes)):
+                call: dict[str, Any] = {**batch.given_to(runner), **batch.options}
+                for _ in range(times):
+                    runner(**call)
+
+
 def _measure(runner: GraphRunner, batch: BenchBatch) -> BenchRecord:
     call: dict[str, Any] = {**batch.given_to(runner), **batch.options}
     if runner.config.compilation.capture_policy == "lazy":

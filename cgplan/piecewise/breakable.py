@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 
 from cgplan.backends import GraphBackend, select_backend
+from cgplan.backends.backend import Trace, span
 from cgplan.backends.blame import blamed_line
 from cgplan.backends.context import current_forward_context
 from cgplan.backends.host_sync import Args, Function, Kwargs, tensors_in
@@ -189,8 +190,13 @@ class BreakableCUDAGraphCapture:
         device = self._backend.device.type
         as_captured = AmbientState.now(device) == self._state
         with _deriving({}), nullcontext() if as_captured else self._state.entered(device):
-            for step in self._steps:
-                step()
+            if Trace.current is None:
+                for step in self._steps:
+                    step()
+                return
+            for item, step in zip(self._items, self._steps, strict=True):
+                with span(item.name if isinstance(item, EagerPiece) else "segment"):
+                    step()
 
     def reset(self) -> None:
         """Free the graphs. The block's results are no longer valid."""

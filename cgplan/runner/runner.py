@@ -6,7 +6,7 @@ import logging
 import operator
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from time import perf_counter_ns
 from typing import Any, Literal
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from cgplan.backends import GraphBackend
+from cgplan.backends.backend import Trace, span
 from cgplan.buffers.batch import Batch, BatchReader
 from cgplan.captures.captured_keys import CapturedKeys
 from cgplan.config import Config
@@ -79,6 +80,7 @@ class GraphRunner:
         )
         kind = graphed.backend.device.type  # without an argument it answers for CUDA, in half the time
         self._is_autocast = torch.is_autocast_enabled if kind == "cuda" else partial(torch.is_autocast_enabled, kind)
+        self._asked_ns = 0  # when the call that is under way was made, while a trace is on
         self._handed: weakref.WeakSet[StagedBuffers] = weakref.WeakSet()
         self._demand = OnDemand(live, self.stats)
         self._open()
@@ -242,7 +244,7 @@ class GraphRunner:
         self, inputs: Mapping[str, Any], *flags: *tuple[bool | None, int, Modes]
     ) -> tuple[PreparedCall, Values]:
         route, demand = self.route(inputs, *flags), self._demand
-        values: Values = self._pick(inputs)
+        values: Values = [inputs[name] for name in self._reader.names]
         if demand.may_capture(route):
             values = demand.safe(values)
             self._capture_for(route)
@@ -263,10 +265,50 @@ class GraphRunner:
         call = PreparedCall.of(route, count, values, self._graphed, self._copiers.get(route.descriptor.sizes))
         if self._debug is not None and mode is not CUDAGraphMode.NONE:
             self._debug.wrap(call)
-        if self.config.report.nvtx:
-            name = f"cgplan {mode} {route.descriptor}"
-            call.replay = partial(_annotated, partial(self.backend.annotate, name), call.replay)
+        if self.config.report.nvtx or Trace.current is not None:
+            self._show(call, staged=values is None)
         return call
+
+    def _show(self, call: PreparedCall, *, staged: bool) -> None:
+        """Let profilers of the device and the trace, whichever are on, see calls of a kind."""
+        copy_in, replay, trace, route, began = call.copy_in, call.replay, Trace.current, call.route, 0
+        name, batch = f"{route.mode} {route.descriptor}", route.batch
+        annotate = self.backend.annotate if self.config.report.nvtx else nullcontext
+
+        def copied(values: Values, stream: int, known: bool) -> None:
+            nonlocal began
+            start = perf_counter_ns()
+            began = start if staged else self._asked_ns
+            with span("copy", bytes=sum(value.nbytes for value in values)):
+                copy_in(values, stream, known)
+            if trace is not None and not staged:
+                trace.add("dispatch", began, {}, start)
+
+        def shown() -> None:
+            with annotate(f"cgplan {name}"), span("launch"):
+                replay()
+            if trace is not None:
+                trace.add(name, began, {"num_tokens": batch.num_tokens, "num_reqs": batch.num_reqs})
+
+        call.copy_in, call.replay = copied, shown
+
+    @contextmanager
+    def trace(self) -> Iterator[Trace]:
+        """A block whose calls, captures and compilations are recorded; ``trace.to_json()`` is the file for Perfetto.
+        Calls take some microseconds longer. Staged batches have no dispatch, those staged before the block no events.
+        """
+        pick = self._pick
+
+        def asked(given: Mapping[str, Any]) -> tuple[Any, ...]:
+            self._asked_ns = perf_counter_ns()
+            return pick(given)
+
+        with nullcontext(Trace.current) if Trace.current else Trace().on() as trace:
+            self._last, self._calls, self._staged, self._pick = None, {}, {}, asked
+            try:
+                yield trace
+            finally:
+                self._last, self._calls, self._staged, self._pick = None, {}, {}, pick
 
     def _launch(self, call: PreparedCall, values: Values, known: bool = False) -> None:
         stream, use = self._current_stream(), self._use
@@ -585,8 +627,3 @@ def _keep(prepared: dict[tuple[Any, ...], Any], key: tuple[Any, ...], value: Any
     if len(prepared) >= MOST_PREPARED:
         prepared.pop(next(iter(prepared)))
     prepared[key] = value
-
-
-def _annotated(annotate: Callable[[], Any], replay: Callable[[], None]) -> None:
-    with annotate():
-        replay()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -37,6 +39,15 @@ def test_json_is_the_saved_report_and_nothing_else(
     assert kind.model_validate_json(result.stdout) == load_report("run.json")
     assert "the builder speaks" in result.stderr
     assert "the model speaks" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["capture", "bench"])
+def test_a_trace_of_captures_and_calls(home: Path, command: str) -> None:
+    assert "saved trace.json" in good(command, *GOOD, "--trace", "trace.json").stderr
+    names = Counter(event["name"] for event in json.loads(Path("trace.json").read_text())["traceEvents"])
+    assert (names["load model"], names["capture session"], names["capture"]) == (1, 1, 3)
+    assert (names["launch"], names["FULL num_tokens=4 num_reqs=4"]) == (9, 4), "three calls of each size"
+    assert "cannot write ." in refused(errors.OutputPathError, command, *GOOD, "--trace", ".")
 
 
 RUNS = [(1, "FULL", 0), (3, "FULL", 1), (9, "NONE", 0)]  # sizes of the configuration's report section

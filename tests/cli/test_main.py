@@ -131,8 +131,23 @@ def test_files_that_cannot_be_read_are_named(
     good("plan", "--config", "good.yaml", "--output", "plan.json")
     (home / "binary.dat").write_bytes(b"good\n\xff\xfe\x00")
     (home / "folder").mkdir()
-    for name in ("binary.dat", "folder", "missing.dat"):
+    for name in ("binary.dat", "folder", "missing.dat", "/dev/zero"):
         assert name in refused(error, *(part.format(name) for part in option))
+
+
+def test_examples_are_listed_and_copied_with_their_models(home: Path) -> None:
+    names = [line.split()[0] for line in good("examples", "list").stdout.splitlines()]
+    assert names == sorted(path.stem for path in (REPO / "configs").glob("*.yaml"))
+    for name in names:
+        good("examples", "copy", name, "demo")
+        target = load_config(f"demo/{name}.yaml").model.target  # type: ignore[union-attr]
+        file = target.partition(":")[0]
+        assert not file.endswith(".py") or (home / "demo" / file).is_file()
+    assert "there is a demo/vision.yaml already" in refused(
+        errors.OutputPathError, "examples", "copy", "vision", "demo"
+    )
+    assert "Did you mean 'vision.yaml'?" in refused(errors.ConfigFileError, "examples", "copy", "vison")
+    assert "cannot write good.yaml" in refused(errors.OutputPathError, "examples", "copy", "lora", "good.yaml")
 
 
 def test_traceback_is_shown_on_demand(home: Path) -> None:

@@ -10,6 +10,9 @@ from cgplan.config import Config, load_config, read_config
 from cgplan.errors import ConfigFileError
 from cgplan.modes import CUDAGraphMode
 
+# Nine lines that stand for 9^9 values.
+BOMB = ", ".join(f"n{i}: &n{i} [{', '.join([f'*n{i - 1}' if i else '{x: 1}'] * 9)}]" for i in range(9))
+
 
 def test_an_empty_file_is_all_defaults(write: Any) -> None:
     assert load_config(write("# nothing\n")) == Config()
@@ -21,11 +24,19 @@ def test_an_empty_file_is_all_defaults(write: Any) -> None:
         ("device: cpu\na: b: c\n", ":2:5", "mapping values are not allowed"),
         ("device: !!python/object:os.system {}\n", ":1:9", "could not determine a constructor"),
         ("report: {repeats: 1}\nreport: {}\n", ":2:1", "the key 'report' stands twice (first in line 1)"),
-        ("device: !!int abc\n", "", "invalid literal for int"),
-        ("\ndevice: 2024-13-45\n", "", "month must be in 1..12"),
-        ("device: !!int ''\n", "", "index out of range"),
-        (f"device: {'[' * 700}\n", "", "recursion"),
+        ("device: !!int abc\n", ":1:9", "'abc' is no int: invalid literal"),
+        ("\ndevice: 2024-13-45\n", ":2:9", "'2024-13-45' is no timestamp: month must be in 1..12"),
+        ("device: !!int ''\n", ":1:9", "'' is no int"),
+        ("device: !!float _\n", ":1:9", "'_' is no float"),
+        ("device: !!bool abc\n", ":1:9", "'abc' is no bool"),
+        ('device: "\\U99999999"\n', "", "too large to convert"),
+        (f"device: {'[' * 3000}\n", ":1:58", "more than 50 values inside each other"),
+        ("device: &a [*a]\n", ":1:13", "an alias inside of what it stands for"),
+        (f"device: [{BOMB}]\n", ":1:226", "more than 10,000 values"),
+        (f"device: {{{BOMB.replace('[', '{<<: [').replace(']', ']}')}}}\n", ":1:244", "more than 10,000 values"),
+        (f"device: {[1] * 10_001}\n", ":1:30007", "more than 10,000 values"),
     ],
+    ids=range(14),
 )
 def test_text_that_is_not_yaml(refusal: Any, text: str, where: str, complaint: str) -> None:
     message = refusal(text, kind=ConfigFileError)
@@ -77,6 +88,7 @@ def test_an_override_of_a_section_replaces_it_and_its_origins(write: Any) -> Non
     [
         ("device", "not of the form key=value"),
         ("a..b=1", "not of the form key=value"),
+        (f"model.kwargs{'.a' * 3000}=1", "not of the form key=value"),
         ("device=[", "--set device: the value is not YAML: expected the node content, but found '<stream end>'"),
         ("device.x=1", "--set device.x: device is not a section"),
         ("device=gpu", "--set device: found 'gpu'"),
@@ -124,3 +136,8 @@ def test_an_override_of_an_aliased_value_changes_that_one_alone(write: Any) -> N
     assert (inputs["x"].pad, inputs["y"].pad) == (5, 0)
     inputs = read_config(write(ALIASED), ["inputs.y.pad=5"]).config.inputs
     assert (inputs["x"].pad, inputs["y"].pad) == (0, 5)
+
+
+def test_a_file_of_a_million_sizes_is_refused_unread(refusal: Any) -> None:
+    text = f"compilation: {{cudagraph_capture_sizes: {list(range(1, 1_000_001))}}}"
+    assert "holds more than 1.0 MiB" in refusal(text, kind=ConfigFileError)

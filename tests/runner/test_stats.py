@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import threading
 from collections import Counter
@@ -18,8 +19,9 @@ from hypothesis import strategies as st
 import cgplan
 from cgplan import BatchDescriptor, Config, CUDAGraphMode, GraphRunner, Input, build_plan
 from cgplan.backends import GraphBackend
+from cgplan.backends.backend import Trace
 from cgplan.buffers.batch import Batch as Rows
-from cgplan.errors import CgplanError, TrafficError
+from cgplan.errors import CgplanError, InputError, TrafficError
 from cgplan.planning import MissReason
 from cgplan.runner import stats as stats_module
 from cgplan.runner.routing import RoutedBatch
@@ -453,6 +455,67 @@ def test_ranges_are_named_by_key(backend: GraphBackend, monkeypatch: pytest.Monk
     lengths = torch.ones(3, dtype=torch.int64, device=backend.device)
     assert torch.equal(runner(x=x, lengths=lengths), x * 2)
     assert runner.stats.calls == 7
+
+
+def nested(trace: Trace) -> list[tuple[int, str]]:
+    """(depth, name) of each event as a reader of Chrome's format nests them; an event ends inside of its parent."""
+    found, around = [], list[int]()
+    for event in json.loads(trace.to_json())["traceEvents"]:
+        if event["ph"] == "M":
+            assert event["name"] in ("process_name", "thread_name")
+            continue
+        assert event.keys() == {"name", "cat", "ph", "ts", "dur", "pid", "tid", "args"}
+        assert event["ph"] == "X"
+        start = round(event["ts"] * 1000)  # readers count whole nanoseconds
+        end = start + round(event["dur"] * 1000)
+        while around and around[-1] <= start:
+            around.pop()
+        assert all(end <= outer for outer in around), event
+        found.append((len(around), event["name"]))
+        around.append(end)
+    return found
+
+
+def test_a_trace_of_calls(backend: GraphBackend) -> None:
+    runner = open_runner(backend)
+    call(runner, 3, 3)
+    with runner.trace() as trace:
+        call(runner, 3, 3)
+        with pytest.raises(InputError):
+            runner(x=torch.zeros(3, 3), lengths=torch.ones(3))
+        stage(runner, 3, 3)
+        call(runner, 8, 2)
+    call(runner, 3, 3)
+    with runner.stage(3, 3):
+        pass
+    decode = "FULL num_tokens=4 num_reqs=4 uniform"
+    called = [(0, decode), (1, "dispatch"), (1, "copy"), (1, "launch")]
+    staged = [(0, decode), (1, "copy"), (1, "launch")]
+    eager = [(0, "NONE num_tokens=8"), (1, "dispatch"), (1, "copy"), (1, "launch")]
+    assert nested(trace) == called + staged + eager
+    args = {event["name"]: event["args"] for event in trace.events}
+    assert args[decode] == {"num_tokens": 3, "num_reqs": 3}
+    assert next(e for e in trace.events if e["name"] == "copy")["args"] == {"bytes": 3 * 4 + 3 * 8}
+    assert Trace.current is None
+
+
+def test_a_trace_of_captures_and_pieces(backend: GraphBackend) -> None:
+    piecewise = {"cudagraph_mode": "PIECEWISE", "splitting_ops": ["aten::softmax"], "cudagraph_capture_sizes": [4]}
+    with Trace().on() as trace:
+        runner = cgplan.capture(
+            lambda x: (x + 1).softmax(-1) * 2,
+            {"x": Input(shape=("num_tokens", 8), dtype="float32", pad=0)},
+            compilation=piecewise,
+            device=backend.device,
+        )
+        with runner.trace():
+            runner(x=torch.ones(3, 8, device=backend.device))
+    found, key = nested(trace), "PIECEWISE num_tokens=4"
+    assert [name for depth, name in found if depth == 0] == ["capture session", key]
+    session = [name for depth, name in found[: found.index((0, key))] if depth == 2]
+    assert session == ["look", "warm-up", "capture", "capture"]
+    assert (3, "compile") in found
+    assert [name for _, name in found[-4:]] == ["launch", "segment", "aten::softmax", "segment"]
 
 
 def test_stats_in_a_few_lines(backend: GraphBackend) -> None:

@@ -1,0 +1,62 @@
+"""The wheel: what users get who have no copy of the sources."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+
+import cgplan
+
+ROOT = Path(__file__).parents[1]
+pytest.importorskip("hatchling")
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, unpacked; built by way of the source distribution, as a release is."""
+    folder = tmp_path_factory.mktemp("dist")
+    build = (sys.executable, "-m", "hatchling", "build", "-d", str(folder), "-t")
+    subprocess.run([*build, "sdist"], cwd=ROOT, check=True, capture_output=True)
+    (sdist,) = folder.glob("*.tar.gz")
+    subprocess.run(["tar", "-xzf", str(sdist), "-C", str(folder)], check=True)
+    unpacked = folder / sdist.name.removesuffix(".tar.gz")
+    subprocess.run([*build, "wheel"], cwd=unpacked, check=True, capture_output=True)
+    (wheel,) = folder.glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(folder / "site")
+    return folder / "site"
+
+
+def test_all_files_are_there(installed: Path) -> None:
+    package = {p.relative_to(ROOT) for p in (ROOT / "cgplan").rglob("*") if p.is_file() and p.suffix != ".pyc"}
+    examples = {Path("cgplan/examples") / p.name for p in (ROOT / "configs").iterdir() if p.is_file()}
+    docs = {Path("cgplan/docs") / p.name for p in (ROOT / "docs").glob("*.md")}
+    found = {p.relative_to(installed) for p in installed.rglob("*") if p.is_file()}
+    assert {path for path in found if path.parts[0] == "cgplan"} == package | examples | docs
+    assert Path("cgplan/py.typed") in found
+
+
+def test_metadata(installed: Path) -> None:
+    (info,) = installed.glob("*.dist-info")
+    metadata = Parser().parsestr((info / "METADATA").read_text(encoding="utf-8"))
+    assert (metadata["Name"], metadata["Version"]) == ("cgplan", cgplan.__version__)
+    assert (metadata["License-Expression"], metadata.get_all("License-File")) == ("Apache-2.0", ["LICENSE"])
+    assert (info / "licenses" / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
+    assert "cgplan = cgplan.cli.main:main" in (info / "entry_points.txt").read_text()
+
+
+def test_an_example_runs_from_where_it_is_copied(installed: Path, tmp_path: Path) -> None:
+    def run(*arguments: str) -> str:
+        command = (sys.executable, "-m", "cgplan", *arguments)
+        environment = {"PYTHONPATH": str(installed)}
+        return subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True).stdout
+
+    run("examples", "copy", "vision", "demo")
+    one = ("--set", "compilation.cudagraph_capture_sizes=[1]", "--set", "device=cpu")
+    report = json.loads(run("capture", "--config", "demo/vision.yaml", *one, "--json"))
+    assert [record["descriptor"]["num_tokens"] for record in report["records"]] == [1]
