@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DOCS := $(VENV)/.docs
 
 .PHONY: demo test test-gpu lint typecheck format check docs clean
 
@@ -30,8 +31,9 @@ format: $(STAMP)
 
 check: lint typecheck  ## what every commit passes
 
-docs: $(STAMP)  ## write the config reference from the models
+docs: $(DOCS)  ## write the config reference from the models, and the site into build/site
 	$(BIN)/cgplan schema --format markdown > docs/config-reference.md
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache
@@ -43,3 +45,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,transformers]'
 	@touch $(STAMP)
+
+$(DOCS): $(STAMP)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	@touch $(DOCS)

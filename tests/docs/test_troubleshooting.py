@@ -1,0 +1,35 @@
+"""The page of errors: a section for each class, to which the command line leads, and messages that the code has."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+from pages import PAGES, ROOT
+
+from cgplan import errors
+from cgplan.cli.output import section_of
+
+PAGE = PAGES["troubleshooting"]
+CLASSES = [c for _, c in inspect.getmembers(errors, inspect.isclass) if issubclass(c, errors.CgplanError)]
+
+
+@pytest.mark.parametrize("error", CLASSES)
+def test_each_error_has_its_section(error: type[errors.CgplanError]) -> None:
+    path, _, anchor = section_of(error).partition("#")
+    assert Path(path).samefile(PAGE)
+    sections = re.findall(r"^### (\w+)\n\nExit code (\d+)\. ", PAGE.read_text(), re.MULTILINE)
+    assert {name.lower(): int(code) for name, code in sections}[anchor] == error.exit_code
+
+
+def test_messages_that_the_page_quotes_are_in_the_code() -> None:
+    code = "\n".join(path.read_text() for path in (ROOT / "cgplan").rglob("*.py"))
+    code = re.sub(r'"\s+f?"', "", code)
+    quoted = re.findall(r"\*\*(\".*?)\*\*", PAGE.read_text().replace("\n", " "))
+    assert len(quoted) > 30
+    parts = (
+        words.strip(" ,:.") for message in re.findall(r'"([^"]+)"', " ".join(quoted)) for words in message.split("...")
+    )
+    assert {words for words in parts if words not in code} == set()
