@@ -114,7 +114,7 @@ class Grid:
     def _fitted(self, most: int) -> tuple[list[list[str]], list[int], int]:
         """Lines of each heading, widths of the columns, and the gap between them."""
         whole = [column.title.split("\n") for column in self._columns]
-        broken = [re.sub(r"(?<=[-_])(?=\w)| ", "\n", column.title).split("\n") for column in self._columns]
+        broken = [re.sub(r"(?<=-)(?=\w)| ", "\n", column.title).split("\n") for column in self._columns]
         cells = [[row[i] for row in self._rows] for i in range(len(self._columns))]
         texts = [column.left for column in self._columns]
         every = [_wrapped("\n".join(c), 1) if text else c for c, text in zip(cells, texts, strict=True)]
