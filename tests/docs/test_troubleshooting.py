@@ -24,6 +24,14 @@ def test_each_error_has_its_section(error: type[errors.CgplanError]) -> None:
     assert {name.lower(): int(code) for name, code in sections}[anchor] == error.exit_code
 
 
+def test_pages_in_the_package_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a wheel they lie in the package; in a checkout beside it."""
+    monkeypatch.setattr("cgplan.cli.output.__file__", str(tmp_path / "cgplan" / "cli" / "output.py"))
+    for folder in (tmp_path / "docs", tmp_path / "cgplan" / "docs"):
+        folder.mkdir(parents=True)
+        assert section_of(errors.InputError) == f"{folder}/troubleshooting.md#inputerror"
+
+
 def test_messages_that_the_page_quotes_are_in_the_code() -> None:
     code = "\n".join(path.read_text() for path in (ROOT / "cgplan").rglob("*.py"))
     code = re.sub(r'"\s+f?"', "", code)
