@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DOCS := $(VENV)/.docs
 
 .PHONY: demo test test-gpu test-matrix lint typecheck format check docs dist clean
 PYTHONS ?= 3.11 3.12 3.13
@@ -43,8 +44,9 @@ format: $(STAMP)
 
 check: lint typecheck  ## what every commit passes
 
-docs: $(STAMP)  ## write the config reference from the models
+docs: $(DOCS)  ## write the config reference from the models, and the site into build/site
 	$(BIN)/cgplan schema --format markdown > docs/config-reference.md
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 dist:  ## build the sdist and the wheel, check them, and run an example by the wheel alone
 	rm -rf dist build/tools build/empty build/example
@@ -63,3 +65,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,transformers]'
 	@touch $(STAMP)
+
+$(DOCS): $(STAMP)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	@touch $(DOCS)

@@ -45,8 +45,6 @@ def capture(
 ) -> GraphRunner:
     """Plan, capture, and return a runner.
 
-    ::
-
         cgplan.capture(model, {"x": cgplan.Input(shape=("num_tokens", 8), dtype="float32", pad=0)})
         cgplan.capture(model, config="my.yaml")
         cgplan.capture(config="my.yaml")  # the file names the model

@@ -923,8 +923,6 @@ def graphed(
 ) -> Any:
     """A drop-in for a model or a function of tensors that runs by captured graphs; also a decorator.
 
-    ::
-
         g = cgplan.graphed(model, sizes=[1, 4, 16])
         y = g(x)
 

@@ -1,7 +1,5 @@
 """Everything that can go wrong, on one screen.
 
-::
-
     CgplanError                    1   base of all; itself for misuse from Python
     ├── ConfigError                3   the configuration says something that cannot be
     │   └── ConfigFileError        4   ... or its file cannot be read or parsed

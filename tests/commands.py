@@ -148,7 +148,7 @@ def settings(*values: str) -> tuple[str, ...]:
 
 def unwrapped(message: str) -> str:
     """Lines of a message that were cut at the terminal's width, whole again."""
-    return re.sub(r"\n +(?!remedy: |- )(?=\S)", " ", message)
+    return re.sub(r"\n +(?!remedy: |more: |- )(?=\S)", " ", message)
 
 
 def refused(error: type[errors.CgplanError], *arguments: str) -> str:

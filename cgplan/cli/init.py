@@ -14,7 +14,7 @@ from cgplan.backends import select_backend
 from cgplan.config.load import read_yaml
 from cgplan.config.template import InputGuess, starting_yaml
 from cgplan.drop_in import Graphed, graphed
-from cgplan.errors import ConfigError
+from cgplan.errors import ConfigError, ModelError
 from cgplan.models.loading import ForwardArgument, call_target, forward_signature, load_model
 
 # Arguments that hold indices in most models, by the end of their name.
@@ -39,7 +39,12 @@ def starting_config(target: str, kwargs_text: str, call: str | None = None) -> s
         device = select_backend("auto").device
         with redirect_stdout(sys.stderr):
             made = load_model(target, kwargs, device=device).forward
-            graphs: Graphed = graphed(made, example=call_target(call, {}, device=device))
+            example = call_target(call, {}, device=device)
+            try:
+                graphs: Graphed = graphed(made, example=example)
+            except TypeError as error:
+                remedy = "Return a tensor, a sequence or a mapping by name, as the forward takes them."
+                raise ModelError(f"{target} does not take what {call} returns: {error}", remedy=remedy) from error
         return graphs.config_text(target, kwargs)
     if ":" not in target and not target.endswith(".py"):
         return _of_hugging_face(target, kwargs)

@@ -12,7 +12,7 @@ import typer
 from pydantic import BaseModel
 from rich.console import RenderableType
 
-from cgplan.cli.output import note, show
+from cgplan.cli.output import note, show, wrapped
 from cgplan.config import Config, LoadedConfig, read_config
 from cgplan.config.load import read_text
 from cgplan.config.template import inline_yaml
@@ -119,9 +119,8 @@ def check_vllm(read: VllmConfig, file: Path | None) -> None:
     for line in read.notes:
         note(f"note: {line}")
     sizes = describe_sizes(plan.capture_sizes)
-    typer.echo(f"vLLM captures {counted(len(plan.keys), 'graph')} in mode {plan.mode}, sizes in tokens: {sizes}")
-    for line in (*describe_batches(plan), *(log.said() if log else ())):
-        typer.echo(line)
+    head = f"vLLM captures {counted(len(plan.keys), 'graph')} in mode {plan.mode}, sizes in tokens: {sizes}"
+    typer.echo(wrapped("\n".join((head, *describe_batches(plan), *(log.said() if log else ())))))
     if read.lost:
         raise PlanError(
             "vLLM does not capture all that was asked for\n  - " + "\n  - ".join(read.lost),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import textwrap
 import traceback
 from collections.abc import Callable, Iterator
@@ -28,8 +29,8 @@ Step = Callable[[int, int, str], None]
 
 
 def note(text: str) -> None:
-    """A line for people; standard output is kept for results."""
-    typer.echo(text, err=True)
+    """Lines for people; standard output is kept for results."""
+    typer.echo(wrapped(text), err=True)
 
 
 def show(*renderables: RenderableType) -> None:
@@ -119,31 +120,37 @@ def failures_reported(show_traceback: bool = False) -> Iterator[None]:
         raise
     except (Exception, KeyboardInterrupt, SystemExit) as error:
         if show_traceback:
-            note("".join(traceback.format_exception(error)))
+            typer.echo("".join(traceback.format_exception(error)), err=True)
         if isinstance(error, SystemExit):
             ended = traceback.extract_tb(error.__traceback__)[-1]
             message = f"the model's code ends the program, at {ended.filename}:{ended.lineno}: {error!r}"
             error = ModelError(message, remedy="Raise another error there.")
         if isinstance(error, CgplanError):
-            message, exit_code = f"error: {error}", error.exit_code
+            message, exit_code = f"error: {error}\n  more: {section_of(type(error))}", error.exit_code
         elif isinstance(error, KeyboardInterrupt):
             message, exit_code = "interrupted", INTERRUPTED_EXIT_CODE
         else:
             advice = "This is a defect of cgplan. Run the command again with --traceback and report what it shows."
             message = f"internal error: {type(error).__name__}: {first_line(error)}\n  remedy: {advice}"
             exit_code = INTERNAL_EXIT_CODE
-        note(_wrapped(message))
+        note(message)
         raise typer.Exit(exit_code) from None
 
 
-def _wrapped(text: str) -> str:
+def section_of(error: type[CgplanError]) -> str:
+    """Where the pages of this version explain an error: those in the wheel, or those of a checkout."""
+    package = Path(__file__).parents[1]
+    docs = package / "docs" if (package / "docs").is_dir() else package.parent / "docs"
+    return f"{docs}/troubleshooting.md#{error.__name__.lower()}"
+
+
+def wrapped(text: str) -> str:
     """Lines in the terminal's width, 80 columns where there is none; long paths stay whole."""
     wrapper = textwrap.TextWrapper(get_terminal_size().columns, break_long_words=False, break_on_hyphens=False)
     lines = []
     for line in text.splitlines():
-        label, colon, rest = line.partition(": ")
-        wrapper.initial_indent = label + colon
-        wrapper.subsequent_indent = " " * (len(line) - len(line.lstrip()) + 2)
+        _, indent, label, rest = re.split(r"^( *)((?:\S+: )?)", line)
+        wrapper.initial_indent, wrapper.subsequent_indent = indent + label, indent + "  "
         lines += wrapper.wrap(rest) or [line]
     return "\n".join(lines)
 

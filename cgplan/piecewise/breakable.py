@@ -39,8 +39,6 @@ _active = _Active()
 class BreakableCUDAGraphCapture:
     """Captures a block as graph segments with eager pieces between them, and replays it.
 
-    ::
-
         with backend.session(), torch.no_grad(), BreakableCUDAGraphCapture(pool=pool) as capture:
             h = stem(x)
             h = capture.add_eager(attention, h)

@@ -106,7 +106,7 @@ class Grid:
 
         heads = list(zip_longest(*(title[::-1] for title in titles), fillvalue=""))[::-1]
         yield from (line(cells, "bold") for cells in heads)
-        yield Text("-" * (sum(widths) + gap * (len(widths) - 1)))
+        yield _line(("-" * (sum(widths) + gap * (len(widths) - 1)), ""))
         for row in self._rows:
             pairs = zip(row, widths, strict=True)
             yield from map(line, zip_longest(*(_wrapped(cell, width) for cell, width in pairs), fillvalue=""))
@@ -114,12 +114,14 @@ class Grid:
     def _fitted(self, most: int) -> tuple[list[list[str]], list[int], int]:
         """Lines of each heading, widths of the columns, and the gap between them."""
         whole = [column.title.split("\n") for column in self._columns]
-        broken = [re.sub(r"(?<=[-_])(?=\w)| ", "\n", column.title).split("\n") for column in self._columns]
+        broken = [re.sub(r"(?<=-)(?=\w)| ", "\n", column.title).split("\n") for column in self._columns]
         cells = [[row[i] for row in self._rows] for i in range(len(self._columns))]
-        texts = [column.left and i > 0 for i, column in enumerate(self._columns)]  # the others stay in one line
-        words = [_wrapped("\n".join(c), 1) if text else c for c, text in zip(cells, texts, strict=True)]
-        none = [[] if text else c for c, text in zip(cells, texts, strict=True)]  # words run over their column
-        for gap, kept, titles in [*product((self._gap, 1), (cells, words), (whole, broken)), (1, none, broken)]:
+        texts = [column.left for column in self._columns]
+        every = [_wrapped("\n".join(c), 1) if text else c for c, text in zip(cells, texts, strict=True)]
+        words = [*cells[:1], *every[1:]]  # the first column stays in one line where it can
+        none = [*cells[:1], *([] if text else c for c, text in zip(cells[1:], texts[1:], strict=True))]  # run over
+        fits = [*product((self._gap, 1), (cells, words), (whole, broken)), (1, every, broken), (1, none, broken)]
+        for gap, kept, titles in fits:
             least, widths = (
                 [max(map(len, ["-", *title, *piece])) for title, piece in zip(titles, pieces, strict=True)]
                 for pieces in (kept, cells)

@@ -349,8 +349,6 @@ class GraphRunner:
     ) -> StagedBuffers:
         """The static buffers' own rows, to be written in place: no copy is made.
 
-        ::
-
             with runner.stage(num_tokens=13) as buffers:
                 buffers["input_ids"].copy_(ids)
             logits = buffers.output

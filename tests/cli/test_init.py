@@ -108,6 +108,12 @@ def test_init_of_one_call_captures_as_it_is(home: Path) -> None:
     assert len(CaptureReport.model_validate_json(result.stdout).records) == 5
 
 
+def test_init_of_a_call_that_the_model_does_not_take(home: Path) -> None:
+    (home / "call.py").write_text("import torch\n\n\ndef example():\n    return torch.ones(3, 8), 1, 2\n")
+    message = refused(cgplan.ModelError, "init", "models.py:Net", "--call", "call.py:example")
+    assert "models.py:Net does not take what call.py:example returns: too many positional arguments" in message
+
+
 @pytest.mark.parametrize("arguments", [[], ["--example", "models.py:Net"]])
 def test_init_without_a_model(arguments: list[str]) -> None:
     assert "no model" in refused(cgplan.ConfigError, "init", *arguments)

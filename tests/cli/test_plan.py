@@ -52,7 +52,7 @@ def test_plan_emits_for_an_engine_and_nothing_else(home: Path) -> None:
         "warning: capture sizes 4 above scheduler.max_num_batched_tokens = 2 were dropped",
         "note: made for --max-num-seqs 256 --max-num-batched-tokens 2",
     ):
-        assert line in result.stderr
+        assert line in unwrapped(result.stderr)
     assert isinstance(load_report("plan.json"), Plan)
     for engine in ("vllm", "sglang", "trtllm", "json"):
         assert "1, 2, 4" in good(*PLAN, "--emit", engine).stdout.replace("1 2 4", "1, 2, 4")
@@ -428,19 +428,19 @@ def test_everything_is_said_once(home: Path, traffic: bool) -> None:
     option, value, *rest = shlex.split(emitted.stdout)
     assert (option, rest) == ("--compilation-config", [])
     assert json.loads(value)["cudagraph_mode"] in ("FULL_AND_PIECEWISE", "FULL_DECODE_ONLY", "PIECEWISE")
-    said = emitted.stderr.splitlines()
+    said = unwrapped(emitted.stderr).splitlines()
     assert len(said) == len(set(said))
     about = [line for line in said if line.startswith("note: the costs of run.json")]
     assert len(about) == 2
-    in_json = good(*command, "--json").stderr.splitlines()
-    sizes_by_lane = good(*command, "--emit", "json").stderr.splitlines()  # vLLM's plan has one list of sizes
+    in_json = unwrapped(good(*command, "--json").stderr).splitlines()
+    sizes_by_lane = unwrapped(good(*command, "--emit", "json").stderr).splitlines()  # vLLM's plan has one list of sizes
     assert [line for line in sizes_by_lane if line in in_json] == in_json
     shown = good(*command)
     words = " ".join(shown.stdout.split())
     assert [words.count(line.removeprefix("note: ")) for line in about] == [1, 1]
     assert shown.stderr == ""
     inspected = ("inspect", "--config", "good.yaml", "--costs", "run.json", *changes)
-    assert good(*inspected, "--json").stderr.splitlines() == about
+    assert unwrapped(good(*inspected, "--json").stderr).splitlines() == about
     shown = good(*inspected)
     assert [" ".join(shown.stdout.split()).count(line.removeprefix("note: ")) for line in about] == [1, 1]
     assert shown.stderr == ""
@@ -476,7 +476,7 @@ def test_vllm_check(home: Path) -> None:
     assert result.exit_code == errors.PlanError.exit_code
     assert "decode batches, by requests of 7 tokens: 1 to 5 in FULL graphs, 6 eagerly\n" in result.stdout
     assert "max_cudagraph_capture_size 42 is truncated to 35" in unwrapped(result.stderr)
-    shown = good("vllm", "check", *bounds, "--log", str(START)).stdout
+    shown = unwrapped(good("vllm", "check", *bounds, "--log", str(START)).stdout)
     assert "vLLM captures 16 graphs in mode FULL_AND_PIECEWISE, sizes in tokens: 7 to 56 by 7, 70, 77\n" in shown
     assert "by the log the graphs took 512 MiB and 3 s" in shown
     refused_log = cgplan_command("vllm", "check", *bounds, "--log", "good.yaml")

@@ -1,7 +1,6 @@
-"""The config reference is what the models say, and the models say something about every key; errors likewise."""
+"""The config reference is what the models say, and the models say something about every key."""
 
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,6 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from cgplan import errors
 from cgplan.config.reference import json_schema, markdown
 from cgplan.config.schema import Section
 
@@ -29,13 +27,6 @@ def test_every_field_has_a_row_with_a_sentence(section: type[BaseModel]) -> None
 
 def test_document_is_up_to_date() -> None:
     assert DOCUMENT.read_text(encoding="utf-8") == markdown(), "run `make docs`"
-
-
-def test_troubleshooting_lists_all_errors_and_exit_codes() -> None:
-    text = (DOCUMENT.parent / "troubleshooting.md").read_text(encoding="utf-8")
-    listed = {name: int(code) for name, code in re.findall(r"^[│├└─ ]*(\w+Error) +(\d+)  ", text, re.MULTILINE)}
-    kinds = {name: kind for name, kind in vars(errors).items() if isinstance(kind, type)}
-    assert listed == {name: kind.exit_code for name, kind in kinds.items() if issubclass(kind, errors.CgplanError)}
 
 
 def test_json_schema_allows_its_own_defaults() -> None:

@@ -7,22 +7,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pages import Block, run_page
 
 PAGE = Path(__file__).parents[2] / "docs" / "engine.md"
 
 
 def test_the_examples_run_and_equal_the_model() -> None:
     torch.manual_seed(0)
-    blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-    names: dict[str, Any] = {"__name__": "engine_page"}
-    outputs = []
+    outputs: list[torch.Tensor] = []
+
+    def keep(block: Block, page: Any) -> None:
+        outputs.extend([page.logits.clone()] if "logits = " in block.text else [])
+
     with torch.no_grad():
-        for block in blocks:
-            exec(compile(block, str(PAGE), "exec"), names)
-            if "logits = " in block:
-                outputs.append(names["logits"].clone())
-        names["CONTEXT"].slots = names["slots"]
-        wanted = names["model"](names["ids"])
+        page: Any = run_page("engine", after=keep)
+        page.CONTEXT.slots = page.slots
+        wanted = page.model(page.ids)
     assert len(outputs) == 5
     for output in outputs:
         torch.testing.assert_close(output, wanted)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from saved import golden_report, plan_named
+from saved import SAVED, golden_report, plan_named
 
 from cgplan.config import Config
 from cgplan.planning import Plan, build_plan
@@ -67,6 +67,21 @@ def test_a_table_breaks_headings_first_then_texts_and_never_a_word(width: int, l
     shown = plain_text(TABLE, width).splitlines()
     assert [line.lstrip() for line in shown] == [line.lstrip() for line in lines]
     assert max(map(len, shown)) <= width
+
+
+def test_a_first_column_goes_on_in_further_lines_where_it_must() -> None:
+    table = Grid([("requests of a long name", "12 ms")], TextColumn("load", "0"), Column("expected_step", "1"))
+    assert [line.split() for line in plain_text(table, 30).splitlines()[2:]] == [
+        ["requests", "of", "a", "12", "ms"],
+        ["long", "name"],
+    ]
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_reports_fit_80_columns_with_whole_words(name: str) -> None:
+    narrow, wide = (render_text(golden_report(name), width) for width in (80, 300))
+    assert max(map(len, narrow.splitlines())) <= 80
+    assert {*re.findall(r"[A-Za-z_]+", narrow)} <= {*re.findall(r"[A-Za-z_]+", wide)}
 
 
 def test_a_word_that_is_longer_than_the_table_runs_over_in_its_row_alone() -> None:

@@ -1,0 +1,141 @@
+"""Every code block of README and docs runs, commands in running text exist, and links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+from pages import PAGES, ROOT, blocks_of, run_page
+
+import cgplan
+from cgplan import distributed, errors
+from cgplan.cli.main import app
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+SHOWN = (
+    *("compile_piecewise", "eager_break_during_capture", "BreakableCUDAGraphCapture", 'backend="cgplan"'),
+    *(" CUDAGraphWrapper(", "copied_arguments", '"piecewise": "wrappers"', "BreakableCUDAGraphWrapper(", "key_fn"),
+)
+RUN = [page for page in PAGES if any(block.mark != "no-run" for block in blocks_of(page))]
+MODEL = """
+import torch
+
+def build():
+    return torch.nn.Sequential(torch.nn.Linear(64, 8))
+
+def example():
+    return (torch.randn(3, 64),)
+"""
+
+
+@pytest.fixture
+def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder of a reader: the repository's files, and some of their own."""
+    for name in ("configs", "docs", "tests"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    data = ROOT / "tests" / "data"
+    for name in ("requests.csv", "a.csv", "b.csv", "tomorrow.csv"):
+        shutil.copy(data / "azure_llm_code_2023.csv", tmp_path / name)
+    shutil.copy(data / "vllm.log", tmp_path)
+    shutil.copy(data / "vllm_start.log", tmp_path / "start.log")
+    shutil.copy(data / "golden" / "bench_gpu.json", tmp_path / "bench.json")
+    shutil.copy(data / "golden" / "plan_traffic.json", tmp_path / "plan-old.json")
+    shutil.copy(ROOT / "configs" / "decoder_cpu.yaml", tmp_path / "serve.yaml")
+    (tmp_path / "my_model.py").write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    torch.manual_seed(0)
+    return tmp_path
+
+
+@pytest.mark.parametrize("page", RUN)
+def test_the_blocks_of_a_page_run(page: str, desk: Path) -> None:
+    with torch.no_grad():
+        made = run_page(page)
+    if page == "graphed":
+        assert not made.g.report.records, "an example alone captures nothing"
+        assert "padding proven" in (desk / "my.yaml").read_text()
+    if page == "piecewise":
+        assert made.capture.num_graphs == 0, "the last one freed what it captured"
+
+
+def test_pages_show_what_they_are_about() -> None:
+    code = "".join(block.text for block in blocks_of("piecewise"))
+    assert [name for name in SHOWN if name not in code] == []
+    reference = re.findall(r"^::: cgplan\.(\S+)$", PAGES["api"].read_text(), re.MULTILINE)
+    public = {*cgplan.__all__} - {name for name in vars(errors) if name.endswith("Error")} - {"__version__"}
+    assert public | {f"distributed.{name}" for name in distributed.__all__} | {"errors"} <= {*reference}
+    assert len(PAGES["README"].read_text().splitlines()) <= 120
+
+
+def test_the_site_asks_no_other_host(tmp_path: Path) -> None:
+    for name in ("material", "mkdocstrings_handlers.python"):
+        pytest.importorskip(name)
+    build = ["mkdocs", "build", "--quiet", "--strict", "--site-dir", str(tmp_path)]
+    subprocess.run([sys.executable, "-m", *build], check=True, cwd=ROOT)
+    pages = list(tmp_path.rglob("*.html"))
+    assert len(pages) >= len(PAGES)
+    for page in pages:
+        text = page.read_text(encoding="utf-8")
+        assert not re.findall(r"<(?:script|img|iframe)[^>]*src=\"?https?:|<link rel=\"?stylesheet[^>]*https?:", text)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page", [page for page in PAGES if any(block.mark == "gpu" for block in blocks_of(page))])
+def test_blocks_for_a_gpu_run(page: str, desk: Path) -> None:
+    """A mark ``gpu: 2`` asks for so many."""
+    with torch.no_grad():
+        run_page(page, gpus=torch.cuda.device_count())
+
+
+def inline_commands() -> Iterator[tuple[str, list[str]]]:
+    for page, path in PAGES.items():
+        text = re.sub(r"^```.*?^```$", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+        for command in re.findall(r"`((?:cgplan|python|torchrun) [^`]+)`", text):
+            yield page, command.split()
+
+
+def test_commands_in_running_text_exist() -> None:
+    for page, words in inline_commands():
+        place = f"{page}: {' '.join(words)}"
+        for word in words:
+            if word.startswith(("docs/", "configs/")):
+                assert (ROOT / word).exists(), place
+        if "cgplan" not in words:
+            continue
+        command = typer.main.get_command(app)
+        for word in words[words.index("cgplan") + 1 :]:
+            name = word.split("=")[0]
+            if name.startswith("--"):
+                known = [option for parameter in command.params for option in parameter.opts]
+                assert name in known or name == "--help", place
+            elif word in getattr(command, "commands", {}):
+                command = command.commands[word]
+        assert command.name != "cgplan" or words[1].startswith("--") or words[1:] == ["..."], place
+
+
+def anchors(path: Path) -> set[str]:
+    """Of a page's headings, as GitHub and the site make them."""
+    text = re.sub(r"^```.*?^```$", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    heads = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r" ", "-", re.sub(r"[^\w\- ]", "", head.lower())) for head in heads}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_of_a_page_lead_somewhere(page: str) -> None:
+    path = PAGES[page]
+    text = path.read_text(encoding="utf-8")
+    for place in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`]*`", "", text)):
+        if place.startswith("http"):
+            continue
+        name, _, anchor = place.partition("#")
+        target = path.parent / name if name else path
+        assert target.exists(), place
+        assert not anchor or anchor in anchors(target), place
