@@ -116,7 +116,7 @@ class ModelGraphs:
         self._before_key = before_key
         self.pools = RunnerPools(config.compilation.pool, backend, pool)
         self.scope = CaptureScope(None, backend, address_check=config.compilation.address_policy)
-        self.allocate_buffers(plan.keys)  # before the route, which may change modules until `free`
+        self.allocate_buffers(plan.keys)
         self.roots = {"model": model} if state is None else {f"state[{i}]": item for i, item in enumerate(state)}
         self.generators: tuple[torch.Generator, ...] = ()
         self.outputs = OutputRows(config)
@@ -298,16 +298,18 @@ class ModelGraphs:
         assert self._kept is not None
         views, route = self.views(descriptor), self.route
         is_piecewise = mode is CUDAGraphMode.PIECEWISE
-        breaks = route.operator_breaks if is_piecewise else None
-        run = partial(self._run, breaks.forward if breaks else self.model, CUDAGraphMode.NONE, descriptor, views)
+        breaks = route.breaks if is_piecewise else None
+        model = partial(breaks.forward, self.model) if breaks else self.model
+        run = partial(self._run, model, CUDAGraphMode.NONE, descriptor, views)
         ops = self.config.compilation.splitting_ops
-        is_split = is_piecewise and (breaks or route.name == "ops")
-        split = (DEFAULT_SPLITTING_OPS if ops is None else ops) if is_split else ()
+        default = DEFAULT_SPLITTING_OPS if route.name == "ops" else ()
+        is_split = is_piecewise and route.name in ("ops", "modules")
+        split = (default if ops is None else ops) if is_split else ()
         # Python code between wrappers runs on each replay.
         part = "eager piece" if is_piecewise and route.name == "wrappers" else "segment"
         options = {"part": part, "eager_ops": split, "is_whole": not is_piecewise, **answers}
         places = self._kept.places
-        pieces = route.breaks.modules if route.breaks else ()
+        pieces = route.breaks.modules.values() if route.breaks else ()
         own = {id(t) for module in pieces for t in (*module.parameters(), *module.buffers())}
         found, notes = examine(run, self._kept, list(views.values()), self.copy_limit(), **options)
         if breaks and found.error is None:
@@ -457,7 +459,6 @@ class ModelGraphs:
         self.pools.close()
         self.scope.pool, self.scope.is_open = None, False
         self.buffers.clear()
-        self.route.remove()
         self.backend.release_cached()
 
     # --- checks ---------------------------------------------------------------------------------------------------

@@ -314,8 +314,7 @@ class BreakableCUDAGraphWrapper(CUDAGraphWrapper):
     Entries hold a BreakableCUDAGraphCapture each. A call that captures also computes its result.
 
     Args:
-        runnable: The forward. Its eager pieces are functions under ``eager_break_during_capture``, or modules that
-            ``break_at_modules`` named.
+        runnable: The forward. Its eager pieces are functions under ``eager_break_during_capture``.
         runtime_mode: PIECEWISE or FULL.
         backend, pool, options: As for CUDAGraphWrapper.
         key_fn: Called with the arguments on every call; its hashable result is part of the key, beside the descriptor.
