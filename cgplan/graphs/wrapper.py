@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -34,7 +34,17 @@ from cgplan.modes import RUNTIME_MODES, BatchDescriptor, CUDAGraphMode
 
 logger = logging.getLogger(__name__)
 
-Recorded = tuple[Any, Any, dict[int, Tensor]]  # (graph, output, slots of the copied arguments)
+
+class Recorded(NamedTuple):
+    """One captured call; for its parts see CUDAGraphEntry."""
+
+    graph: Any
+    output: Any
+    slots: dict[int, Tensor]
+    replay: Callable[[], None]
+    free: Callable[[], None]
+    segments: tuple[Any, ...]
+    eager_pieces: int = 0
 
 
 @dataclass(frozen=True)
@@ -89,12 +99,12 @@ class CUDAGraphEntry:
     Attributes:
         descriptor: The batch that it serves.
         graph: The backend's graph, or a breakable capture.
+        replay, free: Run it, or give its memory back.
         output: The result at capture, on graph memory; each replay overwrites it.
         handed: Returns the output as new tensor objects, which its holder may change.
         slots: Memory of the copied arguments, by position.
         manifest: Where the other arguments and the metadata lay at capture; None where they are not checked.
         capture_seconds: From begin to the end of the capture, instantiation included.
-        backend: Captured it, and replays it.
         scope: The mark of the session or runner that it belongs to; another one's inputs lie elsewhere, so it is of no
             use there.
         metadata: Names that its graphs read of the context's metadata, outside of runners; theirs is checked whole.
@@ -106,12 +116,13 @@ class CUDAGraphEntry:
 
     descriptor: BatchDescriptor
     graph: Any
+    replay: Callable[[], None]
+    free: Callable[[], None]
     output: Any
     handed: Callable[[], Any]
     slots: Mapping[int, Tensor]
     manifest: ModelState | None
     capture_seconds: float
-    backend: GraphBackend = field(repr=False)
     scope: object = field(repr=False)
     metadata: frozenset[str] = frozenset()
     segments: tuple[Any, ...] = ()
@@ -194,7 +205,7 @@ class CUDAGraphWrapper:
             unread = context.scope is not None and self.runtime_mode is CUDAGraphMode.FULL
             if not unread and not self._computes_while_capturing:
                 self._fill(entry, args)
-                self._replay(entry)
+                entry.replay()
             # The output itself, not entry.output: until the caller drops it, later captures must not take its memory.
             return output
         if context.scope is None and entry.ambient is not None:  # a runner compares it once for all its graphs
@@ -204,7 +215,7 @@ class CUDAGraphWrapper:
             entry.manifest.refuse_moved(f"{self.runtime_mode} {key}", self._roots(entry, context, args, kwargs))
             self._checked.add(key)
         self._fill(entry, args)
-        self._replay(entry)
+        entry.replay()
         return entry.handed()
 
     @property
@@ -235,7 +246,7 @@ class CUDAGraphWrapper:
     def reset(self, scope: CaptureScope | None = None) -> None:
         """Free all graphs, or those of one scope. Outputs that were handed out are no longer valid."""
         for key, entry in [(k, e) for k, e in self.entries.items() if scope is None or e.scope is scope.mark]:
-            self._free(entry)
+            entry.free()
             del self.entries[key]
             self._checked.discard(key)
 
@@ -248,14 +259,13 @@ class CUDAGraphWrapper:
         taken = [key for key, e in self.entries.items() if e.scope is scope.mark and e.descriptor in descriptors]
         self._checked.difference_update(taken)
         entries = [self.entries.pop(key) for key in taken]
-        gone = partial(replace, output=None, handed=_NO_OUTPUT, pooled=(), slots={}, manifest=None)
-        return [(e.pooled, partial(self._free, gone(e))) for e in entries]  # a deferred free does not keep the output
+        return [(entry.pooled, entry.free) for entry in entries]
 
     def _key(self, descriptor: BatchDescriptor, args: Args, kwargs: Kwargs) -> Hashable:  # noqa: ARG002
         return descriptor
 
     def _record(self, pool: Any, args: Args, kwargs: Kwargs) -> Recorded:
-        """(graph, output, slots of the copied arguments) of one call."""
+        """Capture one call."""
         graph, given, copied = self.backend.new_graph(pool), list(args), self._copied_arguments(args, pool)
         with self.backend.capturing(graph):
             with torch.inference_mode(False):  # else they could be filled only there
@@ -263,7 +273,8 @@ class CUDAGraphWrapper:
             for i, slot in slots.items():
                 given[i] = slot
             output = self.runnable(*given, **kwargs)
-        return graph, output, slots
+        replay, free = partial(self.backend.replay, graph), partial(self.backend.reset, graph)
+        return Recorded(graph, output, slots, replay, free, (graph,))
 
     def _warm_up(self, args: Args, kwargs: Kwargs) -> None:
         self.runnable(*args, **kwargs)
@@ -297,20 +308,6 @@ class CUDAGraphWrapper:
         elif entry.metadata:  # what only eager pieces read may be new on each call
             roots["metadata"] = {name: context.metadata.get(name) for name in entry.metadata}
         return roots
-
-    def _is_reading(self) -> bool:
-        """Whether what the callable reads at this moment of a capture is read by a graph."""
-        return True
-
-    def _replay(self, entry: CUDAGraphEntry) -> None:
-        entry.backend.replay(entry.graph)
-
-    def _free(self, entry: CUDAGraphEntry) -> None:
-        entry.backend.reset(entry.graph)
-
-    def _parts(self, graph: Any) -> tuple[tuple[Any, ...], int]:
-        """The backend's graphs that ``graph`` consists of, and the number of eager pieces between them."""
-        return (graph,), 0
 
     def _prepare(self, key: Hashable, context: ForwardContext, args: Args) -> None:
         """Take the session's backend. Raises CgplanError where the wrapper may not capture."""
@@ -362,12 +359,12 @@ class CUDAGraphWrapper:
             if pool is None and scope is None:
                 self._own_pool = backend.new_pool() if self._own_pool is None else self._own_pool
             pool = pool if pool is not None else self._own_pool if scope is None else scope.pool
-            watched = WatchedMetadata(plain, self._is_reading)
+            watched = WatchedMetadata(plain, backend.is_capturing)
             start = time.perf_counter()
             try:
                 if scope is None:
                     context.metadata = watched
-                graph, output, slots = self._record(pool, args, kwargs)
+                recorded = self._record(pool, args, kwargs)
             finally:
                 context.metadata = plain
             seconds = time.perf_counter() - start
@@ -390,22 +387,22 @@ class CUDAGraphWrapper:
             return mine
 
         with torch.inference_mode(False):  # as in _record; and outputs can be used in either mode
-            kept = tree_map_only(Tensor, unheld, output)
+            kept, slots = tree_map_only(Tensor, unheld, recorded.output), recorded.slots
             slots = {i: backend.borrow(slot) if backend.in_pool(slot, pool) else slot for i, slot in slots.items()}
-        segments, pieces = self._parts(graph)
         entry = CUDAGraphEntry(
             descriptor=context.descriptor,
-            graph=graph,
+            graph=recorded.graph,
+            replay=recorded.replay,
+            free=recorded.free,
             output=kept,
             handed=renewed(kept, plainly),
             slots=slots,
             manifest=None,
             capture_seconds=seconds,
-            backend=backend,
             scope=scope and scope.mark,
             metadata=frozenset(watched.read),
-            segments=segments,
-            eager_pieces=pieces,
+            segments=recorded.segments,
+            eager_pieces=recorded.eager_pieces,
             ambient=AmbientState.now(backend.device.type),
             pooled=tuple(pooled),
         )
@@ -417,7 +414,7 @@ class CUDAGraphWrapper:
         if scope is not None:
             scope.entries.append(entry)
             scope.wrappers.append(self)
-        return entry, output
+        return entry, recorded.output
 
     def _missing(self, descriptor: BatchDescriptor) -> SealedError:
         """The error of a key without a graph."""
@@ -429,6 +426,3 @@ class CUDAGraphWrapper:
 
 def _described(value: Any) -> str:
     return f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else f"{value!r:.100}"
-
-
-_NO_OUTPUT = renewed(None)

@@ -20,7 +20,7 @@ from cgplan.backends.replacing import replaced
 from cgplan.errors import CaptureError, CgplanError, HostSyncError
 from cgplan.graphs.ambient import AmbientState
 from cgplan.graphs.pools import GraphPool
-from cgplan.graphs.wrapper import CUDAGraphEntry, CUDAGraphOptions, CUDAGraphWrapper, Recorded
+from cgplan.graphs.wrapper import CUDAGraphOptions, CUDAGraphWrapper, Recorded
 from cgplan.modes import BatchDescriptor, CUDAGraphMode
 from cgplan.piecewise.eager_piece import Copies, EagerPiece, fill
 
@@ -167,6 +167,10 @@ class BreakableCUDAGraphCapture:
                 is not a dense tensor on the device of the capture. What the function raises passes.
         """
         return self.add_named(name_of(function), function, args, kwargs)
+
+    def recorded(self, output: Any, slots: dict[int, torch.Tensor]) -> Recorded:
+        """Of a block that was left, with this output and slots of arguments."""
+        return Recorded(self, output, slots, self.replay, self.reset, self.graphs, self.num_eager_breaks)
 
     def new_slot(self, value: torch.Tensor) -> torch.Tensor:
         """Inside the block: memory of the pool that holds ``value`` now, to be written to ahead of each replay."""
@@ -352,16 +356,4 @@ class BreakableCUDAGraphWrapper(CUDAGraphWrapper):
         with BreakableCUDAGraphCapture(self.backend, pool) as capture:
             slots = {i: capture.new_slot(args[i]) for i in copied}
             output = self.runnable(*(slots.get(i, arg) for i, arg in enumerate(args)), **kwargs)
-        return capture, output, slots
-
-    def _is_reading(self) -> bool:
-        return recording_capture() is not None
-
-    def _replay(self, entry: CUDAGraphEntry) -> None:
-        entry.graph.replay()
-
-    def _free(self, entry: CUDAGraphEntry) -> None:
-        entry.graph.reset()
-
-    def _parts(self, graph: BreakableCUDAGraphCapture) -> tuple[tuple[Any, ...], int]:
-        return graph.graphs, graph.num_eager_breaks
+        return capture.recorded(output, slots)
