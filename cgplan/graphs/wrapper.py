@@ -6,7 +6,7 @@ import copy
 import logging
 import time
 from collections.abc import Callable, Collection, Hashable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -92,7 +92,7 @@ class CUDAGraphOptions:
         return ruling if ruling in ("off", "always") else self.address_check
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class CUDAGraphEntry:
     """One captured graph.
 
@@ -104,6 +104,7 @@ class CUDAGraphEntry:
         handed: Returns the output as new tensor objects, which its holder may change.
         slots: Memory of the copied arguments, by position.
         manifest: Where the other arguments and the metadata lay at capture; None where they are not checked.
+        is_checked: Whether that was compared once.
         capture_seconds: From begin to the end of the capture, instantiation included.
         scope: The mark of the session or runner that it belongs to; another one's inputs lie elsewhere, so it is of no
             use there.
@@ -129,6 +130,7 @@ class CUDAGraphEntry:
     eager_pieces: int = 0
     ambient: AmbientState | None = None
     pooled: tuple[Tensor, ...] = ()
+    is_checked: bool = False
 
 
 _OF_FUNCTIONS = frozenset({"__name__", "__qualname__", "__self__", "__wrapped__", "__signature__"})  # they describe it
@@ -161,7 +163,6 @@ class CUDAGraphWrapper:
 
     __graph_memory__ = True  # the walk over the model does not look inside
     _computes_while_capturing: ClassVar[bool] = False
-    _compares_copied: ClassVar[bool] = True  # False where generated code calls it, with what it was made for
 
     def __init__(
         self,
@@ -184,7 +185,6 @@ class CUDAGraphWrapper:
         self.runnable, self.runtime_mode, self.options = runnable, runtime_mode, options
         self._backend, self._pool, self._own_pool = backend, pool, None
         self.entries: dict[Hashable, CUDAGraphEntry] = {}
-        self._checked: set[Hashable] = set()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Replay, capture or pass through. The result of a replay is the captured output, overwritten."""
@@ -211,9 +211,9 @@ class CUDAGraphWrapper:
         if context.scope is None and entry.ambient is not None:  # a runner compares it once for all its graphs
             now = AmbientState.now(self.backend.device.type)
             entry.ambient.refuse_other(now, "captured", ("autocast",))
-        if entry.manifest is not None and (key not in self._checked or self.options.policy(context.scope) == "always"):
+        if entry.manifest is not None and (not entry.is_checked or self.options.policy(context.scope) == "always"):
             entry.manifest.refuse_moved(f"{self.runtime_mode} {key}", self._roots(entry, context, args, kwargs))
-            self._checked.add(key)
+            entry.is_checked = True
         self._fill(entry, args)
         entry.replay()
         return entry.handed()
@@ -236,7 +236,7 @@ class CUDAGraphWrapper:
         """A wrapper of a copy of ``runnable`` that has captured nothing; backend and a given pool are shared."""
         made = memo[id(self)] = copy.copy(self)
         made.runnable, made._own_pool = copy.deepcopy(self.runnable, memo), None
-        made.entries, made._checked = {}, set()
+        made.entries = {}
         return made
 
     def unwrap(self) -> Callable[..., Any]:
@@ -248,7 +248,6 @@ class CUDAGraphWrapper:
         for key, entry in [(k, e) for k, e in self.entries.items() if scope is None or e.scope is scope.mark]:
             entry.free()
             del self.entries[key]
-            self._checked.discard(key)
 
     def take_out(
         self, scope: CaptureScope, descriptors: Collection[BatchDescriptor]
@@ -257,9 +256,7 @@ class CUDAGraphWrapper:
         that frees it.
         """
         taken = [key for key, e in self.entries.items() if e.scope is scope.mark and e.descriptor in descriptors]
-        self._checked.difference_update(taken)
-        entries = [self.entries.pop(key) for key in taken]
-        return [(entry.pooled, entry.free) for entry in entries]
+        return [(entry.pooled, entry.free) for entry in map(self.entries.pop, taken)]
 
     def _key(self, descriptor: BatchDescriptor, args: Args, kwargs: Kwargs) -> Hashable:  # noqa: ARG002
         return descriptor
@@ -285,7 +282,7 @@ class CUDAGraphWrapper:
 
     def _fill(self, entry: CUDAGraphEntry, args: Args) -> None:
         """Copy the arguments that lie anywhere to where the graph reads them."""
-        for i, slot in entry.slots.items() if self._compares_copied else ():
+        for i, slot in entry.slots.items():
             given = args[i] if i < len(args) else None
             if not isinstance(given, Tensor) or given.shape != slot.shape or given.dtype is not slot.dtype:
                 found = _described(given) if i < len(args) else f"missing among {len(args)} arguments"
@@ -407,10 +404,8 @@ class CUDAGraphWrapper:
             pooled=tuple(pooled),
         )
         if self.options.policy(scope) != "off":
-            manifest = ModelState.of(self._roots(entry, context, args, kwargs), backend.device).let_go()
-            entry = replace(entry, manifest=manifest)
+            entry.manifest = ModelState.of(self._roots(entry, context, args, kwargs), backend.device).let_go()
         self.entries[key] = entry
-        self._checked.discard(key)  # of another scope's entry
         if scope is not None:
             scope.entries.append(entry)
             scope.wrappers.append(self)
