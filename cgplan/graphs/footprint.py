@@ -435,22 +435,6 @@ def look(call: Callable[[], object], state: ModelState, limit: int = 0, **option
     return mode.found
 
 
-def look_as_captured(
-    call: Callable[[], object], state: ModelState, limit: int, **options: Any
-) -> tuple[Footprint, ModelState]:
-    """A look at what a capture will run, see Note [Who is told of a capture] in capture_answers.py: the footprint, and
-    the record of the model just before. The arguments are those of ``look``.
-    """
-    found = look(call, state, limit, **options)
-    if found.told is not None or found.host_sync is None or not found.asked:
-        return found, state
-    now = _later(state)
-    told = look(call, state, limit, now=now, **{**options, "told": found.host_sync})
-    told.computed = {key: ref for key, ref in found.computed.items() if not ref.expired()} | told.computed
-    told.born |= found.born
-    return told, now
-
-
 def examine(
     call: Callable[[], object], state: ModelState, inputs: Sequence[torch.Tensor], limit: int, **options: Any
 ) -> tuple[Footprint, list[str]]:
@@ -466,8 +450,12 @@ def examine(
             inputs on first use.
     """
     options["inputs"] = inputs
-    found, before = look_as_captured(call, state, limit, **options)
-    options["told"] = found.told
+    found, before = look(call, state, limit, **options), state
+    if found.told is None and found.host_sync is not None and found.asked:  # Note [Who is told of a capture]
+        options["told"], hidden, before = found.host_sync, found, _later(state)
+        found = look(call, state, limit, now=before, **options)
+        found.computed = {key: ref for key, ref in hidden.computed.items() if not ref.expired()} | found.computed
+        found.born |= hidden.born
     if found.random is not None:
         raise CaptureError(
             f"the forward sets the state of {found.random}; a replay would not",
