@@ -92,7 +92,7 @@ class Footprint:
         reads: Paths of the model's tensors that graph code read, in order.
         generators: Random generators that operators were given.
         random: Where graph code set the state of a random generator.
-        breaks: Whether a function under ``eager_break_during_capture`` was called.
+        breaks: Whether an eager piece was called.
         numbers: The numbers that operators in graph code were given, in order.
         moved: Paths of numbers that changed outside of eager pieces.
         unreturned: Where graph code read a tensor that an eager piece made and did not return.
@@ -342,6 +342,7 @@ class Look(TorchDispatchMode):
 
     def run_aside(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an eager piece. It is handed copies of what it returns of the model's state, as graphs are."""
+        self.found.breaks = True
         if self._is_whole:
             return function(*args, **kwargs)
         before, self._is_aside = self._is_aside, True

@@ -45,17 +45,7 @@ def eager_break_during_capture(function: Callable[P, R]) -> Callable[P, R]:
     """
     global _decorated
     _decorated = True
-    broken = broken_out(function, name_of(function))
-
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if torch.compiler.is_compiling():  # what follows could not be traced
-            return function(*args, **kwargs)
-        if (look := current_look()) is not None:
-            look.found.breaks = True
-        return broken(*args, **kwargs)
-
-    return call
+    return broken_out(function, name_of(function))
 
 
 def any_breaks() -> bool:
@@ -64,13 +54,12 @@ def any_breaks() -> bool:
 
 
 def broken_out(function: Callable[P, R], name: str, *, is_traced: bool = False) -> Callable[P, R]:
-    """The same as ``eager_break_during_capture``, under a name for messages, and unnoticed by a look.
-
-    ``is_traced``: the function is operators of a trace.
-    """
+    """The same under a name for messages. ``is_traced``: the function is operators of a trace."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_compiling():  # what follows could not be traced
+            return function(*args, **kwargs)
         capture = recording_capture()
         if capture is not None:
             with _operator_breaks_aside():
@@ -121,10 +110,12 @@ class Breaks(TorchDispatchMode):
     def forward(self, model: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call the model, broken where a breakable capture or a look is under way."""
         is_recording = recording_capture() is not None
+        if not is_recording and current_look() is None:
+            return model(*args, **kwargs)
         with ExitStack() as stack:
-            for name, module in self.modules.items() if is_recording or current_look() is not None else ():
+            for name, module in self.modules.items():
                 stack.enter_context(replaced(module, forward=broken_out(module.forward, name)))
-            if self._names and (is_recording or current_look() is not None):
+            if self._names:
                 stack.enter_context(torch._C._AutoDispatchBelowAutograd())
             if self._names and is_recording:  # a look knows the operators by itself
                 stack.enter_context(self)
