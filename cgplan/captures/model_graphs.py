@@ -476,8 +476,8 @@ class ModelGraphs:
 
     def check_autocast(self) -> None:
         """Raise CaptureError if autocast is not as at capture: graphs would give other dtypes than eager calls."""
-        now = AmbientState.now(self.backend.device.type)
-        self._ambient.refuse_other(now, "traced" if self.route.name == "ops" else "captured", ("autocast",))
+        done = "traced" if self.route.name == "ops" else "captured"
+        self._ambient.refuse_other_autocast(self.backend.device.type, done)
 
     def check_addresses(self, mode: CUDAGraphMode, descriptor: BatchDescriptor, *, again: bool = False) -> None:
         """Raise AddressError if a parameter or buffer of the model has moved since the captures, as often as

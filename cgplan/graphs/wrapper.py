@@ -125,11 +125,11 @@ class CUDAGraphEntry:
     manifest: ModelState | None
     capture_seconds: float
     scope: object = field(repr=False)
-    metadata: frozenset[str] = frozenset()
-    segments: tuple[Any, ...] = ()
-    eager_pieces: int = 0
-    ambient: AmbientState | None = None
-    pooled: tuple[Tensor, ...] = ()
+    metadata: frozenset[str]
+    segments: tuple[Any, ...]
+    eager_pieces: int
+    ambient: AmbientState
+    pooled: tuple[Tensor, ...]
     is_checked: bool = False
 
 
@@ -208,9 +208,8 @@ class CUDAGraphWrapper:
                 entry.replay()
             # The output itself, not entry.output: until the caller drops it, later captures must not take its memory.
             return output
-        if context.scope is None and entry.ambient is not None:  # a runner compares it once for all its graphs
-            now = AmbientState.now(self.backend.device.type)
-            entry.ambient.refuse_other(now, "captured", ("autocast",))
+        if context.scope is None:  # a runner compares it once for all its graphs
+            entry.ambient.refuse_other_autocast(self.backend.device.type)
         if entry.manifest is not None and (not entry.is_checked or self.options.policy(context.scope) == "always"):
             entry.manifest.refuse_moved(f"{self.runtime_mode} {key}", self._roots(entry, context, args, kwargs))
             entry.is_checked = True
