@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,11 +45,6 @@ class _Metadata(dict[str, Any]):
             f"the model reads metadata {name!r}, which is not declared",
             remedy=f"Declare it under `metadata`; declared are {', '.join(self) or 'none'}.",
         )
-
-
-class _Unchecked(CUDAGraphOptions):
-    def policy(self, scope: CaptureScope | None) -> Literal["off"]:  # noqa: ARG002
-        return "off"  # static buffers do not move, and check_addresses looks at the model
 
 
 def driver_bytes(backend: GraphBackend, before: MemoryReading, after: MemoryReading) -> int | None:
@@ -141,7 +136,8 @@ class ModelGraphs:
         self._retired: list[tuple[list[Callable[[], bool]], Callable[[], None]]] = []
         self._ambient = AmbientState.now(backend.device.type)
         self.route = choose_route(plan, config, model, backend, self._calls_breaks)
-        self.wrapper = CUDAGraphWrapper(self.route.whole, CUDAGraphMode.FULL, backend=backend, options=_Unchecked())
+        options = CUDAGraphOptions(address_check="off")  # buffers do not move, and check_addresses looks at the model
+        self.wrapper = CUDAGraphWrapper(self.route.whole, CUDAGraphMode.FULL, backend=backend, options=options)
 
     def allocate_buffers(self, keys: Sequence[Key]) -> None:
         """Make static buffers for the batches of these keys. Raises CaptureMemoryError and BackendError."""

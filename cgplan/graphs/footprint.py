@@ -30,7 +30,7 @@ import traceback
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -175,8 +175,6 @@ class Look(TorchDispatchMode):
         self._names = {id(p.value): p.path for p in places if isinstance(p.value, torch.Tensor)}
         self._part: Part = part
         self._eager_ops, self._key = frozenset(eager_ops), state.device.type.upper()
-        # elsewhere the dispatcher sees what moves values to the host
-        self.guard: AbstractContextManager[object] = HostGuard(self.refusals) if self._key == "CPU" else nullcontext()
         self._inputs = storages_of(inputs)
         self.found.computed |= self._inputs
         self.refusals.watched = self.found.computed
@@ -422,7 +420,8 @@ def look(call: Callable[[], object], state: ModelState, limit: int = 0, **option
     with random_state_kept(state.device), probing(), as_written(), ExitStack() as stack:
         mode = Look(state, limit, **options)
         stack.enter_context(answering(mode.hidden_from, mode.answer))
-        stack.enter_context(mode.guard)
+        if state.device.type == "cpu":  # elsewhere the dispatcher sees what moves values to the host
+            stack.enter_context(HostGuard(mode.refusals))
         stack.enter_context(mode)
         try:
             call()
