@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 Block = Callable[[], AbstractContextManager[object]]
@@ -13,17 +14,19 @@ Block = Callable[[], AbstractContextManager[object]]
 @contextmanager
 def replaced(owner: Any, **values: Any) -> Iterator[None]:
     """A block, or a decorator, in which these attributes of an object are others, or are there at all. What the object
-    inherits it inherits again afterwards.
+    inherits it inherits again afterwards. Of an object that is no class, no ``__setattr__`` runs.
     """
-    before = {name: vars(owner)[name] for name in values if name in vars(owner)}
+    own = vars(owner)
+    write = partial(setattr, owner) if isinstance(owner, type) else own.__setitem__
+    before = {name: own[name] for name in values if name in own}
     for name, value in values.items():
-        setattr(owner, name, value)
+        write(name, value)
     try:
         yield
     finally:
         for name in values:
             if name in before:
-                setattr(owner, name, before[name])
+                write(name, before[name])
             else:
                 delattr(owner, name)
 

@@ -37,6 +37,8 @@ from cgplan.backends.host_sync import (
 from cgplan.backends.tape_pool import TapePool
 from cgplan.errors import CaptureError
 
+_WRITE_AS_THEY_RETURN = tuple(f"aten::{n}" for n in ("mm", "addmm", "bmm", "baddbmm", "_softmax", "cat", "index"))
+
 
 @dataclass(frozen=True)
 class Step:
@@ -232,8 +234,7 @@ class Tape:
             overload, names = out  # writes into the slots at once, without a copy
             known = {a.name for a in overload._schema.arguments}
             kept = {name: value for name, value in kwargs.items() if name in known}  # the slot has dtype and device
-            direct = Step(overload, args, kept | dict(zip(names, slots.values(), strict=True)), ())
-            step = direct if _gives_the_same(direct, names) else step
+            step = Step(overload, args, kept | dict(zip(names, slots.values(), strict=True)), ())
         self.steps.append(step)
 
     def _place(self, made: dict[int, Tensor]) -> dict[int, Tensor]:
@@ -308,36 +309,14 @@ def _bytes(storage: torch.UntypedStorage, nbytes: int) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage, 0, (nbytes,), (1,))
 
 
-def _gives_the_same(step: Step, names: tuple[str, ...]) -> bool:
-    """Whether an out variant, tried on scratch memory, keeps its layout and writes the values of the slots.
-
-    Some grow their result on the way, which memory of the pool cannot, or round in another order.
-    """
-    slots = [step.kwargs[name] for name in names]
-    # Empty: torch warns where others grow. Where it grew on the way, its memory is larger than it need be.
-    scratch = [torch.empty(0, dtype=t.dtype) for t in slots]
-    try:
-        step.call(*step.args, **{**step.kwargs, **dict(zip(names, scratch, strict=True))})
-    except (RuntimeError, TypeError):
-        return False
-    for found, slot in zip(scratch, slots, strict=True):
-        needed = torch.empty_strided(slot.size(), slot.stride(), dtype=slot.dtype).untyped_storage().nbytes()
-        layouts = (found.size(), found.stride(), found.storage_offset()), (slot.size(), slot.stride(), 0)
-        if layouts[0] != layouts[1] or found.untyped_storage().nbytes() > needed:
-            return False
-    return all(torch.equal(_raw(a), _raw(b)) for a, b in zip(scratch, slots, strict=True))
-
-
-def _raw(tensor: Tensor) -> Tensor:
-    """Its elements as bytes: NaN equals NaN."""
-    flat = torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu")
-    return flat.copy_(tensor.reshape(-1)).view(torch.uint8)
-
-
 @cache
 def _out_variant(func: Any) -> tuple[Any, tuple[str, ...]] | None:
-    """The overload of ``func`` that writes into given results, and their names; None if there is none."""
+    """The overload of ``func`` that writes into given results, and their names; None if there is none, or it may grow
+    its results on the way, which memory of the pool cannot, or round in another order.
+    """
     if isinstance(func, partial) or func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags:
+        return None
+    if torch.Tag.pointwise not in func.tags and func._schema.name not in _WRITE_AS_THEY_RETURN:
         return None
     for name in func.overloadpacket.overloads():
         overload = getattr(func.overloadpacket, name)

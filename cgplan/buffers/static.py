@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -152,10 +152,6 @@ class StaticBuffers:
         """The rows that a graph for this batch reads, by name, as new tensor objects that the caller may change."""
         return {name: b.view(b.count(num_tokens, num_reqs)).detach() for name, b in self.buffers.items()}
 
-    def owns(self, tensor: Tensor) -> bool:
-        """Whether the tensor begins in one of the buffers."""
-        return bool(bisect_right(self.bounds, tensor.data_ptr()) & 1)
-
     def versions(self) -> list[int]:
         return [buffer.tensor._version for buffer in self.buffers.values()]
 
@@ -181,20 +177,6 @@ class StaticBuffers:
             buffer.restore()
         self.marks.tokens = self.marks.reqs = 0
 
-    @contextmanager
-    def on_padding(self) -> Iterator[None]:
-        """See StaticBoxes."""
-        marks, kept = replace(self.marks), {name: buffer.tensor.clone() for name, buffer in self.buffers.items()}
-        self.clear()
-        try:
-            yield
-        finally:
-            self.restore()
-            with torch.no_grad():
-                for name, tensor in kept.items():
-                    self.buffers[name].tensor.copy_(tensor)
-            self.marks.extend(marks.tokens, marks.reqs)
-
     def expose(self, num_tokens: int, num_reqs: int) -> dict[str, Tensor]:
         """Views for the caller to write into; from now on their rows are never taken for padding."""
         marks = self.marks
@@ -212,20 +194,29 @@ class StaticBoxes(dict[tuple[int, ...], StaticBuffers]):
 
     def owns(self, tensor: Tensor) -> bool:
         """Whether the tensor begins in one of the buffers."""
-        return any(buffers.owns(tensor) for buffers in self.values())
+        return any(bisect_right(buffers.bounds, tensor.data_ptr()) & 1 for buffers in self.values())
 
     def restore(self) -> None:
-        """Make every row padding again after warm-ups and captures."""
+        """See StaticBuffers."""
         for buffers in self.values():
             buffers.restore()
 
     @contextmanager
     def on_padding(self) -> Iterator[None]:
         """A block for captures between batches: all rows are padding in it, and get their bytes back."""
-        with ExitStack() as stack:
-            for buffers in self.values():
-                stack.enter_context(buffers.on_padding())
+        marks = [(buffers.marks, replace(buffers.marks)) for buffers in self.values()]
+        kept = [(b, b.tensor.clone()) for buffers in self.values() for b in buffers.buffers.values()]
+        for buffers in self.values():
+            buffers.clear()
+        try:
             yield
+        finally:
+            self.restore()
+            with torch.no_grad():
+                for buffer, tensor in kept:
+                    buffer.tensor.copy_(tensor)
+            for now, before in marks:
+                now.extend(before.tokens, before.reqs)
 
 
 def example_batch(

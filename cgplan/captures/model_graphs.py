@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,11 +47,6 @@ class _Metadata(dict[str, Any]):
             f"the model reads metadata {name!r}, which is not declared",
             remedy=f"Declare it under `metadata`; declared are {', '.join(self) or 'none'}.",
         )
-
-
-class _Unchecked(CUDAGraphOptions):
-    def policy(self, scope: CaptureScope | None) -> Literal["off"]:  # noqa: ARG002
-        return "off"  # static buffers do not move, and check_addresses looks at the model
 
 
 def driver_bytes(backend: GraphBackend, before: MemoryReading, after: MemoryReading) -> int | None:
@@ -118,7 +113,7 @@ class ModelGraphs:
         self._before_key = before_key
         self.pools = RunnerPools(config.compilation.pool, backend, pool)
         self.scope = CaptureScope(None, backend, address_check=config.compilation.address_policy)
-        self.allocate_buffers(plan.keys)  # before the route, which may change modules until `free`
+        self.allocate_buffers(plan.keys)
         self.roots = {"model": model} if state is None else {f"state[{i}]": item for i, item in enumerate(state)}
         self.generators: tuple[torch.Generator, ...] = ()
         self.outputs = OutputRows(config)
@@ -143,7 +138,8 @@ class ModelGraphs:
         self._retired: list[tuple[list[Callable[[], bool]], Callable[[], None]]] = []
         self._ambient = AmbientState.now(backend.device.type)
         self.route = choose_route(plan, config, model, backend, self._calls_breaks)
-        self.wrapper = CUDAGraphWrapper(self.route.whole, CUDAGraphMode.FULL, backend=backend, options=_Unchecked())
+        options = CUDAGraphOptions(address_check="off")  # buffers do not move, and check_addresses looks at the model
+        self.wrapper = CUDAGraphWrapper(self.route.whole, CUDAGraphMode.FULL, backend=backend, options=options)
 
     def allocate_buffers(self, keys: Sequence[Key]) -> None:
         """Make static buffers for the batches of these keys. Raises CaptureMemoryError and BackendError."""
@@ -299,16 +295,18 @@ class ModelGraphs:
         assert self._kept is not None
         views, route = self.views(descriptor), self.route
         is_piecewise = mode is CUDAGraphMode.PIECEWISE
-        breaks = route.operator_breaks if is_piecewise else None
-        run = partial(self._run, breaks.forward if breaks else self.model, CUDAGraphMode.NONE, descriptor, views)
+        breaks = route.breaks if is_piecewise else None
+        model = partial(breaks.forward, self.model) if breaks else self.model
+        run = partial(self._run, model, CUDAGraphMode.NONE, descriptor, views)
         ops = self.config.compilation.splitting_ops
-        is_split = is_piecewise and (breaks or route.name == "ops")
-        split = (DEFAULT_SPLITTING_OPS if ops is None else ops) if is_split else ()
+        default = DEFAULT_SPLITTING_OPS if route.name == "ops" else ()
+        is_split = is_piecewise and route.name in ("ops", "modules")
+        split = (default if ops is None else ops) if is_split else ()
         # Python code between wrappers runs on each replay.
         part = "eager piece" if is_piecewise and route.name == "wrappers" else "segment"
         options = {"part": part, "eager_ops": split, "is_whole": not is_piecewise, **answers}
         places = self._kept.places
-        pieces = route.breaks.modules if route.breaks else ()
+        pieces = route.breaks.modules.values() if route.breaks else ()
         own = {id(t) for module in pieces for t in (*module.parameters(), *module.buffers())}
         with span("look"):
             found, notes = examine(run, self._kept, list(views.values()), self.copy_limit(), **options)
@@ -475,7 +473,6 @@ class ModelGraphs:
         self.pools.close()
         self.scope.pool, self.scope.is_open = None, False
         self.buffers.clear()
-        self.route.remove()
         self.backend.release_cached()
 
     # --- checks ---------------------------------------------------------------------------------------------------
@@ -493,8 +490,8 @@ class ModelGraphs:
 
     def check_autocast(self) -> None:
         """Raise CaptureError if autocast is not as at capture: graphs would give other dtypes than eager calls."""
-        now = AmbientState.now(self.backend.device.type)
-        self._ambient.refuse_other(now, "traced" if self.route.name == "ops" else "captured", ("autocast",))
+        done = "traced" if self.route.name == "ops" else "captured"
+        self._ambient.refuse_other_autocast(self.backend.device.type, done)
 
     def check_addresses(self, mode: CUDAGraphMode, descriptor: BatchDescriptor, *, again: bool = False) -> None:
         """Raise AddressError if a parameter or buffer of the model has moved since the captures, as often as

@@ -3,15 +3,14 @@
 Note [Ambient state]
     A graph takes no notice of torch's state around its replay. Autocast decides dtypes: it is recorded, and a call
     under another state is refused. Gradients are off in every capture and call, so no output ever requires one.
-    Inference mode changes nothing that a graph computes; outputs are ordinary tensors in either mode. Code that Dynamo
-    traced holds for the grad and inference mode of the trace, and is refused elsewhere. Random numbers follow the
-    default generator of the device, as eager ones do; what a session draws on its way is given back, and the model's
-    own generators are found, so that graphs can draw from them.
+    Inference mode changes nothing that a graph computes; outputs are ordinary tensors in either mode. Random numbers
+    follow the default generator of the device, as eager ones do; what a session draws on its way is given back, and the
+    model's own generators are found, so that graphs can draw from them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -46,28 +45,15 @@ class AmbientState(NamedTuple):
         with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad), autocast:
             yield
 
-    def refuse_other(self, now: AmbientState, done: str, names: Sequence[str] = ()) -> None:
-        """Raise CaptureError if ``now``, the state of a call, differs from this state.
-
-        Args:
-            done: ``captured`` or ``traced``: the work of this state.
-            names: Parts that count (``gradients``, ``inference mode``, ``autocast``); all if empty.
-        """
-        if now == self:
-            return
-        here, there = now._words(), self._words()
-        differ = [name for name in names or here if here[name] != there[name]]
-        if differ:
-            then, at_call = (", ".join(f"{name} {words[name]}" for name in differ) for words in (there, here))
+    def refuse_other_autocast(self, device: str, done: str = "captured") -> None:
+        """Raise CaptureError if autocast for a type of device is not as in this state, of what is ``done``."""
+        states = AmbientState.now(device), self
+        here, there = ("off" if state.autocast is None else f"in {state.autocast}" for state in states)
+        if here != there:
             raise CaptureError(
-                f"the model was {done} with {then} and is called with {at_call}",
-                remedy=f"Call it with {' and '.join(differ)} as at its capture, or capture again as it is now.",
+                f"the model was {done} with autocast {there} and is called with autocast {here}",
+                remedy="Call it with autocast as at its capture, or capture again as it is now.",
             )
-
-    def _words(self) -> dict[str, str]:
-        gradients, inference = ("on" if flag else "off" for flag in (self.grad, self.inference))
-        autocast = "off" if self.autocast is None else f"in {self.autocast}"
-        return {"gradients": gradients, "inference mode": inference, "autocast": autocast}
 
 
 def number_of(generator: torch.Generator) -> int:

@@ -30,7 +30,7 @@ import traceback
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -92,7 +92,7 @@ class Footprint:
         reads: Paths of the model's tensors that graph code read, in order.
         generators: Random generators that operators were given.
         random: Where graph code set the state of a random generator.
-        breaks: Whether a function under ``eager_break_during_capture`` was called.
+        breaks: Whether an eager piece was called.
         numbers: The numbers that operators in graph code were given, in order.
         moved: Paths of numbers that changed outside of eager pieces.
         unreturned: Where graph code read a tensor that an eager piece made and did not return.
@@ -175,8 +175,6 @@ class Look(TorchDispatchMode):
         self._names = {id(p.value): p.path for p in places if isinstance(p.value, torch.Tensor)}
         self._part: Part = part
         self._eager_ops, self._key = frozenset(eager_ops), state.device.type.upper()
-        # elsewhere the dispatcher sees what moves values to the host
-        self.guard: AbstractContextManager[object] = HostGuard(self.refusals) if self._key == "CPU" else nullcontext()
         self._inputs = storages_of(inputs)
         self.found.computed |= self._inputs
         self.refusals.watched = self.found.computed
@@ -342,6 +340,7 @@ class Look(TorchDispatchMode):
 
     def run_aside(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an eager piece. It is handed copies of what it returns of the model's state, as graphs are."""
+        self.found.breaks = True
         if self._is_whole:
             return function(*args, **kwargs)
         before, self._is_aside = self._is_aside, True
@@ -421,7 +420,8 @@ def look(call: Callable[[], object], state: ModelState, limit: int = 0, **option
     with random_state_kept(state.device), probing(), as_written(), ExitStack() as stack:
         mode = Look(state, limit, **options)
         stack.enter_context(answering(mode.hidden_from, mode.answer))
-        stack.enter_context(mode.guard)
+        if state.device.type == "cpu":  # elsewhere the dispatcher sees what moves values to the host
+            stack.enter_context(HostGuard(mode.refusals))
         stack.enter_context(mode)
         try:
             call()
@@ -433,22 +433,6 @@ def look(call: Callable[[], object], state: ModelState, limit: int = 0, **option
             mode.finish()
             state.adopt_fresh()
     return mode.found
-
-
-def look_as_captured(
-    call: Callable[[], object], state: ModelState, limit: int, **options: Any
-) -> tuple[Footprint, ModelState]:
-    """A look at what a capture will run, see Note [Who is told of a capture] in capture_answers.py: the footprint, and
-    the record of the model just before. The arguments are those of ``look``.
-    """
-    found = look(call, state, limit, **options)
-    if found.told is not None or found.host_sync is None or not found.asked:
-        return found, state
-    now = _later(state)
-    told = look(call, state, limit, now=now, **{**options, "told": found.host_sync})
-    told.computed = {key: ref for key, ref in found.computed.items() if not ref.expired()} | told.computed
-    told.born |= found.born
-    return told, now
 
 
 def examine(
@@ -466,8 +450,12 @@ def examine(
             inputs on first use.
     """
     options["inputs"] = inputs
-    found, before = look_as_captured(call, state, limit, **options)
-    options["told"] = found.told
+    found, before = look(call, state, limit, **options), state
+    if found.told is None and found.host_sync is not None and found.asked:  # Note [Who is told of a capture]
+        options["told"], hidden, before = found.host_sync, found, _later(state)
+        found = look(call, state, limit, now=before, **options)
+        found.computed = {key: ref for key, ref in hidden.computed.items() if not ref.expired()} | found.computed
+        found.born |= hidden.born
     if found.random is not None:
         raise CaptureError(
             f"the forward sets the state of {found.random}; a replay would not",

@@ -399,11 +399,10 @@ class ModelState:
         below = tuple(f"{path}{step}" for path in self.volatile for step in ".[")
         return [p for path, p in places.items() if path not in self.volatile and not path.startswith(below)]
 
-    def moved(self, now: ModelState | None = None, *, may_grow: bool = False) -> dict[str, list[str]]:
+    def moved(self, now: ModelState, *, may_grow: bool = False) -> dict[str, list[str]]:
         """Lines on tensors that lie elsewhere (``changed``), are in another form (``reshaped``), are gone (``missing``)
-        or came (``added``, unless ``may_grow``: no graph can depend on them), by ``now`` or a record of this moment.
+        or came (``added``, unless ``may_grow``: no graph can depend on them), by ``now``, a later record.
         """
-        now = ModelState.of(self.roots, self.device) if now is None else now
         after = {p.path: p for p in self._steady(now.places) if p.address is not None}
         others = {p.home: p for p in after.values()}  # reached by another name first
         lines: dict[str, list[str]] = {kind: [] for kind in ("changed", "reshaped", "missing", "added")}

@@ -6,9 +6,9 @@ import copy
 import logging
 import time
 from collections.abc import Callable, Collection, Hashable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -34,7 +34,17 @@ from cgplan.modes import RUNTIME_MODES, BatchDescriptor, CUDAGraphMode
 
 logger = logging.getLogger(__name__)
 
-Recorded = tuple[Any, Any, dict[int, Tensor]]  # (graph, output, slots of the copied arguments)
+
+class Recorded(NamedTuple):
+    """One captured call; for its parts see CUDAGraphEntry."""
+
+    graph: Any
+    output: Any
+    slots: dict[int, Tensor]
+    replay: Callable[[], None]
+    free: Callable[[], None]
+    segments: tuple[Any, ...]
+    eager_pieces: int = 0
 
 
 @dataclass(frozen=True)
@@ -82,19 +92,20 @@ class CUDAGraphOptions:
         return ruling if ruling in ("off", "always") else self.address_check
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class CUDAGraphEntry:
     """One captured graph.
 
     Attributes:
         descriptor: The batch that it serves.
         graph: The backend's graph, or a breakable capture.
+        replay, free: Run it, or give its memory back.
         output: The result at capture, on graph memory; each replay overwrites it.
         handed: Returns the output as new tensor objects, which its holder may change.
         slots: Memory of the copied arguments, by position.
         manifest: Where the other arguments and the metadata lay at capture; None where they are not checked.
+        is_checked: Whether that was compared once.
         capture_seconds: From begin to the end of the capture, instantiation included.
-        backend: Captured it, and replays it.
         scope: The mark of the session or runner that it belongs to; another one's inputs lie elsewhere, so it is of no
             use there.
         metadata: Names that its graphs read of the context's metadata, outside of runners; theirs is checked whole.
@@ -106,18 +117,20 @@ class CUDAGraphEntry:
 
     descriptor: BatchDescriptor
     graph: Any
+    replay: Callable[[], None]
+    free: Callable[[], None]
     output: Any
     handed: Callable[[], Any]
     slots: Mapping[int, Tensor]
     manifest: ModelState | None
     capture_seconds: float
-    backend: GraphBackend = field(repr=False)
     scope: object = field(repr=False)
-    metadata: frozenset[str] = frozenset()
-    segments: tuple[Any, ...] = ()
-    eager_pieces: int = 0
-    ambient: AmbientState | None = None
-    pooled: tuple[Tensor, ...] = ()
+    metadata: frozenset[str]
+    segments: tuple[Any, ...]
+    eager_pieces: int
+    ambient: AmbientState
+    pooled: tuple[Tensor, ...]
+    is_checked: bool = False
 
 
 _OF_FUNCTIONS = frozenset({"__name__", "__qualname__", "__self__", "__wrapped__", "__signature__"})  # they describe it
@@ -150,7 +163,6 @@ class CUDAGraphWrapper:
 
     __graph_memory__ = True  # the walk over the model does not look inside
     _computes_while_capturing: ClassVar[bool] = False
-    _compares_copied: ClassVar[bool] = True  # False where generated code calls it, with what it was made for
 
     def __init__(
         self,
@@ -173,7 +185,6 @@ class CUDAGraphWrapper:
         self.runnable, self.runtime_mode, self.options = runnable, runtime_mode, options
         self._backend, self._pool, self._own_pool = backend, pool, None
         self.entries: dict[Hashable, CUDAGraphEntry] = {}
-        self._checked: set[Hashable] = set()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Replay, capture or pass through. The result of a replay is the captured output, overwritten."""
@@ -194,17 +205,16 @@ class CUDAGraphWrapper:
             unread = context.scope is not None and self.runtime_mode is CUDAGraphMode.FULL
             if not unread and not self._computes_while_capturing:
                 self._fill(entry, args)
-                self._replay(entry)
+                entry.replay()
             # The output itself, not entry.output: until the caller drops it, later captures must not take its memory.
             return output
-        if context.scope is None and entry.ambient is not None:  # a runner compares it once for all its graphs
-            now = AmbientState.now(self.backend.device.type)
-            entry.ambient.refuse_other(now, "captured", ("autocast",))
-        if entry.manifest is not None and (key not in self._checked or self.options.policy(context.scope) == "always"):
+        if context.scope is None:  # a runner compares it once for all its graphs
+            entry.ambient.refuse_other_autocast(self.backend.device.type)
+        if entry.manifest is not None and (not entry.is_checked or self.options.policy(context.scope) == "always"):
             entry.manifest.refuse_moved(f"{self.runtime_mode} {key}", self._roots(entry, context, args, kwargs))
-            self._checked.add(key)
+            entry.is_checked = True
         self._fill(entry, args)
-        self._replay(entry)
+        entry.replay()
         return entry.handed()
 
     @property
@@ -225,7 +235,7 @@ class CUDAGraphWrapper:
         """A wrapper of a copy of ``runnable`` that has captured nothing; backend and a given pool are shared."""
         made = memo[id(self)] = copy.copy(self)
         made.runnable, made._own_pool = copy.deepcopy(self.runnable, memo), None
-        made.entries, made._checked = {}, set()
+        made.entries = {}
         return made
 
     def unwrap(self) -> Callable[..., Any]:
@@ -235,9 +245,8 @@ class CUDAGraphWrapper:
     def reset(self, scope: CaptureScope | None = None) -> None:
         """Free all graphs, or those of one scope. Outputs that were handed out are no longer valid."""
         for key, entry in [(k, e) for k, e in self.entries.items() if scope is None or e.scope is scope.mark]:
-            self._free(entry)
+            entry.free()
             del self.entries[key]
-            self._checked.discard(key)
 
     def take_out(
         self, scope: CaptureScope, descriptors: Collection[BatchDescriptor]
@@ -246,16 +255,13 @@ class CUDAGraphWrapper:
         that frees it.
         """
         taken = [key for key, e in self.entries.items() if e.scope is scope.mark and e.descriptor in descriptors]
-        self._checked.difference_update(taken)
-        entries = [self.entries.pop(key) for key in taken]
-        gone = partial(replace, output=None, handed=_NO_OUTPUT, pooled=(), slots={}, manifest=None)
-        return [(e.pooled, partial(self._free, gone(e))) for e in entries]  # a deferred free does not keep the output
+        return [(entry.pooled, entry.free) for entry in map(self.entries.pop, taken)]
 
     def _key(self, descriptor: BatchDescriptor, args: Args, kwargs: Kwargs) -> Hashable:  # noqa: ARG002
         return descriptor
 
     def _record(self, pool: Any, args: Args, kwargs: Kwargs) -> Recorded:
-        """(graph, output, slots of the copied arguments) of one call."""
+        """Capture one call."""
         graph, given, copied = self.backend.new_graph(pool), list(args), self._copied_arguments(args, pool)
         with self.backend.capturing(graph):
             with torch.inference_mode(False):  # else they could be filled only there
@@ -263,7 +269,8 @@ class CUDAGraphWrapper:
             for i, slot in slots.items():
                 given[i] = slot
             output = self.runnable(*given, **kwargs)
-        return graph, output, slots
+        replay, free = partial(self.backend.replay, graph), partial(self.backend.reset, graph)
+        return Recorded(graph, output, slots, replay, free, (graph,))
 
     def _warm_up(self, args: Args, kwargs: Kwargs) -> None:
         self.runnable(*args, **kwargs)
@@ -274,7 +281,7 @@ class CUDAGraphWrapper:
 
     def _fill(self, entry: CUDAGraphEntry, args: Args) -> None:
         """Copy the arguments that lie anywhere to where the graph reads them."""
-        for i, slot in entry.slots.items() if self._compares_copied else ():
+        for i, slot in entry.slots.items():
             given = args[i] if i < len(args) else None
             if not isinstance(given, Tensor) or given.shape != slot.shape or given.dtype is not slot.dtype:
                 found = _described(given) if i < len(args) else f"missing among {len(args)} arguments"
@@ -297,20 +304,6 @@ class CUDAGraphWrapper:
         elif entry.metadata:  # what only eager pieces read may be new on each call
             roots["metadata"] = {name: context.metadata.get(name) for name in entry.metadata}
         return roots
-
-    def _is_reading(self) -> bool:
-        """Whether what the callable reads at this moment of a capture is read by a graph."""
-        return True
-
-    def _replay(self, entry: CUDAGraphEntry) -> None:
-        entry.backend.replay(entry.graph)
-
-    def _free(self, entry: CUDAGraphEntry) -> None:
-        entry.backend.reset(entry.graph)
-
-    def _parts(self, graph: Any) -> tuple[tuple[Any, ...], int]:
-        """The backend's graphs that ``graph`` consists of, and the number of eager pieces between them."""
-        return (graph,), 0
 
     def _prepare(self, key: Hashable, context: ForwardContext, args: Args) -> None:
         """Take the session's backend. Raises CgplanError where the wrapper may not capture."""
@@ -362,12 +355,12 @@ class CUDAGraphWrapper:
             if pool is None and scope is None:
                 self._own_pool = backend.new_pool() if self._own_pool is None else self._own_pool
             pool = pool if pool is not None else self._own_pool if scope is None else scope.pool
-            watched = WatchedMetadata(plain, self._is_reading)
+            watched = WatchedMetadata(plain, backend.is_capturing)
             start = time.perf_counter()
             try:
                 if scope is None:
                     context.metadata = watched
-                graph, output, slots = self._record(pool, args, kwargs)
+                recorded = self._record(pool, args, kwargs)
             finally:
                 context.metadata = plain
             seconds = time.perf_counter() - start
@@ -390,34 +383,32 @@ class CUDAGraphWrapper:
             return mine
 
         with torch.inference_mode(False):  # as in _record; and outputs can be used in either mode
-            kept = tree_map_only(Tensor, unheld, output)
+            kept, slots = tree_map_only(Tensor, unheld, recorded.output), recorded.slots
             slots = {i: backend.borrow(slot) if backend.in_pool(slot, pool) else slot for i, slot in slots.items()}
-        segments, pieces = self._parts(graph)
         entry = CUDAGraphEntry(
             descriptor=context.descriptor,
-            graph=graph,
+            graph=recorded.graph,
+            replay=recorded.replay,
+            free=recorded.free,
             output=kept,
             handed=renewed(kept, plainly),
             slots=slots,
             manifest=None,
             capture_seconds=seconds,
-            backend=backend,
             scope=scope and scope.mark,
             metadata=frozenset(watched.read),
-            segments=segments,
-            eager_pieces=pieces,
+            segments=recorded.segments,
+            eager_pieces=recorded.eager_pieces,
             ambient=AmbientState.now(backend.device.type),
             pooled=tuple(pooled),
         )
         if self.options.policy(scope) != "off":
-            manifest = ModelState.of(self._roots(entry, context, args, kwargs), backend.device).let_go()
-            entry = replace(entry, manifest=manifest)
+            entry.manifest = ModelState.of(self._roots(entry, context, args, kwargs), backend.device).let_go()
         self.entries[key] = entry
-        self._checked.discard(key)  # of another scope's entry
         if scope is not None:
             scope.entries.append(entry)
             scope.wrappers.append(self)
-        return entry, output
+        return entry, recorded.output
 
     def _missing(self, descriptor: BatchDescriptor) -> SealedError:
         """The error of a key without a graph."""
@@ -429,6 +420,3 @@ class CUDAGraphWrapper:
 
 def _described(value: Any) -> str:
     return f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else f"{value!r:.100}"
-
-
-_NO_OUTPUT = renewed(None)

@@ -7,6 +7,7 @@ import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,7 +41,7 @@ from cgplan.errors import CaptureError
 from cgplan.graphs.wrapper import CUDAGraphWrapper
 from cgplan.modes import CUDAGraphMode, Key
 from cgplan.piecewise.breakable import standing_in
-from cgplan.piecewise.breaks import OperatorBreaks, break_at_modules
+from cgplan.piecewise.breaks import Breaks
 from cgplan.piecewise.split import split_graph
 from cgplan.piecewise.trace import with_own_code
 from cgplan.planning import Plan
@@ -211,19 +212,16 @@ def _recorded(config: Config, model: Function, plan: Plan, key: Key, fake: FakeT
     route = compilation.piecewise if mode is CUDAGraphMode.PIECEWISE else "full"
     with ExitStack() as stack:
         try:
-            if route != "full" and compilation.splitting_modules:
-                breaks = break_at_modules(model, compilation.splitting_modules)  # type: ignore[arg-type]
-                stack.callback(breaks.remove)
+            if route == "modules" or (route == "auto" and compilation.splitting_modules):
+                breaks = Breaks(model, compilation.splitting_modules, compilation.splitting_ops or (), "cpu")
+                route, model = "modules", partial(breaks.forward, model)
             context = stack.enter_context(forward_context(CUDAGraphMode.NONE, descriptor, metadata))
             first = AllocationLog(fake, refuses=route == "full")
             with first, standing_in(first):
                 model(**inputs)  # tensors that a model makes on first use do not lie in the pool
             if route == "auto":
-                modules = compilation.splitting_modules or (compilation.splitting_ops is None and first.eager_pieces)
-                route = "modules" if modules else "ops"
+                route = "modules" if compilation.splitting_ops is None and first.eager_pieces else "ops"
             context.derived = {}
-            if route == "modules" and compilation.splitting_ops:
-                model = OperatorBreaks(compilation.splitting_ops, model, "cpu").forward
             log = AllocationLog(fake)
             log.run(route, model, inputs, compilation.splitting_ops)
         except Exception as error:

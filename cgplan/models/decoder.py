@@ -25,7 +25,7 @@ from pydantic import (
     model_validator,
 )
 from torch import Tensor, nn
-from torch.nn.functional import embedding, linear, pad, rms_norm, silu
+from torch.nn.functional import embedding, linear, pad, silu
 
 import cgplan.models.attention  # noqa: F401  (registers cgplan::attention)
 from cgplan.backends.context import current_all_reduce, define_operator, get_forward_context
@@ -104,19 +104,6 @@ class DecoderConfig(BaseModel):
         if self.tensor_parallel > 1 and self.max_loras:
             raise ValueError(f"tensor_parallel is {self.tensor_parallel}, and adapters are not split over ranks")
         return self
-
-
-class RMSNorm(nn.Module):
-    """Root-mean-square norm over the last dimension."""
-
-    def __init__(self, size: int, eps: float, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size, dtype=dtype), requires_grad=False)
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Norm of x [..., size]."""
-        return rms_norm(x, tuple(self.weight.shape), self.weight, self.eps)
 
 
 class Table(nn.Module):
@@ -283,8 +270,8 @@ class SelfAttention(nn.Module):
         self.k_proj = ColumnParallel(config.hidden_size, kv_size, dtype, lora, split)
         self.v_proj = ColumnParallel(config.hidden_size, kv_size, dtype, lora, split)
         self.o_proj = RowParallel(config.num_heads * config.head_dim, config.hidden_size, dtype, lora, split)
-        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype) if config.qk_norm else None
-        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype) if config.qk_norm else None
+        self.q_norm = nn.RMSNorm(config.head_dim, config.rms_norm_eps, dtype=dtype) if config.qk_norm else None
+        self.k_norm = nn.RMSNorm(config.head_dim, config.rms_norm_eps, dtype=dtype) if config.qk_norm else None
         heads = config.num_kv_heads // split.parts
         for name in ("key_cache", "value_cache"):
             cache = _zeros(config.num_blocks + 1, config.block_size, heads, config.head_dim, dtype=dtype)
@@ -325,9 +312,9 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config: DecoderConfig, dtype: torch.dtype, split: Split) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
         self.self_attn = SelfAttention(config, dtype, split)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
         self.mlp = GatedMLP(config, dtype, split)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -360,9 +347,10 @@ class Decoder(nn.Module):
             split = Split(parts, reducer.rank, reducer.number)
         self.embed_tokens = Table(config.vocab_size, config.hidden_size, dtype)
         self.layers = nn.ModuleList(DecoderLayer(config, dtype, split) for _ in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
         tied = config.tie_word_embeddings
         self.lm_head = self.embed_tokens if tied else Table(config.vocab_size, config.hidden_size, dtype)
+        self.requires_grad_(False)
         self._randomise(config.seed)
 
     def _randomise(self, seed: int) -> None:

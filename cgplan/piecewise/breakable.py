@@ -21,7 +21,7 @@ from cgplan.backends.replacing import replaced
 from cgplan.errors import CaptureError, CgplanError, HostSyncError
 from cgplan.graphs.ambient import AmbientState
 from cgplan.graphs.pools import GraphPool
-from cgplan.graphs.wrapper import CUDAGraphEntry, CUDAGraphOptions, CUDAGraphWrapper, Recorded
+from cgplan.graphs.wrapper import CUDAGraphOptions, CUDAGraphWrapper, Recorded
 from cgplan.modes import BatchDescriptor, CUDAGraphMode
 from cgplan.piecewise.eager_piece import Copies, EagerPiece, fill
 
@@ -166,6 +166,10 @@ class BreakableCUDAGraphCapture:
                 is not a dense tensor on the device of the capture. What the function raises passes.
         """
         return self.add_named(name_of(function), function, args, kwargs)
+
+    def recorded(self, output: Any, slots: dict[int, torch.Tensor]) -> Recorded:
+        """Of a block that was left, with this output and slots of arguments."""
+        return Recorded(self, output, slots, self.replay, self.reset, self.graphs, self.num_eager_breaks)
 
     def new_slot(self, value: torch.Tensor) -> torch.Tensor:
         """Inside the block: memory of the pool that holds ``value`` now, to be written to ahead of each replay."""
@@ -318,8 +322,7 @@ class BreakableCUDAGraphWrapper(CUDAGraphWrapper):
     Entries hold a BreakableCUDAGraphCapture each. A call that captures also computes its result.
 
     Args:
-        runnable: The forward. Its eager pieces are functions under ``eager_break_during_capture``, or modules that
-            ``break_at_modules`` named.
+        runnable: The forward. Its eager pieces are functions under ``eager_break_during_capture``.
         runtime_mode: PIECEWISE or FULL.
         backend, pool, options: As for CUDAGraphWrapper.
         key_fn: Called with the arguments on every call; its hashable result is part of the key, beside the descriptor.
@@ -357,16 +360,4 @@ class BreakableCUDAGraphWrapper(CUDAGraphWrapper):
         with BreakableCUDAGraphCapture(self.backend, pool) as capture:
             slots = {i: capture.new_slot(args[i]) for i in copied}
             output = self.runnable(*(slots.get(i, arg) for i, arg in enumerate(args)), **kwargs)
-        return capture, output, slots
-
-    def _is_reading(self) -> bool:
-        return recording_capture() is not None
-
-    def _replay(self, entry: CUDAGraphEntry) -> None:
-        entry.graph.replay()
-
-    def _free(self, entry: CUDAGraphEntry) -> None:
-        entry.graph.reset()
-
-    def _parts(self, graph: BreakableCUDAGraphCapture) -> tuple[tuple[Any, ...], int]:
-        return graph.graphs, graph.num_eager_breaks
+        return capture.recorded(output, slots)

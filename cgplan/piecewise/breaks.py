@@ -10,13 +10,11 @@ Note [Breaks at operators]
 
 from __future__ import annotations
 
-import copy
 import fnmatch
 import functools
 import re
-import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -25,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import tree_leaves
 
 from cgplan.backends.host_sync import Args, Kwargs, as_its_caller, is_composite, names_of
+from cgplan.backends.replacing import replaced
 from cgplan.errors import ConfigError, did_you_mean
 from cgplan.graphs.footprint import current_look
 from cgplan.piecewise.breakable import name_of, recording_capture
@@ -46,17 +45,7 @@ def eager_break_during_capture(function: Callable[P, R]) -> Callable[P, R]:
     """
     global _decorated
     _decorated = True
-    broken = broken_out(function, name_of(function))
-
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if torch.compiler.is_compiling():  # what follows could not be traced
-            return function(*args, **kwargs)
-        if (look := current_look()) is not None:
-            look.found.breaks = True
-        return broken(*args, **kwargs)
-
-    return call
+    return broken_out(function, name_of(function))
 
 
 def any_breaks() -> bool:
@@ -65,13 +54,12 @@ def any_breaks() -> bool:
 
 
 def broken_out(function: Callable[P, R], name: str, *, is_traced: bool = False) -> Callable[P, R]:
-    """The same as ``eager_break_during_capture``, under a name for messages, and unnoticed by a look.
-
-    ``is_traced``: the function is operators of a trace.
-    """
+    """The same under a name for messages. ``is_traced``: the function is operators of a trace."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_compiling():  # what follows could not be traced
+            return function(*args, **kwargs)
         capture = recording_capture()
         if capture is not None:
             with _operator_breaks_aside():
@@ -83,39 +71,55 @@ def broken_out(function: Callable[P, R], name: str, *, is_traced: bool = False) 
     return call
 
 
-class OperatorBreaks(TorchDispatchMode):
-    """Operators that are eager pieces of the breakable captures of ``forward``, see Note [Breaks at operators].
+class Breaks(TorchDispatchMode):
+    """Modules and operators that are eager pieces of the breakable captures of ``forward``.
+
+    The model's code and modules stay as they are: the modules have another ``forward`` while one is captured, or looked
+    at. For operators see Note [Breaks at operators].
 
     Args:
-        names: ``namespace::name`` or ``namespace::name.overload``.
-        model: What ``forward`` runs.
+        patterns: Dotted names of submodules in which ``*``, ``?`` and ``[...]`` stand for parts of one component, such
+            as ``layers.*.self_attn``. Of a module inside another one that matches, too, the outer one is the piece.
+        names: Operators, as ``namespace::name`` or ``namespace::name.overload``.
         device: The kind of device whose autocast counts.
 
     Attributes:
-        numbers: Names of those that were called with numbers during captures: replays pass the same ones.
+        modules: The modules by their dotted names.
+        outer: Those of them that have a forward, and are in no other such module: the pieces, if they are called.
+        numbers: Names of operators that were called with numbers during captures: replays pass the same ones.
+
+    Raises:
+        ConfigError: ``patterns`` for a model that is no module, or a pattern that matches no submodule.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, names: Collection[str], model: Callable[..., Any], device: str) -> None:
+    def __init__(self, model: Callable[..., Any], patterns: Sequence[str], names: Collection[str], device: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.modules = _matching(model, patterns) if patterns else {}
+        called = [n for n, m in self.modules.items() if getattr(m.forward, "__func__", None) is not _NO_FORWARD]
+        self.outer = tuple(n for n in called if not any(n.startswith(f"{other}.") for other in called))
         self.numbers: dict[str, None] = {}
-        self._names, self._model, self._device = frozenset(names), model, device
+        self._names, self._device = frozenset(names), device
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """Compiled parts of the model stay compiled."""
         return True
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model, broken at the operators where a breakable capture or a look is under way."""
-        if recording_capture() is None and current_look() is None:
-            return self._model(*args, **kwargs)
-        with torch._C._AutoDispatchBelowAutograd():
-            if recording_capture() is None:  # a look knows the operators by itself
-                return self._model(*args, **kwargs)
-            with self:
-                return self._model(*args, **kwargs)
+    def forward(self, model: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call the model, broken where a breakable capture or a look is under way."""
+        is_recording = recording_capture() is not None
+        if not is_recording and current_look() is None:
+            return model(*args, **kwargs)
+        with ExitStack() as stack:
+            for name, module in self.modules.items():
+                stack.enter_context(replaced(module, forward=broken_out(module.forward, name)))
+            if self._names:
+                stack.enter_context(torch._C._AutoDispatchBelowAutograd())
+            if self._names and is_recording:  # a look knows the operators by itself
+                stack.enter_context(self)
+            return model(*args, **kwargs)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         """Break the capture, or run the operator in the segment."""
@@ -137,7 +141,7 @@ class OperatorBreaks(TorchDispatchMode):
 @contextmanager
 def _operator_breaks_aside() -> Iterator[None]:
     mode = _get_current_dispatch_mode()
-    if not isinstance(mode, OperatorBreaks):
+    if not isinstance(mode, Breaks):
         yield
         return
     mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
@@ -147,86 +151,24 @@ def _operator_breaks_aside() -> Iterator[None]:
         mode.__enter__()  # type: ignore[no-untyped-call]
 
 
-class _BrokenForward:
-    """Stands in for ``forward`` of one module; it breaks captures while its handle lives and is not removed.
-
-    Copies and pickles of the module get the forward that was there before.
-    """
-
-    def __init__(self, module: nn.Module, name: str, handle: ModuleBreaks) -> None:
-        self.handle = weakref.ref(handle)
-        self.before = vars(module).get("forward")
-        self._plain, self._broken = module.forward, broken_out(module.forward, name)
-        functools.update_wrapper(self, module.forward, updated=())
-
-    @property
-    def is_on(self) -> bool:
-        handle = self.handle()
-        return handle is not None and not handle.is_removed
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return (self._broken if self.is_on else self._plain)(*args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(self._plain, memo)  # a bound method gets the copy of its module
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return functools.partial, (self._plain,)
-
-
-class ModuleBreaks:
-    """Modules that are eager pieces until ``remove`` is called or this handle is garbage.
-
-    Several handles may break at one module and be removed in any order: it stays a piece until the last one is gone.
-
-    Attributes:
-        names, modules: Their dotted names, and the modules.
-        outer: Those of them that have a forward, and are in no other such module: the pieces, if they are called.
-    """
-
-    def __init__(self, modules: dict[str, nn.Module]) -> None:
-        self.names, self.is_removed, self.modules = tuple(modules), False, list(modules.values())
-        called = [n for n, module in modules.items() if getattr(module.forward, "__func__", None) is not _NO_FORWARD]
-        self.outer = tuple(n for n in called if not any(n.startswith(f"{other}.") for other in called))
-        for name, module in modules.items():
-            vars(module)["forward"] = _BrokenForward(module, name, self)
-
-    def remove(self) -> None:
-        """Give the modules their own forward back, where no other handle breaks; a second call does nothing."""
-        self.is_removed = True
-        for own in map(vars, self.modules):
-            while isinstance(forward := own.get("forward"), _BrokenForward) and not forward.is_on:
-                del own["forward"]
-                if forward.before is not None:
-                    own["forward"] = forward.before
-
-
-def break_at_modules(model: nn.Module, patterns: Sequence[str]) -> ModuleBreaks:
-    """Make submodules eager pieces of the breakable capture that they are called in, as long as the handle lives.
-
-    The model's code and state dict stay as they are: each module gets a ``forward`` of its own. Deep copies and pickles
-    of the model have no breaks.
-
-    Args:
-        model: Where the modules are.
-        patterns: Dotted names in which ``*``, ``?`` and ``[...]`` stand for parts of one component, such as
-            ``layers.*.self_attn``. Of a module inside another one that matches, too, the outer one is the piece.
-
-    Raises:
-        ConfigError: a pattern matches no submodule; nothing is changed.
-    """
+def _matching(model: Callable[..., Any], patterns: Sequence[str]) -> dict[str, nn.Module]:
+    """The submodules that patterns name, each once."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            "compilation.splitting_modules needs an nn.Module",
+            remedy="Put eager_break_during_capture on functions.",
+        )
     named = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
-    matching: dict[str, nn.Module] = {}
+    matching = set[str]()
     for pattern in patterns:
         wanted = pattern.split(".")
         parts = {name: name.split(".") for name in named}
         found = [n for n, p in parts.items() if len(p) == len(wanted) and all(map(fnmatch.fnmatchcase, p, wanted))]
         if not found:
             raise ConfigError(f"no submodule matches {pattern!r}", remedy=_near(pattern, list(named)))
-        matching |= {name: named[name] for name in found}
-    ordered = {name: module for name, module in named.items() if name in matching}
-    first_names = {id(module): name for name, module in reversed(ordered.items())}
-    return ModuleBreaks({name: module for name, module in ordered.items() if first_names[id(module)] == name})
+        matching.update(found)
+    first = {id(module): name for name, module in reversed(named.items()) if name in matching}
+    return {name: module for name, module in named.items() if first.get(id(module)) == name}
 
 
 def _near(pattern: str, names: list[str]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from itertools import islice
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -90,8 +90,6 @@ class _PartitionWrapper(CUDAGraphWrapper):
     What Inductor allocates between partitions lies elsewhere on each call, and it does not say which arguments those
     are: all that are neither in the pool nor the forward's own (parameters, static buffers) are copied.
     """
-
-    _compares_copied: ClassVar[bool] = False
 
     def __init__(self, partition: Partition, forward: PartitionedForward, **options: Any) -> None:
         super().__init__(lambda *args: partition(self._nested(args)), CUDAGraphMode.PIECEWISE, **options)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-
-import torch
+from functools import partial
 
 from cgplan.backends import GraphBackend
 from cgplan.backends.host_sync import Function
@@ -17,7 +16,7 @@ from cgplan.graphs.wrapper import CUDAGraphOptions
 from cgplan.modes import CUDAGraphMode
 from cgplan.piecewise.backend import PiecewiseBackend
 from cgplan.piecewise.breakable import BreakableCUDAGraphCapture, BreakableCUDAGraphWrapper
-from cgplan.piecewise.breaks import ModuleBreaks, OperatorBreaks, break_at_modules
+from cgplan.piecewise.breaks import Breaks
 from cgplan.piecewise.split import Piece, refuse_unknown_ops
 from cgplan.piecewise.trace import PiecewiseModel
 from cgplan.planning import Plan
@@ -29,7 +28,7 @@ _MOST_STATIC = 4  # sizes, where a plan's traffic says which
 
 @dataclass(slots=True, eq=False)
 class SplitRoute:
-    """A model made ready for capture. Its breaks end when it is removed, or dropped.
+    """A model made ready for capture.
 
     Attributes:
         name: ``ops``, ``modules``, ``wrappers``, or ``full`` where there are no segments.
@@ -37,8 +36,7 @@ class SplitRoute:
         whole: What FULL keys capture, and warm up with.
         warm: What PIECEWISE keys warm up with.
         splitter: The torch.compile backend that splits the model, where it is traced.
-        breaks: The modules that it breaks at, where it is not.
-        operator_breaks: The operators that it breaks at.
+        breaks: Where it breaks, where it is not.
         operators: What a look at a model that is not traced saw, by part.
     """
 
@@ -47,8 +45,7 @@ class SplitRoute:
     whole: Function
     warm: Function
     splitter: PiecewiseBackend | None = None
-    breaks: ModuleBreaks | None = field(default=None, repr=False)
-    operator_breaks: OperatorBreaks | None = field(default=None, repr=False)
+    breaks: Breaks | None = field(default=None, repr=False)
     operators: Mapping[Part, Counter[str]] | None = None
 
     @property
@@ -110,16 +107,11 @@ class SplitRoute:
                 "nothing broke the capture: no module of splitting_modules, no operator of splitting_ops and no "
                 "function under eager_break_during_capture was called, so PIECEWISE graphs are the whole forward"
             ]
-        numbers = ", ".join(self.operator_breaks.numbers) if self.operator_breaks else ""
+        numbers = ", ".join(self.breaks.numbers) if self.breaks else ""
         told = [f"numbers that are arguments of {numbers} stay those of the capture"] if numbers else []
-        names = self.breaks.names if self.breaks else ()
+        names = self.breaks.modules if self.breaks else ()
         idle = [n for n in names if n not in run and not any(n.startswith(f"{outer}.") for outer in run)]
         return told + [f"modules that splitting_modules names were never called: {listed(idle, 5)}"] * bool(idle)
-
-    def remove(self) -> None:
-        """Give the model back as it was."""
-        if self.breaks is not None:
-            self.breaks.remove()
 
 
 def choose_route(
@@ -153,20 +145,11 @@ def choose_route(
         return SplitRoute("ops" if piecewise else "full", split, whole, split.traced, splitter=split.splitter)
     if not piecewise or name == "wrappers":
         return SplitRoute("wrappers" if piecewise else "full", model, model, model)
-    breaks: ModuleBreaks | None = None
-    if compilation.splitting_modules:
-        if not isinstance(model, torch.nn.Module):
-            raise ConfigError(
-                "compilation.splitting_modules needs an nn.Module",
-                remedy="Put eager_break_during_capture on functions.",
-            )
-        breaks = break_at_modules(model, compilation.splitting_modules)
+    breaks = Breaks(model, compilation.splitting_modules, compilation.splitting_ops or (), backend.device.type)
     options = CUDAGraphOptions(address_check=compilation.address_policy)
-    ops = compilation.splitting_ops
-    operator_breaks = OperatorBreaks(ops, model, backend.device.type) if ops else None
-    broken = operator_breaks.forward if operator_breaks else model
-    wrapper = BreakableCUDAGraphWrapper(broken, backend=backend, options=options)
-    return SplitRoute("modules", wrapper, model, model, breaks=breaks, operator_breaks=operator_breaks)
+    # (a partial, in which the walk over the model finds it)
+    wrapper = BreakableCUDAGraphWrapper(partial(breaks.forward, model), backend=backend, options=options)
+    return SplitRoute("modules", wrapper, model, model, breaks=breaks)
 
 
 def _static_sizes(plan: Plan, compilation: CompilationConfig) -> set[int]:

@@ -187,7 +187,7 @@ class PiecewiseModel(BreakableCUDAGraphWrapper):
             finally:
                 splitter.capture = None
             if is_first_run or len(splitter.codes) == known:
-                return capture, output, {}
+                return capture.recorded(output, {})
             del output
             capture.reset()
         raise CaptureError(

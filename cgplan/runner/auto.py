@@ -30,7 +30,6 @@ from cgplan.config import CompilationConfig, Config
 from cgplan.errors import CaptureError, ConfigError, ModeError, ModelError, PlanError
 from cgplan.graphs.ambient import random_state_kept
 from cgplan.modes import CUDAGraphMode, Key
-from cgplan.piecewise.breakable import BreakableCUDAGraphCapture
 from cgplan.piecewise.split import refuse_unknown_ops
 from cgplan.planning import Plan, build_plan
 from cgplan.planning.plan import PlanChange
@@ -278,7 +277,7 @@ def check_up(runner: GraphRunner) -> DoctorReport:
         entry = graphed.entry((mode, descriptor))
         if entry is None:  # the model's own code runs between its graphs
             continue
-        pieces = entry.graph.eager_pieces if isinstance(entry.graph, BreakableCUDAGraphCapture) else ()
+        pieces = entry.graph.eager_pieces if entry.eager_pieces else ()
         inside = step
         if pieces:
             outside = Counter(f"{piece.name}, at {piece.line}" for piece in pieces)

@@ -67,7 +67,7 @@ def time_on_padding(graphed: ModelGraphs, keys: Sequence[Key]) -> dict[Key, tupl
 
 
 class OnDemand:
-    """Captures keys for a runner while it serves, and counts captures and failures in its stats."""
+    """When a runner may capture while it serves, and other graphs for what it served."""
 
     def __init__(self, live: CapturedKeys, stats: RunnerStats) -> None:
         self.live = live
@@ -94,12 +94,6 @@ class OnDemand:
 
     def may_capture(self, route: RoutedBatch) -> bool:
         return not self._forbidden and self.is_open(route)
-
-    def capture(self, key: Key) -> None:
-        """Capture a key, or remember why it cannot be. Raises AddressError if the model's memory has moved."""
-        self.live.check(key)
-        self._stats.captures += len(self.live.capture([key]))
-        self._stats.failures += key in self.live.failed
 
     def safe(self, values: Values) -> Values:
         """Tensors of a batch that a capture leaves alone: outputs of an earlier call lie where it captures."""

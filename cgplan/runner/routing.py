@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from cgplan.buffers.batch import Batch
 from cgplan.errors import DispatchMissError, InputError
@@ -132,27 +131,26 @@ class BatchRouter:
                 else f"num_active_loras is {num_active_loras}, and no `lora` section allows adapters",
                 remedy="Pass the number of distinct adapters in the batch; raise lora.max_loras in the `lora` section.",
             )
-        asked = tokens, bool(uniform_decode), num_active_loras
-        also: dict[str, Any] = {"invalid_modes": invalid_modes, "sizes": batch.sizes}
-        answer = self._captured.dispatch(*asked, **also)
-        wanted = None if self._wanted is None else self._wanted.dispatch(*asked, **also)
+        asked = tokens, bool(uniform_decode), num_active_loras, None, invalid_modes, batch.sizes
+        answer = self._captured.dispatch(*asked)
+        wanted = None if self._wanted is None else self._wanted.dispatch(*asked)
         if wanted is not None and (wanted == answer or wanted[0] is CUDAGraphMode.NONE):
             wanted = None
-        return RoutedBatch(batch, *asked[1:], invalid_modes, *answer, wanted)
+        return RoutedBatch(batch, *asked[1:3], invalid_modes, *answer, wanted)
 
     def reason_for_none(self, route: RoutedBatch, on_miss: str) -> MissReason:
         """Why no graph serves a batch. Raises DispatchMissError where ``on_miss`` is ``error``."""
-        asked = route.batch.num_tokens, route.uniform, route.num_active_loras
-        also: dict[str, Any] = {"invalid_modes": route.invalid_modes, "sizes": route.batch.sizes}
+        tokens, sizes = route.batch.num_tokens, route.batch.sizes
+        asked = tokens, route.uniform, route.num_active_loras, None, route.invalid_modes, sizes
         missing, plan = route.wanted, self._plan
         if missing is None and self._planned is not None:
-            planned = self._planned.dispatch(*asked, **also)
+            planned = self._planned.dispatch(*asked)
             missing = None if planned[0] is CUDAGraphMode.NONE else planned
         dispatcher = self._wanted or self._planned or self._captured
         reason = (
             self._reason_against(missing)
             if missing is not None
-            else dispatcher.explain(*asked, **also) or MissReason.NOTHING_CAPTURED
+            else dispatcher.explain(*asked) or MissReason.NOTHING_CAPTURED
         )
         if on_miss != "error":
             return reason
@@ -163,6 +161,6 @@ class BatchRouter:
         elif reason is MissReason.TOO_LARGE:
             remedy = "Add the size to cudagraph_capture_sizes"
         raise DispatchMissError(
-            f"no graph serves a batch of {' x '.join(map(str, (asked[0], *route.batch.sizes)))} tokens: {reason}",
+            f"no graph serves a batch of {' x '.join(map(str, (tokens, *sizes)))} tokens: {reason}",
             remedy=f"{remedy or 'Choose another cudagraph_mode'}, or set on_miss: eager.",
         )

@@ -327,17 +327,28 @@ class GraphRunner:
     def _take_stream(self) -> None:
         self._use.take_stream(self._current_stream(), self._name, self.backend)
 
-    def _capture_for(self, route: RoutedBatch) -> None:
+    @contextmanager
+    def _changing(self) -> Iterator[CapturedKeys]:
+        """A block that exchanges graphs, which the stats count; the lock is held."""
         self._take_stream()
         self._graphed.check_autocast()
+        self._forget_calls()  # prepared calls hold outputs, and a graph that is evicted waits for its own
+        before = set(self.plan.keys)
         try:
-            if route.wanted is not None:
-                self._forget_calls()  # prepared calls hold outputs, and a graph that is evicted waits for its own
-                self._demand.capture(route.wanted)
-                if (failed := self._demand.live.failed.get(route.wanted)) is not None:
-                    logger.debug("%s: %s %s was not captured: %s", self._name, *route.wanted, failed.detail)
+            yield self._demand.live
         finally:
+            self.stats.evictions += len(before - set(self.plan.keys))
+            self.stats.captures += len(set(self.plan.keys) - before)
             self._forget_calls()
+
+    def _capture_for(self, route: RoutedBatch) -> None:
+        assert route.wanted is not None
+        with self._changing() as live:
+            live.check(route.wanted)
+            live.capture([route.wanted])
+            if (failed := live.failed.get(route.wanted)) is not None:
+                self.stats.failures += 1
+                logger.debug("%s: %s %s was not captured: %s", self._name, *route.wanted, failed.detail)
 
     def stage(
         self,
@@ -513,16 +524,8 @@ class GraphRunner:
         """
         with self._use.held(self._name):
             self._check_open()
-            self._take_stream()
-            self._graphed.check_autocast()
-            self._forget_calls()  # prepared calls hold outputs, and an evicted graph waits for its own
-            before = set(self.plan.keys)
-            try:
-                self._demand.live.capture(captured, evicted=evicted)
-            finally:
-                self.stats.evictions += len(before - set(self.plan.keys))
-                self.stats.captures += len(set(self.plan.keys) - before)
-                self._forget_calls()
+            with self._changing() as live:
+                live.capture(captured, evicted=evicted)
 
     @contextmanager
     def no_capture(self) -> Iterator[None]:

@@ -124,7 +124,11 @@ def holds(value: Any) -> ModelState:
 
 def lines(state: ModelState, now: ModelState | None = None) -> list[str]:
     """Kind and path of all that moved."""
-    return [f"{kind} {line.split(':')[0]}" for kind, found in state.moved(now).items() for line in found]
+    return [
+        f"{kind} {line.split(':')[0]}"
+        for kind, found in state.moved(now or ModelState.of(state.roots, CPU)).items()
+        for line in found
+    ]
 
 
 def addressed(value: Any) -> list[str]:

@@ -35,7 +35,7 @@ from cgplan import (
 )
 from cgplan.backends import GraphBackend
 from cgplan.config import validate_config
-from cgplan.piecewise.breaks import break_at_modules
+from cgplan.piecewise.breaks import Breaks
 
 pytestmark = pytest.mark.usefixtures("quiet_collector")
 
@@ -171,8 +171,8 @@ def test_a_session_with_a_breakable_model(backend: GraphBackend, mode: str) -> N
     with backend.session(), torch.no_grad():
         model(randn(backend, 4, 6))  # workspaces of the capture stream, which stay
     before = backend.memory().reserved
-    breaks = break_at_modules(model, ["layers.*.mix"])
-    wrapper = BreakableCUDAGraphWrapper(model, backend=backend)
+    breaks = Breaks(model, ["layers.*.mix"], (), backend.device.type)
+    wrapper = BreakableCUDAGraphWrapper(lambda x: breaks.forward(model, x), backend=backend)
     runner = open_runner(backend, lambda x: wrapper(x), mode, [2, 4, 8])
     records = {(r.mode, r.descriptor.num_tokens): r for r in runner.report.records}
     found = records[PIECEWISE, 4]
@@ -199,7 +199,6 @@ def test_a_session_with_a_breakable_model(backend: GraphBackend, mode: str) -> N
     ):
         wrapper(randn(backend, 5, 6))
     runner.close()
-    breaks.remove()
     assert not wrapper.entries
     del runner, output
     gc.collect()
@@ -209,10 +208,10 @@ def test_a_session_with_a_breakable_model(backend: GraphBackend, mode: str) -> N
 
 def test_a_failed_session_frees_the_segments(backend: GraphBackend) -> None:
     model = Broken().to(backend.device).eval()
-    breaks = break_at_modules(model, ["layers.*.mix"])
+    breaks = Breaks(model, ["layers.*.mix"], (), backend.device.type)
 
     def fails_for_two(x: Tensor) -> Tensor:
-        y = model(x)
+        y = breaks.forward(model, x)
         if len(x) == 2 and get_forward_context().runtime_mode is PIECEWISE:
             raise Boom
         return y
@@ -227,7 +226,6 @@ def test_a_failed_session_frees_the_segments(backend: GraphBackend) -> None:
     backend.release_cached()
     assert not wrapper.entries
     assert backend.memory().reserved <= before
-    breaks.remove()
     same(model(randn(backend, 3, 6)).shape, torch.Size([3, 6]))
 
 
