@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DOCS := $(VENV)/.docs
 
-.PHONY: demo test test-gpu test-matrix lint typecheck format check docs dist clean
+.PHONY: demo test test-gpu test-matrix lint typecheck format check docs pictures dist clean
 PYTHONS ?= 3.11 3.12 3.13
 TORCHES ?= 2.11 2.13 2.15
 
@@ -54,6 +54,12 @@ dist:  ## build the sdist and the wheel, check them, and run an example by the w
 	build/tools/bin/python -m build && build/tools/bin/twine check --strict dist/*
 	$(PYTHON) -m venv build/empty && build/empty/bin/pip install -q -c constraints.txt dist/*.whl
 	cd build && empty/bin/cgplan examples copy decoder_cpu example && empty/bin/cgplan capture example/decoder_cpu.yaml
+
+# PNG of the page that docs/pictures/report.json makes: `cgplan bench configs/decoder_0_6b.yaml` on one H200.
+pictures: $(STAMP)  ## draw the pictures of the docs; needs chromium
+	mkdir -p build
+	$(BIN)/cgplan inspect docs/pictures/report.json --html build/report.html > /dev/null
+	chromium --headless --no-sandbox --hide-scrollbars --window-size=1200,1390 --screenshot=docs/pictures/report.png build/report.html
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache

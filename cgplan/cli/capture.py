@@ -18,7 +18,7 @@ from cgplan.captures.audit import audit_error
 from cgplan.captures.captured_keys import CaptureProgress
 from cgplan.captures.environment import describe_environment
 from cgplan.captures.together import ALONE, Together
-from cgplan.cli.output import check_writable, has_ranks, is_first_rank, note, progress, publish, save
+from cgplan.cli.output import check_outputs, has_ranks, is_first_rank, note, progress, publish, save
 from cgplan.cli.plan import announcements, read_plan
 from cgplan.config import Config, Override, read_config
 from cgplan.distributed import (
@@ -57,6 +57,7 @@ class Request:
     output: Path | None
     as_json: bool
     trace: Path | None = None  # for events of the capture, and of a few calls of each size behind it
+    html: Path | None = None
 
 
 def run_capture(request: Request) -> None:
@@ -102,7 +103,7 @@ def _report(request: Request, command: str, make: Callable[[GraphRunner], Report
     if is_first_rank():
         if request.trace:
             save(request.trace, trace.to_json())
-        publish(report, request.output, as_json=request.as_json)
+        publish(report, request.output, as_json=request.as_json, html=request.html)
     return report
 
 
@@ -120,8 +121,8 @@ def _captured(command: str, request: Request) -> Iterator[GraphRunner]:
             f"{request.config}: no input has a dimension that counts the rows of a batch",
             remedy="Declare the model's inputs, with num_tokens or num_reqs in a shape; `cgplan init TARGET` helps.",
         )
-    for path in filter(None, (request.output, request.trace)) if is_first_rank() else ():
-        check_writable(path)
+    if is_first_rank():
+        check_outputs((request.output, request.trace, request.html), (request.config, request.plan))
 
     def load(backend: GraphBackend) -> Callable[..., Any]:
         with span("load model"):

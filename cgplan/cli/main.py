@@ -13,7 +13,7 @@ import typer
 from typer import Argument, BadParameter, Context, Option
 from typer.core import TyperGroup
 
-from cgplan.cli.output import failures_reported, is_first_rank, publish, save
+from cgplan.cli.output import check_outputs, failures_reported, is_first_rank, publish, save
 from cgplan.version import __version__
 
 
@@ -47,6 +47,7 @@ OVERRIDE = "Override a value by its dotted key; the value is YAML. May be repeat
 Overrides = Annotated[list[str] | None, Option("--set", "-s", metavar="KEY=VALUE", help=OVERRIDE)]
 SAVE = "Also save the result as JSON in this file."
 Output = Annotated[Path | None, Option("--output", "-o", metavar="FILE", help=SAVE)]
+Html = Annotated[Path | None, Option("--html", metavar="FILE", help="Also write it as one HTML file, with charts.")]
 AsJson = Annotated[bool, Option("--json", help="Print JSON on standard output, and nothing else there.")]
 Trace = Annotated[Path | None, Option(metavar="FILE", help="Also save a trace of captures and calls, for Perfetto.")]
 Debug = Annotated[bool, Option("--debug", help="Check everything, slowly (compilation.debug).")]
@@ -198,6 +199,7 @@ def capture(
     device: Device = None,
     output: Output = None,
     trace: Trace = None,
+    html: Html = None,
     as_json: AsJson = False,
     debug: Debug = False,
     show_traceback: Traceback = False,
@@ -207,7 +209,7 @@ def capture(
         from cgplan.cli.capture import Request, run_capture
 
         settings = _settings(overrides, device=device, debug=debug or None)
-        run_capture(Request(_configuration(file, config), settings, plan, force, output, as_json, trace))
+        run_capture(Request(_configuration(file, config), settings, plan, force, output, as_json, trace, html))
 
 
 @app.command(
@@ -233,6 +235,7 @@ def bench(
     device: Device = None,
     output: Output = None,
     trace: Trace = None,
+    html: Html = None,
     as_json: AsJson = False,
     debug: Debug = False,
     show_traceback: Traceback = False,
@@ -245,7 +248,9 @@ def bench(
 
         settings = _settings(overrides, device=device, debug=debug or None)
         baselines = () if against is None else against.split(",")
-        run_bench(Request(_configuration(file, config), settings, plan, force, output, as_json, trace), baselines, seed)
+        run_bench(
+            Request(_configuration(file, config), settings, plan, force, output, as_json, trace, html), baselines, seed
+        )
 
 
 @app.command(epilog="\b\nExample:\n  cgplan doctor my.yaml --set compilation.cudagraph_mode=AUTO")
@@ -276,6 +281,7 @@ def audit(
     overrides: Overrides = None,
     device: Device = None,
     output: Output = None,
+    html: Html = None,
     as_json: AsJson = False,
     show_traceback: Traceback = False,
 ) -> None:
@@ -287,7 +293,7 @@ def audit(
         from cgplan.cli.capture import Request, run_audit
 
         settings = _settings(overrides, device=device)
-        run_audit(Request(_configuration(file, config), settings, None, False, output, as_json))
+        run_audit(Request(_configuration(file, config), settings, None, False, output, as_json, html=html))
 
 
 @plans.callback(
@@ -336,7 +342,7 @@ def plan_(
         bool, Option("--assume-default-times", help="With --emit: take the default step times, of another model.")
     ] = False,
     plot: Annotated[Path | None, Option(metavar="FILE", help="Draw it: an SVG or PNG.")] = None,
-    html: Annotated[Path | None, Option(metavar="FILE", help="Also write the whole report as an HTML file.")] = None,
+    html: Html = None,
     verbose: Annotated[
         bool, Option("--verbose", "-v", help="Show everything: curve, padding, sizes left out.")
     ] = False,
@@ -464,6 +470,7 @@ def inspect(
     ] = False,
     costs: Costs = None,
     overrides: Overrides = None,
+    html: Html = None,
     as_json: AsJson = False,
     show_traceback: Traceback = False,
 ) -> None:
@@ -483,6 +490,8 @@ def inspect(
             raise BadParameter(f"{option} is about a configuration: give --config FILE with it")
         if value and as_json and option in ("--split", "--all"):
             raise BadParameter(f"{option} shows a table: leave out --json")
+    if html is not None and report is None:
+        raise BadParameter("--html is about a saved report: give its path with it")
     with failures_reported(show_traceback):
         from cgplan.cli.inspect import inspect_config, inspect_vllm
 
@@ -491,7 +500,8 @@ def inspect(
         elif report is not None:
             from cgplan.reports import load_report
 
-            publish(load_report(report), None, as_json=as_json)
+            check_outputs((html,), (report,))
+            publish(load_report(report), None, as_json=as_json, html=html)
         elif vllm is not None:
             from cgplan.planning.engines import read_vllm
 

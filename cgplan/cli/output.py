@@ -7,7 +7,7 @@ import os
 import re
 import textwrap
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from shutil import get_terminal_size
@@ -51,9 +51,11 @@ def show(*renderables: RenderableType) -> None:
             typer.echo(plain_text(renderable, width))
 
 
-def publish(report: Report, output: Path | None, *, as_json: bool, shown: RenderableType | None = None) -> None:
-    """Save a report and show it, all of it or what is given as ``shown``. It is shown also where it could not be saved,
-    so that nothing is lost.
+def publish(
+    report: Report, output: Path | None, *, as_json: bool, html: Path | None = None, shown: RenderableType | None = None
+) -> None:
+    """Save a report, as JSON and as HTML, and show it, all of it or what is given as ``shown``. It is shown also where
+    it could not be saved, so that nothing is lost.
     """
     from cgplan.reports import render
 
@@ -61,6 +63,8 @@ def publish(report: Report, output: Path | None, *, as_json: bool, shown: Render
     try:
         if output is not None:
             save(output, text)
+        if html is not None:
+            save_html(html, report)
     finally:
         if as_json:
             typer.echo(text, nl=False)
@@ -68,17 +72,31 @@ def publish(report: Report, output: Path | None, *, as_json: bool, shown: Render
             show(shown or render(report))
 
 
-def check_writable(path: Path) -> None:
-    """Raise OutputPathError if ``path`` could not be written, by trying; nothing is left behind."""
+def save_html(path: Path, report: Report) -> None:
+    from cgplan.reports import render_text
+    from cgplan.reports.html import html_of, page_of
+
+    save(path, html_of(page_of(report), render_text(report)))
+
+
+def check_outputs(outputs: Iterable[Path | None], inputs: Iterable[Path | str | None]) -> None:
+    """Raise OutputPathError for a file that is an input, is named twice, or could not be written, by trying; nothing is
+    left behind.
+    """
     import tempfile  # it costs 2 ms
 
-    with _writing(path):
-        if path.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        if path.exists() and not os.access(path, os.W_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-        if path.is_file() or not path.exists():  # no new file replaces a pipe or device
-            tempfile.TemporaryFile(dir=path.resolve().parent).close()
+    taken = {Path(file).resolve(): "is an input of the command" for file in inputs if file is not None}
+    for file in filter(None, outputs):
+        if problem := taken.get(file.resolve()):
+            raise OutputPathError(f"{file} {problem}", remedy="Give the path of another file.")
+        taken[file.resolve()] = "is to hold two results"
+        with _writing(file):
+            if file.is_dir():
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+            if file.exists() and not os.access(file, os.W_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            if file.is_file() or not file.exists():  # no new file replaces a pipe or device
+                tempfile.TemporaryFile(dir=file.resolve().parent).close()
 
 
 def save(path: Path, content: str | bytes) -> None:
@@ -89,9 +107,11 @@ def save(path: Path, content: str | bytes) -> None:
             path.write_bytes(data)
         else:
             target = path.resolve()  # a link stays a link
-            beside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+            beside = target.with_name(f".{target.name}.{os.urandom(8).hex()}.tmp")
+            file = beside.open("xb")  # a new file: never what somebody put there, or linked to
             try:
-                beside.write_bytes(data)
+                with file:
+                    file.write(data)
                 if target.exists():
                     beside.chmod(target.stat().st_mode & 0o7777)
                 beside.replace(target)

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import typer
 
 from cgplan.cli.costs import Priced, about, costs_of
-from cgplan.cli.output import check_writable, note, publish, save, show
+from cgplan.cli.output import check_outputs, note, publish, save, save_html, show
 from cgplan.config import BudgetConfig, Config, LoadedConfig, Override, read_config, validate_config
 from cgplan.config.load import read_text
-from cgplan.errors import ConfigError, OutputPathError, PlanError, RegretError, ReportError, StepTimeError, TrafficError
+from cgplan.errors import ConfigError, PlanError, RegretError, ReportError, StepTimeError, TrafficError
 from cgplan.optimizer.evidence import Evidence, LadderPoint, PlanCheck, SizeUse
 from cgplan.optimizer.subset import within_count
 from cgplan.planning import Plan, build_plan
@@ -26,8 +26,7 @@ from cgplan.planning.build import refuse_auto
 from cgplan.planning.difference import compare, machine_changes, named
 from cgplan.planning.engines import Engine, VllmConfig, emit
 from cgplan.planning.plan import Machine
-from cgplan.reports import load_report, render
-from cgplan.reports.layout import html_text
+from cgplan.reports import load_report
 from cgplan.reports.plan_tables import brief, padding_bars, pareto_plot, render_difference, said
 from cgplan.reports.plots import Bar, ParetoPlot, check_plot_path, picture
 from cgplan.reports.records import BenchReport, parse_report
@@ -87,7 +86,7 @@ def run_plan(
     if plot is not None:
         check_plot_path(plot)
     files = [file for file, _ in loads.files]
-    _check_outputs((output, plot, html), (path, *files, step_times, costs))
+    check_outputs((output, plot, html), (path, *files, step_times, costs))
     _check_times(loaded.config, loads, step_times, engine is not None and not assumed_times)
     if loaded.config.dims and (files or costs or engine or loaded.config.traffic is not None):
         others = engine or not loads.is_recorded or len(files) > 1
@@ -103,16 +102,16 @@ def run_plan(
         note(f"note: {plot} was not drawn: there is no graph, and no traffic")
     elif plot is not None:
         save(plot, picture(plot, curve, bars))
-    if html is not None:
-        save(html, html_text(render(plan), f"cgplan plan of {path.name if path else 'vLLM'}"))
     if engine is not None or as_json:
         for line in dict.fromkeys((*announcements(plan), *(f"{label}: {text}" for label, text in said(plan)))):
             note(line)
     if engine is None:
-        publish(plan, output, as_json=as_json, shown=None if verbose else brief(plan))
+        publish(plan, output, as_json=as_json, html=html, shown=None if verbose else brief(plan))
         return
     if output is not None:
         save(output, plan.model_dump_json(indent=2) + "\n")
+    if html is not None:
+        save_html(html, plan)
     emission = emit(plan, engine)
     for line in emission.notes:
         note(f"note: {line}")
@@ -244,15 +243,6 @@ def announcements(plan: Plan) -> Iterator[str]:
     for change in plan.changes:
         yield f"note: cudagraph_mode {change.requested} -> {change.resolved}: {change.reason}"
     yield from (f"warning: {warning}" for warning in plan.warnings)
-
-
-def _check_outputs(outputs: Iterable[Path | None], inputs: Iterable[Path | str | None]) -> None:
-    taken = {Path(file).resolve(): "is an input of the plan" for file in inputs if file is not None}
-    for file in filter(None, outputs):
-        if problem := taken.get(file.resolve()):
-            raise OutputPathError(f"{file} {problem}", remedy="Give the path of another file.")
-        check_writable(file)
-        taken[file.resolve()] = "is to hold both the picture and the plan"
 
 
 def _for_traffic(

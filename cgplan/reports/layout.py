@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import singledispatch
-from html import escape
 from io import StringIO
 from itertools import pairwise, product, zip_longest
 from operator import methodcaller
@@ -37,15 +36,6 @@ def plain_text(renderable: RenderableType, width: int = TEXT_WIDTH) -> str:
     console = Console(file=file, width=width, color_system=None, force_terminal=False, _environ={})
     console.print(renderable, crop=False)
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
-
-
-def html_text(renderable: RenderableType, title: str, width: int = TEXT_WIDTH) -> str:
-    """One HTML file with the same text; colours of the reader's choice, light or dark."""
-    console = Console(file=StringIO(), width=width, record=True, color_system="truecolor", _environ={})
-    console.print(renderable, crop=False)
-    head = f'<meta charset="utf-8"><meta name="color-scheme" content="light dark"><title>{escape(title)}</title>'
-    text = console.export_html(inline_styles=True, code_format="{code}")
-    return f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head>\n<body><pre>{text}</pre></body></html>\n'
 
 
 def describe_sizes(sizes: Sequence[int]) -> str:

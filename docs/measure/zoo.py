@@ -2,8 +2,8 @@
 
     python docs/measure/zoo.py [--scale tiny|real] [--only bert,qwen*] [--ways FULL,PIECEWISE] [--out FOLDER] [--resume]
                                [--sizes 1,4,8] [--jobs 14] [--devices 0,1] [--timeout 900] [--limit 500]
-                               [--report docs/zoo.md]
-    python docs/measure/zoo.py --out FOLDER --only "" --report FILE     the page alone, from all.json there
+                               [--report docs/zoo.md] [--html zoo.html]
+    python docs/measure/zoo.py --out FOLDER --only "" --report FILE --html FILE     the pages alone, from all.json there
 
 Nothing is downloaded: configurations alone make the models. A row of a batch is one sequence, image or molecule. Each
 model runs in a process of its own and writes FOLDER/NAME.json and NAME.log, so a crash ends that model alone; all.json
@@ -44,6 +44,7 @@ from cgplan.buffers.static import example_batch
 from cgplan.captures.environment import describe_environment
 from cgplan.measure.baselines import BenchBatch, Comparison, Way, bare, eager, reduce_overhead, used_bytes
 from cgplan.modes import BatchDescriptor
+from cgplan.reports.html import Page, Section, chart, html_of
 from cgplan.reports.records import WayRecord
 from cgplan.runner import auto
 
@@ -700,6 +701,31 @@ def markdown(records):
     return "\n".join(lines) + "\n"
 
 
+def shown(records):
+    """The HTML file: verdicts and reasons in lists that can be searched, device times as a map."""
+    ran = [record for record in records if "seconds" in record]
+    first, names = ran[0], [name for name in WAYS if any(name in record["ways"] for record in ran)]
+    source = f"Measured on {first['device']}, {first['backend']}, torch {first['torch']}."
+    about = "equal: bit for bit as the model's own code; ~: within what the dtype lets expect."
+    verdicts = [(record["name"], record["family"], *cells(record, "verdicts", names[1:])) for record in records]
+    columns = dict.fromkeys(("model", "family", *names[1:]), "")
+    sections = [Section("Captured, and equal to eager", about, source, columns, verdicts)]
+    for size in first["timed"] if first["backend"] == "cuda" else ():
+        times = [(record["name"], name, ratio(record, size, "device_us", name, "eager"), figure(record, name, size,
+                 "device_us")) for record in ran for name in names[1:]]  # fmt: skip
+        columns = {"model": "", "way": "", "of eager's": "ratio", "device time": "us"}
+        drawn = chart("heat", "Device time, as a ratio to eager code", "way", "of eager's", by="model")
+        about = "Device time of a call over that of eager code, calls queued behind one another: below 1x is faster."
+        known = [row for row in times if row[2] is not None]
+        sections.append(Section(f"Device time at {size} rows", about, source, columns, known, [drawn]))
+    refused = [(record["name"], name, f"{way['error_type']}: {way['error']}") for record in ran
+               for name, way in record["ways"].items() if "error" in way]  # fmt: skip
+    sections.append(Section("Refused, and why", "Ways that did not capture a model.", source,
+                            dict.fromkeys(("model", "way", "error"), ""), refused))  # fmt: skip
+    lines = list(summary(records))
+    return html_of(Page("The model zoo", source, [], [("", text) for text in lines], sections), "\n".join(lines))
+
+
 def parse(arguments, known):
     def words(text):
         return [word for word in text.split(",") if word]
@@ -726,6 +752,7 @@ def parse(arguments, known):
     parser.add_argument("--threads", type=int, default=1, help="of torch on the CPU")
     parser.add_argument("--start", choices=["forkserver", "spawn"], default="forkserver", help="of processes")
     parser.add_argument("--report", type=Path, help="page to write from all.json in --out")
+    parser.add_argument("--html", type=Path, help="the same as one HTML file, with charts")
     options = parser.parse_args(arguments)
     on_gpu = options.device.startswith("cuda") or (options.device == "auto" and torch.cuda.is_available())
     options.scale = options.scale or ("real" if on_gpu else "tiny")
@@ -771,6 +798,8 @@ def main(arguments=None):
     print("\n".join(summary(found)))
     if options.report and any("seconds" in record for record in found):
         options.report.write_text(markdown(found))
+    if options.html and any("seconds" in record for record in found):
+        options.html.write_text(shown(found))
 
 
 if __name__ == "__main__":

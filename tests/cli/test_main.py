@@ -245,7 +245,7 @@ def target(name: str) -> tuple[str, ...]:
         ("CaptureMemoryError", target("models.py:hungry"),
          ["num_tokens=2", "tried to allocate 5 GiB", "Lower compilation.max_cudagraph_capture_size"]),
         ("OutputPathError", (*PLAN, "--plot", "none/plan.svg"), ["cannot write none/plan.svg: No such file"]),
-        ("OutputPathError", (*PLAN, "--plot", "it.svg", "--output", "./it.svg"), ["it.svg is to hold both"]),
+        ("OutputPathError", (*PLAN, "--plot", "it.svg", "--output", "./it.svg"), ["it.svg is to hold two results"]),
         ("ReportError", (*PLAN, "--costs", ""), ["cannot read ."]),
         ("ConfigFileError", ("capture", "god.yaml"), ["no such file: god.yaml", "mean 'good.yaml'?"]),
         ("ModelError", ("init", "no/model"), ["no/model is neither a target nor a Hugging Face model on this machine"]),

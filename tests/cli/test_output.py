@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from commands import cgplan_command, good, refused
 
 from cgplan import errors
+from cgplan.cli.output import save
 from cgplan.reports import CaptureReport, load_report
 
 needs_rights = pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
@@ -29,7 +31,12 @@ def test_a_path_that_cannot_be_written_is_told_before_the_model_is_built(home: P
     (home / "old.json").chmod(0o444)
     marking = f"model={{target: 'models.py:marking', kwargs: {{path: {home / 'marker'}}}}}"
     command = ("capture", "--config", "good.yaml", "--set", marking)
-    assert said in refused(errors.OutputPathError, *command, "--output", output)
+    for option in ("--output", "--html"):
+        assert said in refused(errors.OutputPathError, *command, option, output)
+    assert "two.json is to hold two results" in refused(
+        errors.OutputPathError, *command, "--output", "two.json", "--html", "./two.json"
+    )
+    assert "good.yaml is an input of the command" in refused(errors.OutputPathError, *command, "--html", "good.yaml")
     assert not (home / "marker").exists()
     good(*command)
     assert (home / "marker").exists()
@@ -43,6 +50,36 @@ def test_output_replaces_the_old_file_and_keeps_link_and_mode(home: Path) -> Non
     assert (home / "run.json").is_symlink()
     assert isinstance(load_report("real.json"), CaptureReport)
     assert (home / "real.json").stat().st_mode & 0o777 == 0o640
+
+
+def test_a_link_at_the_temporary_name_is_not_followed(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (home / "victim").write_text("mine")
+    monkeypatch.setattr(os, "urandom", lambda count: b"known")
+    (home / ".run.json.6b6e6f776e.tmp").symlink_to("victim")
+    with pytest.raises(errors.OutputPathError, match=r"cannot write run\.json: File exists"):
+        save(Path("run.json"), "new")
+    assert (home / "victim").read_text() == "mine"
+    assert (home / ".run.json.6b6e6f776e.tmp").is_symlink()
+
+
+def test_a_page_has_the_report_of_each_command_and_of_a_saved_one(home: Path) -> None:
+    titles = {}
+    for command in ("capture", "bench", "plan", "audit"):
+        good(command, "--config", "good.yaml", "--html", "report.html", "--output", f"{command}.json")
+        first = (home / "report.html").read_text()
+        titles[command] = re.findall(r"<h2[^>]*>(.*?)</h2>", first)
+        good("inspect", f"{command}.json", "--html", "again.html")
+        assert (home / "again.html").read_text() == first
+    assert titles == {
+        "capture": ["Memory", "Start-up", "Padding"],
+        "bench": ["Latency", "Memory", "Start-up", "Padding"],
+        "plan": ["Padding"],
+        "audit": ["Findings", "Owners", "Pointers by kind of owner", "Nodes by operator"],
+    }
+    old = (home / "plan.json").read_text().replace('"schema_version": 2', '"schema_version": 1', 1)
+    (home / "old.json").write_text(old)
+    assert "schema version 1" in refused(errors.ReportError, "inspect", "old.json", "--html", "old.html")
+    assert not (home / "old.html").exists()
 
 
 def test_report_is_shown_even_if_it_cannot_be_saved(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

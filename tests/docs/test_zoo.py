@@ -109,7 +109,11 @@ def test_the_page_names_models_that_miss_an_aim(tmp_path: Path) -> None:
     ]
     page = tmp_path / "zoo.md"
     (tmp_path / "all.json").write_text(json.dumps(records))
-    without_models("--only", "", "--out", tmp_path, "--report", page)
+    without_models("--only", "", "--out", tmp_path, "--report", page, "--html", tmp_path / "zoo.html")
+    assert (
+        '<td class="text">vit</td><td class="text">FULL</td><td class="ratio">0.52x</td>'
+        in (tmp_path / "zoo.html").read_text()
+    )
     lines = page.read_text().splitlines()
     for expected in (
         "- inductor, device, 1: median 1.06 of 2 models, above 1.02: vit 1.10",

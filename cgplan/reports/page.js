@@ -1,0 +1,157 @@
+// Draws the charts of a report in the colours that the reader prefers, and searches its lists.
+"use strict";
+
+const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+const scaled = (value, step, [name, ...larger]) =>
+  Math.abs(value) >= step && larger.length
+    ? scaled(value / step, step, larger)
+    : `${Number(value.toPrecision(3)).toLocaleString("en")} ${name}`;
+const UNITS = {
+  bytes: (value) => scaled(value, 1024, ["B", "KiB", "MiB", "GiB"]),
+  us: (value) => scaled(value, 1000, ["us", "ms", "s"]),
+  s: (value) => scaled(value * 1e6, 1000, ["us", "ms", "s"]),
+  share: (value) => `${Number((100 * value).toFixed(1))}%`,
+  ratio: (value) => `${value.toFixed(2)}x`,
+  count: (value) => value.toLocaleString("en"),
+};
+const COLOURS = {
+  "graph pool": "--c1", "static buffers": "--c2", driver: "--c3", workspaces: "--c4", segment: "--c1",
+  "eager piece": "--c2", compile: "--c2", "warm-up": "--c4", capture: "--c1", "start-up": "--c1", steps: "--c1",
+  eager: "--c2", runner: "--c1", "runner, queued": "--c1", "bare replay": "--c3", "bare replay, queued": "--c3",
+  cgplan: "--c1", bare: "--c3", "free block": "--bad", "unowned block": "--bad", unmapped: "--bad",
+  "this plan": "--c1", "the best with so many graphs": "--soft",
+};
+const coloured = (name) => (COLOURS[name] ? { color: colour(COLOURS[name]) } : {});
+const unique = (rows, column) => [...new Set(rows.map((row) => row[column]))];
+const category = (rows, column) => ({ type: "category", data: unique(rows, column).map(String) });
+const tip = (text) => ({ formatter: (item) => echarts.format.encodeHTML(text(item)) });
+const value = (chart) => ({ type: "value", axisLabel: { hideOverlap: true, formatter: UNITS[chart.unit] } });
+
+/** A series for each column of values, or for each name in the column `by`; points are made of x and the value. */
+function series(rows, chart, type, point) {
+  const parts = chart.by
+    ? unique(rows, chart.by).map((name) => [name, chart.values[0], rows.filter((row) => row[chart.by] === name)])
+    : chart.values.map((name) => [name, name, rows]);
+  const data = (rows, column) => rows.map((row) => point(String(row[chart.x]), row[column]));
+  return parts.map(([name, column, found]) => ({ name, type, ...coloured(name), data: data(found, column) }));
+}
+
+const KINDS = {
+  lines: (rows, chart) => ({
+    ...{ tooltip: { trigger: "axis" }, legend: {} },
+    xAxis: { ...category(rows, chart.x), name: chart.x, boundaryGap: false },
+    yAxis: { ...value(chart), min: 0 },
+    series: series(rows, chart, "line", (x, y) => [x, y]).map((line) => ({ ...line, symbolSize: 7 })),
+  }),
+  bars: (rows, chart) => {
+    const stack = chart.stack ? "all" : undefined;
+    const shown = series(rows, chart, "bar", (x, y) => [y, x]).map((bar) => ({ ...bar, stack }));
+    const before = { type: "bar", stack, silent: true, color: "transparent", tooltip: { show: false } };
+    const starts = chart.start ? [{ ...before, data: rows.map((row) => [row[chart.start], row[chart.x]]) }] : [];
+    return {
+      legend: { data: shown.map((bar) => bar.name) },
+      xAxis: value(chart),
+      yAxis: { ...category(rows, chart.x), inverse: true },
+      series: [...starts, ...shown].map((bar) => ({ ...bar, barMaxWidth: 14 })),
+    };
+  },
+  strip: (rows, chart) => {
+    const [figure, legend] = [chart.values[0], { data: unique(rows, chart.by) }];
+    const thin = Math.max(...rows.map((row) => row[figure])) / 12;
+    const shown = rows.map((row) => ({
+      name: row[chart.by], type: "bar", stack: "all", barMaxWidth: 24, ...coloured(row[chart.by]),
+      data: [[row[figure] ?? thin, row[chart.x]]], tooltip: row[figure] == null ? tip((item) => item.seriesName) : {},
+    }));
+    return { legend, xAxis: value(chart), yAxis: { ...category(rows, chart.x), inverse: true }, series: shown };
+  },
+  treemap: (rows, chart) => {
+    const there = rows.filter((row) => row[chart.values[0]]);
+    const whole = there.reduce((sum, row) => sum + row[chart.values[0]], 0);
+    const leaves = (part) => there.filter((row) => !chart.by || row[chart.by] === part).map((row) => (
+      { name: row[chart.x], value: row[chart.values[0]], itemStyle: coloured(part) }));
+    const data = chart.by ? unique(there, chart.by).map((name) => ({ name, children: leaves(name) })) : leaves();
+    const text = (end) => ({ name, value }) => (value / whole < 0.02 ? "" : `${name}${end}${UNITS[chart.unit](value)}`);
+    const label = { color: colour("--on"), lineHeight: 18, formatter: text("\n") };
+    const upperLabel = { show: Boolean(chart.by), height: 24, color: colour("--ink"), formatter: text("  ") };
+    const itemStyle = { borderColor: colour("--paper"), borderWidth: 1, gapWidth: 1 };
+    const levels = [{ itemStyle }, { itemStyle, upperLabel }];
+    const still = { animation: false, roam: false, nodeClick: false, breadcrumb: { show: false } };
+    return { series: [{ type: "treemap", ...still, left: 0, right: 0, top: 0, bottom: 0, label, levels, itemStyle, data }] };
+  },
+  heat: (rows, chart, most = Math.max(...rows.map((row) => row[chart.values[0]])) || 1, say = UNITS[chart.unit]) => ({
+    tooltip: tip(({ value: [x, y, share] }) => `${chart.by} ${y}, ${chart.x} ${x}: ${say(share)}`),
+    xAxis: { ...category(rows, chart.x), name: chart.x },
+    yAxis: { ...category(rows, chart.by), name: chart.by },
+    visualMap: {
+      ...{ min: 0, max: most, text: [say(most), say(0)], inRange: { color: [colour("--low"), colour("--high")] } },
+      ...{ orient: "horizontal", left: "center", bottom: 0, itemWidth: 12 },
+    },
+    series: [{
+      type: "heatmap",
+      data: rows.map((row) => [String(row[chart.x]), String(row[chart.by]), row[chart.values[0]]]),
+      label: { show: rows.length < 150 && unique(rows, chart.x).length < 15, formatter: (item) => say(item.value[2]) },
+    }],
+  }),
+  curve: (rows, chart) => {
+    const shown = series(rows, chart, "scatter", (x, y) => [Number(x), y]);
+    const [dot, line] = [{ symbolSize: 14 }, { type: "line", step: "end", symbolSize: 4 }];
+    return {
+      tooltip: tip(({ seriesName, value: [x, y] }) => `${seriesName}: ${x} ${chart.x}, ${UNITS[chart.unit](y)}`),
+      ...{ legend: {}, xAxis: { type: rows.every((row) => row[chart.x] > 0) ? "log" : "value", name: chart.x } },
+      yAxis: { ...value(chart), scale: true },
+      series: shown.map((part) => ({ ...part, ...(part.name === chart.line ? line : dot) })),
+    };
+  },
+};
+
+function theme() {
+  const [ink, soft, line] = ["--ink", "--soft", "--line"].map(colour);
+  const [stroke, words] = [{ lineStyle: { color: line } }, { color: soft }];
+  const name = { nameLocation: "middle", nameGap: 8, nameTextStyle: words };
+  const axis = { ...name, splitLine: stroke, axisLine: stroke, axisLabel: words };
+  return {
+    color: [2, 3, 5, 6, 7, 8, 4, 1].map((i) => colour(`--c${i}`)),
+    textStyle: { fontFamily: getComputedStyle(document.body).fontFamily, color: ink },
+    legend: { textStyle: words, pageTextStyle: words, inactiveColor: line },
+    visualMap: { textStyle: words },
+    tooltip: { confine: true, backgroundColor: colour("--paper"), borderColor: line, textStyle: { color: ink } },
+    ...{ categoryAxis: { ...axis, axisTick: { show: false } }, valueAxis: axis, logAxis: axis },
+  };
+}
+
+const DRAWN = JSON.parse(document.getElementById("drawn").textContent);
+const BOXES = [...document.querySelectorAll(".chart")];
+
+function draw(box) {
+  const [section, at] = box.dataset.chart.split(" ");
+  const [columns, rows, charts] = DRAWN[section];
+  const chart = { ...charts[at], unit: Object.fromEntries(columns)[charts[at].values[0]] };
+  const named = rows.map((row) => Object.fromEntries(row.map((cell, i) => [columns[i][0], cell])));
+  const [where, is] = chart.where ?? [];
+  const option = KINDS[chart.kind](where ? named.filter((row) => row[where] === is) : named, chart);
+  const say = (item) => (item == null ? "-" : UNITS[chart.unit](Array.isArray(item) ? item[item.length - 1] : item));
+  option.animation = false;
+  option.tooltip = { valueFormatter: say, ...option.tooltip };
+  option.grid = { left: 8, right: 20, top: option.legend ? 44 : 12, bottom: option.visualMap ? 64 : 12 };
+  if (option.legend) Object.assign(option.legend, { type: "scroll", top: 4, left: 0, itemGap: 16, icon: "roundRect" });
+  const count = option.yAxis?.data?.length;
+  if (count) {
+    box.style.height = `${Math.max(180, 90 + Math.min(20 * count, 640))}px`;
+    option.yAxis.axisLabel = { width: box.clientWidth / 3, overflow: "truncate", interval: Math.floor(count / 40) };
+  }
+  echarts.getInstanceByDom(box)?.dispose();
+  echarts.init(box, theme(), { renderer: "svg" }).setOption(option);
+}
+
+function search(field) {
+  const [section, words] = [field.closest("section"), field.value.toLowerCase().split(/\s+/)];
+  const rows = [...section.querySelectorAll("tbody tr")];
+  for (const row of rows) row.hidden = !words.every((word) => row.textContent.toLowerCase().includes(word));
+  section.querySelector("output").textContent = `${rows.filter((row) => !row.hidden).length} of ${rows.length} rows`;
+}
+
+BOXES.forEach(draw);
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => BOXES.forEach(draw));
+const isOther = (box) => echarts.getInstanceByDom(box).getWidth() !== box.clientWidth;
+new ResizeObserver(() => BOXES.filter(isOther).forEach(draw)).observe(document.body);
+document.querySelectorAll("input").forEach((field) => field.addEventListener("input", () => search(field)));

@@ -1,0 +1,107 @@
+"""The HTML file of a report in chromium: charts are drawn, lists are searched, nothing is wrong to see or hear."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from audits import HOSTILE, audit_report
+from saved import golden_report
+
+from cgplan.reports import load_report, render_text
+from cgplan.reports.html import html_of, page_of
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="needs the extra `browser`")
+axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="needs the extra `browser`")
+CHROMIUM = shutil.which("chromium")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
+H200 = Path(__file__).parents[2] / "docs" / "pictures" / "report.json"
+REPORTS = {
+    "bench": load_report(H200),
+    "capture": golden_report("capture_ranks"),
+    "plan": golden_report("plan_traffic"),
+    "check": golden_report("bench_empty"),
+    "audit": audit_report(),
+}
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with sync_api.sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture
+def shown(browser: Any, tmp_path: Path) -> Iterator[Any]:
+    """A function that opens the file of a report. At the end the browser must not have said anything."""
+    said: list[str] = []
+    page = browser.new_page(viewport={"width": 1200, "height": 900})
+    page.on("console", lambda message: said.append(message.text))
+    page.on("pageerror", lambda error: said.append(str(error)))
+
+    def show(name: str) -> Any:
+        (tmp_path / "report.html").write_text(html_of(page_of(REPORTS[name]), render_text(REPORTS[name])))
+        page.goto(f"file://{tmp_path}/report.html")
+        return page
+
+    yield show
+    page.close()
+    assert said == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("name", REPORTS)
+def test_charts_are_drawn_and_everybody_can_read_them(shown: Any, name: str, scheme: str) -> None:
+    page = shown(name)
+    page.emulate_media(color_scheme=scheme)
+    marks = "boxes => boxes.map(box => box.querySelectorAll('svg path, svg text').length)"
+    drawn = page.eval_on_selector_all(".chart", marks)
+    assert len(drawn) == sum(len(section.charts) for section in page_of(REPORTS[name]).sections)
+    assert all(count > 3 for count in drawn)
+    page.eval_on_selector_all("details", "parts => parts.forEach(part => { part.open = true })")
+    found = axe.Axe().run(page)
+    assert [v["id"] for v in found.response["violations"]] == [], found.generate_report()
+
+
+def test_a_narrow_window_is_not_scrolled_sideways(shown: Any) -> None:
+    page = shown("bench")
+    page.set_viewport_size({"width": 400, "height": 800})
+    assert page.evaluate("document.documentElement.scrollWidth") == 400
+    assert page.locator(".chart svg").first.bounding_box()["width"] < 400, "charts are drawn again"
+
+
+def test_a_list_is_searched_by_words_in_any_order(shown: Any) -> None:
+    section = shown("audit").locator("section", has=shown("audit").get_by_role("heading", name="Owners"))
+    for text, left in {"weight parameter": [0, 1], "[1]": [1], "onerror=alert": [2], "nothing": []}.items():
+        section.get_by_role("searchbox", name="Search").fill(text)
+        assert [i for i, row in enumerate(section.locator("tbody tr").all()) if row.is_visible()] == left
+        assert section.locator("output").inner_text() == f"{len(left)} of 3 rows"
+
+
+def test_colours_follow_the_reader(shown: Any) -> None:
+    page = shown("bench")
+    label = page.locator(".chart text").first
+    light = label.get_attribute("fill")
+    page.emulate_media(color_scheme="dark")
+    sync_api.expect(page.locator(".chart text").first).not_to_have_attribute("fill", light)
+
+
+def test_keys_alone_reach_tables(shown: Any) -> None:
+    page = shown("bench")
+    page.locator("summary").first.focus()
+    page.keyboard.press("Enter")
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.getAttribute('aria-label')") == "Latency as a table"
+
+
+def test_a_tooltip_shows_a_hostile_name_as_text(shown: Any) -> None:
+    page = shown("audit")
+    chart = page.locator(".chart").nth(1)
+    chart.hover(position={"x": 50, "y": 100})
+    sync_api.expect(chart.locator("> div").nth(1)).to_contain_text(HOSTILE)
+    assert page.locator("img").count() == 0

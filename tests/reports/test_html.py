@@ -1,0 +1,145 @@
+"""The HTML file of a report, without a browser: sections and tables, names that are hostile, nothing from outside."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from audits import HOSTILE, audit_report
+from saved import SAVED, golden_report, plan_named
+
+from cgplan.optimizer.evidence import Evidence, PaddingMap
+from cgplan.reports import Report, load_report, render_text
+from cgplan.reports.html import UNITS, html_of, page_of
+
+H200 = Path(__file__).parents[2] / "docs" / "pictures" / "report.json"  # 35 keys
+REPORTS = {**{name: golden_report(name) for name in SAVED}, "audit": audit_report(), "h200": load_report(H200)}
+
+
+class Read(HTMLParser):
+    """Tags with their attributes, cells of each table by row, and scripts."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.tables: list[list[list[str]]] = []
+        self.scripts: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag == "table":
+            self.tables.append([])
+        elif tag == "tr":
+            self.tables[-1].append([])
+        elif tag in ("th", "td"):
+            self.tables[-1][-1].append("")
+        elif tag == "script":
+            self.scripts.append("")
+
+    def handle_data(self, data: str) -> None:
+        tag = self.tags[-1][0] if self.tags else ""
+        if tag in ("th", "td"):
+            self.tables[-1][-1][-1] += data.strip("\n")
+        elif tag == "script":
+            self.scripts[-1] += data
+
+
+def made(report: Report) -> Read:
+    return Read(html_of(page_of(report), render_text(report)))
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_every_chart_stands_over_a_table_of_its_figures(name: str) -> None:
+    page, content = made(REPORTS[name]), page_of(REPORTS[name])
+    drawn = json.loads(page.scripts[0])
+    assert len(page.tables) == len(content.sections) == len(drawn)
+    for table, (columns, rows, charts), section in zip(page.tables, drawn, content.sections, strict=True):
+        assert table[0] == list(section.columns)
+        assert len(table) == 1 + len(section.rows)
+        assert bool(charts) == bool(rows)
+        for cells, row in zip(table[1:], rows, strict=False):
+            for shown, value, (column, unit) in zip(cells, row, columns, strict=True):
+                assert shown == ("-" if value is None else UNITS[unit](value) if unit else value), column
+        for chart in charts:
+            used = [chart["x"], *chart["values"], *(chart[k] for k in ("by", "start") if k in chart)]
+            assert set(used) <= set(section.columns)
+            assert [row for row in section.rows if "where" not in chart or chart["where"][1] in row], "nothing to draw"
+
+
+def test_a_report_has_its_subjects() -> None:
+    titles = {name: [section.title for section in page_of(report).sections] for name, report in REPORTS.items()}
+    assert titles["h200"] == ["Latency", "Memory", "Start-up", "Padding"]
+    assert titles["bench_against"][:2] == ["Latency", "Beside other ways"]
+    assert "Segments and eager pieces" in titles["capture_budget"] + titles["capture_ranks"] + titles["capture_gpu"]
+    assert titles["plan_traffic"] == ["Graphs against step time", "Use of each graph", "Padding", "Memory", "Start-up"]
+    assert titles["audit"] == ["Findings", "Owners", "Pointers by kind of owner", "Nodes by kernel"]
+    capture = REPORTS["capture_gpu"].model_copy(update={"audit": REPORTS["audit"]})
+    assert [section.title for section in page_of(capture).sections][-4:] == titles["audit"]
+
+
+def test_memory_is_whole_and_predictions_stand_beside() -> None:
+    report: Any = REPORTS["h200"]
+    (memory,) = [section for section in page_of(report).sections if section.title == "Memory"]
+    measured, predicted = (sum(row[i] for row in memory.rows if row[i] is not None) for i in (2, 3))
+    assert measured == report.capture.total_bytes
+    assert predicted == report.capture.plan.predicted.total_bytes
+    assert [chart["values"] for chart in memory.charts] == [("measured",), ("predicted",)]
+
+
+def test_figures_of_the_stand_in_say_so() -> None:
+    report: Any = REPORTS["h200"]
+    as_tape = {"environment": report.environment.model_copy(update={"backend": "cpu (tape)"})}
+    capture = report.capture.model_copy(update=as_tape)
+    for section in page_of(report.model_copy(update={**as_tape, "capture": capture})).sections:
+        assert "cpu (tape)" in section.source or section.source.startswith("Computed")
+
+
+def test_boxes_have_a_map_of_their_padding() -> None:
+    plan = plan_named("plan_traffic")
+    found = PaddingMap(names=("rows", "length"), rows=(1, 4), columns=(64, 128), shares=((0.5, None), (0.25, 0.125)))
+    evidence = Evidence.model_validate(plan.evidence).model_copy(update={"padding_map": found})
+    plan = plan.model_copy(
+        update={"evidence": evidence.model_dump(), "config": {**plan.config, "dims": {"length": {}}}}
+    )
+    (padding,) = [section for section in page_of(plan).sections if section.title == "Padding"]
+    assert padding.rows == [(1, 64, 0.5), (4, 64, 0.25), (4, 128, 0.125)]
+
+
+def test_a_file_loads_nothing_and_runs_its_own_scripts_alone() -> None:
+    page = made(REPORTS["audit"])
+    for tag, attributes in page.tags:
+        assert tag not in ("link", "img", "iframe", "object", "embed", "base")
+        assert not {"src", "srcset", "action", "data"} & attributes.keys()
+        assert not [name for name in attributes if name.startswith("on")]
+        assert (attributes.get("href") or "#").startswith("#")
+    (policy,) = [a["content"] for _, a in page.tags if a.get("http-equiv") == "Content-Security-Policy"]
+    assert re.fullmatch(
+        r"default-src 'none'; style-src 'unsafe-inline'; script-src( 'sha256-[\w+/]{43}='){2}", policy or ""
+    )
+    assert "@import" not in page.scripts[2]
+
+
+def test_hostile_names_are_text() -> None:
+    page = made(REPORTS["audit"])
+    assert len(page.scripts) == 3
+    assert HOSTILE in [cell for row in page.tables[0] for cell in row]
+    assert HOSTILE in [row[1] for row in json.loads(page.scripts[0])[3][1]]
+    assert "<" not in page.scripts[0]
+
+
+def test_a_long_list_says_what_it_leaves_out() -> None:
+    report = audit_report()
+    page = html_of(page_of(report.model_copy(update={"owners": report.owners * 600})), "")
+    assert f"{600 * len(report.owners):d} rows, the first 1000 of them here" in page
+    assert len(Read(page).tables[1]) == 1001
+
+
+def test_35_keys_are_at_most_one_and_a_half_mebibytes() -> None:
+    report: Any = REPORTS["h200"]
+    assert len(report.capture.records) == 35
+    assert len(html_of(page_of(report), render_text(report)).encode()) < 1.5 * 2**20
