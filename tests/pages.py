@@ -117,7 +117,8 @@ def run_command(block: Block, command: str, fails: bool) -> str:
             "torchrun": [sys.executable, "-m", "torch.distributed.run", "--master-port", str(free_port())],
             "make": ["make", "--dry-run", "--directory", str(ROOT)],
         }
-        given = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        given = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
         whole = [*ways[words[0]], *words[1:]]
         done = subprocess.run(whole, env=given, capture_output=True, text=True, timeout=280, check=False)
         code, out, err = done.returncode, done.stdout, done.stdout + done.stderr
