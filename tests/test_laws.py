@@ -31,7 +31,7 @@ FOLDERS = (
 WITHOUT_TORCH = FOLDERS[: FOLDERS.index("buffers")]
 MODULES = sorted(PACKAGE.rglob("*.py"))
 TINY: set[str] = set()
-BUDGET = {"lines": 28_650, "tokens": 202_400, "files": 135, "files in a folder": 13}
+BUDGET = {"lines": 30_430, "tokens": 216_950, "files": 137, "files in a folder": 13}
 
 
 @dataclass(frozen=True)
@@ -221,7 +221,8 @@ def test_all_exceptions_of_cgplan_are_in_errors() -> None:
 
 def test_the_package_keeps_its_budget() -> None:
     """A change that needs more raises the number, and says in its message what users get for it."""
-    sources = [p for p in PACKAGE.rglob("*") if p.suffix in (".py", ".cu", ".js", ".html", ".j2")]
+    ours = (p for p in PACKAGE.rglob("*") if "vendor" not in p.parts)
+    sources = [p for p in ours if p.suffix in (".py", ".cu", ".js", ".html", ".j2")]
     layout = (
         tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER,
     )  # fmt: skip

@@ -341,7 +341,6 @@ def plan_(
     assume_default_times: Annotated[
         bool, Option("--assume-default-times", help="With --emit: take the default step times, of another model.")
     ] = False,
-    plot: Annotated[Path | None, Option(metavar="FILE", help="Draw it: an SVG or PNG.")] = None,
     html: Html = None,
     verbose: Annotated[
         bool, Option("--verbose", "-v", help="Show everything: curve, padding, sizes left out.")
@@ -390,7 +389,6 @@ def plan_(
             output=output,
             engine=engine.value if engine else None,
             assumed_times=assume_default_times,
-            plot=plot,
             html=html,
             verbose=verbose,
             as_json=as_json,

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,8 +26,7 @@ from cgplan.planning.difference import compare, machine_changes, named
 from cgplan.planning.engines import Engine, VllmConfig, emit
 from cgplan.planning.plan import Machine
 from cgplan.reports import load_report
-from cgplan.reports.plan_tables import brief, padding_bars, pareto_plot, render_difference, said
-from cgplan.reports.plots import Bar, ParetoPlot, check_plot_path, picture
+from cgplan.reports.plan_tables import brief, render_difference, said
 from cgplan.reports.records import BenchReport, parse_report
 from cgplan.units import counted, format_microseconds
 
@@ -76,32 +74,25 @@ def run_plan(
     output: Path | None,
     engine: Engine | None,
     assumed_times: bool,
-    plot: Path | None,
     html: Path | None,
     verbose: bool,
     as_json: bool,
 ) -> None:
     path = given if isinstance(given, Path) else None
     loaded = _loaded(given, overrides, engine)
-    if plot is not None:
-        check_plot_path(plot)
     files = [file for file, _ in loads.files]
-    check_outputs((output, plot, html), (path, *files, step_times, costs))
+    check_outputs((output, html), (path, *files, step_times, costs))
     _check_times(loaded.config, loads, step_times, engine is not None and not assumed_times)
     if loaded.config.dims and (files or costs or engine or loaded.config.traffic is not None):
         others = engine or not loads.is_recorded or len(files) > 1
         priced = costs_of(loaded, costs)
-        plan, curve, bars = _for_sizes(loaded.config, files[0] if files else None, step_times, priced, others)
+        plan = _for_sizes(loaded.config, files[0] if files else None, step_times, priced, others)
     else:
         one_list = engine == "vllm" or (engine != "sglang" and not isinstance(given, Path))
         rules = {"one_list": one_list, "apart": engine == "sglang"}
-        plan, curve, bars = _for_traffic(loaded, loads, step_times, costs_of(loaded, costs), rules)
+        plan = _for_traffic(loaded, loads, step_times, costs_of(loaded, costs), rules)
     if not isinstance(given, Path):
         plan = plan.model_copy(update={"notes": (*given.notes, *plan.notes)})
-    if plot is not None and curve is None and not bars:
-        note(f"note: {plot} was not drawn: there is no graph, and no traffic")
-    elif plot is not None:
-        save(plot, picture(plot, curve, bars))
     if engine is not None or as_json:
         for line in dict.fromkeys((*announcements(plan), *(f"{label}: {text}" for label, text in said(plan)))):
             note(line)
@@ -247,7 +238,7 @@ def announcements(plan: Plan) -> Iterator[str]:
 
 def _for_traffic(
     loaded: LoadedConfig, loads: Loads, step_times: Path | None, priced: Priced, rules: dict[str, Any]
-) -> tuple[Plan, ParetoPlot | None, list[Bar]]:
+) -> Plan:
     config = loaded.config
     if not loads.files and config.traffic is None:
         return _by_ladder(loaded, priced, one_list=rules["one_list"])
@@ -262,8 +253,7 @@ def _for_traffic(
         chosen = choose(config, traffic, *known, **options).plan
         traffic = _steps(sources, chosen, times, config, rules["apart"])
     proposal = propose(config, traffic, *known, **options)
-    plan, evidence = proposal.plan.model_copy(update={"machine": priced.machine}), proposal.evidence
-    return plan, pareto_plot(evidence) if evidence.pareto else None, padding_bars(evidence)
+    return proposal.plan.model_copy(update={"machine": priced.machine})
 
 
 def _times_of(file: Path | None, config: Config, machine: Machine | None = None) -> StepTimes:
@@ -317,7 +307,7 @@ def _steps(
 
 def _for_sizes(
     config: Config, file: Path | str | None, step_times: Path | None, priced: Priced, others: object
-) -> tuple[Plan, None, list[Bar]]:
+) -> Plan:
     if others or file is None or isinstance(file, str):
         raise ConfigError(
             "--speedup, --insurance and the like, --emit, --from-stats and the `traffic` section do not know the boxes "
@@ -330,7 +320,7 @@ def _for_sizes(
 
     surface = None if step_times is None else StepSurface.load(step_times, config.dim_names)
     proposal = propose_boxes(config, read_sizes(file, dims_of(config)), surface, priced.costs)
-    return proposal.plan.model_copy(update={"machine": priced.machine}), None, padding_bars(proposal.evidence)
+    return proposal.plan.model_copy(update={"machine": priced.machine})
 
 
 def _about_times(text: str, path: Path, config: Config, machine: Machine | None) -> Iterator[str]:
@@ -345,8 +335,8 @@ def _about_times(text: str, path: Path, config: Config, machine: Machine | None)
         yield f"the step times of {path} were measured on another machine than the costs: {found}"
 
 
-def _by_ladder(loaded: LoadedConfig, priced: Priced, *, one_list: bool) -> tuple[Plan, None, list[Bar]]:
-    """The plan of a configuration without traffic, and its padding where all batch sizes are equally frequent."""
+def _by_ladder(loaded: LoadedConfig, priced: Priced, *, one_list: bool) -> Plan:
+    """The plan of a configuration without traffic."""
     from cgplan.optimizer.lint import lint_without_traffic  # numpy from here on
 
     plan = within_count(build_plan(loaded.config), loaded.config, one_list=one_list)
@@ -359,9 +349,4 @@ def _by_ladder(loaded: LoadedConfig, priced: Priced, *, one_list: bool) -> tuple
     limits = " and ".join(f"budget.{name}" for name in plan.budget or {} if name in ("memory", "capture_time"))
     unbounded = f"{limits} did not bound this plan: without traffic memory and time bound the capture alone"
     lint = (*([unbounded] if limits else []), *lint_without_traffic(plan))
-    bars = [
-        Bar(f"{lane}: {size}", (size - below - 1) / 2 / size)
-        for lane, sizes in plan.lanes().items()
-        for below, size in pairwise((0, *sizes))
-    ]
-    return plan.model_copy(update={"notes": (note, *plan.notes), "lint": lint}), None, bars
+    return plan.model_copy(update={"notes": (note, *plan.notes), "lint": lint})

@@ -1,23 +1,15 @@
-"""Pictures: the Pareto curve and the padding of each size, as plain text in a report and as SVG or PNG."""
+"""The Pareto curve and the padding of each size, as plain text."""
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Sequence
-from io import BytesIO
-from pathlib import Path
 from string import ascii_uppercase
 from textwrap import wrap
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from cgplan.errors import OutputPathError
-from cgplan.units import counted, format_microseconds, grouped
+from cgplan.units import counted, format_microseconds
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-SUFFIXES = (".svg", ".png")
 TEXT_ROWS = 14
 MOST_BARS = 24
 _MARGIN = 10  # columns left of the axis
@@ -96,64 +88,3 @@ def padding_text(bars: Sequence[Bar], width: int = 80) -> str:
     if len(shown) < len(bars):
         lines.append(f"and {len(bars) - len(shown)} more, with fewer steps")
     return "\n".join(lines)
-
-
-def check_plot_path(path: Path) -> None:
-    """Raise OutputPathError if ``path`` does not end as a picture does, or matplotlib is not installed."""
-    if path.suffix.lower() not in SUFFIXES:
-        raise OutputPathError(
-            f"cannot draw {path}: a picture ends in {' or '.join(SUFFIXES)}",
-            remedy=f"Name it {path.stem or 'plan'}{SUFFIXES[0]}, say.",
-        )
-    if importlib.util.find_spec("matplotlib") is None:
-        raise OutputPathError(
-            f"cannot draw {path}: matplotlib is not installed", remedy="Install it: pip install 'cgplan[plot]'"
-        )
-
-
-def picture(path: Path, pareto: ParetoPlot | None, bars: Sequence[Bar]) -> bytes:
-    """The plots that are there, below one another, in the format that the suffix of ``path`` names."""
-    check_plot_path(path)
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
-    count = (pareto is not None) + bool(bars)
-    # A fixed salt and no date: equal plots give equal files.
-    with rc_context({"svg.hashsalt": "cgplan", "svg.fonttype": "none"}):
-        figure = Figure(figsize=(8, 4.5 * max(count, 1)), layout="constrained")
-        if pareto is not None:
-            _draw_pareto(figure.add_subplot(count, 1, 1), pareto)
-        if bars:
-            _draw_padding(figure.add_subplot(count, 1, count), bars)
-        data = BytesIO()
-        kind = path.suffix.lower().removeprefix(".")
-        figure.savefig(data, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
-    return data.getvalue()
-
-
-def _draw_pareto(axes: Axes, plot: ParetoPlot) -> None:
-    every_x, every_y = zip(*plot.curve, strict=True)
-    axes.step(every_x, every_y, where="post", marker=".", label="best with so many graphs")
-    together = grouped(
-        ((graphs, time), name) for name, graphs, time in plot.points
-    )  # a dot would hide another one below it
-    for (graphs, microseconds), names in together.items():
-        axes.plot([graphs], [microseconds], "o", label=f"{', '.join(names)} ({graphs})")
-    axes.set_xscale("symlog", linthresh=10)
-    ticks = [n for n in (0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000) if n <= max(every_x)]
-    axes.set_xticks(ticks, [str(n) for n in ticks])
-    axes.set(xlabel="graphs", ylabel="expected step time (us)")
-    axes.grid(alpha=0.3)
-    axes.legend()
-
-
-def _draw_padding(axes: Axes, bars: Sequence[Bar]) -> None:
-    at = range(len(bars))
-    axes.bar(at, [100 * bar.padding for bar in bars], label="padding, of the rows at this size")
-    if steps := [100 * bar.steps for bar in bars if bar.steps is not None]:
-        axes.plot(at, steps, "k.", label="steps at this size, of all")
-    every = max(1, len(bars) // 16)
-    axes.set_xticks(list(at)[::every], [bar.name for bar in bars][::every], rotation=45, ha="right")
-    axes.set(xlabel="capture size (tokens)", ylabel="%")
-    axes.grid(axis="y", alpha=0.3)
-    axes.legend()

@@ -69,7 +69,7 @@ run("schema")
 run("inspect", "--config", "good.yaml")
 run("inspect", "plan.json")
 run("inspect", "--vllm", "{}", "--max-num-seqs", "4", "--max-num-batched-tokens", "64")
-run("plan", "--config", "good.yaml", "--plot", "plan.svg", "--emit", "vllm")
+run("plan", "--config", "good.yaml", "--html", "plan.html", "--emit", "vllm")
 run("plan", "diff", "plan.json", "plan.json")
 assert "torch" not in sys.modules
 """
@@ -244,8 +244,8 @@ def target(name: str) -> tuple[str, ...]:
         ("HostSyncError", target("models.py:syncing"), ["item", "return x * x.sum().item()"]),
         ("CaptureMemoryError", target("models.py:hungry"),
          ["num_tokens=2", "tried to allocate 5 GiB", "Lower compilation.max_cudagraph_capture_size"]),
-        ("OutputPathError", (*PLAN, "--plot", "none/plan.svg"), ["cannot write none/plan.svg: No such file"]),
-        ("OutputPathError", (*PLAN, "--plot", "it.svg", "--output", "./it.svg"), ["it.svg is to hold two results"]),
+        ("OutputPathError", (*PLAN, "--html", "none/plan.html"), ["cannot write none/plan.html: No such file"]),
+        ("OutputPathError", (*PLAN, "--html", "it.html", "--output", "./it.html"), ["it.html is to hold two results"]),
         ("ReportError", (*PLAN, "--costs", ""), ["cannot read ."]),
         ("ConfigFileError", ("capture", "god.yaml"), ["no such file: god.yaml", "mean 'good.yaml'?"]),
         ("ModelError", ("init", "no/model"), ["no/model is neither a target nor a Hugging Face model on this machine"]),

@@ -66,13 +66,6 @@ def test_what_is_emitted_for_vllm_is_read_back_to_the_same_keys(home: Path) -> N
     assert Plan.from_json(again).keys == build_plan(load_config("good.yaml", settings[1::2])).keys
 
 
-def test_plan_draws_the_padding(home: Path) -> None:
-    assert "saved plan.svg" in good(*PLAN, "--plot", "plan.svg").stderr
-    drawn = (home / "plan.svg").read_text()
-    assert "capture size" in drawn
-    assert "FULL: 4" in drawn
-
-
 def test_plan_options_are_overrides_of_the_budget(home: Path) -> None:
     given = ("--max-graphs", "2", *settings("budget.max_graphs=3"), "--memory", "1GiB", "--capture-time", "2min")
     assert plan_of(*PLAN, *given).budget == {"max_graphs": 2, "memory": 1 << 30, "capture_time": 120.0}
@@ -565,15 +558,13 @@ def test_empty_options_of_plan_and_files_that_it_would_write_over(home: Path) ->
         result = cgplan_command(*traffic, option, "")
         assert result.exit_code == 2
         assert f"{option} is empty" in result.stderr
-    for option in ("--plot", "--output"):
+    for option in ("--html", "--output"):
         assert "error: cannot" in refused(errors.OutputPathError, *traffic, option, "")
     for over in ("h.csv", "good.yaml"):
         assert f"{over} is an input of the command" in refused(errors.OutputPathError, *traffic, "--output", over)
     assert Path("h.csv").read_text().startswith("num_tokens")
     none = settings("compilation.cudagraph_mode=NONE")
     assert "nothing is captured: the resolved cudagraph_mode is NONE" in good(*traffic, *none).stdout
-    assert "it.svg was not drawn: there is no graph" in good(*PLAN, *none, "--plot", "it.svg").stderr
-    assert not Path("it.svg").exists()
 
 
 # --- several sizes ----------------------------------------------------------------------------------------------

@@ -1,18 +1,14 @@
-"""The Pareto curve and the padding of each size: as text, and as pictures."""
+"""The Pareto curve and the padding of each size: as text."""
 
 from __future__ import annotations
 
-import importlib.util
 import re
-from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cgplan.errors import OutputPathError
-from cgplan.reports.plots import Bar, ParetoPlot, check_plot_path, padding_text, pareto_text, picture
+from cgplan.reports.plots import Bar, ParetoPlot, padding_text, pareto_text
 
 CURVE = ParetoPlot(
     curve=list(enumerate([5500.0, 3000.0, 2300.0, 2000.0, 1900.0, 1850.0, 1830.0, 1820.0, 1810.0])),
@@ -100,35 +96,3 @@ def test_of_many_bars_the_most_used_are_shown() -> None:
     shown = [int(line.split()[0]) for line in text.splitlines()[1:-1]]
     assert shown == list(range(16, 40))
     assert text.endswith("and 16 more, with fewer steps")
-
-
-# --- pictures -------------------------------------------------------------------------------------------------
-
-
-def words_of(svg: bytes) -> str:
-    return " ".join(ElementTree.fromstring(svg).itertext())
-
-
-def test_an_svg_has_its_plots_in_words() -> None:
-    curve = CURVE._replace(points=[*CURVE.points, ("trtllm", 35, 1810.0)])
-    svg = picture(Path("plan.svg"), curve, BARS)
-    words = ("expected step time (us)", "vllm, trtllm (35)", "plan (3)", "capture size (tokens)", "FULL uniform 64")
-    assert [word for word in words if word not in words_of(svg)] == []
-    assert svg == picture(Path("plan.svg"), curve, BARS), "equal plots give equal files"
-    assert "expected step" not in words_of(picture(Path("x.svg"), None, BARS))
-    assert "capture size" not in words_of(picture(Path("x.svg"), CURVE, []))
-    assert picture(Path("plan.PNG"), CURVE, []).startswith(b"\x89PNG\r\n")
-
-
-@pytest.mark.parametrize("name", ["plan", "plan.svg.gz"])
-def test_other_suffixes_are_refused(name: str) -> None:
-    with pytest.raises(OutputPathError, match=f"cannot draw {name}: a picture ends in .svg or .png") as caught:
-        check_plot_path(Path(name))
-    assert ".svg" in caught.value.remedy
-
-
-def test_without_matplotlib_the_remedy_is_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(OutputPathError, match="matplotlib is not installed") as caught:
-        picture(Path("plan.svg"), CURVE, [])
-    assert caught.value.remedy == "Install it: pip install 'cgplan[plot]'"
