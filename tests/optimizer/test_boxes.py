@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from itertools import combinations, product
 from typing import Any
 
@@ -19,6 +20,7 @@ from cgplan.reports import render_text
 from cgplan.traffic.histogram import SizeCounts
 from cgplan.traffic.step_times import StepSurface
 
+CASES = int(os.environ.get("CASES", "200")) // 10  # each is tried against all sets of boxes
 Counts = dict[tuple[int, ...], int]
 DIMS = {"batch": {"max": 64}, "length": {"max": 512}}
 
@@ -103,7 +105,7 @@ class DrawnCosts(GraphCosts):
 def test_memory_and_time_bind_boxes(alike: bool) -> None:
     """No bound is above the best set that is paid for; where keys cost alike, nothing paid for is missed."""
     rng, proven, refused = np.random.default_rng(6), 0, 0
-    for _ in range(60):
+    for _ in range(CASES):
         counts, costs = random_counts(rng, 3), DrawnCosts(rng, alike=alike)
         budget = {"memory": int(rng.integers(2_000, 40_000)), "capture_time": float(rng.uniform(0.3, 4))}
         config, steps = config_of(budget=budget), list[float]()
@@ -130,8 +132,8 @@ def test_memory_and_time_bind_boxes(alike: bool) -> None:
         proven += found.evidence.exact
         if found.evidence.exact:
             assert found.evidence.expected_us.plan == pytest.approx(min(steps))
-    assert proven > 10 or not alike
-    assert refused > 3
+    assert proven > CASES // 6 or not alike
+    assert refused
 
 
 def test_any_number_of_graphs_is_proven_for_five_sizes_by_five() -> None:

@@ -130,10 +130,10 @@ def test_a_saved_plan_on_ranks_is_noted_once(tmp_path: Path) -> None:
     ("absent", "words"),
     [(0, "rank 1 does not reach rank 0, which keeps the store, at"), (1, "rank 1 of 2 did not come within 1 s")],
 )
-def test_a_missing_rank_ends_the_command_in_two_lines(absent: int, words: str) -> None:
+def test_a_missing_rank_ends_the_command_in_three_lines(absent: int, words: str) -> None:
     line = ["capture", "--config", str(CONFIG), *SMALL, "--set", "distributed.timeout=1"]
     code, printed, said = values(run_ranks(2, programs.command, line, line, absent=(absent,)))[1 - absent]
     assert (code, printed) == (41, "")
     lines = unwrapped(said).splitlines()
-    assert [text.split(":")[0].strip() for text in lines] == ["error", "remedy"], said
+    assert [text.split(":")[0].strip() for text in lines] == ["error", "remedy", "more"], said
     assert words in lines[0]
