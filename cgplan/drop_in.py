@@ -839,7 +839,7 @@ class Graphed(nn.Module):
         values["compilation"].pop("capture_policy", None)
         notes = ["Written by cgplan.graphed, which inferred:", *kind.notes]
         if target is None:
-            key = "model.kwargs.target" if made_by else "model.target"
+            key = "model.kwargs.target" if "target" in made_by else "model.target"
             notes.append(f"To fill in: {key}, a function that returns the model, such as my_model.py:build")
         text = "".join(f"# {note}\n" for note in notes)
         return text + yaml.safe_dump(values, sort_keys=False, default_flow_style=None, width=110)

@@ -70,7 +70,8 @@ def run_page(page: str, *, gpus: int = 0, after: Callable[[Block, ModuleType], N
             printed = run_python(block, module)
         elif block.language in ("sh", "console"):
             for command, claimed in commands_of(block):
-                compare(block, claimed, run_command(block, command, fails="error:" in claimed), whole=bool(claimed))
+                printed = run_command(block, command, fails="error:" in claimed)
+                compare(block, claimed, printed, whole=bool(claimed))
         elif block.language == "text":
             compare(block, block.text, printed)
         elif block.language == "yaml":

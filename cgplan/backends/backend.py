@@ -25,7 +25,7 @@ import torch
 from cgplan.backends.graph_nodes import Block, GraphNodes, MemoryKind
 from cgplan.buffers.copier import Copier
 from cgplan.buffers.static import StaticBuffers
-from cgplan.errors import BackendError, CaptureError
+from cgplan.errors import BackendError, CaptureError, CgplanError
 
 Pool = Any
 Graph = Any
@@ -66,16 +66,23 @@ class Trace:
 
     @contextmanager
     def on(self) -> Iterator[Trace]:
-        """A block that is recorded, compilations of torch.compile included."""
-        from torch._dynamo.callback import callback_handler
+        """A block that is recorded, compilations of torch.compile included. Raises CgplanError inside another one."""
+        from torch._dynamo.callback import CallbackArgs, callback_handler
 
-        began, before, Trace.current = list[int](), Trace.current, self
+        if Trace.current is not None:
+            raise CgplanError("a trace is on already", remedy="End it first.")
+        began = list[int]()
+
+        def compiled(of: CallbackArgs) -> None:
+            if began:  # one that was under way before has no beginning here
+                self.add("compile", began.pop(), {"id": of.compile_id})
+
         start = callback_handler.register_start_callback(lambda _: began.append(perf_counter_ns()))
-        end = callback_handler.register_end_callback(lambda of: self.add("compile", began.pop(), {"id": of.compile_id}))
+        end, Trace.current = callback_handler.register_end_callback(compiled), self
         try:
             yield self
         finally:
-            Trace.current = before
+            Trace.current = None
             callback_handler.remove_start_callback(start)
             callback_handler.remove_end_callback(end)
 

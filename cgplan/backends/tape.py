@@ -125,7 +125,7 @@ class TapeBackend(GraphBackend):
         return None if graph.steps is None else len(graph.steps)
 
     def open_graph(self) -> tuple[TapeGraph, int] | None:
-        graph = self._open
+        graph = self._open if self.is_capturing() else None
         return None if graph is None or graph.recording is None else (graph, len(graph.recording[0].steps))
 
     def nodes(self, graph: TapeGraph) -> GraphNodes:

@@ -24,7 +24,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
 
 from cgplan.backends.graph_nodes import Block, GraphNodes, Launch
 from cgplan.captures.model_graphs import ModelGraphs
@@ -43,7 +42,6 @@ from cgplan.reports.records import (
 from cgplan.units import counted, format_bytes
 
 _ADDRESSES = 1 << 32, 1 << 47  # words below are numbers, and those above are no addresses of a process
-_MOST_OBJECTS = 3_000_000  # that are reached from a runner
 _NOT_ENTERED = (type, ModuleType, FrameType, ReferenceType, str, bytes, int, float, BuiltinFunctionType)
 _TABLE = "the table of other ranks' buffers"  # as a node
 _SHOWN = 10
@@ -58,25 +56,37 @@ class _Owner(NamedTuple):
 
 
 class _Ranges:
-    """Stretches of memory with something for each; of those that begin at one place the first counts."""
+    """Stretches of memory with something for each. Of several that hold an address the innermost counts; of those that
+    are alike the first.
+    """
 
     def __init__(self, rows: Iterable[tuple[int, int, Any]]) -> None:
-        first = dict[int, tuple[int, Any]]()
+        first = dict[tuple[int, int], Any]()
         for start, end, value in rows:
             if end > start:
-                first.setdefault(start, (end, value))
-        starts = sorted(first)
-        self._starts, self._ends = np.array([starts, [first[start][0] for start in starts]], np.uint64)
-        self.values = [first[start][1] for start in starts]
+                first.setdefault((start, -end), value)
+        ordered = sorted(first)
+        self._starts = np.array([start for start, _ in ordered], np.uint64)
+        self._ends = np.array([-end for _, end in ordered], np.uint64)
+        self.values, around = [first[place] for place in ordered], list[int]()
+        self._around = np.full(len(ordered) + 1, -1)  # of each the next larger one that may hold it
+        for index, (start, _) in enumerate(ordered):
+            while around and self._ends[around[-1]] <= start:
+                around.pop()
+            self._around[index] = around[-1] if around else -1
+            around.append(index)
 
     def spans(self, address: int) -> bool:
         """Whether an address lies between the first and the last of them."""
-        return bool(len(self._starts) and self._starts[0] <= address < self._ends[-1])
+        return bool(len(self._starts) and self._starts[0] <= address < self._ends.max())
 
     def find(self, addresses: NDArray[np.uint64]) -> NDArray[np.int64]:
         """For each address the index of its value, -1 where there is none."""
         at = np.searchsorted(self._starts, addresses, "right") - 1
-        return np.where((at >= 0) & (addresses < np.append(self._ends, [0])[at]), at, -1)
+        ends = np.append(self._ends, np.uint64(0))
+        while (missed := (at >= 0) & (addresses >= ends[at])).any():
+            at = np.where(missed, self._around[at], at)
+        return at
 
 
 @dataclass(slots=True)
@@ -201,7 +211,7 @@ def _finding(found: _Words, place: int, owner: _Owner) -> Finding | None:
     """None where nothing proves that the node uses the word."""
     (mode, descriptor), number, nodes, launches = found.graphs[found.graph[place]]
     node, address = int(found.node[place]), int(found.addresses[found.address[place]])
-    made = [one for one in launches if one.first <= node < max(one.end, one.first + 1)]  # on the tape it ends too early
+    made = [one for one in launches if one.first <= node < max(one.end, one.first + 1)]  # a tape adds the step later
     launch = next((one for one in made if one.operator == nodes.names[node]), made[-1] if made else None)
     if not found.certain[place] and (launch is None or address not in launch.operands):
         return None
@@ -355,7 +365,7 @@ def _held_in_python(graphed: ModelGraphs, by_graphs: Sequence[Tensor]) -> tuple[
     excepted = set(map(id, by_graphs))
     reached, seen, above = list[tuple[int, int, _Owner]](), {id(graphed)}, dict[int, Any]()
     waiting = deque([graphed.__dict__])
-    while waiting and len(seen) < _MOST_OBJECTS:
+    while waiting:
         item = waiting.popleft()
         if isinstance(item, Tensor) and (span := _span(item)) is not None:
             kind: OwnerKind = "state" if graphed.backend.device.type == item.device.type else "host memory"
@@ -373,6 +383,8 @@ def _inside(item: Any) -> list[Any]:
     """The objects that an object holds; of a function not all globals, but those that its code names."""
     if type(item) is not FunctionType:
         return gc.get_referents(item)
+    from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
+
     names, codes = set[str](), [item.__code__]
     for code in codes:  # it grows by inner functions, and by what Dynamo compiled in the function's place
         names.update(code.co_names)

@@ -27,7 +27,15 @@ from cgplan.captures.environment import describe_environment
 from cgplan.captures.failures import drop_locals
 from cgplan.captures.model_graphs import ModelGraphs, driver_bytes
 from cgplan.captures.together import ALONE, Together
-from cgplan.errors import BudgetError, CaptureError, CaptureMemoryError, ConfigError, ModelError, RankFailedError
+from cgplan.errors import (
+    AuditError,
+    BudgetError,
+    CaptureError,
+    CaptureMemoryError,
+    ConfigError,
+    ModelError,
+    RankFailedError,
+)
 from cgplan.modes import BatchDescriptor, CUDAGraphMode, Key
 from cgplan.optimizer.subset import restricted
 from cgplan.planning import MissReason, Plan
@@ -140,12 +148,15 @@ class CapturedKeys:
         if self._records:
             self._note_workspace()
         graphed.seal()
-        if graphed.config.compilation.audit != "off":
-            self._audited = self.audit()
-            if self._audited.findings and graphed.config.compilation.audit == "error":
-                raise audit_error(self._audited)
+        self._audit()
         self._write_report()
         self.report = self._together.completed(self.report)
+
+    def _audit(self) -> None:
+        setting = self.graphed.config.compilation.audit
+        self._audited = None if setting == "off" else self.audit()
+        if self._audited is not None and self._audited.findings and setting == "error":
+            raise audit_error(self._audited)
 
     def audit(self) -> AuditReport:
         """Who owns the memory that the graphs point to now. Raises BackendError where nodes cannot be read."""
@@ -179,6 +190,10 @@ class CapturedKeys:
                 wanted = set(self.wanted.keys) - set(self.failed) - set(self._records)
                 new = capture_order(key for key in keys if key in wanted)
                 self._capture(new, in_service=True)
+            self._audit()
+        except AuditError:
+            self._evict(new)
+            raise
         finally:
             self.guard.rest()
             self._seconds += time.perf_counter() - start

@@ -69,8 +69,9 @@ def run_doctor(request: Request) -> None:
 
 
 def run_audit(request: Request) -> None:
-    noted = replace(request, overrides=[*request.overrides, Override("compilation.audit=report", "cgplan audit")])
-    report = _report(noted, "audit", lambda runner: runner.audit())
+    settings = ("compilation.audit=report", "compilation.capture_policy=eager")
+    overrides = [*request.overrides, *(Override(setting, "cgplan audit") for setting in settings)]
+    report = _report(replace(request, overrides=overrides), "audit", lambda runner: runner.audit())
     if isinstance(report, AuditReport) and report.findings:
         raise audit_error(report)
 

@@ -590,7 +590,8 @@ def init(
 
 
 examples = typer.Typer(help="Configurations to start from, with the models that they need.", **PLAIN)
-_EXAMPLES = next(filter(Path.is_dir, (Path(__file__).parents[1] / "examples", Path(__file__).parents[2] / "configs")))
+_INSTALLED = Path(__file__).parents[1] / "examples"
+_EXAMPLES = _INSTALLED if _INSTALLED.is_dir() else Path(__file__).parents[2] / "configs"
 
 
 @examples.command("list")

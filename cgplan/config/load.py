@@ -16,6 +16,7 @@ from cgplan.config.schema import Config
 from cgplan.errors import CgplanError, ConfigError, ConfigFileError, did_you_mean
 from cgplan.units import format_bytes
 
+LONGEST_NUMBER = 1000  # in characters: `1:1:1`, to the base of 60, takes their square to read
 MOST_VALUES = 10_000  # of a document, those behind aliases counted each time
 MOST_BYTES = 1 << 20
 DEEPEST = 50
@@ -154,6 +155,9 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        if isinstance(node, yaml.ScalarNode) and len(node.value) > LONGEST_NUMBER and not node.tag.endswith(":str"):
+            problem = f"{node.tag.rpartition(':')[2]} of more than {LONGEST_NUMBER:,} characters"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
         try:
             return super().construct_object(node, deep)
         except yaml.YAMLError:

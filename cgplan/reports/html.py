@@ -199,7 +199,7 @@ def _of_bench(report: BenchReport) -> Iterator[Section]:
 def _parts(names: Sequence[str], each: Sequence[tuple[int, int | None]], of: CaptureReport | Predicted) -> Parts:
     """``each``: the growth of the pool and the driver's bytes by key."""
     parts: Parts = {("static buffers", "all keys"): of.static_bytes, ("workspaces", "all keys"): of.workspace_bytes}
-    for name, (pool, driver) in zip(names, each, strict=True):
+    for name, (pool, driver) in zip(names, each, strict=False):
         parts |= {("graph pool", name): pool, ("driver", name): driver}
     return parts
 

@@ -281,13 +281,13 @@ class GraphRunner:
             began = start if staged else self._asked_ns
             with span("copy", bytes=sum(value.nbytes for value in values)):
                 copy_in(values, stream, known)
-            if trace is not None and not staged:
+            if trace is not None and trace is Trace.current and not staged:
                 trace.add("dispatch", began, {}, start)
 
         def shown() -> None:
             with annotate(f"cgplan {name}"), span("launch"):
                 replay()
-            if trace is not None:
+            if trace is not None and trace is Trace.current:
                 trace.add(name, began, {"num_tokens": batch.num_tokens, "num_reqs": batch.num_reqs})
 
         call.copy_in, call.replay = copied, shown

@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -264,6 +265,35 @@ def test_words_that_no_kernel_reads() -> None:
         del many
         report = runner.audit()
     assert report.findings == ()
+
+
+def test_memory_in_memory_is_the_models(device: str) -> None:
+    """Tensors of one buffer whose storages begin alike, or lie inside one another, as those of NumPy may."""
+    if device == "cuda":
+        pytest.skip("storages of CUDA tensors do not overlap")
+    array = numpy.ones(8192, numpy.float32)
+    with torch.no_grad():
+        model = Block(device, lambda model, y: y + model.whole[4096:4160] + model.part[0] + model.middle[0])
+        model.part, model.middle = torch.from_numpy(array[:4]), torch.from_numpy(array[100:110])
+        model.whole = torch.from_numpy(array)
+        assert opened(model, device).audit().findings == ()
+
+
+def test_graphs_on_demand_are_audited(device: str) -> None:
+    held = {torch.ones(64, device=device)}
+
+    def reads(model: Block, y: Tensor) -> Tensor:
+        is_capture = cgplan.get_forward_context().runtime_mode is cgplan.CUDAGraphMode.FULL
+        return y * (held.pop() if held and is_capture else model.scale)
+
+    with torch.no_grad():
+        runner = opened(Block(device, reads), device, audit="error", capture_policy="lazy")
+        with pytest.raises(AuditError):
+            runner(x=torch.ones(4, device=device))
+        assert runner.plan.keys == ()
+        runner(x=torch.ones(4, device=device))
+        assert runner.report.audit is not None
+        assert [key.descriptor.num_tokens for key in runner.report.audit.keys] == [4]
 
 
 def test_a_session_may_refuse(device: str) -> None:

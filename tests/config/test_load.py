@@ -31,12 +31,13 @@ def test_an_empty_file_is_all_defaults(write: Any) -> None:
         ("device: !!bool abc\n", ":1:9", "'abc' is no bool"),
         ('device: "\\U99999999"\n', "", "too large to convert"),
         (f"device: {'[' * 3000}\n", ":1:58", "more than 50 values inside each other"),
+        (f"device: 1{':1' * 1000}\n", ":1:9", "int of more than 1,000 characters"),
         ("device: &a [*a]\n", ":1:13", "an alias inside of what it stands for"),
         (f"device: [{BOMB}]\n", ":1:226", "more than 10,000 values"),
         (f"device: {{{BOMB.replace('[', '{<<: [').replace(']', ']}')}}}\n", ":1:244", "more than 10,000 values"),
         (f"device: {[1] * 10_001}\n", ":1:30007", "more than 10,000 values"),
     ],
-    ids=range(14),
+    ids=range(15),
 )
 def test_text_that_is_not_yaml(refusal: Any, text: str, where: str, complaint: str) -> None:
     message = refusal(text, kind=ConfigFileError)
