@@ -398,9 +398,9 @@ class CompilationConfig(Section):
     audit: Annotated[
         Literal["off", "report", "error"], BeforeValidator(lambda value: "off" if value is False else value)
     ] = "off"
-    """Whether, when a session's captures are over, each pointer in each graph is looked up: into memory of the model,
-    the runner, its pools, or of nobody. report: the report says what was found. error: a pointer into memory that is
-    not the runner's is an error. Captures note operators and lines for it, which takes time.
+    """Whether each pointer in each graph is looked up when captures are over, those on demand too: into memory of the
+    model, the runner, its pools, or of nobody. report: the report says what was found. error: a pointer into memory
+    that is not the runner's is an error. Captures note operators and lines for it, which takes time.
     """
     attention_support: Attention = AttentionSupport.ALWAYS
     """Batches for which the model's attention can stand inside a FULL graph: ALWAYS, UNIFORM_BATCH,

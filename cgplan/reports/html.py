@@ -23,7 +23,7 @@ from cgplan.planning import Plan
 from cgplan.planning.costs import Predicted
 from cgplan.planning.plan import Lane
 from cgplan.reports.layout import Fact, describe_sizes
-from cgplan.reports.plan_tables import padding_bars, said
+from cgplan.reports.plan_tables import graph_uses, said
 from cgplan.reports.records import AuditReport, BenchReport, CaptureReport, Environment, KeyRecord
 from cgplan.units import counted, format_bytes, format_microseconds, format_ratio, format_seconds, grouped
 from cgplan.version import __version__
@@ -251,7 +251,7 @@ def _of_plan(plan: Plan) -> Iterator[Section]:
             about = "Share of all steps that each graph runs, and of padding in the tokens that it runs."
             drawn = chart("bars", "Use of each graph", "graph", "steps", "padding")
             columns = {"graph": "", "padding": "share", "steps": "share"}
-            yield Section("Use of each graph", about, source, columns, padding_bars(evidence), [drawn])
+            yield Section("Use of each graph", about, source, columns, graph_uses(evidence), [drawn])
         if (found := evidence.padding_map) is not None:
             first, second = (f"{name} up to" for name in found.names)
             boxes = zip(product(found.rows, found.columns), chain(*found.shares), strict=True)

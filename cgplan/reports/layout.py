@@ -147,11 +147,6 @@ class Drawing:
         yield from self.draw(options.max_width)
 
 
-def drawing(draw: Callable[[int], str]) -> RenderableType:
-    """Text that is drawn for the columns that it is given, at least 40 and at most 80."""
-    return Drawing(lambda width: map(Text, draw(min(max(width, 40), 80)).split("\n")))
-
-
 def facts(title: str, rows: Iterable[Fact]) -> RenderableType:
     """A title over labelled lines; a line that is too long goes on under its own beginning, and words stay whole."""
     shown = list(rows)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from cgplan.modes import CUDAGraphMode
-from cgplan.optimizer.evidence import Evidence, LadderPoint, PaddingMap, PlanCheck
+from cgplan.optimizer.evidence import Evidence, LadderPoint, PaddingMap, PlanCheck, SizeUse
 from cgplan.planning import Plan
 from cgplan.planning.difference import FieldChange, Figure, PlanDifference
 from cgplan.planning.plan import PLANNED_FOR, Lane
@@ -23,14 +22,12 @@ from cgplan.reports.layout import (
     Grid,
     TextColumn,
     describe_sizes,
-    drawing,
     facts,
     render,
     sentences,
     stacked,
     titled,
 )
-from cgplan.reports.plots import Bar, ParetoPlot, padding_text, pareto_text
 from cgplan.reports.records import ReplanReport, Way
 from cgplan.units import counted, format_bytes, format_microseconds, format_seconds, grouped
 
@@ -40,6 +37,8 @@ if TYPE_CHECKING:
 MOST_PADDING_ROWS = 12
 MOST_POINTS = 12
 MOST_SAID = 4  # warnings of a short report
+MOST_USES = 24
+percent = "{:.1%}".format
 MOST_SIZES = 150  # characters of its sizes
 _LADDER_WORDS = (
     "padding: share of all tokens that run; gain: how much shorter the plan's step is",
@@ -272,12 +271,10 @@ def _answer(plan: Plan, evidence: Evidence, whole: bool) -> Iterator[RenderableT
 
 def _details(evidence: Evidence) -> Iterator[RenderableType]:
     if evidence.pareto:
-        curve = drawing(partial(pareto_text, pareto_plot(evidence)))
         # the curve at powers of two, at the plan and at its ends
         ends = {evidence.pareto[0].graphs, evidence.pareto[-1].graphs, evidence.graphs}
         shown = [p for p in evidence.pareto if p.graphs in ends or not p.graphs & (p.graphs - 1)][:MOST_POINTS]
-        yield titled("Graphs against expected step time", curve)
-        yield Grid(shown, _GRAPHS, _STEP, _MEMORY, _START_UP)
+        yield titled("Graphs against expected step time", Grid(shown, _GRAPHS, _STEP, _MEMORY, _START_UP))
     if evidence.pareto and evidence.ladders:
         equal = (Column("equal", "equal.graphs"), Column("within 0.1%", "alike.graphs"))
         table = Grid(evidence.ladders, _LADDER, _GRAPHS, Column("unused", "unused"), *equal)
@@ -289,8 +286,12 @@ def _details(evidence: Evidence) -> Iterator[RenderableType]:
         title = "Left out, of the sizes that the configuration has without traffic"
         yield titled(title, Grid(evidence.left_out, _LANE, _SIZES, _WHY), sentences(_LEFT_OUT_WORDS))
     if evidence.uses:
-        title = "Share of all steps that each graph runs, and padding of the tokens that it runs (bars)"
-        yield titled(title, drawing(partial(padding_text, padding_bars(evidence))))
+        least = sorted((use.share for use in evidence.uses), reverse=True)[:MOST_USES][-1]
+        used = [use for use in evidence.uses if use.share >= least]
+        columns = TextColumn("graph", _used), Column("steps", "share", percent), Column("padding", "padding", percent)
+        rest = f"and {len(evidence.uses) - len(used)} more, with fewer steps" if len(used) < len(evidence.uses) else ""
+        title = "Share of all steps that each graph runs, and padding of the tokens that it runs"
+        yield titled(title, Grid(used, *columns), *([sentences(rest)] if rest else []))
     if evidence.padding_map:
         yield _padding_map(evidence.padding_map)
     if evidence.not_worth:
@@ -310,22 +311,13 @@ def _padding_map(found: PaddingMap) -> RenderableType:
     return titled(f"Padding of the batches up to each {first} and {second}", *lines)
 
 
-def pareto_plot(evidence: Evidence) -> ParetoPlot:
-    points = [("this plan", evidence.graphs, evidence.expected_us.plan)]
-    points += [(ladder.name, ladder.graphs, ladder.expected_us) for ladder in evidence.ladders]
-    return ParetoPlot([(point.graphs, point.expected_us) for point in evidence.pareto], points)
+def _used(use: SizeUse) -> str:
+    return "eager" if use.size is None else f"{use.lane}: {' x '.join(map(str, (use.size, *use.sizes)))}"
 
 
-def padding_bars(evidence: Evidence) -> list[Bar]:
-    """One bar for each graph, and one for the eager steps."""
-    return [
-        Bar(
-            "eager" if use.size is None else f"{use.lane}: {' x '.join(map(str, (use.size, *use.sizes)))}",
-            use.padding,
-            use.share,
-        )
-        for use in evidence.uses
-    ]
+def graph_uses(evidence: Evidence) -> list[tuple[str, float, float]]:
+    """Each graph, and the eager steps: name, padding of the tokens that it runs, and share of all steps."""
+    return [(_used(use), use.padding, use.share) for use in evidence.uses]
 
 
 def _reasons(evidence: Evidence) -> Iterator[Fact]:
