@@ -467,6 +467,7 @@ def examine(
     lists = before.grown()
     kept = found.computed or found.read
     unsure = found.unreturned or found.stale or differ or lists or kept or state.has_blind_writes()
+    unsure = unsure or (found.breaks and before.rebound())  # segments may read lengths of what eager pieces bind
     runs_again = options.get("part") == "eager piece"  # Python code on each replay: segments are handed what changes
     if not (kept or (not runs_again and (unsure or _lost(found, before, first, inputs)))):
         return found, []
@@ -494,6 +495,14 @@ def examine(
     if moved:
         third = look(call, state, limit, now=second, **options)
         refused += [path for path in moved if path in third.moved and third.numbers != again.numbers]
+    elif found.breaks and again.numbers != found.numbers:
+        third = look(call, state, limit, now=second, **options)
+        if third.numbers != again.numbers:
+            raise CaptureError(
+                "operators in graph code are given other numbers on each run, as eager pieces change "
+                f"{_listed(list(first.rebound()))}; a graph would always use those of the capture",
+                remedy="Compute what depends on them in the eager piece, or pass it as an input.",
+            )
     if refused:
         raise CaptureError(
             f"the forward reads {_listed(refused)} and binds it again on each call; a graph would always read what was "

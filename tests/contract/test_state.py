@@ -295,6 +295,36 @@ def test_an_eager_piece_that_reads_what_graph_code_binds(backend: GraphBackend, 
         open_runner(backend, Stale(bind), cudagraph_mode="PIECEWISE", splitting_modules=["piece"])
 
 
+@pytest.mark.parametrize("reads", [lambda piece: piece.step, lambda piece: len(piece.past)])
+def test_numbers_that_an_eager_piece_changes_and_a_segment_is_given(backend: GraphBackend, reads: Any) -> None:
+    """A step in Python, and the length of a cache that grows: a segment would add that of the capture for ever."""
+
+    class Piece(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.step, self.past = 3, torch.zeros(3, 8, device=backend.device)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.step += 1
+            self.past = torch.cat([self.past, x[:1] * 0])
+            return x * 1
+
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.piece = Piece()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.piece(x + reads(self.piece))
+
+    compilation = {"cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": [4], "splitting_modules": ["piece"]}
+    with pytest.raises(CaptureError, match=r"other numbers on each run, as eager pieces change piece\.(step|past)"):
+        cgplan.capture(
+            Whole(), {"x": cgplan.Input(shape=("num_tokens", 8), dtype="float32", pad=0)}, compilation=compilation,
+            device=str(backend.device),
+        )  # fmt: skip
+
+
 def test_an_eager_piece_may_read_what_graph_code_binds_on_first_use(backend: GraphBackend) -> None:
     def bind(piece: Any, x: Tensor) -> None:
         if piece.m is None:
