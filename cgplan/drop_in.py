@@ -633,6 +633,8 @@ class Graphed(nn.Module):
         starred = {n for n, parameter in self._signature.parameters.items() if parameter.kind is parameter.VAR_KEYWORD}
         pairs = [pair for n, value in arguments.items() for pair in _named(value, "" if n in starred else n)]
         name_of = {id(mark): name + "_" * (name in WORDS_OF_A_CALL) for name, mark in pairs}
+        if twice := [name for name, count in Counter(name_of.values()).items() if count > 1]:
+            raise InputError(f"two tensors of a call are called {twice[0]}", remedy="Give their keys other names.")
         tensor_of = {id(mark): tensor for mark, tensor in zip(marks, tensors, strict=True)}
         named = {name_of[id(mark)]: tensor_of[id(mark)] for mark in ordered}
         backend = self._learnt.pool.backend

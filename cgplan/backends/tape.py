@@ -134,7 +134,9 @@ class TapeBackend(GraphBackend):
             func: Any = step.call
             names.append((func.args[0] if isinstance(func, partial) else func)._schema.name)
             used = [*tensors_in((step.args, step.kwargs)), *(slot for _, slot in step.copies)]
-            used = [t for t in used if t.numel() and t.untyped_storage().data_ptr() not in graph.constants]
+            # those without dimensions may be numbers of TorchScript's code
+            used = [t for t in used if t.dim() and t.numel()]
+            used = [t for t in used if t.untyped_storage().data_ptr() not in graph.constants]
             tensors += used
             nodes += [index] * len(used)
         words = np.array([tensor.data_ptr() for tensor in tensors], np.uint64)

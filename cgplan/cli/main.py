@@ -6,7 +6,6 @@ from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
 from re import findall
-from textwrap import shorten
 from typing import Annotated, Any
 
 import typer
@@ -599,7 +598,7 @@ def list_() -> None:
     """List the examples, each with the beginning of what it says about itself."""
     for path in sorted(_EXAMPLES.glob("*.yaml")):
         first = path.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
-        typer.echo(f"{path.stem:23} {shorten(first, 56, placeholder=' ...')}")
+        typer.echo(f"{path.stem:23} {first}")
 
 
 @examples.command(epilog="\b\nExample:\n  cgplan examples copy vision demo\n  cgplan capture demo/vision.yaml")
@@ -607,9 +606,13 @@ def copy(name: str, folder: Annotated[Path, Argument(metavar="DIR")] = Path()) -
     """Copy an example, and the files of models that it names, into a folder, which is made if it is missing."""
     with failures_reported():
         from cgplan.config.load import read_text
-        from cgplan.errors import ConfigFileError, OutputPathError
+        from cgplan.errors import ConfigFileError, OutputPathError, did_you_mean
 
-        text = read_text(_EXAMPLES / f"{name}.yaml", ConfigFileError, "See `cgplan examples list`.")
+        known = [path.stem for path in _EXAMPLES.glob("*.yaml")]
+        if name not in known:
+            remedy = f"{did_you_mean(name, known)}See `cgplan examples list`."
+            raise ConfigFileError(f"there is no example {name!r}", remedy=remedy)
+        text = read_text(_EXAMPLES / f"{name}.yaml", ConfigFileError, "")
         files = dict.fromkeys((f"{name}.yaml", *findall(r"\b(\w+\.py):", text)))
         if taken := [file for file in files if (folder / file).exists()]:
             raise OutputPathError(f"there is a {folder / taken[0]} already", remedy="Give another folder.")

@@ -90,6 +90,8 @@ def check_outputs(outputs: Iterable[Path | None], inputs: Iterable[Path | str | 
         if problem := taken.get(file.resolve()):
             raise OutputPathError(f"{file} {problem}", remedy="Give the path of another file.")
         taken[file.resolve()] = "is to hold two results"
+        if file.suffix in (".py", ".yaml", ".yml") and file.exists():
+            raise OutputPathError(f"{file} holds code or a configuration", remedy="Give the path of another file.")
         with _writing(file):
             if file.is_dir():
                 raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))

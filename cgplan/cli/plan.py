@@ -310,9 +310,9 @@ def _for_sizes(
 ) -> Plan:
     if others or file is None or isinstance(file, str):
         raise ConfigError(
-            "--speedup, --insurance and the like, --emit, --from-stats and the `traffic` section do not know the boxes "
-            "of `dims`",
-            remedy="Leave them out, and give --traffic FILE with a column for each dimension.",
+            "boxes of `dims` are planned for one --traffic FILE with a column for each dimension, without --speedup, "
+            "--insurance and the like, --emit, --from-stats and the `traffic` section",
+            remedy="Give that, and leave the others out.",
         )
     from cgplan.optimizer.boxes import dims_of, propose_boxes
     from cgplan.traffic.files import read_sizes

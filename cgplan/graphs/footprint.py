@@ -467,7 +467,7 @@ def examine(
     lists = before.grown()
     kept = found.computed or found.read
     unsure = found.unreturned or found.stale or differ or lists or kept or state.has_blind_writes()
-    unsure = unsure or (found.breaks and before.rebound())  # segments may read lengths of what eager pieces bind
+    unsure = unsure or (found.breaks and bool(before.rebound()))  # segments may read lengths of what pieces bind
     runs_again = options.get("part") == "eager piece"  # Python code on each replay: segments are handed what changes
     if not (kept or (not runs_again and (unsure or _lost(found, before, first, inputs)))):
         return found, []

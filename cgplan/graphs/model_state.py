@@ -13,7 +13,8 @@ Note [What is put back]
     What each run of a capture changes (look, warm-ups, capture: a counter, a KV cache, an attribute that is bound
     again) gets back what it was. What the runs before a capture changed and the capture itself left alone was made
     once, on first use: a table, also in a dict that has one for each size, or a flag. The graph was captured with it,
-    so it stays, and the report names it. Where no capture succeeds, all is put back. A storage is copied before the
+    so it stays, and the report names it; but not a flag of an object that loses a tensor again, such as a cache that is
+    empty once more. Where no capture succeeds, all is put back. A storage is copied before the
     first operator that writes to it: on its device up to a limit, then on the host up to a bound; what is larger still
     is named as not kept. Small storages are put back after each key, too, so that positions do not run past a cache.
     Where torch's versions do not count a write (``.data``), a second look tells whether each run writes.
@@ -573,9 +574,16 @@ class ModelState:
             self.outcome[saved.path] = nbytes, saved.kept
             if saved.copy is not None and nbytes == saved.copy.nbytes():
                 saved.storage.copy_(saved.copy)
+        emptied = {  # objects that lose a tensor, and with it the flag that says that they have it
+            self.places[path].home[0]
+            for (path, kind), now in changes.items()
+            if kind == "bound" and not self._once.get((path, kind)) and _is_tensor(now[0])
+            and not _is_tensor(self.places[path].value)
+        }  # fmt: skip
         for path, kind in sorted(changes, key=lambda token: token[1] != "items"):  # lengths come first
             now = changes[path, kind]
-            if self._once.get((path, kind)):
+            is_flag = kind == "bound" and not _is_tensor(now[0]) and self.places[path].home[0] in emptied
+            if self._once.get((path, kind)) and not is_flag:
                 self.outcome[path] = now[0].nbytes if kind == "bound" and _is_tensor(now[0]) else 0, "new"
             elif kind == "bound":
                 self.volatile.add(path)

@@ -174,9 +174,9 @@ def describe_batches(plan: Plan) -> Iterator[str]:
 def _parse(text: str) -> dict[str, Any]:
     try:
         given = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(
-            f"{OPTION} {text!r} is not JSON: {error}",
+            f"{OPTION} {text!r:.200} is not JSON: {error}",
             remedy="Give what vLLM's --compilation-config takes, in single quotes: "
             """--vllm '{"cudagraph_mode": "FULL", "cudagraph_capture_sizes": [1, 2, 4]}'.""",
         ) from None

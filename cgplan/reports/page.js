@@ -23,6 +23,7 @@ const COLOURS = {
 };
 const coloured = (name) => (COLOURS[name] ? { color: colour(COLOURS[name]) } : {});
 const unique = (rows, column) => [...new Set(rows.map((row) => row[column]))];
+const ascending = (rows, column) => [...rows].sort((a, b) => Number(a[column]) - Number(b[column]) || 0);
 const category = (rows, column) => ({ type: "category", data: unique(rows, column).map(String) });
 const tip = (text) => ({ formatter: (item) => echarts.format.encodeHTML(text(item)) });
 const value = (chart) => ({ type: "value", axisLabel: { hideOverlap: true, formatter: UNITS[chart.unit] } });
@@ -80,7 +81,7 @@ const KINDS = {
   },
   heat: (rows, chart, most = Math.max(...rows.map((row) => row[chart.values[0]])) || 1, say = UNITS[chart.unit]) => ({
     tooltip: tip(({ value: [x, y, share] }) => `${chart.by} ${y}, ${chart.x} ${x}: ${say(share)}`),
-    xAxis: { ...category(rows, chart.x), name: chart.x },
+    xAxis: { ...category(ascending(rows, chart.x), chart.x), name: chart.x },
     yAxis: { ...category(rows, chart.by), name: chart.by },
     visualMap: {
       ...{ min: 0, max: most, text: [say(most), say(0)], inRange: { color: [colour("--low"), colour("--high")] } },

@@ -146,7 +146,7 @@ def test_examples_are_listed_and_copied_with_their_models(home: Path) -> None:
     assert "there is a demo/vision.yaml already" in refused(
         errors.OutputPathError, "examples", "copy", "vision", "demo"
     )
-    assert "Did you mean 'vision.yaml'?" in refused(errors.ConfigFileError, "examples", "copy", "vison")
+    assert "Did you mean 'vision'?" in refused(errors.ConfigFileError, "examples", "copy", "vison")
     assert "cannot write good.yaml" in refused(errors.OutputPathError, "examples", "copy", "lora", "good.yaml")
 
 

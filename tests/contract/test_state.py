@@ -295,6 +295,38 @@ def test_an_eager_piece_that_reads_what_graph_code_binds(backend: GraphBackend, 
         open_runner(backend, Stale(bind), cudagraph_mode="PIECEWISE", splitting_modules=["piece"])
 
 
+def test_a_cache_that_was_empty_is_empty_again(backend: GraphBackend) -> None:
+    """transformers' DynamicCache: a flag says that the tensors are there, and each call binds longer ones."""
+
+    class Layer:
+        def __init__(self) -> None:
+            self.is_ready, self.keys = False, None
+
+        def update(self, x: Tensor) -> Tensor:
+            if not self.is_ready:
+                self.keys, self.is_ready = x[:0].clone(), True
+            self.keys = torch.cat([self.keys, x])
+            return self.keys
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = Layer()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.layer.update(x).sum(0)
+
+    model, inputs = Attention(), {"x": cgplan.Input(shape=("num_tokens", 8), dtype="float32", pad=0)}
+    compilation = {"cudagraph_mode": "FULL", "cudagraph_capture_sizes": [4]}
+    with pytest.raises(CaptureError, match="binds it again"):
+        cgplan.capture(model, inputs, compilation=compilation, device=str(backend.device))
+    assert (model.layer.is_ready, model.layer.keys) == (False, None)
+    g = cgplan.graphed(model, dynamic={})
+    x = torch.ones(4, 8, device=backend.device)
+    assert g(x).unique().tolist() == [5.0]
+    assert g(x).unique().tolist() == [9.0]
+
+
 @pytest.mark.parametrize("reads", [lambda piece: piece.step, lambda piece: len(piece.past)])
 def test_numbers_that_an_eager_piece_changes_and_a_segment_is_given(backend: GraphBackend, reads: Any) -> None:
     """A step in Python, and the length of a cache that grows: a segment would add that of the capture for ever."""
