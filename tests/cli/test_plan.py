@@ -100,6 +100,13 @@ def test_reports_obey_columns(home: Path, monkeypatch: pytest.MonkeyPatch, colum
     assert (shown == usual) == (widest == 100)
 
 
+@pytest.mark.parametrize("graphs", [2, 4, 5, 7, 8])
+def test_one_list_without_traffic_takes_all_graphs_that_it_may(graphs: int) -> None:
+    bounds = ("--max-num-seqs", "256", "--max-num-batched-tokens", "8192")
+    plan = Plan.from_json(good("plan", "--vllm", "{}", *bounds, "--max-graphs", str(graphs), "--json").stdout)
+    assert len(plan.keys) == graphs
+
+
 def test_plan_for_requests_is_made_with_the_step_times_of_the_plan(home: Path) -> None:
     """A request a second of 3 tokens each: one runs at a time."""
     use_traffic(home)
