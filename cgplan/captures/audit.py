@@ -274,8 +274,8 @@ class _Lookup:
             if any(block.pool is pool for pool in pools):
                 taken = "free" if block.is_free else "taken"
                 places &= self.owner_of < 0
-                self._set(places & (first == last), _Owner("graph pool", f"{taken}, of one key"))
-                self._set(places & (first < last), _Owner("graph pool", f"{taken}, of several keys in turn"))
+                self._set(places & (first == last), _Owner("graph pool", f"{taken} (one key)"))
+                self._set(places & (first < last), _Owner("graph pool", f"{taken} (several keys in turn)"))
             elif block.pool == "library":
                 self._set(places, _Owner("library", "workspaces of cuBLAS"))
             else:

@@ -90,7 +90,7 @@ const KINDS = {
     series: [{
       type: "heatmap",
       data: rows.map((row) => [String(row[chart.x]), String(row[chart.by]), row[chart.values[0]]]),
-      label: { show: rows.length < 150 && unique(rows, chart.x).length < 15, formatter: (item) => say(item.value[2]) },
+      label: { show: rows.length < 150 && innerWidth / unique(rows, chart.x).length > 60, formatter: (item) => say(item.value[2]) },
     }],
   }),
   curve: (rows, chart) => {
