@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
-from itertools import count, product
+from itertools import chain, count, product
 from math import prod
 from operator import itemgetter
 from typing import get_args
@@ -313,16 +313,24 @@ class _Case:
                 f"costs {paid.source}",
                 remedy="Raise the budget, or lower max in `dims`: larger batches run eagerly.",
             )
-        held = (self._least[:, None] <= boxes).all(-1)
-        while True:  # spend the rest of the budget, box by box, on the one that saves most
-            before = self._times(found)[self._runs_in(found)]
-            gains = self._weights @ np.maximum(before[:, None] - np.where(held, self._times(boxes), np.inf), 0)
-            order = np.argsort(-gains)[: min(TRIED, np.count_nonzero(gains > PROVEN * bound))]
-            tried = [self._tight(np.concatenate([found, boxes[[n]]]), self._least) for n in order]
-            least, more = self._weights @ before * (1 - PROVEN), (some for some in tried if len(some) <= most)
-            better = (some for some in more if self._weights @ self._times(some)[self._runs_in(some)] < least)
+        times = np.where((self._least[:, None] <= boxes).all(-1), self._times(boxes), np.inf)
+
+        def tried(some: Ints) -> list[Ints]:
+            """These boxes with one more that then hold all batches, those with the shortest steps first."""
+            each = np.where((self._least[:, None] <= some).all(-1), self._times(some), np.inf).min(1, initial=np.inf)
+            steps, now = self._weights @ np.minimum(each[:, None], times), self._weights @ each * (1 - PROVEN)
+            order = np.argsort(steps, kind="stable")[: min(TRIED, np.count_nonzero(steps < now))]
+            return [self._tight(np.concatenate([some, boxes[[n]]]), self._least) for n in order]
+
+        while True:  # spend the rest of the budget on the box that saves most, or have it in the place of another one
+            more = tried(found)
+            binding = self._broken(more[0]) if more else ()
+            others = (np.delete(found, n, 0) for n in range(len(found) if binding and self._costs else 0))
+            least = self._weights @ self._times(found)[self._runs_in(found)] * (1 - PROVEN)
+            fewer = (some for some in chain(more, chain.from_iterable(map(tried, others))) if len(some) <= most)
+            better = (some for some in fewer if self._weights @ self._times(some)[self._runs_in(some)] < least)
             if (filled := next((some for some in better if not self._broken(some)), None)) is None:
-                return found, bound, self._broken(tried[0]) if tried else ()
+                return found, bound, binding
             found = filled
 
     def _best_grid(self, graphs: int) -> Ints:
