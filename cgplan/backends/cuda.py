@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
@@ -145,7 +145,6 @@ class CudaBackend(GraphBackend):
             self._token = torch.zeros(1, device=self.device)
         self._failed: list[torch.cuda.CUDAGraph] = []
         self._open: CudaGraph | None = None
-        self._nodes: CudaNodes | None = None
         self._current_stream = self.stream_getter()
         self._generators: dict[int, torch.Generator] = {}
 
@@ -279,8 +278,11 @@ class CudaBackend(GraphBackend):
         raw = runtime.cudaStreamGetCaptureInfo(self._current_stream())[3]
         return self._open, int(runtime.cudaGraphGetNodes(raw)[2])
 
+    @cached_property
+    def _nodes(self) -> CudaNodes:
+        return CudaNodes()
+
     def nodes(self, graph: CudaGraph) -> GraphNodes:
-        self._nodes = self._nodes or CudaNodes()
         return self._nodes.read(graph.graph.raw_cuda_graph())
 
     def blocks(self) -> list[Block]:
@@ -295,7 +297,6 @@ class CudaBackend(GraphBackend):
         ]
 
     def memory_at(self, address: int) -> MemoryKind | None:
-        self._nodes = self._nodes or CudaNodes()
         return self._nodes.memory_at(address)
 
     def borrow(self, tensor: Tensor) -> Tensor:

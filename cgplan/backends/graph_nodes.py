@@ -6,7 +6,7 @@ Note [Words]
     reads, and what lies behind the items that it does read is left from an earlier launch: a `cat` of two tensors
     after one of sixty holds the addresses of all sixty. So words are ``certain`` in parameters of at most 64 bytes and
     at the beginning of larger ones, where a tensor's address stands before its strides, and that of a tensor map.
-    cuBLAS hands over all parameters as one buffer, whose words are not certain either.
+    cuBLAS hands over all parameters as one buffer, which it fills with zeros before: its words are certain.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from cgplan.backends.blame import blamed_line
+from cgplan.backends.host_sync import tensors_in
 from cgplan.errors import BackendError
 
 if TYPE_CHECKING:
@@ -98,8 +98,11 @@ class OperatorLog(TorchDispatchMode):
         before = self._backend.open_graph()
         result = func(*args, **(kwargs or {}))
         if before is not None and (after := self._backend.open_graph()) is not None and after[0] is before[0]:
-            tensors = [t for t in tree_leaves((args, kwargs, result)) if isinstance(t, Tensor)]
-            dense = [t for t in tensors if t.layout is torch.strided and t.device == self._backend.device]
+            dense = [
+                t
+                for t in tensors_in((args, kwargs, result))
+                if t.layout is torch.strided and t.device == self._backend.device
+            ]
             operands = frozenset(t.untyped_storage().data_ptr() for t in dense)
             name = func._schema.name if hasattr(func, "_schema") else str(func)
             before[0].launches.append(Launch(before[1], after[1], name, blamed_line(), operands))

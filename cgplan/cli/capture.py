@@ -71,7 +71,8 @@ def run_doctor(request: Request) -> None:
 def run_audit(request: Request) -> None:
     settings = ("compilation.audit=report", "compilation.capture_policy=eager")
     overrides = [*request.overrides, *(Override(setting, "cgplan audit") for setting in settings)]
-    report = _report(replace(request, overrides=overrides), "audit", lambda runner: runner.audit())
+    noted = replace(request, overrides=overrides)
+    report = _report(noted, "audit", lambda runner: runner.report.audit or runner.audit())
     if isinstance(report, AuditReport) and report.findings:
         raise audit_error(report)
 
