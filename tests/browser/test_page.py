@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,6 @@ from cgplan.reports.html import html_of, page_of
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs the extra `browser`")
 axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="needs the extra `browser`")
-CHROMIUM = shutil.which("chromium")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
 H200 = Path(__file__).parents[2] / "docs" / "pictures" / "report.json"
 REPORTS = {
     "bench": load_report(H200),
@@ -26,14 +23,6 @@ REPORTS = {
     "check": golden_report("bench_empty"),
     "audit": audit_report(),
 }
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with sync_api.sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield chromium
-        chromium.close()
 
 
 @pytest.fixture
