@@ -27,7 +27,7 @@ from contextlib import suppress
 from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, Self, cast, get_args
 
 import torch
 import yaml
@@ -141,11 +141,17 @@ class _Name(str):
     """Of a tensor, in its place."""
 
 
-def _share(module: nn.Module, model: object) -> None:
+def _module_of(model: object) -> nn.Module:
+    """The model itself, that whose bound method it is, or an empty one."""
+    owner = model if isinstance(model, nn.Module) else getattr(model, "__self__", None)
+    return owner if isinstance(owner, nn.Module) else nn.Module().eval()
+
+
+def _share(module: nn.Module, model: nn.Module) -> None:
     """Give a module the parameters, buffers and modules of another one, under the same names."""
-    if isinstance(model, nn.Module):
-        held = "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"
-        module.__dict__.update({name: vars(model)[name] for name in held if name in vars(model)})  # scripts have none
+    held = "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"
+    module.__dict__.update({name: vars(model)[name] for name in held if name in vars(model)})  # scripts have none
+    module.__dict__["training"] = model.training
 
 
 class _ByName(nn.Module):
@@ -153,10 +159,18 @@ class _ByName(nn.Module):
 
     returns: tuple[Any, ...] = ()  # form of the output, once it is known
 
-    def __init__(self, model: Callable[..., Any], signature: inspect.Signature, form: tuple[Any, ...]) -> None:
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        signature: inspect.Signature,
+        form: tuple[Any, ...],
+        given: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         super().__init__()
-        _share(self, model)
-        self.training, self.signature, self.form = getattr(model, "training", False), signature, form
+        _share(self, _module_of(model))
+        self.signature = signature
+        self.arguments = {name: value for name, value in given.items() if _Held(value) in form}  # findings name these
+        self.form = form
         self.__dict__["wrapped"] = model  # not as a module: it would be there twice
         kinds = {parameter.kind for parameter in signature.parameters.values()}
         by_name = kinds <= {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
@@ -168,7 +182,8 @@ class _ByName(nn.Module):
         given = inspect.BoundArguments(self.signature, _rebuild(iter(self.form), iter(tensors)))
         form, leaves = list[Any](), list[Tensor]()
         _flatten([self.__dict__["wrapped"](*given.args, **given.kwargs)], form, leaves)
-        if hidden := [box.value for box in form if type(box) is _Held and type(box.value) is not TreeSpec]:
+        boxes = [box for box in form if type(box) is _Held and type(box.value) is not TreeSpec]
+        if hidden := [box.value for box in boxes if box not in self.form]:  # an argument comes out as it went in
             raise OutputShapeError(
                 f"the model returns a {type(hidden[0]).__name__}, whose tensors cannot be reached",
                 remedy="Return tensors in tuples, lists, dicts and dataclasses; transformers: pass use_cache=False.",
@@ -335,8 +350,6 @@ class _Proof:
         limit = (self.backend.memory().free or 4 << 30) // 4
         try:
             seen = look(lambda: self.run(self.real, restores=False), self.state, limit)
-            with self.state.noting_capture():  # what is made once, on first use, stays
-                self.run(self.real, restores=False)  # an error is the user's
         finally:
             self.state.restore()
         convolves = torch.backends.cudnn.allow_tf32 and any("conv" in name for name in seen.names)
@@ -515,34 +528,33 @@ def _forward(graphs: weakref.ref[Graphed], *args: Any, **kwargs: Any) -> Any:
     return Graphed.forward(cast(Graphed, graphs()), *args, **kwargs)
 
 
-class Graphed(nn.Module):
-    """A model that runs by captured graphs; ``graphed`` makes it, and says what its settings are.
+class Graphed:
+    """A model or a function that runs by captured graphs; ``graphed`` makes it, and says what its settings are.
 
-    It has the model's attributes, parameters and ``state_dict``. After ``to``, and where an attribute is set, graphs
-    are captured again as calls ask for them. In training mode, and for a tensor argument that asks for a gradient in
-    grad mode, the model's own code runs; ``explain`` counts such calls. Outputs of graphs are detached. Pickles hold
-    the model and the settings. It owns graphs, pool and static buffers, not the model.
+    It has the model's attributes; where one is set, graphs are captured again as calls ask for them. In training mode,
+    and for a tensor argument that asks for a gradient in grad mode, the model's own code runs; ``explain`` counts such
+    calls. Outputs of graphs are detached. Pickles hold the model and the settings. It owns graphs, pool and static
+    buffers, not the model.
     """
 
     _learnt: _Learnt
     _signature: inspect.Signature
 
     def __init__(self, model: Callable[..., Any], settings: dict[str, Any]) -> None:
-        super().__init__()
-        module = model if isinstance(model, nn.Module) else nn.Module().eval()
+        module = _module_of(model)
         called = module.forward if module is model else model
         try:
             signature = inspect.signature(called)
         except ValueError:  # of a builtin
             signature = inspect.signature(lambda *args, **kwargs: None)  # noqa: ARG005
-        _share(self, module)
+        by_itself = functools.partial(_forward, weakref.ref(self))
         self.__dict__.update(
-            _wrapped=model, _module=module, _settings=settings, _signature=signature,
-            _learnt=_Learnt(), training=module.training,
-            forward=functools.update_wrapper(functools.partial(_forward, weakref.ref(self)), called),
+            _untraced=torch.compiler.disable(by_itself), forward=functools.update_wrapper(by_itself, called),
+            _wrapped=model, _module=module, _settings=settings, _signature=signature, _learnt=_Learnt(),
         )  # fmt: skip
         if module is not model:
             self.__dict__.update({n: getattr(model, n) for n in functools.WRAPPER_ASSIGNMENTS if hasattr(model, n)})
+            self.__dict__["__signature__"] = signature
         known = self._signature.parameters
         for setting in ("dynamic", "pad"):
             names = [] if any(p.kind is p.VAR_KEYWORD for p in known.values()) else settings[setting] or ()
@@ -562,12 +574,12 @@ class Graphed(nn.Module):
             self._prepare(args, named, "the example")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._forward_hooks or self._forward_pre_hooks or self._backward_hooks or self._backward_pre_hooks:
-            return super().__call__(*args, **kwargs)
-        return Graphed.forward(self, *args, **kwargs)  # nn.Module would take a microsecond to find that out
+        return Graphed.forward(self, *args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for a batch: padded, by a graph, and cut; or by the model's own code."""
+        if torch.compiler.is_dynamo_compiling():
+            return self._untraced(*args, **kwargs)
         form: list[Any] = [len(args), *kwargs]
         tensors = list[Tensor]()
         _flatten(args, form, tensors)
@@ -641,7 +653,7 @@ class Graphed(nn.Module):
         on_device = {n: t.to(backend.device) if t.device.type == "cpu" else t for n, t in named.items()}
         kind = next((kind for kind in self._learnt.kinds if kind.fits(form, named)), None)
         if kind is None:
-            kind = self._learn(_ByName(self._wrapped, self._signature, tuple(form)), on_device, origin)
+            kind = self._learn(_ByName(self._wrapped, self._signature, tuple(form), arguments), on_device, origin)
         sizes = kind.sizes_of(named)
         if grown := [name for name in kind.grows if sizes[name] > kind.dims[name].top]:
             kind.dims |= {name: self._dim(kind, name, sizes[name]) for name in grown}
@@ -853,8 +865,6 @@ class Graphed(nn.Module):
         self.__dict__["_learnt"] = _Learnt(eager=self._learnt.eager)
 
     def __getattr__(self, name: str) -> Any:
-        with suppress(AttributeError):
-            return super().__getattr__(name)
         return getattr(self.__dict__["_wrapped"], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -865,14 +875,30 @@ class Graphed(nn.Module):
         name = getattr(self._wrapped, "__qualname__", "")  # a decorated function is a global of this name
         if name and getattr(sys.modules.get(self._wrapped.__module__), name, None) is self:
             return name
-        return Graphed, (self._wrapped, {**self._settings, "example": None})
+        return type(self), (self._wrapped, {**self._settings, "example": None})
 
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Graphed:
+
+class GraphedModule(Graphed, nn.Module):
+    """Graphed of a module, and a module itself: with the model's parameters and ``state_dict``. After ``to``, graphs
+    are captured again as calls ask for them.
+    """
+
+    def __init__(self, model: nn.Module, settings: dict[str, Any]) -> None:
+        nn.Module.__init__(self)
+        _share(self, model)
+        super().__init__(model, settings)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._forward_hooks or self._forward_pre_hooks or self._backward_hooks or self._backward_pre_hooks:
+            return nn.Module.__call__(self, *args, **kwargs)
+        return Graphed.forward(self, *args, **kwargs)  # nn.Module would take a microsecond to find that out
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         self.recapture()
         self._module._apply(fn, recurse)
         return self
 
-    def train(self, mode: bool = True) -> Graphed:
+    def train(self, mode: bool = True) -> Self:
         """As the model's; in training mode calls run the model's own code."""
         self._module.train(mode)
         self.__dict__["training"] = mode
@@ -960,4 +986,8 @@ def graphed(
         "max_graphs": BudgetConfig(max_graphs=max_graphs).max_graphs,
         "compilation": CompilationConfig(**{"capture_policy": "lazy", "outputs": outputs, **(compilation or {})}),
     }  # fmt: skip
-    return functools.partial(Graphed, settings=settings) if model is None else Graphed(model, settings)
+
+    def made(model: Callable[..., Any]) -> Graphed:
+        return GraphedModule(model, settings) if isinstance(model, nn.Module) else Graphed(model, settings)
+
+    return made if model is None else made(model)

@@ -306,6 +306,30 @@ def test_a_text_encoder_in_batch_and_length(backend: GraphBackend) -> None:
         cgplan.graphed(bert, dynamic={"input_ids": shape})(ids[:1, :1].repeat(3, 11))
 
 
+@pytest.mark.parametrize("family", ["Llama", "GPT2", "Mistral"])
+def test_generate_of_transformers_by_a_static_cache(backend: GraphBackend, family: str) -> None:
+    """Mistral's cache slides: what it does depends on a number of Python, so the model's own code runs."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32, "vocab_size": 64}
+    if family != "GPT2":
+        sizes |= {"num_key_value_heads": 2, "intermediate_size": 32}
+    ends = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
+    slides = {"sliding_window": 8} if family == "Mistral" else {}
+    config = getattr(transformers, f"{family}Config")(max_position_embeddings=64, **sizes, **ends, **slides)
+    model = getattr(transformers, f"{family}{'LMHeadModel' if family == 'GPT2' else 'ForCausalLM'}")(config)
+    model.to(backend.device).eval()
+    prompts = [torch.randint(2, 64, (2, length), device=backend.device) for length in (9, 5, 9, 3)]
+    settings = {"max_new_tokens": 12, "do_sample": False, "cache_implementation": "static", "disable_compile": True}
+    wanted = [model.generate(prompt, **settings) for prompt in prompts]
+    model.forward = cgplan.graphed(model.forward, dynamic={}, max_graphs=30)
+    with torch.no_grad():
+        assert all(torch.equal(model.generate(p, **settings), w) for p, w in zip(prompts, wanted, strict=True))
+    replays = sum(sum(runner.stats.replays.values()) for runner in model.forward.runners)
+    assert replays == 0 if family == "Mistral" else replays >= len(prompts) * 11, "each step after the prompt"
+    if family == "Mistral":
+        assert "arguments.past_key_values.layers[0].cumulative_length_int" in model.forward.explain()
+
+
 def test_indices_may_not_point_behind_a_batch_that_is_cut_for_the_proof(backend: GraphBackend) -> None:
     def gathered(atoms: Tensor, edges: Tensor) -> Tensor:
         return torch.zeros_like(atoms).index_add(0, edges[1], atoms[edges[0]]) * 0 + atoms
@@ -483,6 +507,31 @@ def test_padding_that_is_written_into_state_is_said(backend: GraphBackend, caplo
 
 
 # --- a stand-in for a model -------------------------------------------------------------------------------------------
+
+
+def test_a_forward_may_be_exchanged(backend: GraphBackend, net: Net) -> None:
+    """As with ``torch.compile``: the module keeps it as its forward, not as a module inside."""
+    x = torch.randn(3, 4, device=backend.device)
+    wanted = net(x)
+    net.forward = g = cgplan.graphed(net.forward)
+    close(net(x), wanted)
+    assert g.runners[0].stats.calls == 1
+    assert net.inner in set(net.modules())
+    assert list(inspect.signature(net.forward).parameters) == ["x", "scale"]
+    close(copy.deepcopy(net)(x), wanted)
+    close(net.train()(x), wanted)
+    assert "training mode" in g.explain()
+
+
+def test_inside_of_torch_compile(backend: GraphBackend, net: Net) -> None:
+    """Dynamo leaves it as it is: what is around it is compiled, and the graphs run."""
+    x = torch.randn(3, 4, device=backend.device)
+    g = cgplan.graphed(net)
+    compiled = torch.compile(nn.Sequential(nn.ReLU(), g, nn.ReLU()), backend="eager")
+    with torch.no_grad():
+        for _ in range(2):
+            close(compiled(x), net(x.relu()).relu())
+    assert g.runners[0].stats.replays.total() == 2
 
 
 def test_it_has_what_the_model_has(backend: GraphBackend, net: Net) -> None:

@@ -139,6 +139,8 @@ current_forward_context = _current.get
 
 def get_forward_context() -> ForwardContext:
     """The forward context that is set here. Raises CgplanError outside of any."""
+    if torch.compiler.is_dynamo_compiling():
+        torch._dynamo.graph_break()  # a trace of one graph would keep what it reads of this context
     context = _current.get()
     if context is None:
         raise CgplanError(

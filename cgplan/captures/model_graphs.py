@@ -218,7 +218,9 @@ class ModelGraphs:
                 stack.enter_context(random_state_kept(backend.device, self.generators))
                 # Compiled parts are compiled by a run ahead of the capture, never in it.
                 for _ in range(self.config.compilation.cudagraph_num_of_warmups or int(kept.is_compiled)):
+                    kept.rewind()
                     self.warm_up(mode, descriptor)
+                kept.rewind()
                 backend.synchronize()
                 warm = time.perf_counter()
                 before, pool_before = backend.memory(), self.pools.nbytes

@@ -11,7 +11,8 @@ Note [Rebound state]
     capture. ``self.step += 1`` is not run by a replay at all. So tensors that operators read and that are gone from the
     model afterwards are refused, if a second look agrees: the first run may be an exception (``self.table =
     self.table.to(device)``). A number is taken as read if it changes on each run and the numbers that operators are
-    given differ from run to run; else the report warns. Results that are only kept (``self.last = y``) are allowed.
+    given differ from run to run, or if the forward runs other operators where it is 0 or large (a sliding cache that is
+    full); else the report warns. Results that are only kept (``self.last = y``) are allowed.
 
 Note [State made of inputs]
     A cache of cross attention, or the statistics of a first batch, are computed from the inputs on first use and only
@@ -30,8 +31,9 @@ import traceback
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -72,6 +74,7 @@ _CHECKS_FLOATS = {  # operators that check floats on the device: a failed check 
 }  # fmt: skip
 _CHECKS_INDICES = ("index", "_index_put", "scatter", "gather", "take", "embedding", "_embedding_bag", "nll_loss")
 _MAKES_INDICES = ("aten::_to_copy", "aten::copy_", "aten::bucketize", "aten::searchsorted")  # of floats, in any range
+_MANY_CALLS = 1 << 20
 _SEED = 0x5EED_0F_A_100C
 _NOTHING = object()
 
@@ -93,7 +96,7 @@ class Footprint:
         generators: Random generators that operators were given.
         random: Where graph code set the state of a random generator.
         breaks: Whether an eager piece was called.
-        numbers: The numbers that operators in graph code were given, in order.
+        trail: The operators in graph code and the numbers that they were given, in order.
         moved: Paths of numbers that changed outside of eager pieces.
         unreturned: Where graph code read a tensor that an eager piece made and did not return.
         stale: Values by path that graph code bound and an eager piece read: a replay leaves them as they were.
@@ -114,7 +117,7 @@ class Footprint:
     generators: dict[int, torch.Generator] = field(default_factory=dict)
     random: str | None = None
     breaks: bool = False
-    numbers: list[object] = field(default_factory=list)
+    trail: list[str] = field(default_factory=list)
     moved: dict[str, None] = field(default_factory=dict)
     unreturned: str | None = None
     stale: dict[str, object] = field(default_factory=dict)
@@ -150,6 +153,7 @@ class Look(TorchDispatchMode):
         inputs: Arguments of the forward; the look follows what is computed from them.
         hidden_from: Packages that are told in graph code that no capture is under way, unless ``told`` is given.
         told: The host sync for which they are told of a capture.
+        expected: The trail of another look: an operator that is not in its place there ends the run.
     """
 
     supports_higher_order_operators = True
@@ -166,6 +170,7 @@ class Look(TorchDispatchMode):
         inputs: Sequence[torch.Tensor] = (),
         hidden_from: Collection[str] = (),
         told: CaptureError | None = None,
+        expected: list[str] | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.found, self.hidden_from = Footprint(told=told), hidden_from
@@ -178,7 +183,7 @@ class Look(TorchDispatchMode):
         self._inputs = storages_of(inputs)
         self.found.computed |= self._inputs
         self.refusals.watched = self.found.computed
-        self._inside, self._called = 0, set[int]()  # operators in operators; wrappers
+        self._expected, self._inside, self._called = expected, 0, set[int]()  # operators in operators; wrappers
         self._last = self._numbers()
         self._derived: dict[Any, Any] = {}
         self._is_aside, self._made = False, dict[int, weakref.ref[torch.Tensor]]()  # by eager pieces
@@ -281,16 +286,21 @@ class Look(TorchDispatchMode):
         return {path: now for path, (now, _) in self._state.rebound().items()}
 
     def _note(self, func: Any, leaves: list[Any]) -> None:
+        trail = self.found.trail
+        begin = len(trail)
+        trail.append(func._schema.name)
         for leaf in leaves:
             if not isinstance(leaf, torch.Tensor):
                 if isinstance(leaf, bool | int | float | complex):
-                    self.found.numbers.append(repr(leaf))
+                    trail.append(repr(leaf))
             elif id(leaf) in self._names:
                 self.found.reads[self._names[id(leaf)]] = None
             elif id(leaf) in self._made and self._made[id(leaf)]() is leaf:
                 self.found.unreturned = self.found.unreturned or blamed_line()
             elif func is torch.ops.aten.lift_fresh.default and leaf.dim() == 0 and leaf.device.type == "cpu":
-                self.found.numbers.append(leaf.item())
+                trail.append(repr(leaf.item()))
+        if self._expected is not None and trail[begin:] != self._expected[begin : len(trail)]:
+            raise CaptureError("another operator than expected")  # not run: its indices may be anywhere
 
     def _count(self, func: Any) -> None:
         namespace, _, name = func._schema.name.partition("::")
@@ -417,6 +427,7 @@ def look(call: Callable[[], object], state: ModelState, limit: int = 0, **option
     """Run a forward eagerly, once, by ``call``; its footprint, with the error that it raised. For ``state``, ``limit``
     and ``options`` see ``Look``.
     """
+    state.rewind()
     with random_state_kept(state.device), probing(), as_written(), ExitStack() as stack:
         mode = Look(state, limit, **options)
         stack.enter_context(answering(mode.hidden_from, mode.answer))
@@ -493,13 +504,13 @@ def examine(
     read = [path for path in again.reads if path.rpartition("[")[0] in lists]
     refused += [path for path in read if id(first.places[path].value) not in given]
     if moved:
+        run = partial(look, call, state, limit, **options)
+        refused += _that_decide(moved, again.trail, second, run)
+    elif found.breaks and again.trail != found.trail:
         third = look(call, state, limit, now=second, **options)
-        refused += [path for path in moved if path in third.moved and third.numbers != again.numbers]
-    elif found.breaks and again.numbers != found.numbers:
-        third = look(call, state, limit, now=second, **options)
-        if third.numbers != again.numbers:
+        if third.trail != again.trail:
             raise CaptureError(
-                "operators in graph code are given other numbers on each run, as eager pieces change "
+                "graph code runs other operators or gives them other numbers on each run, as eager pieces change "
                 f"{_listed(list(first.rebound()))}; a graph would always use those of the capture",
                 remedy="Compute what depends on them in the eager piece, or pass it as an input.",
             )
@@ -512,6 +523,23 @@ def examine(
         )
     _refuse_made(found, again, first, second)
     return found, [f"the forward changes {_listed(moved)}; replays do not, nor do they see it change"] if moved else []
+
+
+def _that_decide(moved: Sequence[str], trail: list[str], state: ModelState, run: Callable[..., Footprint]) -> list[str]:
+    """The numbers, of those that each run changes, on which it depends what graph code runs: now, or when they are 0 or
+    large. ``trail`` is that of the last run, and ``state`` the record after it.
+    """
+    next_one = run(now=state)
+    if next_one.trail != trail:
+        return [path for path in moved if path in next_one.moved]
+    counts = [state.places[path] for path in moved if type(state.places[path].value) in (int, float)]
+    for value in (0, _MANY_CALLS) if counts else ():
+        for place in counts:
+            with suppress(TypeError):  # in a tuple, which the forward makes anew
+                place.container[place.key] = value
+        if run(expected=trail).trail != trail:
+            return [place.path for place in counts]
+    return []
 
 
 def _refuse_made(found: Footprint, again: Footprint, first: ModelState, second: ModelState) -> None:

@@ -16,7 +16,8 @@ Note [What is put back]
     so it stays, and the report names it; but not a flag of an object that loses a tensor again, such as a cache that is
     empty once more. Where no capture succeeds, all is put back. A storage is copied before the
     first operator that writes to it: on its device up to a limit, then on the host up to a bound; what is larger still
-    is named as not kept. Small storages are put back after each key, too, so that positions do not run past a cache.
+    is named as not kept. Small storages are put back after each key, too, and what counts (``add_``) ahead of each run,
+    so that positions do not run past a cache: on a GPU that would end the process.
     Where torch's versions do not count a write (``.data``), a second look tells whether each run writes.
 """
 
@@ -55,6 +56,7 @@ _OF_TORCH = frozenset(vars(torch.nn.Module()))  # what torch itself keeps in the
 _MODULE_DICTS = ("_parameters", "_buffers", "_modules")
 _MOST_ITEMS = 100_000  # of one container: a vocabulary, say, is not looked into
 _HOST_COPIES = 1 << 30  # bytes that are copied to the host at most
+_COUNTS = ("add_", "sub_", "_foreach_add_", "_foreach_sub_")
 _SMALL = 1 << 20  # bytes of a storage made by the forward that is copied before it is written
 _SHOWN = 10
 _ABSENT: Any = object()
@@ -173,7 +175,8 @@ class Place:
 @dataclass(slots=True)
 class _Saved:
     """A storage that an operator was about to write: its copy (None where it is too large), and its version then.
-    ``look`` is the number of the look that saw it, ``again`` whether a later one did.
+    ``look`` is the number of the look that saw it, ``again`` whether a later one did. ``counts``: an operator added to
+    it; ``first`` is what the first run left there, and the version then.
     """
 
     path: str
@@ -184,6 +187,8 @@ class _Saved:
     look: int
     kept: Outcome = "device"
     again: bool = False
+    counts: bool = False
+    first: tuple[torch.UntypedStorage, int | None] | None = None
 
     @property
     def is_blind(self) -> bool:
@@ -220,7 +225,7 @@ class ModelState:
     _fast: list[tuple[Any, Any, Any, int | None]] = field(default_factory=list)
     _storages: dict[int, Place] = field(default_factory=dict)
     _saved: dict[int, _Saved] = field(default_factory=dict)
-    _fresh: dict[int, tuple[StorageWeakRef, torch.UntypedStorage, int | None]] = field(default_factory=dict)
+    _fresh: dict[int, tuple[StorageWeakRef, torch.UntypedStorage, int | None, bool]] = field(default_factory=dict)
     _once: dict[Token, bool] = field(default_factory=dict)  # whether no capture changed it
     _looks: int = 0
     _has_captured: bool = False
@@ -513,6 +518,7 @@ class ModelState:
         """Copy the model's storages that an operator is about to write, unless that was done; ``limit`` bytes of copies
         lie on their device, further ones on the host.
         """
+        counts = func._opname in _COUNTS
         for tensor in written_tensors(func, args, kwargs):
             try:
                 storage = tensor.untyped_storage()
@@ -523,6 +529,7 @@ class ModelState:
                 continue
             if (saved := self._saved.get(address)) is not None:
                 saved.again |= self._looks > saved.look
+                saved.counts |= counts
                 continue
             for place in () if self._storages else self.places.values():
                 with suppress(RuntimeError, NotImplementedError):
@@ -530,8 +537,9 @@ class ModelState:
                         self._storages.setdefault(place.value.untyped_storage().data_ptr(), place)
             if address in self._storages:
                 self._save(self._storages[address], storage, limit)
+                self._saved[address].counts = counts
             elif storage.nbytes() <= _SMALL and (address not in self._fresh or self._fresh[address][0].expired()):
-                self._fresh[address] = StorageWeakRef(storage), storage.clone(), _version_of(tensor)
+                self._fresh[address] = StorageWeakRef(storage), storage.clone(), _version_of(tensor), counts
 
     def adopt_fresh(self) -> None:
         """After a run: small tensors that it made and the model holds now (a counter) get their first values back."""
@@ -541,8 +549,21 @@ class ModelState:
                 storage = place.value.untyped_storage()
                 address = storage.data_ptr()
                 if address in fresh and address not in self._saved:
-                    self._saved[address] = _Saved(place.path, place.value, storage, *fresh[address][1:], self._looks)
+                    _, copy, version, counts = fresh[address]
+                    saved = _Saved(place.path, place.value, storage, copy, version, self._looks, counts=counts)
+                    self._saved[address] = saved
         self._looks += 1
+
+    def rewind(self) -> None:
+        """Between runs: counts are again what they were before the first one. One that the latest run left alone was
+        made once, on first use, and is what the first run made of it.
+        """
+        for saved in self._saved.values():
+            if saved.counts and saved.copy is not None and saved.storage.nbytes() == saved.copy.nbytes() <= _SMALL:
+                version = _version_of(saved.tensor)
+                saved.first, is_first = saved.first or (saved.storage.clone(), version), saved.first is None
+                is_once = not (is_first or saved.again or version != saved.first[1])
+                saved.storage.copy_(saved.first[0] if is_once else saved.copy)
 
     def _save(self, place: Place, storage: torch.UntypedStorage, limit: int) -> None:
         nbytes, kept, copy = storage.nbytes(), "not kept", None
@@ -562,6 +583,7 @@ class ModelState:
         """Undo the changes since the record, see Note [What is put back]. May be called again; the device is idle.
         ``between_keys``: a forward that counts its calls goes on from where it was; large storages wait for the end.
         """
+        self.rewind()
         changes = self._changes()
         self.outcome.clear()  # a place that stayed after one key may be put back after the next
         for key, saved in self._saved.items():

@@ -269,7 +269,7 @@ def with_own_code(model: Function) -> Function:
 
 
 def _untraceable(error: Exception) -> CgplanError:
-    text = str(error)
+    text, cause = str(error), error.__cause__ or error
     if "data-dependent" in text.lower():
         return HostSyncError(
             f"the model's Python code depends on a value of a tensor, at {_user_line(error)}",
@@ -287,7 +287,7 @@ def _untraceable(error: Exception) -> CgplanError:
             "does, pass what you need as an input, or use compilation.splitting_modules.",
         )
     return CaptureError(
-        f"the model cannot be traced as one graph, at {_user_line(error)}: {text.splitlines()[0]}",
+        f"the model cannot be traced as one graph, at {_user_line(error)}: {first_line(cause)}",
         remedy=f"Change that line, {_OTHERWISE}",
     )
 

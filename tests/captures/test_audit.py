@@ -230,7 +230,9 @@ def test_a_host_buffer_that_was_dropped() -> None:
 @pytest.mark.gpu
 def test_a_workspace_of_cublas_that_was_dropped() -> None:
     """A product on a side stream computes in a workspace of that stream, which torch may drop."""
-    side = torch.cuda.Stream(priority=-1)  # of another pool of streams than the capture's, which torch gives out in turn
+    side = torch.cuda.Stream(
+        priority=-1
+    )  # of another pool of streams than the capture's, which torch gives out in turn
 
     def beside(model: Block, y: Tensor) -> Tensor:
         side.wait_stream(torch.cuda.current_stream())

@@ -102,6 +102,19 @@ def turns_a_flag(model: Model, x: Tensor) -> Tensor:
     return x * (2 if model.odd else 3)
 
 
+def slides_when_it_is_full(model: Model, x: Tensor) -> Tensor:
+    model.step += 1
+    return x.roll(1) if model.step > 1000 else x * 2
+
+
+def starts_over(model: Model, x: Tensor) -> Tensor:
+    """As if many calls came before: where the count is 0 again, it indexes by what is out of range then."""
+    model.step += 1
+    if model.step > 1:
+        return x * 2
+    return x + model.cache[torch.full_like(x[:, 0], 1000).long(), None]
+
+
 READ = {
     adds_to_a_tensor: "cache",
     adds_to_a_private_one_inside: "inner._kept",
@@ -116,12 +129,15 @@ READ = {
         *((change, named, way) for change, named in READ.items() for way in WAYS),
         (adds_to_one_in_a_list, r"listed\[0\]", "full"),
         (turns_a_flag, "odd", "full"),
+        (slides_when_it_is_full, "step", "full"),
+        (starts_over, "step", "full"),
     ],
 )
 def test_state_that_is_read_and_bound_again_is_refused(
     backend: GraphBackend, way: str, change: Callable[..., Tensor], named: str
 ) -> None:
     model = Model(backend, change)
+    model.step = 5 * (change is starts_over)
     before = reserved(backend)
     with pytest.raises(CaptureError, match=f"the forward reads {named} and binds it again") as caught:
         open_runner(backend, model, way)
