@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures.thread import _worker
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -17,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from cgplan.backends.blame import blamed_line
@@ -41,7 +38,7 @@ _INDEXING = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index
 
 @dataclass(slots=True)
 class Refusals:
-    """Operators that needed the host, or another thread, in one recording or look.
+    """Operators that needed the host in one recording or look.
 
     Attributes:
         raises: Whether such an operator raises an error; else it is noted, and runs.
@@ -95,21 +92,6 @@ def _storage_key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
 
 
-class _OtherThread(TorchDispatchMode):
-    """Refuses operators in a thread that a forward starts: no graph has them."""
-
-    def __init__(self, refusals: Refusals, line: str) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._refusals, self._line = refusals, line
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
-        self._refusals.first = self._refusals.first or CaptureError(
-            f"operator {func} runs in a thread that the forward starts, at {self._line}; a graph has one thread",
-            remedy="Run it in the thread of the forward, or start the thread in an eager piece.",
-        )
-        return func(*args, **(kwargs or {}))
-
-
 class _Guarded(threading.local):
     refusals: tuple[Refusals, ...] = ()  # of the blocks of this thread, the innermost last
 
@@ -119,7 +101,7 @@ _guarded = _Guarded()
 
 class HostGuard:
     """A block in which this thread may not call tensor methods that, on a CPU, move values to the host without passing
-    the dispatcher, nor leave operators to a thread that it starts.
+    the dispatcher.
 
     The methods are replaced while such a block is open anywhere. A TorchFunctionMode would keep torch from its fused
     paths, as in nn.TransformerEncoderLayer, and would not see into kernels in Python.
@@ -140,8 +122,7 @@ class HostGuard:
 @shared
 @contextmanager
 def _methods_replaced() -> Iterator[None]:
-    plain_one_hot, plain_start = functional.one_hot, threading.Thread.start
-    plain_submit: Any = ThreadPoolExecutor.submit
+    plain_one_hot = functional.one_hot
 
     @wraps(plain_one_hot)
     def one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
@@ -150,23 +131,8 @@ def _methods_replaced() -> Iterator[None]:
         classes = torch.arange(num_classes, device=tensor.device)
         return (tensor.unsqueeze(-1) == classes).long()  # on a CPU torch checks the values, on a GPU it does not
 
-    @wraps(plain_start)
-    def start(thread: threading.Thread) -> None:
-        if vars(thread).get("_target") is not _worker:  # it outlives the forward; its tasks are watched
-            thread.run = _watched(thread.run)  # type: ignore[method-assign]
-        plain_start(thread)
-
-    @wraps(plain_submit)
-    def submit(pool: ThreadPoolExecutor, function: Function, /, *args: Any, **kwargs: Any) -> Any:
-        return plain_submit(pool, _watched(function), *args, **kwargs)
-
     methods = {name: _host_method(name) for name in _HOST_METHODS}
-    with (
-        replaced(Tensor, **methods),
-        replaced(functional, one_hot=one_hot),
-        replaced(threading.Thread, start=start),
-        replaced(ThreadPoolExecutor, submit=submit),
-    ):
+    with replaced(Tensor, **methods), replaced(functional, one_hot=one_hot):
         yield
 
 
@@ -181,19 +147,6 @@ def _host_method(name: str) -> Function:
         return plain(tensor, *args, **kwargs)
 
     return method
-
-
-def _watched(function: Function) -> Function:
-    if not (_guarded.refusals and _guarded.refusals[-1].is_on):
-        return function
-    refusals, line = _guarded.refusals[-1], blamed_line()
-
-    @wraps(function)
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        with _OtherThread(refusals, line):
-            return function(*args, **kwargs)
-
-    return watched
 
 
 _is_probing = ContextVar("cgplan_is_probing", default=False)

@@ -8,9 +8,7 @@ from __future__ import annotations
 import gc
 import traceback
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from threading import Thread
 from typing import Any
 
 import pytest
@@ -106,30 +104,6 @@ def test_a_host_method_inside_a_custom_operator(backend: GraphBackend, way: str)
     for value in (1, 2, 3):
         x = full(backend, value)
         same(runner(x=x), call(x))
-
-
-@pytest.mark.parametrize("pooled", [False, True])
-@each_size
-def test_operators_in_a_thread_that_the_forward_starts(way: str, pooled: bool) -> None:
-    """No graph has them: on a GPU they run once, on another stream, and the graph reads what they left."""
-    backend = select_backend("cpu")
-
-    def stem(x: Tensor) -> Tensor:
-        made = torch.empty_like(x)
-        if pooled:
-            with ThreadPoolExecutor() as pool:
-                pool.submit(torch.mul, x, 2, out=made).result()
-        else:
-            thread = Thread(target=lambda: torch.mul(x, 2, out=made))
-            thread.start()
-            thread.join()
-        return made + 1
-
-    with pytest.raises(CaptureError, match=r"aten.mul.out runs in a thread .*test_late_errors\.py:\d+") as caught:
-        open_runner(backend, Model(backend, way, stem), way)
-    assert "eager piece" in caught.value.remedy
-    Thread(target=stem, args=[full(backend, 1)]).start()  # outside of captures threads are as they were
-    same(stem(full(backend, 1)), full(backend, 3))
 
 
 def _raise(x: Tensor) -> Tensor:
