@@ -41,7 +41,16 @@ from cgplan.buffers.compare import apart
 from cgplan.config import BudgetConfig, CompilationConfig, Dim, Extent, Input, validate_config
 from cgplan.config.schema import WORDS_OF_A_CALL
 from cgplan.config.values import DType
-from cgplan.errors import CgplanError, ConfigError, InputError, ModelError, NumbersError, OutputShapeError, did_you_mean
+from cgplan.errors import (
+    AddressError,
+    CgplanError,
+    ConfigError,
+    InputError,
+    ModelError,
+    NumbersError,
+    OutputShapeError,
+    did_you_mean,
+)
 from cgplan.graphs.ambient import random_state_kept
 from cgplan.graphs.footprint import look
 from cgplan.graphs.model_state import ModelState
@@ -56,6 +65,7 @@ from cgplan.runner.session import CaptureSession
 
 BATCH = "batch"
 _NOTHING_VARIES = "nothing varies: each shape has its graph"
+_MOVED = "an argument holds other tensors than at the capture"
 _UNPADDED = "With dynamic={} each shape has its own graph, without padding."
 _MOST_CALLS = 4096  # that are found by one look-up
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-3, torch.float16: 1e-2}  # of the largest value; others: 5e-2
@@ -606,7 +616,15 @@ class Graphed:
             call = kind.runner, names, None if returns == (Tensor,) else returns
         runner, names, made = call
         inputs: dict[str, Any] = dict(zip(names, tensors, strict=True))
-        output = runner(**inputs)
+        try:
+            output = runner(**inputs)
+        except AddressError as error:
+            if not any(known.runner is runner and known.forward.arguments for known in learnt.kinds):
+                raise
+            if not learnt.eager[_MOVED]:
+                logger.warning("%s runs the model's own code: %s", self._name, error.message)
+            learnt.eager[_MOVED] += 1
+            return self._wrapped(*args, **kwargs)
         if kind is not None:
             kind.say_failures()
             learnt.calls[key] = call
@@ -747,7 +765,10 @@ class Graphed:
             "dims": kind.dims,
             "device": str(pool.backend.device),
             "inputs": kind.specs,
-            "compilation": self._settings["compilation"],
+            # Between calls their owner may bind other tensors in arguments: a beam search does, in a cache.
+            "compilation": self._settings["compilation"].model_copy(
+                update={"address_check": "always"} if kind.forward.arguments else {}
+            ),
             "budget": BudgetConfig(max_graphs=self._settings["max_graphs"]),
         })  # fmt: skip
         plan = build_plan(config)

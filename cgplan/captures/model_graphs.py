@@ -241,7 +241,9 @@ class ModelGraphs:
                 )
                 if capturing and isinstance(failure, HostSyncError) and self._needs_another_look(mode, failure):
                     drop_locals(error)
+                    known = set(kept.volatile)
                     kept.restore(between_keys=True)
+                    kept.volatile = known  # what is made on first use comes to stay in the next capture
                     self.evict([key])
                     return self.capture_key(key, in_service=in_service)
                 raise failure from (error if failure is not error else error.__cause__)
