@@ -65,6 +65,7 @@ from cgplan.runner.session import CaptureSession
 
 BATCH = "batch"
 _NOTHING_VARIES = "nothing varies: each shape has its graph"
+_MOST_FAILURES = 3  # kinds of calls with one object among the arguments that are tried
 _MOVED = "an argument holds other tensors than at the capture"
 _UNPADDED = "With dynamic={} each shape has its own graph, without padding."
 _MOST_CALLS = 4096  # that are found by one look-up
@@ -180,6 +181,7 @@ class _ByName(nn.Module):
         _share(self, _module_of(model))
         self.signature = signature
         self.arguments = {name: value for name, value in given.items() if _Held(value) in form}  # findings name these
+        self.objects = tuple(box for box in form if type(box) is _Held and type(box.value) is not TreeSpec)
         self.form = form
         self.__dict__["wrapped"] = model  # not as a module: it would be there twice
         kinds = {parameter.kind for parameter in signature.parameters.values()}
@@ -193,7 +195,7 @@ class _ByName(nn.Module):
         form, leaves = list[Any](), list[Tensor]()
         _flatten([self.__dict__["wrapped"](*given.args, **given.kwargs)], form, leaves)
         boxes = [box for box in form if type(box) is _Held and type(box.value) is not TreeSpec]
-        if hidden := [box.value for box in boxes if box not in self.form]:  # an argument comes out as it went in
+        if hidden := [box.value for box in boxes if box not in self.objects]:  # an argument comes out as it went in
             raise OutputShapeError(
                 f"the model returns a {type(hidden[0]).__name__}, whose tensors cannot be reached",
                 remedy="Return tensors in tuples, lists, dicts and dataclasses; transformers: pass use_cache=False.",
@@ -366,7 +368,7 @@ class _Proof:
         is_coarse = convolves or torch.get_float32_matmul_precision() != "highest"
         if is_coarse and self.backend.device.type == "cuda":  # TensorFloat32
             self.tolerance = 5e-2
-        outcome = [self.state.places.get(path) for path, (_, how) in self.state.outcome.items() if how != "new"]
+        outcome = map(self.state.places.get, self.state.outcome)
         self.written = [p.path for p in outcome if p and isinstance(p.value, Tensor) and p.value.nbytes < limit // 4]
         return seen.checks
 
@@ -531,6 +533,7 @@ class _Learnt:
         default_factory=dict
     )
     eager: Counter[str] = dataclasses.field(default_factory=Counter)
+    given_up: set[int] = dataclasses.field(default_factory=set)  # ids of arguments
 
 
 def _forward(graphs: weakref.ref[Graphed], *args: Any, **kwargs: Any) -> Any:
@@ -602,7 +605,7 @@ class Graphed:
         key = (*form, *map(_shape, tensors), *map(_dtype, tensors))  # runners look at devices
         call = learnt.calls.get(key)
         if call is None or self._module.training or current_forward_context() is not None:
-            if (why := self._why_eager(tensors, asks=asks)) is not None:
+            if (why := self._why_eager(form, tensors, asks=asks)) is not None:
                 learnt.eager[why] += 1
                 return self._wrapped(*args, **kwargs)
             if learnt.pool is None:
@@ -619,18 +622,30 @@ class Graphed:
         try:
             output = runner(**inputs)
         except AddressError as error:
-            if not any(known.runner is runner and known.forward.arguments for known in learnt.kinds):
-                raise
-            if not learnt.eager[_MOVED]:
-                logger.warning("%s runs the model's own code: %s", self._name, error.message)
-            learnt.eager[_MOVED] += 1
-            return self._wrapped(*args, **kwargs)
+            return self._after_a_move(error, runner)(*args, **kwargs)
         if kind is not None:
             kind.say_failures()
             learnt.calls[key] = call
+            if kind.forward.objects and not runner.plan.keys:
+                self._give_up(kind)
         return output if made is None else _rebuild(iter(made), iter(output))
 
-    def _why_eager(self, tensors: Sequence[Tensor], *, asks: bool) -> str | None:
+    def _after_a_move(self, error: AddressError, runner: GraphRunner) -> Callable[..., Any]:
+        """What serves a call whose graph would read old memory. Raises the error where the model is to be moved by
+        ``self``.
+        """
+        if any(kind.runner is runner and kind.forward.objects for kind in self._learnt.kinds):
+            if not self._learnt.eager[_MOVED]:
+                logger.warning("%s runs the model's own code: %s", self._name, error.message)
+            self._learnt.eager[_MOVED] += 1
+            return cast("Callable[..., Any]", self._wrapped)
+        if not self._is_bound:
+            raise error
+        logger.warning("%s is captured again: %s", self._name, error.message)
+        self.recapture()
+        return functools.partial(Graphed.forward, self)
+
+    def _why_eager(self, form: Iterable[Any], tensors: Sequence[Tensor], *, asks: bool) -> str | None:
         """Why a call runs by the model's own code; None where it does not."""
         if self._module.training:
             why = "the model is in training mode; call .eval() for graphs"
@@ -641,6 +656,9 @@ class Graphed:
             return "inside the forward of another runner"
         if asks:
             return "a tensor argument asks for a gradient"
+        for box in form if self._learnt.given_up else ():
+            if type(box) is _Held and id(box.value) in self._learnt.given_up:
+                return f"no graph could be captured with its {type(box.value).__name__}; the log says why"
         if not any(tensor.ndim for tensor in tensors) or not all(tensor.numel() for tensor in tensors):
             return "no tensor argument has a dimension, or one is empty"
         odd = {str(t.dtype) for t in tensors if str(t.dtype).removeprefix("torch.") not in get_args(DType)}
@@ -760,15 +778,16 @@ class Graphed:
     def _open(self, kind: _Kind) -> None:
         """Give a kind its runner, for its present sizes."""
         pool = self._learnt.pool
+        compilation = self._settings["compilation"]
+        # Others may bind tensors in arguments between calls (a beam search does, in a cache), and move a bound model.
+        if (kind.forward.objects or self._is_bound) and "address_check" not in compilation.model_fields_set:
+            compilation = compilation.model_copy(update={"address_check": "always"})
         config = validate_config({
             "model": {"output_shapes": kind.outputs},
             "dims": kind.dims,
             "device": str(pool.backend.device),
             "inputs": kind.specs,
-            # Between calls their owner may bind other tensors in arguments: a beam search does, in a cache.
-            "compilation": self._settings["compilation"].model_copy(
-                update={"address_check": "always"} if kind.forward.arguments else {}
-            ),
+            "compilation": compilation,
             "budget": BudgetConfig(max_graphs=self._settings["max_graphs"]),
         })  # fmt: skip
         plan = build_plan(config)
@@ -796,10 +815,27 @@ class Graphed:
             if least is not kind and not least.runner.plan.keys:
                 self._drop(least)
 
+    def _give_up(self, kind: _Kind) -> None:
+        """Forget an object among the arguments with which no kind could be captured, after a few: a cache that makes
+        its tensors anew is of another kind with each token.
+        """
+        for box in kind.forward.objects:
+            alike = [known for known in self._learnt.kinds if box in known.forward.objects]
+            if len(alike) == _MOST_FAILURES and not any(known.runner.plan.keys for known in alike):
+                with suppress(TypeError):  # not every object takes weak references
+                    weakref.finalize(box.value, self._learnt.given_up.discard, id(box.value)).atexit = False
+                    self._learnt.given_up.add(id(box.value))
+                    for known in alike:
+                        self._drop(known)
+
     def _drop(self, kind: _Kind) -> None:
         self._learnt.calls.clear()
         self._learnt.kinds.remove(kind)
         kind.runner.close()
+
+    @property
+    def _is_bound(self) -> bool:
+        return getattr(self._wrapped, "__self__", None) is self._module
 
     @property
     def _name(self) -> str:

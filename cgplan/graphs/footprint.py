@@ -63,7 +63,7 @@ from cgplan.backends.host_sync import (
 )
 from cgplan.errors import CaptureError, first_line
 from cgplan.graphs.ambient import number_of, random_state_kept
-from cgplan.graphs.model_state import ModelState
+from cgplan.graphs.model_state import ModelState, is_same
 
 Part = Literal["segment", "eager piece"]
 _COMPUTES_NOTHING = ("empty", "new_empty", "_unsafe_view")  # beginnings of names
@@ -74,7 +74,8 @@ _CHECKS_FLOATS = {  # operators that check floats on the device: a failed check 
 }  # fmt: skip
 _CHECKS_INDICES = ("index", "_index_put", "scatter", "gather", "take", "embedding", "_embedding_bag", "nll_loss")
 _MAKES_INDICES = ("aten::_to_copy", "aten::copy_", "aten::bucketize", "aten::searchsorted")  # of floats, in any range
-_MANY_CALLS = 1 << 20
+_FEW = 64
+_MANY_CALLS = 1_000_003
 _SEED = 0x5EED_0F_A_100C
 _NOTHING = object()
 
@@ -96,7 +97,7 @@ class Footprint:
         generators: Random generators that operators were given.
         random: Where graph code set the state of a random generator.
         breaks: Whether an eager piece was called.
-        trail: The operators in graph code and the numbers that they were given, in order.
+        trail: The operators in graph code, and the numbers and tensors of the model that they were given, in order.
         moved: Paths of numbers that changed outside of eager pieces.
         unreturned: Where graph code read a tensor that an eager piece made and did not return.
         stale: Values by path that graph code bound and an eager piece read: a replay leaves them as they were.
@@ -153,7 +154,7 @@ class Look(TorchDispatchMode):
         inputs: Arguments of the forward; the look follows what is computed from them.
         hidden_from: Packages that are told in graph code that no capture is under way, unless ``told`` is given.
         told: The host sync for which they are told of a capture.
-        expected: The trail of another look: an operator that is not in its place there ends the run.
+        expected: The trail of another look: no operator is run any more after one that is not in its place there.
     """
 
     supports_higher_order_operators = True
@@ -183,7 +184,8 @@ class Look(TorchDispatchMode):
         self._inputs = storages_of(inputs)
         self.found.computed |= self._inputs
         self.refusals.watched = self.found.computed
-        self._expected, self._inside, self._called = expected, 0, set[int]()  # operators in operators; wrappers
+        self._expected, self._is_lost = expected, False
+        self._inside, self._called = 0, set[int]()  # operators in operators; wrappers
         self._last = self._numbers()
         self._derived: dict[Any, Any] = {}
         self._is_aside, self._made = False, dict[int, weakref.ref[torch.Tensor]]()  # by eager pieces
@@ -295,11 +297,13 @@ class Look(TorchDispatchMode):
                     trail.append(repr(leaf))
             elif id(leaf) in self._names:
                 self.found.reads[self._names[id(leaf)]] = None
+                trail.append(self._names[id(leaf)])
             elif id(leaf) in self._made and self._made[id(leaf)]() is leaf:
                 self.found.unreturned = self.found.unreturned or blamed_line()
-            elif func is torch.ops.aten.lift_fresh.default and leaf.dim() == 0 and leaf.device.type == "cpu":
-                trail.append(repr(leaf.item()))
-        if self._expected is not None and trail[begin:] != self._expected[begin : len(trail)]:
+            elif func is torch.ops.aten.lift_fresh.default and leaf.numel() <= _FEW:  # made of numbers
+                trail.append(repr(leaf.tolist()))
+        self._is_lost |= self._expected is not None and trail[begin:] != self._expected[begin : len(trail)]
+        if self._is_lost:
             raise CaptureError("another operator than expected")  # not run: its indices may be anywhere
 
     def _count(self, func: Any) -> None:
@@ -340,7 +344,8 @@ class Look(TorchDispatchMode):
         with _disable_current_modes():
             now = self._numbers()
             if part == "segment":
-                self.found.moved |= {path: None for path in now if now[path] != self._last.get(path, now[path])}
+                last = self._last
+                self.found.moved |= {p: None for p in now if p in last and not is_same(last[p], now[p])}
                 self._compare()
             self._last = now
             self._note_states()
@@ -474,7 +479,7 @@ def examine(
         )
     first = ModelState.of(before.roots, before.device) if found.computed else _later(before)
     numbers = first.numbers
-    differ = any(numbers.get(path, value) != value for path, value in before.numbers.items())
+    differ = any(path in numbers and not is_same(value, numbers[path]) for path, value in before.numbers.items())
     lists = before.grown()
     kept = found.computed or found.read
     unsure = found.unreturned or found.stale or differ or lists or kept or state.has_blind_writes()
@@ -505,7 +510,10 @@ def examine(
     refused += [path for path in read if id(first.places[path].value) not in given]
     if moved:
         run = partial(look, call, state, limit, **options)
-        refused += _that_decide(moved, again.trail, second, run)
+        third = run(now=second)
+        refused += [path for path in moved if path in third.moved and third.trail != again.trail]
+        if options.get("is_whole") and not refused:  # else eager pieces would run with what is tried
+            refused += _deciding_numbers(moved, third, second, run)
     elif found.breaks and again.trail != found.trail:
         third = look(call, state, limit, now=second, **options)
         if third.trail != again.trail:
@@ -525,19 +533,21 @@ def examine(
     return found, [f"the forward changes {_listed(moved)}; replays do not, nor do they see it change"] if moved else []
 
 
-def _that_decide(moved: Sequence[str], trail: list[str], state: ModelState, run: Callable[..., Footprint]) -> list[str]:
-    """The numbers, of those that each run changes, on which it depends what graph code runs: now, or when they are 0 or
-    large. ``trail`` is that of the last run, and ``state`` the record after it.
+def _deciding_numbers(
+    moved: Sequence[str], last: Footprint, state: ModelState, run: Callable[..., Footprint]
+) -> list[str]:
+    """The numbers, if it depends on them which operators run: set to 0 and to a large number, for two runs each.
+    ``last`` is the look before. Python's state is as it was afterwards.
     """
-    next_one = run(now=state)
-    if next_one.trail != trail:
-        return [path for path in moved if path in next_one.moved]
-    counts = [state.places[path] for path in moved if type(state.places[path].value) in (int, float)]
-    for value in (0, _MANY_CALLS) if counts else ():
+    for value in (0, _MANY_CALLS):
+        now = ModelState.of(state.roots, state.device)
+        counts = [p for path in moved if (p := now.places.get(path)) is not None and type(p.value) in (int, float)]
         for place in counts:
-            with suppress(TypeError):  # in a tuple, which the forward makes anew
+            with suppress(LookupError, AttributeError, TypeError):  # a tuple cannot change
                 place.container[place.key] = value
-        if run(expected=trail).trail != trail:
+        tried = [run(expected=last.trail) for _ in range(2 if counts else 0)]
+        now.restore()
+        if any((look.trail, look.error) != (last.trail, last.error) for look in tried):
             return [place.path for place in counts]
     return []
 

@@ -16,8 +16,8 @@ Note [What is put back]
     so it stays, and the report names it; but not a flag of an object that loses a tensor again, such as a cache that is
     empty once more. Where no capture succeeds, all is put back. A storage is copied before the
     first operator that writes to it: on its device up to a limit, then on the host up to a bound; what is larger still
-    is named as not kept. Small storages are put back after each key, too, and what counts (``add_``) ahead of each run,
-    so that positions do not run past a cache: on a GPU that would end the process.
+    is named as not kept. Small storages are put back after each key, too; and those that an operator adds to in place
+    (``add_``, ``sub_``) ahead of each run, so that positions do not run past a cache: on a GPU that ends the process.
     Where torch's versions do not count a write (``.data``), a second look tells whether each run writes.
 """
 
@@ -176,7 +176,7 @@ class Place:
 class _Saved:
     """A storage that an operator was about to write: its copy (None where it is too large), and its version then.
     ``look`` is the number of the look that saw it, ``again`` whether a later one did. ``counts``: an operator added to
-    it; ``first`` is what the first run left there, and the version then.
+    it; ``written`` is what the first run left there, and the version then.
     """
 
     path: str
@@ -188,7 +188,7 @@ class _Saved:
     kept: Outcome = "device"
     again: bool = False
     counts: bool = False
-    first: tuple[torch.UntypedStorage, int | None] | None = None
+    written: tuple[torch.UntypedStorage, int | None] | None = None
 
     @property
     def is_blind(self) -> bool:
@@ -457,7 +457,7 @@ class ModelState:
                     now = place.container[place.key]
                 except _GONE:
                     now = _ABSENT
-                if now is not place.value and not _is_same(place.value, now):
+                if now is not place.value and not is_same(place.value, now):
                     found[path] = now, None
                 elif place.address is not None and now.data_ptr() != place.address:
                     found[path] = now, now.data_ptr()
@@ -485,12 +485,13 @@ class ModelState:
         """A block that captures one key, after its warm-ups; see Note [What is put back]."""
         warm = self._changes()
         yield
+        self.rewind()
         after = self._changes()
         grown = {path for path, kind in after.keys() - warm.keys() if isinstance(kind, tuple)}
         for (path, kind), value in after.items():
             is_first = path not in grown or not isinstance(kind, tuple)  # else a dict grows in captures, too
-            is_same = (path, kind) in warm and _equal(value, warm[path, kind])
-            self._once[path, kind] = self._once.get((path, kind), is_first) and is_same
+            stays = (path, kind) in warm and _equal(value, warm[path, kind])
+            self._once[path, kind] = self._once.get((path, kind), is_first) and stays
         self._has_captured = True
 
     @contextmanager
@@ -555,15 +556,17 @@ class ModelState:
         self._looks += 1
 
     def rewind(self) -> None:
-        """Between runs: counts are again what they were before the first one. One that the latest run left alone was
-        made once, on first use, and is what the first run made of it.
+        """Ahead of each run and after the capture: small tensors that count hold what they held before the first run;
+        or, if only the first run wrote them, what it wrote.
         """
-        for saved in self._saved.values():
-            if saved.counts and saved.copy is not None and saved.storage.nbytes() == saved.copy.nbytes() <= _SMALL:
+        for key, saved in self._saved.items():
+            if saved.copy is None or not saved.counts or self._once.get((saved.path, key)):
+                continue
+            if saved.storage.nbytes() == saved.copy.nbytes() <= _SMALL:
                 version = _version_of(saved.tensor)
-                saved.first, is_first = saved.first or (saved.storage.clone(), version), saved.first is None
-                is_once = not (is_first or saved.again or version != saved.first[1])
-                saved.storage.copy_(saved.first[0] if is_once else saved.copy)
+                saved.written, is_first = saved.written or (saved.storage.clone(), version), saved.written is None
+                is_once = not (is_first or saved.again or version != saved.written[1])
+                saved.storage.copy_(saved.written[0] if is_once else saved.copy)
 
     def _save(self, place: Place, storage: torch.UntypedStorage, limit: int) -> None:
         nbytes, kept, copy = storage.nbytes(), "not kept", None
@@ -583,7 +586,6 @@ class ModelState:
         """Undo the changes since the record, see Note [What is put back]. May be called again; the device is idle.
         ``between_keys``: a forward that counts its calls goes on from where it was; large storages wait for the end.
         """
-        self.rewind()
         changes = self._changes()
         self.outcome.clear()  # a place that stayed after one key may be put back after the next
         for key, saved in self._saved.items():
@@ -596,6 +598,7 @@ class ModelState:
             self.outcome[saved.path] = nbytes, saved.kept
             if saved.copy is not None and nbytes == saved.copy.nbytes():
                 saved.storage.copy_(saved.copy)
+                saved.written = None
         emptied = {  # objects that lose a tensor, and with it the flag that says that they have it
             self.places[path].home[0]
             for (path, kind), now in changes.items()
@@ -632,7 +635,7 @@ def _version_of(tensor: torch.Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
-def _is_same(before: Any, now: Any) -> bool:
+def is_same(before: Any, now: Any) -> bool:
     if type(before) not in (*_NUMBERS, str) or type(before) is not type(now):
         return before is now
     return bool(before == now or before != before)
@@ -641,7 +644,7 @@ def _is_same(before: Any, now: Any) -> bool:
 def _equal(one: Any, other: Any) -> bool:
     if type(one) is tuple and type(other) is tuple:
         return len(one) == len(other) and all(map(_equal, one, other))
-    return _is_same(one, other)
+    return is_same(one, other)
 
 
 def _step(key: Any) -> str:
