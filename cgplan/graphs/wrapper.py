@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import time
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, ClassVar, NamedTuple, Self
@@ -184,7 +184,7 @@ class CUDAGraphWrapper:
             )
         self.runnable, self.runtime_mode, self.options = runnable, runtime_mode, options
         self._backend, self._pool, self._own_pool = backend, pool, None
-        self.entries: dict[Hashable, CUDAGraphEntry] = {}
+        self.entries: dict[BatchDescriptor, CUDAGraphEntry] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Replay, capture or pass through. The result of a replay is the captured output, overwritten."""
@@ -197,10 +197,10 @@ class CUDAGraphWrapper:
                 with autocast_cache(on=False):
                     return self.runnable(*args, **kwargs)
             return self.runnable(*args, **kwargs)
-        key = self._key(context.descriptor, args, kwargs)
+        key = context.descriptor
         entry = self.entries.get(key)
         if entry is None or entry.scope is not (context.scope and context.scope.mark):
-            entry, output = self._capture(key, context, args, kwargs)
+            entry, output = self._capture(context, args, kwargs)
             # A capture on a GPU computes nothing: replay where the output is read, which FULL's in a session is not.
             unread = context.scope is not None and self.runtime_mode is CUDAGraphMode.FULL
             if not unread and not self._computes_while_capturing:
@@ -254,11 +254,8 @@ class CUDAGraphWrapper:
         """Forget the graphs of these batches of one scope; for each its output's tensors in the pool, and a function
         that frees it.
         """
-        taken = [key for key, e in self.entries.items() if e.scope is scope.mark and e.descriptor in descriptors]
+        taken = [key for key, entry in self.entries.items() if entry.scope is scope.mark and key in descriptors]
         return [(entry.pooled, entry.free) for entry in map(self.entries.pop, taken)]
-
-    def _key(self, descriptor: BatchDescriptor, args: Args, kwargs: Kwargs) -> Hashable:  # noqa: ARG002
-        return descriptor
 
     def _record(self, pool: Any, args: Args, kwargs: Kwargs) -> Recorded:
         """Capture one call."""
@@ -305,11 +302,11 @@ class CUDAGraphWrapper:
             roots["metadata"] = {name: context.metadata.get(name) for name in entry.metadata}
         return roots
 
-    def _prepare(self, key: Hashable, context: ForwardContext, args: Args) -> None:
+    def _prepare(self, context: ForwardContext, args: Args) -> None:
         """Take the session's backend. Raises CgplanError where the wrapper may not capture."""
         scope = context.scope
         if scope is not None and not scope.is_open:
-            if key not in self.entries:
+            if context.descriptor not in self.entries:
                 raise self._missing(context.descriptor)
             raise SealedError(
                 f"the {self.runtime_mode} graph for {context.descriptor} was captured again by a later session",
@@ -339,11 +336,9 @@ class CUDAGraphWrapper:
         if self.options.debug_log_enable:
             logger.debug("capturing a %s graph for %s", self.runtime_mode, context.descriptor)
 
-    def _capture(
-        self, key: Hashable, context: ForwardContext, args: Args, kwargs: Kwargs
-    ) -> tuple[CUDAGraphEntry, Any]:
+    def _capture(self, context: ForwardContext, args: Args, kwargs: Kwargs) -> tuple[CUDAGraphEntry, Any]:
         scope = context.scope
-        self._prepare(key, context, args)
+        self._prepare(context, args)
         backend, plain = self.backend, context.metadata
         with backend.session(), torch.no_grad():  # a replay has no gradient, so neither has the capturing call
             for _ in range(self.options.num_of_warmups if scope is None else 0):
@@ -404,7 +399,7 @@ class CUDAGraphWrapper:
         )
         if self.options.policy(scope) != "off":
             entry.manifest = ModelState.of(self._roots(entry, context, args, kwargs), backend.device).let_go()
-        self.entries[key] = entry
+        self.entries[context.descriptor] = entry
         if scope is not None:
             scope.entries.append(entry)
             scope.wrappers.append(self)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
 from typing import Any, ClassVar
@@ -16,13 +16,13 @@ from cgplan.backends import GraphBackend, select_backend
 from cgplan.backends.backend import Trace, span
 from cgplan.backends.blame import blamed_line
 from cgplan.backends.context import current_forward_context
-from cgplan.backends.host_sync import Args, Function, Kwargs, tensors_in
+from cgplan.backends.host_sync import Args, Function, Kwargs
 from cgplan.backends.replacing import replaced
-from cgplan.errors import CaptureError, CgplanError, HostSyncError
+from cgplan.errors import CaptureError, HostSyncError
 from cgplan.graphs.ambient import AmbientState
 from cgplan.graphs.pools import GraphPool
 from cgplan.graphs.wrapper import CUDAGraphOptions, CUDAGraphWrapper, Recorded
-from cgplan.modes import BatchDescriptor, CUDAGraphMode
+from cgplan.modes import CUDAGraphMode
 from cgplan.piecewise.eager_piece import Copies, EagerPiece, fill
 
 _DEFAULTS = CUDAGraphOptions()
@@ -325,8 +325,6 @@ class BreakableCUDAGraphWrapper(CUDAGraphWrapper):
         runnable: The forward. Its eager pieces are functions under ``eager_break_during_capture``.
         runtime_mode: PIECEWISE or FULL.
         backend, pool, options: As for CUDAGraphWrapper.
-        key_fn: Called with the arguments on every call; its hashable result is part of the key, beside the descriptor.
-            It must hold no tensor, which would be another key on each call.
     """
 
     _computes_while_capturing: ClassVar[bool] = True
@@ -339,21 +337,8 @@ class BreakableCUDAGraphWrapper(CUDAGraphWrapper):
         backend: GraphBackend | None = None,
         pool: Any = None,
         options: CUDAGraphOptions = _DEFAULTS,
-        key_fn: Callable[..., Hashable] | None = None,
     ) -> None:
         super().__init__(runnable, runtime_mode, backend=backend, pool=pool, options=options)
-        self._key_fn = key_fn
-
-    def _key(self, descriptor: BatchDescriptor, args: Args, kwargs: Kwargs) -> Hashable:
-        if self._key_fn is None:
-            return descriptor
-        key = (descriptor, self._key_fn(*args, **kwargs))
-        if key not in self.entries and tensors_in(key[1]):  # they are hashed by identity
-            raise CgplanError(
-                f"key_fn returned a tensor: {key[1]!r:.200}",
-                remedy="Return a shape, a dtype or a Python number that tells batches apart.",
-            )
-        return key
 
     def _record(self, pool: Any, args: Args, kwargs: Kwargs) -> Recorded:
         copied = self._copied_arguments(args, pool)

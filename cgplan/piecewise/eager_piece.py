@@ -247,8 +247,7 @@ class EagerPiece:
             f"eager piece {self.name} returned {found} on replay; at capture it was {wanted}, at {self.line}",
             remedy="Return the same structure, shapes, dtypes and numbers for every batch of a key: a number that "
             "changes as a tensor, rows that vary padded, results that share memory for some batches alone as clones. "
-            "A BreakableCUDAGraphWrapper can tell batches apart with key_fn; a runner has none, and takes such a batch "
-            "with runner.run_eagerly.",
+            "A runner takes another batch with runner.run_eagerly.",
         )
 
 

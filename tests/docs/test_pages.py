@@ -21,7 +21,7 @@ from cgplan.cli.main import app
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 SHOWN = (
     *("compile_piecewise", "eager_break_during_capture", "BreakableCUDAGraphCapture", 'backend="cgplan"'),
-    *(" CUDAGraphWrapper(", "copied_arguments", '"piecewise": "wrappers"', "BreakableCUDAGraphWrapper(", "key_fn"),
+    *(" CUDAGraphWrapper(", "copied_arguments", '"piecewise": "wrappers"', "BreakableCUDAGraphWrapper("),
 )
 RUN = [page for page in PAGES if any(block.mark != "no-run" for block in blocks_of(page))]
 MODEL = """

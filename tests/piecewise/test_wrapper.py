@@ -22,7 +22,6 @@ from cgplan import (
     BreakableCUDAGraphWrapper,
     CaptureError,
     CaptureSession,
-    CgplanError,
     CUDAGraphMode,
     CUDAGraphOptions,
     CUDAGraphWrapper,
@@ -121,27 +120,6 @@ def test_the_wrapper_copies_arguments_that_may_lie_anywhere(backend: GraphBacken
         plain(held[0], y)
         with pytest.raises(AddressError, match=r"args\[0\]"):
             plain(held[1], y)
-
-
-def test_key_fn_adds_to_the_key(backend: GraphBackend) -> None:
-    def forward(x: Tensor, flag: bool) -> Tensor:
-        return doubled(x * 2) + 1 if flag else doubled(x) - 1
-
-    x = randn(backend, 4, 6)
-    wrapper = BreakableCUDAGraphWrapper(forward, backend=backend, key_fn=lambda x, flag: flag)
-    with torch.no_grad():
-        for flag in (True, False, True, False):
-            x.add_(1)
-            with forward_context(PIECEWISE, BatchDescriptor(4)):
-                same(wrapper(x, flag), forward(x, flag))
-        assert set(wrapper.entries) == {(BatchDescriptor(4), True), (BatchDescriptor(4), False)}
-        for value in (x, (1, (x[0],))):
-            told = BreakableCUDAGraphWrapper(forward, backend=backend, key_fn=lambda x, flag, value=value: value)
-            with pytest.raises(CgplanError, match="a tensor"), forward_context(PIECEWISE, BatchDescriptor(4)):
-                told(x, True)
-            assert not told.entries
-    wrapper.reset()
-    assert not wrapper.entries
 
 
 def test_a_failed_capture_of_the_wrapper_is_tried_again(backend: GraphBackend) -> None:
