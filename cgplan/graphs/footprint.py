@@ -10,9 +10,9 @@ Note [Rebound state]
     ``self.cache = self.cache + x`` makes a new tensor on each call: a graph would always read the one that was there at
     capture. ``self.step += 1`` is not run by a replay at all. So tensors that operators read and that are gone from the
     model afterwards are refused, if a second look agrees: the first run may be an exception (``self.table =
-    self.table.to(device)``). A number is taken as read if it changes on each run and the numbers that operators are
-    given differ from run to run, or if the forward runs other operators where it is 0 or large (a sliding cache that is
-    full); else the report warns. Results that are only kept (``self.last = y``) are allowed.
+    self.table.to(device)``). A number is taken as read if it changes on each run, and operators, the numbers that they
+    are given or the model's tensors that they read differ from run to run; in FULL also where they differ once it is 0
+    or large (a sliding cache that is full). Else the report warns. Results that are only kept are allowed.
 
 Note [State made of inputs]
     A cache of cross attention, or the statistics of a first batch, are computed from the inputs on first use and only
@@ -74,7 +74,7 @@ _CHECKS_FLOATS = {  # operators that check floats on the device: a failed check 
 }  # fmt: skip
 _CHECKS_INDICES = ("index", "_index_put", "scatter", "gather", "take", "embedding", "_embedding_bag", "nll_loss")
 _MAKES_INDICES = ("aten::_to_copy", "aten::copy_", "aten::bucketize", "aten::searchsorted")  # of floats, in any range
-_FEW = 64
+_FEW = 512  # bytes
 _MANY_CALLS = 1_000_003
 _SEED = 0x5EED_0F_A_100C
 _NOTHING = object()
@@ -300,8 +300,8 @@ class Look(TorchDispatchMode):
                 trail.append(self._names[id(leaf)])
             elif id(leaf) in self._made and self._made[id(leaf)]() is leaf:
                 self.found.unreturned = self.found.unreturned or blamed_line()
-            elif func is torch.ops.aten.lift_fresh.default and leaf.numel() <= _FEW:  # made of numbers
-                trail.append(repr(leaf.tolist()))
+            elif func is torch.ops.aten.lift_fresh.default and leaf.device.type == "cpu" and leaf.nbytes <= _FEW:
+                trail.append(repr(leaf.untyped_storage().tolist()))  # it is made of numbers
         self._is_lost |= self._expected is not None and trail[begin:] != self._expected[begin : len(trail)]
         if self._is_lost:
             raise CaptureError("another operator than expected")  # not run: its indices may be anywhere
