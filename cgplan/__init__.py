@@ -11,7 +11,7 @@ from cgplan.version import __version__
 if TYPE_CHECKING:
     from cgplan.api import capture
     from cgplan.backends import select_backend
-    from cgplan.backends.context import forward_context, get_forward_context
+    from cgplan.backends.context import capture_allowed, forward_context, get_forward_context
     from cgplan.config import CompilationConfig, Config, Dim, Input, UpTo, load_config
     from cgplan.drop_in import Graphed, graphed
     from cgplan.errors import (
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         ConfigFileError,
         DispatchMissError,
         DistributedError,
+        GradientError,
         HostSyncError,
         InputError,
         ModeError,
@@ -92,6 +93,7 @@ __all__ = [
     "Dim",
     "DispatchMissError",
     "DistributedError",
+    "GradientError",
     "GraphPool",
     "GraphRunner",
     "Graphed",
@@ -121,6 +123,7 @@ __all__ = [
     "bench",
     "build_plan",
     "capture",
+    "capture_allowed",
     "capture_together",
     "choose_mode",
     "compile_piecewise",
@@ -153,7 +156,7 @@ _HOMES = {
         "in_breakable_capture",
     ),
     "cgplan.piecewise.breaks": ("eager_break_during_capture",),
-    "cgplan.backends.context": ("forward_context", "get_forward_context"),
+    "cgplan.backends.context": ("capture_allowed", "forward_context", "get_forward_context"),
     "cgplan.runner.runner": ("GraphRunner",),
     "cgplan.runner.session": ("CaptureSession",),
     "cgplan.piecewise.trace": ("compile_piecewise",),

@@ -17,10 +17,11 @@
     │   ├── HostSyncError         11   ... because an operator needs the host
     │   ├── CaptureMemoryError    12   ... because memory ran out
     │   ├── OutputShapeError      13   ... because an output does not have the batch dimension
-    │   └── SealedError           14   ... because the runner is sealed and no session is open
+    │   └── SealedError           14   ... because no session is open, or captures are forbidden
     ├── DispatchMissError         15   no graph serves this batch and on_miss is `error`
     ├── AddressError              18   a tensor that a graph was captured with has moved
     ├── NumbersError              19   a replay differs from the model's own code, or padding reaches real rows
+    ├── GradientError             26   backward through outputs of a graph
     ├── AuditError                25   captured graphs point into memory that is not the runner's
     ├── DistributedError          40   ranks cannot work together
     │   ├── RendezvousError       41   ... because one of them did not come
@@ -139,7 +140,7 @@ class OutputShapeError(CaptureError, exit_code=13):
 
 
 class SealedError(CaptureError, exit_code=14):
-    """A capture was asked for outside a session, after the runner was sealed."""
+    """A capture was asked for after the runner was sealed, or where ``capture_allowed(False)`` forbids it."""
 
 
 class DispatchMissError(CgplanError, exit_code=15):
@@ -151,9 +152,19 @@ class AddressError(CgplanError, exit_code=18):
 
 
 class NumbersError(CgplanError, exit_code=19):
-    """In debug mode a replay gave other numbers than the model's own code; or padding reached real rows, in debug mode
-    or in the proof of ``cgplan.graphed``.
+    """A replay gave other numbers than the model's own code, or padding reached real rows.
+
+    Attributes:
+        output: What the model's own code gave, where it ran.
     """
+
+    def __init__(self, message: str, *, remedy: str = "", output: object = None) -> None:
+        super().__init__(message, remedy=remedy)
+        self.output = output
+
+
+class GradientError(CgplanError, exit_code=26):
+    """``backward`` was called on outputs of a graph, which has no gradients."""
 
 
 class AuditError(CgplanError, exit_code=25):

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from cgplan.backends import GraphBackend
-from cgplan.errors import HostSyncError
+from cgplan.errors import CaptureError
+from cgplan.graphs.fingerprint import Fingerprint
 from cgplan.graphs.footprint import look
-from cgplan.graphs.model_state import ModelState
+from cgplan.graphs.put_back import PutBack
 
 MIB = 1 << 20
 
@@ -33,9 +34,9 @@ class Tally(list[Any]):
     __graph_memory__ = True
 
 
-def host_sync_of(forward: Callable[[], Any], device: torch.device) -> HostSyncError | None:
-    """The first operator of an eager run that needs the host."""
-    return look(forward, ModelState.of({}, device)).host_sync
+def host_sync_of(forward: Callable[[], Any], device: torch.device) -> CaptureError | None:
+    """The first operator of an eager run that needs the host, or is tagged as unsafe in a graph."""
+    return look(forward, PutBack(Fingerprint.of({}, device), 0)).host_sync
 
 
 def same(found: Any, wanted: Any) -> None:

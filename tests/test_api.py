@@ -118,3 +118,15 @@ def test_examples_declare_inputs() -> None:
         with pytest.raises(ConfigError, match=message) as caught:
             cgplan.capture(forward, wrong, device="cpu")
         assert "cgplan.Input" in caught.value.remedy
+
+
+def test_a_runner_captures_where_it_may(path: Path) -> None:
+    with (
+        cgplan.capture_allowed(False),
+        pytest.raises(cgplan.SealedError, match=r"the graph for FULL num_tokens=4.* is to be captured inside"),
+    ):
+        cgplan.capture(config=path)
+    runner = cgplan.capture(config=path)
+    with cgplan.capture_allowed(False):
+        assert torch.equal(runner(x=X), X * 3)
+    runner.close()

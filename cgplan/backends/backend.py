@@ -22,6 +22,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
+from cgplan.backends.context import refuse_forbidden_capture
 from cgplan.backends.graph_nodes import Block, GraphNodes, MemoryKind
 from cgplan.buffers.copier import Copier
 from cgplan.buffers.static import StaticBuffers
@@ -185,7 +186,7 @@ class GraphBackend(ABC):
 
     @abstractmethod
     def open_graph(self) -> tuple[Graph, int] | None:
-        """The graph that this thread captures into, and how many nodes it has so far."""
+        """The graph that an operator of this thread is captured into, and how many nodes it has so far."""
 
     @abstractmethod
     def nodes(self, graph: Graph) -> GraphNodes:
@@ -236,7 +237,8 @@ class GraphBackend(ABC):
     def session(self) -> AbstractContextManager[None]:
         """A block in which warm-ups and captures run: one garbage collection, then none; on CUDA the capture stream.
 
-        A session inside a session is part of it. Raises CaptureError as ``gc_paused``.
+        A session inside a session is part of it. Raises CaptureError as ``gc_paused``, and, on CUDA, inside a capture
+        of another backend.
         """
 
     @abstractmethod
@@ -266,8 +268,10 @@ class GraphBackend(ABC):
         """``begin`` and ``end`` around a block, ``abort`` if it raises.
 
         Autocast's cache of cast weights is off inside: a weight cast before would be read after it was freed, and one
-        cast inside would lie in the pool, where the next graph overwrites it.
+        cast inside would lie in the pool, where the next graph overwrites it. Raises SealedError where
+        ``capture_allowed`` forbids captures.
         """
+        refuse_forbidden_capture("a graph")
         torch.clear_autocast_cache()
         try:
             with autocast_cache(on=False), span("capture"):

@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol, TypeVar
 import torch
 
 from cgplan.backends.blame import blamed_line
-from cgplan.errors import CgplanError
+from cgplan.errors import CgplanError, SealedError
 from cgplan.modes import RUNTIME_MODES, BatchDescriptor, CUDAGraphMode
 
 T = TypeVar("T")
@@ -148,6 +148,34 @@ def get_forward_context() -> ForwardContext:
             remedy="Call the model inside `with cgplan.forward_context(...)`, or through a GraphRunner.",
         )
     return context
+
+
+_capture_allowed: ContextVar[bool] = ContextVar("cgplan_capture_allowed", default=True)
+is_capture_allowed = _capture_allowed.get
+"""Whether graphs may be captured here, see ``capture_allowed``."""
+
+
+@contextmanager
+def capture_allowed(allowed: bool) -> Iterator[None]:
+    """A block in which graphs may, or may not, be captured in this thread or task.
+
+    Where they may not, graphs that are there replay, and what would capture another one raises
+    SealedError: a wrapper, a session, a runner, a breakable capture. The innermost block counts.
+    """
+    token = _capture_allowed.set(allowed)
+    try:
+        yield
+    finally:
+        _capture_allowed.reset(token)
+
+
+def refuse_forbidden_capture(graph: str) -> None:
+    """Raise SealedError where no graph may be captured; ``graph`` says which is asked for."""
+    if not is_capture_allowed():
+        raise SealedError(
+            f"{graph} is to be captured inside capture_allowed(False), at {blamed_line()}",
+            remedy="Capture it before that block, or run the batch in CUDAGraphMode.NONE there.",
+        )
 
 
 class RankSum(Protocol):

@@ -12,6 +12,9 @@ Note [Workspaces]
     So a session begins with a small product, whose workspace torch puts into a pool that nothing else allocates from
     and that lives as long as the process. When torch drops the workspace, its memory stays in that pool, and the next
     session finds it there again, at the same address.
+
+    A workspace can be used by its own stream alone, and takes tens of megabytes. So the stream of an owner that is gone
+    is lent again, before another one is taken.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from typing import Any
 import torch
 
 _owners: weakref.WeakKeyDictionary[Any, torch.cuda.Stream] = weakref.WeakKeyDictionary()
+_lent: list[torch.cuda.Stream] = []
 _TORCH_HAS = 32  # streams of a device, which it hands out in turn
 
 
@@ -49,14 +53,21 @@ def _operands(device: int) -> tuple[torch.Tensor, ...]:
 def own_stream(owner: object) -> torch.cuda.Stream:
     """A stream of the current device for the captures of ``owner``, as long as that lives, see Note [Workspaces].
 
-    The next free one of torch's, so that streams made after it are others.
+    One that an earlier owner had, else the next free one of torch's, so that streams made after it are others.
     """
     taken = {stream.cuda_stream for stream in list(_owners.values())}
+    index = torch.cuda.current_device()
+    for stream in _lent:
+        if stream.device.index == index and stream.cuda_stream not in taken:
+            _owners[owner] = stream
+            return stream
     for _ in range(_TORCH_HAS):
-        _owners[owner] = torch.cuda.Stream()
-        if _owners[owner].cuda_stream not in taken:
+        stream = torch.cuda.Stream()
+        if stream.cuda_stream not in taken:
             break
-    return _owners[owner]
+    _owners[owner] = stream
+    _lent.append(stream)
+    return stream
 
 
 @torch.no_grad()

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cgplan.backends.blame import blamed_line
-from cgplan.backends.host_sync import tensors_in
+from cgplan.backends.host_sync import as_its_caller, tensors_in
 from cgplan.errors import BackendError
 
 if TYPE_CHECKING:
@@ -96,7 +96,8 @@ class OperatorLog(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before = self._backend.open_graph()
-        result = func(*args, **(kwargs or {}))
+        call = as_its_caller(func, func, self._backend.device.type)
+        result = call(*args, **(kwargs or {}))
         if before is not None and (after := self._backend.open_graph()) is not None and after[0] is before[0]:
             dense = [
                 t

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from typing import Any
 
 import torch
@@ -28,6 +28,9 @@ Kwargs = Mapping[str, Any]
 _REMEDY = (
     "Keep the value on the device (torch.where, masked_fill, index_select with a fixed number of rows), "
     "compute it before the graph, or keep this part out of it."
+)
+_REMEDY_OF_UNSAFE = (
+    "Run it between graphs: choose PIECEWISE, and name it in compilation.splitting_ops, or call it in an eager piece."
 )
 _HOST_METHODS = ("cpu", "numpy", "tolist", "__array__", "__repr__")
 _RECORDED_WHOLE = ("cgplan::all_reduce_row",)  # its Python kernel waits for other processes, so a replay runs it again
@@ -60,12 +63,20 @@ class Refusals:
         """Note something that needs a value of the tensors in ``tree`` on the host, and raise HostSyncError."""
         if self.watched and self.read is None and any(_storage_key(t) in self.watched for t in tensors_in(tree)):
             self.read = f"{operation}, at {blamed_line()}"
+        self._refuse(HostSyncError, f"{operation} needs the host", _REMEDY)
+
+    def refuse_unsafe(self, operator: str) -> None:
+        """Note an operator that its author keeps out of graphs, and raise CaptureError."""
+        what = f"operator {operator} is tagged torch.Tag.cudagraph_unsafe"
+        self._refuse(CaptureError, what, _REMEDY_OF_UNSAFE)
+
+    def _refuse(self, kind: type[CaptureError], what: str, remedy: str) -> None:
         if not self.is_on:
             return
-        message = f"{operation} needs the host, at {blamed_line()}"
-        self.first = self.first or HostSyncError(message, remedy=_REMEDY)
+        message = f"{what}, at {blamed_line()}"
+        self.first = self.first or kind(message, remedy=remedy)
         if self.raises:
-            raise HostSyncError(message, remedy=_REMEDY)
+            raise kind(message, remedy=remedy)
 
     def is_constant(self, tree: Any) -> bool:
         """Whether there are tensors in ``tree``, and all of them are constants."""
@@ -176,8 +187,10 @@ def as_written() -> Iterator[None]:
 
 
 def refuse_host(func: Any, args: Args, kwargs: Kwargs, refusals: Refusals) -> None:
-    """Refuse an operator whose result the host would have to wait for."""
+    """Refuse an operator whose result the host would have to wait for, or that is tagged as unsafe in a graph."""
     schema, detail = func._schema.name, ""
+    if torch.Tag.cudagraph_unsafe in func.tags:
+        refusals.refuse_unsafe(schema)
     if refusals.is_constant((args, kwargs)):
         return
     if schema in _INDEXING:
@@ -208,9 +221,11 @@ def _crosses_to_host(schema: str, args: Args, kwargs: Kwargs) -> bool:
 @cache
 def implemented_in_python(func: Any, key: str) -> bool:
     """Whether the operator's kernel for a dispatch key (``CPU``, ``CUDA``) was registered from Python: the operators
-    that it calls pass the dispatcher and can be seen there.
+    that it calls pass the dispatcher and can be seen there. One that is tagged as unsafe in a graph counts as a whole.
     """
     if not isinstance(func, torch._ops.OpOverload) or func.namespace in _BUILTIN:
+        return False
+    if torch.Tag.cudagraph_unsafe in func.tags:
         return False
     overload = "" if func._overloadname == "default" else f".{func._overloadname}"
     name = func._schema.name.replace("::", "/") + overload
@@ -233,25 +248,27 @@ _is_cast = ContextVar("cgplan_is_cast", default=False)  # inside an operator tha
 
 def as_its_caller(operator: Any, function: Function, device: str) -> Function:
     """The function, in a dispatch mode, under autocast as an operator's code is outside of modes: on if the caller has
-    it on, unless autocast casts for the operator as a whole. Modes are called with autocast off.
+    it on, unless autocast casts for the operator as a whole. Modes are called with autocast off, and kernels such as
+    that of ``_transformer_encoder_layer_fwd`` call operators that autocast casts for.
     """
     with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
         is_on = torch.is_autocast_enabled(device)
     if not is_on or _is_cast.get():
         return function
-    has_cast = torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), f"Autocast{device.upper()}")
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    is_operator = isinstance(operator, torch._ops.OpOverload)
+    has_cast = is_operator and has_kernel(operator.name(), f"Autocast{device.upper()}")
     autocast = torch.autocast(device, torch.get_autocast_dtype(device), enabled=not has_cast)
+    return partial(_call_under, function, autocast, has_cast)
 
-    @wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        token = _is_cast.set(has_cast)
-        try:
-            with torch._C._PreserveDispatchKeyGuard(), autocast:
-                return function(*args, **kwargs)
-        finally:
-            _is_cast.reset(token)
 
-    return call
+def _call_under(function: Function, autocast: torch.autocast, has_cast: bool, *args: Any, **kwargs: Any) -> Any:
+    token = _is_cast.set(has_cast)
+    try:
+        with torch._C._PreserveDispatchKeyGuard(), autocast:
+            return function(*args, **kwargs)
+    finally:
+        _is_cast.reset(token)
 
 
 @cache
@@ -265,17 +282,37 @@ def _written_arguments(func: Any) -> list[tuple[int, str]]:
     schema = func._schema
     found = []
     for index, argument in enumerate(schema.arguments):
-        marked = argument.alias_info is not None and argument.alias_info.is_write
-        # Of batch norm, some overloads write running statistics although their schema does not say so.
-        silently = not schema.is_mutable and argument.name in ("running_mean", "running_var")
-        if marked or silently or func.namespace == "c10d":  # nor do those of collectives
+        is_marked = argument.alias_info is not None and argument.alias_info.is_write
+        if is_marked or func.namespace == "c10d":  # schemas of collectives mark nothing
             found.append((index, argument.name))
     return found
 
 
+@cache
+def _statistics(func: Any) -> dict[str, int]:
+    """Where some overloads of batch norm have their running statistics, which they write in training although their
+    schemas do not say so, and where they are told of training.
+    """
+    names = [argument.name for argument in func._schema.arguments]
+    wanted = ("running_mean", "running_var", "training")
+    is_silent = not func._schema.is_mutable and names.count("training") == 1
+    return {name: names.index(name) for name in wanted if name in names} if is_silent else {}
+
+
 def written_tensors(func: Any, args: Args, kwargs: Kwargs) -> list[Tensor]:
-    places = _written_arguments(func)
-    return [t for i, name in places for t in tensors_in(args[i] if i < len(args) else kwargs.get(name))]
+    """The tensors among its arguments that an operator writes."""
+
+    def given(index: int, name: str) -> Any:
+        return args[index] if index < len(args) else kwargs.get(name)
+
+    found = []
+    for index, name in _written_arguments(func):
+        found += tensors_in(given(index, name))
+    statistics = _statistics(func)
+    if statistics and given(statistics["training"], "training"):
+        for name, index in statistics.items():
+            found += tensors_in(given(index, name))
+    return found
 
 
 def count_writes(func: Any, args: Args, kwargs: Kwargs) -> None:

@@ -30,6 +30,7 @@ from cgplan.backends.graph_nodes import Block, GraphNodes, Launch, MemoryKind
 from cgplan.backends.host_sync import HostGuard, as_written, tensors_in
 from cgplan.backends.tape_pool import TapePool
 from cgplan.backends.tape_recorder import Recorder, Step, Tape, replay
+from cgplan.errors import CaptureError
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -85,6 +86,8 @@ class TapeBackend(GraphBackend):
 
     def begin(self, graph: TapeGraph) -> None:
         assert graph.steps is None, "a graph is captured once"
+        if self.is_capturing():
+            raise CaptureError("a capture inside another one", remedy="End the first one before.")
         with ExitStack() as modes:
             tape = Tape(graph.pool)
             modes.enter_context(answering([ALL_OTHERS], lambda _: True))
@@ -125,8 +128,10 @@ class TapeBackend(GraphBackend):
         return None if graph.steps is None else len(graph.steps)
 
     def open_graph(self) -> tuple[TapeGraph, int] | None:
-        graph = self._open if self.is_capturing() else None
-        return None if graph is None or graph.recording is None else (graph, len(graph.recording[0].steps))
+        graph, tape = self._open, self._thread.recorder.tape
+        if graph is None or tape is None or not tape.runs_operator:
+            return None
+        return graph, len(tape.steps)
 
     def nodes(self, graph: TapeGraph) -> GraphNodes:
         names, tensors, nodes = list[str](), list[Tensor](), list[int]()

@@ -121,8 +121,9 @@ class Recorder(TorchDispatchMode):
         count_writes(func, args, kwargs)
         with tape.stretch() as undo:
             try:
+                cpu = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
                 with self._on():
-                    result = func.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **kwargs)
+                    result = as_its_caller(func, func.redispatch, "cpu")(cpu, *args, **kwargs)
             except Exception:
                 if refusals.first is before or self.tape is not tape:
                     raise
@@ -150,7 +151,11 @@ class Tape:
 
     Results of operators are placed in the pool. Views make no step, because addresses do not change. Memory from before
     the recording that is written to gets its old bytes back in ``finish``, and so do random generators: on a GPU, too,
-    a capture runs nothing. ``constants``: addresses of storages that hold numbers of the Python code.
+    a capture runs nothing.
+
+    Attributes:
+        constants: Addresses of storages that hold numbers of the Python code.
+        runs_operator: Whether an operator of the forward runs, not one of the tape's own.
     """
 
     def __init__(self, pool: TapePool) -> None:
@@ -158,6 +163,7 @@ class Tape:
         self.refusals = Refusals()
         self.notes: dict[str, None] = {}
         self.constants: set[int] = set()
+        self.runs_operator = False
         self._pool = pool
         # Tensors of an earlier graph that are dropped while this one records: their blocks are reused and overwritten.
         self._earlier = [(storage, storage.clone()) for storage in pool.aliases.values()]
@@ -199,13 +205,19 @@ class Tape:
                 )
         self._save(func, args, kwargs)
         is_collective = func.namespace in ("c10d", "_c10d_functional")
-        call = partial(_awaited, func) if func.namespace == "_c10d_functional" else func
+        call = as_its_caller(func, func, "cpu")
+        if func.namespace == "_c10d_functional":
+            call = partial(_awaited, func)
         if func is torch.ops.aten.lift_fresh.default:  # a constant of the Python code: each replay gets a fresh copy
             call = torch.ops.aten.clone.default
             self.constants |= {tensor.untyped_storage().data_ptr() for tensor in given}
         old = {t.untyped_storage()._cdata for t in given}
         fixed = tree_map_only(Tensor, self._fixed, (args, kwargs))  # before the operator changes their layout
-        flat, spec = tree_flatten(call(*args, **kwargs))
+        self.runs_operator = True
+        try:
+            flat, spec = tree_flatten(call(*args, **kwargs))
+        finally:
+            self.runs_operator = False
         if func._opname.startswith("_foreach_"):
             count_writes(func, args, kwargs)
         results = {i: t for i, t in enumerate(flat) if isinstance(t, Tensor)}
@@ -218,16 +230,16 @@ class Tape:
             if not is_collective:
                 self.notes[f"operator {schema.name} returns an argument, and its schema does not say why"] = None
         if not is_view and schema.name.removeprefix("aten::") not in ALLOCATIONS:
-            self._add_step(call, fixed, placed, len(flat))
+            self._add_step(func, call, fixed, placed, len(flat))
         result = tree_unflatten([placed.get(i, value) for i, value in enumerate(flat)], spec)
         self.refusals.follow(func, args, kwargs, result)
         return result
 
-    def _add_step(self, func: Any, given: tuple[Any, Any], placed: dict[int, Tensor], results: int) -> None:
+    def _add_step(self, func: Any, call: Any, given: tuple[Any, Any], placed: dict[int, Tensor], results: int) -> None:
         args, kwargs = given
         slots = {i: self._fixed(tensor) for i, tensor in placed.items()}
-        step = Step(func, args, kwargs, tuple(slots.items()))
-        if not isinstance(func, partial) and func.namespace == "c10d":  # the forward waits for itself, a replay must
+        step = Step(call, args, kwargs, tuple(slots.items()))
+        if func.namespace == "c10d":  # the forward waits for itself, a replay must
             is_posted = func in (torch.ops.c10d.send.default, torch.ops.c10d.recv_.default)
             step = replace(step, call=func if is_posted else partial(_awaited, func), is_posted=is_posted)
         elif slots and len(slots) == results and (out := _out_variant(func)) is not None:
@@ -314,7 +326,7 @@ def _out_variant(func: Any) -> tuple[Any, tuple[str, ...]] | None:
     """The overload of ``func`` that writes into given results, and their names; None if there is none, or it may grow
     its results on the way, which memory of the pool cannot, or round in another order.
     """
-    if isinstance(func, partial) or func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags:
+    if func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags:
         return None
     if torch.Tag.pointwise not in func.tags and func._schema.name not in _WRITE_AS_THEY_RETURN:
         return None

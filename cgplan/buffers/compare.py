@@ -1,14 +1,44 @@
-"""How far two outputs of a model lie apart."""
+"""How far two outputs of a model lie apart, and whether rounding explains it: the one comparison of the package."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
+
+# Of the largest value, for numbers that other kernels computed; for dtypes that are not here as for half precision.
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-3, torch.float16: 1e-2}
+COARSE = 5e-2  # where something was computed in half precision or in TensorFloat32
+_HUGE = 1e30  # values of masks, which tell nothing of the size of the others
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Of one part of two outputs.
+
+    Attributes:
+        where: The part, in words.
+        largest: The largest absolute difference; None where the parts cannot be compared.
+        limit: What rounding explains; 0 for whole numbers.
+        is_wrong: Whether it is more than that.
+        share: The part of the elements for which it is.
+    """
+
+    where: str
+    largest: float | None
+    limit: float = 0.0
+    is_wrong: bool = True
+    share: float = 1.0
+
+    def __str__(self) -> str:
+        if self.largest is None:
+            return self.where
+        return f"{self.where}, the largest deviation is {self.largest:.3g}, allowed are {self.limit:.3g}"
 
 
 def deviation(found: Any, wanted: Any) -> float | None:
@@ -19,27 +49,49 @@ def deviation(found: Any, wanted: Any) -> float | None:
         where the outputs cannot be compared: their structures, shapes, dtypes or values beside tensors differ, or
         neither holds a tensor.
     """
-    largest = [difference for _, difference in differences(found, wanted)]
+    largest = [difference.largest for difference in differences(found, wanted)]
     return None if None in largest else max(map(float, largest), default=None)  # type: ignore[arg-type]
 
 
-def differences(found: Any, wanted: Any) -> Iterator[tuple[str, float | None]]:
-    """Of each tensor of two outputs, as for ``deviation``, the largest difference, in words and as a number; None for a
-    part that cannot be compared.
+def differences(found: Any, wanted: Any, *, is_coarse: bool = False) -> Iterator[Difference]:
+    """Of each tensor of two outputs, and of each other part that differs. ``is_coarse``: the tolerance is ``COARSE`` at
+    least, and up to half of the whole numbers may differ.
     """
     (leaves, spec), (others, other_spec) = tree_flatten(found), tree_flatten(wanted)
     if spec != other_spec:
-        yield "the outputs have different structures", None
+        yield Difference("the outputs have different structures", None)
         return
     for index, (one, other) in enumerate(zip(leaves, others, strict=True)):
         kinds = [f"{t.dtype} {list(t.shape)}" if isinstance(t, Tensor) else "no tensor" for t in (one, other)]
         if kinds[0] != kinds[1]:
-            yield f"output {index}, {kinds[0]} and {kinds[1]}", None
+            yield Difference(f"output {index}, {kinds[0]} and {kinds[1]}", None)
         elif isinstance(one, Tensor):
-            largest = largest_difference(one, other)
-            yield f"output {index}, the largest deviation is {largest:.3g}", largest
+            yield compare(f"output {index}", one, other, is_coarse=is_coarse)
         elif not _is_same(one, other):
-            yield f"output {index}, {one!r:.100} and {other!r:.100}", None
+            yield Difference(f"output {index}, {one!r:.100} and {other!r:.100}", None)
+
+
+def compare(where: str, found: Tensor, wanted: Tensor, *, is_coarse: bool = False) -> Difference:
+    """The difference of two tensors of one shape and dtype. Rounding goes by the largest value that differs."""
+    if not found.numel():
+        return Difference(where, 0.0, is_wrong=False)
+    between = apart(found, wanted)
+    largest = float(between.max())
+    if not (wanted.is_floating_point() or wanted.is_complex()):
+        share = int(between.count_nonzero()) / between.numel()
+        return Difference(where, largest, is_wrong=share > (0.5 if is_coarse else 0), share=share)  # rounding decides
+    wide = torch.complex128 if wanted.is_complex() else torch.float64
+    sizes = wanted.to(wide).abs().nan_to_num(0, 0, 0)
+    sizes = sizes.masked_fill(sizes > _HUGE, 0)
+    tolerance = max(TOLERANCES.get(wanted.dtype, COARSE), COARSE if is_coarse else 0.0)
+    limit = tolerance * float(torch.maximum(sizes.masked_fill(between == 0, 0).max(), sizes.mean()))
+    share = int((between > limit).count_nonzero()) / between.numel()
+    return Difference(where, largest, limit, is_wrong=share > 0, share=share)
+
+
+def is_equal(one: Any, other: Any) -> bool:
+    """Whether two outputs are equal to the last bit; NaN equals NaN."""
+    return deviation(one, other) in (0.0, None)
 
 
 def _is_same(one: Any, other: Any) -> bool:
@@ -48,13 +100,8 @@ def _is_same(one: Any, other: Any) -> bool:
     return type(other) is kind and (by_identity or bool(one == other or (one != one and other != other)))
 
 
-def largest_difference(one: Tensor, other: Tensor) -> float:
-    """Largest absolute difference of two tensors of one shape; NaN equals NaN, and nothing else."""
-    return float(apart(one, other).max()) if one.numel() else 0.0
-
-
 def apart(one: Tensor, other: Tensor) -> Tensor:
-    """Absolute differences, as in ``largest_difference``, of each element."""
+    """Absolute differences of each element; NaN equals NaN, and nothing else."""
     dtype = torch.complex128 if one.is_complex() else torch.float64
     one, other = one.to(dtype), other.to(dtype)
     found = (one - other).abs().masked_fill(one.isnan() & other.isnan() | (one == other), 0.0)

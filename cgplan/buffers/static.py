@@ -201,13 +201,17 @@ class StaticBoxes(dict[tuple[int, ...], StaticBuffers]):
         for buffers in self.values():
             buffers.restore()
 
+    def clear_all(self) -> None:
+        """Make all rows padding."""
+        for buffers in self.values():
+            buffers.clear()
+
     @contextmanager
     def on_padding(self) -> Iterator[None]:
         """A block for captures between batches: all rows are padding in it, and get their bytes back."""
         marks = [(buffers.marks, replace(buffers.marks)) for buffers in self.values()]
         kept = [(b, b.tensor.clone()) for buffers in self.values() for b in buffers.buffers.values()]
-        for buffers in self.values():
-            buffers.clear()
+        self.clear_all()
         try:
             yield
         finally:

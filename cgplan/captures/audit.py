@@ -28,7 +28,8 @@ from torch import Tensor
 from cgplan.backends.graph_nodes import Block, GraphNodes, Launch
 from cgplan.captures.model_graphs import ModelGraphs
 from cgplan.errors import AuditError
-from cgplan.graphs.model_state import ModelState
+from cgplan.graphs.fingerprint import Fingerprint
+from cgplan.graphs.watch import Watch
 from cgplan.modes import Key
 from cgplan.reports.records import (
     AuditedKey,
@@ -42,7 +43,8 @@ from cgplan.reports.records import (
 from cgplan.units import counted, format_bytes
 
 _ADDRESSES = 1 << 32, 1 << 47  # words below are numbers, and those above are no addresses of a process
-_NOT_ENTERED = (type, ModuleType, FrameType, ReferenceType, str, bytes, int, float, BuiltinFunctionType)
+_RECORDS = (Fingerprint, Watch)  # they hold the tensors of the capture, which the model may not
+_NOT_ENTERED = (type, ModuleType, FrameType, ReferenceType, str, bytes, int, float, BuiltinFunctionType, *_RECORDS)
 _TABLE = "the table of other ranks' buffers"  # as a node
 _SHOWN = 10
 _STEPS = 4  # of the path to an object
@@ -323,7 +325,9 @@ class _Lookup:
             elif in_pool:
                 self._set(index, _Owner("another runner's pool", detail))
             else:
-                self._set(index, _Owner("unowned block", f"{detail}; objects outside of the runner hold it"))
+                self._set(
+                    index, _Owner("unowned block", f"{detail}; nothing that a run of the model can reach holds it")
+                )
 
     def _was(self, start: int, address: int) -> str:
         """What lay at an address at capture, or next before it from ``start`` on."""
@@ -333,7 +337,7 @@ class _Lookup:
 
 def _state(graphed: ModelGraphs) -> Iterator[tuple[int, int, _Owner]]:
     """Where the tensors of the model's state and the static buffers lie."""
-    places = ModelState.of(graphed.roots, graphed.backend.device).places
+    places = Fingerprint.of(graphed.roots, graphed.backend.device).places
     modules = [place.value for place in places.values() if isinstance(place.value, torch.nn.Module)]
     declared = {id(t) for m in modules for held in (m._parameters, m._buffers) for t in held.values()}
     for path, place in places.items():
@@ -364,6 +368,7 @@ def _held_in_python(graphed: ModelGraphs, by_graphs: Sequence[Tensor]) -> tuple[
     """Memory of tensors that can be reached from the runner, with their paths; and of all living tensors."""
     excepted = set(map(id, by_graphs))
     reached, seen, above = list[tuple[int, int, _Owner]](), {id(graphed)}, dict[int, Any]()
+    seen.add(id(graphed.written))  # a record, too
     waiting = deque([graphed.__dict__])
     while waiting:
         item = waiting.popleft()

@@ -126,17 +126,9 @@ class CapturedKeys:
         """Capture these keys until the budget stops it, on all ranks, and write the report. A key that cannot be
         captured is an error, but for memory that runs out where there is a budget.
         """
-        graphed, backend, guard = self.graphed, self.graphed.backend, self.guard
-        with span("capture session"), graphed.keeping_state() as kept, backend.session(), torch.no_grad():
-            guard.go_on(from_zero=True)
-            try:
-                self._capture(keys)
-            except BaseException:  # no graph stays
-                kept.forget_captures()
-                raise
-            guard.rest()
-            graphed.buffers.restore()
-            backend.synchronize()
+        graphed, backend = self.graphed, self.graphed.backend
+        if keys:
+            self._capture_at_start(keys)
         self._together.end()
         self._seconds = time.perf_counter() - start
         if keys and not self._records and not self.is_lazy:  # the buffers are of no use either
@@ -151,6 +143,21 @@ class CapturedKeys:
         self._audit()
         self._write_report()
         self.report = self._together.completed(self.report)
+
+    def _capture_at_start(self, keys: Sequence[Key]) -> None:
+        graphed, backend, guard = self.graphed, self.graphed.backend, self.guard
+        with span("capture session"), graphed.keeping_state() as kept, backend.session(), torch.no_grad():
+            guard.go_on(from_zero=True)
+            try:
+                self._capture(keys)
+            except BaseException:  # no graph stays
+                kept.forget_captures()
+                raise
+            guard.rest()
+            if graphed.real_rows is not None:
+                graphed.buffers.clear_all()
+            graphed.buffers.restore()
+            backend.synchronize()
 
     def _audit(self) -> None:
         setting = self.graphed.config.compilation.audit
@@ -340,12 +347,5 @@ class CapturedKeys:
             warnings.append(
                 "the model is in training mode: dropout and batch norm run as in training; call .eval() before the "
                 "capture"
-            )
-        buffers = [buffer for boxes in graphed.buffers.values() for buffer in boxes.buffers.values()]
-        floats = any(buffer.tensor.is_floating_point() and buffer.rows is not None for buffer in buffers)
-        if graphed.config.compilation.debug and not floats:
-            warnings.append(
-                "debug mode puts NaN into the padding rows of floating-point inputs, of which there are none: whether "
-                "padding reaches real rows is not checked"
             )
         return warnings + graphed.route.warnings() + graphed.notes

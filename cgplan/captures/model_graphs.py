@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from cgplan.backends import GraphBackend, MemoryReading
 from cgplan.backends.backend import autocast_cache, span
 from cgplan.backends.capture_answers import answering
-from cgplan.backends.context import CaptureScope, forward_context
+from cgplan.backends.context import CaptureScope, forward_context, refuse_forbidden_capture
 from cgplan.backends.graph_nodes import OperatorLog
 from cgplan.buffers.outputs import OutputRows
 from cgplan.buffers.static import StaticBoxes, StaticBuffers, Tensors
@@ -25,9 +26,11 @@ from cgplan.captures.together import ALONE, PeerMemory, Together
 from cgplan.config import Config
 from cgplan.errors import AddressError, CaptureError, HostSyncError, InputError
 from cgplan.graphs.ambient import AmbientState, number_of, random_state_kept
-from cgplan.graphs.footprint import Footprint, examine, look
-from cgplan.graphs.model_state import ModelState
+from cgplan.graphs.fingerprint import Change, Fingerprint, is_ignored
+from cgplan.graphs.footprint import Footprint, examine, is_within, judge, listed, look, refuse_value
 from cgplan.graphs.pools import GraphPool, RunnerPools
+from cgplan.graphs.put_back import PutBack
+from cgplan.graphs.watch import Watch
 from cgplan.graphs.wrapper import CUDAGraphEntry, CUDAGraphOptions, CUDAGraphWrapper
 from cgplan.modes import BatchDescriptor, CUDAGraphMode, Key
 from cgplan.piecewise.breaks import any_breaks
@@ -47,6 +50,10 @@ class _Metadata(dict[str, Any]):
             f"the model reads metadata {name!r}, which is not declared",
             remedy=f"Declare it under `metadata`; declared are {', '.join(self) or 'none'}.",
         )
+
+
+def _never() -> bool:
+    return False
 
 
 def driver_bytes(backend: GraphBackend, before: MemoryReading, after: MemoryReading) -> int | None:
@@ -75,6 +82,19 @@ def _compilations() -> tuple[float, int, int]:
     return utils.calculate_time_spent().get("total_wall_time", 0.0), cached, stopped
 
 
+@dataclass(frozen=True)
+class RealRows:
+    """Captures and comparisons run on rows of real batches, not on padding.
+
+    Attributes:
+        fill: Fills the static rows of a key with real rows, and copies of them behind.
+        meant_padding: Inputs whose padding means something: it is not exchanged for copies of real rows.
+    """
+
+    fill: Callable[[Tensors], None]
+    meant_padding: Collection[str] = ()
+
+
 class ModelGraphs:
     """The model, its FULL graphs, their pools and static buffers. It owns all but the model and a given ``pool``.
 
@@ -82,7 +102,7 @@ class ModelGraphs:
         pool: A pool that other runners use too; absent: pools as ``compilation.pool`` says.
         state: The objects whose state counts; absent: the model.
         together: The sessions of other ranks.
-        before_key: See CaptureSession.
+        before_key, real_rows: See CaptureSession.
 
     Attributes:
         plan: The keys that may be captured, and later those that are.
@@ -93,6 +113,11 @@ class ModelGraphs:
         generators: The random generators that the model draws from, but for the default one.
         looked_at: One line on what the last captures looked at.
         state: Places that the last captures wrote, and whether they were put back.
+        holds: Whether nothing has moved, as far as each call looks; else ``check_addresses`` decides.
+        written: The model's tensors that graphs write, by path.
+        overwritten: Ids of the storages that each run overwrites at places given by inputs, and does not read before.
+        changes_python: Whether runs change Python: eager pieces may.
+        is_coarse: Whether something is computed in half precision or TensorFloat32.
         notes: Warnings for the report.
         inspection_seconds: Time of the captures that went into reading memory and counting nodes.
         is_alone: Whether no other rank runs the same forwards beside this one.
@@ -105,16 +130,20 @@ class ModelGraphs:
         model: Callable[..., Any],
         backend: GraphBackend,
         pool: GraphPool | None = None,
-        state: Sequence[object] | None = None,
+        state: Sequence[object] | Mapping[str, object] | None = None,
         together: Together = ALONE,
         before_key: BeforeKey | None = None,
+        real_rows: RealRows | None = None,
     ) -> None:
         self.plan, self.config, self.model, self.backend = plan, config, model, backend
-        self._before_key = before_key
+        self._before_key, self.real_rows = before_key, real_rows
         self.pools = RunnerPools(config.compilation.pool, backend, pool)
         self.scope = CaptureScope(None, backend, address_check=config.compilation.address_policy)
         self.allocate_buffers(plan.keys)
-        self.roots = {"model": model} if state is None else {f"state[{i}]": item for i, item in enumerate(state)}
+        self.roots: dict[str, Any] = {"model": model}
+        if state is not None:
+            named = state.items() if isinstance(state, Mapping) else enumerate(state)
+            self.roots = {name if isinstance(name, str) else f"state[{name}]": item for name, item in named}
         self.generators: tuple[torch.Generator, ...] = ()
         self.outputs = OutputRows(config)
         self.returns_nothing = False
@@ -122,16 +151,26 @@ class ModelGraphs:
         self.state: tuple[StateRecord, ...] = ()
         self.notes = [
             f"{name} ({type(item).__name__}) holds no tensor: `state` lists the objects whose tensors the model uses"
-            for name, item in ({} if state is None else self.roots).items()
-            if not ModelState.of({name: item}, backend.device).tensors
+            for name, item in (self.roots if isinstance(state, Sequence) else {}).items()
+            if not Fingerprint.of({name: item}, backend.device).tensors
         ]
         self.inspection_seconds = 0.0
         self.is_alone, self._together = together is ALONE, together
-        self._kept: ModelState | None = None  # while captures may change the model
-        self._sealed: ModelState | None = None  # the state that graphs rely on
+        self._kept: PutBack | None = None  # while captures may change the model
+        self._sealed: Fingerprint | None = None  # the state that graphs rely on
+        self._watch: Watch | None = None  # of it
+        self.holds: Callable[[], bool] = _never
+        self._reads = set[str]()  # paths of the model's tensors that graphs read
+        self.written: dict[str, Tensor] = {}
+        self.overwritten = set[int]()
+        self.is_coarse = self.changes_python = False
+        self._record: Fingerprint | None = None
         self._has_captured = True
         self._volatile: set[str] = set()
-        self._footprints: dict[CUDAGraphMode, Footprint] = {}  # of the looks since the model's state was recorded
+        self._told = set[CUDAGraphMode]()  # modes in which packages are told of captures
+        self._aside = set[str]()  # paths that eager pieces changed
+        self._judged = set[CUDAGraphMode]()  # modes whose footprint was compared with the run after it
+        self._footprints: dict[CUDAGraphMode, Footprint] = {}  # while captures may change the model
         self._late_syncs: dict[CUDAGraphMode, HostSyncError] = {}  # that a capture met, and not the look ahead of it
         self._checked: set[Key] = set()
         self._moved: str | None = None
@@ -153,9 +192,9 @@ class ModelGraphs:
     # --- captures -------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def keeping_state(self) -> Iterator[ModelState]:
+    def keeping_state(self) -> Iterator[PutBack]:
         """A block of captures, or of other runs that no batch asked for: the model is as it was after it, see Note
-        [What is put back] in model_state.py. A block inside a block is part of it.
+        [What is put back] in put_back.py. A block inside a block is part of it.
         """
         if self._kept is not None:
             yield self._kept
@@ -163,25 +202,35 @@ class ModelGraphs:
         backend = self.backend
         lost: tuple[type[Exception], ...] = (RuntimeError,)
         backend.synchronize()
-        self._kept = kept = ModelState.of(self.roots, backend.device)
-        self._use_generators(kept.generators)
-        self._footprints.clear()
-        self._late_syncs.clear()
+        self._kept = kept = PutBack(Fingerprint.of(self.roots, backend.device, draws=True), self.copy_limit())
+        self._use_generators(kept.before.generators)
         try:
             yield kept
             lost = ()
         finally:
             self._kept = None
+            self._footprints.clear()
+            self._judged.clear()
+            self._late_syncs.clear()
             with suppress(*lost):  # a device that is lost says so by the error that is under way
                 backend.synchronize()
                 kept.restore()
                 backend.synchronize()  # the next batch may come on another stream
                 self._volatile |= kept.volatile
-                self.looked_at = kept.summary()
+                self.looked_at = kept.before.summary()
+                if self.real_rows is not None:  # a Graphed watches the model, and so holds all of it, too
+                    self._record = kept.before.without_draws()
+                self._note_written(kept)
                 self.state = tuple(StateRecord(path=p, nbytes=n, kept=how) for p, (n, how) in kept.outcome.items())
                 if not self.scope.is_open:
                     self.seal()
             kept.drop_copies()
+
+    def record(self) -> Fingerprint:
+        """What the model holds now, without random generators of the host."""
+        if self._record is not None and not self._record.changes():
+            return self._record
+        return Fingerprint.of(self.roots, self.backend.device)
 
     @property
     def copied_bytes(self) -> int:
@@ -200,6 +249,8 @@ class ModelGraphs:
                 with self.backend.session():
                     yield
                 self.backend.synchronize()
+                if self.real_rows is not None:  # they are no writes of the model
+                    self.buffers.clear_all()
         finally:
             self.seal()
 
@@ -209,26 +260,35 @@ class ModelGraphs:
         are. Raises CaptureError: the key could not be captured; ModelError: the model failed before its capture began.
         """
         (mode, descriptor), backend, scope, capturing = key, self.backend, self.scope, False
+        refuse_forbidden_capture(f"the graph for {mode} {descriptor}")
         scope.pool, scope.entries = self.pools.of(key), []
         with self.keeping_state() as kept, ExitStack() as stack:
+            if self.real_rows is not None:
+                self.real_rows.fill(self.views(descriptor))
             try:
                 start, (compiling, cached, stopped) = time.perf_counter(), _compilations()
                 self.look(mode, descriptor)
                 # A capture between two batches does not change later random numbers.
                 stack.enter_context(random_state_kept(backend.device, self.generators))
-                # Compiled parts are compiled by a run ahead of the capture, never in it.
-                for _ in range(self.config.compilation.cudagraph_num_of_warmups or int(kept.is_compiled)):
-                    kept.rewind()
-                    self.warm_up(mode, descriptor)
-                kept.rewind()
+                # Parts are compiled, and tables made on first use, by a run ahead of the capture, never in it.
+                is_first = mode not in self._judged
+                needs_one = kept.before.is_compiled or kept.has_made
+                for _ in range(self.config.compilation.cudagraph_num_of_warmups or int(needs_one)):
+                    with kept.run(enters_made=is_first) as changed:
+                        self.warm_up(mode, descriptor)
+                    self._judge(mode, changed)
                 backend.synchronize()
                 warm = time.perf_counter()
                 before, pool_before = backend.memory(), self.pools.nbytes
                 read = time.perf_counter()
                 capturing = True
                 log = nullcontext() if self.config.compilation.audit == "off" else OperatorLog(backend)
-                with kept.noting_capture(), self._answering(mode, capturing=True), log:
+                run = kept.run(captures=True, enters_made=is_first)
+                with run as changed, self._answering(mode, capturing=True), log:
                     output = self.run_graphed(mode, descriptor, self.views(descriptor))
+                self._judge(mode, changed)
+                if is_first:
+                    refuse_value(self._footprints[mode], kept)
             except Exception as error:
                 footprint = self._footprints.get(mode)
                 failure = explain_failure(
@@ -241,11 +301,11 @@ class ModelGraphs:
                 )
                 if capturing and isinstance(failure, HostSyncError) and self._needs_another_look(mode, failure):
                     drop_locals(error)
-                    known = set(kept.volatile)
                     kept.restore(between_keys=True)
-                    kept.volatile = known  # what is made on first use comes to stay in the next capture
                     self.evict([key])
                     return self.capture_key(key, in_service=in_service)
+                if mode not in self._judged:
+                    self._footprints.pop(mode, None)  # the look and the run after it are of one key
                 raise failure from (error if failure is not error else error.__cause__)
             self.returns_nothing = not any(isinstance(leaf, Tensor) for leaf in tree_leaves(output))
             self.outputs.check(output, descriptor, self.padded_reqs(descriptor))
@@ -309,31 +369,93 @@ class ModelGraphs:
         # Python code between wrappers runs on each replay.
         part = "eager piece" if is_piecewise and route.name == "wrappers" else "segment"
         options = {"part": part, "eager_ops": split, "is_whole": not is_piecewise, **answers}
-        places = self._kept.places
         pieces = route.breaks.modules.values() if route.breaks else ()
         own = {id(t) for module in pieces for t in (*module.parameters(), *module.buffers())}
         with span("look"):
-            found, notes = examine(run, self._kept, list(views.values()), self.copy_limit(), **options)
+            found = examine(run, self._kept, inputs=list(views.values()), **options)
+        if found.host_sync is not None and not isinstance(found.host_sync, HostSyncError):  # tagged as unsafe
+            raise found.host_sync
         if breaks and found.error is None:
             refuse_missing_ops(split, found.names)
+        read = set(map(id, found.reads.values()))
+        places = self._kept.before.places.items()
+        self._reads |= found.reads.keys() | {path for path, place in places if id(place.value) in read}
+        self.overwritten |= found.overwritten
+        self.is_coarse |= self._computes_coarsely(found, [*views.values(), *found.reads.values()])
         if self.plan.mode is CUDAGraphMode.PIECEWISE:  # no FULL graph reads tensors of pieces
-            read = {id(places[path].value) for path in found.reads if path in places}
-            self._volatile |= {path for path, place in places.items() if id(place.value) in own - read}
+            of_pieces = {path for path, place in places if id(place.value) in own}
+            self._volatile |= of_pieces - self._reads
         if found.told is not None:
-            notes += [
+            self._note(
                 f"{', '.join(sorted(found.asked))} is told of captures, and may run slower kernels there than in eager "
                 f"calls (attention with masks that mask nothing): as in eager calls, {found.told.message}"
-            ]
-        if self.config.compilation.debug and (checks := found.checks):
-            notes.append(f"debug mode puts copies of real rows into padding, not NaN: the forward has {checks}")
-        self.notes += [note for note in notes if note not in self.notes]
+            )
         self._footprints[mode] = found
+        if found.told is not None:
+            self._told.add(mode)
         if is_piecewise and route.name in ("modules", "wrappers"):
             route.operators = found.operators
         self._use_generators(tuple(found.generators.values()))
 
+    def _computes_coarsely(self, found: Footprint, tensors: Sequence[Tensor]) -> bool:
+        halves = torch.float16, torch.bfloat16
+        if self._ambient.autocast is not None or any(tensor.dtype in halves for tensor in tensors):
+            return True
+        convolves = torch.backends.cudnn.allow_tf32 and any("conv" in name for name in found.names)
+        has_tf32 = convolves or torch.get_float32_matmul_precision() != "highest"
+        return has_tf32 and self.backend.device.type == "cuda"
+
+    def _judge(self, mode: CUDAGraphMode, changed: Mapping[str, Change]) -> None:
+        """Compare the look with the run after it, once for each mode. Raises as ``footprint.judge``, and CaptureError
+        for changes of Python where ``strict`` is set.
+        """
+        if mode in self._judged or self._kept is None:
+            return
+        found, compilation = self._footprints[mode], self.config.compilation
+        runs_again = mode is CUDAGraphMode.PIECEWISE and self.route.name == "wrappers"  # Python between wrappers
+        judge(found, changed, self._kept, runs_again=runs_again)
+        if compilation.strict and found.writes_input is not None:
+            raise CaptureError(
+                f"the forward writes into an argument, at {found.writes_input}; a graph would write into its copy",
+                remedy="Write into a tensor of the model, or return the result.",
+            )
+        python = [path for path in changed if not is_ignored(path, compilation.ignore)]
+        self.changes_python |= bool(python)
+        self._aside |= found.aside
+        python = self.of_graphs(mode, python)
+        if python and compilation.strict:
+            raise CaptureError(
+                f"each run changes {changed[python[0]]}; a replay runs no Python",
+                remedy=f"Keep it in a tensor, or name it in `ignore` if it decides nothing: ignore=[{python[0]!r}].",
+            )
+        self._judged.add(mode)
+        if python:
+            self._note(f"the forward changes {listed(python)}; replays do not, nor do they see it change")
+
+    def of_graphs(self, mode: CUDAGraphMode, paths: Iterable[str]) -> list[str]:
+        """Paths that code in graphs changed: eager pieces, and code between wrappers, run on each replay."""
+        if mode is CUDAGraphMode.PIECEWISE and self.route.name == "wrappers":
+            return []
+        return [path for path in paths if not is_within(path, self._aside)]
+
+    def _note(self, warning: str) -> None:
+        if warning not in self.notes:
+            self.notes.append(warning)
+
+    def _note_written(self, kept: PutBack) -> None:
+        for path, tensor in kept.written:
+            if path in kept.left_by_captures:  # graphs do not overwrite it
+                self.overwritten.discard(tensor.untyped_storage()._cdata)
+            if tensor.untyped_storage()._cdata not in self.overwritten:
+                self.written[path] = tensor
+
+    @property
+    def has_context(self) -> bool:
+        """Whether an engine sets its own context for each key."""
+        return self._before_key is not None
+
     def announce(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> None:
-        """Let ``before_key`` set its context for runs on padding, until ``ModelState.restore`` puts it back."""
+        """Let ``before_key`` set its context for runs on padding, until ``PutBack.restore`` puts it back."""
         if self._before_key is None:
             return
         try:
@@ -341,6 +463,18 @@ class ModelGraphs:
                 self._before_key(mode, descriptor, self.views(descriptor))
         except Exception as error:
             raise explain_failure(error, f"{mode} {descriptor}") from error
+
+    @contextmanager
+    def in_context(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> Iterator[None]:
+        """A block in the context that ``before_key`` sets; it is put back after the block, between captures, too."""
+        kept = PutBack(Fingerprint.of(self.roots, self.backend.device), 0) if self.has_context else None
+        try:
+            if self._before_key is not None:
+                self._before_key(mode, descriptor, self.views(descriptor))
+            yield
+        finally:
+            if kept is not None:
+                kept.restore_python(())
 
     def _needs_another_look(self, mode: CUDAGraphMode, failure: HostSyncError) -> bool:
         """Whether packages have to be told of the capture: this size needs the host, and the one looked at does not."""
@@ -351,7 +485,7 @@ class ModelGraphs:
 
     def _answering(self, mode: CUDAGraphMode, *, capturing: bool) -> AbstractContextManager[None]:
         """The block of a warm-up or a capture, in which packages are told what they were told in the look."""
-        is_told = self._footprints[mode].told is not None
+        is_told = mode in self._told
         packages = () if is_told and capturing else self.config.compilation.hide_capture_from  # eager pieces: the truth
         return answering(packages, lambda _: is_told)
 
@@ -362,7 +496,7 @@ class ModelGraphs:
         run = partial(self._run, self.model, CUDAGraphMode.NONE, smallest, self.views(smallest))
         with self.keeping_state() as kept:
             self.announce(mode, smallest)
-            return look(run, kept, self.copy_limit()).breaks
+            return look(run, kept).breaks
 
     def copy_limit(self) -> int:
         limit = self.config.compilation.state_copy
@@ -390,11 +524,16 @@ class ModelGraphs:
         self.scope.is_open = False
         policy = self.config.compilation.address_policy
         if self._kept is None and (self._has_captured or self._sealed is None) and policy != "off":
-            self._sealed = ModelState.of(self.roots, self.backend.device)
-            self._sealed.volatile |= self._volatile
+            sealed = Fingerprint.of(self.roots, self.backend.device)
+            sealed.volatile |= self._volatile
+            sealed.narrow(self._reads)
+            self._sealed, self._watch, self.holds, self._has_captured = sealed, None, _never, False
             if policy == "first":  # each check is a walk
-                self._sealed.let_go()
-            self._has_captured = False
+                sealed.let_go()
+            else:
+                generators = [p for p in sealed.steady() if issubclass(type(p.value), torch.Generator)]
+                self._watch = Watch(sealed, [*sealed.checked(), *generators])
+                self.holds = self._watch.holds
 
     # --- graphs ---------------------------------------------------------------------------------------------------
 
@@ -477,13 +616,15 @@ class ModelGraphs:
         self.pools.close()
         self.scope.pool, self.scope.is_open = None, False
         self.buffers.clear()
+        self._sealed, self._watch, self.holds = None, None, _never
+        self.written, self._reads = {}, set()
         self.backend.release_cached()
 
     # --- checks ---------------------------------------------------------------------------------------------------
 
     def invalidate(self, name: str) -> None:
         """Refuse replays from now on, because ``name`` has moved."""
-        self._moved, self._sealed = name, None  # which may hold the old memory
+        self._moved, self._sealed, self._watch, self.holds = name, None, None, _never  # they may hold the old memory
 
     def check_valid(self) -> None:
         if self._moved is not None:
@@ -501,13 +642,18 @@ class ModelGraphs:
         """Raise AddressError if a parameter or buffer of the model has moved since the captures, as often as
         ``compilation.address_check`` says, or ``again``.
         """
-        key, policy, sealed = (mode, descriptor), self.config.compilation.address_policy, self._sealed
         self.check_valid()
-        is_known = key in self._checked and not again
-        if policy == "off" or sealed is None or (is_known and (policy == "first" or sealed.holds())):
+        if (sealed := self._sealed) is None:
             return
-        sealed.refuse_moved(f"{mode} {descriptor}", self.roots, may_grow=True)
-        self._checked.add(key)
+        key, watch = (mode, descriptor), self._watch
+        is_checked = key in self._checked and not again  # at each graph's first replay
+        holds = is_checked if watch is None else watch.holds_all()
+        if not holds:
+            sealed.refuse_moved(f"{mode} {descriptor}", self.roots, may_grow=True)
+            self._checked.add(key)
+            if watch is not None:  # something was exchanged that no graph reads
+                self._has_captured = True
+                self.seal()
 
     # --- runs -----------------------------------------------------------------------------------------------------
 

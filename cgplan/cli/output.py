@@ -30,7 +30,8 @@ Step = Callable[[int, int, str], None]
 
 def note(text: str) -> None:
     """Lines for people; standard output is kept for results."""
-    typer.echo(wrapped(text), err=True)
+    plain = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)  # files bring anything
+    typer.echo(wrapped(plain), err=True)
 
 
 def show(*renderables: RenderableType) -> None:
@@ -87,9 +88,11 @@ def check_outputs(outputs: Iterable[Path | None], inputs: Iterable[Path | str | 
 
     taken = {Path(file).resolve(): "is an input of the command" for file in inputs if file is not None}
     for file in filter(None, outputs):
-        if problem := taken.get(file.resolve()):
+        with _writing(file):
+            path = file.resolve()
+        if problem := taken.get(path):
             raise OutputPathError(f"{file} {problem}", remedy="Give the path of another file.")
-        taken[file.resolve()] = "is to hold two results"
+        taken[path] = "is to hold two results"
         if file.suffix in (".py", ".yaml", ".yml") and file.exists():
             raise OutputPathError(f"{file} holds code or a configuration", remedy="Give the path of another file.")
         with _writing(file):
@@ -97,6 +100,8 @@ def check_outputs(outputs: Iterable[Path | None], inputs: Iterable[Path | str | 
                 raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
             if file.exists() and not os.access(file, os.W_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            if file.is_fifo():  # opened as usual it would wait for a reader
+                os.close(os.open(file, os.O_WRONLY | os.O_NONBLOCK))
             if file.is_file() or not file.exists():  # no new file replaces a pipe or device
                 tempfile.TemporaryFile(dir=file.resolve().parent).close()
 
@@ -128,9 +133,10 @@ def save(path: Path, content: str | bytes) -> None:
 def _writing(path: Path) -> Iterator[None]:
     try:
         yield
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # Python 3.11 raises the latter for a loop of links
         remedy = "Give the path of a file, in a folder that you may write to."
-        raise OutputPathError(f"cannot write {path}: {error.strerror}", remedy=remedy) from error
+        problem = error.strerror if isinstance(error, OSError) else str(error)
+        raise OutputPathError(f"cannot write {path}: {problem}", remedy=remedy) from error
 
 
 @contextmanager
@@ -147,6 +153,8 @@ def failures_reported(show_traceback: bool = False) -> Iterator[None]:
             ended = traceback.extract_tb(error.__traceback__)[-1]
             message = f"the model's code ends the program, at {ended.filename}:{ended.lineno}: {error!r}"
             error = ModelError(message, remedy="Raise another error there.")
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            error = OutputPathError(f"cannot write the output: {error.strerror}", remedy="Make room there.")
         if isinstance(error, CgplanError):
             message, exit_code = f"error: {error}\n  more: {section_of(type(error))}", error.exit_code
         elif isinstance(error, KeyboardInterrupt):

@@ -119,7 +119,11 @@ def loaded_config(
     except ValidationError as error:
         others = {key: at for key, at in origins.items() if at != source}
         raise explain(error, data, source, Config, lines, others) from None
-    leaves = {k: v for k, v in origins.items() if not any(other.startswith(f"{k}.") for other in origins)}
+    branches = set[str]()
+    for key in origins:
+        while key := key.rpartition(".")[0]:
+            branches.add(key)
+    leaves = {key: at for key, at in origins.items() if key not in branches}
     return LoadedConfig(config, leaves, base_dir)
 
 

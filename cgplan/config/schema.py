@@ -381,19 +381,35 @@ class CompilationConfig(Section):
     address_check: Annotated[
         Literal["off", "first", "always"],
         BeforeValidator(lambda value: "off" if value is False else value),  # YAML reads the word off as false
-    ] = "first"
-    """Whether the model's parameters, buffers and other tensors in its attributes, and those that PIECEWISE segments
-    read, are checked to lie where they lay at capture: on each graph's first replay, on every one, or never.
+    ] = "always"
+    """Whether the tensors that graphs read are checked to be where they were at capture. always: on each call, by what
+    Python tells of changes of modules and by some addresses in rotation. first: on each graph's first replay. off:
+    never.
     """
     state_copy: Bytes | None = None
     """Device memory that copies of the model's state may take while graphs are captured, in the units of
     `budget.memory`: a capture puts back the state that its warm-ups wrote. Copies beyond it go to host memory. Absent:
     a quarter of the free device memory.
     """
+    verify: Annotated[
+        Literal["off", "first", "rarely", "always"], BeforeValidator(lambda value: "off" if value is False else value)
+    ] = "first"
+    """When replays are compared with the model's own code: real rows, and the tensors that the graph writes, within
+    rounding. first: at each graph's first replay, also with copies of real rows in the padding. rarely: at its replays
+    1, 2, 4, 8, ... always: at each. off: only when `runner.verify(batch)` is called. A comparison takes an eager step's
+    time and memory.
+    """
+    strict: Flag = False
+    """Whether a change of Python that each run of the forward makes (a counter, a list that grows, a text) is an error,
+    not a warning: replays do not make it.
+    """
+    ignore: tuple[str, ...] = ()
+    """Paths of Python values that decide nothing, such as `model.calls`: each run may change them. `*` stands for one
+    part of a path.
+    """
     debug: Flag = False
-    """Check everything, slowly: addresses on every replay; each graph's first replay against the model's own code (the
-    compiled code with `compiler: inductor`), and with NaN in the padding rows of floating-point inputs (copies of real
-    rows where operators check values on the device); outputs are copies that the next call fills with NaN.
+    """Check everything, slowly: `verify: always`, addresses on every replay, and outputs are copies that the next call
+    fills with NaN.
     """
     audit: Annotated[
         Literal["off", "report", "error"], BeforeValidator(lambda value: "off" if value is False else value)
@@ -421,6 +437,11 @@ class CompilationConfig(Section):
     """
     on_miss: Literal["eager", "error"] = "eager"
     """A batch that no graph serves is run eagerly, or is an error."""
+
+    @property
+    def verify_policy(self) -> Literal["off", "first", "rarely", "always"]:
+        """When replays are compared: verify, and always in debug mode."""
+        return "always" if self.debug else self.verify
 
     @property
     def address_policy(self) -> Literal["off", "first", "always"]:
@@ -503,7 +524,12 @@ def _named(value: object) -> object:
     """Dimensions with the names of their keys."""
     if not isinstance(value, Mapping):
         return value
-    return {name: {**dim, "name": name} if isinstance(dim, Mapping) else dim for name, dim in value.items()}
+    found = dict[object, object]()
+    for name, dim in value.items():
+        if isinstance(dim, Mapping) and not all(isinstance(key, str) for key in dim):
+            raise ValueError(f"dims.{name} has keys that are no text: {', '.join(map(repr, dim))}")
+        found[name] = {**dim, "name": name} if isinstance(dim, Mapping) else dim
+    return found
 
 
 class Config(Section):

@@ -33,7 +33,9 @@ class PoolUse:
     """Whose call runs graphs of a pool: one call at a time, on one stream at a time.
 
     Attributes:
-        acquire, release: Of the lock that each call takes; it is never waited for.
+        acquire, release: Of the lock that each call takes.
+        thread: Which one holds it; a call of another one waits.
+        waits: Whether a call on another stream waits for the last one, where it is an error elsewhere.
         stream, user: Handle of the stream of the last call, None before the first one, and its runner, by name.
         is_shared: Whether several runners use the pool.
     """
@@ -41,6 +43,7 @@ class PoolUse:
     def __init__(self, *, is_shared: bool = False) -> None:
         lock = threading.Lock()
         self.acquire, self.release = lock.acquire, lock.release
+        self.thread, self.waits = 0, False
         self.stream: int | None = None
         self.user = ""
         self.is_shared = is_shared
@@ -49,8 +52,7 @@ class PoolUse:
     @contextmanager
     def held(self, name: str) -> Iterator[None]:
         """A block of the runner of that name, with no call in it. Raises CgplanError if one is under way."""
-        if not self.acquire(False):
-            raise self.under_way(name)
+        self.take(name)
         self._holder = name
         try:
             yield
@@ -58,8 +60,22 @@ class PoolUse:
             self._holder = ""
             self.release()
 
+    def take(self, name: str) -> None:
+        """Take the lock, as ``wait`` does where it is taken."""
+        if self.acquire(False):
+            self.thread = threading.get_ident()
+        else:
+            self.wait(name)
+
+    def wait(self, name: str) -> None:
+        """Take the lock that is taken, once another thread is done. Raises CgplanError if this one holds it."""
+        if self.thread == threading.get_ident():
+            raise self.under_way(name)
+        self.acquire()
+        self.thread = threading.get_ident()
+
     def under_way(self, name: str) -> CgplanError:
-        """The error of a call inside a call, or from a second thread."""
+        """The error of a call inside a call."""
         other = self._holder or self.user
         if self.is_shared and name != other:  # a manager alone in its pool has no other to name
             return CgplanError(
@@ -73,6 +89,8 @@ class PoolUse:
 
     def take_stream(self, stream: int, name: str, backend: GraphBackend) -> None:
         """Note the stream of a call; the lock is held. Raises CgplanError if another one still has work."""
+        if self.waits and self.stream not in (None, stream):
+            backend.synchronize()
         if self.stream not in (None, stream) and backend.is_busy(self.stream):
             remedy = "Synchronise the first stream before the second one takes over, or "
             if self.is_shared and name != self.user:

@@ -23,13 +23,15 @@ from cgplan.backends.context import (
     ForwardContext,
     WatchedMetadata,
     current_forward_context,
+    refuse_forbidden_capture,
 )
 from cgplan.backends.host_sync import Args, Kwargs
 from cgplan.buffers.outputs import renewed
 from cgplan.errors import AddressError, CaptureError, CgplanError, ConfigError, SealedError
 from cgplan.graphs.ambient import AmbientState
+from cgplan.graphs.fingerprint import Fingerprint
 from cgplan.graphs.footprint import current_look
-from cgplan.graphs.model_state import ModelState
+from cgplan.graphs.pools import GraphPool
 from cgplan.modes import RUNTIME_MODES, BatchDescriptor, CUDAGraphMode
 
 logger = logging.getLogger(__name__)
@@ -122,7 +124,7 @@ class CUDAGraphEntry:
     output: Any
     handed: Callable[[], Any]
     slots: Mapping[int, Tensor]
-    manifest: ModelState | None
+    manifest: Fingerprint | None
     capture_seconds: float
     scope: object = field(repr=False)
     metadata: frozenset[str]
@@ -151,10 +153,10 @@ class CUDAGraphWrapper:
     Args:
         runnable: The function or module that is captured.
         runtime_mode: FULL or PIECEWISE.
-        backend: Device outside of any session, chosen as for ``auto`` if absent; a session's captures are made by the
-            session's.
-        pool: Graph pool; the session's if absent, and the wrapper's own outside of any session. The wrapper owns its
-            graphs, not the pool.
+        backend: Device outside of any session; that of a GraphPool if absent, else chosen as for ``auto``. A session's
+            captures are made by the session's.
+        pool: Graph pool, or a backend's pool; the session's if absent, and the wrapper's own outside of any session.
+            The wrapper owns its graphs, not the pool.
         options: How it captures.
 
     Raises:
@@ -182,6 +184,8 @@ class CUDAGraphWrapper:
             raise CgplanError(
                 f"a graph wrapper around {runnable!r:.100}, which cannot be called", remedy="Pass a function or module."
             )
+        if isinstance(pool, GraphPool):
+            backend, pool = backend or pool.backend, pool.handle
         self.runnable, self.runtime_mode, self.options = runnable, runtime_mode, options
         self._backend, self._pool, self._own_pool = backend, pool, None
         self.entries: dict[BatchDescriptor, CUDAGraphEntry] = {}
@@ -239,8 +243,9 @@ class CUDAGraphWrapper:
         return made
 
     def unwrap(self) -> Callable[..., Any]:
-        """The wrapped callable itself, which never captures."""
-        return self.runnable
+        """The wrapped callable itself, without wrappers around it: it captures nothing."""
+        inner = self.runnable
+        return inner.unwrap() if isinstance(inner, CUDAGraphWrapper) else inner
 
     def reset(self, scope: CaptureScope | None = None) -> None:
         """Free all graphs, or those of one scope. Outputs that were handed out are no longer valid."""
@@ -305,6 +310,7 @@ class CUDAGraphWrapper:
     def _prepare(self, context: ForwardContext, args: Args) -> None:
         """Take the session's backend. Raises CgplanError where the wrapper may not capture."""
         scope = context.scope
+        refuse_forbidden_capture(f"the {self.runtime_mode} graph for {context.descriptor}")
         if scope is not None and not scope.is_open:
             if context.descriptor not in self.entries:
                 raise self._missing(context.descriptor)
@@ -365,7 +371,7 @@ class CUDAGraphWrapper:
         @cache
         def own() -> set[int]:
             roots = {"model": self.runnable, "args": args, "kwargs": kwargs}
-            return set(map(id, ModelState.of(roots, backend.device).tensors))
+            return set(map(id, Fingerprint.of(roots, backend.device).tensors))
 
         def unheld(tensor: Tensor) -> Tensor:
             """A tensor object that no caller changes, without its hold on the pool; the model's own as they are."""
@@ -398,7 +404,7 @@ class CUDAGraphWrapper:
             pooled=tuple(pooled),
         )
         if self.options.policy(scope) != "off":
-            entry.manifest = ModelState.of(self._roots(entry, context, args, kwargs), backend.device).let_go()
+            entry.manifest = Fingerprint.of(self._roots(entry, context, args, kwargs), backend.device).let_go()
         self.entries[context.descriptor] = entry
         if scope is not None:
             scope.entries.append(entry)

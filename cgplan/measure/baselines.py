@@ -8,7 +8,7 @@ Note [Graphs of several baselines in one process]
 Note [Comparing results]
     A forward may write into its inputs and its model's tensors, and draw random numbers. So each compared call starts
     from the same inputs, state and seed. A model whose own code gives other results from there the second time cannot
-    be compared: its state lies where ModelState does not look (another library's generator, atomics). Random numbers
+    be compared: its state lies where no fingerprint looks (another library's generator, atomics). Random numbers
     are the same for the same operators on the same shapes; padding, and inductor's generator, change them.
 """
 
@@ -36,8 +36,9 @@ from cgplan.buffers.static import Tensors
 from cgplan.captures.failures import drop_locals
 from cgplan.errors import BackendError, CgplanError
 from cgplan.graphs.ambient import random_state_kept
+from cgplan.graphs.fingerprint import Fingerprint
 from cgplan.graphs.footprint import look
-from cgplan.graphs.model_state import ModelState
+from cgplan.graphs.put_back import PutBack
 from cgplan.modes import BatchDescriptor, CUDAGraphMode
 from cgplan.piecewise.trace import with_own_code
 from cgplan.reports.records import OURS, BaselineRecord, BaselinesRecord, CaptureReport, Timing, WayRecord
@@ -180,7 +181,7 @@ def bare(bench: Comparison, way: Way) -> None:
             except CgplanError:
                 raise
             except Exception as error:  # torch's own, which may name no operator
-                found = look(lambda: batch.run(model, static), ModelState.of({}, backend.device))  # noqa: B023
+                found = look(lambda: batch.run(model, static), PutBack(Fingerprint.of({}, backend.device), 0))  # noqa: B023
                 raise found.host_sync or error from None
             way.undo.callback(backend.reset, graph)
             captured[batch.size] = graph, static, output
@@ -231,7 +232,7 @@ def reduce_overhead(bench: Comparison, way: Way) -> None:
     from torch._inductor.utils import fresh_inductor_cache
 
     model, device = bench.runner.model, bench.runner.backend.device
-    for tensor in ModelState.of({"model": model}, device).tensors:
+    for tensor in Fingerprint.of({"model": model}, device).tensors:
         if tensor.device == device and not hasattr(tensor, _STATIC) and not isinstance(tensor, torch.nn.Parameter):
             torch._dynamo.mark_static_address(tensor, guard=False)
             way.undo.callback(delattr, tensor, _STATIC)
@@ -348,12 +349,13 @@ class Comparison:
     def __init__(self, runner: GraphRunner, batches: Sequence[BenchBatch], seed: int = 0, repeats: int = 1) -> None:
         self.runner, self.batches, self.repeats, self._seed = runner, batches, repeats, seed
         self._inputs = [(tensor, tensor.clone()) for batch in batches for tensor in batch.tensors.values()]
-        self._state = ModelState.of({"model": runner.model}, runner.backend.device)
+        limit = (runner.backend.memory().free or 4 << 30) // 4
+        self._state = PutBack(Fingerprint.of({"model": runner.model}, runner.backend.device), limit)
+        self._generators = self._state.before.generators
         self._outputs: dict[int, Any] = {}
         self._unsteady, self._draws = set[int](), set[int]()
-        with random_state_kept(runner.backend.device, self._state.generators):
-            free = runner.backend.memory().free or 4 << 30
-            look(lambda: [batch.run(runner.model) for batch in batches], self._state, free // 4)
+        with random_state_kept(runner.backend.device, self._generators):
+            look(lambda: [batch.run(runner.model) for batch in batches], self._state)
             for batch in batches:
                 first, second, other = (
                     self._run(lambda: batch.run(runner.model), seed + more)  # noqa: B023
@@ -436,7 +438,7 @@ class Comparison:
         """The largest difference of a call's result from the model's own, or why there is none."""
         if size in self._unsteady:
             return None, _UNSTEADY
-        with random_state_kept(self.runner.backend.device, self._state.generators):
+        with random_state_kept(self.runner.backend.device, self._generators):
             found = deviation(self._run(way.calls[size], self._seed), self._outputs[size])
             self.restore()
         if found is None:
@@ -448,7 +450,7 @@ class Comparison:
     def _run(self, call: Call, seed: int) -> Any:
         self.restore()
         torch.manual_seed(seed)
-        for generator in self._state.generators:
+        for generator in self._generators:
             generator.manual_seed(seed)
         return tree_map_only(Tensor, Tensor.clone, call())
 

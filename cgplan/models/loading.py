@@ -212,7 +212,8 @@ def _blaming(doing: str) -> Iterator[None]:
         installed = tuple(sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib"))
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
         own = [frame for frame in frames if not frame.filename.startswith((*installed, "<"))]
-        where = f"{(own or frames)[-1].filename}:{(own or frames)[-1].lineno}"
+        last = (own or frames)[-1:]  # a builtin has no line
+        where = f"{last[0].filename}:{last[0].lineno}" if last else "a builtin"
         if isinstance(error, SyntaxError) and error.filename:
             where = f"{error.filename}:{error.lineno}"
         raise ModelError(

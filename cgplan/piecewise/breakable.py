@@ -6,7 +6,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import TracebackType
 from typing import Any, ClassVar
 
@@ -18,12 +18,12 @@ from cgplan.backends.blame import blamed_line
 from cgplan.backends.context import current_forward_context
 from cgplan.backends.host_sync import Args, Function, Kwargs
 from cgplan.backends.replacing import replaced
-from cgplan.errors import CaptureError, HostSyncError
+from cgplan.errors import CaptureError, CaptureMemoryError, HostSyncError, first_line
 from cgplan.graphs.ambient import AmbientState
 from cgplan.graphs.pools import GraphPool
 from cgplan.graphs.wrapper import CUDAGraphOptions, CUDAGraphWrapper, Recorded
 from cgplan.modes import CUDAGraphMode
-from cgplan.piecewise.eager_piece import Copies, EagerPiece, fill
+from cgplan.piecewise.eager_piece import Copies, EagerPiece, PieceMemory, fill
 
 _DEFAULTS = CUDAGraphOptions()
 _living: weakref.WeakSet[BreakableCUDAGraphCapture] = weakref.WeakSet()
@@ -72,6 +72,7 @@ class BreakableCUDAGraphCapture:
         _living.add(self)
         self._copies = Copies()
         self._derived: dict[str, Any] = {}
+        self._modes = ExitStack()
         self._steps: list[Callable[[], object]] | None = None
 
     @property
@@ -105,7 +106,7 @@ class BreakableCUDAGraphCapture:
         return self._open is not None
 
     def __enter__(self) -> BreakableCUDAGraphCapture:
-        if _active.capture is not None:
+        if _active.capture is not None or self._backend.is_capturing():
             raise CaptureError(
                 f"a breakable capture inside another one, at {blamed_line()}",
                 remedy="Capture the outer forward alone: it breaks wherever the inner one would.",
@@ -114,6 +115,9 @@ class BreakableCUDAGraphCapture:
             raise CaptureError("this breakable capture was used before", remedy="Make a new one for each capture.")
         _active.capture = self
         self._state = AmbientState.now(self._backend.device.type)
+        self._memory = PieceMemory(self._backend.device.type, self._backend.stream_getter())
+        self._modes.enter_context(self._memory)
+        self._modes.callback(self._memory.made.clear)
         try:
             # `with ... as capture` drops what the name held once the block has begun, and a CUDA graph that is
             # destroyed while another one is captured makes that capture invalid.
@@ -150,6 +154,7 @@ class BreakableCUDAGraphCapture:
                 for item in self._items
             ]
             self._close()
+            self._modes.close()
         except BaseException:
             self._discard()
             raise
@@ -227,10 +232,14 @@ class BreakableCUDAGraphCapture:
         self._end_segment(f"eager piece {name}, at {line}")
         piece = EagerPiece(name, line, function, self._backend, self._pool, is_traced=is_traced)
         self._items.append(piece)
+        self._memory.piece = name
         with _deriving(self._derived):  # pieces and segments do not see what the others derived, as in a replay
             piece.first_run(args, kwargs)
+        self._memory.piece = None
         self._begin_segment()
+        self._memory.in_segment = False
         handed, self._copies = piece.hand_out()
+        self._memory.in_segment = True
         return handed
 
     def _begin_segment(self) -> None:
@@ -238,21 +247,26 @@ class BreakableCUDAGraphCapture:
         capturing = self._backend.capturing(graph)
         capturing.__enter__()
         self._open = (graph, capturing)
+        self._memory.side.clear()
+        self._memory.in_segment = True
 
     def _end_segment(self, before: str) -> None:
         """Make a segment of the operators so far, fill the slots that it reads, and run it."""
         assert self._open is not None
         (graph, capturing), self._open = self._open, None
+        self._memory.in_segment = False
         try:
             with _quiet_about_empty_graphs():
                 capturing.__exit__(None, None, None)
-        except HostSyncError:  # it names its line
+        except (HostSyncError, CaptureMemoryError):  # they say what is wrong
             raise
-        except CaptureError as error:
+        except (CaptureError, torch.AcceleratorError) as error:
+            streams = [f"side stream {handle:#x} since {line}" for handle, line in self._memory.side.items()]
+            used = f"; the segment runs on {', '.join(streams)}" if streams else ""
             raise CaptureError(
-                f"the segment before {before} is not valid: {error.message}",
-                remedy=f"{error.remedy} Before each eager piece, and at the end, let the main stream wait for every "
-                "side stream: torch.cuda.current_stream().wait_stream(side).",
+                f"the segment before {before} is not valid: {first_line(error)}{used}",
+                remedy="Let nothing in it wait for the device. Before each eager piece, and at the end, let the main "
+                "stream wait for every side stream: torch.cuda.current_stream().wait_stream(side).",
             ) from error
         is_empty = self._backend.is_empty(graph)
         (self._empty if is_empty else self._items).append(graph)
@@ -271,6 +285,7 @@ class BreakableCUDAGraphCapture:
     def _discard(self) -> None:
         self._close()
         self.reset()
+        self._modes.close()
 
 
 def recording_capture() -> BreakableCUDAGraphCapture | None:

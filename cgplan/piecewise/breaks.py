@@ -135,7 +135,7 @@ class Breaks(TorchDispatchMode):
         if is_composite(func, self._device.upper()):
             with self:
                 return as_its_caller(func, func.decompose, self._device)(*args, **kwargs)
-        return func(*args, **kwargs)
+        return as_its_caller(func, func, self._device)(*args, **kwargs)
 
 
 @contextmanager

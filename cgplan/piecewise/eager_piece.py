@@ -7,7 +7,8 @@ Note [Output slots]
     and needs no slot; nor does state: parameters, buffers and tensors in attributes of the modules that the piece was
     called on or with, and that it does not bind again. Segments may write to both in place. State that a piece reaches
     in another way (a global, a closure, an object that is not a module) is copied like any other result. Results that
-    are views of one memory have slots that are views of one block: segments may write to one and read another.
+    are views of one memory have slots that are views of one block: segments may write to one and read another. So has
+    an expanded tensor, whose elements share memory.
 
 Note [State that a piece leaves behind]
     The model's Python code runs at capture alone, so only memory carries values from pieces to segments. An attribute
@@ -22,6 +23,11 @@ Note [Tensor objects]
     dicts, so that it may change them (``transpose_``, ``pop``). Operators of a trace change no object, and get the same
     ones each time. ``detach()`` shares the count of writes, which tells the runner what a piece writes into; ``.data``
     would not.
+
+Note [Memory of pieces]
+    What a piece computes and does not hand out lies where the next run will not put it. So a dispatch mode notes the
+    memory that operators of pieces make, and refuses operators of segments that are given it. It does not see into
+    compiled code.
 """
 
 from __future__ import annotations
@@ -33,11 +39,22 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import is_namedtuple_instance, tree_flatten, tree_leaves, tree_unflatten
 
 from cgplan.backends import GraphBackend
 from cgplan.backends.backend import autocast_cache
-from cgplan.backends.host_sync import Args, Kwargs, tensors_in
+from cgplan.backends.blame import blamed_line
+from cgplan.backends.host_sync import (
+    Args,
+    Kwargs,
+    Refusals,
+    as_its_caller,
+    is_composite,
+    storages_of,
+    tensors_in,
+)
 from cgplan.buffers.outputs import hides_tensors
 from cgplan.errors import CaptureError
 from cgplan.graphs.ambient import AmbientState
@@ -123,7 +140,7 @@ class EagerPiece:
         ]
         fresh = [t for t, is_new in zip(self._flat, self._fresh, strict=True) if is_new and _can_share(t)]
         counts = Counter(map(_address, fresh))
-        self._blocks = {a: _bytes(t) for t in fresh if counts[a := _address(t)] > 1}
+        self._blocks = {a: _bytes(t) for t in fresh if counts[a := _address(t)] > 1 or _repeats(t)}
 
     def hand_out(self) -> tuple[Any, Copies]:
         """The result for the model, and the copies (slot, value) to make before the next segment runs.
@@ -149,7 +166,7 @@ class EagerPiece:
                 copies.append((slot, leaf.detach()))
         self._sharing = _sharing(self._flat, self._shared)
         self._only = None  # the whole result, in the common cases
-        if not self._bound and self._spec in (_LEAF, _EMPTY):
+        if not self._bound and not self._shared and self._spec in (_LEAF, _EMPTY):
             self._only = self._results[0] if self._results else Constant(())
         self._is_flat = self._spec.type is tuple and len(handed) == self._spec.num_children
         for i, (module, name, value, _) in enumerate(self._bound):
@@ -194,7 +211,10 @@ class EagerPiece:
             if isinstance(place, Copied):
                 copies.append((place.slot, value))
         if self._shared and _sharing(values, self._shared) != self._sharing:
-            raise self._changed("a tensor that does not share memory with other results as it did,", "in their memory")
+            raise self._changed(
+                "a tensor that does not share memory with other results as it did, or is expanded otherwise,",
+                "in their memory",
+            )
         for module, name, _, slot in self._bound:
             value = getattr(module, name, None)
             if isinstance(value, Tensor) and (value.shape, value.dtype) == (slot.shape, slot.dtype):
@@ -251,6 +271,71 @@ class EagerPiece:
         )
 
 
+class PieceMemory(TorchDispatchMode):
+    """Refuses segments that read what a piece made, see Note [Memory of pieces], and operators that are tagged as
+    unsafe in a graph.
+
+    Args:
+        device: The kind of device whose autocast counts.
+        stream: Returns the handle of the current stream.
+
+    Attributes:
+        piece: The name of the piece that runs; None outside of pieces.
+        in_segment: Whether operators belong to a segment.
+        made: The storages that pieces made, by id, each with the piece's name.
+        main: The stream that captures.
+        side: The first line of the segment that ran on each other stream, by handle.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, device: str, stream: Callable[[], int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.stream, self.main, self.side = stream, stream(), dict[int, str]()
+        self.piece: str | None = None
+        self.in_segment = False
+        self._device = device
+        self.made: dict[int, tuple[str, StorageWeakRef]] = {}
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        return True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """True: Dynamo runs what it has compiled, as without a mode."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
+        kwargs = kwargs or {}
+        if is_composite(func, self._device.upper()):  # in inference mode these come whole
+            with self:
+                return as_its_caller(func, func.decompose, self._device)(*args, **kwargs)
+        given, tags = storages_of(tensors_in((args, kwargs))), getattr(func, "tags", ())
+        if self.in_segment:
+            if torch.Tag.cudagraph_unsafe in tags:
+                Refusals().refuse_unsafe(func._schema.name)
+            stream = self.stream()
+            if stream != self.main and stream not in self.side:
+                self.side[stream] = blamed_line()
+            for storage in given:
+                if storage in self.made:
+                    raise CaptureError(
+                        "graph code reads a tensor that an eager piece made and did not return, at "
+                        f"{blamed_line()}; a graph would always read that of the capture. The piece "
+                        f"is {self.made[storage][0]}",
+                        remedy="Return the tensor from the eager piece, or write it in place "
+                        "(copy_) into one that stays.",
+                    )
+        result = as_its_caller(func, func, self._device)(*args, **kwargs)
+        is_set = torch.Tag.inplace_view in tags  # to memory that may be older
+        if self.piece is not None and not is_set:
+            for storage, reference in storages_of(tensors_in(result)).items():
+                if storage not in given:
+                    self.made[storage] = self.piece, reference
+        return result
+
+
 class Copied(NamedTuple):
     """A fresh tensor: each replay copies it into its slot."""
 
@@ -299,7 +384,15 @@ def fill(copies: Copies, *, together: bool) -> None:
         torch._foreach_copy_([slot for slot, _ in copies], [value.detach() for _, value in copies])
         return
     for slot, value in copies:
-        slot.copy_(value.detach() if value.requires_grad else value)
+        _once(slot).copy_(_once(value.detach() if value.requires_grad else value))
+
+
+def _once(tensor: Tensor) -> Tensor:
+    """A view of the elements of an expanded tensor that have memory of their own."""
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[dim] > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
 
 
 def _itself(value: Any) -> Any:
@@ -348,7 +441,7 @@ def _repeats(tensor: Tensor) -> bool:
 
 def _can_share(tensor: Tensor) -> bool:
     """Whether its slot may lie in one block with others'; conjugated views have slots of their own."""
-    return tensor.numel() > 0 and not (_repeats(tensor) or tensor.is_conj() or tensor.is_neg())
+    return tensor.numel() > 0 and not (tensor.is_conj() or tensor.is_neg())
 
 
 def _bytes(tensor: Tensor) -> Tensor:

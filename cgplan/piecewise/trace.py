@@ -27,6 +27,7 @@ from cgplan.graphs.wrapper import CUDAGraphWrapper, Recorded
 from cgplan.modes import CUDAGraphMode
 from cgplan.piecewise.backend import PiecewiseBackend
 from cgplan.piecewise.breakable import BreakableCUDAGraphCapture, BreakableCUDAGraphWrapper
+from cgplan.piecewise.eager_piece import PieceMemory
 
 _OTHERWISE = (
     "or split without a trace: compilation.splitting_modules breaks the capture at modules, piecewise: modules at "
@@ -101,7 +102,8 @@ class PiecewiseModel(BreakableCUDAGraphWrapper):
 
     def traced(self, **inputs: Tensor) -> Any:
         """Run the trace that holds for these inputs; make one if there is none."""
-        if any(not isinstance(mode, OperatorLog) for mode in _get_current_dispatch_mode_stack()):
+        harmless = OperatorLog | PieceMemory
+        if any(not isinstance(mode, harmless) for mode in _get_current_dispatch_mode_stack()):
             # Dynamo runs no trace under a mode that looks at operators
             return self.runnable(**inputs)
         own = {name: tensor.view_as(tensor) for name, tensor in inputs.items()}  # one tensor twice would stay one

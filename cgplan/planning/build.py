@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from math import prod
 from types import MappingProxyType
 
 from cgplan.config import Config, Dim
@@ -12,6 +13,7 @@ from cgplan.errors import ConfigError, ModeError, PlanError
 from cgplan.modes import AttentionSupport, BatchDescriptor, CUDAGraphMode
 from cgplan.planning.plan import SIMULATED, Key, Plan, PlanChange, budget_of, capture_config, capture_order, config_hash
 
+_MOST_BOXES = 100_000  # of sizes in several dimensions
 DEFAULT_SPLITTING_OPS = (
     "aten::scaled_dot_product_attention",
     "aten::_scaled_dot_product_flash_attention",
@@ -240,6 +242,12 @@ def build_plan(config: Config) -> Plan:
 def _keys(config: Config, mode: CUDAGraphMode, sizes: Sequence[int], cases: Sequence[int]) -> tuple[Key, ...]:
     seqs, q, boxes = config.scheduler.max_num_seqs, config.query_len, config.compilation.boxes
     others = [sizes_of(config.dims[name]) for name in config.dim_names[1:]]
+    count = prod([len(sizes), *map(len, others)])
+    if boxes is None and count > _MOST_BOXES:
+        raise PlanError(
+            f"{' x '.join(config.dim_names)} are {count:,} boxes of sizes; {_MOST_BOXES:,} are allowed",
+            remedy="Give fewer sizes (dims.NAME.sizes, dims.NAME.max), or name the boxes in compilation.boxes.",
+        )
     grid = boxes or [(size, *rest) for size in sizes for rest in product(*others)]
     keys: list[Key] = []
     mixed, decode = mode.mixed_mode(), mode.decode_mode()

@@ -12,6 +12,7 @@ from cgplan.reports.records import (
     Report,
     StateRecord,
     Timing,
+    VerifyRecord,
     load_report,
 )
 
@@ -25,6 +26,7 @@ __all__ = [
     "Report",
     "StateRecord",
     "Timing",
+    "VerifyRecord",
     "load_report",
     "plan_tables",
     "render",

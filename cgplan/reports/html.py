@@ -116,7 +116,7 @@ def _plan(plan: Plan) -> Page:
     if (cost := plan.predicted) is not None and plan.keys:
         tiles += _costs(cost.total_bytes, cost.seconds)
         names = [_name(key) for key in plan.keys]
-        sides, source = _predicted(names, cost)
+        sides, source = _predicted(plan)
         seconds = [{"start-up": key.seconds} for key in cost.keys]
         sections += [_memory(sides, source), _start_up(names, seconds, source)]
     return Page(_title("Plan", plan), lead, tiles, said(plan), sections)
@@ -142,7 +142,7 @@ def _of_capture(report: CaptureReport) -> Iterator[Section]:
         measured = _parts(names, [(r.pool_growth, r.driver_bytes) for r in report.records], report)
         measured["graph pool", "others"] = max(report.pool_bytes - sum(r.pool_growth for r in report.records), 0)
         measured["driver", "kernels and others"] = max((report.driver_bytes or 0) - report.graph_driver_bytes, 0)
-        predicted, by = _predicted(names, plan.predicted)
+        predicted, by = _predicted(plan)
         yield _memory({"measured": measured, **predicted}, f"{source}{by}")
         seconds = [(r.compile_seconds, r.warmup_seconds - r.compile_seconds, r.capture_seconds) for r in report.records]
         phases = ("compile", "warm-up", "capture")
@@ -199,15 +199,16 @@ def _of_bench(report: BenchReport) -> Iterator[Section]:
 def _parts(names: Sequence[str], each: Sequence[tuple[int, int | None]], of: CaptureReport | Predicted) -> Parts:
     """``each``: the growth of the pool and the driver's bytes by key."""
     parts: Parts = {("static buffers", "all keys"): of.static_bytes, ("workspaces", "all keys"): of.workspace_bytes}
-    for name, (pool, driver) in zip(names, each, strict=False):
+    for name, (pool, driver) in zip(names, each, strict=True):
         parts |= {("graph pool", name): pool, ("driver", name): driver}
     return parts
 
 
-def _predicted(names: Sequence[str], cost: Predicted | None) -> tuple[dict[str, Parts], str]:
+def _predicted(plan: Plan) -> tuple[dict[str, Parts], str]:
     """The predicted memory, and who predicted it; nothing where nobody did."""
-    if cost is None:
+    if (cost := plan.predicted) is None:
         return {}, ""
+    names = [_name(key) for key in plan.keys]
     parts = _parts(names, [(key.pool_bytes, key.driver_bytes) for key in cost.keys], cost)
     return {"predicted": parts}, f" Prediction: {cost.source}{', an estimate' if cost.estimated else ''}."
 

@@ -47,6 +47,34 @@ class KeyRecord(Record):
         return Lane.of(*self.key)
 
 
+class VerifyRecord(KeyRecord):
+    """A graph compared with the model's own code on one batch; ``print`` shows it as a line.
+
+    Attributes:
+        differences: The largest absolute difference of each output and of each tensor that is written, by name; None
+            where they cannot be compared.
+        tolerance: The largest difference that rounding explains.
+        eager_us, graph_us: Microseconds of the model's own code and of the replay, both with the copies of their
+            results left out.
+        failure: What differs by more than rounding; absent: nothing.
+        remark: Why a difference was accepted, or nothing compared.
+    """
+
+    differences: dict[str, float | None] = Field(default_factory=dict)
+    tolerance: float = 0.0
+    eager_us: float = 0.0
+    graph_us: float = 0.0
+    failure: str | None = None
+    remark: str | None = None
+
+    def __str__(self) -> str:
+        largest = max((value for value in self.differences.values() if value is not None), default=0.0)
+        said = self.failure or self.remark or "verified"
+        figures = f"largest difference {largest:.3g}, {self.tolerance:.3g} allowed"
+        times = f"eager {self.eager_us:.0f} us, graph {self.graph_us:.0f} us"
+        return f"{self.mode} {self.descriptor}: {said}; {figures}; {times}"
+
+
 class Environment(Record):
     """Where and when a report was made."""
 

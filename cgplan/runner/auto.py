@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.modules.module import register_module_forward_hook
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from cgplan.backends import GraphBackend
 from cgplan.buffers.compare import differences
@@ -42,7 +42,6 @@ from cgplan.units import format_seconds
 logger = logging.getLogger(__name__)
 AUTO = CUDAGraphMode.AUTO
 LEAST_GAIN = 1.02  # times as fast as eager; below it graphs are not worth their memory
-_ROUNDING = 0.05  # of the largest value of an output
 _MOST_TRIES = 8  # each leaves one module more out of the graphs
 
 
@@ -226,12 +225,9 @@ def _apart(runner: GraphRunner) -> str | None:
                 graphed.announce(mode, descriptor)
                 with random_state_kept(device, graphed.generators):
                     outputs.append([tree_map_only(Tensor, torch.clone, run(views)) for _ in range(3)])
-            tensors = [t for t in tree_leaves(outputs[0]) if isinstance(t, Tensor) and t.numel()]
-            floats = [t.abs().nan_to_num() for t in tensors if t.is_floating_point() or t.is_complex()]
-            bound = _ROUNDING * max((float(t.max()) for t in floats), default=1.0)
-            for words, largest in differences(outputs[1], outputs[0]):
-                if largest is not None and largest > bound:
-                    return f"at {descriptor.num_tokens} tokens: {words}, of values up to {bound / _ROUNDING:.3g}"
+            for found in differences(outputs[1], outputs[0], is_coarse=True):
+                if found.is_wrong and found.largest is not None:
+                    return f"at {descriptor.num_tokens} tokens: {found}"
     return None
 
 

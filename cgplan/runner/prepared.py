@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ except ImportError:  # a torch that has moved it: calls then cost about two micr
     TensorGuards = None  # type: ignore[assignment,misc]
 
 Values = Sequence[Tensor]
+NEVER = -1
 
 
 def on_device(values: Values, device: torch.device) -> list[Tensor]:
@@ -54,6 +55,14 @@ def alike(values: Values) -> Callable[..., bool]:
     return TensorGuards(*values, dynamic_dims_sizes=None, dynamic_dims_strides=None).check if dense else never
 
 
+@dataclass(slots=True)
+class Due:
+    """Replays of a graph until it is verified, and the number of the replay at which it was; negative: never."""
+
+    left: int = NEVER
+    replays: int = 0
+
+
 @dataclass(slots=True, eq=False)
 class PreparedCall:
     """Calls of one kind: as many rows, tensors of the same shapes, dtypes and devices.
@@ -65,6 +74,7 @@ class PreparedCall:
         needs_check: Whether the addresses of the model's memory have to be checked before the next call.
         flags: Arguments beside the tensors.
         is_alike: See ``alike``.
+        due: When its graph is verified.
     """
 
     route: RoutedBatch
@@ -75,6 +85,7 @@ class PreparedCall:
     needs_check: bool
     flags: tuple[Any, ...] = ()
     is_alike: Callable[..., bool] = never
+    due: Due = field(default_factory=Due)
 
     @classmethod
     def of(

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from threading import get_ident
 from time import perf_counter_ns
 from typing import Any, Literal
 
@@ -19,20 +20,20 @@ from cgplan.backends.backend import Trace, span
 from cgplan.buffers.batch import Batch, BatchReader
 from cgplan.captures.captured_keys import CapturedKeys
 from cgplan.config import Config
-from cgplan.errors import CgplanError, InputError
+from cgplan.errors import CgplanError, DispatchMissError, InputError
 from cgplan.graphs.pools import PoolUse
 from cgplan.modes import BatchDescriptor, CUDAGraphMode, Key
 from cgplan.planning import Plan
 from cgplan.planning.costs import GraphCosts
 from cgplan.planning.dispatcher import Modes, set_of_modes
 from cgplan.reports.layout import describe_sizes
-from cgplan.reports.records import AuditReport, CaptureReport, ReplanReport
-from cgplan.runner.debug import DebugChecks
+from cgplan.reports.records import AuditReport, CaptureReport, ReplanReport, VerifyRecord
 from cgplan.runner.prepared import PreparedCall, Values, alike, on_device
 from cgplan.runner.replan import OnDemand
 from cgplan.runner.routing import BatchRouter, RoutedBatch
 from cgplan.runner.staging import StagedBuffers
 from cgplan.runner.stats import RunnerStats
+from cgplan.runner.verifier import Verifier
 from cgplan.traffic.histogram import Traffic
 from cgplan.traffic.step_times import StepTimes
 from cgplan.units import counted, format_bytes
@@ -40,7 +41,7 @@ from cgplan.units import counted, format_bytes
 MOST_PREPARED = 4096  # kinds of calls that are kept ready; the one that was prepared first goes first
 _shape, _dtype = operator.attrgetter("shape"), operator.attrgetter("dtype")
 _device = Tensor.get_device  # -1 for the host; made and compared sooner than a torch.device
-_NOT_MET = (LookupError, RuntimeError)  # of a missing input, and of the shape of a nested tensor
+_NOT_MET = (LookupError, RuntimeError, AttributeError, TypeError)  # of missing inputs, nested tensors, no tensors
 logger = logging.getLogger(__name__)
 
 
@@ -93,6 +94,7 @@ class GraphRunner:
             sizes: graphed.backend.copier(buffers, copy_inputs=copies) for sizes, buffers in graphed.buffers.items()
         }
         self._current_stream = graphed.backend.stream_getter()
+        self._verifier = Verifier(graphed)
         self._checks_once = compilation.address_policy != "always"
         self._is_plain = False  # whether a call without autocast has passed
         self._forget_calls()
@@ -111,7 +113,6 @@ class GraphRunner:
         planned = None if live.asked is wanted or live.asked.keys == self.plan.keys else live.asked
         self._router = BatchRouter(self.plan, live.graphed.most_tokens, wanted, live.reason_against, planned)
         self.stats.plan = self.plan
-        self._debug = DebugChecks(self._graphed) if self.config.compilation.debug else None
 
     def __str__(self) -> str:
         """What is captured, and how batches ran; six lines."""
@@ -196,8 +197,10 @@ class GraphRunner:
         """
         if tensors:
             inputs = self._by_name(tensors, inputs)
-        if not self._use.acquire(False):  # see Note [The hot path] in prepared.py
-            raise self._use.under_way(self._name)
+        if self._use.acquire(False):  # see Note [The hot path] in prepared.py
+            self._use.thread = get_ident()
+        else:
+            self._use.wait(self._name)
         try:
             stats, began = self.stats, 0
             if stats.until_timed:
@@ -263,8 +266,7 @@ class GraphRunner:
         logger.debug("%s: %s runs as %s %s", self._name, route.batch, mode, reason or route.descriptor)
         count = self.stats.count_of(route, reason)
         call = PreparedCall.of(route, count, values, self._graphed, self._copiers.get(route.descriptor.sizes))
-        if self._debug is not None and mode is not CUDAGraphMode.NONE:
-            self._debug.wrap(call)
+        self._verifier.schedule(call)
         if self.config.report.nvtx or Trace.current is not None:
             self._show(call, staged=values is None)
         return call
@@ -317,12 +319,17 @@ class GraphRunner:
         if not self._is_plain or self._is_autocast():
             self._graphed.check_autocast()
             self._is_plain = not self._is_autocast()
-        if call.needs_check:
+        if call.needs_check and not self._graphed.holds():
             self._graphed.check_addresses(call.route.mode, call.route.descriptor)
             call.needs_check = not self._checks_once
         call.copy_in(values, stream, known)
         call.count.calls += 1
-        call.replay()
+        due = call.due
+        due.left -= 1
+        if due.left:
+            call.replay()
+        else:
+            self._verifier.replay(call, values)
 
     def _take_stream(self) -> None:
         self._use.take_stream(self._current_stream(), self._name, self.backend)
@@ -337,6 +344,7 @@ class GraphRunner:
         try:
             yield self._demand.live
         finally:
+            self._verifier.forget(before ^ set(self.plan.keys))
             self.stats.evictions += len(before - set(self.plan.keys))
             self.stats.captures += len(set(self.plan.keys) - before)
             self._forget_calls()
@@ -450,6 +458,35 @@ class GraphRunner:
             finally:
                 copier.note_writes(before)
             return graphed.outputs.cut(output, route.batch)
+
+    def verify(
+        self,
+        *tensors: Tensor,
+        uniform_decode: bool | None = None,
+        num_active_loras: int = 0,
+        **inputs: Tensor,
+    ) -> VerifyRecord:
+        """Compare the graph that serves a batch with the model's own code, see ``compilation.verify``. The model's
+        tensors are afterwards as they were. Arguments and errors as for a call.
+
+        Returns:
+            The key, the largest difference of each output and written tensor, the tolerance, and the times of both
+            runs in microseconds; ``failure`` says what is wrong. It prints as one line.
+
+        Raises:
+            DispatchMissError: no graph serves the batch.
+        """
+        if tensors:
+            inputs = self._by_name(tensors, inputs)
+        with self._use.held(self._name):
+            self._take_stream()
+            call, values = self._prepare(inputs, uniform_decode, num_active_loras, None)
+            if call.route.mode is CUDAGraphMode.NONE:
+                raise DispatchMissError(
+                    f"no graph serves the batch: {call.count.reason}", remedy="Pass a batch that a graph serves."
+                )
+            call.copy_in(values, self._current_stream(), False)
+            return self._verifier.verify(call, values, leaves=False)[0]
 
     def route(
         self,

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from cgplan.backends import GraphBackend, select_backend
 from cgplan.captures.budget import fitting
 from cgplan.captures.captured_keys import CapturedKeys, Progress
 from cgplan.captures.failures import drop_locals, explain_eager_failure
-from cgplan.captures.model_graphs import BeforeKey, ModelGraphs
+from cgplan.captures.model_graphs import BeforeKey, ModelGraphs, RealRows
 from cgplan.captures.together import ALONE, Together
 from cgplan.config import Config
 from cgplan.errors import ConfigError, PlanError
@@ -37,6 +37,7 @@ class CaptureSession:
         before_key: Sets the context that an engine's layers read, ahead of each key's look, warm-ups and capture, at
             start-up and later: called with the runtime mode, the descriptor and the static buffers' rows by name, which
             the key's graph reads. They hold padding; the runner owns them. Its errors are raised as the model's own.
+        real_rows: Where captures run on rows of real batches; absent: on padding.
         began: ``time.perf_counter()`` when the work began that the report's time counts from; absent: now.
 
     Raises:
@@ -54,14 +55,16 @@ class CaptureSession:
         pool: GraphPool | None = None,
         name: str = "runner",
         together: Together = ALONE,
-        state: Sequence[object] | None = None,
+        state: Sequence[object] | Mapping[str, object] | None = None,
         before_key: BeforeKey | None = None,
         began: float | None = None,
+        real_rows: RealRows | None = None,
     ) -> None:
         refuse_auto(config)
         self._plan, self._model, self._backend, self._config = plan, model, backend, config
         self._progress, self._pool, self._name = progress, pool, name
         self._together, self._state, self._before, self._began = together, state, before_key, began
+        self._real_rows = real_rows
 
     def run(self) -> GraphRunner:
         """Capture all keys that the budget pays for. The runner's plan holds those that were captured.
@@ -110,7 +113,9 @@ class CaptureSession:
             before, start, self._began = backend.memory(), self._began or time.perf_counter(), None
             free = together.begin(asked, before.free)
             plan = fitting(asked, config, free) if keys is None else asked
-            graphed = ModelGraphs(plan, config, self._model, backend, self._pool, self._state, together, self._before)
+            graphed = ModelGraphs(
+                plan, config, self._model, backend, self._pool, self._state, together, self._before, self._real_rows
+            )
             captured = CapturedKeys(graphed, asked, plan, before, together, self._progress)
             captured.capture_first([key for key in plan.keys if keys is None or key in keys], start)
         except BaseException as error:

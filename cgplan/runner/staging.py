@@ -51,8 +51,7 @@ class StagedBuffers(Mapping[str, Tensor]):
             raise CgplanError(
                 "the graphs that these buffers were staged for are gone", remedy="Call runner.stage(...) again."
             )
-        if not runner._use.acquire(False):
-            raise runner._use.under_way(runner._name)
+        runner._use.take(runner._name)
         try:
             runner._take_stream()
             if call.route.mode is CUDAGraphMode.NONE:  # it resets no padding

@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from cgplan.graphs.model_state import ModelState
+from cgplan.graphs.fingerprint import Fingerprint
 
 COUNTS = (10, 100, 1000)
 ROUNDS = 300
@@ -76,7 +76,7 @@ def main():
             tensors = [torch.zeros(4, device=device) for _ in range(count)]
             roots = {"args": (), "kwargs": {}, "metadata": build(tensors)}
             start = time.perf_counter()
-            state = ModelState.of(roots, device)
+            state = Fingerprint.of(roots, device)
             state.holds()
             walk = (time.perf_counter() - start) * 1e3
             check, compare = best(state.holds), best(partial(state.refuse_moved, name, roots))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import itertools
 import threading
+import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,11 +14,50 @@ import torch.nn.functional as F
 from checks import MIB, back_at, capture, reserved, same
 from torch import Tensor, nn
 
-from cgplan.backends import GraphBackend, select_backend
+from cgplan.backends import GraphBackend, cuda_workspaces, select_backend
 from cgplan.backends.tape import TapeBackend
 from cgplan.errors import BackendError, CaptureError, HostSyncError
 
 pytestmark = pytest.mark.usefixtures("quiet_collector")
+
+
+def test_a_capture_inside_another_one_leaves_the_outer_one_alone(backend: GraphBackend) -> None:
+    x, pool = torch.ones(4, device=backend.device), backend.new_pool()
+    outer = backend.new_graph(pool)
+    with backend.session(), torch.no_grad(), backend.capturing(outer):
+        y = x * 2
+        inner = backend.capturing(backend.new_graph(pool))
+        with pytest.raises(CaptureError, match="inside another one"), inner:
+            pass
+        y = y + 1
+    x.fill_(4)
+    backend.replay(outer)
+    same(y, x * 2 + 1)
+
+
+def test_the_stream_of_an_owner_that_is_gone_is_lent_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Owner:
+        pass
+
+    numbers = itertools.count(1)
+
+    def new_stream() -> SimpleNamespace:
+        return SimpleNamespace(cuda_stream=next(numbers), device=torch.device("cuda", 0))
+
+    monkeypatch.setattr(torch.cuda, "Stream", new_stream)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(cuda_workspaces, "_lent", [])
+    monkeypatch.setattr(cuda_workspaces, "_owners", weakref.WeakKeyDictionary())
+    first, second = Owner(), Owner()
+    taken = [cuda_workspaces.own_stream(owner).cuda_stream for owner in (first, second)]
+    assert taken == [1, 2]
+    del first
+    gc.collect()
+    third, fourth = Owner(), Owner()
+    taken = [cuda_workspaces.own_stream(owner).cuda_stream for owner in (third, fourth)]
+    assert taken == [1, 3]
 
 
 # --- what a capture itself changes: nothing -------------------------------------------------------------------

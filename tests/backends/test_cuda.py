@@ -171,6 +171,28 @@ def test_live_graphs_survive_a_failure_of_another_one(cuda: GraphBackend) -> Non
         del taken
 
 
+def test_backends_that_come_and_go_leave_one_workspace() -> None:
+    """A workspace stays as long as the process, so a stream that is free again is taken first."""
+    x, w = torch.randn(64, 512, device="cuda"), torch.randn(512, 512, device="cuda")
+
+    def capture_once() -> int:
+        backend = select_backend("cuda")
+        graph, y = capture(backend, lambda: x @ w)
+        backend.replay(graph)
+        same(y, x @ w)
+        backend.reset(graph)
+        del backend, graph, y
+        gc.collect()
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved()
+
+    gc.collect()
+    first = capture_once()
+    for _ in range(9):
+        last = capture_once()
+    assert last <= first
+
+
 def test_each_backend_captures_on_a_stream_of_its_own() -> None:
     """Graphs of one stream compute in one cuBLAS workspace; torch hands out 32 streams in turn."""
     gc.collect()  # backends of other tests

@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
 
-from cgplan.backends.graph_nodes import CudaNodes, cuda_driver
+from cgplan.backends import GraphBackend
+from cgplan.backends.graph_nodes import CudaNodes, OperatorLog, cuda_driver
 from cgplan.errors import BackendError
 
 
@@ -32,6 +34,16 @@ def test_a_driver_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
     with pytest.raises(BackendError, match="driver's version is 12020"):
         CudaNodes()
+
+
+def test_the_log_has_the_operators_of_the_forward(backend: GraphBackend) -> None:
+    graph, x = backend.new_graph(backend.new_pool()), torch.ones(4, 3, device=backend.device)
+    with backend.session(), torch.no_grad(), OperatorLog(backend), backend.capturing(graph):
+        y = (x * 2).relu_().sum(1)
+    backend.replay(graph)
+    assert y.tolist() == [6.0] * 4
+    assert [one.operator for one in graph.launches] == ["aten::mul", "aten::relu_", "aten::sum"]
+    assert all("y = (x * 2)" in one.line for one in graph.launches)
 
 
 @pytest.mark.gpu

@@ -18,7 +18,7 @@ import cgplan
 from cgplan.backends import GraphBackend
 from cgplan.backends.blame import blamed_line
 from cgplan.backends.tape import TapeBackend
-from cgplan.errors import HostSyncError
+from cgplan.errors import CaptureError, HostSyncError
 
 pytestmark = pytest.mark.usefixtures("quiet_collector")
 
@@ -127,6 +127,50 @@ def test_a_model_that_reads_the_host_in_a_composite_operator(modules: list[str] 
             compilation={"cudagraph_capture_sizes": [4], **mode},
             device="cpu",
         )
+
+
+@torch.library.custom_op("cgplan_host_tests::unsafe", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def unsafe(x: Tensor) -> Tensor:
+    return x + 1
+
+
+unsafe.register_fake(torch.empty_like)
+
+
+class CallsUnsafe(torch.nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return unsafe(x * 2) * 3
+
+
+UNSAFE: list[dict[str, Any]] = [
+    {"cudagraph_mode": "FULL"},
+    {"cudagraph_mode": "PIECEWISE", "splitting_ops": ["aten::mul"]},
+    {"cudagraph_mode": "PIECEWISE", "splitting_ops": ["cgplan_host_tests::unsafe"]},
+]
+
+
+@pytest.mark.parametrize("compilation", UNSAFE)
+def test_operators_that_are_tagged_unsafe(compilation: dict[str, Any]) -> None:
+    inputs = {"x": cgplan.Input(shape=("num_tokens",), dtype="float32", pad=1)}
+    compilation = {**compilation, "cudagraph_capture_sizes": [4]}
+    if "cgplan_host_tests::unsafe" not in compilation.get("splitting_ops", ()):
+        said = r"cgplan_host_tests::unsafe is tagged .*test_host_sync\.py:\d+: `return unsafe"
+        with pytest.raises(CaptureError, match=said) as caught:
+            cgplan.capture(CallsUnsafe(), inputs, compilation=compilation, device="cpu")
+        assert "splitting_ops" in caught.value.remedy
+        return
+    runner = cgplan.capture(CallsUnsafe(), inputs, compilation=compilation, device="cpu")
+    x = torch.arange(3.0)
+    same(runner(x=x), (x * 2 + 1) * 3)
+    assert runner.report.records[0].eager_pieces == 1
+    runner.close()
+
+
+def test_the_look_sees_operators_that_are_tagged_unsafe(backend: GraphBackend) -> None:
+    x = torch.ones(4, device=backend.device)
+    found = host_sync_of(lambda: unsafe(x), backend.device)
+    assert type(found) is CaptureError
+    assert "is tagged torch.Tag.cudagraph_unsafe, at" in found.message
 
 
 def test_the_look_for_the_operator_keeps_no_memory(backend: GraphBackend) -> None:

@@ -244,3 +244,15 @@ def test_memory_that_is_out_is_told_by_the_buffers(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("cgplan.buffers.static.torch.zeros", zeros)
     with pytest.raises(CaptureMemoryError, match="no memory for static buffers of 8 tokens"):
         open_runner(cgplan.backends.select_backend("cpu"))
+
+
+@pytest.mark.parametrize("value", [3, 2.5, None, [1.0, 2.0], np.ones((3, 3), dtype="float32"), {"x": 1}, object()])
+def test_an_input_that_is_no_tensor(backend: GraphBackend, value: Any) -> None:
+    runner = open_runner(backend, lambda x: x + 1)
+    x = torch.ones(3, 3, device=backend.device)
+    for given in (value, x, value):  # ahead of a call that is known, and behind it
+        if given is x:
+            same(runner(x=x), x + 1)
+            continue
+        with pytest.raises(InputError, match="input 'x' is of type"):
+            runner(x=given)

@@ -282,3 +282,27 @@ def test_a_configuration_may_stand_without_its_option(home: Path, command: str) 
     assert shown("good.yaml") == wanted
     assert shown("good.yaml", "--config", "good.yaml") == wanted
     assert shown("good.yaml", "--set", "compilation.cudagraph_capture_sizes=[2]") != wanted
+
+
+def test_outputs_that_cannot_be_written(home: Path) -> None:
+    (home / "one").symlink_to(home / "two")
+    (home / "two").symlink_to(home / "one")
+    os.mkfifo(home / "pipe")  # nobody reads it
+    for name in ("one", "pipe"):
+        assert "cannot write" in refused(errors.OutputPathError, "capture", "good.yaml", "--output", name)
+
+
+def test_a_full_disk_behind_standard_output(home: Path) -> None:
+    command = [sys.executable, "-m", "cgplan", "inspect", "--config", "good.yaml"]
+    with open("/dev/full", "w") as full:
+        found = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=home, check=False)
+    assert found.returncode == errors.OutputPathError.exit_code
+    assert "error: cannot write the output: No space left on device" in found.stderr
+
+
+def test_control_characters_of_a_file_do_not_reach_the_terminal(home: Path) -> None:
+    text = (home / "good.yaml").read_text()
+    (home / "red.yaml").write_text(re.sub("target: .*", r'target: "\\e[31mred:x"', text))
+    said = refused(errors.ModelError, "capture", "red.yaml")
+    assert "\x1b" not in said
+    assert "\\x1b[31mred" in said

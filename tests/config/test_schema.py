@@ -221,6 +221,7 @@ def test_named_dimensions() -> None:
         ({"dims": {"num_reqs": {"max": 64}}}, "'num_reqs' cannot name a dimension"),
         ({"inputs": {"x": {"shape": ["batch", "batch"], "dtype": "int64", "pad": 0}}}, "has 'batch' twice"),
         ({"compilation": {"boxes": [[1, 2, 3]]}}, "compilation.boxes has sizes of batch, length each"),
+        ({"dims": {"batch": {1: 2}}}, "dims.batch has keys that are no text: 1"),
     ],
 )
 def test_named_dimensions_that_cannot_be(change: dict[str, Any], expected: str) -> None:

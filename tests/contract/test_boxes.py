@@ -153,16 +153,23 @@ def test_what_cannot_be(backend: GraphBackend) -> None:
             runner.replan()
 
 
-def test_debug_finds_padding_that_reaches_real_rows_from_any_dimension(backend: GraphBackend) -> None:
+@pytest.mark.parametrize("rows", [3, 4], ids=["padded in both", "padded in length"])
+@pytest.mark.parametrize("settings", [{}, {"debug": True}], ids=str)
+def test_padding_that_reaches_real_rows_from_any_dimension_is_found(
+    backend: GraphBackend, settings: dict[str, Any], rows: int
+) -> None:
     config = {
         "dims": {"batch": {"max": 4}, "length": {"max": 8}},
         "inputs": {"x": {"shape": ["batch", "length"], "dtype": "float32", "pad": 0}},
         "model": {"output_shapes": ["batch"]},
-        "compilation": {"debug": True},
+        "compilation": settings,
         "device": str(backend.device),
     }
-    x = torch.ones(3, 6, device=backend.device)
+    x = torch.ones(rows, 6, device=backend.device)
     with closing(cgplan.capture(lambda x: x.nansum(1), config=config)) as runner:
-        same(runner(x=x), torch.full((3,), 6.0, device=backend.device))
-    with closing(cgplan.capture(lambda x: x.mean(1), config=config)) as runner, pytest.raises(NumbersError):
+        same(runner(x=x), torch.full((rows,), 6.0, device=backend.device))
+    with (
+        closing(cgplan.capture(lambda x: x.mean(1), config=config)) as runner,
+        pytest.raises(NumbersError, match="output 0 depends on what the padding holds"),
+    ):
         runner(x=x)

@@ -145,7 +145,7 @@ def _graph_code_is_warmed_up(backend: GraphBackend, way: str) -> None:
         "wrappers": {"cudagraph_mode": "PIECEWISE", "piecewise": "wrappers"},
     }[way]
     model = Both(CUDAGraphWrapper(segment, CUDAGraphMode.PIECEWISE) if way == "wrappers" else segment)
-    with closing(open_runner(backend, model, **split)) as runner:
+    with closing(open_runner(backend, model, verify="off", **split)) as runner:
         assert len(graph_code) == 6, "a warm-up and a capture of each size"
         assert not any(graph_code)
         if way == "full":
@@ -169,7 +169,8 @@ def test_what_was_compiled_before_is_captured(backend: GraphBackend) -> None:
 
 def test_an_eager_piece_is_compiled_ahead_of_its_replays(backend: GraphBackend) -> None:
     model = Layers().to(backend.device).eval()
-    with closing(open_runner(backend, model, cudagraph_mode="PIECEWISE", splitting_modules=["norm"])) as runner:
+    split = {"cudagraph_mode": "PIECEWISE", "splitting_modules": ["norm"]}
+    with closing(open_runner(backend, model, verify="off", **split)) as runner:
         EVENTS.clear()
         for rows in (3, 1, 2):
             runner(x=torch.randn(rows, 8, device=backend.device))

@@ -133,6 +133,17 @@ def test_auto_tries_each_way_in_the_context(backend: GraphBackend) -> None:
     assert len(tried) == 2 + (backend.device.type == "cuda"), runner.report.plan.notes  # inductor, too
 
 
+def test_a_first_replay_is_compared_in_the_context_of_its_key(backend: GraphBackend) -> None:
+    engine = Engine()
+    runner = opened(backend, "full", engine)
+    CONTEXT.scale, CONTEXT.size = None, 0  # a replay of a FULL graph needs none
+    engine.announced.clear()
+    x, scale = torch.randn(3, 4, device=backend.device), torch.randn(3, device=backend.device)
+    same(runner(x, scale), (x + 1) * scale[:, None] * 2)
+    assert engine.announced == [4]
+    assert (CONTEXT.scale, CONTEXT.size) == (None, 0)
+
+
 def test_a_manager_passes_it_on(backend: GraphBackend) -> None:
     engine = Engine()
     config = cgplan.Config(inputs=INPUTS, compilation={"cudagraph_capture_sizes": [2, 4]}, device=backend.device.type)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from types import ModuleType
 from typing import Any
 
@@ -19,9 +20,10 @@ from torch import Tensor, nn
 from ways import PAIRS, GraphBackend, Model, each_size, full, open_runner
 
 from cgplan.backends import select_backend
-from cgplan.errors import CaptureError, HostSyncError
+from cgplan.errors import CaptureError, HostSyncError, NumbersError
 
-HIDDEN = {"hide_capture_from": ["asker"]}
+# Graphs that were told of the capture differ from eager calls, which the first replay would find.
+HIDDEN: dict[str, Any] = {"hide_capture_from": ["asker"], "verify": "off"}
 _CODE = """
 import torch
 
@@ -69,11 +71,24 @@ def test_a_named_package_runs_in_captures_as_in_eager_calls(backend: GraphBacken
     backend.replay(graph)
     same(out, x * 2)  # not what eager calls compute
 
-    for settings, factor in ((HIDDEN, 3), ({"hide_capture_from": []}, 2)):
+    for packages, factor in ((["asker"], 3), ([], 2)):
+        settings = {**HIDDEN, "hide_capture_from": packages}
         runner = open_runner(backend, Model(backend, way, shortcut), way, **settings)
         same(runner(x=x), x * factor + 1)
         assert not [text for text in runner.report.warnings if "asker" in text]
         runner.close()
+
+
+@each_size
+def test_graphs_of_a_package_that_is_not_named_differ_from_eager_calls(backend: GraphBackend, way: str) -> None:
+    """The first replay finds it."""
+    x = full(backend, 1)
+    with closing(open_runner(backend, Model(backend, way, shortcut), way, hide_capture_from=["asker"])) as runner:
+        same(runner(x=x), x * 3 + 1)
+    with closing(open_runner(backend, Model(backend, way, shortcut), way, hide_capture_from=[])) as runner:
+        with pytest.raises(NumbersError, match="differs from the model's own code: output 0, the largest") as caught:
+            runner(x=x)
+        same(caught.value.output, x * 3 + 1)
 
 
 @pytest.mark.usefixtures("fresh_dynamo")

@@ -5,6 +5,9 @@ Each test first shows the hazard with the bare backend, then what a runner makes
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from checks import capture as bare
@@ -19,6 +22,7 @@ from ways import (
     open_runner,
 )
 
+import cgplan
 from cgplan import (
     CaptureError,
     HostSyncError,
@@ -49,6 +53,61 @@ def test_the_autocast_cache_of_weights(backend: GraphBackend, way: str) -> None:
     nn.init.constant_(model.stem.weight, 4)
     with torch.autocast(**autocast):
         same(runner(x=x), full(backend, 9).bfloat16())
+
+
+class Between(nn.Module):
+    """A layer with nothing to do, behind what is tested."""
+
+    def __init__(self, first: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.middle = first, nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.middle(self.first(x)) * 2
+
+
+@torch.library.custom_op("torch_state_tests::product", mutates_args=())
+def product(x: Tensor, y: Tensor) -> Tensor:
+    """A product that autocast casts for, inside of an operator that it does not know."""
+    return x @ y
+
+
+@pytest.mark.parametrize(
+    "compilation",
+    [
+        {"cudagraph_mode": "FULL"},
+        {"cudagraph_mode": "FULL", "audit": "report"},
+        {"cudagraph_mode": "PIECEWISE", "splitting_modules": ["middle"]},
+        {"cudagraph_mode": "PIECEWISE", "splitting_modules": ["middle"], "splitting_ops": ["aten::mul"]},
+    ],
+)
+@pytest.mark.parametrize("kind", ["encoder", "operator in Python"])
+@pytest.mark.parametrize("inference", [False, True])
+def test_autocast_inside_of_operators(
+    backend: GraphBackend, compilation: dict[str, Any], kind: str, inference: bool
+) -> None:
+    """The kernels of some operators call others that autocast casts for; dispatch modes would turn it off there."""
+    weight = torch.randn(8, 8, device=backend.device)
+    encoder = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    encoder.eval().to(backend.device)
+    first = {
+        "encoder": lambda x: encoder(x.unsqueeze(0))[0],
+        "operator in Python": lambda x: product(x, weight),
+    }
+    model = Between(first[kind])
+    grad_mode = torch.inference_mode() if inference else torch.no_grad()
+    with grad_mode, torch.autocast(backend.device.type, torch.bfloat16):
+        runner = cgplan.capture(
+            model,
+            {"x": cgplan.Input(shape=("num_tokens", 8), dtype="float32", pad=0)},
+            compilation={"cudagraph_capture_sizes": [4], **compilation},
+            device=backend.device.type,
+        )
+        for _ in range(3):
+            x = torch.randn(4, 8, device=backend.device)
+            wanted = model(x)
+            same(runner(x=x), wanted)
+    runner.close()
 
 
 @pytest.mark.parametrize("way", ["full", "ops"])

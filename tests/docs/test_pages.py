@@ -57,11 +57,10 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("page", RUN)
 def test_the_blocks_of_a_page_run(page: str, desk: Path) -> None:
-    with torch.no_grad():
-        made = run_page(page)
+    made = run_page(page)
     if page == "graphed":
-        assert not made.g.report.records, "an example alone captures nothing"
-        assert "padding proven" in (desk / "my.yaml").read_text()
+        assert len(made.g.report.records) == 1, "an example is a warm-up"
+        assert "# input: float32 [batch, 64]" in (desk / "my.yaml").read_text()
     if page == "piecewise":
         assert made.capture.num_graphs == 0, "the last one freed what it captured"
 

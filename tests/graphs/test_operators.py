@@ -205,11 +205,11 @@ def test_graphs_on_demand_are_described_once_there_are_any(backend: GraphBackend
         assert split_of(runner).captured["aten::addmm"] == 2
 
 
-@pytest.mark.parametrize(("piece", "looks"), [(doubled, 1), (twice, 2)], ids=["doubled", "twice"])
+@pytest.mark.parametrize("piece", [doubled, twice], ids=["doubled", "twice"])
 def test_the_model_runs_no_more_often_than_it_is_captured(
-    backend: GraphBackend, piece: Callable[[Tensor], Tensor], looks: int
+    backend: GraphBackend, piece: Callable[[Tensor], Tensor]
 ) -> None:
-    """Of a model that reads values of its inputs on the host a second look tells whether each run does."""
+    """Also where an eager piece reads values of its inputs on the host."""
     calls = Tally()
 
     def forward(x: Tensor) -> Tensor:
@@ -218,7 +218,7 @@ def test_the_model_runs_no_more_often_than_it_is_captured(
 
     with closing(open_runner(backend, forward, piecewise="modules", cudagraph_num_of_warmups=1)) as runner:
         assert split_of(runner).captured == {"aten::mul": 1, "aten::add": 1}
-    assert calls == [4] * looks + [4, 4, 2, 2], "looks, then a warm-up and the capture for each key"
+    assert calls == [4, 4, 4, 2, 2], "one look, then a warm-up and the capture of each key"
 
 
 @pytest.mark.parametrize("where", ["around", "segment", "piece"])
@@ -300,7 +300,7 @@ def test_further_keys_are_captured_with_compiled_code() -> None:
 
     model = Keeps()
     cuda = select_backend("cuda")
-    with closing(open_runner(cuda, model, cudagraph_mode="FULL", cudagraph_num_of_warmups=1)) as runner:
+    with closing(open_runner(cuda, model, cudagraph_mode="FULL", cudagraph_num_of_warmups=1, verify="off")) as runner:
         assert len(compiled.runs) == 4, "a warm-up and a capture of each key"
         x = torch.randn(3, 6, device=cuda.device)
         assert torch.equal(runner(x=x), runner.run_eagerly(x=x))

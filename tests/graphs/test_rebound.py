@@ -1,8 +1,12 @@
-"""State that a forward reads and binds again is refused at capture; state that it only keeps is not."""
+"""Tensors that a forward reads and binds again are refused at capture. Of other changes of Python a capture warns, and
+the first replay finds numbers that depend on them.
+"""
 
 from __future__ import annotations
 
+import copy
 import gc
+import random
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -10,13 +14,14 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from checks import Tally, back_at, reserved
 from torch import Tensor, nn
 
 import cgplan
-from cgplan import AddressError, CaptureError, GraphRunner, Input
+from cgplan import AddressError, CaptureError, GraphRunner, Input, NumbersError
 from cgplan.backends import GraphBackend
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -55,6 +60,7 @@ class Model(nn.Module):
         self.cache = torch.ones(2, device=backend.device)
         self.inner._kept = torch.ones(2, device=backend.device)
         self.listed = [torch.ones(2, device=backend.device)]
+        self.array = np.zeros(1)
         self.last: Tensor | None = None
         self.held: Any = None
         self.eval()
@@ -102,25 +108,21 @@ def turns_a_flag(model: Model, x: Tensor) -> Tensor:
     return x * (2 if model.odd else 3)
 
 
-def slides_when_it_is_full(model: Model, x: Tensor) -> Tensor:
-    model.step += 1
-    return x.roll(1) if model.step > 1000 else x * 2
+def adds_to_a_list_and_uses_its_length(model: Model, x: Tensor) -> Tensor:
+    model.listed.append(x)
+    return x * len(model.listed)
 
 
-def starts_over(model: Model, x: Tensor) -> Tensor:
-    """As if many calls came before: where the count is 0 again, it indexes by what is out of range then."""
-    model.step += 1
-    if model.step > 1:
-        return x * 2
-    return x + model.cache[torch.full_like(x[:, 0], 1000).long(), None]
+def draws_in_python(model: Model, x: Tensor) -> Tensor:
+    return x * random.random()
 
 
-READ = {
-    adds_to_a_tensor: "cache",
-    adds_to_a_private_one_inside: "inner._kept",
-    counts_and_uses_it: "step",
-    counts_inside_and_makes_a_tensor_of_it: "inner.total",
-}
+def counts_in_an_array(model: Model, x: Tensor) -> Tensor:
+    model.array += 1
+    return x * float(model.array[0])
+
+
+READ = {adds_to_a_tensor: "cache", adds_to_a_private_one_inside: "inner._kept"}
 
 
 @pytest.mark.parametrize(
@@ -128,16 +130,13 @@ READ = {
     [
         *((change, named, way) for change, named in READ.items() for way in WAYS),
         (adds_to_one_in_a_list, r"listed\[0\]", "full"),
-        (turns_a_flag, "odd", "full"),
-        (slides_when_it_is_full, "step", "full"),
-        (starts_over, "step", "full"),
     ],
 )
-def test_state_that_is_read_and_bound_again_is_refused(
+def test_a_tensor_that_is_read_and_bound_again_is_refused(
     backend: GraphBackend, way: str, change: Callable[..., Tensor], named: str
 ) -> None:
+    open_runner(backend, Model(backend, lambda model, x: x), way).close()  # workspaces of libraries stay
     model = Model(backend, change)
-    model.step = 5 * (change is starts_over)
     before = reserved(backend)
     with pytest.raises(CaptureError, match=f"the forward reads {named} and binds it again") as caught:
         open_runner(backend, model, way)
@@ -145,6 +144,73 @@ def test_state_that_is_read_and_bound_again_is_refused(
     del caught
     gc.collect()
     assert back_at(backend, before), "attributes hold no graph memory"
+
+
+CHANGED = {
+    counts_and_uses_it: ("step", "step (it was 1 and is 2)"),
+    counts_inside_and_makes_a_tensor_of_it: ("inner.total", "inner.total (it was 1 and is 2)"),
+    turns_a_flag: ("odd", "odd (it was True and is False)"),
+    adds_to_a_list_and_uses_its_length: ("len(model.listed)", "len(model.listed) (it was 2 and is 3)"),
+    draws_in_python: ("Python's random numbers", "Python's random numbers (its contents)"),
+    counts_in_an_array: ("array", "array (its contents)"),
+}
+
+
+@pytest.mark.parametrize("way", ["full", "modules"])
+@pytest.mark.parametrize("change", CHANGED)
+def test_numbers_that_each_run_changes_are_told_and_the_first_replay_finds_them(
+    backend: GraphBackend, way: str, change: Callable[..., Tensor]
+) -> None:
+    model = Model(backend, change)
+    random.seed(3)
+    with closing(open_runner(backend, model, way)) as runner:
+        told = f"the forward changes {CHANGED[change][0]}; replays do not, nor do they see it change"
+        assert runner.report.warnings == (told,)
+        x = torch.randn(4, 2, device=backend.device)
+        copied = copy.deepcopy(model), random.getstate()
+        with pytest.raises(NumbersError, match="differs from the model's own code: output 0, the largest") as caught:
+            runner(x=x)
+        random.setstate(copied[1])
+        torch.testing.assert_close(caught.value.output, copied[0](x), rtol=0, atol=0)
+
+
+def test_state_that_lies_where_nobody_looks_is_found_by_its_numbers(backend: GraphBackend) -> None:
+    """And padding is not blamed: each replay gives other numbers, whatever it holds."""
+
+    class Hidden:
+        state = torch.zeros((), device=backend.device)
+
+    def change(model: Model, x: Tensor) -> Tensor:
+        Hidden.state.add_(1)
+        return x * Hidden.state
+
+    with closing(open_runner(backend, Model(backend, change), "full")) as runner:
+        assert not runner.report.warnings
+        with pytest.raises(NumbersError, match="differs from the model's own code: output 0, the largest deviation"):
+            runner(x=torch.randn(3, 2, device=backend.device))
+
+
+@pytest.mark.parametrize("change", CHANGED)
+def test_strict_refuses_what_each_run_changes(backend: GraphBackend, change: Callable[..., Tensor]) -> None:
+    with pytest.raises(CaptureError) as caught:
+        open_runner(backend, Model(backend, change), "full", strict=True)
+    assert f"each run changes {CHANGED[change][1]}; a replay runs no Python" in caught.value.message.replace(
+        "changes model.", "changes "
+    )
+
+
+def test_strict_captures_what_is_ignored(backend: GraphBackend) -> None:
+    ignored = {"strict": True, "ignore": ["model.step"]}
+    with closing(open_runner(backend, Model(backend, counts), "full", **ignored)) as runner:
+        assert not runner.report.warnings
+        x = torch.randn(3, 2, device=backend.device)
+        assert torch.equal(runner(x=x), (x * 2).softmax(-1))
+
+
+@pytest.mark.parametrize("change", [counts_and_uses_it, counts_inside_and_makes_a_tensor_of_it])
+def test_what_dynamo_traces_again_on_each_run_is_refused(backend: GraphBackend, change: Callable[..., Tensor]) -> None:
+    with pytest.raises(CaptureError, match=rf"no longer true: .*{CHANGED[change][0].split('.')[-1]}"):
+        open_runner(backend, Model(backend, change), "ops")
 
 
 def keeps_its_result(model: Model, x: Tensor) -> Tensor:
@@ -177,21 +243,30 @@ def counts(model: Model, x: Tensor) -> Tensor:
     return x * 2
 
 
+BOUND = {
+    keeps_its_result: "last",
+    keeps_its_input: "last",
+    reads_its_own_result: "cache",
+    packs_the_same_tensors: "held",
+    counts: "step",
+    writes_in_place: None,
+}
+
+
 @pytest.mark.parametrize("way", ["full", "modules"])
-@pytest.mark.parametrize(
-    "change",
-    [keeps_its_result, keeps_its_input, reads_its_own_result, writes_in_place, packs_the_same_tensors, counts],
-)
+@pytest.mark.parametrize("change", BOUND)
 def test_state_that_graphs_do_not_read_may_be_bound(
     backend: GraphBackend, way: str, change: Callable[..., Tensor]
 ) -> None:
     model = Model(backend, change)
+    held = model.last, model.held, model.cache
     with closing(open_runner(backend, model, way)) as runner:
-        warning = "the forward changes step; replays do not, nor do they see it change"
-        assert runner.report.warnings == ((warning,) if change is counts else ())
+        warning = f"the forward changes {BOUND[change]}; replays do not, nor do they see it change"
+        assert runner.report.warnings == (() if change is writes_in_place else (warning,))
         x = torch.randn(3, 2, device=backend.device)
         assert torch.equal(runner(x=x), (x * 2).softmax(-1))
         assert model.step == 0, "that is what the warning says"
+        assert all(now is before for now, before in zip((model.last, model.held, model.cache), held, strict=True))
 
 
 class Pair(NamedTuple):
@@ -336,10 +411,10 @@ class SameAddress(Middle):
 def test_state_that_only_pieces_bind_may_become_anything(
     backend: GraphBackend, kind: type[Any], gone: str | None, policy: str
 ) -> None:
-    """No graph reads it, wherever the runs of the capture have left it."""
+    """No graph reads it, wherever the runs of the capture have left it. A comparison would run the piece more often."""
     model = Model(backend, lambda _, x: x * 2, kind(backend.device))
     now: Any = None if gone is None else torch.zeros(2, device="cpu")
-    with closing(open_runner(backend, model, "modules", address_check=policy)) as runner:
+    with closing(open_runner(backend, model, "modules", address_check=policy, verify="off")) as runner:
         setattr(model.middle, *(("turns", [now, now]) if kind is Swaps else ("seen", now)))
         for rows in (3, 8, 1, 4, 6):
             x = torch.randn(rows, 2, device=backend.device)
@@ -358,6 +433,20 @@ def test_state_that_graphs_read_may_not_go(backend: GraphBackend, policy: str) -
             runner(x=x)
         model.scale = there
         assert torch.equal(runner(x=x), (x * 2).softmax(-1))
+
+
+def test_a_weight_that_is_transposed_in_place_is_refused(backend: GraphBackend) -> None:
+    """It lies where it lay, and a graph reads it by its old strides."""
+    model = Model(backend, lambda model, x: x @ model.weight)
+    model.weight = nn.Parameter(torch.tensor([[1.0, 2.0], [3.0, 4.0]], device=backend.device))
+    with closing(open_runner(backend, model, "full")) as runner:
+        x = torch.randn(3, 2, device=backend.device)
+        runner(x=x)
+        model.weight.data = model.weight.data.t()
+        with pytest.raises(
+            AddressError, match=r"1 reshaped, .*\n +reshaped +model\.weight: .* strides \[2, 1\] at capture"
+        ):
+            runner(x=x)
 
 
 def test_looks_leave_nothing_of_their_runs_and_hold_no_model(backend: GraphBackend) -> None:

@@ -9,7 +9,7 @@ import torch
 from checks import same
 from torch import Tensor, nn
 
-from cgplan import BreakableCUDAGraphWrapper
+from cgplan import BreakableCUDAGraphWrapper, GraphPool, capture_allowed
 from cgplan.backends import GraphBackend
 from cgplan.backends.context import CaptureScope, forward_context
 from cgplan.errors import AddressError, CgplanError, SealedError
@@ -78,6 +78,53 @@ def test_outputs_of_a_wrapper_may_hold_their_memory(backend: GraphBackend) -> No
     with forward_context(FULL, BatchDescriptor(4)):
         outs = [wrapper(x) for wrapper in wrappers]
     same(outs, [x * 2, x * 3])
+
+
+@pytest.mark.parametrize("kind", [CUDAGraphWrapper, BreakableCUDAGraphWrapper])
+@pytest.mark.parametrize("names_backend", [False, True])
+def test_wrappers_capture_into_a_pool_of_runners(
+    backend: GraphBackend, kind: type[CUDAGraphWrapper], names_backend: bool
+) -> None:
+    pool, x = GraphPool(backend), torch.ones(4, device=backend.device)
+    wrapper = kind(lambda x: x * 2, PIECEWISE, backend=backend if names_backend else None, pool=pool)
+    assert wrapper.backend is backend
+    with forward_context(PIECEWISE, BatchDescriptor(4)):
+        for factor in range(3):
+            same(wrapper(x.fill_(factor)), x * 2)
+    assert pool.nbytes > 0
+
+
+@pytest.mark.parametrize("kind", [CUDAGraphWrapper, BreakableCUDAGraphWrapper])
+def test_code_that_must_not_capture(backend: GraphBackend, kind: type[CUDAGraphWrapper]) -> None:
+    """Graphs that are there replay; another one is an error ahead of its warm-ups."""
+    calls: list[int] = []
+
+    def forward(x: Tensor) -> Tensor:
+        calls.append(len(x))
+        return x * 2
+
+    wrapper = kind(forward, PIECEWISE, backend=backend)
+    small, large = batch(backend, 2), batch(backend, 4)
+    with forward_context(PIECEWISE, BatchDescriptor(2)):
+        wrapper(small)
+        with capture_allowed(False):
+            same(wrapper(small), small * 2)
+    with forward_context(PIECEWISE, BatchDescriptor(4)):
+        with capture_allowed(False), pytest.raises(SealedError) as caught:
+            wrapper(large)
+        assert "PIECEWISE graph for num_tokens=4" in caught.value.message
+        assert f"{__file__}:" in caught.value.message
+        assert 4 not in calls
+        with capture_allowed(False), capture_allowed(True):
+            same(wrapper(large), large * 2)
+
+
+def test_unwrapping_leaves_nothing_that_captures(backend: GraphBackend) -> None:
+    def forward(x: Tensor) -> Tensor:
+        return x * 2
+
+    inner = CUDAGraphWrapper(forward, PIECEWISE, backend=backend)
+    assert CUDAGraphWrapper(inner, FULL, backend=backend).unwrap() is forward
 
 
 def test_a_sealed_scope_captures_nothing_more(backend: GraphBackend) -> None:

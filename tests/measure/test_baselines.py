@@ -358,7 +358,8 @@ def test_a_model_that_cannot_be_compared_with_itself(backend: GraphBackend) -> N
         Hidden.state.add_(1)
         return x + Hidden.state
 
-    peers = bench(open_runner(backend, forward), against=("eager", "bare"), seed=0).peers
+    runner = open_runner(backend, forward, verify="off")
+    peers = bench(runner, against=("eager", "bare"), seed=0).peers
     assert peers is not None
     assert len(peers.records) == 6
     for record in peers.records:

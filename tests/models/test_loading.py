@@ -219,3 +219,9 @@ def test_dtypes() -> None:
     for name in ("int8", "float33", None, "nn"):
         with pytest.raises(ModelError, match="unknown dtype"):
             parse_dtype(name)
+
+
+@pytest.mark.parametrize("target", ["sys:exit", "time:sleep"])
+def test_a_builtin_that_makes_no_model(target: str) -> None:
+    with pytest.raises(ModelError, match=f"calling {target} failed"):
+        load(target)

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from checks import same
+from devices import WithStreams
 from pieces import Boom, Counting, add_in_place, capture, doubled, explode, kinds, nothing, randn
 from torch import Tensor, nn
 
@@ -25,6 +26,8 @@ from cgplan import (
     CUDAGraphMode,
     CUDAGraphOptions,
     HostSyncError,
+    SealedError,
+    capture_allowed,
     eager_break_during_capture,
     forward_context,
     get_forward_context,
@@ -335,6 +338,48 @@ def test_a_capture_inside_another_one_is_refused(backend: GraphBackend) -> None:
     same(z, (x * 2 + 1) * 2)
 
 
+def test_a_breakable_capture_inside_a_plain_one_is_refused(backend: GraphBackend) -> None:
+    """The plain one goes on."""
+    x, pool = randn(backend, 2, 3), backend.new_pool()
+    graph = backend.new_graph(pool)
+    with backend.session(), torch.no_grad(), backend.capturing(graph):
+        y = x * 2
+        inner = BreakableCUDAGraphCapture(backend, pool)
+        with pytest.raises(CaptureError, match="inside another one") as caught, inner:
+            pass
+        z = y + 1
+    assert f"{__file__}:" in caught.value.message
+    x.add_(1)
+    backend.replay(graph)
+    same(z, x * 2 + 1)
+    assert not in_breakable_capture()
+
+
+@pytest.mark.gpu
+def test_a_session_inside_the_capture_of_another_backend_is_refused() -> None:
+    outer, inner = select_backend("cuda"), select_backend("cuda")
+    x = randn(outer, 2, 3)
+    graph = outer.new_graph(outer.new_pool())
+    with outer.session(), torch.no_grad(), outer.capturing(graph):
+        y = x * 2
+        with pytest.raises(CaptureError, match="inside another one"), inner.session():
+            pass
+    x.add_(1)
+    outer.replay(graph)
+    same(y, x * 2)
+
+
+def test_a_capture_where_none_is_allowed(backend: GraphBackend) -> None:
+    x = randn(backend, 2, 3)
+    with capture_allowed(False), pytest.raises(SealedError, match="capture_allowed"):
+        capture(backend, lambda: doubled(x))
+    assert not in_breakable_capture()
+    made, y = capture(backend, lambda: doubled(x))
+    with capture_allowed(False):
+        made.replay()
+    same(y, x * 2)
+
+
 def test_captures_in_two_threads_take_turns(backend: GraphBackend) -> None:
     """A thread that captures waits for the capture of another one; without a capture it is not held up."""
     x, pool, seen = randn(backend, 2, 3), backend.new_pool(), list[Any]()
@@ -502,6 +547,35 @@ def test_the_host_is_refused_in_a_segment_after_a_piece() -> None:
     same(y, x * 4)
 
 
+class Unjoined(WithStreams):
+    """A device on which no capture is valid."""
+
+    def end(self, graph: Any) -> None:
+        self.abort(graph)
+        raise CaptureError("the capture is not valid: unjoined work", remedy="-")
+
+
+def test_a_segment_that_is_not_valid_names_its_side_streams() -> None:
+    backend = Unjoined()
+    x = randn(backend, 2, 3)
+
+    def forward() -> Tensor:
+        h = x * 2
+        for backend.now in (2, 3):
+            z = h * 3  # aside
+        backend.now = 1
+        return doubled(h) + z
+
+    with pytest.raises(CaptureError, match="the segment before eager piece doubled") as caught:
+        capture(backend, forward)
+    for stream in (2, 3):
+        said = f"side stream {stream:#x} since {__file__}:"
+        assert said in caught.value.message
+    assert caught.value.message.count("`z = h * 3  # aside`") == 2
+    assert "side stream 0x1" not in caught.value.message
+    assert "wait_stream(side)" in caught.value.remedy
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("at_the_end", [False, True])
 def test_a_side_stream_must_be_joined_before_a_break(at_the_end: bool) -> None:
@@ -547,8 +621,30 @@ def test_attention_in_a_piece_while_a_side_stream_is_forked() -> None:
         torch.cuda.current_stream().wait_stream(side)
         return y + z
 
-    with pytest.raises(CaptureError, match=r"the segment before eager piece .*attention.* is not valid"):
+    with pytest.raises(CaptureError, match=r"before eager piece .*attention.* is not valid") as caught:
         capture(backend, forward)
+    assert f"side stream {side.cuda_stream:#x} since" in caught.value.message
+    assert "`z = h * 3`" in caught.value.message
+
+
+@pytest.mark.gpu
+def test_one_of_two_side_streams_is_not_joined_at_the_end() -> None:
+    backend = select_backend("cuda")
+    x, sides = randn(backend, 64, 64), [torch.cuda.Stream() for _ in range(2)]
+
+    def forward() -> list[Tensor]:
+        h, results = doubled(x), list[Tensor]()
+        for side in sides:
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                results.append(h * 3)
+        torch.cuda.current_stream().wait_stream(sides[0])
+        return results
+
+    with pytest.raises(CaptureError, match="the segment before the end is not valid") as caught:
+        capture(backend, forward)
+    for side in sides:
+        assert f"side stream {side.cuda_stream:#x} since" in caught.value.message
 
 
 def layered(x: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ import cgplan
 from cgplan import (
     BatchDescriptor,
     BreakableCUDAGraphCapture,
+    BreakableCUDAGraphWrapper,
     CaptureError,
     CUDAGraphMode,
     eager_break_during_capture,
@@ -86,6 +87,43 @@ def test_results_that_share_memory_may_lie_elsewhere_together(backend: GraphBack
         made.replay()
         whole = (torch.cat([x, x, x]) * 6)[skipped:]
         same(found, (whole[:2] + 1, whole[1:2].t() + 1, x[:0]))
+
+
+def expanded(x: Tensor) -> Tensor:
+    return x.mean(1, keepdim=True).expand(-1, 3)
+
+
+def seen_twice(x: Tensor) -> tuple[Tensor, Tensor]:
+    whole = x * 2
+    return whole, whole[:, :1].expand(-1, 3)
+
+
+@pytest.mark.parametrize("piece", [expanded, seen_twice])
+def test_segments_write_to_results_whose_elements_share_memory(
+    backend: GraphBackend, piece: Callable[[Tensor], Any]
+) -> None:
+    x = randn(backend, 2, 3)
+
+    def forward(run: Callable[[Tensor], Any]) -> Any:
+        result = run(x + 1)
+        first = result if isinstance(result, Tensor) else result[0]
+        first[:, :1].neg_()
+        return result
+
+    made, output = capture(backend, lambda: forward(eager_break_during_capture(piece)))
+    for seed in range(3):
+        x.copy_(randn(backend, 2, 3, seed=seed))
+        made.replay()
+        same(output, forward(piece))
+
+
+def test_a_result_that_is_no_longer_expanded_is_refused(backend: GraphBackend) -> None:
+    piece, x = Changing(), randn(backend, 2, 3)
+    piece.result = expanded
+    made, _ = capture(backend, lambda: eager_break_during_capture(piece)(x) * 2)
+    piece.result = lambda x: x * 2
+    with pytest.raises(CaptureError, match="expanded otherwise"):
+        made.replay()
 
 
 def test_several_results_are_copied_in_one_call(backend: GraphBackend, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,6 +299,81 @@ def test_segments_read_state_that_a_piece_binds(backend: GraphBackend, way: str)
             same(runner(x=x), other(x))
         kept = model.s.kept if way == "attribute" else model.s.buffer
         assert not backend.in_pool(kept, runner._graphed.scope.pool)
+
+
+class Leaves:
+    """A piece that leaves what it computes in an attribute that no module has."""
+
+    kept: Tensor
+
+    @eager_break_during_capture
+    def __call__(self, x: Tensor) -> Tensor:
+        self.kept = x * 3
+        return x + 1
+
+
+@pytest.mark.parametrize("read", ["whole", "view", "write", "returned too"])
+@pytest.mark.parametrize("inference", [False, True])
+def test_segments_must_not_read_what_a_piece_made_aside(backend: GraphBackend, read: str, inference: bool) -> None:
+    piece, x = Leaves(), randn(backend, 2, 3)
+    returning = eager_break_during_capture(lambda h: setattr(piece, "kept", h * 3) or piece.kept)
+
+    def forward(x: Tensor) -> Tensor:
+        if read == "returned too":
+            return returning(x * 2) + piece.kept
+        y = piece(x * 2)
+        if read == "write":
+            piece.kept.mul_(y)
+            return y
+        return y + (piece.kept if read == "whole" else piece.kept[0])
+
+    said = r"an eager piece made and did not return, at .*test_eager_piece\.py:\d+: `.*piece\.kept"
+    with torch.inference_mode(inference):
+        with pytest.raises(CaptureError, match=said) as caught:
+            capture(backend, lambda: forward(x))
+        assert "copy_" in caught.value.remedy
+        made, output = capture(backend, lambda: piece(x * 2) + x)  # it may leave what nobody reads
+        made.replay()
+        same(output, x * 3 + 1)
+    wrapper = BreakableCUDAGraphWrapper(forward, backend=backend)
+    with forward_context(PIECEWISE, BatchDescriptor(2)), pytest.raises(CaptureError, match=said):
+        wrapper(x)
+    assert not wrapper.entries
+
+
+@torch.library.custom_op("eager_piece_tests::unsafe", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def unsafe(x: Tensor) -> Tensor:
+    return x + 1
+
+
+def test_operators_tagged_as_unsafe_run_in_pieces_alone(backend: GraphBackend) -> None:
+    x = randn(backend, 2, 3)
+    said = r"eager_piece_tests::unsafe is tagged .*: `.*unsafe\(x\) \* 2"
+    with pytest.raises(CaptureError, match=said):
+        capture(backend, lambda: unsafe(x) * 2)
+    made, output = capture(backend, lambda: eager_break_during_capture(unsafe)(x) * 2)
+    x.add_(1)
+    made.replay()
+    same(output, (x + 1) * 2)
+
+
+class Made:
+    table: Tensor | None = None
+
+
+def test_segments_read_what_a_piece_made_before_the_capture(backend: GraphBackend) -> None:
+    state, x = Made(), randn(backend, 2, 3)
+
+    @eager_break_during_capture
+    def piece(x: Tensor) -> Tensor:
+        if state.table is None:
+            state.table = torch.ones_like(x)
+        return x + state.table
+
+    made, output = capture(backend, lambda: piece(x * 2) + state.table)
+    x.add_(1)
+    made.replay()
+    same(output, x * 2 + 2)
 
 
 class Box:

@@ -123,7 +123,7 @@ def test_a_replay_enters_neither_dynamo_nor_the_model(
 ) -> None:
     model = Model(backend).eval()
     choose = random.Random(0)
-    with closing(open_model(backend, model, address_check=policy)) as runner:
+    with closing(open_model(backend, model, address_check=policy, verify="off")) as runner:
         for _ in range(50):
             x = rows_of(backend, choose.randint(1, 16))
             with replays_alone(monkeypatch):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from plans import plan_of
 
-from cgplan.config import Config
+from cgplan.config import Config, validate_config
 from cgplan.errors import ModeError, PlanError
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning import LADDERS, build_plan
@@ -236,3 +236,11 @@ def test_listed_sizes_without_a_graph_are_pointed_out() -> None:
         "capture sizes 16 have no graph: a decode batch has at most scheduler.max_num_seqs = 4 requests of 1 tokens",
     )
     assert not plan_of("FULL", [2, 4, 16], seqs=4).warnings
+
+
+def test_a_grid_of_too_many_boxes_is_refused_before_it_is_made() -> None:
+    dims = {name: {"max": 40, "sizes": list(range(1, 41))} for name in ("a", "b", "c", "d")}
+    shape = {"shape": list(dims), "dtype": "float32", "pad": 0}
+    config = validate_config({"model": {"output_shapes": [["a"]]}, "dims": dims, "inputs": {"x": shape}})
+    with pytest.raises(PlanError, match="a x b x c x d are 2,560,000 boxes of sizes; 100,000 are allowed"):
+        build_plan(config)

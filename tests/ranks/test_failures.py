@@ -144,7 +144,7 @@ def test_order_of_teardown_after_a_failure() -> None:
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        ("config", 'rank 1 differs from rank 0: compilation.address_check: "off", rank 0 has "first"'),
+        ("config", 'rank 1 differs from rank 0: compilation.address_check: "off", rank 0 has "always"'),
         ("torch", "rank 1 differs from rank 0: version of torch: 1.0.0, rank 0 has "),
         ("model", r"rank 1 differs from rank 0: tensor weight: \[5, 4\] torch.float32, rank 0 has \[4, 4\]"),
     ],

@@ -116,7 +116,7 @@ def test_capture_close_and_capture_again(backend: GraphBackend) -> None:
         with torch.no_grad():
             model.layers[0].weight.data = -model.layers[0].weight.data  # elsewhere, with other numbers
         with pytest.raises(cgplan.AddressError):
-            manager.run(x=x)
+            [manager.run(x=x) for _ in range(2)]  # nothing tells of it, and its place has its turn
         manager.recapture()
         second = manager.run(x=x).clone()
         torch.testing.assert_close(second, model(x))
@@ -328,7 +328,7 @@ def test_managers_that_cannot_be_captured_together() -> None:
         CudaGraphManager(config, MLP(backend), pool=pool, plan=build_plan(config_of(backend, [4]))).capture()
 
 
-def test_a_second_thread_is_refused_while_another_member_runs() -> None:
+def test_a_second_thread_waits_while_another_member_runs() -> None:
     """What the second would replay could overwrite what the first one's graph is reading."""
     backend = TapeBackend()
     pool, inside, go_on = GraphPool(backend), threading.Event(), threading.Event()
@@ -348,12 +348,13 @@ def test_a_second_thread_is_refused_while_another_member_runs() -> None:
     thread = threading.Thread(target=lambda: eager.run(x=x))
     thread.start()
     assert inside.wait(10)
-    with pytest.raises(CgplanError, match="'other' was called while a call of 'slow' was under way") as caught:
-        other.run(x=x)
-    assert "own GraphPool" in caught.value.remedy
+    waiting = threading.Thread(target=lambda: other.run(x=x))
+    waiting.start()
+    waiting.join(0.2)
+    assert waiting.is_alive()
     go_on.set()
-    thread.join()
-    other.run(x=x)
+    for each in (thread, waiting):
+        each.join()
     assert sum(other.stats.replays.values()) == 1
 
 
@@ -363,6 +364,7 @@ def test_a_second_stream_is_refused_while_the_first_has_work() -> None:
     _, managers = together(backend)
     capture_together(list(managers.values()))
     x = rows(backend, 128)
+    managers["draft"].run(x=x)  # a first replay is verified, and waits for the device
     wanted = managers["target"].run(x=x).clone()
     backend.synchronize()
     stream = torch.cuda.Stream()

@@ -1,25 +1,30 @@
-"""What is seen of a model, what of it moved, and what is put back."""
+"""What a fingerprint sees of a model, what counts as a change, and what has moved."""
 
 from __future__ import annotations
 
 import gc
+import io
+import itertools
+import math
+import random
 import threading
 import weakref
+from array import array
 from collections import OrderedDict, deque, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from cgplan.errors import AddressError
-from cgplan.graphs.footprint import look
-from cgplan.graphs.model_state import ModelState
+from cgplan.graphs.fingerprint import Fingerprint
 
 CPU = torch.device("cpu")
 Pair = namedtuple("Pair", ["left", "right"])
@@ -118,15 +123,15 @@ class Caller:
         return x
 
 
-def holds(value: Any) -> ModelState:
-    return ModelState.of({"x": value}, CPU)
+def holds(value: Any) -> Fingerprint:
+    return Fingerprint.of({"x": value}, CPU)
 
 
-def lines(state: ModelState, now: ModelState | None = None) -> list[str]:
+def lines(state: Fingerprint, now: Fingerprint | None = None) -> list[str]:
     """Kind and path of all that moved."""
     return [
         f"{kind} {line.split(':')[0]}"
-        for kind, found in state.moved(now or ModelState.of(state.roots, CPU)).items()
+        for kind, found in state.moved(now or Fingerprint.of(state.roots, CPU)).items()
         for line in found
     ]
 
@@ -165,8 +170,7 @@ SEEN: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "loud": (lambda: t().as_subclass(Loud), ["x"]),
     "compiled": (lambda: torch.compile(nn.Linear(2, 2, bias=False)), ["x._orig_mod.weight"]),
     "nothing": (
-        lambda: [torch, Model, {t()}, iter([t()]), t().to("meta"), t().to_sparse(), threading.Lock(), "text", object()],
-        [],
+        lambda: [torch, Model, {t()}, t().to("meta"), t().to_sparse(), threading.Lock(), "text", object()], [],
     ),
 }  # fmt: skip
 
@@ -178,9 +182,8 @@ def test_what_is_seen(name: str) -> None:
     assert sorted(addressed(value)) == sorted(paths)
     state = holds(value)
     assert state.count == len(paths)
-    assert state.holds()
+    assert state.changes() == {}
     assert lines(state) == []
-    assert not state.rebound()
     assert f"{len(paths)} tensors" in state.summary()
 
 
@@ -236,13 +239,11 @@ def test_no_code_of_the_user_runs() -> None:
     slots = TouchySlots()
     slots.y = slots.gone = t()
     state = holds([Touchy(), slots, TouchyDict(a=t()), TouchyList([t()])])
-    assert state.holds()
+    assert not state.changes()
     assert lines(state) == []
     del slots.gone
-    assert not state.holds()
+    assert [str(change) for change in state.changes().values()] == ["x[1].gone (it was a tensor [2] and is absent)"]
     assert lines(state) == ["missing x[1].gone"]
-    state.restore()
-    assert slots.gone is slots.y
 
 
 def test_cycles_and_shared_containers_end() -> None:
@@ -257,7 +258,7 @@ def test_cycles_and_shared_containers_end() -> None:
     state = holds(deep)
     assert state.count == 1
     leaf.data = t()
-    assert not state.holds()
+    assert len(state.changes()) == 1
 
 
 def swap_modules(model: Model) -> None:
@@ -294,12 +295,12 @@ def test_what_moved_is_named(name: str, lets_go: bool) -> None:
     move, moved = MOVES[name]
     model = Model()
     state, kept = holds(model), holds(model)  # the second keeps memory from being used again
-    assert state.holds()
+    assert not state.changes()
     if lets_go:
         state.let_go()
     move(model)
-    if not lets_go and not moved[0].startswith(("added", "reshaped")):
-        assert not state.holds()
+    if not lets_go:
+        assert state.changes()
     assert lines(state, holds(model)) == moved
     if moved[0].startswith("added"):
         state.refuse_moved("FULL 4", {"x": model}, may_grow=True)
@@ -313,7 +314,7 @@ def test_what_moved_is_named(name: str, lets_go: bool) -> None:
 
 def test_objects_made_again_of_the_same_tensors_pass() -> None:
     a, b = t(), t()
-    state = ModelState.of({"metadata": {"layers": [Data(a, Pair(b, 1))], "n": 1}}, CPU).let_go()
+    state = Fingerprint.of({"metadata": {"layers": [Data(a, Pair(b, 1))], "n": 1}}, CPU).let_go()
     state.refuse_moved("FULL 4", {"metadata": {"layers": [Data(a, Pair(b, 2))], "n": 2}})
     with pytest.raises(AddressError, match=r"metadata\.layers\[0\]\.second\.left"):
         state.refuse_moved("FULL 4", {"metadata": {"layers": [Data(a, Pair(t(), 2))], "n": 2}})
@@ -326,14 +327,12 @@ def test_a_second_name_takes_nothing_out() -> None:
     assert not any(state.moved(holds(model), may_grow=True).values())
 
 
-def test_what_was_exchanged_on_the_same_memory_is_held_from_then_on() -> None:
+def test_what_was_exchanged_on_the_same_memory_has_not_moved() -> None:
     model = Model()
     state = holds(model)
-    assert state.holds()
     model.steps = model.steps.detach()
-    assert not state.holds()
+    assert list(state.changes()) == ["x.steps"]
     state.refuse_moved("FULL 4")
-    assert state.holds()
 
 
 def test_nothing_is_held_once_it_let_go() -> None:
@@ -345,90 +344,168 @@ def test_nothing_is_held_once_it_let_go() -> None:
     assert tensor() is None
 
 
-# --- what is put back -----------------------------------------------------------------------------------------
-
-
-def each(model: Any) -> None:
-    """What every run does."""
-    model.steps.add_(1)
-    model.layers[0].weight.data.mul_(2)
-    model.count += 1
-    model.name += "x"
-    model._cache[1]["a"] = model._cache[1]["a"] + 1
-    model._cache.append(t())
-    model._cache[1][len(model._cache[1])] = t()
-    model.table = t() if model.table is None else None
-    model.made_each_time = t()
-
-
-def once(model: Any) -> None:
-    """What the first run does."""
-    if model.table is None:
-        model.table = torch.arange(2)
-        model.steps.fill_(7)
-        model.tables = {2: t()}
-        model.count = 5
-        model._cache.append(t())
-
-
-@torch.no_grad()
-def looked(value: Any, forward: Callable[[], None], limit: int = 1 << 20) -> ModelState:
-    """The state of an object before a look at a forward."""
-    state = holds(value)
-    look(forward, state, limit)
-    return state
-
-
-@torch.no_grad()
-def run(model: Model, change: Callable[[Any], None], captures: int) -> ModelState:
-    state = looked(model, lambda: change(model))
-    for _ in range(captures):
-        change(model)
-        with state.noting_capture():
-            change(model)
-    state.restore()
-    return state
-
-
-@pytest.mark.parametrize("captures", [0, 1, 3])
-def test_what_each_run_changes_is_put_back(captures: int) -> None:
+def test_addresses_that_graphs_do_not_read_and_that_each_run_binds_are_not_compared() -> None:
     model = Model()
-    weight, inner = model.layers[0].weight.clone(), model._cache[1]["a"]
-    state = run(model, each, captures)
-    assert (model.steps.tolist(), model.count, model.name, model.table) == ([0, 0], 0, "model", None)
-    assert torch.equal(model.layers[0].weight, weight)
-    assert list(model._cache[1]) == ["a"]
-    assert model._cache[1]["a"] is inner
-    assert len(model._cache) == 2
-    assert not hasattr(model, "made_each_time")
-    assert {path for path, (_, kept) in state.outcome.items() if kept == "device"} == {"x.steps", "x.layers[0].weight"}
-    assert not state.rebound()
-    assert "new" not in [kept for _, kept in state.outcome.values()]
+    state = holds(model)
+    state.narrow(["x._cache[0]"])
+    assert {place.path for place in state.checked()} == {
+        "x._cache[0]", "x.steps", *(f"x.layers[{i}].{name}" for i in (0, 1) for name in ("weight", "bias")),
+    }  # fmt: skip
+    model._cache[1]["a"] = t()
+    assert lines(state) == []
+    model._cache[0] = t()
+    assert lines(state) == ["changed x._cache[0]"]
+    state.volatile.add("x._cache")
+    assert lines(state) == []
+    model.steps = t()
+    assert lines(state) == ["changed x.steps"]
 
 
-def test_what_is_made_on_first_use_stays_and_is_named() -> None:
+def test_an_exchanged_generator_is_refused() -> None:
     model = Model()
-    state = run(model, once, 2)
-    assert model.table is not None
-    assert (model.steps.tolist(), model.count, len(model._cache)) == ([7, 7], 5, 3)
-    assert 2 in model.tables
-    new = {path for path, (_, kept) in state.outcome.items() if kept == "new"}
-    assert {"x.table", "x.steps", "x.count", "x._cache"} <= new
+    model.generator = torch.Generator()
+    state = holds(model)
+    model.generator.manual_seed(3)
+    state.refuse_moved("FULL 4")
+    model.generator = torch.Generator()
+    with pytest.raises(AddressError, match=r"FULL 4 was captured with other torch\.Generator objects"):
+        state.refuse_moved("FULL 4")
 
 
-def test_where_no_capture_succeeds_all_is_put_back() -> None:
-    model = Model()
-    state = looked(model, lambda: once(model))
-    with pytest.raises(RuntimeError, match="no"), state.noting_capture():
-        raise RuntimeError("no")
-    state.restore()
-    assert (model.steps.tolist(), model.count, model.table, len(model._cache)) == ([0, 0], 0, None, 2)
-    assert not hasattr(model, "tables")
+# --- what counts as a change ------------------------------------------------------------------------------------
 
 
-def test_what_is_bound_in_closures_globals_deques_and_slots_is_put_back() -> None:
+class Holder:
+    """Values of all kinds."""
+
+    shared: ClassVar = [1]
+
+    def __init__(self) -> None:
+        self.number, self.whole, self.text, self.nothing = 0.0, 1, "on", None
+        self.listed, self.named, self.several, self.pair = [1, 2], {"a": 1}, {1}, (1, math.nan)
+        self.array, self.raw, self.packed = np.zeros(2), bytearray(2), array("d", [0.0])
+        self.random, self.drawn = random.Random(1), np.random.default_rng(1)
+        self.written = io.StringIO()
+        self.tensor, self.weight = t(), nn.Parameter(torch.zeros(2, 3))
+        self.module = nn.Sequential(nn.Linear(2, 2))
+        self.act = self.method
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * len(self.shared)
+
+    def method(self, x: Tensor) -> Tensor:
+        return x
+
+    def other(self, x: Tensor) -> Tensor:
+        return x
+
+
+CHANGES: dict[str, tuple[Callable[[Holder], Any], list[str]]] = {
+    "the sign of 0": (lambda h: setattr(h, "number", -0.0), ["x.number (it was 0.0 and is -0.0)"]),
+    "the type": (lambda h: setattr(h, "whole", True), ["x.whole (it was 1 and is True)"]),
+    "text": (lambda h: setattr(h, "text", "off"), ["x.text (it was 'on' and is 'off')"]),
+    "None": (lambda h: setattr(h, "nothing", t()), ["x.nothing (it was None and is a tensor [2])"]),
+    "a longer list": (lambda h: h.listed.append(3), ["len(x.listed) (it was 2 and is 3)"]),
+    "a shorter list": (
+        lambda h: h.listed.pop(), ["x.listed[1] (it was 2 and is absent)", "len(x.listed) (it was 2 and is 1)"],
+    ),
+    "an item": (lambda h: h.listed.reverse(), [
+        "x.listed[0] (it was 1 and is 2)", "x.listed[1] (it was 2 and is 1)",
+    ]),
+    "a key": (lambda h: h.named.update(b=2), ["x.named.b (it was absent and is 2)"]),
+    "no key": (lambda h: h.named.clear(), ["x.named.a (it was 1 and is absent)"]),
+    "another key": (lambda h: (h.named.clear(), h.named.update(b=1)), [
+        "x.named.a (it was 1 and is absent)", "x.named.b (it was absent and is 1)",
+    ]),
+    "a set": (lambda h: (h.several.clear(), h.several.add(2)), ["x.several (its contents)"]),
+    "a tuple": (lambda h: setattr(h, "pair", (2, math.nan)), ["x.pair (it was a tuple and is a tuple)"]),
+    "an array": (lambda h: h.array.__setitem__(0, 1), ["x.array (its contents)"]),
+    "bytes": (lambda h: h.raw.__setitem__(0, 1), ["x.raw (its contents)"]),
+    "an array of Python": (lambda h: h.packed.append(1), ["x.packed (its contents)"]),
+    "a generator of Python": (lambda h: h.random.random(), ["x.random (its contents)"]),
+    "a generator of NumPy": (lambda h: h.drawn.random(), ["x.drawn (its contents)"]),
+    "a buffer of text": (lambda h: h.written.write("a"), ["x.written (its contents)"]),
+    "an attribute": (lambda h: setattr(h, "more", 1), ["x.more (it was absent and is 1)"]),
+    "a method": (lambda h: setattr(h, "act", h.other), ["x.act (it was a method and is a method)"]),
+    "the class": (lambda h: h.shared.append(1), ["len(x.shared) (it was 1 and is 2)"]),
+    "the attributes": (
+        lambda h: setattr(h, "__dict__", dict(h.__dict__)), ["x.__dict__ (it was 'its own' and is 'another one')"],
+    ),
+    "memory": (lambda h: h.tensor.set_(t()), ["x.tensor (its memory)"]),
+    "a tensor": (lambda h: setattr(h, "tensor", t()), ["x.tensor (it was a tensor [2] and is a tensor [2])"]),
+    "strides": (lambda h: setattr(h.weight, "data", h.weight.data.view(3, 2).t()), [
+        "x.weight (it was 'torch.float32 [2, 3] with strides [3, 1]' "
+        "and is 'torch.float32 [2, 3] with strides [1, 2]')",
+    ]),
+    "a shape": (lambda h: h.tensor.resize_(1), [
+        "x.tensor (it was 'torch.float32 [2] with strides [1]' and is 'torch.float32 [1] with strides [1]')",
+    ]),
+    "a gradient": (
+        lambda h: h.weight.requires_grad_(False), ["x.weight.requires_grad (it was True and is False)"],
+    ),
+    "a mode": (lambda h: h.module[0].eval(), ["x.module[0].training (it was True and is False)"]),
+    "a module": (lambda h: h.module.append(nn.ReLU()), ["x.module[1] (it was absent and is a ReLU)"]),
+    "a hook": (
+        lambda h: h.module[0].register_forward_hook(print),
+        ["x.module[0]._forward_hooks[0] (it was absent and is a builtin_function_or_method)"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_counts_as_a_change(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Holder, "shared", [1])
+    monkeypatch.setattr(torch.utils.hooks.RemovableHandle, "next_id", 0)
+    change, found = CHANGES[name]
+    holder = Holder()
+    state = holds(holder)
+    change(holder)
+    assert list(map(str, state.changes().values())) == found
+    is_tensor_like_before = name in ("memory", "a tensor")
+    assert all(found.is_move is is_tensor_like_before for found in state.changes().values())
+
+
+SAME: dict[str, Callable[[Holder], Any]] = {
+    "numbers in a tensor": lambda h: h.tensor.add_(1),
+    "an equal value": lambda h: setattr(h, "text", "".join(["o", "n"])),
+    "an equal tuple": lambda h: setattr(h, "pair", (1, math.nan)),
+    "the same items": lambda h: (h.listed.clear(), h.listed.extend([1, 2])),
+    "the method again": lambda h: setattr(h, "act", h.method),
+    "there and back": lambda h: (h.module.train(False), h.module.train()),
+    "a view elsewhere": lambda h: h.weight.view(-1).detach().t_(),
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_what_is_no_change(name: str) -> None:
+    holder = Holder()
+    state = holds(holder)
+    SAME[name](holder)
+    assert not state.changes()
+
+
+def test_an_iterator_counts_as_changed_by_each_run() -> None:
+    def generate() -> Any:
+        yield 1
+
+    state = holds([iter([t()]), generate(), itertools.count()])
+    assert set(state.changes()) == {"x[0]", "x[1]", "x[2]"}
+    assert state.count == 0
+
+
+def test_random_generators_of_the_host_are_compared_where_that_is_asked_for() -> None:
+    paths = ["Python's random numbers", "NumPy's random numbers"]
+    for draw, path in zip((random.random, np.random.random), paths, strict=True):
+        plain, asked = holds(None), Fingerprint.of({"x": None}, CPU, draws=True)
+        assert not asked.changes()
+        draw()
+        assert not plain.changes()
+        assert list(asked.changes()) == [path]
+        assert not asked.without_draws().changes()
+
+
+def test_what_is_bound_in_closures_globals_slots_and_deques_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     total, slots, ring = 0, Slots(t()), deque([t()], maxlen=1)
-    first, own = ring[0], slots.own
 
     def forward() -> None:
         nonlocal total
@@ -437,76 +514,46 @@ def test_what_is_bound_in_closures_globals_deques_and_slots_is_put_back() -> Non
         slots.own = slots.own + 1
         ring.append(ring[0] + 1)
 
-    before, state = GLOBAL, holds(forward)
+    monkeypatch.setitem(globals(), "GLOBAL", GLOBAL)
+    state = holds(forward)
     forward()
-    assert set(state.rebound()) == {"x.<total>", "x.<GLOBAL>", "x.<slots>.own", "x.<ring>[0]"}
-    state.restore()
-    assert total == 0
-    assert GLOBAL is before
-    assert slots.own is own
-    assert ring[0] is first
+    assert set(state.changes()) == {"x.<total>", "x.<GLOBAL>", "x.<slots>.own", "x.<ring>[0]"}
 
 
-def test_only_what_is_written_is_copied_and_restore_may_be_called_again() -> None:
+def test_what_is_bound_in_defaults_and_in_tensors_that_wrap_others_is_seen() -> None:
+    def scaled(x: Tensor, by: float = 2.0) -> Tensor:
+        return x * by
+
+    held = [scaled, wrapper := Wrapper(t())]
+    state = holds(held)
+    scaled.__defaults__ = (3.0,)
+    wrapper.inner = t()
+    assert set(state.changes()) == {"x[0].__defaults__", "x[1].inner"}
+
+
+def test_what_is_ignored() -> None:
     model = Model()
-
-    def forward() -> None:
-        model.steps[:1].add_(1)
-        torch.add(model.steps, 1, out=model._cache[0])
-        model(model.steps)
-
-    state = looked(model, forward)
-    assert state.copied() == 16
-    for _ in range(2):
-        state.restore()
-        assert (model.steps.tolist(), model._cache[0].tolist()) == ([0, 0], [0, 0])
-        model.steps.add_(5)
+    state = holds(model)
+    model.layers[0].calls = model.layers[1].calls = model.count = 1
+    model._cache.append(t())
+    paths = {"x.layers[0].calls", "x.layers[1].calls", "x.count", "len(x._cache)"}
+    assert set(state.changes()) == paths
+    assert set(state.changes(["x.count"])) == paths - {"x.count"}
+    assert set(state.changes(["x.layers[*].calls", "x._cache"])) == {"x.count"}
+    assert set(state.changes(["x.coun", "x.*.calls", "y.count"])) == paths
 
 
-def test_batch_norm_writes_although_its_schema_does_not_say_so() -> None:
-    model = nn.BatchNorm1d(2)
-    looked(model, lambda: model(torch.randn(4, 2))).restore()
-    assert model.running_mean.tolist() == [0, 0]
-    assert model.num_batches_tracked.item() == 0
-
-
-def test_what_is_too_large_is_named() -> None:
+def test_a_key_differs_where_values_lengths_or_addresses_do() -> None:
     model = Model()
-    state = looked(model, lambda: model.steps.add_(1), limit=4)
-    state.restore()
-    assert model.steps.tolist() == [1, 1]
-    assert state.outcome == {"x.steps": (8, "not kept")}
-
-
-def test_inference_tensors_are_put_back() -> None:
-    with torch.inference_mode():
-        model = SimpleNamespace(steps=torch.zeros(2))
-    looked(model, lambda: model.steps.add_(1)).restore()
-    assert model.steps.tolist() == [0, 0]
-
-
-def test_what_each_run_binds_is_left_alone_later() -> None:
-    model = Model()
-    state = run(model, lambda m: setattr(m, "_cache", [t(), {"a": t()}]), 1)
-    sealed = holds(model)
-    sealed.volatile |= state.volatile
-    assert sealed.holds()
-    model._cache = [None, t()]
-    assert sealed.holds()
-    assert lines(sealed) == []
-    model.steps = t()
-    assert lines(sealed) == ["changed x.steps"]
-
-
-def test_a_counter_that_is_made_on_first_use_begins_where_it_was_made() -> None:
-    model = Model()
-
-    def counts(model: Any) -> None:
-        if model.table is None:
-            model.table, model.filled = torch.zeros(1), torch.empty(2)
-            model.filled.fill_(3)
-        model.table.add_(1)
-
-    run(model, counts, 2)
-    assert model.table.item() == 0
-    assert model.filled.tolist() == [3, 3]
+    first = holds(model).as_key()
+    assert {first: 1}[holds(model).as_key()] == 1
+    keys = [first]
+    for change in (
+        lambda: setattr(model, "count", 1),
+        lambda: model._cache.append(None),
+        lambda: setattr(model, "steps", t()),
+        lambda: setattr(model, "steps", None),
+    ):
+        change()
+        keys.append(holds(model).as_key())
+    assert len(set(keys)) == 5

@@ -1,0 +1,301 @@
+"""The form of a call: its structure and its constants as a hashable key, and its tensors apart from it.
+
+Note [What a form tells apart]
+    Floats are told apart by their bits, 1 and True by their types. An object of another kind, such as a cache, is known
+    by its identity: what it holds is compared by its fingerprint. A dataclass is taken apart into its fields here;
+    torch's registry of pytrees stays as it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from enum import Enum
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten
+
+from cgplan.errors import ConfigError
+from cgplan.models.loading import load_model
+
+CONSTANTS = frozenset({int, float, bool, str, type(None)})
+_BY_VALUE = (Enum, type, torch.dtype, torch.device, torch.Size, torch.layout, bytes, complex, range)
+
+Form = tuple[Any, ...]
+
+
+class ById:
+    """A hashable box of an object, which equals itself alone; it does not keep the object where it can."""
+
+    __slots__ = ("_held", "_id")
+
+    def __init__(self, value: Any) -> None:
+        self._id = id(value)
+        try:
+            self._held = weakref.ref(value)
+        except TypeError:  # not every object takes weak references
+            self._held = lambda: value  # type: ignore[assignment]
+
+    @property
+    def value(self) -> Any:
+        return self._held()
+
+    def __hash__(self) -> int:
+        return self._id
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ById) and self._id == other._id and self.value is other.value is not None
+
+
+class ByKey:
+    """A hashable box of a value, which equals those of its type with an equal key."""
+
+    __slots__ = ("key", "value")
+
+    def __init__(self, value: Any, key: Any) -> None:
+        self.value, self.key = value, (type(value), key)
+
+    def __hash__(self) -> int:
+        try:
+            return hash(self.key)
+        except TypeError:  # the key of a pytree
+            return hash(self.key[0])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ByKey) and self.key == other.key
+
+
+def flatten(items: Iterable[Any], form: list[Any], tensors: list[Tensor]) -> None:
+    """Append the tensors in values, and a hashable form from which ``rebuild`` makes each value again."""
+    for value in items:
+        kind = type(value)
+        if kind is Tensor or isinstance(value, Tensor):
+            form.append(Tensor if kind is nn.Parameter else kind)
+            tensors.append(value)
+        elif kind is float:
+            form += float, value.hex()
+        elif kind in CONSTANTS:
+            form += kind, value
+        elif kind is dict:
+            form += dict, ByKey(tuple(value), tuple(map(_key_of, value)))
+            flatten(value.values(), form, tensors)
+        elif kind is tuple or kind is list:
+            form += kind, len(value)
+            flatten(value, form, tensors)
+        else:
+            _flatten_other(value, form, tensors)
+
+
+def is_tensor_type(part: Any) -> bool:
+    """Whether a part of a form stands for a tensor."""
+    return isinstance(part, type) and issubclass(part, Tensor)
+
+
+def _key_of(key: Any) -> Any:
+    return (type(key), key) if type(key) in CONSTANTS else ById(key)
+
+
+def _flatten_other(value: Any, form: list[Any], tensors: list[Tensor]) -> None:
+    kind = type(value)
+    leaves, spec = tree_flatten(value)
+    if not spec.is_leaf():
+        form += TreeSpec, ByKey(spec, spec)
+        flatten(leaves, form, tensors)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+        form += dataclasses.Field, ByKey((kind, names), (kind, *names))
+        flatten([getattr(value, name) for name in names], form, tensors)
+    elif kind is slice:
+        form += kind, ByKey(value, repr(value))
+    elif isinstance(value, _BY_VALUE):
+        form += kind, value
+    elif kind.__module__ == "numpy" and hasattr(value, "item") and not getattr(value, "shape", (1,)):
+        form += kind, ByKey(value, (str(value.dtype), value.tobytes()))  # a scalar of NumPy
+    else:
+        form += kind, ById(value)
+
+
+def rebuild(form: Iterator[Any], tensors: Iterator[Any], kind: Any = None) -> Any:
+    """A value again, whose form begins with ``kind``; absent: the next of the form."""
+    kind = kind or next(form)
+    if kind is Tensor or is_tensor_type(kind):
+        return next(tensors)
+    told = next(form)
+    if kind is float:
+        return float.fromhex(told)
+    if kind is dict:
+        return {key: rebuild(form, tensors) for key in told.value}
+    if kind is tuple or kind is list:
+        items = [rebuild(form, tensors) for _ in range(told)]
+        return items if kind is list else tuple(items)
+    if kind is TreeSpec:
+        spec = told.value
+        return spec.unflatten([rebuild(form, tensors) for _ in range(spec.num_leaves)])
+    if kind is dataclasses.Field:
+        made = object.__new__(told.value[0])
+        for name in told.value[1]:
+            object.__setattr__(made, name, rebuild(form, tensors))
+        return made
+    return told.value if type(told) in (ById, ByKey) else told
+
+
+def call_form(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], list[Tensor]]:
+    """The form of a call, and its tensors in order."""
+    form: list[Any] = [len(args), *kwargs]
+    tensors = list[Tensor]()
+    flatten(args, form, tensors)
+    if kwargs:
+        flatten(kwargs.values(), form, tensors)
+    return form, tensors
+
+
+def objects_in(form: Iterable[Any]) -> list[Any]:
+    """The objects that a form knows by their identity."""
+    return [box.value for box in form if type(box) is ById]
+
+
+def constants_in(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """The constants in nested arguments, with their paths."""
+    if type(value) in CONSTANTS:
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from constants_in(item, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from constants_in(item, f"{path}.{index}")
+
+
+def tensors_by_name(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
+    """The tensors in nested arguments by their names: ``obs.position`` in a mapping, ``obs.0`` elsewhere."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from tensors_by_name(item, f"{path}.{key}" if path else str(key))
+        return
+    tensors = list[Tensor]()
+    flatten([value], [], tensors)
+    for index, tensor in enumerate(tensors):
+        yield (path if value is tensor else f"{path}.{index}"), tensor
+
+
+def module_of(model: object) -> nn.Module:
+    """The model itself, that whose bound method it is, or an empty one."""
+    owner = model if isinstance(model, nn.Module) else getattr(model, "__self__", None)
+    return owner if isinstance(owner, nn.Module) else nn.Module().eval()
+
+
+def share(module: nn.Module, model: nn.Module) -> None:
+    """Give a module the parameters, buffers and modules of another one, under the same names."""
+    held = "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"
+    module.__dict__.update({name: vars(model)[name] for name in held if name in vars(model)})  # scripts have none
+    module.__dict__["training"] = getattr(model, "training", False)  # frozen scripts have none
+
+
+class ByName(nn.Module):
+    """The model as a runner calls it: tensors by name, in the order of the call. A tensor or a tuple of them comes out.
+
+    Attributes:
+        form: Of the call.
+        names: Of the tensors, in the order of the form.
+        outputs: Form and shapes of the outputs that were seen, by the shapes of the tensors.
+        returns: The form that is expected of an output.
+        differs: Whether an output had another one.
+    """
+
+    def __init__(self, model: Callable[..., Any], count: int, keywords: Sequence[str], form: Form) -> None:
+        super().__init__()
+        share(self, module_of(model))
+        self.form, self._count, self._keywords = form, count, tuple(keywords)
+        self.__dict__["wrapped"] = model  # not as a module: it would be there twice
+        self.names: tuple[str, ...] = ()
+        self.outputs: dict[Any, tuple[Form, list[torch.Size]]] = {}
+        self.is_plain = set(form[1 + len(keywords) :]) == {Tensor}
+        self.returns_tensor, self.differs = False, False
+        self.returns: Form | None = None
+
+    def arguments(self, tensors: Iterable[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of the call again, with these tensors."""
+        rest, given = iter(self.form[1 + len(self._keywords) :]), iter(tensors)
+        args = tuple(rebuild(rest, given) for _ in range(self._count))
+        return args, {name: rebuild(rest, given) for name in self._keywords}
+
+    def note_output(self, tensors: Sequence[Tensor], output: Any) -> tuple[Form, list[Tensor]]:
+        """Form and tensors of an output; what they are for tensors of these shapes is kept."""
+        form, leaves = list[Any](), list[Tensor]()
+        flatten([output], form, leaves)
+        self.outputs[shapes_of(tensors)] = tuple(form), [leaf.shape for leaf in leaves]
+        self.differs |= self.returns not in (None, tuple(form))
+        return tuple(form), leaves
+
+    def forward(self, **tensors: Tensor) -> Any:
+        if self.is_plain and torch.compiler.is_compiling():  # nothing that a trace would not follow
+            given = tuple(tensors.values())
+            rest = dict(zip(self._keywords, given[self._count :], strict=True))
+            return self.__dict__["wrapped"](*given[: self._count], **rest)
+        values = [tensors[name] for name in self.names or tensors]
+        args, kwargs = self.arguments(values)
+        form, leaves = self.note_output(values, self.__dict__["wrapped"](*args, **kwargs))
+        return leaves[0] if form == (Tensor,) else tuple(leaves)
+
+
+def shapes_of(tensors: Iterable[Tensor]) -> Any:
+    """A key for the shapes of tensors."""
+    return tuple(tensor.shape for tensor in tensors)
+
+
+# --- calls in files ---------------------------------------------------------------------------------------------------
+
+
+class Name(str):
+    """Of a tensor, in its place."""
+
+
+def as_called(target: str, call: Mapping[str, Any], kwargs: Mapping[str, Any] = MappingProxyType({})) -> nn.Module:
+    """A model of tensors by name, from one with other arguments: the target in files that ``save_config`` writes.
+
+    ``call`` has the arguments: constants, lists, mappings, `{$tuple: [...]}`, and `$name` for the tensor of that name.
+    Raises ModelError as ``load_model`` does.
+    """
+    model = load_model(target, kwargs, device=torch.get_default_device()).forward
+    marks = dict[str, Tensor]()
+
+    def filled(value: Any) -> Any:
+        if isinstance(value, str) and value.startswith("$"):
+            return marks.setdefault(value[1:], torch.empty(0))
+        if isinstance(value, dict):
+            items = {name: filled(item) for name, item in value.items()}
+            return tuple(items["$tuple"]) if items.keys() == {"$tuple"} else items
+        return [filled(item) for item in value] if isinstance(value, list) else value
+
+    signature = inspect.signature(getattr(model, "forward", model))
+    given = inspect.BoundArguments(signature, OrderedDict((name, filled(value)) for name, value in call.items()))
+    form, ordered = call_form(given.args, given.kwargs)
+    made = ByName(model, len(given.args), list(given.kwargs), tuple(form))
+    name_of = {id(mark): name for name, mark in marks.items()}
+    made.names = tuple(name_of[id(tensor)] for tensor in ordered)
+    return made
+
+
+def written(value: Any, path: str) -> Any:
+    """An argument as ``as_called`` reads it. Raises ConfigError where YAML has no form for it."""
+    kind = type(value)
+    if isinstance(value, Name):
+        return f"${value}"
+    if kind in (list, tuple):
+        items = [written(item, f"{path}.{at}") for at, item in enumerate(value)]
+        return items if kind is list else {"$tuple": items}
+    if kind is dict and all(type(key) is str and not key.startswith("$") for key in value):
+        return {key: written(item, f"{path}.{key}") for key, item in value.items()}
+    if kind in CONSTANTS and not str(value).startswith("$"):
+        return value
+    raise ConfigError(
+        f"argument {path} is {value!r:.80}, of {kind.__name__}, which a YAML file cannot hold",
+        remedy="Save a model that is called with tensors, numbers, text, and lists, tuples and dicts by name of them: "
+        "`graphed` a function that makes the argument itself.",
+    )

@@ -1,0 +1,70 @@
+"""Gradients of graphs: outputs ask for them as the model's own do, and ``backward`` runs its code again or raises."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cgplan.errors import GradientError
+
+OwnCode = Callable[[], list[Tensor]]  # runs it with gradients on; the tensors of its output
+
+_NO_GRADIENT = torch._C._functions.DelayedError(b"an output of a graph has no gradient", 1)
+_ASKS = torch.empty(0, requires_grad=True)  # one input for all parameters: 300 would cost 365 us a call
+
+
+class _OfGraph(torch.autograd.Function):
+    """Outputs of a graph whose gradients the model's own code computes."""
+
+    @staticmethod
+    def forward(ctx: Any, asks: Tensor, again: OwnCode, at: Sequence[int], *outputs: Tensor) -> Any:  # noqa: ARG004
+        ctx.again, ctx.at = again, at
+        ctx.set_materialize_grads(False)
+        return tuple(output.view_as(output) for output in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        outputs = ctx.again()
+        asked = [(outputs[at], given) for at, given in zip(ctx.at, gradients, strict=True) if given is not None]
+        torch.autograd.backward([output for output, _ in asked], [given for _, given in asked])
+        return None, None, None, *(None for _ in gradients)
+
+
+def _refuse(name: str, gradient: Tensor) -> None:  # noqa: ARG001
+    raise GradientError(
+        f"backward through an output of {name}, which a graph computed without gradients",
+        remedy='Pass grad="recompute" to cgplan.graphed, which runs the model again in backward; or call the '
+        "model itself where gradients are needed, and g under torch.no_grad() elsewhere.",
+    )
+
+
+def _without_gradient(output: Tensor, name: str) -> Tensor:
+    """The tensor, asking for a gradient that raises. Made in C++, and hooked as ``register_hook`` does: a Function of
+    Python would take three times as long.
+    """
+    output.requires_grad = True
+    made: Tensor = _NO_GRADIENT(output)
+    made._backward_hooks = OrderedDict({-1: partial(_refuse, name)})  # hooks of the user have numbers from 0 on
+    made.grad_fn._register_hook_dict(made)  # type: ignore[union-attr]
+    return made
+
+
+def outputs_that_ask(output: Any, asks: Sequence[bool], again: OwnCode | None, name: str) -> Any:
+    """The output of a runner, a tensor or a tuple, of which these ask for gradients."""
+    leaves = list(output) if isinstance(output, tuple) else [output]
+    at = [index for index, is_asked in enumerate(asks) if is_asked]
+    if not at:
+        return output
+    if again is None:
+        for index in at:
+            leaves[index] = _without_gradient(leaves[index], name)
+    else:
+        made = _OfGraph.apply(_ASKS, again, at, *(leaves[index] for index in at))  # type: ignore[no-untyped-call]
+        for index, leaf in zip(at, made, strict=True):
+            leaves[index] = leaf
+    return tuple(leaves) if isinstance(output, tuple) else leaves[0]

@@ -1,0 +1,162 @@
+"""Watch: tells on each call, for about a microsecond, whether a model is still as its fingerprint says.
+
+Note [Watched dicts]
+    Modules and most objects keep their attributes in dicts, and CPython 3.12 tells of changes of a dict. So a call
+    looks at one flag. The callback sets the flag and nothing else: it runs in the middle of other code. A dict that is
+    written without a change (3.13 tells of those, too) sets it as well; the fingerprint then decides. Not told are
+    ``.data =``, lists, slots, cells and classes. Those are compared in rotation, some on each call, and all of them
+    whenever ``changes`` is asked for. On Python 3.11, or where no watcher is free, everything is compared in rotation.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Iterable
+from functools import cache
+from typing import Any
+
+from cgplan.graphs.fingerprint import Change, Contents, Fingerprint, Place
+
+_TOLD, _UNTOLD = 4, 256  # places that each call compares, with watched dicts and without
+_DEALLOCATED = 5
+_flags: dict[int, list[list[bool]]] = {}  # by the address of a dict
+
+
+def _note(event: int, address: int, key: int, value: int) -> int:  # noqa: ARG001
+    for flag in _flags.get(address, ()):
+        flag[0] = True
+    if event == _DEALLOCATED:
+        _flags.pop(address, None)
+    return 0
+
+
+_on_event = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_int, *3 * [ctypes.c_void_p])(_note)
+
+
+@cache
+def _watcher() -> int | None:
+    """The process's watcher of dicts; None where there is none."""
+    if sys.version_info < (3, 12):
+        return None
+    try:
+        found: int = ctypes.pythonapi.PyDict_AddWatcher(_on_event)
+    except RuntimeError:  # all are taken
+        return None
+    return found
+
+
+class _Length:
+    """The length of a container, as a place."""
+
+    def __init__(self, held: Contents) -> None:
+        self._held = held
+
+    def __getitem__(self, key: int) -> int:
+        return int(self._held.base.__len__(self._held.value))
+
+
+class Watch:
+    """Compares a model with its fingerprint on each call.
+
+    Args:
+        record: The model as it was; its objects are held until ``close``.
+        places: Those that count, and their containers; absent: all.
+        at_once: Each call compares all that is not told, not some in rotation.
+    """
+
+    __graph_memory__ = True  # no state of a model that holds one
+
+    def __init__(self, record: Fingerprint, places: Iterable[Place] | None = None, *, at_once: bool = False) -> None:
+        self.record, self._is_whole = record, places is None
+        self._flag = [False]  # whether a watched dict was written since the last comparison
+        counted = list(record.places.values() if places is None else places)
+        if places is not None:
+            ways = {id(place): place for place in counted}
+            for place in counted:  # it grows by the places above
+                if place.above is not None and id(place.above) not in ways:
+                    ways[id(place.above)] = place.above
+                    counted.append(place.above)
+        self._dicts: list[Any] = []
+        containers = [place.container for place in counted]
+        if places is None:
+            containers += [held.value for held in record.contents.values()]
+        self._watch(containers)
+        told = {id(held) for held in self._dicts}
+        self._all = [(p.container, p.key, p.value, p.tensor) for p in counted]
+        rest = [(p.container, p.key, p.value, p.tensor) for p in counted if not _is_told(p, told)]
+        for held in record.contents.values() if places is None else ():
+            if id(held.value) not in told:
+                rest.append((_Length(held), 0, held.length, None))
+        step = max(len(rest), 1) if at_once else _TOLD if self._dicts else _UNTOLD
+        self._chunks = [rest[start : start + step] for start in range(0, len(rest), step)]
+        self._at = 0
+
+    def _watch(self, containers: Iterable[Any]) -> None:
+        watcher = _watcher()
+        if watcher is None:
+            return
+        found = {id(value): value for value in containers if issubclass(type(value), dict)}
+        for address, value in found.items():
+            ctypes.pythonapi.PyDict_Watch(watcher, ctypes.py_object(value))
+            _flags.setdefault(address, []).append(self._flag)
+            self._dicts.append(value)
+
+    def holds(self) -> bool:
+        """Whether nothing that this call compares has changed: what was told, and the next places in rotation."""
+        if self._flag[0]:
+            return not self._is_whole and self.holds_all()
+        if not self._chunks:
+            return True
+        chunk = self._chunks[self._at]
+        self._at = (self._at + 1) % len(self._chunks)
+        return _holds(chunk)
+
+    def holds_all(self) -> bool:
+        """Whether each place holds the very object that it held, at its address."""
+        found = _holds(self._all)
+        self._flag[0] = not found
+        return found
+
+    def suspect(self) -> None:
+        """Compare everything at the next call."""
+        self._flag[0] = True
+
+    def changes(self, ignore: Iterable[str] = ()) -> dict[str, Change]:
+        """All that differs from the record; where nothing does, the flag is down again."""
+        found = self.record.changes(ignore)
+        self._flag[0] = bool(found)
+        return found
+
+    def close(self) -> None:
+        """Hold nothing of the model any more."""
+        watcher = _watcher() if self._dicts else None
+        for value in self._dicts:
+            others = [flag for flag in _flags.get(id(value), ()) if flag is not self._flag]
+            if others:
+                _flags[id(value)] = others
+            if not others and _flags.pop(id(value), None) is not None:
+                ctypes.pythonapi.PyDict_Unwatch(watcher, ctypes.py_object(value))
+        self._dicts, self._chunks, self._all = [], [], []
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _holds(places: Iterable[tuple[Any, Any, Any, tuple[Any, ...] | None]]) -> bool:
+    try:
+        for container, key, value, tensor in places:
+            if container[key] is not value:
+                return False
+            if tensor is None:
+                continue
+            if (value.data_ptr(), value.requires_grad, value.stride(), value.shape) != tensor:
+                return False
+    except (LookupError, AttributeError, ValueError, TypeError):  # it is no longer there
+        return False
+    return True
+
+
+def _is_told(place: Place, told: set[int]) -> bool:
+    """Whether a change there sets the flag: no tensor's address does."""
+    return place.address is None and (id(place.container) in told or type(place.container) is tuple)

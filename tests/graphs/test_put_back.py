@@ -1,0 +1,343 @@
+"""What a model gets back after runs on padding, and what stays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import cgplan
+from cgplan import Input
+from cgplan.graphs.fingerprint import Fingerprint
+from cgplan.graphs.footprint import look
+from cgplan.graphs.put_back import PutBack
+
+CPU = torch.device("cpu")
+COUNT = 0
+
+
+def t() -> Tensor:
+    return torch.zeros(2)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.register_buffer("steps", torch.zeros(2))
+        self.part = SimpleNamespace(count=0)
+        self.count, self.name, self.table = 0, "model", None
+        self.log: list[Any] = [t(), {"a": t()}]
+
+
+def kept_of(value: Any, limit: int = 1 << 30) -> PutBack:
+    return PutBack(Fingerprint.of({"x": value}, CPU), limit)
+
+
+@torch.no_grad()
+def looked(value: Any, forward: Callable[[], object], limit: int = 1 << 30) -> PutBack:
+    """After a look at a forward."""
+    kept = kept_of(value, limit)
+    found = look(forward, kept)
+    assert found.error is None, found.error
+    return kept
+
+
+@torch.no_grad()
+def run(model: Model, change: Callable[[Any], None], captures: int) -> PutBack:
+    """After a look, and a warm-up and a capture of each key, with what was changed put back between keys."""
+    kept = looked(model, lambda: change(model))
+    for _ in range(captures):
+        with kept.run():
+            change(model)
+        with kept.run(captures=True):
+            change(model)
+        kept.restore(between_keys=True)
+    kept.restore()
+    return kept
+
+
+def each(model: Any) -> None:
+    """What every run does."""
+    model.steps.add_(1)
+    model.layer.weight.data.mul_(2)
+    model.count += 1
+    model.part.count += 1
+    model.name += "x"
+    model.table = t() if model.table is None else None
+    model.made_each_time = t()
+    model.buffer = nn.Buffer(t())
+    model.log[1]["a"] = model.log[1]["a"] + 1
+    model.log.append(t())
+
+
+@pytest.mark.parametrize("captures", [1, 3])
+def test_tensors_and_attributes_that_each_run_changes_are_put_back(captures: int) -> None:
+    model = Model()
+    weight, inner = model.layer.weight.clone(), model.log[1]["a"]
+    kept = run(model, each, captures)
+    assert (model.steps.tolist(), model.count, model.name, model.table) == ([0, 0], 0, "model", None)
+    assert model.part.count == 0
+    assert torch.equal(model.layer.weight, weight)
+    assert not hasattr(model, "made_each_time")
+    assert not hasattr(model, "buffer")
+    assert {path: how for path, (_, how) in kept.outcome.items()} == {"x.steps": "device", "x.layer.weight": "device"}
+    assert len(model.log) == 3 + 2 * captures, "a list keeps what the runs appended"
+    assert model.log[1]["a"] is not inner
+
+
+def once(model: Any) -> None:
+    """What the first run does."""
+    if model.table is None:
+        model.table = torch.arange(2)
+        model.steps.fill_(7)
+        model.tables = {2: t()}
+        model.count = 5
+
+
+def test_what_is_made_on_first_use_stays_and_is_named() -> None:
+    model = Model()
+    kept = run(model, once, 2)
+    assert model.table is not None
+    assert (model.table.tolist(), model.steps.tolist(), model.count) == ([0, 1], [7, 7], 5)
+    assert 2 in model.tables
+    assert {path for path, (_, how) in kept.outcome.items() if how == "new"} == {
+        "x.table", "x.steps", "x.count", "x.tables",
+    }  # fmt: skip
+
+
+def test_where_no_capture_succeeds_all_is_put_back() -> None:
+    model = Model()
+    kept = looked(model, lambda: once(model))
+    kept.forget_captures()
+    kept.restore()
+    assert (model.steps.tolist(), model.count, model.table) == ([0, 0], 0, None)
+    assert not hasattr(model, "tables")
+
+
+def test_what_a_capture_is_the_first_to_bind_is_put_back() -> None:
+    """It lies in graph memory."""
+    model = Model()
+    kept = looked(model, lambda: None)
+    with kept.run(captures=True):
+        model.table, model.fresh = t(), t()
+    kept.restore()
+    assert model.table is None
+    assert not hasattr(model, "fresh")
+    assert kept.outcome == {}
+
+
+def test_a_counter_that_is_made_on_first_use_begins_where_it_was_made() -> None:
+    model = Model()
+
+    def counts(model: Any) -> None:
+        if model.table is None:
+            model.table, model.filled, model.number = torch.zeros(1), torch.empty(2), 10
+            model.filled.fill_(3)
+        model.table.add_(1)
+        model.number += 1
+
+    run(model, counts, 2)
+    assert model.table is not None
+    assert model.table.item() == 0
+    assert model.filled.tolist() == [3, 3]
+    assert model.number == 11, "what the run that made the table left there"
+
+
+class Slots:
+    __slots__ = ("count", "own")
+    shared: ClassVar[int] = 0
+
+    def __init__(self) -> None:
+        self.own, self.count = t(), 0
+
+    def forward(self) -> None:
+        self.own, self.count = self.own + 1, self.count + 1
+        type(self).shared += 1
+
+
+def test_slots_are_put_back_and_closures_globals_dicts_and_classes_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    total, slots, named = 0, Slots(), {"count": 0}
+    own = slots.own
+
+    def forward() -> None:
+        nonlocal total
+        global COUNT
+        total, COUNT = total + 1, COUNT + 1
+        named["count"] += 1
+        slots.forward()
+
+    monkeypatch.setitem(globals(), "COUNT", 0)
+    monkeypatch.setattr(Slots, "shared", 0)
+    kept = looked(forward, forward)
+    with kept.run() as changed:
+        forward()
+    paths = {"x.<COUNT>", "x.<total>", "x.<named>.count"} | {f"x.<slots>.{n}" for n in ("own", "count", "shared")}
+    assert set(changed) == paths
+    kept.restore()
+    assert slots.own is own
+    assert slots.count == 0
+    assert (total, COUNT, named, Slots.shared) == (2, 2, {"count": 2}, 2)
+    assert kept.volatile == paths
+
+
+def test_only_what_is_written_is_copied_and_restore_may_be_called_again() -> None:
+    model = Model()
+
+    def forward() -> None:
+        model.steps[:1].add_(1)
+        torch.add(model.steps, 1, out=model.log[0])
+        model.layer(model.steps)
+
+    kept = looked(model, forward)
+    assert kept.copied() == 16
+    assert [path for path, _ in kept.written] == ["x.steps", "x.log[0]"]
+    for _ in range(2):
+        kept.restore()
+        assert (model.steps.tolist(), model.log[0].tolist()) == ([0, 0], [0, 0])
+        model.steps.add_(5)
+    kept.drop_copies()
+    assert kept.copied() == 0
+
+
+def test_batch_norm_writes_although_its_schema_does_not_say_so() -> None:
+    model = nn.BatchNorm1d(2)
+    looked(model, lambda: model(torch.randn(4, 2))).restore()
+    assert model.running_mean is not None
+    assert model.num_batches_tracked is not None
+    assert model.running_mean.tolist() == [0, 0]
+    assert model.num_batches_tracked.item() == 0
+
+
+def test_what_is_too_large_is_named() -> None:
+    model = Model()
+    kept = looked(model, lambda: model.steps.add_(1), limit=4)
+    kept.restore()
+    assert model.steps.tolist() == [1, 1]
+    assert kept.outcome == {"x.steps": (8, "not kept")}
+
+
+def test_inference_tensors_are_put_back() -> None:
+    with torch.inference_mode():
+        model = SimpleNamespace(steps=torch.zeros(2))
+    with torch.inference_mode():
+        kept = looked(model, lambda: model.steps.add_(1))
+    for _ in range(2):
+        with torch.inference_mode(), kept.run():
+            model.steps.add_(1)
+    kept.restore()
+    assert model.steps.tolist() == [0, 0]
+    assert kept.outcome == {"x.steps": (8, "device")}
+
+
+def test_small_tensors_hold_their_first_values_ahead_of_each_run_and_large_ones_at_the_end() -> None:
+    """So positions do not run past a cache."""
+    model = SimpleNamespace(small=torch.zeros(1), large=torch.zeros(1 << 20))
+    seen = []
+
+    def forward() -> None:
+        seen.append((model.small.item(), model.large[0].item()))
+        model.small.add_(1)
+        model.large.add_(1)
+
+    kept = looked(model, forward)
+    for _ in range(2):
+        with kept.run():
+            forward()
+    assert seen == [(0, 0), (0, 1), (0, 2)]
+    kept.restore(between_keys=True)
+    assert (model.small.item(), model.large[0].item()) == (0, 3)
+    kept.restore()
+    assert (model.small.item(), model.large[0].item()) == (0, 0)
+
+
+def test_a_run_tells_what_it_changed_and_not_what_the_run_before_did() -> None:
+    model: Any = SimpleNamespace(count=0, table=None, last=None)
+    kept = looked(model, lambda: setattr(model, "table", 1))
+    with kept.run() as changed:
+        model.count = 1
+    assert list(map(str, changed.values())) == ["x.count (it was 0 and is 1)"]
+    with kept.run() as changed:
+        model.table = None
+    assert list(map(str, changed.values())) == ["x.table (it was 1 and is None)"]
+    with kept.run() as changed:
+        pass
+    assert changed == {}
+
+
+def test_what_each_run_binds_is_left_alone_later() -> None:
+    model = Model()
+    kept = run(model, lambda m: setattr(m, "log", [t(), {"a": t()}]), 1)
+    sealed = Fingerprint.of({"x": model}, CPU)
+    sealed.volatile |= kept.volatile
+    model.log = [None, t()]
+    sealed.refuse_moved("FULL 4")
+    there, model.steps = model.steps, t()
+    assert sealed.moved(Fingerprint.of(sealed.roots, CPU))["changed"][0].startswith("x.steps")
+    assert there is not None
+
+
+def test_what_an_engine_sets_for_a_key_is_no_change_of_the_forward_and_is_put_back() -> None:
+    model: Any = SimpleNamespace(context=None, table=None)
+    kept = kept_of(model)
+    with kept.setting_context():
+        model.context = "FULL 4"
+    look(lambda: setattr(model, "table", model.context), kept)
+    with kept.setting_context():
+        model.context = "FULL 2"
+    with kept.run() as changed:
+        pass
+    assert changed == {}
+    kept.restore()
+    assert model.context is None
+    assert model.table == "FULL 4"
+
+
+def test_attributes_that_one_run_bound_are_put_back_alone_and_the_rest_is_told() -> None:
+    model = Model()
+    kept = kept_of(model)
+    model.count, model.part.count = 1, 1
+    assert kept.restore_python(())
+    assert (model.count, model.part.count) == (0, 0)
+    model.count = 1
+    model.log.append(1)
+    assert not kept.restore_python(())
+    assert model.count == 0
+    assert len(model.log) == 3
+    model.count = 1
+    assert kept.restore_python(["x.log", "x.count"])
+    assert model.count == 1, "what is ignored stays as it is"
+
+
+class Fills(nn.Module):
+    """Fills a buffer on first use, as tables of rotary embeddings are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.zeros(2))
+        self.is_ready = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_ready:
+            self.table.copy_(torch.tensor([7.0, 8.0]))
+            self.is_ready = True
+        return x * self.table
+
+
+def test_a_buffer_that_a_capture_filled_on_first_use_keeps_its_numbers() -> None:
+    model = Fills().eval()
+    inputs = {"x": Input(shape=("num_tokens", 2), dtype="float32", pad=0)}
+    with closing(
+        cgplan.capture(model, inputs, compilation={"cudagraph_capture_sizes": [2, 4]}, device="cpu")
+    ) as runner:
+        assert {record.path: record.kept for record in runner.report.state} == {
+            "model.table": "new",
+            "model.is_ready": "new",
+        }
+        assert runner(x=torch.ones(3, 2)).tolist() == [[7, 8]] * 3
+    assert model.table.tolist() == [7, 8]

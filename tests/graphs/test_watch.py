@@ -1,0 +1,259 @@
+"""What a call sees of changes of a model, at once and in rotation."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import sys
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cgplan.graphs import watch as watching
+from cgplan.graphs.fingerprint import Fingerprint
+from cgplan.graphs.watch import Watch
+
+CPU = torch.device("cpu")
+TELLS = sys.version_info >= (3, 12)
+told = pytest.mark.skipif(not TELLS, reason="CPython tells of changes of dicts from 3.12 on")
+
+
+class Slots:
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value = 1
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(2, 2) for _ in range(20)))
+        self.register_buffer("scale", torch.ones(2))
+        self.part, self.slots = SimpleNamespace(count=0), Slots()
+        self.listed, self.named = [1, 2], {"a": 1}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x) * self.scale  # type: ignore[no-any-return, operator]
+
+
+def watch_of(model: Any, **options: Any) -> Watch:
+    return Watch(Fingerprint.of({"model": model}, CPU), **options)
+
+
+def calls_until_seen(watch: Watch, most: int = 100) -> int:
+    return next(call for call in range(1, most) if not watch.holds())
+
+
+@pytest.fixture(params=[pytest.param("told", marks=told), "not told"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """With and without an interpreter that tells of changes."""
+    if request.param == "not told":
+        monkeypatch.setattr(watching, "_watcher", lambda: None)
+    return str(request.param)
+
+
+TOLD: dict[str, tuple[Callable[[Model], Any], str]] = {
+    "an attribute": (lambda m: setattr(m, "more", 1), "model.more"),
+    "of an object": (lambda m: setattr(m.part, "count", 1), "model.part.count"),
+    "a dict": (lambda m: m.named.update(a=2), "model.named.a"),
+    "a key": (lambda m: m.named.update(b=2), "model.named.b"),
+    "no key": (lambda m: m.named.clear(), "model.named.a"),
+    "a mode": (lambda m: m.layers[3].eval(), "model.layers[3].training"),
+    "a hook": (lambda m: m.layers[3].register_forward_pre_hook(print), "model.layers[3]._forward_pre_hooks"),
+    "a module": (lambda m: m.layers.__setitem__(3, nn.Linear(2, 2)), "model.layers[3]"),
+    "a parameter": (lambda m: setattr(m.layers[3], "weight", nn.Parameter(torch.ones(2, 2))), "model.layers[3].weight"),
+    "assigned": (
+        lambda m: m.load_state_dict({n: t.clone() for n, t in m.state_dict().items()}, assign=True), "model.scale",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_a_change_in_a_dict_is_seen_by_the_next_call(name: str, way: str) -> None:
+    change, path = TOLD[name]
+    model = Model()
+    watch = watch_of(model)
+    assert watch.holds()
+    change(model)
+    # Without watched dicts an added key is found by the length of its dict.
+    assert calls_until_seen(watch) <= (1 if way == "told" else len(watch._chunks))
+    assert any(found.startswith(path) for found in watch.changes())
+
+
+UNTOLD: dict[str, tuple[Callable[[Model], Any], str]] = {
+    "data": (lambda m: setattr(m.layers[3].weight, "data", torch.ones(2, 2)), "model.layers[3].weight"),
+    "strides": (lambda m: setattr(m.layers[3].weight, "data", m.layers[3].weight.data.t()), "model.layers[3].weight"),
+    "a shape": (lambda m: m.scale.resize_(1), "model.scale"),
+    "double": (lambda m: m.double(), "model.layers[0].weight"),
+    "a gradient": (lambda m: m.layers[3].weight.requires_grad_(False), "model.layers[3].weight.requires_grad"),
+    "a list": (lambda m: m.listed.append(3), "len(model.listed)"),
+    "an item": (lambda m: m.listed.reverse(), "model.listed[0]"),
+    "a slot": (lambda m: setattr(m.slots, "value", 2), "model.slots.value"),
+}
+
+
+@pytest.mark.parametrize("name", UNTOLD)
+def test_other_changes_are_seen_within_one_rotation(name: str, way: str) -> None:
+    change, path = UNTOLD[name]
+    model = Model()
+    watch = watch_of(model)
+    for _ in range(3):
+        assert watch.holds()
+    change(model)
+    assert calls_until_seen(watch) <= len(watch._chunks)
+    assert path in watch.changes()
+
+
+@pytest.mark.parametrize("name", [*TOLD, *UNTOLD])
+def test_where_all_is_compared_at_once_the_next_call_sees_each_change(name: str, way: str) -> None:
+    model = Model()
+    watch = watch_of(model, at_once=True)
+    assert watch.holds()
+    (TOLD | UNTOLD)[name][0](model)
+    assert not watch.holds()
+
+
+@torch.no_grad()
+def test_forwards_and_numbers_that_are_written_in_place_change_nothing(way: str) -> None:
+    model = Model()
+    watch = watch_of(model)
+    for _ in range(100):
+        model(torch.ones(3, 2))
+        model.scale.add_(1)  # type: ignore[operator]
+        model.load_state_dict(model.state_dict())
+        assert watch.holds()
+    assert watch.holds_all()
+
+
+def test_what_is_as_it_was_again_holds_after_it_was_compared(way: str) -> None:
+    model = Model()
+    watch = watch_of(model)
+    model.part.count = 1
+    assert watch.changes()
+    model.part.count = 0
+    assert not watch.changes()
+    for _ in range(len(watch._chunks)):
+        assert watch.holds()
+
+
+@told
+def test_a_flag_stays_up_until_everything_was_compared() -> None:
+    model = Model()
+    watch = watch_of(model)
+    model.part.count = 1
+    model.part.count = 0
+    assert not watch.holds()
+    assert not watch.holds()
+    assert not watch.changes()
+    assert watch.holds()
+
+
+def test_what_one_ignores_is_no_change(way: str) -> None:
+    model = Model()
+    watch = watch_of(model)
+    model.part.count = 1
+    assert list(watch.changes()) == ["model.part.count"]
+    assert not watch.changes(["model.part.count"])
+
+
+def test_a_suspicion_is_held_until_everything_was_compared(way: str) -> None:
+    watch = watch_of(Model())
+    watch.suspect()
+    assert not watch.holds()
+    assert not watch.changes()
+    assert watch.holds()
+
+
+def test_chosen_places_and_what_holds_them_count_alone(way: str) -> None:
+    """As the tensors do that graphs read: after another change they are compared, and the call goes on."""
+    model = Model()
+    record = Fingerprint.of({"model": model}, CPU)
+    watch = Watch(record, record.checked())
+    for _ in range(2):
+        model.part.count += 1
+        model.more = nn.Linear(2, 2)
+        model.listed.append(3)
+        for _ in range(len(watch._chunks)):
+            assert watch.holds()
+    there, model.layers = model.layers, nn.Sequential(*(nn.Linear(2, 2) for _ in range(20)))
+    assert calls_until_seen(watch) <= (1 if way == "told" else len(watch._chunks))
+    assert not watch.holds_all()
+    model.layers = there
+    assert watch.holds_all()
+    assert watch.holds()
+
+
+def test_a_place_that_is_gone_does_not_hold(way: str) -> None:
+    model = Model()
+    record = Fingerprint.of({"model": model}, CPU)
+    watch = Watch(record, record.checked(), at_once=True)
+    del model.scale
+    assert not watch.holds()
+    assert not watch.holds_all()
+
+
+def test_two_watches_of_one_model_are_told_each(way: str) -> None:
+    model = Model()
+    first, second, third = (watch_of(model, at_once=True) for _ in range(3))
+    third.close()
+    model.part.count = 1
+    assert not first.holds()
+    assert not second.holds()
+    first.close()
+    model.part.count = 0
+    assert not second.changes()
+    assert second.holds()
+    model.part.count = 1
+    assert not second.holds()
+
+
+def test_nothing_is_held_after_close(way: str) -> None:
+    before = len(watching._flags)
+    model = Model()
+    tensor, watch = weakref.ref(model.layers[0].weight), watch_of(model)
+    assert (len(watching._flags) > before) is (way == "told")
+    watch.close()
+    watch.close()
+    assert len(watching._flags) == before
+    watch.record = None  # type: ignore[assignment]
+    del model
+    gc.collect()
+    assert tensor() is None
+
+
+def test_a_watch_that_is_dropped_is_closed() -> None:
+    before = len(watching._flags)
+    model = Model()
+    watch_of(model)
+    gc.collect()
+    assert len(watching._flags) == before
+    model.part.count = 1
+
+
+@told
+def test_one_watcher_serves_the_process_and_without_a_free_one_all_is_compared_in_rotation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert watching._watcher() == watching._watcher() is not None
+    taken = []
+    try:
+        with suppress(RuntimeError):
+            for _ in range(9):
+                taken.append(ctypes.pythonapi.PyDict_AddWatcher(watching._on_event))
+        monkeypatch.setattr(watching, "_watcher", watching._watcher.__wrapped__)
+        assert watching._watcher() is None
+        model = Model()
+        watch = watch_of(model)
+        assert watch.holds()
+        model.part.count = 1
+        assert calls_until_seen(watch) <= len(watch._chunks)
+    finally:
+        for watcher in taken:
+            ctypes.pythonapi.PyDict_ClearWatcher(watcher)

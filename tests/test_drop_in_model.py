@@ -1,0 +1,594 @@
+"""``cgplan.graphed`` as a stand-in for a model: which may change, be trained, copied and saved."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import inspect
+import logging
+import pickle
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from drop_in_models import (
+    Cache,
+    Counting,
+    Net,
+    Noted,
+    Point,
+    Scene,
+    as_the_model,
+    close,
+    doubled,
+    ready,
+    replays,
+    rows,
+    sizes,
+)
+from torch import Tensor, nn
+from typer.testing import CliRunner
+
+import cgplan
+from cgplan.backends import GraphBackend
+from cgplan.cli.main import app
+from cgplan.errors import (
+    CgplanError,
+    ConfigError,
+    GradientError,
+)
+
+
+@pytest.fixture
+def net(backend: GraphBackend) -> Net:
+    return Net().to(backend.device).eval()
+
+
+# --- changes of the model ---------------------------------------------------------------------------------------------
+
+
+def _assign(net: Net) -> None:
+    net.load_state_dict({name: tensor + 1 for name, tensor in net.state_dict().items()}, assign=True)
+
+
+def _exchange_data(net: Net) -> None:
+    net.inner.weight.data = net.inner.weight.data * 2
+
+
+def _new_parameter(net: Net) -> None:
+    net.inner.weight = nn.Parameter(net.inner.weight * 2)
+
+
+def _other_memory(net: Net) -> None:
+    net.double().float()
+    net.inner.bias.data.add_(1)
+
+
+def _replace(net: Net) -> None:
+    net.inner = nn.Linear(4, 3).to(net.inner.weight.device)
+
+
+def _attribute(net: Net) -> None:
+    net.factor = 3.0
+
+
+@pytest.mark.parametrize("change", [_assign, _exchange_data, _new_parameter, _other_memory, _replace, _attribute])
+def test_the_next_call_after_a_change_captures_again(
+    backend: GraphBackend, net: Net, change: Callable[[Net], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    g, x = cgplan.graphed(net), rows(backend, 5)
+    ready(g, net, x)
+    g(x)
+    for turn in (1, 2):
+        before = net(x)
+        change(net)
+        wanted = net(x)
+        assert turn == 2 or not torch.equal(before, wanted)
+        for _ in range(3):
+            close(g(x), wanted)
+        watched = change in (_replace, _attribute)  # once more: what else is new is not known
+        assert replays(g) == 3 - watched + (turn == 2 and change is _attribute) * 3
+    told = [line for line in caplog.messages if "captured again: " in line]
+    assert len(told) == len(set(told)) <= 2  # a tensor that moves again may be another one
+
+
+def test_numbers_that_change_in_place_are_seen(backend: GraphBackend, net: Net) -> None:
+    g, x = cgplan.graphed(net), rows(backend, 5)
+    ready(g, net, x)
+    with torch.no_grad():
+        net.inner.weight.mul_(2)
+    net.load_state_dict({name: tensor + 1 for name, tensor in net.state_dict().items()})
+    close(g(x), net(x))
+    assert replays(g) == 2
+
+
+def test_values_of_attributes_are_told_apart(backend: GraphBackend, net: Net) -> None:
+    g, x = cgplan.graphed(net), rows(backend, 5)
+    for factor in (1.0, 1, True, 0.0, -0.0, float("nan"), 2.0):
+        net.factor = factor
+        for _ in range(3):
+            found, wanted = g(x), net(x)
+            close(found, wanted)
+            assert torch.equal(found.signbit(), wanted.signbit()) or factor != factor
+    net.factor = torch.tensor(5.0, device=backend.device)
+    for _ in range(3):
+        close(g(x), net(x))
+    net.factor.fill_(6)
+    close(g(x), net(x))
+
+
+def test_a_value_that_changes_at_each_call(backend: GraphBackend, net: Net, caplog: pytest.LogCaptureFixture) -> None:
+    g, x = cgplan.graphed(net), rows(backend, 5)
+    for step in range(20):
+        net.factor = float(step)
+        close(g(x), net(x))
+    assert caplog.text.count("captured again: ") == 1
+
+
+def test_another_output_after_a_change(backend: GraphBackend) -> None:
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.scale, self.way = nn.Linear(4, 3), 1.0, 0
+
+        def forward(self, x: Tensor) -> Any:
+            y = self.inner(x) * self.scale
+            return ((y, self.scale), {"y": y, "s": [self.scale]}, y[:, :2], y.sum(1))[self.way]
+
+    model = Heads().to(backend.device).eval()
+    g = cgplan.graphed(model)
+    for model.way in (0, 1, 2, 3, 0):
+        for model.scale in (1.0, 2.0):
+            as_the_model(g, model, backend, 5, 2, 7, 5)
+    assert len(g.runners) == 1
+    assert sizes(g) == {2, 8}, "batches are padded as before"
+
+
+def test_a_table_that_is_made_on_first_use(backend: GraphBackend) -> None:
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = torch.zeros(0, device=backend.device)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if len(x) > len(self.table):
+                self.table = torch.arange(float(len(x)), device=x.device)
+            return x + self.table[: len(x), None]
+
+    g = cgplan.graphed(Positions().eval())
+    as_the_model(g, lambda x: x + torch.arange(len(x), device=x.device)[:, None], backend, 3, 3, 3, 3, 3, 9, 9, 9, 3, 5)
+    before = replays(g)
+    as_the_model(g, lambda x: x + torch.arange(len(x), device=x.device)[:, None], backend, 9, 3, 5)
+    assert replays(g) > before + 2
+
+
+def test_training_mode_runs_eagerly_and_says_so(
+    backend: GraphBackend, net: Net, caplog: pytest.LogCaptureFixture
+) -> None:
+    g, x = cgplan.graphed(net), rows(backend, 3)
+    ready(g, net, x)
+    nn.Sequential(g).train()
+    assert net.training
+    for _ in range(2):
+        g(x).sum().backward()
+    assert net.inner.weight.grad is not None
+    assert caplog.text.count("training mode") == 1
+    assert "2 calls ran eagerly: the model is in training mode" in g.explain()
+    g.eval()
+    before = replays(g)
+    ready(g, net, x)
+    ready(g, net, x)
+    assert replays(g) == before + 6
+
+
+def test_a_part_in_training_mode(backend: GraphBackend) -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).to(backend.device).eval()
+    own, g = copy.deepcopy(net), cgplan.graphed(net)
+    with torch.no_grad():
+        as_the_model(g, own, backend, 3, 3, 3, 3)
+        for model in (net, own):
+            model[1].train()
+        as_the_model(g, own, backend, 3, 3, 3, 5, 5, 5, 3)
+    close(net.state_dict(), own.state_dict())
+
+
+# --- gradients --------------------------------------------------------------------------------------------------------
+
+
+def test_backward_raises_and_outputs_ask_as_the_models_do(backend: GraphBackend, net: Net) -> None:
+    g, x = cgplan.graphed(net), rows(backend, 3)
+    ready(g, net, x)
+    found = g(x)
+    assert found.requires_grad
+    with pytest.raises(GradientError, match='Pass grad="recompute"'):
+        found.sum().backward()
+    assert "backward through its outputs raises GradientError" in g.explain()
+    with torch.no_grad():
+        assert not ready(g, net, x).requires_grad
+
+
+@pytest.mark.parametrize("grad", [None, "recompute"])
+def test_parameters_that_ask_for_gradients_later(backend: GraphBackend, net: Net, grad: Any) -> None:
+    net.requires_grad_(False)
+    g, x = cgplan.graphed(net, grad=grad), rows(backend, 3)
+    assert not ready(g, net, x).requires_grad
+    net.requires_grad_(True)
+    for _ in range(4):
+        assert g(x).requires_grad
+
+
+def test_recomputed_gradients_are_those_of_the_model(backend: GraphBackend, net: Net) -> None:
+    def model(x: Tensor) -> dict[str, Any]:
+        return {"y": net(x).tanh(), "rest": [net(x) * 2, x.argmax(1), x + 1]}
+
+    def gradients(output: dict[str, Any]) -> list[Tensor]:
+        (output["y"].pow(2).sum() + output["rest"][0].sum()).backward()
+        found = [parameter.grad.clone() for parameter in net.parameters() if parameter.grad is not None]
+        net.zero_grad()
+        return found
+
+    g = cgplan.graphed(model, grad="recompute")
+    for count in (3, 3, 3, 3, 2, 5, 3):
+        x = rows(backend, count)
+        found, wanted = g(x), model(x)
+        assert [one.requires_grad for one in found["rest"]] == [True, False, False]
+        close(gradients(found), gradients(wanted))
+        with torch.no_grad():
+            net.inner.weight.sub_(0.1)
+    assert replays(g) == 5
+    for _ in range(4):
+        with torch.autocast(backend.device.type, torch.bfloat16):
+            found, wanted = g(x), model(x)
+        close(gradients(found), gradients(wanted))
+
+
+def _write_argument(net: Net, x: Tensor) -> None:
+    x.add_(1)
+
+
+def _step(net: Net, x: Tensor) -> None:
+    with torch.no_grad():
+        net.inner.weight.add_(1)
+
+
+def _set_factor(net: Net, x: Tensor) -> None:
+    net.factor = 3.0
+
+
+def _train(net: Net, x: Tensor) -> None:
+    net.train()
+
+
+@pytest.mark.parametrize("change", [_write_argument, _step, _set_factor, _train])
+@pytest.mark.parametrize("is_closure", [False, True], ids=["module", "closure"])
+def test_changes_between_a_call_and_backward(backend: GraphBackend, net: Net, change: Any, *, is_closure: bool) -> None:
+    g, x = cgplan.graphed((lambda x: net(x)) if is_closure else net, grad="recompute"), rows(backend, 3)
+    ready(g, net, x)
+    found = g(x)
+    change(net, x)
+    with pytest.raises(GradientError, match="has changed between its call and backward"):
+        found.sum().backward()
+
+
+@pytest.mark.parametrize(
+    "model", [lambda net, x: net(x) * torch.rand_like(x[:, :1]), lambda net, x: net(x) + net.seen.add_(1)]
+)
+def test_what_could_not_be_recomputed_runs_eagerly(backend: GraphBackend, net: Net, model: Any) -> None:
+    net.register_buffer("seen", torch.zeros((), device=backend.device))
+    g, x = cgplan.graphed(lambda x: model(net, x), grad="recompute"), rows(backend, 3)
+    for turn in range(5):
+        found = []
+        for way in (g, lambda x: model(net, x)):
+            torch.manual_seed(turn)
+            way(x).sum().backward()
+            found.append(net.inner.bias.grad)
+            net.zero_grad()
+        close(*found)
+    assert net.seen in (0, 10)
+    assert "backward could not run it again" in g.explain()
+
+
+def test_arguments_that_ask_for_gradients_run_eagerly(backend: GraphBackend, net: Net) -> None:
+    g, x = cgplan.graphed(net), rows(backend, 3).requires_grad_()
+    for _ in range(4):
+        g(x).sum().backward()
+    assert x.grad is not None
+    assert not g.runners
+    assert "4 calls ran eagerly: a tensor argument asks for a gradient" in g.explain()
+    with torch.no_grad():
+        ready(g, net, x)
+    assert len(g.runners) == 1
+
+
+# --- a stand-in for a model -------------------------------------------------------------------------------------------
+
+
+def test_a_forward_may_be_exchanged(backend: GraphBackend, net: Net) -> None:
+    """As with ``torch.compile``: the module keeps it as its forward, not as a module inside."""
+    own, x = copy.deepcopy(net), rows(backend, 3)
+    net.forward = g = cgplan.graphed(net.forward)
+    ready(net, own, x)
+    assert replays(g) == 1
+    assert net.inner in set(net.modules())
+    assert list(inspect.signature(net.forward).parameters) == ["x", "scale"]
+    close(copy.deepcopy(net)(x), own(x))
+    _other_memory(net)
+    close(net(x), own(x) + 1)
+    close(net.train()(x), own(x) + 1)
+    assert "training mode" in g.explain()
+
+
+def test_inside_of_torch_compile(backend: GraphBackend, net: Net) -> None:
+    """Dynamo leaves it as it is: what is around it is compiled, and the graphs run."""
+    g, x = cgplan.graphed(net), rows(backend, 3)
+    compiled = torch.compile(nn.Sequential(nn.ReLU(), g, nn.ReLU()), backend="eager")
+    with torch.no_grad():
+        for _ in range(4):
+            close(compiled(x), net(x.relu()).relu())
+    assert replays(g) == 2
+
+
+def test_it_has_what_the_model_has(backend: GraphBackend, net: Net) -> None:
+    g = cgplan.graphed(net)
+    assert isinstance(g, nn.Module)
+    assert g.note == "a note"
+    assert g.inner is net.inner
+    assert g.state_dict().keys() == net.state_dict().keys()
+    assert nn.Sequential(g).state_dict().keys() == nn.Sequential(net).state_dict().keys()
+    assert [id(p) for p in g.parameters()] == [id(p) for p in net.parameters()]
+    assert list(inspect.signature(g.forward).parameters) == ["x", "scale"]
+    with pytest.raises(AttributeError):
+        _ = g.nonsense
+    seen = list[Tensor]()
+    with g.register_forward_hook(lambda module, args, output: seen.append(output)):
+        close(g(rows(backend, 2)), seen[0])
+    x = rows(backend, 5)
+    ready(g, net, x)
+    g.load_state_dict({name: value * 2 for name, value in net.state_dict().items()})
+    close(g(x), net(x))
+    g.factor = 4.0
+    assert net.factor == 4
+    close(g(x), net(x))
+    assert g.to(torch.float64) is g
+    ready(g, net, x.double())
+    assert g.inner.weight.dtype is torch.float64
+    g.recapture()
+    assert not g.runners
+    ready(g, net, x.double())
+
+
+@pytest.mark.parametrize("odd", [torch.zeros(()), torch.zeros(0, 4), torch.zeros(2, 4, dtype=torch.complex64)])
+def test_other_tensors_run_eagerly(backend: GraphBackend, odd: Tensor) -> None:
+    g, odd = cgplan.graphed(lambda x: x + 1), odd.to(backend.device)
+    for _ in range(4):
+        close(g(odd), odd + 1)
+    assert not g.runners
+    assert "4 calls ran eagerly" in g.explain()
+
+
+def test_odd_tensors_after_plain_ones_run_eagerly(backend: GraphBackend) -> None:
+    class Named(Tensor):
+        pass
+
+    g, x = cgplan.graphed(lambda x: x * 2), rows(backend, 3)
+    ready(g, lambda x: x * 2, x)
+    for odd in (x.to_sparse(), x.to("meta"), x.as_subclass(Named)):  # type: ignore[no-untyped-call]
+        found = g(odd)
+        assert (found.layout, found.device, type(found)) == (odd.layout, odd.device, type(odd))
+    assert replays(g) == 1
+
+
+def test_copies_and_pickles_have_no_graphs(backend: GraphBackend, net: Net) -> None:
+    g, x = cgplan.graphed(net, sizes=[4], max_graphs=3), rows(backend, 3)
+    ready(g, net, x)
+    for other in (copy.deepcopy(g), pickle.loads(pickle.dumps(g))):
+        assert not other.runners
+        assert other.inner is not net.inner
+        ready(other, net, x)
+        assert sizes(other) == {4}
+    assert pickle.loads(pickle.dumps(doubled)) is doubled
+    with pytest.raises(CgplanError, match="has no graphs"):
+        _ = cgplan.graphed(net).report
+
+
+def test_autocast_is_part_of_a_call(backend: GraphBackend, net: Net) -> None:
+    g, x = cgplan.graphed(net), rows(backend, 3)
+    for _ in range(2):
+        ready(g, net, x)
+        with torch.autocast(backend.device.type, torch.bfloat16):
+            assert ready(g, net, x).dtype is torch.bfloat16
+
+
+def test_inside_another_runner_the_model_itself_runs(backend: GraphBackend, net: Net) -> None:
+    g, x = cgplan.graphed(net), rows(backend, 3)
+    ready(g, net, x)
+    outer = cgplan.capture(
+        nn.Sequential(g).eval(),
+        {"input": cgplan.Input(shape=("num_tokens", 4), dtype="float32", pad=0)},
+        compilation={"cudagraph_capture_sizes": [4]},
+        device=str(backend.device),
+    )
+    close(outer(input=x), net(x).detach())
+    assert not [warning for warning in outer.report.warnings if "changes" in warning]
+    g.recapture()
+    close(g(x), net(x))
+    close(outer(input=x), net(x).detach())
+
+
+def test_at_most_max_graphs_and_the_least_used_go(
+    backend: GraphBackend, net: Net, caplog: pytest.LogCaptureFixture
+) -> None:
+    g = cgplan.graphed(net, sizes=[1, 2, 4, 8], max_graphs=3)
+    for count in (1, 1, 1, 1, 1, 2, 4, 4, 8, 8, 2):
+        x = rows(backend, count)
+        close(g(x), net(x))
+        assert len(sizes(g)) <= 3
+    assert 1 in sizes(g)
+    for scale in range(5):
+        for _ in range(5):
+            close(g(x, float(scale)), net(x, float(scale)))
+        assert sum(len(runner.plan.keys) for runner in g.runners) <= 3
+    assert caplog.text.count("the least used go") == 1
+    assert "calls ask for more than 3 graphs; the least used go" in g.explain()
+
+
+# --- ahead of calls, and in files -------------------------------------------------------------------------------------
+
+
+def test_an_example_teaches_ahead_of_calls(backend: GraphBackend, net: Net) -> None:
+    x = rows(backend, 3)
+    for example in (x, (x,), {"x": x}):
+        g = cgplan.graphed(net, example=example, sizes=[2, 4], compilation={"capture_policy": "eager"})
+        assert sizes(g) == {2, 4}
+        close(g(x), net(x))
+        assert replays(g) == 1
+        assert "ran eagerly" not in g.explain()
+
+
+def test_an_eager_policy_warms_up_at_the_first_call(backend: GraphBackend, net: Net) -> None:
+    g = cgplan.graphed(net, sizes=[1, 2, 4], max_graphs=4, compilation={"capture_policy": "eager"})
+    x = rows(backend, 3)
+    for turn, scale in enumerate((1.0, 1.0, 2.0, 1.0)):
+        close(g(x, scale), net(x, scale))
+        assert replays(g) == turn + 1
+        assert 3 <= sum(len(runner.plan.keys) for runner in g.runners) <= 4
+
+
+def test_a_warm_up_leaves_all_as_it_was(backend: GraphBackend) -> None:
+    def model(x: Tensor, cache: Cache) -> Tensor:
+        cache.total.add_(1)
+        return counting(x) + cache.total + torch.rand_like(x)
+
+    counting, cache, x = Counting().to(backend.device).eval(), Cache(backend.device), rows(backend, 2)
+    g = cgplan.graphed(model, dynamic={})
+    torch.manual_seed(3)
+    wanted = torch.randn(2, device=backend.device)
+    torch.manual_seed(3)
+    g.warm_up(x, cache)
+    assert torch.equal(torch.randn(2, device=backend.device), wanted)
+    assert counting.calls == 0
+    assert not cache.total.any()
+    assert sizes(g) == {2}
+    for turn in (1, 2, 3):
+        assert ((g(x, cache) - x - 2 * turn).abs() <= 1).all()
+    assert replays(g) == 3
+
+
+def test_a_warm_up_of_a_model_that_fails_or_pads_badly(backend: GraphBackend) -> None:
+    counting, x = Counting().to(backend.device).eval(), rows(backend, 3)
+    failing = cgplan.graphed(lambda x: counting(x) + x[:, 7])
+    with pytest.raises(IndexError):
+        failing.warm_up(x)
+    assert counting.calls == 0
+    pairs = cgplan.graphed(lambda x: (x[:, None] - x[None]).flatten(0, 1), example=x)
+    close(pairs(x), (x[:, None] - x[None]).flatten(0, 1))
+    assert replays(pairs) == 1
+    noted = Noted().to(backend.device).eval()
+    changing = cgplan.graphed(noted, example=x)
+    assert noted.calls == 0
+    assert not changing.runners
+
+
+def test_the_configuration_is_saved(backend: GraphBackend, net: Net, tmp_path: Path) -> None:
+    g, x = cgplan.graphed(net, sizes=[1, 4]), rows(backend, 3)
+    wanted = ready(g, net, x).detach()
+    g.save_config(tmp_path / "my.yaml")
+    text = (tmp_path / "my.yaml").read_text()
+    assert "# x: float32 [batch, 4]" in text
+    assert f"target: {Net.__module__}:Net" in text
+    runner = cgplan.capture(net, config=tmp_path / "my.yaml")
+    close(runner(x=x), wanted)
+    assert runner.plan.capture_sizes == (1, 4)
+    cgplan.graphed(lambda x: x + 1, example=(x,)).save_config(tmp_path / "other.yaml")
+    assert "# To fill in: model.target" in (tmp_path / "other.yaml").read_text()
+
+
+class Nested(nn.Module):
+    """Asks for more than tensors by name."""
+
+    def forward(self, batch: dict[str, Any], *more: Tensor, scale: Any = None, **named: Tensor) -> Any:
+        first, (second, places) = batch["x"], batch["pair"]
+        if type(batch["pair"]) is not tuple:
+            raise TypeError
+        total = first * (scale or 1.0) + second[:, places[0] :] + sum(more)
+        return Scene(Point(total, first), [named.get("other", second)]) if batch["whole"] else (total, first)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_saved_configuration_calls_as_calls_were(backend: GraphBackend, tmp_path: Path, *, whole: bool) -> None:
+    """With constants and nested arguments: the commands take the file as it is, in any order of its inputs."""
+    x, y, z = rows(backend, 3), rows(backend, 3), rows(backend, 3)
+    args = ({"x": x, "pair": (y, [0, "a"]), "whole": whole}, z)
+    g = cgplan.graphed(Nested().eval())
+    for _ in range(3):
+        wanted = g(*args, scale=2.0, other=z)
+    g.save_config(tmp_path / "my.yaml")
+    values = yaml.safe_load((tmp_path / "my.yaml").read_text())
+    values["inputs"] = dict(reversed(values["inputs"].items()))
+    values["device"] = str(backend.device)
+    (tmp_path / "turned.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
+    runner = cgplan.capture(config=tmp_path / "turned.yaml")
+    named = {"batch.x": x, "batch.pair.0": y, "more.0": z, "other": z}
+    assert set(named) == set(values["inputs"])
+    close(runner(**named)[:2], (wanted.points.x, wanted.points.y) if whole else wanted)
+    run = CliRunner().invoke(app, ["capture", str(tmp_path / "my.yaml")])
+    assert run.exit_code == 0, run.output
+
+
+def test_what_a_file_cannot_say_is_refused(backend: GraphBackend, net: Net, tmp_path: Path) -> None:
+    x = rows(backend, 3)
+    for given, named in ((Point(x, 1.0), "batch.pair"), ((x, [0], "$x"), "batch.pair.2")):
+        g = cgplan.graphed(lambda batch: batch["x"] + batch["pair"][0], example=({"x": x, "pair": given},))
+        with pytest.raises(ConfigError, match=f"argument {named} is .*cannot hold"):
+            g.save_config(tmp_path / "my.yaml")
+    with torch.autocast(backend.device.type, torch.bfloat16):
+        g = cgplan.graphed(net, example=(x,))
+    with pytest.raises(ConfigError, match="autocast"):
+        g.save_config(tmp_path / "my.yaml")
+    assert not (tmp_path / "my.yaml").exists()
+
+
+def test_borrowed_outputs(backend: GraphBackend, net: Net) -> None:
+    g, y = cgplan.graphed(net, outputs="borrow"), rows(backend, 3)
+    found = ready(g, net, rows(backend, 3))
+    g(y)
+    close(found, net(y))
+
+
+def test_calls_in_inference_mode(backend: GraphBackend, net: Net) -> None:
+    g = cgplan.graphed(net)
+    for _ in range(2):
+        with torch.inference_mode():
+            ready(g, net, rows(backend, 3))
+        ready(g, net, rows(backend, 3))
+
+
+def test_what_captures_log(backend: GraphBackend, net: Net, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    ready(cgplan.graphed(net), net, rows(backend, 5))
+    assert not caplog.text
+
+
+def test_one_that_is_dropped_frees_its_graphs_at_once(backend: GraphBackend, net: Net) -> None:
+    g = cgplan.graphed(net)
+    ready(g, net, rows(backend, 3))
+    held = [weakref.ref(g), weakref.ref(g.runners[0])]
+    gc.disable()
+    try:
+        del g
+        assert [ref() for ref in held] == [None, None]
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("settings", [{"splitting_ops": ["aten::relu"]}, {"splitting_modules": ["1"]}], ids=str)
+def test_segments_of_a_model(backend: GraphBackend, settings: dict[str, Any]) -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)).to(backend.device).eval()
+    g = cgplan.graphed(net, compilation={"cudagraph_mode": "PIECEWISE", **settings})
+    as_the_model(g, net, backend, 3, 3, 3, 1, 8)
+    assert not g.report.failed
+    assert g.report.records[0].eager_pieces == 1
