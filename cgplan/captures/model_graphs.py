@@ -446,8 +446,12 @@ class ModelGraphs:
         for path, tensor in kept.written:
             if path in kept.left_by_captures:  # graphs do not overwrite it
                 self.overwritten.discard(tensor.untyped_storage()._cdata)
-            if tensor.untyped_storage()._cdata not in self.overwritten:
-                self.written[path] = tensor
+            storage = tensor.untyped_storage()
+            is_small = self.real_rows is not None and storage.nbytes() <= self.copy_limit()
+            if is_small or storage._cdata not in self.overwritten:
+                # All of it: other views may have been written, too.
+                whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+                self.written[path] = whole.set_(storage, 0, (storage.nbytes() // tensor.itemsize,), (1,))
 
     @property
     def has_context(self) -> bool:

@@ -160,6 +160,15 @@ def objects_in(form: Iterable[Any]) -> list[Any]:
     return [box.value for box in form if type(box) is ById]
 
 
+def object_roots(form: Iterable[Any]) -> dict[str, Any]:
+    """The same, each by a name of its own."""
+    found = dict[str, Any]()
+    for value in objects_in(form):
+        name = type(value).__name__
+        found[f"{name}#{len(found) + 1}" if name in found else name] = value
+    return found
+
+
 def constants_in(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     """The constants in nested arguments, with their paths."""
     if type(value) in CONSTANTS:
@@ -218,6 +227,9 @@ class ByName(nn.Module):
         self.is_plain = set(form[1 + len(keywords) :]) == {Tensor}
         self.returns_tensor, self.differs = False, False
         self.returns: Form | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.forward(*args, **kwargs)  # hooks of all modules are the model's to run
 
     def arguments(self, tensors: Iterable[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of the call again, with these tensors."""

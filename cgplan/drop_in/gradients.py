@@ -29,6 +29,11 @@ class _OfGraph(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        if torch.is_grad_enabled():
+            raise GradientError(
+                "backward(create_graph=True) through an output of a graph, whose gradients have no graph",
+                remedy="Call the model itself where gradients of gradients are needed.",
+            )
         outputs = ctx.again()
         asked = [(outputs[at], given) for at, given in zip(ctx.at, gradients, strict=True) if given is not None]
         torch.autograd.backward([output for output, _ in asked], [given for _, given in asked])

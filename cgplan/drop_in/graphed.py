@@ -42,6 +42,7 @@ from cgplan.drop_in.call_form import (
     flatten,
     is_tensor_type,
     module_of,
+    object_roots,
     objects_in,
     rebuild,
     shapes_of,
@@ -415,7 +416,7 @@ class Graphed:
     # --- the life of a kind -----------------------------------------------------------------------------------------
 
     def _kinds(self) -> list[Kind]:
-        return [kind for kinds in self._learnt.kinds.values() for kind in kinds]
+        return [kind for kinds in list(self._learnt.kinds.values()) for kind in list(kinds)]
 
     def _kind_of(
         self,
@@ -449,10 +450,9 @@ class Graphed:
 
     def _state_of(self, form: tuple[Any, ...]) -> Any:
         """What object arguments hold, as a key: plain values, lengths and addresses."""
-        held = objects_in(form)
-        if not held:
+        roots = object_roots(form)
+        if not roots:
             return ()
-        roots = {f"{type(value).__name__}{index}": value for index, value in enumerate(held)}
         return Fingerprint.of(roots, self._learnt.pool.backend.device).as_key()
 
     def _new_kind(
@@ -644,7 +644,7 @@ class Graphed:
             lazy = compilation.model_copy(update={"capture_policy": "lazy"})
             config = validate_config({**values, "compilation": lazy})
         rows = RealRows(functools.partial(_fill, weakref.ref(kind)), tuple(self._settings["pad"] or ()))
-        state = {"model": self._wrapped, **{type(value).__name__: value for value in objects_in(kind.forward.form)}}
+        state = {"model": self._wrapped, **object_roots(kind.forward.form)}
         session = CaptureSession(
             build_plan(config),
             kind.forward,
@@ -880,11 +880,14 @@ class Graphed:
 
     def recapture(self) -> None:
         """Free all graphs, and forget what was learnt of calls; they are captured again as calls ask for them."""
-        for kind in self._kinds():
-            kind.close()
-        if self._learnt.watch is not None:
-            self._learnt.watch.close()
-        self.__dict__["_learnt"] = _Learnt(eager=self._learnt.eager, told=self._learnt.told)
+        learnt = self._learnt
+        with learnt.lock:
+            for kind in self._kinds():
+                kind.close()
+            if learnt.watch is not None:
+                learnt.watch.close()
+            fresh = _Learnt(eager=learnt.eager, told=learnt.told, lock=learnt.lock)
+            vars(learnt).update(vars(fresh))  # other threads wait for its lock
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_wrapped"], name)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from cgplan.buffers.batch import BatchReader
 from cgplan.config import Dim, Input
-from cgplan.drop_in.call_form import ById, ByName, Form, is_tensor_type, objects_in
+from cgplan.drop_in.call_form import ById, ByName, Form, is_tensor_type, object_roots, objects_in
 from cgplan.errors import InputError, OutputShapeError
 from cgplan.graphs.fingerprint import Fingerprint
 from cgplan.graphs.watch import Watch
@@ -76,8 +76,7 @@ class Kind:
 
     def take_objects(self, device: torch.device) -> None:
         """Take down the object arguments as they are."""
-        if held := objects_in(self.forward.form):
-            roots = {type(value).__name__: value for value in held}
+        if roots := object_roots(self.forward.form):
             self.objects = Watch(Fingerprint.of(roots, device), at_once=True)
 
     def sizes_of(self, tensors: Sequence[Tensor]) -> dict[str, int]:

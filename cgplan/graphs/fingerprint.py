@@ -47,11 +47,12 @@ _PLAIN = frozenset(
 )
 _STATE = (torch.Tensor, torch.Generator, torch.nn.Module, dict, list, deque, str, *_NUMBERS)
 _OPAQUE = (type, types.ModuleType, Enum, set, frozenset)
-_OPAQUE_MODULES = ("threading", "_thread", "logging", "weakref", "torch._", "cgplan.graphs", "cgplan.piecewise")
+_OPAQUE_MODULES = re.compile(r"(threading|_thread|logging|weakref|cgplan\.graphs|cgplan\.piecewise)(\.|$)|torch\._")
 _FOREIGN = frozenset(
     {"torch", "cgplan", "numpy", "_pytest", *sys.stdlib_module_names}
 )  # packages whose code is not entered
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType, type)
 _OF_TORCH = frozenset(vars(torch.nn.Module())) - {"training"}  # what torch keeps in the __dict__ of each module
 _MODULE_DICTS = ("_parameters", "_buffers", "_modules")
 _MOST_ITEMS = 100_000  # of one container: a vocabulary, say, is not looked into
@@ -101,7 +102,7 @@ def _layout_of(kind: type) -> _Layout | None:
     """None for classes that a walk does not enter."""
     static = {name: value for owner in reversed(kind.__mro__) for name, value in vars(owner).items()}
     is_module = issubclass(kind, torch.nn.Module)
-    is_foreign = kind.__module__.startswith(_OPAQUE_MODULES) and not is_module
+    is_foreign = _OPAQUE_MODULES.match(kind.__module__) is not None and not is_module
     if is_foreign or issubclass(kind, _OPAQUE) or "__graph_memory__" in static:
         return None
     base = next((base for base in (OrderedDict, dict, list, tuple, deque) if issubclass(kind, base)), None)
@@ -271,6 +272,7 @@ class Fingerprint:
         volatile: Paths that are not compared: each run of the forward binds another object there.
         only: Paths of the tensors whose addresses are compared; None: all.
         count: The number of tensors with an address, each counted once.
+        tokens: Of objects that change inside: path, a function that gives their state, and that state.
     """
 
     roots: dict[str, Any]
@@ -282,7 +284,7 @@ class Fingerprint:
     volatile: set[str] = field(default_factory=set)
     only: set[str] | None = None
     count: int = 0
-    _tokens: list[tuple[str, Callable[[], object], object]] = field(default_factory=list)
+    tokens: list[tuple[str, Callable[[], object], object]] = field(default_factory=list)
 
     @classmethod
     def of(cls, roots: Mapping[str, Any], device: torch.device, *, draws: bool = False) -> Fingerprint:
@@ -293,15 +295,17 @@ class Fingerprint:
         with torch._C.DisableTorchFunctionSubclass():
             found._walk()
         if draws:
-            found._tokens += _generators_of_the_host(found.device)
-        found._tokens = [(path, token, token()) for path, token, _ in found._tokens]
+            found.tokens += _generators_of_the_host(found.device)
+        found.tokens = [(path, token, token()) for path, token, _ in found.tokens]
         return found
 
     def _walk(self) -> None:
         defaults = {id(torch.default_generator), *map(id, torch.cuda.default_generators)}
         layout_of: Callable[[type], _Layout | None] = cache(_layout_of)  # classes may change between walks
         seen: dict[int, Any] = {}  # holds what was visited, so that ids stay valid
-        todo: list[Any] = [(None, 0, self.roots, name, name) for name in reversed(self.roots)]
+        of_all_modules = vars(torch.nn.modules.module)
+        todo: list[Any] = [(None, 0, of_all_modules, f"_global{name}", f"torch.nn{name}") for name in _HOOKS]
+        todo += [(None, 0, self.roots, name, name) for name in reversed(self.roots)]
         while todo:
             above, home, container, key, step = todo.pop()
             try:
@@ -348,7 +352,7 @@ class Fingerprint:
     def _enter(self, value: Any, layout: _Layout | None, path: str) -> Inside:
         kind = type(value)
         if (token := _token_of(value)) is not None:
-            self._tokens.append((path, token, None))
+            self.tokens.append((path, token, None))
         if layout is None:
             return []
         if issubclass(kind, types.FunctionType):
@@ -475,26 +479,31 @@ class Fingerprint:
                 found |= held.added(path)
             elif length != held.length:
                 found[f"len({path})"] = Change(f"len({path})", held.length, length)
-        for path, token, before in self._tokens:
+        for path, token, before in self.tokens:
             now = token()
             if now != before:
                 found[path] = Change(path, _Inside(before), _Inside(now))
         return {path: change for path, change in found.items() if not is_ignored(path, ignore)}
 
     def as_key(self) -> tuple[Any, ...]:
-        """Plain values, lengths and addresses as a hashable key; other objects by their type."""
+        """Plain values, lengths, addresses, functions, and contents as a hashable key; other objects by their type."""
         found = list[Any]()
         for path, place in self.places.items():
             value, kind = place.value, type(place.value)
-            held = repr(value) if kind in _PLAIN else (place.address, place.form)
+            held: Any = repr(value) if kind in _PLAIN else (place.address, place.form)
+            if issubclass(kind, _FUNCTIONS):
+                held = value
             found.append((path, kind, held))
-        lengths = [(path, held.length) for path, held in self.contents.items()]
-        return (*found, *lengths)
+        for path, contents in self.contents.items():
+            found.append((path, contents.length))
+        for path, _, token in self.tokens:
+            found.append((path, token))
+        return tuple(found)
 
     def without_draws(self) -> Fingerprint:
         """The same, without the random generators of the host, which move between calls."""
         of_the_host = [path for path, _, _ in _generators_of_the_host(self.device)]
-        self._tokens = [token for token in self._tokens if token[0] not in of_the_host]
+        self.tokens = [token for token in self.tokens if token[0] not in of_the_host]
         return self
 
     # --- addresses ------------------------------------------------------------------------------------------------
@@ -503,7 +512,7 @@ class Fingerprint:
         """Hold nothing of the model any more; addresses can still be compared, given the roots."""
         for place in self.places.values():
             place.container = place.key = place.value = None
-        self.roots, self.contents, self._tokens = {}, {}, []
+        self.roots, self.contents, self.tokens = {}, {}, []
         return self
 
     def steady(self, places: Mapping[str, Place] | None = None) -> list[Place]:
@@ -621,7 +630,7 @@ def _token_of(value: Any) -> Callable[[], object] | None:
         return lambda: repr(state.__getstate__())
     if issubclass(kind, io.StringIO | io.BytesIO):
         return lambda: None if value.closed else value.tell()
-    if hasattr(kind, "__next__") and not kind.__module__.startswith(("_io", "torch", "cgplan")):
+    if hasattr(kind, "__next__") and kind.__module__.partition(".")[0] not in ("_io", "torch", "cgplan"):
         return object  # another one each time: who asks an iterator moves it on
     return None
 

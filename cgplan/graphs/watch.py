@@ -78,11 +78,11 @@ class Watch:
                     ways[id(place.above)] = place.above
                     counted.append(place.above)
         self._dicts: list[Any] = []
-        containers = [place.container for place in counted]
-        if places is None:
-            containers += [held.value for held in record.contents.values()]
-        self._watch(containers)
-        told = {id(held) for held in self._dicts}
+        counts = {id(place.container) for place in counted}
+        # Globals of the user's are in rotation: each assignment in a script would tell.
+        values = [held.value for held in record.contents.values()]
+        self._watch(value for value in values if places is None or id(value) in counts)
+        told = {id(value) for value in self._dicts}
         self._all = [(p.container, p.key, p.value, p.tensor) for p in counted]
         rest = [(p.container, p.key, p.value, p.tensor) for p in counted if not _is_told(p, told)]
         for held in record.contents.values() if places is None else ():
@@ -91,6 +91,7 @@ class Watch:
         step = max(len(rest), 1) if at_once else _TOLD if self._dicts else _UNTOLD
         self._chunks = [rest[start : start + step] for start in range(0, len(rest), step)]
         self._at = 0
+        self._tokens = record.tokens if at_once else []
 
     def _watch(self, containers: Iterable[Any]) -> None:
         watcher = _watcher()
@@ -110,12 +111,14 @@ class Watch:
             return True
         chunk = self._chunks[self._at]
         self._at = (self._at + 1) % len(self._chunks)
-        return _holds(chunk)
+        return _holds(chunk) and all(token() == before for _, token, before in self._tokens)
 
     def holds_all(self) -> bool:
         """Whether each place holds the very object that it held, at its address."""
+        self._flag[0] = False
         found = _holds(self._all)
-        self._flag[0] = not found
+        if not found:
+            self._flag[0] = True
         return found
 
     def suspect(self) -> None:
@@ -124,8 +127,10 @@ class Watch:
 
     def changes(self, ignore: Iterable[str] = ()) -> dict[str, Change]:
         """All that differs from the record; where nothing does, the flag is down again."""
+        self._flag[0] = False  # ahead: another thread may write meanwhile
         found = self.record.changes(ignore)
-        self._flag[0] = bool(found)
+        if found:
+            self._flag[0] = True
         return found
 
     def close(self) -> None:

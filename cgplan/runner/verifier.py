@@ -39,6 +39,7 @@ from cgplan.modes import BatchDescriptor, CUDAGraphMode, Key
 from cgplan.reports.records import VerifyRecord
 from cgplan.runner.prepared import NEVER, Due, PreparedCall, Values, on_device
 
+_COPIES = 4  # of the state, at one time
 _FEW = 0.25  # of the elements: those of rows that a router sends elsewhere
 
 
@@ -80,11 +81,7 @@ class _Moment:
 
 
 class Verifier:
-    """Verifies the graphs of one runner, see Note [Verification].
-
-    Attributes:
-        accepted: How many differences were found to be rounding.
-    """
+    """Verifies the graphs of one runner, see Note [Verification]."""
 
     def __init__(self, graphed: ModelGraphs) -> None:
         self._graphed, self._rows = graphed, graphed.real_rows
@@ -93,7 +90,6 @@ class Verifier:
         self._policy = compilation.verify_policy if graphed.is_alone or compilation.debug else "off"
         self._due: dict[tuple[CUDAGraphMode, BatchDescriptor, bool], Due] = {}
         self._handed: list[Tensor] = []
-        self.accepted = 0
 
     def schedule(self, call: PreparedCall) -> None:
         """Say when calls of a kind are verified: padded batches and others of one key have their own turns."""
@@ -125,10 +121,9 @@ class Verifier:
         that of the model's own code.
         """
         due = call.due
-        due.replays = 2 * due.replays or 1  # the number of this replay
-        due.left = {"first": NEVER, "rarely": due.replays, "always": 1}[self._policy]
         record, eager = self.verify(call, values)
-        self.accepted += record.remark is not None
+        due.replays = 1 if self._policy == "always" else 2 * due.replays or 1  # the number of this replay
+        due.left = {"first": NEVER, "rarely": due.replays, "always": 1}[self._policy]
         if record.failure is not None:
             due.left, due.replays = 1, 0
             raise NumbersError(
@@ -145,16 +140,19 @@ class Verifier:
         """
         graphed, compilation = self._graphed, self._graphed.config.compilation
         mode, key = call.route.mode, call.route.descriptor
-        if (held := sum(tensor.nbytes for tensor in graphed.written.values())) > graphed.copy_limit():
-            call.replay()
-            note = f"not verified: {held} bytes of state are more than compilation.state_copy"
-            return VerifyRecord(mode=mode, descriptor=key, remark=note), None
+        held = _COPIES * sum(tensor.nbytes for tensor in graphed.written.values())
+        if held > graphed.copy_limit():
+            return self._unverified(call, f"{held} bytes for copies of state are more than compilation.state_copy")
         kept = PutBack(graphed.record(), 0) if graphed.changes_python else None
         records = list[Fingerprint]()
         if compilation.strict:
             records = [graphed.record(), Fingerprint.of({}, graphed.backend.device, draws=True)]
         begin = _Moment(graphed, call, kept)
-        eager = self._run(partial(self._own_code, call, values))
+        try:
+            eager = self._run(partial(self._own_code, call, values))
+        except torch.OutOfMemoryError:
+            begin.put_back()
+            return self._unverified(call, "the model's own code needs more memory than there is")
         changes = self._changes_since(records, mode)
         after = _Moment(graphed, call)
         runs_once = not begin.put_back()  # a further run would find another Python
@@ -184,9 +182,7 @@ class Verifier:
         if wrong or not leaves:
             begin.put_back()
         if wrong and leaves:
-            if graphed.overwritten:
-                self._own_code(call, values)
-            after.put_back()
+            self._leave_own_state(call, values, after)
         record = VerifyRecord(
             mode=mode,
             descriptor=key,
@@ -198,6 +194,17 @@ class Verifier:
             remark=remark,
         )
         return record, eager
+
+    def _unverified(self, call: PreparedCall, why: str) -> tuple[VerifyRecord, None]:
+        call.replay()
+        route = call.route
+        return VerifyRecord(mode=route.mode, descriptor=route.descriptor, remark=f"not verified: {why}"), None
+
+    def _leave_own_state(self, call: PreparedCall, values: Values, after: _Moment) -> None:
+        """State as the model's own code left it."""
+        if self._graphed.overwritten:
+            self._own_code(call, values)
+        after.put_back()
 
     def _changes_since(self, records: Sequence[Fingerprint], mode: CUDAGraphMode) -> list[Change]:
         """What code of graphs changed of Python."""
@@ -228,6 +235,8 @@ class Verifier:
             with graphed.in_context(route.mode, route.descriptor):
                 output = graphed.run_eager(route.descriptor, graphed.views(route.descriptor))
             return graphed.outputs.cut(output, route.batch)
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:
             failure = explain_eager_failure(error, f"{route.mode} {route.descriptor}")
             raise failure from (error if failure is not error else error.__cause__)

@@ -632,6 +632,114 @@ def example_is_given(graphed: Wrap) -> Steps:
             yield g(rows(batch, 8))
 
 
+class Settings:
+    """An object of the user's that a forward reads."""
+
+    def __init__(self, scale: float) -> None:
+        self.scale, self.act, self.names = scale, torch.relu, {1}
+
+    def reset(self) -> None:
+        self.names = {1}
+
+
+@program(programs)
+def two_settings_of_one_class(graphed: Wrap) -> Steps:
+    """Passes two objects of one class, and changes each: a number, a function, what a set holds."""
+
+    def forward(x: Tensor, a: Settings, b: Settings) -> Tensor:
+        return b.act(x * a.scale + b.scale) * (2 if 1 in a.names else 3)
+
+    a, b, g = Settings(1.0), Settings(2.0), graphed(forward)
+    for at in range(24):
+        if at == 6:
+            a.scale = 3.0
+        if at == 12:
+            b.act = torch.tanh
+        if at == 18:
+            a.names.remove(1)
+        yield g(rows(4, 8), a, b)
+
+
+@program(programs, graphs=True)
+def a_hook_of_all_modules(graphed: Wrap) -> Steps:
+    """Has a global hook from the start, and takes it away."""
+    net = mlp()
+    handle = nn.modules.module.register_module_forward_hook(lambda module, given, output: output * 2)
+    try:
+        g = graphed(net)
+        for at in range(16):
+            if at == 8:
+                handle.remove()
+            yield g(rows(4, 8))
+    finally:
+        handle.remove()
+
+
+@program(programs)
+def two_views_of_one_storage(graphed: Wrap) -> Steps:
+    """Keeps sums of batches in two rows of one tensor."""
+
+    class Sums(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.both = torch.zeros(2, 8, device=device)
+            self.first, self.second = self.both[0], self.both[1]
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.first.add_(0)
+            self.second.add_(x.sum(0))
+            return x * 2
+
+    net = Sums()
+    g = graphed(net)
+    for _ in range(12):
+        yield g(rows(3, 8)), net.both
+
+
+@program(programs)
+def a_cache_by_positions_beside_another_size(graphed: Wrap) -> Steps:
+    """Writes rows of a cache at positions, where two sizes vary, so padding would be position 0."""
+
+    class Cached(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cache = torch.zeros(8, 8, device=device)
+
+        def forward(self, v: Tensor, at: Tensor, other: Tensor) -> Tensor:
+            self.cache.index_copy_(0, at, v)
+            return v * 2 + other.sum()
+
+    net = Cached()
+    g = graphed(net, dynamic={"v": {0: "rows"}, "at": {0: "rows"}, "other": {0: "more"}})
+    at = torch.tensor([2, 3, 4], device=device)
+    for _ in range(12):
+        yield g(rows(3, 8), at, rows(5)), net.cache
+
+
+def test_whole_numbers_are_compared_exactly() -> None:
+    """float64 holds not all of int64."""
+    scale = [2**60]
+    runner = cgplan.capture(
+        lambda x: x + scale[0],
+        {"x": cgplan.Input(shape=("num_tokens",), dtype="int64", pad=0)},
+        compilation={"cudagraph_capture_sizes": [4], "verify": "always"},
+        device=str(device),
+    )
+    x = torch.zeros(4, dtype=torch.int64, device=device)
+    runner(x=x)
+    scale[0] += 1
+    with pytest.raises(cgplan.NumbersError):
+        runner(x=x)
+
+
+def test_gradients_of_gradients_are_refused() -> None:
+    g = cgplan.graphed(mlp(), grad="recompute")
+    for _ in range(4):
+        out = g(rows(4, 8)).sum()
+    with pytest.raises(cgplan.GradientError, match="create_graph"):
+        out.backward(create_graph=True)
+
+
 @pytest.mark.parametrize("case", programs, ids=lambda p: p.name)
 def test_program(case: Program) -> None:
     check(case)
