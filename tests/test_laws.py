@@ -31,7 +31,7 @@ FOLDERS = (
 WITHOUT_TORCH = FOLDERS[: FOLDERS.index("buffers")]
 MODULES = sorted(PACKAGE.rglob("*.py"))
 TINY: set[str] = set()
-BUDGET = {"lines": 32_400, "tokens": 229_800, "files": 142, "files in a folder": 13}
+BUDGET = {"lines": 32_500, "tokens": 230_300, "files": 142, "files in a folder": 13}
 
 
 @dataclass(frozen=True)
