@@ -163,5 +163,6 @@ def _holds(places: Iterable[tuple[Any, Any, Any, tuple[Any, ...] | None]]) -> bo
 
 
 def _is_told(place: Place, told: set[int]) -> bool:
-    """Whether a change there sets the flag: no tensor's address does."""
-    return place.address is None and (id(place.container) in told or type(place.container) is tuple)
+    """Whether a change there sets the flag: no tensor's address does. Roots are the record's own."""
+    is_steady = place.above is None or type(place.container) is tuple
+    return place.address is None and (is_steady or id(place.container) in told)
