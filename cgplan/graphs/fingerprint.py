@@ -227,6 +227,8 @@ class Change:
             return f"{self.path} (its memory)"
         if type(self.was) is _Inside:
             return f"{self.path} (its contents)"
+        if self.is_move:
+            return f"{self.path} (another tensor)"
         return f"{self.path} (it was {_words(self.was)} and is {_words(self.now)})"
 
 

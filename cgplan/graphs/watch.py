@@ -53,7 +53,10 @@ class _Length:
         self._held = held
 
     def __getitem__(self, key: int) -> int:
-        return int(self._held.base.__len__(self._held.value))
+        length: int = self._held.base.__len__(self._held.value)
+        if length == self._held.length:
+            return self._held.length  # the very object, by which places are compared
+        return length
 
 
 class Watch:
@@ -89,7 +92,12 @@ class Watch:
             if id(held.value) not in told:
                 rest.append((_Length(held), 0, held.length, None))
         step = max(len(rest), 1) if at_once else _TOLD if self._dicts else _UNTOLD
-        self._chunks = [rest[start : start + step] for start in range(0, len(rest), step)]
+        tensors = [place for place in rest if place[3] is not None]
+        others = [place for place in rest if place[3] is None]
+        count = -(-len(rest) // step)
+        self._chunks = [others[start::count] for start in range(count)]
+        for at in range(max(count, len(tensors)) if tensors else 0):  # each call sees it where all have moved
+            self._chunks[at % count].append(tensors[at % len(tensors)])
         self._at = 0
         self._tokens = record.tokens if at_once else []
 
@@ -107,11 +115,14 @@ class Watch:
         """Whether nothing that this call compares has changed: what was told, and the next places in rotation."""
         if self._flag[0]:
             return not self._is_whole and self.holds_all()
+        for _, token, before in self._tokens:
+            if token() != before:
+                return False
         if not self._chunks:
             return True
         chunk = self._chunks[self._at]
         self._at = (self._at + 1) % len(self._chunks)
-        return _holds(chunk) and all(token() == before for _, token, before in self._tokens)
+        return _holds(chunk)
 
     def holds_all(self) -> bool:
         """Whether each place holds the very object that it held, at its address."""

@@ -257,3 +257,16 @@ def test_one_watcher_serves_the_process_and_without_a_free_one_all_is_compared_i
     finally:
         for watcher in taken:
             ctypes.pythonapi.PyDict_ClearWatcher(watcher)
+
+
+@pytest.mark.parametrize("calls", range(0, 60, 7))
+def test_where_all_tensors_moved_any_call_sees_it(calls: int) -> None:
+    """Few of thousands of places are tensors, and each call compares some places."""
+    layers = [*(nn.Linear(2, 2) for _ in range(8)), *(nn.Dropout(0.1) for _ in range(300))]
+    model = nn.Sequential(*layers)
+    watch = Watch(Fingerprint.of({"model": model}, torch.device("cpu")))
+    for _ in range(calls):
+        assert watch.holds()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    assert not watch.holds()
