@@ -1,6 +1,7 @@
 """cgplan: a declarative planner for CUDA graphs.
 
-YAML config -> plan -> capture -> dispatch and replay -> reports. What needs torch is loaded on first use.
+YAML config -> plan -> capture -> dispatch and replay -> reports. What needs torch is loaded on
+first use.
 """
 
 from importlib import import_module

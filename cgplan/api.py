@@ -50,19 +50,24 @@ def capture(
         cgplan.capture(config="my.yaml")  # the file names the model
 
     Args:
-        model: Any callable or nn.Module, on the device already; it is called with the inputs by name. Absent: the
-            configuration's ``model.target``.
-        inputs: ``cgplan.Input`` by name, one for each argument of the forward; in short ``(shape, dtype, pad)``, as in
-            ``("num_tokens", torch.int32, -1)``; or an example tensor of floating point, whose dimension 0 then counts
-            ``num_tokens``, and whose padding rows hold 0. For other dtypes no value is safe: 0 and -1 may both be an
-            index. Declare them, by ``cgplan.Input.like(tensor, pad=...)``, say.
-        config: A configuration, a mapping like its file, or the file's path, in place of all sections.
-        metadata: ``cgplan.Input`` by name for tensors that the model reads from the forward context.
-        compilation, scheduler, lora, speculative, report, budget: Sections of the configuration, as mappings or models.
+        model: Any callable or nn.Module, on the device already; it is called with the inputs by
+            name. Absent: the configuration's ``model.target``.
+        inputs: ``cgplan.Input`` by name, one for each argument of the forward; in short
+            ``(shape, dtype, pad)``, as in ``("num_tokens", torch.int32, -1)``; or an example tensor
+            of floating point, whose dimension 0 then counts ``num_tokens``, and whose padding rows
+            hold 0. For other dtypes no value is safe: 0 and -1 may both be an index. Declare them,
+            by ``cgplan.Input.like(tensor, pad=...)``, say.
+        config: A configuration, a mapping like its file, or the file's path, in place of all
+            sections.
+        metadata: ``cgplan.Input`` by name for tensors that the model reads from the forward
+            context.
+        compilation, scheduler, lora, speculative, report, budget: Sections of the configuration, as
+            mappings or models.
         device: ``auto``, ``cuda``, ``cuda:N`` or ``cpu``; absent: the configuration's.
         output_rows: What dimension 0 of each output counts: ``num_tokens`` or ``num_reqs``.
-        state: The objects whose tensors and attributes the model relies on, where it is a method of a larger one, such
-            as ``cgplan.capture(engine.forward_decode, ..., state=[engine.model])``; absent: the model.
+        state: The objects whose tensors and attributes the model relies on, where it is a method of
+            a larger one, such as
+            ``cgplan.capture(engine.forward_decode, ..., state=[engine.model])``; absent: the model.
         progress: Called before each key.
         before_key: Sets an engine's own context ahead of each key, see CaptureSession.
 
@@ -89,10 +94,13 @@ def capture(
     }
     given = {name: value for name, value in sections.items() if value is not None}
     if config is None and inputs is None:
-        raise ConfigError("neither inputs nor config were given", remedy="Pass cgplan.Input by name, or a file.")
+        raise ConfigError(
+            "neither inputs nor config were given", remedy="Pass cgplan.Input by name, or a file."
+        )
     if config is not None and given:
         raise ConfigError(
-            f"config and {', '.join(given)} were both given", remedy="Put the sections into the configuration."
+            f"config and {', '.join(given)} were both given",
+            remedy="Put the sections into the configuration.",
         )
     folder = Path(config).parent if isinstance(config, str | Path) else None
     if config is None:
@@ -105,13 +113,24 @@ def capture(
     plan, backend = build_plan(config), select_backend(config.device)
     if model is None:
         if config.model is None or config.model.target is None:
-            raise ModelError("no model was given", remedy="Pass one, or a configuration with model.target.")
-        model = load_model(config.model.target, config.model.kwargs, device=backend.device, base_dir=folder).forward
+            raise ModelError(
+                "no model was given", remedy="Pass one, or a configuration with model.target."
+            )
+        model = load_model(
+            config.model.target, config.model.kwargs, device=backend.device, base_dir=folder
+        ).forward
     began = time.perf_counter()
     if config.compilation.cudagraph_mode is CUDAGraphMode.AUTO:
         config, plan = choose_mode(config, model, backend, state, before_key=before_key)
     return CaptureSession(
-        plan, model, backend, config, progress=progress, state=state, before_key=before_key, began=began
+        plan,
+        model,
+        backend,
+        config,
+        progress=progress,
+        state=state,
+        before_key=before_key,
+        began=began,
     ).run()
 
 
@@ -120,12 +139,16 @@ def _declared(inputs: Mapping[str, Any]) -> dict[str, Any]:
     for name, tensor in examples.items():
         if not tensor.is_floating_point():
             raise ConfigError(
-                f"input {name!r} is an example of {tensor.dtype}, which does not say what padding rows hold",
-                remedy=f"Pass cgplan.Input.like({name}, pad=0) if 0 is harmless, or the value that is (-1 for slots).",
+                f"input {name!r} is an example of {tensor.dtype}, which does not say what padding "
+                "rows hold",
+                remedy=f"Pass cgplan.Input.like({name}, pad=0) if 0 is harmless, or the value "
+                "that is (-1 for slots).",
             )
     if len({tensor.shape[:1] for tensor in examples.values()}) > 1:
         raise ConfigError(
-            f"dimension 0 differs: {', '.join(f'{name} {list(tensor.shape)}' for name, tensor in examples.items())}",
-            remedy="Pass examples of one batch, and cgplan.Input(shape=..., dtype=..., pad=...) for other tensors.",
+            "dimension 0 differs: "
+            f"{', '.join(f'{name} {list(tensor.shape)}' for name, tensor in examples.items())}",
+            remedy="Pass examples of one batch, and cgplan.Input(shape=..., dtype=..., pad=...) "
+            "for other tensors.",
         )
     return {**inputs, **{name: Input.like(tensor, pad=0) for name, tensor in examples.items()}}

@@ -6,13 +6,13 @@
     ├── PlanError                  5   no plan follows from the configuration
     │   ├── ModeError              6   ... because the model's attention does not support the mode
     │   ├── BudgetError           20   ... because the budget does not pay for a single graph
-    │   └── PlanMismatchError     21   a saved plan was made for another configuration, model or machine
+    │   └── PlanMismatchError     21   a saved plan was made for another configuration or machine
     ├── TrafficError              22   a file of traffic cannot be read, or holds no batch
     ├── StepTimeError             23   step times are missing, not positive, or of no use
-    ├── RegretError               24   a plan is farther from the best one for other traffic than it may be
-    ├── ModelError                 7   the model's target does not import, is not callable, or failed
-    ├── InputError                 8   a call with a wrong name, shape, dtype, device or number of rows
-    ├── BackendError               9   the device that was asked for is not there, or lacks a feature
+    ├── RegretError               24   a plan is too far from the best one for other traffic
+    ├── ModelError                 7   the model's target does not import, or failed
+    ├── InputError                 8   a call with a wrong name, shape, dtype, device or count
+    ├── BackendError               9   the device asked for is not there, or lacks a feature
     ├── CaptureError              10   a graph could not be captured
     │   ├── HostSyncError         11   ... because an operator needs the host
     │   ├── CaptureMemoryError    12   ... because memory ran out
@@ -20,15 +20,15 @@
     │   └── SealedError           14   ... because no session is open, or captures are forbidden
     ├── DispatchMissError         15   no graph serves this batch and on_miss is `error`
     ├── AddressError              18   a tensor that a graph was captured with has moved
-    ├── NumbersError              19   a replay differs from the model's own code, or padding reaches real rows
+    ├── NumbersError              19   a replay differs from the model's own code
     ├── GradientError             26   backward through outputs of a graph
     ├── AuditError                25   captured graphs point into memory that is not the runner's
     ├── DistributedError          40   ranks cannot work together
     │   ├── RendezvousError       41   ... because one of them did not come
-    │   ├── RankMismatchError     42   ... because they differ: configuration, model, torch, driver, captures
-    │   ├── RankFailedError       43   ... because one of them raised, left, or did not come in time
-    │   ├── RegistrationError     44   graph buffers cannot be shared, or are not registered yet
-    │   └── AllReduceError        45   the all-reduce that was asked for cannot work here, or failed
+    │   ├── RankMismatchError     42   ... because they differ: configuration, torch, captures
+    │   ├── RankFailedError       43   ... because one of them raised, left, or was late
+    │   ├── RegistrationError     44   graph buffers are not shared or not registered yet
+    │   └── AllReduceError        45   the all-reduce asked for cannot work here, or failed
     ├── ReportError               16   a saved file is not a report or plan that this version reads
     └── OutputPathError           17   the output path cannot be written
 
@@ -46,8 +46,12 @@ def first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def did_you_mean(name: str, known: Iterable[str], form: str = "Did you mean {!r}? ", most: int = 1) -> str:
-    """The nearest of the known names, or at most so many, in a sentence of this form; empty if none is near."""
+def did_you_mean(
+    name: str, known: Iterable[str], form: str = "Did you mean {!r}? ", most: int = 1
+) -> str:
+    """The nearest of the known names, or at most so many, in a sentence of this form; empty if none
+    is near.
+    """
     near = get_close_matches(name, list(known), most)
     return form.format(" or ".join(near)) if near else ""
 
@@ -56,7 +60,8 @@ class CgplanError(Exception):
     """Base of all errors that cgplan raises on purpose.
 
     Args:
-        message: What is wrong: file, key and line where there are any, what was found, what is allowed.
+        message: What is wrong: file, key and line where there are any, what was found, what is
+            allowed.
         remedy: What the user can do about it.
     """
 
@@ -76,7 +81,9 @@ class CgplanError(Exception):
 
 
 class ConfigError(CgplanError, exit_code=3):
-    """The configuration holds an unknown key, a wrong type, or values that contradict each other."""
+    """The configuration holds an unknown key, a wrong type, or values that contradict each
+    other.
+    """
 
 
 class ConfigFileError(ConfigError, exit_code=4):
@@ -96,7 +103,9 @@ class BudgetError(PlanError, exit_code=20):
 
 
 class PlanMismatchError(PlanError, exit_code=21):
-    """A saved plan was made for another configuration, model, driver or version; the message names what differs."""
+    """A saved plan was made for another configuration, model, driver or version; the message names
+    what differs.
+    """
 
 
 class TrafficError(CgplanError, exit_code=22):
@@ -108,7 +117,9 @@ class StepTimeError(CgplanError, exit_code=23):
 
 
 class RegretError(CgplanError, exit_code=24):
-    """On other traffic, steps with a plan are longer than with the best one there by more than was allowed."""
+    """On other traffic, steps with a plan are longer than with the best one there by more than was
+    allowed.
+    """
 
 
 class ModelError(CgplanError, exit_code=7):
@@ -124,11 +135,15 @@ class BackendError(CgplanError, exit_code=9):
 
 
 class CaptureError(CgplanError, exit_code=10):
-    """A graph could not be captured. A session frees all its graphs; between batches only that key is given up."""
+    """A graph could not be captured. A session frees all its graphs; between batches only that key
+    is given up.
+    """
 
 
 class HostSyncError(CaptureError, exit_code=11):
-    """An operator inside the captured region needs the host; names it and the user's source line."""
+    """An operator inside the captured region needs the host; names it and the user's source
+    line.
+    """
 
 
 class CaptureMemoryError(CaptureError, exit_code=12):
@@ -136,11 +151,15 @@ class CaptureMemoryError(CaptureError, exit_code=12):
 
 
 class OutputShapeError(CaptureError, exit_code=13):
-    """An output of the model does not have the batch dimension first, so padding cannot be sliced off."""
+    """An output of the model does not have the batch dimension first, so padding cannot be sliced
+    off.
+    """
 
 
 class SealedError(CaptureError, exit_code=14):
-    """A capture was asked for after the runner was sealed, or where ``capture_allowed(False)`` forbids it."""
+    """A capture was asked for after the runner was sealed, or where ``capture_allowed(False)``
+    forbids it.
+    """
 
 
 class DispatchMissError(CgplanError, exit_code=15):
@@ -148,7 +167,9 @@ class DispatchMissError(CgplanError, exit_code=15):
 
 
 class AddressError(CgplanError, exit_code=18):
-    """Tensors that a graph was captured with have moved, are gone, or others have come; raised instead of a replay."""
+    """Tensors that a graph was captured with have moved, are gone, or others have come; raised
+    instead of a replay.
+    """
 
 
 class NumbersError(CgplanError, exit_code=19):
@@ -168,7 +189,9 @@ class GradientError(CgplanError, exit_code=26):
 
 
 class AuditError(CgplanError, exit_code=25):
-    """Captured graphs hold pointers into memory that is free, gone, or somebody else's; the message lists them."""
+    """Captured graphs hold pointers into memory that is free, gone, or somebody else's; the message
+    lists them.
+    """
 
 
 class DistributedError(CgplanError, exit_code=40):
@@ -184,19 +207,27 @@ class RankMismatchError(DistributedError, exit_code=42):
 
 
 class RankFailedError(DistributedError, exit_code=43):
-    """A rank raised, or did not come within the timeout; the message names the step, and the rank where it is known."""
+    """A rank raised, or did not come within the timeout; the message names the step, and the rank
+    where it is known.
+    """
 
 
 class RegistrationError(DistributedError, exit_code=44):
-    """Memory that a graph reads cannot be handed to other processes, or a graph was replayed before it was."""
+    """Memory that a graph reads cannot be handed to other processes, or a graph was replayed before
+    it was.
+    """
 
 
 class AllReduceError(DistributedError, exit_code=45):
-    """The all-reduce that was asked for cannot work on this machine, or a rank left it while another waited."""
+    """The all-reduce that was asked for cannot work on this machine, or a rank left it while
+    another waited.
+    """
 
 
 class ReportError(CgplanError, exit_code=16):
-    """A saved file is not a report or plan, or has a schema version that this cgplan does not read."""
+    """A saved file is not a report or plan, or has a schema version that this cgplan does not
+    read.
+    """
 
 
 class OutputPathError(CgplanError, exit_code=17):

@@ -34,8 +34,9 @@ _SETTINGS = {"CUDAGraphMode": "cudagraph_mode", "AttentionSupport": "attention_s
 
 
 class CUDAGraphMode(_Named, Enum):
-    """Which graphs run a batch. The first three are runtime modes; the next two pair one for uniform decode batches
-    with one for mixed batches. AUTO is decided by measuring; a plan without a device takes it for FULL.
+    """Which graphs run a batch. The first three are runtime modes; the next two pair one for
+    uniform decode batches with one for mixed batches. AUTO is decided by measuring; a plan without
+    a device takes it for FULL.
     """
 
     NONE = 0
@@ -81,11 +82,13 @@ class BatchDescriptor(NamedTuple):
 
     Attributes:
         num_tokens: Rows of the batch (tokens), padded to a capture size.
-        num_reqs: Requests of the batch, padded; None where the graph does not depend on it (PIECEWISE, eager).
+        num_reqs: Requests of the batch, padded; None where the graph does not depend on it
+            (PIECEWISE, eager).
         uniform: Whether every request has the same query length ``1 + num_speculative_tokens``.
         has_lora: Whether the graph runs LoRA adapters.
         num_active_loras: How many distinct adapters the graph serves (0 without LoRA).
-        sizes: Of the other named dimensions, padded, in the order of ``Config.dim_names`` behind the first.
+        sizes: Of the other named dimensions, padded, in the order of ``Config.dim_names`` behind
+            the first.
     """
 
     num_tokens: int

@@ -1,4 +1,6 @@
-"""Numbers as people read them: no more digits than are true. And lists: shortened, counted, in groups."""
+"""Numbers as people read them: no more digits than are true. And lists: shortened, counted, in
+groups.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,13 @@ def format_microseconds(value: float | None) -> str:
     """``1234.5`` -> ``1.23 ms``; three significant digits."""
     if value is None:
         return "-"
-    number, unit = (value, "us") if value < 1000 else (value / 1e3, "ms") if value < 1e6 else (value / 1e6, "s")
+    number, unit = (
+        (value, "us")
+        if value < 1000
+        else (value / 1e3, "ms")
+        if value < 1e6
+        else (value / 1e6, "s")
+    )
     return f"{number:.{0 if number >= 99.95 else 1 if number >= 9.995 else 2}f} {unit}"
 
 

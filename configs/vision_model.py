@@ -5,13 +5,17 @@ from torch import nn
 
 
 class SmallViT(nn.Module):
-    """Patches, a transformer encoder, and a linear head: images [rows, 3, 64, 64] to logits [rows, classes]."""
+    """Patches, a transformer encoder, and a linear head: images [rows, 3, 64, 64] to logits [rows,
+    classes].
+    """
 
     def __init__(self, width: int = 128, layers: int = 4, classes: int = 10) -> None:
         super().__init__()
         self.patches = nn.Conv2d(3, width, kernel_size=8, stride=8)
         self.positions = nn.Parameter(torch.zeros(1, 64, width))
-        layer = nn.TransformerEncoderLayer(width, nhead=4, dim_feedforward=2 * width, batch_first=True, norm_first=True)
+        layer = nn.TransformerEncoderLayer(
+            width, nhead=4, dim_feedforward=2 * width, batch_first=True, norm_first=True
+        )
         self.encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
         self.head = nn.Linear(width, classes)
 

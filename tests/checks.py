@@ -17,7 +17,9 @@ from cgplan.graphs.put_back import PutBack
 MIB = 1 << 20
 
 
-def capture(backend: GraphBackend, forward: Callable[[], Any], pool: Any = None, warmups: int = 1) -> tuple[Any, Any]:
+def capture(
+    backend: GraphBackend, forward: Callable[[], Any], pool: Any = None, warmups: int = 1
+) -> tuple[Any, Any]:
     """(graph, output) of a forward, warmed up on the capture stream as a session does."""
     graph = backend.new_graph(backend.new_pool() if pool is None else pool)
     with backend.session(), torch.no_grad():

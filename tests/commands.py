@@ -163,7 +163,9 @@ def refused(error: type[errors.CgplanError], *arguments: str) -> str:
 
 
 HISTOGRAM = "num_tokens,count\n1,500\n2,300\n7,200\n"
-REQUESTS = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(f"{second},4,3\n" for second in range(20))
+REQUESTS = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(
+    f"{second},4,3\n" for second in range(20)
+)
 TABLE = "mode,num_tokens,microseconds\neager,1,1000\neager,16,1000\nFULL,1,100\nFULL,8,300\nFULL,16,900\n"
 
 

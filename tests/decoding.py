@@ -48,7 +48,10 @@ def configure(backend: GraphBackend, *, max_loras: int = 0, **sections: Any) -> 
         metadata["lora_ids"] = Input(shape=(rows,), dtype="int64", pad=-1)
     return validate_config(
         {
-            "inputs": {name: Input(shape=(rows,), dtype="int64", pad=0) for name in ("input_ids", "positions")},
+            "inputs": {
+                name: Input(shape=(rows,), dtype="int64", pad=0)
+                for name in ("input_ids", "positions")
+            },
             "metadata": metadata,
             "compilation": {"cudagraph_mode": "FULL_DECODE_ONLY"},
             "scheduler": {"max_num_seqs": 4, "max_num_batched_tokens": 64},

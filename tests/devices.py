@@ -26,7 +26,13 @@ class WithDriver(TapeBackend):
     """
 
     def __init__(
-        self, rate: int = 1000, chunk: int = 4096, total: int = 1 << 30, *, keeps: bool = False, workspace: int = 0
+        self,
+        rate: int = 1000,
+        chunk: int = 4096,
+        total: int = 1 << 30,
+        *,
+        keeps: bool = False,
+        workspace: int = 0,
     ) -> None:
         super().__init__()
         self.rate, self.chunk, self.total, self.keeps = rate, chunk, total, keeps

@@ -109,7 +109,9 @@ def ready(g: Any, model: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return found
 
 
-def as_the_model(g: Any, model: Callable[[Tensor], Any], backend: GraphBackend, *counts: int) -> None:
+def as_the_model(
+    g: Any, model: Callable[[Tensor], Any], backend: GraphBackend, *counts: int
+) -> None:
     """Calls with these numbers of rows give what the model gives."""
     for count in counts:
         x = rows(backend, count).abs()

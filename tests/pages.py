@@ -30,7 +30,9 @@ from cgplan.config import load_config
 
 ROOT = Path(__file__).parents[1]
 PAGES = {page.stem: page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
-BLOCK = re.compile(r"^(?:<!-- ([\w-]+)(?:: (.*?))? -->\n)?^```(.*)\n((?:.*\n)*?)^```$", re.MULTILINE)
+BLOCK = re.compile(
+    r"^(?:<!-- ([\w-]+)(?:: (.*?))? -->\n)?^```(.*)\n((?:.*\n)*?)^```$", re.MULTILINE
+)
 
 
 @dataclass(frozen=True)
@@ -54,9 +56,13 @@ def blocks_of(page: str) -> Iterator[Block]:
         yield Block(page, text[: found.start(4)].count("\n") + 1, mark, of_mark, language, code)
 
 
-def run_page(page: str, *, gpus: int = 0, after: Callable[[Block, ModuleType], None] | None = None) -> ModuleType:
+def run_page(
+    page: str, *, gpus: int = 0, after: Callable[[Block, ModuleType], None] | None = None
+) -> ModuleType:
     """Run all blocks of a page in the current folder, and return the module that its Python code makes."""
-    module = sys.modules[f"page_{page.replace('-', '_')}"] = ModuleType(f"page_{page.replace('-', '_')}")
+    module = sys.modules[f"page_{page.replace('-', '_')}"] = ModuleType(
+        f"page_{page.replace('-', '_')}"
+    )
     module.__file__ = str(PAGES[page])
     printed = ""
     for block in blocks_of(page):
@@ -78,7 +84,9 @@ def run_page(page: str, *, gpus: int = 0, after: Callable[[Block, ModuleType], N
             Path("shown.yaml").write_text(block.text, encoding="utf-8")
             load_config("shown.yaml")
         else:
-            raise AssertionError(f"{block.place}: a block is python, sh, console, text or yaml, or has a mark")
+            raise AssertionError(
+                f"{block.place}: a block is python, sh, console, text or yaml, or has a mark"
+            )
         if after is not None:
             after(block, module)
     return module
@@ -88,7 +96,10 @@ def run_python(block: Block, module: ModuleType) -> str:
     """What the code prints. Its lines keep their numbers in the page, for tracebacks and for Dynamo."""
     out = io.StringIO()
     with redirect_stdout(out):
-        exec(compile("\n" * (block.line - 1) + block.text, str(PAGES[block.page]), "exec"), vars(module))
+        exec(
+            compile("\n" * (block.line - 1) + block.text, str(PAGES[block.page]), "exec"),
+            vars(module),
+        )
     return out.getvalue()
 
 
@@ -96,7 +107,9 @@ def commands_of(block: Block) -> Iterator[tuple[str, str]]:
     """Each command, and the output that is claimed for it."""
     text = re.sub(r"\\\n\s*", "", block.text)
     if block.language == "sh":
-        yield from ((line, "") for line in text.splitlines() if line.strip() and not line.startswith("#"))
+        yield from (
+            (line, "") for line in text.splitlines() if line.strip() and not line.startswith("#")
+        )
     else:
         for part in re.split(r"^\$ ", text, flags=re.MULTILINE)[1:]:
             command, _, claimed = part.partition("\n")
@@ -109,7 +122,9 @@ def run_command(block: Block, command: str, fails: bool) -> str:
     target = Path(words.pop()) if ">" in words and words[-2] == ">" else None
     words = [word for word in words if word != ">"]
     if words[0] == "cgplan":
-        is_repeated = any(word.startswith("configs/") for word in words) and not any(w.startswith("--") for w in words)
+        is_repeated = any(word.startswith("configs/") for word in words) and not any(
+            w.startswith("--") for w in words
+        )
         result = (_repeated if is_repeated else cgplan_command)(*words[1:])
         code, out, err = result.exit_code, result.stdout, result.output
     elif words[0] == "python" and words[1].endswith(".py"):
@@ -117,13 +132,21 @@ def run_command(block: Block, command: str, fails: bool) -> str:
         err = out
     else:
         ways = {
-            "torchrun": [sys.executable, "-m", "torch.distributed.run", "--master-port", str(free_port())],
+            "torchrun": [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--master-port",
+                str(free_port()),
+            ],
             "make": ["make", "--dry-run", "--directory", str(ROOT)],
         }
         path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
         given = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
         whole = [*ways[words[0]], *words[1:]]
-        done = subprocess.run(whole, env=given, capture_output=True, text=True, timeout=280, check=False)
+        done = subprocess.run(
+            whole, env=given, capture_output=True, text=True, timeout=280, check=False
+        )
         code, out, err = done.returncode, done.stdout, done.stdout + done.stderr
     assert bool(code) == fails, f"{block.place}: {command}: exit code {code}\n{err}"
     if target is not None:
@@ -167,4 +190,6 @@ def compare(block: Block, claimed: str, printed: str, whole: bool = True) -> Non
     lines = [re.escape(line) + "\n" if line != "..." else r"(?:.*\n)*?" for line in normal(claimed)]
     found = "".join(line + "\n" for line in normal(printed))
     if whole:
-        assert re.fullmatch("".join(lines), found), f"{block.place} claims\n{claimed}\nprinted was\n{printed}"
+        assert re.fullmatch("".join(lines), found), (
+            f"{block.place} claims\n{claimed}\nprinted was\n{printed}"
+        )

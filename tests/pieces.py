@@ -9,7 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cgplan import BreakableCUDAGraphCapture, CaptureSession, GraphRunner, Input, build_plan, eager_break_during_capture
+from cgplan import (
+    BreakableCUDAGraphCapture,
+    CaptureSession,
+    GraphRunner,
+    Input,
+    build_plan,
+    eager_break_during_capture,
+)
 from cgplan.backends import GraphBackend
 from cgplan.config import validate_config
 from cgplan.piecewise.eager_piece import EagerPiece
@@ -19,7 +26,9 @@ def capture(backend: GraphBackend, forward: Callable[[], Any], pool: Any = None)
     """(capture, output) of a forward, warmed up as a session does."""
     with backend.session(), torch.no_grad():
         forward()
-        with BreakableCUDAGraphCapture(backend, backend.new_pool() if pool is None else pool) as made:
+        with BreakableCUDAGraphCapture(
+            backend, backend.new_pool() if pool is None else pool
+        ) as made:
             output = forward()
     return made, output
 
@@ -66,7 +75,9 @@ def kinds(made: BreakableCUDAGraphCapture) -> str:
     return "".join("e" if isinstance(item, EagerPiece) else "S" for item in made.segments)
 
 
-def open_runner(backend: GraphBackend, model: Callable[..., Any], width: int = 8, **compilation: Any) -> GraphRunner:
+def open_runner(
+    backend: GraphBackend, model: Callable[..., Any], width: int = 8, **compilation: Any
+) -> GraphRunner:
     config = validate_config(
         {
             "inputs": {"x": Input(shape=("num_tokens", width), dtype="float32", pad=0)},
@@ -87,7 +98,9 @@ class Broken(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([nn.ModuleDict({"mix": Mix(), "out": nn.Linear(6, 6)}) for _ in range(2)])
+        self.layers = nn.ModuleList(
+            [nn.ModuleDict({"mix": Mix(), "out": nn.Linear(6, 6)}) for _ in range(2)]
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:

@@ -29,7 +29,11 @@ def config_of(
 ) -> Config:
     return Config.model_validate(
         {
-            "compilation": {"cudagraph_mode": mode, "cudagraph_capture_sizes": sizes, **compilation},
+            "compilation": {
+                "cudagraph_mode": mode,
+                "cudagraph_capture_sizes": sizes,
+                **compilation,
+            },
             "scheduler": {"max_num_seqs": seqs, "max_num_batched_tokens": tokens},
             "speculative": {"num_speculative_tokens": spec},
             "budget": budget or {},
@@ -46,24 +50,41 @@ def plan_of(*args: Any, **options: Any) -> Plan:
 def plans(draw: st.DrawFn) -> Plan:
     """Any plan that a valid configuration gives."""
     lora = draw(
-        st.none() | st.fixed_dictionaries({"max_loras": st.integers(1, 9), "specialize_active_lora": st.booleans()})
+        st.none()
+        | st.fixed_dictionaries(
+            {"max_loras": st.integers(1, 9), "specialize_active_lora": st.booleans()}
+        )
     )
     try:
         return plan_of(
             draw(st.sampled_from([m.name for m in CUDAGraphMode])),
-            draw(st.none() | st.sampled_from(["sglang", "trtllm"]) | st.lists(st.integers(1, 80), min_size=1)),
+            draw(
+                st.none()
+                | st.sampled_from(["sglang", "trtllm"])
+                | st.lists(st.integers(1, 80), min_size=1)
+            ),
             seqs=draw(st.integers(1, 40)),
             tokens=draw(st.integers(1, 100)),
             spec=draw(st.integers(0, 4)),
             lora=lora,
             cudagraph_specialize_lora=draw(st.booleans()),
-            attention_support=draw(st.sampled_from(["ALWAYS", "UNIFORM_BATCH", "UNIFORM_SINGLE_TOKEN_DECODE"])),
+            attention_support=draw(
+                st.sampled_from(["ALWAYS", "UNIFORM_BATCH", "UNIFORM_SINGLE_TOKEN_DECODE"])
+            ),
         )
     except (PlanError, ModeError):
         return plan_of()
 
 
-def key(mode: CUDAGraphMode, tokens: int, *, uniform: bool = False, case: int = 0, q: int = 1, seqs: int = 256) -> Any:
+def key(
+    mode: CUDAGraphMode,
+    tokens: int,
+    *,
+    uniform: bool = False,
+    case: int = 0,
+    q: int = 1,
+    seqs: int = 256,
+) -> Any:
     reqs = None if mode is PIECEWISE else tokens // q if uniform else min(tokens, seqs)
     return mode, BatchDescriptor(tokens, reqs, uniform, case > 0, case)
 
@@ -83,7 +104,9 @@ def plan_with(keys: list[Any], /, **fields: Any) -> Plan:
         "lora_cases": tuple(sorted({d.num_active_loras for _, d in keys})) or (0,),
     }
     empty = plan_of("NONE")
-    return Plan.model_validate({name: getattr(empty, name) for name in Plan.model_fields} | defaults | fields)
+    return Plan.model_validate(
+        {name: getattr(empty, name) for name in Plan.model_fields} | defaults | fields
+    )
 
 
 @st.composite
@@ -92,10 +115,21 @@ def plans_with_lanes(draw: st.DrawFn) -> Plan:
     q = draw(st.integers(1, 3))
     seqs = draw(st.integers(1, 12))
     kinds = draw(
-        st.sampled_from([[(FULL, False)], [(PIECEWISE, False)], [(FULL, True)], [(FULL, True), (PIECEWISE, False)]])
+        st.sampled_from(
+            [
+                [(FULL, False)],
+                [(PIECEWISE, False)],
+                [(FULL, True)],
+                [(FULL, True), (PIECEWISE, False)],
+            ]
+        )
     )
     max_loras = draw(st.none() | st.integers(1, 4))
-    cases = [0] if max_loras is None else draw(st.lists(st.integers(0, max_loras + 1), min_size=1, unique=True))
+    cases = (
+        [0]
+        if max_loras is None
+        else draw(st.lists(st.integers(0, max_loras + 1), min_size=1, unique=True))
+    )
     keys = [
         key(mode, size * q if uniform else size, uniform=uniform, case=case, q=q, seqs=seqs)
         for mode, uniform in kinds
@@ -105,10 +139,17 @@ def plans_with_lanes(draw: st.DrawFn) -> Plan:
     mode = {
         (False, True): PIECEWISE,
         (True, True): CUDAGraphMode.FULL_AND_PIECEWISE,
-        (True, False): CUDAGraphMode.FULL if (FULL, False) in kinds else CUDAGraphMode.FULL_DECODE_ONLY,
+        (True, False): CUDAGraphMode.FULL
+        if (FULL, False) in kinds
+        else CUDAGraphMode.FULL_DECODE_ONLY,
     }[any(m is FULL for m, _ in kinds), any(m is PIECEWISE for m, _ in kinds)]
     return plan_with(
-        keys, mode=mode, query_len=q, max_num_seqs=seqs, max_loras=max_loras, lora_cases=tuple(sorted(cases))
+        keys,
+        mode=mode,
+        query_len=q,
+        max_num_seqs=seqs,
+        max_loras=max_loras,
+        lora_cases=tuple(sorted(cases)),
     )
 
 
@@ -117,7 +158,16 @@ class Costs(GraphCosts):
 
     source, estimated = "a line", True
 
-    def __init__(self, pool: int, static: int, workspace: int, each: int, seconds: float, slope: float, once: float):
+    def __init__(
+        self,
+        pool: int,
+        static: int,
+        workspace: int,
+        each: int,
+        seconds: float,
+        slope: float,
+        once: float,
+    ):
         self.pool, self.static, self.workspace_bytes = pool, static, workspace
         self.each, self.second, self.slope, self.once_seconds = each, seconds, slope, once
 

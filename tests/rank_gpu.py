@@ -32,14 +32,20 @@ from cgplan.models.decoder import build
 
 
 @contextmanager
-def on_gpus(all_reduce: str = "custom", most: int = 8 << 20) -> Iterator[tuple[Ranks, AllReduce, Config]]:
+def on_gpus(
+    all_reduce: str = "custom", most: int = 8 << 20
+) -> Iterator[tuple[Ranks, AllReduce, Config]]:
     compilation = {"all_reduce": all_reduce, "cudagraph_num_of_warmups": 1}
-    config = config_of(device="cuda", compilation=compilation, distributed={"all_reduce_max_size": most})
+    config = config_of(
+        device="cuda", compilation=compilation, distributed={"all_reduce_max_size": most}
+    )
     with opened(config) as (ranks, reducer):
         yield ranks, reducer, config
 
 
-def replays(rank: int, dtype: torch.dtype, sizes: list[int], one_shot_bytes: int, times: int) -> Any:
+def replays(
+    rank: int, dtype: torch.dtype, sizes: list[int], one_shot_bytes: int, times: int
+) -> Any:
     """Sums of graphs that are replayed with changing inputs, and the registration."""
     from cgplan.distributed import custom
 
@@ -57,7 +63,10 @@ def replays(rank: int, dtype: torch.dtype, sizes: list[int], one_shot_bytes: int
         registration = reducer.end_pass()
         sums = []
         for turn in range(times):
-            given = [[batch(other, turn, size, dtype) for other in range(ranks.world_size)] for size in sizes]
+            given = [
+                [batch(other, turn, size, dtype) for other in range(ranks.world_size)]
+                for size in sizes
+            ]
             for static, inputs in zip(statics, given, strict=True):
                 static.copy_(inputs[rank])
             backend.replay(graph)
@@ -167,7 +176,9 @@ class RaisesAtItsEnd(Doubling):
 def raises_behind_queued_sums(rank: int) -> tuple[Said, int, int]:
     """Both ranks' kernels wait for others that never come; then sums that were wrong, eagerly and in replays."""
     with on_gpus() as (ranks, reducer, config):
-        capture = session_of(reducer, config, RaisesAtItsEnd(reducer, 1 if rank == 1 else 0).to(ranks.device))
+        capture = session_of(
+            reducer, config, RaisesAtItsEnd(reducer, 1 if rank == 1 else 0).to(ranks.device)
+        )
         said = tried(capture.run)
         eagerly = wrong_sums(Doubling(reducer).to(ranks.device), ranks, 20)
         runner = capture.run()

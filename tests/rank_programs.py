@@ -63,7 +63,11 @@ def tried(call: Callable[[], Any]) -> Said:
 def config_of(**settings: Any) -> Config:
     """Of the model below."""
     compilation = {"cudagraph_capture_sizes": [1, 4], **settings.pop("compilation", {})}
-    distributed = {"timeout": patience(), "all_reduce_max_size": 1 << 16, **settings.pop("distributed", {})}
+    distributed = {
+        "timeout": patience(),
+        "all_reduce_max_size": 1 << 16,
+        **settings.pop("distributed", {}),
+    }
     return Config(
         device=settings.pop("device", "cpu"),
         inputs={"x": {"shape": ["num_tokens", 8], "dtype": "float32", "pad": 0}},
@@ -85,7 +89,10 @@ def meeting(config: Config | None = None) -> Ranks:
 def opened(config: Config | None = None, backend: Any = None) -> Iterator[tuple[Ranks, AllReduce]]:
     config = config or config_of()
     ranks = meeting(config)
-    with ranks, open_all_reduce(config, ranks, backend or select_backend(str(ranks.device))) as reducer:
+    with (
+        ranks,
+        open_all_reduce(config, ranks, backend or select_backend(str(ranks.device))) as reducer,
+    ):
         yield ranks, reducer
 
 
@@ -113,7 +120,11 @@ def session_of(reducer: AllReduce, config: Config, model: Callable[..., Any]) ->
 
 @contextmanager
 def session(
-    trouble: Any = None, *, model: Callable[[AllReduce], Any] | None = None, backend: Any = None, **settings: Any
+    trouble: Any = None,
+    *,
+    model: Callable[[AllReduce], Any] | None = None,
+    backend: Any = None,
+    **settings: Any,
 ) -> Iterator[tuple[Ranks, AllReduce, CaptureSession]]:
     """A session of the model above, or of another one."""
     config = config_of(**settings)
@@ -135,7 +146,10 @@ def audits(rank: int, device: str) -> list[Any]:
     ):
         runner = capturing.run()
         report = runner.audit()
-        found += [{owner.kind for owner in report.owners}, [finding.text for finding in report.findings]]
+        found += [
+            {owner.kind for owner in report.owners},
+            [finding.text for finding in report.findings],
+        ]
         if device == "cuda":
             from cuda.bindings import runtime
 
@@ -194,19 +208,25 @@ def chain(reducer: AllReduce, x: torch.Tensor, count: int) -> torch.Tensor:
 def expected(inputs: list[torch.Tensor], count: int) -> list[torch.Tensor]:
     """The same without ranks."""
     for index in range(count):
-        total = sum(((x * 0.5 + index).float() for x in inputs[1:]), (inputs[0] * 0.5 + index).float())
+        total = sum(
+            ((x * 0.5 + index).float() for x in inputs[1:]), (inputs[0] * 0.5 + index).float()
+        )
         inputs = [total.to(x.dtype) - x for x in inputs]
     return inputs
 
 
-def captured(reducer: AllReduce, backend: GraphBackend, x: torch.Tensor, count: int, pool: Any = None) -> Any:
+def captured(
+    reducer: AllReduce, backend: GraphBackend, x: torch.Tensor, count: int, pool: Any = None
+) -> Any:
     graph = backend.new_graph(backend.new_pool() if pool is None else pool)
     with backend.session(), backend.capturing(graph):
         out = chain(reducer, x, count)
     return graph, out
 
 
-def replays(rank: int, dtype: torch.dtype, shapes: list[tuple[int, ...]], count: int, times: int) -> Any:
+def replays(
+    rank: int, dtype: torch.dtype, shapes: list[tuple[int, ...]], count: int, times: int
+) -> Any:
     """Graphs of several shapes, replayed with changing inputs; returns the registration."""
     with opened() as (ranks, reducer):
         backend = reducer.backend
@@ -219,11 +239,15 @@ def replays(rank: int, dtype: torch.dtype, shapes: list[tuple[int, ...]], count:
         registration = reducer.end_pass()
         for turn in range(times):
             for static, (graph, out) in zip(statics, graphs, strict=True):
-                inputs = [batch(other, turn, static.shape, dtype) for other in range(ranks.world_size)]
+                inputs = [
+                    batch(other, turn, static.shape, dtype) for other in range(ranks.world_size)
+                ]
                 static.copy_(inputs[rank])
                 backend.replay(graph)
                 wanted = expected(inputs, count)[rank]
-                assert torch.equal(out, wanted), f"turn {turn}: off by {(out.float() - wanted.float()).abs().max()}"
+                assert torch.equal(out, wanted), (
+                    f"turn {turn}: off by {(out.float() - wanted.float()).abs().max()}"
+                )
         reducer.release()
         for graph, _ in graphs:
             backend.reset(graph)
@@ -252,13 +276,19 @@ def unlike(rank: int, kind: str, x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.float16 if rank else torch.bfloat16)
 
 
-def captures_unlike_inputs(rank: int, kind: str, mode: CUDAGraphMode = CUDAGraphMode.FULL, device: str = "cpu") -> None:
+def captures_unlike_inputs(
+    rank: int, kind: str, mode: CUDAGraphMode = CUDAGraphMode.FULL, device: str = "cpu"
+) -> None:
     """Without a warm-up: nothing is summed before the buffers are registered."""
     with opened(config_of(device=device)) as (_, reducer):
         reducer.begin_pass()
         graph = reducer.backend.new_graph(reducer.backend.new_pool())
         x, key = torch.ones(4, 32, device=device), BatchDescriptor(4)
-        with reducer.backend.session(), forward_context(mode, key, {}), reducer.backend.capturing(graph):
+        with (
+            reducer.backend.session(),
+            forward_context(mode, key, {}),
+            reducer.backend.capturing(graph),
+        ):
             reducer(reducer(x))
             reducer(unlike(rank, kind, x))
         reducer.end_pass()
@@ -270,7 +300,12 @@ def sums_unlike_tensors(rank: int, kinds: list[str]) -> Any:
     for kind in kinds:
         with opened() as (_, reducer):
             reducer(x)
-            found.append((tried(lambda kind=kind: reducer(unlike(rank, kind, x))), reducer(x).unique().tolist()))
+            found.append(
+                (
+                    tried(lambda kind=kind: reducer(unlike(rank, kind, x))),
+                    reducer(x).unique().tolist(),
+                )
+            )
     return found
 
 
@@ -290,7 +325,9 @@ def capture_and_run(rank: int) -> Any:
         runner.close()
     del reducer, capture, runner
     gc.collect()
-    mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:cgplan" in line]
+    mapped = [
+        line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:cgplan" in line
+    ]
     assert not mapped, f"shared memory is still mapped: {mapped}"
     opened_files = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.exists()]
     assert not [name for name in opened_files if "memfd:cgplan" in name]
@@ -298,7 +335,11 @@ def capture_and_run(rank: int) -> Any:
 
 
 def unequal_counts(rank: int) -> None:
-    with session(model=lambda reducer: Doubling(reducer, extra=1 if rank == 1 else 0)) as (_, _, capture):
+    with session(model=lambda reducer: Doubling(reducer, extra=1 if rank == 1 else 0)) as (
+        _,
+        _,
+        capture,
+    ):
         capture.run()
 
 
@@ -340,7 +381,9 @@ def counts_its_calls(rank: int) -> Said:
 def raises_in_registration(rank: int, method: str) -> list[Said]:
     """Rank 1's transport fails once; afterwards all capture again."""
     with session() as (ranks, reducer, capture):
-        fails_once(rank, SharedMemoryTransport, method, torch.OutOfMemoryError(f"{method} does not work"))
+        fails_once(
+            rank, SharedMemoryTransport, method, torch.OutOfMemoryError(f"{method} does not work")
+        )
         said = tried(capture.run)
         assert not reducer.registry.is_sealed
         return [said, captured_again(capture, ranks)]
@@ -456,7 +499,9 @@ def choice(rank: int, wanted: str, hosts: int = 1) -> Any:
     ]  # fmt: skip
     with meeting(config) as ranks:
         if hosts > 1:
-            ranks.presences = [replace(p, host=f"host{index}") for index, p in enumerate(ranks.presences)]
+            ranks.presences = [
+                replace(p, host=f"host{index}") for index, p in enumerate(ranks.presences)
+            ]
         with open_all_reduce(config, ranks, select_backend("cpu")) as reducer:
             return reducer.name, records, [reducer(x).sum().item() for x in given]
 
@@ -478,7 +523,9 @@ def several_steps(rank: int) -> list[Said]:
 
 def once(rank: int, phase: str, times: int = 1) -> Callable[[str], None]:
     """Trouble on rank 1, so many times."""
-    left = iter(range(times if rank == 1 else 0))  # no state of the model, which a failed capture puts back
+    left = iter(
+        range(times if rank == 1 else 0)
+    )  # no state of the model, which a failed capture puts back
 
     def trouble(where: str) -> None:
         if where == phase and next(left, None) is not None:
@@ -488,7 +535,9 @@ def once(rank: int, phase: str, times: int = 1) -> Callable[[str], None]:
     return trouble
 
 
-def fails_once(rank: int, owner: Any, method: str, error: Exception, *, after: bool = False) -> None:
+def fails_once(
+    rank: int, owner: Any, method: str, error: Exception, *, after: bool = False
+) -> None:
     """Have a method raise on rank 1, once: in place of what it does, or after it."""
     real, left = getattr(owner, method), [1 if rank == 1 else 0]
 
@@ -507,7 +556,11 @@ def fails_once(rank: int, owner: Any, method: str, error: Exception, *, after: b
 def raises_twice(rank: int, phase: str, budget: bool, all_reduce: str = "custom") -> list[Said]:
     """Rank 1 raises in two captures in a row, then not any more."""
     settings: dict[str, Any] = {"budget": {"max_graphs": 2}} if budget else {}
-    with session(once(rank, phase, 2), compilation={"all_reduce": all_reduce}, **settings) as (ranks, _, capture):
+    with session(once(rank, phase, 2), compilation={"all_reduce": all_reduce}, **settings) as (
+        ranks,
+        _,
+        capture,
+    ):
         return [tried(capture.run), tried(capture.run), captured_again(capture, ranks)]
 
 
@@ -600,7 +653,9 @@ class OneSum(torch.nn.Module):
         return torch.ops.cgplan.all_reduce(x.to(self.dtype), self.reducer.number).to(x.dtype)
 
 
-def out_of_memory_beside_a_sum(rank: int, all_reduce: str, dtype: torch.dtype) -> tuple[list[int], list[float]]:
+def out_of_memory_beside_a_sum(
+    rank: int, all_reduce: str, dtype: torch.dtype
+) -> tuple[list[int], list[float]]:
     """A budget drops the key that rank 1 has no memory for; the keys that are left, and sums of several sizes."""
     settings = {"all_reduce": all_reduce, "cudagraph_capture_sizes": [1, 2, 4]}
     models = []
@@ -613,7 +668,10 @@ def out_of_memory_beside_a_sum(rank: int, all_reduce: str, dtype: torch.dtype) -
         runner = capture.run()
         models[0].is_short = False
         keys = [key.num_tokens for _, key in runner.plan.keys]
-        sums = [runner(x=torch.full((rows, 8), 10.0 * rows + rank)).unique().item() for rows in (4, 1, 2, 3)]
+        sums = [
+            runner(x=torch.full((rows, 8), 10.0 * rows + rank)).unique().item()
+            for rows in (4, 1, 2, 3)
+        ]
         runner.close()
     return keys, sums
 
@@ -621,8 +679,16 @@ def out_of_memory_beside_a_sum(rank: int, all_reduce: str, dtype: torch.dtype) -
 def dtypes(rank: int, all_reduce: str, dtype: torch.dtype) -> tuple[Said, list[torch.dtype]]:
     """A sum of a dtype that gloo does not take, and then dtypes whose sum is wrong."""
     with session(compilation={"all_reduce": all_reduce}) as (ranks, reducer, capture):
-        said, one, two = tried(lambda: reducer(torch.ones(16).to(dtype))), torch.ones(4), torch.full((4,), 2.0)
-        wrong = [dtype for dtype in GLOO_DTYPES if reducer(one.to(dtype)).tolist() != two.to(dtype).tolist()]
+        said, one, two = (
+            tried(lambda: reducer(torch.ones(16).to(dtype))),
+            torch.ones(4),
+            torch.full((4,), 2.0),
+        )
+        wrong = [
+            dtype
+            for dtype in GLOO_DTYPES
+            if reducer(one.to(dtype)).tolist() != two.to(dtype).tolist()
+        ]
         assert captured_again(capture, ranks) == ("ok", None)
     return said, wrong
 
@@ -656,7 +722,9 @@ class Wrong(Doubling):
     """Rank 1's graph gives other numbers than its model."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) + float(self.reducer.rank == 1 and self.reducer.backend.is_capturing())
+        return super().forward(x) + float(
+            self.reducer.rank == 1 and self.reducer.backend.is_capturing()
+        )
 
 
 def differs(rank: int) -> list[Said]:
@@ -686,7 +754,9 @@ def decode(runner: Any, whole: Decoder, steps: int) -> Any:
     worst, tokens = 0.0, []
     lengths, next_tokens = [5, 3], None
     for step in range(steps + 1):
-        contexts, queries = ([0, 0], lengths) if step == 0 else ([n + step - 1 for n in lengths], [1, 1])
+        contexts, queries = (
+            ([0, 0], lengths) if step == 0 else ([n + step - 1 for n in lengths], [1, 1])
+        )
         batch_ = example_batch(whole, contexts, queries, max_blocks=4)
         ids = batch_.input_ids if next_tokens is None else next_tokens
         key = BatchDescriptor(len(ids), 2, uniform=len(ids) == 2)
@@ -739,7 +809,11 @@ class Splittable(torch.nn.Module):
 
 
 def data_parallel(
-    rank: int, batches: list[list[tuple[int, int]]], sync: bool, sizes: tuple[int, ...] = (1, 4, 8), **settings: Any
+    rank: int,
+    batches: list[list[tuple[int, int]]],
+    sync: bool,
+    sizes: tuple[int, ...] = (1, 4, 8),
+    **settings: Any,
 ) -> Any:
     """(tokens, requests) of each rank's batches; what each was run as."""
     config = Config(
@@ -757,7 +831,9 @@ def data_parallel(
     )
     ran = []
     with meeting(config) as ranks:
-        runner = CaptureSession(build_plan(config), Splittable(), select_backend("cpu"), config).run()
+        runner = CaptureSession(
+            build_plan(config), Splittable(), select_backend("cpu"), config
+        ).run()
         call = in_step(runner, ranks)
         for tokens, reqs in batches[rank]:
             x = torch.randn(tokens, 2)
@@ -798,8 +874,12 @@ COLLECTIVES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "all_reduce": _summed,
     "all_reduce, later": lambda x: _summed(x, async_op=True),
     "all_gather": _gathered,
-    "functional": lambda x: functional_collectives.all_reduce(x, "sum", torch.distributed.group.WORLD),
-    "functional gather": lambda x: functional_collectives.all_gather_tensor(x, 0, torch.distributed.group.WORLD),
+    "functional": lambda x: functional_collectives.all_reduce(
+        x, "sum", torch.distributed.group.WORLD
+    ),
+    "functional gather": lambda x: functional_collectives.all_gather_tensor(
+        x, 0, torch.distributed.group.WORLD
+    ),
 }
 
 
@@ -810,7 +890,9 @@ def collectives_in_a_forward(rank: int) -> list[str]:
     for name, collective in COLLECTIVES.items():
         backend, x = TapeBackend(), torch.zeros(3)
 
-        def forward(x: torch.Tensor, collective: Any = collective, state: torch.Tensor = state) -> torch.Tensor:
+        def forward(
+            x: torch.Tensor, collective: Any = collective, state: torch.Tensor = state
+        ) -> torch.Tensor:
             return collective(x * 2).sum() + _summed(state.mul_(0.5))
 
         state.fill_(1)
@@ -824,6 +906,8 @@ def collectives_in_a_forward(rank: int) -> list[str]:
             state.fill_(step)
             moved |= not torch.equal(found[0], forward(x)) or not torch.equal(found[1], state)
         wrong += [name] * moved
-        backend.reset(graph)  # whoever drops the last reference to a gloo group joins its threads, with the GIL
+        backend.reset(
+            graph
+        )  # whoever drops the last reference to a gloo group joins its threads, with the GIL
     torch.distributed.destroy_process_group()
     return wrong

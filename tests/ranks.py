@@ -18,7 +18,14 @@ from cgplan.errors import CgplanError
 
 _context = mp.get_context("forkserver")
 _context.set_forkserver_preload(
-    ["torch", "torch._dynamo", "cgplan.distributed", "cgplan.runner.session", "cgplan.cli.capture", "rank_programs"]
+    [
+        "torch",
+        "torch._dynamo",
+        "cgplan.distributed",
+        "cgplan.runner.session",
+        "cgplan.cli.capture",
+        "rank_programs",
+    ]
 )
 HANG = "hang"
 
@@ -133,6 +140,8 @@ def values(outcomes: list[Outcome]) -> list[Any]:
     for rank, outcome in enumerate(outcomes):
         if outcome.exit_code is None:  # not started
             continue
-        assert not outcome.error, f"rank {rank}: {outcome.error}: {outcome.message}\n{outcome.trace}"
+        assert not outcome.error, (
+            f"rank {rank}: {outcome.error}: {outcome.message}\n{outcome.trace}"
+        )
         assert outcome.exit_code == 0, f"rank {rank} ended with {outcome.exit_code}"
     return [outcome.value for outcome in outcomes]

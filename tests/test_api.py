@@ -43,7 +43,9 @@ def test_a_file_names_sizes_inputs_and_the_model(path: Path) -> None:
 
 def test_a_configuration_stands_in_place_of_sections(path: Path) -> None:
     with pytest.raises(ConfigError, match="config and inputs, compilation were both given"):
-        cgplan.capture(lambda x: x, {"x": Input(shape=(3,), dtype="int64", pad=0)}, config=path, compilation={})
+        cgplan.capture(
+            lambda x: x, {"x": Input(shape=(3,), dtype="int64", pad=0)}, config=path, compilation={}
+        )
     with pytest.raises(ModelError, match="no model was given"):
         cgplan.capture(config=path.parent / "plain.yaml")
     with pytest.raises(ModelError, match="the model is the text"):
@@ -57,7 +59,9 @@ def test_a_configuration_stands_in_place_of_sections(path: Path) -> None:
 def test_captures_dispatches_and_misses_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "cgplan")
     specs = {"x": Input(shape=("num_tokens", 3), dtype="float32", pad=0)}
-    runner = cgplan.capture(lambda x: x * 2, specs, compilation={"cudagraph_capture_sizes": [4]}, device="cpu")
+    runner = cgplan.capture(
+        lambda x: x * 2, specs, compilation={"cudagraph_capture_sizes": [4]}, device="cpu"
+    )
     assert ["capturing a FULL graph" in message for message in caplog.messages] == [True]
     for _ in range(3):
         runner(x=X)
@@ -82,14 +86,22 @@ def test_modes_that_cannot_run_a_batch() -> None:
         device="cpu",
     )
     full, piecewise = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
-    for invalid, mode in ((None, full), ({full}, piecewise), ([full, piecewise], None), ((), full)) * 2:
+    for invalid, mode in (
+        (None, full),
+        ({full}, piecewise),
+        ([full, piecewise], None),
+        ((), full),
+    ) * 2:
         with runner.stage(3, invalid_modes=invalid) as buffers:
             buffers["x"].copy_(X)
         torch.testing.assert_close(buffers.output, X.softmax(-1))
         torch.testing.assert_close(runner(x=X, invalid_modes=invalid), X.softmax(-1))
         assert runner.route({"x": X}, invalid_modes=invalid).mode is (mode or CUDAGraphMode.NONE)
     assert dict(runner.stats.eager) == {MissReason.MODE_EXCLUDED: 4}
-    assert {mode: calls for (mode, _), calls in runner.stats.replays.items()} == {full: 8, piecewise: 4}
+    assert {mode: calls for (mode, _), calls in runner.stats.replays.items()} == {
+        full: 8,
+        piecewise: 4,
+    }
 
 
 def test_examples_declare_inputs() -> None:
@@ -100,7 +112,9 @@ def test_examples_declare_inputs() -> None:
         return x * scale[:, None] + ids[:, None]
 
     declared = {"x": X, "scale": torch.ones(3), "ids": Input.like(ids, pad=0)}
-    runner = cgplan.capture(forward, declared, compilation={"cudagraph_capture_sizes": [4]}, device=torch.device("cpu"))
+    runner = cgplan.capture(
+        forward, declared, compilation={"cudagraph_capture_sizes": [4]}, device=torch.device("cpu")
+    )
     assert runner.config.inputs == {
         "x": Input(shape=("num_tokens", 3), dtype="float32", pad=0),
         "scale": Input(shape=("num_tokens",), dtype="float32", pad=0),
@@ -108,7 +122,10 @@ def test_examples_declare_inputs() -> None:
     }
     assert torch.equal(runner(X[:2], torch.ones(2), ids=ids[:2]), X[:2])
     for wrong, message in (
-        ({"x": X, "ids": ids}, r"'ids' is an example of torch.int64, which does not say what padding rows hold"),
+        (
+            {"x": X, "ids": ids},
+            r"'ids' is an example of torch.int64, which does not say what padding rows hold",
+        ),
         ({"x": X, "mask": torch.ones(3, dtype=torch.bool)}, "'mask' is an example of torch.bool"),
         ({"x": X, "scale": torch.ones(4)}, r"dimension 0 differs: x \[3, 3\], scale \[4\]"),
         ({"x": X, "scale": torch.tensor(2.0)}, r"dimension 0 differs"),
@@ -123,7 +140,9 @@ def test_examples_declare_inputs() -> None:
 def test_a_runner_captures_where_it_may(path: Path) -> None:
     with (
         cgplan.capture_allowed(False),
-        pytest.raises(cgplan.SealedError, match=r"the graph for FULL num_tokens=4.* is to be captured inside"),
+        pytest.raises(
+            cgplan.SealedError, match=r"the graph for FULL num_tokens=4.* is to be captured inside"
+        ),
     ):
         cgplan.capture(config=path)
     runner = cgplan.capture(config=path)

@@ -33,8 +33,14 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_all_files_are_there(installed: Path) -> None:
-    package = {p.relative_to(ROOT) for p in (ROOT / "cgplan").rglob("*") if p.is_file() and p.suffix != ".pyc"}
-    examples = {Path("cgplan/examples") / p.name for p in (ROOT / "configs").iterdir() if p.is_file()}
+    package = {
+        p.relative_to(ROOT)
+        for p in (ROOT / "cgplan").rglob("*")
+        if p.is_file() and p.suffix != ".pyc"
+    }
+    examples = {
+        Path("cgplan/examples") / p.name for p in (ROOT / "configs").iterdir() if p.is_file()
+    }
     docs = {Path("cgplan/docs") / p.name for p in (ROOT / "docs").glob("*.md")}
     found = {p.relative_to(installed) for p in installed.rglob("*") if p.is_file()}
     assert {path for path in found if path.parts[0] == "cgplan"} == package | examples | docs
@@ -45,7 +51,10 @@ def test_metadata(installed: Path) -> None:
     (info,) = installed.glob("*.dist-info")
     metadata = Parser().parsestr((info / "METADATA").read_text(encoding="utf-8"))
     assert (metadata["Name"], metadata["Version"]) == ("cgplan", cgplan.__version__)
-    assert (metadata["License-Expression"], metadata.get_all("License-File")) == ("Apache-2.0", ["LICENSE"])
+    assert (metadata["License-Expression"], metadata.get_all("License-File")) == (
+        "Apache-2.0",
+        ["LICENSE"],
+    )
     assert (info / "licenses" / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
     assert "cgplan = cgplan.cli.main:main" in (info / "entry_points.txt").read_text()
 
@@ -54,7 +63,9 @@ def test_an_example_runs_from_where_it_is_copied(installed: Path, tmp_path: Path
     def run(*arguments: str) -> str:
         command = (sys.executable, "-m", "cgplan", *arguments)
         environment = {"PYTHONPATH": str(installed)}
-        return subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True).stdout
+        return subprocess.run(
+            command, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True
+        ).stdout
 
     run("examples", "copy", "vision", "demo")
     one = ("--set", "compilation.cudagraph_capture_sizes=[1]", "--set", "device=cpu")

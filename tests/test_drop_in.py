@@ -95,7 +95,9 @@ def test_structures_go_in_and_come_out(backend: GraphBackend) -> None:
     def model(scene: Scene, extra: dict[str, Any], *more: Tensor, name: str | None = None) -> Any:
         x, y = scene.points
         return {
-            "scene": Scene(Point(x * scene.scale, y + more[0]), [label + 1 for label in scene.labels], 3.0),
+            "scene": Scene(
+                Point(x * scene.scale, y + more[0]), [label + 1 for label in scene.labels], 3.0
+            ),
             "same": (name, [extra["deep"][0]["z"] - 1, 7], None),
         }
 
@@ -106,7 +108,12 @@ def test_structures_go_in_and_come_out(backend: GraphBackend) -> None:
         found = g(Scene(Point(x, y), labels), {"deep": ({"z": z},)}, y, name="n")
         assert type(found["scene"]) is Scene
         assert type(found["scene"].points) is Point
-        assert (found["scene"].scale, found["same"][0], found["same"][1][1], found["same"][2]) == (3.0, "n", 7, None)
+        assert (found["scene"].scale, found["same"][0], found["same"][1][1], found["same"][2]) == (
+            3.0,
+            "n",
+            7,
+            None,
+        )
         close(list(found["scene"].points), [x * 2, y * 2])
         close(found["scene"].labels, [label + 1 for label in labels])
         close(found["same"][1][0], z - 1)
@@ -148,11 +155,17 @@ def test_other_constants_are_other_kinds(backend: GraphBackend) -> None:
     """Floats by their bits, 1 and True by their types."""
 
     def model(x: Tensor, value: Any) -> Tensor:
-        return x + ("int", "float", "bool", "NoneType").index(type(value).__name__) + math.copysign(8, value or 1)
+        return (
+            x
+            + ("int", "float", "bool", "NoneType").index(type(value).__name__)
+            + math.copysign(8, value or 1)
+        )
 
     def told_apart(x: Tensor, value: Any) -> Tensor:
         return (
-            model(x, value) * (value if value else 1.0) + math.copysign(2, value) if value == 0.0 else model(x, value)
+            model(x, value) * (value if value else 1.0) + math.copysign(2, value)
+            if value == 0.0
+            else model(x, value)
         )
 
     g, x = cgplan.graphed(told_apart), rows(backend, 3)
@@ -250,7 +263,9 @@ def test_caches_of_past_requests_are_freed(backend: GraphBackend) -> None:
     assert sum(ref() is not None for ref in held) <= 2, "those that have a graph"
 
 
-def test_kinds_that_come_once_are_forgotten(backend: GraphBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kinds_that_come_once_are_forgotten(
+    backend: GraphBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys.modules["cgplan.drop_in.graphed"], "_MOST_KINDS", 20)
     g, held = cgplan.graphed(lambda x, key: x * len(key), dynamic={}), []
 
@@ -268,7 +283,9 @@ def test_kinds_that_come_once_are_forgotten(backend: GraphBackend, monkeypatch: 
 
 
 @pytest.mark.parametrize("change", ["key", "value", "item", "length"])
-def test_containers_that_the_forward_changes_stay_with_it(backend: GraphBackend, change: str) -> None:
+def test_containers_that_the_forward_changes_stay_with_it(
+    backend: GraphBackend, change: str
+) -> None:
     def model(x: Tensor, given: Any) -> Tensor:
         if change == "key":
             given["twice"] = x * 2
@@ -323,7 +340,9 @@ def test_a_tensor_that_the_forward_writes_is_the_callers(backend: GraphBackend) 
     ],
     ids=str,
 )
-def test_wrong_settings_are_refused_at_once(backend: GraphBackend, net: Net, wrong: dict[str, Any]) -> None:
+def test_wrong_settings_are_refused_at_once(
+    backend: GraphBackend, net: Net, wrong: dict[str, Any]
+) -> None:
     with pytest.raises(ConfigError):
         cgplan.graphed(net, **wrong)
 
@@ -396,7 +415,12 @@ def test_threads_call_one_after_the_other(backend: GraphBackend, net: Net) -> No
 
 @pytest.mark.parametrize(
     ("verify", "runs"),
-    [("off", "110000000000"), ("first", "111000000000"), ("rarely", "111101000100"), ("always", "111111111111")],
+    [
+        ("off", "110000000000"),
+        ("first", "111000000000"),
+        ("rarely", "111101000100"),
+        ("always", "111111111111"),
+    ],
 )
 def test_when_replays_are_compared(backend: GraphBackend, verify: Any, runs: str) -> None:
     model = Noted().to(backend.device).eval()
@@ -409,14 +433,19 @@ def test_when_replays_are_compared(backend: GraphBackend, verify: Any, runs: str
     assert "".join(seen) == runs
 
 
-def test_a_forward_that_changes_python_runs_eagerly(backend: GraphBackend, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_forward_that_changes_python_runs_eagerly(
+    backend: GraphBackend, caplog: pytest.LogCaptureFixture
+) -> None:
     model, x = Noted().to(backend.device).eval(), rows(backend, 3)
     g = cgplan.graphed(model)
     for _ in range(6):
         close(g(x), model.inner(x))
     assert model.calls == 6
     assert not g.runners
-    assert "4 calls ran eagerly: each run changes model.calls; ignore=['model.calls'] if it decides" in g.explain()
+    assert (
+        "4 calls ran eagerly: each run changes model.calls; ignore=['model.calls'] if it decides"
+        in g.explain()
+    )
     assert caplog.text.count("each run changes model.calls") == 1
 
 
@@ -438,16 +467,23 @@ def test_a_difference_is_answered_by_the_models_own_code(
     """A number that nothing tells of: what a property of a foreign object holds."""
     state = torch.Generator()  # its seed is no value of Python
     state.manual_seed(1)
-    g, x = cgplan.graphed(lambda x: x * state.initial_seed(), dynamic={}, verify="always"), rows(backend, 3)
+    g, x = (
+        cgplan.graphed(lambda x: x * state.initial_seed(), dynamic={}, verify="always"),
+        rows(backend, 3),
+    )
     for _ in range(4):
         close(g(x), x)
     for seed in (2, 3, 4, 5):
         state.manual_seed(seed)
         close(g(x), x * seed)
-    assert len([line for line in caplog.messages if "differs from the model's own code" in line]) == 2
+    assert (
+        len([line for line in caplog.messages if "differs from the model's own code" in line]) == 2
+    )
     assert not replays(g), "the second difference ended the kind"
     state.manual_seed(1)
-    strict = cgplan.graphed(lambda x: x * state.initial_seed(), dynamic={}, verify="always", strict=True)
+    strict = cgplan.graphed(
+        lambda x: x * state.initial_seed(), dynamic={}, verify="always", strict=True
+    )
     ready(strict, lambda x: x, x)
     state.manual_seed(2)
     with pytest.raises(NumbersError):
@@ -491,7 +527,9 @@ def test_a_model_that_cannot_be_captured_runs_eagerly_and_is_said(
 # --- what varies ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dynamic", [None, {"a": {0: "batch"}, "b": {0: "batch"}}, {"a": {7: "batch"}}], ids=str)
+@pytest.mark.parametrize(
+    "dynamic", [None, {"a": {0: "batch"}, "b": {0: "batch"}}, {"a": {7: "batch"}}], ids=str
+)
 def test_nothing_varies_where_inputs_disagree(backend: GraphBackend, dynamic: Any) -> None:
     def model(a: Tensor, b: Tensor) -> Tensor:
         return a.sum() + b
@@ -505,7 +543,9 @@ def test_nothing_varies_where_inputs_disagree(backend: GraphBackend, dynamic: An
 
 
 def test_inputs_beside_the_batch_are_fixed(backend: GraphBackend) -> None:
-    def model(x: Tensor, y: Tensor, table: Tensor, time: Tensor, one: Tensor) -> tuple[Tensor, Tensor]:
+    def model(
+        x: Tensor, y: Tensor, table: Tensor, time: Tensor, one: Tensor
+    ) -> tuple[Tensor, Tensor]:
         return x * y + table[0] + time + one, table * 2
 
     g = cgplan.graphed(model)
@@ -530,9 +570,16 @@ def test_two_dimensions(backend: GraphBackend, kind: str) -> None:
         if kind == "cgplan"
         else (torch.export.Dim("batch", max=4), torch.export.Dim("length", min=2, max=16))
     )
-    g = cgplan.graphed(pooled, dynamic={"x": {0: batch, 1: length}, "mask": {0: "batch", 1: "length"}}, max_graphs=6)
+    g = cgplan.graphed(
+        pooled,
+        dynamic={"x": {0: batch, 1: length}, "mask": {0: "batch", 1: "length"}},
+        max_graphs=6,
+    )
     for count, long in ((3, 7), (1, 16), (4, 3), (2, 12), (3, 5)):
-        x, mask = rows(backend, count, long, 4), torch.ones(count, long, dtype=torch.int64, device=backend.device)
+        x, mask = (
+            rows(backend, count, long, 4),
+            torch.ones(count, long, dtype=torch.int64, device=backend.device),
+        )
         close(g(x, mask), pooled(x, mask))
     assert replays(g) == 3
     assert "output 0: [batch, 4]" in g.explain()
@@ -576,13 +623,22 @@ def test_generate_of_transformers_by_a_static_cache(
     slides = {"sliding_window": 8} if family == "Mistral" else {}
     made = {"GPT2": "GPT2LMHead", "beams": "LlamaForCausalLM"}.get(family, f"{family}ForCausalLM")
     made, of = made.replace("LMHead", "LMHeadModel"), "Llama" if family == "beams" else family
-    config = getattr(transformers, f"{of}Config")(max_position_embeddings=64, **sizes, **ends, **slides)
+    config = getattr(transformers, f"{of}Config")(
+        max_position_embeddings=64, **sizes, **ends, **slides
+    )
     model = getattr(transformers, made)(config).to(backend.device).eval()
     prompts = [torch.randint(2, 64, (2, length), device=backend.device) for length in (9, 5, 9, 3)]
-    settings = {"max_new_tokens": 12, "do_sample": False, "disable_compile": True, "num_beams": 1 + (family == "beams")}
+    settings = {
+        "max_new_tokens": 12,
+        "do_sample": False,
+        "disable_compile": True,
+        "num_beams": 1 + (family == "beams"),
+    }
     wanted = [model.generate(prompt, **settings) for prompt in prompts]
     model.forward = g = cgplan.graphed(model.forward, dynamic={})
-    cache = transformers.StaticCache(config=config, max_cache_len=21)  # with room for one run of a prompt
+    cache = transformers.StaticCache(
+        config=config, max_cache_len=21
+    )  # with room for one run of a prompt
     for prompt, tokens in zip(prompts, wanted, strict=True):
         cache.reset()
         assert torch.equal(model.generate(prompt, past_key_values=cache, **settings), tokens)
@@ -590,8 +646,13 @@ def test_generate_of_transformers_by_a_static_cache(
         assert replays(g) == 4 * 11 - 2, "one graph for all steps behind prompts"
     if family == "Mistral":  # of beams, memory that comes again may bring a graph's addresses back
         assert not replays(g)
-        assert "calls ran eagerly: an object argument is in another state at each call" in g.explain()
-        assert caplog.text.count("each run changes past_key_values.layers[0].cumulative_length_int;") == 1
+        assert (
+            "calls ran eagerly: an object argument is in another state at each call" in g.explain()
+        )
+        assert (
+            caplog.text.count("each run changes past_key_values.layers[0].cumulative_length_int;")
+            == 1
+        )
 
 
 def test_nothing_varies_with_an_empty_dynamic(backend: GraphBackend) -> None:
@@ -607,7 +668,9 @@ def test_wrong_dynamic(backend: GraphBackend) -> None:
     with pytest.raises(ConfigError, match="names no dimension"):
         cgplan.graphed(lambda x: x, dynamic={"x": {0: torch.export.Dim.AUTO}})
     with pytest.raises(ConfigError, match="batch has a Dim, and sizes"):
-        cgplan.graphed(lambda x: x, sizes=[2], dynamic={"x": {0: cgplan.Dim("batch", max=4)}})(rows(backend, 2))
+        cgplan.graphed(lambda x: x, sizes=[2], dynamic={"x": {0: cgplan.Dim("batch", max=4)}})(
+            rows(backend, 2)
+        )
     with pytest.raises(ConfigError, match="dynamic names 'y'"):
         cgplan.graphed(lambda x: x, dynamic={"y": {0: "batch"}})
     part = cgplan.graphed(lambda point: point.x * 2, dynamic={"point.x": {0: "rows"}})
@@ -633,7 +696,9 @@ def test_wrong_dynamic(backend: GraphBackend) -> None:
     ],
     ids=["mean", "softmax", "flip", "row behind", "mean alone", "count"],
 )
-def test_padding_that_reaches_real_rows(backend: GraphBackend, model: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_padding_that_reaches_real_rows(
+    backend: GraphBackend, model: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     g = cgplan.graphed(model)
     as_the_model(g, model, backend, *3 * [3], *4 * [2], *4 * [3], *4 * [5], 7, 3)
     assert caplog.text.count("so nothing is padded, and each shape has its own graph") == 1
@@ -680,7 +745,10 @@ def test_masked_padding(backend: GraphBackend) -> None:
 
     g = cgplan.graphed(total, dynamic={"x": {0: "n"}, "mask": {0: "n"}})
     for count in (3, 3, 3, 2, 6, 5):
-        x, mask = rows(backend, count), torch.ones(count, 1, dtype=torch.int64, device=backend.device)
+        x, mask = (
+            rows(backend, count),
+            torch.ones(count, 1, dtype=torch.int64, device=backend.device),
+        )
         close(g(x, mask), x.sum(0))
 
 
@@ -693,14 +761,22 @@ def test_copies_of_real_rows_are_valid_indices(backend: GraphBackend) -> None:
 
 
 @pytest.mark.parametrize("pad", [{}, {"edges": 3}], ids=str)
-def test_indices_that_are_padded_to_a_row_behind(backend: GraphBackend, pad: dict[str, float]) -> None:
+def test_indices_that_are_padded_to_a_row_behind(
+    backend: GraphBackend, pad: dict[str, float]
+) -> None:
     def gathered(atoms: Tensor, edges: Tensor) -> Tensor:
         return atoms.index_add(0, edges[1], atoms[edges[0]])
 
-    dims = {"atoms": {0: cgplan.Dim("atoms", max=4, sizes=(4,))}, "edges": {1: cgplan.Dim("edges", max=8)}}
+    dims = {
+        "atoms": {0: cgplan.Dim("atoms", max=4, sizes=(4,))},
+        "edges": {1: cgplan.Dim("edges", max=8)},
+    }
     g = cgplan.graphed(gathered, dynamic=dims, pad=pad)
     for count in (3, 3, 3, 2, 3):
-        atoms, edges = rows(backend, count), torch.tensor([[1, 0, 1], [0, 1, 1]], device=backend.device)
+        atoms, edges = (
+            rows(backend, count),
+            torch.tensor([[1, 0, 1], [0, 1, 1]], device=backend.device),
+        )
         close(g(atoms, edges), gathered(atoms, edges))
     assert ("nothing is padded" in g.explain()) == (not pad)
 
@@ -755,7 +831,9 @@ def test_a_size_that_is_that_of_the_batch_by_chance(backend: GraphBackend, net: 
 
 
 @pytest.mark.parametrize("dynamic", [None, {}], ids=["padded", "exact"])
-def test_state_and_random_numbers_are_as_without_graphs(backend: GraphBackend, dynamic: Any) -> None:
+def test_state_and_random_numbers_are_as_without_graphs(
+    backend: GraphBackend, dynamic: Any
+) -> None:
     model = Counting().to(backend.device).eval()
     g, x = cgplan.graphed(model, dynamic=dynamic), rows(backend, 3)
     torch.manual_seed(3)
@@ -786,7 +864,9 @@ def test_padding_changes_no_state(backend: GraphBackend) -> None:
         ids = torch.randint(0, 8, (count,), device=backend.device)
         close(g(ids), own(ids))
         close(model.usage, own.usage)
-    assert "the model's state depends on what the padding holds; so nothing is padded" in g.explain()
+    assert (
+        "the model's state depends on what the padding holds; so nothing is padded" in g.explain()
+    )
 
 
 @pytest.mark.parametrize(
@@ -812,7 +892,10 @@ def test_padding_that_is_written_at_slots(backend: GraphBackend, pad: dict[str, 
     model, own = Slots().to(backend.device).eval(), Slots().to(backend.device).eval()
     g = cgplan.graphed(model, pad=pad)
     for count in (3, 3, 3, 2, 3, 5):
-        x, slot = rows(backend, count, 1)[:, 0], torch.randperm(7, device=backend.device)[:count] + 1
+        x, slot = (
+            rows(backend, count, 1)[:, 0],
+            torch.randperm(7, device=backend.device)[:count] + 1,
+        )
         close(g(x, slot), own(x, slot))
         close(model.slots[:8], own.slots[:8])
 
@@ -840,7 +923,9 @@ def test_choices_in_half_precision(backend: GraphBackend) -> None:
     class Last(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.table = nn.Parameter(torch.randn(50, 32, device=backend.device, dtype=torch.bfloat16))
+            self.table = nn.Parameter(
+                torch.randn(50, 32, device=backend.device, dtype=torch.bfloat16)
+            )
 
         def forward(self, ids: Tensor) -> Tensor:
             return (self.table[ids].cumsum(1) @ self.table.T)[:, -1].argmax(-1)
@@ -865,6 +950,9 @@ def test_large_numbers_of_a_mask_hide_no_difference(backend: GraphBackend) -> No
         low = torch.full((len(ids), 1), torch.finfo(torch.float32).min, device=ids.device)
         return torch.cat([ids.float().mean(1, keepdim=True), low], 1)
 
-    g, ids = cgplan.graphed(scores, dynamic={"ids": {1: "length"}}), torch.full((1, 5), 8, device=backend.device)
+    g, ids = (
+        cgplan.graphed(scores, dynamic={"ids": {1: "length"}}),
+        torch.full((1, 5), 8, device=backend.device),
+    )
     for _ in range(5):
         close(g(ids), scores(ids))

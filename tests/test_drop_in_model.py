@@ -52,7 +52,9 @@ def net(backend: GraphBackend) -> Net:
 
 
 def _assign(net: Net) -> None:
-    net.load_state_dict({name: tensor + 1 for name, tensor in net.state_dict().items()}, assign=True)
+    net.load_state_dict(
+        {name: tensor + 1 for name, tensor in net.state_dict().items()}, assign=True
+    )
 
 
 def _exchange_data(net: Net) -> None:
@@ -76,7 +78,9 @@ def _attribute(net: Net) -> None:
     net.factor = 3.0
 
 
-@pytest.mark.parametrize("change", [_assign, _exchange_data, _new_parameter, _other_memory, _replace, _attribute])
+@pytest.mark.parametrize(
+    "change", [_assign, _exchange_data, _new_parameter, _other_memory, _replace, _attribute]
+)
 def test_the_next_call_after_a_change_captures_again(
     backend: GraphBackend, net: Net, change: Callable[[Net], None], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -121,7 +125,9 @@ def test_values_of_attributes_are_told_apart(backend: GraphBackend, net: Net) ->
     close(g(x), net(x))
 
 
-def test_a_value_that_changes_at_each_call(backend: GraphBackend, net: Net, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_value_that_changes_at_each_call(
+    backend: GraphBackend, net: Net, caplog: pytest.LogCaptureFixture
+) -> None:
     g, x = cgplan.graphed(net), rows(backend, 5)
     for step in range(20):
         net.factor = float(step)
@@ -160,7 +166,21 @@ def test_a_table_that_is_made_on_first_use(backend: GraphBackend) -> None:
             return x + self.table[: len(x), None]
 
     g = cgplan.graphed(Positions().eval())
-    as_the_model(g, lambda x: x + torch.arange(len(x), device=x.device)[:, None], backend, 3, 3, 3, 3, 3, 9, 9, 9, 3, 5)
+    as_the_model(
+        g,
+        lambda x: x + torch.arange(len(x), device=x.device)[:, None],
+        backend,
+        3,
+        3,
+        3,
+        3,
+        3,
+        9,
+        9,
+        9,
+        3,
+        5,
+    )
     before = replays(g)
     as_the_model(g, lambda x: x + torch.arange(len(x), device=x.device)[:, None], backend, 9, 3, 5)
     assert replays(g) > before + 2
@@ -212,7 +232,9 @@ def test_backward_raises_and_outputs_ask_as_the_models_do(backend: GraphBackend,
 
 
 @pytest.mark.parametrize("grad", [None, "recompute"])
-def test_parameters_that_ask_for_gradients_later(backend: GraphBackend, net: Net, grad: Any) -> None:
+def test_parameters_that_ask_for_gradients_later(
+    backend: GraphBackend, net: Net, grad: Any
+) -> None:
     net.requires_grad_(False)
     g, x = cgplan.graphed(net, grad=grad), rows(backend, 3)
     assert not ready(g, net, x).requires_grad
@@ -227,7 +249,9 @@ def test_recomputed_gradients_are_those_of_the_model(backend: GraphBackend, net:
 
     def gradients(output: dict[str, Any]) -> list[Tensor]:
         (output["y"].pow(2).sum() + output["rest"][0].sum()).backward()
-        found = [parameter.grad.clone() for parameter in net.parameters() if parameter.grad is not None]
+        found = [
+            parameter.grad.clone() for parameter in net.parameters() if parameter.grad is not None
+        ]
         net.zero_grad()
         return found
 
@@ -265,8 +289,13 @@ def _train(net: Net, x: Tensor) -> None:
 
 @pytest.mark.parametrize("change", [_write_argument, _step, _set_factor, _train])
 @pytest.mark.parametrize("is_closure", [False, True], ids=["module", "closure"])
-def test_changes_between_a_call_and_backward(backend: GraphBackend, net: Net, change: Any, *, is_closure: bool) -> None:
-    g, x = cgplan.graphed((lambda x: net(x)) if is_closure else net, grad="recompute"), rows(backend, 3)
+def test_changes_between_a_call_and_backward(
+    backend: GraphBackend, net: Net, change: Any, *, is_closure: bool
+) -> None:
+    g, x = (
+        cgplan.graphed((lambda x: net(x)) if is_closure else net, grad="recompute"),
+        rows(backend, 3),
+    )
     ready(g, net, x)
     found = g(x)
     change(net, x)
@@ -275,9 +304,12 @@ def test_changes_between_a_call_and_backward(backend: GraphBackend, net: Net, ch
 
 
 @pytest.mark.parametrize(
-    "model", [lambda net, x: net(x) * torch.rand_like(x[:, :1]), lambda net, x: net(x) + net.seen.add_(1)]
+    "model",
+    [lambda net, x: net(x) * torch.rand_like(x[:, :1]), lambda net, x: net(x) + net.seen.add_(1)],
 )
-def test_what_could_not_be_recomputed_runs_eagerly(backend: GraphBackend, net: Net, model: Any) -> None:
+def test_what_could_not_be_recomputed_runs_eagerly(
+    backend: GraphBackend, net: Net, model: Any
+) -> None:
     net.register_buffer("seen", torch.zeros((), device=backend.device))
     g, x = cgplan.graphed(lambda x: model(net, x), grad="recompute"), rows(backend, 3)
     for turn in range(5):
@@ -361,7 +393,9 @@ def test_it_has_what_the_model_has(backend: GraphBackend, net: Net) -> None:
     ready(g, net, x.double())
 
 
-@pytest.mark.parametrize("odd", [torch.zeros(()), torch.zeros(0, 4), torch.zeros(2, 4, dtype=torch.complex64)])
+@pytest.mark.parametrize(
+    "odd", [torch.zeros(()), torch.zeros(0, 4), torch.zeros(2, 4, dtype=torch.complex64)]
+)
 def test_other_tensors_run_eagerly(backend: GraphBackend, odd: Tensor) -> None:
     g, odd = cgplan.graphed(lambda x: x + 1), odd.to(backend.device)
     for _ in range(4):
@@ -442,7 +476,9 @@ def test_at_most_max_graphs_and_the_least_used_go(
 def test_an_example_teaches_ahead_of_calls(backend: GraphBackend, net: Net) -> None:
     x = rows(backend, 3)
     for example in (x, (x,), {"x": x}):
-        g = cgplan.graphed(net, example=example, sizes=[2, 4], compilation={"capture_policy": "eager"})
+        g = cgplan.graphed(
+            net, example=example, sizes=[2, 4], compilation={"capture_policy": "eager"}
+        )
         assert sizes(g) == {2, 4}
         close(g(x), net(x))
         assert replays(g) == 1
@@ -463,7 +499,11 @@ def test_a_warm_up_leaves_all_as_it_was(backend: GraphBackend) -> None:
         cache.total.add_(1)
         return counting(x) + cache.total + torch.rand_like(x)
 
-    counting, cache, x = Counting().to(backend.device).eval(), Cache(backend.device), rows(backend, 2)
+    counting, cache, x = (
+        Counting().to(backend.device).eval(),
+        Cache(backend.device),
+        rows(backend, 2),
+    )
     g = cgplan.graphed(model, dynamic={})
     torch.manual_seed(3)
     wanted = torch.randn(2, device=backend.device)
@@ -510,16 +550,24 @@ def test_the_configuration_is_saved(backend: GraphBackend, net: Net, tmp_path: P
 class Nested(nn.Module):
     """Asks for more than tensors by name."""
 
-    def forward(self, batch: dict[str, Any], *more: Tensor, scale: Any = None, **named: Tensor) -> Any:
+    def forward(
+        self, batch: dict[str, Any], *more: Tensor, scale: Any = None, **named: Tensor
+    ) -> Any:
         first, (second, places) = batch["x"], batch["pair"]
         if type(batch["pair"]) is not tuple:
             raise TypeError
         total = first * (scale or 1.0) + second[:, places[0] :] + sum(more)
-        return Scene(Point(total, first), [named.get("other", second)]) if batch["whole"] else (total, first)
+        return (
+            Scene(Point(total, first), [named.get("other", second)])
+            if batch["whole"]
+            else (total, first)
+        )
 
 
 @pytest.mark.parametrize("whole", [False, True])
-def test_a_saved_configuration_calls_as_calls_were(backend: GraphBackend, tmp_path: Path, *, whole: bool) -> None:
+def test_a_saved_configuration_calls_as_calls_were(
+    backend: GraphBackend, tmp_path: Path, *, whole: bool
+) -> None:
     """With constants and nested arguments: the commands take the file as it is, in any order of its inputs."""
     x, y, z = rows(backend, 3), rows(backend, 3), rows(backend, 3)
     args = ({"x": x, "pair": (y, [0, "a"]), "whole": whole}, z)
@@ -542,7 +590,9 @@ def test_a_saved_configuration_calls_as_calls_were(backend: GraphBackend, tmp_pa
 def test_what_a_file_cannot_say_is_refused(backend: GraphBackend, net: Net, tmp_path: Path) -> None:
     x = rows(backend, 3)
     for given, named in ((Point(x, 1.0), "batch.pair"), ((x, [0], "$x"), "batch.pair.2")):
-        g = cgplan.graphed(lambda batch: batch["x"] + batch["pair"][0], example=({"x": x, "pair": given},))
+        g = cgplan.graphed(
+            lambda batch: batch["x"] + batch["pair"][0], example=({"x": x, "pair": given},)
+        )
         with pytest.raises(ConfigError, match=f"argument {named} is .*cannot hold"):
             g.save_config(tmp_path / "my.yaml")
     with torch.autocast(backend.device.type, torch.bfloat16):
@@ -567,7 +617,9 @@ def test_calls_in_inference_mode(backend: GraphBackend, net: Net) -> None:
         ready(g, net, rows(backend, 3))
 
 
-def test_what_captures_log(backend: GraphBackend, net: Net, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_captures_log(
+    backend: GraphBackend, net: Net, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.WARNING)
     ready(cgplan.graphed(net), net, rows(backend, 5))
     assert not caplog.text
@@ -585,7 +637,9 @@ def test_one_that_is_dropped_frees_its_graphs_at_once(backend: GraphBackend, net
         gc.enable()
 
 
-@pytest.mark.parametrize("settings", [{"splitting_ops": ["aten::relu"]}, {"splitting_modules": ["1"]}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{"splitting_ops": ["aten::relu"]}, {"splitting_modules": ["1"]}], ids=str
+)
 def test_segments_of_a_model(backend: GraphBackend, settings: dict[str, Any]) -> None:
     net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)).to(backend.device).eval()
     g = cgplan.graphed(net, compilation={"cudagraph_mode": "PIECEWISE", **settings})

@@ -20,7 +20,9 @@ def select_backend(device: str = "auto") -> GraphBackend:
 
         return TapeBackend()
     if not device.startswith("cuda"):
-        raise BackendError(f"there is no backend for device {device!r}", remedy="Choose auto, cpu, cuda or cuda:N.")
+        raise BackendError(
+            f"there is no backend for device {device!r}", remedy="Choose auto, cpu, cuda or cuda:N."
+        )
     from cgplan.backends.cuda import CudaBackend
 
     return CudaBackend(torch.device(device))

@@ -1,10 +1,11 @@
 """The backend protocol: the operations of a device by which cgplan captures and replays graphs.
 
 Note [Lifetimes]
-    A pool is released when the last graph captured into it is reset. Tensors made during a capture live in the pool.
-    While such a tensor is held its block is taken; once it is dropped the block is free for the next capture into the
-    same pool, and a replay of either graph overwrites it. `borrow` gives a tensor on that memory that does not hold the
-    block. Static buffers are allocated outside the pool and belong to the runner.
+    A pool is released when the last graph captured into it is reset. Tensors made during a capture
+    live in the pool. While such a tensor is held its block is taken; once it is dropped the block
+    is free for the next capture into the same pool, and a replay of either graph overwrites it.
+    `borrow` gives a tensor on that memory that does not hold the block. Static buffers are
+    allocated outside the pool and belong to the runner.
 """
 
 from __future__ import annotations
@@ -49,25 +50,37 @@ class MemoryReading:
 
 
 class Trace:
-    """What captures and calls do on the host: complete events of Chrome's trace event format, which Perfetto opens, in
-    microseconds, in the order in which they ended. ``current`` is the trace that is on in this process.
+    """What captures and calls do on the host: complete events of Chrome's trace event format, which
+    Perfetto opens, in microseconds, in the order in which they ended. ``current`` is the trace that
+    is on in this process.
     """
 
     current: ClassVar[Trace | None] = None
 
     def __init__(self) -> None:
-        self._zero, self.events, self._threads = perf_counter_ns(), list[dict[str, Any]](), dict[int, str]()
+        self._zero, self.events, self._threads = (
+            perf_counter_ns(),
+            list[dict[str, Any]](),
+            dict[int, str](),
+        )
 
     def add(self, name: str, began: int, args: dict[str, Any], ended: int | None = None) -> None:
-        """An event from ``began`` until ``ended``, or now, by ``time.perf_counter_ns()``; ``args`` stand beside it."""
-        times = {"ts": (began - self._zero) / 1e3, "dur": ((ended or perf_counter_ns()) - began) / 1e3}
+        """An event from ``began`` until ``ended``, or now, by ``time.perf_counter_ns()``; ``args``
+        stand beside it.
+        """
+        times = {
+            "ts": (began - self._zero) / 1e3,
+            "dur": ((ended or perf_counter_ns()) - began) / 1e3,
+        }
         self._threads[tid := threading.get_native_id()] = threading.current_thread().name
         where = {"cat": "cgplan", "ph": "X", "pid": os.getpid(), "tid": tid}
         self.events.append({"name": name, **where, **times, "args": args})
 
     @contextmanager
     def on(self) -> Iterator[Trace]:
-        """A block that is recorded, compilations of torch.compile included. Raises CgplanError inside another one."""
+        """A block that is recorded, compilations of torch.compile included. Raises CgplanError
+        inside another one.
+        """
         from torch._dynamo.callback import CallbackArgs, callback_handler
 
         if Trace.current is not None:
@@ -89,15 +102,24 @@ class Trace:
 
     def to_json(self) -> str:
         """The trace as a file of its format."""
-        names = [("process_name", 0, "cgplan"), *(("thread_name", *item) for item in self._threads.items())]
-        named = [{"name": n, "ph": "M", "pid": os.getpid(), "tid": tid, "args": {"name": of}} for n, tid, of in names]
-        outer_first = sorted(self.events, key=lambda event: (event["ts"], -event["dur"]))  # as readers nest them
+        names = [
+            ("process_name", 0, "cgplan"),
+            *(("thread_name", *item) for item in self._threads.items()),
+        ]
+        named = [
+            {"name": n, "ph": "M", "pid": os.getpid(), "tid": tid, "args": {"name": of}}
+            for n, tid, of in names
+        ]
+        # as readers nest them
+        outer_first = sorted(self.events, key=lambda event: (event["ts"], -event["dur"]))
         return json.dumps({"traceEvents": [*named, *outer_first]}) + "\n"
 
 
 @contextmanager
 def span(name: str, **args: Any) -> Iterator[dict[str, Any]]:
-    """A block that the trace shows, if one is on, with these arguments and those that the block adds to them."""
+    """A block that the trace shows, if one is on, with these arguments and those that the block
+    adds to them.
+    """
     trace, began = Trace.current, perf_counter_ns()
     try:
         yield args
@@ -107,7 +129,9 @@ def span(name: str, **args: Any) -> Iterator[dict[str, Any]]:
 
 
 class GraphBackend(ABC):
-    """Captures the launches of a function on a device, and replays them. Reports show ``name`` beside every figure."""
+    """Captures the launches of a function on a device, and replays them. Reports show ``name``
+    beside every figure.
+    """
 
     name: str
     device: torch.device
@@ -122,10 +146,14 @@ class GraphBackend(ABC):
 
     @abstractmethod
     def new_graph(self, pool: Pool) -> Graph:
-        """An empty graph that will capture into ``pool``. Raises BackendError for a pool of another backend."""
+        """An empty graph that will capture into ``pool``. Raises BackendError for a pool of another
+        backend.
+        """
 
     def register_generator(self, generator: torch.Generator) -> None:  # noqa: B027
-        """Let later captures draw from this generator; the device's default one needs no call. The backend holds it."""
+        """Let later captures draw from this generator; the device's default one needs no call. The
+        backend holds it.
+        """
 
     @abstractmethod
     def begin(self, graph: Graph) -> None:
@@ -133,7 +161,9 @@ class GraphBackend(ABC):
 
     @abstractmethod
     def end(self, graph: Graph) -> None:
-        """Stop capturing and make the graph ready to replay. Raises CaptureError if the capture is not valid."""
+        """Stop capturing and make the graph ready to replay. Raises CaptureError if the capture is
+        not valid.
+        """
 
     @abstractmethod
     def abort(self, graph: Graph) -> None:
@@ -144,7 +174,9 @@ class GraphBackend(ABC):
         """Whether launches of this thread now go into a graph."""
 
     def replay(self, graph: Graph) -> None:
-        """Run the graph on the memory that it was captured with. On CUDA it is queued on the current stream."""
+        """Run the graph on the memory that it was captured with. On CUDA it is queued on the
+        current stream.
+        """
         self.launcher(graph)()
 
     @abstractmethod
@@ -152,20 +184,28 @@ class GraphBackend(ABC):
         """``replay`` of one captured graph as a function."""
 
     def copier(self, buffers: StaticBuffers, *, copy_inputs: bool) -> Copier:
-        """The copier of batches into static buffers. The caller owns both, and closes the copier first."""
+        """The copier of batches into static buffers. The caller owns both, and closes the copier
+        first.
+        """
         return Copier(buffers, copy_inputs=copy_inputs)
 
     def stream_getter(self) -> Callable[[], int]:
-        """A function that returns the handle of the current stream; 0 where there are no streams."""
+        """A function that returns the handle of the current stream; 0 where there are no
+        streams.
+        """
         return int
 
     def fetch(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Queue a copy of a device tensor to the host; returns a function that waits for this copy and returns it."""
+        """Queue a copy of a device tensor to the host; returns a function that waits for this copy
+        and returns it.
+        """
         copy = tensor.clone()
         return lambda: copy
 
     def send(self, values: Sequence[int] | Sequence[Sequence[int]]) -> torch.Tensor:
-        """Whole numbers, or equally long lists of them, int64 on the device; the host need not wait for the copy."""
+        """Whole numbers, or equally long lists of them, int64 on the device; the host need not wait
+        for the copy.
+        """
         return torch.tensor(values, dtype=torch.int64, device=self.device)
 
     def is_busy(self, stream: int) -> bool:  # noqa: ARG002
@@ -186,7 +226,9 @@ class GraphBackend(ABC):
 
     @abstractmethod
     def open_graph(self) -> tuple[Graph, int] | None:
-        """The graph that an operator of this thread is captured into, and how many nodes it has so far."""
+        """The graph that an operator of this thread is captured into, and how many nodes it has so
+        far.
+        """
 
     @abstractmethod
     def nodes(self, graph: Graph) -> GraphNodes:
@@ -194,7 +236,9 @@ class GraphBackend(ABC):
 
     @abstractmethod
     def blocks(self) -> list[Block]:
-        """The memory of the device that is reserved for tensors, graph pools of all backends included; disjoint."""
+        """The memory of the device that is reserved for tensors, graph pools of all backends
+        included; disjoint.
+        """
 
     @abstractmethod
     def memory_at(self, address: int) -> MemoryKind | None:
@@ -206,11 +250,14 @@ class GraphBackend(ABC):
 
     @abstractmethod
     def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same memory without holding its block, see Note [Lifetimes]; a tensor outside of pools as it is."""
+        """The same memory without holding its block, see Note [Lifetimes]; a tensor outside of
+        pools as it is.
+        """
 
     def watch(self, tensor: torch.Tensor) -> Callable[[], bool]:  # noqa: ARG002
-        """A function that says whether this borrowed tensor, or a view of it, is still held: to free its pool would
-        leave a tensor on memory that is gone. Always False where tensors keep their memory.
+        """A function that says whether this borrowed tensor, or a view of it, is still held: to
+        free its pool would leave a tensor on memory that is gone. Always False where tensors keep
+        their memory.
         """
         return lambda: False
 
@@ -223,7 +270,8 @@ class GraphBackend(ABC):
         """Whether a captured graph has nothing to run; False where that cannot be told."""
 
     def slot(self, value: torch.Tensor) -> torch.Tensor:
-        """Inside a capture: memory of its pool laid out like ``value``, for work ahead of the graph to write into.
+        """Inside a capture: memory of its pool laid out like ``value``, for work ahead of the graph
+        to write into.
 
         A tape computes while it records, so there the slot holds the value at once.
         """
@@ -235,10 +283,11 @@ class GraphBackend(ABC):
 
     @abstractmethod
     def session(self) -> AbstractContextManager[None]:
-        """A block in which warm-ups and captures run: one garbage collection, then none; on CUDA the capture stream.
+        """A block in which warm-ups and captures run: one garbage collection, then none; on CUDA
+        the capture stream.
 
-        A session inside a session is part of it. Raises CaptureError as ``gc_paused``, and, on CUDA, inside a capture
-        of another backend.
+        A session inside a session is part of it. Raises CaptureError as ``gc_paused``, and, on
+        CUDA, inside a capture of another backend.
         """
 
     @abstractmethod
@@ -259,17 +308,18 @@ class GraphBackend(ABC):
     ) -> tuple[Sequence[float], Sequence[float]]:
         """Device and host microseconds of each of ``repeats`` calls.
 
-        Device time runs from when the idle device was handed the call, or, ``queued``, from when it had finished the
-        call before, until it has finished this call. Host time runs until the call returned.
+        Device time runs from when the idle device was handed the call, or, ``queued``, from when it
+        had finished the call before, until it has finished this call. Host time runs until the call
+        returned.
         """
 
     @contextmanager
     def capturing(self, graph: Graph) -> Iterator[None]:
         """``begin`` and ``end`` around a block, ``abort`` if it raises.
 
-        Autocast's cache of cast weights is off inside: a weight cast before would be read after it was freed, and one
-        cast inside would lie in the pool, where the next graph overwrites it. Raises SealedError where
-        ``capture_allowed`` forbids captures.
+        Autocast's cache of cast weights is off inside: a weight cast before would be read after it
+        was freed, and one cast inside would lie in the pool, where the next graph overwrites it.
+        Raises SealedError where ``capture_allowed`` forbids captures.
         """
         refuse_forbidden_capture("a graph")
         torch.clear_autocast_cache()
@@ -283,39 +333,45 @@ class GraphBackend(ABC):
                     raise
                 self.end(graph)
         finally:
-            torch.clear_autocast_cache()  # a forward may have turned it on: casts that it made lie in the pool
+            # a forward may have turned it on: casts that it made lie in the pool
+            torch.clear_autocast_cache()
 
 
 @contextmanager
 def autocast_cache(*, on: bool) -> Iterator[None]:
-    """A block with autocast's cache of cast weights on or off, where autocast is on. Code that Dynamo compiled in one
-    state is compiled again in the other, so graph code is warmed up with it off, and code between graphs is captured
-    with it on. Where autocast is off, what was compiled before cgplan came is used.
+    """A block with autocast's cache of cast weights on or off, where autocast is on. Code that
+    Dynamo compiled in one state is compiled again in the other, so graph code is warmed up with it
+    off, and code between graphs is captured with it on. Where autocast is off, what was compiled
+    before cgplan came is used.
     """
     before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(on if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))) else before)
+    torch.set_autocast_cache_enabled(
+        on if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))) else before
+    )
     try:
         yield
     finally:
         torch.set_autocast_cache_enabled(before)
 
 
-SESSION_SECONDS = 1800.0  # that a session waits for another thread's: as long as torch's own process groups
+# that a session waits for another thread's: as long as torch's own process groups
+SESSION_SECONDS = 1800.0
 _lock, _depth = threading.RLock(), 0
 
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """A block of captures without garbage collections, which may free a CUDA tensor in the middle of a capture. Young
-    garbage is collected before; to collect all takes a third of a second in a process that has compiled. Blocks may be
-    nested; those of other threads wait. Raises CaptureError where a block of another thread does not end within
-    SESSION_SECONDS.
+    """A block of captures without garbage collections, which may free a CUDA tensor in the middle
+    of a capture. Young garbage is collected before; to collect all takes a third of a second in a
+    process that has compiled. Blocks may be nested; those of other threads wait. Raises
+    CaptureError where a block of another thread does not end within SESSION_SECONDS.
     """
     global _depth
     if not _lock.acquire(timeout=SESSION_SECONDS):
         raise CaptureError(
             f"another thread has been capturing for more than {SESSION_SECONDS:g} s",
-            remedy="Captures of a process take turns. Let no eager piece or warm-up wait for a thread that captures.",
+            remedy="Captures of a process take turns. Let no eager piece or warm-up wait for a "
+            "thread that captures.",
         )
     try:
         if outermost := not _depth:

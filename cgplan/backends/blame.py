@@ -14,7 +14,16 @@ from types import FrameType, TracebackType
 import torch
 from torch.fx import GraphModule
 
-_FOLDERS = ("backends", "buffers", "captures", "graphs", "measure", "piecewise", "runner", "speculative")
+_FOLDERS = (
+    "backends",
+    "buffers",
+    "captures",
+    "graphs",
+    "measure",
+    "piecewise",
+    "runner",
+    "speculative",
+)
 _OWN = [Path(__file__).parents[1] / name for name in _FOLDERS]
 _MACHINERY = (*(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, *_OWN)), "<")
 
@@ -28,9 +37,11 @@ def users_line(places: Iterable[tuple[str, int]]) -> str:
 
 
 def blamed_line(raised: TracebackType | None = None) -> str:
-    """``file:line: source`` of the innermost frame of the user's code: the one that runs now, or that raised.
+    """``file:line: source`` of the innermost frame of the user's code: the one that runs now, or
+    that raised.
 
-    The code of a traced forward was generated; in its place stands the line that the running node was traced from.
+    The code of a traced forward was generated; in its place stands the line that the running node
+    was traced from.
     """
     if raised is None:
         return users_line(_places(traceback.walk_stack(sys._getframe(1))))
@@ -45,10 +56,13 @@ def _places(frames: Iterable[tuple[FrameType, int]]) -> Iterator[tuple[str, int]
 
 
 def _traced_from(frame: FrameType, line: int) -> Iterator[tuple[str, int]]:
-    """The frames, innermost first, that the node in a line of a GraphModule's code was traced in."""
+    """The frames, innermost first, that the node in a line of a GraphModule's code was traced
+    in.
+    """
     values = frame.f_locals
     module = values.get("self")
-    if isinstance(values, dict):  # before Python 3.13 a copy that stays with the frame, and tensors with it
+    # before Python 3.13 a copy that stays with the frame, and tensors with it
+    if isinstance(values, dict):
         values.clear()
     if not isinstance(module, GraphModule):
         return

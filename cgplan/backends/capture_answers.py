@@ -1,12 +1,14 @@
 """What code is told that asks ``torch.cuda.is_current_stream_capturing()``.
 
 Note [Who is told of a capture]
-    Some libraries leave out a shortcut inside a capture, because it might read a value on the host: transformers then
-    builds attention masks that mask nothing, and attention with a mask takes slower kernels. A graph may hold a
-    shortcut that does not read the host. So packages in ``compilation.hide_capture_from`` are told that no capture is
-    under way, in the thread that captures, if the look ahead of it saw no host sync. If it saw one, they are told the
-    truth in captures, in a second look and in warm-ups, which then run what the graph will hold. All other packages are
-    told the truth, but for what Dynamo traces while a block is open. A tape that records counts as a capture.
+    Some libraries leave out a shortcut inside a capture, because it might read a value on the host:
+    transformers then builds attention masks that mask nothing, and attention with a mask takes
+    slower kernels. A graph may hold a shortcut that does not read the host. So packages in
+    ``compilation.hide_capture_from`` are told that no capture is under way, in the thread that
+    captures, if the look ahead of it saw no host sync. If it saw one, they are told the truth in
+    captures, in a second look and in warm-ups, which then run what the graph will hold. All other
+    packages are told the truth, but for what Dynamo traces while a block is open. A tape that
+    records counts as a capture.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ def _answering_by_package() -> Iterator[None]:
     own_answer = torch.cuda.is_current_stream_capturing
 
     def answer() -> bool:
-        if torch.compiler.is_compiling():  # Dynamo cannot trace what follows; a capture will run the trace
+        # Dynamo cannot trace what follows; a capture will run the trace
+        if torch.compiler.is_compiling():
             return True
         package = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
         found = _answers.by_package.get(package) or _answers.by_package.get(ALL_OTHERS)
@@ -49,9 +52,13 @@ def _answering_by_package() -> Iterator[None]:
 
 @contextmanager
 def answering(packages: Collection[str], answer: Callable[[str], bool]) -> Iterator[None]:
-    """A block in which code of these packages that asks in this thread is told ``answer(package)``; see Note [Who is
-    told of a capture]. Packages go by the top-level name of the module that asks. Blocks may be nested.
+    """A block in which code of these packages that asks in this thread is told ``answer(package)``;
+    see Note [Who is told of a capture]. Packages go by the top-level name of the module that asks.
+    Blocks may be nested.
     """
     before = _answers.by_package
-    with _answering_by_package(), replaced(_answers, by_package={**before, **dict.fromkeys(packages, answer)}):
+    with (
+        _answering_by_package(),
+        replaced(_answers, by_package={**before, **dict.fromkeys(packages, answer)}),
+    ):
         yield

@@ -38,8 +38,10 @@ class CaptureScope:
         is_open: Whether wrappers may capture; in a sealed runner they may not.
         entries: The entries that were captured since the session last took them.
         wrappers: The wrappers that captured; they may outlive the scope, their graphs must not.
-        address_check: The runner's policy, which overrides that of wrappers inside the model; None leaves them theirs.
-        mark: By which entries know their scope: were they to hold it, only a garbage collection would free graphs.
+        address_check: The runner's policy, which overrides that of wrappers inside the model; None
+            leaves them theirs.
+        mark: By which entries know their scope: were they to hold it, only a garbage collection
+            would free graphs.
     """
 
     pool: Any
@@ -77,10 +79,12 @@ class ForwardContext:
     Attributes:
         runtime_mode: NONE, PIECEWISE or FULL.
         descriptor: The batch; its key where a graph runs it, else its unpadded numbers.
-        metadata: Tensors by name that the model reads besides its arguments (slot mapping, block tables, sequence
-            lengths). Inside a capture they are views of static buffers, owned by cgplan.
+        metadata: Tensors by name that the model reads besides its arguments (slot mapping, block
+            tables, sequence lengths). Inside a capture they are views of static buffers, owned by
+            cgplan.
         scope: The capture session or sealed runner that this pass belongs to, None outside of one.
-        derived: Values that a layer computes from the metadata once and later layers reuse; empty at first.
+        derived: Values that a layer computes from the metadata once and later layers reuse; empty
+            at first.
     """
 
     runtime_mode: CUDAGraphMode
@@ -90,8 +94,11 @@ class ForwardContext:
     derived: dict[str, Any] = field(default_factory=dict)
 
     def derive(self, key: str, device: torch.device, make: Callable[[], T]) -> T:
-        """``make()``, computed on ``device`` from the metadata, once in a forward: kept in ``derived`` by ``key``."""
-        # A capture that runs in the context of its warm-up did not record what that derived: it derives it again.
+        """``make()``, computed on ``device`` from the metadata, once in a forward: kept in
+        ``derived`` by ``key``.
+        """
+        # A capture that runs in the context of its warm-up did not record what that derived: it
+        # derives it again.
         capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         key = f"{key} {capturing}"
         if key not in self.derived:
@@ -110,14 +117,16 @@ def forward_context(
     *,
     scope: CaptureScope | None = None,
 ) -> Iterator[ForwardContext]:
-    """Set the forward context for the block, in this thread or task; see ForwardContext. Metadata is not copied.
+    """Set the forward context for the block, in this thread or task; see ForwardContext. Metadata
+    is not copied.
 
     Raises CgplanError for a mode that is not a runtime mode, or a graph mode without a descriptor.
     """
     if runtime_mode not in RUNTIME_MODES:
         raise CgplanError(
             f"forward_context cannot have the runtime mode {runtime_mode!r}",
-            remedy="Pass CUDAGraphMode.NONE, PIECEWISE or FULL, such as CudagraphDispatcher.dispatch returned.",
+            remedy="Pass CUDAGraphMode.NONE, PIECEWISE or FULL, such as "
+            "CudagraphDispatcher.dispatch returned.",
         )
     if descriptor is None and runtime_mode is not CUDAGraphMode.NONE:
         raise CgplanError(
@@ -132,7 +141,8 @@ def forward_context(
         _current.reset(token)
 
 
-set_context, reset_context = _current.set, _current.reset  # for paths on which a context manager costs too much
+# for paths on which a context manager costs too much
+set_context, reset_context = _current.set, _current.reset
 current_forward_context = _current.get
 """The forward context that is set here, or None."""
 
@@ -145,7 +155,8 @@ def get_forward_context() -> ForwardContext:
     if context is None:
         raise CgplanError(
             f"no forward context is set, at {blamed_line()}",
-            remedy="Call the model inside `with cgplan.forward_context(...)`, or through a GraphRunner.",
+            remedy="Call the model inside `with cgplan.forward_context(...)`, or through a "
+            "GraphRunner.",
         )
     return context
 

@@ -1,17 +1,19 @@
 """CUDA graphs through torch.cuda.CUDAGraph: one capture stream, one garbage collection a session.
 
 Note [Failed captures]
-    When a capture is invalidated, torch's `capture_end` raises at once (seen with torch 2.11), and leaves undone:
-    (1) the allocator goes on serving allocations from the pool, which would swallow all later ones and never be freed;
-    (2) the random generator believes that a capture is under way, and raises at the next random operator;
-    (3) the allocator of pinned memory keeps a function that looks into the graph object, and believes that the pool is
-    captured into: it refuses further captures there ("already recording to mempool_id").
-    `_forget` makes up for (1) by the two calls that `capture_end` did not come to; for (2) by a small capture that goes
-    well, whose end resets the generator; for (3) by keeping the object for ever, a few hundred bytes for each failure,
-    and by giving the pool another handle, so that later captures take memory of their own.
-    The small capture's graph is kept, too: from torch 2.12 on, to free a graph releases library workspaces that other
-    graphs of the stream still use. `capture_begin` may leave the same behind, so `begin` first checks for cases that
-    it is known to refuse. A capture is ended on the stream that it began on, even if another is current by then.
+    When a capture is invalidated, torch's `capture_end` raises at once (seen with torch 2.11), and
+    leaves undone: (1) the allocator goes on serving allocations from the pool, which would swallow
+    all later ones and never be freed; (2) the random generator believes that a capture is under
+    way, and raises at the next random operator; (3) the allocator of pinned memory keeps a function
+    that looks into the graph object, and believes that the pool is captured into: it refuses
+    further captures there ("already recording to mempool_id"). `_forget` makes up for (1) by the
+    two calls that `capture_end` did not come to; for (2) by a small capture that goes well, whose
+    end resets the generator; for (3) by keeping the object for ever, a few hundred bytes for each
+    failure, and by giving the pool another handle, so that later captures take memory of their own.
+    The small capture's graph is kept, too: from torch 2.12 on, to free a graph releases library
+    workspaces that other graphs of the stream still use. `capture_begin` may leave the same behind,
+    so `begin` first checks for cases that it is known to refuse. A capture is ended on the stream
+    that it began on, even if another is current by then.
 """
 
 from __future__ import annotations
@@ -28,7 +30,15 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from cgplan.backends.backend import Feature, GraphBackend, MemoryReading, foreign_pool, gc_paused, span, tensor_on
+from cgplan.backends.backend import (
+    Feature,
+    GraphBackend,
+    MemoryReading,
+    foreign_pool,
+    gc_paused,
+    span,
+    tensor_on,
+)
 from cgplan.backends.blame import users_line
 from cgplan.backends.cuda_workspaces import keep_workspaces, own_stream, workspace_pool
 from cgplan.backends.graph_nodes import Block, CudaNodes, GraphNodes, Launch, MemoryKind
@@ -43,13 +53,15 @@ from cgplan.errors import BackendError, CaptureError, CaptureMemoryError, first_
 class CudaPool:
     """A pool: torch's handle of it, and the graphs that keep it alive.
 
-    torch forgets a pool with its last graph, and refuses captures into such a pool and into that of a failed capture,
-    see Note [Failed captures]: the next capture gets a new handle. Earlier graphs keep theirs; all are one pool here.
+    torch forgets a pool with its last graph, and refuses captures into such a pool and into that of
+    a failed capture, see Note [Failed captures]: the next capture gets a new handle. Earlier graphs
+    keep theirs; all are one pool here.
 
     Attributes:
         backend: The backend that made it.
         handles: Of all memory that it consists of; captures go into the last one.
-        ranges: Addresses of its segments when ``listed`` was (handles, bytes that torch had ever reserved).
+        ranges: Addresses of its segments when ``listed`` was (handles, bytes that torch had ever
+            reserved).
     """
 
     backend: CudaBackend
@@ -85,9 +97,9 @@ _pools = weakref.WeakSet[CudaPool]()
 
 
 def segments_of(device: torch.device, pools: Iterable[CudaPool]) -> list[dict[str, Any]]:
-    # Picked from the list of all: asked for one pool, or without traces, torch.cuda.memory_snapshot takes a reference
-    # too many from the numbers of the pool's handle (pytorch pull request 196366), and the process crashes some time
-    # after the 256th pool.
+    # Picked from the list of all: asked for one pool, or without traces, torch.cuda.memory_snapshot
+    # takes a reference too many from the numbers of the pool's handle (pytorch pull request
+    # 196366), and the process crashes some time after the 256th pool.
     segments = torch.cuda.memory._snapshot()["segments"]
     handles = {handle for pool in pools for handle in pool.handles}
     return [s for s in segments if s["segment_pool_id"] in handles and s["device"] == device.index]
@@ -95,7 +107,9 @@ def segments_of(device: torch.device, pools: Iterable[CudaPool]) -> list[dict[st
 
 @cache
 def cuda_runtime() -> Any:
-    """cuda-bindings' runtime module, which torch's CUDA builds depend on; None if it is not installed."""
+    """cuda-bindings' runtime module, which torch's CUDA builds depend on; None if it is not
+    installed.
+    """
     try:
         from cuda.bindings import runtime
     except ImportError:
@@ -131,7 +145,8 @@ class CudaBackend(GraphBackend):
         if not torch.cuda.is_available():
             raise BackendError(
                 f"device {device} was asked for, but torch sees no GPU",
-                remedy="Set device: auto or device: cpu to use the tape backend, or install a CUDA build of torch.",
+                remedy="Set device: auto or device: cpu to use the tape backend, or install a "
+                "CUDA build of torch.",
             )
         index = torch.cuda.current_device() if device.index is None else device.index
         if index >= torch.cuda.device_count():
@@ -158,7 +173,8 @@ class CudaBackend(GraphBackend):
     def new_graph(self, pool: CudaPool) -> CudaGraph:
         if not isinstance(pool, CudaPool):
             raise foreign_pool(pool, self)
-        return CudaGraph(pool, torch.cuda.CUDAGraph(keep_graph=True))  # kept in host memory: its nodes can be counted
+        # kept in host memory: its nodes can be counted
+        return CudaGraph(pool, torch.cuda.CUDAGraph(keep_graph=True))
 
     def register_generator(self, generator: torch.Generator) -> None:
         self._generators[id(generator)] = generator
@@ -169,15 +185,19 @@ class CudaBackend(GraphBackend):
         if torch.cuda.is_current_stream_capturing():
             raise CaptureError("a capture inside another one", remedy="End the first one before.")
         if stream == torch.cuda.default_stream(self.device):
-            raise CaptureError("a capture on the default stream", remedy="Capture inside backend.session().")
+            raise CaptureError(
+                "a capture on the default stream", remedy="Capture inside backend.session()."
+            )
         handle = graph.pool.handle()
         try:
             self._register_generators(graph.graph)
-            graph.graph.capture_begin(pool=handle, capture_error_mode="thread_local")  # other threads do not spoil it
+            # other threads do not spoil it
+            graph.graph.capture_begin(pool=handle, capture_error_mode="thread_local")
         except RuntimeError as error:
             self._forget(graph)
             raise CaptureError(
-                f"the capture did not begin: {first_line(error)}", remedy="See what failed on the GPU before."
+                f"the capture did not begin: {first_line(error)}",
+                remedy="See what failed on the GPU before.",
             ) from error
         graph.stream = stream
         graph.pool.graphs.add(graph)
@@ -193,7 +213,8 @@ class CudaBackend(GraphBackend):
             self._forget(graph)
             raise CaptureError(
                 f"the capture is not valid: {first_line(error)}",
-                remedy="Something in the forward synchronised with the device, or a side stream was not joined.",
+                remedy="Something in the forward synchronised with the device, or a side stream "
+                "was not joined.",
             ) from error
         try:
             with span("instantiate"):
@@ -207,7 +228,8 @@ class CudaBackend(GraphBackend):
                     remedy="Capture fewer sizes, or keep more free.",
                 ) from error
             raise CaptureError(
-                f"the graph cannot be instantiated: {line}", remedy="See what failed on the GPU before."
+                f"the graph cannot be instantiated: {line}",
+                remedy="See what failed on the GPU before.",
             ) from error
         graph.captured = True
 
@@ -229,7 +251,9 @@ class CudaBackend(GraphBackend):
         return graph.graph.replay
 
     def copier(self, buffers: StaticBuffers, *, copy_inputs: bool) -> Copier:
-        """One kernel launch for a batch where cuda-bindings is there to compile it, torch's operators elsewhere."""
+        """One kernel launch for a batch where cuda-bindings is there to compile it, torch's
+        operators elsewhere.
+        """
         kernel = load_copy_kernel(self.device.index) if 0 < len(buffers.buffers) <= INPUTS else None
         if kernel is None:
             return Copier(buffers, copy_inputs=copy_inputs)
@@ -242,7 +266,8 @@ class CudaBackend(GraphBackend):
     def fetch(self, tensor: Tensor) -> Callable[[], Tensor]:
         host, copied = empty_pinned(tensor.shape, tensor.dtype), torch.cuda.Event()
         host.copy_(tensor, non_blocking=True)
-        copied.record(torch.cuda.current_stream(self.device))  # another device may be the current one
+        # another device may be the current one
+        copied.record(torch.cuda.current_stream(self.device))
 
         def wait() -> Tensor:
             copied.synchronize()
@@ -252,7 +277,11 @@ class CudaBackend(GraphBackend):
 
     def send(self, values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
         numbers = torch.tensor(values, dtype=torch.int64, device="cpu")
-        return empty_pinned(numbers.shape, numbers.dtype).copy_(numbers).to(self.device, non_blocking=True)
+        return (
+            empty_pinned(numbers.shape, numbers.dtype)
+            .copy_(numbers)
+            .to(self.device, non_blocking=True)
+        )
 
     def is_busy(self, stream: int) -> bool:
         return not stream_at(stream, self.device).query()
@@ -289,7 +318,13 @@ class CudaBackend(GraphBackend):
         pools: dict[Any, Any] = {handle: pool for pool in _pools for handle in pool.handles}
         pools |= {(0, 0): None, workspace_pool(self.device): "library"}
         return [
-            Block(b["address"], b["address"] + b["size"], pools.get(handle, handle), b["state"] == "inactive", _line(b))
+            Block(
+                b["address"],
+                b["address"] + b["size"],
+                pools.get(handle, handle),
+                b["state"] == "inactive",
+                _line(b),
+            )
             for s in torch.cuda.memory._snapshot()["segments"]
             if s["device"] == self.device.index
             for handle in [s["segment_pool_id"]]
@@ -314,10 +349,14 @@ class CudaBackend(GraphBackend):
     def in_pool(self, tensor: Tensor, pool: CudaPool) -> bool:
         if tensor.device != self.device or tensor.layout is not torch.strided:
             return False
-        stats = torch.cuda.memory_stats_as_nested_dict(self.device)  # listed again once torch has reserved more
+        # listed again once torch has reserved more
+        stats = torch.cuda.memory_stats_as_nested_dict(self.device)
         now = (pool.handles, stats["reserved_bytes"]["all"]["allocated"] if stats else 0)
         if pool.listed != now:
-            pool.ranges = [(s["address"], s["address"] + s["total_size"]) for s in segments_of(self.device, [pool])]
+            pool.ranges = [
+                (s["address"], s["address"] + s["total_size"])
+                for s in segments_of(self.device, [pool])
+            ]
             pool.listed = now
         address = tensor.untyped_storage().data_ptr()
         return any(start <= address < end for start, end in pool.ranges)
@@ -326,11 +365,15 @@ class CudaBackend(GraphBackend):
         runtime = cuda_runtime()
         if runtime is None or not graph.captured:
             return False
-        return int(runtime.cudaGraphGetNodes(runtime.cudaGraph_t(graph.graph.raw_cuda_graph()))[2]) == 0
+        return (
+            int(runtime.cudaGraphGetNodes(runtime.cudaGraph_t(graph.graph.raw_cuda_graph()))[2])
+            == 0
+        )
 
     def memory(self) -> MemoryReading:
         free, total = torch.cuda.mem_get_info(self.device)
-        stats = torch.cuda.memory_stats_as_nested_dict(self.device)  # a quarter of memory_reserved's time
+        # a quarter of memory_reserved's time
+        stats = torch.cuda.memory_stats_as_nested_dict(self.device)
         return MemoryReading(free, total, stats["reserved_bytes"]["all"]["current"] if stats else 0)
 
     @contextmanager
@@ -366,7 +409,8 @@ class CudaBackend(GraphBackend):
             ends = [torch.cuda.Event(enable_timing=True) for _ in range(repeats)]
             host = []
             torch.cuda.synchronize()
-            if queued:  # one call ahead of those that count, so that the first of them is queued too
+            # one call ahead of those that count, so that the first of them is queued too
+            if queued:
                 call()
             for start, end in zip(starts, ends, strict=True):
                 if not queued:
@@ -384,8 +428,11 @@ class CudaBackend(GraphBackend):
             graph.register_generator_state(generator)
 
     def _forget(self, graph: CudaGraph) -> None:
-        """Do the work that `capture_end` leaves undone when it raises, see Note [Failed captures]."""
-        with suppress(RuntimeError):  # raised where capture_end had stopped the recording before it failed
+        """Do the work that `capture_end` leaves undone when it raises, see Note [Failed
+        captures].
+        """
+        # raised where capture_end had stopped the recording before it failed
+        with suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(self.device.index, graph.pool.handles[-1])
             torch._C._cuda_releasePool(self.device.index, graph.pool.handles[-1])
         graph.pool.is_spoiled = True

@@ -1,20 +1,22 @@
 """Workspaces of cuBLAS that outlive every graph that was captured with them.
 
 Note [Workspaces]
-    cuBLAS computes in a workspace that torch allocates on the first matrix product of a thread on a stream, and keeps
-    by (handle, stream). Graphs are captured with its address. Two things can go wrong with graphs that come and go:
+    cuBLAS computes in a workspace that torch allocates on the first matrix product of a thread on a
+    stream, and keeps by (handle, stream). Graphs are captured with its address. Two things can go
+    wrong with graphs that come and go:
 
-    1. without a warm-up, the first product stands in a capture. Then the workspace lies in that graph's pool, and all
-       graphs captured later on the stream rely on a pool that is not theirs;
-    2. from torch 2.12 on, freeing a graph drops the workspaces of the stream that it was captured on, although other
-       graphs were captured there (pytorch issue 193402): other graphs would write into memory that is no longer theirs.
+    1. without a warm-up, the first product stands in a capture. Then the workspace lies in that
+       graph's pool, and all graphs captured later on the stream rely on a pool that is not theirs;
+    2. from torch 2.12 on, freeing a graph drops the workspaces of the stream that it was captured
+       on, although other graphs were captured there (pytorch issue 193402): other graphs would
+       write into memory that is no longer theirs.
 
-    So a session begins with a small product, whose workspace torch puts into a pool that nothing else allocates from
-    and that lives as long as the process. When torch drops the workspace, its memory stays in that pool, and the next
-    session finds it there again, at the same address.
+    So a session begins with a small product, whose workspace torch puts into a pool that nothing
+    else allocates from and that lives as long as the process. When torch drops the workspace, its
+    memory stays in that pool, and the next session finds it there again, at the same address.
 
-    A workspace can be used by its own stream alone, and takes tens of megabytes. So the stream of an owner that is gone
-    is lent again, before another one is taken.
+    A workspace can be used by its own stream alone, and takes tens of megabytes. So the stream of
+    an owner that is gone is lent again, before another one is taken.
 """
 
 from __future__ import annotations
@@ -51,9 +53,11 @@ def _operands(device: int) -> tuple[torch.Tensor, ...]:
 
 
 def own_stream(owner: object) -> torch.cuda.Stream:
-    """A stream of the current device for the captures of ``owner``, as long as that lives, see Note [Workspaces].
+    """A stream of the current device for the captures of ``owner``, as long as that lives, see Note
+    [Workspaces].
 
-    One that an earlier owner had, else the next free one of torch's, so that streams made after it are others.
+    One that an earlier owner had, else the next free one of torch's, so that streams made after it
+    are others.
     """
     taken = {stream.cuda_stream for stream in list(_owners.values())}
     index = torch.cuda.current_device()
@@ -72,7 +76,9 @@ def own_stream(owner: object) -> torch.cuda.Stream:
 
 @torch.no_grad()
 def keep_workspaces(device: torch.device) -> None:
-    """Have the current stream's workspaces allocated where they stay, see Note [Workspaces]; nothing in a capture."""
+    """Have the current stream's workspaces allocated where they stay, see Note [Workspaces];
+    nothing in a capture.
+    """
     if torch.cuda.is_current_stream_capturing():
         return
     index = torch.cuda.current_device() if device.index is None else device.index

@@ -1,12 +1,15 @@
-"""The nodes of a captured graph, the addresses among their parameters, and the memory that these lie in.
+"""The nodes of a captured graph, the addresses among their parameters, and the memory that these
+lie in.
 
 Note [Words]
-    A kernel node holds the values of the kernel's parameters. A pointer among them is a word of 8 bytes: a parameter of
-    its own, a member of a struct, or an item of an array that is passed by value. Nothing says which words the kernel
-    reads, and what lies behind the items that it does read is left from an earlier launch: a `cat` of two tensors
-    after one of sixty holds the addresses of all sixty. So words are ``certain`` in parameters of at most 64 bytes and
-    at the beginning of larger ones, where a tensor's address stands before its strides, and that of a tensor map.
-    cuBLAS hands over all parameters as one buffer, which it fills with zeros before: its words are certain.
+    A kernel node holds the values of the kernel's parameters. A pointer among them is a word of 8
+    bytes: a parameter of its own, a member of a struct, or an item of an array that is passed by
+        value. Nothing says which words the kernel
+    reads, and what lies behind the items that it does read is left from an earlier launch: a `cat`
+    of two tensors after one of sixty holds the addresses of all sixty. So words are ``certain`` in
+    parameters of at most 64 bytes and at the beginning of larger ones, where a tensor's address
+    stands before its strides, and that of a tensor map. cuBLAS hands over all parameters as one
+    buffer, which it fills with zeros before: its words are certain.
 """
 
 from __future__ import annotations
@@ -34,7 +37,8 @@ if TYPE_CHECKING:
 
 MemoryKind = Literal["device", "host"]
 _SMALL = 64  # bytes of a parameter whose words are all certain
-_SIZE, _BUFFER = 2, 1  # CU_LAUNCH_PARAM_BUFFER_SIZE and _POINTER of cuda.h: tags in front of a raw buffer's size, place
+# CU_LAUNCH_PARAM_BUFFER_SIZE and _POINTER of cuda.h: tags in front of a raw buffer's size, place
+_SIZE, _BUFFER = 2, 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +46,8 @@ class GraphNodes:
     """The nodes of one graph in the order of their capture, those of child graphs behind their own.
 
     Attributes:
-        names: Of each node: the kernel, ``memcpy``, ``memset``, or another kind; on the tape the operator.
+        names: Of each node: the kernel, ``memcpy``, ``memset``, or another kind; on the tape the
+            operator.
         opaque: Nodes that work on memory and cannot be read.
         words: uint64, one for each word that may be an address.
         nodes: int64, the node of each word.
@@ -59,17 +64,23 @@ class GraphNodes:
 
 
 class Block(NamedTuple):
-    """A stretch of a device's memory that an allocator has reserved, from ``start`` to just before ``end``."""
+    """A stretch of a device's memory that an allocator has reserved, from ``start`` to just before
+    ``end``.
+    """
 
     start: int
     end: int
-    pool: Any  # the backend's pool, ``library``, or torch's number of another pool; None for memory outside of pools
+    # the backend's pool, ``library``, or torch's number of another pool; None for memory outside of
+    # pools
+    pool: Any
     is_free: bool
     line: str  # that allocated it, where torch records the history of its memory
 
 
 class Launch(NamedTuple):
-    """An operator of a capture, and the nodes of the graph that it made, from ``first`` to just before ``end``."""
+    """An operator of a capture, and the nodes of the graph that it made, from ``first`` to just
+    before ``end``.
+    """
 
     first: int
     end: int
@@ -98,7 +109,11 @@ class OperatorLog(TorchDispatchMode):
         before = self._backend.open_graph()
         call = as_its_caller(func, func, self._backend.device.type)
         result = call(*args, **(kwargs or {}))
-        if before is not None and (after := self._backend.open_graph()) is not None and after[0] is before[0]:
+        if (
+            before is not None
+            and (after := self._backend.open_graph()) is not None
+            and after[0] is before[0]
+        ):
             dense = [
                 t
                 for t in tensors_in((args, kwargs, result))
@@ -112,12 +127,15 @@ class OperatorLog(TorchDispatchMode):
 
 @cache
 def cuda_driver() -> Any:
-    """cuda-bindings' driver module. Raises BackendError where it is missing, or too old to name kernels' parameters."""
+    """cuda-bindings' driver module. Raises BackendError where it is missing, or too old to name
+    kernels' parameters.
+    """
     try:
         from cuda.bindings import driver
     except ImportError:
         raise BackendError(
-            "graphs' nodes are read with cuda-bindings, which is not installed", remedy="pip install cuda-bindings"
+            "graphs' nodes are read with cuda-bindings, which is not installed",
+            remedy="pip install cuda-bindings",
         ) from None
     error, version = driver.cuDriverGetVersion()
     if int(error) or version < 12040 or not hasattr(driver, "cuFuncGetParamInfo"):
@@ -182,11 +200,16 @@ class CudaNodes:
         error, _, length = driver.cuGraphGetNodes(graph)
         if int(error):
             raise BackendError(
-                f"the nodes of a graph cannot be read: {error.name}", remedy="Audit in the process that captured it."
+                f"the nodes of a graph cannot be read: {error.name}",
+                remedy="Audit in the process that captured it.",
             )
         listed = driver.cuGraphGetNodes(graph, length)[1] if length else ()
         nodes = [(driver.cuGraphNodeGetType(node)[1], node) for node in listed]
-        children = (self._nodes(driver.cuGraphChildGraphNodeGetGraph(n)[1]) for kind, n in nodes if kind is self._child)
+        children = (
+            self._nodes(driver.cuGraphChildGraphNodeGetGraph(n)[1])
+            for kind, n in nodes
+            if kind is self._child
+        )
         return [*nodes, *chain.from_iterable(children)]
 
     def _kernel(self, node: Any) -> _Read | None:
@@ -198,7 +221,9 @@ class CudaNodes:
             self._kernels[number] = self._looked_up(given.func)
         kernel = self._kernels[number]
         if places := int(given.kernelParams):
-            at = (ctypes.c_size_t * max((i + 1 for i, _ in kernel.words), default=0)).from_address(places)
+            at = (ctypes.c_size_t * max((i + 1 for i, _ in kernel.words), default=0)).from_address(
+                places
+            )
             return (
                 kernel.name,
                 b"".join(ctypes.string_at(at[i], 8 * words) for i, words in kernel.words),
@@ -225,9 +250,17 @@ class CudaNodes:
 
     def _memcpy(self, node: Any) -> _Read | None:
         error, given = self._driver.cuGraphMemcpyNodeGetParams(node)
-        ends = [given.srcHost, given.srcDevice, given.dstHost, given.dstDevice] if not int(error) else []
+        ends = (
+            [given.srcHost, given.srcDevice, given.dstHost, given.dstDevice]
+            if not int(error)
+            else []
+        )
         addresses = [int(end) for end in ends if int(end)]
-        return ("memcpy", struct.pack(f"{len(addresses)}Q", *addresses), b"\1" * len(addresses)) if addresses else None
+        return (
+            ("memcpy", struct.pack(f"{len(addresses)}Q", *addresses), b"\1" * len(addresses))
+            if addresses
+            else None
+        )
 
     def _memset(self, node: Any) -> _Read | None:
         error, given = self._driver.cuGraphMemsetNodeGetParams(node)

@@ -13,8 +13,9 @@ Block = Callable[[], AbstractContextManager[object]]
 
 @contextmanager
 def replaced(owner: Any, **values: Any) -> Iterator[None]:
-    """A block, or a decorator, in which these attributes of an object are others, or are there at all. What the object
-    inherits it inherits again afterwards. Of an object that is no class, no ``__setattr__`` runs.
+    """A block, or a decorator, in which these attributes of an object are others, or are there at
+    all. What the object inherits it inherits again afterwards. Of an object that is no class, no
+    ``__setattr__`` runs.
     """
     own = vars(owner)
     write = partial(setattr, owner) if isinstance(owner, type) else own.__setitem__
@@ -32,7 +33,9 @@ def replaced(owner: Any, **values: Any) -> Iterator[None]:
 
 
 def shared(block: Block) -> Block:
-    """The block, open as long as any thread is inside: the first opens it, the last closes it. It may be nested."""
+    """The block, open as long as any thread is inside: the first opens it, the last closes it. It
+    may be nested.
+    """
     lock, opened, inside = threading.Lock(), ExitStack(), 0
 
     @contextmanager

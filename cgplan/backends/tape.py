@@ -1,8 +1,9 @@
-"""The CPU stand-in: records the operators of a forward and replays them on fixed memory, without its Python code.
+"""The CPU stand-in: records the operators of a forward and replays them on fixed memory, without
+its Python code.
 
-It has the contract of CUDA graphs, and their hazards: a replay reads the memory that was captured, even if the tensor
-moved; Python branches and numbers are frozen; captured tensors share a pool whose blocks are reused; and operators that
-need the host are refused.
+It has the contract of CUDA graphs, and their hazards: a replay reads the memory that was captured,
+even if the tensor moved; Python branches and numbers are frozen; captured tensors share a pool
+whose blocks are reused; and operators that need the host are refused.
 """
 
 from __future__ import annotations
@@ -24,7 +25,14 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from cgplan.backends.backend import Feature, GraphBackend, MemoryReading, foreign_pool, gc_paused, tensor_on
+from cgplan.backends.backend import (
+    Feature,
+    GraphBackend,
+    MemoryReading,
+    foreign_pool,
+    gc_paused,
+    tensor_on,
+)
 from cgplan.backends.capture_answers import ALL_OTHERS, answering
 from cgplan.backends.graph_nodes import Block, GraphNodes, Launch, MemoryKind
 from cgplan.backends.host_sync import HostGuard, as_written, tensors_in
@@ -57,7 +65,8 @@ class TapeBackend(GraphBackend):
     """Graphs on the CPU.
 
     Args:
-        pool_limit: Bytes that each pool may reserve, None for no limit; beyond it a capture runs out of memory.
+        pool_limit: Bytes that each pool may reserve, None for no limit; beyond it a capture runs
+            out of memory.
     """
 
     name = "cpu (tape)"
@@ -66,7 +75,9 @@ class TapeBackend(GraphBackend):
         self.device = torch.device("cpu")
         self._pool_limit = pool_limit
         self._thread = _RecorderOfThread()
-        self._pools: weakref.WeakKeyDictionary[TapePool, weakref.WeakSet[TapeGraph]] = weakref.WeakKeyDictionary()
+        self._pools: weakref.WeakKeyDictionary[TapePool, weakref.WeakSet[TapeGraph]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._open: TapeGraph | None = None
 
     def new_pool(self) -> TapePool:
@@ -98,12 +109,18 @@ class TapeBackend(GraphBackend):
         self._open = graph
 
     def end(self, graph: TapeGraph) -> None:
-        """Raises HostSyncError for an operator that needed the host, also if the forward caught the error then."""
+        """Raises HostSyncError for an operator that needed the host, also if the forward caught the
+        error then.
+        """
         tape = self._stop(graph)
         if tape.refusals.first is not None:
             self._trim(graph.pool)
             raise tape.refusals.first
-        graph.steps, graph.notes, graph.constants = tape.steps, tuple(tape.notes), frozenset(tape.constants)
+        graph.steps, graph.notes, graph.constants = (
+            tape.steps,
+            tuple(tape.notes),
+            frozenset(tape.constants),
+        )
         self._pools[graph.pool].add(graph)
 
     def abort(self, graph: TapeGraph) -> None:
@@ -119,7 +136,8 @@ class TapeBackend(GraphBackend):
 
     def reset(self, graph: TapeGraph) -> None:
         graph.steps = None
-        if not self.is_capturing():  # an eager piece failed inside an operator, and torch put the mode back
+        # an eager piece failed inside an operator, and torch put the mode back
+        if not self.is_capturing():
             self._thread.recorder.leave()
         self._pools[graph.pool].discard(graph)
         self._trim(graph.pool)
@@ -146,10 +164,16 @@ class TapeBackend(GraphBackend):
             nodes += [index] * len(used)
         words = np.array([tensor.data_ptr() for tensor in tensors], np.uint64)
         certain = np.ones(len(words), np.bool_)
-        return GraphNodes(tuple(names), 0, words, np.array(nodes, np.int64), certain, tuple(tensors))
+        return GraphNodes(
+            tuple(names), 0, words, np.array(nodes, np.int64), certain, tuple(tensors)
+        )
 
     def blocks(self) -> list[Block]:
-        return [Block(start, end, pool, is_free, "") for pool in _living for start, end, is_free in pool.spans()]
+        return [
+            Block(start, end, pool, is_free, "")
+            for pool in _living
+            for start, end, is_free in pool.spans()
+        ]
 
     def memory_at(self, address: int) -> MemoryKind | None:  # noqa: ARG002
         return "host"
@@ -163,11 +187,14 @@ class TapeBackend(GraphBackend):
             alias = pool.alias_of(storage)
             if alias is not None:
                 with _disable_current_modes():  # inside a capture the forward did not call this
-                    return tensor_on(alias, tensor)  # not a view: one of inference mode could be used only there
+                    # not a view: one of inference mode could be used only there
+                    return tensor_on(alias, tensor)
         return tensor
 
     def in_pool(self, tensor: Tensor, pool: TapePool) -> bool:
-        return tensor.layout is torch.strided and pool.alias_of(tensor.untyped_storage()) is not None
+        return (
+            tensor.layout is torch.strided and pool.alias_of(tensor.untyped_storage()) is not None
+        )
 
     def is_empty(self, graph: TapeGraph) -> bool:
         return not graph.steps
@@ -180,12 +207,17 @@ class TapeBackend(GraphBackend):
 
     def memory(self) -> MemoryReading:
         page = os.sysconf("SC_PAGE_SIZE")
-        free = os.sysconf("SC_AVPHYS_PAGES") * page if "SC_AVPHYS_PAGES" in os.sysconf_names else None
-        return MemoryReading(free, os.sysconf("SC_PHYS_PAGES") * page, sum(pool.nbytes for pool in self._pools))
+        free = (
+            os.sysconf("SC_AVPHYS_PAGES") * page if "SC_AVPHYS_PAGES" in os.sysconf_names else None
+        )
+        return MemoryReading(
+            free, os.sysconf("SC_PHYS_PAGES") * page, sum(pool.nbytes for pool in self._pools)
+        )
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        import_module("torch._dynamo")  # a dispatch mode's first operator would import it, in the first capture's time
+        # a dispatch mode's first operator would import it, in the first capture's time
+        import_module("torch._dynamo")
         with gc_paused():
             yield
 

@@ -1,4 +1,6 @@
-"""Memory of the tape backend: a private pool whose blocks are reused as soon as they are dropped."""
+"""Memory of the tape backend: a private pool whose blocks are reused as soon as they are
+dropped.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +36,14 @@ class _Segment:
 class TapePool:
     """A pool that hands out blocks of host memory, reuses them, and counts its bytes exactly.
 
-    A block is taken while the storage that ``take`` returned lives: it is free at the moment when the last tensor on
-    it is dropped. ``alias_of`` gives a second storage on the same memory that does not take the block and only keeps
-    the memory itself. Best fit, else a new segment of just the size asked for.
+    A block is taken while the storage that ``take`` returned lives: it is free at the moment when
+    the last tensor on it is dropped. ``alias_of`` gives a second storage on the same memory that
+    does not take the block and only keeps the memory itself. Best fit, else a new segment of just
+    the size asked for.
 
     Args:
-        limit: Bytes that the pool may reserve, None for no limit. Beyond it ``take`` raises torch.OutOfMemoryError,
-            as a GPU would.
+        limit: Bytes that the pool may reserve, None for no limit. Beyond it ``take`` raises
+            torch.OutOfMemoryError, as a GPU would.
 
     Attributes:
         backend: The backend that made it.
@@ -64,7 +67,9 @@ class TapePool:
         return sum(sum(segment.free.values()) for segment in self._segments)
 
     def spans(self) -> Iterator[tuple[int, int, bool]]:
-        """Stretches of addresses that are taken or free, by their beginning and end, and whether they are free."""
+        """Stretches of addresses that are taken or free, by their beginning and end, and whether
+        they are free.
+        """
         for segment in self._segments:
             base, at = np.frombuffer(segment.memory, np.uint8).ctypes.data, 0
             for offset, length in [*sorted(segment.free.items()), (segment.memory.nbytes, 0)]:
@@ -75,7 +80,9 @@ class TapePool:
                 at = offset + length
 
     def take(self, nbytes: int) -> torch.UntypedStorage:
-        """A storage of ``nbytes`` bytes on a block of the pool. It still holds its former contents."""
+        """A storage of ``nbytes`` bytes on a block of the pool. It still holds its former
+        contents.
+        """
         size = max(-(-nbytes // ALIGNMENT), 1) * ALIGNMENT
         spans = [
             (length, index, offset)
@@ -88,8 +95,8 @@ class TapePool:
         del segment.free[offset]
         if span > size:
             segment.free[offset + size] = span - size
-        # frombuffer keeps the buffer object alive as long as the storage: when the last tensor on the block goes,
-        # so does this view, and its finalizer runs at that very moment.
+        # frombuffer keeps the buffer object alive as long as the storage: when the last tensor on
+        # the block goes, so does this view, and its finalizer runs at that very moment.
         view = segment.memory[offset : offset + max(nbytes, 1)]
         storage = torch.frombuffer(view, dtype=torch.uint8).untyped_storage()
         beside = segment.memory[offset : offset + max(nbytes, 1)]
@@ -99,7 +106,9 @@ class TapePool:
         return storage
 
     def alias_of(self, storage: torch.UntypedStorage) -> torch.UntypedStorage | None:
-        """The storage beside ``storage`` that does not take its block; None if it is not of this pool."""
+        """The storage beside ``storage`` that does not take its block; None if it is not of this
+        pool.
+        """
         return self.aliases.get(storage._cdata)
 
     def trim(self) -> None:
@@ -113,7 +122,8 @@ class TapePool:
     def _grow(self, size: int) -> tuple[int, int, int]:
         if self._limit is not None and self.nbytes + size > self._limit:
             raise torch.OutOfMemoryError(
-                f"tape pool out of memory: {size} bytes asked for, {self.nbytes} of {self._limit} reserved"
+                f"tape pool out of memory: {size} bytes asked for, {self.nbytes} of {self._limit} "
+                "reserved"
             )
         raw = np.empty(size + ALIGNMENT, np.uint8)
         start = -raw.ctypes.data % ALIGNMENT

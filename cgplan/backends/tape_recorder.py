@@ -1,4 +1,6 @@
-"""The recorder of the tape backend: each operator with its storages, and operators that need the host."""
+"""The recorder of the tape backend: each operator with its storages, and operators that need the
+host.
+"""
 
 from __future__ import annotations
 
@@ -37,12 +39,16 @@ from cgplan.backends.host_sync import (
 from cgplan.backends.tape_pool import TapePool
 from cgplan.errors import CaptureError
 
-_WRITE_AS_THEY_RETURN = tuple(f"aten::{n}" for n in ("mm", "addmm", "bmm", "baddbmm", "_softmax", "cat", "index"))
+_WRITE_AS_THEY_RETURN = tuple(
+    f"aten::{n}" for n in ("mm", "addmm", "bmm", "baddbmm", "_softmax", "cat", "index")
+)
 
 
 @dataclass(frozen=True)
 class Step:
-    """One operator of a tape: ``call(*args, **kwargs)``, and where its fresh results are copied to."""
+    """One operator of a tape: ``call(*args, **kwargs)``, and where its fresh results are copied
+    to.
+    """
 
     call: Callable[..., Any]
     args: Args
@@ -53,11 +59,15 @@ class Step:
 
 @dataclass(slots=True)
 class _Stretch:
-    """A part of a recording that can be undone: memory and generators from before it, and what they held then."""
+    """A part of a recording that can be undone: memory and generators from before it, and what they
+    held then.
+    """
 
     held: frozenset[int]  # blocks of the pool
     generators: dict[int, tuple[torch.Generator, Tensor]]
-    saved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = field(default_factory=dict)
+    saved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = field(
+        default_factory=dict
+    )
 
     def undo(self) -> None:
         for storage, before in self.saved.values():
@@ -69,8 +79,8 @@ class _Stretch:
 class Recorder(TorchDispatchMode):
     """Hands the operators of a thread to the tape that records, and lets them pass while none does.
 
-    A capture may end, and the next one begin, inside an operator or a backward. torch puts the modes from before those
-    back after them, so all tapes of a thread have one mode.
+    A capture may end, and the next one begin, inside an operator or a backward. torch puts the
+    modes from before those back after them, so all tapes of a thread have one mode.
     """
 
     tape: Tape | None = None
@@ -94,28 +104,36 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def _on(self) -> Iterator[None]:
-        """A block inside an operator, for which torch took the mode off; a capture may have ended in it."""
+        """A block inside an operator, for which torch took the mode off; a capture may have ended
+        in it.
+        """
         _push_mode(self)
         try:
             yield
         finally:
             self.leave()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None
+    ) -> Any:
         """Record one operator."""
         kwargs, tape = kwargs or {}, self.tape
         if tape is None:
             return func(*args, **kwargs)
-        if implemented_in_python(func, "CPU"):  # look inside: its Python code must not run again on replay
+        # look inside: its Python code must not run again on replay
+        if implemented_in_python(func, "CPU"):
             return self._look_inside(tape, func, args, kwargs)
-        if is_composite(func, "CPU"):  # in inference mode these come whole, and would hide host reads
+        # in inference mode these come whole, and would hide host reads
+        if is_composite(func, "CPU"):
             with self._on():
                 return as_its_caller(func, func.decompose, "cpu")(*args, **kwargs)
         refuse_host(func, args, kwargs, tape.refusals)
         return tape.record(func, args, kwargs)
 
     def _look_inside(self, tape: Tape, func: Any, args: Args, kwargs: Kwargs) -> Any:
-        """Record the operators of one that was written in Python; the whole of it where it needs the host."""
+        """Record the operators of one that was written in Python; the whole of it where it needs
+        the host.
+        """
         refusals, name = tape.refusals, func._schema.name
         before = refusals.first
         count_writes(func, args, kwargs)
@@ -131,7 +149,10 @@ class Recorder(TorchDispatchMode):
                 return result
             undo()
         assert refusals.first is not None
-        told = f"{refusals.first.message}; the tape calls operator {name} again on each replay, a GPU may refuse it"
+        told = (
+            f"{refusals.first.message}; the tape calls operator {name} again on each replay, a "
+            "GPU may refuse it"
+        )
         tape.notes[told] = None
         refusals.first, refusals.is_on = before, False
         try:
@@ -140,18 +161,20 @@ class Recorder(TorchDispatchMode):
             refusals.is_on = True
         if self.tape is not tape:
             raise CaptureError(
-                f"operator {name} needs the host, and breaks the capture as well, at {blamed_line()}",
+                f"operator {name} needs the host, and breaks the capture as well, at "
+                f"{blamed_line()}",
                 remedy="Read the value inside the eager piece.",
             )
         return result
 
 
 class Tape:
-    """Runs the operators of a forward once and keeps them as ``steps`` whose tensors lie at fixed addresses.
+    """Runs the operators of a forward once and keeps them as ``steps`` whose tensors lie at fixed
+    addresses.
 
-    Results of operators are placed in the pool. Views make no step, because addresses do not change. Memory from before
-    the recording that is written to gets its old bytes back in ``finish``, and so do random generators: on a GPU, too,
-    a capture runs nothing.
+    Results of operators are placed in the pool. Views make no step, because addresses do not
+    change. Memory from before the recording that is written to gets its old bytes back in
+    ``finish``, and so do random generators: on a GPU, too, a capture runs nothing.
 
     Attributes:
         constants: Addresses of storages that hold numbers of the Python code.
@@ -165,10 +188,13 @@ class Tape:
         self.constants: set[int] = set()
         self.runs_operator = False
         self._pool = pool
-        # Tensors of an earlier graph that are dropped while this one records: their blocks are reused and overwritten.
+        # Tensors of an earlier graph that are dropped while this one records: their blocks are
+        # reused and overwritten.
         self._earlier = [(storage, storage.clone()) for storage in pool.aliases.values()]
         default = torch.default_generator
-        self._stretches = [_Stretch(frozenset(pool.aliases), {id(default): (default, default.get_state())})]
+        self._stretches = [
+            _Stretch(frozenset(pool.aliases), {id(default): (default, default.get_state())})
+        ]
 
     def finish(self) -> None:
         """Undo writes of the recording outside the pool, and to blocks that were taken before."""
@@ -200,19 +226,23 @@ class Tape:
         for tensor in given:
             if tensor.device.type not in ("cpu", "meta") or tensor.layout is not torch.strided:
                 raise CaptureError(
-                    f"operator {schema.name} has a {tensor.layout} tensor on {tensor.device}, at {blamed_line()}",
-                    remedy="The tape records dense tensors on the CPU; use device: cuda for others.",
+                    f"operator {schema.name} has a {tensor.layout} tensor on {tensor.device}, at "
+                    f"{blamed_line()}",
+                    remedy="The tape records dense tensors on the CPU; use device: cuda for "
+                    "others.",
                 )
         self._save(func, args, kwargs)
         is_collective = func.namespace in ("c10d", "_c10d_functional")
         call = as_its_caller(func, func, "cpu")
         if func.namespace == "_c10d_functional":
             call = partial(_awaited, func)
-        if func is torch.ops.aten.lift_fresh.default:  # a constant of the Python code: each replay gets a fresh copy
+        # a constant of the Python code: each replay gets a fresh copy
+        if func is torch.ops.aten.lift_fresh.default:
             call = torch.ops.aten.clone.default
             self.constants |= {tensor.untyped_storage().data_ptr() for tensor in given}
         old = {t.untyped_storage()._cdata for t in given}
-        fixed = tree_map_only(Tensor, self._fixed, (args, kwargs))  # before the operator changes their layout
+        # before the operator changes their layout
+        fixed = tree_map_only(Tensor, self._fixed, (args, kwargs))
         self.runs_operator = True
         try:
             flat, spec = tree_flatten(call(*args, **kwargs))
@@ -221,31 +251,42 @@ class Tape:
         if func._opname.startswith("_foreach_"):
             count_writes(func, args, kwargs)
         results = {i: t for i, t in enumerate(flat) if isinstance(t, Tensor)}
-        fresh = {i: t for i, t in results.items() if t.untyped_storage()._cdata not in old and not _is_void(t)}
+        fresh = {
+            i: t
+            for i, t in results.items()
+            if t.untyped_storage()._cdata not in old and not _is_void(t)
+        }
         placed = self._place(fresh)
         writes = schema.is_mutable and torch.Tag.inplace_view not in func.tags
         is_view = not fresh and not writes and bool(results)
         if is_view and func.namespace != "aten" and not all(r.alias_info for r in schema.returns):
             is_view = False  # it returns an argument without saying so: it may have written to it
             if not is_collective:
-                self.notes[f"operator {schema.name} returns an argument, and its schema does not say why"] = None
+                self.notes[
+                    f"operator {schema.name} returns an argument, and its schema does not say why"
+                ] = None
         if not is_view and schema.name.removeprefix("aten::") not in ALLOCATIONS:
             self._add_step(func, call, fixed, placed, len(flat))
         result = tree_unflatten([placed.get(i, value) for i, value in enumerate(flat)], spec)
         self.refusals.follow(func, args, kwargs, result)
         return result
 
-    def _add_step(self, func: Any, call: Any, given: tuple[Any, Any], placed: dict[int, Tensor], results: int) -> None:
+    def _add_step(
+        self, func: Any, call: Any, given: tuple[Any, Any], placed: dict[int, Tensor], results: int
+    ) -> None:
         args, kwargs = given
         slots = {i: self._fixed(tensor) for i, tensor in placed.items()}
         step = Step(call, args, kwargs, tuple(slots.items()))
         if func.namespace == "c10d":  # the forward waits for itself, a replay must
             is_posted = func in (torch.ops.c10d.send.default, torch.ops.c10d.recv_.default)
-            step = replace(step, call=func if is_posted else partial(_awaited, func), is_posted=is_posted)
+            step = replace(
+                step, call=func if is_posted else partial(_awaited, func), is_posted=is_posted
+            )
         elif slots and len(slots) == results and (out := _out_variant(func)) is not None:
             overload, names = out  # writes into the slots at once, without a copy
             known = {a.name for a in overload._schema.arguments}
-            kept = {name: value for name, value in kwargs.items() if name in known}  # the slot has dtype and device
+            # the slot has dtype and device
+            kept = {name: value for name, value in kwargs.items() if name in known}
             step = Step(overload, args, kept | dict(zip(names, slots.values(), strict=True)), ())
         self.steps.append(step)
 
@@ -263,16 +304,22 @@ class Tape:
         return placed
 
     def _fixed(self, tensor: Tensor) -> Tensor:
-        """The tensor as the tape keeps it: the same memory, but no hold on a pool block, and deaf to ``.data =``."""
+        """The tensor as the tape keeps it: the same memory, but no hold on a pool block, and deaf
+        to ``.data =``.
+        """
         alias = self._pool.alias_of(tensor.untyped_storage())
         return tensor.detach() if alias is None else tensor_on(alias, tensor)
 
     def _save(self, func: Any, args: Args, kwargs: Kwargs) -> None:
-        """Keep the bytes of memory, and the generator's state, that the operator is about to change."""
+        """Keep the bytes of memory, and the generator's state, that the operator is about to
+        change.
+        """
         for tensor in written_tensors(func, args, kwargs):
             storage = tensor.untyped_storage()
             for part in self._stretches:
-                inside = self._pool.alias_of(storage) is not None and storage._cdata not in part.held
+                inside = (
+                    self._pool.alias_of(storage) is not None and storage._cdata not in part.held
+                )
                 if storage.nbytes() and storage._cdata not in part.saved and not inside:
                     part.saved[storage._cdata] = (storage, storage.clone())
         if (generator := kwargs.get("generator")) is not None:
@@ -294,7 +341,8 @@ def _wait(results: Any) -> None:
 
 def replay(steps: list[Step]) -> None:
     """Run the steps of a tape."""
-    # A capture in inference mode left tensors that may be written to only there. Autocast did its part while recording.
+    # A capture in inference mode left tensors that may be written to only there. Autocast did its
+    # part while recording.
     with torch.inference_mode(), torch.autocast("cpu", enabled=False):
         posted = list[Any]()
         for step in steps:
@@ -312,7 +360,9 @@ def replay(steps: list[Step]) -> None:
 
 
 def _is_void(tensor: Tensor) -> bool:
-    """Whether it has no memory: derivatives that are zero, and tensors that an ``out=`` is about to grow."""
+    """Whether it has no memory: derivatives that are zero, and tensors that an ``out=`` is about to
+    grow.
+    """
     storage = tensor.untyped_storage()
     return tensor._is_zerotensor() or storage.device.type == "meta" or not storage.nbytes()
 
@@ -323,8 +373,9 @@ def _bytes(storage: torch.UntypedStorage, nbytes: int) -> Tensor:
 
 @cache
 def _out_variant(func: Any) -> tuple[Any, tuple[str, ...]] | None:
-    """The overload of ``func`` that writes into given results, and their names; None if there is none, or it may grow
-    its results on the way, which memory of the pool cannot, or round in another order.
+    """The overload of ``func`` that writes into given results, and their names; None if there is
+    none, or it may grow its results on the way, which memory of the pool cannot, or round in
+    another order.
     """
     if func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags:
         return None

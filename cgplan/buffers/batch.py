@@ -1,4 +1,6 @@
-"""From the tensors of a call to the batch that they are: names, shapes and counts are checked before anything runs."""
+"""From the tensors of a call to the batch that they are: names, shapes and counts are checked
+before anything runs.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from cgplan.modes import BatchDescriptor
 
 @dataclass(frozen=True)
 class Batch:
-    """Sizes of one call; ``num_reqs`` is None where no input counts requests. ``sizes``: see BatchDescriptor."""
+    """Sizes of one call; ``num_reqs`` is None where no input counts requests. ``sizes``: see
+    BatchDescriptor.
+    """
 
     num_tokens: int
     num_reqs: int | None
@@ -30,14 +34,20 @@ def unknown_input(name: str, declared: Iterable[str]) -> InputError:
 
 
 class BatchReader:
-    """Checks the tensors of a call against the declared inputs and metadata, and counts their rows. ``dim_names``: see
-    Config.
+    """Checks the tensors of a call against the declared inputs and metadata, and counts their rows.
+    ``dim_names``: see Config.
     """
 
-    def __init__(self, specs: Mapping[str, Input], dim_names: Sequence[str], device: torch.device) -> None:
+    def __init__(
+        self, specs: Mapping[str, Input], dim_names: Sequence[str], device: torch.device
+    ) -> None:
         self._device, self._dim_names = device, dim_names
-        self._specs = {name: (spec, torch_dtype(spec), spec.extents) for name, spec in specs.items()}
-        self.symbols = {extent.symbol for _, _, extents in self._specs.values() for extent in extents}
+        self._specs = {
+            name: (spec, torch_dtype(spec), spec.extents) for name, spec in specs.items()
+        }
+        self.symbols = {
+            extent.symbol for _, _, extents in self._specs.values() for extent in extents
+        }
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -45,20 +55,25 @@ class BatchReader:
         return tuple(self._specs)
 
     def read(self, given: Mapping[str, torch.Tensor]) -> Batch:
-        """The batch that these tensors are. Raises InputError for a wrong name, dtype, device, shape or row count."""
+        """The batch that these tensors are. Raises InputError for a wrong name, dtype, device,
+        shape or row count.
+        """
         if given.keys() != self._specs.keys():
             for name in given:
                 if name not in self._specs:
                     raise unknown_input(name, self._specs)
             missing = next(name for name in self._specs if name not in given)
-            raise InputError(f"input {missing!r} is missing", remedy="Pass every declared input by name.")
+            raise InputError(
+                f"input {missing!r} is missing", remedy="Pass every declared input by name."
+            )
         counts: dict[str, tuple[int, str]] = {}
         for name, (spec, dtype, extents) in self._specs.items():
             value = given[name]
             self._check(name, value, dtype)
             shape = value.shape
             if len(shape) != len(extents) or any(
-                extent.symbol is None and not extent.takes(n) for n, extent in zip(shape, extents, strict=True)
+                extent.symbol is None and not extent.takes(n)
+                for n, extent in zip(shape, extents, strict=True)
             ):
                 raise InputError(
                     f"input {name!r} has shape {list(shape)}, declared is {list(spec.shape)}",
@@ -76,18 +91,25 @@ class BatchReader:
                 seen, by = counts.setdefault(extent.symbol, (count, name))
                 if seen != count:
                     raise InputError(
-                        f"input {name!r} is a batch of {extent.symbol} = {count}, but {by!r} of {seen}",
+                        f"input {name!r} is a batch of {extent.symbol} = {count}, but {by!r} of "
+                        f"{seen}",
                         remedy="Give all inputs of a call the same batch.",
                     )
         reqs, _ = counts.get("num_reqs", (None, ""))
         tokens, *sizes = (counts.get(name, (reqs or 0, ""))[0] for name in self._dim_names)
         if 0 in (tokens, reqs, *sizes):
-            raise InputError("the batch has 0 rows", remedy="Do not call the runner for an empty batch.")
+            raise InputError(
+                "the batch has 0 rows", remedy="Do not call the runner for an empty batch."
+            )
         return Batch(tokens, reqs, tuple(sizes))
 
     def refuse_other(self, batch: Batch, descriptor: BatchDescriptor) -> None:
-        """Raise InputError if a batch has other rows than its descriptor says, where inputs count them."""
-        counted: dict[str, object] = {"num_tokens": batch.num_tokens} if self._dim_names[0] in self.symbols else {}
+        """Raise InputError if a batch has other rows than its descriptor says, where inputs count
+        them.
+        """
+        counted: dict[str, object] = (
+            {"num_tokens": batch.num_tokens} if self._dim_names[0] in self.symbols else {}
+        )
         if descriptor.sizes:
             counted["sizes"] = batch.sizes
         if batch.num_reqs is not None and descriptor.num_reqs is not None:
@@ -95,8 +117,10 @@ class BatchReader:
         for symbol, count in counted.items():
             if count != (wanted := getattr(descriptor, symbol)):
                 raise InputError(
-                    f"the inputs are a batch of {symbol} = {count}, the forward context's descriptor says {wanted!r}",
-                    remedy="Pad the inputs to the size of the descriptor, or pass the descriptor that they have.",
+                    f"the inputs are a batch of {symbol} = {count}, the forward context's "
+                    f"descriptor says {wanted!r}",
+                    remedy="Pad the inputs to the size of the descriptor, or pass the descriptor "
+                    "that they have.",
                 )
 
     def _check(self, name: str, value: torch.Tensor, dtype: torch.dtype) -> None:
@@ -112,7 +136,8 @@ class BatchReader:
             )
         if value.layout is not torch.strided or value.is_nested:
             raise InputError(
-                f"input {name!r} is {'a nested tensor' if value.is_nested else f'of layout {value.layout}'}",
+                f"input {name!r} is "
+                f"{'a nested tensor' if value.is_nested else f'of layout {value.layout}'}",
                 remedy="Pass a dense tensor, such as .to_dense() or .to_padded_tensor() gives.",
             )
         if value.device != self._device and value.device.type != "cpu":

@@ -1,4 +1,6 @@
-"""How far two outputs of a model lie apart, and whether rounding explains it: the one comparison of the package."""
+"""How far two outputs of a model lie apart, and whether rounding explains it: the one comparison of
+the package.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-# Of the largest value, for numbers that other kernels computed; for dtypes that are not here as for half precision.
+# Of the largest value, for numbers that other kernels computed; for dtypes that are not here as for
+# half precision.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-3, torch.float16: 1e-2}
 COARSE = 5e-2  # where something was computed in half precision or in TensorFloat32
 _HUGE = 1e30  # values of masks, which tell nothing of the size of the others
@@ -38,31 +41,38 @@ class Difference:
     def __str__(self) -> str:
         if self.largest is None:
             return self.where
-        return f"{self.where}, the largest deviation is {self.largest:.3g}, allowed are {self.limit:.3g}"
+        return (
+            f"{self.where}, the largest deviation is {self.largest:.3g}, allowed are "
+            f"{self.limit:.3g}"
+        )
 
 
 def deviation(found: Any, wanted: Any) -> float | None:
-    """Largest absolute difference of two outputs, of which any may be nested tuples, lists and dicts of tensors.
+    """Largest absolute difference of two outputs, of which any may be nested tuples, lists and
+    dicts of tensors.
 
     Returns:
-        0.0 where all tensors are equal (NaN equals NaN), infinity where only one side has a NaN or an infinity. None
-        where the outputs cannot be compared: their structures, shapes, dtypes or values beside tensors differ, or
-        neither holds a tensor.
+        0.0 where all tensors are equal (NaN equals NaN), infinity where only one side has a NaN or
+        an infinity. None where the outputs cannot be compared: their structures, shapes, dtypes or
+        values beside tensors differ, or neither holds a tensor.
     """
     largest = [difference.largest for difference in differences(found, wanted)]
     return None if None in largest else max(map(float, largest), default=None)  # type: ignore[arg-type]
 
 
 def differences(found: Any, wanted: Any, *, is_coarse: bool = False) -> Iterator[Difference]:
-    """Of each tensor of two outputs, and of each other part that differs. ``is_coarse``: the tolerance is ``COARSE`` at
-    least, and up to half of the whole numbers may differ.
+    """Of each tensor of two outputs, and of each other part that differs. ``is_coarse``: the
+    tolerance is ``COARSE`` at least, and up to half of the whole numbers may differ.
     """
     (leaves, spec), (others, other_spec) = tree_flatten(found), tree_flatten(wanted)
     if spec != other_spec:
         yield Difference("the outputs have different structures", None)
         return
     for index, (one, other) in enumerate(zip(leaves, others, strict=True)):
-        kinds = [f"{t.dtype} {list(t.shape)}" if isinstance(t, Tensor) else "no tensor" for t in (one, other)]
+        kinds = [
+            f"{t.dtype} {list(t.shape)}" if isinstance(t, Tensor) else "no tensor"
+            for t in (one, other)
+        ]
         if kinds[0] != kinds[1]:
             yield Difference(f"output {index}, {kinds[0]} and {kinds[1]}", None)
         elif isinstance(one, Tensor):
@@ -72,14 +82,17 @@ def differences(found: Any, wanted: Any, *, is_coarse: bool = False) -> Iterator
 
 
 def compare(where: str, found: Tensor, wanted: Tensor, *, is_coarse: bool = False) -> Difference:
-    """The difference of two tensors of one shape and dtype. Rounding goes by the largest value that differs."""
+    """The difference of two tensors of one shape and dtype. Rounding goes by the largest value that
+    differs.
+    """
     if not found.numel():
         return Difference(where, 0.0, is_wrong=False)
     between = apart(found, wanted)
     largest = float(between.max())
     if not (wanted.is_floating_point() or wanted.is_complex()):
         share = int(between.count_nonzero()) / between.numel()
-        return Difference(where, largest, is_wrong=share > (0.5 if is_coarse else 0), share=share)  # rounding decides
+        # rounding decides
+        return Difference(where, largest, is_wrong=share > (0.5 if is_coarse else 0), share=share)
     wide = torch.complex128 if wanted.is_complex() else torch.float64
     sizes = wanted.to(wide).abs().nan_to_num(0, 0, 0)
     sizes = sizes.masked_fill(sizes > _HUGE, 0)
@@ -97,7 +110,9 @@ def is_equal(one: Any, other: Any) -> bool:
 def _is_same(one: Any, other: Any) -> bool:
     kind: Any = type(one)
     by_identity = kind.__eq__ is object.__eq__  # such an object equals none that another run made
-    return type(other) is kind and (by_identity or bool(one == other or (one != one and other != other)))
+    return type(other) is kind and (
+        by_identity or bool(one == other or (one != one and other != other))
+    )
 
 
 def apart(one: Tensor, other: Tensor) -> Tensor:

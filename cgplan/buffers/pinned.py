@@ -1,4 +1,6 @@
-"""Pinned memory that host tensors pass through on their way to the device, and how long the device reads it."""
+"""Pinned memory that host tensors pass through on their way to the device, and how long the device
+reads it.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,11 @@ class Fence(Protocol):
 
 
 def stream_at(handle: int, device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.ExternalStream(handle, device=device) if handle else torch.cuda.default_stream(device)
+    return (
+        torch.cuda.ExternalStream(handle, device=device)
+        if handle
+        else torch.cuda.default_stream(device)
+    )
 
 
 def fence_behind(handle: int, device: torch.device) -> torch.cuda.Event:
@@ -33,13 +39,17 @@ def fence_behind(handle: int, device: torch.device) -> torch.cuda.Event:
 
 
 def empty_pinned(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Host memory that copies to and from a device need not wait for. Raises CgplanError if the host has no more."""
+    """Host memory that copies to and from a device need not wait for. Raises CgplanError if the
+    host has no more.
+    """
     try:
         return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=True)
     except RuntimeError as error:
         raise CgplanError(
-            f"no pinned memory on the host for {list(shape)} elements of {dtype}: {first_line(error)}",
-            remedy="Free memory of the host; or pass tensors on the device, or write them in place (runner.stage).",
+            f"no pinned memory on the host for {list(shape)} elements of {dtype}: "
+            f"{first_line(error)}",
+            remedy="Free memory of the host; or pass tensors on the device, or write them in "
+            "place (runner.stage).",
         ) from error
 
 
@@ -50,10 +60,12 @@ def _release(wait: Callable[[], None], blocks: list[Tensor]) -> None:
 
 
 class StagingBlocks:
-    """Two blocks of pinned memory, written in turns: one is filled while the device may still read the other.
+    """Two blocks of pinned memory, written in turns: one is filled while the device may still read
+    the other.
 
-    A block takes as many batches as fit. When it is full, or the stream changes, a fence is put behind the work that
-    reads it, and that fence is waited for before the block is written again: bytes in flight are never overwritten.
+    A block takes as many batches as fit. When it is full, or the stream changes, a fence is put
+    behind the work that reads it, and that fence is waited for before the block is written again:
+    bytes in flight are never overwritten.
 
     Args:
         new_fence: Makes a fence behind all work that is queued on a stream, given by its handle.
@@ -72,7 +84,8 @@ class StagingBlocks:
         self._fences: list[Fence | None] = [None, None]
         self._turn = self._at = self._end = 0
         self._stream: int | None = None
-        # torch hands freed blocks out again at once, and the device may still read those of an owner that was dropped
+        # torch hands freed blocks out again at once, and the device may still read those of an
+        # owner that was dropped
         weakref.finalize(self, _release, wait, self._blocks).atexit = False
 
     @property
@@ -80,7 +93,9 @@ class StagingBlocks:
         return sum(block.nbytes for block in self._blocks)
 
     def take(self, nbytes: int, stream: int) -> int:
-        """The address of ``nbytes`` bytes to write now and to read on ``stream`` before the next ``take``."""
+        """The address of ``nbytes`` bytes to write now and to read on ``stream`` before the next
+        ``take``.
+        """
         at = self._at
         if at + nbytes > self._end or stream != self._stream:
             at = self._next_block(nbytes, stream)

@@ -1,12 +1,13 @@
 """Who owns the memory that captured graphs point to.
 
 Note [Owners]
-    Each word of a node that is an address is looked up in this order: tensors that the model's state holds, by their
-    path, and static buffers; blocks of graph pools; then, for memory of neither, everything that can be reached from
-    the runner, closures and caches included, by Python's garbage collector. What is left has no owner: memory that the
-    allocator holds as free, memory that only others hold, and addresses where no memory is any more. A replay reads or
-    writes there what belongs to somebody else, or will. Memory that no Python object holds and that is taken belongs
-    to PyTorch or a library, such as the state of a random generator.
+    Each word of a node that is an address is looked up in this order: tensors that the model's
+    state holds, by their path, and static buffers; blocks of graph pools; then, for memory of
+    neither, everything that can be reached from the runner, closures and caches included, by
+    Python's garbage collector. What is left has no owner: memory that the allocator holds as free,
+    memory that only others hold, and addresses where no memory is any more. A replay reads or
+    writes there what belongs to somebody else, or will. Memory that no Python object holds and that
+    is taken belongs to PyTorch or a library, such as the state of a random generator.
 """
 
 from __future__ import annotations
@@ -42,9 +43,21 @@ from cgplan.reports.records import (
 )
 from cgplan.units import counted, format_bytes
 
-_ADDRESSES = 1 << 32, 1 << 47  # words below are numbers, and those above are no addresses of a process
+# words below are numbers, and those above are no addresses of a process
+_ADDRESSES = 1 << 32, 1 << 47
 _RECORDS = (Fingerprint, Watch)  # they hold the tensors of the capture, which the model may not
-_NOT_ENTERED = (type, ModuleType, FrameType, ReferenceType, str, bytes, int, float, BuiltinFunctionType, *_RECORDS)
+_NOT_ENTERED = (
+    type,
+    ModuleType,
+    FrameType,
+    ReferenceType,
+    str,
+    bytes,
+    int,
+    float,
+    BuiltinFunctionType,
+    *_RECORDS,
+)
 _TABLE = "the table of other ranks' buffers"  # as a node
 _SHOWN = 10
 _STEPS = 4  # of the path to an object
@@ -58,8 +71,8 @@ class _Owner(NamedTuple):
 
 
 class _Ranges:
-    """Stretches of memory with something for each. Of several that hold an address the innermost counts; of those that
-    are alike the first.
+    """Stretches of memory with something for each. Of several that hold an address the innermost
+    counts; of those that are alike the first.
     """
 
     def __init__(self, rows: Iterable[tuple[int, int, Any]]) -> None:
@@ -98,7 +111,8 @@ class _Words:
     Attributes:
         graphs: Key, number among the key's graphs, nodes and logged operators of each graph.
         keys: Each key once.
-        graph, node, certain: Of each word: the index of its graph, of the node in it, and whether it is certain.
+        graph, node, certain: Of each word: the index of its graph, of the node in it, and whether
+            it is certain.
         address: Of each word, as an index of ``addresses``.
         key: Of each word, as an index of ``keys``.
     """
@@ -133,8 +147,9 @@ class _Words:
 
 
 def audit(graphed: ModelGraphs, environment: Environment) -> AuditReport:
-    """Look up every pointer of the graphs that are captured now, see Note [Owners]. Findings have operators and lines
-    where the graphs were captured with ``compilation.audit``. Raises BackendError where nodes cannot be read.
+    """Look up every pointer of the graphs that are captured now, see Note [Owners]. Findings have
+    operators and lines where the graphs were captured with ``compilation.audit``. Raises
+    BackendError where nodes cannot be read.
     """
     start, backend = time.perf_counter(), graphed.backend
     graphs = [
@@ -144,14 +159,18 @@ def audit(graphed: ModelGraphs, environment: Environment) -> AuditReport:
     ]
     if graphs and (rows := graphed.peers().addresses):
         words = np.array(rows, np.uint64)
-        table = GraphNodes((_TABLE,), 0, words, np.zeros(len(words), np.int64), np.ones(len(words), np.bool_))
+        table = GraphNodes(
+            (_TABLE,), 0, words, np.zeros(len(words), np.int64), np.ones(len(words), np.bool_)
+        )
         graphs.append((graphs[0][0], len(graphs), table, ()))
     found = _Words.of(graphs)
     read = time.perf_counter()
     lookup = _Lookup(graphed, found)
     owners, owner = lookup.owners, lookup.owner_of[found.address]
     findings, unproven = list[Finding](), dict[OwnerKind, int]()
-    for place in np.flatnonzero(np.isin(owner, [i for i, o in enumerate(owners) if o.kind in _PROBLEMS])):
+    for place in np.flatnonzero(
+        np.isin(owner, [i for i, o in enumerate(owners) if o.kind in _PROBLEMS])
+    ):
         known = owners[owner[place]]
         if (finding := _finding(found, int(place), known)) is not None:
             findings.append(finding)
@@ -173,7 +192,9 @@ def audit(graphed: ModelGraphs, environment: Environment) -> AuditReport:
     ]
     return AuditReport(
         environment=environment,
-        keys=tuple(_audited(found, key, owners, counts[index]) for index, key in enumerate(found.keys)),
+        keys=tuple(
+            _audited(found, key, owners, counts[index]) for index, key in enumerate(found.keys)
+        ),
         owners=tuple(sorted(records, key=lambda row: -row.words)),
         findings=tuple(findings),
         read_seconds=read - start,
@@ -185,14 +206,20 @@ def audit(graphed: ModelGraphs, environment: Environment) -> AuditReport:
 def audit_error(report: AuditReport) -> AuditError:
     """The error of a report with findings."""
     first = dict.fromkeys(finding.text for finding in report.findings)
-    lines = "".join(f"\n  {text}" for text in [*first][:_SHOWN]) + "\n  and more" * (len(first) > _SHOWN)
+    lines = "".join(f"\n  {text}" for text in [*first][:_SHOWN]) + "\n  and more" * (
+        len(first) > _SHOWN
+    )
     return AuditError(
-        f"{counted(len(report.findings), 'pointer')} of captured graphs into memory that is not the runner's:{lines}",
-        remedy="Keep what a graph reads in the model, or pass it as an input; capture again where it was replaced.",
+        f"{counted(len(report.findings), 'pointer')} of captured graphs into memory that is not "
+        f"the runner's:{lines}",
+        remedy="Keep what a graph reads in the model, or pass it as an input; capture again where "
+        "it was replaced.",
     )
 
 
-def _audited(found: _Words, key: Key, owners: Sequence[_Owner], counts: NDArray[np.int64]) -> AuditedKey:
+def _audited(
+    found: _Words, key: Key, owners: Sequence[_Owner], counts: NDArray[np.int64]
+) -> AuditedKey:
     nodes = [nodes for other, _, nodes, _ in found.graphs if other == key]
     kinds = Counter[OwnerKind]()
     for owner, count in zip(owners, counts.tolist(), strict=True):
@@ -213,8 +240,11 @@ def _finding(found: _Words, place: int, owner: _Owner) -> Finding | None:
     """None where nothing proves that the node uses the word."""
     (mode, descriptor), number, nodes, launches = found.graphs[found.graph[place]]
     node, address = int(found.node[place]), int(found.addresses[found.address[place]])
-    made = [one for one in launches if one.first <= node < max(one.end, one.first + 1)]  # a tape adds the step later
-    launch = next((one for one in made if one.operator == nodes.names[node]), made[-1] if made else None)
+    # a tape adds the step later
+    made = [one for one in launches if one.first <= node < max(one.end, one.first + 1)]
+    launch = next(
+        (one for one in made if one.operator == nodes.names[node]), made[-1] if made else None
+    )
     if not found.certain[place] and (launch is None or address not in launch.operands):
         return None
     return Finding(
@@ -265,7 +295,9 @@ class _Lookup:
             self._set(at == index, state.values[index])
 
     def _in_blocks(self, blocks: _Ranges, at: NDArray[np.int64]) -> dict[int, Block | None]:
-        """Addresses in memory of the allocator; returns those whose owner has to be found yet, by their block."""
+        """Addresses in memory of the allocator; returns those whose owner has to be found yet, by
+        their block.
+        """
         found, pools, suspects = self._found, self._graphed.pools.handles, dict[int, Block | None]()
         first, last = np.full(len(at), len(found.keys)), np.full(len(at), -1)
         np.minimum.at(first, found.address, found.key)
@@ -277,7 +309,9 @@ class _Lookup:
                 taken = "free" if block.is_free else "taken"
                 places &= self.owner_of < 0
                 self._set(places & (first == last), _Owner("graph pool", f"{taken} (one key)"))
-                self._set(places & (first < last), _Owner("graph pool", f"{taken} (several keys in turn)"))
+                self._set(
+                    places & (first < last), _Owner("graph pool", f"{taken} (several keys in turn)")
+                )
             elif block.pool == "library":
                 self._set(places, _Owner("library", "workspaces of cuBLAS"))
             else:
@@ -293,7 +327,10 @@ class _Lookup:
             address, is_known = int(found.addresses[index]), self.owner_of[index] >= 0
             kind = backend.memory_at(address)
             if kind is None and (is_known or (certain[index] and blocks.spans(address))):
-                self._set(index, _Owner("unmapped", f"no memory is there now{self._was(address, address)}"))
+                self._set(
+                    index,
+                    _Owner("unmapped", f"no memory is there now{self._was(address, address)}"),
+                )
             elif kind == "device" and not is_known:
                 self._set(index, _Owner("library", "memory outside of PyTorch's allocator"))
             elif kind == "host" and not is_known:
@@ -303,19 +340,27 @@ class _Lookup:
     def _in_python(self, suspects: Mapping[int, Block | None]) -> None:
         """Memory that is neither known state nor a graph pool's: by the tensors that lie there."""
         reached, living = _held_in_python(
-            self._graphed, [tensor for _, _, nodes, _ in self._found.graphs for tensor in nodes.tensors]
+            self._graphed,
+            [tensor for _, _, nodes, _ in self._found.graphs for tensor in nodes.tensors],
         )
         addresses = self._found.addresses[np.fromiter(suspects, np.int64)]
         for (index, block), mine, others in zip(
             suspects.items(), reached.find(addresses), living.find(addresses), strict=True
         ):
             address = int(self._found.addresses[index])
-            detail = "host memory" if block is None else f"{format_bytes(block.end - block.start)} of the device"
+            detail = (
+                "host memory"
+                if block is None
+                else f"{format_bytes(block.end - block.start)} of the device"
+            )
             if block is not None and block.pool is not None:
                 detail += " in another graph pool"
             detail += self._was(address if block is None else block.start, address)
             detail += f", allocated at {block.line}" if block is not None and block.line else ""
-            is_free, in_pool = block is not None and block.is_free, block is not None and block.pool is not None
+            is_free, in_pool = (
+                block is not None and block.is_free,
+                block is not None and block.pool is not None,
+            )
             if mine >= 0 and not is_free:
                 self._set(index, reached.values[mine])
             elif is_free or (others < 0 and (block is None or in_pool)):
@@ -326,12 +371,18 @@ class _Lookup:
                 self._set(index, _Owner("another runner's pool", detail))
             else:
                 self._set(
-                    index, _Owner("unowned block", f"{detail}; nothing that a run of the model can reach holds it")
+                    index,
+                    _Owner(
+                        "unowned block",
+                        f"{detail}; nothing that a run of the model can reach holds it",
+                    ),
                 )
 
     def _was(self, start: int, address: int) -> str:
         """What lay at an address at capture, or next before it from ``start`` on."""
-        near = max((place for place in self._captured_at if start <= place <= address), default=None)
+        near = max(
+            (place for place in self._captured_at if start <= place <= address), default=None
+        )
         return "" if near is None else f", where {self._captured_at[near]} lay at capture"
 
 
@@ -339,7 +390,9 @@ def _state(graphed: ModelGraphs) -> Iterator[tuple[int, int, _Owner]]:
     """Where the tensors of the model's state and the static buffers lie."""
     places = Fingerprint.of(graphed.roots, graphed.backend.device).places
     modules = [place.value for place in places.values() if isinstance(place.value, torch.nn.Module)]
-    declared = {id(t) for m in modules for held in (m._parameters, m._buffers) for t in held.values()}
+    declared = {
+        id(t) for m in modules for held in (m._parameters, m._buffers) for t in held.values()
+    }
     for path, place in places.items():
         if isinstance(place.value, Tensor) and (span := _span(place.value)) is not None:
             kind: OwnerKind = "parameter or buffer" if id(place.value) in declared else "state"
@@ -365,7 +418,9 @@ def _span(tensor: Tensor) -> tuple[int, int] | None:
 
 
 def _held_in_python(graphed: ModelGraphs, by_graphs: Sequence[Tensor]) -> tuple[_Ranges, _Ranges]:
-    """Memory of tensors that can be reached from the runner, with their paths; and of all living tensors."""
+    """Memory of tensors that can be reached from the runner, with their paths; and of all living
+    tensors.
+    """
     excepted = set(map(id, by_graphs))
     reached, seen, above = list[tuple[int, int, _Owner]](), {id(graphed)}, dict[int, Any]()
     seen.add(id(graphed.written))  # a record, too
@@ -373,25 +428,36 @@ def _held_in_python(graphed: ModelGraphs, by_graphs: Sequence[Tensor]) -> tuple[
     while waiting:
         item = waiting.popleft()
         if isinstance(item, Tensor) and (span := _span(item)) is not None:
-            kind: OwnerKind = "state" if graphed.backend.device.type == item.device.type else "host memory"
+            kind: OwnerKind = (
+                "state" if graphed.backend.device.type == item.device.type else "host memory"
+            )
             reached.append((*span, _Owner(kind, _path(item, above), span[1] - span[0])))
         for inner in _inside(item):
-            if id(inner) not in seen and id(inner) not in excepted and not issubclass(type(inner), _NOT_ENTERED):
+            if (
+                id(inner) not in seen
+                and id(inner) not in excepted
+                and not issubclass(type(inner), _NOT_ENTERED)
+            ):
                 seen.add(id(inner))
                 above[id(inner)] = item
                 waiting.append(inner)
     living = (o for o in gc.get_objects() if issubclass(type(o), Tensor) and id(o) not in excepted)
-    return _Ranges(reached), _Ranges((*span, None) for o in living if (span := _span(o)) is not None)
+    return _Ranges(reached), _Ranges(
+        (*span, None) for o in living if (span := _span(o)) is not None
+    )
 
 
 def _inside(item: Any) -> list[Any]:
-    """The objects that an object holds; of a function not all globals, but those that its code names."""
+    """The objects that an object holds; of a function not all globals, but those that its code
+    names.
+    """
     if type(item) is not FunctionType:
         return gc.get_referents(item)
     from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
 
     names, codes = set[str](), [item.__code__]
-    for code in codes:  # it grows by inner functions, and by what Dynamo compiled in the function's place
+    # it grows by inner functions, and by what Dynamo compiled in the function's place
+    for code in codes:
         names.update(code.co_names)
         codes += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
         codes += [entry.code for entry in _debug_get_cache_entry_list(code)]
@@ -410,6 +476,11 @@ def _path(item: Any, above: Mapping[int, Any]) -> str:
             pairs = enumerate(holder)
         elif hasattr(holder, "__dict__"):
             pairs = vars(holder).items()
-        steps.append(next((f"[{key!r:.40}]" for key, value in pairs if value is item), f"<{type(holder).__name__}>"))
+        steps.append(
+            next(
+                (f"[{key!r:.40}]" for key, value in pairs if value is item),
+                f"<{type(holder).__name__}>",
+            )
+        )
         item = holder
     return "".join(reversed(steps))

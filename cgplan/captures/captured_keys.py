@@ -1,14 +1,17 @@
-"""CapturedKeys: which keys of a model are captured, inside a budget: at start-up, and later between batches.
+"""CapturedKeys: which keys of a model are captured, inside a budget: at start-up, and later between
+batches.
 
 Note [Captures between batches]
-    Static buffers hold the batch that comes next, or rows that the caller is writing; the model's caches hold live
-    requests. So captures run on padding, which the user declared harmless, and the buffers get their bytes back.
-    Captures also overwrite the memory of the pool, outputs of earlier calls included, as each replay does.
-    A key that cannot be captured is remembered with the reason, and the others stay as they are.
+    Static buffers hold the batch that comes next, or rows that the caller is writing; the model's
+    caches hold live requests. So captures run on padding, which the user declared harmless, and the
+    buffers get their bytes back. Captures also overwrite the memory of the pool, outputs of earlier
+    calls included, as each replay does. A key that cannot be captured is remembered with the
+    reason, and the others stay as they are.
 
 Note [Giving a key up]
-    A pool gives no segment back while one of its graphs lives. So where a key that is given up has made the pool grow,
-    all graphs are freed, and those before it are captured again into a new pool.
+    A pool gives no segment back while one of its graphs lives. So where a key that is given up has
+    made the pool grow, all graphs are freed, and those before it are captured again into a new
+    pool.
 """
 
 from __future__ import annotations
@@ -60,7 +63,8 @@ class CapturedKeys:
     """The keys of a model that have graphs, and those that could not be captured.
 
     Args:
-        graphed: The model with its buffers; nothing is captured yet. Its ``plan`` is what is captured now.
+        graphed: The model with its buffers; nothing is captured yet. Its ``plan`` is what is
+            captured now.
         asked: The plan that the user asked for.
         wanted: The part of it that may be captured; the budget does not pay for the rest.
         before: Device memory before anything of the model was allocated.
@@ -68,7 +72,8 @@ class CapturedKeys:
         progress: Called before each key.
 
     Attributes:
-        failed: Keys that were not captured, by key. They are not tried again until they are taken out.
+        failed: Keys that were not captured, by key. They are not tried again until they are taken
+            out.
         history: Records of this generation's captures in order, those of evicted keys included.
     """
 
@@ -91,7 +96,9 @@ class CapturedKeys:
         self._before, self._together, self._progress = before, together, progress
         self._environment = describe_environment(graphed.backend, asked.config_hash)
         left_out = [key for key in asked.keys if key not in set(wanted.keys)]
-        self._left_out = sorted(left_out, key=lambda key: (-key[1].num_tokens, key[0] is CUDAGraphMode.FULL))
+        self._left_out = sorted(
+            left_out, key=lambda key: (-key[1].num_tokens, key[0] is CUDAGraphMode.FULL)
+        )
         self._loaded_bytes: int | None = None  # that the driver took for kernels
         self._workspace_bytes: int | None = None  # None: nothing was ever captured
         self._seconds = 0.0
@@ -115,16 +122,18 @@ class CapturedKeys:
         return self.graphed.config.compilation.capture_policy == "lazy"
 
     def check(self, key: Key | None = None) -> None:
-        """Raise AddressError if the model's memory has moved since the captures: older graphs are of no use then."""
+        """Raise AddressError if the model's memory has moved since the captures: older graphs are
+        of no use then.
+        """
         self.graphed.check_valid()
         if self.keys:
             self.graphed.check_addresses(*(key or self.keys[0]), again=True)
 
-    # --- captures -------------------------------------------------------------------------------------------------
+    # --- captures ---------------------------------------------------------------------------------
 
     def capture_first(self, keys: Sequence[Key], start: float) -> None:
-        """Capture these keys until the budget stops it, on all ranks, and write the report. A key that cannot be
-        captured is an error, but for memory that runs out where there is a budget.
+        """Capture these keys until the budget stops it, on all ranks, and write the report. A key
+        that cannot be captured is an error, but for memory that runs out where there is a budget.
         """
         graphed, backend = self.graphed, self.graphed.backend
         if keys:
@@ -136,7 +145,9 @@ class CapturedKeys:
         backend.release_cached()
         taken = driver_bytes(backend, self._before, backend.memory())
         if taken is not None:
-            self._loaded_bytes = taken - sum(record.driver_bytes or 0 for record in self._records.values())
+            self._loaded_bytes = taken - sum(
+                record.driver_bytes or 0 for record in self._records.values()
+            )
         if self._records:
             self._note_workspace()
         graphed.seal()
@@ -146,7 +157,12 @@ class CapturedKeys:
 
     def _capture_at_start(self, keys: Sequence[Key]) -> None:
         graphed, backend, guard = self.graphed, self.graphed.backend, self.guard
-        with span("capture session"), graphed.keeping_state() as kept, backend.session(), torch.no_grad():
+        with (
+            span("capture session"),
+            graphed.keeping_state() as kept,
+            backend.session(),
+            torch.no_grad(),
+        ):
             guard.go_on(from_zero=True)
             try:
                 self._capture(keys)
@@ -166,14 +182,21 @@ class CapturedKeys:
             raise audit_error(self._audited)
 
     def audit(self) -> AuditReport:
-        """Who owns the memory that the graphs point to now. Raises BackendError where nodes cannot be read."""
+        """Who owns the memory that the graphs point to now. Raises BackendError where nodes cannot
+        be read.
+        """
         return audit(self.graphed, self._environment)
 
     def capture(
-        self, keys: Collection[Key], *, evicted: Collection[Key] = (), renew: bool = False, from_zero: bool = False
+        self,
+        keys: Collection[Key],
+        *,
+        evicted: Collection[Key] = (),
+        renew: bool = False,
+        from_zero: bool = False,
     ) -> tuple[Key, ...]:
-        """Capture keys between batches, the largest first, as far as they are among ``wanted``, have no graph and have
-        not failed before. Failures are remembered, and do not raise.
+        """Capture keys between batches, the largest first, as far as they are among ``wanted``,
+        have no graph and have not failed before. Failures are remembered, and do not raise.
 
         Args:
             keys: What to capture.
@@ -207,9 +230,12 @@ class CapturedKeys:
             self._write_report()
         return tuple(key for key in new if key in self._records)
 
-    def _capture(self, keys: Sequence[Key], *, in_service: bool = False, again: bool = False) -> None:
-        # In service a key that cannot be captured, or that the budget refuses, is remembered in `failed` and the next
-        # one tried. Else its error is raised, and the budget ends the loop. `again`: they were captured before.
+    def _capture(
+        self, keys: Sequence[Key], *, in_service: bool = False, again: bool = False
+    ) -> None:
+        # In service a key that cannot be captured, or that the budget refuses, is remembered in
+        # `failed` and the next one tried. Else its error is raised, and the budget ends the loop.
+        # `again`: they were captured before.
         pools = self.graphed.pools
         for index, key in enumerate(keys):
             if self._together.any_refuses(self.guard.stop_before(key)):
@@ -229,7 +255,8 @@ class CapturedKeys:
                 raise
             self._give_up(key)
             before = capture_order(self._records)
-            if not in_service or (before and pools.is_private and pools.nbytes > grown):  # Note [Giving a key up]
+            # Note [Giving a key up]
+            if not in_service or (before and pools.is_private and pools.nbytes > grown):
                 self._free_all()
                 self._together.dropped()
                 if before and not again:
@@ -242,9 +269,13 @@ class CapturedKeys:
         try:
             with span("{} {}".format(*key), num_tokens=key[1].num_tokens) as shown:
                 record = self._records[key] = self.graphed.capture_key(key, in_service=in_service)
-                shown |= {name: getattr(record, name) for name in ("pool_growth", "driver_bytes", "nodes", "graphs")}
+                shown |= {
+                    name: getattr(record, name)
+                    for name in ("pool_growth", "driver_bytes", "nodes", "graphs")
+                }
         except (CaptureError, ModelError, ConfigError, RankFailedError) as error:
-            ran_out = isinstance(error, CaptureMemoryError | RankFailedError)  # here, or on another rank
+            # here, or on another rank
+            ran_out = isinstance(error, CaptureMemoryError | RankFailedError)
             if in_service and not isinstance(error, RankFailedError):
                 self._fail(key, type(error).__name__, error.message)
             elif in_service or not (ran_out and self.guard.active):
@@ -287,7 +318,7 @@ class CapturedKeys:
         self.graphed.pools.renew()
         self.history.clear()
 
-    # --- the report -----------------------------------------------------------------------------------------------
+    # --- the report -------------------------------------------------------------------------------
 
     def _note_workspace(self) -> None:
         outside = self.guard.outside_bytes() if self.graphed.backend.supports("driver_bytes") else 0
@@ -298,7 +329,11 @@ class CapturedKeys:
         graphed, guard = self.graphed, self.guard
         backend, pools, compilation = graphed.backend, graphed.pools, graphed.config.compilation
         plan = restricted(self.wanted, tuple(self._records), graphed.config)
-        if plan.predicted is not None and plan.keys and graphed.most_tokens != plan.max_capture_size:
+        if (
+            plan.predicted is not None
+            and plan.keys
+            and graphed.most_tokens != plan.max_capture_size
+        ):
             predicted = plan.predicted.model_copy(update={"static_bytes": graphed.buffers.nbytes})
             plan = plan.model_copy(update={"predicted": predicted})
         graphed.plan = plan
@@ -306,7 +341,11 @@ class CapturedKeys:
         missing = tuple(key for key in self.wanted.keys if key not in self._records)
         skipped = () if self.is_lazy else missing
         no_graph = (NO_GRAPH,) if (self._left_out or skipped) and not records else ()
-        driver = None if self._loaded_bytes is None else self._loaded_bytes + sum(r.driver_bytes or 0 for r in records)
+        driver = (
+            None
+            if self._loaded_bytes is None
+            else self._loaded_bytes + sum(r.driver_bytes or 0 for r in records)
+        )
         report = CaptureReport(
             environment=self._environment,
             plan=plan,
@@ -340,12 +379,15 @@ class CapturedKeys:
         graphed, warnings = self.graphed, list[str]()
         if empty := [record.descriptor for record in self._records.values() if record.nodes == 0]:
             names = ", ".join(map(str, empty))
-            warnings.append(f"graphs without any kernel: {names}; does the model run on this device?")
+            warnings.append(
+                f"graphs without any kernel: {names}; does the model run on this device?"
+            )
         if graphed.returns_nothing:
             warnings.append("the model returned no tensor: is there a return in its forward?")
         if isinstance(graphed.model, torch.nn.Module) and graphed.model.training:
             warnings.append(
-                "the model is in training mode: dropout and batch norm run as in training; call .eval() before the "
+                "the model is in training mode: dropout and batch norm run as in training; call "
+                ".eval() before the "
                 "capture"
             )
         return warnings + graphed.route.warnings() + graphed.notes

@@ -17,14 +17,22 @@ def describe_environment(backend: GraphBackend, config_hash: str) -> Environment
     """Machine, GPU, driver, versions and the time now."""
     gpu = backend.device.type == "cuda"
     cpu = next(
-        (line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), ""
+        (
+            line.partition(":")[2].strip()
+            for line in _lines("/proc/cpuinfo")
+            if line.startswith("model name")
+        ),
+        "",
     )
     words = " ".join(_lines("/proc/driver/nvidia/version")).split()
-    driver = next((word for word in words if word[:1].isdigit() and "." in word), None)  # of the kernel module
+    # of the kernel module
+    driver = next((word for word in words if word[:1].isdigit() and "." in word), None)
     return Environment(
         backend=backend.name,
         machine=f"{platform.system()} {platform.machine()}",
-        device=torch.cuda.get_device_name(backend.device) if gpu else cpu or platform.processor() or platform.machine(),
+        device=torch.cuda.get_device_name(backend.device)
+        if gpu
+        else cpu or platform.processor() or platform.machine(),
         driver=driver if gpu else None,
         cuda=torch.version.cuda if gpu else None,
         torch=torch.__version__,

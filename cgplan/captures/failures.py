@@ -22,23 +22,31 @@ from cgplan.units import format_bytes
 # What torch says when a capturing stream is asked for something that needs the host.
 _HOST_PHRASES = ("stream is capturing", "CUDA graph capture", "previous error during capture")
 _NO_KERNEL = re.compile(r'"(?P<operator>\w+)" not implemented for \'(?P<dtype>\w+)\'')
-_TOO_OLD = re.compile(r"only supported (on|for) CUDA devices with compute capability|Device does not support")
+_TOO_OLD = re.compile(
+    r"only supported (on|for) CUDA devices with compute capability|Device does not support"
+)
 _FOREIGN_GENERATOR = re.compile(r"generator.*capture mode|offset.*graph capture", re.IGNORECASE)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    )
 
 
 def drop_locals(error: BaseException) -> None:
-    """Clear the locals of all frames that an error and its causes passed: they hold tensors, and so memory."""
+    """Clear the locals of all frames that an error and its causes passed: they hold tensors, and so
+    memory.
+    """
     passed, waiting = list[BaseException](), [error]
     while waiting:
         found = waiting.pop()
         if not any(found is other for other in passed):  # an error can be its own cause
             passed.append(found)
             traceback.clear_frames(found.__traceback__)
-            waiting += [cause for cause in (found.__cause__, found.__context__) if cause is not None]
+            waiting += [
+                cause for cause in (found.__cause__, found.__context__) if cause is not None
+            ]
 
 
 def explain_failure(
@@ -64,12 +72,14 @@ def explain_failure(
         had = "" if free is None else f" with {format_bytes(free)} free on the device"
         return CaptureMemoryError(
             f"out of memory at {key}{had}{freed}: {text}",
-            remedy="Lower compilation.max_cudagraph_capture_size, give fewer cudagraph_capture_sizes or LoRA cases, "
+            remedy="Lower compilation.max_cudagraph_capture_size, give fewer "
+            "cudagraph_capture_sizes or LoRA cases, "
             "or leave more memory free (a smaller KV cache, say).",
         )
     needs_host = any(phrase in str(error) for phrase in _HOST_PHRASES)
     if isinstance(error, CaptureError):
-        is_plain = type(error) is CaptureError  # a forward that caught the error, and launched nothing more
+        # a forward that caught the error, and launched nothing more
+        is_plain = type(error) is CaptureError
         told = host_sync if is_plain and needs_host and host_sync is not None else error
         return type(told)(f"capture of {key}: {told.message}", remedy=told.remedy)
     if isinstance(error, CgplanError):
@@ -78,7 +88,8 @@ def explain_failure(
         return explain_eager_failure(error, key)
     if _FOREIGN_GENERATOR.search(str(error)):
         return CaptureError(
-            f"capture of {key}: the forward draws from a torch.Generator that the graph does not know, at {where}",
+            f"capture of {key}: the forward draws from a torch.Generator that the graph does not "
+            f"know, at {where}",
             remedy="Hold it in an attribute of the model, where cgplan finds it, or pass it to "
             "backend.register_generator before the capture.",
         )
@@ -87,12 +98,14 @@ def explain_failure(
     if needs_host:
         return HostSyncError(
             f"capture of {key}: an operator needs the host, at {where}: {text}",
-            remedy="Keep the value on the device (torch.where, masked_fill), compute it before the graph, or keep this "
+            remedy="Keep the value on the device (torch.where, masked_fill), compute it before "
+            "the graph, or keep this "
             "part out of it.",
         )
     return CaptureError(
         f"capture of {key} failed, at {where}: {type(error).__name__}: {text}",
-        remedy="The same forward ran eagerly; look for what it does only under capture. --traceback shows more.",
+        remedy="The same forward ran eagerly; look for what it does only under capture. "
+        "--traceback shows more.",
     )
 
 
@@ -103,8 +116,10 @@ def explain_eager_failure(error: Exception, batch: str) -> CgplanError:
     if (lacking := _lacking_dtype(error, where)) is not None:
         return lacking
     return ModelError(
-        f"the model failed eagerly on a batch of {batch}, at {where}: {type(error).__name__}: {first_line(error)}",
-        remedy="Check the declared inputs against the model's forward; --traceback shows the whole traceback.",
+        f"the model failed eagerly on a batch of {batch}, at {where}: {type(error).__name__}: "
+        f"{first_line(error)}",
+        remedy="Check the declared inputs against the model's forward; --traceback shows the "
+        "whole traceback.",
     )
 
 
@@ -114,9 +129,14 @@ def _lacking_dtype(error: Exception, where: str) -> BackendError | None:
     found = _NO_KERNEL.search(text)
     if found is None and not _TOO_OLD.search(text):
         return None
-    what = f"has no {found['operator']} for {found['dtype']}" if found else "lacks an operator for a dtype"
+    what = (
+        f"has no {found['operator']} for {found['dtype']}"
+        if found
+        else "lacks an operator for a dtype"
+    )
     return BackendError(
         f"the device {what}, at {where}: {text}",
-        remedy="Convert there to a dtype that it computes in (weight.to(torch.bfloat16) * scale, for 8-bit weights), "
+        remedy="Convert there to a dtype that it computes in (weight.to(torch.bfloat16) * scale, "
+        "for 8-bit weights), "
         "load the model in another dtype, or choose another device.",
     )

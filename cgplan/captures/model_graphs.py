@@ -1,4 +1,6 @@
-"""ModelGraphs: a model with its graphs and the memory that they read. A session fills it, and a runner calls it."""
+"""ModelGraphs: a model with its graphs and the memory that they read. A session fills it, and a
+runner calls it.
+"""
 
 from __future__ import annotations
 
@@ -57,27 +59,33 @@ def _never() -> bool:
 
 
 def driver_bytes(backend: GraphBackend, before: MemoryReading, after: MemoryReading) -> int | None:
-    """Free memory lost in between that torch's allocator did not reserve; None where there is no driver."""
+    """Free memory lost in between that torch's allocator did not reserve; None where there is no
+    driver.
+    """
     if not backend.supports("driver_bytes") or after.free is None or before.free is None:
         return None
     return (before.free - after.free) - (after.reserved - before.reserved)
 
 
 _STOPPED = (
-    "torch has compiled a function of the model as often as torch._dynamo.config.recompile_limit allows, and runs it "
-    "uncompiled in graphs of further sizes: raise the limit, or compile the function with dynamic=True"
+    "torch has compiled a function of the model as often as torch._dynamo.config.recompile_limit "
+    "allows, and runs it "
+    "uncompiled in graphs of further sizes: raise the limit, or compile the function with "
+    "dynamic=True"
 )
 
 
 def _compilations() -> tuple[float, int, int]:
-    """Seconds that torch.compile took in this process, how many compilations torch's caches on disk answered, and for
-    how many functions it met its limit.
+    """Seconds that torch.compile took in this process, how many compilations torch's caches on disk
+    answered, and for how many functions it met its limit.
     """
     if "torch._dynamo" not in sys.modules:
         return 0.0, 0, 0
     utils = torch._dynamo.utils
     counts = utils.counters
-    cached = max(counts["inductor"]["fxgraph_cache_hit"], counts["aot_autograd"]["autograd_cache_hit"])
+    cached = max(
+        counts["inductor"]["fxgraph_cache_hit"], counts["aot_autograd"]["autograd_cache_hit"]
+    )
     stopped = sum("recompile limit" in reason for reason in counts["unimplemented"].elements())
     return utils.calculate_time_spent().get("total_wall_time", 0.0), cached, stopped
 
@@ -88,7 +96,8 @@ class RealRows:
 
     Attributes:
         fill: Fills the static rows of a key with real rows, and copies of them behind.
-        meant_padding: Inputs whose padding means something: it is not exchanged for copies of real rows.
+        meant_padding: Inputs whose padding means something: it is not exchanged for copies of real
+            rows.
     """
 
     fill: Callable[[Tensors], None]
@@ -96,7 +105,8 @@ class RealRows:
 
 
 class ModelGraphs:
-    """The model, its FULL graphs, their pools and static buffers. It owns all but the model and a given ``pool``.
+    """The model, its FULL graphs, their pools and static buffers. It owns all but the model and a
+    given ``pool``.
 
     Args:
         pool: A pool that other runners use too; absent: pools as ``compilation.pool`` says.
@@ -107,15 +117,18 @@ class ModelGraphs:
     Attributes:
         plan: The keys that may be captured, and later those that are.
         most_tokens: Tokens of the largest key that the static buffers hold.
-        scope: The pool of the key that is captured, its entries, and whether capturing is still allowed.
+        scope: The pool of the key that is captured, its entries, and whether capturing is still
+            allowed.
         route: How PIECEWISE segments come about.
         roots: The objects that are looked at for state, by name.
         generators: The random generators that the model draws from, but for the default one.
         looked_at: One line on what the last captures looked at.
         state: Places that the last captures wrote, and whether they were put back.
-        holds: Whether nothing has moved, as far as each call looks; else ``check_addresses`` decides.
+        holds: Whether nothing has moved, as far as each call looks; else ``check_addresses``
+            decides.
         written: The model's tensors that graphs write, by path.
-        overwritten: Ids of the storages that each run overwrites at places given by inputs, and does not read before.
+        overwritten: Ids of the storages that each run overwrites at places given by inputs, and
+            does not read before.
         changes_python: Whether runs change Python: eager pieces may.
         is_coarse: Whether something is computed in half precision or TensorFloat32.
         notes: Warnings for the report.
@@ -143,14 +156,17 @@ class ModelGraphs:
         self.roots: dict[str, Any] = {"model": model}
         if state is not None:
             named = state.items() if isinstance(state, Mapping) else enumerate(state)
-            self.roots = {name if isinstance(name, str) else f"state[{name}]": item for name, item in named}
+            self.roots = {
+                name if isinstance(name, str) else f"state[{name}]": item for name, item in named
+            }
         self.generators: tuple[torch.Generator, ...] = ()
         self.outputs = OutputRows(config)
         self.returns_nothing = False
         self.looked_at = ""
         self.state: tuple[StateRecord, ...] = ()
         self.notes = [
-            f"{name} ({type(item).__name__}) holds no tensor: `state` lists the objects whose tensors the model uses"
+            f"{name} ({type(item).__name__}) holds no tensor: `state` lists the objects whose "
+            "tensors the model uses"
             for name, item in (self.roots if isinstance(state, Sequence) else {}).items()
             if not Fingerprint.of({name: item}, backend.device).tensors
         ]
@@ -169,19 +185,26 @@ class ModelGraphs:
         self._volatile: set[str] = set()
         self._told = set[CUDAGraphMode]()  # modes in which packages are told of captures
         self._aside = set[str]()  # paths that eager pieces changed
-        self._judged = set[CUDAGraphMode]()  # modes whose footprint was compared with the run after it
+        # modes whose footprint was compared with the run after it
+        self._judged = set[CUDAGraphMode]()
         self._footprints: dict[CUDAGraphMode, Footprint] = {}  # while captures may change the model
-        self._late_syncs: dict[CUDAGraphMode, HostSyncError] = {}  # that a capture met, and not the look ahead of it
+        # that a capture met, and not the look ahead of it
+        self._late_syncs: dict[CUDAGraphMode, HostSyncError] = {}
         self._checked: set[Key] = set()
         self._moved: str | None = None
         self._retired: list[tuple[list[Callable[[], bool]], Callable[[], None]]] = []
         self._ambient = AmbientState.now(backend.device.type)
         self.route = choose_route(plan, config, model, backend, self._calls_breaks)
-        options = CUDAGraphOptions(address_check="off")  # buffers do not move, and check_addresses looks at the model
-        self.wrapper = CUDAGraphWrapper(self.route.whole, CUDAGraphMode.FULL, backend=backend, options=options)
+        # buffers do not move, and check_addresses looks at the model
+        options = CUDAGraphOptions(address_check="off")
+        self.wrapper = CUDAGraphWrapper(
+            self.route.whole, CUDAGraphMode.FULL, backend=backend, options=options
+        )
 
     def allocate_buffers(self, keys: Sequence[Key]) -> None:
-        """Make static buffers for the batches of these keys. Raises CaptureMemoryError and BackendError."""
+        """Make static buffers for the batches of these keys. Raises CaptureMemoryError and
+        BackendError.
+        """
         config, most = self.config, widest(keys)
         self.most_tokens = max(most.values(), default=0)
         self.buffers = StaticBoxes()
@@ -189,12 +212,12 @@ class ModelGraphs:
             reqs, specs = min(tokens, self.plan.max_num_seqs), config.tensors_at(sizes)
             self.buffers[sizes] = StaticBuffers(specs, tokens, reqs, self.backend.device)
 
-    # --- captures -------------------------------------------------------------------------------------------------
+    # --- captures ---------------------------------------------------------------------------------
 
     @contextmanager
     def keeping_state(self) -> Iterator[PutBack]:
-        """A block of captures, or of other runs that no batch asked for: the model is as it was after it, see Note
-        [What is put back] in put_back.py. A block inside a block is part of it.
+        """A block of captures, or of other runs that no batch asked for: the model is as it was
+        after it, see Note [What is put back] in put_back.py. A block inside a block is part of it.
         """
         if self._kept is not None:
             yield self._kept
@@ -202,7 +225,9 @@ class ModelGraphs:
         backend = self.backend
         lost: tuple[type[Exception], ...] = (RuntimeError,)
         backend.synchronize()
-        self._kept = kept = PutBack(Fingerprint.of(self.roots, backend.device, draws=True), self.copy_limit())
+        self._kept = kept = PutBack(
+            Fingerprint.of(self.roots, backend.device, draws=True), self.copy_limit()
+        )
         self._use_generators(kept.before.generators)
         try:
             yield kept
@@ -218,10 +243,13 @@ class ModelGraphs:
                 backend.synchronize()  # the next batch may come on another stream
                 self._volatile |= kept.volatile
                 self.looked_at = kept.before.summary()
-                if self.real_rows is not None:  # a Graphed watches the model, and so holds all of it, too
+                # a Graphed watches the model, and so holds all of it, too
+                if self.real_rows is not None:
                     self._record = kept.before.without_draws()
                 self._note_written(kept)
-                self.state = tuple(StateRecord(path=p, nbytes=n, kept=how) for p, (n, how) in kept.outcome.items())
+                self.state = tuple(
+                    StateRecord(path=p, nbytes=n, kept=how) for p, (n, how) in kept.outcome.items()
+                )
                 if not self.scope.is_open:
                     self.seal()
             kept.drop_copies()
@@ -238,14 +266,18 @@ class ModelGraphs:
 
     @contextmanager
     def captures_again(self) -> Iterator[None]:
-        """A block in which more keys may be captured, between batches: static buffers hold padding, and afterwards what
-        they held before; torch is in the state of the first captures.
+        """A block in which more keys may be captured, between batches: static buffers hold padding,
+        and afterwards what they held before; torch is in the state of the first captures.
         """
         self.backend.synchronize()
         self.scope.is_open = True
         without_grad = self._ambient._replace(grad=False)
         try:
-            with self.keeping_state(), without_grad.entered(self.backend.device.type), self.buffers.on_padding():
+            with (
+                self.keeping_state(),
+                without_grad.entered(self.backend.device.type),
+                self.buffers.on_padding(),
+            ):
                 with self.backend.session():
                     yield
                 self.backend.synchronize()
@@ -255,9 +287,10 @@ class ModelGraphs:
             self.seal()
 
     def capture_key(self, key: Key, *, in_service: bool = False) -> GraphRecord:
-        """Warm up and capture one key, inside the backend's session. The model is as it was afterwards, and
-        ``scope.entries`` holds the key's graphs until the next one. ``in_service``: a failure leaves other keys as they
-        are. Raises CaptureError: the key could not be captured; ModelError: the model failed before its capture began.
+        """Warm up and capture one key, inside the backend's session. The model is as it was
+        afterwards, and ``scope.entries`` holds the key's graphs until the next one. ``in_service``:
+        a failure leaves other keys as they are. Raises CaptureError: the key could not be captured;
+        ModelError: the model failed before its capture began.
         """
         (mode, descriptor), backend, scope, capturing = key, self.backend, self.scope, False
         refuse_forbidden_capture(f"the graph for {mode} {descriptor}")
@@ -270,7 +303,8 @@ class ModelGraphs:
                 self.look(mode, descriptor)
                 # A capture between two batches does not change later random numbers.
                 stack.enter_context(random_state_kept(backend.device, self.generators))
-                # Parts are compiled, and tables made on first use, by a run ahead of the capture, never in it.
+                # Parts are compiled, and tables made on first use, by a run ahead of the capture,
+                # never in it.
                 is_first = mode not in self._judged
                 needs_one = kept.before.is_compiled or kept.has_made
                 for _ in range(self.config.compilation.cudagraph_num_of_warmups or int(needs_one)):
@@ -282,7 +316,11 @@ class ModelGraphs:
                 before, pool_before = backend.memory(), self.pools.nbytes
                 read = time.perf_counter()
                 capturing = True
-                log = nullcontext() if self.config.compilation.audit == "off" else OperatorLog(backend)
+                log = (
+                    nullcontext()
+                    if self.config.compilation.audit == "off"
+                    else OperatorLog(backend)
+                )
                 run = kept.run(captures=True, enters_made=is_first)
                 with run as changed, self._answering(mode, capturing=True), log:
                     output = self.run_graphed(mode, descriptor, self.views(descriptor))
@@ -299,7 +337,11 @@ class ModelGraphs:
                     host_sync=None if footprint is None else footprint.host_sync,
                     all_freed=not in_service,
                 )
-                if capturing and isinstance(failure, HostSyncError) and self._needs_another_look(mode, failure):
+                if (
+                    capturing
+                    and isinstance(failure, HostSyncError)
+                    and self._needs_another_look(mode, failure)
+                ):
                     drop_locals(error)
                     kept.restore(between_keys=True)
                     self.evict([key])
@@ -310,14 +352,18 @@ class ModelGraphs:
             self.returns_nothing = not any(isinstance(leaf, Tensor) for leaf in tree_leaves(output))
             self.outputs.check(output, descriptor, self.padded_reqs(descriptor))
             if not scope.entries:
-                raise CaptureError(f"nothing in the model captured for {mode} {descriptor}", remedy=self._remedy())
+                raise CaptureError(
+                    f"nothing in the model captured for {mode} {descriptor}", remedy=self._remedy()
+                )
             done = time.perf_counter()
             compiled, found, stopping = _compilations()
             kept.restore(between_keys=True)
             scope.wrappers = list(dict.fromkeys(scope.wrappers))  # each capture adds its own
             after, pool_after = backend.memory(), self.pools.nbytes
             graphs = [graph for entry in scope.entries for graph in entry.segments]
-            notes = [note for graph in graphs for note in backend.notes(graph)] + [_STOPPED] * (stopping > stopped)
+            notes = [note for graph in graphs for note in backend.notes(graph)] + [_STOPPED] * (
+                stopping > stopped
+            )
             self.notes = list(dict.fromkeys([*self.notes, *notes]))
             nodes = [backend.num_nodes(graph) for graph in graphs]
             counts = tuple(n for n in nodes if n is not None)
@@ -345,17 +391,24 @@ class ModelGraphs:
                 "CUDAGraphMode.PIECEWISE); or choose piecewise: ops, FULL or FULL_DECODE_ONLY."
             )
         return (
-            "Outside of eager pieces the forward computed nothing on the padding values of the capture: name fewer of "
-            "them, or choose FULL or NONE. Where it has functions under eager_break_during_capture that it did not "
+            "Outside of eager pieces the forward computed nothing on the padding values of the "
+            "capture: name fewer of "
+            "them, or choose FULL or NONE. Where it has functions under "
+            "eager_break_during_capture that it did not "
             "call then, set piecewise: modules."
         )
 
     def look(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> None:
-        """Look at the forward, once for each mode, ahead of its warm-ups. Raises as ``footprint.examine``."""
+        """Look at the forward, once for each mode, ahead of its warm-ups. Raises as
+        ``footprint.examine``.
+        """
         self.announce(mode, descriptor)
         if mode in self._footprints:
             return
-        answers = {"hidden_from": self.config.compilation.hide_capture_from, "told": self._late_syncs.get(mode)}
+        answers = {
+            "hidden_from": self.config.compilation.hide_capture_from,
+            "told": self._late_syncs.get(mode),
+        }
         assert self._kept is not None
         views, route = self.views(descriptor), self.route
         is_piecewise = mode is CUDAGraphMode.PIECEWISE
@@ -373,13 +426,16 @@ class ModelGraphs:
         own = {id(t) for module in pieces for t in (*module.parameters(), *module.buffers())}
         with span("look"):
             found = examine(run, self._kept, inputs=list(views.values()), **options)
-        if found.host_sync is not None and not isinstance(found.host_sync, HostSyncError):  # tagged as unsafe
+        # tagged as unsafe
+        if found.host_sync is not None and not isinstance(found.host_sync, HostSyncError):
             raise found.host_sync
         if breaks and found.error is None:
             refuse_missing_ops(split, found.names)
         read = set(map(id, found.reads.values()))
         places = self._kept.before.places.items()
-        self._reads |= found.reads.keys() | {path for path, place in places if id(place.value) in read}
+        self._reads |= found.reads.keys() | {
+            path for path, place in places if id(place.value) in read
+        }
         self.overwritten |= found.overwritten
         self.is_coarse |= self._computes_coarsely(found, [*views.values(), *found.reads.values()])
         if self.plan.mode is CUDAGraphMode.PIECEWISE:  # no FULL graph reads tensors of pieces
@@ -387,8 +443,10 @@ class ModelGraphs:
             self._volatile |= of_pieces - self._reads
         if found.told is not None:
             self._note(
-                f"{', '.join(sorted(found.asked))} is told of captures, and may run slower kernels there than in eager "
-                f"calls (attention with masks that mask nothing): as in eager calls, {found.told.message}"
+                f"{', '.join(sorted(found.asked))} is told of captures, and may run slower "
+                "kernels there than in eager "
+                "calls (attention with masks that mask nothing): as in eager calls, "
+                f"{found.told.message}"
             )
         self._footprints[mode] = found
         if found.told is not None:
@@ -406,17 +464,19 @@ class ModelGraphs:
         return has_tf32 and self.backend.device.type == "cuda"
 
     def _judge(self, mode: CUDAGraphMode, changed: Mapping[str, Change]) -> None:
-        """Compare the look with the run after it, once for each mode. Raises as ``footprint.judge``, and CaptureError
-        for changes of Python where ``strict`` is set.
+        """Compare the look with the run after it, once for each mode. Raises as
+        ``footprint.judge``, and CaptureError for changes of Python where ``strict`` is set.
         """
         if mode in self._judged or self._kept is None:
             return
         found, compilation = self._footprints[mode], self.config.compilation
-        runs_again = mode is CUDAGraphMode.PIECEWISE and self.route.name == "wrappers"  # Python between wrappers
+        # Python between wrappers
+        runs_again = mode is CUDAGraphMode.PIECEWISE and self.route.name == "wrappers"
         judge(found, changed, self._kept, runs_again=runs_again)
         if compilation.strict and found.writes_input is not None:
             raise CaptureError(
-                f"the forward writes into an argument, at {found.writes_input}; a graph would write into its copy",
+                f"the forward writes into an argument, at {found.writes_input}; a graph would "
+                "write into its copy",
                 remedy="Write into a tensor of the model, or return the result.",
             )
         python = [path for path in changed if not is_ignored(path, compilation.ignore)]
@@ -426,14 +486,19 @@ class ModelGraphs:
         if python and compilation.strict:
             raise CaptureError(
                 f"each run changes {changed[python[0]]}; a replay runs no Python",
-                remedy=f"Keep it in a tensor, or name it in `ignore` if it decides nothing: ignore=[{python[0]!r}].",
+                remedy="Keep it in a tensor, or name it in `ignore` if it decides nothing: "
+                f"ignore=[{python[0]!r}].",
             )
         self._judged.add(mode)
         if python:
-            self._note(f"the forward changes {listed(python)}; replays do not, nor do they see it change")
+            self._note(
+                f"the forward changes {listed(python)}; replays do not, nor do they see it change"
+            )
 
     def of_graphs(self, mode: CUDAGraphMode, paths: Iterable[str]) -> list[str]:
-        """Paths that code in graphs changed: eager pieces, and code between wrappers, run on each replay."""
+        """Paths that code in graphs changed: eager pieces, and code between wrappers, run on each
+        replay.
+        """
         if mode is CUDAGraphMode.PIECEWISE and self.route.name == "wrappers":
             return []
         return [path for path in paths if not is_within(path, self._aside)]
@@ -451,7 +516,9 @@ class ModelGraphs:
             if is_small or storage._cdata not in self.overwritten:
                 # All of it: other views may have been written, too.
                 whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-                self.written[path] = whole.set_(storage, 0, (storage.nbytes() // tensor.itemsize,), (1,))
+                self.written[path] = whole.set_(
+                    storage, 0, (storage.nbytes() // tensor.itemsize,), (1,)
+                )
 
     @property
     def has_context(self) -> bool:
@@ -459,7 +526,9 @@ class ModelGraphs:
         return self._before_key is not None
 
     def announce(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> None:
-        """Let ``before_key`` set its context for runs on padding, until ``PutBack.restore`` puts it back."""
+        """Let ``before_key`` set its context for runs on padding, until ``PutBack.restore`` puts it
+        back.
+        """
         if self._before_key is None:
             return
         try:
@@ -470,8 +539,14 @@ class ModelGraphs:
 
     @contextmanager
     def in_context(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> Iterator[None]:
-        """A block in the context that ``before_key`` sets; it is put back after the block, between captures, too."""
-        kept = PutBack(Fingerprint.of(self.roots, self.backend.device), 0) if self.has_context else None
+        """A block in the context that ``before_key`` sets; it is put back after the block, between
+        captures, too.
+        """
+        kept = (
+            PutBack(Fingerprint.of(self.roots, self.backend.device), 0)
+            if self.has_context
+            else None
+        )
         try:
             if self._before_key is not None:
                 self._before_key(mode, descriptor, self.views(descriptor))
@@ -481,16 +556,21 @@ class ModelGraphs:
                 kept.restore_python(())
 
     def _needs_another_look(self, mode: CUDAGraphMode, failure: HostSyncError) -> bool:
-        """Whether packages have to be told of the capture: this size needs the host, and the one looked at does not."""
+        """Whether packages have to be told of the capture: this size needs the host, and the one
+        looked at does not.
+        """
         if (found := self._footprints[mode]).told is None and found.asked:
             self._late_syncs[mode] = failure
             del self._footprints[mode]
         return mode not in self._footprints
 
     def _answering(self, mode: CUDAGraphMode, *, capturing: bool) -> AbstractContextManager[None]:
-        """The block of a warm-up or a capture, in which packages are told what they were told in the look."""
+        """The block of a warm-up or a capture, in which packages are told what they were told in
+        the look.
+        """
         is_told = mode in self._told
-        packages = () if is_told and capturing else self.config.compilation.hide_capture_from  # eager pieces: the truth
+        # eager pieces: the truth
+        packages = () if is_told and capturing else self.config.compilation.hide_capture_from
         return answering(packages, lambda _: is_told)
 
     def _calls_breaks(self) -> bool:
@@ -514,17 +594,20 @@ class ModelGraphs:
                 self.backend.register_generator(generator)
 
     def warm_up(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> Any:
-        """Run what a key captures, without capturing; where a trace is captured, it is found or made here. Returns the
-        output.
+        """Run what a key captures, without capturing; where a trace is captured, it is found or
+        made here. Returns the output.
         """
         is_full = mode is CUDAGraphMode.FULL
-        in_eager = not is_full and self.route.name == "wrappers"  # wrappers turn it off for themselves
+        # wrappers turn it off for themselves
+        in_eager = not is_full and self.route.name == "wrappers"
         with autocast_cache(on=in_eager), self._answering(mode, capturing=False), span("warm-up"):
             call = self.route.whole if is_full else self.route.warm
             return self._run(call, CUDAGraphMode.NONE, descriptor, self.views(descriptor))
 
     def seal(self) -> None:
-        """End the captures: a missing key is an error from now on, and the model's memory must stay where it is."""
+        """End the captures: a missing key is an error from now on, and the model's memory must stay
+        where it is.
+        """
         self.scope.is_open = False
         policy = self.config.compilation.address_policy
         if self._kept is None and (self._has_captured or self._sealed is None) and policy != "off":
@@ -535,16 +618,19 @@ class ModelGraphs:
             if policy == "first":  # each check is a walk
                 sealed.let_go()
             else:
-                generators = [p for p in sealed.steady() if issubclass(type(p.value), torch.Generator)]
+                generators = [
+                    p for p in sealed.steady() if issubclass(type(p.value), torch.Generator)
+                ]
                 self._watch = Watch(sealed, [*sealed.checked(), *generators])
                 self.holds = self._watch.holds
 
-    # --- graphs ---------------------------------------------------------------------------------------------------
+    # --- graphs -----------------------------------------------------------------------------------
 
     def entry(self, key: Key) -> CUDAGraphEntry | None:
-        """The entry that serves a key: ``graph`` replays the whole forward into ``output``. For a PIECEWISE key, whose
-        ``graph.replay`` runs eager pieces, the forward context has to be set. None where there is none, or where the
-        model's own code runs between graphs (``piecewise: wrappers``).
+        """The entry that serves a key: ``graph`` replays the whole forward into ``output``. For a
+        PIECEWISE key, whose ``graph.replay`` runs eager pieces, the forward context has to be set.
+        None where there is none, or where the model's own code runs between graphs
+        (``piecewise: wrappers``).
         """
         mode, descriptor = key
         wrapper = self.wrapper if mode is CUDAGraphMode.FULL else self.route.chain
@@ -563,15 +649,17 @@ class ModelGraphs:
         return self._together.peers()
 
     def captured_addresses(self) -> dict[int, str]:
-        """Where the model's tensors lay when the captures ended, by address; empty without an address check."""
+        """Where the model's tensors lay when the captures ended, by address; empty without an
+        address check.
+        """
         places = {} if self._sealed is None else self._sealed.places
         return {place.address: path for path, place in places.items() if place.address is not None}
 
     def evict(self, keys: Collection[Key]) -> None:
         """Free the graphs of these keys; the plan stays as it is.
 
-        A graph whose output somebody still holds is freed on the first change after it was dropped. Its numbers are no
-        longer valid all the same.
+        A graph whose output somebody still holds is freed on the first change after it was dropped.
+        Its numbers are no longer valid all the same.
         """
         self.backend.synchronize()
         self.scope.entries = []
@@ -624,27 +712,33 @@ class ModelGraphs:
         self.written, self._reads = {}, set()
         self.backend.release_cached()
 
-    # --- checks ---------------------------------------------------------------------------------------------------
+    # --- checks -----------------------------------------------------------------------------------
 
     def invalidate(self, name: str) -> None:
         """Refuse replays from now on, because ``name`` has moved."""
-        self._moved, self._sealed, self._watch, self.holds = name, None, None, _never  # they may hold the old memory
+        # they may hold the old memory
+        self._moved, self._sealed, self._watch, self.holds = name, None, None, _never
 
     def check_valid(self) -> None:
         if self._moved is not None:
             raise AddressError(
-                f"the model was captured before {self._moved!r} moved: a replay would use the old memory",
+                f"the model was captured before {self._moved!r} moved: a replay would use the old "
+                "memory",
                 remedy="Call runner.recapture().",
             )
 
     def check_autocast(self) -> None:
-        """Raise CaptureError if autocast is not as at capture: graphs would give other dtypes than eager calls."""
+        """Raise CaptureError if autocast is not as at capture: graphs would give other dtypes than
+        eager calls.
+        """
         done = "traced" if self.route.name == "ops" else "captured"
         self._ambient.refuse_other_autocast(self.backend.device.type, done)
 
-    def check_addresses(self, mode: CUDAGraphMode, descriptor: BatchDescriptor, *, again: bool = False) -> None:
-        """Raise AddressError if a parameter or buffer of the model has moved since the captures, as often as
-        ``compilation.address_check`` says, or ``again``.
+    def check_addresses(
+        self, mode: CUDAGraphMode, descriptor: BatchDescriptor, *, again: bool = False
+    ) -> None:
+        """Raise AddressError if a parameter or buffer of the model has moved since the captures, as
+        often as ``compilation.address_check`` says, or ``again``.
         """
         self.check_valid()
         if (sealed := self._sealed) is None:
@@ -659,7 +753,7 @@ class ModelGraphs:
                 self._has_captured = True
                 self.seal()
 
-    # --- runs -----------------------------------------------------------------------------------------------------
+    # --- runs -------------------------------------------------------------------------------------
 
     def padded_reqs(self, descriptor: BatchDescriptor) -> int:
         """Requests of a key; PIECEWISE keys leave the number open, then as many as there can be."""
@@ -669,14 +763,20 @@ class ModelGraphs:
 
     def views(self, descriptor: BatchDescriptor) -> dict[str, Tensor]:
         """The tensors that the key's graph reads, by name."""
-        return self.buffers[descriptor.sizes].views(descriptor.num_tokens, self.padded_reqs(descriptor))
+        return self.buffers[descriptor.sizes].views(
+            descriptor.num_tokens, self.padded_reqs(descriptor)
+        )
 
     def run_eager(self, descriptor: BatchDescriptor, tensors: Tensors) -> Any:
-        """The model's own code on these tensors; parts under torch.compile find the code that warm-ups compiled."""
+        """The model's own code on these tensors; parts under torch.compile find the code that
+        warm-ups compiled.
+        """
         with autocast_cache(on=self.route.name == "wrappers"):
             return self._run(self.model, CUDAGraphMode.NONE, descriptor, tensors)
 
-    def run_graphed(self, mode: CUDAGraphMode, descriptor: BatchDescriptor, tensors: Tensors) -> Any:
+    def run_graphed(
+        self, mode: CUDAGraphMode, descriptor: BatchDescriptor, tensors: Tensors
+    ) -> Any:
         """The model with the graphs of ``mode``, captured on the way if the scope is open."""
         self._has_captured |= self.scope.is_open
         call = self.wrapper if mode is CUDAGraphMode.FULL else self.route.forward

@@ -1,4 +1,6 @@
-"""Where a capture session meets those of other ranks. Alone it meets none; ``distributed/`` implements the meetings."""
+"""Where a capture session meets those of other ranks. Alone it meets none; ``distributed/``
+implements the meetings.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +24,16 @@ class PeerMemory(NamedTuple):
 
 
 class Together:
-    """The points at which a session meets those of other ranks. This one has none: every answer is its own.
+    """The points at which a session meets those of other ranks. This one has none: every answer is
+    its own.
 
-    Where there are ranks, each of these is a step that all of them take, and raises on all of them if one fails.
+    Where there are ranks, each of these is a step that all of them take, and raises on all of them
+    if one fails.
     """
 
     def begin(self, plan: Plan, free: int | None) -> int | None:  # noqa: ARG002
-        """Before anything is allocated: the ranks capture the same plan, and nothing of an earlier pass is registered.
+        """Before anything is allocated: the ranks capture the same plan, and nothing of an earlier
+        pass is registered.
 
         Returns:
             The free device memory, in bytes, that budgets count with: the least of all ranks.
@@ -36,11 +41,15 @@ class Together:
         return free
 
     def any_refuses(self, refused: bool, because: BaseException | None = None) -> bool:  # noqa: ARG002
-        """Whether the budget of some rank refuses a key; ``because`` is what this rank raised, where it ran out."""
+        """Whether the budget of some rank refuses a key; ``because`` is what this rank raised,
+        where it ran out.
+        """
         return refused
 
     def dropped(self) -> None:
-        """After all graphs were freed in the middle of a session: buffers that they read are forgotten."""
+        """After all graphs were freed in the middle of a session: buffers that they read are
+        forgotten.
+        """
 
     def end(self) -> None:
         """After the last capture, before any replay: graph buffers are made known to all ranks."""

@@ -52,11 +52,13 @@ class Request:
 
     config: Path  # the YAML file; overrides win over it
     overrides: Sequence[str | Override]
-    plan: Path | None  # a saved plan to capture in place of the one that follows from the configuration
+    # a saved plan to capture in place of the one that follows from the configuration
+    plan: Path | None
     force: bool  # capture the saved plan although it was made for something else
     output: Path | None
     as_json: bool
-    trace: Path | None = None  # for events of the capture, and of a few calls of each size behind it
+    # for events of the capture, and of a few calls of each size behind it
+    trace: Path | None = None
     html: Path | None = None
 
 
@@ -118,17 +120,22 @@ def _captured(command: str, request: Request) -> Iterator[GraphRunner]:
         refuse_auto(config)
     plan = build_plan(config) if request.plan is None else read_plan(request.plan)
     target, kwargs = loaded.model_for(str(request.config))
-    if plan.keys and not any(extent.symbol for spec in config.tensors.values() for extent in spec.extents):
+    if plan.keys and not any(
+        extent.symbol for spec in config.tensors.values() for extent in spec.extents
+    ):
         raise ConfigError(
             f"{request.config}: no input has a dimension that counts the rows of a batch",
-            remedy="Declare the model's inputs, with num_tokens or num_reqs in a shape; `cgplan init TARGET` helps.",
+            remedy="Declare the model's inputs, with num_tokens or num_reqs in a shape; `cgplan "
+            "init TARGET` helps.",
         )
     if is_first_rank():
         check_outputs((request.output, request.trace, request.html), (request.config, request.plan))
 
     def load(backend: GraphBackend) -> Callable[..., Any]:
         with span("load model"):
-            return load_model(target, kwargs, device=backend.device, base_dir=loaded.base_dir).forward
+            return load_model(
+                target, kwargs, device=backend.device, base_dir=loaded.base_dir
+            ).forward
 
     if has_ranks():
         with _captured_on_ranks(command, config, plan, request, load) as runner:
@@ -146,22 +153,32 @@ def _captured(command: str, request: Request) -> Iterator[GraphRunner]:
                 if command != "doctor":
                     raise
                 reason = f"the capture failed: {error.message}"
-                changes = (PlanChange(requested=plan.mode, resolved=CUDAGraphMode.AUTO, reason=reason),)
+                changes = (
+                    PlanChange(requested=plan.mode, resolved=CUDAGraphMode.AUTO, reason=reason),
+                )
         if is_auto or changes:
             config, plan = choose_mode(config, model, backend, anyway=not is_auto)
             plan = plan.model_copy(update={"changes": (*changes, *plan.changes)})
-            runner = _run(config, _fitted(plan, config, backend, request), model, backend, began=began)
+            runner = _run(
+                config, _fitted(plan, config, backend, request), model, backend, began=began
+            )
         yield runner
 
 
 @contextmanager
 def _captured_on_ranks(
-    command: str, config: Config, plan: Plan, request: Request, load: Callable[[GraphBackend], Callable[..., Any]]
+    command: str,
+    config: Config,
+    plan: Plan,
+    request: Request,
+    load: Callable[[GraphBackend], Callable[..., Any]],
 ) -> Iterator[GraphRunner]:
-    """A block with this rank's runner. At its end everything is taken down in the order of Note [Teardown].
+    """A block with this rank's runner. At its end everything is taken down in the order of Note
+    [Teardown].
 
-    Ranks compare their configuration, model, and ``command``, because each command calls the runner in its own way;
-    rank 0's plan is captured. Raises DistributedError on all ranks where one is missing, differs, or failed.
+    Ranks compare their configuration, model, and ``command``, because each command calls the runner
+    in its own way; rank 0's plan is captured. Raises DistributedError on all ranks where one is
+    missing, differs, or failed.
     """
     ranks = open_ranks(config.distributed, config.device)
     assert ranks is not None
@@ -175,7 +192,9 @@ def _captured_on_ranks(
             with ranks.step("loading the model"), all_reduce_by(reducer):
                 model = load(backend)
             agree_on_model(ranks, model)
-            runner = _run(config, plan, model, reducer.backend, RankedCapture(ranks, reducer, config))
+            runner = _run(
+                config, plan, model, reducer.backend, RankedCapture(ranks, reducer, config)
+            )
             try:
                 yield runner
                 reducer.check()
@@ -199,12 +218,14 @@ def _run(
         def show(at: CaptureProgress) -> None:
             step(at.index, at.total, f"{at.mode} {at.descriptor}")
 
-        return CaptureSession(plan, model, backend, config, progress=show, together=together, began=began).run()
+        return CaptureSession(
+            plan, model, backend, config, progress=show, together=together, began=began
+        ).run()
 
 
 def _fitted(plan: Plan, config: Config, backend: GraphBackend, request: Request) -> Plan:
-    """The plan for this configuration and machine, announced; a saved one is checked. Raises PlanMismatchError, unless
-    it is forced.
+    """The plan for this configuration and machine, announced; a saved one is checked. Raises
+    PlanMismatchError, unless it is forced.
     """
     path, notes = request.plan, []
     if path is not None:
@@ -219,15 +240,25 @@ def _fitted(plan: Plan, config: Config, backend: GraphBackend, request: Request)
         ]
         old, new = (_limits(budget) for budget in (plan.budget or {}, budget_of(config)))
         if old and old != new:
-            present = f"that of the configuration, {new}, bounds this capture" if new else "the configuration has none"
+            present = (
+                f"that of the configuration, {new}, bounds this capture"
+                if new
+                else "the configuration has none"
+            )
             notes.append(f"{path} was made for a budget of {old}; {present}")
         plan = found.model_copy(update={"notes": tuple(notes)})  # its own are about planning
-    for line in (*(f"note: {text}" for text in notes), *announcements(plan)) if is_first_rank() else ():
+    for line in (
+        (*(f"note: {text}" for text in notes), *announcements(plan)) if is_first_rank() else ()
+    ):
         note(line)
     return plan
 
 
 def _limits(budget: dict[str, Any]) -> str:
     """``2 GiB, 40 graphs``; nothing of the reserve, which no plan is made for."""
-    words = {"memory": format_bytes, "capture_time": format_seconds, "max_graphs": "{} graphs at most".format}
+    words = {
+        "memory": format_bytes,
+        "capture_time": format_seconds,
+        "max_graphs": "{} graphs at most".format,
+    }
     return ", ".join(word(budget[name]) for name, word in words.items() if name in budget)

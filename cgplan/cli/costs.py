@@ -23,7 +23,8 @@ from cgplan.reports import CaptureReport, Environment
 from cgplan.reports.records import parse_report, uncapturable
 
 _REMEDY = (
-    "Give a file that `cgplan capture --output` wrote, the log of a start of vLLM, or one of the words estimate and "
+    "Give a file that `cgplan capture --output` wrote, the log of a start of vLLM, or one of the "
+    "words estimate and "
     "measure."
 )
 
@@ -33,12 +34,14 @@ class Priced(NamedTuple):
 
     costs: GraphCosts | None
     machine: Machine | None = None  # with the GPU that they were measured on
-    failed: Mapping[Key, str] = MappingProxyType({})  # keys that the report says could not be captured, and why
+    # keys that the report says could not be captured, and why
+    failed: Mapping[Key, str] = MappingProxyType({})
 
 
 def costs_of(loaded: LoadedConfig, given: str | None) -> Priced:
-    """Costs of graphs by ``estimate`` (the model runs on fake tensors), ``measure`` (a few keys are really captured on
-    the configured device, and freed) or the path of a capture report or of vLLM's log, read once as it may be a pipe.
+    """Costs of graphs by ``estimate`` (the model runs on fake tensors), ``measure`` (a few keys are
+    really captured on the configured device, and freed) or the path of a capture report or of
+    vLLM's log, read once as it may be a pipe.
     """
     if given is None:
         return Priced(None)
@@ -65,23 +68,39 @@ def costs_of(loaded: LoadedConfig, given: str | None) -> Priced:
 def about(subject: str, plan: Plan, environment: Environment, config: Config) -> Iterator[str]:
     """Notes on figures that were measured with another configuration's ``plan``, or on the tape."""
     if found := named(mismatches(plan, config)):
-        yield f"{subject} were measured with another configuration, and are taken as they are: {found}"
+        yield (
+            f"{subject} were measured with another configuration, and are taken as they are: "
+            f"{found}"
+        )
     if environment.driver is None:
         yield f"{subject} are those of {environment.backend}, not of a GPU"
 
 
 def _check_modes(report: CaptureReport, path: str, config: Config) -> None:
-    """Raise ReportError if the plan of the configuration has graphs of a mode that the report says nothing of."""
+    """Raise ReportError if the plan of the configuration has graphs of a mode that the report says
+    nothing of.
+    """
     plan = within_count(build_plan(config), config)
-    told = {record.mode for record in report.records} | {mode for mode, _ in uncapturable(report.failed)}
-    # Where the capture was of such a mode, but has none of those graphs (a budget, graphs on demand), others stand in.
-    missing = sorted({str(mode) for mode, _ in plan.keys if mode not in told and not report.plan.mode.has_mode(mode)})
+    told = {record.mode for record in report.records} | {
+        mode for mode, _ in uncapturable(report.failed)
+    }
+    # Where the capture was of such a mode, but has none of those graphs (a budget, graphs on
+    # demand), others stand in.
+    missing = sorted(
+        {
+            str(mode)
+            for mode, _ in plan.keys
+            if mode not in told and not report.plan.mode.has_mode(mode)
+        }
+    )
     if missing:
         had = " and ".join(sorted({str(record.mode) for record in report.records}))
         raise ReportError(
-            f"{path} has no costs of {' and '.join(missing)} graphs: its graphs are {had}, and the configuration has "
+            f"{path} has no costs of {' and '.join(missing)} graphs: its graphs are {had}, and "
+            "the configuration has "
             f"mode {plan.mode}",
-            remedy=f"Give the report of a capture in mode {plan.mode}, --costs measure or --costs estimate.",
+            remedy=f"Give the report of a capture in mode {plan.mode}, --costs measure or --costs "
+            "estimate.",
         )
 
 
@@ -100,7 +119,9 @@ def _measured(loaded: LoadedConfig) -> Priced:
 
 
 def _estimated(loaded: LoadedConfig) -> GraphCosts:
-    """Costs by runs on fake tensors. Raises CaptureMemoryError where the host has too little memory for the model."""
+    """Costs by runs on fake tensors. Raises CaptureMemoryError where the host has too little memory
+    for the model.
+    """
     target, kwargs = loaded.model_for("--costs estimate")
     import torch
 
@@ -109,7 +130,9 @@ def _estimated(loaded: LoadedConfig) -> GraphCosts:
     from cgplan.models.loading import load_model
 
     def build() -> Callable[..., Any]:
-        return load_model(target, kwargs, device=torch.device("cpu"), base_dir=loaded.base_dir).forward
+        return load_model(
+            target, kwargs, device=torch.device("cpu"), base_dir=loaded.base_dir
+        ).forward
 
     config, plan = loaded.config, build_plan(loaded.config)
     note("running forwards of the model on tensors without memory, on the CPU")
@@ -121,7 +144,10 @@ def _estimated(loaded: LoadedConfig) -> GraphCosts:
                 model = build()
             except ModelError as error:
                 reason = str(error.__cause__ or error.message).partition("\n")[0]
-                note(f"the model is built with memory for its weights; without, building fails: {reason}")
+                note(
+                    "the model is built with memory for its weights; without, building fails: "
+                    f"{reason}"
+                )
             else:
                 return estimate(config, model, plan)
         return estimate(config, build(), plan)
@@ -130,6 +156,7 @@ def _estimated(loaded: LoadedConfig) -> GraphCosts:
             raise
         raise CaptureMemoryError(
             f"--costs estimate: the model does not fit into this machine's memory: {error.message}",
-            remedy="Give model.kwargs a smaller KV cache or fewer layers of the same kind, or give --costs the "
+            remedy="Give model.kwargs a smaller KV cache or fewer layers of the same kind, or "
+            "give --costs the "
             "report of a capture on the GPU.",
         ) from error

@@ -25,11 +25,13 @@ _PASS_THROUGH = (nn.Dropout, nn.Identity, nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn
 
 
 def starting_config(target: str, kwargs_text: str, call: str | None = None) -> str:
-    """YAML for a model, from its code, or from one call: of ``call``, a target that returns the arguments of the
-    forward, a tensor, a sequence or a mapping by name. Raises ConfigError for wrong kwargs, ModelError if the model
-    cannot be built, and what ``graphed`` raises.
+    """YAML for a model, from its code, or from one call: of ``call``, a target that returns the
+    arguments of the forward, a tensor, a sequence or a mapping by name. Raises ConfigError for
+    wrong kwargs, ModelError if the model cannot be built, and what ``graphed`` raises.
     """
-    kwargs = read_yaml(kwargs_text, f"--kwargs {kwargs_text!r}", "Write a mapping, such as '{hidden_size: 64}'.")
+    kwargs = read_yaml(
+        kwargs_text, f"--kwargs {kwargs_text!r}", "Write a mapping, such as '{hidden_size: 64}'."
+    )
     if not isinstance(kwargs, dict):
         raise ConfigError(
             f"--kwargs {kwargs_text!r} is not a mapping of names to values",
@@ -43,8 +45,12 @@ def starting_config(target: str, kwargs_text: str, call: str | None = None) -> s
             try:
                 graphs: Graphed = graphed(made, example=example)
             except TypeError as error:
-                remedy = "Return a tensor, a sequence or a mapping by name, as the forward takes them."
-                raise ModelError(f"{target} does not take what {call} returns: {error}", remedy=remedy) from error
+                remedy = (
+                    "Return a tensor, a sequence or a mapping by name, as the forward takes them."
+                )
+                raise ModelError(
+                    f"{target} does not take what {call} returns: {error}", remedy=remedy
+                ) from error
         return graphs.config_text(target, kwargs)
     if ":" not in target and not target.endswith(".py"):
         return _of_hugging_face(target, kwargs)
@@ -52,7 +58,9 @@ def starting_config(target: str, kwargs_text: str, call: str | None = None) -> s
         model = load_model(target, kwargs, device=torch.device("cpu"))
         layers = {} if model.module is None else _first_layers(model.module)
         arguments = forward_signature(model.forward)
-    return starting_yaml(target, kwargs, [_guess(argument, *layers.get(argument.name, ())) for argument in arguments])
+    return starting_yaml(
+        target, kwargs, [_guess(argument, *layers.get(argument.name, ())) for argument in arguments]
+    )
 
 
 def _of_hugging_face(name: str, kwargs: dict[str, Any]) -> str:
@@ -60,16 +68,28 @@ def _of_hugging_face(name: str, kwargs: dict[str, Any]) -> str:
 
     if name != "transformers":
         kwargs = {"config_file": find_config(name), **kwargs}
-    config = read_config(kwargs.get("config"), kwargs.get("config_file")).get_text_config(decoder=True)
+    config = read_config(kwargs.get("config"), kwargs.get("config_file")).get_text_config(
+        decoder=True
+    )
     places, reason = (0, kwargs.get("max_cache_len", 512)), "the target takes one for each row"
-    tokens = InputGuess("input_ids", True, ("num_tokens",), "int64", reason, 0, (0, getattr(config, "vocab_size", 1)))
-    positions = InputGuess("positions", True, ("num_tokens",), "int64", f"{reason}; -1: padding", -1, places)
+    tokens = InputGuess(
+        "input_ids",
+        True,
+        ("num_tokens",),
+        "int64",
+        reason,
+        0,
+        (0, getattr(config, "vocab_size", 1)),
+    )
+    positions = InputGuess(
+        "positions", True, ("num_tokens",), "int64", f"{reason}; -1: padding", -1, places
+    )
     return starting_yaml("transformers", kwargs, [tokens, positions])
 
 
 def _first_layers(module: nn.Module) -> dict[str, tuple[str, nn.Module]]:
-    """By argument, the layer of PyTorch that reads it first, and its name in the model; empty where the forward cannot
-    be traced symbolically (it branches on values, say).
+    """By argument, the layer of PyTorch that reads it first, and its name in the model; empty where
+    the forward cannot be traced symbolically (it branches on values, say).
     """
     defaults = {
         name: parameter.default
@@ -80,19 +100,28 @@ def _first_layers(module: nn.Module) -> dict[str, tuple[str, nn.Module]]:
         graph = fx.Tracer().trace(module, concrete_args=defaults)
     except Exception:  # tracing runs the model's own code, which may raise anything
         return {}
-    found = {str(node.target): _first_layer(node, module) for node in graph.nodes if node.op == "placeholder"}
+    found = {
+        str(node.target): _first_layer(node, module)
+        for node in graph.nodes
+        if node.op == "placeholder"
+    }
     return {name: layer for name, layer in found.items() if layer is not None}
 
 
 def _first_layer(node: fx.Node, module: nn.Module) -> tuple[str, nn.Module] | None:
-    """The first layer behind a traced value, seen through layers that change neither shape nor type."""
+    """The first layer behind a traced value, seen through layers that change neither shape nor
+    type.
+    """
     for user in node.users:
         if user.op != "call_module":
             continue
         layer = module.get_submodule(str(user.target))
         if isinstance(layer, _PASS_THROUGH):
             return _first_layer(user, module)
-        if isinstance(layer, nn.Linear | nn.Embedding | nn.LayerNorm) or type(layer) in _CONVOLUTIONS:
+        if (
+            isinstance(layer, nn.Linear | nn.Embedding | nn.LayerNorm)
+            or type(layer) in _CONVOLUTIONS
+        ):
             return str(user.target), layer
     return None
 
@@ -102,15 +131,23 @@ def _guess(argument: ForwardArgument, path: str = "", layer: nn.Module | None = 
     dtype = "float32"
     shape: tuple[int | str, ...] = ("num_tokens",)
     if layer is not None:
-        dtype = str(next((p.dtype for p in layer.parameters()), torch.float32)).removeprefix("torch.")
+        dtype = str(next((p.dtype for p in layer.parameters()), torch.float32)).removeprefix(
+            "torch."
+        )
     if isinstance(layer, nn.Embedding):
         rows = layer.num_embeddings
         reason = f"{path} is an {kind} of {rows} rows, one index a row of the batch"
         return InputGuess(name, required, shape, "int64", reason, layer.padding_idx or 0, (0, rows))
     if isinstance(layer, nn.Linear):
-        shape, reason = (*shape, layer.in_features), f"{path} is a {kind} with in_features {layer.in_features}"
+        shape, reason = (
+            (*shape, layer.in_features),
+            f"{path} is a {kind} with in_features {layer.in_features}",
+        )
     elif isinstance(layer, nn.LayerNorm):
-        shape, reason = (*shape, *layer.normalized_shape), f"{path} is a {kind} over {list(layer.normalized_shape)}"
+        shape, reason = (
+            (*shape, *layer.normalized_shape),
+            f"{path} is a {kind} over {list(layer.normalized_shape)}",
+        )
     elif layer is not None:
         channels, sides = int(getattr(layer, "in_channels", 1)), _CONVOLUTIONS[type(layer)]
         shape = (*shape, channels, *([_IMAGE_SIDE] * sides))
@@ -118,7 +155,10 @@ def _guess(argument: ForwardArgument, path: str = "", layer: nn.Module | None = 
     elif f"_{name}".endswith(_INDEX_NAMES):
         dtype, reason = "int64", "by the name, one whole number a row"
     elif argument.annotation in ("int", "float", "bool", "str"):
-        reason = f"the forward says {argument.annotation}, but inputs are tensors; wrap the model in a function"
+        reason = (
+            f"the forward says {argument.annotation}, but inputs are tensors; wrap the model in "
+            "a function"
+        )
     else:
         reason = "nothing in the code told it; correct it"
     return InputGuess(name, required, shape, dtype, reason)

@@ -1,4 +1,6 @@
-"""`cgplan inspect`: the plan of a configuration and where its values come from, vLLM's plan, or a saved report."""
+"""`cgplan inspect`: the plan of a configuration and where its values come from, vLLM's plan, or a
+saved report.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ def inspect_config(
     costs: str | None = None,
     everything: bool = False,
 ) -> None:
-    """Show the plan of a configuration and the values that were set; with ``everything`` the defaults, too."""
+    """Show the plan of a configuration and the values that were set; with ``everything`` the
+    defaults, too.
+    """
     loaded = read_config(path, overrides)
     plan = within_count(build_plan(loaded.config), loaded.config)
     priced = None
@@ -74,7 +78,14 @@ def inspect_config(
     lines = [row._replace(origin=row.origin.replace(f"{path.name}:", "line ")) for row in shown]
     left_out = len(rows) - len(lines)
     rest = [sentences(f"and {left_out} defaults, listed with --all")] if left_out else []
-    show(*parts, titled(f"Values of {path}" if everything else f"Values set for {path}", _key_table(lines), *rest))
+    show(
+        *parts,
+        titled(
+            f"Values of {path}" if everything else f"Values set for {path}",
+            _key_table(lines),
+            *rest,
+        ),
+    )
 
 
 def _key_table(rows: Iterable[Row]) -> RenderableType:
@@ -91,7 +102,11 @@ def _split_of(loaded: LoadedConfig) -> RenderableType:
         backend = select_backend(loaded.config.device)
         built = load_model(target, kwargs, device=backend.device, base_dir=loaded.base_dir)
         found = describe_split(built.forward, loaded.config, backend)
-    return facts("Split", [("pieces", "none: no PIECEWISE graph is planned")]) if found is None else render(found)
+    return (
+        facts("Split", [("pieces", "none: no PIECEWISE graph is planned")])
+        if found is None
+        else render(found)
+    )
 
 
 def inspect_vllm(read: VllmConfig, *, as_json: bool) -> None:
@@ -101,42 +116,60 @@ def inspect_vllm(read: VllmConfig, *, as_json: bool) -> None:
     if as_json:
         typer.echo(plan.model_dump_json(indent=2))
         return
-    rows = [r for r in origin_rows(read.loaded, plan) if r.origin != "default" and r.key != "report.sizes"]
+    rows = [
+        r
+        for r in origin_rows(read.loaded, plan)
+        if r.origin != "default" and r.key != "report.sizes"
+    ]
     show(render(plan), titled("vLLM's configuration", _key_table(rows)))
 
 
 def check_vllm(read: VllmConfig, file: Path | None) -> None:
-    """Say what vLLM captures with these options, which batches run eagerly, and what a start's log says of memory.
+    """Say what vLLM captures with these options, which batches run eagerly, and what a start's log
+    says of memory.
 
-    Raises PlanError if it does not capture sizes that were asked for, ReportError for a log of no start with graphs.
+    Raises PlanError if it does not capture sizes that were asked for, ReportError for a log of no
+    start with graphs.
     """
     from cgplan.planning.engines import describe_batches
     from cgplan.planning.vllm_log import StartLog
 
     plan, log = build_plan(read.loaded.config), None
     if file is not None and (log := StartLog.parse(read_text(file, ReportError, _LOG))) is None:
-        raise ReportError(f"{file} has no line `Graph capturing finished in ... secs, took ... GiB`", remedy=_LOG)
+        raise ReportError(
+            f"{file} has no line `Graph capturing finished in ... secs, took ... GiB`", remedy=_LOG
+        )
     for line in read.notes:
         note(f"note: {line}")
     sizes = describe_sizes(plan.capture_sizes)
-    head = f"vLLM captures {counted(len(plan.keys), 'graph')} in mode {plan.mode}, sizes in tokens: {sizes}"
+    head = (
+        f"vLLM captures {counted(len(plan.keys), 'graph')} in mode {plan.mode}, sizes in "
+        f"tokens: {sizes}"
+    )
     typer.echo(wrapped("\n".join((head, *describe_batches(plan), *(log.said() if log else ())))))
     if read.lost:
         raise PlanError(
             "vLLM does not capture all that was asked for\n  - " + "\n  - ".join(read.lost),
-            remedy="Give cudagraph_capture_sizes with the sizes that batches have (those of decode: requests times "
+            remedy="Give cudagraph_capture_sizes with the sizes that batches have (those of "
+            "decode: requests times "
             f"{plan.query_len}), the largest one included, and no max_cudagraph_capture_size.",
         )
 
 
 def origin_rows(loaded: LoadedConfig, plan: Plan) -> list[Row]:
-    """Each value with its origin: file and line, `--set`, default, or resolved; a resolved value names its source."""
+    """Each value with its origin: file and line, `--set`, default, or resolved; a resolved value
+    names its source.
+    """
     resolved = _resolved(loaded.config, plan)
     rows = []
     for row in _rows(loaded.config, "", loaded):
         if found := resolved.get(row.key):
             is_set = row.origin != "default"
-            row = Row(row.key, f"{row.value} -> {found}", row.origin) if is_set else Row(row.key, found, "resolved")
+            row = (
+                Row(row.key, f"{row.value} -> {found}", row.origin)
+                if is_set
+                else Row(row.key, found, "resolved")
+            )
         rows.append(row)
     return rows
 
@@ -160,7 +193,9 @@ def _rows(section: BaseModel, prefix: str, loaded: LoadedConfig) -> Iterator[Row
 def _text(value: Any) -> str:
     if value is None:
         return "absent"
-    return inline_yaml(value.name if hasattr(value, "name") else list(value) if isinstance(value, tuple) else value)
+    return inline_yaml(
+        value.name if hasattr(value, "name") else list(value) if isinstance(value, tuple) else value
+    )
 
 
 def _resolved(config: Config, plan: Plan) -> dict[str, str]:
@@ -168,14 +203,17 @@ def _resolved(config: Config, plan: Plan) -> dict[str, str]:
     given, found = config.compilation, dict[str, str]()
     sizes = f"{describe_sizes(plan.capture_sizes)} ({len(plan.capture_sizes)})"
     if plan.changes:
-        reasons = ", ".join(change.reason.partition(":")[0] for change in plan.changes)  # the plan has them in full
+        # the plan has them in full
+        reasons = ", ".join(change.reason.partition(":")[0] for change in plan.changes)
         found["compilation.cudagraph_mode"] = f"{plan.mode} (from {reasons})"
     if plan.capture_sizes != given.cudagraph_capture_sizes:
         counted = plan.capture_sizes != build_plan(config).capture_sizes
         source = f"{plan.sizes_source}, budget.max_graphs" if counted else plan.sizes_source
         found["compilation.cudagraph_capture_sizes"] = f"{sizes} (from {source})"
     if plan.max_capture_size != given.max_cudagraph_capture_size:
-        found["compilation.max_cudagraph_capture_size"] = f"{plan.max_capture_size} (from cudagraph_capture_sizes)"
+        found["compilation.max_cudagraph_capture_size"] = (
+            f"{plan.max_capture_size} (from cudagraph_capture_sizes)"
+        )
     if config.report.sizes is None:
         found["report.sizes"] = f"{sizes} (from cudagraph_capture_sizes)"
     return found

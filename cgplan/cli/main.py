@@ -1,4 +1,6 @@
-"""The commands and their options. Each command imports its modules when it runs, so that `--help` is quick."""
+"""The commands and their options. Each command imports its modules when it runs, so that `--help`
+is quick.
+"""
 
 from __future__ import annotations
 
@@ -41,20 +43,35 @@ class SchemaFormat(StrEnum):
 
 ConfigOption = Option("--config", "-c", metavar="FILE", help="The YAML configuration.")
 Config = Annotated[Path | None, ConfigOption]
-File = Annotated[Path | None, Argument(metavar="FILE", help="The YAML configuration, in place of --config.")]
+File = Annotated[
+    Path | None, Argument(metavar="FILE", help="The YAML configuration, in place of --config.")
+]
 OVERRIDE = "Override a value by its dotted key; the value is YAML. May be repeated."
 Overrides = Annotated[list[str] | None, Option("--set", "-s", metavar="KEY=VALUE", help=OVERRIDE)]
 SAVE = "Also save the result as JSON in this file."
 Output = Annotated[Path | None, Option("--output", "-o", metavar="FILE", help=SAVE)]
-Html = Annotated[Path | None, Option("--html", metavar="FILE", help="Also write it as one HTML file, with charts.")]
-AsJson = Annotated[bool, Option("--json", help="Print JSON on standard output, and nothing else there.")]
-Trace = Annotated[Path | None, Option(metavar="FILE", help="Also save a trace of captures and calls, for Perfetto.")]
+Html = Annotated[
+    Path | None,
+    Option("--html", metavar="FILE", help="Also write it as one HTML file, with charts."),
+]
+AsJson = Annotated[
+    bool, Option("--json", help="Print JSON on standard output, and nothing else there.")
+]
+Trace = Annotated[
+    Path | None,
+    Option(metavar="FILE", help="Also save a trace of captures and calls, for Perfetto."),
+]
 Debug = Annotated[bool, Option("--debug", help="Check everything, slowly (compilation.debug).")]
 Traceback = Annotated[bool, Option("--traceback", help="On an error, show where it was raised.")]
 SAVED_PLAN = "Capture exactly the keys of this saved plan, or refuse if it is not for this."
 PlanPath = Annotated[Path | None, Option("--plan", metavar="FILE", help=SAVED_PLAN)]
-Force = Annotated[bool, Option("--force", help="With --plan: capture it although it was made for something else.")]
-COSTS = "What graphs cost: a capture report or vLLM's log; `estimate`, on the CPU; or `measure`, by a few captures."
+Force = Annotated[
+    bool, Option("--force", help="With --plan: capture it although it was made for something else.")
+]
+COSTS = (
+    "What graphs cost: a capture report or vLLM's log; `estimate`, on the CPU; or `measure`, by "
+    "a few captures."
+)
 Costs = Annotated[str | None, Option("--costs", metavar="SOURCE", help=COSTS)]
 
 
@@ -89,24 +106,40 @@ def _file(text: str) -> tuple[Path, float]:
 
 TRAFFIC = "Traffic: a histogram, a trace, a log; FILE@2x: twice as fast. Repeat."
 Files = Annotated[list[Any] | None, Option("--traffic", metavar="FILE", parser=_file, help=TRAFFIC)]
-Weights = Annotated[Any, Option(metavar="LIST", parser=_numbers, help="Of several files of traffic, such as 3,1.")]
-Scale = Annotated[Any, Option(metavar="LIST", parser=_numbers, help="These speeds together, such as 1,2,4.")]
+Weights = Annotated[
+    Any, Option(metavar="LIST", parser=_numbers, help="Of several files of traffic, such as 3,1.")
+]
+Scale = Annotated[
+    Any, Option(metavar="LIST", parser=_numbers, help="These speeds together, such as 1,2,4.")
+]
 Replicas = Annotated[int, Option(metavar="N", min=1, help="Servers that share the requests.")]
-Speedup = Annotated[float, Option(metavar="X", min=1e-6, help="Requests of a trace arrive X times as fast.")]
-StepTimes = Annotated[Path | None, Option(metavar="FILE", help="Step times: a bench report, or a table.")]
+Speedup = Annotated[
+    float, Option(metavar="X", min=1e-6, help="Requests of a trace arrive X times as fast.")
+]
+StepTimes = Annotated[
+    Path | None, Option(metavar="FILE", help="Step times: a bench report, or a table.")
+]
 DEVICE = "Short for --set device=DEVICE: auto, cpu, cuda, cuda:N."
 Device = Annotated[str | None, Option("--device", metavar="DEVICE", help=DEVICE)]
-Vllm = Annotated[str | None, Option(metavar="JSON", help="What vLLM's --compilation-config takes; {} is its default.")]
+Vllm = Annotated[
+    str | None,
+    Option(metavar="JSON", help="What vLLM's --compilation-config takes; {} is its default."),
+]
 WITH_VLLM = "With --vllm: as vLLM's option."
 MaxNumSeqs = Annotated[int | None, Option(help=WITH_VLLM)]
 MaxNumBatchedTokens = Annotated[int | None, Option(help=WITH_VLLM)]
-SpeculativeTokens = Annotated[int | None, Option(help="With --vllm: of vLLM's --speculative-config.")]
+SpeculativeTokens = Annotated[
+    int | None, Option(help="With --vllm: of vLLM's --speculative-config.")
+]
 MaxLoras = Annotated[int | None, Option(help="With --vllm: as vLLM's option, for --enable-lora.")]
 SpecializeActiveLora = Annotated[bool, Option("--specialize-active-lora", help=WITH_VLLM)]
 Performance = Annotated[PerformanceMode | None, Option(help=WITH_VLLM)]
-Blackwell = Annotated[bool, Option("--blackwell", help="With --vllm: on a GPU of compute capability 10.x.")]
+Blackwell = Annotated[
+    bool, Option("--blackwell", help="With --vllm: on a GPU of compute capability 10.x.")
+]
 OF_VLLM = (
-    "max_num_seqs", "max_num_batched_tokens", "num_speculative_tokens", "max_loras", "specialize_active_lora",
+    "max_num_seqs", "max_num_batched_tokens", "num_speculative_tokens", "max_loras",
+    "specialize_active_lora",
     "performance_mode", "blackwell",
 )  # fmt: skip
 YAML = (".yaml", ".yml")
@@ -126,7 +159,9 @@ PLAIN: dict[str, Any] = {  # help: quick, and the same on every terminal
 class _Plans(TyperGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """A configuration stands where the name of a command may stand."""
-        return super().parse_args(ctx, ["--file", *args] if args and args[0].endswith(YAML) else args)
+        return super().parse_args(
+            ctx, ["--file", *args] if args and args[0].endswith(YAML) else args
+        )
 
 
 plans = typer.Typer(cls=_Plans, **PLAIN)
@@ -143,10 +178,14 @@ app = typer.Typer(
 
 @app.callback(invoke_without_command=True)
 def root(
-    context: Context, version: Annotated[bool, Option("--version", help="Show the version and exit.")] = False
+    context: Context,
+    version: Annotated[bool, Option("--version", help="Show the version and exit.")] = False,
 ) -> None:
     """Show the version, or the help where no command was given."""
-    if context.invoked_subcommand not in ("capture", "bench", "doctor", "audit") and not is_first_rank():
+    if (
+        context.invoked_subcommand not in ("capture", "bench", "doctor", "audit")
+        and not is_first_rank()
+    ):
         raise typer.Exit  # the other commands are of one process, however many torchrun has started
     if version:
         typer.echo(f"cgplan {__version__}")
@@ -177,10 +216,18 @@ def _settings(overrides: list[str] | None, **short: object) -> list[Any]:
 
 
 def _of_vllm(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Those of a command's arguments that were given and are options of vLLM: they make sense beside --vllm alone."""
-    given = {name: arguments[name] for name in OF_VLLM if arguments[name] is not None and arguments[name] is not False}
+    """Those of a command's arguments that were given and are options of vLLM: they make sense
+    beside --vllm alone.
+    """
+    given = {
+        name: arguments[name]
+        for name in OF_VLLM
+        if arguments[name] is not None and arguments[name] is not False
+    }
     if given and arguments["vllm"] is None:
-        raise BadParameter("--max-num-seqs and the like are vLLM's options: give --vllm JSON with them")
+        raise BadParameter(
+            "--max-num-seqs and the like are vLLM's options: give --vllm JSON with them"
+        )
     return given
 
 
@@ -208,7 +255,11 @@ def capture(
         from cgplan.cli.capture import Request, run_capture
 
         settings = _settings(overrides, device=device, debug=debug or None)
-        run_capture(Request(_configuration(file, config), settings, plan, force, output, as_json, trace, html))
+        run_capture(
+            Request(
+                _configuration(file, config), settings, plan, force, output, as_json, trace, html
+            )
+        )
 
 
 @app.command(
@@ -228,7 +279,9 @@ def bench(
             "make_graphed_callables, reduce-overhead.",
         ),
     ] = None,
-    seed: Annotated[int | None, Option(help="With --against: of the random order; drawn and shown if absent.")] = None,
+    seed: Annotated[
+        int | None, Option(help="With --against: of the random order; drawn and shown if absent.")
+    ] = None,
     plan: PlanPath = None,
     force: Force = False,
     device: Device = None,
@@ -248,7 +301,11 @@ def bench(
         settings = _settings(overrides, device=device, debug=debug or None)
         baselines = () if against is None else against.split(",")
         run_bench(
-            Request(_configuration(file, config), settings, plan, force, output, as_json, trace, html), baselines, seed
+            Request(
+                _configuration(file, config), settings, plan, force, output, as_json, trace, html
+            ),
+            baselines,
+            seed,
         )
 
 
@@ -286,13 +343,16 @@ def audit(
 ) -> None:
     """Capture, and say who owns the memory that each pointer in each graph points to.
 
-    Pointers into memory that is free, gone, or held by others alone are findings; the exit code is then 25.
+    Pointers into memory that is free, gone, or held by others alone are findings; the exit code is
+    then 25.
     """
     with failures_reported(show_traceback):
         from cgplan.cli.capture import Request, run_audit
 
         settings = _settings(overrides, device=device)
-        run_audit(Request(_configuration(file, config), settings, None, False, output, as_json, html=html))
+        run_audit(
+            Request(_configuration(file, config), settings, None, False, output, as_json, html=html)
+        )
 
 
 @plans.callback(
@@ -322,23 +382,39 @@ def plan_(
         Objective, Option(help="Of several loads: the mean step, or the worst regret over them.")
     ] = Objective.mean,
     insurance: Annotated[
-        Any, Option(metavar="SHARE", parser=_share, help="Steps of sizes that traffic need not show: 10%; 0: none.")
+        Any,
+        Option(
+            metavar="SHARE",
+            parser=_share,
+            help="Steps of sizes that traffic need not show: 10%; 0: none.",
+        ),
     ] = None,
     from_stats: Annotated[
         str | None,
-        Option(metavar="URL|FILE", help="In place of --traffic: the metrics of a runner, or their address."),
+        Option(
+            metavar="URL|FILE",
+            help="In place of --traffic: the metrics of a runner, or their address.",
+        ),
     ] = None,
     speedup: Speedup = 1.0,
     step_times: StepTimes = None,
     costs: Costs = None,
     max_graphs: Annotated[int | None, Option(help="Short for --set budget.max_graphs=N.")] = None,
-    memory: Annotated[str | None, Option(metavar="BYTES", help="Short for --set budget.memory=2GiB.")] = None,
-    capture_time: Annotated[str | None, Option(metavar="TIME", help="Short for --set budget.capture_time=30s.")] = None,
+    memory: Annotated[
+        str | None, Option(metavar="BYTES", help="Short for --set budget.memory=2GiB.")
+    ] = None,
+    capture_time: Annotated[
+        str | None, Option(metavar="TIME", help="Short for --set budget.capture_time=30s.")
+    ] = None,
     engine: Annotated[
         EngineName | None, Option("--emit", help="Print the plan for an engine, and nothing else.")
     ] = None,
     assume_default_times: Annotated[
-        bool, Option("--assume-default-times", help="With --emit: take the default step times, of another model.")
+        bool,
+        Option(
+            "--assume-default-times",
+            help="With --emit: take the default step times, of another model.",
+        ),
     ] = False,
     html: Html = None,
     verbose: Annotated[
@@ -356,7 +432,8 @@ def plan_(
         for name in context.params:
             if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE":
                 raise BadParameter(
-                    "options stand behind `plan diff` and `plan check`, which have their own: see --help"
+                    "options stand behind `plan diff` and `plan check`, which have their own: see "
+                    "--help"
                 )
         return
     of_vllm = _of_vllm(locals())
@@ -371,7 +448,9 @@ def plan_(
         from cgplan.cli.plan import Loads, run_plan
         from cgplan.planning.engines import read_vllm
 
-        settings = _settings(overrides, max_graphs=max_graphs, memory=memory, capture_time=capture_time)
+        settings = _settings(
+            overrides, max_graphs=max_graphs, memory=memory, capture_time=capture_time
+        )
         run_plan(
             path or read_vllm(vllm or "", overrides=settings, **of_vllm),
             settings,
@@ -413,7 +492,8 @@ def plan_diff(
 
 @plans.command(
     "check",
-    epilog="\b\nExample:\n  cgplan plan check plan.json --traffic tomorrow.csv --step-times bench.json --max-regret 1%",
+    epilog="\b\nExample:\n  cgplan plan check plan.json --traffic tomorrow.csv --step-times "
+    "bench.json --max-regret 1%",
 )
 def plan_check(
     plan: Annotated[Path, Argument(metavar="PLAN", help="A saved plan.")],
@@ -424,19 +504,30 @@ def plan_check(
     speedup: Speedup = 1.0,
     step_times: StepTimes = None,
     max_regret: Annotated[
-        float | None, Option(metavar="SHARE", parser=_share, help="1%, say: if steps are longer by more, exit with 24.")
+        float | None,
+        Option(
+            metavar="SHARE",
+            parser=_share,
+            help="1%, say: if steps are longer by more, exit with 24.",
+        ),
     ] = None,
     as_json: AsJson = False,
     show_traceback: Traceback = False,
 ) -> None:
     """Try a saved plan on other traffic.
 
-    Shows how much longer steps are than with the best plans for that traffic, and than with the ladders.
+    Shows how much longer steps are than with the best plans for that traffic, and than with the
+    ladders.
     """
     with failures_reported(show_traceback):
         from cgplan.cli.plan import Loads, run_check
 
-        loads = Loads(tuple(traffic or ()), weights or (), tuple(speedup * scaled for scaled in scale), replicas)
+        loads = Loads(
+            tuple(traffic or ()),
+            weights or (),
+            tuple(speedup * scaled for scaled in scale),
+            replicas,
+        )
         run_check(plan, loads, step_times, max_regret, as_json)
 
 
@@ -450,10 +541,15 @@ app.add_typer(plans, name="plan")
 )
 def inspect(
     report: Annotated[
-        Path | None, Argument(metavar="REPORT", help="A saved report or plan (JSON), shown again; or a YAML file.")
+        Path | None,
+        Argument(
+            metavar="REPORT", help="A saved report or plan (JSON), shown again; or a YAML file."
+        ),
     ] = None,
     config: Config = None,
-    everything: Annotated[bool, Option("--all", help="With --config: list the defaults, too.")] = False,
+    everything: Annotated[
+        bool, Option("--all", help="With --config: list the defaults, too.")
+    ] = False,
     vllm: Vllm = None,
     max_num_seqs: MaxNumSeqs = None,
     max_num_batched_tokens: MaxNumBatchedTokens = None,
@@ -463,7 +559,10 @@ def inspect(
     performance_mode: Performance = None,
     blackwell: Blackwell = False,
     split: Annotated[
-        bool, Option("--split", help="With --config: build the model, and show how PIECEWISE would split it.")
+        bool,
+        Option(
+            "--split", help="With --config: build the model, and show how PIECEWISE would split it."
+        ),
     ] = False,
     costs: Costs = None,
     overrides: Overrides = None,
@@ -473,16 +572,22 @@ def inspect(
 ) -> None:
     """Show what would be captured, or a saved report.
 
-    With --config FILE: the plan, and the values that were set, with their lines; nothing is run, no GPU is needed.
-    --json prints the plan alone, in a form that `cgplan inspect` reads again. --costs says what the graphs are
-    predicted to cost, and each LoRA case. With --vllm JSON: what vLLM would capture.
+    With --config FILE: the plan, and the values that were set, with their lines; nothing is run, no
+    GPU is needed. --json prints the plan alone, in a form that `cgplan inspect` reads again.
+    --costs says what the graphs are predicted to cost, and each LoRA case. With --vllm JSON: what
+    vLLM would capture.
     """
     of_vllm = _of_vllm(locals())
     if report is not None and report.suffix in YAML:
         report, config = None, _configuration(report, config)
     if [report, config, vllm].count(None) != 2:
         raise BadParameter("give one of --config FILE, --vllm JSON, or the path of a saved report")
-    for option, value in {"--split": split, "--all": everything, "--costs": costs, "--set": overrides}.items():
+    for option, value in {
+        "--split": split,
+        "--all": everything,
+        "--costs": costs,
+        "--set": overrides,
+    }.items():
         if value and config is None:
             raise BadParameter(f"{option} is about a configuration: give --config FILE with it")
         if value and as_json and option in ("--split", "--all"):
@@ -493,7 +598,14 @@ def inspect(
         from cgplan.cli.inspect import inspect_config, inspect_vllm
 
         if config is not None:
-            inspect_config(config, overrides or (), as_json=as_json, split=split, costs=costs, everything=everything)
+            inspect_config(
+                config,
+                overrides or (),
+                as_json=as_json,
+                split=split,
+                costs=costs,
+                everything=everything,
+            )
         elif report is not None:
             from cgplan.reports import load_report
 
@@ -510,7 +622,7 @@ engines = typer.Typer(help="What vLLM captures with its options; nothing is run.
 
 @engines.command(
     epilog="\b\nExample:\n"
-    """  cgplan vllm check --vllm '{"max_cudagraph_capture_size": 42}' --max-num-seqs 6 --num-speculative-tokens 6\n"""
+    """  cgplan vllm check --vllm '{"max_cudagraph_capture_size": 42}' --max-num-seqs 6\n"""
     "  cgplan vllm check --max-num-seqs 256 --log start.log"
 )
 def check(
@@ -522,10 +634,13 @@ def check(
     specialize_active_lora: SpecializeActiveLora = False,
     performance_mode: Performance = None,
     blackwell: Blackwell = False,
-    log: Annotated[Path | None, Option(metavar="FILE", help="vLLM's log of a start: memory and seconds.")] = None,
+    log: Annotated[
+        Path | None, Option(metavar="FILE", help="vLLM's log of a start: memory and seconds.")
+    ] = None,
     show_traceback: Traceback = False,
 ) -> None:
-    """Say which sizes vLLM leaves out, which batches run eagerly, and what the graphs leave to the KV cache.
+    """Say which sizes vLLM leaves out, which batches run eagerly, and what the graphs leave to the
+    KV cache.
 
     The exit code is 5 if vLLM does not capture sizes that were asked for.
     """
@@ -547,7 +662,8 @@ app.add_typer(engines, name="vllm")
 )
 def schema(
     format_: Annotated[
-        SchemaFormat, Option("--format", help="A JSON schema for editors, or the reference as markdown.")
+        SchemaFormat,
+        Option("--format", help="A JSON schema for editors, or the reference as markdown."),
     ] = SchemaFormat.json,
 ) -> None:
     """Print all keys of a configuration."""
@@ -564,31 +680,43 @@ def schema(
 )
 def init(
     target: Annotated[
-        str | None, Argument(help="package.module:callable, path/file.py:callable, or a Hugging Face model.")
+        str | None,
+        Argument(help="package.module:callable, path/file.py:callable, or a Hugging Face model."),
     ] = None,
-    kwargs: Annotated[str, Option(metavar="MAPPING", help="Keyword arguments of the target, as YAML or JSON.")] = "{}",
-    example: Annotated[str | None, Option(metavar="TARGET", help="The target, where --call is given.")] = None,
+    kwargs: Annotated[
+        str, Option(metavar="MAPPING", help="Keyword arguments of the target, as YAML or JSON.")
+    ] = "{}",
+    example: Annotated[
+        str | None, Option(metavar="TARGET", help="The target, where --call is given.")
+    ] = None,
     call: Annotated[
-        str | None, Option(metavar="TARGET", help="file.py:callable that returns the arguments of one call.")
+        str | None,
+        Option(metavar="TARGET", help="file.py:callable that returns the arguments of one call."),
     ] = None,
     show_traceback: Traceback = False,
 ) -> None:
     """Print a commented starting configuration.
 
-    The model is built on the CPU, and its inputs are read off its forward; with --call off one call, which proves that
-    padding is harmless, so that the configuration captures as it is. A Hugging Face model is an id in the local
-    cache, or a folder; its config.json alone is read, and the configuration builds it with random weights.
+    The model is built on the CPU, and its inputs are read off its forward; with --call off one
+    call, which proves that padding is harmless, so that the configuration captures as it is. A
+    Hugging Face model is an id in the local cache, or a folder; its config.json alone is read, and
+    the configuration builds it with random weights.
     """
     with failures_reported(show_traceback):
         from cgplan.cli.init import starting_config
         from cgplan.errors import ConfigError
 
         if (made := target or example) is None or (example and not call):
-            raise ConfigError("no model, or --example without --call", remedy="Name the target that makes the model.")
+            raise ConfigError(
+                "no model, or --example without --call",
+                remedy="Name the target that makes the model.",
+            )
         typer.echo(starting_config(made, kwargs, call), nl=False)
 
 
-examples = typer.Typer(help="Configurations to start from, with the models that they need.", **PLAIN)
+examples = typer.Typer(
+    help="Configurations to start from, with the models that they need.", **PLAIN
+)
 _INSTALLED = Path(__file__).parents[1] / "examples"
 _EXAMPLES = _INSTALLED if _INSTALLED.is_dir() else Path(__file__).parents[2] / "configs"
 
@@ -601,9 +729,13 @@ def list_() -> None:
         typer.echo(f"{path.stem:23} {first}")
 
 
-@examples.command(epilog="\b\nExample:\n  cgplan examples copy vision demo\n  cgplan capture demo/vision.yaml")
+@examples.command(
+    epilog="\b\nExample:\n  cgplan examples copy vision demo\n  cgplan capture demo/vision.yaml"
+)
 def copy(name: str, folder: Annotated[Path, Argument(metavar="DIR")] = Path()) -> None:
-    """Copy an example, and the files of models that it names, into a folder, which is made if it is missing."""
+    """Copy an example, and the files of models that it names, into a folder, which is made if it is
+    missing.
+    """
     with failures_reported():
         from cgplan.config.load import read_text
         from cgplan.errors import ConfigFileError, OutputPathError, did_you_mean
@@ -615,7 +747,9 @@ def copy(name: str, folder: Annotated[Path, Argument(metavar="DIR")] = Path()) -
         text = read_text(_EXAMPLES / f"{name}.yaml", ConfigFileError, "")
         files = dict.fromkeys((f"{name}.yaml", *findall(r"\b(\w+\.py):", text)))
         if taken := [file for file in files if (folder / file).exists()]:
-            raise OutputPathError(f"there is a {folder / taken[0]} already", remedy="Give another folder.")
+            raise OutputPathError(
+                f"there is a {folder / taken[0]} already", remedy="Give another folder."
+            )
         with suppress(OSError):  # then nothing can be saved there, and the error says why
             folder.mkdir(parents=True, exist_ok=True)
         for file in files:

@@ -1,4 +1,6 @@
-"""Where results go: standard output, files that are written whole or not at all, notes, progress, exit codes."""
+"""Where results go: standard output, files that are written whole or not at all, notes, progress,
+exit codes.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +32,14 @@ Step = Callable[[int, int, str], None]
 
 def note(text: str) -> None:
     """Lines for people; standard output is kept for results."""
-    plain = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)  # files bring anything
+    # files bring anything
+    plain = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
     typer.echo(wrapped(plain), err=True)
 
 
 def show(*renderables: RenderableType) -> None:
-    """Print tables: in colour and the terminal's width, or as plain text where there is no terminal. COLUMNS in the
-    environment wins over either's width.
+    """Print tables: in colour and the terminal's width, or as plain text where there is no
+    terminal. COLUMNS in the environment wins over either's width.
     """
     from rich.console import Console
 
@@ -53,10 +56,15 @@ def show(*renderables: RenderableType) -> None:
 
 
 def publish(
-    report: Report, output: Path | None, *, as_json: bool, html: Path | None = None, shown: RenderableType | None = None
+    report: Report,
+    output: Path | None,
+    *,
+    as_json: bool,
+    html: Path | None = None,
+    shown: RenderableType | None = None,
 ) -> None:
-    """Save a report, as JSON and as HTML, and show it, all of it or what is given as ``shown``. It is shown also where
-    it could not be saved, so that nothing is lost.
+    """Save a report, as JSON and as HTML, and show it, all of it or what is given as ``shown``. It
+    is shown also where it could not be saved, so that nothing is lost.
     """
     from cgplan.reports import render
 
@@ -81,12 +89,14 @@ def save_html(path: Path, report: Report) -> None:
 
 
 def check_outputs(outputs: Iterable[Path | None], inputs: Iterable[Path | str | None]) -> None:
-    """Raise OutputPathError for a file that is an input, is named twice, or could not be written, by trying; nothing is
-    left behind.
+    """Raise OutputPathError for a file that is an input, is named twice, or could not be written,
+    by trying; nothing is left behind.
     """
     import tempfile  # it costs 2 ms
 
-    taken = {Path(file).resolve(): "is an input of the command" for file in inputs if file is not None}
+    taken = {
+        Path(file).resolve(): "is an input of the command" for file in inputs if file is not None
+    }
     for file in filter(None, outputs):
         with _writing(file):
             path = file.resolve()
@@ -94,7 +104,9 @@ def check_outputs(outputs: Iterable[Path | None], inputs: Iterable[Path | str | 
             raise OutputPathError(f"{file} {problem}", remedy="Give the path of another file.")
         taken[path] = "is to hold two results"
         if file.suffix in (".py", ".yaml", ".yml") and file.exists():
-            raise OutputPathError(f"{file} holds code or a configuration", remedy="Give the path of another file.")
+            raise OutputPathError(
+                f"{file} holds code or a configuration", remedy="Give the path of another file."
+            )
         with _writing(file):
             if file.is_dir():
                 raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
@@ -107,7 +119,9 @@ def check_outputs(outputs: Iterable[Path | None], inputs: Iterable[Path | str | 
 
 
 def save(path: Path, content: str | bytes) -> None:
-    """Write a file in one step: it holds the old content or the new one, never a part. Raises OutputPathError."""
+    """Write a file in one step: it holds the old content or the new one, never a part. Raises
+    OutputPathError.
+    """
     data = content.encode() if isinstance(content, str) else content
     with _writing(path):
         if path.exists() and not path.is_file():  # a pipe or device, /dev/stdout say
@@ -141,34 +155,51 @@ def _writing(path: Path) -> Iterator[None]:
 
 @contextmanager
 def failures_reported(show_traceback: bool = False) -> Iterator[None]:
-    """Turn any error of the block into a message and an exit code; on request its traceback stands before them."""
+    """Turn any error of the block into a message and an exit code; on request its traceback stands
+    before them.
+    """
     try:
         yield
-    except (typer.BadParameter, BrokenPipeError):  # typer ends the program: in silence where a pipe's reader has gone
+    # typer ends the program: in silence where a pipe's reader has gone
+    except (typer.BadParameter, BrokenPipeError):
         raise
     except (Exception, KeyboardInterrupt, SystemExit) as error:
         if show_traceback:
             typer.echo("".join(traceback.format_exception(error)), err=True)
         if isinstance(error, SystemExit):
             ended = traceback.extract_tb(error.__traceback__)[-1]
-            message = f"the model's code ends the program, at {ended.filename}:{ended.lineno}: {error!r}"
+            message = (
+                f"the model's code ends the program, at {ended.filename}:{ended.lineno}: {error!r}"
+            )
             error = ModelError(message, remedy="Raise another error there.")
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-            error = OutputPathError(f"cannot write the output: {error.strerror}", remedy="Make room there.")
+            error = OutputPathError(
+                f"cannot write the output: {error.strerror}", remedy="Make room there."
+            )
         if isinstance(error, CgplanError):
-            message, exit_code = f"error: {error}\n  more: {section_of(type(error))}", error.exit_code
+            message, exit_code = (
+                f"error: {error}\n  more: {section_of(type(error))}",
+                error.exit_code,
+            )
         elif isinstance(error, KeyboardInterrupt):
             message, exit_code = "interrupted", INTERRUPTED_EXIT_CODE
         else:
-            advice = "This is a defect of cgplan. Run the command again with --traceback and report what it shows."
-            message = f"internal error: {type(error).__name__}: {first_line(error)}\n  remedy: {advice}"
+            advice = (
+                "This is a defect of cgplan. Run the command again with --traceback and report "
+                "what it shows."
+            )
+            message = (
+                f"internal error: {type(error).__name__}: {first_line(error)}\n  remedy: {advice}"
+            )
             exit_code = INTERNAL_EXIT_CODE
         note(message)
         raise typer.Exit(exit_code) from None
 
 
 def section_of(error: type[CgplanError]) -> str:
-    """Where the pages of this version explain an error: those in the wheel, or those of a checkout."""
+    """Where the pages of this version explain an error: those in the wheel, or those of a
+    checkout.
+    """
     package = Path(__file__).parents[1]
     docs = package / "docs" if (package / "docs").is_dir() else package.parent / "docs"
     return f"{docs}/troubleshooting.md#{error.__name__.lower()}"
@@ -176,7 +207,9 @@ def section_of(error: type[CgplanError]) -> str:
 
 def wrapped(text: str) -> str:
     """Lines in the terminal's width, 80 columns where there is none; long paths stay whole."""
-    wrapper = textwrap.TextWrapper(get_terminal_size().columns, break_long_words=False, break_on_hyphens=False)
+    wrapper = textwrap.TextWrapper(
+        get_terminal_size().columns, break_long_words=False, break_on_hyphens=False
+    )
     lines = []
     for line in text.splitlines():
         _, indent, label, rest = re.split(r"^( *)((?:\S+: )?)", line)
@@ -197,8 +230,9 @@ def is_first_rank() -> bool:
 
 @contextmanager
 def progress(doing: str) -> Iterator[Step]:
-    """A block that gets ``step(index, total, name)``, to be called before each of ``total`` steps: one changing line
-    on a terminal, about ten lines elsewhere, nothing where ``doing`` (such as "capture") is empty.
+    """A block that gets ``step(index, total, name)``, to be called before each of ``total`` steps:
+    one changing line on a terminal, about ten lines elsewhere, nothing where ``doing`` (such as
+    "capture") is empty.
     """
     from rich.console import Console
     from rich.text import Text

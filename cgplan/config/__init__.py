@@ -1,6 +1,13 @@
 """The configuration: frozen models, read from YAML, with the origin of each value."""
 
-from cgplan.config.load import LoadedConfig, Override, load_config, loaded_config, read_config, validate_config
+from cgplan.config.load import (
+    LoadedConfig,
+    Override,
+    load_config,
+    loaded_config,
+    read_config,
+    validate_config,
+)
 from cgplan.config.schema import (
     BudgetConfig,
     CompilationConfig,

@@ -22,9 +22,12 @@ MOST_BYTES = 1 << 20
 DEEPEST = 50
 
 
-def read_text(path: str | Path, error: type[CgplanError], remedy: str, most: int | None = None) -> str:
-    """Text of a UTF-8 file, without a byte order mark. Raises ``error`` if it is missing, a folder, a device, not
-    readable, of more than ``most`` bytes, or not UTF-8 text; ``remedy`` says which file to give instead.
+def read_text(
+    path: str | Path, error: type[CgplanError], remedy: str, most: int | None = None
+) -> str:
+    """Text of a UTF-8 file, without a byte order mark. Raises ``error`` if it is missing, a folder,
+    a device, not readable, of more than ``most`` bytes, or not UTF-8 text; ``remedy`` says which
+    file to give instead.
     """
     path = Path(path)
     try:
@@ -44,11 +47,15 @@ def read_text(path: str | Path, error: type[CgplanError], remedy: str, most: int
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as failure:
         line = data.count(b"\n", 0, failure.start) + 1
-        raise error(f"{path}:{line}: not UTF-8 text", remedy=f"Unpack it, or save it as UTF-8. {remedy}") from None
+        raise error(
+            f"{path}:{line}: not UTF-8 text", remedy=f"Unpack it, or save it as UTF-8. {remedy}"
+        ) from None
 
 
 class Override(NamedTuple):
-    """A value that wins over the file: ``dotted.key=value``, the value in YAML, and the option that gave it."""
+    """A value that wins over the file: ``dotted.key=value``, the value in YAML, and the option that
+    gave it.
+    """
 
     text: str
     option: str = "--set"
@@ -59,31 +66,38 @@ class LoadedConfig:
     """A Config, and where each of its values came from."""
 
     config: Config
-    origins: Mapping[str, str]  # dotted path of each given value -> ``file.yaml:12``, ``--set`` or another option
+    # dotted path of each given value -> ``file.yaml:12``, ``--set`` or another option
+    origins: Mapping[str, str]
     base_dir: Path  # against which file targets are resolved
 
     def origin(self, path: str) -> str:
-        """Where the value at a dotted path came from; values inside a given section count as given with it."""
+        """Where the value at a dotted path came from; values inside a given section count as given
+        with it.
+        """
         while path not in self.origins and "." in path:
             path = path.rpartition(".")[0]
         return self.origins.get(path, "default")
 
     def model_for(self, purpose: str) -> tuple[str, dict[str, Any]]:
-        """Target and kwargs of the model. Raises ConfigError, which begins with ``purpose``, where it has no target."""
+        """Target and kwargs of the model. Raises ConfigError, which begins with ``purpose``, where
+        it has no target.
+        """
         model = self.config.model
         if model is None or model.target is None:
             raise ConfigError(
                 f"{purpose}: there is no `model` with a target",
-                remedy="Add model.target, such as my_model.py:build; `cgplan init TARGET` writes a configuration.",
+                remedy="Add model.target, such as my_model.py:build; `cgplan init TARGET` writes "
+                "a configuration.",
             )
         return model.target, model.kwargs
 
 
 def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
-    """Read a YAML configuration file; ``overrides`` (``dotted.key=value``, the value in YAML) win over it.
+    """Read a YAML configuration file; ``overrides`` (``dotted.key=value``, the value in YAML) win
+    over it.
 
-    Raises ConfigFileError if the file is missing, unreadable or not YAML, ConfigError for an unknown key, a wrong type,
-    or values that contradict each other.
+    Raises ConfigFileError if the file is missing, unreadable or not YAML, ConfigError for an
+    unknown key, a wrong type, or values that contradict each other.
     """
     return read_config(path, overrides).config
 
@@ -93,7 +107,8 @@ def read_config(path: str | Path, overrides: Iterable[str | Override] = ()) -> L
     path = Path(path)
     remedy = "Give a readable YAML file; `cgplan init` writes a starting configuration."
     data, lines = _parse(read_text(path, ConfigFileError, remedy, MOST_BYTES), path)
-    named = {k: line for k, line in lines.items() if all(isinstance(part, str) for part in k)}  # a list is one value
+    # a list is one value
+    named = {k: line for k, line in lines.items() if all(isinstance(part, str) for part in k)}
     origins = {".".join(map(str, key)): f"{path.name}:{line}" for key, line in named.items()}
     return loaded_config(data, str(path), overrides, origins, path.resolve().parent, lines)
 
@@ -106,13 +121,17 @@ def loaded_config(
     base_dir: Path = Path(),
     lines: Mapping[Path_, int] = MappingProxyType({}),
 ) -> LoadedConfig:
-    """The configuration of a document, to which the overrides are applied; ``source`` names it in messages, ``origins``
-    and ``lines`` tell where its keys stand. Raises ConfigError.
+    """The configuration of a document, to which the overrides are applied; ``source`` names it in
+    messages, ``origins`` and ``lines`` tell where its keys stand. Raises ConfigError.
     """
     for given in overrides:
         override = Override(given) if isinstance(given, str) else given
         dotted = _override(data, override)
-        origins = {key: at for key, at in origins.items() if key != dotted and not key.startswith(f"{dotted}.")}
+        origins = {
+            key: at
+            for key, at in origins.items()
+            if key != dotted and not key.startswith(f"{dotted}.")
+        }
         origins[dotted] = override.option
     try:
         config = Config.model_validate(data)
@@ -136,7 +155,9 @@ def validate_config(data: Mapping[str, Any]) -> Config:
 
 
 class _Loader(yaml.SafeLoader):
-    """A SafeLoader that refuses keys that stand twice, and documents that are, or that aliases make, too large."""
+    """A SafeLoader that refuses keys that stand twice, and documents that are, or that aliases
+    make, too large.
+    """
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -144,29 +165,44 @@ class _Loader(yaml.SafeLoader):
         self._sizes: dict[yaml.Node, int] = {}
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        is_alias, before, mark = self.check_event(yaml.AliasEvent), self._values, self.current_event.start_mark
+        is_alias, before, mark = (
+            self.check_event(yaml.AliasEvent),
+            self._values,
+            self.current_event.start_mark,
+        )
         self._depth += 1
         if self._depth > DEEPEST:
-            raise yaml.MarkedYAMLError(problem=f"more than {DEEPEST} values inside each other", problem_mark=mark)
+            raise yaml.MarkedYAMLError(
+                problem=f"more than {DEEPEST} values inside each other", problem_mark=mark
+            )
         node = super().compose_node(parent, index)
         self._depth -= 1
         if node is not None:
             if is_alias and node not in self._sizes:
-                raise yaml.MarkedYAMLError(problem="an alias inside of what it stands for", problem_mark=mark)
+                raise yaml.MarkedYAMLError(
+                    problem="an alias inside of what it stands for", problem_mark=mark
+                )
             self._values = before + self._sizes.setdefault(node, self._values - before + 1)
         if self._values > MOST_VALUES:
-            raise yaml.MarkedYAMLError(problem=f"more than {MOST_VALUES:,} values", problem_mark=mark)
+            raise yaml.MarkedYAMLError(
+                problem=f"more than {MOST_VALUES:,} values", problem_mark=mark
+            )
         return node
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        if isinstance(node, yaml.ScalarNode) and len(node.value) > LONGEST_NUMBER and not node.tag.endswith(":str"):
+        if (
+            isinstance(node, yaml.ScalarNode)
+            and len(node.value) > LONGEST_NUMBER
+            and not node.tag.endswith(":str")
+        ):
             problem = f"{node.tag.rpartition(':')[2]} of more than {LONGEST_NUMBER:,} characters"
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
         try:
             return super().construct_object(node, deep)
         except yaml.YAMLError:
             raise
-        except Exception as error:  # PyYAML's constructors raise anything: IndexError for `!!int ''`, say
+        # PyYAML's constructors raise anything: IndexError for `!!int ''`, say
+        except Exception as error:
             problem = f"{str(node.value)[:100]!r} is no {node.tag.rpartition(':')[2]}: {error}"
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark) from None
 
@@ -183,11 +219,15 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_yaml(text: str, option: str, remedy: str) -> Any:
-    """The value of an option that is written in YAML. Raises ConfigError, which begins with ``option``."""
+    """The value of an option that is written in YAML. Raises ConfigError, which begins with
+    ``option``.
+    """
     try:
         return yaml.load(text, Loader=_Loader)
     except Exception as error:  # as in _parse
-        raise ConfigError(f"{option} is not YAML: {getattr(error, 'problem', None) or error}", remedy=remedy) from None
+        raise ConfigError(
+            f"{option} is not YAML: {getattr(error, 'problem', None) or error}", remedy=remedy
+        ) from None
 
 
 def _parse(text: str, path: Path) -> tuple[dict[str, Any], dict[Path_, int]]:
@@ -207,13 +247,16 @@ def _parse(text: str, path: Path) -> tuple[dict[str, Any], dict[Path_, int]]:
     if not isinstance(data, dict):
         raise ConfigFileError(
             f"{path}: the file holds a {type(data).__name__}, not a mapping",
-            remedy="Start with keys such as `model:` and `compilation:`; `cgplan init` writes an example.",
+            remedy="Start with keys such as `model:` and `compilation:`; `cgplan init` writes an "
+            "example.",
         )
     return data, lines
 
 
 def _lines(node: yaml.Node | None, path: Path_) -> Iterator[tuple[Path_, int]]:
-    """Lines below a constructed node: merged keys stand before its own, and the last line counts."""
+    """Lines below a constructed node: merged keys stand before its own, and the last line
+    counts.
+    """
     items: list[tuple[str | int, yaml.Node, yaml.Node]] = []
     if isinstance(node, yaml.MappingNode):
         items = [(key.value, key, value) for key, value in node.value]

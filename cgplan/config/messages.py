@@ -1,4 +1,6 @@
-"""Messages for values that pydantic refused: the line, the key, the allowed values, the nearest name."""
+"""Messages for values that pydantic refused: the line, the key, the allowed values, the nearest
+name.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,11 @@ def explain(
     lines: Mapping[Path_, int] = _NOWHERE,
     origins: Mapping[str, str] = _NOWHERE,
 ) -> ConfigError:
-    """A ConfigError with one message a key, for a ValidationError of ``data`` from a file or class, ``source``.
+    """A ConfigError with one message a key, for a ValidationError of ``data`` from a file or class,
+    ``source``.
 
-    The fields of ``root`` are the valid names; ``lines`` and ``origins`` tell where each key stands.
+    The fields of ``root`` are the valid names; ``lines`` and ``origins`` tell where each key
+    stands.
     """
     # a union complains several times about one value
     by_path = grouped((_real_path(detail, data), detail) for detail in error.errors())
@@ -44,12 +48,17 @@ def explain(
         message = messages[0] if messages[0].startswith("--") else f"{source}: {messages[0]}"
     remedy = "Correct the value; docs/config-reference.md describes each key."
     if any(detail["type"] == "extra_forbidden" for detail in error.errors()):
-        remedy = "Correct or remove the key; docs/config-reference.md lists all keys, `cgplan schema` completes them."
+        remedy = (
+            "Correct or remove the key; docs/config-reference.md lists all keys, `cgplan "
+            "schema` completes them."
+        )
     return ConfigError(message, remedy=remedy)
 
 
 def first_problem(error: ValidationError) -> str:
-    """The first of pydantic's complaints: where, and what, as in ``records.0.mode: Field required``."""
+    """The first of pydantic's complaints: where, and what, as in
+    ``records.0.mode: Field required``.
+    """
     first = error.errors()[0]
     where, what = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
     return f"{where}: {what}" if where else what
@@ -91,13 +100,17 @@ def _message(
         return f"{where}unknown key {key!r}{_nearest(path, root)}"
     if detail["type"] == "missing":
         return f"{where}{key!r} is missing"
-    allowed = dict.fromkeys(d["msg"].removeprefix("Input should be ").replace("valid tuple", "list") for d in details)
+    allowed = dict.fromkeys(
+        d["msg"].removeprefix("Input should be ").replace("valid tuple", "list") for d in details
+    )
     shown = textwrap.shorten(repr(detail["input"]), 200, placeholder="...")
     return f"{where}{key}: found {shown}, expected {' or '.join(allowed)}"
 
 
 def _nearest(path: Path_, root: type[BaseModel]) -> str:
-    """The name that an unknown key may have been meant to be, its right section, or the names allowed there."""
+    """The name that an unknown key may have been meant to be, its right section, or the names
+    allowed there.
+    """
     *parents, name = path
     model = root
     for parent in parents:  # the names in a mapping of sections are fields of none
@@ -114,7 +127,9 @@ def _nearest(path: Path_, root: type[BaseModel]) -> str:
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:
-    """The pydantic model that an annotation such as ``dict[str, Input]`` or ``LoRAConfig | None`` mentions."""
+    """The pydantic model that an annotation such as ``dict[str, Input]`` or ``LoRAConfig | None``
+    mentions.
+    """
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next(filter(None, map(_model_in, typing.get_args(annotation))), None)

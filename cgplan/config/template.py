@@ -10,7 +10,9 @@ import yaml
 
 
 class InputGuess(NamedTuple):
-    """An argument of a model's forward as an input: fields as in Input, and the reason for them in a few words."""
+    """An argument of a model's forward as an input: fields as in Input, and the reason for them in
+    a few words.
+    """
 
     name: str
     required: bool  # without a default; others are written as comments
@@ -25,7 +27,9 @@ def starting_yaml(target: str, kwargs: Mapping[str, Any], inputs: Sequence[Input
     """A commented configuration that loads and plans as it is. Ends with a newline."""
     model: dict[str, Any] = {"target": target, **({"kwargs": dict(kwargs)} if kwargs else {})}
     text = yaml.safe_dump({"model": model}, sort_keys=False, width=100, allow_unicode=True)
-    hint = "" if kwargs else "  # kwargs: {hidden_size: 64}       # keyword arguments of the target\n"
+    hint = (
+        "" if kwargs else "  # kwargs: {hidden_size: 64}       # keyword arguments of the target\n"
+    )
     head = "inputs:\n"
     if not any(guess.required for guess in inputs):
         head = "inputs: {}\n  # {} because the forward has no argument without a default\n"
@@ -33,8 +37,14 @@ def starting_yaml(target: str, kwargs: Mapping[str, Any], inputs: Sequence[Input
 
 
 def inline_yaml(value: Any) -> str:
-    """A value in one line of YAML; a name that YAML would take for something else (`y`, `on`) is quoted."""
-    return yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("\n").removesuffix("\n...")
+    """A value in one line of YAML; a name that YAML would take for something else (`y`, `on`) is
+    quoted.
+    """
+    return (
+        yaml.safe_dump(value, default_flow_style=True, width=10**6)
+        .removesuffix("\n")
+        .removesuffix("\n...")
+    )
 
 
 def _input(guess: InputGuess) -> str:
@@ -48,19 +58,27 @@ def _input(guess: InputGuess) -> str:
         (f"  pad: {guess.pad}", "a choice: what padding rows hold; there is no default"),
     ]
     if guess.example is not None:
-        lines.append((f"  example: {list(guess.example)}", "random values for warm-up and bench: from, below"))
-    text = "".join(f"{line:<33} # {comment}\n" if comment else f"{line}\n" for line, comment in lines)
+        lines.append(
+            (
+                f"  example: {list(guess.example)}",
+                "random values for warm-up and bench: from, below",
+            )
+        )
+    text = "".join(
+        f"{line:<33} # {comment}\n" if comment else f"{line}\n" for line, comment in lines
+    )
     return indent(text, "  " if guess.required else "  # ")
 
 
 _HEAD = """\
-# A starting configuration, written by `cgplan init`. What it guessed is marked; correct it, then look at the plan with
+# A starting configuration, written by `cgplan init`. What it guessed is marked; correct it, then
+# look at the plan with
 #   cgplan inspect FILE
 # All keys: `cgplan schema --format markdown`.
 """
 
 _MODEL_HINT = """\
-  # output_rows: num_reqs           # if the model returns one row for each request, not for each token
+  # output_rows: num_reqs           # one row for each request, not for each token
 
 device: auto                        # a GPU if there is one, else the CPU stand-in
 """
@@ -74,15 +92,15 @@ _REST = """\
 
 compilation:
   cudagraph_mode: FULL              # NONE, PIECEWISE, FULL, FULL_DECODE_ONLY or FULL_AND_PIECEWISE
-  cudagraph_capture_sizes: [1, 2, 4, 8, 16, 32]    # rows; or a ladder: vllm, sglang, trtllm, powers_of_two
-  outputs: borrow                   # views of graph memory, valid until the next call; clone: copies
-  on_miss: eager                    # a batch that no graph serves runs eagerly; error: it is refused
+  cudagraph_capture_sizes: [1, 2, 4, 8, 16, 32]  # or vllm, sglang, trtllm, powers_of_two
+  outputs: borrow                   # views, valid until the next call; clone: copies
+  on_miss: eager                    # batches without a graph; error: they are refused
 
 scheduler:
   max_num_seqs: 256                 # requests in one batch at most
   max_num_batched_tokens: 8192      # tokens in one batch at most
 
 # report:
-#   sizes: [1, 3, 8, 32]            # batch sizes that `cgplan bench` measures; absent: every captured size
+#   sizes: [1, 3, 8, 32]            # that `cgplan bench` measures; absent: all
 #   repeats: 30
 """

@@ -35,15 +35,24 @@ def _one_of(enum: type[CUDAGraphMode] | type[AttentionSupport]) -> WithJsonSchem
 
 
 # Enums that YAML and JSON write by name, in any case.
-Mode = Annotated[CUDAGraphMode, _by_name(CUDAGraphMode), PlainSerializer(str, return_type=str), _one_of(CUDAGraphMode)]
+Mode = Annotated[
+    CUDAGraphMode,
+    _by_name(CUDAGraphMode),
+    PlainSerializer(str, return_type=str),
+    _one_of(CUDAGraphMode),
+]
 Attention = Annotated[
-    AttentionSupport, _by_name(AttentionSupport), PlainSerializer(str, return_type=str), _one_of(AttentionSupport)
+    AttentionSupport,
+    _by_name(AttentionSupport),
+    PlainSerializer(str, return_type=str),
+    _one_of(AttentionSupport),
 ]
 
 DIMENSION = {"anyOf": [{"type": "integer"}, {"type": "string"}]}
 Count = Annotated[int, Field(strict=True, ge=1)]
 CountOrZero = Annotated[int, Field(strict=True, ge=0)]
-BatchBound = Annotated[int, Field(strict=True, ge=1, le=1 << 20)]  # a ladder lists every size up to it
+# a ladder lists every size up to it
+BatchBound = Annotated[int, Field(strict=True, ge=1, le=1 << 20)]
 Length = Annotated[int, Field(strict=True, ge=1, le=1 << 20)]  # of a prompt or an output, in tokens
 Flag = Annotated[bool, Field(strict=True)]
 
@@ -55,9 +64,17 @@ def check_pad(value: object) -> object:
 
 
 def check_example(value: object) -> object:
-    pair = isinstance(value, list | tuple) and len(value) == 2 and all(type(v) is int for v in value)
-    if value not in (None, "normal", "arange", "spread") and not isinstance(value, int | float) and not pair:
-        raise ValueError(f"found {value!r}, expected a number, `normal`, `arange`, `spread`, or [low, high]")
+    pair = (
+        isinstance(value, list | tuple) and len(value) == 2 and all(type(v) is int for v in value)
+    )
+    if (
+        value not in (None, "normal", "arange", "spread")
+        and not isinstance(value, int | float)
+        and not pair
+    ):
+        raise ValueError(
+            f"found {value!r}, expected a number, `normal`, `arange`, `spread`, or [low, high]"
+        )
     if pair and value[0] >= value[1]:  # type: ignore[index]
         raise ValueError(f"found {value!r}: low must be below high")
     return value
@@ -65,16 +82,22 @@ def check_example(value: object) -> object:
 
 def check_package(value: object) -> object:
     if not str(value).isidentifier() or value in ("cgplan", "torch", "triton"):
-        raise ValueError(f"found {value!r}, expected a top-level package other than torch, triton and cgplan")
+        raise ValueError(
+            f"found {value!r}, expected a top-level package other than torch, triton and cgplan"
+        )
     return value
 
 
 def check_sizes(value: object) -> object:
     if isinstance(value, str) and value not in get_args(LadderName):
         names = ", ".join(get_args(LadderName))
-        raise ValueError(f"unknown ladder {value!r}; choose one of {names}, or give a list of sizes")
+        raise ValueError(
+            f"unknown ladder {value!r}; choose one of {names}, or give a list of sizes"
+        )
     if isinstance(value, list | tuple) and not value:
-        raise ValueError("the list of capture sizes is empty; leave the key out for the vllm ladder")
+        raise ValueError(
+            "the list of capture sizes is empty; leave the key out for the vllm ladder"
+        )
     return value
 
 
@@ -85,7 +108,9 @@ def _check_device(value: object) -> object:
 
 
 Device = Annotated[
-    str, BeforeValidator(_check_device), WithJsonSchema({"type": "string", "pattern": r"auto|cpu|cuda(:\d+)?"})
+    str,
+    BeforeValidator(_check_device),
+    WithJsonSchema({"type": "string", "pattern": r"auto|cpu|cuda(:\d+)?"}),
 ]
 
 LARGEST = {  # torch.finfo(...).max
@@ -101,18 +126,30 @@ LARGEST = {  # torch.finfo(...).max
 def is_value_of(dtype: str, value: float) -> bool:
     """Whether a tensor of that dtype can hold the number, rounded where it is floating point."""
     if dtype in LARGEST:
-        return (not isinstance(value, int) and not math.isfinite(value)) or abs(value) <= LARGEST[dtype]
+        return (not isinstance(value, int) and not math.isfinite(value)) or abs(value) <= LARGEST[
+            dtype
+        ]
     if dtype == "bool":
         return value in (0, 1)
     bits = int(re.sub(r"\D", "", dtype))
     low, high = (0, 1 << bits) if dtype == "uint8" else (-(1 << bits - 1), 1 << bits - 1)
-    return (isinstance(value, int) or math.isfinite(value)) and value == int(value) and low <= value < high
+    return (
+        (isinstance(value, int) or math.isfinite(value))
+        and value == int(value)
+        and low <= value < high
+    )
 
 
-def _amount(units: Mapping[str, float], unit: str, example: str, most: float) -> Callable[[object], float]:
-    """Parser of amounts such as ``2GiB``: a number of the base ``unit``, or text with one of ``units``, in any case."""
+def _amount(
+    units: Mapping[str, float], unit: str, example: str, most: float
+) -> Callable[[object], float]:
+    """Parser of amounts such as ``2GiB``: a number of the base ``unit``, or text with one of
+    ``units``, in any case.
+    """
     factors = {"": 1.0, **{name.lower(): factor for name, factor in units.items()}}
-    allowed = f"expected a number of {unit}, or one with a unit ({', '.join(units)}), such as {example}"
+    allowed = (
+        f"expected a number of {unit}, or one with a unit ({', '.join(units)}), such as {example}"
+    )
 
     def parse(value: object) -> float:
         text = value if isinstance(value, str) else ""
@@ -126,13 +163,23 @@ def _amount(units: Mapping[str, float], unit: str, example: str, most: float) ->
         if unit == "bytes" and not (match and match[2]) and amount % 1:
             raise ValueError(f"found {value!r} bytes; was a unit meant? {allowed}")
         if not 0 <= amount <= most:
-            raise ValueError(f"found {value!r}, which is not between 0 and {most:g} {unit}; {allowed}")
+            raise ValueError(
+                f"found {value!r}, which is not between 0 and {most:g} {unit}; {allowed}"
+            )
         return amount
 
     return parse
 
 
-_UNITS_OF_BYTES = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+_UNITS_OF_BYTES = {
+    "B": 1,
+    "kB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "KiB": 1 << 10,
+    "MiB": 1 << 20,
+    "GiB": 1 << 30,
+}
 _parse_bytes = _amount(_UNITS_OF_BYTES, "bytes", "2GiB or 512MiB", most=1 << 50)
 _parse_seconds = _amount({"ms": 1e-3, "s": 1.0, "min": 60.0}, "seconds", "30s or 2min", most=10**6)
 
@@ -148,7 +195,13 @@ def _or_text(kind: str, bound: str) -> WithJsonSchema:
 
 
 # Dumped as plain numbers of the base unit, which read back equal.
-Bytes = Annotated[int, BeforeValidator(lambda value: round(_parse_bytes(value))), _or_text("integer", "minimum")]
+Bytes = Annotated[
+    int, BeforeValidator(lambda value: round(_parse_bytes(value))), _or_text("integer", "minimum")
+]
 Seconds = Annotated[float, BeforeValidator(_parse_seconds), _or_text("number", "minimum")]
-BytesToSpend = Annotated[Bytes, AfterValidator(_above_zero), _or_text("integer", "exclusiveMinimum")]
-SecondsToSpend = Annotated[Seconds, AfterValidator(_above_zero), _or_text("number", "exclusiveMinimum")]
+BytesToSpend = Annotated[
+    Bytes, AfterValidator(_above_zero), _or_text("integer", "exclusiveMinimum")
+]
+SecondsToSpend = Annotated[
+    Seconds, AfterValidator(_above_zero), _or_text("number", "exclusiveMinimum")
+]

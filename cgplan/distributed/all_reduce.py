@@ -1,20 +1,23 @@
-"""The all-reduce of models that are split over ranks: the operator ``cgplan::all_reduce``, and its implementations.
+"""The all-reduce of models that are split over ranks: the operator ``cgplan::all_reduce``, and its
+implementations.
 
-``torch.ops.cgplan.all_reduce(x, group)`` returns the sum of all ranks' ``x``, out of place, bit for bit the same on all
-ranks; ``group`` is an AllReduce's number. All ranks call it in the same order with the same shapes, on one stream.
-Inside it is ``cgplan::all_reduce_row``, one node of a graph and one step of a tape. It reads the inputs' addresses from
-a row of the registry's table, see Note [Registration] in registry.py.
+``torch.ops.cgplan.all_reduce(x, group)`` returns the sum of all ranks' ``x``, out of place, bit for
+bit the same on all ranks; ``group`` is an AllReduce's number. All ranks call it in the same order
+with the same shapes, on one stream. Inside it is ``cgplan::all_reduce_row``, one node of a graph
+and one step of a tape. It reads the inputs' addresses from a row of the registry's table, see Note
+[Registration] in registry.py.
 
 Note [Unfinished sums]
-    A rank that raises, or gives up waiting, leaves a sum that other ranks have joined or will join. The next sum would
-    take their part for its own: wrong numbers, or, with gloo and other sizes, the end of the process. So a rank that
-    has left a sum on the CPU does no other, until `begin_pass` on all ranks makes new signals and, where a sum of
-    gloo's was left, a new group. Capture sessions call it when they begin, after a failure that all ranks raise, and
-    where a budget drops graphs.
-    On a GPU the host has only queued the sum. `abort` ends waits of the custom kernels; if the host itself waits for
-    the device, their bound ends them. A sum that waits in NCCL can be given up only by aborting the communicator, whose
-    kernels graphs may hold; torch's watchdog ends the process after the timeout, unless
-    TORCH_NCCL_ASYNC_ERROR_HANDLING says otherwise.
+    A rank that raises, or gives up waiting, leaves a sum that other ranks have joined or will join.
+    The next sum would take their part for its own: wrong numbers, or, with gloo and other sizes,
+    the end of the process. So a rank that has left a sum on the CPU does no other, until
+    `begin_pass` on all ranks makes new signals and, where a sum of gloo's was left, a new group.
+    Capture sessions call it when they begin, after a failure that all ranks raise, and where a
+    budget drops graphs. On a GPU the host has only queued the sum. `abort` ends waits of the custom
+    kernels; if the host itself waits for the device, their bound ends them. A sum that waits in
+    NCCL can be given up only by aborting the communicator, whose kernels graphs may hold; torch's
+    watchdog ends the process after the timeout, unless TORCH_NCCL_ASYNC_ERROR_HANDLING says
+    otherwise.
 """
 
 from __future__ import annotations
@@ -42,7 +45,8 @@ from cgplan.errors import AllReduceError, DistributedError, first_line
 logger = logging.getLogger(__name__)
 
 GLOO_DTYPES = (
-    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int32, torch.int64,
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8,
+    torch.int32, torch.int64,
     torch.bool, torch.complex32, torch.complex64, torch.complex128,
 )  # fmt: skip
 
@@ -54,7 +58,8 @@ class AllReduce(ABC):
     """Sums tensors over ranks, in the graphs of a backend's device.
 
     Args:
-        fallback: Sums the tensors that this one cannot; the log says so, once for each reason. Owned.
+        fallback: Sums the tensors that this one cannot; the log says so, once for each reason.
+            Owned.
 
     Attributes:
         name: As ``compilation.all_reduce`` has it.
@@ -65,8 +70,15 @@ class AllReduce(ABC):
 
     name: str
 
-    def __init__(self, ranks: Ranks, backend: GraphBackend, fallback: AllReduce | None = None) -> None:
-        self.ranks, self.rank, self.world_size, self.backend = ranks, ranks.rank, ranks.world_size, backend
+    def __init__(
+        self, ranks: Ranks, backend: GraphBackend, fallback: AllReduce | None = None
+    ) -> None:
+        self.ranks, self.rank, self.world_size, self.backend = (
+            ranks,
+            ranks.rank,
+            ranks.world_size,
+            backend,
+        )
         self.number = next(_numbers)
         self.is_closed = False
         self._fallback, self._logged = fallback, set[str]()
@@ -75,7 +87,9 @@ class AllReduce(ABC):
         _live[self.number] = self
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The sum over all ranks, in new memory; like the operator, and seen by a tape or a trace as such."""
+        """The sum over all ranks, in new memory; like the operator, and seen by a tape or a trace
+        as such.
+        """
         result: Tensor = torch.ops.cgplan.all_reduce(x, self.number)
         return result
 
@@ -84,7 +98,9 @@ class AllReduce(ABC):
         reason = self.why_not(x)
         if reason and self._fallback is not None:
             if self.rank == 0 and reason not in self._logged:
-                logger.warning("%s all-reduce: %s; %s does it", self.name, reason, self._fallback.name)
+                logger.warning(
+                    "%s all-reduce: %s; %s does it", self.name, reason, self._fallback.name
+                )
             self._logged.add(reason)
             return self._fallback.reduce(x)
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -111,7 +127,9 @@ class AllReduce(ABC):
 
     @contextmanager
     def whole_sum(self) -> Iterator[None]:
-        """A block that sums on the CPU. Raises AllReduceError, or as ``Ranks.check``, if an earlier one was left."""
+        """A block that sums on the CPU. Raises AllReduceError, or as ``Ranks.check``, if an earlier
+        one was left.
+        """
         if self._is_unfinished:
             self.ranks.check()
             raise AllReduceError(
@@ -123,12 +141,16 @@ class AllReduce(ABC):
         self._is_unfinished = False
 
     def begin_pass(self) -> None:
-        """Before captures, on all ranks: unregister the last pass's buffers, and forget unfinished sums."""
+        """Before captures, on all ranks: unregister the last pass's buffers, and forget unfinished
+        sums.
+        """
         if self._fallback is not None:
             self._fallback.begin_pass()
 
     def end_pass(self) -> Registration:
-        """After captures, on all ranks: register the graphs' buffers. Raises as GraphBufferRegistry.register."""
+        """After captures, on all ranks: register the graphs' buffers. Raises as
+        GraphBufferRegistry.register.
+        """
         self.ranks.agree("the capture pass")
         return Registration()
 
@@ -136,10 +158,14 @@ class AllReduce(ABC):
         """Before graphs are freed, on all ranks."""
 
     def abort(self) -> None:  # noqa: B027
-        """End waits of kernels that are queued: their sums are wrong, and all others until ``begin_pass``."""
+        """End waits of kernels that are queued: their sums are wrong, and all others until
+        ``begin_pass``.
+        """
 
     def check(self) -> None:  # noqa: B027
-        """Raise AllReduceError if a kernel gave up waiting since the last look. Waits for the device."""
+        """Raise AllReduceError if a kernel gave up waiting since the last look. Waits for the
+        device.
+        """
 
     @property
     def is_read(self) -> bool:
@@ -147,7 +173,9 @@ class AllReduce(ABC):
         return False
 
     def close(self) -> None:
-        """Free shared memory; graphs that reduce must be gone. A later sum raises DistributedError."""
+        """Free shared memory; graphs that reduce must be gone. A later sum raises
+        DistributedError.
+        """
         self.is_closed = True
         if self._fallback is not None:
             self._fallback.close()
@@ -162,7 +190,9 @@ class AllReduce(ABC):
 
 
 class CollectiveAllReduce(AllReduce):
-    """torch.distributed's all-reduce: NCCL, which a graph captures as its own kernels, and gloo on the CPU."""
+    """torch.distributed's all-reduce: NCCL, which a graph captures as its own kernels, and gloo on
+    the CPU.
+    """
 
     name = "nccl"
 
@@ -175,7 +205,8 @@ class CollectiveAllReduce(AllReduce):
         if x.device.type == "cpu" and x.dtype not in GLOO_DTYPES:
             raise AllReduceError(
                 f"gloo, torch's all-reduce on the CPU, cannot sum {x.dtype}",
-                remedy="Sum a tensor of another dtype, .to(torch.float32) say, and convert the result.",
+                remedy="Sum a tensor of another dtype, .to(torch.float32) say, and convert the "
+                "result.",
             )
         return super().reduce(x)
 
@@ -195,14 +226,17 @@ class CollectiveAllReduce(AllReduce):
                 self.ranks.check()
                 error = AllReduceError(
                     f"torch's all-reduce failed on rank {self.rank}: {first_line(failure)}",
-                    remedy="Every rank has to make the same calls in the same order; look at the output of the others.",
+                    remedy="Every rank has to make the same calls in the same order; look at the "
+                    "output of the others.",
                 )
                 if on_cpu:  # no rank has said that it failed: one is gone, or late
                     self.ranks.leave(error)
                 raise error from failure
 
     def begin_pass(self) -> None:
-        """On the CPU a new group, where a rank has left a sum unfinished; see Note [Unfinished sums]."""
+        """On the CPU a new group, where a rank has left a sum unfinished; see Note [Unfinished
+        sums].
+        """
         if self.backend.device.type != "cpu":
             return
         if any(self.ranks.agree("torch's groups", value=self._is_unfinished)):
@@ -217,14 +251,17 @@ _ALIGNMENT = 16
 
 
 class SymmetricAllReduce(AllReduce):
-    """Copies each input to one buffer of ``max_bytes`` in symmetric memory, and reduces there, without multicast.
+    """Copies each input to one buffer of ``max_bytes`` in symmetric memory, and reduces there,
+    without multicast.
 
     Raises AllReduceError, on all ranks, where the memory cannot be opened.
     """
 
     name = "symm_mem"
 
-    def __init__(self, ranks: Ranks, backend: GraphBackend, fallback: AllReduce, max_bytes: int) -> None:
+    def __init__(
+        self, ranks: Ranks, backend: GraphBackend, fallback: AllReduce, max_bytes: int
+    ) -> None:
         super().__init__(ranks, backend, fallback)
         from torch.distributed import _symmetric_memory as symmetric
 
@@ -242,14 +279,18 @@ class SymmetricAllReduce(AllReduce):
 
     def why_not(self, x: Tensor) -> str:
         parts = self.world_size * _ALIGNMENT if x.nbytes > _ONE_SHOT_BYTES else _ALIGNMENT
-        fits = x.dtype in _SYMMETRIC_DTYPES and x.nbytes <= self._max_bytes and x.nbytes % parts == 0
+        fits = (
+            x.dtype in _SYMMETRIC_DTYPES and x.nbytes <= self._max_bytes and x.nbytes % parts == 0
+        )
         return "" if fits else f"a tensor of {x.dtype} does not fit torch's kernels"
 
     def run(self, x: Tensor, out: Tensor, row: Tensor) -> None:  # noqa: ARG002
         buffer = self._buffer[: x.nbytes].view(x.dtype)
         buffer.copy_(x.view(-1))
         if x.nbytes <= _ONE_SHOT_BYTES:
-            out.view(-1).copy_(torch.ops.symm_mem.one_shot_all_reduce(buffer, "sum", self._group_name))
+            out.view(-1).copy_(
+                torch.ops.symm_mem.one_shot_all_reduce(buffer, "sum", self._group_name)
+            )
         else:
             torch.ops.symm_mem.two_shot_all_reduce_(buffer, "sum", self._group_name)
             out.view(-1).copy_(buffer)
@@ -257,8 +298,8 @@ class SymmetricAllReduce(AllReduce):
 
 def _all_reduce(x: Tensor, group: int) -> Tensor:
     found = _at(group)
-    # A look at the forward runs on one rank alone; the others do not come to this all-reduce. A capture that is made
-    # meanwhile has to hold it, though.
+    # A look at the forward runs on one rank alone; the others do not come to this all-reduce. A
+    # capture that is made meanwhile has to hold it, though.
     if is_probing() and not found.backend.is_capturing():
         return x.clone()
     return found.reduce(x)
@@ -266,7 +307,8 @@ def _all_reduce(x: Tensor, group: int) -> Tensor:
 
 def _all_reduce_row(x: Tensor, out: Tensor, row: Tensor, group: int) -> None:
     found = _at(group)
-    if x.device.type == "cpu" and found.backend.is_capturing():  # a capture runs nothing; a tape's results are lost
+    # a capture runs nothing; a tape's results are lost
+    if x.device.type == "cpu" and found.backend.is_capturing():
         out.copy_(x)
     else:
         found.run(x, out, row)
@@ -276,11 +318,14 @@ def _at(group: int) -> AllReduce:
     found = _live.get(group)
     if found is None or found.is_closed or found.ranks.is_closed:
         raise DistributedError(
-            f"all-reduce {group} is closed", remedy="Keep the ranks open as long as the model is used."
+            f"all-reduce {group} is closed",
+            remedy="Keep the ranks open as long as the model is used.",
         )
     return found
 
 
-define_operator("all_reduce(Tensor x, int group) -> Tensor", _all_reduce, lambda x, _: torch.empty_like(x))
+define_operator(
+    "all_reduce(Tensor x, int group) -> Tensor", _all_reduce, lambda x, _: torch.empty_like(x)
+)
 _ROW_SCHEMA = "all_reduce_row(Tensor x, Tensor(a!) out, Tensor row, int group) -> ()"
 define_operator(_ROW_SCHEMA, _all_reduce_row, lambda *_: None)

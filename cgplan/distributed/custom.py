@@ -1,6 +1,8 @@
-"""The custom all-reduce, which reads the peers' graph buffers at their own addresses, and the choice of an all-reduce.
+"""The custom all-reduce, which reads the peers' graph buffers at their own addresses, and the
+choice of an all-reduce.
 
-On GPUs Triton kernels sum over a row of the registry's table; on the CPU torch operators follow the same protocol.
+On GPUs Triton kernels sum over a row of the registry's table; on the CPU torch operators follow the
+same protocol.
 """
 
 from __future__ import annotations
@@ -36,15 +38,18 @@ from cgplan.units import format_bytes
 logger = logging.getLogger(__name__)
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-PACK_BYTES = 16  # one load of a thread; inputs are aligned to it, and their size is a multiple of it
-# Messages up to so many bytes are one-shot: beyond it, reading every input whole costs more than a second exchange.
+# one load of a thread; inputs are aligned to it, and their size is a multiple of it
+PACK_BYTES = 16
+# Messages up to so many bytes are one-shot: beyond it, reading every input whole costs more than a
+# second exchange.
 ONE_SHOT_BYTES = {2: 1 << 20, 4: 512 << 10, 8: 256 << 10}
 
 _MOST_BLOCKS = 64  # of one kernel, each with its own signals
 _WARPS = 8
 _BLOCK_BYTES = _WARPS * 32 * PACK_BYTES  # that a block takes at a time
-# A kernel has no clock that all threads of a block read alike, so a wait is bounded by looks at the signals: atomics
-# over the whole system, about a microsecond each. The bound ends waits that would never end; it measures no time.
+# A kernel has no clock that all threads of a block read alike, so a wait is bounded by looks at the
+# signals: atomics over the whole system, about a microsecond each. The bound ends waits that would
+# never end; it measures no time.
 _LOOKS_PER_SECOND = 1 << 20
 
 _RECORD = 1 + 64  # words: dtype and shape, of 64 dimensions at most, of a rank's input
@@ -55,9 +60,10 @@ _SAME_CALLS = "Every rank has to make the same calls in the same order."  # a re
 class CustomAllReduce(AllReduce):
     """One-shot and two-shot all-reduce over registered buffers.
 
-    An all-reduce in a FULL graph reads its peers' inputs where their graphs have them. One that runs eagerly, or in a
-    PIECEWISE segment (which runs while the next one is captured, before anything is registered), copies its input to a
-    staging buffer that was registered at the start. The all-reduce owns its transport.
+    An all-reduce in a FULL graph reads its peers' inputs where their graphs have them. One that
+    runs eagerly, or in a PIECEWISE segment (which runs while the next one is captured, before
+    anything is registered), copies its input to a staging buffer that was registered at the start.
+    The all-reduce owns its transport.
     """
 
     name = "custom"
@@ -88,8 +94,13 @@ class CustomAllReduce(AllReduce):
         if x.dtype not in DTYPES:
             return f"{x.dtype} is none of float32, float16, bfloat16"
         if x.nbytes > self._max_bytes:
-            return f"a tensor has more than distributed.all_reduce_max_size, {format_bytes(self._max_bytes)}"
-        return f"a tensor's bytes are not a multiple of {PACK_BYTES}" if x.nbytes % PACK_BYTES else ""
+            return (
+                "a tensor has more than distributed.all_reduce_max_size, "
+                f"{format_bytes(self._max_bytes)}"
+            )
+        return (
+            f"a tensor's bytes are not a multiple of {PACK_BYTES}" if x.nbytes % PACK_BYTES else ""
+        )
 
     def placed(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The registered buffer in a FULL graph, else the staging buffer."""
@@ -109,9 +120,12 @@ class CustomAllReduce(AllReduce):
         return source, row
 
     def begin_pass(self) -> None:
-        """Unregister, and make the signals new: a rank that failed may have left a barrier early."""
+        """Unregister, and make the signals new: a rank that failed may have left a barrier
+        early.
+        """
         self.registry.unregister()
-        with self.ranks.step("the end of all sums"):  # one that was aborted may still write a signal to a peer
+        # one that was aborted may still write a signal to a peer
+        with self.ranks.step("the end of all sums"):
             self.reset()
         with self.ranks.step("new signals"):
             self.reset()
@@ -143,25 +157,30 @@ class CustomAllReduce(AllReduce):
 def _unregistered() -> RegistrationError:
     return RegistrationError(
         "a graph was replayed before its buffers were registered",
-        remedy="End the capture pass on all ranks first: CaptureSession does, or AllReduce.end_pass().",
+        remedy="End the capture pass on all ranks first: CaptureSession does, or "
+        "AllReduce.end_pass().",
     )
 
 
 class CudaAllReduce(CustomAllReduce):
     """One-shot and two-shot all-reduce on 2, 4 or 8 GPUs, see triton_kernels.py.
 
-    A wait ends, and leaves NaN and an error word, after about ``distributed.timeout``. The slices of the two-shot
-    all-reduce lie behind the signals.
+    A wait ends, and leaves NaN and an error word, after about ``distributed.timeout``. The slices
+    of the two-shot all-reduce lie behind the signals.
     """
 
-    def __init__(self, ranks: Ranks, backend: GraphBackend, fallback: AllReduce, settings: DistributedConfig) -> None:
+    def __init__(
+        self, ranks: Ranks, backend: GraphBackend, fallback: AllReduce, settings: DistributedConfig
+    ) -> None:
         from cgplan.distributed.triton_kernels import ABORTED, one_shot, two_shot
 
         self._one_shot, self._two_shot = one_shot, two_shot
         self._limit = min(int(ranks.timeout * _LOOKS_PER_SECOND), (1 << 31) - 1)
         self._most = ONE_SHOT_BYTES[ranks.world_size]
         self._signal_bytes = _MOST_BLOCKS * ranks.world_size * 4
-        slice_bytes = -(-settings.all_reduce_max_size // (PACK_BYTES * ranks.world_size)) * PACK_BYTES
+        slice_bytes = (
+            -(-settings.all_reduce_max_size // (PACK_BYTES * ranks.world_size)) * PACK_BYTES
+        )
         transport, nbytes = CudaIpcTransport(ranks.device), self._signal_bytes + slice_bytes
         super().__init__(ranks, backend, transport, nbytes, fallback, settings)
         device = ranks.device
@@ -169,7 +188,8 @@ class CudaAllReduce(CustomAllReduce):
         self._counts = torch.zeros(_MOST_BLOCKS, dtype=torch.int32, device=device)
         self._error = torch.zeros(1, dtype=torch.int32, device=device)
         self._aborted = torch.full((1,), ABORTED, dtype=torch.int32).pin_memory()
-        self._beside = torch.cuda.Stream(device)  # for the word that ends a wait on the other streams
+        # for the word that ends a wait on the other streams
+        self._beside = torch.cuda.Stream(device)
 
     def run(self, x: Tensor, out: Tensor, row: Tensor) -> None:
         world, pack = self.world_size, PACK_BYTES // x.itemsize
@@ -210,7 +230,8 @@ class CudaAllReduce(CustomAllReduce):
         if code == UNREGISTERED:
             raise _unregistered()
         raise AllReduceError(
-            f"an all-reduce on rank {self.rank} {'timed out' if code == TIMED_OUT else 'was aborted'}: a rank "
+            f"an all-reduce on rank {self.rank} "
+            f"{'timed out' if code == TIMED_OUT else 'was aborted'}: a rank "
             "did not come to it, and sums since then are wrong",
             remedy=_SAME_CALLS,
         )
@@ -222,24 +243,30 @@ class CudaAllReduce(CustomAllReduce):
 class CpuAllReduce(CustomAllReduce):
     """Sums over table rows on the CPU.
 
-    A barrier: each rank adds one to its own count, writes it to its place in every rank's signals, and waits until all
-    places in its signals are as high. Counts only grow, so nothing has to be set back between replays. Each place
-    is one aligned word with one writer; a yield, which passes through locks, stands before each write and after each
-    wait, so that data is written before the count that tells of it, on any processor. Behind the counts is a record for
-    each rank, of its input's dtype and shape, written before the first barrier, compared before the second.
+    A barrier: each rank adds one to its own count, writes it to its place in every rank's signals,
+    and waits until all places in its signals are as high. Counts only grow, so nothing has to be
+    set back between replays. Each place is one aligned word with one writer; a yield, which passes
+    through locks, stands before each write and after each wait, so that data is written before the
+    count that tells of it, on any processor. Behind the counts is a record for each rank, of its
+    input's dtype and shape, written before the first barrier, compared before the second.
     """
 
-    def __init__(self, ranks: Ranks, backend: GraphBackend, fallback: AllReduce, settings: DistributedConfig) -> None:
+    def __init__(
+        self, ranks: Ranks, backend: GraphBackend, fallback: AllReduce, settings: DistributedConfig
+    ) -> None:
         words = (1 + _RECORD) * ranks.world_size
         super().__init__(ranks, backend, SharedMemoryTransport(), 8 * words, fallback, settings)
-        self._signals: list[Any] = [(ctypes.c_uint64 * words).from_address(address) for address in self._addresses]
+        self._signals: list[Any] = [
+            (ctypes.c_uint64 * words).from_address(address) for address in self._addresses
+        ]
         self._count = 0
 
     def run(self, x: Tensor, out: Tensor, row: Tensor) -> None:
         """Barrier, sum in float32 in the order of the ranks, barrier.
 
         Raises:
-            RankMismatchError: ranks bring tensors of different shapes or dtypes; on all ranks, and sums may go on.
+            RankMismatchError: ranks bring tensors of different shapes or dtypes; on all ranks, and
+                sums may go on.
             RegistrationError: the graph was replayed before registration.
             RankFailedError: a rank is lost, or has failed.
             AllReduceError: a rank did not come within the timeout, now or earlier.
@@ -255,13 +282,15 @@ class CpuAllReduce(CustomAllReduce):
             self._barrier()
             if (unlike := self._unlike(record)) is None:
                 inputs = [
-                    torch.frombuffer((ctypes.c_char * x.nbytes).from_address(a), dtype=x.dtype) for a in addresses
+                    torch.frombuffer((ctypes.c_char * x.nbytes).from_address(a), dtype=x.dtype)
+                    for a in addresses
                 ]
                 total = inputs[0].to(torch.float32, copy=True)
                 for theirs in inputs[1:]:
                     total += theirs
                 out.view(-1).copy_(total)
-            self._barrier()  # no rank writes its input or record of the next sum before all have read this one
+            # no rank writes its input or record of the next sum before all have read this one
+            self._barrier()
         if unlike is not None:
             raise unlike
 
@@ -302,9 +331,12 @@ class CpuAllReduce(CustomAllReduce):
                 continue
             self.ranks.check()
             if time.monotonic() > deadline:
-                late = ", ".join(str(peer) for peer, count in enumerate(own[:world]) if count < self._count)
+                late = ", ".join(
+                    str(peer) for peer, count in enumerate(own[:world]) if count < self._count
+                )
                 error = AllReduceError(
-                    f"rank {late} did not come to an all-reduce within {self.ranks.timeout:g} s", remedy=_SAME_CALLS
+                    f"rank {late} did not come to an all-reduce within {self.ranks.timeout:g} s",
+                    remedy=_SAME_CALLS,
                 )
                 self.ranks.leave(error)
                 raise error
@@ -329,10 +361,14 @@ def open_all_reduce(config: Config, ranks: Ranks, backend: GraphBackend) -> AllR
             )
         if reason:
             if ranks.rank == 0:
-                logger.warning("custom all-reduce: rank %d: %s; %s does it", rank, reason, collective.name)
+                logger.warning(
+                    "custom all-reduce: rank %d: %s; %s does it", rank, reason, collective.name
+                )
             return collective
     if wanted == "symm_mem":
-        return SymmetricAllReduce(ranks, backend, collective, config.distributed.all_reduce_max_size)
+        return SymmetricAllReduce(
+            ranks, backend, collective, config.distributed.all_reduce_max_size
+        )
     kind = CpuAllReduce if ranks.device.type == "cpu" else CudaAllReduce
     return kind(ranks, backend, collective, config.distributed)
 
@@ -347,7 +383,10 @@ def _why_not(wanted: str, ranks: Ranks) -> str:
     if on_cpu or wanted == "symm_mem":
         return ""
     if ranks.world_size not in ONE_SHOT_BYTES:
-        return f"{ranks.world_size} ranks, where kernels exist for {', '.join(map(str, ONE_SHOT_BYTES))}"
+        return (
+            f"{ranks.world_size} ranks, where kernels exist for "
+            f"{', '.join(map(str, ONE_SHOT_BYTES))}"
+        )
     for module, package in (("triton", "triton"), ("cuda.bindings.runtime", "cuda-bindings")):
         try:
             importlib.import_module(module)
@@ -356,7 +395,9 @@ def _why_not(wanted: str, ranks: Ranks) -> str:
     if uses_expandable_segments():
         return "expandable segments are on, whose memory has no IPC handle"
     # GPUs that this process does not see are left to the handles.
-    numbers = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
+    numbers = {
+        str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())
+    }
     own = ranks.device.index or 0
     for rank, presence in enumerate(ranks.presences):
         peer = numbers.get(presence.device, own)

@@ -1,8 +1,9 @@
 """Data-parallel ranks that run one graph: each has its own batch, all have the same size and mode.
 
-Needed where ranks exchange data inside of the forward (experts that are spread over ranks, say): a rank that replayed
-another graph than its peers, or none, would exchange other shapes with them, or nothing. Off by default
-(``distributed.data_parallel_sync``), because it costs each step a small all-reduce on the host.
+Needed where ranks exchange data inside of the forward (experts that are spread over ranks, say): a
+rank that replayed another graph than its peers, or none, would exchange other shapes with them, or
+nothing. Off by default (``distributed.data_parallel_sync``), because it costs each step a small
+all-reduce on the host.
 """
 
 from __future__ import annotations
@@ -29,35 +30,44 @@ from cgplan.runner.runner import GraphRunner
 class AgreedBatch:
     """The size and mode that all ranks run."""
 
-    mode: CUDAGraphMode  # the weakest of the modes that the ranks' own batches would run in: NONE, PIECEWISE, FULL
+    # the weakest of the modes that the ranks' own batches would run in: NONE, PIECEWISE, FULL
+    mode: CUDAGraphMode
     num_tokens: int  # the largest of their padded sizes
     num_active_loras: int = 0  # the largest of their numbers of adapters
 
 
 class DataParallelRunner:
-    """A runner whose batches are padded to the size that all ranks have agreed on. Not for use from several threads.
+    """A runner whose batches are padded to the size that all ranks have agreed on. Not for use from
+    several threads.
 
-    A rank that has nothing to do calls it with tensors of 0 rows: it runs one request of padding, and gets outputs of 0
-    rows. The runner's statistics count each batch as this rank gave it, one of 0 rows not at all, and, as of
-    ``run_eagerly``, none of those that all ranks run eagerly.
+    A rank that has nothing to do calls it with tensors of 0 rows: it runs one request of padding,
+    and gets outputs of 0 rows. The runner's statistics count each batch as this rank gave it, one
+    of 0 rows not at all, and, as of ``run_eagerly``, none of those that all ranks run eagerly.
 
-    The caller owns ``runner``. Making this one is a step of all ranks. ``last`` is the size and mode of the last batch.
+    The caller owns ``runner``. Making this one is a step of all ranks. ``last`` is the size and
+    mode of the last batch.
     """
 
     def __init__(self, runner: GraphRunner, ranks: Ranks) -> None:
         self._runner, self._ranks = runner, ranks
-        self._group = ranks.new_group()  # not the one of the data, where a failure may leave a sum unfinished
+        # not the one of the data, where a failure may leave a sum unfinished
+        self._group = ranks.new_group()
         self._batches = 0
         self._specs = runner.config.tensors
-        self._by_requests = runner.config.model is not None and runner.config.model.output_rows == "num_reqs"
+        self._by_requests = (
+            runner.config.model is not None and runner.config.model.output_rows == "num_reqs"
+        )
         self.last: AgreedBatch | None = None
 
-    def __call__(self, *, uniform_decode: bool | None = None, num_active_loras: int = 0, **inputs: Tensor) -> Any:
-        """Run one batch; arguments, result and errors are those of GraphRunner, and the result has this rank's rows.
+    def __call__(
+        self, *, uniform_decode: bool | None = None, num_active_loras: int = 0, **inputs: Tensor
+    ) -> Any:
+        """Run one batch; arguments, result and errors are those of GraphRunner, and the result has
+        this rank's rows.
 
         Raises:
-            RankFailedError: a rank is lost or did not come within the timeout (then there are no more batches), or has
-                refused its batch.
+            RankFailedError: a rank is lost or did not come within the timeout (then there are no
+                more batches), or has refused its batch.
         """
         try:
             is_idle = self._is_idle(inputs)
@@ -65,11 +75,17 @@ class DataParallelRunner:
                 inputs = _padded(inputs, self._specs, (0, 0), (self._runner.plan.query_len, 1))
                 uniform_decode, num_active_loras = True, 0
             route = self._runner.route(inputs, uniform_decode, num_active_loras)
-            size = route.batch.num_tokens if route.mode is CUDAGraphMode.NONE else route.descriptor.num_tokens
+            size = (
+                route.batch.num_tokens
+                if route.mode is CUDAGraphMode.NONE
+                else route.descriptor.num_tokens
+            )
         except Exception:  # the others' batch would meet this rank's next one
             self._largest(0, -CUDAGraphMode.FULL.value, 0, self._ranks.rank + 1)
             raise
-        size, weakest, adapters, refused = self._largest(size, -route.mode.value, route.num_active_loras, 0)
+        size, weakest, adapters, refused = self._largest(
+            size, -route.mode.value, route.num_active_loras, 0
+        )
         if refused:
             raise RankFailedError(
                 f"rank {refused - 1} refused its batch",
@@ -91,7 +107,8 @@ class DataParallelRunner:
         except RuntimeError as failure:
             self._ranks.check()
             error = RankFailedError(
-                f"a rank did not come to batch {self._batches} within {self._ranks.timeout:g} s, or has ended",
+                f"a rank did not come to batch {self._batches} within {self._ranks.timeout:g} s, "
+                "or has ended",
                 remedy="Look at the output of all ranks; start them again.",
             )
             self._ranks.leave(error)
@@ -99,19 +116,30 @@ class DataParallelRunner:
         return values.tolist()
 
     def _run(self, agreed: AgreedBatch, route: RoutedBatch, inputs: Tensors, is_idle: bool) -> Any:
-        """Padding behind a decode batch is requests; tokens of padding in a mixed one belong to no request."""
+        """Padding behind a decode batch is requests; tokens of padding in a mixed one belong to no
+        request.
+        """
         plan, size = self._runner.plan, agreed.num_tokens
         tokens, reqs = route.batch.num_tokens, route.batch.num_reqs or route.batch.num_tokens
         more, rest = divmod(size, plan.query_len)
-        uniform = route.uniform and agreed.mode is CUDAGraphMode.FULL and not rest and more <= plan.max_num_seqs
+        uniform = (
+            route.uniform
+            and agreed.mode is CUDAGraphMode.FULL
+            and not rest
+            and more <= plan.max_num_seqs
+        )
         padded = _padded(inputs, self._specs, (tokens, reqs), (size, more if uniform else reqs))
         if agreed.mode is CUDAGraphMode.NONE:
             uniform = route.uniform and size == tokens
             loras = route.num_active_loras
-            return self._runner.run_eagerly(padded=False, uniform_decode=uniform, num_active_loras=loras, **padded)
+            return self._runner.run_eagerly(
+                padded=False, uniform_decode=uniform, num_active_loras=loras, **padded
+            )
         loras = agreed.num_active_loras
         output = self._runner(uniform_decode=uniform, num_active_loras=loras, **padded)
-        self._runner.stats.recount(self._runner.route(padded, uniform, loras), None if is_idle else route)
+        self._runner.stats.recount(
+            self._runner.route(padded, uniform, loras), None if is_idle else route
+        )
         return output
 
     def _is_idle(self, inputs: Tensors) -> bool:
@@ -123,7 +151,9 @@ class DataParallelRunner:
 
 
 def in_step(runner: GraphRunner, ranks: Ranks | None) -> GraphRunner | DataParallelRunner:
-    """The runner, in step with those of other ranks where ``distributed.data_parallel_sync`` asks for it."""
+    """The runner, in step with those of other ranks where ``distributed.data_parallel_sync`` asks
+    for it.
+    """
     if ranks is None or not runner.config.distributed.data_parallel_sync:
         return runner
     return DataParallelRunner(runner, ranks)
@@ -132,9 +162,11 @@ def in_step(runner: GraphRunner, ranks: Ranks | None) -> GraphRunner | DataParal
 def _padded(
     inputs: Tensors, specs: Mapping[str, Input], have: tuple[int, int], want: tuple[int, int]
 ) -> dict[str, Any]:
-    """Each tensor with its declared padding behind its own rows; ``have`` and ``want`` are (tokens, reqs).
+    """Each tensor with its declared padding behind its own rows; ``have`` and ``want`` are (tokens,
+    reqs).
 
-    A tensor that no spec names, or that cannot have such rows, stays as it is: GraphRunner.route raises for it.
+    A tensor that no spec names, or that cannot have such rows, stays as it is: GraphRunner.route
+    raises for it.
     """
     found: dict[str, Any] = dict(inputs)
     for name, spec in specs.items():

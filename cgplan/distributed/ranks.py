@@ -1,20 +1,23 @@
 """Ranks: the processes of one run, and the steps that they take together.
 
 Note [Steps]
-    All ranks come to the same steps in the same order. Each brings a value, or the error that it has raised; all get
-    all values, or all raise the same error. Answers go through torch's TCPStore, so a rank that does not come within
-    the timeout is named. That is final: there are no more steps then.
-    A rank that raises between two steps says so in the store before it comes to the next one: CPU sums that wait for
-    its data look there, and end. Sums on a GPU, and gloo's, end by their own timeout; the rank that raised waits for
-    them. torchrun ends the other ranks when one is killed; without torchrun they end after the timeout.
+    All ranks come to the same steps in the same order. Each brings a value, or the error that it
+    has raised; all get all values, or all raise the same error. Answers go through torch's
+    TCPStore, so a rank that does not come within the timeout is named. That is final: there are no
+    more steps then. A rank that raises between two steps says so in the store before it comes to
+    the next one: CPU sums that wait for its data look there, and end. Sums on a GPU, and gloo's,
+    end by their own timeout; the rank that raised waits for them. torchrun ends the other ranks
+    when one is killed; without torchrun they end after the timeout.
 
 Note [Teardown]
-    Shared memory is taken down in this order, on error paths too: (1) a step: no rank replays any more; (2) each
-    rank closes the handles that it has opened of the others' memory; (3) a step: no rank reads my memory any more;
-    (4) graphs, and (5) their pool are freed; (6) the registry's exports: staging, signals, table; (7) the group.
-    Memory that is freed while another process has it open is undefined for CUDA IPC; a process group that is destroyed
-    before a graph with its kernels leaves NCCL waiting. Where a rank is lost the steps are left out, the order stays.
-    `ModelGraphs.free` does (1) to (5) through `RankedCapture.release`, `AllReduce.close` (6), `Ranks.close` (7).
+    Shared memory is taken down in this order, on error paths too: (1) a step: no rank replays any
+    more; (2) each rank closes the handles that it has opened of the others' memory; (3) a step: no
+    rank reads my memory any more; (4) graphs, and (5) their pool are freed; (6) the registry's
+    exports: staging, signals, table; (7) the group. Memory that is freed while another process has
+        it open is undefined for CUDA IPC; a process group that is destroyed
+    before a graph with its kernels leaves NCCL waiting. Where a rank is lost the steps are left
+    out, the order stays. `ModelGraphs.free` does (1) to (5) through `RankedCapture.release`,
+    `AllReduce.close` (6), `Ranks.close` (7).
 """
 
 from __future__ import annotations
@@ -52,7 +55,8 @@ class _Answer:
 
 
 class Ranks:
-    """The processes of one run, one rank each; made by ``open_ranks``, ended by ``close`` or a ``with`` block.
+    """The processes of one run, one rank each; made by ``open_ranks``, ended by ``close`` or a
+    ``with`` block.
 
     Attributes:
         device: This rank's GPU, or the CPU.
@@ -88,8 +92,11 @@ class Ranks:
         """Another gloo group of all ranks; all of them call it."""
         return dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout))
 
-    def agree(self, step: str, *, error: BaseException | None = None, value: Any = None) -> list[Any]:
-        """Come to a step; returns every rank's value, once all have come without an error. See Note [Steps].
+    def agree(
+        self, step: str, *, error: BaseException | None = None, value: Any = None
+    ) -> list[Any]:
+        """Come to a step; returns every rank's value, once all have come without an error. See Note
+        [Steps].
 
         Args:
             step: Its name, the same on all ranks.
@@ -97,13 +104,16 @@ class Ranks:
             value: Any value that can be pickled.
 
         Raises:
-            RankFailedError: a rank failed, has left, or did not come within the timeout. The same words on all ranks.
+            RankFailedError: a rank failed, has left, or did not come within the timeout. The same
+                words on all ranks.
             RankMismatchError: ranks came to different steps.
             CgplanError: the given error, where all ranks failed with the same one.
             DistributedError: the ranks are closed.
         """
         if self.is_closed:
-            raise DistributedError(f"{step}: the ranks are closed", remedy="Keep them open as long as they are used.")
+            raise DistributedError(
+                f"{step}: the ranks are closed", remedy="Keep them open as long as they are used."
+            )
         answer, self.agreed_on = _Answer(step, value), None
         if error is not None:
             induced = isinstance(error, RankFailedError)
@@ -125,13 +135,19 @@ class Ranks:
         return [found.value for found in answers]
 
     def announce(self, error: BaseException) -> None:
-        """Tell the others that this rank has raised and comes to the next step, so that they wait for no data of it."""
+        """Tell the others that this rank has raised and comes to the next step, so that they wait
+        for no data of it.
+        """
         self._has_announced = self._has_announced or not isinstance(error, DistributedError)
         with suppress(RuntimeError):
-            self._store.compare_set(f"{self._steps}/failed", "", f"rank {self.rank} failed: {_spoken(error)}")
+            self._store.compare_set(
+                f"{self._steps}/failed", "", f"rank {self.rank} failed: {_spoken(error)}"
+            )
 
     def check(self) -> None:
-        """Raise RankFailedError if a rank is lost, or has announced that it failed since the last step."""
+        """Raise RankFailedError if a rank is lost, or has announced that it failed since the last
+        step.
+        """
         key = f"{self._steps}/failed"
         with self._asking("an all-reduce"):
             self._look_for_lost()
@@ -154,7 +170,9 @@ class Ranks:
         self.agree(name, error=error)
 
     def leave(self, error: BaseException) -> None:
-        """Take part in no further step, because of an error; the others raise it at their next step."""
+        """Take part in no further step, because of an error; the others raise it at their next
+        step.
+        """
         if self.lost is None:
             message, remedy = f"rank {self.rank} has ended: {_spoken(error)}", _REMEDY
             if isinstance(error, DistributedError):  # it names the rank that failed
@@ -164,7 +182,8 @@ class Ranks:
             self._store.compare_set("lost", "", self.lost.message)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Leave, with the error that ends this rank or without one; see Note [Teardown] for the steps before.
+        """Leave, with the error that ends this rank or without one; see Note [Teardown] for the
+        steps before.
 
         Without an error it waits for the others. Raises RankFailedError where one of them failed.
         """
@@ -181,7 +200,8 @@ class Ranks:
             del self.group  # its threads would live into the interpreter's end
             if self._owns_group and dist.is_initialized():
                 with suppress(RuntimeError):
-                    if self.lost is not None and dist.get_backend() != "gloo":  # NCCL would wait for the lost rank
+                    # NCCL would wait for the lost rank
+                    if self.lost is not None and dist.get_backend() != "gloo":
                         dist.distributed_c10d._abort_process_group()
                     else:
                         dist.destroy_process_group()
@@ -193,16 +213,20 @@ class Ranks:
         self.close(error)
 
     def _exchange(self, step: str, packed: bytes) -> list[_Answer]:
-        """Every rank's answer. The rank that failed first waits longer: the others may wait in a sum for it."""
+        """Every rank's answer. The rank that failed first waits longer: the others may wait in a
+        sum for it.
+        """
         keys, patience = [f"{self._steps}/{rank}" for rank in range(self.world_size)], self.timeout
         self._store.set(keys[self.rank], packed)
         seconds = 2 * patience if self._has_announced else patience
         absent = absent_from(self._store, keys, seconds, self._look_for_lost)
         if absent:
             error = RankFailedError(
-                f"rank {', '.join(absent)} did not come to {step} within {patience:g} s: it has ended, is late, or "
+                f"rank {', '.join(absent)} did not come to {step} within {patience:g} s: it has "
+                "ended, is late, or "
                 f"waits in an all-reduce that rank {self.rank} takes no part in",
-                remedy="Look at the output of that rank. Every rank has to do as many all-reduces in each forward as "
+                remedy="Look at the output of that rank. Every rank has to do as many all-reduces "
+                "in each forward as "
                 "the others, in the same order. Raise distributed.timeout if it only takes longer.",
             )
             self.leave(error)
@@ -225,24 +249,29 @@ class Ranks:
             yield
         except RuntimeError as failure:
             error = RankFailedError(
-                f"{self.place.keeper} ended while rank {self.rank} was in {step}: {first_line(failure)}",
+                f"{self.place.keeper} ended while rank {self.rank} was in {step}: "
+                f"{first_line(failure)}",
                 remedy=_REMEDY,
             )
             self.leave(error)
             raise error from failure
 
 
-def open_ranks(settings: DistributedConfig, device: str = "auto", *, place: Place | None = None) -> Ranks | None:
+def open_ranks(
+    settings: DistributedConfig, device: str = "auto", *, place: Place | None = None
+) -> Ranks | None:
     """Meet the other ranks, and set torch.distributed up: NCCL between GPUs, gloo between hosts.
 
-    A process group that is there already is used, and left as it is at the end. ``device`` is as ``config.device``:
-    ``cuda`` is the GPU of the local rank. ``place`` comes from torchrun's environment if absent.
+    A process group that is there already is used, and left as it is at the end. ``device`` is as
+    ``config.device``: ``cuda`` is the GPU of the local rank. ``place`` comes from torchrun's
+        environment if absent.
 
     Returns:
         The ranks, or None outside of torchrun and for a single process.
 
     Raises:
-        RendezvousError, RankMismatchError, BackendError, ConfigError: as ``meet`` and ``Place.from_environment``.
+        RendezvousError, RankMismatchError, BackendError, ConfigError: as ``meet`` and
+            ``Place.from_environment``.
         RankFailedError: torch.distributed could not be set up.
     """
     place = Place.from_environment() if place is None else place
@@ -274,10 +303,16 @@ def _failure_of(answers: Sequence[_Answer], error: BaseException | None) -> Base
     """The error of a step with these answers; the same on all ranks. ``error`` is this rank's."""
     failed = [(found.induced, rank) for rank, found in enumerate(answers) if found.error]
     if failed:
-        if error is not None and len(failed) == len(answers) and len({found.error for found in answers}) == 1:
+        if (
+            error is not None
+            and len(failed) == len(answers)
+            and len({found.error for found in answers}) == 1
+        ):
             return error
         found = answers[rank := min(failed)[1]]
-        message = found.error if found.induced else f"rank {rank} failed in {found.step}: {found.error}"
+        message = (
+            found.error if found.induced else f"rank {rank} failed in {found.step}: {found.error}"
+        )
         return RankFailedError(message, remedy=found.remedy or _REMEDY)
     for rank, found in enumerate(answers):
         if found.step != answers[0].step:
@@ -289,6 +324,8 @@ def _failure_of(answers: Sequence[_Answer], error: BaseException | None) -> Base
 
 
 def _spoken(error: BaseException) -> str:
-    """An error as other ranks read it, in one line: with its class, but for one that another rank caused."""
+    """An error as other ranks read it, in one line: with its class, but for one that another rank
+    caused.
+    """
     text = " ".join(str(getattr(error, "message", None) or str(error) or "no message").split())
     return text if isinstance(error, RankFailedError) else f"{type(error).__name__}: {text}"

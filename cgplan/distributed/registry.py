@@ -1,17 +1,19 @@
-"""GraphBufferRegistry: which memory captured all-reduces read, and where it lies in every rank's address space.
+"""GraphBufferRegistry: which memory captured all-reduces read, and where it lies in every rank's
+address space.
 
 Note [Registration]
-    A captured all-reduce cannot know where its peers' inputs lie: they capture at the same time. So its kernel gets
-    the address of a row in a table on the device, one column a rank, and the row is written later. `take_row` hands
-    rows out during the captures and notes the input's address; nothing is exchanged then. At the end of the pass
-    `register` takes these steps:
-    (1) ranks compare the inputs' shapes and dtypes (also of inputs that need no row, see `note`): a kernel reads its
+    A captured all-reduce cannot know where its peers' inputs lie: they capture at the same time. So
+    its kernel gets the address of a row in a table on the device, one column a rank, and the row is
+    written later. `take_row` hands rows out during the captures and notes the input's address;
+    nothing is exchanged then. At the end of the pass `register` takes these steps:
+    (1) ranks compare the inputs' shapes and dtypes (also of inputs that need no row, see `note`): a
+    kernel reads its
         peers' inputs as if they were laid out like its own;
     (2) handles and offsets of the addresses are exchanged;
     (3) the peers' handles are opened, once for each allocation;
-    (4) rows are written, and the device is waited for. When all ranks have done that, graphs may be replayed.
-    A rank that fails on the way comes to the end of the step with its error, so that no rank waits for it.
-    A row of zeros is not registered: replaying a graph with it is an error.
+    (4) rows are written, and the device is waited for. When all ranks have done that, graphs may be
+    replayed. A rank that fails on the way comes to the end of the step with its error, so that no
+    rank waits for it. A row of zeros is not registered: replaying a graph with it is an error.
 """
 
 from __future__ import annotations
@@ -31,7 +33,10 @@ from cgplan.errors import RankMismatchError, RegistrationError
 
 logger = logging.getLogger(__name__)
 
-SUM_ALIKE = "Every rank has to sum as many tensors, of the same shapes and dtypes, in the same order."  # a remedy
+# a remedy
+SUM_ALIKE = (
+    "Every rank has to sum as many tensors, of the same shapes and dtypes, in the same order."
+)
 
 
 @dataclass(frozen=True)
@@ -46,21 +51,26 @@ class Registration:
 
 
 class GraphBufferRegistry:
-    """The pointer table of one rank, see Note [Registration]. It owns the table of ``capacity`` rows on the device, and
-    the mappings of peers' memory; the caller owns the transport.
+    """The pointer table of one rank, see Note [Registration]. It owns the table of ``capacity``
+    rows on the device, and the mappings of peers' memory; the caller owns the transport.
 
     Attributes:
-        table: [capacity, world_size] int64 on the device: address of each rank's input, as this rank sees it.
+        table: [capacity, world_size] int64 on the device: address of each rank's input, as this
+            rank sees it.
         is_sealed: Whether the rows are written, so that graphs may be replayed.
     """
 
-    def __init__(self, ranks: Ranks, transport: MemoryTransport, device: torch.device, capacity: int) -> None:
+    def __init__(
+        self, ranks: Ranks, transport: MemoryTransport, device: torch.device, capacity: int
+    ) -> None:
         self._ranks, self._transport = ranks, transport
         self.table = torch.zeros(capacity, ranks.world_size, dtype=torch.int64, device=device)
         self.is_sealed = False
         self._addresses: list[int] = []
-        self._inputs: list[str] = []  # shape and dtype of each captured all-reduce's input, in order
-        self._opened: dict[tuple[int, object], tuple[int, int]] = {}  # (rank, handle) -> base here, bytes
+        # shape and dtype of each captured all-reduce's input, in order
+        self._inputs: list[str] = []
+        # (rank, handle) -> base here, bytes
+        self._opened: dict[tuple[int, object], tuple[int, int]] = {}
         self._blocks: list[tuple[int, int, str]] = []  # of peers: base here, end, name
         self._has_begun = False  # to exchange handles, on all ranks alike
 
@@ -70,8 +80,8 @@ class GraphBufferRegistry:
         return len(self._addresses)
 
     def take_row(self, tensor: Tensor) -> Tensor:
-        """The table row, [world_size] int64, for an all-reduce that is being captured with this input. Raises
-        RegistrationError if the table is full, or sealed.
+        """The table row, [world_size] int64, for an all-reduce that is being captured with this
+        input. Raises RegistrationError if the table is full, or sealed.
         """
         if self.is_sealed:
             raise RegistrationError(
@@ -88,7 +98,9 @@ class GraphBufferRegistry:
         return self.table[self.rows - 1]
 
     def note(self, tensor: Tensor) -> None:
-        """Have ranks compare the input of an all-reduce that is being captured over the staging buffer."""
+        """Have ranks compare the input of an all-reduce that is being captured over the staging
+        buffer.
+        """
         self._inputs.append(f"{list(tensor.shape)} {tensor.dtype}")
 
     def register(self) -> Registration:
@@ -96,7 +108,8 @@ class GraphBufferRegistry:
 
         Raises:
             RankFailedError: a rank failed.
-            RankMismatchError: one captured another number of all-reduces, or one with another input.
+            RankMismatchError: one captured another number of all-reduces, or one with another
+                input.
         """
         start = time.perf_counter()
         _compare(self._ranks.agree("the capture pass", value=self._inputs))
@@ -106,7 +119,9 @@ class GraphBufferRegistry:
         with self._ranks.step("opening the peers' handles"):
             for rank, theirs in enumerate(shared):
                 own = rank == self._ranks.rank
-                columns.append(self._addresses if own else [self._base(rank, m) + m.offset for m in theirs])
+                columns.append(
+                    self._addresses if own else [self._base(rank, m) + m.offset for m in theirs]
+                )
         with self._ranks.step("writing the table"):
             if columns[0]:
                 self.table[: self.rows].copy_(torch.tensor(columns, dtype=torch.int64).T)
@@ -124,7 +139,9 @@ class GraphBufferRegistry:
         return found
 
     def unregister(self) -> None:
-        """Undo ``register``: steps (1) to (3) of Note [Teardown] in ranks.py. Then graphs may be freed."""
+        """Undo ``register``: steps (1) to (3) of Note [Teardown] in ranks.py. Then graphs may be
+        freed.
+        """
         bases = [base for base, _ in self._opened.values()]
         self._opened.clear()
         try:
@@ -140,7 +157,8 @@ class GraphBufferRegistry:
     def open_block(self, name: str, block: Tensor) -> list[int]:
         """Where each rank's block of that name lies, as this rank sees it. The registry closes it.
 
-        For memory that is there before any capture and as long as the registry: staging, signals. A step of all ranks.
+        For memory that is there before any capture and as long as the registry: staging, signals. A
+        step of all ranks.
         """
         found: list[int] = []
         shared = self._exported(f"exporting the {name}", [block.data_ptr()])
@@ -162,7 +180,10 @@ class GraphBufferRegistry:
 
     def peers(self) -> PeerMemory:
         """The other ranks' memory that is mapped here, and the addresses in the table's rows."""
-        opened = [(base, base + size, f"rank {rank}'s graph pool") for (rank, _), (base, size) in self._opened.items()]
+        opened = [
+            (base, base + size, f"rank {rank}'s graph pool")
+            for (rank, _), (base, size) in self._opened.items()
+        ]
         rows = self.table[: self.rows].flatten().tolist() if self.is_sealed else []
         return PeerMemory([*opened, *self._blocks], rows)
 
@@ -201,11 +222,16 @@ class GraphBufferRegistry:
 def _compare(inputs: Sequence[Sequence[str]]) -> None:
     for rank, theirs in enumerate(inputs):
         if len(theirs) != len(inputs[0]):
-            counts = f"rank {rank} captured {len(theirs)} all-reduces, rank 0 captured {len(inputs[0])}"
-            raise RankMismatchError(counts, remedy=f"{SUM_ALIKE} Does the model branch on its rank?")
+            counts = (
+                f"rank {rank} captured {len(theirs)} all-reduces, rank 0 captured {len(inputs[0])}"
+            )
+            raise RankMismatchError(
+                counts, remedy=f"{SUM_ALIKE} Does the model branch on its rank?"
+            )
         for number, (own, first) in enumerate(zip(theirs, inputs[0], strict=True), 1):
             if own != first:
                 raise RankMismatchError(
-                    f"rank {rank} captured all-reduce {number} of {len(theirs)} with {own}, rank 0 with {first}",
+                    f"rank {rank} captured all-reduce {number} of {len(theirs)} with {own}, rank "
+                    f"0 with {first}",
                     remedy=SUM_ALIKE,
                 )

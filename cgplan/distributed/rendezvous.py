@@ -16,9 +16,17 @@ from typing import Any
 import torch
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from cgplan.errors import BackendError, CgplanError, ConfigError, RankMismatchError, RendezvousError, first_line
+from cgplan.errors import (
+    BackendError,
+    CgplanError,
+    ConfigError,
+    RankMismatchError,
+    RendezvousError,
+    first_line,
+)
 
-# By address, port and attempt. A process may open its ranks several times: over one store, each time with other keys.
+# By address, port and attempt. A process may open its ranks several times: over one store, each
+# time with other keys.
 _stores: dict[tuple[str, int, int], Any] = {}
 _meetings: Counter[tuple[str, int, int]] = Counter()
 
@@ -37,14 +45,17 @@ class Place:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Place | None:
-        """From torchrun's variables; None outside of torchrun. Raises ConfigError where one is missing."""
+        """From torchrun's variables; None outside of torchrun. Raises ConfigError where one is
+        missing.
+        """
         if "RANK" not in environment or "WORLD_SIZE" not in environment:
             return None
         rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
         if unset := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environment]:
             raise ConfigError(
                 f"rank {rank} of {world_size}: not set: {', '.join(unset)}",
-                remedy="Start the ranks with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.",
+                remedy="Start the ranks with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and "
+                "MASTER_PORT.",
             )
         return cls(
             rank,
@@ -63,7 +74,11 @@ class Place:
     @property
     def keeper(self) -> str:
         """The process that keeps the store, for messages."""
-        return "torchrun's agent, which keeps the store," if self.agent_store else "rank 0, which keeps the store,"
+        return (
+            "torchrun's agent, which keeps the store,"
+            if self.agent_store
+            else "rank 0, which keeps the store,"
+        )
 
 
 @dataclass(frozen=True)
@@ -84,16 +99,22 @@ class Presence:
             return cls(host, "cpu"), torch.device("cpu")
         index, count = int(wanted.partition(":")[2] or place.local_rank), torch.cuda.device_count()
         if index >= count:
-            return cls(host, "none", f"has no GPU: it wants cuda:{index}, torch sees {count}"), torch.device("cpu")
-        return cls(host, str(torch.cuda.get_device_properties(index).uuid)), torch.device("cuda", index)
+            return cls(
+                host, "none", f"has no GPU: it wants cuda:{index}, torch sees {count}"
+            ), torch.device("cpu")
+        return cls(host, str(torch.cuda.get_device_properties(index).uuid)), torch.device(
+            "cuda", index
+        )
 
 
 def absent_from(
     store: Any, keys: Sequence[str], timeout: float, meanwhile: Callable[[], None] = lambda: None
 ) -> list[str]:
-    """Wait until every rank's key is set; returns the ranks whose key is not set after ``timeout`` seconds.
+    """Wait until every rank's key is set; returns the ranks whose key is not set after ``timeout``
+    seconds.
 
-    ``meanwhile`` is called again and again; a CgplanError of it ends the wait, unless all keys have been set by then.
+    ``meanwhile`` is called again and again; a CgplanError of it ends the wait, unless all keys have
+    been set by then.
     """
     deadline, pause = time.monotonic() + timeout, 0.0005
     while not store.check(list(keys)):
@@ -111,7 +132,9 @@ def absent_from(
 
 
 def part(store: Any, place: Place, seconds: float) -> None:
-    """Tell the others that this rank needs the store no more. The rank that keeps it waits for all to say so."""
+    """Tell the others that this rank needs the store no more. The rank that keeps it waits for all
+    to say so.
+    """
     with suppress(RuntimeError):
         store.set(f"parted/{place.rank}", "")
         if place.keeps_store:
@@ -123,7 +146,8 @@ def meet(place: Place, presence: Presence, timeout: float) -> tuple[Any, list[Pr
 
     Raises:
         RendezvousError: a rank did not come within the timeout.
-        BackendError, RankMismatchError: a rank has no GPU, or two have the same; on all ranks alike.
+        BackendError, RankMismatchError: a rank has no GPU, or two have the same; on all ranks
+            alike.
     """
     where = (place.address, place.port, place.attempt)
     if where not in _stores:
@@ -137,19 +161,22 @@ def meet(place: Place, presence: Presence, timeout: float) -> tuple[Any, list[Pr
             part(store, place, 1.0)
             raise RendezvousError(
                 f"rank {', '.join(absent)} of {place.world_size} did not come within {timeout:g} s",
-                remedy="Look at the output of that rank; raise distributed.timeout if it only starts slowly.",
+                remedy="Look at the output of that rank; raise distributed.timeout if it only "
+                "starts slowly.",
             )
         found = [pickle.loads(store.get(key)) for key in keys]
     except RuntimeError as error:
         raise RendezvousError(
-            f"{place.keeper} ended while rank {place.rank} waited for the others: {first_line(error)}",
+            f"{place.keeper} ended while rank {place.rank} waited for the others: "
+            f"{first_line(error)}",
             remedy="Look at the output of the other ranks.",
         ) from error
     _meetings[where] += 1
     try:
         check_devices(found)
     except CgplanError:
-        part(store, place, min(timeout, 10.0))  # ended at once, rank 0 would leave the others without its store
+        # ended at once, rank 0 would leave the others without its store
+        part(store, place, min(timeout, 10.0))
         raise
     return store, found
 
@@ -157,12 +184,16 @@ def meet(place: Place, presence: Presence, timeout: float) -> tuple[Any, list[Pr
 def _connected(place: Place, timeout: float) -> Any:
     patience = timedelta(seconds=timeout)
     try:
-        return TCPStore(place.address, place.port, None, place.keeps_store, patience, wait_for_workers=False)
+        return TCPStore(
+            place.address, place.port, None, place.keeps_store, patience, wait_for_workers=False
+        )
     except RuntimeError as error:
         failed = "cannot listen" if place.keeps_store else f"does not reach {place.keeper}"
         raise RendezvousError(
-            f"rank {place.rank} {failed} at {place.address}:{place.port} within {timeout:g} s: {first_line(error)}",
-            remedy="Start all ranks with the same MASTER_ADDR and MASTER_PORT, and a port that is free.",
+            f"rank {place.rank} {failed} at {place.address}:{place.port} within {timeout:g} s: "
+            f"{first_line(error)}",
+            remedy="Start all ranks with the same MASTER_ADDR and MASTER_PORT, and a port that is "
+            "free.",
         ) from error
 
 
@@ -186,6 +217,7 @@ def check_devices(found: Sequence[Presence]) -> None:
         if presence.device != "cpu" and other != rank:
             raise BackendError(
                 f"ranks {other} and {rank} are on one GPU ({presence.device}) of {presence.host}",
-                remedy="Leave device: cuda without a number, so that each rank takes the GPU of its local rank; check "
+                remedy="Leave device: cuda without a number, so that each rank takes the GPU of "
+                "its local rank; check "
                 "CUDA_VISIBLE_DEVICES.",
             )

@@ -1,4 +1,6 @@
-"""A capture session's meetings with those of the other ranks: comparisons before it, and RankedCapture."""
+"""A capture session's meetings with those of the other ranks: comparisons before it, and
+RankedCapture.
+"""
 
 from __future__ import annotations
 
@@ -32,42 +34,60 @@ logger = logging.getLogger(__name__)
 def agree_on_setup(
     ranks: Ranks, config: Config, backend: GraphBackend, *, also: Mapping[str, Any] | None = None
 ) -> None:
-    """All ranks have rank 0's configuration (but for the device), torch, CUDA, driver, kind of GPU and cgplan.
+    """All ranks have rank 0's configuration (but for the device), torch, CUDA, driver, kind of GPU
+    and cgplan.
 
-    ``also``: other values that have to be the same, by their names in messages: the caller's options, say. Raises
+    ``also``: other values that have to be the same, by their names in messages: the caller's
+        options, say. Raises
     RankMismatchError on all ranks; it names the rank, the setting, and both values.
     """
     found = describe_environment(backend, "")
     versions = {"torch": found.torch, "cgplan": found.cgplan}
     if torch.version.cuda and found.backend == "cuda":
-        versions |= {"the GPU driver": str(found.driver), "CUDA": str(found.cuda), "the GPU": str(found.device)}
+        versions |= {
+            "the GPU driver": str(found.driver),
+            "CUDA": str(found.cuda),
+            "the GPU": str(found.device),
+        }
     own = {**(also or {}), **{f"version of {name}": value for name, value in versions.items()}}
     settings = leaves(config.model_dump(mode="json", exclude={"device"}))
     own |= {name: json.dumps(value) for name, value in settings}
-    _compare(ranks.agree("comparing the ranks", value=own), "Start all ranks from one file and one installation.")
+    _compare(
+        ranks.agree("comparing the ranks", value=own),
+        "Start all ranks from one file and one installation.",
+    )
 
 
 def agree_on_model(ranks: Ranks, model: Callable[..., Any]) -> None:
-    """All ranks have built the same model: its class, and names, shapes and dtypes of its parameters and buffers.
+    """All ranks have built the same model: its class, and names, shapes and dtypes of its
+    parameters and buffers.
 
-    Values are not compared; where a model is split, they differ. Raises RankMismatchError on all ranks.
+    Values are not compared; where a model is split, they differ. Raises RankMismatchError on all
+    ranks.
     """
-    own: dict[str, Any] = {"the model's class": f"{type(model).__module__}.{type(model).__qualname__}"}
+    own: dict[str, Any] = {
+        "the model's class": f"{type(model).__module__}.{type(model).__qualname__}"
+    }
     if isinstance(model, nn.Module):
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             own[f"tensor {name}"] = f"{list(tensor.shape)} {tensor.dtype}"
-    _compare(ranks.agree("comparing the models", value=own), "Every rank has to build the same model.")
+    _compare(
+        ranks.agree("comparing the models", value=own), "Every rank has to build the same model."
+    )
 
 
 def agree_on_plan(ranks: Ranks, plan: Plan) -> Plan:
-    """Rank 0's plan, on all ranks; ``RankedCapture`` compares its hash. Raises as ``Ranks.agree``."""
+    """Rank 0's plan, on all ranks; ``RankedCapture`` compares its hash. Raises as
+    ``Ranks.agree``.
+    """
     value = plan.model_dump_json() if ranks.rank == 0 else None
     return Plan.from_json(ranks.agree("broadcasting the plan", value=value)[0])
 
 
 class RankedCapture(Together):
-    """The steps that capture sessions of several ranks take together; one for each session, whose graphs read the
-    buffers of ``reducer``. With a budget in ``config``, ranks agree before and after each key.
+    """The steps that capture sessions of several ranks take together; one for each session, whose
+    graphs read the buffers of ``reducer``. With a budget in ``config``, ranks agree before and
+    after each key.
     """
 
     def __init__(self, ranks: Ranks, reducer: AllReduce, config: Config) -> None:
@@ -80,14 +100,17 @@ class RankedCapture(Together):
         """Unregister the last pass's buffers, and compare the plans.
 
         Raises:
-            RegistrationError: another runner's graphs are registered: their rows would be overwritten.
+            RegistrationError: another runner's graphs are registered: their rows would be
+                overwritten.
             RankMismatchError: ranks have different plans.
         """
         self._failed = False
         if self._reducer.is_read:
             raise RegistrationError(
-                "graphs of another runner reduce by this all-reduce, and new ones would take their rows",
-                remedy="close() that runner first; where it was dropped without close(), or is to stay, open "
+                "graphs of another runner reduce by this all-reduce, and new ones would take "
+                "their rows",
+                remedy="close() that runner first; where it was dropped without close(), or is to "
+                "stay, open "
                 "another all-reduce for this model: open_all_reduce().",
             )
         self._reducer.begin_pass()
@@ -112,11 +135,14 @@ class RankedCapture(Together):
         self._reducer.begin_pass()
 
     def end(self) -> None:
-        """Register the graphs' buffers; from now on they may be replayed. Raises as AllReduce.end_pass."""
+        """Register the graphs' buffers; from now on they may be replayed. Raises as
+        AllReduce.end_pass.
+        """
         self._registration = self._reducer.end_pass()
 
     def failed(self, error: BaseException) -> BaseException:
-        """Come with the error to the step at which the others are or will be, and return the one that all ranks raise.
+        """Come with the error to the step at which the others are or will be, and return the one
+        that all ranks raise.
 
         A rank that is interrupted leaves, and waits for none.
         """
@@ -124,7 +150,8 @@ class RankedCapture(Together):
         if not isinstance(error, Exception):
             self._ranks.leave(error)
             return error
-        is_read = self._reducer.is_read  # by another runner, or by graphs of this pass, whose sums are all finished
+        # by another runner, or by graphs of this pass, whose sums are all finished
+        is_read = self._reducer.is_read
         if not is_read:
             self._reducer.abort()
         if error is not self._ranks.agreed_on:
@@ -132,7 +159,8 @@ class RankedCapture(Together):
                 self._ranks.agree("the capture pass", error=error)
             except Exception as agreed:
                 error = agreed
-        if self._ranks.lost is None and not is_read:  # all ranks are here, and may capture again or run eagerly
+        # all ranks are here, and may capture again or run eagerly
+        if self._ranks.lost is None and not is_read:
             with suppress(CgplanError):
                 self._reducer.begin_pass()
         return error
@@ -168,12 +196,20 @@ class RankedCapture(Together):
         found = report.model_copy(update={"ranks": tuple(record for record, _ in told)})
         if found.budget is None:
             return found
-        of_all = [stop.model_copy(update={"rank": rank}) for rank, (_, stops) in enumerate(told) for stop in stops]
-        return found.model_copy(update={"budget": found.budget.model_copy(update={"stops": tuple(of_all)})})
+        of_all = [
+            stop.model_copy(update={"rank": rank})
+            for rank, (_, stops) in enumerate(told)
+            for stop in stops
+        ]
+        return found.model_copy(
+            update={"budget": found.budget.model_copy(update={"stops": tuple(of_all)})}
+        )
 
 
 def _compare(found: Sequence[Mapping[str, Any]], remedy: str) -> None:
-    """All ranks have rank 0's values, by name. Raises RankMismatchError; it names the rank and both values."""
+    """All ranks have rank 0's values, by name. Raises RankMismatchError; it names the rank and both
+    values.
+    """
     for rank, theirs in enumerate(found):
         unlike = [
             f"{name}: {theirs.get(name, 'nothing')}, rank 0 has {found[0].get(name, 'nothing')}"
@@ -181,4 +217,6 @@ def _compare(found: Sequence[Mapping[str, Any]], remedy: str) -> None:
             if theirs.get(name) != found[0].get(name)
         ]
         if unlike:
-            raise RankMismatchError(f"rank {rank} differs from rank 0: {listed(unlike, 3)}", remedy=remedy)
+            raise RankMismatchError(
+                f"rank {rank} differs from rank 0: {listed(unlike, 3)}", remedy=remedy
+            )

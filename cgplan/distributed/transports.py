@@ -1,9 +1,11 @@
-"""Memory of one process that others on the same machine can read: CUDA IPC, and shared memory on the CPU.
+"""Memory of one process that others on the same machine can read: CUDA IPC, and shared memory on
+the CPU.
 
-A transport hands out memory that can be exported (``empty``, [nbytes] uint8, zero, until ``free``), and places tensors
-there (``place``, until ``forget``). ``export`` names the allocation that holds an address; ``open`` maps another
-process's allocation and returns where its base lies here; ``close`` unmaps it, before its owner frees it. No peer may
-have memory open at ``forget`` and ``free``. Calls that fail raise RegistrationError.
+A transport hands out memory that can be exported (``empty``, [nbytes] uint8, zero, until ``free``),
+and places tensors there (``place``, until ``forget``). ``export`` names the allocation that holds
+an address; ``open`` maps another process's allocation and returns where its base lies here;
+``close`` unmaps it, before its owner frees it. No peer may have memory open at ``forget`` and
+``free``. Calls that fail raise RegistrationError.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from cgplan.errors import RegistrationError
 class ExportedMemory:
     """An address as another process can reach it."""
 
-    handle: Any  # of the allocation that holds it: plain values, equal for all addresses of one allocation
+    # of the allocation that holds it: plain values, equal for all addresses of one allocation
+    handle: Any
     offset: int  # bytes from the allocation's base to the address
     nbytes: int  # of the whole allocation, which a peer maps
 
@@ -50,9 +53,13 @@ class CudaIpcTransport:
 
     def export(self, address: int) -> ExportedMemory:
         with torch.cuda.device(self._device):
-            base, nbytes = self._checked(self._driver.cuMemGetAddressRange(address), "cuMemGetAddressRange")
+            base, nbytes = self._checked(
+                self._driver.cuMemGetAddressRange(address), "cuMemGetAddressRange"
+            )
             if int(base) not in self._handles:
-                handle = self._checked(self._runtime.cudaIpcGetMemHandle(int(base)), "cudaIpcGetMemHandle")[0]
+                handle = self._checked(
+                    self._runtime.cudaIpcGetMemHandle(int(base)), "cudaIpcGetMemHandle"
+                )[0]
                 self._handles[int(base)] = (bytes(handle.reserved), int(nbytes))
         found, size = self._handles[int(base)]
         return ExportedMemory(found, address - int(base), size)
@@ -78,11 +85,14 @@ class CudaIpcTransport:
 
     def _checked(self, result: tuple[Any, ...], call: str) -> tuple[Any, ...]:
         if int(result[0]) != 0:
-            expandable = " (torch's expandable segments are on)" if uses_expandable_segments() else ""
+            expandable = (
+                " (torch's expandable segments are on)" if uses_expandable_segments() else ""
+            )
             self._runtime.cudaGetLastError()  # else the next CUDA call of torch would raise it
             raise RegistrationError(
                 f"{call} answered {result[0].name}{expandable}",
-                remedy="Leave expandable_segments out of PYTORCH_ALLOC_CONF, and let the containers of all ranks see "
+                remedy="Leave expandable_segments out of PYTORCH_ALLOC_CONF, and let the "
+                "containers of all ranks see "
                 "one another's GPUs; or set compilation.all_reduce: nccl.",
             )
         return result[1:]
@@ -99,7 +109,9 @@ _ALIGNMENT = 64
 
 
 class _Block:
-    """A file of this process without a name, mapped. Tensors on it keep the mapping. ``used``: bytes handed out."""
+    """A file of this process without a name, mapped. Tensors on it keep the mapping. ``used``:
+    bytes handed out.
+    """
 
     def __init__(self, nbytes: int) -> None:
         nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -129,7 +141,9 @@ class SharedMemoryTransport:
             self._placed.append(_Block(max(size, _BLOCK_BYTES)))
         block = self._placed[-1]
         with torch.inference_mode(False):
-            raw = torch.frombuffer(block.memory, dtype=torch.uint8, count=tensor.nbytes, offset=block.used)
+            raw = torch.frombuffer(
+                block.memory, dtype=torch.uint8, count=tensor.nbytes, offset=block.used
+            )
             block.used += size
             return raw.view(tensor.dtype).view(tensor.shape)
 
@@ -146,7 +160,8 @@ class SharedMemoryTransport:
         except OSError as error:
             raise RegistrationError(
                 f"shared memory of process {pid} cannot be opened: {error.strerror}",
-                remedy="All ranks have to run on one machine, as the same user, in one namespace of processes.",
+                remedy="All ranks have to run on one machine, as the same user, in one namespace "
+                "of processes.",
             ) from error
         try:
             mapped = mmap.mmap(descriptor, nbytes)

@@ -1,27 +1,32 @@
-"""Triton kernels of the custom all-reduce: one-shot and two-shot, over a row of the registry's pointer table.
+"""Triton kernels of the custom all-reduce: one-shot and two-shot, over a row of the registry's
+pointer table.
 
 Note [Signals]
-    Each rank has signals that its peers can write: [MOST_BLOCKS, WORLD] int32. In a barrier, block b of each rank
-    writes a value to place (b, its rank) of every rank's signals, and waits until all places (b, *) of its own are as
-    high. The value comes from a count in device memory that the kernel itself raises, so a replayed graph needs nothing
-    from the host; counts wrap around, and are compared by their difference. All ranks launch the same kernels in the
-    same order with the same number of blocks, so the counts of block b are equal everywhere. Blocks wait for no other
+    Each rank has signals that its peers can write: [MOST_BLOCKS, WORLD] int32. In a barrier, block
+    b of each rank writes a value to place (b, its rank) of every rank's signals, and waits until
+    all places (b, *) of its own are as high. The value comes from a count in device memory that the
+    kernel itself raises, so a replayed graph needs nothing from the host; counts wrap around, and
+    are compared by their difference. All ranks launch the same kernels in the same order with the
+    same number of blocks, so the counts of block b are equal everywhere. Blocks wait for no other
     block of their own rank.
 
-    Writes are system-scope atomics that release what the block wrote before, waits are system-scope atomics that
-    acquire; `debug_barrier` makes the one hold for, and the other wait for, all threads of the block. The last barrier
-    of the one-shot kernel publishes nothing: its reads are over, as what was made of them is stored. It is not ORDERED,
-    which spares a fence over the whole system.
+    Writes are system-scope atomics that release what the block wrote before, waits are system-scope
+    atomics that acquire; `debug_barrier` makes the one hold for, and the other wait for, all
+    threads of the block. The last barrier of the one-shot kernel publishes nothing: its reads are
+    over, as what was made of them is stored. It is not ORDERED, which spares a fence over the whole
+    system.
 
-    A kernel has two barriers. One-shot: before the first read all inputs are written; after the last one no rank reads
-    my input any more, so that what follows may overwrite it. Two-shot: as before; then after the slices are reduced,
-    which also says that no rank reads my input any more. The slices lie behind the signals, and are not written again
-    before the first barrier of the next kernel, at which all blocks of this kernel have ended everywhere.
+    A kernel has two barriers. One-shot: before the first read all inputs are written; after the
+    last one no rank reads my input any more, so that what follows may overwrite it. Two-shot: as
+    before; then after the slices are reduced, which also says that no rank reads my input any more.
+    The slices lie behind the signals, and are not written again before the first barrier of the
+    next kernel, at which all blocks of this kernel have ended everywhere.
 
-    The error word is 0 while all is well. A host that learns that a rank failed writes it, which ends all waits; so
-    does a wait of LIMIT looks. Sums since then are NaN, and the host finds out why when it reads the word
-    (`CudaAllReduce.check`). The kernel reads it by atomics, of which one thread hands the result to the whole block:
-    threads that saw different values would part ways in the loop.
+    The error word is 0 while all is well. A host that learns that a rank failed writes it, which
+    ends all waits; so does a wait of LIMIT looks. Sums since then are NaN, and the host finds out
+    why when it reads the word (`CudaAllReduce.check`). The kernel reads it by atomics, of which one
+    thread hands the result to the whole block: threads that saw different values would part ways in
+    the loop.
 """
 
 from __future__ import annotations
@@ -44,11 +49,19 @@ def _look(own, zeros, values, ORDERED: tl.constexpr):
 
 @triton.jit
 def _barrier(
-    signals, error, slot, value, RANK: tl.constexpr, WORLD: tl.constexpr, LIMIT: tl.constexpr, ORDERED: tl.constexpr
+    signals,
+    error,
+    slot,
+    value,
+    RANK: tl.constexpr,
+    WORLD: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ORDERED: tl.constexpr,
 ):
     """Block ``slot`` of all ranks meets: each writes ``value`` to all, and waits for it from all.
 
-    Returns 1, or 0 if it has left without the others: their memory may be gone then, and must not be touched.
+    Returns 1, or 0 if it has left without the others: their memory may be gone then, and must not
+    be touched.
     """
     tl.debug_barrier()
     ranks = tl.arange(0, WORLD)
@@ -76,7 +89,9 @@ def _barrier(
 
 @triton.jit
 def _addresses(row, WORLD: tl.constexpr):
-    """The row's addresses, which are loaded before a barrier: they do not change, and a barrier empties the cache."""
+    """The row's addresses, which are loaded before a barrier: they do not change, and a barrier
+    empties the cache.
+    """
     found = ()
     for rank in tl.static_range(WORLD):
         found = found + (tl.load(row + rank),)
@@ -193,7 +208,9 @@ def two_shot(
                 inside = (places < size) & (places < numel - rank * size)
                 part = (slices[rank] + SIGNAL_BYTES).to(tl.pointer_type(out.dtype.element_ty))
                 part = tl.multiple_of(part, 16)
-                tl.store(out + rank * size + places, tl.load(part + places, mask=inside), mask=inside)
+                tl.store(
+                    out + rank * size + places, tl.load(part + places, mask=inside), mask=inside
+                )
         if size == 0:
             _void(out, numel, BLOCK)
         tl.store(counts + pid, count + 1)

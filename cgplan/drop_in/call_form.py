@@ -1,9 +1,10 @@
-"""The form of a call: its structure and its constants as a hashable key, and its tensors apart from it.
+"""The form of a call: its structure and its constants as a hashable key, and its tensors apart from
+it.
 
 Note [What a form tells apart]
-    Floats are told apart by their bits, 1 and True by their types. An object of another kind, such as a cache, is known
-    by its identity: what it holds is compared by its fingerprint. A dataclass is taken apart into its fields here;
-    torch's registry of pytrees stays as it is.
+    Floats are told apart by their bits, 1 and True by their types. An object of another kind, such
+    as a cache, is known by its identity: what it holds is compared by its fingerprint. A dataclass
+    is taken apart into its fields here; torch's registry of pytrees stays as it is.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ Form = tuple[Any, ...]
 
 
 class ById:
-    """A hashable box of an object, which equals itself alone; it does not keep the object where it can."""
+    """A hashable box of an object, which equals itself alone; it does not keep the object where it
+    can.
+    """
 
     __slots__ = ("_held", "_id")
 
@@ -50,7 +53,11 @@ class ById:
         return self._id
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, ById) and self._id == other._id and self.value is other.value is not None
+        return (
+            isinstance(other, ById)
+            and self._id == other._id
+            and self.value is other.value is not None
+        )
 
 
 class ByKey:
@@ -72,7 +79,9 @@ class ByKey:
 
 
 def flatten(items: Iterable[Any], form: list[Any], tensors: list[Tensor]) -> None:
-    """Append the tensors in values, and a hashable form from which ``rebuild`` makes each value again."""
+    """Append the tensors in values, and a hashable form from which ``rebuild`` makes each value
+    again.
+    """
     for value in items:
         kind = type(value)
         if kind is Tensor or isinstance(value, Tensor):
@@ -115,7 +124,9 @@ def _flatten_other(value: Any, form: list[Any], tensors: list[Tensor]) -> None:
         form += kind, ByKey(value, repr(value))
     elif isinstance(value, _BY_VALUE):
         form += kind, value
-    elif kind.__module__ == "numpy" and hasattr(value, "item") and not getattr(value, "shape", (1,)):
+    elif (
+        kind.__module__ == "numpy" and hasattr(value, "item") and not getattr(value, "shape", (1,))
+    ):
         form += kind, ByKey(value, (str(value.dtype), value.tobytes()))  # a scalar of NumPy
     else:
         form += kind, ById(value)
@@ -182,7 +193,9 @@ def constants_in(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def tensors_by_name(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
-    """The tensors in nested arguments by their names: ``obs.position`` in a mapping, ``obs.0`` elsewhere."""
+    """The tensors in nested arguments by their names: ``obs.position`` in a mapping, ``obs.0``
+    elsewhere.
+    """
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from tensors_by_name(item, f"{path}.{key}" if path else str(key))
@@ -202,12 +215,14 @@ def module_of(model: object) -> nn.Module:
 def share(module: nn.Module, model: nn.Module) -> None:
     """Give a module the parameters, buffers and modules of another one, under the same names."""
     held = "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"
-    module.__dict__.update({name: vars(model)[name] for name in held if name in vars(model)})  # scripts have none
+    # scripts have none
+    module.__dict__.update({name: vars(model)[name] for name in held if name in vars(model)})
     module.__dict__["training"] = getattr(model, "training", False)  # frozen scripts have none
 
 
 class ByName(nn.Module):
-    """The model as a runner calls it: tensors by name, in the order of the call. A tensor or a tuple of them comes out.
+    """The model as a runner calls it: tensors by name, in the order of the call. A tensor or a
+    tuple of them comes out.
 
     Attributes:
         form: Of the call.
@@ -217,7 +232,9 @@ class ByName(nn.Module):
         differs: Whether an output had another one.
     """
 
-    def __init__(self, model: Callable[..., Any], count: int, keywords: Sequence[str], form: Form) -> None:
+    def __init__(
+        self, model: Callable[..., Any], count: int, keywords: Sequence[str], form: Form
+    ) -> None:
         super().__init__()
         share(self, module_of(model))
         self.form, self._count, self._keywords = form, count, tuple(keywords)
@@ -261,18 +278,21 @@ def shapes_of(tensors: Iterable[Tensor]) -> Any:
     return tuple(tensor.shape for tensor in tensors)
 
 
-# --- calls in files ---------------------------------------------------------------------------------------------------
+# --- calls in files -------------------------------------------------------------------------------
 
 
 class Name(str):
     """Of a tensor, in its place."""
 
 
-def as_called(target: str, call: Mapping[str, Any], kwargs: Mapping[str, Any] = MappingProxyType({})) -> nn.Module:
-    """A model of tensors by name, from one with other arguments: the target in files that ``save_config`` writes.
+def as_called(
+    target: str, call: Mapping[str, Any], kwargs: Mapping[str, Any] = MappingProxyType({})
+) -> nn.Module:
+    """A model of tensors by name, from one with other arguments: the target in files that
+    ``save_config`` writes.
 
-    ``call`` has the arguments: constants, lists, mappings, `{$tuple: [...]}`, and `$name` for the tensor of that name.
-    Raises ModelError as ``load_model`` does.
+    ``call`` has the arguments: constants, lists, mappings, `{$tuple: [...]}`, and `$name` for the
+    tensor of that name. Raises ModelError as ``load_model`` does.
     """
     model = load_model(target, kwargs, device=torch.get_default_device()).forward
     marks = dict[str, Tensor]()
@@ -286,7 +306,9 @@ def as_called(target: str, call: Mapping[str, Any], kwargs: Mapping[str, Any] = 
         return [filled(item) for item in value] if isinstance(value, list) else value
 
     signature = inspect.signature(getattr(model, "forward", model))
-    given = inspect.BoundArguments(signature, OrderedDict((name, filled(value)) for name, value in call.items()))
+    given = inspect.BoundArguments(
+        signature, OrderedDict((name, filled(value)) for name, value in call.items())
+    )
     form, ordered = call_form(given.args, given.kwargs)
     made = ByName(model, len(given.args), list(given.kwargs), tuple(form))
     name_of = {id(mark): name for name, mark in marks.items()}
@@ -308,6 +330,7 @@ def written(value: Any, path: str) -> Any:
         return value
     raise ConfigError(
         f"argument {path} is {value!r:.80}, of {kind.__name__}, which a YAML file cannot hold",
-        remedy="Save a model that is called with tensors, numbers, text, and lists, tuples and dicts by name of them: "
+        remedy="Save a model that is called with tensors, numbers, text, and lists, tuples and "
+        "dicts by name of them: "
         "`graphed` a function that makes the argument itself.",
     )

@@ -1,4 +1,6 @@
-"""Gradients of graphs: outputs ask for them as the model's own do, and ``backward`` runs its code again or raises."""
+"""Gradients of graphs: outputs ask for them as the model's own do, and ``backward`` runs its code
+again or raises.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from cgplan.errors import GradientError
 OwnCode = Callable[[], list[Tensor]]  # runs it with gradients on; the tensors of its output
 
 _NO_GRADIENT = torch._C._functions.DelayedError(b"an output of a graph has no gradient", 1)
-_ASKS = torch.empty(0, requires_grad=True)  # one input for all parameters: 300 would cost 365 us a call
+# one input for all parameters: 300 would cost 365 us a call
+_ASKS = torch.empty(0, requires_grad=True)
 
 
 class _OfGraph(torch.autograd.Function):
@@ -31,11 +34,16 @@ class _OfGraph(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         if torch.is_grad_enabled():
             raise GradientError(
-                "backward(create_graph=True) through an output of a graph, whose gradients have no graph",
+                "backward(create_graph=True) through an output of a graph, whose gradients have "
+                "no graph",
                 remedy="Call the model itself where gradients of gradients are needed.",
             )
         outputs = ctx.again()
-        asked = [(outputs[at], given) for at, given in zip(ctx.at, gradients, strict=True) if given is not None]
+        asked = [
+            (outputs[at], given)
+            for at, given in zip(ctx.at, gradients, strict=True)
+            if given is not None
+        ]
         torch.autograd.backward([output for output, _ in asked], [given for _, given in asked])
         return None, None, None, *(None for _ in gradients)
 
@@ -43,18 +51,20 @@ class _OfGraph(torch.autograd.Function):
 def _refuse(name: str, gradient: Tensor) -> None:  # noqa: ARG001
     raise GradientError(
         f"backward through an output of {name}, which a graph computed without gradients",
-        remedy='Pass grad="recompute" to cgplan.graphed, which runs the model again in backward; or call the '
+        remedy='Pass grad="recompute" to cgplan.graphed, which runs the model again in backward; '
+        "or call the "
         "model itself where gradients are needed, and g under torch.no_grad() elsewhere.",
     )
 
 
 def _without_gradient(output: Tensor, name: str) -> Tensor:
-    """The tensor, asking for a gradient that raises. Made in C++, and hooked as ``register_hook`` does: a Function of
-    Python would take three times as long.
+    """The tensor, asking for a gradient that raises. Made in C++, and hooked as ``register_hook``
+    does: a Function of Python would take three times as long.
     """
     output.requires_grad = True
     made: Tensor = _NO_GRADIENT(output)
-    made._backward_hooks = OrderedDict({-1: partial(_refuse, name)})  # hooks of the user have numbers from 0 on
+    # hooks of the user have numbers from 0 on
+    made._backward_hooks = OrderedDict({-1: partial(_refuse, name)})
     made.grad_fn._register_hook_dict(made)  # type: ignore[union-attr]
     return made
 

@@ -1,11 +1,12 @@
 """Kinds of calls: what calls have in common that one set of graphs can serve, and the life of each.
 
 Note [The life of a kind]
-    The first two calls of a kind run by the model's own code, and answer with it. The second one is watched: what it
-    changes of Python, each run changes, and the kind stays with the model's own code. The third call captures. So the
-    user's code runs no more often than it is called, until it is known to leave Python as it found it.
-    What the sizes of outputs are is learnt from runs that were made anyway: those calls, the look at a padded batch,
-    and comparisons of replays.
+    The first two calls of a kind run by the model's own code, and answer with it. The second one is
+    watched: what it changes of Python, each run changes, and the kind stays with the model's own
+        code. The third call captures. So the
+    user's code runs no more often than it is called, until it is known to leave Python as it found
+    it. What the sizes of outputs are is learnt from runs that were made anyway: those calls, the
+    look at a padded batch, and comparisons of replays.
 """
 
 from __future__ import annotations
@@ -55,9 +56,15 @@ class Kind:
         failures: Verifications that failed.
     """
 
-    def __init__(self, forward: ByName, specs: dict[str, Input], device: torch.device, *, said: str) -> None:
+    def __init__(
+        self, forward: ByName, specs: dict[str, Input], device: torch.device, *, said: str
+    ) -> None:
         names = dict.fromkeys(e.symbol for spec in specs.values() for e in spec.extents if e.symbol)
-        self.forward, self.specs, self.reader = forward, specs, BatchReader(specs, tuple(names), device)
+        self.forward, self.specs, self.reader = (
+            forward,
+            specs,
+            BatchReader(specs, tuple(names), device),
+        )
         self.names, self.dims, self.grows = tuple(names), dict[str, Dim](), set[str]()
         self.notes, self.is_exact = [said], False
         self.calls, self.failures = 0, 0
@@ -72,7 +79,7 @@ class Kind:
         self.batch: Mapping[str, Tensor] = {}
         self._points: list[tuple[dict[str, int], list[torch.Size]]] = []
 
-    # --- which calls are of this kind -------------------------------------------------------------------------------
+    # --- which calls are of this kind -------------------------------------------------------------
 
     def take_objects(self, device: torch.device) -> None:
         """Take down the object arguments as they are."""
@@ -98,18 +105,26 @@ class Kind:
         """Whether the object arguments are as they were."""
         return self.objects is None or self.objects.holds() or not self.objects.changes()
 
-    # --- the outputs ------------------------------------------------------------------------------------------------
+    # --- the outputs ------------------------------------------------------------------------------
 
     def learn(self, sizes: dict[str, int], form: Form, shapes: Sequence[torch.Size]) -> None:
-        """Learn from an output for a batch of these sizes. Raises OutputShapeError where sizes do not follow."""
+        """Learn from an output for a batch of these sizes. Raises OutputShapeError where sizes do
+        not follow.
+        """
         given = objects_in(self.forward.form)
         hidden = [value for value in objects_in(form) if not any(value is one for one in given)]
         if hidden:
-            raise OutputShapeError(f"the model returns a {type(hidden[0]).__name__}, whose tensors cannot be reached")
+            raise OutputShapeError(
+                f"the model returns a {type(hidden[0]).__name__}, whose tensors cannot be reached"
+            )
         if self._points and form != self.returns:
-            raise OutputShapeError("the output's structure, or a number in it, depends on the size of the batch")
+            raise OutputShapeError(
+                "the output's structure, or a number in it, depends on the size of the batch"
+            )
         if odd := [part.__name__ for part in form if is_tensor_type(part) and part is not Tensor]:
-            raise OutputShapeError(f"the model returns a {odd[0]}, a kind of tensor that graphs know nothing of")
+            raise OutputShapeError(
+                f"the model returns a {odd[0]}, a kind of tensor that graphs know nothing of"
+            )
         self.returns = self.forward.returns = form
         self.forward.returns_tensor, self.forward.differs = form == (Tensor,), False
         point = sizes, list(shapes)
@@ -121,8 +136,8 @@ class Kind:
         self.shapes = tuple(found)
 
     def relearn(self) -> bool:
-        """Learn from the runs that captures and comparisons made; whether outputs are of another form, or their sizes
-        follow in another way. Raises OutputShapeError as ``learn`` does.
+        """Learn from the runs that captures and comparisons made; whether outputs are of another
+        form, or their sizes follow in another way. Raises OutputShapeError as ``learn`` does.
         """
         before = self.returns, self.shapes
         for shapes, (form, outputs) in self.forward.outputs.items():
@@ -140,10 +155,14 @@ class Kind:
         self.forward.outputs.clear()
 
     def _extent(self, index: int, at: int) -> int | str:
-        """One dimension of an output, as far as the runs tell: a number, or ``factor * name + offset``."""
+        """One dimension of an output, as far as the runs tell: a number, or
+        ``factor * name + offset``.
+        """
         seen = [(sizes, shapes[index]) for sizes, shapes in self._points]
         if len({len(shape) for _, shape in seen}) > 1:
-            raise OutputShapeError(f"the number of dimensions of output {index} depends on the batch")
+            raise OutputShapeError(
+                f"the number of dimensions of output {index} depends on the batch"
+            )
         values = [(sizes, shape[at]) for sizes, shape in seen]
         first, last = values[0], values[-1]
         is_fixed = all(value == first[1] for _, value in values)
@@ -161,9 +180,11 @@ class Kind:
                 return f"{factor} * " * (factor > 1) + name + f" + {offset}" * (offset > 0)
         if is_fixed:
             return int(last[1])
-        raise OutputShapeError(f"the size of output {index} in dimension {at} does not follow from sizes of inputs")
+        raise OutputShapeError(
+            f"the size of output {index} in dimension {at} does not follow from sizes of inputs"
+        )
 
-    # --- the batch of a capture -------------------------------------------------------------------------------------
+    # --- the batch of a capture -------------------------------------------------------------------
 
     def fill(self, views: Mapping[str, Tensor]) -> None:
         """Fill static rows with the present batch, and copies of its rows behind it."""
@@ -172,15 +193,18 @@ class Kind:
             view.fill_(0 if spec.pad == "last" else spec.pad)
             part = real[tuple(slice(0, size) for size in view.shape)]
             view[tuple(slice(0, size) for size in part.shape)].copy_(part)
-            at = next((at for at, extent in enumerate(spec.extents) if extent.symbol == self.names[0]), None)
+            at = next(
+                (at for at, extent in enumerate(spec.extents) if extent.symbol == self.names[0]),
+                None,
+            )
             if at is not None and part.shape[at] < view.shape[at]:
                 rows = torch.arange(view.shape[at], device=view.device) % part.shape[at]
                 view.copy_(view.index_select(at, rows))
 
     def start_again(self, *, is_moved: bool) -> None:
-        """Free the graphs of a model that changed. Where its tensors moved, and nothing else is new, the next call
-        captures; else it is watched once more. A kind that served no call since its capture begins anew: its model
-        changes too often to be captured each time.
+        """Free the graphs of a model that changed. Where its tensors moved, and nothing else is
+        new, the next call captures; else it is watched once more. A kind that served no call since
+        its capture begins anew: its model changes too often to be captured each time.
         """
         served = self.replays > 1
         self.close()
@@ -209,16 +233,21 @@ def inferred_shapes(
     named: Mapping[str, Tensor], dynamic: Mapping[str, Mapping[int, Any]] | None, *, is_exact: bool
 ) -> tuple[dict[str, list[int | str]], str]:
     """Shapes with names where sizes vary, and why there. ``is_exact``: nothing varies."""
-    shapes: dict[str, list[int | str]] = {name: list(tensor.shape) for name, tensor in named.items()}
+    shapes: dict[str, list[int | str]] = {
+        name: list(tensor.shape) for name, tensor in named.items()
+    }
     said = "names of dimensions: as dynamic says"
     if is_exact:
         dynamic = {}
     if dynamic is None:
         rows = Counter(tensor.shape[0] for tensor in named.values() if tensor.ndim)
-        several = Counter({n: count for n, count in rows.items() if n > 1}) or rows  # one row may be broadcast
+        # one row may be broadcast
+        several = Counter({n: count for n, count in rows.items() if n > 1}) or rows
         votes = [n for n in several if several[n] == max(several.values())]
         agrees = len(votes) == 1
-        dynamic = {name: {0: BATCH} for name, t in named.items() if agrees and t.shape[:1] == (votes[0],)}
+        dynamic = {
+            name: {0: BATCH} for name, t in named.items() if agrees and t.shape[:1] == (votes[0],)
+        }
         said = f"{BATCH}: dimension 0 of {', '.join(dynamic)}"
     for name, shape in shapes.items():
         for at, dim in dynamic.get(name, {}).items():
@@ -246,16 +275,20 @@ class Family:
     misses: int = 0
 
     def is_hopeless(self) -> bool:
-        """Whether the state of an object changes with each call, as that of a growing cache does; it is looked at
-        again now and then.
+        """Whether the state of an object changes with each call, as that of a growing cache does;
+        it is looked at again now and then.
         """
         if self.misses < 8:
             return False
         self.misses += 1
         return self.misses.bit_count() != 1
 
-    def add(self, constants: Iterator[tuple[str, Any]], *, holds_objects: bool) -> list[tuple[str, int]]:
-        """Count a new kind; the constants that had another value in each call, with the number of calls."""
+    def add(
+        self, constants: Iterator[tuple[str, Any]], *, holds_objects: bool
+    ) -> list[tuple[str, int]]:
+        """Count a new kind; the constants that had another value in each call, with the number of
+        calls.
+        """
         self.kinds += 1
         self.misses += holds_objects
         for path, value in constants:
@@ -264,7 +297,9 @@ class Family:
                 known.add(repr(value))
         if not 4 <= self.kinds == self.calls:
             return []
-        return [(path, self.calls) for path, values in self.values.items() if len(values) == self.calls]
+        return [
+            (path, self.calls) for path, values in self.values.items() if len(values) == self.calls
+        ]
 
 
 def without_constants(form: Form) -> Form:

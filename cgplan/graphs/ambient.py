@@ -1,11 +1,13 @@
-"""Torch's state around a call that a graph depends on: grad and inference mode, autocast, random generators.
+"""Torch's state around a call that a graph depends on: grad and inference mode, autocast, random
+generators.
 
 Note [Ambient state]
-    A graph takes no notice of torch's state around its replay. Autocast decides dtypes: it is recorded, and a call
-    under another state is refused. Gradients are off in every capture and call, so no output ever requires one.
-    Inference mode changes nothing that a graph computes; outputs are ordinary tensors in either mode. Random numbers
-    follow the default generator of the device, as eager ones do; what a session draws on its way is given back, and the
-    model's own generators are found, so that graphs can draw from them.
+    A graph takes no notice of torch's state around its replay. Autocast decides dtypes: it is
+    recorded, and a call under another state is refused. Gradients are off in every capture and
+    call, so no output ever requires one. Inference mode changes nothing that a graph computes;
+    outputs are ordinary tensors in either mode. Random numbers follow the default generator of the
+    device, as eager ones do; what a session draws on its way is given back, and the model's own
+    generators are found, so that graphs can draw from them.
 """
 
 from __future__ import annotations
@@ -46,9 +48,13 @@ class AmbientState(NamedTuple):
             yield
 
     def refuse_other_autocast(self, device: str, done: str = "captured") -> None:
-        """Raise CaptureError if autocast for a type of device is not as in this state, of what is ``done``."""
+        """Raise CaptureError if autocast for a type of device is not as in this state, of what is
+        ``done``.
+        """
         states = AmbientState.now(device), self
-        here, there = ("off" if state.autocast is None else f"in {state.autocast}" for state in states)
+        here, there = (
+            "off" if state.autocast is None else f"in {state.autocast}" for state in states
+        )
         if here != there:
             raise CaptureError(
                 f"the model was {done} with autocast {there} and is called with autocast {here}",
@@ -57,14 +63,20 @@ class AmbientState(NamedTuple):
 
 
 def number_of(generator: torch.Generator) -> int:
-    """A number that is equal for all Python objects of one generator: operators are given others than the model has."""
+    """A number that is equal for all Python objects of one generator: operators are given others
+    than the model has.
+    """
     number: int = generator._cdata  # type: ignore[attr-defined]
     return number
 
 
 @contextmanager
-def random_state_kept(device: torch.device, generators: Iterable[torch.Generator] = ()) -> Iterator[None]:
-    """A block that draws random numbers and leaves the default generators, and these, as they were."""
+def random_state_kept(
+    device: torch.device, generators: Iterable[torch.Generator] = ()
+) -> Iterator[None]:
+    """A block that draws random numbers and leaves the default generators, and these, as they
+    were.
+    """
     before = [(generator, generator.get_state()) for generator in generators]
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         try:

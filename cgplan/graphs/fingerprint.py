@@ -1,19 +1,21 @@
 """Fingerprint: everything that a model holds at one moment, by path, and what has changed since.
 
 Note [What is looked at]
-    One walk answers for changes of Python, addresses, random generators and what is put back. It enters
-    modules with their forward hooks, dicts, lists, tuples, deques, attributes and slots of objects, partials and bound
-    methods; of a function its closure, defaults, attributes and the globals that its code names, functions and state
-    of other files too; of an object ``forward``, ``__call__``, the methods that these name, and state of the class
-    under such names. It does not enter threads, locks, loggers, functions of torch and Python's library,
-    attributes of tensors, and what belongs to graphs (``__graph_memory__``). It reads ``__dict__``, slots and cells,
-    never a property, so no code of the user runs but ``__tensor_flatten__``.
+    One walk answers for changes of Python, addresses, random generators and what is put back. It
+    enters modules with their forward hooks, dicts, lists, tuples, deques, attributes and slots of
+    objects, partials and bound methods; of a function its closure, defaults, attributes and the
+    globals that its code names, functions and state of other files too; of an object ``forward``,
+    ``__call__``, the methods that these name, and state of the class under such names. It does not
+    enter threads, locks, loggers, functions of torch and Python's library, attributes of tensors,
+    and what belongs to graphs (``__graph_memory__``). It reads ``__dict__``, slots and cells, never
+    a property, so no code of the user runs but ``__tensor_flatten__``.
 
 Note [What counts as a change]
-    A plain value is another one (floats by their bits, 1 and True by their types), a container has another length, a
-    place holds another object, a tensor lies elsewhere or has another form. Sets, bytearrays and NumPy's arrays change
-    with their contents, random generators of Python and NumPy with their state; an iterator counts as changed by each
-    run. Numbers that are written into tensors in place are no change: graphs see them.
+    A plain value is another one (floats by their bits, 1 and True by their types), a container has
+    another length, a place holds another object, a tensor lies elsewhere or has another form. Sets,
+    bytearrays and NumPy's arrays change with their contents, random generators of Python and NumPy
+    with their state; an iterator counts as changed by each run. Numbers that are written into
+    tensors in place are no change: graphs see them.
 """
 
 from __future__ import annotations
@@ -43,17 +45,31 @@ from cgplan.errors import AddressError
 
 _NUMBERS = (bool, int, float, complex)
 _PLAIN = frozenset(
-    {*_NUMBERS, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.layout, range, slice}
+    {
+        *_NUMBERS,
+        str,
+        bytes,
+        type(None),
+        torch.dtype,
+        torch.device,
+        torch.Size,
+        torch.layout,
+        range,
+        slice,
+    }
 )
 _STATE = (torch.Tensor, torch.Generator, torch.nn.Module, dict, list, deque, str, *_NUMBERS)
 _OPAQUE = (type, types.ModuleType, Enum, set, frozenset)
-_OPAQUE_MODULES = re.compile(r"(threading|_thread|logging|weakref|cgplan\.graphs|cgplan\.piecewise)(\.|$)|torch\._")
+_OPAQUE_MODULES = re.compile(
+    r"(threading|_thread|logging|weakref|cgplan\.graphs|cgplan\.piecewise)(\.|$)|torch\._"
+)
 _FOREIGN = frozenset(
     {"torch", "cgplan", "numpy", "_pytest", *sys.stdlib_module_names}
 )  # packages whose code is not entered
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType, type)
-_OF_TORCH = frozenset(vars(torch.nn.Module())) - {"training"}  # what torch keeps in the __dict__ of each module
+# what torch keeps in the __dict__ of each module
+_OF_TORCH = frozenset(vars(torch.nn.Module())) - {"training"}
 _MODULE_DICTS = ("_parameters", "_buffers", "_modules")
 _MOST_ITEMS = 100_000  # of one container: a vocabulary, say, is not looked into
 _SHOWN = 10
@@ -63,12 +79,15 @@ _GONE = (LookupError, AttributeError, ValueError)  # raised where a place is no 
 _CELL: Any = types.CellType.cell_contents
 _COMPILED = "_torchdynamo_orig_callable"  # where torch.compile keeps a function
 
-Inside = list[tuple[Any, Any, str]]  # container, key and step of the path of each place in an object
+# container, key and step of the path of each place in an object
+Inside = list[tuple[Any, Any, str]]
 
 
 @dataclass(slots=True)
 class _Via:
-    """An object whose places are read and bound by these functions, not by the object's own code."""
+    """An object whose places are read and bound by these functions, not by the object's own
+    code.
+    """
 
     value: Any
     get: Callable[[Any, Any], Any]
@@ -82,14 +101,21 @@ class _Via:
 
 
 def _bind_in_class(value: Any, name: str, item: Any) -> None:
-    type.__setattr__(next(owner for owner in type(value).__mro__ if name in vars(owner)), name, item)
+    type.__setattr__(
+        next(owner for owner in type(value).__mro__ if name in vars(owner)), name, item
+    )
 
 
-_MEMBER = (lambda value, member: member.__get__(value), lambda value, member, item: member.__set__(value, item))
+_MEMBER = (
+    lambda value, member: member.__get__(value),
+    lambda value, member, item: member.__set__(value, item),
+)
 
 
 class _Layout(NamedTuple):
-    """How objects of one class are read: the container that it derives from, and what a walk enters of the class."""
+    """How objects of one class are read: the container that it derives from, and what a walk enters
+    of the class.
+    """
 
     is_module: bool
     base: Any
@@ -100,14 +126,23 @@ class _Layout(NamedTuple):
 
 def _layout_of(kind: type) -> _Layout | None:
     """None for classes that a walk does not enter."""
-    static = {name: value for owner in reversed(kind.__mro__) for name, value in vars(owner).items()}
+    static = {
+        name: value for owner in reversed(kind.__mro__) for name, value in vars(owner).items()
+    }
     is_module = issubclass(kind, torch.nn.Module)
     is_foreign = _OPAQUE_MODULES.match(kind.__module__) is not None and not is_module
     if is_foreign or issubclass(kind, _OPAQUE) or "__graph_memory__" in static:
         return None
-    base = next((base for base in (OrderedDict, dict, list, tuple, deque) if issubclass(kind, base)), None)
+    base = next(
+        (base for base in (OrderedDict, dict, list, tuple, deque) if issubclass(kind, base)), None
+    )
     slotted = [vars(owner) for owner in kind.__mro__ if "__slots__" in vars(owner)]
-    slots = [(n, m) for owner in slotted for n, m in owner.items() if type(m) is types.MemberDescriptorType]
+    slots = [
+        (n, m)
+        for owner in slotted
+        for n, m in owner.items()
+        if type(m) is types.MemberDescriptorType
+    ]
     layout, names = _Layout(is_module, base, slots, {}, {}), ["forward", "__call__"]
     for name in names:  # it grows by the names that methods name
         value: Any = static.get(name)
@@ -122,7 +157,10 @@ def _layout_of(kind: type) -> _Layout | None:
 
 def _names_in(function: Any) -> tuple[str, ...]:
     """The names in a function's code, and in that of a function of the user that it wraps."""
-    while "__wrapped__" in function.__dict__ and type(function.__dict__["__wrapped__"]) is types.FunctionType:
+    while (
+        "__wrapped__" in function.__dict__
+        and type(function.__dict__["__wrapped__"]) is types.FunctionType
+    ):
         function = function.__dict__["__wrapped__"]
     return () if _is_foreign(function.__globals__.get("__name__")) else _names_of(function.__code__)
 
@@ -136,8 +174,14 @@ def _names_of(code: types.CodeType) -> tuple[str, ...]:
 @cache
 def _globals_of(code: types.CodeType) -> tuple[str, ...]:
     """The globals that code reads or binds; among its names are those of attributes, too."""
-    inner = [name for c in code.co_consts if isinstance(c, types.CodeType) for name in _globals_of(c)]
-    read = [i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL")]
+    inner = [
+        name for c in code.co_consts if isinstance(c, types.CodeType) for name in _globals_of(c)
+    ]
+    read = [
+        i.argval
+        for i in dis.get_instructions(code)
+        if i.opname in ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL")
+    ]
     return tuple(dict.fromkeys((*read, *inner)))
 
 
@@ -172,7 +216,9 @@ class Place:
 
     @property
     def tensor(self) -> tuple[Any, ...] | None:
-        """What each call compares of a tensor beside its identity: address, ``requires_grad``, strides, shape."""
+        """What each call compares of a tensor beside its identity: address, ``requires_grad``,
+        strides, shape.
+        """
         if self.address is None or self.form is None:
             return None
         _, shape, strides, _, _ = self.form
@@ -189,7 +235,11 @@ class Place:
         if now.data_ptr() != self.address:
             return Change(self.path, _ADDRESS, _ADDRESS)
         is_asking: bool = now.requires_grad
-        return None if is_asking == self.asks else Change(f"{self.path}.requires_grad", self.asks, is_asking)
+        return (
+            None
+            if is_asking == self.asks
+            else Change(f"{self.path}.requires_grad", self.asks, is_asking)
+        )
 
 
 class _Inside(NamedTuple):
@@ -200,8 +250,8 @@ class _Inside(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What was at a place of a record, and what is there now; ``ABSENT`` is nothing, a tensor that moved an address.
-    ``where``: the container and the key that bind it.
+    """What was at a place of a record, and what is there now; ``ABSENT`` is nothing, a tensor that
+    moved an address. ``where``: the container and the key that bind it.
     """
 
     path: str
@@ -214,7 +264,9 @@ class Change:
         """Whether a tensor like the one that was there is elsewhere."""
         if not (is_tensor(self.was) and is_tensor(self.now)):
             return self.was is _ADDRESS
-        kinds = [(t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in (self.was, self.now)]
+        kinds = [
+            (t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in (self.was, self.now)
+        ]
         return kinds[0] == kinds[1]
 
     @property
@@ -234,8 +286,8 @@ class Change:
 
 @dataclass(slots=True)
 class Contents:
-    """A container, the type that reads it without code of the user, its length, the keys of a dict, and the object
-    whose attributes it holds.
+    """A container, the type that reads it without code of the user, its length, the keys of a dict,
+    and the object whose attributes it holds.
     """
 
     value: Any
@@ -261,8 +313,8 @@ class Contents:
 
 @dataclass(slots=True, eq=False)
 class Fingerprint:
-    """Everything that some objects hold at one moment, by path; see Note [What is looked at]. It holds the objects
-    until ``let_go``; afterwards paths and addresses alone.
+    """Everything that some objects hold at one moment, by path; see Note [What is looked at]. It
+    holds the objects until ``let_go``; afterwards paths and addresses alone.
 
     Attributes:
         roots: The objects by name.
@@ -274,7 +326,8 @@ class Fingerprint:
         volatile: Paths that are not compared: each run of the forward binds another object there.
         only: Paths of the tensors whose addresses are compared; None: all.
         count: The number of tensors with an address, each counted once.
-        tokens: Of objects that change inside: path, a function that gives their state, and that state.
+        tokens: Of objects that change inside: path, a function that gives their state, and that
+            state.
     """
 
     roots: dict[str, Any]
@@ -289,9 +342,11 @@ class Fingerprint:
     tokens: list[tuple[str, Callable[[], object], object]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, roots: Mapping[str, Any], device: torch.device, *, draws: bool = False) -> Fingerprint:
-        """Everything that can be reached from ``roots`` now. ``cuda`` without an index is the current device.
-        ``draws``: and where the random generators of the host are.
+    def of(
+        cls, roots: Mapping[str, Any], device: torch.device, *, draws: bool = False
+    ) -> Fingerprint:
+        """Everything that can be reached from ``roots`` now. ``cuda`` without an index is the
+        current device. ``draws``: and where the random generators of the host are.
         """
         found = cls(dict(roots), torch.empty(0, device=device).device)
         with torch._C.DisableTorchFunctionSubclass():
@@ -303,10 +358,13 @@ class Fingerprint:
 
     def _walk(self) -> None:
         defaults = {id(torch.default_generator), *map(id, torch.cuda.default_generators)}
-        layout_of: Callable[[type], _Layout | None] = cache(_layout_of)  # classes may change between walks
+        # classes may change between walks
+        layout_of: Callable[[type], _Layout | None] = cache(_layout_of)
         seen: dict[int, Any] = {}  # holds what was visited, so that ids stay valid
         of_all_modules = vars(torch.nn.modules.module)
-        todo: list[Any] = [(None, 0, of_all_modules, f"_global{name}", f"torch.nn{name}") for name in _HOOKS]
+        todo: list[Any] = [
+            (None, 0, of_all_modules, f"_global{name}", f"torch.nn{name}") for name in _HOOKS
+        ]
         todo += [(None, 0, self.roots, name, name) for name in reversed(self.roots)]
         while todo:
             above, home, container, key, step = todo.pop()
@@ -329,7 +387,11 @@ class Fingerprint:
             if issubclass(kind, torch.Tensor):
                 inside = self._note_tensor(place, value)
             elif issubclass(kind, torch.Generator):
-                if value.device == self.device and id(value) not in defaults and value not in self.generators:
+                if (
+                    value.device == self.device
+                    and id(value) not in defaults
+                    and value not in self.generators
+                ):
                     self.generators += (value,)
             elif id(value) not in seen:
                 seen[id(value)] = value
@@ -340,7 +402,9 @@ class Fingerprint:
 
     def _note_tensor(self, place: Place, tensor: Any) -> Inside:
         """Take down where a tensor lies; the tensors that it wraps, if it is of such a class."""
-        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) and hasattr(type(tensor), "__tensor_flatten__"):
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) and hasattr(
+            type(tensor), "__tensor_flatten__"
+        ):
             with suppress(Exception):  # code of the user
                 inner = {name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]}
                 own = object.__getattribute__(tensor, "__dict__")
@@ -363,12 +427,21 @@ class Fingerprint:
             return [({"": value.__self__}, "", ""), ({"": value.__func__}, "", ".__func__")]
         if issubclass(kind, torch.jit.ScriptModule):
             names = [name for name, _ in (*value.named_parameters(), *value.named_buffers())]
-            return [(_Via(value, lambda v, n: attrgetter(n)(v)), name, f".{name}") for name in names]
+            return [
+                (_Via(value, lambda v, n: attrgetter(n)(v)), name, f".{name}") for name in names
+            ]
         found: Inside = []
         if issubclass(kind, partial):
-            found += [({"": getattr(value, name)}, "", f".{name}") for name in ("func", "args", "keywords")]
+            found += [
+                ({"": getattr(value, name)}, "", f".{name}")
+                for name in ("func", "args", "keywords")
+            ]
         if (base := layout.base) is not None and base.__len__(value) <= _MOST_ITEMS:
-            where = value if kind is base else _Via(value, base.__getitem__, getattr(base, "__setitem__", None))
+            where = (
+                value
+                if kind is base
+                else _Via(value, base.__getitem__, getattr(base, "__setitem__", None))
+            )
             items = list(dict.keys(value) if issubclass(base, dict) else base.__iter__(value))
             if base is not tuple:
                 self._note_contents(path, value, base)
@@ -376,7 +449,10 @@ class Fingerprint:
                 found += [(where, key, _step(key)) for key in items]
             else:
                 names = list(getattr(kind, "_fields", ()))
-                found += [(where, i, f".{names[i]}" if i < len(names) else f"[{i}]") for i in range(len(items))]
+                found += [
+                    (where, i, f".{names[i]}" if i < len(names) else f"[{i}]")
+                    for i in range(len(items))
+                ]
         return found + self._of_object(value, layout, path)
 
     def _of_object(self, value: Any, layout: _Layout, path: str) -> Inside:
@@ -386,7 +462,8 @@ class Fingerprint:
             found.append((_Via(value, *_MEMBER), member, f".{name}"))
         own: Any = None
         if type(value).__dictoffset__:
-            with suppress(AttributeError):  # some classes, such as TypeVar of Python 3.12, claim one and have none
+            # some classes, such as TypeVar of Python 3.12, claim one and have none
+            with suppress(AttributeError):
                 own = object.__getattribute__(value, "__dict__")
         if isinstance(own, dict):
             if layout.is_module:
@@ -417,7 +494,9 @@ class Fingerprint:
                 found.append((own, name, f".{name}"))
 
     def _of_function(self, function: types.FunctionType) -> Inside:
-        """Objects that a function refers to; of a function that is not the user's, only the one that it stands for."""
+        """Objects that a function refers to; of a function that is not the user's, only the one
+        that it stands for.
+        """
         own, code, named = function.__dict__, function.__code__, function.__globals__
         self.is_compiled |= _COMPILED in own
         if _is_foreign(named.get("__name__")):
@@ -431,10 +510,14 @@ class Fingerprint:
         for name in _globals_of(code):
             value = named.get(name)
             if issubclass(type(value), types.ModuleType | type):
-                of_module = vars(value).get("__module__" if issubclass(type(value), type) else "__name__")
+                of_module = vars(value).get(
+                    "__module__" if issubclass(type(value), type) else "__name__"
+                )
                 for inner in () if _is_foreign(of_module) else _names_of(code):
                     if issubclass(type(vars(value).get(inner)), (*_STATE, types.FunctionType)):
-                        found.append((_Via(value, getattr_static, setattr), inner, f".<{name}.{inner}>"))
+                        found.append(
+                            (_Via(value, getattr_static, setattr), inner, f".<{name}.{inner}>")
+                        )
             elif name in named:
                 found.append((named, name, f".<{name}>"))
         return found
@@ -442,12 +525,16 @@ class Fingerprint:
     def _note_contents(self, path: str, value: Any, base: Any, owner: Any = None) -> None:
         is_dict = issubclass(base, dict)
         keys = list(dict.keys(value)) if is_dict else []
-        self.contents.setdefault(path, Contents(value, base, base.__len__(value), keys, owner, is_dict))
+        self.contents.setdefault(
+            path, Contents(value, base, base.__len__(value), keys, owner, is_dict)
+        )
 
     @property
     def tensors(self) -> list[torch.Tensor]:
         """All tensors, on any device, each once."""
-        return list({id(p.value): p.value for p in self.places.values() if is_tensor(p.value)}.values())
+        return list(
+            {id(p.value): p.value for p in self.places.values() if is_tensor(p.value)}.values()
+        )
 
     def summary(self) -> str:
         """One line on what is looked at."""
@@ -455,11 +542,11 @@ class Fingerprint:
         generators = f", {len(self.generators)} random generators" if self.generators else ""
         return f"{names}: {self.count} tensors in {len(self.places)} places{generators}"
 
-    # --- changes --------------------------------------------------------------------------------------------------
+    # --- changes ----------------------------------------------------------------------------------
 
     def changes(self, ignore: Iterable[str] = ()) -> dict[str, Change]:
-        """What differs from the record now, by path; see Note [What counts as a change]. Paths that ``ignore`` names
-        are left out: ``*`` stands for one part.
+        """What differs from the record now, by path; see Note [What counts as a change]. Paths that
+        ``ignore`` names are left out: ``*`` stands for one part.
         """
         found, is_short = dict[str, Change](), False
         with torch._C.DisableTorchFunctionSubclass():
@@ -474,7 +561,10 @@ class Fingerprint:
                 if change is not None:
                     found[change.path] = change
         for path, held in self.contents.items():
-            if held.owner is not None and object.__getattribute__(held.owner, "__dict__") is not held.value:
+            if (
+                held.owner is not None
+                and object.__getattribute__(held.owner, "__dict__") is not held.value
+            ):
                 found[path] = Change(path, "its own", "another one")
             length = held.base.__len__(held.value)
             if held.is_dict and (length != held.length or is_short):
@@ -488,7 +578,9 @@ class Fingerprint:
         return {path: change for path, change in found.items() if not is_ignored(path, ignore)}
 
     def as_key(self) -> tuple[Any, ...]:
-        """Plain values, lengths, addresses, functions, and contents as a hashable key; other objects by their type."""
+        """Plain values, lengths, addresses, functions, and contents as a hashable key; other
+        objects by their type.
+        """
         found = list[Any]()
         for path, place in self.places.items():
             value, kind = place.value, type(place.value)
@@ -508,7 +600,7 @@ class Fingerprint:
         self.tokens = [token for token in self.tokens if token[0] not in of_the_host]
         return self
 
-    # --- addresses ------------------------------------------------------------------------------------------------
+    # --- addresses --------------------------------------------------------------------------------
 
     def let_go(self) -> Fingerprint:
         """Hold nothing of the model any more; addresses can still be compared, given the roots."""
@@ -518,10 +610,16 @@ class Fingerprint:
         return self
 
     def steady(self, places: Mapping[str, Place] | None = None) -> list[Place]:
-        """Places that must stay: not where each run of the forward binds another object, nor below."""
+        """Places that must stay: not where each run of the forward binds another object, nor
+        below.
+        """
         below = tuple(f"{path}{step}" for path in self.volatile for step in ".[")
         found = self.places if places is None else places
-        return [p for path, p in found.items() if path not in self.volatile and not path.startswith(below)]
+        return [
+            p
+            for path, p in found.items()
+            if path not in self.volatile and not path.startswith(below)
+        ]
 
     def checked(self) -> list[Place]:
         """The places of tensors whose addresses count."""
@@ -530,32 +628,52 @@ class Fingerprint:
 
     def narrow(self, read: Collection[str]) -> None:
         """Compare addresses of parameters, buffers, and of the tensors at these paths alone."""
-        held = {id(c.value) for path, c in self.contents.items() if path.endswith(("._parameters", "._buffers"))}
-        self.only = {path for path, place in self.places.items() if path in read or id(place.container) in held}
+        held = {
+            id(c.value)
+            for path, c in self.contents.items()
+            if path.endswith(("._parameters", "._buffers"))
+        }
+        self.only = {
+            path
+            for path, place in self.places.items()
+            if path in read or id(place.container) in held
+        }
 
     def moved(self, now: Fingerprint, *, may_grow: bool = False) -> dict[str, list[str]]:
-        """Lines on tensors that lie elsewhere (``changed``), are in another form (``reshaped``), are gone (``missing``)
-        or came (``added``, unless ``may_grow``: no graph can depend on them), by ``now``, a later record.
+        """Lines on tensors that lie elsewhere (``changed``), are in another form (``reshaped``),
+        are gone (``missing``) or came (``added``, unless ``may_grow``: no graph can depend on
+        them), by ``now``, a later record.
         """
         after = {p.path: p for p in self.steady(now.places) if p.address is not None}
         others = {p.home: p for p in after.values()}  # reached by another name first
-        lines: dict[str, list[str]] = {kind: [] for kind in ("changed", "reshaped", "missing", "added")}
+        lines: dict[str, list[str]] = {
+            kind: [] for kind in ("changed", "reshaped", "missing", "added")
+        }
         for old in self.checked():
             new = after.get(old.path) or others.get(old.home)
             if new is None:
                 lines["missing"].append(old.path)
             elif new.address != old.address:
-                lines["changed"].append(f"{old.path}: {old.address:#x} at capture, {new.address:#x} now")
+                lines["changed"].append(
+                    f"{old.path}: {old.address:#x} at capture, {new.address:#x} now"
+                )
             elif new.form != old.form:
                 was, now_is = _in_words(old.form), _in_words(new.form)
                 lines["reshaped"].append(f"{old.path}: {was} at capture, {now_is} now")
         if not may_grow:
-            lines["added"] += [path for path in after if path not in self.places or self.places[path].address is None]
+            lines["added"] += [
+                path
+                for path in after
+                if path not in self.places or self.places[path].address is None
+            ]
         return lines
 
-    def refuse_moved(self, what: str, roots: Mapping[str, Any] | None = None, *, may_grow: bool = False) -> None:
-        """Raise AddressError for all that ``moved`` lists, and for exchanged generators. ``what`` is the graph; other
-        objects than those of the record come as ``roots``, such as the arguments of this call.
+    def refuse_moved(
+        self, what: str, roots: Mapping[str, Any] | None = None, *, may_grow: bool = False
+    ) -> None:
+        """Raise AddressError for all that ``moved`` lists, and for exchanged generators. ``what``
+        is the graph; other objects than those of the record come as ``roots``, such as the
+        arguments of this call.
         """
         now = Fingerprint.of(self.roots if roots is None else roots, self.device)
         lines = self.moved(now, may_grow=may_grow)
@@ -563,9 +681,11 @@ class Fingerprint:
             raise AddressError(_message(what, lines, self.count), remedy=_remedy(lines))
         if now.generators != self.generators:
             raise AddressError(
-                f"{what} was captured with other torch.Generator objects than the model holds now: a replay would draw "
+                f"{what} was captured with other torch.Generator objects than the model holds "
+                "now: a replay would draw "
                 "from the old ones",
-                remedy="Seed a generator in place (manual_seed, set_state), or call runner.recapture().",
+                remedy="Seed a generator in place (manual_seed, set_state), or call "
+                "runner.recapture().",
             )
 
 
@@ -585,7 +705,9 @@ def is_tensor(value: Any) -> bool:
 
 
 def is_same(before: Any, now: Any) -> bool:
-    """Whether a place holds what it held: the same object, or an equal plain value, tuple of those, or method."""
+    """Whether a place holds what it held: the same object, or an equal plain value, tuple of those,
+    or method.
+    """
     kind = type(before)
     if before is now or kind is not type(now):
         return before is now
@@ -601,7 +723,9 @@ def is_same(before: Any, now: Any) -> bool:
 
 
 def is_ignored(path: str, ignore: Iterable[str]) -> bool:
-    """Whether a pattern names the path, or a part above it: ``model.calls`` also ``len(model.calls)``."""
+    """Whether a pattern names the path, or a part above it: ``model.calls`` also
+    ``len(model.calls)``.
+    """
     plain = path.removeprefix("len(").removesuffix(")")
     return any(_matches(plain, pattern) for pattern in ignore)
 
@@ -613,7 +737,9 @@ def _parts(path: str) -> list[str]:
 
 def _matches(path: str, pattern: str) -> bool:
     parts, wanted = _parts(path), _parts(pattern)
-    return len(parts) >= len(wanted) and all(map(fnmatchcase, parts, (w.replace("[", "[[]") for w in wanted)))
+    return len(parts) >= len(wanted) and all(
+        map(fnmatchcase, parts, (w.replace("[", "[[]") for w in wanted))
+    )
 
 
 def _token_of(value: Any) -> Callable[[], object] | None:
@@ -632,13 +758,19 @@ def _token_of(value: Any) -> Callable[[], object] | None:
         return lambda: repr(state.__getstate__())
     if issubclass(kind, io.StringIO | io.BytesIO):
         return lambda: None if value.closed else value.tell()
-    if hasattr(kind, "__next__") and kind.__module__.partition(".")[0] not in ("_io", "torch", "cgplan"):
+    if hasattr(kind, "__next__") and kind.__module__.partition(".")[0] not in (
+        "_io",
+        "torch",
+        "cgplan",
+    ):
         return object  # another one each time: who asks an iterator moves it on
     return None
 
 
 def _generators_of_the_host(device: torch.device) -> list[tuple[str, Callable[[], object], object]]:
-    found: list[tuple[str, Callable[[], object], object]] = [("Python's random numbers", random.getstate, None)]
+    found: list[tuple[str, Callable[[], object], object]] = [
+        ("Python's random numbers", random.getstate, None)
+    ]
     if "numpy.random" in sys.modules:
         found.append(("NumPy's random numbers", _numpy_random, None))
     if device.type != "cpu":
@@ -669,7 +801,9 @@ def _words(value: Any) -> str:
 
 
 def _step(key: Any) -> str:
-    """The step of a path for a key, without code of the user: ``.name``, ``['a b']``, ``[<Point>]``."""
+    """The step of a path for a key, without code of the user: ``.name``, ``['a b']``,
+    ``[<Point>]``.
+    """
     if type(key) is str and key.isidentifier():
         return f".{key}"
     if isinstance(key, Enum):
@@ -687,7 +821,9 @@ def _is_constant(key: Any) -> bool:
 
 
 def _message(what: str, lines: dict[str, list[str]], count: int) -> str:
-    counts = ", ".join(f"{len(found)} {kind}" for kind, found in lines.items() if found or kind != "reshaped")
+    counts = ", ".join(
+        f"{len(found)} {kind}" for kind, found in lines.items() if found or kind != "reshaped"
+    )
     only_reshaped = not any(found for kind, found in lines.items() if kind != "reshaped")
     text = f"{what} was captured with {count} tensors that "
     text += f"{'are others now' if only_reshaped else 'have moved'}: {counts}"
@@ -699,13 +835,17 @@ def _message(what: str, lines: dict[str, list[str]], count: int) -> str:
 
 def _remedy(lines: dict[str, list[str]]) -> str:
     remedy = (
-        "Write new values into the captured tensors in place (copy_), declare the tensor as an input so that it is "
+        "Write new values into the captured tensors in place (copy_), declare the tensor as an "
+        "input so that it is "
         "copied into a static buffer, or capture again."
     )
-    arguments = (re.match(r"args\[(\d+)\](?::|$)", line) for found in lines.values() for line in found)
+    arguments = (
+        re.match(r"args\[(\d+)\](?::|$)", line) for found in lines.values() for line in found
+    )
     if positions := sorted({int(argument[1]) for argument in arguments if argument}):
         remedy += (
             " Where it is an argument of a CUDAGraphWrapper that eager code makes on each call, "
-            f"options=CUDAGraphOptions(copied_arguments={tuple(positions)}) copies it to where the graph reads it."
+            f"options=CUDAGraphOptions(copied_arguments={tuple(positions)}) copies it to where "
+            "the graph reads it."
         )
     return remedy

@@ -1,21 +1,25 @@
-"""One look at an eager run of a forward: what it calls, reads, writes and draws, before anything is captured.
+"""One look at an eager run of a forward: what it calls, reads, writes and draws, before anything is
+captured.
 
 Note [The look]
-    A dispatch mode sees each operator of one run on padding. Compiled functions run as they are written: under a
-    dispatch mode Dynamo would skip them, then and ever after. The look is no warm-up: warm-ups come after it and run
-    everything as the capture will. Eager pieces run on each replay, so they may read, bind and seed as they like. Not
-    seen: kernels that do not pass PyTorch's dispatcher, and the code that a forward runs for other sizes.
+    A dispatch mode sees each operator of one run on padding. Compiled functions run as they are
+    written: under a dispatch mode Dynamo would skip them, then and ever after. The look is no
+        warm-up: warm-ups come after it and run
+    everything as the capture will. Eager pieces run on each replay, so they may read, bind and seed
+    as they like. Not seen: kernels that do not pass PyTorch's dispatcher, and the code that a
+    forward runs for other sizes.
 
 Note [What the next run tells]
-    The first run may be an exception: it makes what a model makes on first use. So the run after it decides, by the
-    fingerprint around it. A tensor that graph code read and that this run binds again (``self.cache = self.cache + x``)
-    is refused: a graph would always read the one of the capture. So is one that the look computed from inputs, which
-    are padding, and that the model goes on with. Other changes of Python are a warning, or an error where ``strict`` is
-    set: a replay runs no Python.
+    The first run may be an exception: it makes what a model makes on first use. So the run after it
+    decides, by the fingerprint around it. A tensor that graph code read and that this run binds
+    again (``self.cache = self.cache + x``) is refused: a graph would always read the one of the
+    capture. So is one that the look computed from inputs, which are padding, and that the model
+    goes on with. Other changes of Python are a warning, or an error where ``strict`` is set: a
+    replay runs no Python.
 
 Note [Random state]
-    A replay draws on from where the generator is; it does not run ``torch.manual_seed``. A generator that is not where
-    the last operator left it was set by the forward.
+    A replay draws on from where the generator is; it does not run ``torch.manual_seed``. A
+    generator that is not where the last operator left it was set by the forward.
 """
 
 from __future__ import annotations
@@ -31,7 +35,11 @@ from typing import Any, Literal
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Module
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode,
+)
 from torch.utils._pytree import tree_map_only
 
 from cgplan.backends.blame import blamed_line
@@ -60,7 +68,8 @@ from cgplan.graphs.put_back import PutBack
 
 Part = Literal["segment", "eager piece"]
 _COMPUTES_NOTHING = ("empty", "new_empty", "_unsafe_view")  # beginnings of names
-_OVERWRITES = ("index_copy_", "index_put_", "_index_put_impl_", "scatter_", "copy_")  # at places given by inputs
+# at places given by inputs
+_OVERWRITES = ("index_copy_", "index_put_", "_index_put_impl_", "scatter_", "copy_")
 _SEED = 0x5EED_0F_A_100C
 _NOTHING = object()
 
@@ -75,22 +84,30 @@ class Footprint:
     """The findings of one look.
 
     Attributes:
-        operators: Calls by name, for code in graphs and code between them; views and bare allocations left out.
-        names: Names of all operators, with and without overloads; not of those that custom operators call.
+        operators: Calls by name, for code in graphs and code between them; views and bare
+            allocations left out.
+        names: Names of all operators, with and without overloads; not of those that custom
+            operators call.
         host_sync: The first operator in graph code that needs the host.
         reads: The model's tensors that graph code read, by path, in order.
         generators: Random generators that operators were given.
         random: Where graph code set the state of a random generator.
         breaks: Whether an eager piece was called.
         aside: Paths that eager pieces changed.
-        stale: Paths that graph code bound and an eager piece read: a replay leaves them as they were.
+        stale: Paths that graph code bound and an eager piece read: a replay leaves them as they
+            were.
         error: The first line of what the forward raised.
-        asked: Packages of ``hidden_from`` whose code asked in graph code whether a capture is under way.
-        told: The host sync for which these packages are told of the capture; absent: they are told of no capture.
-        computed: Storages that hold what was computed from inputs, and that are still there, by the id of the storage.
-        read: The first operator that needed a value on the host that was computed from inputs, with its line.
+        asked: Packages of ``hidden_from`` whose code asked in graph code whether a capture is under
+            way.
+        told: The host sync for which these packages are told of the capture; absent: they are told
+            of no capture.
+        computed: Storages that hold what was computed from inputs, and that are still there, by the
+            id of the storage.
+        read: The first operator that needed a value on the host that was computed from inputs, with
+            its line.
         writes_input: Where an operator writes into an argument.
-        overwritten: Ids of the storages that operators overwrite at places that are given, and do not read before.
+        overwritten: Ids of the storages that operators overwrite at places that are given, and do
+            not read before.
     """
 
     operators: dict[Part, Counter[str]] = field(default_factory=no_operators)
@@ -120,7 +137,8 @@ class Look(TorchDispatchMode):
         eager_ops: Operators that run between segments.
         is_whole: Whether nothing breaks the capture: eager pieces are graph code, too.
         inputs: Arguments of the forward; the look follows what is computed from them.
-        hidden_from: Packages that are told in graph code that no capture is under way, unless ``told`` is given.
+        hidden_from: Packages that are told in graph code that no capture is under way, unless
+            ``told`` is given.
         told: The host sync for which they are told of a capture.
     """
 
@@ -141,7 +159,9 @@ class Look(TorchDispatchMode):
         self.found, self.hidden_from = Footprint(told=told), hidden_from
         self.refusals = Refusals(raises=False)
         self._kept, self._state, self._is_whole = kept, kept.before, is_whole
-        self._names = {id(p.value): p.path for p in reversed(self._state.places.values()) if is_tensor(p.value)}
+        self._names = {
+            id(p.value): p.path for p in reversed(self._state.places.values()) if is_tensor(p.value)
+        }
         self._seen = self._changes()
         self._names |= {id(now): path for path, now in self._seen.items() if is_tensor(now)}
         self._part: Part = part
@@ -151,12 +171,14 @@ class Look(TorchDispatchMode):
         self.refusals.watched = self.found.computed
         self._inside, self._called = 0, set[int]()  # operators in operators; wrappers
         self._derived: dict[Any, Any] = {}
-        self._is_aside, self._made = False, dict[int, weakref.ref[torch.Tensor]]()  # by eager pieces
+        # by eager pieces
+        self._is_aside, self._made = False, dict[int, weakref.ref[torch.Tensor]]()
         self._given: set[int] = set()  # to the eager piece
         self._bound: dict[str, object] = {}  # by graph code, by path
         self._has_drawn = False
         self._read = set[int]()  # ids of storages
-        self._random: dict[int, list[Any]] = {}  # generators, with their states before the look and after an operator
+        # generators, with their states before the look and after an operator
+        self._random: dict[int, list[Any]] = {}
         cuda = torch.cuda.default_generators if self._key == "CUDA" else ()
         self._default = cuda[self._state.device.index or 0] if cuda else torch.default_generator
         for generator in (self._default, *self._state.generators):
@@ -166,7 +188,11 @@ class Look(TorchDispatchMode):
         self._has_drawn = False
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Note an operator, and run it."""
         kwargs = kwargs or {}
@@ -194,7 +220,8 @@ class Look(TorchDispatchMode):
         if is_composite(func, self._key):  # in inference mode these come whole
             with self.in_part(part), self:
                 return as_its_caller(func, func.decompose, self._key.lower())(*args, **kwargs)
-        # A torch function mode, such as a default device of the user's, would see each attribute that is asked for.
+        # A torch function mode, such as a default device of the user's, would see each attribute
+        # that is asked for.
         with self.in_part(part), torch._C.DisableTorchFunction():
             return self._run(func, args, kwargs)
 
@@ -204,7 +231,10 @@ class Look(TorchDispatchMode):
             self._know(generator)
         leaves = leaves_of(args, kwargs)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        draws = torch.Tag.nondeterministic_seeded in func.tags or func.namespace not in ("aten", "prim")
+        draws = torch.Tag.nondeterministic_seeded in func.tags or func.namespace not in (
+            "aten",
+            "prim",
+        )
         self._count(func)
         if self._key == "CPU" or any(t.device.type != "cpu" for t in tensors):
             refuse_host(func, args, kwargs, self.refusals)
@@ -222,7 +252,9 @@ class Look(TorchDispatchMode):
         if self.found.writes_input is None and storages_of(written).keys() & self._inputs.keys():
             self.found.writes_input = blamed_line()
         self._follow(func, tensors, [*tensors_in(result), *written])
-        self._note_overwritten(func, leaves, storages_of(tensors).keys(), storages_of(written).keys())
+        self._note_overwritten(
+            func, leaves, storages_of(tensors).keys(), storages_of(written).keys()
+        )
         if func._opname.startswith("_foreach_"):
             count_writes(func, args, kwargs)
         return result
@@ -242,14 +274,20 @@ class Look(TorchDispatchMode):
                 if t.untyped_storage()._cdata not in known:
                     self._made[id(t)] = weakref.ref(t)
 
-    def _note_overwritten(self, func: Any, leaves: list[Any], given: Collection[int], written: Collection[int]) -> None:
-        accumulates = any(leaf is True or type(leaf) is str for leaf in leaves)  # `accumulate`, `reduce`
+    def _note_overwritten(
+        self, func: Any, leaves: list[Any], given: Collection[int], written: Collection[int]
+    ) -> None:
+        # `accumulate`, `reduce`
+        accumulates = any(leaf is True or type(leaf) is str for leaf in leaves)
         if func._opname in _OVERWRITES and not accumulates:
             self.found.overwritten |= set(written) - self._read
             self._read |= set(given) - set(written)
             return
         self.found.overwritten -= set(written)
-        is_view = any(r.alias_info is not None for r in func._schema.returns) and not func._schema.is_mutable
+        is_view = (
+            any(r.alias_info is not None for r in func._schema.returns)
+            and not func._schema.is_mutable
+        )
         if not is_view:
             self._read |= set(given)
 
@@ -269,13 +307,22 @@ class Look(TorchDispatchMode):
     def _count(self, func: Any) -> None:
         namespace, _, name = func._schema.name.partition("::")
         returns_alias = any(r.alias_info is not None for r in func._schema.returns)
-        is_view = torch.Tag.inplace_view in func.tags or (returns_alias and not func._schema.is_mutable)
-        if not (self._inside or is_view or namespace in ("prim", "profiler") or name.startswith(_COMPUTES_NOTHING)):
+        is_view = torch.Tag.inplace_view in func.tags or (
+            returns_alias and not func._schema.is_mutable
+        )
+        if not (
+            self._inside
+            or is_view
+            or namespace in ("prim", "profiler")
+            or name.startswith(_COMPUTES_NOTHING)
+        ):
             self.found.operators[self._part][func._schema.name] += 1
 
     @contextmanager
     def in_part(self, part: Part) -> Iterator[None]:
-        """A block that is graph code or runs between graphs; a segment inside an eager piece is eager, too."""
+        """A block that is graph code or runs between graphs; a segment inside an eager piece is
+        eager, too.
+        """
         before = self._part
         if part == before:
             yield
@@ -290,7 +337,9 @@ class Look(TorchDispatchMode):
 
     @contextmanager
     def in_wrapper(self, wrapper: object, *, is_whole: bool) -> Iterator[None]:
-        """A block that a graph wrapper inside the model captures; counted once, as it is captured."""
+        """A block that a graph wrapper inside the model captures; counted once, as it is
+        captured.
+        """
         before, again = self._is_whole, id(wrapper) in self._called
         self._called.add(id(wrapper))
         self._is_whole, self._inside = is_whole, self._inside + again
@@ -306,8 +355,12 @@ class Look(TorchDispatchMode):
                 self._compare()
             self._note_states()
 
-    def run_aside(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an eager piece. It is handed copies of what it returns of the model's state, as graphs are."""
+    def run_aside(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run an eager piece. It is handed copies of what it returns of the model's state, as
+        graphs are.
+        """
         self.found.breaks = True
         if self._is_whole:
             return function(*args, **kwargs)
@@ -327,15 +380,20 @@ class Look(TorchDispatchMode):
             if not before:
                 self.found.aside |= _others({**self._seen, **self._bound}, now).keys()
             self._is_aside, self._seen = before, now
-            self._bound = {p: value for p, value in self._bound.items() if is_same(now.get(p, _NOTHING), value)}
+            self._bound = {
+                p: value for p, value in self._bound.items() if is_same(now.get(p, _NOTHING), value)
+            }
             if context is not None:
                 context.derived = derived
-        for module in modules_reached(function, args, kwargs):  # graphs get slots for what is bound there
+        # graphs get slots for what is bound there
+        for module in modules_reached(function, args, kwargs):
             for value in (*vars(module).values(), *module._buffers.values()):
                 self._made.pop(id(value), None)
         with _disable_current_modes():
             copied = self._names.keys() | self._made.keys()
-            return tree_map_only(torch.Tensor, lambda t: t.detach() if id(t) in copied else t, result)
+            return tree_map_only(
+                torch.Tensor, lambda t: t.detach() if id(t) in copied else t, result
+            )
 
     def _know(self, generator: torch.Generator) -> None:
         key = number_of(generator)
@@ -366,30 +424,40 @@ class Look(TorchDispatchMode):
         for generator, before, _ in self._random.values():
             generator.set_state(before)
         found.host_sync, found.read = self.refusals.first, self.refusals.read
-        live = {key: ref for key, ref in found.computed.items() if key not in self._inputs and not ref.expired()}
+        live = {
+            key: ref
+            for key, ref in found.computed.items()
+            if key not in self._inputs and not ref.expired()
+        }
         found.computed = live
         return found
 
 
-def modules_reached(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Module]:
+def modules_reached(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> list[Module]:
     """The modules that an eager piece is, is a method of, or is given, and those inside."""
     reached = (function, getattr(function, "__self__", None), *args, *kwargs.values())
     return [inner for module in reached if isinstance(module, Module) for inner in module.modules()]
 
 
 def _others(before: Mapping[str, object], now: Mapping[str, object]) -> dict[str, object]:
-    return {path: value for path, value in now.items() if not is_same(before.get(path, _NOTHING), value)}
+    return {
+        path: value for path, value in now.items() if not is_same(before.get(path, _NOTHING), value)
+    }
 
 
 def current_look() -> Look | None:
-    """The look that sees the next operator first: no other mode is inside of it, such as a tape's that records."""
+    """The look that sees the next operator first: no other mode is inside of it, such as a tape's
+    that records.
+    """
     mode = _get_current_dispatch_mode()
     return mode if isinstance(mode, Look) else None
 
 
 def look(call: Callable[[], object], kept: PutBack, **options: Any) -> Footprint:
-    """Run a forward eagerly, once, by ``call``; its footprint, with the error that it raised. For ``kept`` and
-    ``options`` see ``Look``.
+    """Run a forward eagerly, once, by ``call``; its footprint, with the error that it raised. For
+    ``kept`` and ``options`` see ``Look``.
     """
     device = kept.before.device
     with kept.run(), random_state_kept(device), probing(), as_written(), ExitStack() as stack:
@@ -410,8 +478,8 @@ def look(call: Callable[[], object], kept: PutBack, **options: Any) -> Footprint
 
 
 def examine(call: Callable[[], object], kept: PutBack, **options: Any) -> Footprint:
-    """Look at a forward ahead of its capture. A second look follows where a library has to be told of the capture, see
-    Note [Who is told of a capture]. For ``kept`` and ``options`` see ``Look``.
+    """Look at a forward ahead of its capture. A second look follows where a library has to be told
+    of the capture, see Note [Who is told of a capture]. For ``kept`` and ``options`` see ``Look``.
 
     Raises:
         CaptureError: graph code sets the state of a random generator.
@@ -427,12 +495,15 @@ def examine(call: Callable[[], object], kept: PutBack, **options: Any) -> Footpr
     return found
 
 
-def judge(found: Footprint, changed: Mapping[str, Change], kept: PutBack, *, runs_again: bool) -> None:
-    """Compare a look with the run after it, which changed ``changed``; see Note [What the next run tells].
-    ``runs_again``: Python code runs on each replay, and segments are handed what it makes.
+def judge(
+    found: Footprint, changed: Mapping[str, Change], kept: PutBack, *, runs_again: bool
+) -> None:
+    """Compare a look with the run after it, which changed ``changed``; see Note [What the next run
+    tells]. ``runs_again``: Python code runs on each replay, and segments are handed what it makes.
 
     Raises:
-        CaptureError: a graph would use tensors of the capture in place of those that each run makes.
+        CaptureError: a graph would use tensors of the capture in place of those that each run
+            makes.
     """
     if not runs_again:
         _refuse_rebound(found, changed, kept)
@@ -441,7 +512,9 @@ def judge(found: Footprint, changed: Mapping[str, Change], kept: PutBack, *, run
 
 
 def refuse_value(found: Footprint, kept: PutBack) -> None:
-    """Refuse a capture whose first run asked for a value, if what it made is still there. Raises CaptureError."""
+    """Refuse a capture whose first run asked for a value, if what it made is still there. Raises
+    CaptureError.
+    """
     if found.read and kept.has_made:
         _refuse_first_use(f"a value for the host ({found.read})", kept)
 
@@ -451,7 +524,8 @@ def _refuse_first_use(what: str, kept: PutBack) -> None:
     if kept.leaves_python:
         remedy = f"Dicts and lists keep what they were given, so make the model anew. {remedy}"
     raise CaptureError(
-        f"the forward computes {what} on first use, from inputs that are padding here, and goes on with the result",
+        f"the forward computes {what} on first use, from inputs that are padding here, and goes "
+        "on with the result",
         remedy=remedy,
     )
 
@@ -459,16 +533,23 @@ def _refuse_first_use(what: str, kept: PutBack) -> None:
 def _refuse_rebound(found: Footprint, changed: Mapping[str, Change], kept: PutBack) -> None:
     if stale := [path for path in found.stale if path in changed]:
         raise CaptureError(
-            f"an eager piece reads {listed(stale)}, which graph code binds on each call; a replay would not",
+            f"an eager piece reads {listed(stale)}, which graph code binds on each call; a replay "
+            "would not",
             remedy="Pass it to the piece as an argument, or have the piece compute it.",
         )
     refused = kept.gone(found.reads, changed)
-    refused += [path for path, change in changed.items() if change.is_reshaped and not is_within(path, found.aside)]
+    refused += [
+        path
+        for path, change in changed.items()
+        if change.is_reshaped and not is_within(path, found.aside)
+    ]
     if refused:
         raise CaptureError(
-            f"the forward reads {listed(refused)} and binds it again on each call; a graph would always read what was "
+            f"the forward reads {listed(refused)} and binds it again on each call; a graph would "
+            "always read what was "
             "there at capture",
-            remedy="Write in place (self.cache.add_(x), a one-element tensor for a counter), pass it as an input, or "
+            remedy="Write in place (self.cache.add_(x), a one-element tensor for a counter), pass "
+            "it as an input, or "
             "do it outside of the forward.",
         )
 

@@ -1,17 +1,20 @@
-"""Pools: which graphs share one inside a runner, and what runners that share one must not do at once.
+"""Pools: which graphs share one inside a runner, and what runners that share one must not do at
+once.
 
 Note [Sharing a pool]
-    Graphs of one pool reuse one another's memory: a replay overwrites what another capture left behind. That is safe
-    for graphs that never run at once, as those of a target and its draft, which wait for each other: both fit into the
-    memory that the larger one needs. The pool refuses what would break that: a call while another member's call or
-    capture is under way, and a call on another stream while the last stream still has work. An output is valid until
-    the next call of any member.
+    Graphs of one pool reuse one another's memory: a replay overwrites what another capture left
+    behind. That is safe for graphs that never run at once, as those of a target and its draft,
+    which wait for each other: both fit into the memory that the larger one needs. The pool refuses
+    what would break that: a call while another member's call or capture is under way, and a call on
+    another stream while the last stream still has work. An output is valid until the next call of
+    any member.
 
 Note [Generations]
-    A pool gives its memory back when its last graph is gone, and not before. Until then later captures reuse what
-    evicted graphs leave, so graphs can be exchanged as long as the new ones fit. Where they do not, or the pool holds
-    much more than its graphs need, a new generation begins: all graphs are freed, with them the pool, and those that
-    are wanted are captured again into a new one, the largest first.
+    A pool gives its memory back when its last graph is gone, and not before. Until then later
+    captures reuse what evicted graphs leave, so graphs can be exchanged as long as the new ones
+    fit. Where they do not, or the pool holds much more than its graphs need, a new generation
+    begins: all graphs are freed, with them the pool, and those that are wanted are captured again
+        into a new one, the largest first.
 """
 
 from __future__ import annotations
@@ -35,8 +38,10 @@ class PoolUse:
     Attributes:
         acquire, release: Of the lock that each call takes.
         thread: Which one holds it; a call of another one waits.
-        waits: Whether a call on another stream waits for the last one, where it is an error elsewhere.
-        stream, user: Handle of the stream of the last call, None before the first one, and its runner, by name.
+        waits: Whether a call on another stream waits for the last one, where it is an error
+            elsewhere.
+        stream, user: Handle of the stream of the last call, None before the first one, and its
+            runner, by name.
         is_shared: Whether several runners use the pool.
     """
 
@@ -51,7 +56,9 @@ class PoolUse:
 
     @contextmanager
     def held(self, name: str) -> Iterator[None]:
-        """A block of the runner of that name, with no call in it. Raises CgplanError if one is under way."""
+        """A block of the runner of that name, with no call in it. Raises CgplanError if one is
+        under way.
+        """
         self.take(name)
         self._holder = name
         try:
@@ -68,7 +75,9 @@ class PoolUse:
             self.wait(name)
 
     def wait(self, name: str) -> None:
-        """Take the lock that is taken, once another thread is done. Raises CgplanError if this one holds it."""
+        """Take the lock that is taken, once another thread is done. Raises CgplanError if this one
+        holds it.
+        """
         if self.thread == threading.get_ident():
             raise self.under_way(name)
         self.acquire()
@@ -79,36 +88,43 @@ class PoolUse:
         other = self._holder or self.user
         if self.is_shared and name != other:  # a manager alone in its pool has no other to name
             return CgplanError(
-                f"{name!r} was called while a call of {other!r} was under way, and both capture into one pool",
-                remedy="Call the members of a pool from one thread at a time, or give each its own GraphPool.",
+                f"{name!r} was called while a call of {other!r} was under way, and both capture "
+                "into one pool",
+                remedy="Call the members of a pool from one thread at a time, or give each its "
+                "own GraphPool.",
             )
         return CgplanError(
             "the runner was called while another call was under way",
-            remedy="Call it from one thread at a time, and leave the block of staged buffers first.",
+            remedy="Call it from one thread at a time, and leave the block of staged buffers "
+            "first.",
         )
 
     def take_stream(self, stream: int, name: str, backend: GraphBackend) -> None:
-        """Note the stream of a call; the lock is held. Raises CgplanError if another one still has work."""
+        """Note the stream of a call; the lock is held. Raises CgplanError if another one still has
+        work.
+        """
         if self.waits and self.stream not in (None, stream):
             backend.synchronize()
         if self.stream not in (None, stream) and backend.is_busy(self.stream):
             remedy = "Synchronise the first stream before the second one takes over, or "
             if self.is_shared and name != self.user:
                 raise CgplanError(
-                    f"{name!r} was called on another stream than {self.user!r} before, whose work is not done, and "
+                    f"{name!r} was called on another stream than {self.user!r} before, whose work "
+                    "is not done, and "
                     "both capture into one pool",
                     remedy=f"{remedy}give each its own GraphPool.",
                 )
             raise CgplanError(
                 "the runner was called from another stream than before, whose work is not done",
-                remedy=f"{remedy}capture a runner for each, with its own backend (as cgplan.capture makes one).",
+                remedy=f"{remedy}capture a runner for each, with its own backend (as "
+                "cgplan.capture makes one).",
             )
         self.stream, self.user = stream, name
 
 
 class GraphPool:
-    """A graph pool that several runners capture into, see Note [Sharing a pool]. Its memory comes with the first
-    capture and is free again once all members are closed, in any order.
+    """A graph pool that several runners capture into, see Note [Sharing a pool]. Its memory comes
+    with the first capture and is free again once all members are closed, in any order.
 
     Args:
         backend: The device; all members have to use this very object.
@@ -143,7 +159,8 @@ def check_pools(policy: PoolPolicy, given: GraphPool | None) -> None:
     """Raise CgplanError if a pool is given, and the policy asks for several."""
     if given is not None and policy != "shared":
         raise CgplanError(
-            f"compilation.pool is {policy}, but the runner was given a pool that it shares with others",
+            f"compilation.pool is {policy}, but the runner was given a pool that it shares with "
+            "others",
             remedy="Set compilation.pool: shared, or give it no pool.",
         )
 
@@ -160,7 +177,9 @@ class RunnerPools:
         generation: Number of the present generation, from 1; see Note [Generations].
     """
 
-    def __init__(self, policy: PoolPolicy, backend: GraphBackend, given: GraphPool | None = None) -> None:
+    def __init__(
+        self, policy: PoolPolicy, backend: GraphBackend, given: GraphPool | None = None
+    ) -> None:
         check_pools(policy, given)
         self.policy, self.generation = policy, 1
         self._backend, self._given = backend, given
@@ -171,12 +190,16 @@ class RunnerPools:
 
     @property
     def is_private(self) -> bool:
-        """Whether no other runner has graphs in the pools, so that a new generation gives memory back."""
+        """Whether no other runner has graphs in the pools, so that a new generation gives memory
+        back.
+        """
         return self._given is None or len(self._given.members) == 1
 
     @property
     def nbytes(self) -> int:
-        """Bytes that all pools have reserved, with those of earlier generations that are still in use."""
+        """Bytes that all pools have reserved, with those of earlier generations that are still in
+        use.
+        """
         return self._backend.pool_bytes(*self._pools.values(), *self._old)
 
     @property

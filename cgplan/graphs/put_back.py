@@ -1,14 +1,15 @@
 """PutBack: what runs ahead of a capture change of a model, and what it gets back.
 
 Note [What is put back]
-    What each run writes or binds (a counter, a KV cache, an attribute that is bound again) gets back what it was:
-    tensors, and attributes of modules and objects. Of other containers of Python, such as a list that the user fills,
-    nothing is. What one run ahead of the captures changed, and the others left alone, was made on first use: a table,
-    a flag. The graph was captured with it, so it stays, and so does all else that this run bound. Where no capture
-    succeeds, all is put back.
-    A storage is copied before the first operator that writes to it: on its device up to a limit, then on the host up
-    to a bound; what is larger still is named as not kept. Small storages hold their first values ahead of each run, so
-    that positions do not run past a cache: on a GPU that ends the process.
+    What each run writes or binds (a counter, a KV cache, an attribute that is bound again) gets
+    back what it was: tensors, and attributes of modules and objects. Of other containers of Python,
+    such as a list that the user fills, nothing is. What one run ahead of the captures changed, and
+    the others left alone, was made on first use: a table, a flag. The graph was captured with it,
+    so it stays, and so does all else that this run bound. Where no capture succeeds, all is put
+    back. A storage is copied before the first operator that writes to it: on its device up to a
+    limit, then on the host up to a bound; what is larger still is named as not kept. Small storages
+    hold their first values ahead of each run, so that positions do not run past a cache: on a GPU
+    that ends the process.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ Outcome = Literal["device", "host", "new", "not kept"]
 
 @dataclass(slots=True)
 class _Written:
-    """A storage that an operator was about to write: its copy (None where it is too large), the tensor's version, the
-    number of runs that wrote it, and of captures among them.
+    """A storage that an operator was about to write: its copy (None where it is too large), the
+    tensor's version, the number of runs that wrote it, and of captures among them.
     """
 
     path: str
@@ -46,7 +47,8 @@ class _Written:
     kept: Outcome
     runs: int = 0
     captures: int = 0
-    left: torch.UntypedStorage | None = None  # by the last run, where it is small: versions do not tell all
+    # by the last run, where it is small: versions do not tell all
+    left: torch.UntypedStorage | None = None
 
     @property
     def is_small(self) -> bool:
@@ -75,8 +77,9 @@ class PutBack:
         limit: Bytes of copies on the device.
 
     Attributes:
-        outcome: After ``restore``, bytes by path, and whether the place was put back from a copy (on the ``device`` or
-            the ``host``), was made on first use and stays (``new``), or was too large to be copied (``not kept``).
+        outcome: After ``restore``, bytes by path, and whether the place was put back from a copy
+            (on the ``device`` or the ``host``), was made on first use and stays (``new``), or was
+            too large to be copied (``not kept``).
         volatile: Paths that each run binds again.
     """
 
@@ -100,15 +103,19 @@ class PutBack:
         for place in state.places.values():
             with suppress(RuntimeError, NotImplementedError):
                 if is_tensor(place.value):
-                    found.setdefault(place.value.untyped_storage().data_ptr(), (place.path, place.value))
+                    found.setdefault(
+                        place.value.untyped_storage().data_ptr(), (place.path, place.value)
+                    )
         return found
 
-    # --- runs -----------------------------------------------------------------------------------------------------
+    # --- runs -------------------------------------------------------------------------------------
 
     @contextmanager
-    def run(self, *, captures: bool = False, enters_made: bool = False) -> Iterator[dict[str, Change]]:
-        """A block of one run of the forward. The dict gets what the run changed of Python, by path; with
-        ``enters_made`` also inside of what earlier runs made.
+    def run(
+        self, *, captures: bool = False, enters_made: bool = False
+    ) -> Iterator[dict[str, Change]]:
+        """A block of one run of the forward. The dict gets what the run changed of Python, by path;
+        with ``enters_made`` also inside of what earlier runs made.
         """
         found = dict[str, Change]()
         self.rewind()
@@ -127,7 +134,9 @@ class PutBack:
                 if captures and self._runs[path] == 1:
                     self._captured.add(path)
             self._last = now
-            found |= {path: change for path, change in changed.items() if path not in self._in_context}
+            found |= {
+                path: change for path, change in changed.items() if path not in self._in_context
+            }
             inside = {} if made is None else made.changes()
             found |= {path: change for path, change in inside.items() if path not in changed}
 
@@ -165,7 +174,9 @@ class PutBack:
         return _Written(path, tensor, storage, None, version, "not kept")
 
     def _adopt_fresh(self, changed: Mapping[str, Change]) -> None:
-        """Small tensors that the run made, and that the model holds now (a counter), have first values, too."""
+        """Small tensors that the run made, and that the model holds now (a counter), have first
+        values, too.
+        """
         fresh, self._fresh = {key: f for key, f in self._fresh.items() if not f[0].expired()}, {}
         if not fresh or not changed:
             return
@@ -173,10 +184,14 @@ class PutBack:
             if address in fresh and address not in self._written:
                 _, copy, version = fresh[address]
                 kept: Outcome = "new" if copy is None else "device"
-                self._written[address] = _Written(path, tensor, tensor.untyped_storage(), copy, version, kept)
+                self._written[address] = _Written(
+                    path, tensor, tensor.untyped_storage(), copy, version, kept
+                )
 
     def rewind(self) -> None:
-        """Small tensors hold what they held before the first run, but for what was made on first use."""
+        """Small tensors hold what they held before the first run, but for what was made on first
+        use.
+        """
         for written in self._written.values():
             if written.is_small and not self._is_made(written):
                 assert written.copy is not None
@@ -184,7 +199,9 @@ class PutBack:
                 written.left = None
 
     def _is_made(self, written: _Written) -> bool:
-        """Whether it was written on first use: by one run, which also bound something that stays."""
+        """Whether it was written on first use: by one run, which also bound something that
+        stays.
+        """
         return self._made_stays and written.runs == 1 and bool(self._made())
 
     def _made(self) -> set[str]:
@@ -211,12 +228,18 @@ class PutBack:
         for address, (path, tensor) in self._storages(self._now()).items() if self.has_made else ():
             written = self._written.get(address)
             is_made = written is None or self._is_made(written)
-            if is_made and tensor.layout is torch.strided and tensor.untyped_storage()._cdata in computed:
+            if (
+                is_made
+                and tensor.layout is torch.strided
+                and tensor.untyped_storage()._cdata in computed
+            ):
                 found.append(path)
         return found
 
     def gone(self, read: Mapping[str, torch.Tensor], changed: Mapping[str, Change]) -> list[str]:
-        """Paths of tensors that were read and are no longer there, as a run bound others there, or above."""
+        """Paths of tensors that were read and are no longer there, as a run bound others there, or
+        above.
+        """
         bound = [path for path, change in changed.items() if change.where is not None]
         below = tuple(f"{path}{step}" for path in bound for step in ".[")
         found = [path for path in read if path in bound or path.startswith(below)]
@@ -245,7 +268,7 @@ class PutBack:
         """Paths of tensors that runs wrote, and captures did not."""
         return {written.path for written in self._written.values() if not written.captures}
 
-    # --- putting back ---------------------------------------------------------------------------------------------
+    # --- putting back -----------------------------------------------------------------------------
 
     def forget_captures(self) -> None:
         """Say that no graph stays, so ``restore`` undoes what was made on first use, too."""
@@ -253,10 +276,16 @@ class PutBack:
 
     def copied(self, where: Outcome = "device") -> int:
         """Bytes of copies that are held now, on their own device or on the host."""
-        return sum(w.copy.nbytes() for w in self._written.values() if w.copy is not None and w.kept == where)
+        return sum(
+            w.copy.nbytes()
+            for w in self._written.values()
+            if w.copy is not None and w.kept == where
+        )
 
     def restore(self, *, between_keys: bool = False) -> None:
-        """Undo the changes. May be called again; the device is idle. ``between_keys``: large storages wait."""
+        """Undo the changes. May be called again; the device is idle. ``between_keys``: large
+        storages wait.
+        """
         self.outcome.clear()  # a place that stayed after one key may be put back after the next
         for written in self._written.values():
             nbytes = written.storage.nbytes()
@@ -287,18 +316,24 @@ class PutBack:
 
     def _is_attribute(self, container: Any, key: Any) -> bool:
         parts = (".__dict__", "._parameters", "._buffers", "._modules")
-        held = {id(held.value) for path, held in self.before.contents.items() if path.endswith(parts)}
+        held = {
+            id(held.value) for path, held in self.before.contents.items() if path.endswith(parts)
+        }
         return id(container) in held or isinstance(key, types.MemberDescriptorType)
 
     def restore_python(self, ignore: Iterable[str]) -> bool:
-        """Undo what a run bound of attributes; whether it changed nothing else of Python, but what ``ignore`` names."""
+        """Undo what a run bound of attributes; whether it changed nothing else of Python, but what
+        ``ignore`` names.
+        """
         for change in self.before.changes(ignore).values():
             if change.where is not None and self._is_attribute(*change.where):
                 _bind(*change.where, change.was)
         return not self.before.changes(ignore)
 
     def drop_copies(self) -> None:
-        """Free the copies at once: frames that an exception in a library keeps may hold this record for long."""
+        """Free the copies at once: frames that an exception in a library keeps may hold this record
+        for long.
+        """
         self._written.clear()
 
 
@@ -310,7 +345,9 @@ def _bind(container: Any, key: Any, value: Any) -> None:
 
 
 def _differing(before: Mapping[str, Change], now: Mapping[str, Change]) -> dict[str, Change]:
-    """Changes of ``now`` that are none, or others, in ``before``; and paths that are as at first again."""
+    """Changes of ``now`` that are none, or others, in ``before``; and paths that are as at first
+    again.
+    """
     found = dict[str, Change]()
     for path, change in now.items():
         if path not in before:

@@ -1,11 +1,13 @@
-"""Watch: tells on each call, for about a microsecond, whether a model is still as its fingerprint says.
+"""Watch: tells on each call, for about a microsecond, whether a model is still as its fingerprint
+says.
 
 Note [Watched dicts]
-    Modules and most objects keep their attributes in dicts, and CPython 3.12 tells of changes of a dict. So a call
-    looks at one flag. The callback sets the flag and nothing else: it runs in the middle of other code. A dict that is
-    written without a change (3.13 tells of those, too) sets it as well; the fingerprint then decides. Not told are
-    ``.data =``, lists, slots, cells and classes. Those are compared in rotation, some on each call, and all of them
-    whenever ``changes`` is asked for. On Python 3.11, or where no watcher is free, everything is compared in rotation.
+    Modules and most objects keep their attributes in dicts, and CPython 3.12 tells of changes of a
+    dict. So a call looks at one flag. The callback sets the flag and nothing else: it runs in the
+    middle of other code. A dict that is written without a change (3.13 tells of those, too) sets it
+    as well; the fingerprint then decides. Not told are ``.data =``, lists, slots, cells and
+    classes. Those are compared in rotation, some on each call, and all of them whenever ``changes``
+    is asked for. On Python 3.11, or where no watcher is free, everything is compared in rotation.
 """
 
 from __future__ import annotations
@@ -70,7 +72,9 @@ class Watch:
 
     __graph_memory__ = True  # no state of a model that holds one
 
-    def __init__(self, record: Fingerprint, places: Iterable[Place] | None = None, *, at_once: bool = False) -> None:
+    def __init__(
+        self, record: Fingerprint, places: Iterable[Place] | None = None, *, at_once: bool = False
+    ) -> None:
         self.record, self._is_whole = record, places is None
         self._flag = [False]  # whether a watched dict was written since the last comparison
         counted = list(record.places.values() if places is None else places)
@@ -96,7 +100,8 @@ class Watch:
         others = [place for place in rest if place[3] is None]
         count = -(-len(rest) // step)
         self._chunks = [others[start::count] for start in range(count)]
-        for at in range(max(count, len(tensors)) if tensors else 0):  # each call sees it where all have moved
+        # each call sees it where all have moved
+        for at in range(max(count, len(tensors)) if tensors else 0):
             self._chunks[at % count].append(tensors[at % len(tensors)])
         self._at = 0
         self._tokens = record.tokens if at_once else []
@@ -112,7 +117,9 @@ class Watch:
             self._dicts.append(value)
 
     def holds(self) -> bool:
-        """Whether nothing that this call compares has changed: what was told, and the next places in rotation."""
+        """Whether nothing that this call compares has changed: what was told, and the next places
+        in rotation.
+        """
         if self._flag[0]:
             return not self._is_whole and self.holds_all()
         for _, token, before in self._tokens:
@@ -174,6 +181,8 @@ def _holds(places: Iterable[tuple[Any, Any, Any, tuple[Any, ...] | None]]) -> bo
 
 
 def _is_told(place: Place, told: set[int]) -> bool:
-    """Whether a change there sets the flag: no tensor's address does. Roots are the record's own."""
+    """Whether a change there sets the flag: no tensor's address does. Roots are the record's
+    own.
+    """
     is_steady = place.above is None or type(place.container) is tuple
     return place.address is None and (is_steady or id(place.container) in told)

@@ -1,4 +1,6 @@
-"""CUDAGraphWrapper: a callable that captures itself once for each batch descriptor and replays afterwards."""
+"""CUDAGraphWrapper: a callable that captures itself once for each batch descriptor and replays
+afterwards.
+"""
 
 from __future__ import annotations
 
@@ -54,15 +56,17 @@ class CUDAGraphOptions:
     """How a wrapper captures.
 
     Attributes:
-        borrow_outputs: Hand out outputs that do not hold their memory in the pool, so that later captures reuse it:
-            an output is then valid until the next replay of any graph in the pool. False: outputs hold their memory.
+        borrow_outputs: Hand out outputs that do not hold their memory in the pool, so that later
+            captures reuse it: an output is then valid until the next replay of any graph in the
+            pool. False: outputs hold their memory.
         num_of_warmups: Eager runs before a capture outside of a session; a session has its own.
-        copied_arguments: Positions of arguments that may lie elsewhere on each call: they get memory in the pool, and
-            each replay copies them there; shape and dtype must be those of the capture. All other arguments must lie
-            where they lay at capture.
-        address_check: Whether that is checked: ``off``, ``first`` (on each graph's first replay) or ``always``, for
-            arguments and what graphs read of the forward context's metadata; not for parameters and buffers of a
-            wrapped module. Inside of a runner its ``compilation.address_check`` counts as well: see ``policy``.
+        copied_arguments: Positions of arguments that may lie elsewhere on each call: they get
+            memory in the pool, and each replay copies them there; shape and dtype must be those of
+            the capture. All other arguments must lie where they lay at capture.
+        address_check: Whether that is checked: ``off``, ``first`` (on each graph's first replay) or
+            ``always``, for arguments and what graphs read of the forward context's metadata; not
+            for parameters and buffers of a wrapped module. Inside of a runner its
+            ``compilation.address_check`` counts as well: see ``policy``.
         debug_log_enable: Whether each capture is logged, at level DEBUG.
 
     Raises:
@@ -77,10 +81,14 @@ class CUDAGraphOptions:
 
     def __post_init__(self) -> None:
         allowed = {
-            "address_check": (self.address_check in ("off", "first", "always"), "Choose off, first or always."),
+            "address_check": (
+                self.address_check in ("off", "first", "always"),
+                "Choose off, first or always.",
+            ),
             "num_of_warmups": (self.num_of_warmups >= 0, "Give a number from 0."),
             "copied_arguments": (
-                isinstance(self.copied_arguments, tuple) and min(self.copied_arguments, default=0) >= 0,
+                isinstance(self.copied_arguments, tuple)
+                and min(self.copied_arguments, default=0) >= 0,
                 "Give a tuple of positions from 0, such as (0, 2).",
             ),
         }
@@ -89,7 +97,9 @@ class CUDAGraphOptions:
                 raise ConfigError(f"{name} is {getattr(self, name)!r:.100}", remedy=remedy)
 
     def policy(self, scope: CaptureScope | None) -> AddressPolicy:
-        """How often addresses are checked in a scope: a runner's ``off`` is off, and ``always`` of either is always."""
+        """How often addresses are checked in a scope: a runner's ``off`` is off, and ``always`` of
+        either is always.
+        """
         ruling = None if scope is None else scope.address_check
         return ruling if ruling in ("off", "always") else self.address_check
 
@@ -105,16 +115,19 @@ class CUDAGraphEntry:
         output: The result at capture, on graph memory; each replay overwrites it.
         handed: Returns the output as new tensor objects, which its holder may change.
         slots: Memory of the copied arguments, by position.
-        manifest: Where the other arguments and the metadata lay at capture; None where they are not checked.
+        manifest: Where the other arguments and the metadata lay at capture; None where they are not
+            checked.
         is_checked: Whether that was compared once.
         capture_seconds: From begin to the end of the capture, instantiation included.
-        scope: The mark of the session or runner that it belongs to; another one's inputs lie elsewhere, so it is of no
-            use there.
-        metadata: Names that its graphs read of the context's metadata, outside of runners; theirs is checked whole.
+        scope: The mark of the session or runner that it belongs to; another one's inputs lie
+            elsewhere, so it is of no use there.
+        metadata: Names that its graphs read of the context's metadata, outside of runners; theirs
+            is checked whole.
         segments: The backend's graphs that it consists of, in order.
         eager_pieces: How many functions run eagerly between them.
         ambient: Torch's state around the capture.
-        pooled: The output's tensors in the pool: while somebody holds one, the graph must not be freed.
+        pooled: The output's tensors in the pool: while somebody holds one, the graph must not be
+            freed.
     """
 
     descriptor: BatchDescriptor
@@ -135,28 +148,31 @@ class CUDAGraphEntry:
     is_checked: bool = False
 
 
-_OF_FUNCTIONS = frozenset({"__name__", "__qualname__", "__self__", "__wrapped__", "__signature__"})  # they describe it
+# they describe it
+_OF_FUNCTIONS = frozenset({"__name__", "__qualname__", "__self__", "__wrapped__", "__signature__"})
 _DEFAULTS = CUDAGraphOptions()
 
 
 class CUDAGraphWrapper:
-    """Runs ``runnable`` by graphs where the forward context's runtime mode is the wrapper's, else as it is.
+    """Runs ``runnable`` by graphs where the forward context's runtime mode is the wrapper's, else
+    as it is.
 
-    The first call with a new descriptor captures, if capturing is allowed: outside of any runner it is, inside a
-    session it is, and once a runner is sealed it is an error. Later calls replay: arguments are not looked at, so
-    they must lie where they lay at capture, and those that are no tensors stay what they were then. Wrappers can be
-    nested: FULL outside, PIECEWISE inside.
+    The first call with a new descriptor captures, if capturing is allowed: outside of any runner it
+    is, inside a session it is, and once a runner is sealed it is an error. Later calls replay:
+    arguments are not looked at, so they must lie where they lay at capture, and those that are no
+    tensors stay what they were then. Wrappers can be nested: FULL outside, PIECEWISE inside.
 
-    A wrapper is not an nn.Module: ``parameters()``, ``eval()`` and ``to()`` do not see a module that its wrapper alone
-    holds. Hold both: ``self.mlp = MLP(); self.run_mlp = CUDAGraphWrapper(self.mlp, ...)``.
+    A wrapper is not an nn.Module: ``parameters()``, ``eval()`` and ``to()`` do not see a module
+    that its wrapper alone holds. Hold both:
+    ``self.mlp = MLP(); self.run_mlp = CUDAGraphWrapper(self.mlp, ...)``.
 
     Args:
         runnable: The function or module that is captured.
         runtime_mode: FULL or PIECEWISE.
-        backend: Device outside of any session; that of a GraphPool if absent, else chosen as for ``auto``. A session's
-            captures are made by the session's.
-        pool: Graph pool, or a backend's pool; the session's if absent, and the wrapper's own outside of any session.
-            The wrapper owns its graphs, not the pool.
+        backend: Device outside of any session; that of a GraphPool if absent, else chosen as for
+            ``auto``. A session's captures are made by the session's.
+        pool: Graph pool, or a backend's pool; the session's if absent, and the wrapper's own
+            outside of any session. The wrapper owns its graphs, not the pool.
         options: How it captures.
 
     Raises:
@@ -182,7 +198,8 @@ class CUDAGraphWrapper:
             )
         if not callable(runnable):
             raise CgplanError(
-                f"a graph wrapper around {runnable!r:.100}, which cannot be called", remedy="Pass a function or module."
+                f"a graph wrapper around {runnable!r:.100}, which cannot be called",
+                remedy="Pass a function or module.",
             )
         if isinstance(pool, GraphPool):
             backend, pool = backend or pool.backend, pool.handle
@@ -191,13 +208,19 @@ class CUDAGraphWrapper:
         self.entries: dict[BatchDescriptor, CUDAGraphEntry] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Replay, capture or pass through. The result of a replay is the captured output, overwritten."""
+        """Replay, capture or pass through. The result of a replay is the captured output,
+        overwritten.
+        """
         context = current_forward_context()
         if context is None or context.runtime_mode is not self.runtime_mode:
-            if self.runtime_mode is CUDAGraphMode.PIECEWISE and (look := current_look()) is not None:
+            if (
+                self.runtime_mode is CUDAGraphMode.PIECEWISE
+                and (look := current_look()) is not None
+            ):
                 with look.in_wrapper(self, is_whole=not self._computes_while_capturing):
                     return self.runnable(*args, **kwargs)
-            if context is not None and context.scope is not None and context.scope.is_open:  # a warm-up
+            # a warm-up
+            if context is not None and context.scope is not None and context.scope.is_open:
                 with autocast_cache(on=False):
                     return self.runnable(*args, **kwargs)
             return self.runnable(*args, **kwargs)
@@ -205,17 +228,23 @@ class CUDAGraphWrapper:
         entry = self.entries.get(key)
         if entry is None or entry.scope is not (context.scope and context.scope.mark):
             entry, output = self._capture(context, args, kwargs)
-            # A capture on a GPU computes nothing: replay where the output is read, which FULL's in a session is not.
+            # A capture on a GPU computes nothing: replay where the output is read, which FULL's in
+            # a session is not.
             unread = context.scope is not None and self.runtime_mode is CUDAGraphMode.FULL
             if not unread and not self._computes_while_capturing:
                 self._fill(entry, args)
                 entry.replay()
-            # The output itself, not entry.output: until the caller drops it, later captures must not take its memory.
+            # The output itself, not entry.output: until the caller drops it, later captures must
+            # not take its memory.
             return output
         if context.scope is None:  # a runner compares it once for all its graphs
             entry.ambient.refuse_other_autocast(self.backend.device.type)
-        if entry.manifest is not None and (not entry.is_checked or self.options.policy(context.scope) == "always"):
-            entry.manifest.refuse_moved(f"{self.runtime_mode} {key}", self._roots(entry, context, args, kwargs))
+        if entry.manifest is not None and (
+            not entry.is_checked or self.options.policy(context.scope) == "always"
+        ):
+            entry.manifest.refuse_moved(
+                f"{self.runtime_mode} {key}", self._roots(entry, context, args, kwargs)
+            )
             entry.is_checked = True
         self._fill(entry, args)
         entry.replay()
@@ -231,12 +260,17 @@ class CUDAGraphWrapper:
     def __getattr__(self, name: str) -> Any:
         """Attributes of the wrapped callable, so that a wrapped module still looks like one."""
         special = name.startswith("__") and name.endswith("__") and name not in _OF_FUNCTIONS
-        if special or name == "runnable":  # a protocol, such as copying, is the wrapper's own; or nothing is set yet
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+        # a protocol, such as copying, is the wrapper's own; or nothing is set yet
+        if special or name == "runnable":
+            raise AttributeError(
+                f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self
+            )
         return getattr(self.runnable, name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A wrapper of a copy of ``runnable`` that has captured nothing; backend and a given pool are shared."""
+        """A wrapper of a copy of ``runnable`` that has captured nothing; backend and a given pool
+        are shared.
+        """
         made = memo[id(self)] = copy.copy(self)
         made.runnable, made._own_pool = copy.deepcopy(self.runnable, memo), None
         made.entries = {}
@@ -248,23 +282,35 @@ class CUDAGraphWrapper:
         return inner.unwrap() if isinstance(inner, CUDAGraphWrapper) else inner
 
     def reset(self, scope: CaptureScope | None = None) -> None:
-        """Free all graphs, or those of one scope. Outputs that were handed out are no longer valid."""
-        for key, entry in [(k, e) for k, e in self.entries.items() if scope is None or e.scope is scope.mark]:
+        """Free all graphs, or those of one scope. Outputs that were handed out are no longer
+        valid.
+        """
+        for key, entry in [
+            (k, e) for k, e in self.entries.items() if scope is None or e.scope is scope.mark
+        ]:
             entry.free()
             del self.entries[key]
 
     def take_out(
         self, scope: CaptureScope, descriptors: Collection[BatchDescriptor]
     ) -> list[tuple[Any, Callable[[], None]]]:
-        """Forget the graphs of these batches of one scope; for each its output's tensors in the pool, and a function
-        that frees it.
+        """Forget the graphs of these batches of one scope; for each its output's tensors in the
+        pool, and a function that frees it.
         """
-        taken = [key for key, entry in self.entries.items() if entry.scope is scope.mark and key in descriptors]
+        taken = [
+            key
+            for key, entry in self.entries.items()
+            if entry.scope is scope.mark and key in descriptors
+        ]
         return [(entry.pooled, entry.free) for entry in map(self.entries.pop, taken)]
 
     def _record(self, pool: Any, args: Args, kwargs: Kwargs) -> Recorded:
         """Capture one call."""
-        graph, given, copied = self.backend.new_graph(pool), list(args), self._copied_arguments(args, pool)
+        graph, given, copied = (
+            self.backend.new_graph(pool),
+            list(args),
+            self._copied_arguments(args, pool),
+        )
         with self.backend.capturing(graph):
             with torch.inference_mode(False):  # else they could be filled only there
                 slots = {i: self.backend.slot(args[i]) for i in copied}
@@ -285,19 +331,29 @@ class CUDAGraphWrapper:
         """Copy the arguments that lie anywhere to where the graph reads them."""
         for i, slot in entry.slots.items():
             given = args[i] if i < len(args) else None
-            if not isinstance(given, Tensor) or given.shape != slot.shape or given.dtype is not slot.dtype:
-                found = _described(given) if i < len(args) else f"missing among {len(args)} arguments"
+            if (
+                not isinstance(given, Tensor)
+                or given.shape != slot.shape
+                or given.dtype is not slot.dtype
+            ):
+                found = (
+                    _described(given) if i < len(args) else f"missing among {len(args)} arguments"
+                )
                 raise AddressError(
-                    f"{self.runtime_mode} {entry.descriptor}: argument {i}, which is copied, is {found}; at capture it "
+                    f"{self.runtime_mode} {entry.descriptor}: argument {i}, which is copied, is "
+                    f"{found}; at capture it "
                     f"was {_described(slot)}",
-                    remedy="Pass it by position with the shape and dtype of the capture, or give batches of other "
+                    remedy="Pass it by position with the shape and dtype of the capture, or give "
+                    "batches of other "
                     "shapes another descriptor.",
                 )
         with torch.no_grad():
             for i, slot in entry.slots.items():
                 slot.copy_(args[i])
 
-    def _roots(self, entry: CUDAGraphEntry, context: ForwardContext, args: Args, kwargs: Kwargs) -> dict[str, Any]:
+    def _roots(
+        self, entry: CUDAGraphEntry, context: ForwardContext, args: Args, kwargs: Kwargs
+    ) -> dict[str, Any]:
         """Roots of the address check."""
         args = tuple(None if i in entry.slots else arg for i, arg in enumerate(args))
         roots: dict[str, Any] = {"args": args, "kwargs": kwargs}
@@ -315,21 +371,27 @@ class CUDAGraphWrapper:
             if context.descriptor not in self.entries:
                 raise self._missing(context.descriptor)
             raise SealedError(
-                f"the {self.runtime_mode} graph for {context.descriptor} was captured again by a later session",
-                remedy="Graphs of wrappers inside a model belong to the session that captured last; use its runner.",
+                f"the {self.runtime_mode} graph for {context.descriptor} was captured again by a "
+                "later session",
+                remedy="Graphs of wrappers inside a model belong to the session that captured "
+                "last; use its runner.",
             )
         if scope is not None and scope.backend is not None:
             if self._backend is not None and self._backend.device != scope.backend.device:
                 raise CaptureError(
-                    f"a wrapper on {self._backend.device} inside a session on {scope.backend.device}",
+                    f"a wrapper on {self._backend.device} inside a session on "
+                    f"{scope.backend.device}",
                     remedy="Make the wrapper without a backend: it takes the session's.",
                 )
-            self._backend = scope.backend  # another object of the same device has other pools and another stream
+            # another object of the same device has other pools and another stream
+            self._backend = scope.backend
         if self.backend.is_capturing():
             raise CaptureError(
-                "the model holds graph wrappers of its own, and is to be captured as a whole as well, at "
+                "the model holds graph wrappers of its own, and is to be captured as a whole as "
+                "well, at "
                 f"{blamed_line()}",
-                remedy="For PIECEWISE set compilation.piecewise: wrappers, or take the wrappers out. A wrapper inside "
+                remedy="For PIECEWISE set compilation.piecewise: wrappers, or take the wrappers "
+                "out. A wrapper inside "
                 "another one needs another runtime mode.",
             )
         for i in self.options.copied_arguments:
@@ -342,16 +404,20 @@ class CUDAGraphWrapper:
         if self.options.debug_log_enable:
             logger.debug("capturing a %s graph for %s", self.runtime_mode, context.descriptor)
 
-    def _capture(self, context: ForwardContext, args: Args, kwargs: Kwargs) -> tuple[CUDAGraphEntry, Any]:
+    def _capture(
+        self, context: ForwardContext, args: Args, kwargs: Kwargs
+    ) -> tuple[CUDAGraphEntry, Any]:
         scope = context.scope
         self._prepare(context, args)
         backend, plain = self.backend, context.metadata
-        with backend.session(), torch.no_grad():  # a replay has no gradient, so neither has the capturing call
+        # a replay has no gradient, so neither has the capturing call
+        with backend.session(), torch.no_grad():
             for _ in range(self.options.num_of_warmups if scope is None else 0):
                 context.derived.clear()
                 with autocast_cache(on=False):
                     self._warm_up(args, kwargs)
-            context.derived.clear()  # what a warm-up derived would be frozen into the graph as it is now
+            # what a warm-up derived would be frozen into the graph as it is now
+            context.derived.clear()
             pool = self._pool
             if pool is None and scope is None:
                 self._own_pool = backend.new_pool() if self._own_pool is None else self._own_pool
@@ -374,18 +440,25 @@ class CUDAGraphWrapper:
             return set(map(id, Fingerprint.of(roots, backend.device).tensors))
 
         def unheld(tensor: Tensor) -> Tensor:
-            """A tensor object that no caller changes, without its hold on the pool; the model's own as they are."""
+            """A tensor object that no caller changes, without its hold on the pool; the model's own
+            as they are.
+            """
             in_pool = backend.in_pool(tensor, pool)
             if not in_pool and (type(tensor) is not Tensor or id(tensor) in own()):
                 return tensor
-            mine = (backend.borrow(tensor) if in_pool and self.options.borrow_outputs else tensor).detach()
+            mine = (
+                backend.borrow(tensor) if in_pool and self.options.borrow_outputs else tensor
+            ).detach()
             pooled.extend([mine] * in_pool)
             plainly.add(id(mine))
             return mine
 
         with torch.inference_mode(False):  # as in _record; and outputs can be used in either mode
             kept, slots = tree_map_only(Tensor, unheld, recorded.output), recorded.slots
-            slots = {i: backend.borrow(slot) if backend.in_pool(slot, pool) else slot for i, slot in slots.items()}
+            slots = {
+                i: backend.borrow(slot) if backend.in_pool(slot, pool) else slot
+                for i, slot in slots.items()
+            }
         entry = CUDAGraphEntry(
             descriptor=context.descriptor,
             graph=recorded.graph,
@@ -404,7 +477,9 @@ class CUDAGraphWrapper:
             pooled=tuple(pooled),
         )
         if self.options.policy(scope) != "off":
-            entry.manifest = Fingerprint.of(self._roots(entry, context, args, kwargs), backend.device).let_go()
+            entry.manifest = Fingerprint.of(
+                self._roots(entry, context, args, kwargs), backend.device
+            ).let_go()
         self.entries[context.descriptor] = entry
         if scope is not None:
             scope.entries.append(entry)

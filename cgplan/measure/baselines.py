@@ -1,15 +1,18 @@
-"""A runner beside its baselines: other ways to run its model, each with its costs, its speed and its results.
+"""A runner beside its baselines: other ways to run its model, each with its costs, its speed and
+its results.
 
 Note [Graphs of several baselines in one process]
-    inductor's CUDA graphs drop the process's cuBLAS workspaces around each recording, also those that other graphs were
-    captured with. So ``reduce-overhead`` is prepared while no other graph is there, stays ready, and records nothing
-    later. Dynamo is never reset, which would drop the traces of cgplan's runners: a baseline drops its own code object.
+    inductor's CUDA graphs drop the process's cuBLAS workspaces around each recording, also those
+    that other graphs were captured with. So ``reduce-overhead`` is prepared while no other graph is
+    there, stays ready, and records nothing later. Dynamo is never reset, which would drop the
+    traces of cgplan's runners: a baseline drops its own code object.
 
 Note [Comparing results]
-    A forward may write into its inputs and its model's tensors, and draw random numbers. So each compared call starts
-    from the same inputs, state and seed. A model whose own code gives other results from there the second time cannot
-    be compared: its state lies where no fingerprint looks (another library's generator, atomics). Random numbers
-    are the same for the same operators on the same shapes; padding, and inductor's generator, change them.
+    A forward may write into its inputs and its model's tensors, and draw random numbers. So each
+    compared call starts from the same inputs, state and seed. A model whose own code gives other
+    results from there the second time cannot be compared: its state lies where no fingerprint looks
+    (another library's generator, atomics). Random numbers are the same for the same operators on
+    the same shapes; padding, and inductor's generator, change them.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -41,7 +45,14 @@ from cgplan.graphs.footprint import look
 from cgplan.graphs.put_back import PutBack
 from cgplan.modes import BatchDescriptor, CUDAGraphMode
 from cgplan.piecewise.trace import with_own_code
-from cgplan.reports.records import OURS, BaselineRecord, BaselinesRecord, CaptureReport, Timing, WayRecord
+from cgplan.reports.records import (
+    OURS,
+    BaselineRecord,
+    BaselinesRecord,
+    CaptureReport,
+    Timing,
+    WayRecord,
+)
 from cgplan.runner.runner import GraphRunner
 
 Call = Callable[[], Any]
@@ -49,16 +60,20 @@ MOST_ROUNDS = 5
 LONGEST_REASON = 160  # characters
 _REDRAWN = "the model draws random numbers, and padding and inductor's code draw others"
 _UNLIKE = (
-    "its output has another structure, shape, dtype or value beside tensors than that of the model's own code, or "
+    "its output has another structure, shape, dtype or value beside tensors than that of the "
+    "model's own code, or "
     "holds no tensor"
 )
-_UNSTEADY = "the model's own code, run twice from the same inputs, state and seed, gives different results"
+_UNSTEADY = (
+    "the model's own code, run twice from the same inputs, state and seed, gives different results"
+)
 _STATIC = "_dynamo_static_input_type"  # where mark_static_address leaves its mark
 
 
 @dataclass(frozen=True)
 class BenchBatch:
-    """One batch that is measured: its tensors on the device, and the other arguments of a runner's call.
+    """One batch that is measured: its tensors on the device, and the other arguments of a runner's
+    call.
 
     Attributes:
         size: Tokens, unpadded.
@@ -76,14 +91,23 @@ class BenchBatch:
         return {**self.inputs, **self.metadata}
 
     def run(self, model: Callable[..., Any], tensors: Tensors | None = None) -> Any:
-        """Call a model on the batch, or on other tensors in its place, in the forward context that it may read."""
+        """Call a model on the batch, or on other tensors in its place, in the forward context that
+        it may read.
+        """
         given = self.tensors if tensors is None else tensors
-        with forward_context(CUDAGraphMode.NONE, self.descriptor, {name: given[name] for name in self.metadata}):
+        with forward_context(
+            CUDAGraphMode.NONE, self.descriptor, {name: given[name] for name in self.metadata}
+        ):
             return model(**{name: given[name] for name in self.inputs})
 
     def given_to(self, runner: GraphRunner) -> dict[str, Tensor]:
-        """The tensors of a runner's call. A runner that copies no inputs gets views of its static buffers, filled."""
-        if runner.config.compilation.cudagraph_copy_inputs or self.size > runner.wanted.max_capture_size:
+        """The tensors of a runner's call. A runner that copies no inputs gets views of its static
+        buffers, filled.
+        """
+        if (
+            runner.config.compilation.cudagraph_copy_inputs
+            or self.size > runner.wanted.max_capture_size
+        ):
             return self.tensors
         views = runner.input_views(self.size, self.descriptor.num_reqs)
         for name, value in self.tensors.items():
@@ -118,7 +142,9 @@ class Way:
         return self.record.name == "reduce-overhead"
 
     def attempt(self, action: Callable[..., None], *args: Any) -> None:
-        """Do something with it, unless it failed before. An error frees it and becomes its record."""
+        """Do something with it, unless it failed before. An error frees it and becomes its
+        record.
+        """
         if self.record.failure is not None:
             return
         try:
@@ -128,7 +154,11 @@ class Way:
             with suppress(Exception):
                 self.close()
             # A long message loses its middle: the reason may stand at either end.
-            text = error.message if isinstance(error, CgplanError) else f"{type(error).__name__}: {error}"
+            text = (
+                error.message
+                if isinstance(error, CgplanError)
+                else f"{type(error).__name__}: {error}"
+            )
             line, half = " ".join((text.splitlines() or [""])[0].split()), LONGEST_REASON // 2
             if len(line) > LONGEST_REASON:
                 line = f"{line[: half - 3]} ... {line[2 - half :]}"
@@ -147,7 +177,11 @@ def ours(bench: Comparison, way: Way) -> None:
 
     def call_of(batch: BenchBatch) -> Call:
         given = batch.given_to(runner)
-        copies = [(given[name], value) for name, value in batch.tensors.items() if given[name] is not value]
+        copies = [
+            (given[name], value)
+            for name, value in batch.tensors.items()
+            if given[name] is not value
+        ]
         arguments: dict[str, Any] = {**given, **batch.options}
 
         def run() -> Any:
@@ -166,7 +200,9 @@ def eager(bench: Comparison, way: Way) -> None:
 
 
 def bare(bench: Comparison, way: Way) -> None:
-    """Graphs by hand, one for each size in one pool: copy each tensor into a static one, replay, and nothing else."""
+    """Graphs by hand, one for each size in one pool: copy each tensor into a static one, replay,
+    and nothing else.
+    """
     backend, model = bench.runner.backend, bench.runner.model
     pool, captured = backend.new_pool(), dict[int, tuple[Any, dict[str, Tensor], Any]]()
     with backend.session():
@@ -181,7 +217,8 @@ def bare(bench: Comparison, way: Way) -> None:
             except CgplanError:
                 raise
             except Exception as error:  # torch's own, which may name no operator
-                found = look(lambda: batch.run(model, static), PutBack(Fingerprint.of({}, backend.device), 0))  # noqa: B023
+                kept = PutBack(Fingerprint.of({}, backend.device), 0)
+                found = look(partial(batch.run, model, static), kept)
                 raise found.host_sync or error from None
             way.undo.callback(backend.reset, graph)
             captured[batch.size] = graph, static, output
@@ -203,7 +240,9 @@ def bare(bench: Comparison, way: Way) -> None:
 
 
 def make_graphed_callables(bench: Comparison, way: Way) -> None:
-    """``torch.cuda.make_graphed_callables``: one for each size in one pool, without gradients, torch's own warm-ups."""
+    """``torch.cuda.make_graphed_callables``: one for each size in one pool, without gradients,
+    torch's own warm-ups.
+    """
     graphed, pool = dict[int, Callable[..., Any]](), torch.cuda.graph_pool_handle()
     way.undo.callback(graphed.clear)
     for batch in sorted(bench.batches, key=lambda b: -b.size):
@@ -223,17 +262,22 @@ def make_graphed_callables(bench: Comparison, way: Way) -> None:
 
 
 def reduce_overhead(bench: Comparison, way: Way) -> None:
-    """``torch.compile(mode="reduce-overhead", dynamic=False)``, with a step marked before each call.
+    """``torch.compile(mode="reduce-overhead", dynamic=False)``, with a step marked before each
+    call.
 
-    Each size is compiled from an empty cache. Tensors that the model holds are marked static, as parameters are:
-    torch leaves out graphs that write into other tensors.
+    Each size is compiled from an empty cache. Tensors that the model holds are marked static, as
+    parameters are: torch leaves out graphs that write into other tensors.
     """
     from torch._inductor.cudagraph_trees import reset_cudagraph_trees
     from torch._inductor.utils import fresh_inductor_cache
 
     model, device = bench.runner.model, bench.runner.backend.device
     for tensor in Fingerprint.of({"model": model}, device).tensors:
-        if tensor.device == device and not hasattr(tensor, _STATIC) and not isinstance(tensor, torch.nn.Parameter):
+        if (
+            tensor.device == device
+            and not hasattr(tensor, _STATIC)
+            and not isinstance(tensor, torch.nn.Parameter)
+        ):
             torch._dynamo.mark_static_address(tensor, guard=False)
             way.undo.callback(delattr, tensor, _STATIC)
 
@@ -250,11 +294,16 @@ def reduce_overhead(bench: Comparison, way: Way) -> None:
         return run
 
     counters = torch._dynamo.utils.counters["inductor"]
-    before, limits = counters["cudagraph_skips"], {"recompile_limit": 1024, "fail_on_recompile_limit_hit": True}
+    before, limits = (
+        counters["cudagraph_skips"],
+        {"recompile_limit": 1024, "fail_on_recompile_limit_hit": True},
+    )
     with torch._dynamo.config.patch(limits), fresh_inductor_cache():
         bench.first_calls(way, call_of, 2)  # the first compiles and warms up, the second records
     if skipped := counters["cudagraph_skips"] - before:
-        way.note = f"torch left out {skipped} graphs and ran them eagerly; TORCH_LOGS=perf_hints says why"
+        way.note = (
+            f"torch left out {skipped} graphs and ran them eagerly; TORCH_LOGS=perf_hints says why"
+        )
 
 
 # Each prepares all sizes, calls each once, and pushes on ``way.undo`` what gives the memory back.
@@ -277,10 +326,11 @@ def bench_baselines(
 ) -> BaselinesRecord:
     """Measure a runner and other ways to run its model, on the same tensors.
 
-    The runner is closed and captured again, twice: first each way is prepared with nothing else ready, which gives its
-    costs; then all are ready at once and take turns, so that a slow moment of the machine hits all alike. Outputs and
-    views that the runner handed out before are no longer valid. A way that fails is a record with the reason. Other
-    graphs of the process should be closed before, see Note [Graphs of several baselines in one process].
+    The runner is closed and captured again, twice: first each way is prepared with nothing else
+    ready, which gives its costs; then all are ready at once and take turns, so that a slow moment
+    of the machine hits all alike. Outputs and views that the runner handed out before are no longer
+    valid. A way that fails is a record with the reason. Other graphs of the process should be
+    closed before, see Note [Graphs of several baselines in one process].
 
     Args:
         runner: It is open again afterwards, unless its capture failed.
@@ -327,16 +377,20 @@ def bench_baselines(
         capture_seconds=bench.captured.session_seconds if bench.captured else None,
         keys=len(bench.captured.records) if bench.captured else 0,
         ways=tuple(w.record for w in ways),
-        records=tuple(w.results[batch.size] for batch in batches for w in ways if w.record.failure is None),
+        records=tuple(
+            w.results[batch.size] for batch in batches for w in ways if w.record.failure is None
+        ),
     )
 
 
 class Comparison:
-    """A runner, some batches, and the results of the model's own code on them, see Note [Comparing results].
+    """A runner, some batches, and the results of the model's own code on them, see Note [Comparing
+    results].
 
     Args:
         runner: Knows the model and the device.
-        batches: Are run here, four times each; afterwards they and the model's state are as they were.
+        batches: Are run here, four times each; afterwards they and the model's state are as they
+            were.
         seed: Of compared calls.
         repeats: Timed calls in a turn.
 
@@ -346,9 +400,13 @@ class Comparison:
 
     captured: CaptureReport | None = None
 
-    def __init__(self, runner: GraphRunner, batches: Sequence[BenchBatch], seed: int = 0, repeats: int = 1) -> None:
+    def __init__(
+        self, runner: GraphRunner, batches: Sequence[BenchBatch], seed: int = 0, repeats: int = 1
+    ) -> None:
         self.runner, self.batches, self.repeats, self._seed = runner, batches, repeats, seed
-        self._inputs = [(tensor, tensor.clone()) for batch in batches for tensor in batch.tensors.values()]
+        self._inputs = [
+            (tensor, tensor.clone()) for batch in batches for tensor in batch.tensors.values()
+        ]
         limit = (runner.backend.memory().free or 4 << 30) // 4
         self._state = PutBack(Fingerprint.of({"model": runner.model}, runner.backend.device), limit)
         self._generators = self._state.before.generators
@@ -395,8 +453,11 @@ class Comparison:
         """Seconds and memory with nothing else ready."""
         name, backend = way.record.name, self.runner.backend
         if name in ("make_graphed_callables", "reduce-overhead") and backend.device.type != "cuda":
-            raise BackendError(f"it needs CUDA, and this is {backend.name}", remedy="Run it on a GPU.")
-        if name == "make_graphed_callables":  # a capture that fails in it leaves torch's allocator unusable
+            raise BackendError(
+                f"it needs CUDA, and this is {backend.name}", remedy="Run it on a GPU."
+            )
+        # a capture that fails in it leaves torch's allocator unusable
+        if name == "make_graphed_callables":
             trial = Way(WayRecord(name="bare"))
             try:
                 bare(self, trial)
@@ -416,7 +477,9 @@ class Comparison:
             call()
         queued, _ = backend.time_calls(call, self.repeats, queued=True)
         latency, host = backend.time_calls(call, self.repeats)
-        for kept, more in zip(way.times.setdefault(size, ([], [], [])), (queued, latency, host), strict=True):
+        for kept, more in zip(
+            way.times.setdefault(size, ([], [], [])), (queued, latency, host), strict=True
+        ):
             kept.extend(more)
 
     def compare(self, way: Way) -> None:
@@ -443,7 +506,10 @@ class Comparison:
             self.restore()
         if found is None:
             return None, _UNLIKE
-        is_alike = self.runner.config.compilation.compiler == "eager" and size in self.runner.wanted.capture_sizes
+        is_alike = (
+            self.runner.config.compilation.compiler == "eager"
+            and size in self.runner.wanted.capture_sizes
+        )
         redraws = way.stays_ready or (way.record.name == OURS and not is_alike)
         return (None, _REDRAWN) if found and redraws and size in self._draws else (found, None)
 
@@ -456,12 +522,18 @@ class Comparison:
 
 
 def used_bytes(backend: GraphBackend) -> int:
-    """Device memory that is taken, once caches are given back; on the tape, what pools have reserved."""
+    """Device memory that is taken, once caches are given back; on the tape, what pools have
+    reserved.
+    """
     backend.synchronize()
     gc.collect()
     backend.release_cached()
     now = backend.memory()
-    return now.reserved if now.free is None or not backend.supports("driver_bytes") else now.total - now.free
+    return (
+        now.reserved
+        if now.free is None or not backend.supports("driver_bytes")
+        else now.total - now.free
+    )
 
 
 def timing(values: Sequence[float]) -> Timing:

@@ -25,16 +25,19 @@ def bench(
     against: Sequence[str] = (),
     seed: int | None = None,
 ) -> BenchReport:
-    """Measure the sizes of ``config.report`` (absent: every size that is or may be captured) on example batches.
+    """Measure the sizes of ``config.report`` (absent: every size that is or may be captured) on
+    example batches.
 
-    Uniform decode batches are measured where a batch of that size can be one. Mixed batches are measured elsewhere,
-    and beside them where the plan has other graphs for those: so that the planner learns of both.
+    Uniform decode batches are measured where a batch of that size can be one. Mixed batches are
+    measured elsewhere, and beside them where the plan has other graphs for those: so that the
+    planner learns of both.
 
     Args:
         runner: Its stats count these calls, too.
         progress: Called with (done, total, name of the step) before each step.
-        against: Other ways to run the model that are measured beside it, see bench_baselines, which captures the runner
-            again: ``eager``, ``bare``, ``make_graphed_callables``, ``reduce-overhead``.
+        against: Other ways to run the model that are measured beside it, see bench_baselines, which
+            captures the runner again: ``eager``, ``bare``, ``make_graphed_callables``,
+            ``reduce-overhead``.
         seed: Of the random order in which they take turns; drawn if absent.
 
     Raises:
@@ -46,7 +49,9 @@ def bench(
     if asked := runner.config.report.sizes:
         boxes = {(size, *rest) for size in asked for _, *rest in boxes or {(0,)}}
     if against and len(runner.config.dim_names) > 1:
-        raise ConfigError("bench compares with other ways where rows alone vary", remedy="Leave --against out.")
+        raise ConfigError(
+            "bench compares with other ways where rows alone vary", remedy="Leave --against out."
+        )
     records, first = list[BenchRecord](), list[BenchBatch]()
     for index, (size, *sizes) in enumerate(sorted(boxes)):
         if progress:
@@ -64,33 +69,46 @@ def bench(
         capture=report,
         repeats=runner.config.report.repeats,
         records=tuple(records),
-        peers=bench_baselines(runner, first, against, seed=seed, progress=progress) if against else None,
+        peers=bench_baselines(runner, first, against, seed=seed, progress=progress)
+        if against
+        else None,
     )
 
 
 def examples(runner: GraphRunner, size: int, sizes: tuple[int, ...] = ()) -> list[BenchBatch]:
-    """Batches of a size, as uniform decode, as a mixed batch, or as both; with all adapters active. ``sizes``: in the
-    other named dimensions.
+    """Batches of a size, as uniform decode, as a mixed batch, or as both; with all adapters active.
+    ``sizes``: in the other named dimensions.
     """
     plan, config = runner.plan, runner.config
-    loras, dispatch = config.lora.max_loras if config.lora else 0, CudagraphDispatcher(runner.wanted).dispatch
+    loras, dispatch = (
+        config.lora.max_loras if config.lora else 0,
+        CudagraphDispatcher(runner.wanted).dispatch,
+    )
     as_mixed = dispatch(size, False, loras, sizes=sizes)
     kinds: tuple[bool, ...] = (False,)
     if size % plan.query_len == 0 and size <= plan.query_len * plan.max_num_seqs:
-        has_more = as_mixed[0] is CUDAGraphMode.PIECEWISE and as_mixed != dispatch(size, True, loras, sizes=sizes)
+        has_more = as_mixed[0] is CUDAGraphMode.PIECEWISE and as_mixed != dispatch(
+            size, True, loras, sizes=sizes
+        )
         kinds = (True, False) if has_more else (True,)
     batches = []
     for uniform in kinds:
         reqs = size // plan.query_len if uniform else min(size, plan.max_num_seqs)
         tensors = example_batch(config.tensors_at(sizes), size, reqs, runner.backend.device)
         options: dict[str, Any] = {"uniform_decode": uniform, "num_active_loras": loras}
-        inputs, metadata = ({name: tensors[name] for name in names} for names in (config.inputs, config.metadata))
-        batches.append(BenchBatch(size, inputs, metadata, options, runner.route(tensors, **options).unpadded))
+        inputs, metadata = (
+            {name: tensors[name] for name in names} for names in (config.inputs, config.metadata)
+        )
+        batches.append(
+            BenchBatch(size, inputs, metadata, options, runner.route(tensors, **options).unpadded)
+        )
     return batches
 
 
 def call_examples(runner: GraphRunner, times: int = 3) -> None:
-    """Call the runner with example batches of each size that is or may be captured, for its trace."""
+    """Call the runner with example batches of each size that is or may be captured, for its
+    trace.
+    """
     with runner.trace():
         for size, *sizes in sorted({descriptor.box for _, descriptor in runner.wanted.keys}):
             for batch in examples(runner, size, tuple(sizes)):
@@ -129,7 +147,9 @@ def _measure(runner: GraphRunner, batch: BenchBatch) -> BenchRecord:
     )
 
 
-def _time(runner: GraphRunner, call: Callable[[], object], *, queued: bool = False) -> tuple[Timing, Timing]:
+def _time(
+    runner: GraphRunner, call: Callable[[], object], *, queued: bool = False
+) -> tuple[Timing, Timing]:
     with torch.no_grad():
         for _ in range(runner.config.report.warmups):
             call()

@@ -1,11 +1,13 @@
 """Costs of graphs, calibrated on the device: a few keys are captured, measured and freed again.
 
 Note [Chunks]
-    The driver takes memory for graphs in chunks, so that one graph shows nothing, or a whole chunk. A key is captured
-    again and again, all its graphs alive, until that has happened several times. Between two readings that lie ``n``
-    nodes and ``b`` bytes apart, a node takes more than ``(b - chunk) / n`` and less than ``(b + chunk) / n`` bytes;
-    each pair of readings narrows it down. Readings before the first chunk do not count: graphs that were freed before
-    may have left room in older ones. Where few chunks were taken, another GPU's figure decides between the bounds.
+    The driver takes memory for graphs in chunks, so that one graph shows nothing, or a whole chunk.
+    A key is captured again and again, all its graphs alive, until that has happened several times.
+    Between two readings that lie ``n`` nodes and ``b`` bytes apart, a node takes more than
+    ``(b - chunk) / n`` and less than ``(b + chunk) / n`` bytes; each pair of readings narrows it
+    down. Readings before the first chunk do not count: graphs that were freed before may have left
+    room in older ones. Where few chunks were taken, another GPU's figure decides between the
+    bounds.
 """
 
 from __future__ import annotations
@@ -36,12 +38,16 @@ FEWEST_CAPTURES = 16
 MOST_CAPTURES = 48
 
 
-def calibrate(config: Config, model: Callable[..., Any], backend: GraphBackend, plan: Plan) -> MeasuredCosts:
-    """Capture the representative keys of a plan in throwaway pools, measure them, and free everything again.
+def calibrate(
+    config: Config, model: Callable[..., Any], backend: GraphBackend, plan: Plan
+) -> MeasuredCosts:
+    """Capture the representative keys of a plan in throwaway pools, measure them, and free
+    everything again.
 
-    Each key is captured twice by itself, which tells the time that the first capture of a process spends once (traces,
-    loaded kernels). Loaded kernels stay, and the libraries' workspaces for the capture stream: the graphs of a later
-    session with the same backend use them, and its report does not count them again.
+    Each key is captured twice by itself, which tells the time that the first capture of a process
+    spends once (traces, loaded kernels). Loaded kernels stay, and the libraries' workspaces for the
+    capture stream: the graphs of a later session with the same backend use them, and its report
+    does not count them again.
 
     Args:
         config: Inputs, metadata and how to capture. Its budget plays no part.
@@ -65,7 +71,12 @@ def calibrate(config: Config, model: Callable[..., Any], backend: GraphBackend, 
                 first = captured.seconds
                 graphed.drop_all()
                 if backend.supports("driver_bytes"):
-                    outside = backend.memory().reserved - reserved - graphed.buffers.nbytes - graphed.copied_bytes
+                    outside = (
+                        backend.memory().reserved
+                        - reserved
+                        - graphed.buffers.nbytes
+                        - graphed.copied_bytes
+                    )
                     workspace = max(workspace, outside)
                 captured = graphed.capture_key(key)
                 seconds[key] = captured.seconds
@@ -85,28 +96,39 @@ def calibrate(config: Config, model: Callable[..., Any], backend: GraphBackend, 
         graphed.free()
     environment = describe_environment(backend, plan.config_hash)
     return MeasuredCosts(
-        [MeasuredKey(m, d.num_active_loras, d.elements, rates[m] * (nodes[m, d] or 1), seconds[m, d]) for m, d in keys],
+        [
+            MeasuredKey(
+                m, d.num_active_loras, d.elements, rates[m] * (nodes[m, d] or 1), seconds[m, d]
+            )
+            for m, d in keys
+        ],
         {mode: sorted(sizes.items()) for mode, sizes in pools.items()},
         config,
-        source=f"measured on {environment.device}, {environment.date}: {len(keys)} keys, captured and freed",
+        source=f"measured on {environment.device}, {environment.date}: {len(keys)} keys, captured "
+        "and freed",
         workspace_bytes=workspace,
         once_seconds=once,
     )
 
 
 def _driver_rates(graphed: ModelGraphs, keys: Sequence[Key]) -> dict[CUDAGraphMode, float]:
-    """For each mode the driver memory of a node, or of a key where nodes are not counted; 0 without a driver."""
+    """For each mode the driver memory of a node, or of a key where nodes are not counted; 0 without
+    a driver.
+    """
     backend, scope, held = graphed.backend, graphed.scope, list[CUDAGraphEntry]()
     rates = {mode: 0.0 for mode, _ in keys}
     if not backend.supports("driver_bytes"):
         return rates
     try:
-        # The graphs of one mode stay alive while the next is measured: memory that the driver got back would hide it.
+        # The graphs of one mode stay alive while the next is measured: memory that the driver got
+        # back would hide it.
         for mode in rates:
             key = min((k for k in keys if k[0] is mode), key=lambda k: k[1].elements)
             readings = list[tuple[int, int]]()
             nodes = nbytes = chunks = since = 0
-            while len(readings) < MOST_CAPTURES and (chunks < FEWEST_CHUNKS or since < FEWEST_CAPTURES):
+            while len(readings) < MOST_CAPTURES and (
+                chunks < FEWEST_CHUNKS or since < FEWEST_CAPTURES
+            ):
                 # Wrappers capture a key again for another scope; the pool is the same.
                 graphed.scope = CaptureScope(scope.pool, backend, address_check=scope.address_check)
                 captured = graphed.capture_key(key)
@@ -129,12 +151,16 @@ def bytes_per_node(readings: Sequence[tuple[int, int]]) -> float:
     """Driver memory of a node, see Note [Chunks].
 
     Args:
-        readings: (nodes captured so far, bytes that the driver has taken since), one for each graph or more.
+        readings: (nodes captured so far, bytes that the driver has taken since), one for each graph
+            or more.
     """
     points = [reading for reading in readings if reading[1]]  # (bytes never shrink)
     if not points:
         return 0.0
-    growths = [points[0][1], *(after - before for (_, before), (_, after) in pairwise(points) if after > before)]
+    growths = [
+        points[0][1],
+        *(after - before for (_, before), (_, after) in pairwise(points) if after > before),
+    ]
     chunk = math.gcd(*growths)
     pairs = [(n2 - n1, b2 - b1) for (n1, b1), (n2, b2) in combinations(points, 2)]
     least = max([0.0, *((nbytes - chunk) / nodes for nodes, nbytes in pairs)])

@@ -1,4 +1,6 @@
-"""Costs of graphs without a GPU: a few keys run on fake tensors, and the memory that their forwards take is logged."""
+"""Costs of graphs without a GPU: a few keys run on fake tensors, and the memory that their forwards
+take is logged.
+"""
 
 from __future__ import annotations
 
@@ -58,44 +60,53 @@ _NEEDS_VALUES = (
 
 
 def estimate(config: Config, model: Function, plan: Plan) -> EstimatedCosts:
-    """Run the representative keys of a plan, two or three of each mode, on fake tensors, and log their allocations.
+    """Run the representative keys of a plan, two or three of each mode, on fake tensors, and log
+    their allocations.
 
-    Other sizes follow from the logged ones: a forward's allocations are affine in the number of its rows. Not seen are
-    temporaries inside operators that are not written in Python.
+    Other sizes follow from the logged ones: a forward's allocations are affine in the number of its
+    rows. Not seen are temporaries inside operators that are not written in Python.
 
     Args:
-        config: Inputs, metadata and how to capture. With ``compiler: inductor`` the operators are logged as traced.
-        model: The model, on the CPU, or built inside a block of ``fake_tensors``, in which this is called then. Real
-            weights stay as they are; a tensor that the forward keeps in the model is a fake one afterwards.
+        config: Inputs, metadata and how to capture. With ``compiler: inductor`` the operators are
+            logged as traced.
+        model: The model, on the CPU, or built inside a block of ``fake_tensors``, in which this is
+            called then. Real weights stay as they are; a tensor that the forward keeps in the model
+            is a fake one afterwards.
         plan: Which keys there are.
 
     Raises:
-        CaptureError, ModelError: the model fails, or needs values of tensors, which fake ones do not have.
+        CaptureError, ModelError: the model fails, or needs values of tensors, which fake ones do
+            not have.
     """
     note = ""
     if config.compilation.compiler == "inductor":
         note = "recorded without inductor, which fuses operators and so needs less"
     with gc_paused(), detect_fake_mode() or fake_tensors() as fake, torch.no_grad():
         keys = representative_keys(plan.keys, plan.max_num_seqs)
-        return EstimatedCosts([_recorded(config, model, plan, key, fake) for key in keys], config, note)
+        return EstimatedCosts(
+            [_recorded(config, model, plan, key, fake) for key in keys], config, note
+        )
 
 
 @contextmanager
 def fake_tensors() -> Iterator[FakeTensorMode]:
     """A block in which tensors have no memory and no values; real ones may be mixed with them."""
-    # Module.to exchanges fake parameters, but for those with weak references, which torch itself keeps of them.
+    # Module.to exchanges fake parameters, but for those with weak references, which torch itself
+    # keeps of them.
     unseen = SimpleNamespace(getweakrefs=lambda _: ())
     with warnings.catch_warnings(), replaced(torch.utils, weakref=unseen):
-        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # Module.to does
+        # Module.to does
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         with FakeTensorMode(allow_non_fake_inputs=True) as fake:
             yield fake
 
 
 class AllocationLog(TorchDispatchMode):
-    """Logs the memory that a forward takes, as a graph pool would see it, and stands in for a breakable capture.
+    """Logs the memory that a forward takes, as a graph pool would see it, and stands in for a
+    breakable capture.
 
-    A block is given back when the last tensor on its storage goes. Of an eager piece only the results are logged: they
-    get slots in the pool.
+    A block is given back when the last tensor on its storage goes. Of an eager piece only the
+    results are logged: they get slots in the pool.
     """
 
     def __init__(self, fake: FakeTensorMode, *, refuses: bool = True) -> None:
@@ -109,21 +120,35 @@ class AllocationLog(TorchDispatchMode):
         self._inside = ""
         self._numbers = itertools.count()
 
-    def run(self, route: str, model: Function, inputs: dict[str, Any], splitting_ops: Sequence[str] | None) -> None:
+    def run(
+        self,
+        route: str,
+        model: Function,
+        inputs: dict[str, Any],
+        splitting_ops: Sequence[str] | None,
+    ) -> None:
         """Log a forward: ``full``, or with the eager pieces of a route of PIECEWISE graphs."""
         wrappers = list[CUDAGraphWrapper]()
         if route == "wrappers":
             holders = model.modules() if isinstance(model, torch.nn.Module) else [model]
-            values = [value for holder in holders for value in getattr(holder, "__dict__", {}).values()]
+            values = [
+                value for holder in holders for value in getattr(holder, "__dict__", {}).values()
+            ]
             found = [value for value in values if isinstance(value, CUDAGraphWrapper)]
-            wrappers = [wrapper for wrapper in found if wrapper.runtime_mode is CUDAGraphMode.PIECEWISE]
+            wrappers = [
+                wrapper for wrapper in found if wrapper.runtime_mode is CUDAGraphMode.PIECEWISE
+            ]
 
         def split_backend(graph: torch.fx.GraphModule, _: Any) -> Function:
             split, pieces = split_graph(graph, splitting_ops)
             for name in (piece.name for piece in pieces if piece.eager):
                 piece = getattr(split, name)
                 delattr(split, name)  # a submodule's name takes no function
-                setattr(split, name, lambda *args, name=name, piece=piece: self.add_named(name, piece, args, {}))
+                setattr(
+                    split,
+                    name,
+                    lambda *args, name=name, piece=piece: self.add_named(name, piece, args, {}),
+                )
 
             def run(*args: Any) -> Any:
                 with self:
@@ -157,13 +182,17 @@ class AllocationLog(TorchDispatchMode):
         self._take(output, _storages((args, kwargs)))
         return output
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         if func.namespace == "prim":  # questions after a device, say
             return func(*args, **kwargs)
         if implemented_in_python(func, "CPU"):
             with replaced(self, _inside=self._inside or func._schema.name), self:
-                return func.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **kwargs)
+                return func.redispatch(
+                    torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **kwargs
+                )
         if is_composite(func, "CPU"):  # in inference mode these come whole
             with self:
                 return func.decompose(*args, **kwargs)
@@ -172,13 +201,16 @@ class AllocationLog(TorchDispatchMode):
         if self._refuses:
             refuse_host(func, args, kwargs, self.refusals)
         args, kwargs = tree_map_only(torch.Tensor, self._faked, (args, kwargs))
-        is_constant = func is torch.ops.aten.lift_fresh.default  # a graph copies constants of Python code
+        # a graph copies constants of Python code
+        is_constant = func is torch.ops.aten.lift_fresh.default
         given = set() if is_constant else _storages((args, kwargs))
         output = func(*args, **kwargs)
         is_fresh = self._take(output, given)
         writes = func._schema.is_mutable and torch.Tag.inplace_view not in func.tags
         is_view = not is_fresh and not writes and bool(tensors_in(output))
-        self.operators += not is_view and func._schema.name.removeprefix("aten::") not in ALLOCATIONS
+        self.operators += (
+            not is_view and func._schema.name.removeprefix("aten::") not in ALLOCATIONS
+        )
         return output
 
     def _faked(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -203,34 +235,44 @@ def _storages(tree: Any) -> set[int]:
     return {tensor.untyped_storage()._cdata for tensor in tensors_in(tree)}
 
 
-def _recorded(config: Config, model: Function, plan: Plan, key: Key, fake: FakeTensorMode) -> Recording:
+def _recorded(
+    config: Config, model: Function, plan: Plan, key: Key, fake: FakeTensorMode
+) -> Recording:
     mode, descriptor = key
     tokens, compilation, device = descriptor.num_tokens, config.compilation, torch.device("cpu")
     reqs = min(tokens, plan.max_num_seqs) if descriptor.num_reqs is None else descriptor.num_reqs
     tensors = example_batch(config.tensors_at(descriptor.sizes), tokens, reqs, device)
-    inputs, metadata = ({name: tensors[name] for name in names} for names in (config.inputs, config.metadata))
+    inputs, metadata = (
+        {name: tensors[name] for name in names} for names in (config.inputs, config.metadata)
+    )
     route = compilation.piecewise if mode is CUDAGraphMode.PIECEWISE else "full"
     with ExitStack() as stack:
         try:
             if route == "modules" or (route == "auto" and compilation.splitting_modules):
-                breaks = Breaks(model, compilation.splitting_modules, compilation.splitting_ops or (), "cpu")
+                breaks = Breaks(
+                    model, compilation.splitting_modules, compilation.splitting_ops or (), "cpu"
+                )
                 route, model = "modules", partial(breaks.forward, model)
             context = stack.enter_context(forward_context(CUDAGraphMode.NONE, descriptor, metadata))
             first = AllocationLog(fake, refuses=route == "full")
             with first, standing_in(first):
                 model(**inputs)  # tensors that a model makes on first use do not lie in the pool
             if route == "auto":
-                route = "modules" if compilation.splitting_ops is None and first.eager_pieces else "ops"
+                route = (
+                    "modules" if compilation.splitting_ops is None and first.eager_pieces else "ops"
+                )
             context.derived = {}
             log = AllocationLog(fake)
             log.run(route, model, inputs, compilation.splitting_ops)
         except Exception as error:
-            cause, batch = getattr(error, "inner_exception", error), f"{mode} {descriptor}"  # (of a compile backend)
+            # (of a compile backend)
+            cause, batch = getattr(error, "inner_exception", error), f"{mode} {descriptor}"
             if isinstance(cause, _NEEDS_VALUES):
                 raise CaptureError(
                     f"an estimate of {batch} runs the model without values of tensors, at "
                     f"{blamed_line(error.__traceback__)}: {type(cause).__name__}: {cause}",
-                    remedy="Give a custom operator a fake kernel with torch.library.register_fake. Where the model "
+                    remedy="Give a custom operator a fake kernel with "
+                    "torch.library.register_fake. Where the model "
                     "reads values on the host, use --costs measure.",
                 ) from error
             failure = explain_eager_failure(cause, batch)

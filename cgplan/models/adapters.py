@@ -1,8 +1,8 @@
 """LoRA adapters by name: which fixed slot holds which, and the metadata of a batch.
 
-Captured graphs read the slots' memory, which never moves. Loading, replacing or removing an adapter copies into a slot
-on the current stream, as the replays run: those queued before see the old weights, those queued after the new ones, and
-nothing is captured again.
+Captured graphs read the slots' memory, which never moves. Loading, replacing or removing an adapter
+copies into a slot on the current stream, as the replays run: those queued before see the old
+weights, those queued after the new ones, and nothing is captured again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ class HasSlots(Protocol):
     def max_loras(self) -> int: ...
 
     def load_lora(self, slot: int, state: Tensors) -> None:
-        """Copy an adapter into a slot, in place, or raise ModelError and leave the slot as it was."""
+        """Copy an adapter into a slot, in place, or raise ModelError and leave the slot as it
+        was.
+        """
 
     def remove_lora(self, slot: int) -> None:
         """Zero a slot, in place."""
@@ -47,12 +49,14 @@ class AdapterBatch(NamedTuple):
 class Adapters:
     """Names for the adapter slots of a model, which hold the weights.
 
-    Remove or replace an adapter only when no running request needs it: the next replay silently computes such a request
-    with the new weights, or without an adapter. A new adapter may get the slot at once.
+    Remove or replace an adapter only when no running request needs it: the next replay silently
+    computes such a request with the new weights, or without an adapter. A new adapter may get the
+    slot at once.
 
     Args:
         model: This object manages all its slots, and takes them for empty. The caller owns it.
-        max_active: Distinct adapters in one batch at most, as ``lora.max_loras`` says; absent: as many as slots.
+        max_active: Distinct adapters in one batch at most, as ``lora.max_loras`` says; absent: as
+            many as slots.
 
     Raises:
         ModelError: the model has no slots, or ``max_active`` is not between 1 and their number.
@@ -61,7 +65,9 @@ class Adapters:
     def __init__(self, model: HasSlots, max_active: int | None = None) -> None:
         slots = getattr(model, "max_loras", 0)
         if slots < 1:
-            raise ModelError("the model has no adapter slots", remedy="Build it with max_loras above 0.")
+            raise ModelError(
+                "the model has no adapter slots", remedy="Build it with max_loras above 0."
+            )
         if max_active is not None and not 1 <= max_active <= slots:
             raise ModelError(
                 f"{max_active} adapters in a batch, and the model has {slots} slots",
@@ -77,12 +83,12 @@ class Adapters:
         return dict(self._slots)
 
     def load(self, name: str, weights: Tensors, slot: int | None = None) -> int:
-        """Copy a new adapter into a slot and return the slot; absent: the first free one. ``weights`` are as
-        ``Decoder.load_lora`` takes them, on any device.
+        """Copy a new adapter into a slot and return the slot; absent: the first free one.
+        ``weights`` are as ``Decoder.load_lora`` takes them, on any device.
 
         Raises:
-            ModelError: the name or the slot is in use or not there, no slot is free, or the weights do not fit.
-                Nothing changed.
+            ModelError: the name or the slot is in use or not there, no slot is free, or the weights
+                do not fit. Nothing changed.
         """
         if name in self._slots:
             raise ModelError(
@@ -91,23 +97,27 @@ class Adapters:
             )
         holders = {place: held for held, place in self._slots.items()}
         if slot is None:
-            slot = next((free for free in range(self._model.max_loras) if free not in holders), None)
+            slot = next(
+                (free for free in range(self._model.max_loras) if free not in holders), None
+            )
         if slot is None:
             raise ModelError(
                 f"all {self._model.max_loras} adapter slots are taken, by {', '.join(self._slots)}",
-                remedy="Remove one that no request needs, or build the model with a larger max_loras.",
+                remedy="Remove one that no request needs, or build the model with a larger "
+                "max_loras.",
             )
         if slot in holders:
             raise ModelError(
-                f"slot {slot} holds the adapter {holders[slot]!r}", remedy="Remove it first, or name no slot."
+                f"slot {slot} holds the adapter {holders[slot]!r}",
+                remedy="Remove it first, or name no slot.",
             )
         self._copy(slot, weights)
         self._slots[name] = slot
         return slot
 
     def replace(self, name: str, weights: Tensors) -> int:
-        """Copy other weights into an adapter's slot and return it. Raises InputError for an unknown name, and
-        ModelError, with the old weights in place, where the new ones do not fit.
+        """Copy other weights into an adapter's slot and return it. Raises InputError for an unknown
+        name, and ModelError, with the old weights in place, where the new ones do not fit.
         """
         slot = self._slot(name)
         self._copy(slot, weights)
@@ -119,7 +129,10 @@ class Adapters:
         del self._slots[name]
 
     def batch(
-        self, names: Sequence[str | None], query_lens: Sequence[int], device: torch.device | str = "cpu"
+        self,
+        names: Sequence[str | None],
+        query_lens: Sequence[int],
+        device: torch.device | str = "cpu",
     ) -> AdapterBatch:
         """The metadata of a batch of requests.
 
@@ -129,7 +142,8 @@ class Adapters:
             device: Where ``lora_ids`` is made.
 
         Raises:
-            InputError: an unknown name, more distinct adapters than ``max_active``, or lists of different lengths.
+            InputError: an unknown name, more distinct adapters than ``max_active``, or lists of
+                different lengths.
         """
         if len(names) != len(query_lens):
             raise InputError(
@@ -157,5 +171,7 @@ class Adapters:
     def _slot(self, name: str) -> int:
         if name not in self._slots:
             loaded = f"Loaded are {', '.join(self._slots) or 'none'}."
-            raise InputError(f"no adapter {name!r} is loaded", remedy=did_you_mean(name, self._slots) + loaded)
+            raise InputError(
+                f"no adapter {name!r} is loaded", remedy=did_you_mean(name, self._slots) + loaded
+            )
         return self._slots[name]

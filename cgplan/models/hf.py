@@ -1,6 +1,8 @@
-"""Any causal language model of transformers, from its config alone, as a model that decodes one token per row.
+"""Any causal language model of transformers, from its config alone, as a model that decodes one
+token per row.
 
-This module needs the extra ``transformers``; `cgplan.models.loading` imports it only for that target.
+This module needs the extra ``transformers``; `cgplan.models.loading` imports it only for that
+target.
 """
 
 from __future__ import annotations
@@ -31,9 +33,10 @@ _ATTENTION_TYPES = ("full_attention", "sliding_attention")
 class _RowLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """KV cache of one layer: one row per request, each row at its own position.
 
-    transformers' static layer keeps one length for all rows, so it cannot hold requests of different
-    lengths. This one takes the rows' positions from ``slots``, which the adapter sets before each forward.
-    Keys and values are [max_rows, heads, max_len + 1, size]; padding rows write to the last place.
+    transformers' static layer keeps one length for all rows, so it cannot hold requests of
+    different lengths. This one takes the rows' positions from ``slots``, which the adapter sets
+    before each forward. Keys and values are [max_rows, heads, max_len + 1, size]; padding rows
+    write to the last place.
     """
 
     is_compileable = True
@@ -44,19 +47,26 @@ class _RowLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.slots: Tensor | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate the rows. Heads and sizes are known only here: they differ between architectures."""
+        """Allocate the rows. Heads and sizes are known only here: they differ between
+        architectures.
+        """
         self.keys, self.values = (
             states.new_zeros(self.max_rows, states.shape[1], self.max_len + 1, states.shape[3])
             for states in (key_states, value_states)
         )
         self.is_initialized = True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
         """Write the new token of rows [0, num_tokens) and return these rows of the cache."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if self.slots is None:
-            raise InputError("the cache was used outside the adapter", remedy="Call the adapter, not its inner model.")
+            raise InputError(
+                "the cache was used outside the adapter",
+                remedy="Call the adapter, not its inner model.",
+            )
         keys, values = self.keys[: len(key_states)], self.values[: len(value_states)]  # type: ignore[index]
         for rows, states in ((keys, key_states), (values, value_states)):
             rows.scatter_(2, self.slots[:, None, None, None].expand_as(states), states)
@@ -75,10 +85,11 @@ class _RowLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
 
 class RowDecoder(nn.Module):
-    """A causal LM of transformers that decodes one token for each row, each row at its own position.
+    """A causal LM of transformers that decodes one token for each row, each row at its own
+    position.
 
-    Row i is request i. A prompt is fed one token per call. A new request takes a row over by starting at
-    position 0: a row never sees places behind its position.
+    Row i is request i. A prompt is fed one token per call. A new request takes a row over by
+    starting at position 0: a row never sees places behind its position.
 
     Attributes:
         model: The model of transformers.
@@ -91,30 +102,38 @@ class RowDecoder(nn.Module):
         self.max_batch_size, self.max_cache_len = max_batch_size, max_cache_len
         text = model.config.get_text_config(decoder=True)
         window, kinds = getattr(text, "sliding_window", None), getattr(text, "layer_types", None)
-        kinds = dict.fromkeys(kinds or ["full_attention" if window is None else "sliding_attention"])
-        own = {str(kind) for kind in getattr(text, "attention_layers", None) or ()}  # GPT-Neo's way of saying it
+        kinds = dict.fromkeys(
+            kinds or ["full_attention" if window is None else "sliding_attention"]
+        )
+        # GPT-Neo's way of saying it
+        own = {str(kind) for kind in getattr(text, "attention_layers", None) or ()}
         other = sorted((set(kinds) - set(_ATTENTION_TYPES)) | (own - {"global"}))
         if other or getattr(text, "attention_chunk_size", None) is not None:
             raise ModelError(
                 f"{text.model_type} has layers of kind {', '.join(other) or 'chunked_attention'}",
-                remedy=f"The transformers target runs layers of kind {' and '.join(_ATTENTION_TYPES)}.",
+                remedy="The transformers target runs layers of kind "
+                f"{' and '.join(_ATTENTION_TYPES)}.",
             )
         self._windows = {kind: window if kind == "sliding_attention" else None for kind in kinds}
         self._additive = model.config._attn_implementation == "eager"
-        self._layers = [_RowLayer(max_batch_size, max_cache_len) for _ in range(text.num_hidden_layers)]
+        self._layers = [
+            _RowLayer(max_batch_size, max_cache_len) for _ in range(text.num_hidden_layers)
+        ]
         self.cache = Cache(layers=list(self._layers))
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """One decode step.
 
         Args:
-            input_ids: [num_tokens] int64, the next token of rows 0, 1, ...; at most ``max_batch_size``.
-            positions: [num_tokens] int64, each token's position, below ``max_cache_len`` (the device
-                checks this, not the host); -1 marks a padding row, which leaves the cache as it is.
+            input_ids: [num_tokens] int64, the next token of rows 0, 1, ...; at most
+                ``max_batch_size``.
+            positions: [num_tokens] int64, each token's position, below ``max_cache_len`` (the
+                device checks this, not the host); -1 marks a padding row, which leaves the cache as
+                it is.
 
         Returns:
-            Logits [num_tokens, vocab_size] in the model's dtype; those of padding rows mean nothing. The
-            caller owns them.
+            Logits [num_tokens, vocab_size] in the model's dtype; those of padding rows mean
+            nothing. The caller owns them.
 
         Raises:
             InputError: There are more tokens than rows.
@@ -124,9 +143,11 @@ class RowDecoder(nn.Module):
                 f"{input_ids.shape[0]} tokens, but the cache has {self.max_batch_size} rows",
                 remedy="Raise model.kwargs.max_batch_size, or send fewer tokens.",
             )
-        # Padding rows write to the place after the last one. A position that is too large must not land there:
-        # one further on, the index is out of range and the device raises.
-        slots = torch.where(positions < 0, self.max_cache_len, positions + (positions >= self.max_cache_len))
+        # Padding rows write to the place after the last one. A position that is too large must not
+        # land there: one further on, the index is out of range and the device raises.
+        slots = torch.where(
+            positions < 0, self.max_cache_len, positions + (positions >= self.max_cache_len)
+        )
         for layer in self._layers:
             layer.slots = slots
         # A padding row sees place 0: a row that sees nothing would give NaN in some kernels.
@@ -143,7 +164,9 @@ class RowDecoder(nn.Module):
         return logits
 
     def _mask(self, places: Tensor, window: int | None) -> Tensor:
-        """[num_tokens, 1, 1, max_cache_len]: True (or 0.0) where a row sees a place of its cache."""
+        """[num_tokens, 1, 1, max_cache_len]: True (or 0.0) where a row sees a place of its
+        cache.
+        """
         keys = torch.arange(self.max_cache_len, device=places.device)
         seen = keys <= places[:, None]
         if window is not None:
@@ -155,13 +178,16 @@ class RowDecoder(nn.Module):
 
 
 def find_config(name: str) -> str:
-    """Path of the config.json in a folder, or of a model in Hugging Face's cache. Raises ModelError."""
+    """Path of the config.json in a folder, or of a model in Hugging Face's cache. Raises
+    ModelError.
+    """
     with suppress(OSError):
         if (found := cached_file(name, "config.json", local_files_only=True)) is not None:
             return str(found)
     raise ModelError(
         f"{name} is neither a target nor a Hugging Face model on this machine",
-        remedy="Write package.module:callable or path/to/file.py:callable, or name a folder with a config.json.",
+        remedy="Write package.module:callable or path/to/file.py:callable, or name a folder with "
+        "a config.json.",
     )
 
 
@@ -170,7 +196,8 @@ def read_config(config: Mapping[str, Any] | None, config_file: str | None) -> An
     if (config is None) == (config_file is None):
         raise ModelError(
             "the transformers target needs `config` or `config_file`, one of them",
-            remedy="Give model.kwargs.config (with model_type), or the path of a published config.json.",
+            remedy="Give model.kwargs.config (with model_type), or the path of a published "
+            "config.json.",
         )
     where = "model.kwargs.config"
     if config_file is not None:
@@ -183,18 +210,23 @@ def read_config(config: Mapping[str, Any] | None, config_file: str | None) -> An
                 f"{where} cannot be read: {error}", remedy="Give a config.json of transformers."
             ) from error
     if not isinstance(config, Mapping):
-        raise ModelError(f"{where} holds no mapping", remedy="Give the contents of a config.json of transformers.")
+        raise ModelError(
+            f"{where} holds no mapping",
+            remedy="Give the contents of a config.json of transformers.",
+        )
     kind = str(config.get("model_type"))
     if kind not in CONFIG_MAPPING:
         raise ModelError(
             f"{where} has model_type {kind!r}, which this transformers does not know",
-            remedy="Give model_type as in the model's published config.json, such as qwen3 or llama.",
+            remedy="Give model_type as in the model's published config.json, such as qwen3 or "
+            "llama.",
         )
     try:
         return CONFIG_MAPPING[kind].from_dict(dict(config))
     except Exception as error:
         raise ModelError(
-            f"{where} does not describe a {kind}: {error}", remedy="Compare it with a published config.json."
+            f"{where} does not describe a {kind}: {error}",
+            remedy="Compare it with a published config.json.",
         ) from error
 
 
@@ -220,12 +252,17 @@ def build(
         attn_implementation: ``sdpa`` or ``eager``; absent: sdpa where the architecture has it.
 
     Raises:
-        ModelError: The config is missing or unknown, or the architecture is not a causal LM with a KV cache.
+        ModelError: The config is missing or unknown, or the architecture is not a causal LM with a
+            KV cache.
     """
     if attn_implementation not in (None, "sdpa", "eager"):
-        raise ModelError(f"attn_implementation is {attn_implementation!r}", remedy="Choose sdpa or eager.")
+        raise ModelError(
+            f"attn_implementation is {attn_implementation!r}", remedy="Choose sdpa or eager."
+        )
     if max_cache_len < 1 or max_batch_size < 1:
-        raise ModelError("max_cache_len and max_batch_size must be above 0", remedy="Correct model.kwargs.")
+        raise ModelError(
+            "max_cache_len and max_batch_size must be above 0", remedy="Correct model.kwargs."
+        )
     values, device = read_config(config, config_file), torch.get_default_device()
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
@@ -235,17 +272,26 @@ def build(
             )
         except Exception as error:
             raise ModelError(
-                f"transformers builds no causal LM from {values.model_type}: {type(error).__name__}: {error}",
+                f"transformers builds no causal LM from {values.model_type}: "
+                f"{type(error).__name__}: {error}",
                 remedy="Choose the config of a decoder-only language model.",
             ) from error
-    decoder = RowDecoder(model.to(device).eval().requires_grad_(False), max_batch_size, max_cache_len)
+    decoder = RowDecoder(
+        model.to(device).eval().requires_grad_(False), max_batch_size, max_cache_len
+    )
     remedy = "Choose a language model whose layers are attention with a key-value cache."
     try:
-        with torch.no_grad():  # one padding row: every layer allocates its cache now, and not inside a capture
+        # one padding row: every layer allocates its cache now, and not inside a capture
+        with torch.no_grad():
             decoder(torch.zeros(1, dtype=torch.int64), torch.full((1,), -1))
     except Exception as error:
-        failed = f"{values.model_type} does not run on a key-value cache: {type(error).__name__}: {error}"
+        failed = (
+            f"{values.model_type} does not run on a key-value cache: {type(error).__name__}: "
+            f"{error}"
+        )
         raise ModelError(failed, remedy=remedy) from error
     if not any(layer.is_initialized for layer in decoder._layers):
-        raise ModelError(f"{values.model_type} does not use the key-value cache that it was given", remedy=remedy)
+        raise ModelError(
+            f"{values.model_type} does not use the key-value cache that it was given", remedy=remedy
+        )
     return decoder

@@ -1,4 +1,6 @@
-"""From ``model.target`` to a model: import it, call it on the device, and name the user's line if that fails."""
+"""From ``model.target`` to a model: import it, call it on the device, and name the user's line if
+that fails.
+"""
 
 from __future__ import annotations
 
@@ -53,22 +55,24 @@ def load_model(
 ) -> LoadedModel:
     """Import ``target``, call it with ``kwargs``, and put the result on the device.
 
-    The call runs under ``with torch.device(device)``, so tensors that it creates are made there. The
-    folder of a file target (or the current folder, for a module target) stays on ``sys.path``, so that the
-    model can import its neighbours, also later. Loading a file again runs it again, under a new module name.
+    The call runs under ``with torch.device(device)``, so tensors that it creates are made there.
+    The folder of a file target (or the current folder, for a module target) stays on ``sys.path``,
+    so that the model can import its neighbours, also later. Loading a file again runs it again,
+    under a new module name.
 
     Args:
         target: ``package.module:callable``, ``path/to/file.py:callable``, or ``transformers``.
         kwargs: Arguments of the callable.
         device: Where the model lives.
-        base_dir: Folder that relative paths start from, usually that of the YAML file; then the current one.
+        base_dir: Folder that relative paths start from, usually that of the YAML file; then the
+            current one.
 
     Returns:
         The model; the caller owns it.
 
     Raises:
-        ModelError: the target is malformed, does not exist, fails, or returns something that cannot be called. An error
-            of the model's own code is the cause.
+        ModelError: the target is malformed, does not exist, fails, or returns something that cannot
+            be called. An error of the model's own code is the cause.
     """
     model = call_target(target, kwargs, device=device, base_dir=base_dir)
     if not callable(model):
@@ -83,7 +87,9 @@ def load_model(
     return LoadedModel(placed, placed, target)
 
 
-def call_target(target: str, kwargs: Mapping[str, Any], *, device: torch.device, base_dir: Path | None = None) -> Any:
+def call_target(
+    target: str, kwargs: Mapping[str, Any], *, device: torch.device, base_dir: Path | None = None
+) -> Any:
     """What a target returns. Arguments and errors as for ``load_model``."""
     kwargs = dict(kwargs)
     if target == "transformers":
@@ -104,36 +110,55 @@ def call_target(target: str, kwargs: Mapping[str, Any], *, device: torch.device,
                 raise ModelError(f"{source} has no `{name}`", remedy=hint + remedy)
             found = getattr(found, name)
         if not callable(found):
-            raise ModelError(f"{target} is {type(found).__name__}, which is not callable", remedy=remedy)
+            raise ModelError(
+                f"{target} is {type(found).__name__}, which is not callable", remedy=remedy
+            )
         with suppress(ValueError):  # builtins have no signature; the call itself will tell
             signature = inspect.signature(found)
             try:
                 signature.bind(**kwargs)
             except TypeError as error:
                 message = f"model.kwargs do not fit {target}: {error}"
-                raise ModelError(message, remedy=f"It takes {signature}. Change model.kwargs.") from error
+                raise ModelError(
+                    message, remedy=f"It takes {signature}. Change model.kwargs."
+                ) from error
         with _blaming(f"calling {target}"), torch.device(device):
             return found(**kwargs)
 
 
 def forward_signature(model: Callable[..., Any]) -> list[ForwardArgument]:
-    """Arguments of a model's forward (of the call, for a function), less ``*args`` and ``**kwargs``."""
+    """Arguments of a model's forward (of the call, for a function), less ``*args`` and
+    ``**kwargs``.
+    """
     found = []
-    for name, given in inspect.signature(model.forward if isinstance(model, nn.Module) else model).parameters.items():
+    for name, given in inspect.signature(
+        model.forward if isinstance(model, nn.Module) else model
+    ).parameters.items():
         if given.kind not in (given.VAR_POSITIONAL, given.VAR_KEYWORD):
-            annotation = "" if given.annotation is given.empty else inspect.formatannotation(given.annotation)
+            annotation = (
+                ""
+                if given.annotation is given.empty
+                else inspect.formatannotation(given.annotation)
+            )
             found.append(ForwardArgument(name, given.default is given.empty, annotation.strip("'")))
     return found
 
 
 def find_file(name: str, base_dir: Path | None) -> Path:
-    """Absolute path of a file that is named relative to ``base_dir`` or the current folder. Raises ModelError."""
-    places = [folder / Path(name).expanduser() for folder in (base_dir, Path.cwd()) if folder is not None]
+    """Absolute path of a file that is named relative to ``base_dir`` or the current folder. Raises
+    ModelError.
+    """
+    places = [
+        folder / Path(name).expanduser() for folder in (base_dir, Path.cwd()) if folder is not None
+    ]
     for place in places:
         if place.is_file():
             return place.resolve()
     looked = " and ".join(dict.fromkeys(str(place) for place in places))
-    raise ModelError(f"no file {name}: looked for {looked}", remedy="Paths start from the configuration file's folder.")
+    raise ModelError(
+        f"no file {name}: looked for {looked}",
+        remedy="Paths start from the configuration file's folder.",
+    )
 
 
 def parse_dtype(name: object) -> torch.dtype:
@@ -144,15 +169,16 @@ def parse_dtype(name: object) -> torch.dtype:
     return dtype
 
 
-_neighbours: dict[str, Path] = {}  # modules that a target's file imported from its own folder, and that folder
+# modules that a target's file imported from its own folder, and that folder
+_neighbours: dict[str, Path] = {}
 
 
 @contextmanager
 def _importable(folder: Path) -> Iterator[None]:
     """``folder`` first on ``sys.path`` inside the block, and last on it from then on.
 
-    A neighbour of another target's file is forgotten first where this folder has one of the same name:
-    Python would take the old one for it.
+    A neighbour of another target's file is forgotten first where this folder has one of the same
+    name: Python would take the old one for it.
     """
     importlib.invalidate_caches()
     for name, home in list(_neighbours.items()):
@@ -181,7 +207,8 @@ def _import_module(source: str) -> ModuleType:
             raise  # the module is there; something that it imports is not
         raise ModelError(
             f"no module named {error.name!r} (model target {source})",
-            remedy="Install it, run from the folder that holds it, or name the file: path/to/file.py:callable.",
+            remedy="Install it, run from the folder that holds it, or name the file: "
+            "path/to/file.py:callable.",
         ) from error
 
 
@@ -190,7 +217,8 @@ def _import_file(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses and pickle look their module up
+    # dataclasses and pickle look their module up
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
     except BaseException:
@@ -201,8 +229,8 @@ def _import_file(path: Path) -> ModuleType:
 
 @contextmanager
 def _blaming(doing: str) -> Iterator[None]:
-    """A block of the user's code: its errors become ModelErrors that name the innermost line outside of installed
-    packages.
+    """A block of the user's code: its errors become ModelErrors that name the innermost line
+    outside of installed packages.
     """
     try:
         yield
@@ -210,13 +238,18 @@ def _blaming(doing: str) -> Iterator[None]:
         raise
     except (Exception, SystemExit) as error:
         installed = tuple(sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib"))
-        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+        frames = [
+            frame
+            for frame in traceback.extract_tb(error.__traceback__)
+            if frame.filename != __file__
+        ]
         own = [frame for frame in frames if not frame.filename.startswith((*installed, "<"))]
         last = (own or frames)[-1:]  # a builtin has no line
         where = f"{last[0].filename}:{last[0].lineno}" if last else "a builtin"
         if isinstance(error, SyntaxError) and error.filename:
             where = f"{error.filename}:{error.lineno}"
         raise ModelError(
-            f"{doing} failed: {type(error).__name__}: {str(error).strip() or 'no message'}\n  at {where}",
+            f"{doing} failed: {type(error).__name__}: {str(error).strip() or 'no message'}\n  at "
+            f"{where}",
             remedy="Correct the model's code or model.kwargs; --traceback shows the way there.",
         ) from error

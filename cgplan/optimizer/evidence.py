@@ -12,9 +12,10 @@ Limit = Literal["max_graphs", "memory", "capture_time"]
 
 
 class Expected(Record):
-    """Mean microseconds of a step with the plan's graphs, without graphs (None: not known), and if each batch had a
-    graph of its own size in the best of its modes (no plan is below that ``bound``). ``decode_us``, ``mixed_us``: of
-    the plan's steps of uniform decode alone, and of the others; None where the traffic has none.
+    """Mean microseconds of a step with the plan's graphs, without graphs (None: not known), and if
+    each batch had a graph of its own size in the best of its modes (no plan is below that
+    ``bound``). ``decode_us``, ``mixed_us``: of the plan's steps of uniform decode alone, and of the
+    others; None where the traffic has none.
     """
 
     plan: float
@@ -25,8 +26,8 @@ class Expected(Record):
 
 
 class ParetoPoint(Record):
-    """The best plan with so many graphs, if nothing else were limited: mean microseconds of a step, bytes of device
-    memory, and seconds of start-up (both None where costs are not known).
+    """The best plan with so many graphs, if nothing else were limited: mean microseconds of a step,
+    bytes of device memory, and seconds of start-up (both None where costs are not known).
     """
 
     graphs: int
@@ -36,11 +37,14 @@ class ParetoPoint(Record):
 
 
 class LadderPoint(ParetoPoint):
-    """A ladder, or the sizes that the configuration lists, on the same traffic; with its own figures.
+    """A ladder, or the sizes that the configuration lists, on the same traffic; with its own
+    figures.
 
-    ``unused``: graphs that run no batch. ``equal``: the plan with the fewest graphs that is no slower, ``alike`` for a
-    step at most 0.1% longer; None beyond the curve. ``no_gain``: steps are within 1% of the bound. Shares are of the
-    time that the steps take which graphs make faster. ``decode_us``, ``mixed_us``: as in ``Expected``.
+    ``unused``: graphs that run no batch. ``equal``: the plan with the fewest graphs that is no
+        slower, ``alike`` for a
+    step at most 0.1% longer; None beyond the curve. ``no_gain``: steps are within 1% of the bound.
+    Shares are of the time that the steps take which graphs make faster. ``decode_us``,
+    ``mixed_us``: as in ``Expected``.
     """
 
     name: str
@@ -54,8 +58,9 @@ class LadderPoint(ParetoPoint):
 
 
 class LoadPoint(Record):
-    """One of several traffics of a plan: mean microseconds of a step with the plan, with the ladder that the
-    configuration asks for (None: no such), and with the best plan for it alone of as many graphs (None: not sought).
+    """One of several traffics of a plan: mean microseconds of a step with the plan, with the ladder
+    that the configuration asks for (None: no such), and with the best plan for it alone of as many
+    graphs (None: not sought).
     """
 
     source: str
@@ -67,8 +72,9 @@ class LoadPoint(Record):
 class SizeUse(LaneRecord):
     """The steps that one graph of ``size`` tokens runs, or (mode NONE, size None) the eager steps.
 
-    ``share`` of all steps, and ``padding`` as a share of the tokens that it runs, are from 0 to 1. ``sizes``: in the
-    dimensions behind the first one, where batches have several. ``step_us``, ``own_us``: mean microseconds of these
+    ``share`` of all steps, and ``padding`` as a share of the tokens that it runs, are from 0 to 1.
+    ``sizes``: in the dimensions behind the first one, where batches have several. ``step_us``,
+        ``own_us``: mean microseconds of these
     steps, and if each ran at its batch's own size; of a check alone.
     """
 
@@ -81,7 +87,9 @@ class SizeUse(LaneRecord):
 
 
 class PaddingMap(Record):
-    """Padding of the batches up to each size of two dimensions, as ``SizeUse`` has it; None: no batch."""
+    """Padding of the batches up to each size of two dimensions, as ``SizeUse`` has it; None: no
+    batch.
+    """
 
     names: tuple[str, str]
     rows: tuple[int, ...]
@@ -96,7 +104,9 @@ class LaneSizes(LaneRecord):
 
 
 class NotWorth(LaneRecord):
-    """Sizes of one lane at which a graph brings nothing: tokens from ``first`` to ``last``, and why."""
+    """Sizes of one lane at which a graph brings nothing: tokens from ``first`` to ``last``, and
+    why.
+    """
 
     num_active_loras: int = 0  # absent from plans of earlier versions
     first: int
@@ -105,7 +115,9 @@ class NotWorth(LaneRecord):
 
 
 class NextGraph(Record):
-    """The gain of one graph more, if only their number counted: microseconds a step, and percent of it."""
+    """The gain of one graph more, if only their number counted: microseconds a step, and percent of
+    it.
+    """
 
     microseconds: float
     percent: float
@@ -115,9 +127,11 @@ class PlanCheck(Record):
     """A plan on other traffic than it was made for.
 
     Attributes:
-        points: The plan, the best ones for this traffic, and the ladders; bytes and seconds are not known.
-        regret, decode_regret: How much longer steps are than with the best that the plan's budget allows, and those of
-            uniform decode alone (None: there is none); as shares, 0.01 is 1% longer.
+        points: The plan, the best ones for this traffic, and the ladders; bytes and seconds are not
+            known.
+        regret, decode_regret: How much longer steps are than with the best that the plan's budget
+            allows, and those of uniform decode alone (None: there is none); as shares, 0.01 is 1%
+            longer.
         uses: One for each graph that runs a batch, and one for eager steps.
     """
 
@@ -138,14 +152,16 @@ class Evidence(Record):
     """Everything that a plan's report shows.
 
     Attributes:
-        costs_source, costs_notes: Where memory and seconds come from, and how they may differ from this
-            configuration's; None: not known, as ``bytes`` and ``seconds`` then.
+        costs_source, costs_notes: Where memory and seconds come from, and how they may differ from
+            this configuration's; None: not known, as ``bytes`` and ``seconds`` then.
         unbounded: Limits of the budget that could not bound the plan, because costs are not known.
         rule: How the number of graphs was chosen, in words.
         insurance: Share of the steps in what was planned for that the traffic need not show.
-        lower_bound_us: Within the same limits, no plan of the same lanes has a shorter mean step, insurance included.
+        lower_bound_us: Within the same limits, no plan of the same lanes has a shorter mean step,
+            insurance included.
         gap: What the plan's mean step is longer, as a share of what graphs can save at all.
-        exact: Whether no plan within the limits is better (to 1e-6), the tolerance that ``rule`` names apart.
+        exact: Whether no plan within the limits is better (to 1e-6), the tolerance that ``rule``
+            names apart.
         one_list: Whether all lanes have the same sizes, as vLLM captures them.
         apart: Whether FULL graphs run decode alone, and PIECEWISE ones prefill alone, as in SGLang.
         loads: Of several traffics, each.
@@ -186,7 +202,8 @@ class Evidence(Record):
     verdict: str
     costs_notes: tuple[str, ...] = ()
     unbounded: tuple[Limit, ...] = ()
-    padding: float | None = None  # absent from plans of earlier versions, as all from costs_notes on
+    # absent from plans of earlier versions, as all from costs_notes on
+    padding: float | None = None
     left_out: tuple[LeftOut, ...] = ()
     failed: tuple[LeftOut, ...] = ()
     padding_map: PaddingMap | None = None  # of batches with several sizes
@@ -197,6 +214,9 @@ class Evidence(Record):
 
     def as_point(self, name: str) -> LadderPoint:
         """The plan's own figures, as a row beside ladders."""
-        own = self.model_dump(include={"graphs", "bytes", "seconds", "padding"})  # no padding in earlier versions
+        # no padding in earlier versions
+        own = self.model_dump(include={"graphs", "bytes", "seconds", "padding"})
         expected = self.expected_us.model_dump(include={"decode_us", "mixed_us"})
-        return LadderPoint.model_construct(name=name, expected_us=self.expected_us.plan, unused=0, **own, **expected)
+        return LadderPoint.model_construct(
+            name=name, expected_us=self.expected_us.plan, unused=0, **own, **expected
+        )

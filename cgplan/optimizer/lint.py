@@ -1,4 +1,6 @@
-"""Lint: batches that fall off a cliff, and graphs that no batch needs. Each rule gives sentences with figures."""
+"""Lint: batches that fall off a cliff, and graphs that no batch needs. Each rule gives sentences
+with figures.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ SELDOM = 0.005  # share of the steps, or of their time, below which padding does
 
 
 def lint(plan: Plan, run: Run) -> tuple[str, ...]:
-    """All warnings about a plan for the traffic of ``run``. Raises StepTimeError where times of a mode are missing."""
+    """All warnings about a plan for the traffic of ``run``. Raises StepTimeError where times of a
+    mode are missing.
+    """
     return (
         *_traffic_cliffs(plan, run),
         *_scheduler_cliffs(plan, run),
@@ -41,21 +45,29 @@ def _uncaptured_decode(plan: Plan) -> Iterator[str]:
     held = max((sizes[-1] for sizes in plan.lanes().values()), default=most)
     if held < most:
         yield (
-            f"scheduler.max_num_seqs allows uniform decode batches of {most} tokens, the largest graph holds {held}: "
+            f"scheduler.max_num_seqs allows uniform decode batches of {most} tokens, the largest "
+            f"graph holds {held}: "
             "batches beyond it run eagerly; lower it, or capture that size"
         )
 
 
 def _sparse_steps(plan: Plan) -> Iterator[str]:
-    """Steps of a ladder where more than a quarter of what runs is padding, if all sizes of batches are as frequent."""
+    """Steps of a ladder where more than a quarter of what runs is padding, if all sizes of batches
+    are as frequent.
+    """
     lanes = {(lane._replace(num_active_loras=0), sizes) for lane, sizes in plan.lanes().items()}
     for lane, sizes in sorted(lanes, key=lambda item: (item[0].mode.name, item[1])):
         stride = stride_of(lane, plan)
-        steps = [(below + stride, size) for below, size in pairwise((0, *sizes)) if size - below > FINE * stride]
+        steps = [
+            (below + stride, size)
+            for below, size in pairwise((0, *sizes))
+            if size - below > FINE * stride
+        ]
         wide = [(first, size) for first, size in steps if size - first > 2 * WIDE * size]
         for first, size in wide[:MOST_STEPS]:
             yield (
-                f"{lane}: batches of {first} to {size} tokens run at {size}, {(size - first) / 2 / size:.0%} of which "
+                f"{lane}: batches of {first} to {size} tokens run at {size}, "
+                f"{(size - first) / 2 / size:.0%} of which "
                 "is padding on average"
             )
         if len(wide) > MOST_STEPS:
@@ -64,10 +76,17 @@ def _sparse_steps(plan: Plan) -> Iterator[str]:
 
 def _traffic_cliffs(plan: Plan, run: Run) -> Iterator[str]:
     for uniform in (True, False):
-        missed = [(b, weight) for b, weight in run.eager if b.uniform is uniform and _lane_for(plan, run, b)]
-        if missed and (cliff := _cliff(plan, run, max((b for b, _ in missed), key=lambda b: b.num_tokens))):
+        missed = [
+            (b, weight)
+            for b, weight in run.eager
+            if b.uniform is uniform and _lane_for(plan, run, b)
+        ]
+        if missed and (
+            cliff := _cliff(plan, run, max((b for b, _ in missed), key=lambda b: b.num_tokens))
+        ):
             yield (
-                f"{_share(missed, run)} of the steps are {_kind(uniform)} batches that no graph holds, up to "
+                f"{_share(missed, run)} of the steps are {_kind(uniform)} batches that no graph "
+                "holds, up to "
                 f"{max(b.num_tokens for b, _ in missed)} tokens: there {cliff}"
             )
 
@@ -80,7 +99,10 @@ def _scheduler_cliffs(plan: Plan, run: Run) -> Iterator[str]:
         (StepShape(tokens, min(seqs, tokens)), "max_num_batched_tokens"),
     ]
     for batch, limit in extremes if reqs else extremes[1:]:
-        if any(b.uniform is batch.uniform and b.num_tokens >= batch.num_tokens for b, _ in run.traffic.histogram):
+        if any(
+            b.uniform is batch.uniform and b.num_tokens >= batch.num_tokens
+            for b, _ in run.traffic.histogram
+        ):
             continue
         held = any(
             may_serve(lane, batch, run.traffic) and batch.num_tokens <= sizes[-1]
@@ -88,7 +110,8 @@ def _scheduler_cliffs(plan: Plan, run: Run) -> Iterator[str]:
         )
         if not held and (cliff := _cliff(plan, run, batch)):
             yield (
-                f"scheduler.{limit} allows {_kind(batch.uniform)} batches of {batch.num_tokens} tokens, which no graph "
+                f"scheduler.{limit} allows {_kind(batch.uniform)} batches of {batch.num_tokens} "
+                "tokens, which no graph "
                 f"holds: {cliff}; lower it, or capture that size"
             )
 
@@ -112,7 +135,9 @@ def _cliff(plan: Plan, run: Run, batch: StepShape) -> str | None:
     graph = run.times.of(lane.mode, tokens, lane.num_active_loras)
     if eager <= CLIFF * graph:
         return None
-    return f"{format_microseconds(eager)} eagerly, {format_microseconds(graph)} in a {lane.mode} graph"
+    return (
+        f"{format_microseconds(eager)} eagerly, {format_microseconds(graph)} in a {lane.mode} graph"
+    )
 
 
 def _beyond_the_scheduler(plan: Plan, run: Run) -> Iterator[str]:
@@ -121,7 +146,11 @@ def _beyond_the_scheduler(plan: Plan, run: Run) -> Iterator[str]:
         ("requests", "num_reqs", "max_num_seqs"),
     ):
         limit = getattr(plan, field)
-        if beyond := [(batch, weight) for batch, weight in run.traffic.histogram if getattr(batch, name) > limit]:
+        if beyond := [
+            (batch, weight)
+            for batch, weight in run.traffic.histogram
+            if getattr(batch, name) > limit
+        ]:
             most = max(getattr(batch, name) for batch, _ in beyond)
             yield (
                 f"{_share(beyond, run)} of the steps have more {what} (up to {most}) than "
@@ -138,10 +167,15 @@ def _uneven_sizes(plan: Plan) -> Iterator[str]:
     there = sorted({up for up in rounded.values() if up <= most})
     dropped = [size for size, up in rounded.items() if up > most]
     parts = [f"captured at {listed(there)} instead"] if there else []
-    parts += [f"dropped at {listed(dropped)}, where the next multiple is above the largest"] if dropped else []
+    parts += (
+        [f"dropped at {listed(dropped)}, where the next multiple is above the largest"]
+        if dropped
+        else []
+    )
     if parts:
         yield (
-            f"cudagraph_capture_sizes {listed([*rounded])} are not multiples of {q}, tokens of a request: as a "
+            f"cudagraph_capture_sizes {listed([*rounded])} are not multiples of {q}, tokens of a "
+            "request: as a "
             f"list they are {' and '.join(parts)}"
         )
 
@@ -155,16 +189,28 @@ def _lora_cases(plan: Plan, run: Run) -> Iterator[str]:
         number = sum(case > 0 for case in cases)
         seen = f"no batch of the traffic uses adapters, but lora.max_loras is {most}"
         if number:
-            yield f"{seen}: {number} of {len(cases)} graphs are for LoRA cases, which are never seen"
+            yield (
+                f"{seen}: {number} of {len(cases)} graphs are for LoRA cases, which are never seen"
+            )
         elif cases:
-            yield f"{seen}: no graph is for LoRA cases, so that batches with adapters would run eagerly"
+            yield (
+                f"{seen}: no graph is for LoRA cases, so that batches with adapters would run "
+                "eagerly"
+            )
     else:
         for case in sorted(set(cases) - used):
             graphs = counted(cases.count(case), "graph")
             yield f"LoRA case {case} is never seen: no batch of the traffic runs in its {graphs}"
-    if beyond := [(batch, weight) for batch, weight in run.traffic.histogram if batch.num_active_loras > most]:
-        allowed = f"lora.max_loras = {most}" if most else "the configuration, which has no lora section"
-        yield f"{_share(beyond, run)} of the steps have more active adapters (up to {largest}) than {allowed}"
+    if beyond := [
+        (batch, weight) for batch, weight in run.traffic.histogram if batch.num_active_loras > most
+    ]:
+        allowed = (
+            f"lora.max_loras = {most}" if most else "the configuration, which has no lora section"
+        )
+        yield (
+            f"{_share(beyond, run)} of the steps have more active adapters (up to {largest}) "
+            f"than {allowed}"
+        )
 
 
 def _wide_steps(run: Run) -> Iterator[str]:
@@ -173,8 +219,10 @@ def _wide_steps(run: Run) -> Iterator[str]:
         lost, share = use.microseconds - use.unpadded, use.weight / run.traffic.total
         if use.padding > WIDE and share >= SELDOM and lost >= SELDOM * use.microseconds:
             yield (
-                f"{use.lane} at {use.size} tokens: {use.padding:.0%} of what runs is padding, in {share:.1%} of the "
-                f"steps; its batches have {use.tokens / use.weight:.4g} tokens on average, and would take "
+                f"{use.lane} at {use.size} tokens: {use.padding:.0%} of what runs is padding, in "
+                f"{share:.1%} of the "
+                f"steps; its batches have {use.tokens / use.weight:.4g} tokens on average, and "
+                "would take "
                 f"{format_microseconds(lost / use.weight)} less at their own sizes"
             )
 
@@ -184,12 +232,18 @@ def _unused_modes(plan: Plan, run: Run) -> Iterator[str]:
     for mode in (CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE):
         number = sum(key_mode is mode for key_mode, _ in plan.keys)
         if number and mode not in used:
-            yield f"no batch of the traffic runs in the {counted(number, f'{mode} graph')} of the plan"
+            yield (
+                f"no batch of the traffic runs in the {counted(number, f'{mode} graph')} of the "
+                "plan"
+            )
     if plan.mode.separate_routine():
         for uniform, runtime in ((True, plan.mode.decode_mode()), (False, plan.mode.mixed_mode())):
             absent = not any(batch.uniform is uniform for batch, _ in run.traffic.histogram)
             if absent and runtime is not CUDAGraphMode.NONE:
-                yield f"the traffic has no {_kind(uniform)} batch; {runtime} graphs in mode {plan.mode} are for those"
+                yield (
+                    f"the traffic has no {_kind(uniform)} batch; {runtime} graphs in mode "
+                    f"{plan.mode} are for those"
+                )
 
 
 def _kind(uniform: bool) -> str:

@@ -2,30 +2,35 @@
 
 Note [One lane]
 ~~~~~~~~~~~~~~~
-Candidates c_1 < ... < c_N; a batch of n tokens runs at the smallest chosen size that holds it, and takes ``miss(n)``
-(eager, or another lane) above the largest one. With T nondecreasing and W(j) the weight of the batches up to c_j,
+Candidates c_1 < ... < c_N; a batch of n tokens runs at the smallest chosen size that holds it, and
+takes ``miss(n)`` (eager, or another lane) above the largest one. With T nondecreasing and W(j) the
+weight of the batches up to c_j,
 
     F_k(j) = min over i < j of F_{k-1}(i) + (W(j) - W(i)) T(j) + price(j),    F_k(0) = 0
 
-is the least total of the batches up to c_j with at most k sizes, the largest of which is c_j. The whole lane costs
-min over j of F_k(j) + sum of w(n) miss(n) for n > c_j. This is exact, for each k up to K.
+is the least total of the batches up to c_j with at most k sizes, the largest of which is c_j. The
+whole lane costs min over j of F_k(j) + sum of w(n) miss(n) for n > c_j. This is exact, for each k
+up to K.
 
-The cost of a step (i, j) is Monge, for (W(j) - W(i)) T(j) has the cross difference -(W(i') - W(i)) (T(j') - T(j)) <= 0
-for i < i', j < j', and terms of i or j alone do not matter. So the best i moves up with j, and divide and conquer over
-j finds a level in O(N log N): N / 2 first, then the halves, each between the answers that enclose it.
+The cost of a step (i, j) is Monge, for (W(j) - W(i)) T(j) has the cross difference -(W(i') - W(i))
+(T(j') - T(j)) <= 0 for i < i', j < j', and terms of i or j alone do not matter. So the best i moves
+up with j, and divide and conquer over j finds a level in O(N log N): N / 2 first, then the halves,
+each between the answers that enclose it.
 
-Sums of such costs are Monge, too: several kinds of batches, each with its W and T, may share the sizes. A size that is
-captured for m of them counts as m graphs: F_k(j) takes F_{k-m} of the size below, where m is that of c_j.
+Sums of such costs are Monge, too: several kinds of batches, each with its W and T, may share the
+sizes. A size that is captured for m of them counts as m graphs: F_k(j) takes F_{k-m} of the size
+below, where m is that of c_j.
 
 Note [Candidates]
 ~~~~~~~~~~~~~~~~~
-Sizes at which no batch sits (after rounding up to multiples of q) are not needed. Let c be chosen, p the chosen size
-below it, and c' the largest rounded batch up to c. If no batch lies above p, drop c. Otherwise p < c' <= c; in place of
-c, c' runs the same batches, since none lies above it, and T(c') <= T(c). Neither step adds a graph or makes one larger;
-so under a budget as well nothing is lost, as long as a smaller graph does not cost more.
+Sizes at which no batch sits (after rounding up to multiples of q) are not needed. Let c be chosen,
+p the chosen size below it, and c' the largest rounded batch up to c. If no batch lies above p, drop
+c. Otherwise p < c' <= c; in place of c, c' runs the same batches, since none lies above it, and
+T(c') <= T(c). Neither step adds a graph or makes one larger; so under a budget as well nothing is
+lost, as long as a smaller graph does not cost more.
 
-The largest size c is not needed if T(c) >= miss(n) for all n <= c: without it, its batches miss, and that is no slower.
-So candidates end at the last c of which that is not true.
+The largest size c is not needed if T(c) >= miss(n) for all n <= c: without it, its batches miss,
+and that is no slower. So candidates end at the last c of which that is not true.
 """
 
 from __future__ import annotations
@@ -55,7 +60,9 @@ class Paths:
     each: Ints
 
     def sizes(self, graphs: int, last: int) -> list[int]:
-        """Candidates chosen by the best path of at most so many graphs that ends at ``last``, ascending."""
+        """Candidates chosen by the best path of at most so many graphs that ends at ``last``,
+        ascending.
+        """
         chosen: list[int] = []
         while last > 0:
             chosen.append(last)
@@ -64,13 +71,17 @@ class Paths:
 
 
 def best_paths(
-    weights: Floats, times: Floats, graphs: int, price: Floats | None = None, each: Ints | None = None
+    weights: Floats,
+    times: Floats,
+    graphs: int,
+    price: Floats | None = None,
+    each: Ints | None = None,
 ) -> list[Paths]:
     """The least cost of every path, see Note [One lane], for several sets of weights.
 
     Args:
-        weights: W, cumulative: [sets, N + 1], nondecreasing, 0 at index 0; of several kinds of batches that share
-            sizes: [kinds, sets, N + 1].
+        weights: W, cumulative: [sets, N + 1], nondecreasing, 0 at index 0; of several kinds of
+            batches that share sizes: [kinds, sets, N + 1].
         times: T: [N + 1], or as the weights, nondecreasing; index 0 is not used.
         graphs: K.
         price: Of each size: [N + 1]; None: 0.
@@ -99,7 +110,9 @@ def best_paths(
 
 
 def _rounds(number: int) -> list[tuple[Ints, Ints, Ints]]:
-    """Candidates 1 to N in the order in which they are solved: (these, the solved ones below and above them)."""
+    """Candidates 1 to N in the order in which they are solved: (these, the solved ones below and
+    above them).
+    """
     found = []
     spans = np.array([[1, number]] if number else [], dtype=np.int64).reshape(-1, 2)
     while spans.size:
@@ -116,8 +129,9 @@ def _level(
 ) -> tuple[Floats, Ints]:
     """One more graph: [sets, N + 1] costs without prices, and [sets, N + 2] parents.
 
-    In a round, the ranges of smaller sizes that two neighbours have to try share at most their ends. So one pass over
-    the flat arrays serves all of them; a shared end has the upper neighbour's times there and is tried apart.
+    In a round, the ranges of smaller sizes that two neighbours have to try share at most their
+    ends. So one pass over the flat arrays serves all of them; a shared end has the upper
+    neighbour's times there and is tried apart.
     """
     sets, width = before.shape
     before, flat = before.ravel(), weights.reshape(len(weights), -1)
@@ -127,7 +141,8 @@ def _level(
     offsets = np.arange(sets)[:, None] * width
     for middle, below, above in rounds:
         number = sets * middle.size
-        spans = np.empty((number, 2), dtype=np.int64)  # of each size: the first one below it, and the last one
+        # of each size: the first one below it, and the last one
+        spans = np.empty((number, 2), dtype=np.int64)
         low, high = spans.T
         low[:] = (parent[:, below] + offsets).ravel()
         high[:] = (np.minimum(parent[:, above], middle - 1) + offsets).ravel()

@@ -1,4 +1,6 @@
-"""From traffic, step times and costs to a plan, with the evidence for it: figures, limits that bind, a verdict."""
+"""From traffic, step times and costs to a plan, with the evidence for it: figures, limits that
+bind, a verdict.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,15 @@ from cgplan.optimizer.lint import lint
 from cgplan.optimizer.search import MOST, Best, Limits, ListSearch, Search, best_plan, search
 from cgplan.planning.build import LADDERS, build_plan
 from cgplan.planning.costs import GraphCosts, Record
-from cgplan.planning.plan import PLANNED_FOR, Lane, LeftOut, Plan, capture_config, capture_order, config_hash
+from cgplan.planning.plan import (
+    PLANNED_FOR,
+    Lane,
+    LeftOut,
+    Plan,
+    capture_config,
+    capture_order,
+    config_hash,
+)
 from cgplan.traffic.histogram import Traffic
 from cgplan.traffic.step_times import StepTimes
 from cgplan.units import counted, format_bytes, format_microseconds, grouped
@@ -49,7 +59,10 @@ ROUNDS = 12  # of weighing loads for the worst regret
 NO_GRAPH_GAIN = "no gain"
 FAILED = "it could not be captured"
 CASE = "its LoRA case was not planned for, see the notes"
-RULE = "without a budget the plan has the fewest graphs that are as good as the ladder and bring 95% of what graphs can"
+RULE = (
+    "without a budget the plan has the fewest graphs that are as good as the ladder and bring "
+    "95% of what graphs can"
+)
 UNPROVEN = "the search did not find it, and the plan is not proven to be the best"
 
 
@@ -74,30 +87,36 @@ def choose(
 ) -> Case:
     """The plan with the shortest expected step for this traffic inside ``config.budget``.
 
-    All lanes (modes x LoRA cases) are planned together; a lane without sizes leaves its batches to the next one. With
-    a budget it is the best plan that the budget pays for, less graphs that together bring under 0.01%. Without one it
-    is the one with the fewest graphs that bring 95% of what a graph for every size would, and are as good as the sizes
-    or the ladder that the configuration asks for, and as vLLM's: at most 0.1% longer for each traffic, and with
-    insurance at most 1% for batches that none shows.
+    All lanes (modes x LoRA cases) are planned together; a lane without sizes leaves its batches to
+    the next one. With a budget it is the best plan that the budget pays for, less graphs that
+    together bring under 0.01%. Without one it is the one with the fewest graphs that bring 95% of
+    what a graph for every size would, and are as good as the sizes or the ladder that the
+    configuration asks for, and as vLLM's: at most 0.1% longer for each traffic, and with insurance
+    at most 1% for batches that none shows.
 
-    LoRA cases whose step times are not told apart are planned as one, the largest of them. A key counts as one graph,
-    also where it has several segments (PIECEWISE). ``budget.reserve`` bounds a capture, not a plan.
+    LoRA cases whose step times are not told apart are planned as one, the largest of them. A key
+    counts as one graph, also where it has several segments (PIECEWISE). ``budget.reserve`` bounds a
+    capture, not a plan.
 
-    The capture sizes of ``config`` are only compared with. Without ``costs``, only ``budget.max_graphs`` bounds the
-    plan. Keys in ``failed`` could not be captured, with the reason: the plan does without them, and says so.
+    The capture sizes of ``config`` are only compared with. Without ``costs``, only
+    ``budget.max_graphs`` bounds the plan. Keys in ``failed`` could not be captured, with the
+    reason: the plan does without them, and says so.
 
     Args:
-        traffic: Several traffics with their weights share the steps by these, however many steps each counts.
-        insurance: This share of the steps, below 1, is that of ``Traffic.unseen`` while sizes are chosen. Figures of
-            the evidence are of the traffic alone, but for the lower bound and the curve's choice.
-        worst: Minimise the largest regret over the traffics, that is step over best step of as many graphs, not the
-            mean step.
-        one_list: All lanes have the same sizes, as far as they may hold them: an engine with one list captures no
-            others.
+        traffic: Several traffics with their weights share the steps by these, however many steps
+            each counts.
+        insurance: This share of the steps, below 1, is that of ``Traffic.unseen`` while sizes are
+            chosen. Figures of the evidence are of the traffic alone, but for the lower bound and
+            the curve's choice.
+        worst: Minimise the largest regret over the traffics, that is step over best step of as many
+            graphs, not the mean step.
+        one_list: All lanes have the same sizes, as far as they may hold them: an engine with one
+            list captures no others.
         apart: As in Traffic: for an engine whose graphs of decode and of prefill are apart.
 
     Raises:
-        ModeError, PlanError: as ``build_plan`` does; or batches have several sizes, see ``propose_boxes``.
+        ModeError, PlanError: as ``build_plan`` does; or batches have several sizes, see
+            ``propose_boxes``.
         StepTimeError: times of a mode are missing.
         BudgetError: the budget does not pay for a single graph.
     """
@@ -105,11 +124,16 @@ def choose(
     if config.dims:
         raise PlanError(
             f"steps of requests do not tell {', '.join(config.dims)}, and graphs have these sizes",
-            remedy="Use `cgplan plan --traffic FILE`, whose columns are the names of `dims`, and capture its plan.",
+            remedy="Use `cgplan plan --traffic FILE`, whose columns are the names of `dims`, and "
+            "capture its plan.",
         )
     base = build_plan(_with_sizes(config, (config.query_len,)))  # all but the keys
     base = base.model_copy(
-        update={"config_hash": config_hash(config), "config": capture_config(config), "warnings": ()}
+        update={
+            "config_hash": config_hash(config),
+            "config": capture_config(config),
+            "warnings": (),
+        }
     )
     loads = [(traffic, 1.0)] if isinstance(traffic, Traffic) else list(traffic)
     loads = [(load.model_copy(update={"apart": apart}), weight) for load, weight in loads]
@@ -147,9 +171,12 @@ def choose(
         best, alone = _least_regret(curve, best, limits, loads, curve_of)
     least = curve.problem.cheapest(MOST + 1)
     has_room = bounded and (budget.max_graphs or MOST + 1) > MOST and math.isfinite(least[0])
-    # The budget has room for more than are planned; or neighbours of sizes that failed, which are not tried, may do.
+    # The budget has room for more than are planned; or neighbours of sizes that failed, which are
+    # not tried, may do.
     if (has_room and limits.pays_for(MOST, *least)) or failed:
-        best = replace(best, bound=min(best.bound, curve.problem.infinite_us * curve.problem.weight))
+        best = replace(
+            best, bound=min(best.bound, curve.problem.infinite_us * curve.problem.weight)
+        )
     keys = curve.keys_of(best.chosen)
     run = Run(keys, curve.seen, times)
     if not insurance and not one_list:
@@ -164,7 +191,18 @@ def choose(
         }
     )
     return Case(
-        plan, curve, bounded, best, run, failed, ladders, asked, insurance, worst, [load for load, _ in loads], alone
+        plan,
+        curve,
+        bounded,
+        best,
+        run,
+        failed,
+        ladders,
+        asked,
+        insurance,
+        worst,
+        [load for load, _ in loads],
+        alone,
     )
 
 
@@ -172,7 +210,10 @@ def propose(*given: Any, **options: Any) -> Proposal:
     """What ``choose`` chooses, with the evidence for it."""
     case = choose(*given, **options)
     evidence = case.evidence()
-    return Proposal(plan=case.plan.model_copy(update={"evidence": evidence.model_dump(mode="json")}), evidence=evidence)
+    return Proposal(
+        plan=case.plan.model_copy(update={"evidence": evidence.model_dump(mode="json")}),
+        evidence=evidence,
+    )
 
 
 def _as_good_as(
@@ -187,7 +228,9 @@ def _as_good_as(
         changeable = problem_of(lanes, part, curve.times, curve.plan, None).changeable / part.total
         least = min(Run(ladder.keys, part, curve.times).expected_us for ladder in ladders)
         goals.append((part, least + share * changeable))
-    return lambda keys: all(Run(keys, part, curve.times).expected_us <= goal for part, goal in goals)
+    return lambda keys: all(
+        Run(keys, part, curve.times).expected_us <= goal for part, goal in goals
+    )
 
 
 def _least_regret(
@@ -197,8 +240,9 @@ def _least_regret(
     loads: Sequence[tuple[Traffic, float]],
     curve_of: Callable[..., Curve],
 ) -> tuple[Best, list[float]]:
-    """The plan whose largest regret over the loads is least, among those that are best for some weights of them; and
-    the best step of each load. Candidates do not depend on weights, so choices are those of any curve.
+    """The plan whose largest regret over the loads is least, among those that are best for some
+    weights of them; and the best step of each load. Candidates do not depend on weights, so choices
+    are those of any curve.
     """
     alone = []
     for load, _ in loads:
@@ -209,7 +253,9 @@ def _least_regret(
     chosen, found, least = best.chosen, best.chosen, math.inf
     for step in range(ROUNDS):
         keys = curve.keys_of(chosen)
-        regrets = np.array([Run(keys, load, curve.times).expected_us for load, _ in loads]) / alone - 1
+        regrets = (
+            np.array([Run(keys, load, curve.times).expected_us for load, _ in loads]) / alone - 1
+        )
         if regrets.max() < least:
             found, least = chosen, float(regrets.max())
         apart = regrets - regrets.mean()
@@ -244,7 +290,9 @@ def _check_one_graph(limits: Limits, curve: Curve) -> None:
     paid = [problem.costs_of(single) for single in singles]
     if not paid or any(limits.pays_for(*cost) for cost in paid):
         return
-    (_, memory, seconds), single = min(zip(paid, singles, strict=True), key=lambda pair: pair[0][1:])
+    (_, memory, seconds), single = min(
+        zip(paid, singles, strict=True), key=lambda pair: pair[0][1:]
+    )
     ((mode, descriptor),) = curve.keys_of(single)
     wrong, enough = [], []
     if limits.memory is not None and memory > limits.memory:
@@ -255,17 +303,21 @@ def _check_one_graph(limits: Limits, curve: Curve) -> None:
         enough.append(f"budget.capture_time to {seconds * 1.01:.3g}s")
     assert curve.costs is not None, "without costs a graph costs nothing"
     raise BudgetError(
-        f"{' and '.join(wrong)}, but the cheapest graph that a batch gains by, {mode} {descriptor}, takes "
-        f"{format_bytes(int(memory))} (pool, static buffers, workspaces and driver) and {seconds:.3g} s; by costs "
+        f"{' and '.join(wrong)}, but the cheapest graph that a batch gains by, {mode} "
+        f"{descriptor}, takes "
+        f"{format_bytes(int(memory))} (pool, static buffers, workspaces and driver) and "
+        f"{seconds:.3g} s; by costs "
         f"{curve.costs.source}, between and beyond whose sizes they are interpolated",
-        remedy=f"Raise {' and '.join(enough)} at least, or set compilation.cudagraph_mode: NONE. `cgplan capture` with "
+        remedy=f"Raise {' and '.join(enough)} at least, or set compilation.cudagraph_mode: NONE. "
+        "`cgplan capture` with "
         "that size alone in compilation.cudagraph_capture_sizes shows what it really takes.",
     )
 
 
 @dataclass(frozen=True)
 class Curve:
-    """The best plans by their number of graphs, if nothing else is limited; ``plan`` has the bounds of a batch.
+    """The best plans by their number of graphs, if nothing else is limited; ``plan`` has the bounds
+    of a batch.
 
     Attributes:
         problem: Of what is planned for, insurance included.
@@ -283,7 +335,9 @@ class Curve:
 
     @cached_property
     def found(self) -> Search | ListSearch:
-        """The search: of 64 graphs; of 128 where ``most`` is more, or 64 are not as good as a graph for each size."""
+        """The search: of 64 graphs; of 128 where ``most`` is more, or 64 are not as good as a graph
+        for each size.
+        """
         found, problem = search(self.problem, Limits(FIRST), curve=True), self.problem
         near = problem.infinite_us * problem.weight + NO_GAIN * problem.changeable
         if found.value[-1] > near or self.most > FIRST:
@@ -294,7 +348,9 @@ class Curve:
     def steps(self) -> list[float]:
         """Mean microseconds of a step of the traffic alone, by the number of graphs."""
         chosen = [*map(self.found.chosen, range(self.graphs + 1))]
-        steps = {one: Run(self.keys_of(one), self.seen, self.times).expected_us for one in {*chosen}}
+        steps = {
+            one: Run(self.keys_of(one), self.seen, self.times).expected_us for one in {*chosen}
+        }
         return [steps[one] for one in chosen]
 
     @cached_property
@@ -310,9 +366,11 @@ class Curve:
         return float(self.found.value[graphs]) / self.problem.weight
 
     def fewest(self, expected_us: float) -> int | None:
-        """The fewest graphs with which steps are no longer than that; None if the curve does not get there.
+        """The fewest graphs with which steps are no longer than that; None if the curve does not
+        get there.
 
-        Points of a curve are proven to 0.05%: where a bound leaves it open, fewer graphs are searched to the end.
+        Points of a curve are proven to 0.05%: where a bound leaves it open, fewer graphs are
+        searched to the end.
         """
         goal = expected_us * self.problem.weight * (1 + 1e-9)
         enough = np.flatnonzero(self.found.value <= goal)
@@ -326,7 +384,9 @@ class Curve:
         return graphs
 
     def most_of_it(self) -> int:
-        """The fewest graphs that bring 95% of what a graph for every size would; beyond a curve that is too short."""
+        """The fewest graphs that bring 95% of what a graph for every size would; beyond a curve
+        that is too short.
+        """
         eager, bound = self.problem.eager_total, self.problem.infinite_us * self.problem.weight
         return int(np.append(self.found.value <= bound + CLOSE * (eager - bound), True).argmax())
 
@@ -362,8 +422,10 @@ class Case:
         bounded: Whether the budget limits the search.
         run: Traffic run through the plan.
         failed: Keys that the plan does without, and why they could not be captured.
-        ladders: Plans of the ladders that fit the configuration, by name; ``configured`` for the sizes that it lists.
-        asked: Which of them the configuration asks for; absent from ``ladders`` if no size of it is left.
+        ladders: Plans of the ladders that fit the configuration, by name; ``configured`` for the
+            sizes that it lists.
+        asked: Which of them the configuration asks for; absent from ``ladders`` if no size of it is
+            left.
         loads, best_alone: The traffics, and the best step of each, where that was sought.
     """
 
@@ -398,23 +460,39 @@ class Case:
             graphs=len(plan.keys),
             **curve.price(plan.keys),
             expected_us=Expected(
-                plan=run.expected_us, eager=alone.eager_total / alone.weight, bound=alone.infinite_us, **run.by_kind
+                plan=run.expected_us,
+                eager=alone.eager_total / alone.weight,
+                bound=alone.infinite_us,
+                **run.by_kind,
             ),
-            lower_bound_us=min(lower / problem.weight, math.inf if self.insurance else run.expected_us),
+            lower_bound_us=min(
+                lower / problem.weight, math.inf if self.insurance else run.expected_us
+            ),
             gap=(problem.total_of(self.best.chosen) - lower) / saved,
             exact=self._exact,
             binding=self._binding(),
             next_graph=self._next_graph(),
-            lanes=tuple(LaneSizes(**lane._asdict(), sizes=sizes) for lane, sizes in plan.lanes().items()),
+            lanes=tuple(
+                LaneSizes(**lane._asdict(), sizes=sizes) for lane, sizes in plan.lanes().items()
+            ),
             uses=tuple(
-                SizeUse(**u.lane._asdict(), size=u.size, share=u.weight / run.traffic.total, padding=u.padding)
+                SizeUse(
+                    **u.lane._asdict(),
+                    size=u.size,
+                    share=u.weight / run.traffic.total,
+                    padding=u.padding,
+                )
                 for u in run.uses
             ),
             pareto=tuple(filter(None, map(curve.point, range(1, curve.last() + 1)))),
             ladders=ladders,
             not_worth=tuple(self._not_worth()),
             notes=tuple(self._notes()),
-            warnings=(*run.traffic.warnings, *filter(None, [self._unbounded_warning]), *lint(plan, run)),
+            warnings=(
+                *run.traffic.warnings,
+                *filter(None, [self._unbounded_warning]),
+                *lint(plan, run),
+            ),
             verdict=self._verdict(ladders),
             costs_notes=() if costs is None else costs.notes,
             unbounded=self._unbounded,
@@ -438,7 +516,9 @@ class Case:
     @property
     def _exact(self) -> bool:
         is_mean = not (self.worst and len(self.loads) > 1)  # which the bound is of
-        return is_mean and self.best.least <= self.best.bound + EXACT * self.curve.problem.changeable
+        return (
+            is_mean and self.best.least <= self.best.bound + EXACT * self.curve.problem.changeable
+        )
 
     @property
     def _changeable_us(self) -> float:
@@ -453,14 +533,18 @@ class Case:
     @property
     def _unbounded(self) -> tuple[Limit, ...]:
         limits: tuple[Limit, ...] = ("memory", "capture_time")
-        return tuple(name for name in limits if name in self.plan.budget and self.curve.costs is None)
+        return tuple(
+            name for name in limits if name in self.plan.budget and self.curve.costs is None
+        )
 
     @property
     def _unbounded_warning(self) -> str:
         names = " and ".join(f"budget.{name}" for name in self._unbounded)
         return names and (
-            f"{names} did not bound this plan: what graphs cost is not known. Give --costs FILE (a capture report), "
-            "--costs estimate or --costs measure; without it they bound the capture alone, which drops what does "
+            f"{names} did not bound this plan: what graphs cost is not known. Give --costs FILE "
+            "(a capture report), "
+            "--costs estimate or --costs measure; without it they bound the capture alone, which "
+            "drops what does "
             "not fit"
         )
 
@@ -486,16 +570,21 @@ class Case:
         )
 
     def _fewest(self, expected_us: float) -> int | None:
-        """The fewest graphs of the curve with which steps of the traffic are no longer than that."""
+        """The fewest graphs of the curve with which steps of the traffic are no longer than
+        that.
+        """
         if not self.insurance:
             return self.curve.fewest(expected_us)
-        return next((n for n, step in enumerate(self.curve.steps) if step <= expected_us * (1 + 1e-9)), None)
+        return next(
+            (n for n, step in enumerate(self.curve.steps) if step <= expected_us * (1 + 1e-9)), None
+        )
 
     def _left_out(self) -> Iterator[tuple[Key, str]]:
         """Keys of the configured list or ladder that the plan does not have, and why.
 
-        Each is added to the plan by itself: if steps get less than 0.01% shorter, there is no gain, or no batch that
-        would run in it; if they get shorter, the reason is the limits that it would break.
+        Each is added to the plan by itself: if steps get less than 0.01% shorter, there is no gain,
+        or no batch that would run in it; if they get shorter, the reason is the limits that it
+        would break.
         """
         asked, cases = self.ladders.get(self.asked), self._planned_cases
         for key in asked.keys if asked else ():
@@ -519,45 +608,72 @@ class Case:
         cost, budget = self.curve.price(capture_order(keys)), self.plan.budget
         spent: dict[Limit, Any]
         spent = {"max_graphs": len(keys), "memory": cost["bytes"], "capture_time": cost["seconds"]}
-        return tuple(name for name, used in spent.items() if used is not None and used > budget.get(name, np.inf))
+        return tuple(
+            name
+            for name, used in spent.items()
+            if used is not None and used > budget.get(name, np.inf)
+        )
 
     def _rule(self) -> str:
-        return self._limits() + ", with the least regret of the worst load" * (self.worst and len(self.loads) > 1)
+        return self._limits() + ", with the least regret of the worst load" * (
+            self.worst and len(self.loads) > 1
+        )
 
     def _limits(self) -> str:
         if not self.bounded:
             why = "the budget binds nothing without costs" if self._unbounded else "no budget"
-            asked = "the configured sizes" if self.asked == "configured" else f"the {self.asked} ladder"
+            asked = (
+                "the configured sizes" if self.asked == "configured" else f"the {self.asked} ladder"
+            )
             ladder = asked + " and the vllm ladder" * (self.asked != "vllm")
-            unseen = f", and {NO_GAIN:.0%} for batches that the traffic does not show" if self.insurance else ""
+            unseen = (
+                f", and {NO_GAIN:.0%} for batches that the traffic does not show"
+                if self.insurance
+                else ""
+            )
             as_good = f"as good as {ladder} within {ALIKE:.1%}{unseen}"
-            return f"{why}: the fewest graphs that are {as_good}, and bring {1 - CLOSE:.0%} of what graphs can"
+            return (
+                f"{why}: the fewest graphs that are {as_good}, and bring {1 - CLOSE:.0%} of "
+                "what graphs can"
+            )
         write: dict[str, Callable[[Any], str]]
         write = {"max_graphs": str, "memory": format_bytes, "capture_time": "{:.4g} s".format}
         known = [name for name in write if name in self.plan.budget and name not in self._unbounded]
         given = ", ".join(f"{name} {write[name](self.plan.budget[name])}" for name in known)
-        return f"the best within the budget ({given}), less graphs that together bring under {WORTH:.2%}"
+        return (
+            f"the best within the budget ({given}), less graphs that together bring under "
+            f"{WORTH:.2%}"
+        )
 
     def _binding(self) -> tuple[Limit, ...]:
-        """Limits that the next better plan of the curve breaks, or, beyond its end, a graph for every size."""
+        """Limits that the next better plan of the curve breaks, or, beyond its end, a graph for
+        every size.
+        """
         problem = self.curve.problem
         better = (problem.total_of(self.best.chosen) - WORTH * problem.changeable) / problem.weight
         if not self.bounded or better < problem.infinite_us:
             return ()
         graphs = self.curve.fewest(better)
         every = [range(1, lane.sizes.size) for lane in problem.lanes]
-        return self._broken(self.curve.keys_of(every if graphs is None else self.curve.found.chosen(graphs)))
+        return self._broken(
+            self.curve.keys_of(every if graphs is None else self.curve.found.chosen(graphs))
+        )
 
     def _next_graph(self) -> NextGraph | None:
         graphs, problem = len(self.plan.keys) + 1, self.curve.problem
         if graphs > self.curve.graphs:
             return None
-        gain = max(problem.total_of(self.best.chosen) / problem.weight - self.curve.expected_us(graphs), 0.0)
-        return NextGraph(microseconds=gain, percent=100 * gain * problem.weight / max(problem.changeable, EXACT))
+        gain = max(
+            problem.total_of(self.best.chosen) / problem.weight - self.curve.expected_us(graphs),
+            0.0,
+        )
+        return NextGraph(
+            microseconds=gain, percent=100 * gain * problem.weight / max(problem.changeable, EXACT)
+        )
 
     def _not_worth(self) -> Iterator[NotWorth]:
-        """Sizes of the planned lanes at which a graph brings nothing: no batch would run in it, none that comes there
-        is as large, or eager steps take no longer.
+        """Sizes of the planned lanes at which a graph brings nothing: no batch would run in it,
+        none that comes there is as large, or eager steps take no longer.
         """
         for lane in lanes_of(self.plan.mode, self._planned_cases):
             largest, stride = largest_of(lane, self.plan), stride_of(lane, self.plan)
@@ -566,20 +682,32 @@ class Case:
             end = int(np.flatnonzero(graph < eager).max(initial=0)) // stride * stride
             wanted = min(-(-self.run.largest_batch(lane) // stride) * stride, largest)
             if wanted < end:
-                reason = f"no batch of this lane is as large: {wanted} does as well" if wanted else NO_BATCH
+                reason = (
+                    f"no batch of this lane is as large: {wanted} does as well"
+                    if wanted
+                    else NO_BATCH
+                )
                 yield NotWorth(**lane._asdict(), first=wanted + 1, last=end, reason=reason)
             if end < largest:
-                yield NotWorth(**lane._asdict(), first=end + 1, last=largest, reason="an eager step takes no longer")
+                yield NotWorth(
+                    **lane._asdict(),
+                    first=end + 1,
+                    last=largest,
+                    reason="an eager step takes no longer",
+                )
 
     def _notes(self) -> Iterator[str]:
         plan, times = self.plan, self.run.times
         if merged := [str(case) for case in plan.lora_cases if case not in self._planned_cases]:
             yield (
-                f"LoRA cases {', '.join(merged)} were not planned for: their step times are not told apart from those "
+                f"LoRA cases {', '.join(merged)} were not planned for: their step times are not "
+                "told apart from those "
                 "of larger cases; measure them, with num_active_loras, to have them weighed"
             )
         if max(plan.lora_cases) > 0 and not any(curve.num_active_loras for curve in times.curves):
-            yield f"steps with adapters were not measured: taken as {times.lora_overhead:.0%} longer"
+            yield (
+                f"steps with adapters were not measured: taken as {times.lora_overhead:.0%} longer"
+            )
         if plan.budget.get("max_graphs", 0) > MOST:
             yield f"no more than {MOST} graphs were planned for"
         if plan.mode is CUDAGraphMode.NONE:
@@ -591,18 +719,35 @@ class Case:
         if self.plan.mode is CUDAGraphMode.NONE:
             return "nothing is captured: the resolved cudagraph_mode is NONE"
         if not self.plan.keys:
-            return "no graph brings anything: eager steps take no longer, or the budget pays for none that saves time"
+            return (
+                "no graph brings anything: eager steps take no longer, or the budget pays for "
+                "none that saves time"
+            )
         if ladder is None:
             return f"{format_microseconds(expected)} a step with {graphs}"
-        whose = "the configured sizes'" if ladder.name == "configured" else f"the {ladder.name} ladder's"
+        whose = (
+            "the configured sizes'"
+            if ladder.name == "configured"
+            else f"the {ladder.name} ladder's"
+        )
         theirs = f"with {whose} {counted(ladder.graphs, 'graph')}"
-        change = (expected - ladder.expected_us) / max(ladder.expected_us - self._unchanged_us, EXACT)
+        change = (expected - ladder.expected_us) / max(
+            ladder.expected_us - self._unchanged_us, EXACT
+        )
         if change > NO_GAIN:
-            return f"steps that graphs run are {change:.1%} longer than {theirs}, with {graphs}: see what binds"
+            return (
+                f"steps that graphs run are {change:.1%} longer than {theirs}, with {graphs}: "
+                "see what binds"
+            )
         if ladder.no_gain:
-            away = (ladder.expected_us - self.curve.alone.infinite_us) / max(self._changeable_us, EXACT)
+            away = (ladder.expected_us - self.curve.alone.infinite_us) / max(
+                self._changeable_us, EXACT
+            )
             verb = "is" if len(self.plan.keys) == 1 else "are"
-            return f"no gain in step time: {theirs} it is {away:.2%} above the bound; {graphs} {verb} as good"
+            return (
+                f"no gain in step time: {theirs} it is {away:.2%} above the bound; {graphs} "
+                f"{verb} as good"
+            )
         if change < -NO_GAIN:
             return f"steps that graphs run are {-change:.1%} shorter than {theirs}, with {graphs}"
         return f"steps within 1% of those {theirs}, with {graphs}"
@@ -611,4 +756,7 @@ class Case:
 def _by_lane(reasons: Iterable[tuple[Key, str]]) -> tuple[LeftOut, ...]:
     found = grouped(((Lane.of(*key), reason), key[1].num_tokens) for key, reason in reasons)
     ordered = sorted(found.items(), key=lambda item: (item[0][0].mode.name, *item[0][0][1:]))
-    return tuple(LeftOut(**lane._asdict(), sizes=tuple(sorted(sizes)), reason=why) for (lane, why), sizes in ordered)
+    return tuple(
+        LeftOut(**lane._asdict(), sizes=tuple(sorted(sizes)), reason=why)
+        for (lane, why), sizes in ordered
+    )

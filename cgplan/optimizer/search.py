@@ -2,33 +2,39 @@
 
 Note [Several lanes]
 ~~~~~~~~~~~~~~~~~~~~
-A batch goes to the first of its lanes whose largest size holds it. So once it is fixed where each lane *ends*, it is
-fixed which batches it runs, and the lanes share nothing but the limits: each is Note [One lane], exactly and for every
-number of graphs, and a min-plus product shares the graphs out. The last lane serves every batch that a graph may
-serve, and only eager steps follow it, so its paths tell its end. (Where decode and prefill are apart, each has lanes of
-its own, and eager steps follow both.)
+A batch goes to the first of its lanes whose largest size holds it. So once it is fixed where each
+lane *ends*, it is fixed which batches it runs, and the lanes share nothing but the limits: each is
+Note [One lane], exactly and for every number of graphs, and a min-plus product shares the graphs
+out. The last lane serves every batch that a graph may serve, and only eager steps follow it, so its
+paths tell its end. (Where decode and prefill are apart, each has lanes of its own, and eager steps
+follow both.)
 
-The search goes over the ends of the other lanes. With two lanes that is one number, and it is enumerated: of the ends
-between two that were tried, lo and hi, none is better than the first lane cut at lo + 1, the last lane with the batches
-above hi, and the batches in between at their best time of all. Intervals whose bound is not below the best plan are
-dropped, the others halved; if none is left, the plan is proven. With more lanes the ends are improved one at a time
-(coordinate descent), and the bound comes from letting each group of batches have all the graphs for itself.
+The search goes over the ends of the other lanes. With two lanes that is one number, and it is
+enumerated: of the ends between two that were tried, lo and hi, none is better than the first lane
+    cut at lo + 1, the last lane with the batches
+above hi, and the batches in between at their best time of all. Intervals whose bound is not below
+the best plan are dropped, the others halved; if none is left, the plan is proven. With more lanes
+the ends are improved one at a time (coordinate descent), and the bound comes from letting each
+group of batches have all the graphs for itself.
 
 Note [Limits]
 ~~~~~~~~~~~~~
-Memory is static(largest size) + pool(largest size of each mode) + workspaces + driver bytes of each key. The first two
-follow from the ends. Where the keys of a mode cost the same, the numbers of graphs that the limits pay for are exact.
-Otherwise the cheapest key of each mode counts. That allows too much, so it gives a bound; and if the limits pay for the
-plan all the same, it is the best one. If not, one rate prices bytes and seconds, each as a share of its limit, and
-bisection finds the smallest rate at which the best plan fits. The least of time + price * cost, less price * limit, is
-below every plan within the limits (a Lagrangian relaxation). Where some larger graph costs less than a smaller one, a
-bound is that of costs which no graph for the same batches is below.
+Memory is static(largest size) + pool(largest size of each mode) + workspaces + driver bytes of each
+key. The first two follow from the ends. Where the keys of a mode cost the same, the numbers of
+graphs that the limits pay for are exact. Otherwise the cheapest key of each mode counts. That
+allows too much, so it gives a bound; and if the limits pay for the plan all the same, it is the
+best one. If not, one rate prices bytes and seconds, each as a share of its limit, and bisection
+finds the smallest rate at which the best plan fits. The least of time + price * cost, less price *
+limit, is below every plan within the limits (a Lagrangian relaxation). Where some larger graph
+costs less than a smaller one, a bound is that of costs which no graph for the same batches is
+below.
 
 Note [One list]
 ~~~~~~~~~~~~~~~
-Some engines capture each size in all lanes that may hold it. A batch then runs at the smallest size that holds it, in
-the first of its lanes that may hold that size: one path for all lanes, in which each kind of batches has its own times,
-and a size counts as many graphs as lanes hold it (the end of Note [One lane]).
+Some engines capture each size in all lanes that may hold it. A batch then runs at the smallest size
+that holds it, in the first of its lanes that may hold that size: one path for all lanes, in which
+each kind of batches has its own times, and a size counts as many graphs as lanes hold it (the end
+of Note [One lane]).
 """
 
 from __future__ import annotations
@@ -80,7 +86,8 @@ class Best:
 
     Attributes:
         chosen: Candidates of each lane.
-        least: Microseconds, times weight, of the best plan that was found, which may have a few graphs more.
+        least: Microseconds, times weight, of the best plan that was found, which may have a few
+            graphs more.
         bound: No plan within the limits is below it.
     """
 
@@ -90,11 +97,12 @@ class Best:
 
 
 def best_plan(problem: Problem, limits: Limits, *, slack: float = 0.0) -> Best:
-    """The best plan within the limits; of those within ``slack`` (microseconds, times weight) of it, the one with the
-    fewest graphs.
+    """The best plan within the limits; of those within ``slack`` (microseconds, times weight) of
+    it, the one with the fewest graphs.
 
-    Exact with one lane, and with two as long as the effort lasts, if only the number of graphs is limited or all keys
-    of a mode cost the same; otherwise ``bound`` says how good it is. The plan may have no graph.
+    Exact with one lane, and with two as long as the effort lasts, if only the number of graphs is
+    limited or all keys of a mode cost the same; otherwise ``bound`` says how good it is. The plan
+    may have no graph.
     """
 
     def pays(chosen: Chosen) -> bool:
@@ -102,10 +110,15 @@ def best_plan(problem: Problem, limits: Limits, *, slack: float = 0.0) -> Best:
 
     def paid(found: Search | ListSearch) -> int:
         """The number of graphs up to which the plans are within the limits."""
-        return bisect_left(numbers[: limits.graphs], True, key=lambda graphs: not pays(found.chosen(graphs)))
+        return bisect_left(
+            numbers[: limits.graphs], True, key=lambda graphs: not pays(found.chosen(graphs))
+        )
 
     numbers, true = range(1, limits.graphs + 1), problem.relaxed or problem
-    limits = replace(limits, graphs=bisect_left(numbers, True, key=lambda k: not limits.pays_for(k, *true.cheapest(k))))
+    limits = replace(
+        limits,
+        graphs=bisect_left(numbers, True, key=lambda k: not limits.pays_for(k, *true.cheapest(k))),
+    )
     found = search(problem, limits)
     enough = found.value <= found.value[-1] * (1 + PROVEN) + slack
     chosen = found.chosen(int(np.flatnonzero(enough)[0]))
@@ -116,7 +129,9 @@ def best_plan(problem: Problem, limits: Limits, *, slack: float = 0.0) -> Best:
     low, high, rate = 0.0, np.inf, 0.01
     for _ in range(SWEEPS):
         found = search(problem, limits, rate=rate, effort=EFFORT // SWEEPS)
-        priced = found if true is problem else search(true, limits, rate=rate, effort=EFFORT // SWEEPS)
+        priced = (
+            found if true is problem else search(true, limits, rate=rate, effort=EFFORT // SWEEPS)
+        )
         bound = max(bound, float(priced.bound[-1]) - priced.budget_price)
         graphs = paid(found)
         best = min(best, found.chosen(graphs), key=problem.total_of)
@@ -147,7 +162,8 @@ class _Corner:
     last: Floats
 
 
-_Span = tuple[_Corner, _Corner, Floats]  # two ends that were tried, and the bound of those between them
+# two ends that were tried, and the bound of those between them
+_Span = tuple[_Corner, _Corner, Floats]
 
 
 class Search:
@@ -155,22 +171,33 @@ class Search:
 
     Args:
         limits: If keys of a mode differ in cost, the cheapest counts.
-        rate: Price on bytes and seconds: of a whole limit, as a share of the microseconds that graphs can save.
+        rate: Price on bytes and seconds: of a whole limit, as a share of the microseconds that
+            graphs can save.
         curve: Whether to prove every number of graphs, to 0.05%, or the largest alone.
         effort: Candidates times graphs times ends to try, about.
 
     Attributes:
-        value: [K + 1] total microseconds (times weight) of the best plan found, with the price of its costs.
+        value: [K + 1] total microseconds (times weight) of the best plan found, with the price of
+            its costs.
         bound: [K + 1] no plan is below it.
     """
 
     def __init__(
-        self, problem: Problem, limits: Limits, *, rate: float = 0.0, curve: bool = False, effort: int = EFFORT
+        self,
+        problem: Problem,
+        limits: Limits,
+        *,
+        rate: float = 0.0,
+        curve: bool = False,
+        effort: int = EFFORT,
     ) -> None:
         lanes, graphs = problem.lanes, limits.graphs
         self._problem, self._rate, self._memory = problem, rate, limits.memory
-        self._left = effort // max(1, sum(lane.sizes.size for lane in lanes) * graphs)  # ends that may be tried
-        self._watched, self._proven = (slice(1, None), CURVE_PROVEN) if curve else (slice(graphs, None), PROVEN)
+        # ends that may be tried
+        self._left = effort // max(1, sum(lane.sizes.size for lane in lanes) * graphs)
+        self._watched, self._proven = (
+            (slice(1, None), CURVE_PROVEN) if curve else (slice(graphs, None), PROVEN)
+        )
         self._best: list[_Corner | None] = [None] * (graphs + 1)
         self.value = self.bound = np.full(graphs + 1, problem.eager_total)
         if not lanes:
@@ -186,15 +213,20 @@ class Search:
         for index, lane in enumerate(lanes[:-1]):
             self._groups[lane.lane.mode is lanes[-1].lane.mode].append(index)
         counts = np.arange(graphs + 1)
-        self._both = np.add.outer(counts, counts)  # graphs of the other mode, and of the last lane's mode
+        # graphs of the other mode, and of the last lane's mode
+        self._both = np.add.outer(counts, counts)
         bytes_, seconds = (
             np.add.outer(counts * other, counts * last)
-            for other, last in zip(*map(self._cheapest, (self._groups[0], [*self._groups[1], -1])), strict=True)
+            for other, last in zip(
+                *map(self._cheapest, (self._groups[0], [*self._groups[1], -1])), strict=True
+            )
         )
         # Bytes that may follow from the ends, where these numbers of graphs are paid for.
         self._spare = (np.inf if limits.memory is None else limits.memory * (1 + ROUNDING)) - bytes_
         if limits.seconds is not None:
-            self._spare[(seconds + problem.once > limits.seconds * (1 + ROUNDING)) & (self._both > 0)] = -np.inf
+            self._spare[
+                (seconds + problem.once > limits.seconds * (1 + ROUNDING)) & (self._both > 0)
+            ] = -np.inf
         if len(lanes) == 1:
             self._try([()])
             self.bound = self.value
@@ -215,18 +247,29 @@ class Search:
         share = dict(zip((*other, *same), (*shared, *rest), strict=True))
         found = [corner.paths[i].sizes(share[i], end) for i, end in enumerate(corner.ends)]
         found.append(corner.paths[-1].sizes(last, int(room[last].argmin())))
-        return tuple(_raised(lane, sizes) for lane, sizes in zip(self._problem.lanes, found, strict=True))
+        return tuple(
+            _raised(lane, sizes) for lane, sizes in zip(self._problem.lanes, found, strict=True)
+        )
 
     def _enumerate(self) -> Floats:
         """Try the ends of the first of two lanes; returns the bound."""
         floor = np.full(self.value.size, np.inf)
         low, high = self._try([(0,), (self._problem.lanes[0].sizes.size - 1,)])
         spans = self._spans(low, high, -floor)
-        at_once = max(1, min(AT_ONCE, BATCH // (self._problem.lanes[1].sizes.size * self.value.size)))
+        at_once = max(
+            1, min(AT_ONCE, BATCH // (self._problem.lanes[1].sizes.size * self.value.size))
+        )
         while spans:
-            gaps = [(self.value * (1 - self._proven) - least)[self._watched].max() for *_, least in spans]
-            hopeful = [] if self._left <= 0 else [number for number, gap in enumerate(gaps) if gap > 0]
-            floor = np.min([floor, *(span[2] for n, span in enumerate(spans) if n not in hopeful)], axis=0)
+            gaps = [
+                (self.value * (1 - self._proven) - least)[self._watched].max()
+                for *_, least in spans
+            ]
+            hopeful = (
+                [] if self._left <= 0 else [number for number, gap in enumerate(gaps) if gap > 0]
+            )
+            floor = np.min(
+                [floor, *(span[2] for n, span in enumerate(spans) if n not in hopeful)], axis=0
+            )
             spans = [spans[n] for n in sorted(hopeful, key=lambda number: -gaps[number])]
             halved, spans = spans[:at_once], spans[at_once:]
             middles = self._try([((low.ends[0] + high.ends[0]) // 2,) for low, high, _ in halved])
@@ -235,7 +278,9 @@ class Search:
         return np.maximum(floor, self._apart()) if self._left <= 0 else floor
 
     def _spans(self, low: _Corner, high: _Corner, least: Floats) -> list[_Span]:
-        """The ends between two that were tried, if there are any; no plan with one of them is below ``least``."""
+        """The ends between two that were tried, if there are any; no plan with one of them is below
+        ``least``.
+        """
         lo, hi, price = low.ends[0] + 1, high.ends[0], self._prices[0]
         if lo >= hi:
             return []
@@ -247,7 +292,9 @@ class Search:
         return [(low, high, np.maximum(bound, least))]
 
     def _descend(self) -> Floats:
-        """Begin with lanes that are whole or empty, and move one end at a time, by less and less; returns the bound."""
+        """Begin with lanes that are whole or empty, and move one end at a time, by less and less;
+        returns the bound.
+        """
         tops = np.array([lane.sizes.size - 1 for lane in self._problem.lanes[:-1]])
         around = set(list(product(*((0, int(top)) for top in tops)))[-CORNERS:])
         tried: set[tuple[int, ...]] = set()
@@ -265,8 +312,8 @@ class Search:
         return self._apart()
 
     def _apart(self) -> Floats:
-        """A bound: each group of batches has all the graphs for itself, in the fastest of its lanes, up to the largest
-        size that the memory besides the keys pays for.
+        """A bound: each group of batches has all the graphs for itself, in the fastest of its
+        lanes, up to the largest size that the memory besides the keys pays for.
         """
         problem, graphs = self._problem, self.value.size - 1
         if self._rate or not problem.demands:
@@ -275,13 +322,24 @@ class Search:
         places = [np.searchsorted(lane.sizes, sizes) for lane in problem.lanes]
         times, fixed = (
             [np.append(figures[lane], np.inf)[at] for lane, at in enumerate(places)]
-            for figures in ([lane.times for lane in problem.lanes], [lane.pool + lane.static for lane in problem.lanes])
+            for figures in (
+                [lane.times for lane in problem.lanes],
+                [lane.pool + lane.static for lane in problem.lanes],
+            )
         )
         least = np.array([0.0, *(problem.cheapest(k)[0] for k in range(1, graphs + 1))])
-        beyond = np.min(fixed, axis=0) + least[:, None] > (np.inf if self._memory is None else self._memory)
-        fastest = [np.min([times[lane] for lane in demand.lanes], axis=0) for demand in problem.demands]
+        beyond = np.min(fixed, axis=0) + least[:, None] > (
+            np.inf if self._memory is None else self._memory
+        )
+        fastest = [
+            np.min([times[lane] for lane in demand.lanes], axis=0) for demand in problem.demands
+        ]
         weights = np.stack([demand.weight[demand.below(sizes)] for demand in problem.demands])
-        found = best_paths(weights, np.minimum(fastest, max(float(lane.times[-1]) for lane in problem.lanes)), graphs)
+        found = best_paths(
+            weights,
+            np.minimum(fastest, max(float(lane.times[-1]) for lane in problem.lanes)),
+            graphs,
+        )
         total = np.full(graphs + 1, problem.eager_us)
         for demand, paths in zip(problem.demands, found, strict=True):
             cost = paths.cost + demand.eager[-1] - demand.eager[demand.below(sizes)]
@@ -290,7 +348,8 @@ class Search:
 
     def _try(self, tried: Sequence[tuple[int, ...]]) -> list[_Corner]:
         problem, corners, paths = self._problem, list[_Corner](), list[list[Paths]]()
-        passed = np.zeros((len(tried), len(problem.demands)), dtype=np.int64)  # tokens that earlier lanes hold
+        # tokens that earlier lanes hold
+        passed = np.zeros((len(tried), len(problem.demands)), dtype=np.int64)
         for lane in range(len(problem.lanes)):
             paths.append(self._paths(lane, passed))
             for number, demand in enumerate(problem.demands):
@@ -313,7 +372,9 @@ class Search:
 
     def _paths(self, lane: int, passed: Ints) -> list[Paths]:
         """Paths of a lane for the batches that each row of ``passed`` leaves to it."""
-        wanting = [number for number, demand in enumerate(self._problem.demands) if lane in demand.lanes]
+        wanting = [
+            number for number, demand in enumerate(self._problem.demands) if lane in demand.lanes
+        ]
         names = [(lane, *case) for case in passed[:, wanting].tolist()]
         missing = [name for name in dict.fromkeys(names) if name not in self._found]
         if missing:
@@ -321,14 +382,18 @@ class Search:
             weights = np.zeros((len(missing), candidates.sizes.size))
             for number, gone in zip(wanting, np.array(missing).T[1:], strict=True):
                 weight = self._problem.demands[number].weight
-                weights += np.maximum(weight[self._holds[number][lane]] - weight[gone][:, None], 0.0)
+                weights += np.maximum(
+                    weight[self._holds[number][lane]] - weight[gone][:, None], 0.0
+                )
             found = best_paths(weights, candidates.times, graphs, self._prices[lane])
             self._found |= zip(missing, found, strict=True)
         return [self._found[name] for name in names]
 
-    def _table(self, curves: Sequence[Floats], last: Floats, ends: tuple[int, ...]) -> tuple[Floats, Ints]:
-        """[K + 1, K + 1] totals by graphs of the other mode and of the last lane's mode, inf beyond the limits; and the
-        largest end of the last lane that the limits pay for, -1 for none.
+    def _table(
+        self, curves: Sequence[Floats], last: Floats, ends: tuple[int, ...]
+    ) -> tuple[Floats, Ints]:
+        """[K + 1, K + 1] totals by graphs of the other mode and of the last lane's mode, inf beyond
+        the limits; and the largest end of the last lane that the limits pay for, -1 for none.
         """
         fixed = self._fixed(ends)
         allowed = np.searchsorted(fixed, self._spare, side="right") - 1
@@ -366,12 +431,19 @@ class Search:
 
 
 class ListSearch:
-    """The same for plans whose lanes share one list of sizes, see Note [One list]; exact for each number of graphs
-    where nothing else is limited. Seconds and driver bytes bound it by their ``rate`` alone.
+    """The same for plans whose lanes share one list of sizes, see Note [One list]; exact for each
+    number of graphs where nothing else is limited. Seconds and driver bytes bound it by their
+    ``rate`` alone.
     """
 
     def __init__(
-        self, problem: Problem, limits: Limits, *, rate: float = 0.0, curve: bool = False, effort: int = EFFORT
+        self,
+        problem: Problem,
+        limits: Limits,
+        *,
+        rate: float = 0.0,
+        curve: bool = False,
+        effort: int = EFFORT,
     ) -> None:
         del curve, effort  # all numbers of graphs are proven
         self._problem, graphs = problem, limits.graphs
@@ -381,22 +453,31 @@ class ListSearch:
         held = [self._sizes <= lane.sizes[-1] for lane in problem.lanes]
 
         def padded(figures: Sequence[Floats]) -> Floats:
-            return np.stack([np.append(own, np.zeros(self._sizes.size - own.size)) for own in figures])
+            return np.stack(
+                [np.append(own, np.zeros(self._sizes.size - own.size)) for own in figures]
+            )
 
         fixed = longest.static + padded([lane.pool for lane in problem.lanes]).max(axis=0)
         fixed[1:] += problem.workspace
-        weights = np.stack([demand.weight[demand.below(self._sizes)] for demand in problem.demands])[:, None]
+        weights = np.stack(
+            [demand.weight[demand.below(self._sizes)] for demand in problem.demands]
+        )[:, None]
         times = np.stack([self._times(demand.lanes, held) for demand in problem.demands])[:, None]
-        is_proven = bool((np.diff(times[..., 1:]) >= 0).all())  # else a larger graph is faster, in another mode
+        # else a larger graph is faster, in another mode
+        is_proven = bool((np.diff(times[..., 1:]) >= 0).all())
         times = np.maximum.accumulate(times, axis=-1)
         each = np.sum(held, axis=0)
         (self._paths,) = best_paths(weights, times, graphs, padded(prices).sum(axis=0), each)
-        beyond = sum(demand.eager[-1] - demand.eager[demand.below(self._sizes)] for demand in problem.demands)
+        beyond = sum(
+            demand.eager[-1] - demand.eager[demand.below(self._sizes)] for demand in problem.demands
+        )
         self._total = self._paths.cost + beyond + problem.eager_us + byte * fixed
         if limits.memory is not None:
             self._total[:, fixed > limits.memory * (1 + ROUNDING)] = np.inf
         self.value = np.minimum.accumulate(self._total.min(axis=1))
-        self.bound = self.value if is_proven else np.full(graphs + 1, problem.infinite_us * problem.weight)
+        self.bound = (
+            self.value if is_proven else np.full(graphs + 1, problem.infinite_us * problem.weight)
+        )
 
     def _times(self, lanes: Sequence[int], held: Sequence[npt.NDArray[np.bool_]]) -> Floats:
         times = np.full(self._sizes.size, np.inf)
@@ -408,31 +489,47 @@ class ListSearch:
     def chosen(self, graphs: int) -> Chosen:
         graphs = int(self._total[: graphs + 1].min(axis=1).argmin())
         picked = self._paths.sizes(graphs, int(self._total[graphs].argmin()))
-        return tuple(tuple(n for n in picked if n < lane.sizes.size) for lane in self._problem.lanes)
+        return tuple(
+            tuple(n for n in picked if n < lane.sizes.size) for lane in self._problem.lanes
+        )
 
 
 def search(problem: Problem, limits: Limits, **options: Any) -> Search | ListSearch:
     """The best plans of a problem, by their number of graphs."""
-    return (ListSearch if problem.one_list and problem.lanes else Search)(problem, limits, **options)
+    return (ListSearch if problem.one_list and problem.lanes else Search)(
+        problem, limits, **options
+    )
 
 
 def _prices(problem: Problem, limits: Limits, rate: float) -> tuple[float, float, list[Floats]]:
     """At a rate: the price of a byte, of the whole budget, and of the keys of each lane."""
     saved = problem.eager_total - problem.infinite_us * problem.weight
-    byte, second = (rate * saved / limit if limit else 0.0 for limit in (limits.memory, limits.seconds))
+    byte, second = (
+        rate * saved / limit if limit else 0.0 for limit in (limits.memory, limits.seconds)
+    )
     whole = byte * (limits.memory or 0) + second * ((limits.seconds or 0) - problem.once)
     return byte, whole, [byte * lane.driver + second * lane.seconds for lane in problem.lanes]
 
 
 def _raised(lane: Candidates, sizes: list[int]) -> tuple[int, ...]:
-    """Each size but the largest in favour of the largest one below the next that takes and costs as much."""
+    """Each size but the largest in favour of the largest one below the next that takes and costs as
+    much.
+    """
     figures = np.stack([lane.times, lane.driver, lane.seconds])
-    alike = [(figures[:, size:above] == figures[:, [size]]).all(axis=0) for size, above in pairwise(sizes)]
-    return (*(size + int(np.flatnonzero(same)[-1]) for size, same in zip(sizes, alike, strict=False)), *sizes[-1:])
+    alike = [
+        (figures[:, size:above] == figures[:, [size]]).all(axis=0)
+        for size, above in pairwise(sizes)
+    ]
+    return (
+        *(size + int(np.flatnonzero(same)[-1]) for size, same in zip(sizes, alike, strict=False)),
+        *sizes[-1:],
+    )
 
 
 def _min_plus(table: Floats, curve: Floats) -> Floats:
-    """The least sums of entries of [K + 1, ...] and [K + 1] whose numbers of graphs add up to at most k."""
+    """The least sums of entries of [K + 1, ...] and [K + 1] whose numbers of graphs add up to at
+    most k.
+    """
     total = np.full(table.shape, np.inf)
     for graphs, value in enumerate(curve):
         np.minimum(total[graphs:], table[: len(table) - graphs] + value, out=total[graphs:])
@@ -440,7 +537,9 @@ def _min_plus(table: Floats, curve: Floats) -> Floats:
 
 
 def _shares(curves: Sequence[Floats], graphs: int) -> list[int]:
-    """How the best sum of [K + 1] curves shares out at most so many graphs; as few as give the same."""
+    """How the best sum of [K + 1] curves shares out at most so many graphs; as few as give the
+    same.
+    """
     sums = [np.zeros(graphs + 1)]
     for curve in curves:
         sums.append(_min_plus(sums[-1], curve[: graphs + 1]))

@@ -1,17 +1,20 @@
-"""Plans with some of their keys: those that are asked for, or those that ``budget.max_graphs`` allows.
+"""Plans with some of their keys: those that are asked for, or those that ``budget.max_graphs``
+allows.
 
 Note [Spread]
-    Without traffic, batches of every size up to a lane's largest count as equally frequent. A lane keeps its largest
-    size, so that no batch of its kind loses its graph, and of the others those with which batches are padded to the
-    fewest tokens on average: the optimizer's problem for one lane, with a step time that is the size itself. The least
-    mean of a lane falls by less with each further graph, because its cost is Monge; so graphs that go to the lane where
-    the next one saves most, one by one, are spread best over all lanes. Each lane counts the same; of equal ones decode
-    comes first.
+    Without traffic, batches of every size up to a lane's largest count as equally frequent. A lane
+    keeps its largest size, so that no batch of its kind loses its graph, and of the others those
+    with which batches are padded to the fewest tokens on average: the optimizer's problem for one
+    lane, with a step time that is the size itself. The least mean of a lane falls by less with each
+    further graph, because its cost is Monge; so graphs that go to the lane where the next one saves
+    most, one by one, are spread best over all lanes. Each lane counts the same; of equal ones
+    decode comes first.
 
-    With several sizes the lanes have as many graphs each, and their boxes are those that pad batches least.
+    With several sizes the lanes have as many graphs each, and their boxes are those that pad
+    batches least.
 
-    Where there are fewer graphs than lanes, the lanes stay that serve most kinds of batches: those for more adapters
-    serve batches with fewer, those of mixed batches serve uniform decode.
+    Where there are fewer graphs than lanes, the lanes stay that serve most kinds of batches: those
+    for more adapters serve batches with fewer, those of mixed batches serve uniform decode.
 """
 
 from __future__ import annotations
@@ -35,7 +38,8 @@ if TYPE_CHECKING:
 def restricted(plan: Plan, keys: Sequence[Key], config: Config) -> Plan:
     """The plan with these of its keys alone, and with the prediction for them.
 
-    Pool memory that a left out key would have brought is brought by the next one, in proportion to their sizes.
+    Pool memory that a left out key would have brought is brought by the next one, in proportion to
+    their sizes.
     """
     kept = set(keys)
     if len(kept) == len(plan.keys):
@@ -44,9 +48,13 @@ def restricted(plan: Plan, keys: Sequence[Key], config: Config) -> Plan:
     predicted = plan.predicted
     if predicted is not None:
         costs = _costs_of(plan.keys, predicted.keys, kept)
-        static = sum(static_bytes(config, tokens, others) for others, tokens in widest(kept).items())
+        static = sum(
+            static_bytes(config, tokens, others) for others, tokens in widest(kept).items()
+        )
         workspace = predicted.workspace_bytes if sizes else 0
-        predicted = predicted.model_copy(update={"keys": costs, "static_bytes": static, "workspace_bytes": workspace})
+        predicted = predicted.model_copy(
+            update={"keys": costs, "static_bytes": static, "workspace_bytes": workspace}
+        )
     left = tuple(key for key in plan.keys if key in kept)
     return plan.model_copy(update={"keys": left, "capture_sizes": sizes, "predicted": predicted})
 
@@ -66,8 +74,8 @@ def _costs_of(keys: Sequence[Key], costs: Sequence[KeyCost], kept: set[Key]) -> 
 
 
 def within_count(plan: Plan, config: Config, *, one_list: bool = False) -> Plan:
-    """The plan with as many keys as ``budget.max_graphs`` allows, as a capture chooses them, and a note that says so;
-    ``one_list``: each size stays in all lanes that have it, or in none.
+    """The plan with as many keys as ``budget.max_graphs`` allows, as a capture chooses them, and a
+    note that says so; ``one_list``: each size stays in all lanes that have it, or in none.
 
     A lazy capture counts the keys that batches ask for, so that its plan stays whole.
     """
@@ -76,15 +84,16 @@ def within_count(plan: Plan, config: Config, *, one_list: bool = False) -> Plan:
         return plan
     part = restricted(plan, (_one_list if one_list else spread)(plan, plan.keys, most), config)
     note = (
-        f"budget.max_graphs = {most} keeps {len(part.keys)} of {len(plan.keys)} keys: the largest, and those with "
+        f"budget.max_graphs = {most} keeps {len(part.keys)} of {len(plan.keys)} keys: the "
+        "largest, and those with "
         "which batches are padded least if all sizes of them are as frequent"
     )
     return part.model_copy(update={"notes": (*part.notes, note)})
 
 
 def spread(plan: Plan, keys: Sequence[Key], most: int) -> tuple[Key, ...]:
-    """At most so many of ``keys`` (the plan's, or the rest of them without the largest of some lanes), in their order,
-    see Note [Spread].
+    """At most so many of ``keys`` (the plan's, or the rest of them without the largest of some
+    lanes), in their order, see Note [Spread].
     """
     if len(keys) <= most:
         return tuple(keys)
@@ -105,7 +114,9 @@ def spread(plan: Plan, keys: Sequence[Key], most: int) -> tuple[Key, ...]:
     paths = {lane: _least_padding(sizes[lane], strides[lane], most) for lane in lanes}
 
     def saved(lane: Lane) -> float:
-        """Rows of padding that one more graph saves a batch, on average; below 0 where no size is left."""
+        """Rows of padding that one more graph saves a batch, on average; below 0 where no size is
+        left.
+        """
         if numbers[lane] == ends[lane]:
             return -1.0
         cost = paths[lane].cost[numbers[lane] : numbers[lane] + 2, ends[lane]]
@@ -114,28 +125,43 @@ def spread(plan: Plan, keys: Sequence[Key], most: int) -> tuple[Key, ...]:
     numbers = dict.fromkeys(lanes, 1)
     for _ in range(most - len(lanes)):
         numbers[max(lanes, key=lambda lane: (saved(lane), lane.uniform))] += 1
-    kept = {(lane, sizes[lane][n - 1]) for lane in lanes for n in paths[lane].sizes(numbers[lane], ends[lane])}
+    kept = {
+        (lane, sizes[lane][n - 1])
+        for lane in lanes
+        for n in paths[lane].sizes(numbers[lane], ends[lane])
+    }
     return tuple(key for key in keys if (Lane.of(*key), key[1].num_tokens) in kept)
 
 
 def _one_list(plan: Plan, keys: Sequence[Key], most: int) -> tuple[Key, ...]:
     sizes, lanes = sorted({key.num_tokens for _, key in keys}), plan.lanes().values()
     paths = _least_padding(tuple(sizes), 1, most)
-    lists = [{sizes[n - 1] for n in paths.sizes(number, len(sizes))} for number in range(min(most, len(sizes)), 0, -1)]
+    lists = [
+        {sizes[n - 1] for n in paths.sizes(number, len(sizes))}
+        for number in range(min(most, len(sizes)), 0, -1)
+    ]
     ends, keys_of = {own[-1] for own in lanes}, Counter(key.num_tokens for _, key in keys)
     tried = (*(one | ends for one in lists), *lists)
     kept = next((one for one in tried if sum(keys_of[size] for size in one) <= most), set[int]())
 
     def saved(size: int) -> float:
-        """Rows of padding that one more size saves a batch, on average, in the lanes that have it."""
+        """Rows of padding that one more size saves a batch, on average, in the lanes that have
+        it.
+        """
         found = 0.0
         for own in (own for own in lanes if size in own):
             below = max((other for other in own if other < size and other in kept), default=0)
-            above = min((other for other in own if other > size and other in kept), default=2 * size)
+            above = min(
+                (other for other in own if other > size and other in kept), default=2 * size
+            )
             found += (size - below) * (above - size) / own[-1]
         return found
 
-    while kept and (more := [s for s in sizes if s not in kept and keys_of[s] + sum(keys_of[k] for k in kept) <= most]):
+    while kept and (
+        more := [
+            s for s in sizes if s not in kept and keys_of[s] + sum(keys_of[k] for k in kept) <= most
+        ]
+    ):
         kept = kept | {max(more, key=saved)}  # sizes of fewer lanes may fit yet
     return tuple(key for key in keys if key[1].num_tokens in kept)
 

@@ -1,4 +1,6 @@
-"""The torch.compile backend: it splits the forward that Dynamo traced, and its eager pieces break open captures."""
+"""The torch.compile backend: it splits the forward that Dynamo traced, and its eager pieces break
+open captures.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +26,12 @@ _OPTIONS = ("splitting_ops", "compiler", "address_check", "debug", "use_inductor
 
 
 class PiecewiseBackend:
-    """A torch.compile backend that splits what Dynamo traced; outside of a capture the pieces run one after the other.
+    """A torch.compile backend that splits what Dynamo traced; outside of a capture the pieces run
+    one after the other.
 
     Attributes:
-        traces: The traced forwards, split. Graphs read their constants, so they live as long as the graphs.
+        traces: The traced forwards, split. Graphs read their constants, so they live as long as the
+            graphs.
         pieces: The pieces of each trace.
         compiled: Segments that inductor compiled, by structure.
         capture: The capture that the next forward is recorded into; the forward takes it.
@@ -49,7 +53,8 @@ class PiecewiseBackend:
         self.missed = ""
         if self.compiler == "inductor" and self.backend.device.type == "cpu":
             raise BackendError(
-                "compiler: inductor on the tape: its kernels do not pass PyTorch's dispatcher and cannot be recorded",
+                "compiler: inductor on the tape: its kernels do not pass PyTorch's dispatcher and "
+                "cannot be recorded",
                 remedy="Set compilation.compiler: eager where there is no GPU.",
             )
 
@@ -58,7 +63,8 @@ class PiecewiseBackend:
         if self.backend.is_capturing():
             raise CaptureError(
                 f"Dynamo traces the model again inside a capture: {self.missed or 'no trace fits'}",
-                remedy="Leave the model's Python attributes and torch's modes as they are in the warm-ups.",
+                remedy="Leave the model's Python attributes and torch's modes as they are in the "
+                "warm-ups.",
             )
         self.codes.add(gm.code)
         if self.partition:
@@ -70,9 +76,12 @@ class PiecewiseBackend:
         split, pieces = split_graph(gm, self.splitting_ops)
         for piece in pieces:
             module = getattr(split, piece.name)
-            _ = module.code  # generates it: until then `forward` is a stub that does so on each call
+            # generates it: until then `forward` is a stub that does so on each call
+            _ = module.code
             if piece.eager:  # operators in place may change the shape of a tensor object (t_)
-                in_place = any((operator_name(node) or "").endswith("_") for node in module.graph.nodes)
+                in_place = any(
+                    (operator_name(node) or "").endswith("_") for node in module.graph.nodes
+                )
                 module.forward = broken_out(module.forward, piece.title, is_traced=not in_place)
             elif self.compiler == "inductor":
                 key = structure_of(module)
@@ -96,22 +105,28 @@ class _TraceWrapper(BreakableCUDAGraphWrapper):
 
     def _missing(self, descriptor: BatchDescriptor) -> SealedError:
         return SealedError(
-            f"torch.compile answers {descriptor} by a trace that has captured no PIECEWISE graph for it",
-            remedy="Capture the model itself, without torch.compile: a runner finds the trace of each size when it "
-            "captures. Or let one trace serve all sizes: call torch._dynamo.maybe_mark_dynamic(x, 0) on each input "
-            "before the compiled call, or pass dynamic=True where no size equals another dimension.",
+            f"torch.compile answers {descriptor} by a trace that has captured no PIECEWISE graph "
+            "for it",
+            remedy="Capture the model itself, without torch.compile: a runner finds the trace of "
+            "each size when it "
+            "captures. Or let one trace serve all sizes: call torch._dynamo.maybe_mark_dynamic(x, "
+            "0) on each input "
+            "before the compiled call, or pass dynamic=True where no size equals another "
+            "dimension.",
         )
 
 
 def cgplan_backend(gm: fx.GraphModule, example_inputs: Sequence[Any], **given: Any) -> Function:
     """``torch.compile(model, backend="cgplan", options={"splitting_ops": [...]})``.
 
-    ``options`` are fields of ``compilation``: splitting_ops, compiler, address_check, debug (which is address_check:
-    always here) and use_inductor_graph_partition. The others say which graphs a session captures. Each graph that
-    Dynamo traces is one BreakableCUDAGraphWrapper in mode PIECEWISE.
+    ``options`` are fields of ``compilation``: splitting_ops, compiler, address_check, debug (which
+    is address_check: always here) and use_inductor_graph_partition. The others say which graphs a
+    session captures. Each graph that Dynamo traces is one BreakableCUDAGraphWrapper in mode
+    PIECEWISE.
 
     Raises:
-        ConfigError: an option that does not exist, has a wrong value, or means nothing here; a ``mode`` of torch's.
+        ConfigError: an option that does not exist, has a wrong value, or means nothing here; a
+            ``mode`` of torch's.
         BackendError: inductor without a GPU. CaptureError: a new trace inside a capture.
     """
     try:
@@ -123,12 +138,18 @@ def cgplan_backend(gm: fx.GraphModule, example_inputs: Sequence[Any], **given: A
     except CgplanError as error:
         if isinstance(error, ConfigError) and "does not occur" in error.message:
             error.remedy += (
-                " Those are the operators of one graph: where Dynamo breaks the model's graph it hands over several, "
-                "and each has to hold the operator. torch.compile(..., fullgraph=True) names the line of the break."
+                " Those are the operators of one graph: where Dynamo breaks the model's graph it "
+                "hands over several, "
+                "and each has to hold the operator. torch.compile(..., fullgraph=True) names the "
+                "line of the break."
             )
         # torch.compile puts errors inside one of its own, but for this class.
         kind = type(error)
-        mixed = type(kind.__name__, (kind, torch._dynamo.exc.ShortenTraceback), {"__module__": kind.__module__})
+        mixed = type(
+            kind.__name__,
+            (kind, torch._dynamo.exc.ShortenTraceback),
+            {"__module__": kind.__module__},
+        )
         passing: Any = mixed.__new__(mixed, *error.args)
         vars(passing).update(vars(error), first_useful_frame=None)
         raise passing from None
@@ -144,7 +165,9 @@ def _compilation_of(given: dict[str, Any]) -> CompilationConfig:
     compilation: CompilationConfig = validate_config({"compilation": options}).compilation
     for idle in sorted(set(options) - set(_OPTIONS)):
         raise ConfigError(
-            f"torch.compile(backend='cgplan'): {idle} says which graphs a session captures, and means nothing here",
-            remedy=f"Options are {', '.join(_OPTIONS)}. For the others use cgplan.capture or cgplan.compile_piecewise.",
+            f"torch.compile(backend='cgplan'): {idle} says which graphs a session captures, and "
+            "means nothing here",
+            remedy=f"Options are {', '.join(_OPTIONS)}. For the others use cgplan.capture or "
+            "cgplan.compile_piecewise.",
         )
     return compilation

@@ -1,4 +1,6 @@
-"""Breakable capture: one forward as several graph segments with eager pieces between them, and a wrapper around it."""
+"""Breakable capture: one forward as several graph segments with eager pieces between them, and a
+wrapper around it.
+"""
 
 from __future__ import annotations
 
@@ -45,26 +47,37 @@ class BreakableCUDAGraphCapture:
             y = head(h)
         capture.replay()                     # y holds the result for what is in x now
 
-    The block behaves as a real forward, once: each segment is replayed as soon as it is captured, so that the next
-    eager piece and the block's results are computed from real values. The block's results lie in the pool, and each
-    replay overwrites them. Eager pieces run on the same stream, in the forward context of the replaying call. A piece
-    may write into the memory of its arguments. The capture owns its graphs, not the pool.
+    The block behaves as a real forward, once: each segment is replayed as soon as it is captured,
+    so that the next eager piece and the block's results are computed from real values. The block's
+    results lie in the pool, and each replay overwrites them. Eager pieces run on the same stream,
+    in the forward context of the replaying call. A piece may write into the memory of its
+    arguments. The capture owns its graphs, not the pool.
 
     Args:
-        backend: The device, inside whose ``session`` the block is entered; that of the pool if absent.
-        pool: Graph pool that the segments and the output slots of eager pieces share; a new one if absent.
+        backend: The device, inside whose ``session`` the block is entered; that of the pool if
+            absent.
+        pool: Graph pool that the segments and the output slots of eager pieces share; a new one if
+            absent.
 
     Raises:
-        CaptureError: on entering inside another capture; on leaving if a segment is not valid. After any error the
-            segments are freed, and a new capture may begin.
+        CaptureError: on entering inside another capture; on leaving if a segment is not valid.
+            After any error the segments are freed, and a new capture may begin.
     """
 
     def __init__(self, backend: GraphBackend | None = None, pool: Any = None) -> None:
-        self._backend: GraphBackend = backend or (select_backend() if pool is None else pool.backend)
-        self._pool = self._backend.new_pool() if pool is None else pool.handle if isinstance(pool, GraphPool) else pool
+        self._backend: GraphBackend = backend or (
+            select_backend() if pool is None else pool.backend
+        )
+        self._pool = (
+            self._backend.new_pool()
+            if pool is None
+            else pool.handle
+            if isinstance(pool, GraphPool)
+            else pool
+        )
         self._items: list[Any] = []
-        # Graphs without work. They keep the pool alive while no other graph does; and from torch 2.12 on, to free one
-        # would release library workspaces that the others use.
+        # Graphs without work. They keep the pool alive while no other graph does; and from torch
+        # 2.12 on, to free one would release library workspaces that the others use.
         self._empty: list[Any] = []
         self._open: tuple[Any, AbstractContextManager[None]] | None = None
         self._last_piece = ""
@@ -77,7 +90,9 @@ class BreakableCUDAGraphCapture:
 
     @property
     def segments(self) -> tuple[Any, ...]:
-        """The backend's graphs and the eager pieces in the order in which they run, without graphs that do nothing."""
+        """The backend's graphs and the eager pieces in the order in which they run, without graphs
+        that do nothing.
+        """
         return tuple(self._items)
 
     @property
@@ -102,7 +117,9 @@ class BreakableCUDAGraphCapture:
 
     @property
     def is_recording(self) -> bool:
-        """Whether a segment is being captured: not inside an eager piece, nor before, after or once it has failed."""
+        """Whether a segment is being captured: not inside an eager piece, nor before, after or once
+        it has failed.
+        """
         return self._open is not None
 
     def __enter__(self) -> BreakableCUDAGraphCapture:
@@ -112,15 +129,17 @@ class BreakableCUDAGraphCapture:
                 remedy="Capture the outer forward alone: it breaks wherever the inner one would.",
             )
         if self._items or self._steps is not None:
-            raise CaptureError("this breakable capture was used before", remedy="Make a new one for each capture.")
+            raise CaptureError(
+                "this breakable capture was used before", remedy="Make a new one for each capture."
+            )
         _active.capture = self
         self._state = AmbientState.now(self._backend.device.type)
         self._memory = PieceMemory(self._backend.device.type, self._backend.stream_getter())
         self._modes.enter_context(self._memory)
         self._modes.callback(self._memory.made.clear)
         try:
-            # `with ... as capture` drops what the name held once the block has begun, and a CUDA graph that is
-            # destroyed while another one is captured makes that capture invalid.
+            # `with ... as capture` drops what the name held once the block has begun, and a CUDA
+            # graph that is destroyed while another one is captured makes that capture invalid.
             self._others = list(_living)
             self._begin_segment()
         except BaseException:
@@ -129,7 +148,10 @@ class BreakableCUDAGraphCapture:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         try:
             if kind is not None:
@@ -140,11 +162,13 @@ class BreakableCUDAGraphCapture:
                 return
             if self._open is None:
                 raise CaptureError(
-                    f"eager piece {self._last_piece} failed while it was captured, and the model went on",
+                    f"eager piece {self._last_piece} failed while it was captured, and the model "
+                    "went on",
                     remedy="Let the error pass, or catch it inside the eager piece.",
                 )
             self._end_segment("the end")
-            # A piece runs in torch's state of its capture; that of the block is set once, around all steps.
+            # A piece runs in torch's state of its capture; that of the block is set once, around
+            # all steps.
             self._steps = [
                 self._backend.launcher(item)
                 if not isinstance(item, EagerPiece)
@@ -163,21 +187,27 @@ class BreakableCUDAGraphCapture:
         """End the segment, run ``function`` eagerly, and begin the next segment.
 
         Returns:
-            What the function returned, with tensors replaced by their slots in the graph pool; None, and tensors that
-            are memory of an argument, as they are. Results that are not tensors must be the same on each replay.
+            What the function returned, with tensors replaced by their slots in the graph pool;
+            None, and tensors that are memory of an argument, as they are. Results that are not
+            tensors must be the same on each replay.
 
         Raises:
-            CaptureError: outside of the block or inside another eager piece; if the segment is not valid; if a result
-                is not a dense tensor on the device of the capture. What the function raises passes.
+            CaptureError: outside of the block or inside another eager piece; if the segment is not
+                valid; if a result is not a dense tensor on the device of the capture. What the
+                function raises passes.
         """
         return self.add_named(name_of(function), function, args, kwargs)
 
     def recorded(self, output: Any, slots: dict[int, torch.Tensor]) -> Recorded:
         """Of a block that was left, with this output and slots of arguments."""
-        return Recorded(self, output, slots, self.replay, self.reset, self.graphs, self.num_eager_breaks)
+        return Recorded(
+            self, output, slots, self.replay, self.reset, self.graphs, self.num_eager_breaks
+        )
 
     def new_slot(self, value: torch.Tensor) -> torch.Tensor:
-        """Inside the block: memory of the pool that holds ``value`` now, to be written to ahead of each replay."""
+        """Inside the block: memory of the pool that holds ``value`` now, to be written to ahead of
+        each replay.
+        """
         assert self.is_recording
         with torch.inference_mode(False):  # else it could be written to only there
             slot = self._backend.slot(value)
@@ -190,10 +220,13 @@ class BreakableCUDAGraphCapture:
         Eager pieces see the caller's forward context, with nothing derived in it yet.
 
         Raises:
-            CaptureError: if nothing was captured, or an eager piece returns something else than it did at capture.
+            CaptureError: if nothing was captured, or an eager piece returns something else than it
+                did at capture.
         """
         if self._steps is None:
-            raise CaptureError("nothing was captured, or it was reset", remedy="Capture before replaying.")
+            raise CaptureError(
+                "nothing was captured, or it was reset", remedy="Capture before replaying."
+            )
         device = self._backend.device.type
         as_captured = AmbientState.now(device) == self._state
         with _deriving({}), nullcontext() if as_captured else self._state.entered(device):
@@ -221,7 +254,9 @@ class BreakableCUDAGraphCapture:
         *,
         is_traced: bool = False,
     ) -> Any:
-        """As ``add_eager``, under a name for messages; ``is_traced``: the function is operators of a trace."""
+        """As ``add_eager``, under a name for messages; ``is_traced``: the function is operators of
+        a trace.
+        """
         line = blamed_line()
         if not self.is_recording:
             raise CaptureError(
@@ -233,7 +268,8 @@ class BreakableCUDAGraphCapture:
         piece = EagerPiece(name, line, function, self._backend, self._pool, is_traced=is_traced)
         self._items.append(piece)
         self._memory.piece = name
-        with _deriving(self._derived):  # pieces and segments do not see what the others derived, as in a replay
+        # pieces and segments do not see what the others derived, as in a replay
+        with _deriving(self._derived):
             piece.first_run(args, kwargs)
         self._memory.piece = None
         self._begin_segment()
@@ -261,11 +297,15 @@ class BreakableCUDAGraphCapture:
         except (HostSyncError, CaptureMemoryError):  # they say what is wrong
             raise
         except (CaptureError, torch.AcceleratorError) as error:
-            streams = [f"side stream {handle:#x} since {line}" for handle, line in self._memory.side.items()]
+            streams = [
+                f"side stream {handle:#x} since {line}"
+                for handle, line in self._memory.side.items()
+            ]
             used = f"; the segment runs on {', '.join(streams)}" if streams else ""
             raise CaptureError(
                 f"the segment before {before} is not valid: {first_line(error)}{used}",
-                remedy="Let nothing in it wait for the device. Before each eager piece, and at the end, let the main "
+                remedy="Let nothing in it wait for the device. Before each eager piece, and at "
+                "the end, let the main "
                 "stream wait for every side stream: torch.cuda.current_stream().wait_stream(side).",
             ) from error
         is_empty = self._backend.is_empty(graph)
@@ -277,7 +317,9 @@ class BreakableCUDAGraphCapture:
             self._backend.replay(graph)
 
     def _close(self) -> None:
-        """End the turn of this capture, and give attributes of modules back what eager pieces bound them to."""
+        """End the turn of this capture, and give attributes of modules back what eager pieces bound
+        them to.
+        """
         for piece in self.eager_pieces:
             piece.end_capture()
         _active.capture, self._open, self._derived, self._others = None, None, {}, []
@@ -295,12 +337,16 @@ def recording_capture() -> BreakableCUDAGraphCapture | None:
 
 
 def in_breakable_capture() -> bool:
-    """Whether a breakable capture is open in this thread: in its segments and in its eager pieces, not on replay."""
+    """Whether a breakable capture is open in this thread: in its segments and in its eager pieces,
+    not on replay.
+    """
     return _active.capture is not None
 
 
 def standing_in(capture: Any) -> AbstractContextManager[object]:
-    """A block whose eager pieces go to ``capture.add_named`` while it ``is_recording``, as in a breakable capture."""
+    """A block whose eager pieces go to ``capture.add_named`` while it ``is_recording``, as in a
+    breakable capture.
+    """
     return replaced(_active, capture=capture)
 
 
@@ -332,7 +378,8 @@ def name_of(function: Function) -> str:
 
 
 class BreakableCUDAGraphWrapper(CUDAGraphWrapper):
-    """CUDAGraphWrapper whose graphs break at eager pieces: see there for when it captures and when it replays.
+    """CUDAGraphWrapper whose graphs break at eager pieces: see there for when it captures and when
+    it replays.
 
     Entries hold a BreakableCUDAGraphCapture each. A call that captures also computes its result.
 

@@ -1,11 +1,13 @@
-"""Where a capture breaks: functions under ``eager_break_during_capture``, modules by name, and operators by name.
+"""Where a capture breaks: functions under ``eager_break_during_capture``, modules by name, and
+operators by name.
 
 Note [Breaks at operators]
-    A dispatch mode sees the operators of a forward while segments record. It stands on the backend's own modes, so it
-    steps aside where code outside of operators breaks the capture; inside the call of an operator torch has taken it
-    off already. A composite operator (``scaled_dot_product_attention``) would reach no dispatch mode, only the kernels
-    that it chose; below autograd it comes whole. So gradients cannot be computed in such a forward: torch raises an
-    error there.
+    A dispatch mode sees the operators of a forward while segments record. It stands on the
+    backend's own modes, so it steps aside where code outside of operators breaks the capture;
+    inside the call of an operator torch has taken it off already. A composite operator
+    (``scaled_dot_product_attention``) would reach no dispatch mode, only the kernels that it chose;
+    below autograd it comes whole. So gradients cannot be computed in such a forward: torch raises
+    an error there.
 """
 
 from __future__ import annotations
@@ -39,9 +41,9 @@ _decorated = False  # whether any function is
 def eager_break_during_capture(function: Callable[P, R]) -> Callable[P, R]:
     """Make a function or method an eager piece of the breakable capture that it is called in.
 
-    Outside of a breakable capture, in a FULL capture, inside another eager piece, and where torch.compile traces it
-    (PIECEWISE by operators does), the function runs as it is. See BreakableCUDAGraphCapture.add_eager for what it may
-    return.
+    Outside of a breakable capture, in a FULL capture, inside another eager piece, and where
+    torch.compile traces it (PIECEWISE by operators does), the function runs as it is. See
+    BreakableCUDAGraphCapture.add_eager for what it may return.
     """
     global _decorated
     _decorated = True
@@ -64,7 +66,8 @@ def broken_out(function: Callable[P, R], name: str, *, is_traced: bool = False) 
         if capture is not None:
             with _operator_breaks_aside():
                 return capture.add_named(name, function, args, kwargs, is_traced=is_traced)  # type: ignore[no-any-return]
-        if (look := current_look()) is not None:  # it looks at segments; here the host may be needed
+        # it looks at segments; here the host may be needed
+        if (look := current_look()) is not None:
             return look.run_aside(function, args, kwargs)  # type: ignore[no-any-return]
         return function(*args, **kwargs)
 
@@ -74,31 +77,47 @@ def broken_out(function: Callable[P, R], name: str, *, is_traced: bool = False) 
 class Breaks(TorchDispatchMode):
     """Modules and operators that are eager pieces of the breakable captures of ``forward``.
 
-    The model's code and modules stay as they are: the modules have another ``forward`` while one is captured, or looked
-    at. For operators see Note [Breaks at operators].
+    The model's code and modules stay as they are: the modules have another ``forward`` while one is
+    captured, or looked at. For operators see Note [Breaks at operators].
 
     Args:
-        patterns: Dotted names of submodules in which ``*``, ``?`` and ``[...]`` stand for parts of one component, such
-            as ``layers.*.self_attn``. Of a module inside another one that matches, too, the outer one is the piece.
+        patterns: Dotted names of submodules in which ``*``, ``?`` and ``[...]`` stand for parts of
+            one component, such as ``layers.*.self_attn``. Of a module inside another one that
+            matches, too, the outer one is the piece.
         names: Operators, as ``namespace::name`` or ``namespace::name.overload``.
         device: The kind of device whose autocast counts.
 
     Attributes:
         modules: The modules by their dotted names.
-        outer: Those of them that have a forward, and are in no other such module: the pieces, if they are called.
-        numbers: Names of operators that were called with numbers during captures: replays pass the same ones.
+        outer: Those of them that have a forward, and are in no other such module: the pieces, if
+            they are called.
+        numbers: Names of operators that were called with numbers during captures: replays pass the
+            same ones.
 
     Raises:
-        ConfigError: ``patterns`` for a model that is no module, or a pattern that matches no submodule.
+        ConfigError: ``patterns`` for a model that is no module, or a pattern that matches no
+            submodule.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, model: Callable[..., Any], patterns: Sequence[str], names: Collection[str], device: str) -> None:
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        patterns: Sequence[str],
+        names: Collection[str],
+        device: str,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.modules = _matching(model, patterns) if patterns else {}
-        called = [n for n, m in self.modules.items() if getattr(m.forward, "__func__", None) is not _NO_FORWARD]
-        self.outer = tuple(n for n in called if not any(n.startswith(f"{other}.") for other in called))
+        called = [
+            n
+            for n, m in self.modules.items()
+            if getattr(m.forward, "__func__", None) is not _NO_FORWARD
+        ]
+        self.outer = tuple(
+            n for n in called if not any(n.startswith(f"{other}.") for other in called)
+        )
         self.numbers: dict[str, None] = {}
         self._names, self._device = frozenset(names), device
 
@@ -121,17 +140,25 @@ class Breaks(TorchDispatchMode):
                 stack.enter_context(self)
             return model(*args, **kwargs)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None
+    ) -> Any:
         """Break the capture, or run the operator in the segment."""
         kwargs, capture = dict(kwargs or {}), recording_capture()
         if capture is None or not isinstance(func, torch._ops.OpOverload):
             return func(*args, **kwargs)
         if self._names & names_of(func):
             name, leaves = func._schema.name, tree_leaves((args, kwargs))
-            if any(isinstance(leaf, int | float | complex) and not isinstance(leaf, bool) for leaf in leaves):
+            if any(
+                isinstance(leaf, int | float | complex) and not isinstance(leaf, bool)
+                for leaf in leaves
+            ):
                 self.numbers[name] = None
-            is_traced = torch.Tag.inplace_view not in func.tags  # then tensor objects stay as they are
-            return capture.add_named(name, as_its_caller(func, func, self._device), args, kwargs, is_traced=is_traced)
+            # then tensor objects stay as they are
+            is_traced = torch.Tag.inplace_view not in func.tags
+            return capture.add_named(
+                name, as_its_caller(func, func, self._device), args, kwargs, is_traced=is_traced
+            )
         if is_composite(func, self._device.upper()):
             with self:
                 return as_its_caller(func, func.decompose, self._device)(*args, **kwargs)
@@ -163,9 +190,15 @@ def _matching(model: Callable[..., Any], patterns: Sequence[str]) -> dict[str, n
     for pattern in patterns:
         wanted = pattern.split(".")
         parts = {name: name.split(".") for name in named}
-        found = [n for n, p in parts.items() if len(p) == len(wanted) and all(map(fnmatch.fnmatchcase, p, wanted))]
+        found = [
+            n
+            for n, p in parts.items()
+            if len(p) == len(wanted) and all(map(fnmatch.fnmatchcase, p, wanted))
+        ]
         if not found:
-            raise ConfigError(f"no submodule matches {pattern!r}", remedy=_near(pattern, list(named)))
+            raise ConfigError(
+                f"no submodule matches {pattern!r}", remedy=_near(pattern, list(named))
+            )
         matching.update(found)
     first = {id(module): name for name, module in reversed(named.items()) if name in matching}
     return {name: module for name, module in named.items() if first.get(id(module)) == name}

@@ -1,33 +1,36 @@
 """Eager pieces: functions that run between two segments, at capture and again on every replay.
 
 Note [Output slots]
-    A segment reads the result of an eager piece at the address that it saw at capture, and a piece may return a fresh
-    tensor each time. So the model gets a slot: memory of the graph pool, allocated at the beginning of the segment that
-    follows. The result is copied into its slot before that segment runs. Memory of the arguments stays at its address
-    and needs no slot; nor does state: parameters, buffers and tensors in attributes of the modules that the piece was
-    called on or with, and that it does not bind again. Segments may write to both in place. State that a piece reaches
-    in another way (a global, a closure, an object that is not a module) is copied like any other result. Results that
-    are views of one memory have slots that are views of one block: segments may write to one and read another. So has
-    an expanded tensor, whose elements share memory.
+    A segment reads the result of an eager piece at the address that it saw at capture, and a piece
+    may return a fresh tensor each time. So the model gets a slot: memory of the graph pool,
+    allocated at the beginning of the segment that follows. The result is copied into its slot
+    before that segment runs. Memory of the arguments stays at its address and needs no slot; nor
+    does state: parameters, buffers and tensors in attributes of the modules that the piece was
+    called on or with, and that it does not bind again. Segments may write to both in place. State
+    that a piece reaches in another way (a global, a closure, an object that is not a module) is
+    copied like any other result. Results that are views of one memory have slots that are views of
+    one block: segments may write to one and read another. So has an expanded tensor, whose elements
+    share memory.
 
 Note [State that a piece leaves behind]
-    The model's Python code runs at capture alone, so only memory carries values from pieces to segments. An attribute
-    of a module that the piece binds to a new tensor has a slot, too, which the attribute holds until the capture ends;
-    the slot follows the attribute as long as shape and dtype stay. A piece is refused that puts values into a list or
-    dict that it was given, or that gives a tensor other memory: the segments would go on with the values of the
-    capture. A piece that reads an attribute which a segment binds is refused by the look: a replay does not bind it.
+    The model's Python code runs at capture alone, so only memory carries values from pieces to
+    segments. An attribute of a module that the piece binds to a new tensor has a slot, too, which
+    the attribute holds until the capture ends; the slot follows the attribute as long as shape and
+    dtype stay. A piece is refused that puts values into a list or dict that it was given, or that
+    gives a tensor other memory: the segments would go on with the values of the capture. A piece
+    that reads an attribute which a segment binds is refused by the look: a replay does not bind it.
     Pass such tensors as arguments.
 
 Note [Tensor objects]
-    A function of the user gets new tensor objects on the memory of the capture in each run, in new tuples, lists and
-    dicts, so that it may change them (``transpose_``, ``pop``). Operators of a trace change no object, and get the same
-    ones each time. ``detach()`` shares the count of writes, which tells the runner what a piece writes into; ``.data``
-    would not.
+    A function of the user gets new tensor objects on the memory of the capture in each run, in new
+    tuples, lists and dicts, so that it may change them (``transpose_``, ``pop``). Operators of a
+    trace change no object, and get the same ones each time. ``detach()`` shares the count of
+    writes, which tells the runner what a piece writes into; ``.data`` would not.
 
 Note [Memory of pieces]
-    What a piece computes and does not hand out lies where the next run will not put it. So a dispatch mode notes the
-    memory that operators of pieces make, and refuses operators of segments that are given it. It does not see into
-    compiled code.
+    What a piece computes and does not hand out lies where the next run will not put it. So a
+    dispatch mode notes the memory that operators of pieces make, and refuses operators of segments
+    that are given it. It does not see into compiled code.
 """
 
 from __future__ import annotations
@@ -71,7 +74,8 @@ class EagerPiece:
     It owns no pool memory: slots and captured arguments are borrowed.
 
     Args:
-        name: For messages: the function's qualified name, the module's dotted name, or the splitting operator.
+        name: For messages: the function's qualified name, the module's dotted name, or the
+            splitting operator.
         line: Where the model called it.
         is_traced: The function is operators of a trace, called with tensors and sizes by position.
 
@@ -94,7 +98,8 @@ class EagerPiece:
         self.state = AmbientState.now(backend.device.type)
         self._function, self._is_traced = function, is_traced
         self._backend, self._pool = backend, pool
-        self._bound: list[tuple[torch.nn.Module, str, Any, Tensor]] = []  # the value at capture, and its slot
+        # the value at capture, and its slot
+        self._bound: list[tuple[torch.nn.Module, str, Any, Tensor]] = []
         self._results: list[Copied | PassThrough | Constant] = []
 
     def first_run(self, args: Args, kwargs: Kwargs) -> None:
@@ -105,16 +110,24 @@ class EagerPiece:
         with autocast_cache(on=True):
             result = self._function(*args, **kwargs)
         rest = iter(given)  # values may be taken out of lists and dicts
-        if not all(any(old is new and was == at for old, was in rest) for new, at in _places((args, kwargs))):
+        if not all(
+            any(old is new and was == at for old, was in rest)
+            for new, at in _places((args, kwargs))
+        ):
             raise CaptureError(
-                f"eager piece {self.name} puts values into a list or dict that it was given, or gives a tensor other "
-                f"memory (set_, resize_, .data = ...), at {self.line}; graphs would keep those of the capture",
-                remedy="Return the values, or write them in place (copy_) into a tensor that is an argument. Keep "
+                f"eager piece {self.name} puts values into a list or dict that it was given, or "
+                "gives a tensor other "
+                f"memory (set_, resize_, .data = ...), at {self.line}; graphs would keep those of "
+                "the capture",
+                remedy="Return the values, or write them in place (copy_) into a tensor that is "
+                "an argument. Keep "
                 "records in an object that is not handed to the piece.",
             )
         after = _attributes(modules)
         own = {at for _, at in given} - {0}
-        state = set.intersection(*({_address(t) for t in now.values() if type(t) in _PLAIN} for now in (before, after)))
+        state = set.intersection(
+            *({_address(t) for t in now.values() if type(t) in _PLAIN} for now in (before, after))
+        )
 
         def is_fresh(leaf: Tensor) -> bool:
             address = _address(leaf)
@@ -125,10 +138,15 @@ class EagerPiece:
         for leaf in self._flat:
             is_tensor = isinstance(leaf, Tensor)
             if hides_tensors(leaf) or (is_tensor and not self._is_dense(leaf)):
-                found = described(leaf) if is_tensor else f"a {type(leaf).__name__}, whose tensors cannot be reached"
+                found = (
+                    described(leaf)
+                    if is_tensor
+                    else f"a {type(leaf).__name__}, whose tensors cannot be reached"
+                )
                 raise CaptureError(
                     f"eager piece {self.name} returned {found}, at {self.line}",
-                    remedy=f"Return dense tensors on {self._backend.device}, in tuples, lists, dicts or classes that "
+                    remedy=f"Return dense tensors on {self._backend.device}, in tuples, lists, "
+                    "dicts or classes that "
                     "are registered as pytree nodes; a graph does not see others change.",
                 )
         self._fresh = [isinstance(leaf, Tensor) and is_fresh(leaf) for leaf in self._flat]
@@ -138,12 +156,15 @@ class EagerPiece:
             if before.get(place) is not value and type(value) is Tensor
             if is_fresh(value) and self._is_dense(value) and not _repeats(value)
         ]
-        fresh = [t for t, is_new in zip(self._flat, self._fresh, strict=True) if is_new and _can_share(t)]
+        fresh = [
+            t for t, is_new in zip(self._flat, self._fresh, strict=True) if is_new and _can_share(t)
+        ]
         counts = Counter(map(_address, fresh))
         self._blocks = {a: _bytes(t) for t in fresh if counts[a := _address(t)] > 1 or _repeats(t)}
 
     def hand_out(self) -> tuple[Any, Copies]:
-        """The result for the model, and the copies (slot, value) to make before the next segment runs.
+        """The result for the model, and the copies (slot, value) to make before the next segment
+        runs.
 
         Called once, inside that segment's capture, see Note [Output slots].
         """
@@ -153,7 +174,9 @@ class EagerPiece:
             if not isinstance(leaf, Tensor):
                 self._results.append(Constant(leaf))
             elif not is_fresh:
-                self._results.append(PassThrough(leaf.data_ptr(), (leaf.shape, leaf.stride(), leaf.dtype)))
+                self._results.append(
+                    PassThrough(leaf.data_ptr(), (leaf.shape, leaf.stride(), leaf.dtype))
+                )
             else:
                 block = blocks.get(_address(leaf)) if _can_share(leaf) else None
                 if block is None:
@@ -187,7 +210,8 @@ class EagerPiece:
     def run(self) -> None:
         """Run again, in ``state``, and bring the results to their slots.
 
-        Raises CaptureError if they are not what they were at capture; the function's own errors pass.
+        Raises CaptureError if they are not what they were at capture; the function's own errors
+        pass.
         """
         for where, key, make in self._makers:
             where[key] = make()
@@ -212,7 +236,8 @@ class EagerPiece:
                 copies.append((place.slot, value))
         if self._shared and _sharing(values, self._shared) != self._sharing:
             raise self._changed(
-                "a tensor that does not share memory with other results as it did, or is expanded otherwise,",
+                "a tensor that does not share memory with other results as it did, or is expanded "
+                "otherwise,",
                 "in their memory",
             )
         for module, name, _, slot in self._bound:
@@ -223,8 +248,9 @@ class EagerPiece:
             fill(copies, together=not self._shared)
 
     def _keep_arguments(self, args: Args, kwargs: Kwargs) -> None:
-        """Tensors of the pool are borrowed: later segments reuse their blocks, and each replay writes them before the
-        piece reads them. Other objects are held; a list without captured tensors stays the same list.
+        """Tensors of the pool are borrowed: later segments reuse their blocks, and each replay
+        writes them before the piece reads them. Other objects are held; a list without captured
+        tensors stays the same list.
         """
         inside = {id(t) for t in tensors_in((args, kwargs)) if self._backend.in_pool(t, self._pool)}
 
@@ -236,10 +262,15 @@ class EagerPiece:
             if not any(id(leaf) in inside for leaf in tree_leaves(node)):
                 return None
             if type(node) is dict:
-                items = {key: maker(value) or partial(_itself, value) for key, value in node.items()}
+                items = {
+                    key: maker(value) or partial(_itself, value) for key, value in node.items()
+                }
                 return lambda: {key: make() for key, make in items.items()}
             if type(node) in (tuple, list) or is_namedtuple_instance(node):
-                parts, build = [maker(v) or partial(_itself, v) for v in node], getattr(node, "_make", type(node))
+                parts, build = (
+                    [maker(v) or partial(_itself, v) for v in node],
+                    getattr(node, "_make", type(node)),
+                )
                 return lambda: build([make() for make in parts])
             return None
 
@@ -255,7 +286,8 @@ class EagerPiece:
         return value.layout is torch.strided and value.device == self._backend.device
 
     def _new_slot(self, value: Tensor) -> Tensor:
-        with torch.inference_mode(False):  # else nothing outside of inference mode could write to it
+        # else nothing outside of inference mode could write to it
+        with torch.inference_mode(False):
             return self._backend.slot(value)
 
     def _borrowed(self, slot: Tensor) -> Tensor:
@@ -264,16 +296,19 @@ class EagerPiece:
 
     def _changed(self, found: str, wanted: str) -> CaptureError:
         return CaptureError(
-            f"eager piece {self.name} returned {found} on replay; at capture it was {wanted}, at {self.line}",
-            remedy="Return the same structure, shapes, dtypes and numbers for every batch of a key: a number that "
-            "changes as a tensor, rows that vary padded, results that share memory for some batches alone as clones. "
+            f"eager piece {self.name} returned {found} on replay; at capture it was {wanted}, at "
+            f"{self.line}",
+            remedy="Return the same structure, shapes, dtypes and numbers for every batch of a "
+            "key: a number that "
+            "changes as a tensor, rows that vary padded, results that share memory for some "
+            "batches alone as clones. "
             "A runner takes another batch with runner.run_eagerly.",
         )
 
 
 class PieceMemory(TorchDispatchMode):
-    """Refuses segments that read what a piece made, see Note [Memory of pieces], and operators that are tagged as
-    unsafe in a graph.
+    """Refuses segments that read what a piece made, see Note [Memory of pieces], and operators that
+    are tagged as unsafe in a graph.
 
     Args:
         device: The kind of device whose autocast counts.
@@ -306,7 +341,9 @@ class PieceMemory(TorchDispatchMode):
         """True: Dynamo runs what it has compiled, as without a mode."""
         return True
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         if is_composite(func, self._device.upper()):  # in inference mode these come whole
             with self:
@@ -322,7 +359,8 @@ class PieceMemory(TorchDispatchMode):
                 if storage in self.made:
                     raise CaptureError(
                         "graph code reads a tensor that an eager piece made and did not return, at "
-                        f"{blamed_line()}; a graph would always read that of the capture. The piece "
+                        f"{blamed_line()}; a graph would always read that of the capture. The "
+                        "piece "
                         f"is {self.made[storage][0]}",
                         remedy="Return the tensor from the eager piece, or write it in place "
                         "(copy_) into one that stays.",
@@ -363,7 +401,10 @@ class PassThrough(NamedTuple):
         return (value.shape, value.stride(), value.dtype) == self.facts
 
     def __str__(self) -> str:
-        return f"its own argument's memory, or a module's, at {self.address:#x}, of shape {list(self.facts[0])}"
+        return (
+            f"its own argument's memory, or a module's, at {self.address:#x}, of shape "
+            f"{list(self.facts[0])}"
+        )
 
 
 class Constant(NamedTuple):
@@ -372,7 +413,9 @@ class Constant(NamedTuple):
     value: Any
 
     def fits(self, value: Any) -> bool:
-        return self.value is value or (type(self.value) is type(value) and bool(self.value == value))
+        return self.value is value or (
+            type(self.value) is type(value) and bool(self.value == value)
+        )
 
     def __str__(self) -> str:
         return described(self.value)
@@ -402,12 +445,20 @@ def _itself(value: Any) -> Any:
 def described(value: Any) -> str:
     """A value in a few words."""
     if isinstance(value, Tensor):
-        return f"a tensor of shape {list(value.shape)}, {value.dtype}, {value.layout}, on {value.device}"
+        return (
+            f"a tensor of shape {list(value.shape)}, {value.dtype}, {value.layout}, on "
+            f"{value.device}"
+        )
     return f"{value!r:.200}"
 
 
 def _attributes(modules: Sequence[torch.nn.Module]) -> dict[tuple[torch.nn.Module, str], Any]:
-    return {(m, name): t for m in modules for d in (vars(m), m._buffers, m._parameters) for name, t in d.items()}
+    return {
+        (m, name): t
+        for m in modules
+        for d in (vars(m), m._buffers, m._parameters)
+        for name, t in d.items()
+    }
 
 
 def _places(tree: Any) -> list[tuple[Any, int]]:
@@ -420,8 +471,8 @@ def _address(tensor: Tensor) -> int:
 
 
 def _sharing(values: Sequence[Any], which: Sequence[int]) -> list[tuple[int, int, list[int]]]:
-    """For each of these values: the first one in the same memory, the distance from that one in bytes, and the strides;
-    the stride of a dimension of one element may be any.
+    """For each of these values: the first one in the same memory, the distance from that one in
+    bytes, and the strides; the stride of a dimension of one element may be any.
     """
     firsts: dict[int, tuple[int, int]] = {}
     found = []
@@ -436,18 +487,24 @@ def _sharing(values: Sequence[Any], which: Sequence[int]) -> list[tuple[int, int
 
 def _repeats(tensor: Tensor) -> bool:
     """Whether elements of an expanded tensor share memory, so that it cannot be copied into."""
-    return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return any(
+        size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
 
 
 def _can_share(tensor: Tensor) -> bool:
-    """Whether its slot may lie in one block with others'; conjugated views have slots of their own."""
+    """Whether its slot may lie in one block with others'; conjugated views have slots of their
+    own.
+    """
     return tensor.numel() > 0 and not (tensor.is_conj() or tensor.is_neg())
 
 
 def _bytes(tensor: Tensor) -> Tensor:
     """All memory that the tensor is a view of, as bytes."""
     storage = tensor.untyped_storage()
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(
+        storage, 0, (storage.nbytes(),), (1,)
+    )
 
 
 def _view_like(memory: Tensor, like: Tensor) -> Tensor:

@@ -1,4 +1,6 @@
-"""Inductor's own graph partition: the whole forward is compiled at once, and cut at operators no graph may hold."""
+"""Inductor's own graph partition: the whole forward is compiled at once, and cut at operators no
+graph may hold.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,18 @@ Partition = Callable[[list[Any]], Any]
 # What inductor sees of scaled_dot_product_attention.
 _DECOMPOSED_ATTENTION = [
     f"aten::_scaled_dot_product_{kind}"
-    for kind in ("flash_attention", "efficient_attention", "cudnn_attention", "fused_attention_overrideable")
+    for kind in (
+        "flash_attention",
+        "efficient_attention",
+        "cudnn_attention",
+        "fused_attention_overrideable",
+    )
 ]
 
 
-def compile_for_all_sizes(module: fx.GraphModule, patches: dict[str, Any] | None = None) -> Callable[..., Any]:
+def compile_for_all_sizes(
+    module: fx.GraphModule, patches: dict[str, Any] | None = None
+) -> Callable[..., Any]:
     """A module that Dynamo is tracing, compiled by Inductor with the number of rows free."""
     # The tracer's own fake tensors: Inductor would give real ones sizes of their own.
     inputs = [node.meta["example_value"] for node in module.graph.nodes if node.op == "placeholder"]
@@ -36,8 +45,14 @@ def compile_for_all_sizes(module: fx.GraphModule, patches: dict[str, Any] | None
     orders = [_order_of(value) if isinstance(value, Tensor) else None for value in inputs]
 
     def call(*args: Any) -> Any:
-        # An eager piece may choose another kernel than the trace did, with another layout of its result.
-        result = compiled(*(a if order is None else _in_order(a, order) for a, order in zip(args, orders, strict=True)))
+        # An eager piece may choose another kernel than the trace did, with another layout of its
+        # result.
+        result = compiled(
+            *(
+                a if order is None else _in_order(a, order)
+                for a, order in zip(args, orders, strict=True)
+            )
+        )
         # Whether one result comes alone or in a tuple differs between versions of torch.
         return result[0] if is_alone and isinstance(result, tuple | list) else result
 
@@ -47,25 +62,34 @@ def compile_for_all_sizes(module: fx.GraphModule, patches: dict[str, Any] | None
 
 
 def _order_of(traced: Tensor) -> tuple[int, ...] | None:
-    """The dimensions of a traced tensor from the outermost to the innermost; None if there are gaps between rows."""
+    """The dimensions of a traced tensor from the outermost to the innermost; None if there are gaps
+    between rows.
+    """
     numbers: list[Any] = [*traced.shape, *traced.stride()]
     hints = [n.node.hint if isinstance(n, torch.SymInt) else n for n in numbers]
     if None in hints:  # it depends on data
         return None
     sizes, strides = hints[: traced.dim()], hints[traced.dim() :]
     order = sorted(range(len(sizes)), key=lambda dim: -strides[dim])
-    dense = all(strides[order[i]] == math.prod(sizes[dim] for dim in order[i + 1 :]) for i in range(len(order)))
+    dense = all(
+        strides[order[i]] == math.prod(sizes[dim] for dim in order[i + 1 :])
+        for i in range(len(order))
+    )
     return tuple(order) if dense else None
 
 
 def _in_order(tensor: Tensor, order: tuple[int, ...]) -> Tensor:
     if tensor.permute(order).is_contiguous():
         return tensor
-    return torch.empty_permuted(tensor.shape, order, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+    return torch.empty_permuted(
+        tensor.shape, order, dtype=tensor.dtype, device=tensor.device
+    ).copy_(tensor)
 
 
 def structure_of(module: fx.GraphModule) -> Any:
-    """A key that is equal for segments that compile to the same code: their graphs without names."""
+    """A key that is equal for segments that compile to the same code: their graphs without
+    names.
+    """
     index: dict[fx.Node, int] = {}
     parts = []
     for node in module.graph.nodes:
@@ -84,15 +108,18 @@ def structure_of(module: fx.GraphModule) -> Any:
 
 
 class _PartitionWrapper(CUDAGraphWrapper):
-    """Captures one partition. `call` takes its arguments as Inductor passes them: in a list, the results of an operator
-    that has several in a tuple. The wrapper sees them one by one.
+    """Captures one partition. `call` takes its arguments as Inductor passes them: in a list, the
+    results of an operator that has several in a tuple. The wrapper sees them one by one.
 
-    What Inductor allocates between partitions lies elsewhere on each call, and it does not say which arguments those
-    are: all that are neither in the pool nor the forward's own (parameters, static buffers) are copied.
+    What Inductor allocates between partitions lies elsewhere on each call, and it does not say
+    which arguments those are: all that are neither in the pool nor the forward's own (parameters,
+    static buffers) are copied.
     """
 
     def __init__(self, partition: Partition, forward: PartitionedForward, **options: Any) -> None:
-        super().__init__(lambda *args: partition(self._nested(args)), CUDAGraphMode.PIECEWISE, **options)
+        super().__init__(
+            lambda *args: partition(self._nested(args)), CUDAGraphMode.PIECEWISE, **options
+        )
         self._forward = forward
         self._sizes: list[int | None] = []
 
@@ -105,7 +132,9 @@ class _PartitionWrapper(CUDAGraphWrapper):
         return [next(rest) if size is None else tuple(islice(rest, size)) for size in self._sizes]
 
     def _copied_arguments(self, args: Args, pool: Any) -> tuple[int, ...]:
-        own = {t.untyped_storage().data_ptr() for t in self._forward.arguments if isinstance(t, Tensor)}
+        own = {
+            t.untyped_storage().data_ptr() for t in self._forward.arguments if isinstance(t, Tensor)
+        }
         return tuple(
             i
             for i, arg in enumerate(args)
@@ -117,7 +146,9 @@ class _PartitionWrapper(CUDAGraphWrapper):
 
 
 class PartitionedForward:
-    """A forward that Inductor compiled, its partitions wrapped; ``arguments`` are those of the call under way."""
+    """A forward that Inductor compiled, its partitions wrapped; ``arguments`` are those of the call
+    under way.
+    """
 
     def __init__(self, backend: GraphBackend, options: CUDAGraphOptions) -> None:
         self.arguments: tuple[Any, ...] = ()
@@ -126,7 +157,8 @@ class PartitionedForward:
         self._count = 0  # partitions
 
     def compile(self, gm: fx.GraphModule, splitting_ops: Sequence[str] | None) -> tuple[Piece, ...]:
-        """Compile once, for all sizes; partitions are cut at these operators and at those tagged cudagraph_unsafe.
+        """Compile once, for all sizes; partitions are cut at these operators and at those tagged
+        cudagraph_unsafe.
 
         Returns the partitions, whose operators Inductor has fused, and the operators between them.
         """
@@ -140,10 +172,15 @@ class PartitionedForward:
         before = hook.wrapper
         torch._inductor.utils.set_customized_partition_wrappers(self._wrap)
         try:
-            self._compiled = compile_for_all_sizes(gm, {"graph_partition": True, "custom_should_partition_ops": wanted})
+            self._compiled = compile_for_all_sizes(
+                gm, {"graph_partition": True, "custom_should_partition_ops": wanted}
+            )
         finally:
             hook.wrapper = before
-        return (*(Piece(f"partition_{i}", False, () if i else captured) for i in range(self._count)), *between)
+        return (
+            *(Piece(f"partition_{i}", False, () if i else captured) for i in range(self._count)),
+            *between,
+        )
 
     def __call__(self, *args: Any) -> Any:
         self.arguments = args

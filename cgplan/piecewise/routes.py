@@ -1,4 +1,6 @@
-"""How a model gets its PIECEWISE segments: traced and split, broken at modules, or wrapped by its author."""
+"""How a model gets its PIECEWISE segments: traced and split, broken at modules, or wrapped by its
+author.
+"""
 
 from __future__ import annotations
 
@@ -55,9 +57,14 @@ class SplitRoute:
 
     @property
     def chain(self) -> BreakableCUDAGraphWrapper | None:
-        """The wrapper whose captures are whole forwards; None where the model's own code runs between graphs."""
+        """The wrapper whose captures are whole forwards; None where the model's own code runs
+        between graphs.
+        """
         is_partitioned = self.splitter is not None and self.splitter.partition
-        is_chain = isinstance(self.forward, BreakableCUDAGraphWrapper) and self.name in ("ops", "modules")
+        is_chain = isinstance(self.forward, BreakableCUDAGraphWrapper) and self.name in (
+            "ops",
+            "modules",
+        )
         return self.forward if is_chain and not is_partitioned else None  # type: ignore[return-value]
 
     def describe(self) -> SplitRecord | None:
@@ -65,7 +72,8 @@ class SplitRoute:
         if self.name == "full":
             return None
         seen = self.operators or no_operators()
-        by_name = self.name == "modules"  # then modules and functions are what is eager, and hold operators
+        # then modules and functions are what is eager, and hold operators
+        by_name = self.name == "modules"
         captured = Counter(seen["segment"])
         eager = Counter[str]() if by_name else Counter(seen["eager piece"])
         for piece in self.pieces:
@@ -95,60 +103,90 @@ class SplitRoute:
         if isinstance(self.forward, PiecewiseModel) and self.forward.over_budget:
             sizes = ", ".join(map(str, self.forward.over_budget))
             found += [
-                f"budget.compile_time pays for no more traces of one size: {sizes} tokens share one (one row may not)"
+                f"budget.compile_time pays for no more traces of one size: {sizes} tokens share "
+                "one (one row may not)"
             ]
         if self.pieces and self.name == "ops" and not any(piece.eager for piece in self.pieces):
-            found += ["no operator of the model is a splitting op: PIECEWISE graphs are the whole forward"]
+            found += [
+                "no operator of the model is a splitting op: PIECEWISE graphs are the whole forward"
+            ]
         if self.name != "modules" or not self._captures:
             return found
         run = {piece.name for capture in self._captures for piece in capture.eager_pieces}
         if not run:
             return [
-                "nothing broke the capture: no module of splitting_modules, no operator of splitting_ops and no "
-                "function under eager_break_during_capture was called, so PIECEWISE graphs are the whole forward"
+                "nothing broke the capture: no module of splitting_modules, no operator of "
+                "splitting_ops and no "
+                "function under eager_break_during_capture was called, so PIECEWISE graphs are "
+                "the whole forward"
             ]
         numbers = ", ".join(self.breaks.numbers) if self.breaks else ""
-        told = [f"numbers that are arguments of {numbers} stay those of the capture"] if numbers else []
+        told = (
+            [f"numbers that are arguments of {numbers} stay those of the capture"]
+            if numbers
+            else []
+        )
         names = self.breaks.modules if self.breaks else ()
-        idle = [n for n in names if n not in run and not any(n.startswith(f"{outer}.") for outer in run)]
-        return told + [f"modules that splitting_modules names were never called: {listed(idle, 5)}"] * bool(idle)
+        idle = [
+            n for n in names if n not in run and not any(n.startswith(f"{outer}.") for outer in run)
+        ]
+        return told + [
+            f"modules that splitting_modules names were never called: {listed(idle, 5)}"
+        ] * bool(idle)
 
 
 def choose_route(
-    plan: Plan, config: Config, model: Function, backend: GraphBackend, calls_breaks: Callable[[], bool]
+    plan: Plan,
+    config: Config,
+    model: Function,
+    backend: GraphBackend,
+    calls_breaks: Callable[[], bool],
 ) -> SplitRoute:
     """The route that the configuration asks for; without PIECEWISE keys nothing is traced or split.
 
-    ``calls_breaks`` says whether the model calls functions under ``eager_break_during_capture``; it may run the model.
+    ``calls_breaks`` says whether the model calls functions under ``eager_break_during_capture``; it
+    may run the model.
 
-    Raises ConfigError where the route does not fit the model, ModelError for a model that compile_piecewise made.
+    Raises ConfigError where the route does not fit the model, ModelError for a model that
+    compile_piecewise made.
     """
     compilation = config.compilation
     piecewise = any(mode is CUDAGraphMode.PIECEWISE for mode, _ in plan.keys)
     name = compilation.piecewise
     if name == "auto":
         by_ops = compilation.splitting_ops is not None or not piecewise
-        name = "modules" if compilation.splitting_modules or (not by_ops and calls_breaks()) else "ops"
+        name = (
+            "modules" if compilation.splitting_modules or (not by_ops and calls_breaks()) else "ops"
+        )
     if compilation.compiler == "inductor" and piecewise and name != "ops":
         raise ConfigError(
             f"compiler: inductor compiles traced segments, but the segments come from {name}",
             remedy="Use piecewise: ops with inductor, or compiler: eager.",
         )
-    if piecewise and name != "wrappers" and compilation.capture_policy == "lazy":  # a trace or look comes on demand
+    # a trace or look comes on demand
+    if piecewise and name != "wrappers" and compilation.capture_policy == "lazy":
         refuse_unknown_ops(compilation.splitting_ops)
     if compilation.compiler == "inductor" or (piecewise and name == "ops"):
         if not piecewise:  # inductor may fuse across the whole forward
             whole_forward = {"splitting_ops": (), "use_inductor_graph_partition": False}
-            config = config.model_copy(update={"compilation": compilation.model_copy(update=whole_forward)})
+            config = config.model_copy(
+                update={"compilation": compilation.model_copy(update=whole_forward)}
+            )
         split = PiecewiseModel(model, config, backend, _static_sizes(plan, compilation))
         whole = split.traced if compilation.compiler == "inductor" else model
-        return SplitRoute("ops" if piecewise else "full", split, whole, split.traced, splitter=split.splitter)
+        return SplitRoute(
+            "ops" if piecewise else "full", split, whole, split.traced, splitter=split.splitter
+        )
     if not piecewise or name == "wrappers":
         return SplitRoute("wrappers" if piecewise else "full", model, model, model)
-    breaks = Breaks(model, compilation.splitting_modules, compilation.splitting_ops or (), backend.device.type)
+    breaks = Breaks(
+        model, compilation.splitting_modules, compilation.splitting_ops or (), backend.device.type
+    )
     options = CUDAGraphOptions(address_check=compilation.address_policy)
     # (a partial, in which the walk over the model finds it)
-    wrapper = BreakableCUDAGraphWrapper(partial(breaks.forward, model), backend=backend, options=options)
+    wrapper = BreakableCUDAGraphWrapper(
+        partial(breaks.forward, model), backend=backend, options=options
+    )
     return SplitRoute("modules", wrapper, model, model, breaks=breaks)
 
 

@@ -1,4 +1,6 @@
-"""Splitting a traced forward at operators: which nodes stand in graph segments, and which between them."""
+"""Splitting a traced forward at operators: which nodes stand in graph segments, and which between
+them.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,21 @@ from cgplan.errors import ConfigError, did_you_mean
 from cgplan.planning.build import DEFAULT_SPLITTING_OPS
 
 _OF_PYTHON: dict[Any, str] = {  # PyTorch's names of Python's operators on tensors
-    **{f: f.__name__ for f in (operator.add, operator.sub, operator.mul, operator.matmul, operator.neg, operator.pow)},
-    **{f: f.__name__ for f in (operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge)},
+    **{
+        f: f.__name__
+        for f in (
+            operator.add,
+            operator.sub,
+            operator.mul,
+            operator.matmul,
+            operator.neg,
+            operator.pow,
+        )
+    },
+    **{
+        f: f.__name__
+        for f in (operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge)
+    },
     operator.truediv: "div",
     operator.floordiv: "floor_divide",
     operator.mod: "remainder",
@@ -30,7 +45,8 @@ _OF_PYTHON: dict[Any, str] = {  # PyTorch's names of Python's operators on tenso
     operator.imul: "mul_",
     operator.itruediv: "div_",
 }
-_FUNCTIONS: dict[str, tuple[Any, ...]] = {  # where a trace may take functions from that are not operators
+# where a trace may take functions from that are not operators
+_FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "aten": (torch, Tensor, torch.nn.functional, torch.fft, torch.linalg, torch.special),
     "python": (operator,),
     "higher_order": (torch.ops.higher_order,),
@@ -77,18 +93,21 @@ def operator_name(node: fx.Node) -> str | None:
     return f"{home}::{getattr(target, '__name__', target)}"
 
 
-def split_graph(gm: fx.GraphModule, splitting_ops: Sequence[str] | None) -> tuple[fx.GraphModule, tuple[Piece, ...]]:
+def split_graph(
+    gm: fx.GraphModule, splitting_ops: Sequence[str] | None
+) -> tuple[fx.GraphModule, tuple[Piece, ...]]:
     """Split a graph at operators.
 
-    Consecutive splitting operators stay in one eager piece; so do nodes between two of them that compute nothing
-    (views, sizes, allocations would leave an empty segment), and all of a function that is transformed (torch.vmap).
-    Nodes keep their order, so mutations do too.
+    Consecutive splitting operators stay in one eager piece; so do nodes between two of them that
+    compute nothing (views, sizes, allocations would leave an empty segment), and all of a function
+    that is transformed (torch.vmap). Nodes keep their order, so mutations do too.
 
     Args:
         gm: What Dynamo traced.
-        splitting_ops: ``namespace::name`` or ``namespace::name.overload``, Python's operators by PyTorch's names for
-            them (``aten::matmul`` for ``@``, ``aten::slice`` for ``x[:, :4]``); None for PyTorch's attention operators
-            and cgplan::attention, of which any may be missing.
+        splitting_ops: ``namespace::name`` or ``namespace::name.overload``, Python's operators by
+            PyTorch's names for them (``aten::matmul`` for ``@``, ``aten::slice`` for ``x[:, :4]``);
+            None for PyTorch's attention operators and cgplan::attention, of which any may be
+            missing.
 
     Returns:
         A module that calls one submodule a piece, and the pieces in the order of their calls.
@@ -110,8 +129,12 @@ def split_graph(gm: fx.GraphModule, splitting_ops: Sequence[str] | None) -> tupl
         run = runs[int(name.removeprefix("submod_"))]
         first = next((node for node in run.nodes if node in splitting), run.nodes[0])
         call.stack_trace = first.stack_trace  # messages name the user's line of a piece
-        nodes = [node for node in getattr(split, name).graph.nodes if operator_name(node) is not None]
-        operators = tuple(min(_aten_names(node), default=operator_name(node) or "") for node in nodes)
+        nodes = [
+            node for node in getattr(split, name).graph.nodes if operator_name(node) is not None
+        ]
+        operators = tuple(
+            min(_aten_names(node), default=operator_name(node) or "") for node in nodes
+        )
         pieces.append(Piece(name, run.eager, operators, operator_name(first) or ""))
     split.recompile()
     return split, tuple(pieces)
@@ -120,19 +143,25 @@ def split_graph(gm: fx.GraphModule, splitting_ops: Sequence[str] | None) -> tupl
 def refuse_missing_ops(wanted: Iterable[str], occurring: Collection[str]) -> None:
     """Raise ConfigError for a name that is not among those of the model's operators."""
     for missing in (name for name in wanted if name not in occurring):
-        listed = sorted(n for n in occurring if not n.endswith(".default") and not n.startswith("python::"))
+        listed = sorted(
+            n for n in occurring if not n.endswith(".default") and not n.startswith("python::")
+        )
         what = "does not occur in the model" if _exists(missing) else "does not exist"
         raise _unusable(missing, what, listed, f"The model's operators are {', '.join(listed)}.")
 
 
 def refuse_unknown_ops(splitting_ops: Sequence[str] | None) -> None:
-    """Raise ConfigError for names that no operator has, before any trace; the trace says whether the others occur.
+    """Raise ConfigError for names that no operator has, before any trace; the trace says whether
+    the others occur.
 
-    Functions of PyTorch count, because Dynamo leaves calls as they were written: ``aten::softsign`` is ``F.softsign``.
+    Functions of PyTorch count, because Dynamo leaves calls as they were written: ``aten::softsign``
+    is ``F.softsign``.
     """
     for wanted in splitting_ops or ():
         namespace, _, bare = wanted.removesuffix(".default").partition("::")
-        if not _exists(wanted) and not any(hasattr(home, bare) for home in _FUNCTIONS.get(namespace, ())):
+        if not _exists(wanted) and not any(
+            hasattr(home, bare) for home in _FUNCTIONS.get(namespace, ())
+        ):
             known = {name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names()}
             then = "Import the library that registers it before the capture."
             raise _unusable(wanted, "does not exist", known, then)
@@ -141,7 +170,9 @@ def refuse_unknown_ops(splitting_ops: Sequence[str] | None) -> None:
 def _unusable(wanted: str, what: str, known: Collection[str], then: str) -> ConfigError:
     hint = did_you_mean(wanted, known, "Did you mean {}? ", 2)
     form = "" if _exists(wanted) else "Operators are named namespace::name, as in aten::softmax. "
-    return ConfigError(f"compilation.splitting_ops: the operator {wanted!r} {what}", remedy=f"{form}{hint}{then}")
+    return ConfigError(
+        f"compilation.splitting_ops: the operator {wanted!r} {what}", remedy=f"{form}{hint}{then}"
+    )
 
 
 def _exists(name: str) -> bool:
@@ -159,29 +190,41 @@ def _names(node: fx.Node) -> set[str]:
     name = operator_name(node)
     if name is None:
         return set()
-    overload = node.target._overloadname if isinstance(node.target, torch._ops.OpOverload) else "default"
+    overload = (
+        node.target._overloadname if isinstance(node.target, torch._ops.OpOverload) else "default"
+    )
     return {name, f"{name}.{overload}", *_aten_names(node)}
 
 
 def _aten_names(node: fx.Node) -> set[str]:
-    """PyTorch's names of the Python operator of a node that makes a tensor; an index may have several."""
+    """PyTorch's names of the Python operator of a node that makes a tensor; an index may have
+    several.
+    """
     if node.op != "call_function" or not isinstance(_value_of(node), Tensor):
         return set()
     if node.target is operator.getitem and isinstance(_value_of(node.args[0]), Tensor):
         steps = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
-        return {f"aten::{_index_name(step)}" for step in steps if step is not None and step is not Ellipsis}
+        return {
+            f"aten::{_index_name(step)}"
+            for step in steps
+            if step is not None and step is not Ellipsis
+        }
     return {f"aten::{_OF_PYTHON[node.target]}"} if node.target in _OF_PYTHON else set()
 
 
 def _index_name(step: Any) -> str:
     if isinstance(step, slice):
         return "slice"
-    is_number = isinstance(step, int) or (isinstance(step, fx.Node) and not isinstance(_value_of(step), Tensor))
+    is_number = isinstance(step, int) or (
+        isinstance(step, fx.Node) and not isinstance(_value_of(step), Tensor)
+    )
     return "select" if is_number and not isinstance(step, bool) else "index"
 
 
 def _runs(nodes: Iterable[fx.Node], splitting: Collection[fx.Node]) -> list[_Run]:
-    """The nodes in runs that are eager or not, in turns. Runs without work join the eager ones beside them."""
+    """The nodes in runs that are eager or not, in turns. Runs without work join the eager ones
+    beside them.
+    """
     runs: list[_Run] = []
     run_of: dict[fx.Node, _Run] = {}
     depth = 0  # of transforms such as torch.vmap, which switch a state of torch on and off
@@ -229,7 +272,9 @@ def _works(node: fx.Node) -> bool:
 
 
 def _value_of(node: Any) -> Any:
-    """The example value that the tracer left: fake tensors, which share storages where the real ones will."""
+    """The example value that the tracer left: fake tensors, which share storages where the real
+    ones will.
+    """
     return node.meta.get("example_value", node.meta.get("val"))
 
 

@@ -1,4 +1,6 @@
-"""PiecewiseModel: a model that Dynamo traces for the sizes that are captured, and that is split at operators."""
+"""PiecewiseModel: a model that Dynamo traces for the sizes that are captured, and that is split at
+operators.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,14 @@ from cgplan.backends.graph_nodes import OperatorLog
 from cgplan.backends.host_sync import Args, Function, Kwargs
 from cgplan.buffers.batch import BatchReader
 from cgplan.config import Config, validate_config
-from cgplan.errors import CaptureError, CgplanError, ConfigError, HostSyncError, ModelError, first_line
+from cgplan.errors import (
+    CaptureError,
+    CgplanError,
+    ConfigError,
+    HostSyncError,
+    ModelError,
+    first_line,
+)
 from cgplan.graphs.wrapper import CUDAGraphWrapper, Recorded
 from cgplan.modes import CUDAGraphMode
 from cgplan.piecewise.backend import PiecewiseBackend
@@ -30,32 +39,41 @@ from cgplan.piecewise.breakable import BreakableCUDAGraphCapture, BreakableCUDAG
 from cgplan.piecewise.eager_piece import PieceMemory
 
 _OTHERWISE = (
-    "or split without a trace: compilation.splitting_modules breaks the capture at modules, piecewise: modules at "
+    "or split without a trace: compilation.splitting_modules breaks the capture at modules, "
+    "piecewise: modules at "
     "functions under eager_break_during_capture."
 )
 _TRIES = 2  # a model that makes something on its first run has another trace in its second
 
 
 class PiecewiseModel(BreakableCUDAGraphWrapper):
-    """A model that is split at operators and captured in mode PIECEWISE; called with the declared inputs by name.
+    """A model that is split at operators and captured in mode PIECEWISE; called with the declared
+    inputs by name.
 
-    Dynamo traces it, with guards, for the sizes that are captured: for each key it picks the trace that holds, or makes
-    one. One row and more rows are two traces; a model that branches on the number of rows has more, and so has one with
-    ``static_sizes`` (in tokens), which share no trace. A replay launches what the trace launched: Dynamo, its guards
-    and the model's Python code are not entered. In other modes, and outside of a forward context, it is just the model.
+    Dynamo traces it, with guards, for the sizes that are captured: for each key it picks the trace
+    that holds, or makes one. One row and more rows are two traces; a model that branches on the
+    number of rows has more, and so has one with ``static_sizes`` (in tokens), which share no trace.
+    A replay launches what the trace launched: Dynamo, its guards and the model's Python code are
+    not entered. In other modes, and outside of a forward context, it is just the model.
 
     Attributes:
-        over_budget: Static sizes that share a trace after all, because ``budget.compile_time`` was spent.
+        over_budget: Static sizes that share a trace after all, because ``budget.compile_time`` was
+            spent.
         splitter: Holds the traces and their pieces.
     """
 
     def __init__(
-        self, model: Function, config: Config, backend: GraphBackend, static_sizes: Collection[int] = ()
+        self,
+        model: Function,
+        config: Config,
+        backend: GraphBackend,
+        static_sizes: Collection[int] = (),
     ) -> None:
         if isinstance(model, PiecewiseModel):
             raise ModelError(
                 "the model was compiled by compile_piecewise before",
-                remedy="Pass the model itself, or, to capture it as it is, set compilation.piecewise: wrappers.",
+                remedy="Pass the model itself, or, to capture it as it is, set "
+                "compilation.piecewise: wrappers.",
             )
         self.splitter = PiecewiseBackend(config.compilation, backend)
         super().__init__(model, backend=backend, options=self.splitter.options)
@@ -65,7 +83,8 @@ class PiecewiseModel(BreakableCUDAGraphWrapper):
         self._rows = {name: dim for name, dim in rows.items() if dim is not None}
         self._reader = BatchReader(config.inputs, config.dim_names, backend.device)
         self._keys: set[object] = set()  # that traces were asked for
-        self._static, self._compile_seconds = set(static_sizes), [0.0]  # seconds of each static trace
+        # seconds of each static trace
+        self._static, self._compile_seconds = set(static_sizes), [0.0]
         self.over_budget: list[int] = []
         splitter = weakref.ref(self.splitter)  # Dynamo never lets go of what it is given
 
@@ -76,18 +95,20 @@ class PiecewiseModel(BreakableCUDAGraphWrapper):
 
         optimize = torch._dynamo.optimize(self.splitter, nopython=True, guard_fail_fn=note_miss)
         self._traced: dict[bool, Function] = {}
-        for is_static in (False, True):  # of one code object Dynamo would use the dynamic trace for static sizes, too
+        # of one code object Dynamo would use the dynamic trace for static sizes, too
+        for is_static in (False, True):
             own = with_own_code(model)
             self._traced[is_static] = optimize(own)
-            # What is called then holds neither this object nor the model. At exit other threads may still run a trace.
+            # What is called then holds neither this object nor the model. At exit other threads may
+            # still run a trace.
             weakref.finalize(self, _forget_trace, own.__code__, self.splitter).atexit = False
 
     def __call__(self, **inputs: Tensor) -> Any:
         """Run the model, or capture or replay it as the forward context says.
 
         Raises:
-            InputError: outside of a runner, which has looked at them: inputs are not as they are declared, or have
-                other rows than the descriptor of a PIECEWISE forward context.
+            InputError: outside of a runner, which has looked at them: inputs are not as they are
+                declared, or have other rows than the descriptor of a PIECEWISE forward context.
             CaptureError: the model cannot be traced or captured.
         """
         context = current_forward_context()
@@ -106,7 +127,8 @@ class PiecewiseModel(BreakableCUDAGraphWrapper):
         if any(not isinstance(mode, harmless) for mode in _get_current_dispatch_mode_stack()):
             # Dynamo runs no trace under a mode that looks at operators
             return self.runnable(**inputs)
-        own = {name: tensor.view_as(tensor) for name, tensor in inputs.items()}  # one tensor twice would stay one
+        # one tensor twice would stay one
+        own = {name: tensor.view_as(tensor) for name, tensor in inputs.items()}
         is_static = self._is_static(current_forward_context())
         for name, dim in () if is_static else self._rows.items():
             torch._dynamo.maybe_mark_dynamic(own[name], dim)
@@ -115,10 +137,14 @@ class PiecewiseModel(BreakableCUDAGraphWrapper):
             name: max(getattr(config, name), len(self._keys))
             for name in ("recompile_limit", "accumulated_recompile_limit")
         }
-        # Sizes and numbers in which this model differs from one traced before must not become variables; and inputs
-        # that happen to have equal sizes must not share one.
+        # Sizes and numbers in which this model differs from one traced before must not become
+        # variables; and inputs that happen to have equal sizes must not share one.
         shapes = torch.fx.experimental._config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
-        with shapes, config.patch(automatic_dynamic_shapes=False, **limits), autocast_cache(on=False):
+        with (
+            shapes,
+            config.patch(automatic_dynamic_shapes=False, **limits),
+            autocast_cache(on=False),
+        ):
             start, known = time.perf_counter(), len(self.splitter.traces)
             try:
                 result = self._traced[is_static](**own)
@@ -127,9 +153,11 @@ class PiecewiseModel(BreakableCUDAGraphWrapper):
                 return result
             except torch._dynamo.exc.FailOnRecompileLimitHit as error:
                 raise CaptureError(
-                    f"the model was traced {len(self.splitter.traces)} times, and no trace holds for the next key: "
+                    f"the model was traced {len(self.splitter.traces)} times, and no trace holds "
+                    "for the next key: "
                     f"this condition of a trace is no longer true: {self.splitter.missed}",
-                    remedy=f"Keep that value the same in all calls, pass it as an input, {_OTHERWISE}",
+                    remedy="Keep that value the same in all calls, pass it as an input, "
+                    f"{_OTHERWISE}",
                 ) from error
             except (
                 torch._dynamo.exc.UserError,
@@ -139,7 +167,8 @@ class PiecewiseModel(BreakableCUDAGraphWrapper):
                 if "failed to bind arguments" in str(error):  # Python says it better
                     return self.runnable(**inputs)
                 raise _untraceable(error) from error
-            except torch._dynamo.exc.TorchRuntimeError as error:  # it hides what an operator raised, and the line
+            # it hides what an operator raised, and the line
+            except torch._dynamo.exc.TorchRuntimeError as error:
                 try:
                     self.runnable(**inputs)
                 except Exception as own_error:
@@ -148,33 +177,49 @@ class PiecewiseModel(BreakableCUDAGraphWrapper):
                 raise CaptureError(
                     f"the model runs, but cannot be traced, at {_user_line(error)}: "
                     f"{raised[1] if raised else first_line(error)}",
-                    remedy="See that the operator there has a fake kernel (torch.library.register_fake) that agrees "
-                    "with its real one, or use compilation.splitting_modules, which needs no trace.",
+                    remedy="See that the operator there has a fake kernel "
+                    "(torch.library.register_fake) that agrees "
+                    "with its real one, or use compilation.splitting_modules, which needs no "
+                    "trace.",
                 ) from error
             except torch._dynamo.exc.BackendCompilerFailed as error:
                 inner = error.inner_exception
                 raise inner if isinstance(inner, CgplanError) else error from None
 
     def _is_static(self, context: ForwardContext | None) -> bool:
-        """Whether this call's size has a trace of its own; the first call of each key decides within the budget."""
+        """Whether this call's size has a trace of its own; the first call of each key decides
+        within the budget.
+        """
         if context is None:
             return self._config.compilation.compile_shapes == "static"
-        size, limit, spent = context.descriptor.num_tokens, self._config.budget.compile_time, self._compile_seconds
+        size, limit, spent = (
+            context.descriptor.num_tokens,
+            self._config.budget.compile_time,
+            self._compile_seconds,
+        )
         is_new = context.descriptor not in self._keys
         self._keys.add(context.descriptor)
-        if is_new and size in self._static and limit is not None and sum(spent) + max(spent) > limit:
+        if (
+            is_new
+            and size in self._static
+            and limit is not None
+            and sum(spent) + max(spent) > limit
+        ):
             self._static.remove(size)
             self.over_budget.append(size)
         return size in self._static
 
     def _warm_up(self, args: Args, kwargs: Kwargs) -> None:
-        saved = [(tensor, tensor.clone()) for tensor in kwargs.values()]  # the model may write into its inputs
+        # the model may write into its inputs
+        saved = [(tensor, tensor.clone()) for tensor in kwargs.values()]
         self.traced(*args, **kwargs)
         for tensor, before in saved:
             tensor.copy_(before)
 
     def _record(self, pool: Any, args: Args, kwargs: Kwargs) -> Recorded:
-        """The traced forward enters the capture, so that Dynamo, its guards and a trace stay outside."""
+        """The traced forward enters the capture, so that Dynamo, its guards and a trace stay
+        outside.
+        """
         splitter, is_first_run = self.splitter, get_forward_context().descriptor not in self._keys
         for _ in range(_TRIES):
             known = len(splitter.codes)
@@ -184,7 +229,8 @@ class PiecewiseModel(BreakableCUDAGraphWrapper):
                 if splitter.capture is not None:
                     raise CaptureError(
                         "the model ran without its trace, so nothing was captured",
-                        remedy="See that the forward computes something from its inputs, and that torch.compile is on.",
+                        remedy="See that the forward computes something from its inputs, and that "
+                        "torch.compile is on.",
                     )
             finally:
                 splitter.capture = None
@@ -193,13 +239,17 @@ class PiecewiseModel(BreakableCUDAGraphWrapper):
             del output
             capture.reset()
         raise CaptureError(
-            "each run of the model computes something else, and Dynamo traces it again each time: this condition of "
+            "each run of the model computes something else, and Dynamo traces it again each time: "
+            "this condition of "
             f"the last trace is no longer true: {splitter.missed}",
-            remedy="Keep a number that changes in a tensor and write it in place (self.step.add_(1)), or pass it as an "
+            remedy="Keep a number that changes in a tensor and write it in place "
+            "(self.step.add_(1)), or pass it as an "
             "input.",
         )
 
-    def _roots(self, entry: Any, context: ForwardContext, args: Args, kwargs: Kwargs) -> dict[str, Any]:
+    def _roots(
+        self, entry: Any, context: ForwardContext, args: Args, kwargs: Kwargs
+    ) -> dict[str, Any]:
         roots = super()._roots(entry, context, args, kwargs)
         if isinstance(model := getattr(self.runnable, "__self__", self.runnable), torch.nn.Module):
             roots["model"] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -218,15 +268,16 @@ def compile_piecewise(
     """A model that is split at ``compilation.splitting_ops`` when it is first captured.
 
     Args:
-        model: Any callable or nn.Module that Dynamo can trace as one graph. A model under torch.compile is split as the
-            model that it holds.
-        config: Its inputs say which dimensions count rows; its compilation says where to split and how to compile. A
-            mapping is validated as a YAML file would be. Sizes and policies of a session mean nothing here.
+        model: Any callable or nn.Module that Dynamo can trace as one graph. A model under
+            torch.compile is split as the model that it holds.
+        config: Its inputs say which dimensions count rows; its compilation says where to split and
+            how to compile. A mapping is validated as a YAML file would be. Sizes and policies of a
+            session mean nothing here.
         backend: Device of the graphs; chosen by ``config.device`` if absent.
 
     Raises:
-        ConfigError: the configuration is wrong, or asks for another route than to split at operators; at the first
-            capture, for a splitting op that does not occur.
+        ConfigError: the configuration is wrong, or asks for another route than to split at
+            operators; at the first capture, for a splitting op that does not occur.
         ModelError: the model comes from compile_piecewise.
         CaptureError: at the first capture, where the model cannot be traced.
     """
@@ -235,7 +286,8 @@ def compile_piecewise(
     compilation = config.compilation
     is_own = "cudagraph_mode" in compilation.model_fields_set  # the default is a session's
     refused = {
-        "cudagraph_mode": is_own and not compilation.cudagraph_mode.has_mode(CUDAGraphMode.PIECEWISE),
+        "cudagraph_mode": is_own
+        and not compilation.cudagraph_mode.has_mode(CUDAGraphMode.PIECEWISE),
         "splitting_modules": bool(compilation.splitting_modules),
         "piecewise": compilation.piecewise not in ("auto", "ops"),
     }
@@ -260,14 +312,16 @@ def _forget_trace(code: CodeType, splitter: PiecewiseBackend) -> None:
 
 
 def with_own_code(model: Function) -> Function:
-    """A function that calls the model, with a code object of its own: Dynamo keeps its traces there, and after some
-    sessions on one code object would refuse to trace it again.
+    """A function that calls the model, with a code object of its own: Dynamo keeps its traces
+    there, and after some sessions on one code object would refuse to trace it again.
     """
 
     def forward(**inputs: Tensor) -> Any:
         return model(**inputs)
 
-    return FunctionType(forward.__code__.replace(), globals(), "forward", closure=forward.__closure__)
+    return FunctionType(
+        forward.__code__.replace(), globals(), "forward", closure=forward.__closure__
+    )
 
 
 def _untraceable(error: Exception) -> CgplanError:
@@ -285,7 +339,8 @@ def _untraceable(error: Exception) -> CgplanError:
     if get_forward_context.__code__.co_filename in text:
         return CaptureError(
             f"the model reads the forward context in code that is traced, at {_user_line(error)}",
-            remedy="A trace would keep what it read. Read the context inside a custom operator, as cgplan::attention "
+            remedy="A trace would keep what it read. Read the context inside a custom operator, "
+            "as cgplan::attention "
             "does, pass what you need as an input, or use compilation.splitting_modules.",
         )
     return CaptureError(
@@ -296,5 +351,6 @@ def _untraceable(error: Exception) -> CgplanError:
 
 def _user_line(error: BaseException) -> str:
     return users_line(
-        (frame.filename, frame.lineno or 0) for frame in reversed(getattr(error, "real_stack", None) or [])
+        (frame.filename, frame.lineno or 0)
+        for frame in reversed(getattr(error, "real_stack", None) or [])
     )

@@ -1,4 +1,6 @@
-"""From a configuration to a plan: modes, capture sizes, keys, dispatch, costs, other engines. No torch here."""
+"""From a configuration to a plan: modes, capture sizes, keys, dispatch, costs, other engines. No
+torch here.
+"""
 
 from cgplan.planning.build import LADDERS, build_plan
 from cgplan.planning.dispatcher import CudagraphDispatcher, MissReason

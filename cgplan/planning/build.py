@@ -11,7 +11,16 @@ from types import MappingProxyType
 from cgplan.config import Config, Dim
 from cgplan.errors import ConfigError, ModeError, PlanError
 from cgplan.modes import AttentionSupport, BatchDescriptor, CUDAGraphMode
-from cgplan.planning.plan import SIMULATED, Key, Plan, PlanChange, budget_of, capture_config, capture_order, config_hash
+from cgplan.planning.plan import (
+    SIMULATED,
+    Key,
+    Plan,
+    PlanChange,
+    budget_of,
+    capture_config,
+    capture_order,
+    config_hash,
+)
 
 _MOST_BOXES = 100_000  # of sizes in several dimensions
 DEFAULT_SPLITTING_OPS = (
@@ -30,13 +39,16 @@ LARGEST_DEFAULT_SIZE = 512
 
 
 def attention_is_split(splitting_ops: tuple[str, ...] | None) -> bool:
-    """Whether attention stands outside the graph segments. An operator counts as attention by its name."""
+    """Whether attention stands outside the graph segments. An operator counts as attention by its
+    name.
+    """
     ops = DEFAULT_SPLITTING_OPS if splitting_ops is None else splitting_ops
     return any("attention" in op or "attn" in op for op in ops)
 
 
 def resolve_mode(config: Config) -> tuple[CUDAGraphMode, tuple[PlanChange, ...]]:
-    """The mode that can be captured, and the changes that led there, in order: nothing is downgraded in silence.
+    """The mode that can be captured, and the changes that led there, in order: nothing is
+    downgraded in silence.
 
     Raises:
         ModeError: mixed batches are to run as FULL graphs, and the attention supports none.
@@ -62,16 +74,26 @@ def resolve_mode(config: Config) -> tuple[CUDAGraphMode, tuple[PlanChange, ...]]
         if support is AttentionSupport.NEVER:
             raise ModeError(
                 f"cudagraph_mode {mode} captures attention, but attention_support is NEVER",
-                remedy=f"Choose {'PIECEWISE or NONE' if split else 'NONE'} for compilation.cudagraph_mode.",
+                remedy=f"Choose {'PIECEWISE or NONE' if split else 'NONE'} for "
+                "compilation.cudagraph_mode.",
             )
         to = CUDAGraphMode.FULL_AND_PIECEWISE if split else CUDAGraphMode.FULL_DECODE_ONLY
-        mode = change(to, f"attention_support is {support}: mixed batches cannot run as FULL graphs")
+        mode = change(
+            to, f"attention_support is {support}: mixed batches cannot run as FULL graphs"
+        )
     if mode.decode_mode() is CUDAGraphMode.FULL and support is AttentionSupport.NEVER:
-        mode = change(piecewise_or_none, "attention_support is NEVER: attention cannot stand inside a graph")
-    if mode.decode_mode() is CUDAGraphMode.FULL and config.query_len > 1 and support < AttentionSupport.UNIFORM_BATCH:
+        mode = change(
+            piecewise_or_none, "attention_support is NEVER: attention cannot stand inside a graph"
+        )
+    if (
+        mode.decode_mode() is CUDAGraphMode.FULL
+        and config.query_len > 1
+        and support < AttentionSupport.UNIFORM_BATCH
+    ):
         mode = change(
             piecewise_or_none,
-            f"attention_support is {support}, but speculative decoding has {config.query_len} tokens a request",
+            f"attention_support is {support}, but speculative decoding has {config.query_len} "
+            "tokens a request",
         )
     return mode, tuple(changes)
 
@@ -80,20 +102,29 @@ def refuse_auto(config: Config) -> None:
     """Raise ConfigError where the mode is AUTO, and has to be known already."""
     if config.compilation.cudagraph_mode is CUDAGraphMode.AUTO:
         raise ConfigError(
-            "cudagraph_mode is AUTO, and the graphs have to be known here before the model is measured",
-            remedy="Let `cgplan capture` decide on one process, without --plan, and write the settings that its report "
-            "notes into the configuration. In Python, cgplan.choose_mode(config, model, backend) gives the "
+            "cudagraph_mode is AUTO, and the graphs have to be known here before the model is "
+            "measured",
+            remedy="Let `cgplan capture` decide on one process, without --plan, and write the "
+            "settings that its report "
+            "notes into the configuration. In Python, cgplan.choose_mode(config, model, backend) "
+            "gives the "
             "configuration and the plan.",
         )
 
 
 def vllm(maximum: int) -> tuple[int, ...]:
-    """1, 2, 4, then 8..255 by 8, then from 256 by 16. The maximum itself only if it is on the stride."""
-    return tuple(s for s in (1, 2, 4, *range(8, 256, 8), *range(256, maximum + 1, 16)) if s <= maximum)
+    """1, 2, 4, then 8..255 by 8, then from 256 by 16. The maximum itself only if it is on the
+    stride.
+    """
+    return tuple(
+        s for s in (1, 2, 4, *range(8, 256, 8), *range(256, maximum + 1, 16)) if s <= maximum
+    )
 
 
 def sglang(maximum: int) -> tuple[int, ...]:
-    """SGLang's decode ladder: 1, 2, 4, 8, 12, 16..256 by 8, 272..496 by 16, from 512 by 32, and the maximum."""
+    """SGLang's decode ladder: 1, 2, 4, 8, 12, 16..256 by 8, 272..496 by 16, from 512 by 32, and the
+    maximum.
+    """
     steps = (1, 2, 4, 8, 12, *range(16, 257, 8), *range(272, 497, 16), *range(512, maximum + 1, 32))
     return _up_to(maximum, steps)
 
@@ -133,17 +164,25 @@ class CaptureSizes:
 
 
 def resolve_sizes(config: Config, mode: CUDAGraphMode) -> CaptureSizes:
-    """Capture sizes for a configuration in the resolved mode. Raises PlanError where none is left."""
+    """Capture sizes for a configuration in the resolved mode. Raises PlanError where none is
+    left.
+    """
     if mode is CUDAGraphMode.NONE:
         return CaptureSizes((), "cudagraph_mode is NONE")
     given, q = config.compilation.cudagraph_capture_sizes, config.query_len
     lead = config.dims.get(config.dim_names[0])
     if config.compilation.boxes is not None:
-        found = CaptureSizes(tuple(sorted({box[0] for box in config.compilation.boxes})), "compilation.boxes")
+        found = CaptureSizes(
+            tuple(sorted({box[0] for box in config.compilation.boxes})), "compilation.boxes"
+        )
     elif lead is not None and given is None:
         found = CaptureSizes(sizes_of(lead), f"dims.{lead.name}")
     else:
-        found = _given(config, given) if isinstance(given, tuple) else _from_ladder(config, given or "vllm")
+        found = (
+            _given(config, given)
+            if isinstance(given, tuple)
+            else _from_ladder(config, given or "vllm")
+        )
     if mode.decode_mode() is CUDAGraphMode.FULL and q > 1:
         # Padded batches have whole requests. As in vLLM, no size is rounded beyond the largest one.
         maximum = max(found.sizes, default=0)
@@ -155,7 +194,8 @@ def resolve_sizes(config: Config, mode: CUDAGraphMode) -> CaptureSizes:
     if not found.sizes:
         raise PlanError(
             f"no capture size is left: {'; '.join(found.warnings) or found.source}",
-            remedy="Raise scheduler.max_num_batched_tokens or max_cudagraph_capture_size, give smaller "
+            remedy="Raise scheduler.max_num_batched_tokens or max_cudagraph_capture_size, give "
+            "smaller "
             "cudagraph_capture_sizes, or set cudagraph_mode: NONE.",
         )
     return found
@@ -178,22 +218,38 @@ def _given(config: Config, given: tuple[int, ...]) -> CaptureSizes:
     return CaptureSizes(tuple(sizes), source, (warning,) if dropped else ())
 
 
-def _from_ladder(config: Config, name: str, largest: int = LARGEST_DEFAULT_SIZE, every: int = 0) -> CaptureSizes:
-    """Sizes of a ladder, up to ``largest`` where no maximum is given, and with each size up to ``every``."""
-    q, seqs, tokens = config.query_len, config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens
+def _from_ladder(
+    config: Config, name: str, largest: int = LARGEST_DEFAULT_SIZE, every: int = 0
+) -> CaptureSizes:
+    """Sizes of a ladder, up to ``largest`` where no maximum is given, and with each size up to
+    ``every``.
+    """
+    q, seqs, tokens = (
+        config.query_len,
+        config.scheduler.max_num_seqs,
+        config.scheduler.max_num_batched_tokens,
+    )
     asked = config.compilation.max_cudagraph_capture_size
     maximum = min(min(2 * q * seqs, largest) if asked is None else asked, tokens)
     source = f"ladder {name} up to {maximum}"
     if name != "vllm":  # their sizes are request counts
-        return CaptureSizes(tuple(q * s for s in LADDERS[name](maximum // q)) if maximum >= q else (), source)
+        return CaptureSizes(
+            tuple(q * s for s in LADDERS[name](maximum // q)) if maximum >= q else (), source
+        )
     sizes = {*vllm(maximum), tokens, *range(1, every + 1)}
     if asked is None:  # decode batches of all requests
         sizes |= {q * requests for requests in (*(vllm(seqs) if q > 1 else ()), seqs)}
     kept = tuple(sorted(s for s in sizes if s <= maximum))
     if asked is None or kept[-1] == asked:
         return CaptureSizes(kept, source)
-    why = f"scheduler.max_num_batched_tokens is {tokens}" if tokens < asked else "it is off the ladder's stride"
-    return CaptureSizes(kept, source, (f"max_cudagraph_capture_size {asked} was truncated to {kept[-1]}: {why}",))
+    why = (
+        f"scheduler.max_num_batched_tokens is {tokens}"
+        if tokens < asked
+        else "it is off the ladder's stride"
+    )
+    return CaptureSizes(
+        kept, source, (f"max_cudagraph_capture_size {asked} was truncated to {kept[-1]}: {why}",)
+    )
 
 
 def lora_cases(config: Config) -> tuple[int, ...]:
@@ -203,7 +259,9 @@ def lora_cases(config: Config) -> tuple[int, ...]:
     most = config.lora.max_loras
     if not config.compilation.cudagraph_specialize_lora:
         return (most + 1,)
-    powers = [1 << k for k in range(most.bit_length())] if config.lora.specialize_active_lora else []
+    powers = (
+        [1 << k for k in range(most.bit_length())] if config.lora.specialize_active_lora else []
+    )
     return (0, *powers, most + 1)
 
 
@@ -239,14 +297,18 @@ def build_plan(config: Config) -> Plan:
     )
 
 
-def _keys(config: Config, mode: CUDAGraphMode, sizes: Sequence[int], cases: Sequence[int]) -> tuple[Key, ...]:
+def _keys(
+    config: Config, mode: CUDAGraphMode, sizes: Sequence[int], cases: Sequence[int]
+) -> tuple[Key, ...]:
     seqs, q, boxes = config.scheduler.max_num_seqs, config.query_len, config.compilation.boxes
     others = [sizes_of(config.dims[name]) for name in config.dim_names[1:]]
     count = prod([len(sizes), *map(len, others)])
     if boxes is None and count > _MOST_BOXES:
         raise PlanError(
-            f"{' x '.join(config.dim_names)} are {count:,} boxes of sizes; {_MOST_BOXES:,} are allowed",
-            remedy="Give fewer sizes (dims.NAME.sizes, dims.NAME.max), or name the boxes in compilation.boxes.",
+            f"{' x '.join(config.dim_names)} are {count:,} boxes of sizes; {_MOST_BOXES:,} are "
+            "allowed",
+            remedy="Give fewer sizes (dims.NAME.sizes, dims.NAME.max), or name the boxes in "
+            "compilation.boxes.",
         )
     grid = boxes or [(size, *rest) for size in sizes for rest in product(*others)]
     keys: list[Key] = []
@@ -260,23 +322,40 @@ def _keys(config: Config, mode: CUDAGraphMode, sizes: Sequence[int], cases: Sequ
         if mode.separate_routine() and decode is CUDAGraphMode.FULL:
             for s, *rest in grid:
                 if q <= s <= q * seqs:
-                    keys.append((decode, BatchDescriptor(s, min(s // q, seqs), True, case > 0, case, tuple(rest))))
+                    keys.append(
+                        (
+                            decode,
+                            BatchDescriptor(
+                                s, min(s // q, seqs), True, case > 0, case, tuple(rest)
+                            ),
+                        )
+                    )
     return capture_order(keys)
 
 
-def _unused(config: Config, mode: CUDAGraphMode, sizes: Sequence[int], keys: Sequence[Key]) -> Iterator[str]:
+def _unused(
+    config: Config, mode: CUDAGraphMode, sizes: Sequence[int], keys: Sequence[Key]
+) -> Iterator[str]:
     compilation = config.compilation
     unused = sorted(set(sizes) - {descriptor.num_tokens for _, descriptor in keys})
     if unused and isinstance(compilation.cudagraph_capture_sizes, tuple):
         yield (
-            f"capture sizes {', '.join(map(str, unused))} have no graph: a decode batch has at most "
-            f"scheduler.max_num_seqs = {config.scheduler.max_num_seqs} requests of {config.query_len} tokens"
+            f"capture sizes {', '.join(map(str, unused))} have no graph: a decode batch has at "
+            "most "
+            f"scheduler.max_num_seqs = {config.scheduler.max_num_seqs} requests of "
+            f"{config.query_len} tokens"
         )
     if not mode.has_mode(CUDAGraphMode.PIECEWISE):
         return
     route = compilation.piecewise
     if route == "auto":
         route = "modules" if compilation.splitting_modules else "ops"
-    for kind, names in (("ops", compilation.splitting_ops), ("modules", compilation.splitting_modules)):
+    for kind, names in (
+        ("ops", compilation.splitting_ops),
+        ("modules", compilation.splitting_modules),
+    ):
         if names and kind != route and (kind, route) != ("ops", "modules"):
-            yield f"compilation.splitting_{kind} are not looked at: segments come from {route} (compilation.piecewise)"
+            yield (
+                f"compilation.splitting_{kind} are not looked at: segments come from {route} "
+                "(compilation.piecewise)"
+            )

@@ -1,4 +1,6 @@
-"""Costs of graphs: device memory and start-up time of a list of keys, before anything is captured."""
+"""Costs of graphs: device memory and start-up time of a list of keys, before anything is
+captured.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ class Record(BaseModel):
 class KeyCost:
     """The cost that one key adds when it is captured after those before it.
 
-    ``pool_bytes``: growth of the graph pool; ``driver_bytes``: device memory that the driver takes for its nodes (0 on
+    ``pool_bytes``: growth of the graph pool; ``driver_bytes``: device memory that the driver takes
+        for its nodes (0 on
     the tape); ``seconds``: warm-ups and capture.
     """
 
@@ -53,7 +56,11 @@ class Predicted(Record):
 
     @property
     def total_bytes(self) -> int:
-        return self.static_bytes + self.workspace_bytes + sum(k.pool_bytes + k.driver_bytes for k in self.keys)
+        return (
+            self.static_bytes
+            + self.workspace_bytes
+            + sum(k.pool_bytes + k.driver_bytes for k in self.keys)
+        )
 
     @property
     def seconds(self) -> float:
@@ -61,13 +68,16 @@ class Predicted(Record):
 
 
 class GraphCosts(ABC):
-    """Predicts the cost of keys. They share one pool: a key costs the memory that it adds to those captured before it.
+    """Predicts the cost of keys. They share one pool: a key costs the memory that it adds to those
+    captured before it.
 
     Attributes:
         source, estimated, notes, workspace_bytes: As in the predictions.
         config: Its inputs are what static buffers hold.
-        bends: Sizes between which driver bytes and seconds lie on lines, where they may fall as sizes grow.
-        once_seconds: Time that the first capture takes longer than a second one would: tracing, loading kernels.
+        bends: Sizes between which driver bytes and seconds lie on lines, where they may fall as
+            sizes grow.
+        once_seconds: Time that the first capture takes longer than a second one would: tracing,
+            loading kernels.
     """
 
     config: Config
@@ -80,14 +90,17 @@ class GraphCosts(ABC):
 
     @abstractmethod
     def pool_bytes(self, mode: CUDAGraphMode, num_tokens: int) -> int:
-        """Bytes of a pool into which graphs of that mode up to that size (with `dims` the elements of a box) have been
-        captured, largest first.
+        """Bytes of a pool into which graphs of that mode up to that size (with `dims` the elements
+        of a box) have been captured, largest first.
 
-        Nondecreasing in the size. The graphs of several modes share one pool, so it has the largest of their bytes.
+        Nondecreasing in the size. The graphs of several modes share one pool, so it has the largest
+        of their bytes.
         """
 
     def static_bytes(self, num_tokens: int, sizes: tuple[int, ...] = ()) -> int:
-        """Bytes of the static buffers, where ``num_tokens`` is the largest size with such others; exact."""
+        """Bytes of the static buffers, where ``num_tokens`` is the largest size with such others;
+        exact.
+        """
         return static_bytes(self.config, num_tokens, sizes)
 
     @abstractmethod
@@ -99,7 +112,9 @@ class GraphCosts(ABC):
         """Warm-ups and capture of one key."""
 
     def of(self, keys: Sequence[Key]) -> Predicted:
-        """Cost of capturing these keys, in this order, into one pool. ``once_seconds`` count for the first one."""
+        """Cost of capturing these keys, in this order, into one pool. ``once_seconds`` count for
+        the first one.
+        """
         held, costs = 0, list[KeyCost]()
         for mode, descriptor in keys:
             pool = max(held, self.pool_bytes(mode, descriptor.elements))
@@ -108,7 +123,9 @@ class GraphCosts(ABC):
             held = pool
         return Predicted(
             keys=tuple(costs),
-            static_bytes=sum(self.static_bytes(tokens, sizes) for sizes, tokens in widest(keys).items()),
+            static_bytes=sum(
+                self.static_bytes(tokens, sizes) for sizes, tokens in widest(keys).items()
+            ),
             workspace_bytes=self.workspace_bytes if keys else 0,
             source=self.source,
             estimated=self.estimated,
@@ -125,8 +142,8 @@ def widest(keys: Iterable[Key]) -> dict[tuple[int, ...], int]:
 
 
 def static_bytes(config: Config, num_tokens: int, sizes: tuple[int, ...] = ()) -> int:
-    """Bytes of the static buffers of all inputs and metadata, where ``num_tokens`` is the largest capture size with
-    such ``sizes`` in the dimensions behind the first; exact.
+    """Bytes of the static buffers of all inputs and metadata, where ``num_tokens`` is the largest
+    capture size with such ``sizes`` in the dimensions behind the first; exact.
 
     The arithmetic of ``buffers.static.StaticBuffers``, without allocating them.
     """
@@ -141,12 +158,13 @@ def static_bytes(config: Config, num_tokens: int, sizes: tuple[int, ...] = ()) -
 def representative_keys(keys: Sequence[Key], max_num_seqs: int) -> tuple[Key, ...]:
     """Keys whose costs tell those of the others, in capture order.
 
-    Of each mode, without and with LoRA adapters: the largest size, a small one, and between them the largest in which
-    every token can be a request, because costs bend there. The small one is not of size 1 if there is another:
-    kernels for a single row differ from those for more.
+    Of each mode, without and with LoRA adapters: the largest size, a small one, and between them
+    the largest in which every token can be a request, because costs bend there. The small one is
+    not of size 1 if there is another: kernels for a single row differ from those for more.
     """
     lanes: dict[tuple[CUDAGraphMode, bool], dict[int, Key]] = {}
-    for key in sorted(keys, key=lambda key: key[1].num_active_loras):  # of the LoRA cases, the one for the most stays
+    # of the LoRA cases, the one for the most stays
+    for key in sorted(keys, key=lambda key: key[1].num_active_loras):
         lanes.setdefault((key[0], key[1].has_lora), {})[key[1].elements] = key
     chosen = set()
     for by_size in lanes.values():

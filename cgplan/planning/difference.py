@@ -1,4 +1,6 @@
-"""Differences of two plans, and of a saved plan and the configuration that it is to be captured with."""
+"""Differences of two plans, and of a saved plan and the configuration that it is to be captured
+with.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,19 @@ from cgplan.config.schema import BudgetConfig
 from cgplan.errors import PlanMismatchError
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning.costs import Record
-from cgplan.planning.plan import Lane, LaneRecord, LeftOut, Machine, Plan, budget_of, capture_config, config_hash
+from cgplan.planning.plan import (
+    Lane,
+    LaneRecord,
+    LeftOut,
+    Machine,
+    Plan,
+    budget_of,
+    capture_config,
+    config_hash,
+)
 
-# Settings that a plan decides itself: its keys are captured whatever the configuration says of them now.
+# Settings that a plan decides itself: its keys are captured whatever the configuration says of them
+# now.
 DECIDED_BY_THE_PLAN = (
     "compilation.cudagraph_mode",
     "compilation.cudagraph_capture_sizes",
@@ -29,14 +41,18 @@ _COMPARED = {
 
 
 class FieldChange(Record):
-    """A setting that differs: its dotted name and both values as JSON has them, None where it is absent."""
+    """A setting that differs: its dotted name and both values as JSON has them, None where it is
+    absent.
+    """
 
     name: str
     old: Any
     new: Any
 
     def said(self, form: str) -> str:
-        """``form`` with ``{name}``, ``{old}`` and ``{new}`` as JSON writes them, text without quotes."""
+        """``form`` with ``{name}``, ``{old}`` and ``{new}`` as JSON writes them, text without
+        quotes.
+        """
         old, new = (
             "absent" if value is None else value if isinstance(value, str) else json.dumps(value)
             for value in (self.old, self.new)
@@ -70,7 +86,8 @@ class PlanDifference(Record):
         memory: Predicted, in bytes; ``seconds`` of start-up likewise.
         expected_us: Expected microseconds of a step over the traffic.
         failed: Keys that could not be captured and that the new plan leaves out, with their errors.
-        settings: Other differences: the resolved mode, the configurations, the budgets, the machines.
+        settings: Other differences: the resolved mode, the configurations, the budgets, the
+            machines.
         notes: Why figures may not be comparable.
     """
 
@@ -95,29 +112,39 @@ def compare(old: Plan, new: Plan) -> PlanDifference:
 
     def change(lane: Lane) -> LaneChange:
         had, has = before.get(lane, ()), after.get(lane, ())
-        added, removed = (tuple(n for n in one if n not in other) for one, other in ((has, had), (had, has)))
-        return LaneChange(**lane._asdict(), added=added, removed=removed, kept=tuple(n for n in has if n in had))
+        added, removed = (
+            tuple(n for n in one if n not in other) for one, other in ((has, had), (had, has))
+        )
+        return LaneChange(
+            **lane._asdict(), added=added, removed=removed, kept=tuple(n for n in has if n in had)
+        )
 
     def figure(read: Callable[[Plan], float | None]) -> Figure:
         return Figure(old=read(old), new=read(new))
 
     return PlanDifference(
-        lanes=tuple(map(change, sorted({*before, *after}, key=lambda lane: (lane.mode.name, *lane[1:])))),
+        lanes=tuple(
+            map(change, sorted({*before, *after}, key=lambda lane: (lane.mode.name, *lane[1:])))
+        ),
         graphs=figure(lambda plan: len(plan.keys)),
         memory=figure(lambda plan: None if plan.predicted is None else plan.predicted.total_bytes),
         seconds=figure(lambda plan: None if plan.predicted is None else plan.predicted.seconds),
         expected_us=figure(lambda plan: plan.expected_us),
         settings=tuple(_settings(old, new)),
         notes=tuple(_notes(old, new)),
-        failed=tuple(LeftOut.model_validate(part) for part in (new.evidence or {}).get("failed", ())),
+        failed=tuple(
+            LeftOut.model_validate(part) for part in (new.evidence or {}).get("failed", ())
+        ),
     )
 
 
-def mismatches(plan: Plan, config: Config, machine: Machine | None = None) -> tuple[FieldChange, ...]:
+def mismatches(
+    plan: Plan, config: Config, machine: Machine | None = None
+) -> tuple[FieldChange, ...]:
     """Settings of a saved plan (old) and of the present configuration (new) that differ.
 
-    Settings that the plan decides itself do not count, nor does the device, which does not change a plan.
-    The present machine is compared where the plan's figures were measured on one.
+    Settings that the plan decides itself do not count, nor does the device, which does not change a
+    plan. The present machine is compared where the plan's figures were measured on one.
     """
     ignored = (*DECIDED_BY_THE_PLAN, "device")
     found = [c for c in _changes(plan.config, capture_config(config)) if c.name not in ignored]
@@ -127,30 +154,47 @@ def mismatches(plan: Plan, config: Config, machine: Machine | None = None) -> tu
 
 
 def unused_settings(plan: Plan, config: Config) -> tuple[FieldChange, ...]:
-    """Settings of the configuration (new) that the plan decides otherwise than the one it was made from (old)."""
+    """Settings of the configuration (new) that the plan decides otherwise than the one it was made
+    from (old).
+    """
     changes = _changes(plan.config, capture_config(config))
     return tuple(change for change in changes if change.name in DECIDED_BY_THE_PLAN)
 
 
 def fitted(
-    plan: Plan, config: Config, machine: Machine | None = None, *, force: bool = False, file: str | None = None
+    plan: Plan,
+    config: Config,
+    machine: Machine | None = None,
+    *,
+    force: bool = False,
+    file: str | None = None,
 ) -> Plan:
     """The plan with its keys as they are, ready to be captured with a configuration.
 
-    With ``force`` a plan that does not match gets a warning instead of a PlanMismatchError that names each field;
-    ``file`` is the one that it was read from, for messages.
+    With ``force`` a plan that does not match gets a warning instead of a PlanMismatchError that
+    names each field; ``file`` is the one that it was read from, for messages.
     """
     wrong = mismatches(plan, config, machine)
-    if plan.keys and config.compilation.cudagraph_mode is CUDAGraphMode.NONE:  # the plan decides which graphs, not if
+    # the plan decides which graphs, not if
+    if plan.keys and config.compilation.cudagraph_mode is CUDAGraphMode.NONE:
         wrong += (FieldChange(name="compilation.cudagraph_mode", old=str(plan.mode), new="NONE"),)
     described = [change.said("{name}: {old} in the plan, {new} now") for change in wrong]
     if wrong and not force:
         raise PlanMismatchError(
             "the plan was made for something else" + "".join(f"\n  - {line}" for line in described),
-            remedy="Make the plan again for what is there now, or capture it as it is with --force.",
+            remedy="Make the plan again for what is there now, or capture it as it is with "
+            "--force.",
         )
-    warning = (f"the plan was made for something else and was forced: {'; '.join(described)}",) if wrong else ()
-    present = {"config": capture_config(config), "config_hash": config_hash(config), "budget": budget_of(config)}
+    warning = (
+        (f"the plan was made for something else and was forced: {'; '.join(described)}",)
+        if wrong
+        else ()
+    )
+    present = {
+        "config": capture_config(config),
+        "config_hash": config_hash(config),
+        "budget": budget_of(config),
+    }
     return plan.model_copy(update={**present, "file": file, "warnings": (*plan.warnings, *warning)})
 
 
@@ -159,22 +203,35 @@ def machine_changes(old: Machine, new: Machine) -> list[FieldChange]:
 
 
 def named(changes: Sequence[FieldChange]) -> str:
-    """Settings that differ, the first few of them, as ``scheduler.max_num_seqs was 256, is 64 here``."""
+    """Settings that differ, the first few of them, as
+    ``scheduler.max_num_seqs was 256, is 64 here``.
+    """
     listed = [change.said("{name} was {old}, is {new} here") for change in changes[:MOST_NAMED]]
-    return "; ".join([*listed, *([f"and {len(changes) - MOST_NAMED} more"] if len(changes) > MOST_NAMED else [])])
+    return "; ".join(
+        [*listed, *([f"and {len(changes) - MOST_NAMED} more"] if len(changes) > MOST_NAMED else [])]
+    )
 
 
 def _settings(old: Plan, new: Plan) -> Iterator[FieldChange]:
     yield from _changes({"mode": str(old.mode)}, {"mode": str(new.mode)})
     yield from (c for c in _changes(old.config, new.config) if c.name not in DECIDED_BY_THE_PLAN)
-    yield from _changes({"budget": {**_NO_LIMIT, **old.budget}}, {"budget": {**_NO_LIMIT, **new.budget}})
+    yield from _changes(
+        {"budget": {**_NO_LIMIT, **old.budget}}, {"budget": {**_NO_LIMIT, **new.budget}}
+    )
     if old.machine is not None and new.machine is not None:
         yield from machine_changes(old.machine, new.machine)
 
 
 def _notes(old: Plan, new: Plan) -> Iterator[str]:
-    if old.predicted is not None and new.predicted is not None and old.predicted.source != new.predicted.source:
-        yield f"memory and start-up have other sources: {old.predicted.source} before, {new.predicted.source} after"
+    if (
+        old.predicted is not None
+        and new.predicted is not None
+        and old.predicted.source != new.predicted.source
+    ):
+        yield (
+            f"memory and start-up have other sources: {old.predicted.source} before, "
+            f"{new.predicted.source} after"
+        )
     for name, words in _COMPARED.items():
         given = [(plan.evidence or {}).get(name) for plan in (old, new)]
         if None not in given and given[0] != given[1]:
@@ -183,7 +240,10 @@ def _notes(old: Plan, new: Plan) -> Iterator[str]:
         if plan.expected_us is None and other.expected_us is not None:
             yield f"the {which} plan was not made for traffic, so that it expects no step time"
         if plan.predicted is None and other.predicted is not None:
-            yield f"the {which} plan was made without --costs, so that its memory and start-up are not known"
+            yield (
+                f"the {which} plan was made without --costs, so that its memory and start-up "
+                "are not known"
+            )
 
 
 def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[FieldChange]:

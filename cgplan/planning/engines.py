@@ -1,7 +1,9 @@
-"""Plans as options and files of vLLM, SGLang and TensorRT-LLM; and vLLM's options as a configuration.
+"""Plans as options and files of vLLM, SGLang and TensorRT-LLM; and vLLM's options as a
+configuration.
 
-The names are those of vLLM 0.33.0 (config/compilation.py, config/vllm.py, engine/arg_utils.py), SGLang 0.5.23
-(srt/arg_groups/fields/exec_.py) and TensorRT-LLM 1.4.0rc1 (its LLM API reference); tests hold them to recorded lists.
+The names are those of vLLM 0.33.0 (config/compilation.py, config/vllm.py, engine/arg_utils.py),
+SGLang 0.5.23 (srt/arg_groups/fields/exec_.py) and TensorRT-LLM 1.4.0rc1 (its LLM API reference);
+tests hold them to recorded lists.
 """
 
 from __future__ import annotations
@@ -29,30 +31,37 @@ _DEFAULTS: Mapping[str, Any] = {
     "cudagraph_specialize_lora": True,
 }
 _TAKEN_OVER = (*_DEFAULTS, "cudagraph_capture_sizes", "max_cudagraph_capture_size", "splitting_ops")
-# Keys that change the compilation of kernels, but no graph; the last two are of releases before 0.33.
+# Keys that change the compilation of kernels, but no graph; the last two are of releases before
+# 0.33.
 _WITHOUT_EFFECT = frozenset(
     {
-        "backend", "cache_dir", "compile_cache_save_format", "compile_mm_encoder", "compile_ranges_endpoints",
-        "compile_sizes", "custom_ops", "debug_dump_path", "dynamic_shapes_config", "fast_moe_cold_start",
+        "backend", "cache_dir", "compile_cache_save_format", "compile_mm_encoder",
+        "compile_ranges_endpoints",
+        "compile_sizes", "custom_ops", "debug_dump_path", "dynamic_shapes_config",
+        "fast_moe_cold_start",
         "inductor_compile_config", "inductor_passes", "ir_enable_torch_wrap", "pass_config",
         "use_inductor_graph_partition", "compile_ranges_split_points", "use_inductor",
     }
 )  # fmt: skip
-# Keys of graphs that are captured besides those of the decoder's batches: of encoders, and of a YOCO model's replay.
+# Keys of graphs that are captured besides those of the decoder's batches: of encoders, and of a
+# YOCO model's replay.
 _OTHER_GRAPHS = frozenset(
     {
         "cudagraph_mm_encoder", "encoder_cudagraph_max_frames_per_batch",
-        "encoder_cudagraph_max_vision_items_per_batch", "encoder_cudagraph_token_budgets", "cudagraph_decoder_replay",
+        "encoder_cudagraph_max_vision_items_per_batch", "encoder_cudagraph_token_budgets",
+        "cudagraph_decoder_replay",
         "decoder_replay_cudagraph_capture_sizes", "decoder_replay_trim_threshold",
     }
 )  # fmt: skip
-# vLLM's ceiling of its own ladder (config/vllm.py): GPUs of compute capability 10.x have another one.
+# vLLM's ceiling of its own ladder (config/vllm.py): GPUs of compute capability 10.x have another
+# one.
 _LARGEST = {False: LARGEST_DEFAULT_SIZE, True: 1024}
 _MODES = ("NONE", "STOCK_TORCH_COMPILE", "DYNAMO_TRACE_ONCE", "VLLM_COMPILE")
 
 
 class VllmConfig(NamedTuple):
-    """vLLM's settings as a configuration, with the origin of each value, and notes on what was left out or assumed.
+    """vLLM's settings as a configuration, with the origin of each value, and notes on what was left
+    out or assumed.
 
     ``lost`` says which of the sizes that were asked for vLLM does not capture.
     """
@@ -76,91 +85,146 @@ def read_vllm(
 ) -> VllmConfig:
     """The configuration that captures for the same batches as vLLM with these options.
 
-    ``text`` is its ``--compilation-config``, a JSON object. Absent bounds are cgplan's defaults, with a note, because
-    vLLM's depend on the GPU. ``max_loras`` is None without ``--enable-lora``. ``blackwell`` is of a GPU of compute
-    capability 10.x. ``overrides`` win over all of these.
+    ``text`` is its ``--compilation-config``, a JSON object. Absent bounds are cgplan's defaults,
+    with a note, because vLLM's depend on the GPU. ``max_loras`` is None without ``--enable-lora``.
+    ``blackwell`` is of a GPU of compute capability 10.x. ``overrides`` win over all of these.
 
     Raises:
-        ConfigError: the text is not JSON, or names a key that vLLM does not have, or a value that cannot be.
+        ConfigError: the text is not JSON, or names a key that vLLM does not have, or a value that
+            cannot be.
         PlanError: no capture size is left.
     """
     given = _parse(text)
-    notes = [f"{name} does not change what is captured" for name in given if name in _WITHOUT_EFFECT]
+    notes = [
+        f"{name} does not change what is captured" for name in given if name in _WITHOUT_EFFECT
+    ]
     if others := [name for name in given if name in _OTHER_GRAPHS]:
-        notes.append(f"{' and '.join(others)}: graphs of encoders and of decoder replay are not among those shown")
+        notes.append(
+            f"{' and '.join(others)}: graphs of encoders and of decoder replay are not among "
+            "those shown"
+        )
     compilation = {name: given[name] for name in _TAKEN_OVER if given.get(name) is not None}
     bounds = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
     data: dict[str, Any] = {
         "compilation": {**_DEFAULTS, **compilation},
         "scheduler": {name: value for name, value in bounds.items() if value is not None},
-        "speculative": {"num_speculative_tokens": num_speculative_tokens} if num_speculative_tokens else {},
+        "speculative": {"num_speculative_tokens": num_speculative_tokens}
+        if num_speculative_tokens
+        else {},
     }
     if max_loras is not None:
         data["lora"] = {"max_loras": max_loras, "specialize_active_lora": specialize_active_lora}
     origins = {
-        f"{section}.{name}": f"--{name.replace('_', '-')}" for section, values in data.items() for name in values
+        f"{section}.{name}": f"--{name.replace('_', '-')}"
+        for section, values in data.items()
+        for name in values
     }
-    origins |= {f"compilation.{n}": OPTION if n in compilation else "vLLM's default" for n in data["compilation"]}
+    origins |= {
+        f"compilation.{n}": OPTION if n in compilation else "vLLM's default"
+        for n in data["compilation"]
+    }
     asked, level = str(data["compilation"]["cudagraph_mode"]), given.get("mode")
-    without_piecewise = level not in (None, _MODES.index("VLLM_COMPILE")) and "PIECEWISE" in asked.upper()
+    without_piecewise = (
+        level not in (None, _MODES.index("VLLM_COMPILE")) and "PIECEWISE" in asked.upper()
+    )
     if without_piecewise:
         data["compilation"]["cudagraph_mode"] = "NONE"
         origins["compilation.cudagraph_mode"] = f"{OPTION}, mode {level}"
     loaded = loaded_config(data, OPTION, overrides := (*overrides,), origins)
     config, every = loaded.config, 32 if performance_mode == "interactivity" else 0
-    ladder, widest = (_from_ladder(config, "vllm", _LARGEST[of], every).sizes for of in (blackwell, True))
+    ladder, widest = (
+        _from_ladder(config, "vllm", _LARGEST[of], every).sizes for of in (blackwell, True)
+    )
     own = config.compilation.cudagraph_capture_sizes is None
     if own and (every or blackwell):
-        data["compilation"] |= {"cudagraph_capture_sizes": ladder, "max_cudagraph_capture_size": None}
-        origins["compilation.cudagraph_capture_sizes"] = "--performance-mode" if every else "--blackwell"
+        data["compilation"] |= {
+            "cudagraph_capture_sizes": ladder,
+            "max_cudagraph_capture_size": None,
+        }
+        origins["compilation.cudagraph_capture_sizes"] = (
+            "--performance-mode" if every else "--blackwell"
+        )
         loaded = loaded_config(data, OPTION, overrides, origins)
     if own and ladder != widest:
         notes.append(
-            f"vLLM's sizes end at {ladder[-1]}, and on GPUs of compute capability 10.x (B200, GB200, B300) at "
+            f"vLLM's sizes end at {ladder[-1]}, and on GPUs of compute capability 10.x (B200, "
+            "GB200, B300) at "
             f"{widest[-1]}: --blackwell"
         )
     notes += [
-        f"--{name.replace('_', '-')} was not given: {getattr(config.scheduler, name)} was taken, vLLM's default "
-        "depends on the GPU" + (", and --performance-mode throughput doubles it" * (performance_mode == "throughput"))
+        f"--{name.replace('_', '-')} was not given: {getattr(config.scheduler, name)} was taken, "
+        "vLLM's default "
+        "depends on the GPU"
+        + (", and --performance-mode throughput doubles it" * (performance_mode == "throughput"))
         for name, value in bounds.items()
         if value is None
     ]
     if without_piecewise:
-        notes.append(f"cudagraph_mode {asked} -> NONE: vLLM has PIECEWISE graphs with mode 3 only, mode is {level}")
+        notes.append(
+            f"cudagraph_mode {asked} -> NONE: vLLM has PIECEWISE graphs with mode 3 only, mode is "
+            f"{level}"
+        )
     plan = build_plan(loaded.config)
     if plan.query_len > 1 and plan.mode.decode_mode() is CUDAGraphMode.FULL:
         notes.append(
-            "sizes are multiples of a request's tokens; vLLM's Model Runner V2 does not round those of mixed batches"
+            "sizes are multiples of a request's tokens; vLLM's Model Runner V2 does not round "
+            "those of mixed batches"
         )
-    notes.append("vLLM lowers the mode where its attention backend cannot be captured: that is taken not to happen")
+    notes.append(
+        "vLLM lowers the mode where its attention backend cannot be captured: that is taken not "
+        "to happen"
+    )
     return VllmConfig(loaded, tuple(notes), tuple(_lost(config, plan)))
 
 
 def _lost(asked: Config, plan: Plan) -> Iterator[str]:
-    """Sentences on the sizes and the maximum that were asked for and that vLLM does not capture, with the reason."""
-    given, largest = asked.compilation.cudagraph_capture_sizes, asked.compilation.max_cudagraph_capture_size
+    """Sentences on the sizes and the maximum that were asked for and that vLLM does not capture,
+    with the reason.
+    """
+    given, largest = (
+        asked.compilation.cudagraph_capture_sizes,
+        asked.compilation.max_cudagraph_capture_size,
+    )
     top, q, tokens = plan.max_capture_size, plan.query_len, plan.max_num_batched_tokens
     captured = {key.num_tokens for _, key in plan.keys}
     for size in _unique(given) if isinstance(given, tuple) and captured else ():
         if size > tokens:
             yield f"size {size} is dropped: --max-num-batched-tokens is {tokens}"
         elif size > top:
-            yield f"size {size} is dropped: as a multiple of {q} tokens, a request's, it is above the largest size"
+            yield (
+                f"size {size} is dropped: as a multiple of {q} tokens, a request's, it is above "
+                "the largest size"
+            )
         elif not {size, -(-size // q) * q} & captured:
-            yield f"size {size} has no graph: a decode batch has at most {plan.max_num_seqs} requests, {q} tokens each"
+            yield (
+                f"size {size} has no graph: a decode batch has at most {plan.max_num_seqs} "
+                f"requests, {q} tokens each"
+            )
     if given is None and largest is not None and 0 < top < largest:
         last = _from_ladder(asked, "vllm").sizes[-1]
-        why = f"--max-num-batched-tokens is {tokens}" if tokens < largest else f"vLLM's own sizes end at {last}"
-        whole = f", and the last multiple of {q} tokens, a request's, at {top}" if top < last else ""
+        why = (
+            f"--max-num-batched-tokens is {tokens}"
+            if tokens < largest
+            else f"vLLM's own sizes end at {last}"
+        )
+        whole = (
+            f", and the last multiple of {q} tokens, a request's, at {top}" if top < last else ""
+        )
         yield f"max_cudagraph_capture_size {largest} is truncated to {top}: {why}{whole}"
 
 
 def describe_batches(plan: Plan) -> Iterator[str]:
     """Sentences on which batches run in which graphs, and which eagerly."""
     dispatcher, q, tokens = CudagraphDispatcher(plan), plan.query_len, plan.max_num_batched_tokens
-    decode = f"decode batches, by requests of {counted(q, 'token')}", q, True, min(plan.max_num_seqs, tokens // q)
+    decode = (
+        f"decode batches, by requests of {counted(q, 'token')}",
+        q,
+        True,
+        min(plan.max_num_seqs, tokens // q),
+    )
     for batches, each, uniform, most in (decode, ("mixed batches, by tokens", 1, False, tokens)):
-        tried = range(1, min(most, plan.max_capture_size + 1) + 1)  # those above the largest graph are alike
+        # those above the largest graph are alike
+        tried = range(1, min(most, plan.max_capture_size + 1) + 1)
         modes = [dispatcher.dispatch(number * each, uniform)[0] for number in tried]
         edges = [n for n, mode in enumerate(modes) if n == 0 or mode is not modes[n - 1]]
         spans = [
@@ -183,14 +247,16 @@ def _parse(text: str) -> dict[str, Any]:
     if not isinstance(given, dict):
         raise ConfigError(
             f"{OPTION} {text!r} is not a JSON object",
-            remedy="""Give a JSON object, such as --vllm '{"cudagraph_mode": "FULL"}'; '{}' shows vLLM's defaults.""",
+            remedy="""Give a JSON object, such as --vllm '{"cudagraph_mode": "FULL"}'; """
+            "'{}' shows vLLM's defaults.",
         )
     known = sorted({*_TAKEN_OVER, *_WITHOUT_EFFECT, *_OTHER_GRAPHS, "mode"})
     if unknown := [name for name in given if name not in known]:
         hint = did_you_mean(unknown[0], known, " (did you mean {!r}?)")
         raise ConfigError(
             f"{OPTION}: vLLM's compilation config has no key {unknown[0]!r}{hint}",
-            remedy=f"Correct or remove the key. Those that decide what is captured: {', '.join(_TAKEN_OVER)}.",
+            remedy="Correct or remove the key. Those that decide what is captured: "
+            f"{', '.join(_TAKEN_OVER)}.",
         )
     number, level = given.get("cudagraph_mode"), given.get("mode")
     if str(number).upper() == "AUTO":
@@ -199,13 +265,16 @@ def _parse(text: str) -> dict[str, Any]:
             remedy="Give NONE, PIECEWISE, FULL, FULL_DECODE_ONLY or FULL_AND_PIECEWISE.",
         )
     if isinstance(number, int):  # vLLM takes the values of its runtime modes, too
-        given["cudagraph_mode"] = {mode.value: mode.name for mode in RUNTIME_MODES}.get(number, number)
+        given["cudagraph_mode"] = {mode.value: mode.name for mode in RUNTIME_MODES}.get(
+            number, number
+        )
     if isinstance(level, str) and level.upper() in _MODES:
         given["mode"] = _MODES.index(level.upper())
     elif level is not None and level not in range(len(_MODES)):
         raise ConfigError(
             f"{OPTION}: found mode {level!r}, vLLM's compilation mode is 0 to 3",
-            remedy=f"Choose one of {', '.join(f'{n} ({name})' for n, name in enumerate(_MODES))}, or leave it out.",
+            remedy=f"Choose one of {', '.join(f'{n} ({name})' for n, name in enumerate(_MODES))}, "
+            "or leave it out.",
         )
     return given
 
@@ -214,7 +283,9 @@ Engine = Literal["vllm", "sglang", "trtllm", "json"]
 
 
 class Emission(NamedTuple):
-    """A plan as an engine takes it: options or a file, and how the engine's graphs differ from the plan's."""
+    """A plan as an engine takes it: options or a file, and how the engine's graphs differ from the
+    plan's.
+    """
 
     text: str
     notes: tuple[str, ...] = ()
@@ -223,12 +294,13 @@ class Emission(NamedTuple):
 def emit(plan: Plan, engine: Engine) -> Emission:
     """A plan as an engine reads it.
 
-    The engines have one list of sizes for a kind of batch, whatever the LoRA case; vLLM has one for all. Where the
-    plan's lanes differ, their union is emitted, and a note tells its cost.
+    The engines have one list of sizes for a kind of batch, whatever the LoRA case; vLLM has one for
+    all. Where the plan's lanes differ, their union is emitted, and a note tells its cost.
 
-    ``vllm``: the option ``--compilation-config``, quoted for a shell. ``sglang``: its options for decode (sizes in
-    requests) and prefill (in tokens). ``trtllm``: YAML for ``cuda_graph_config`` (in requests). ``json``: sizes by
-    lane.
+    ``vllm``: the option ``--compilation-config``, quoted for a shell. ``sglang``: its options for
+        decode (sizes in
+    requests) and prefill (in tokens). ``trtllm``: YAML for ``cuda_graph_config`` (in requests).
+    ``json``: sizes by lane.
     """
     return {"vllm": _vllm, "sglang": _sglang, "trtllm": _trtllm, "json": _json}[engine](plan)
 
@@ -237,11 +309,14 @@ def _vllm(plan: Plan) -> Emission:
     mode, q, most = _captured_mode(plan), plan.query_len, plan.max_loras or 0
     sizes, notes = _unique(key.num_tokens for _, key in plan.keys), []
     if q > 1 and mode.decode_mode() is CUDAGraphMode.FULL:
-        limit = plan.max_num_batched_tokens // q * q  # vLLM itself would drop sizes that round up past its maximum
+        # vLLM itself would drop sizes that round up past its maximum
+        limit = plan.max_num_batched_tokens // q * q
         rounded = _unique(min(-(-size // q) * q, limit) for size in sizes if limit)
         if rounded != sizes:
             sizes = rounded
-            notes.append(f"sizes were rounded up to multiples of {q}, the tokens of a request, as vLLM does")
+            notes.append(
+                f"sizes were rounded up to multiples of {q}, the tokens of a request, as vLLM does"
+            )
     config: dict[str, object] = {"cudagraph_mode": mode.name if sizes else "NONE"}
     if sizes:
         config |= {"cudagraph_capture_sizes": sizes, "max_cudagraph_capture_size": sizes[-1]}
@@ -262,9 +337,13 @@ def _vllm(plan: Plan) -> Emission:
             "vLLM has one list of sizes for all modes and LoRA cases: it captures "
             f"{len(captured)} keys, the plan has {len(plan.keys)}"
         )
-    options = f"--max-num-seqs {plan.max_num_seqs} --max-num-batched-tokens {plan.max_num_batched_tokens}"
+    options = (
+        f"--max-num-seqs {plan.max_num_seqs} --max-num-batched-tokens {plan.max_num_batched_tokens}"
+    )
     if most:
-        options += f" --enable-lora --max-loras {most}" + (" --specialize-active-lora" if by_count else "")
+        options += f" --enable-lora --max-loras {most}" + (
+            " --specialize-active-lora" if by_count else ""
+        )
     if q > 1:
         options += f" and {q - 1} speculative tokens"
     return Emission(f"--compilation-config {shlex.quote(text)}", (*notes, f"made for {options}"))
@@ -283,11 +362,13 @@ def _sglang(plan: Plan) -> Emission:
     notes = _list_notes(plan, "SGLang", len(decode) + len(prefill))
     if prefill:
         notes.append(
-            "prefill sizes are in tokens; SGLang captures them by its default, --cuda-graph-backend-prefill breakable, "
+            "prefill sizes are in tokens; SGLang captures them by its default, "
+            "--cuda-graph-backend-prefill breakable, "
             "and not at all for models that it knows to break there"
         )
     notes += [
-        f"--cuda-graph-backend-{kind} disabled turns off SGLang's default, {usual}: the plan (mode {plan.mode}) has no "
+        f"--cuda-graph-backend-{kind} disabled turns off SGLang's default, {usual}: the plan "
+        f"(mode {plan.mode}) has no "
         f"{graphs} graphs; without that option SGLang captures sizes of its own"
         for kind, sizes, usual, graphs in (
             ("decode", decode, "full", "decode"),
@@ -306,21 +387,31 @@ def _sglang(plan: Plan) -> Emission:
 def _trtllm(plan: Plan) -> Emission:
     sizes = _requests(plan)
     if not sizes:
-        off = "cuda_graph_config: null turns off TensorRT-LLM's default, graphs of decode batches: the plan has none"
+        off = (
+            "cuda_graph_config: null turns off TensorRT-LLM's default, graphs of decode "
+            "batches: the plan has none"
+        )
         return Emission("cuda_graph_config: null", (off,))
     notes = _list_notes(plan, "TensorRT-LLM", len(sizes))
-    if tokens := _unique(key.num_tokens for mode, key in plan.keys if mode is CUDAGraphMode.PIECEWISE):
+    if tokens := _unique(
+        key.num_tokens for mode, key in plan.keys if mode is CUDAGraphMode.PIECEWISE
+    ):
         notes.append(
-            f"the plan's PIECEWISE sizes are left out, because they need torch.compile: prefill_cuda_graph_backend: "
-            f"piecewise and prefill_capture_num_tokens: {tokens} (before 1.3, enable_piecewise_cuda_graph and "
+            "the plan's PIECEWISE sizes are left out, because they need torch.compile: "
+            "prefill_cuda_graph_backend: "
+            f"piecewise and prefill_capture_num_tokens: {tokens} (before 1.3, "
+            "enable_piecewise_cuda_graph and "
             "capture_num_tokens of torch_compile_config)"
         )
-    return Emission(f"cuda_graph_config:\n  batch_sizes: {sizes}\n  enable_padding: true", tuple(notes))
+    return Emission(
+        f"cuda_graph_config:\n  batch_sizes: {sizes}\n  enable_padding: true", tuple(notes)
+    )
 
 
 def _json(plan: Plan) -> Emission:
     lanes = ",\n".join(
-        json.dumps({**lane._asdict(), "mode": lane.mode.name, "sizes": sizes}) for lane, sizes in plan.lanes().items()
+        json.dumps({**lane._asdict(), "mode": lane.mode.name, "sizes": sizes})
+        for lane, sizes in plan.lanes().items()
     )
     return Emission(f'{{"query_len": {plan.query_len}, "lanes": [\n{lanes}\n]}}')
 
@@ -338,7 +429,9 @@ def _captured_mode(plan: Plan) -> CUDAGraphMode:
 
 
 def _requests(plan: Plan) -> list[int]:
-    """Sizes of decode batches in requests, by the graphs that serve them: the FULL ones, else the PIECEWISE ones."""
+    """Sizes of decode batches in requests, by the graphs that serve them: the FULL ones, else the
+    PIECEWISE ones.
+    """
     full = [key.num_tokens for mode, key in plan.keys if mode is CUDAGraphMode.FULL]
     tokens = full or [key.num_tokens for _, key in plan.keys]
     return _unique(min(-(-size // plan.query_len), plan.max_num_seqs) for size in tokens)
@@ -350,12 +443,14 @@ def _list_notes(plan: Plan, engine: str, graphs: int) -> list[str]:
     full = [key for mode, key in plan.keys if mode is CUDAGraphMode.FULL and not key.uniform]
     if beyond := _unique(key.num_tokens for key in full if key.num_tokens > q * most):
         notes.append(
-            f"{' '.join(map(str, beyond))} tokens became {most} requests, as many as a decode batch has: in the plan "
+            f"{' '.join(map(str, beyond))} tokens became {most} requests, as many as a decode "
+            "batch has: in the plan "
             "those graphs serve decode batches, too"
         )
     if len({key.num_active_loras for _, key in plan.keys}) > 1:
         notes.append(
-            f"{engine} has no list of sizes by LoRA case: {graphs} sizes were emitted for {len(plan.keys)} keys"
+            f"{engine} has no list of sizes by LoRA case: {graphs} sizes were emitted for "
+            f"{len(plan.keys)} keys"
         )
     return notes
 

@@ -1,4 +1,6 @@
-"""The plan: the ordered list of graphs to capture. It can be printed, saved, reloaded and compared."""
+"""The plan: the ordered list of graphs to capture. It can be printed, saved, reloaded and
+compared.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,10 @@ from cgplan.units import grouped
 
 PLAN_SCHEMA_VERSION = 2
 PLANNED_FOR = "planned for"  # how the source of sizes begins that were chosen for traffic
-SIMULATED: dict[str, set[str]] = {"scheduler": {"mixed_batches"}, "speculative": {"accepted_tokens"}}
+SIMULATED: dict[str, set[str]] = {
+    "scheduler": {"mixed_batches"},
+    "speculative": {"accepted_tokens"},
+}
 # Settings that do not decide a capture: of reports, of planning, of serving.
 _NOT_CAPTURED: dict[str, bool | set[str]] = {
     "report": True,
@@ -47,7 +52,9 @@ class PlanChange(Record):
 
 
 class Lane(NamedTuple):
-    """The keys of one runtime mode, uniform or not, and one LoRA case; they differ in size alone."""
+    """The keys of one runtime mode, uniform or not, and one LoRA case; they differ in size
+    alone.
+    """
 
     mode: CUDAGraphMode
     uniform: bool
@@ -60,7 +67,9 @@ class Lane(NamedTuple):
     def __str__(self) -> str:
         """``FULL uniform, 2 adapters``, as tables and messages have it."""
         name = f"{self.mode} uniform" if self.uniform else str(self.mode)
-        adapters = {0: "", 1: ", 1 adapter"}.get(self.num_active_loras, f", {self.num_active_loras} adapters")
+        adapters = {0: "", 1: ", 1 adapter"}.get(
+            self.num_active_loras, f", {self.num_active_loras} adapters"
+        )
         return name + adapters
 
 
@@ -79,7 +88,8 @@ class LaneRecord(Record):
 class LeftOut(LaneRecord):
     """Sizes of one lane that a plan could have and has not, and why.
 
-    ``reason``: "no batch would run in it"; "no gain" (steps would be less than 0.01% shorter); the limits that one of
+    ``reason``: "no batch would run in it"; "no gain" (steps would be less than 0.01% shorter); the
+        limits that one of
     these keys more would break, such as "budget.max_graphs"; or another sentence.
     """
 
@@ -88,7 +98,9 @@ class LeftOut(LaneRecord):
 
 
 class Machine(Record):
-    """The machine that a plan's figures were measured on: name of the GPU, versions of its driver and of torch."""
+    """The machine that a plan's figures were measured on: name of the GPU, versions of its driver
+    and of torch.
+    """
 
     gpu: str
     driver: str | None
@@ -102,7 +114,8 @@ class Plan(Record):
         requested_mode, mode: cudagraph_mode as asked for, and as resolved.
         changes: Each step from the one to the other, with its reason.
         dim_names: What the sizes of a descriptor's ``box`` count.
-        capture_sizes: In tokens, ascending: those of all lanes together. A lane may lack some of them.
+        capture_sizes: In tokens, ascending: those of all lanes together. A lane may lack some of
+            them.
         keys: In capture order, see ``capture_order``.
         lora_cases: Numbers of active adapters that graphs are captured for; (0,) without LoRA.
         query_len: Tokens of each request in a uniform decode batch.
@@ -113,9 +126,11 @@ class Plan(Record):
         machine: The machine that the figures were measured on, if they were.
         evidence: Why the planner chose these keys; None where a list or ladder did.
         budget: The limits that the configuration sets, in JSON.
-        simulated: The settings that decide how requests become batches, and no capture, in JSON; absent are defaults.
-        notes, lint: Notes and warnings of a plan that was not made for traffic; the evidence of other plans has them.
-            Once it is captured: how its budget differs from the one that bounds the capture.
+        simulated: The settings that decide how requests become batches, and no capture, in JSON;
+            absent are defaults.
+        notes, lint: Notes and warnings of a plan that was not made for traffic; the evidence of
+            other plans has them. Once it is captured: how its budget differs from the one that
+            bounds the capture.
         file: The file that a saved plan was read from.
     """
 
@@ -152,34 +167,45 @@ class Plan(Record):
 
     @property
     def expected_us(self) -> float | None:
-        """Expected time of a step over the traffic that the plan was made for, in microseconds, from the evidence."""
+        """Expected time of a step over the traffic that the plan was made for, in microseconds,
+        from the evidence.
+        """
         expected = (self.evidence or {}).get("expected_us")
         return expected and float(expected["plan"])
 
     def lanes(self) -> dict[Lane, tuple[int, ...]]:
-        """Capture sizes of each lane, ascending, in tokens; lanes in the order of their first key."""
+        """Capture sizes of each lane, ascending, in tokens; lanes in the order of their first
+        key.
+        """
         found = grouped((Lane.of(*key), key[1].num_tokens) for key in self.keys)
         return {lane: tuple(sorted(set(sizes))) for lane, sizes in found.items()}
 
     def __str__(self) -> str:
         """A line for each lane, with its sizes in tokens."""
-        lanes = [f"  {lane}: {', '.join(map(str, sizes))} tokens" for lane, sizes in self.lanes().items()]
+        lanes = [
+            f"  {lane}: {', '.join(map(str, sizes))} tokens" for lane, sizes in self.lanes().items()
+        ]
         return "\n".join([f"{self.mode}, {len(self.keys)} graphs", *lanes])
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """Plan from its JSON form (``model_dump_json``). Raises ReportError for another schema or another document."""
+        """Plan from its JSON form (``model_dump_json``). Raises ReportError for another schema or
+        another document.
+        """
         try:
             data = json.loads(text)
             version = data.get("schema_version") if isinstance(data, dict) else None
             if version != PLAN_SCHEMA_VERSION:
                 raise ReportError(
-                    f"the plan has schema version {version}, this cgplan reads {PLAN_SCHEMA_VERSION}",
+                    f"the plan has schema version {version}, this cgplan reads "
+                    f"{PLAN_SCHEMA_VERSION}",
                     remedy="Make the plan again with this version of cgplan.",
                 )
             return cls.model_validate(data)
         except (ValueError, RecursionError) as error:
-            raise ReportError(f"not a plan: {error}", remedy="Give a file that cgplan saved.") from None
+            raise ReportError(
+                f"not a plan: {error}", remedy="Give a file that cgplan saved."
+            ) from None
 
 
 def budget_of(config: Config) -> dict[str, Any]:
@@ -193,18 +219,27 @@ def capture_config(config: Config) -> dict[str, Any]:
 
 
 def config_hash(config: Config) -> str:
-    """Digest of ``capture_config``: the first 12 hexadecimal digits of the SHA-256 of its sorted JSON.
+    """Digest of ``capture_config``: the first 12 hexadecimal digits of the SHA-256 of its sorted
+    JSON.
 
-    A bench and a capture of the same graphs have the same digest, whatever their `report` sections say.
+    A bench and a capture of the same graphs have the same digest, whatever their `report` sections
+    say.
     """
     text = json.dumps(capture_config(config), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def capture_order(keys: Iterable[Key]) -> tuple[Key, ...]:
-    """Keys in capture order: PIECEWISE before FULL, largest first, so that later graphs fit into the pool memory that
-    the first one reserved.
+    """Keys in capture order: PIECEWISE before FULL, largest first, so that later graphs fit into
+    the pool memory that the first one reserved.
     """
     return tuple(
-        sorted(keys, key=lambda key: (key[0] is CUDAGraphMode.FULL, -key[1].elements, -key[1].num_active_loras))
+        sorted(
+            keys,
+            key=lambda key: (
+                key[0] is CUDAGraphMode.FULL,
+                -key[1].elements,
+                -key[1].num_active_loras,
+            ),
+        )
     )

@@ -1,7 +1,9 @@
-"""What vLLM's own log says of its graphs: how many, how much memory, how many seconds, and how long steps took.
+"""What vLLM's own log says of its graphs: how many, how much memory, how many seconds, and how long
+steps took.
 
-The lines are those of vLLM 0.33.0: v1/worker/gpu_model_runner.py and v1/worker/gpu/model_runner.py (captures and their
-profile), v1/worker/gpu_worker.py (memory), v1/metrics/loggers.py (iterations). Other releases lack some of them.
+The lines are those of vLLM 0.33.0: v1/worker/gpu_model_runner.py and v1/worker/gpu/model_runner.py
+(captures and their profile), v1/worker/gpu_worker.py (memory), v1/metrics/loggers.py (iterations).
+Other releases lack some of them.
 """
 
 from __future__ import annotations
@@ -18,21 +20,27 @@ from cgplan.units import format_bytes
 GIB, MIB = 1 << 30, 1 << 20
 _START = "Initializing a V1 LLM engine"
 _FINISHED = re.compile(r"Graph capturing finished in (\d+) secs, took (-?[\d.]+) GiB")
-_ESTIMATED = re.compile(r"CUDA graph pool memory: -?[\d.]+ GiB \(actual\), ([\d.]+) GiB \(estimated\)")
+_ESTIMATED = re.compile(
+    r"CUDA graph pool memory: -?[\d.]+ GiB \(actual\), ([\d.]+) GiB \(estimated\)"
+)
 _PROFILED = re.compile(r"Profiling CUDA graph memory: (.*)")
 _GROUP = re.compile(r"(PIECEWISE|FULL)=(\d+) \(largest=(\d+)\)")
 _BAR = re.compile(r"Capturing CUDA graphs \((?:[^()]*, )?(PIECEWISE|FULL)\):[^\r\n]*?\d+/(\d+) \[")
 _BY_MODE = re.compile(
-    r"Estimated (PIECEWISE|FULL) CUDA graph memory: ([\d.]+) MiB first-capture \+ \((\d+)-1\) . ([\d.]+) MiB per-graph"
+    r"Estimated (PIECEWISE|FULL) CUDA graph memory: ([\d.]+) MiB first-capture \+ \((\d+)-1\) . "
+    r"([\d.]+) MiB per-graph"
 )
 _OPTION = r"`--kv-cache-memory(?:-bytes)?=(-?\d+)`[^`]*"
 _ADVICE = re.compile(
-    r"Free memory on device \(([\d.]+)/([\d.]+) GiB\) on startup\. Desired GPU memory utilization is "
-    rf"\(([\d.]+), [\d.]+ GiB\)\.[^`]*{_OPTION}{_OPTION}Current kv cache memory in use is (-?[\d.]+) GiB"
+    r"Free memory on device \(([\d.]+)/([\d.]+) GiB\) on startup\. Desired GPU memory utilization "
+    r"is "
+    rf"\(([\d.]+), [\d.]+ GiB\)\.[^`]*{_OPTION}{_OPTION}Current kv cache memory in use is "
+    r"(-?[\d.]+) GiB"
 )
 _RESERVES = "CUDA graph memory profiling is enabled"
 _CAPTURES = re.compile(
-    rf"{_START}.*?'cudagraph_mode': <CUDAGraphMode\.(\w+).*?'cudagraph_capture_sizes': (\[[\d, ]*\])"
+    rf"{_START}.*?'cudagraph_mode': <CUDAGraphMode\.(\w+).*?'cudagraph_capture_sizes': (\[[\d, "
+    r"]*\])"
 )
 _STEP = re.compile(
     r"Iteration\(\d+\): (\d+) context requests, (\d+) context tokens, (\d+) generation requests, "
@@ -42,15 +50,17 @@ _STEP = re.compile(
 
 @dataclass(frozen=True)
 class StartLog:
-    """What the log of vLLM's last start says of its graphs; of several ranks the figures of the one that took most.
+    """What the log of vLLM's last start says of its graphs; of several ranks the figures of the one
+    that took most.
 
     Attributes:
         seconds: Of all captures, whole.
         bytes: Device memory that they took, to 0.01 GiB.
-        graphs: (graphs, tokens of the largest) by runtime mode; the second is 0 where the log does not say it.
+        graphs: (graphs, tokens of the largest) by runtime mode; the second is 0 where the log does
+            not say it.
         reserved: Bytes that vLLM kept free for the graphs by its own estimate.
-        by_mode: (bytes of the first graph, bytes of each other) by runtime mode, as vLLM's estimate has them: in logs
-            of level DEBUG.
+        by_mode: (bytes of the first graph, bytes of each other) by runtime mode, as vLLM's estimate
+            has them: in logs of level DEBUG.
         advice: The numbers of vLLM's line on ``--kv-cache-memory``.
     """
 
@@ -71,8 +81,14 @@ class StartLog:
         graphs = {CUDAGraphMode[mode]: (int(count), 0) for mode, count in _BAR.findall(text)}
         for mode, count, largest in _GROUP.findall("\n".join(_PROFILED.findall(text))):
             graphs[CUDAGraphMode[mode]] = int(count), int(largest)
-        reserved = max(map(float, _ESTIMATED.findall(text)), default=0.0) if _RESERVES in text else 0.0
-        advice = min((tuple(map(float, found)) for found in _ADVICE.findall(text)), key=lambda a: a[3], default=())
+        reserved = (
+            max(map(float, _ESTIMATED.findall(text)), default=0.0) if _RESERVES in text else 0.0
+        )
+        advice = min(
+            (tuple(map(float, found)) for found in _ADVICE.findall(text)),
+            key=lambda a: a[3],
+            default=(),
+        )
         return cls(
             seconds=max(seconds for _, seconds in finished),
             bytes=round(max(0.0, *(gib for gib, _ in finished)) * GIB),
@@ -86,31 +102,42 @@ class StartLog:
         )
 
     def said(self) -> Iterator[str]:
-        """Sentences on the memory of the graphs, and on the options that give what they leave to the KV cache."""
-        kept = f", and vLLM kept {format_bytes(self.reserved)} free for them" if self.reserved else ""
-        yield f"by the log the graphs took {format_bytes(self.bytes)} and {self.seconds:.0f} s{kept}"
+        """Sentences on the memory of the graphs, and on the options that give what they leave to
+        the KV cache.
+        """
+        kept = (
+            f", and vLLM kept {format_bytes(self.reserved)} free for them" if self.reserved else ""
+        )
+        yield (
+            f"by the log the graphs took {format_bytes(self.bytes)} and {self.seconds:.0f} s{kept}"
+        )
         if not self.advice:
             return
         free, total, share, fits, whole, used = self.advice
         yield (
-            f"the KV cache has {used:.2f} GiB; vLLM itself advises --kv-cache-memory-bytes {fits:.0f} to stay within "
+            f"the KV cache has {used:.2f} GiB; vLLM itself advises --kv-cache-memory-bytes "
+            f"{fits:.0f} to stay within "
             f"--gpu-memory-utilization {share:g}, {whole:.0f} to use the whole GPU"
         )
         if self.reserved:
             room = self.reserved - GIB // 200  # the log rounds to 0.01 GiB
             better = min(share + (self.reserved - self.bytes) / GIB / total, free / total)
             yield (
-                f"that advice takes off the graphs twice, as estimated and as captured: {fits + room:.0f} "
-                f"({(fits + room) / GIB:.2f} GiB) stays within it, too, as does --gpu-memory-utilization "
+                "that advice takes off the graphs twice, as estimated and as captured: "
+                f"{fits + room:.0f} "
+                f"({(fits + room) / GIB:.2f} GiB) stays within it, too, as does "
+                "--gpu-memory-utilization "
                 f"{int(better * 1e4) / 1e4:.4f}"
             )
 
 
 def logged_steps(text: str) -> Iterator[tuple[CUDAGraphMode, int, float]]:
-    """(runtime mode, tokens that ran, microseconds) of each step of vLLM's ``--enable-logging-iteration-details``.
+    """(runtime mode, tokens that ran, microseconds) of each step of vLLM's
+    ``--enable-logging-iteration-details``.
 
-    The sizes and the mode of the start before it tell which graph ran a step: of one token for each request, the one
-    for decode. Steps before the first start in the log, and those with speculative tokens, are left out.
+    The sizes and the mode of the start before it tell which graph ran a step: of one token for each
+    request, the one for decode. Steps before the first start in the log, and those with speculative
+    tokens, are left out.
     """
     mode, sizes = None, list[int]()
     for line in text.splitlines():

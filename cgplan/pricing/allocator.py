@@ -1,8 +1,9 @@
-"""A model of PyTorch's caching allocator, for one private pool: how much memory a list of allocations reserves.
+"""A model of PyTorch's caching allocator, for one private pool: how much memory a list of
+allocations reserves.
 
-The rules and the names of the constants are those of c10/cuda/CUDACachingAllocator.cpp and c10/core/AllocatorConfig.h
-in torch 2.11 to 2.13, with the settings that PYTORCH_CUDA_ALLOC_CONF has by default (no expandable segments, no
-rounding to powers of two, no limit on splitting).
+The rules and the names of the constants are those of c10/cuda/CUDACachingAllocator.cpp and
+c10/core/AllocatorConfig.h in torch 2.11 to 2.13, with the settings that PYTORCH_CUDA_ALLOC_CONF has
+by default (no expandable segments, no rounding to powers of two, no limit on splitting).
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from typing import NamedTuple
 MIN_BLOCK_SIZE = 512  # kMinBlockSize: all sizes are rounded up to it
 SMALL_SIZE = 1 << 20  # kSmallSize: up to here a request is served from small segments
 SMALL_BUFFER = 2 << 20  # kSmallBuffer: bytes of a small segment
-LARGE_BUFFER = 20 << 20  # kLargeBuffer, large_segment_size(): bytes of a segment for requests between the two limits
+# kLargeBuffer, large_segment_size(): bytes of a segment for requests between the two limits
+LARGE_BUFFER = 20 << 20
 MIN_LARGE_ALLOC = 10 << 20  # kMinLargeAlloc: from here on a request gets a segment of its own size
 ROUND_LARGE = 2 << 20  # kRoundLarge: ... rounded up to it
 
@@ -39,15 +41,17 @@ def round_size(nbytes: int) -> int:
 
 
 def segment_size(size: int) -> int:
-    """Bytes that are taken from the device where no free block holds ``size`` bytes (``get_allocation_size``)."""
+    """Bytes that are taken from the device where no free block holds ``size`` bytes
+    (``get_allocation_size``).
+    """
     if size <= SMALL_SIZE:
         return SMALL_BUFFER
     return LARGE_BUFFER if size < MIN_LARGE_ALLOC else -(-size // ROUND_LARGE) * ROUND_LARGE
 
 
 def unit_of(pools: Iterable[int]) -> int:
-    """Bytes that pools of these sizes grow by: those of a segment, or 1 where the pools do not consist of segments, as
-    on the tape.
+    """Bytes that pools of these sizes grow by: those of a segment, or 1 where the pools do not
+    consist of segments, as on the tape.
     """
     return 1 if any(nbytes % ROUND_LARGE for nbytes in pools) else ROUND_LARGE
 
@@ -55,8 +59,8 @@ def unit_of(pools: Iterable[int]) -> int:
 class CachingPool:
     """One private pool. Segments are never given back: a living graph keeps them.
 
-    Addresses are not known ahead; later segments are taken to lie higher. They only decide between free blocks of
-    equal size.
+    Addresses are not known ahead; later segments are taken to lie higher. They only decide between
+    free blocks of equal size.
 
     Attributes:
         reserved: Bytes of all segments.
@@ -65,13 +69,16 @@ class CachingPool:
     def __init__(self) -> None:
         self.reserved = 0
         self._end = 0  # the address beyond the last segment
-        self._free: dict[bool, list[tuple[int, int]]] = {True: [], False: []}  # small, large: (size, address) in order
+        # small, large: (size, address) in order
+        self._free: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
         self._size: dict[int, int] = {}  # of free blocks by address
         self._start: dict[int, int] = {}  # addresses of free blocks by the address beyond them
         self._taken: dict[int, tuple[int, int, bool]] = {}  # address, size, small
 
     def run(self, events: Iterable[Allocation]) -> None:
-        """Allocations and releases, in order; 0 bytes take no block, and a block that is not there is not released."""
+        """Allocations and releases, in order; 0 bytes take no block, and a block that is not there
+        is not released.
+        """
         for event in events:
             if event.nbytes is None:
                 self._release(event.block)
@@ -79,7 +86,9 @@ class CachingPool:
                 self._allocate(event.block, round_size(event.nbytes))
 
     def _allocate(self, block: int, size: int) -> None:
-        """Take the smallest free block that holds ``size`` bytes, the lowest among equals (``get_free_block``)."""
+        """Take the smallest free block that holds ``size`` bytes, the lowest among equals
+        (``get_free_block``).
+        """
         small = size <= SMALL_SIZE
         free = self._free[small]
         index = bisect_left(free, (size, -1))

@@ -1,4 +1,6 @@
-"""The cost of graphs, from recordings of allocations run through a model of PyTorch's caching allocator."""
+"""The cost of graphs, from recordings of allocations run through a model of PyTorch's caching
+allocator.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,9 @@ from cgplan.pricing.allocator import Allocation, CachingPool
 from cgplan.pricing.measured import interpolate, stand_in_notes
 from cgplan.units import grouped
 
-# One H200, driver 580, torch 2.11: what a kernel node takes of the driver's memory, and how long a decoder layer's
-# kernels take to capture and to launch in a warm-up, each divided by their number. Operators stand in for nodes.
+# One H200, driver 580, torch 2.11: what a kernel node takes of the driver's memory, and how long a
+# decoder layer's kernels take to capture and to launch in a warm-up, each divided by their number.
+# Operators stand in for nodes.
 NODE_BYTES = 2 << 10
 CAPTURE_SECONDS = 15e-6
 WARMUP_SECONDS = 17e-6
@@ -30,9 +33,10 @@ class Recording:
 
     Attributes:
         operators: How many were recorded.
-        events: Blocks that it took from an empty pool and gave back, in order. Blocks are numbered as they were taken.
-        hidden_bytes: Most bytes taken at once inside operators with Python code of their own, which are not in
-            ``events``: on a GPU such an operator is mostly one kernel.
+        events: Blocks that it took from an empty pool and gave back, in order. Blocks are numbered
+            as they were taken.
+        hidden_bytes: Most bytes taken at once inside operators with Python code of their own, which
+            are not in ``events``: on a GPU such an operator is mostly one kernel.
         hidden_in: The names of those operators.
     """
 
@@ -57,8 +61,14 @@ class Recording:
                 order.append((len(taken) - 1, event))
             elif event.block in living:
                 order.append((living.pop(event.block), event))
-        hidden = {n for n, event in order if event.nbytes is None and event.inside and taken[n].inside}
-        changes = ((taken[n].nbytes or 0) * (-1 if event.nbytes is None else 1) for n, event in order if n in hidden)
+        hidden = {
+            n for n, event in order if event.nbytes is None and event.inside and taken[n].inside
+        }
+        changes = (
+            (taken[n].nbytes or 0) * (-1 if event.nbytes is None else 1)
+            for n, event in order
+            if n in hidden
+        )
         mode, descriptor = key
         return cls(
             mode,
@@ -71,26 +81,37 @@ class Recording:
         )
 
     def scaled(self, other: Recording, num_tokens: int) -> list[Allocation]:
-        """The events of another size: each block's bytes on the line through those of the two recordings.
+        """The events of another size: each block's bytes on the line through those of the two
+        recordings.
 
         Where the two did not do the same, this one's bytes in proportion to the size.
         """
         mine, theirs = self.num_tokens, other.num_tokens
-        forms = ([(event.block, event.nbytes is None) for event in one.events] for one in (self, other))
+        forms = (
+            [(event.block, event.nbytes is None) for event in one.events] for one in (self, other)
+        )
         if mine == theirs or next(forms) != next(forms):
             sizes = [-(-(event.nbytes or 0) * num_tokens // mine) for event in self.events]
         else:
             pairs = zip(self.events, other.events, strict=True)
-            sizes = [_between((mine, e.nbytes or 0), (theirs, o.nbytes or 0), num_tokens) for e, o in pairs]
-        return [e if e.nbytes is None else Allocation(e.block, n) for e, n in zip(self.events, sizes, strict=True)]
+            sizes = [
+                _between((mine, e.nbytes or 0), (theirs, o.nbytes or 0), num_tokens)
+                for e, o in pairs
+            ]
+        return [
+            e if e.nbytes is None else Allocation(e.block, n)
+            for e, n in zip(self.events, sizes, strict=True)
+        ]
 
 
 class EstimatedCosts(GraphCosts):
-    """Costs worked out on the CPU. Pool bytes follow from recorded allocations; the rest are figures of one H200.
+    """Costs worked out on the CPU. Pool bytes follow from recorded allocations; the rest are
+    figures of one H200.
 
     Graphs of which no key was recorded are priced as others are; the notes say so.
 
-    ``recordings`` hold one or more sizes of each mode, with and without adapters; ``note`` is a part of ``source``.
+    ``recordings`` hold one or more sizes of each mode, with and without adapters; ``note`` is a
+    part of ``source``.
     """
 
     estimated = True
@@ -100,7 +121,9 @@ class EstimatedCosts(GraphCosts):
         self.config = config
         ascending = sorted(recordings, key=lambda r: r.num_tokens)
         self.bends = sorted({recording.num_tokens for recording in ascending})
-        self._lanes = grouped(((recording.mode, recording.has_lora), recording) for recording in ascending)
+        self._lanes = grouped(
+            ((recording.mode, recording.has_lora), recording) for recording in ascending
+        )
         self._pools: dict[tuple[CUDAGraphMode, bool, int], int] = {}
         self.source = _source(recordings, config.compilation.cudagraph_num_of_warmups, note)
         self.notes = tuple(stand_in_notes(config, self._lanes))
@@ -127,8 +150,8 @@ class EstimatedCosts(GraphCosts):
     def _pool_bytes(self, lane: tuple[CUDAGraphMode, bool], num_tokens: int) -> int:
         """On the grid worked out, between its sizes interpolated.
 
-        A larger size is never taken to need less, although it can: a block of 10 MiB reserves less than one that is a
-        little smaller. The search relies on that.
+        A larger size is never taken to need less, although it can: a block of 10 MiB reserves less
+        than one that is a little smaller. The search relies on that.
         """
         recorded = [recording.num_tokens for recording in self._lanes[lane]]
         grid = _grid(recorded, num_tokens)
@@ -140,10 +163,19 @@ class EstimatedCosts(GraphCosts):
         return _between((grid[upper - 1], left), (grid[upper], right), num_tokens)
 
     def _worked_out(self, lane: tuple[CUDAGraphMode, bool], num_tokens: int) -> int:
-        recordings, last, pool, size = self._lanes[lane], len(self._lanes[lane]) - 1, CachingPool(), num_tokens
+        recordings, last, pool, size = (
+            self._lanes[lane],
+            len(self._lanes[lane]) - 1,
+            CachingPool(),
+            num_tokens,
+        )
         while size and (*lane, num_tokens) not in self._pools:
-            upper = next((i for i, recording in enumerate(recordings) if recording.num_tokens >= size), last)
-            pool.run(recordings[upper].scaled(recordings[upper - 1 if upper else min(1, last)], size))
+            upper = next(
+                (i for i, recording in enumerate(recordings) if recording.num_tokens >= size), last
+            )
+            pool.run(
+                recordings[upper].scaled(recordings[upper - 1 if upper else min(1, last)], size)
+            )
             size //= 2
         return self._pools.setdefault((*lane, num_tokens), pool.reserved)
 
@@ -167,12 +199,17 @@ def _source(recordings: Sequence[Recording], warmups: int, note: str) -> str:
     hidden = max((recording.hidden_bytes for recording in recordings), default=0)
     names = ", ".join(sorted({name for recording in recordings for name in recording.hidden_in}))
     parts = [
-        f"allocations of {len(recordings)} keys recorded on the CPU, run through a model of PyTorch's allocator",
-        f"for each operator {NODE_BYTES >> 10} KiB of driver memory, {CAPTURE_SECONDS * 1e6:.0f} us of capture and "
-        f"{WARMUP_SECONDS * 1e6:.0f} us of each warm-up ({warmups}), and {WORKSPACE_BYTES >> 20} MiB of cuBLAS "
+        f"allocations of {len(recordings)} keys recorded on the CPU, run through a model of "
+        "PyTorch's allocator",
+        f"for each operator {NODE_BYTES >> 10} KiB of driver memory, {CAPTURE_SECONDS * 1e6:.0f} "
+        "us of capture and "
+        f"{WARMUP_SECONDS * 1e6:.0f} us of each warm-up ({warmups}), and {WORKSPACE_BYTES >> 20} "
+        "MiB of cuBLAS "
         "workspace, as on one H200",
         "what kernels take inside themselves is not seen",
     ]
     if hidden:
-        parts.append(f"left out: up to {hidden / 2**20:.1f} MiB that {names} took on the CPU and gave back")
+        parts.append(
+            f"left out: up to {hidden / 2**20:.1f} MiB that {names} took on the CPU and gave back"
+        )
     return "; ".join([*parts, *([note] if note else [])])

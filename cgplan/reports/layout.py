@@ -1,4 +1,6 @@
-"""How reports look: tables, labelled facts, plain text. In ASCII, so that they can be piped, logged and pasted."""
+"""How reports look: tables, labelled facts, plain text. In ASCII, so that they can be piped, logged
+and pasted.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def render(report: Any) -> RenderableType:
 
 
 def render_text(report: Any, width: int = TEXT_WIDTH) -> str:
-    """A report, plan or other record as plain text of ``width`` columns, without a newline at the end."""
+    """A report, plan or other record as plain text of ``width`` columns, without a newline at the
+    end.
+    """
     return plain_text(render(report), width)
 
 
@@ -44,7 +48,9 @@ def describe_sizes(sizes: Sequence[int]) -> str:
     rest = list(sizes)
     while rest:
         step = rest[1] - rest[0] if len(rest) > 1 else 0
-        length = 1 + next((i for i, (a, b) in enumerate(pairwise(rest)) if b - a != step), len(rest) - 1)
+        length = 1 + next(
+            (i for i, (a, b) in enumerate(pairwise(rest)) if b - a != step), len(rest) - 1
+        )
         if length < 4:  # a shorter run reads better as it is
             parts.append(str(rest[0]))
             length = 1
@@ -57,7 +63,8 @@ def describe_sizes(sizes: Sequence[int]) -> str:
 @dataclass(frozen=True)
 class Column:
     title: str  # may have several lines
-    value: str | Callable[[Any], Any]  # dotted path of attributes and indices, or a function of the row; None: a dash
+    # dotted path of attributes and indices, or a function of the row; None: a dash
+    value: str | Callable[[Any], Any]
     format: Callable[[Any], str] = str
     left = False  # text, which may go on in the next line; numbers stand right, in one line
 
@@ -77,8 +84,9 @@ class TextColumn(Column):
 
 
 class Grid:
-    """A table of rows under a ruled heading, fitted to the console: where the whole is too wide, headings and then
-    texts go on in further lines, and words stay whole. A column that is None is left out.
+    """A table of rows under a ruled heading, fitted to the console: where the whole is too wide,
+    headings and then texts go on in further lines, and words stay whole. A column that is None is
+    left out.
     """
 
     def __init__(self, rows: Iterable[Any], *columns: Column | None, gap: int = 2) -> None:
@@ -86,12 +94,17 @@ class Grid:
         self._rows = [[column.cell(row) for column in self._columns] for row in rows]
         self._gap = gap
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> Iterator[RenderableType]:
         titles, widths, gap = self._fitted(options.max_width)
 
         def line(cells: Iterable[str], style: str = "") -> Text:
             columns = zip(self._columns, cells, widths, strict=True)
-            placed = [cell.ljust(width) if column.left else cell.rjust(width) for column, cell, width in columns]
+            placed = [
+                cell.ljust(width) if column.left else cell.rjust(width)
+                for column, cell, width in columns
+            ]
             return _line(((" " * gap).join(placed), style))
 
         heads = list(zip_longest(*(title[::-1] for title in titles), fillvalue=""))[::-1]
@@ -99,25 +112,45 @@ class Grid:
         yield _line(("-" * (sum(widths) + gap * (len(widths) - 1)), ""))
         for row in self._rows:
             pairs = zip(row, widths, strict=True)
-            yield from map(line, zip_longest(*(_wrapped(cell, width) for cell, width in pairs), fillvalue=""))
+            yield from map(
+                line, zip_longest(*(_wrapped(cell, width) for cell, width in pairs), fillvalue="")
+            )
 
     def _fitted(self, most: int) -> tuple[list[list[str]], list[int], int]:
         """Lines of each heading, widths of the columns, and the gap between them."""
         whole = [column.title.split("\n") for column in self._columns]
-        broken = [re.sub(r"(?<=-)(?=\w)| ", "\n", column.title).split("\n") for column in self._columns]
+        broken = [
+            re.sub(r"(?<=-)(?=\w)| ", "\n", column.title).split("\n") for column in self._columns
+        ]
         cells = [[row[i] for row in self._rows] for i in range(len(self._columns))]
         texts = [column.left for column in self._columns]
-        every = [_wrapped("\n".join(c), 1) if text else c for c, text in zip(cells, texts, strict=True)]
+        every = [
+            _wrapped("\n".join(c), 1) if text else c for c, text in zip(cells, texts, strict=True)
+        ]
         words = [*cells[:1], *every[1:]]  # the first column stays in one line where it can
-        none = [*cells[:1], *([] if text else c for c, text in zip(cells[1:], texts[1:], strict=True))]  # run over
-        fits = [*product((self._gap, 1), (cells, words), (whole, broken)), (1, every, broken), (1, none, broken)]
+        # run over
+        none = [
+            *cells[:1],
+            *([] if text else c for c, text in zip(cells[1:], texts[1:], strict=True)),
+        ]
+        fits = [
+            *product((self._gap, 1), (cells, words), (whole, broken)),
+            (1, every, broken),
+            (1, none, broken),
+        ]
         for gap, kept, titles in fits:
             least, widths = (
-                [max(map(len, ["-", *title, *piece])) for title, piece in zip(titles, pieces, strict=True)]
+                [
+                    max(map(len, ["-", *title, *piece]))
+                    for title, piece in zip(titles, pieces, strict=True)
+                ]
                 for pieces in (kept, cells)
             )
             for level in range(most, 0, -1):  # the widest columns give way
-                fitted = [max(floor, min(width, level)) for floor, width in zip(least, widths, strict=True)]
+                fitted = [
+                    max(floor, min(width, level))
+                    for floor, width in zip(least, widths, strict=True)
+                ]
                 if sum(fitted) + gap * (len(fitted) - 1) <= most:
                     return titles, fitted, gap
         return titles, least, gap
@@ -133,7 +166,9 @@ def _wrapped(text: str, width: int) -> list[str]:
 
 
 def _line(*parts: tuple[str, str]) -> Text:
-    """Text and style of each part. What is longer than the console runs over: rich would break a word."""
+    """Text and style of each part. What is longer than the console runs over: rich would break a
+    word.
+    """
     return Text.assemble(*parts, no_wrap=True, overflow="ignore")
 
 
@@ -143,12 +178,16 @@ class Drawing:
 
     draw: Callable[[int], Iterable[Text]]
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> Iterator[RenderableType]:
         yield from self.draw(options.max_width)
 
 
 def facts(title: str, rows: Iterable[Fact]) -> RenderableType:
-    """A title over labelled lines; a line that is too long goes on under its own beginning, and words stay whole."""
+    """A title over labelled lines; a line that is too long goes on under its own beginning, and
+    words stay whole.
+    """
     shown = list(rows)
 
     def draw(width: int) -> Iterator[Text]:
@@ -174,9 +213,17 @@ def stacked(*parts: RenderableType | None) -> RenderableType:
 
 def sentences(*lines: str, style: str = "", indent: str = "  ") -> RenderableType:
     text = "\n".join(lines)
-    return Drawing(lambda width: (_line((indent + line, style)) for line in _wrapped(text, width - len(indent))))
+    return Drawing(
+        lambda width: (
+            _line((indent + line, style)) for line in _wrapped(text, width - len(indent))
+        )
+    )
 
 
 def filled(rows: Sequence[Mapping[str, object]], left: Sequence[str]) -> RenderableType:
-    """A table of rows by column name; the first row has all columns, and those in ``left`` hold text."""
-    return Grid(rows, *((TextColumn if n in left else Column)(n, methodcaller("get", n)) for n in rows[0]))
+    """A table of rows by column name; the first row has all columns, and those in ``left`` hold
+    text.
+    """
+    return Grid(
+        rows, *((TextColumn if n in left else Column)(n, methodcaller("get", n)) for n in rows[0])
+    )

@@ -1,4 +1,6 @@
-"""Measurements of a run as values that can be printed, saved and reloaded. Bytes, seconds and microseconds."""
+"""Measurements of a run as values that can be printed, saved and reloaded. Bytes, seconds and
+microseconds.
+"""
 
 from __future__ import annotations
 
@@ -51,11 +53,11 @@ class VerifyRecord(KeyRecord):
     """A graph compared with the model's own code on one batch; ``print`` shows it as a line.
 
     Attributes:
-        differences: The largest absolute difference of each output and of each tensor that is written, by name; None
-            where they cannot be compared.
+        differences: The largest absolute difference of each output and of each tensor that is
+            written, by name; None where they cannot be compared.
         tolerance: The largest difference that rounding explains.
-        eager_us, graph_us: Microseconds of the model's own code and of the replay, both with the copies of their
-            results left out.
+        eager_us, graph_us: Microseconds of the model's own code and of the replay, both with the
+            copies of their results left out.
         failure: What differs by more than rounding; absent: nothing.
         remark: Why a difference was accepted, or nothing compared.
     """
@@ -68,7 +70,9 @@ class VerifyRecord(KeyRecord):
     remark: str | None = None
 
     def __str__(self) -> str:
-        largest = max((value for value in self.differences.values() if value is not None), default=0.0)
+        largest = max(
+            (value for value in self.differences.values() if value is not None), default=0.0
+        )
         said = self.failure or self.remark or "verified"
         figures = f"largest difference {largest:.3g}, {self.tolerance:.3g} allowed"
         times = f"eager {self.eager_us:.0f} us, graph {self.graph_us:.0f} us"
@@ -104,14 +108,17 @@ class GraphRecord(KeyRecord):
     graphs: int  # 1 for FULL, the segments for PIECEWISE
     nodes: int | None  # kernel nodes (tape: operators); None where they could not be counted
     pool_growth: int  # bytes by which the graph pool grew
-    # Free device memory lost beyond what torch reserved. The driver takes memory in chunks, so a key may show 0 and the
-    # next one several. None without a driver.
+    # Free device memory lost beyond what torch reserved. The driver takes memory in chunks, so a
+    # key may show 0 and the next one several. None without a driver.
     driver_bytes: int | None
     warmup_seconds: float  # of the eager warm-ups
-    capture_seconds: float  # from the first begin to the last instantiated graph, eager pieces included
+    # from the first begin to the last instantiated graph, eager pieces included
+    capture_seconds: float
     eager_pieces: int = 0  # functions that run eagerly between the graphs
-    segment_nodes: tuple[int, ...] = ()  # of each graph, in order; empty where they could not be counted
-    compile_seconds: float = 0.0  # the part of the warm-ups in which torch.compile traced and compiled
+    # of each graph, in order; empty where they could not be counted
+    segment_nodes: tuple[int, ...] = ()
+    # the part of the warm-ups in which torch.compile traced and compiled
+    compile_seconds: float = 0.0
     cached: int = 0  # compilations that torch's caches on disk answered
 
     @property
@@ -164,9 +171,9 @@ def uncapturable(failed: Iterable[FailedKey]) -> dict[Key, str]:
 class SplitRecord(Record):
     """Which parts of a PIECEWISE forward are captured and which run eagerly.
 
-    ``captured`` and ``eager`` count the calls of each operator in one forward; of a model that was not traced only
-    those that pass PyTorch's dispatcher, and none before its first capture. By route ``modules`` ``eager`` counts the
-    modules, and ``eager_operators`` the operators in them.
+    ``captured`` and ``eager`` count the calls of each operator in one forward; of a model that was
+    not traced only those that pass PyTorch's dispatcher, and none before its first capture. By
+    route ``modules`` ``eager`` counts the modules, and ``eager_operators`` the operators in them.
     """
 
     route: str  # "ops", "modules" or "wrappers", see compilation.piecewise
@@ -182,8 +189,8 @@ class StateRecord(Record):
 
     path: str  # such as ``layers.0.cache``
     nbytes: int
-    # device, host: put back from a copy in that memory. new: appeared during the capture and stays. not kept: written
-    # and not put back.
+    # device, host: put back from a copy in that memory. new: appeared during the capture and stays.
+    # not kept: written and not put back.
     kept: Literal["device", "host", "new", "not kept"]
 
     @property
@@ -198,7 +205,8 @@ class RankRecord(Record):
     host: str
     device: str  # the GPU by its unique number, or "cpu"
     all_reduce: str  # "custom", "nccl" (gloo on the CPU) or "symm_mem"
-    rows: int = 0  # of the pointer table: captured all-reduces that read the other ranks' graph buffers
+    # of the pointer table: captured all-reduces that read the other ranks' graph buffers
+    rows: int = 0
     buffers: int = 0  # distinct graph buffers that were registered
     bases: int = 0  # allocations that they lie in
     mapped_bytes: int = 0  # of other ranks' allocations, mapped into this process
@@ -210,7 +218,8 @@ class RankRecord(Record):
 
 
 OwnerKind = Literal[
-    "parameter or buffer", "state", "static buffer", "graph pool", "another runner's pool", "library", "peer",
+    "parameter or "
+    "buffer", "state", "static buffer", "graph pool", "another runner's pool", "library", "peer",
     "host memory", "free block", "unowned block", "unmapped", "unproven",
 ]  # fmt: skip
 Problem = Literal["free block", "unowned block", "unmapped"]
@@ -227,13 +236,16 @@ class OwnerRecord(Record):
 
 
 class Finding(KeyRecord):
-    """A pointer of a captured graph into memory that is not the runner's: a replay reads or writes what others do."""
+    """A pointer of a captured graph into memory that is not the runner's: a replay reads or writes
+    what others do.
+    """
 
     problem: Problem
     graph: int  # from 0, of the key's graphs
     node: int  # from 0, in the order of the capture
     kernel: str  # or memcpy, memset; on the tape the operator
-    operator: str | None = None  # that launched the node, and its line; None without ``compilation.audit``
+    # that launched the node, and its line; None without ``compilation.audit``
+    operator: str | None = None
     line: str | None = None
     address: int
     detail: str  # what is known of the memory
@@ -242,7 +254,8 @@ class Finding(KeyRecord):
     def text(self) -> str:
         launched = f", {self.operator} at {self.line}" if self.operator else ""
         return (
-            f"{self.mode} {self.descriptor}, node {self.node} ({self.kernel}{launched}): {self.problem}, {self.detail}"
+            f"{self.mode} {self.descriptor}, node {self.node} ({self.kernel}{launched}): "
+            f"{self.problem}, {self.detail}"
         )
 
 
@@ -272,7 +285,9 @@ class AuditReport(ShownRecord):
 
 
 class CaptureReport(ShownRecord):
-    """Memory (bytes) and time (seconds) that the capture of a plan took; None where a figure is not known."""
+    """Memory (bytes) and time (seconds) that the capture of a plan took; None where a figure is not
+    known.
+    """
 
     kind: Literal["capture"] = "capture"
     schema_version: int = REPORT_SCHEMA_VERSION
@@ -281,22 +296,28 @@ class CaptureReport(ShownRecord):
     records: tuple[GraphRecord, ...]  # one for each key, in capture order
     pool_bytes: int  # after the last capture
     static_bytes: int  # static buffers
-    workspace_bytes: int = 0  # of libraries, which the first warm-up of a process allocates outside of the pool
-    driver_bytes: int | None  # taken by the driver over the whole session, with the kernels that warm-ups loaded
+    # of libraries, which the first warm-up of a process allocates outside of the pool
+    workspace_bytes: int = 0
+    # taken by the driver over the whole session, with the kernels that warm-ups loaded
+    driver_bytes: int | None
     free_before: int | None  # free device memory, caches given back
     free_after: int | None
     session_seconds: float  # the whole session
-    inspection_seconds: float  # the part of it that this report needed: reading memory and counting nodes
+    # the part of it that this report needed: reading memory and counting nodes
+    inspection_seconds: float
     split: SplitRecord | None = None  # of PIECEWISE keys
-    borrowed_outputs: bool  # outputs leave their memory to later captures; False: each graph holds its own
+    # outputs leave their memory to later captures; False: each graph holds its own
+    borrowed_outputs: bool
     budget: BudgetRecord | None = None
-    capture_policy: Literal["eager", "lazy", "adaptive"] = "eager"  # as in the configuration, like pool
+    # as in the configuration, like pool
+    capture_policy: Literal["eager", "lazy", "adaptive"] = "eager"
     pool: Literal["shared", "per_mode", "per_graph"] = "shared"
     generation: int = 1  # how often the pools were made
     waiting: int = 0  # keys that are captured when a batch first asks for them
     failed: tuple[FailedKey, ...] = ()  # keys that were asked for and have no graph
     warnings: tuple[str, ...] = ()  # for the user
-    ranks: tuple[RankRecord, ...] = ()  # of a capture by several processes, whose other figures are rank 0's
+    # of a capture by several processes, whose other figures are rank 0's
+    ranks: tuple[RankRecord, ...] = ()
     looked_at: str = ""  # the part of the model whose state and addresses are checked, in one line
     state: tuple[StateRecord, ...] = ()  # that warm-ups and captures wrote
     audit: AuditReport | None = None  # of the graphs of the session, with ``compilation.audit``
@@ -321,13 +342,18 @@ class CaptureReport(ShownRecord):
 
     @property
     def graph_bytes(self) -> int:
-        """Memory that a budget counts: as ``total_bytes``, without the kernels that warm-ups loaded."""
+        """Memory that a budget counts: as ``total_bytes``, without the kernels that warm-ups
+        loaded.
+        """
         return self.pool_bytes + self.static_bytes + self.workspace_bytes + self.graph_driver_bytes
 
     @property
     def origin(self) -> str:
         made = f"{self.environment.device}, {self.environment.date}"
-        return f"a capture of {len(self.records)} keys on {made}, config {self.environment.config_hash}"
+        return (
+            f"a capture of {len(self.records)} keys on {made}, config "
+            f"{self.environment.config_hash}"
+        )
 
 
 class Timing(Record):
@@ -338,15 +364,19 @@ class Timing(Record):
 
 
 class BenchRecord(KeyRecord):
-    """One batch size, run eagerly, through the runner, and as a bare replay. None where no graph serves the batch."""
+    """One batch size, run eagerly, through the runner, and as a bare replay. None where no graph
+    serves the batch.
+    """
 
-    num_tokens: int  # unpadded; mode and descriptor: the key that the runner dispatched the batch to
+    # unpadded; mode and descriptor: the key that the runner dispatched the batch to
+    num_tokens: int
     sizes: tuple[int, ...] = ()  # in the other dimensions, unpadded
     padded_rows: int  # that the graph computed besides
     eager: Timing  # latency of the model called eagerly: from an idle device until it has finished
     graph: Timing | None  # of the runner's call: checks, copies, padding, replay
     replay: Timing | None  # of the bare replay; None for PIECEWISE, too
-    # Per call when calls follow one another without waiting: device time, where the device takes longer than the host.
+    # Per call when calls follow one another without waiting: device time, where the device takes
+    # longer than the host.
     graph_queued: Timing | None
     replay_queued: Timing | None
     eager_host: Timing  # until the call returned
@@ -363,8 +393,14 @@ class BenchRecord(KeyRecord):
 
     @property
     def is_slower(self) -> bool:
-        """Whether the bare replay of an unpadded batch takes a twentieth longer than eager, launches included."""
-        return self.replay is not None and not self.padded_rows and self.replay.median > 1.05 * self.eager.median
+        """Whether the bare replay of an unpadded batch takes a twentieth longer than eager,
+        launches included.
+        """
+        return (
+            self.replay is not None
+            and not self.padded_rows
+            and self.replay.median > 1.05 * self.eager.median
+        )
 
 
 OURS = "cgplan"
@@ -372,11 +408,15 @@ BASELINE_NAMES = ("eager", "bare", "make_graphed_callables", "reduce-overhead")
 
 
 class WayRecord(Record):
-    """Time and memory until one way of running is ready for all sizes: cgplan, or a baseline. None if it failed."""
+    """Time and memory until one way of running is ready for all sizes: cgplan, or a baseline. None
+    if it failed.
+    """
 
     name: str
-    ready_seconds: float | None = None  # until each size had its first call, of a process that has loaded its kernels
-    memory_bytes: int | None = None  # device memory that was gone then; on the tape, reserved by pools
+    # until each size had its first call, of a process that has loaded its kernels
+    ready_seconds: float | None = None
+    # device memory that was gone then; on the tape, reserved by pools
+    memory_bytes: int | None = None
     failure: str | None = None  # why there are no figures
     note: str | None = None  # how to read the figures
 
@@ -390,7 +430,8 @@ class BaselineRecord(Record):
     latency: Timing  # from an idle device until it has finished
     host: Timing  # until the call returned
     first_call_seconds: float  # with the compilation and recording that happen in it
-    deviation: float | None  # largest difference from the model's own code on equal inputs, state and seed
+    # largest difference from the model's own code on equal inputs, state and seed
+    deviation: float | None
     not_comparable: str | None = None  # why there is no deviation
 
 
@@ -400,7 +441,8 @@ class BaselinesRecord(Record):
     seed: int  # of the random order
     rounds: int  # in each every way runs every size, in a new order
     repeats: int  # calls of all rounds together
-    capture_seconds: float | None  # cgplan's capture session, a part of its ready_seconds; None if it failed
+    # cgplan's capture session, a part of its ready_seconds; None if it failed
+    capture_seconds: float | None
     keys: int  # graphs that cgplan captured; baselines made one for each size
     ways: tuple[WayRecord, ...]
     records: tuple[BaselineRecord, ...]  # by size, in the order of ways
@@ -427,7 +469,8 @@ class BenchReport(ShownRecord):
     capture: CaptureReport  # memory and time of the graphs
     repeats: int  # timed calls of each size and way
     records: tuple[BenchRecord, ...]  # one for each size
-    peers: BaselinesRecord | None = None  # other ways to run the same model, where they were asked for
+    # other ways to run the same model, where they were asked for
+    peers: BaselinesRecord | None = None
 
 
 class CoverageRecord(KeyRecord):
@@ -460,13 +503,14 @@ class ReplanReport(ShownRecord):
     """Changes that a replan made."""
 
     kind: Literal["replan"] = "replan"
-    difference: PlanDifference  # from the plan that was captured to the one that traffic deserves now
+    # from the plan that was captured to the one that traffic deserves now
+    difference: PlanDifference
     way: Way  # how the graphs were exchanged
     captured: Keys = ()  # keys that have a graph now and had none before, in capture order
     evicted: Keys = ()  # keys that had a graph and have none now
     recaptured: int = 0  # how many of those that stay were captured again
-    # Keys of the new plan that have no graph; and those that failed before, which the plan does without:
-    # ``difference.failed`` has them by lane.
+    # Keys of the new plan that have no graph; and those that failed before, which the plan does
+    # without: ``difference.failed`` has them by lane.
     failed: tuple[FailedKey, ...] = ()
     pool_bytes: tuple[int, int]  # all pools before and after
     seconds: float  # planning, measuring and capturing together
@@ -485,12 +529,16 @@ _REMEDY = "Give a JSON file that `cgplan ... --output` wrote."
 
 
 def load_report(path: str | Path) -> Report:
-    """A saved report or plan. Raises ReportError for any other file, and for a schema version that is not read."""
+    """A saved report or plan. Raises ReportError for any other file, and for a schema version that
+    is not read.
+    """
     return parse_report(read_text(path, ReportError, _REMEDY), path)
 
 
 def parse_report(text: str, path: str | Path) -> Report:
-    """The same from a text that was read already; ``path`` names it in messages. Raises ReportError likewise."""
+    """The same from a text that was read already; ``path`` names it in messages. Raises ReportError
+    likewise.
+    """
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -504,9 +552,12 @@ def parse_report(text: str, path: str | Path) -> Report:
     if found != version:
         raise ReportError(
             f"{path}: schema version {found!r}, this cgplan reads {version}",
-            remedy="Make the report again with this version of cgplan, or read it with the version that wrote it.",
+            remedy="Make the report again with this version of cgplan, or read it with the "
+            "version that wrote it.",
         )
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        raise ReportError(f"{path}: damaged report: {first_problem(error)}", remedy=_REMEDY) from None
+        raise ReportError(
+            f"{path}: damaged report: {first_problem(error)}", remedy=_REMEDY
+        ) from None

@@ -1,4 +1,6 @@
-"""Reports of runs as tables: a capture with its graphs, budget and ranks; a bench beside its baselines; the doctor."""
+"""Reports of runs as tables: a capture with its graphs, budget and ranks; a bench beside its
+baselines; the doctor.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,15 @@ from cgplan.reports.records import (
     RankRecord,
     SplitRecord,
 )
-from cgplan.units import counted, format_bytes, format_microseconds, format_ratio, format_seconds, grouped, listed
+from cgplan.units import (
+    counted,
+    format_bytes,
+    format_microseconds,
+    format_ratio,
+    format_seconds,
+    grouped,
+    listed,
+)
 
 MOST_STOPS = 3
 MOST_FINDINGS = 20
@@ -54,12 +64,22 @@ def _capture(report: CaptureReport) -> RenderableType:
     rows += _policy(report)
     if report.environment.is_tape:
         backend = report.environment.backend
-        rows.append(("note", f"bytes and times are those of {backend}, the CPU stand-in, and say little about a GPU"))
+        rows.append(
+            (
+                "note",
+                f"bytes and times are those of {backend}, the CPU stand-in, and say little about "
+                "a GPU",
+            )
+        )
     rows += [("note", text) for text in report.plan.notes]
     head = facts("Capture", [*rows, *(("warning", text) for text in report.warnings)])
     if not report.records:
         return stacked(head, facts("Graphs: none", _totals(report)))
-    split = None if report.split is None else facts("Split", [*_split_rows(report.split), *_segment_rows(report)])
+    split = (
+        None
+        if report.split is None
+        else facts("Split", [*_split_rows(report.split), *_segment_rows(report)])
+    )
     return stacked(
         head,
         _graphs(report),
@@ -72,8 +92,18 @@ def _capture(report: CaptureReport) -> RenderableType:
 
 
 def environment_rows(environment: Environment) -> list[Fact]:
-    names = {"cgplan": "cgplan", "torch": "torch", "cuda": "CUDA", "driver": "driver", "python": "Python"}
-    versions = [f"{name} {version}" for field, name in names.items() if (version := getattr(environment, field))]
+    names = {
+        "cgplan": "cgplan",
+        "torch": "torch",
+        "cuda": "CUDA",
+        "driver": "driver",
+        "python": "Python",
+    }
+    versions = [
+        f"{name} {version}"
+        for field, name in names.items()
+        if (version := getattr(environment, field))
+    ]
     return [
         ("device", f"{environment.device}, {environment.machine}"),
         ("backend", environment.backend),
@@ -102,13 +132,17 @@ def _graphs(report: CaptureReport) -> RenderableType:
         TextColumn("mode", lambda r: f"{r.mode} uniform" if r.descriptor.uniform else r.mode),
         Column(" x ".join(report.plan.dim_names), "descriptor.size"),
         Column("num_reqs", "descriptor.num_reqs"),
-        Column("LoRA", "descriptor.num_active_loras") if any(r.descriptor.has_lora for r in records) else None,
+        Column("LoRA", "descriptor.num_active_loras")
+        if any(r.descriptor.has_lora for r in records)
+        else None,
         Column("graphs", "graphs") if any(r.graphs > 1 for r in records) else None,
         Column("operators" if report.environment.is_tape else "nodes", "nodes"),
         Column("pool growth", "pool_growth", format_bytes),
         Column("driver", "driver_bytes", format_bytes) if has_driver else None,
         Column("warm-up", "warmup_seconds", format_seconds),
-        Column("compile", "compile_seconds", format_seconds) if any(r.compile_seconds for r in records) else None,
+        Column("compile", "compile_seconds", format_seconds)
+        if any(r.compile_seconds for r in records)
+        else None,
         Column("cached", "cached") if any(r.compile_seconds for r in records) else None,
         Column("capture", "capture_seconds", format_seconds),
     )
@@ -120,7 +154,10 @@ def _split(split: SplitRecord) -> RenderableType:
 
 
 def _split_rows(split: SplitRecord) -> Iterator[Fact]:
-    yield "by", {"ops": "operators", "modules": "modules"}.get(split.route, "the model's own wrappers")
+    yield (
+        "by",
+        {"ops": "operators", "modules": "modules"}.get(split.route, "the model's own wrappers"),
+    )
     if split.segments is not None:
         yield "pieces", f"{split.segments} segments, {split.eager_pieces} eager pieces"
     sides = {"captured": split.captured, "eager": split.eager, "eager calls": split.eager_operators}
@@ -130,7 +167,9 @@ def _split_rows(split: SplitRecord) -> Iterator[Fact]:
 def _segment_rows(report: CaptureReport) -> Iterator[Fact]:
     pieces = [r for r in report.records if r.mode is CUDAGraphMode.PIECEWISE and r.segment_nodes]
     if pieces:
-        listed = _repeated((nodes, len(list(same))) for nodes, same in groupby(pieces[0].segment_nodes))
+        listed = _repeated(
+            (nodes, len(list(same))) for nodes, same in groupby(pieces[0].segment_nodes)
+        )
         kind = "operators" if report.environment.is_tape else "nodes"
         yield f"{kind} each", f"{listed} (num_tokens {pieces[0].descriptor.num_tokens})"
 
@@ -178,7 +217,9 @@ def _prediction(report: CaptureReport) -> tuple[RenderableType, ...]:
     ]
     if has_driver:
         parts.append(("workspaces", predicted.workspace_bytes, report.workspace_bytes))
-        parts.append(("driver", sum(k.driver_bytes for k in predicted.keys), report.graph_driver_bytes))
+        parts.append(
+            ("driver", sum(k.driver_bytes for k in predicted.keys), report.graph_driver_bytes)
+        )
     parts.append(("memory", sum(part[1] for part in parts), report.graph_bytes))
 
     def compared(text: Callable[[Any], str], predicted: float, measured: float) -> str:
@@ -189,7 +230,12 @@ def _prediction(report: CaptureReport) -> tuple[RenderableType, ...]:
         ("from", predicted.source + (", an estimate" if predicted.estimated else "")),
         *(("note", text) for text in (*predicted.notes, *_without_graph(report))),
         *((name, compared(format_bytes, *figures)) for name, *figures in parts),
-        ("time", compared(format_seconds, predicted.seconds, report.warmup_seconds + report.capture_seconds)),
+        (
+            "time",
+            compared(
+                format_seconds, predicted.seconds, report.warmup_seconds + report.capture_seconds
+            ),
+        ),
     ]
     return titled("Predicted against measured", table), facts("Prediction", totals)
 
@@ -197,18 +243,30 @@ def _prediction(report: CaptureReport) -> tuple[RenderableType, ...]:
 def _without_graph(report: CaptureReport) -> Iterator[str]:
     refused = (*report.budget.left_out, *report.budget.skipped) if report.budget else ()
     why = dict.fromkeys(refused, "over the budget")
-    why |= {failure.key: "over the budget" if failure.is_over_budget else "failed" for failure in report.failed}
+    why |= {
+        failure.key: "over the budget" if failure.is_over_budget else "failed"
+        for failure in report.failed
+    }
     captured = {record.key for record in report.records}
     for reason in ("over the budget", "failed"):
         if keys := [key for key, said in why.items() if said == reason and key not in captured]:
-            yield f"{_by_lane(keys)} {reason}: not captured, and neither predicted nor measured here"
+            yield (
+                f"{_by_lane(keys)} {reason}: not captured, and neither predicted nor measured here"
+            )
     if report.waiting:
-        yield f"{counted(report.waiting, 'key')} waiting for a batch: neither predicted nor measured here"
+        yield (
+            f"{counted(report.waiting, 'key')} waiting for a batch: neither predicted nor "
+            "measured here"
+        )
 
 
 def _totals(report: CaptureReport) -> list[Fact]:
     keys, graphs = len(report.records), sum(r.graphs for r in report.records)
-    parts = [("pool", report.pool_bytes), ("static buffers", report.static_bytes), ("driver", report.driver_bytes)]
+    parts = [
+        ("pool", report.pool_bytes),
+        ("static buffers", report.static_bytes),
+        ("driver", report.driver_bytes),
+    ]
     if report.workspace_bytes:
         parts.append(("workspaces", report.workspace_bytes))
     memory = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts if size is not None)
@@ -219,14 +277,26 @@ def _totals(report: CaptureReport) -> list[Fact]:
     if report.budget is not None:
         rows += budget_rows(report.budget)
     if report.free_before is not None:
-        rows.append(("free", f"{format_bytes(report.free_before)} before, {format_bytes(report.free_after)} after"))
+        rows.append(
+            (
+                "free",
+                f"{format_bytes(report.free_before)} before, {format_bytes(report.free_after)} "
+                "after",
+            )
+        )
     times = {
         "warm-up": report.warmup_seconds,
         "capture": report.capture_seconds,
         "inspection": report.inspection_seconds,
         "whole session": report.session_seconds,
     }
-    return [*rows, ("time", ", ".join(f"{name} {format_seconds(value)}" for name, value in times.items() if value))]
+    return [
+        *rows,
+        (
+            "time",
+            ", ".join(f"{name} {format_seconds(value)}" for name, value in times.items() if value),
+        ),
+    ]
 
 
 def rank_table(ranks: Sequence[RankRecord]) -> RenderableType:
@@ -234,7 +304,10 @@ def rank_table(ranks: Sequence[RankRecord]) -> RenderableType:
     counts = ("rows", "buffers", "bases", "mapped_bytes", "pool_bytes", "total_bytes")
     together = RankRecord.model_construct(
         **{name: sum(getattr(record, name) for record in ranks) for name in counts},
-        **{name: max(getattr(r, name) for r in ranks) for name in ("registration_seconds", "session_seconds")},
+        **{
+            name: max(getattr(r, name) for r in ranks)
+            for name in ("registration_seconds", "session_seconds")
+        },
         rank="all",
         all_reduce=", ".join(dict.fromkeys(record.all_reduce for record in ranks)),
     )
@@ -255,12 +328,21 @@ def budget_rows(budget: BudgetRecord) -> list[Fact]:
     """Limits and how much of them was used, and the keys that have no graph."""
     limits = []
     if budget.memory is not None:
-        freed = ": without a graph the static buffers are freed, too" if budget.stops and not budget.used_bytes else ""
-        limits.append(f"{format_bytes(budget.used_bytes)} of {format_bytes(budget.memory)} used{freed}")
+        freed = (
+            ": without a graph the static buffers are freed, too"
+            if budget.stops and not budget.used_bytes
+            else ""
+        )
+        limits.append(
+            f"{format_bytes(budget.used_bytes)} of {format_bytes(budget.memory)} used{freed}"
+        )
     if budget.capture_time is not None:
         over = budget.used_seconds > budget.capture_time
         passed = ", because the last capture took longer than was known before" if over else ""
-        limits.append(f"{format_seconds(budget.used_seconds)} of {format_seconds(budget.capture_time)} used{passed}")
+        limits.append(
+            f"{format_seconds(budget.used_seconds)} of {format_seconds(budget.capture_time)} "
+            f"used{passed}"
+        )
     if budget.max_graphs is not None:
         limits.append(f"at most {counted(budget.max_graphs, 'graph')}")
     if budget.reserve is not None:
@@ -282,7 +364,9 @@ def budget_rows(budget: BudgetRecord) -> list[Fact]:
     if len(by_key) > MOST_STOPS:
         rows.append(("", f"and at {len(by_key) - MOST_STOPS} more keys"))
     if budget.skipped:
-        rows.append(("not captured", f"{_by_lane(budget.skipped)}: padded to other sizes, or run eagerly"))
+        rows.append(
+            ("not captured", f"{_by_lane(budget.skipped)}: padded to other sizes, or run eagerly")
+        )
     if budget.left_out or budget.skipped:
         rows.append(("advice", "`cgplan plan` chooses the keys that gain most within the budget"))
     return rows
@@ -295,13 +379,16 @@ def _by_lane(keys: Sequence[Key]) -> str:
     return f"{counted(len(keys), 'key')} ({listed})"
 
 
-# --- bench and doctor -----------------------------------------------------------------------------------------
+# --- bench and doctor -----------------------------------------------------------------------------
 
 
 @render.register
 def _bench(report: BenchReport) -> RenderableType:
     capture, environment = report.capture, report.environment
-    cost = f"{format_bytes(capture.total_bytes)}, captured in {format_seconds(capture.session_seconds)}"
+    cost = (
+        f"{format_bytes(capture.total_bytes)}, captured in "
+        f"{format_seconds(capture.session_seconds)}"
+    )
     rows = [
         *environment_rows(environment),
         *head_rows(capture.plan)[:-1],  # the table below has the sizes
@@ -314,13 +401,24 @@ def _bench(report: BenchReport) -> RenderableType:
         rows.append(("note", f"of {report.repeats} calls, p99 is close to the slowest one"))
     if environment.is_tape:
         backend = environment.backend
-        rows.append(("note", f"all figures come from {backend}, the CPU stand-in; a GPU's speed-up is another matter"))
+        rows.append(
+            (
+                "note",
+                f"all figures come from {backend}, the CPU stand-in; a GPU's speed-up is another "
+                "matter",
+            )
+        )
     elif slower := ", ".join(str(r.num_tokens) for r in report.records if r.is_slower):
-        words = f"graphs take the device longer than the model's own code at {slower} tokens: other kernels may be in"
+        words = (
+            f"graphs take the device longer than the model's own code at {slower} tokens: other "
+            "kernels may be in"
+        )
         rows.append(("note", f"{words} them than run eagerly, see docs/troubleshooting.md"))
     head = facts("Bench", [*rows, *(("warning", text) for text in capture.warnings)])
     if not report.records:
-        return stacked(head, Text("No size was measured: nothing is captured and report.sizes is absent."))
+        return stacked(
+            head, Text("No size was measured: nothing is captured and report.sizes is absent.")
+        )
     return stacked(
         head,
         rank_table(capture.ranks) if capture.ranks else None,
@@ -331,7 +429,8 @@ def _bench(report: BenchReport) -> RenderableType:
 
 
 def _short(microseconds: float) -> str:
-    return format_microseconds(microseconds).replace(" ", "")  # eleven columns have to fit into a terminal of 80
+    # eleven columns have to fit into a terminal of 80
+    return format_microseconds(microseconds).replace(" ", "")
 
 
 def _latencies(report: BenchReport) -> RenderableType:
@@ -340,7 +439,11 @@ def _latencies(report: BenchReport) -> RenderableType:
         Column("tokens", "size"),
         TextColumn("runs as", lambda r: f"{r.mode} {r.descriptor.size}" if r.graph else "eager"),
         Column("padded\nrows", "padded_rows"),
-        *(Column(f"{way}\n{at}", f"{way}.{at}", _short) for way in ("eager", "graph") for at in ("median", "p99")),
+        *(
+            Column(f"{way}\n{at}", f"{way}.{at}", _short)
+            for way in ("eager", "graph")
+            for at in ("median", "p99")
+        ),
         Column("replay\nmedian", "replay.median", _short),
         Column("speed-\nup", "speedup", format_ratio),
         Column("host\neager", "eager_host.median", _short),
@@ -363,7 +466,11 @@ def _queued(report: BenchReport) -> RenderableType | None:
         ),
         Column(
             "graph / replay",
-            lambda r: r.graph_queued and r.replay_queued and r.graph_queued.median / r.replay_queued.median,
+            lambda r: (
+                r.graph_queued
+                and r.replay_queued
+                and r.graph_queued.median / r.replay_queued.median
+            ),
             format_ratio,
         ),
     )
@@ -379,12 +486,15 @@ def _against_baselines(measured: BaselinesRecord, environment: Environment) -> l
         "Against baselines",
         [
             ("order", f"random, seed {measured.seed}; {calls}"),
-            ("ready", f"until all sizes had their first call, each way alone; memory: {lost} that was gone then"),
+            ("ready", f"until all sizes had their first call, each way alone; memory: {lost} that "
+                      "was gone then"),
             ("capture", f"{OURS}'s own: {own}; the baselines made one graph for each size below"),
-            ("times", "medians; device: calls that follow one another; latency: from an idle device; host: until the "
+            ("times", "medians; device: calls that follow one another; latency: from an idle "
+                      "device; host: until the "
              "call returned"),
             ("x", f"how many times {OURS}'s"),
-            ("diff", "largest difference from the model's own code, after all calls; from the same inputs, state and "
+            ("diff", "largest difference from the model's own code, after all calls; from the "
+                     "same inputs, state and "
              "seed"),
         ],
     )  # fmt: skip
@@ -416,8 +526,12 @@ def _against_baselines(measured: BaselinesRecord, environment: Environment) -> l
         Column("diff", lambda r: "n/a" if r.deviation is None else f"{r.deviation:.2g}"),
         gap=1,
     )
-    sizes = grouped(((r.name, r.not_comparable), r.num_tokens) for r in measured.records if r.not_comparable)
-    reasons = [(f"{name} {describe_sizes(found)}", reason) for (name, reason), found in sizes.items()]
+    sizes = grouped(
+        ((r.name, r.not_comparable), r.num_tokens) for r in measured.records if r.not_comparable
+    )
+    reasons = [
+        (f"{name} {describe_sizes(found)}", reason) for (name, reason), found in sizes.items()
+    ]
     return [
         head,
         ready,
@@ -435,7 +549,9 @@ def _doctor(report: DoctorReport) -> RenderableType:
     rows += [("outside", f"{piece}, {count} in a step") for piece, count in report.outside.items()]
     head = facts("Doctor", rows)
     if not report.rows:
-        return stacked(head, sentences("Nothing is captured: all of a step runs outside of graphs."))
+        return stacked(
+            head, sentences("Nothing is captured: all of a step runs outside of graphs.")
+        )
     table = Grid(
         report.rows,
         TextColumn("key", "lane"),
@@ -450,7 +566,10 @@ def _doctor(report: DoctorReport) -> RenderableType:
 
 @render.register
 def _audit(report: AuditReport) -> RenderableType:
-    seconds = f"{format_seconds(report.read_seconds)} to read, {format_seconds(report.classify_seconds)} to look up"
+    seconds = (
+        f"{format_seconds(report.read_seconds)} to read, "
+        f"{format_seconds(report.classify_seconds)} to look up"
+    )
     nodes, words = sum(key.nodes for key in report.keys), sum(key.words for key in report.keys)
     rows = [
         *environment_rows(report.environment),
@@ -493,7 +612,8 @@ def _findings(report: AuditReport) -> RenderableType:
     for finding in report.findings:
         nodes.setdefault(finding.address, []).append(finding)
     lines = (
-        f"{found[0].address:#x}: {found[0].text}" + (f"; {counted(len(found) - 1, 'more node')}" if found[1:] else "")
+        f"{found[0].address:#x}: {found[0].text}"
+        + (f"; {counted(len(found) - 1, 'more node')}" if found[1:] else "")
         for found in nodes.values()
     )
     return titled("Findings", sentences(*islice(lines, MOST_FINDINGS)))

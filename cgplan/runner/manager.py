@@ -1,5 +1,5 @@
-"""CudaGraphManager: the sizes, graphs and pool of one model, for an engine that embeds it alone or beside others in one
-pool; see Note [Sharing a pool] in pools.py.
+"""CudaGraphManager: the sizes, graphs and pool of one model, for an engine that embeds it alone or
+beside others in one pool; see Note [Sharing a pool] in pools.py.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class PoolReport:
     """The cost of the members of one pool together; it prints as a table.
 
     Attributes:
-        parts: The capture of each member, by name, in order of capture. Their ``pool_bytes`` are those of the whole
-            pool when the capture was over, so they do not add up.
+        parts: The capture of each member, by name, in order of capture. Their ``pool_bytes`` are
+            those of the whole pool when the capture was over, so they do not add up.
         pool_bytes: The pool now.
     """
 
@@ -47,7 +47,9 @@ class PoolReport:
     @property
     def outside_bytes(self) -> int:
         """Bytes outside of the pool: library workspaces, and device memory that the driver took."""
-        return sum(report.workspace_bytes + (report.driver_bytes or 0) for report in self.parts.values())
+        return sum(
+            report.workspace_bytes + (report.driver_bytes or 0) for report in self.parts.values()
+        )
 
     @property
     def total_bytes(self) -> int:
@@ -59,22 +61,27 @@ class PoolReport:
             self.parts.items(),
             TextColumn("part", "0"),
             Column("graphs", lambda row: len(row[1].records)),
-            Column("pool grew by", lambda row: sum(r.pool_growth for r in row[1].records), format_bytes),
+            Column(
+                "pool grew by", lambda row: sum(r.pool_growth for r in row[1].records), format_bytes
+            ),
             Column("static", "1.static_bytes", format_bytes),
             Column("workspaces", "1.workspace_bytes", format_bytes),
             Column("driver", "1.driver_bytes", format_bytes),
             Column("seconds", "1.session_seconds", "{:.2f}".format),
         )
-        total = f"{self.graphs} graphs in one pool of {format_bytes(self.pool_bytes)}; {format_bytes(self.total_bytes)}"
+        total = (
+            f"{self.graphs} graphs in one pool of {format_bytes(self.pool_bytes)}; "
+            f"{format_bytes(self.total_bytes)}"
+        )
         return f"{plain_text(table)}\n\n{total} in all"
 
 
 class CudaGraphManager:
     """The graphs of one model: planned at once, captured when told to, then called like the model.
 
-    The plan is there before anything runs, so that an engine can print and approve it; ``capture`` fills a pool that
-    may be shared with other models, ``close`` gives the memory back, and ``capture`` may follow again. Not for use from
-    several threads.
+    The plan is there before anything runs, so that an engine can print and approve it; ``capture``
+    fills a pool that may be shared with other models, ``close`` gives the memory back, and
+    ``capture`` may follow again. Not for use from several threads.
 
     Args:
         model: Any callable or nn.Module, on the device already. The caller owns it.
@@ -108,8 +115,10 @@ class CudaGraphManager:
             backend = pool.backend if pool is not None else select_backend(config.device)
         if pool is not None and pool.backend is not backend:
             raise BackendError(
-                f"{name!r} was given a pool of another backend ({pool.backend.name}, {pool.backend.device})",
-                remedy="Make one backend with select_backend and give it to the GraphPool and to all its members.",
+                f"{name!r} was given a pool of another backend ({pool.backend.name}, "
+                f"{pool.backend.device})",
+                remedy="Make one backend with select_backend and give it to the GraphPool and to "
+                "all its members.",
             )
         check_pools(config.compilation.pool, pool)
         self.config, self.backend, self.name = config, backend, name
@@ -117,13 +126,22 @@ class CudaGraphManager:
         self.pool = GraphPool(backend) if pool is None else pool
         given = self.pool if pool is not None or config.compilation.pool == "shared" else None
         self._session = CaptureSession(
-            self.plan, model, backend, config, progress=progress, pool=given, name=name, before_key=before_key
+            self.plan,
+            model,
+            backend,
+            config,
+            progress=progress,
+            pool=given,
+            name=name,
+            before_key=before_key,
         )
         self._runner: GraphRunner | None = None
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Capture sizes in tokens, ascending: planned ones before the capture, captured ones after it."""
+        """Capture sizes in tokens, ascending: planned ones before the capture, captured ones after
+        it.
+        """
         return self.plan.capture_sizes if self._runner is None else self._runner.plan.capture_sizes
 
     @property
@@ -146,9 +164,13 @@ class CudaGraphManager:
         return self.runner.stats
 
     def capture(self) -> CaptureReport:
-        """Capture the plan. Raises as CaptureSession.run does, and CgplanError if it is captured already."""
+        """Capture the plan. Raises as CaptureSession.run does, and CgplanError if it is captured
+        already.
+        """
         if self._runner is not None:
-            raise CgplanError(f"{self.name!r} is captured already", remedy="Call recapture(), or close() first.")
+            raise CgplanError(
+                f"{self.name!r} is captured already", remedy="Call recapture(), or close() first."
+            )
         self._runner = self._session.run()
         return self._runner.report
 
@@ -156,17 +178,21 @@ class CudaGraphManager:
         """Run one batch; arguments, result and errors are those of GraphRunner's call.
 
         Returns:
-            Valid until the next call of any member of the pool, unless ``compilation.outputs`` is ``clone``.
+            Valid until the next call of any member of the pool, unless ``compilation.outputs`` is
+            ``clone``.
         """
         return self.runner(*tensors, **batch)
 
     def replan(self, **options: Any) -> ReplanReport:
-        """Exchange graphs for those that the batches since the last time deserve, see GraphRunner.replan."""
+        """Exchange graphs for those that the batches since the last time deserve, see
+        GraphRunner.replan.
+        """
         return self.runner.replan(**options)
 
     def recapture(self) -> CaptureReport:
-        """Capture the plan of now again, with the model's memory as it is now. The old graphs are freed first;
-        ``runner`` and ``stats`` stay the same. Raises as CaptureSession.run does; then it has no graphs.
+        """Capture the plan of now again, with the model's memory as it is now. The old graphs are
+        freed first; ``runner`` and ``stats`` stay the same. Raises as CaptureSession.run does; then
+        it has no graphs.
         """
         if self._runner is None:
             return self.capture()
@@ -178,7 +204,9 @@ class CudaGraphManager:
                 self._runner = None
 
     def close(self) -> None:
-        """Free graphs and static buffers; with the pool's last member, the pool's memory. Twice does no harm."""
+        """Free graphs and static buffers; with the pool's last member, the pool's memory. Twice
+        does no harm.
+        """
         if self._runner is not None:
             self._runner.close()
             self._runner = None
@@ -193,16 +221,19 @@ class CudaGraphManager:
 def capture_together(managers: Sequence[CudaGraphManager]) -> PoolReport:
     """Capture several managers that share a pool, all or none.
 
-    The one with the largest size goes first, so that the others fit into the memory that it reserved.
+    The one with the largest size goes first, so that the others fit into the memory that it
+    reserved.
 
     Raises:
-        CgplanError: they do not share one pool, two have one name, or one of them is captured already.
+        CgplanError: they do not share one pool, two have one name, or one of them is captured
+            already.
         CaptureError, ModelError: as CaptureSession.run; nothing stays captured.
     """
     names = [manager.name for manager in managers]
     if len({id(manager.pool) for manager in managers}) != 1 or len(set(names)) < len(names):
         raise CgplanError(
-            f"{'managers ' + ', '.join(names) if names else 'an empty list'} cannot be captured together",
+            f"{'managers ' + ', '.join(names) if names else 'an empty list'} cannot be captured "
+            "together",
             remedy="Give them one GraphPool, and different names.",
         )
     if any(manager.is_captured for manager in managers):

@@ -1,12 +1,15 @@
 """One size of batch, ready to be called: how it is copied in, run and cut.
 
 Note [The hot path]
-    A decode step of a small model takes the device less than a millisecond, so each microsecond that a call costs the
-    host counts. A call therefore looks its batch up, copies by one launch, replays, and returns new tensor objects on
-    memory that is known. The rest is prepared on the first call of its kind, and kept until graphs are captured or
-    freed. Most calls are like the one before: TensorGuards, with which Dynamo compares arguments, tells so in one call
-    into C++ for all tensors. (It ends the process for nested tensors with strides; BatchReader refuses the first one.)
-    Other calls are looked up by shapes, dtypes and devices, and their tensors asked for their layout one by one.
+    A decode step of a small model takes the device less than a millisecond, so each microsecond
+    that a call costs the host counts. A call therefore looks its batch up, copies by one launch,
+    replays, and returns new tensor objects on memory that is known. The rest is prepared on the
+    first call of its kind, and kept until graphs are captured or freed. Most calls are like the one
+    before: TensorGuards, with which Dynamo compares arguments, tells so in one call into C++ for
+        all tensors. (It ends the process for nested tensors with strides; BatchReader refuses the
+        first one.)
+    Other calls are looked up by shapes, dtypes and devices, and their tensors asked for their
+    layout one by one.
 """
 
 from __future__ import annotations
@@ -46,18 +49,24 @@ def never(*_: object) -> bool:
 
 
 def alike(values: Values) -> Callable[..., bool]:
-    """A function that says of tensors whether they are as these in all but their numbers and addresses; never, where
-    these have gaps or are lazy.
+    """A function that says of tensors whether they are as these in all but their numbers and
+    addresses; never, where these have gaps or are lazy.
     """
     if TensorGuards is None:
         return never
     dense = all(v.is_contiguous() and not v.is_conj() and not v.is_neg() for v in values)
-    return TensorGuards(*values, dynamic_dims_sizes=None, dynamic_dims_strides=None).check if dense else never
+    return (
+        TensorGuards(*values, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+        if dense
+        else never
+    )
 
 
 @dataclass(slots=True)
 class Due:
-    """Replays of a graph until it is verified, and the number of the replay at which it was; negative: never."""
+    """Replays of a graph until it is verified, and the number of the replay at which it was;
+    negative: never.
+    """
 
     left: int = NEVER
     replays: int = 0
@@ -69,9 +78,11 @@ class PreparedCall:
 
     Attributes:
         copy_in: Brings the tensors into the static buffers, see BatchCopy.
-        replay: Launches the graph, or its segments and eager pieces in turns; or runs the model itself.
+        replay: Launches the graph, or its segments and eager pieces in turns; or runs the model
+            itself.
         output: Returns the output of the last replay, without its padding.
-        needs_check: Whether the addresses of the model's memory have to be checked before the next call.
+        needs_check: Whether the addresses of the model's memory have to be checked before the next
+            call.
         flags: Arguments beside the tensors.
         is_alike: See ``alike``.
         due: When its graph is verified.
@@ -89,10 +100,22 @@ class PreparedCall:
 
     @classmethod
     def of(
-        cls, route: RoutedBatch, count: BatchCount, values: Values | None, graphed: ModelGraphs, copier: Copier | None
+        cls,
+        route: RoutedBatch,
+        count: BatchCount,
+        values: Values | None,
+        graphed: ModelGraphs,
+        copier: Copier | None,
     ) -> PreparedCall:
-        """Prepare calls with such tensors; ``values=None``: with a batch that is written into the static buffers."""
-        mode, descriptor, tokens, reqs = route.mode, route.descriptor, route.batch.num_tokens, route.batch.num_reqs
+        """Prepare calls with such tensors; ``values=None``: with a batch that is written into the
+        static buffers.
+        """
+        mode, descriptor, tokens, reqs = (
+            route.mode,
+            route.descriptor,
+            route.batch.num_tokens,
+            route.batch.num_reqs,
+        )
         outputs = graphed.outputs
         if mode is CUDAGraphMode.NONE:
             return cls(route, count, *_runs_eagerly(route, graphed), needs_check=False)
@@ -103,8 +126,19 @@ class PreparedCall:
         entry = graphed.entry((mode, descriptor))
         if entry is not None:
             is_full = mode is CUDAGraphMode.FULL
-            replay = graphed.backend.launcher(entry.graph) if is_full else _pieces(entry, route, graphed, copier)
-            return cls(route, count, copy_in, replay, outputs.reader(entry.output, route.batch), needs_check=True)
+            replay = (
+                graphed.backend.launcher(entry.graph)
+                if is_full
+                else _pieces(entry, route, graphed, copier)
+            )
+            return cls(
+                route,
+                count,
+                copy_in,
+                replay,
+                outputs.reader(entry.output, route.batch),
+                needs_check=True,
+            )
         held: list[Any] = []
 
         def run_padded() -> None:
@@ -115,12 +149,25 @@ class PreparedCall:
                 copier.note_writes(before)
             outputs.check(held[0], descriptor, padded_reqs)
 
-        return cls(route, count, copy_in, run_padded, lambda: outputs.cut(held.pop(), route.batch), needs_check=True)
+        return cls(
+            route,
+            count,
+            copy_in,
+            run_padded,
+            lambda: outputs.cut(held.pop(), route.batch),
+            needs_check=True,
+        )
 
 
-def _runs_eagerly(route: RoutedBatch, graphed: ModelGraphs) -> tuple[CopyIn, Callable[[], None], Callable[[], Any]]:
+def _runs_eagerly(
+    route: RoutedBatch, graphed: ModelGraphs
+) -> tuple[CopyIn, Callable[[], None], Callable[[], Any]]:
     held: list[Any] = []  # the tensors until it runs, then the output until that is asked for
-    device, names, clone = graphed.backend.device, tuple(graphed.config.tensors), graphed.outputs.clone
+    device, names, clone = (
+        graphed.backend.device,
+        tuple(graphed.config.tensors),
+        graphed.outputs.clone,
+    )
 
     def take(values: Values, stream: int, known: bool) -> None:  # noqa: ARG001
         held[:] = [values]
@@ -135,9 +182,18 @@ def _runs_eagerly(route: RoutedBatch, graphed: ModelGraphs) -> tuple[CopyIn, Cal
     return take, run, output
 
 
-def _pieces(entry: CUDAGraphEntry, route: RoutedBatch, graphed: ModelGraphs, copier: Copier) -> Callable[[], None]:
-    """The replay of a PIECEWISE key: its eager pieces read the forward context and may write into static buffers."""
-    mode, descriptor, scope, replay = route.mode, route.descriptor, graphed.scope, entry.graph.replay
+def _pieces(
+    entry: CUDAGraphEntry, route: RoutedBatch, graphed: ModelGraphs, copier: Copier
+) -> Callable[[], None]:
+    """The replay of a PIECEWISE key: its eager pieces read the forward context and may write into
+    static buffers.
+    """
+    mode, descriptor, scope, replay = (
+        route.mode,
+        route.descriptor,
+        graphed.scope,
+        entry.graph.replay,
+    )
     tensors = [buffer.tensor for buffer in copier.buffers.buffers.values()]
     views, names = graphed.views(descriptor), tuple(graphed.config.metadata)
     metadata = [views[name] for name in names]

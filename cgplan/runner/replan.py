@@ -1,4 +1,6 @@
-"""Graphs on demand: a key captured when a batch first asks for it, and others planned for what batches asked for."""
+"""Graphs on demand: a key captured when a batch first asks for it, and others planned for what
+batches asked for.
+"""
 
 from __future__ import annotations
 
@@ -37,11 +39,14 @@ Points = dict[tuple[CUDAGraphMode, int], dict[int, float]]
 Reopen = Callable[[Plan], CapturedKeys]
 
 
-def time_on_padding(graphed: ModelGraphs, keys: Sequence[Key]) -> dict[Key, tuple[list[float], list[float]]]:
-    """Microseconds of eager steps and of graphs by key, from an idle device, in rounds: both run in turns.
+def time_on_padding(
+    graphed: ModelGraphs, keys: Sequence[Key]
+) -> dict[Key, tuple[list[float], list[float]]]:
+    """Microseconds of eager steps and of graphs by key, from an idle device, in rounds: both run in
+    turns.
 
-    The keys, which are captured, are run on padding; no call is under way. That is what their kernels take, except
-    attention over long sequences: padding has none.
+    The keys, which are captured, are run on padding; no call is under way. That is what their
+    kernels take, except attention over long sequences: padding has none.
     """
     found = dict[Key, tuple[list[float], list[float]]]()
     backend = graphed.backend
@@ -96,15 +101,26 @@ class OnDemand:
         return not self._forbidden and self.is_open(route)
 
     def safe(self, values: Values) -> Values:
-        """Tensors of a batch that a capture leaves alone: outputs of an earlier call lie where it captures."""
+        """Tensors of a batch that a capture leaves alone: outputs of an earlier call lie where it
+        captures.
+        """
         device, buffers = self.live.graphed.backend.device, self.live.graphed.buffers
-        return [value.clone() if value.device == device and not buffers.owns(value) else value for value in values]
+        return [
+            value.clone() if value.device == device and not buffers.owns(value) else value
+            for value in values
+        ]
 
     def replan(
-        self, traffic: Traffic | None, times: StepTimes | None, costs: GraphCosts | None, reopen: Reopen, *, apply: bool
+        self,
+        traffic: Traffic | None,
+        times: StepTimes | None,
+        costs: GraphCosts | None,
+        reopen: Reopen,
+        *,
+        apply: bool,
     ) -> ReplanReport:
-        """See GraphRunner.replan; the runner's lock is held. ``reopen`` gives all memory back, and makes static buffers
-        for a plan.
+        """See GraphRunner.replan; the runner's lock is held. ``reopen`` gives all memory back, and
+        makes static buffers for a plan.
         """
         policy = self.config.compilation.capture_policy
         if policy != "adaptive":
@@ -113,7 +129,9 @@ class OnDemand:
                 remedy="Set compilation.capture_policy: adaptive.",
             )
         if self._forbidden:
-            raise CgplanError("replan inside runner.no_capture()", remedy="Call it after the block.")
+            raise CgplanError(
+                "replan inside runner.no_capture()", remedy="Call it after the block."
+            )
         start, stats, live = time.perf_counter(), self._stats, self.live
         old, before, known = live.graphed.plan, live.graphed.pools.nbytes, set(live.failed)
         live.check()
@@ -149,9 +167,14 @@ class OnDemand:
         )
 
     def _proposal(self, traffic: Traffic, times: StepTimes, costs: GraphCosts | None) -> Plan:
-        """The plan that the traffic deserves, with batches bounded to the largest size that may be captured."""
+        """The plan that the traffic deserves, with batches bounded to the largest size that may be
+        captured.
+        """
         config, limited = self.config, self.config
-        most, tokens = config.compilation.max_cudagraph_capture_size, config.scheduler.max_num_batched_tokens
+        most, tokens = (
+            config.compilation.max_cudagraph_capture_size,
+            config.scheduler.max_num_batched_tokens,
+        )
         if most is not None and most < tokens:
             bounds = config.scheduler.model_copy(update={"max_num_batched_tokens": most})
             limited = config.model_copy(update={"scheduler": bounds})
@@ -173,7 +196,9 @@ class OnDemand:
         for mode, other in ((full, piecewise), (piecewise, full)):
             if not any(name[0] is mode for name in times):  # no graph of it is captured
                 times |= {
-                    (mode, case): found for (other_mode, case), found in self._points.items() if other_mode is other
+                    (mode, case): found
+                    for (other_mode, case), found in self._points.items()
+                    if other_mode is other
                 }
                 notes.append(f"{mode} steps were not timed: {other} steps stand in")
         return StepTimes.measured(times, "the runner, on padding", notes)
@@ -205,8 +230,12 @@ class OnDemand:
             return "exchanged", live.capture(added, evicted=evicted, from_zero=True)
         return "exchanged", ()
 
-    def _is_worth_moving(self, keys: tuple[Key, ...], evicted: tuple[Key, ...], added: tuple[Key, ...]) -> bool:
-        """Whether a new generation takes less memory than an exchange inside the pools, see Note [Generations]."""
+    def _is_worth_moving(
+        self, keys: tuple[Key, ...], evicted: tuple[Key, ...], added: tuple[Key, ...]
+    ) -> bool:
+        """Whether a new generation takes less memory than an exchange inside the pools, see Note
+        [Generations].
+        """
         pools, history = self.live.graphed.pools, self.live.history
         if pools.policy == "per_graph" or not pools.is_private or not (evicted or added):
             return False

@@ -1,4 +1,6 @@
-"""From a batch to the graph that serves it: the rules that a batch has to keep, and the dispatcher's answer."""
+"""From a batch to the graph that serves it: the rules that a batch has to keep, and the
+dispatcher's answer.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from cgplan.planning.dispatcher import Modes
 
 _REMEDIES = {
     MissReason.NOT_CAPTURED_YET: "Let the runner capture it, outside of runner.no_capture()",
-    MissReason.CAPTURE_FAILED: "See runner.report.failed, and call runner.retry_failed() once that is mended",
+    MissReason.CAPTURE_FAILED: "See runner.report.failed, and call runner.retry_failed() once "
+    "that is mended",
     MissReason.OVER_BUDGET: "Raise the budget",
     MissReason.MODE_EXCLUDED: "Leave invalid_modes out",
 }
@@ -46,7 +49,12 @@ class RoutedBatch:
         tokens, reqs = self.batch.num_tokens, self.batch.num_reqs
         uniform = self.uniform and reqs is not None
         return BatchDescriptor(
-            tokens, reqs, uniform, self.num_active_loras > 0, self.num_active_loras, self.batch.sizes
+            tokens,
+            reqs,
+            uniform,
+            self.num_active_loras > 0,
+            self.num_active_loras,
+            self.batch.sizes,
         )
 
 
@@ -74,12 +82,20 @@ class BatchRouter:
         self._wanted = None if wanted is None else CudagraphDispatcher(wanted)
         self._planned = None if planned is None else CudagraphDispatcher(planned)
 
-    def staged(self, num_tokens: int, num_reqs: int | None, uniform_decode: bool | None, *, counts_reqs: bool) -> Batch:
-        """A batch that will be written into the static buffers; ``counts_reqs``: an input has a row for each request.
+    def staged(
+        self,
+        num_tokens: int,
+        num_reqs: int | None,
+        uniform_decode: bool | None,
+        *,
+        counts_reqs: bool,
+    ) -> Batch:
+        """A batch that will be written into the static buffers; ``counts_reqs``: an input has a row
+        for each request.
 
-        Absent ``num_reqs`` follow from the tokens: one for each token of a decode batch, one for each ``query_len``
-        tokens where the batch is said to be uniform. Elsewhere they have to be given if an input counts them.
-        Raises InputError.
+        Absent ``num_reqs`` follow from the tokens: one for each token of a decode batch, one for
+        each ``query_len`` tokens where the batch is said to be uniform. Elsewhere they have to be
+        given if an input counts them. Raises InputError.
         """
         q, num_tokens = self._plan.query_len, operator.index(num_tokens)
         self.check_size(num_tokens)
@@ -98,38 +114,55 @@ class BatchRouter:
         most = self._most_tokens
         if 0 < num_tokens <= most:
             return
-        holds = f"static buffers hold 1 to {most} tokens" if most else "nothing is captured, so there are no buffers"
+        holds = (
+            f"static buffers hold 1 to {most} tokens"
+            if most
+            else "nothing is captured, so there are no buffers"
+        )
         fewer = "Ask for fewer, or call the runner with tensors: it runs larger batches eagerly."
         raise InputError(
-            f"{holds}, asked for {num_tokens}", remedy="Ask for at least one." if num_tokens < 1 else fewer
+            f"{holds}, asked for {num_tokens}",
+            remedy="Ask for at least one." if num_tokens < 1 else fewer,
         )
 
     def route(
         self, batch: Batch, uniform_decode: bool | None, num_active_loras: int, invalid_modes: Modes
     ) -> RoutedBatch:
-        q, reqs, tokens, most = self._plan.query_len, batch.num_reqs, batch.num_tokens, self._plan.max_num_seqs
+        q, reqs, tokens, most = (
+            self._plan.query_len,
+            batch.num_reqs,
+            batch.num_tokens,
+            self._plan.max_num_seqs,
+        )
         num_active_loras = operator.index(num_active_loras)
         if uniform_decode is None:
             uniform_decode = q == 1 and (reqs is None or reqs == tokens)
         elif uniform_decode and (tokens % q or (reqs is not None and reqs != tokens // q)):
             raise InputError(
-                f"uniform_decode=True, but {tokens} tokens are not {'whole' if reqs is None else reqs} requests of {q}",
+                f"uniform_decode=True, but {tokens} tokens are not "
+                f"{'whole' if reqs is None else reqs} requests of {q}",
                 remedy="Pass uniform_decode=False for a mixed batch.",
             )
         if reqs is not None and not 0 < reqs <= min(tokens, most):
             raise InputError(
-                f"the batch has {reqs} requests, but {tokens} tokens and scheduler.max_num_seqs {most} allow "
+                f"the batch has {reqs} requests, but {tokens} tokens and scheduler.max_num_seqs "
+                f"{most} allow "
                 f"{min(tokens, most)}",
-                remedy="Each request has at least one token; raise scheduler.max_num_seqs for larger batches.",
+                remedy="Each request has at least one token; raise scheduler.max_num_seqs for "
+                "larger batches.",
             )
         loras = self._plan.max_loras or 0
-        if not 0 <= num_active_loras <= (loras and loras + 1):  # one more stands for any number, as in descriptors
+        # one more stands for any number, as in descriptors
+        if not 0 <= num_active_loras <= (loras and loras + 1):
             raise InputError(
-                f"num_active_loras is {num_active_loras}, lora.max_loras is {loras}: 0 to {loras} are allowed, and "
+                f"num_active_loras is {num_active_loras}, lora.max_loras is {loras}: 0 to {loras} "
+                "are allowed, and "
                 f"{loras + 1} for any number of adapters"
                 if loras
-                else f"num_active_loras is {num_active_loras}, and no `lora` section allows adapters",
-                remedy="Pass the number of distinct adapters in the batch; raise lora.max_loras in the `lora` section.",
+                else f"num_active_loras is {num_active_loras}, and no `lora` section allows "
+                "adapters",
+                remedy="Pass the number of distinct adapters in the batch; raise lora.max_loras "
+                "in the `lora` section.",
             )
         asked = tokens, bool(uniform_decode), num_active_loras, None, invalid_modes, batch.sizes
         answer = self._captured.dispatch(*asked)
@@ -155,9 +188,13 @@ class BatchRouter:
         if on_miss != "error":
             return reason
         remedy = _REMEDIES.get(reason)
-        if remedy is None and (plan.file is not None or plan.evidence is not None):  # not sizes of the configuration
+        # not sizes of the configuration
+        if remedy is None and (plan.file is not None or plan.evidence is not None):
             which = "a plan for traffic" if plan.file is None else f"the plan {plan.file}"
-            remedy = f"The graphs are those of {which}: make it again for traffic that has such batches (`cgplan plan`)"
+            remedy = (
+                f"The graphs are those of {which}: make it again for traffic that has such "
+                "batches (`cgplan plan`)"
+            )
         elif reason is MissReason.TOO_LARGE:
             remedy = "Add the size to cudagraph_capture_sizes"
         raise DispatchMissError(

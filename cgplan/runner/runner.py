@@ -1,4 +1,6 @@
-"""GraphRunner: a model with its graphs. A call is looked up, copied in, replayed, and its output is cut."""
+"""GraphRunner: a model with its graphs. A call is looked up, copied in, replayed, and its output is
+cut.
+"""
 
 from __future__ import annotations
 
@@ -38,20 +40,22 @@ from cgplan.traffic.histogram import Traffic
 from cgplan.traffic.step_times import StepTimes
 from cgplan.units import counted, format_bytes
 
-MOST_PREPARED = 4096  # kinds of calls that are kept ready; the one that was prepared first goes first
+# kinds of calls that are kept ready; the one that was prepared first goes first
+MOST_PREPARED = 4096
 _shape, _dtype = operator.attrgetter("shape"), operator.attrgetter("dtype")
 _device = Tensor.get_device  # -1 for the host; made and compared sooner than a torch.device
-_NOT_MET = (LookupError, RuntimeError, AttributeError, TypeError)  # of missing inputs, nested tensors, no tensors
+# of missing inputs, nested tensors, no tensors
+_NOT_MET = (LookupError, RuntimeError, AttributeError, TypeError)
 logger = logging.getLogger(__name__)
 
 
 class GraphRunner:
     """Runs a model by captured graphs. A CaptureSession makes it; ``close`` frees its memory.
 
-    It owns the static buffers, the graphs and their pools. Outputs are borrowed unless ``compilation.outputs`` is
-    ``clone``: new tensor objects on graph memory, which the next call of this runner overwrites. Not for use from
-    several threads, and on one stream at a time: a call from another stream is an error while the stream of the last
-    call still has work.
+    It owns the static buffers, the graphs and their pools. Outputs are borrowed unless
+    ``compilation.outputs`` is ``clone``: new tensor objects on graph memory, which the next call of
+    this runner overwrites. Not for use from several threads, and on one stream at a time: a call
+    from another stream is an error while the stream of the last call still has work.
 
     Args:
         live: The model with its graphs.
@@ -73,14 +77,23 @@ class GraphRunner:
         graphed = live.graphed
         self.stats = RunnerStats(graphed.plan)
         self._capture_plan, self._use, self._name = capture, use, name
-        self._reader = BatchReader(graphed.config.tensors, graphed.config.dim_names, graphed.backend.device)
+        self._reader = BatchReader(
+            graphed.config.tensors, graphed.config.dim_names, graphed.backend.device
+        )
         names = self._reader.names
         self._num_inputs = len(names)
         self._pick: Callable[[Mapping[str, Any]], tuple[Any, ...]] = (
-            operator.itemgetter(*names) if len(names) > 1 else lambda given: tuple(map(given.__getitem__, names))
+            operator.itemgetter(*names)
+            if len(names) > 1
+            else lambda given: tuple(map(given.__getitem__, names))
         )
-        kind = graphed.backend.device.type  # without an argument it answers for CUDA, in half the time
-        self._is_autocast = torch.is_autocast_enabled if kind == "cuda" else partial(torch.is_autocast_enabled, kind)
+        # without an argument it answers for CUDA, in half the time
+        kind = graphed.backend.device.type
+        self._is_autocast = (
+            torch.is_autocast_enabled
+            if kind == "cuda"
+            else partial(torch.is_autocast_enabled, kind)
+        )
         self._asked_ns = 0  # when the call that is under way was made, while a trace is on
         self._handed: weakref.WeakSet[StagedBuffers] = weakref.WeakSet()
         self._demand = OnDemand(live, self.stats)
@@ -91,7 +104,8 @@ class GraphRunner:
         compilation = graphed.config.compilation
         copies = compilation.cudagraph_copy_inputs
         self._copiers = {
-            sizes: graphed.backend.copier(buffers, copy_inputs=copies) for sizes, buffers in graphed.buffers.items()
+            sizes: graphed.backend.copier(buffers, copy_inputs=copies)
+            for sizes, buffers in graphed.buffers.items()
         }
         self._current_stream = graphed.backend.stream_getter()
         self._verifier = Verifier(graphed)
@@ -111,13 +125,22 @@ class GraphRunner:
         live = self._demand.live
         wanted = live.wanted if live.is_lazy else None
         planned = None if live.asked is wanted or live.asked.keys == self.plan.keys else live.asked
-        self._router = BatchRouter(self.plan, live.graphed.most_tokens, wanted, live.reason_against, planned)
+        self._router = BatchRouter(
+            self.plan, live.graphed.most_tokens, wanted, live.reason_against, planned
+        )
         self.stats.plan = self.plan
 
     def __str__(self) -> str:
         """What is captured, and how batches ran; six lines."""
-        plan, cost, inputs = self.plan, format_bytes(self.report.total_bytes), ", ".join(self.config.tensors)
-        sizes = f"{counted(len(plan.keys), 'graph')}, sizes {describe_sizes(plan.capture_sizes)}; {cost}"
+        plan, cost, inputs = (
+            self.plan,
+            format_bytes(self.report.total_bytes),
+            ", ".join(self.config.tensors),
+        )
+        sizes = (
+            f"{counted(len(plan.keys), 'graph')}, sizes {describe_sizes(plan.capture_sizes)}; "
+            f"{cost}"
+        )
         head = f"{self._name} on {self.backend.device} ({self._state}): {plan.mode}, {sizes}"
         return f"{head}\ninputs: {inputs}\n{self.stats}"
 
@@ -127,8 +150,9 @@ class GraphRunner:
         return self._demand.live.report
 
     def audit(self) -> AuditReport:
-        """Who owns the memory that each pointer in each captured graph points to. Pointers into memory that is free,
-        gone, or held by others alone are findings; those have operators and lines with ``compilation.audit: report``.
+        """Who owns the memory that each pointer in each captured graph points to. Pointers into
+        memory that is free, gone, or held by others alone are findings; those have operators and
+        lines with ``compilation.audit: report``.
 
         Raises:
             BackendError: nodes cannot be read: cuda-bindings is missing, or the driver is too old.
@@ -144,7 +168,9 @@ class GraphRunner:
 
     @property
     def wanted(self) -> Plan:
-        """What may be captured: with ``capture_policy: lazy`` all that batches can ask for, elsewhere ``plan``."""
+        """What may be captured: with ``capture_policy: lazy`` all that batches can ask for,
+        elsewhere ``plan``.
+        """
         return self._demand.live.wanted if self._demand.live.is_lazy else self.plan
 
     @property
@@ -162,7 +188,9 @@ class GraphRunner:
 
     @property
     def is_closed(self) -> bool:
-        """Whether it was closed, or failed to capture again: for good. One that is suspended, or captures, is not."""
+        """Whether it was closed, or failed to capture again: for good. One that is suspended, or
+        captures, is not.
+        """
         return self._state == "closed"
 
     def __call__(
@@ -177,13 +205,15 @@ class GraphRunner:
 
         Args:
             tensors: The first inputs, in the order of their declaration.
-            inputs: Every other declared input, and the metadata, by name. All are unpadded, on the runner's device or
-                on the host. Host tensors may be written to as soon as the call has returned.
-            uniform_decode: Whether every request has ``plan.query_len`` tokens. Absent: for a query length of 1 it
-                follows from the counts; for a longer one the batch is taken as mixed.
+            inputs: Every other declared input, and the metadata, by name. All are unpadded, on the
+                runner's device or on the host. Host tensors may be written to as soon as the call
+                has returned.
+            uniform_decode: Whether every request has ``plan.query_len`` tokens. Absent: for a query
+                length of 1 it follows from the counts; for a longer one the batch is taken as
+                mixed.
             num_active_loras: Distinct adapters in the batch.
-            invalid_modes: Runtime modes that cannot run this batch, such as ``{FULL}`` where its attention cannot be
-                in a graph (cascade attention).
+            invalid_modes: Runtime modes that cannot run this batch, such as ``{FULL}`` where its
+                attention cannot be in a graph (cascade attention).
 
         Returns:
             The model's output, with the padding sliced off; see the class for how long it is valid.
@@ -209,7 +239,11 @@ class GraphRunner:
                 began = perf_counter_ns()
             if invalid_modes is not None:
                 invalid_modes = set_of_modes(invalid_modes) or None
-            flags, call, known = (uniform_decode, num_active_loras, invalid_modes), self._last, False
+            flags, call, known = (
+                (uniform_decode, num_active_loras, invalid_modes),
+                self._last,
+                False,
+            )
             try:
                 values: Values = self._pick(inputs)
                 if len(inputs) != self._num_inputs:
@@ -223,7 +257,8 @@ class GraphRunner:
                 call = None
             if call is None:
                 call, values = self._prepare(inputs, *flags)
-            elif call is self._last and not known:  # another layout, or inference mode is on and was off
+            # another layout, or inference mode is on and was off
+            elif call is self._last and not known:
                 call.is_alike = alike(values)
             self._last = call
             self._launch(call, values, known)
@@ -238,8 +273,10 @@ class GraphRunner:
         given = dict(zip(names := self.config.inputs, tensors, strict=False))
         if len(given) < len(tensors) or given.keys() & inputs:
             raise InputError(
-                f"{len(tensors)} tensors by position and {', '.join(inputs) or 'none'} by name do not fit the inputs",
-                remedy=f"Pass inputs by position in the order {', '.join(names)}, or by name; metadata by name.",
+                f"{len(tensors)} tensors by position and {', '.join(inputs) or 'none'} by name do "
+                "not fit the inputs",
+                remedy=f"Pass inputs by position in the order {', '.join(names)}, or by name; "
+                "metadata by name.",
             )
         return given | inputs
 
@@ -255,17 +292,27 @@ class GraphRunner:
         call = self._prepared(route, values)
         if not demand.is_open(route):
             call.flags, call.is_alike = flags, alike(values)
-            _keep(self._calls, (*map(_shape, values), *map(_dtype, values), *map(_device, values), *flags), call)
+            _keep(
+                self._calls,
+                (*map(_shape, values), *map(_dtype, values), *map(_device, values), *flags),
+                call,
+            )
         return call, values
 
     def _prepared(self, route: RoutedBatch, values: Values | None) -> PreparedCall:
-        """Calls of a kind, ready; ``values=None``: for batches that are staged. Raises DispatchMissError."""
+        """Calls of a kind, ready; ``values=None``: for batches that are staged. Raises
+        DispatchMissError.
+        """
         reason, mode = None, route.mode
         if mode is CUDAGraphMode.NONE:
             reason = self._router.reason_for_none(route, self.config.compilation.on_miss)
-        logger.debug("%s: %s runs as %s %s", self._name, route.batch, mode, reason or route.descriptor)
+        logger.debug(
+            "%s: %s runs as %s %s", self._name, route.batch, mode, reason or route.descriptor
+        )
         count = self.stats.count_of(route, reason)
-        call = PreparedCall.of(route, count, values, self._graphed, self._copiers.get(route.descriptor.sizes))
+        call = PreparedCall.of(
+            route, count, values, self._graphed, self._copiers.get(route.descriptor.sizes)
+        )
         self._verifier.schedule(call)
         if self.config.report.nvtx or Trace.current is not None:
             self._show(call, staged=values is None)
@@ -273,7 +320,13 @@ class GraphRunner:
 
     def _show(self, call: PreparedCall, *, staged: bool) -> None:
         """Let profilers of the device and the trace, whichever are on, see calls of a kind."""
-        copy_in, replay, trace, route, began = call.copy_in, call.replay, Trace.current, call.route, 0
+        copy_in, replay, trace, route, began = (
+            call.copy_in,
+            call.replay,
+            Trace.current,
+            call.route,
+            0,
+        )
         name, batch = f"{route.mode} {route.descriptor}", route.batch
         annotate = self.backend.annotate if self.config.report.nvtx else nullcontext
 
@@ -296,8 +349,9 @@ class GraphRunner:
 
     @contextmanager
     def trace(self) -> Iterator[Trace]:
-        """A block whose calls, captures and compilations are recorded; ``trace.to_json()`` is the file for Perfetto.
-        Calls take some microseconds longer. Staged batches have no dispatch, those staged before the block no events.
+        """A block whose calls, captures and compilations are recorded; ``trace.to_json()`` is the
+        file for Perfetto. Calls take some microseconds longer. Staged batches have no dispatch,
+        those staged before the block no events.
         """
         pick = self._pick
 
@@ -339,7 +393,8 @@ class GraphRunner:
         """A block that exchanges graphs, which the stats count; the lock is held."""
         self._take_stream()
         self._graphed.check_autocast()
-        self._forget_calls()  # prepared calls hold outputs, and a graph that is evicted waits for its own
+        # prepared calls hold outputs, and a graph that is evicted waits for its own
+        self._forget_calls()
         before = set(self.plan.keys)
         try:
             yield self._demand.live
@@ -356,7 +411,9 @@ class GraphRunner:
             live.capture([route.wanted])
             if (failed := live.failed.get(route.wanted)) is not None:
                 self.stats.failures += 1
-                logger.debug("%s: %s %s was not captured: %s", self._name, *route.wanted, failed.detail)
+                logger.debug(
+                    "%s: %s %s was not captured: %s", self._name, *route.wanted, failed.detail
+                )
 
     def stage(
         self,
@@ -372,12 +429,12 @@ class GraphRunner:
                 buffers["input_ids"].copy_(ids)
             logits = buffers.output
 
-        Leaving the block runs the batch, see StagedBuffers. With ``capture_policy: lazy`` its key is captured here,
-        ahead of the block, unless another block is open.
+        Leaving the block runs the batch, see StagedBuffers. With ``capture_policy: lazy`` its key
+        is captured here, ahead of the block, unless another block is open.
 
         Args:
-            num_tokens: At most what the static buffers hold: the largest size of the session. A batch that no graph
-                serves runs eagerly, as in a call.
+            num_tokens: At most what the static buffers hold: the largest size of the session. A
+                batch that no graph serves runs eagerly, as in a call.
             num_reqs: Needed where an input counts requests and it does not follow from the tokens.
             uniform_decode, num_active_loras, invalid_modes: As for a call.
 
@@ -396,7 +453,8 @@ class GraphRunner:
         counts_reqs, flags, demand = "num_reqs" in self._reader.symbols, counts[2:], self._demand
         batch = self._router.staged(num_tokens, num_reqs, uniform_decode, counts_reqs=counts_reqs)
         route = self._router.route(batch, *flags)
-        if demand.may_capture(route) and self._use.acquire(False):  # not inside another block, whose rows are written
+        # not inside another block, whose rows are written
+        if demand.may_capture(route) and self._use.acquire(False):
             try:
                 self._capture_for(route)
             finally:
@@ -411,13 +469,19 @@ class GraphRunner:
         return staged
 
     def padded(
-        self, num_tokens: int, *sizes: int, uniform_decode: bool | None = None, num_active_loras: int = 0
+        self,
+        num_tokens: int,
+        *sizes: int,
+        uniform_decode: bool | None = None,
+        num_active_loras: int = 0,
     ) -> int | None:
-        """Tokens of the key that serves a batch, to which a call pads it; None if the batch would run eagerly.
+        """Tokens of the key that serves a batch, to which a call pads it; None if the batch would
+        run eagerly.
 
-        Nothing runs. With ``capture_policy: lazy`` it is the key that the next such call captures. Without
-        ``uniform_decode`` each token counts as a request. ``sizes`` are those of the other named dimensions, of which
-        ``route`` tells the padded ones. Raises InputError as a call does.
+        Nothing runs. With ``capture_policy: lazy`` it is the key that the next such call captures.
+        Without ``uniform_decode`` each token counts as a request. ``sizes`` are those of the other
+        named dimensions, of which ``route`` tells the padded ones. Raises InputError as a call
+        does.
         """
         self._check_open()
         batch = Batch(operator.index(num_tokens), None, sizes)
@@ -434,7 +498,8 @@ class GraphRunner:
         num_active_loras: int = 0,
         **inputs: Tensor,
     ) -> Any:
-        """As a call, but the model's own code runs and no graph. Padded as a call pads, it is what a replay must equal.
+        """As a call, but the model's own code runs and no graph. Padded as a call pads, it is what
+        a replay must equal.
 
         ``padded=False`` runs the tensors as they are, outside of the static buffers.
         """
@@ -466,12 +531,14 @@ class GraphRunner:
         num_active_loras: int = 0,
         **inputs: Tensor,
     ) -> VerifyRecord:
-        """Compare the graph that serves a batch with the model's own code, see ``compilation.verify``. The model's
-        tensors are afterwards as they were. Arguments and errors as for a call.
+        """Compare the graph that serves a batch with the model's own code, see
+        ``compilation.verify``. The model's tensors are afterwards as they were. Arguments and
+        errors as for a call.
 
         Returns:
-            The key, the largest difference of each output and written tensor, the tolerance, and the times of both
-            runs in microseconds; ``failure`` says what is wrong. It prints as one line.
+            The key, the largest difference of each output and written tensor, the tolerance, and
+            the times of both runs in microseconds; ``failure`` says what is wrong. It prints as one
+            line.
 
         Raises:
             DispatchMissError: no graph serves the batch.
@@ -483,7 +550,8 @@ class GraphRunner:
             call, values = self._prepare(inputs, uniform_decode, num_active_loras, None)
             if call.route.mode is CUDAGraphMode.NONE:
                 raise DispatchMissError(
-                    f"no graph serves the batch: {call.count.reason}", remedy="Pass a batch that a graph serves."
+                    f"no graph serves the batch: {call.count.reason}",
+                    remedy="Pass a batch that a graph serves.",
                 )
             call.copy_in(values, self._current_stream(), False)
             return self._verifier.verify(call, values, leaves=False)[0]
@@ -495,15 +563,20 @@ class GraphRunner:
         num_active_loras: int = 0,
         invalid_modes: Modes = None,
     ) -> RoutedBatch:
-        """Check a batch and dispatch it, without running anything. Arguments and errors as for a call."""
+        """Check a batch and dispatch it, without running anything. Arguments and errors as for a
+        call.
+        """
         self._check_open()
-        return self._router.route(self._reader.read(inputs), uniform_decode, num_active_loras, invalid_modes)
+        return self._router.route(
+            self._reader.read(inputs), uniform_decode, num_active_loras, invalid_modes
+        )
 
     def input_views(self, num_tokens: int, num_reqs: int | None = None) -> dict[str, Tensor]:
-        """Views of the static buffers for a batch, by name: write into them and pass them to the call.
+        """Views of the static buffers for a batch, by name: write into them and pass them to the
+        call.
 
-        They may be written to at any time, so padding behind each batch is reset as far as they reach. ``stage`` does
-        without that, and is to be preferred. The runner owns the memory.
+        They may be written to at any time, so padding behind each batch is reset as far as they
+        reach. ``stage`` does without that, and is to be preferred. The runner owns the memory.
         """
         self._check_open()
         self._refuse_sizes()
@@ -523,22 +596,26 @@ class GraphRunner:
         return None if entry is None else entry.graph
 
     def invalidate(self, name: str) -> None:
-        """Say that memory which the graphs use has moved (a KV cache that was allocated again, say).
+        """Say that memory which the graphs use has moved (a KV cache that was allocated again,
+        say).
 
-        Until ``recapture``, calls and staged blocks that a graph would serve raise AddressError with that name.
+        Until ``recapture``, calls and staged blocks that a graph would serve raise AddressError
+        with that name.
         """
         self._check_open()
         self._graphed.invalidate(name)
         for call in (*self._calls.values(), *(staged.call for staged in self._handed)):
-            if call is not None and call.route.mode is not CUDAGraphMode.NONE:  # an eager run has no addresses
+            # an eager run has no addresses
+            if call is not None and call.route.mode is not CUDAGraphMode.NONE:
                 call.needs_check = True
 
     def recapture(self) -> None:
-        """Capture the same plan again, with the model's memory as it is now; keys that failed are forgotten.
+        """Capture the same plan again, with the model's memory as it is now; keys that failed are
+        forgotten.
 
-        The old graphs, pools and static buffers are freed first: outputs and ``input_views`` are no longer valid.
-        Raises as CaptureSession.run does; the runner is then closed. Raises CgplanError, and changes nothing, if a call
-        is under way.
+        The old graphs, pools and static buffers are freed first: outputs and ``input_views`` are no
+        longer valid. Raises as CaptureSession.run does; the runner is then closed. Raises
+        CgplanError, and changes nothing, if a call is under way.
         """
         with self._use.held(self._name):
             if self._state != "suspended":
@@ -556,8 +633,9 @@ class GraphRunner:
             self.stats.captures += len(self.plan.keys)
 
     def exchange(self, captured: Collection[Key] = (), evicted: Collection[Key] = ()) -> None:
-        """Free the graphs of some keys, and capture others now, as far as they are ``wanted``. With ``capture_policy:
-        lazy`` a batch that asks for an evicted key has it captured again. Raises CgplanError if a call is under way.
+        """Free the graphs of some keys, and capture others now, as far as they are ``wanted``. With
+        ``capture_policy: lazy`` a batch that asks for an evicted key has it captured again. Raises
+            CgplanError if a call is under way.
         """
         with self._use.held(self._name):
             self._check_open()
@@ -566,13 +644,15 @@ class GraphRunner:
 
     @contextmanager
     def no_capture(self) -> Iterator[None]:
-        """A block in which no call captures: a batch whose graph is not there runs by a larger one, or eagerly."""
+        """A block in which no call captures: a batch whose graph is not there runs by a larger one,
+        or eagerly.
+        """
         with self._demand.forbidden():
             yield
 
     def retry_failed(self) -> None:
-        """Forget which keys could not be captured (``report.failed``): the next batch that asks for one tries again.
-        Raises CgplanError if a call is under way.
+        """Forget which keys could not be captured (``report.failed``): the next batch that asks for
+        one tries again. Raises CgplanError if a call is under way.
         """
         with self._use.held(self._name):
             self._demand.live.failed.clear()
@@ -586,10 +666,11 @@ class GraphRunner:
         costs: GraphCosts | None = None,
         apply: bool = True,
     ) -> ReplanReport:
-        """Plan again for the batches that were asked for, inside the budget, and exchange the graphs for those.
+        """Plan again for the batches that were asked for, inside the budget, and exchange the
+        graphs for those.
 
-        Outputs that were handed out are no longer valid. A key that cannot be captured does not raise:
-        ``report.failed`` of the runner says why. See Note [Generations] in pools.py.
+        Outputs that were handed out are no longer valid. A key that cannot be captured does not
+        raise: ``report.failed`` of the runner says why. See Note [Generations] in pools.py.
 
         Args:
             traffic: Absent: the batches since the last replan.
@@ -598,8 +679,8 @@ class GraphRunner:
             apply: False: propose only.
 
         Raises:
-            CgplanError: ``compilation.capture_policy`` is not ``adaptive``, a call is under way, or captures are
-                forbidden.
+            CgplanError: ``compilation.capture_policy`` is not ``adaptive``, a call is under way, or
+                captures are forbidden.
             TrafficError: no batch was asked for since.
             BudgetError: the budget does not pay for a single graph.
             AddressError: the model's memory has moved: ``recapture`` first.
@@ -610,7 +691,8 @@ class GraphRunner:
                 self._take_stream()
                 self._graphed.check_autocast()
                 if apply:
-                    self._forget_calls()  # prepared calls hold outputs, and evicted graphs wait for theirs
+                    # prepared calls hold outputs, and evicted graphs wait for theirs
+                    self._forget_calls()
                 return self._demand.replan(traffic, times, costs, self._reopen, apply=apply)
             finally:
                 if self._demand.live.graphed is not self._graphed:
@@ -623,16 +705,18 @@ class GraphRunner:
         return self._capture_plan(plan, ())
 
     def close(self) -> None:
-        """Free graphs, pools and static buffers, for good. Outputs that were handed out are no longer valid. Raises
-        CgplanError if a call is under way.
+        """Free graphs, pools and static buffers, for good. Outputs that were handed out are no
+        longer valid. Raises CgplanError if a call is under way.
         """
         with self._use.held(self._name):
             self._free()
 
     def suspend(self) -> None:
-        """Give graphs, pools and static buffers back as ``close`` does, until ``recapture`` captures again.
+        """Give graphs, pools and static buffers back as ``close`` does, until ``recapture``
+        captures again.
 
-        Raises CgplanError as ``close`` does, and of a closed runner. Calls in between raise it, too.
+        Raises CgplanError as ``close`` does, and of a closed runner. Calls in between raise it,
+        too.
         """
         with self._use.held(self._name):
             if self._state != "suspended":
@@ -651,13 +735,16 @@ class GraphRunner:
     def _refuse_sizes(self) -> None:
         if names := self.config.dim_names[1:]:
             raise InputError(
-                f"batches of {', '.join(names)} cannot be written in place: their padding lies between rows",
+                f"batches of {', '.join(names)} cannot be written in place: their padding lies "
+                "between rows",
                 remedy="Call the runner with tensors.",
             )
 
     def _check_open(self) -> None:
         if self._state != "open":
-            remedy = "Call runner.recapture() first." if self._state == "suspended" else "Capture again."
+            remedy = (
+                "Call runner.recapture() first." if self._state == "suspended" else "Capture again."
+            )
             raise CgplanError(f"the runner is {self._state}", remedy=remedy)
 
 

@@ -23,33 +23,39 @@ _NO_OUTPUT, _UNREAD = object(), object()
 class StagedBuffers(Mapping[str, Tensor]):
     """The rows of one batch in the static buffers, by name; ``GraphRunner.stage`` makes it.
 
-    Inside the block, each input and metadata tensor has the shape of the unpadded batch, and the caller writes it in
-    place. Leaving the block runs the batch; an exception in the block runs nothing. After it ``output`` is the batch's
-    output, and the tensors are out of reach: their memory belongs to other batches. The runner owns the memory. A block
-    can be entered again.
+    Inside the block, each input and metadata tensor has the shape of the unpadded batch, and the
+    caller writes it in place. Leaving the block runs the batch; an exception in the block runs
+    nothing. After it ``output`` is the batch's output, and the tensors are out of reach: their
+    memory belongs to other batches. The runner owns the memory. A block can be entered again.
 
     Raises:
-        InputError: a tensor is put in, instead of being written to in place; or its name is not declared.
-        CgplanError: it is entered while a call is under way, while another stream still has work of the call before, or
-            after its graphs are gone, or used outside of its block; leaving it raises the errors of a call.
+        InputError: a tensor is put in, instead of being written to in place; or its name is not
+            declared.
+        CgplanError: it is entered while a call is under way, while another stream still has work of
+            the call before, or after its graphs are gone, or used outside of its block; leaving it
+            raises the errors of a call.
     """
 
     __slots__ = ("__weakref__", "_entered", "_is_late", "_output", "_runner", "_views", "call")
     __hash__ = object.__hash__
 
-    def __init__(self, runner: GraphRunner, call: PreparedCall, views: dict[str, Tensor], *, late: bool) -> None:
+    def __init__(
+        self, runner: GraphRunner, call: PreparedCall, views: dict[str, Tensor], *, late: bool
+    ) -> None:
         self._runner = weakref.ref(runner)  # which holds this object
         self.call: PreparedCall | None = call
         self._views = views
         self._entered: GraphRunner | None = None  # holds the lock, inside the block
-        self._is_late = late  # the output stays as it is until the next call, so it is read when somebody asks
+        # the output stays as it is until the next call, so it is read when somebody asks
+        self._is_late = late
         self._output: Any = _NO_OUTPUT
 
     def __enter__(self) -> StagedBuffers:
         runner, call = self._runner(), self.call
         if runner is None or call is None:
             raise CgplanError(
-                "the graphs that these buffers were staged for are gone", remedy="Call runner.stage(...) again."
+                "the graphs that these buffers were staged for are gone",
+                remedy="Call runner.stage(...) again.",
             )
         runner._use.take(runner._name)
         try:
@@ -63,15 +69,21 @@ class StagedBuffers(Mapping[str, Tensor]):
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         runner, call, is_run = self._entered, self.call, False
         if runner is None or call is None:
             raise self._ended()
         try:
             if kind is None:
-                eager = call.route.mode is CUDAGraphMode.NONE  # the model may change these very tensor objects
-                runner._launch(call, [view.detach() for view in self._views.values()] if eager else ())
+                # the model may change these very tensor objects
+                eager = call.route.mode is CUDAGraphMode.NONE
+                runner._launch(
+                    call, [view.detach() for view in self._views.values()] if eager else ()
+                )
                 self._output = _UNREAD if self._is_late else call.output()
                 is_run = True
         finally:
@@ -85,11 +97,14 @@ class StagedBuffers(Mapping[str, Tensor]):
 
     @staticmethod
     def _mark_written(runner: GraphRunner, call: PreparedCall) -> None:
-        runner._graphed.buffers[()].marks.extend(call.route.batch.num_tokens, call.route.batch.num_reqs or 0)
+        runner._graphed.buffers[()].marks.extend(
+            call.route.batch.num_tokens, call.route.batch.num_reqs or 0
+        )
 
     @property
     def output(self) -> Any:
-        """The model's output for the batch, with the padding sliced off; valid as long as a call's output is.
+        """The model's output for the batch, with the padding sliced off; valid as long as a call's
+        output is.
 
         Raises:
             CgplanError: the block has not been left yet, or another batch was staged since.
@@ -116,7 +131,8 @@ class StagedBuffers(Mapping[str, Tensor]):
     def __setitem__(self, name: str, value: Tensor) -> None:
         if value.data_ptr() != self[name].data_ptr():  # it is the same after `buffers[name] += 1`
             raise InputError(
-                "tensors cannot be put into staged buffers: the graphs read the memory that is there",
+                "tensors cannot be put into staged buffers: the graphs read the memory that is "
+                "there",
                 remedy="Write in place: buffers[name].copy_(tensor).",
             )
 
@@ -132,5 +148,6 @@ class StagedBuffers(Mapping[str, Tensor]):
     def _ended(self) -> CgplanError:
         return CgplanError(
             "the staged buffers were used outside of their `with` block",
-            remedy="Write into them inside `with runner.stage(...) as buffers:`; later their memory belongs to others.",
+            remedy="Write into them inside `with runner.stage(...) as buffers:`; later their "
+            "memory belongs to others.",
         )

@@ -36,7 +36,8 @@ class BatchCount:
     """Calls with one batch: as many tokens, requests and adapters, answered in the same way.
 
     Attributes:
-        num_tokens, num_reqs: Unpadded; no requests where no input counts them, and once too many batches were met.
+        num_tokens, num_reqs: Unpadded; no requests where no input counts them, and once too many
+            batches were met.
         mode, descriptor: What answered; its tokens are those that each call computed.
         reason: Why no graph did, None if one did.
     """
@@ -65,7 +66,8 @@ class StatsRecord(Record):
     Attributes:
         replays: By key, most calls first.
         eager: Calls that ran eagerly, by reason.
-        real_tokens, padding_tokens: Tokens of all batches, and of the padding that graphs computed besides.
+        real_tokens, padding_tokens: Tokens of all batches, and of the padding that graphs computed
+            besides.
         timed_calls, host_microseconds: Calls whose time on the host was taken, and the sum of it.
         captures, evictions: Keys that were captured, and captured keys whose graphs were freed.
         failures: Captures that failed, or that the budget did not allow, while batches were served.
@@ -90,7 +92,8 @@ class RunnerStats:
     Attributes:
         captures, evictions, failures: As in StatsRecord.
         timed_calls: Calls, not staged blocks, whose time was taken.
-        timed_nanoseconds: The sum of their times on the host: from entry to return, in which the device may lag behind.
+        timed_nanoseconds: The sum of their times on the host: from entry to return, in which the
+            device may lag behind.
         until_timed: Calls until the next one that is timed.
     """
 
@@ -103,7 +106,9 @@ class RunnerStats:
 
     @property
     def time_every(self) -> int:
-        """One call of so many is timed; 1 for all, 0 for none. Taking the time costs 0.1 to 0.2 microseconds."""
+        """One call of so many is timed; 1 for all, 0 for none. Taking the time costs 0.1 to 0.2
+        microseconds.
+        """
         return self._time_every
 
     @time_every.setter
@@ -117,10 +122,13 @@ class RunnerStats:
         self.until_timed = self._time_every - 1 if self._time_every > 0 else NEVER
 
     def count_of(self, route: RoutedBatch, reason: MissReason | None = None) -> BatchCount:
-        """What to add calls to. Beyond 100,000 different batches, new ones are told by tokens alone."""
+        """What to add calls to. Beyond 100,000 different batches, new ones are told by tokens
+        alone.
+        """
         batch = route.batch
         asked: Asked = (
-            batch.num_tokens, batch.num_reqs, route.uniform, route.num_active_loras, route.mode, route.descriptor,
+            batch.num_tokens, batch.num_reqs, route.uniform, route.num_active_loras, route.mode,
+            route.descriptor,
             reason,
         )  # fmt: skip
         if asked not in self._counts and len(self._counts) >= MOST_BATCHES:
@@ -128,8 +136,8 @@ class RunnerStats:
         return self._counts.setdefault(asked, BatchCount(*asked))
 
     def recount(self, ran: RoutedBatch, asked: RoutedBatch | None) -> None:
-        """Count the last call, if a graph served it, as one of the smaller batch ``asked`` that was padded to it;
-        None if it was nothing but padding, which counts as no call.
+        """Count the last call, if a graph served it, as one of the smaller batch ``asked`` that was
+        padded to it; None if it was nothing but padding, which counts as no call.
         """
         if ran.mode is not CUDAGraphMode.NONE:
             self.count_of(ran).calls -= 1
@@ -138,8 +146,11 @@ class RunnerStats:
 
     @property
     def counts(self) -> list[BatchCount]:
-        """All batches that were met in a call. Another thread may ask while calls go on, as those of metrics do."""
-        return [count for count in list(self._counts.values()) if count.calls]  # the copy is made in one go
+        """All batches that were met in a call. Another thread may ask while calls go on, as those
+        of metrics do.
+        """
+        # the copy is made in one go
+        return [count for count in list(self._counts.values()) if count.calls]
 
     @property
     def replays(self) -> Counter[tuple[CUDAGraphMode, BatchDescriptor]]:
@@ -162,7 +173,9 @@ class RunnerStats:
     @property
     def padded_rows(self) -> int:
         """Tokens of padding that graphs computed besides."""
-        return sum(count.calls * (count.descriptor.num_tokens - count.num_tokens) for count in self.counts)
+        return sum(
+            count.calls * (count.descriptor.num_tokens - count.num_tokens) for count in self.counts
+        )
 
     @property
     def host_microseconds(self) -> float:
@@ -181,23 +194,29 @@ class RunnerStats:
         graphs = listed([f"{mode} {key}: {n}" for (mode, key), n in self.replays.most_common()], 3)
         reasons = listed([f"{reason}: {n}" for reason, n in self.eager.most_common()], 3)
         return (
-            f"{counted(self.calls, 'call')}: {self.real_tokens} tokens, and {self.padded_rows} of padding\n"
+            f"{counted(self.calls, 'call')}: {self.real_tokens} tokens, and {self.padded_rows} of "
+            "padding\n"
             f"by graphs: {graphs or 'none'}\neagerly: {reasons or 'none'}\n"
             f"keys: {self.captures} captured, {self.evictions} evicted, {self.failures} failed"
         )
 
     def table(self) -> str:
-        """The settings and the table that vLLM logs, most frequent first; the planner reads it as traffic.
+        """The settings and the table that vLLM logs, most frequent first; the planner reads it as
+        traffic.
 
-        vLLM empties its counts after each table, so the planner adds up all tables of a file: where several are logged,
-        call ``reset`` after each.
+        vLLM empties its counts after each table, so the planner adds up all tables of a file: where
+        several are logged, call ``reset`` after each.
         """
-        rows = _added(((c.num_tokens, c.descriptor.num_tokens, c.mode), c.calls) for c in self.counts)
+        rows = _added(
+            ((c.num_tokens, c.descriptor.num_tokens, c.mode), c.calls) for c in self.counts
+        )
         cells = [
             COLUMNS,
             *(
                 tuple(map(str, (tokens, padded, padded - tokens, mode, calls)))
-                for (tokens, padded, mode), calls in sorted(rows.items(), key=lambda row: (-row[1], row[0][:2]))
+                for (tokens, padded, mode), calls in sorted(
+                    rows.items(), key=lambda row: (-row[1], row[0][:2])
+                )
             ),
         ]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
@@ -210,7 +229,9 @@ class RunnerStats:
     def record(self) -> StatsRecord:
         """The numbers as they are now."""
         return StatsRecord(
-            replays=tuple(KeyHits(mode=m, descriptor=d, calls=n) for (m, d), n in self.replays.most_common()),
+            replays=tuple(
+                KeyHits(mode=m, descriptor=d, calls=n) for (m, d), n in self.replays.most_common()
+            ),
             eager=dict(self.eager),
             real_tokens=self.real_tokens,
             padding_tokens=self.padded_rows,
@@ -227,7 +248,9 @@ class RunnerStats:
         return self.record().model_dump_json(indent=2)
 
     def prometheus(self, runner: str = "runner") -> str:
-        """The numbers in Prometheus' text format, with this name as the label ``runner``. Raises as StatsCollector."""
+        """The numbers in Prometheus' text format, with this name as the label ``runner``. Raises as
+        StatsCollector.
+        """
         collector = StatsCollector({runner: self})
         from prometheus_client import CollectorRegistry, generate_latest
 
@@ -240,10 +263,12 @@ class RunnerStats:
         return self._resets, {asked: count.calls for asked, count in list(self._counts.items())}
 
     def traffic(self, since: Mark | None = None) -> Traffic:
-        """The batches that were asked for, those that ran eagerly too, as the planner reads them: exact.
+        """The batches that were asked for, those that ran eagerly too, as the planner reads them:
+        exact.
 
         Args:
-            since: What ``mark`` returned earlier: only batches since then count; after a ``reset``, those since that.
+            since: What ``mark`` returned earlier: only batches since then count; after a ``reset``,
+                those since that.
 
         Raises:
             TrafficError: nothing was called.
@@ -256,11 +281,16 @@ class RunnerStats:
             if calls:
                 found.append((self._batch(count), calls))
                 if count.num_reqs is None:
-                    notes = ["no input counts requests: num_reqs of these batches are as many as their tokens allow"]
+                    notes = [
+                        "no input counts requests: num_reqs of these batches are as many as their "
+                        "tokens allow"
+                    ]
         return Traffic.of(found, "runner.stats", notes)
 
     def exposed_batches(self) -> Counter[tuple[int, str, int]]:
-        """Calls by tokens, uniformity and adapters, in so few different ones that a monitor can keep them all."""
+        """Calls by tokens, uniformity and adapters, in so few different ones that a monitor can
+        keep them all.
+        """
         found = []
         for count in self.counts:
             tokens, _, uniform, loras = self._batch(count)
@@ -274,7 +304,8 @@ class RunnerStats:
         if reqs is None:
             per_request = self.plan.query_len if count.uniform else 1
             reqs = min(count.num_tokens // per_request, self.plan.max_num_seqs)
-        uniform = count.uniform and count.num_tokens == reqs * self.plan.query_len  # not beyond max_num_seqs
+        # not beyond max_num_seqs
+        uniform = count.uniform and count.num_tokens == reqs * self.plan.query_len
         return StepShape(count.num_tokens, reqs, uniform, count.num_active_loras)
 
 
@@ -285,7 +316,12 @@ def _added(pairs: Iterable[tuple[T, int]]) -> Counter[T]:
     return total
 
 
-_COUNTERS: tuple[tuple[str, str, tuple[str, ...], Callable[[RunnerStats], Iterable[tuple[Sequence[object], int]]]], ...]
+_COUNTERS: tuple[
+    tuple[
+        str, str, tuple[str, ...], Callable[[RunnerStats], Iterable[tuple[Sequence[object], int]]]
+    ],
+    ...,
+]
 _COUNTERS = (  # name, description, labels beside `runner`, and (values of these labels, count)
     (
         "replays", "Calls that a graph served, by its key.",
@@ -296,23 +332,29 @@ _COUNTERS = (  # name, description, labels beside `runner`, and (values of these
         ),
     ),
     (
-        "batches", "Calls by the batch that was asked for; mixed ones of over 512 tokens as the next multiple of 64.",
-        ("num_tokens", "uniform", "num_active_loras"), lambda stats: stats.exposed_batches().items(),
+        "batches", "Calls by the batch that was asked for; mixed ones of over 512 tokens as the "
+                   "next multiple of 64.",
+        ("num_tokens", "uniform", "num_active_loras"),
+        lambda stats: stats.exposed_batches().items(),
     ),
     ("eager_calls", "Calls that ran eagerly, by the reason.", ("reason",),
      lambda stats: (((reason,), n) for reason, n in stats.eager.items())),
     ("tokens", "Tokens of batches, and rows of padding besides.", ("kind",),
      lambda stats: ((("real",), stats.real_tokens), (("padding",), stats.padded_rows))),
     ("captures", "Keys that were captured.", (), lambda stats: (((), stats.captures),)),
-    ("evictions", "Captured keys whose graphs were freed.", (), lambda stats: (((), stats.evictions),)),
-    ("capture_failures", "Keys that could not be captured.", (), lambda stats: (((), stats.failures),)),
+    ("evictions", "Captured keys whose graphs were "
+                  "freed.", (), lambda stats: (((), stats.evictions),)),
+    ("capture_failures", "Keys that could not be "
+                         "captured.", (), lambda stats: (((), stats.failures),)),
 )  # fmt: skip
 
 
 class StatsCollector:
-    """Collects the numbers of runners at the moment when a registry asks for them; calls pay nothing for it.
+    """Collects the numbers of runners at the moment when a registry asks for them; calls pay
+    nothing for it.
 
-    ``prometheus_client.REGISTRY.register(StatsCollector({"target": runner.stats}))`` puts them beside a server's own.
+    ``prometheus_client.REGISTRY.register(StatsCollector({"target": runner.stats}))`` puts them
+    beside a server's own.
 
     Args:
         runners: Their stats by name; the name becomes the label ``runner``.
@@ -328,20 +370,25 @@ class StatsCollector:
         except ImportError:
             raise CgplanError(
                 "the metrics format of Prometheus needs prometheus_client, which is not installed",
-                remedy="Run `pip install prometheus_client`, or install cgplan with the extra `metrics`.",
+                remedy="Run `pip install prometheus_client`, or install cgplan with the extra "
+                "`metrics`.",
             ) from None
         self._core = core
 
     def collect(self) -> Iterator[Metric]:
         """All families; sizes and modes are labels."""
         for name, about, labels, rows in _COUNTERS:
-            family = self._core.CounterMetricFamily(f"cgplan_{name}", about, labels=["runner", *labels])
+            family = self._core.CounterMetricFamily(
+                f"cgplan_{name}", about, labels=["runner", *labels]
+            )
             for runner, stats in self._runners.items():
                 for values, count in rows(stats):
                     family.add_metric([runner, *map(str, values)], count)
             yield family
         host = self._core.SummaryMetricFamily(
-            "cgplan_host_seconds", "Host time of the calls that were timed, until they returned.", labels=["runner"]
+            "cgplan_host_seconds",
+            "Host time of the calls that were timed, until they returned.",
+            labels=["runner"],
         )
         for runner, stats in self._runners.items():
             host.add_metric([runner], stats.timed_calls, stats.timed_nanoseconds / 1e9)

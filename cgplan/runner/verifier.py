@@ -1,18 +1,22 @@
-"""Verifier: replays compared with the model's own code, from the same state and the same random numbers.
+"""Verifier: replays compared with the model's own code, from the same state and the same random
+numbers.
 
 Note [Verification]
-    A batch runs by the model's own code, then by the graph. The output, and the tensors that the graph writes, have to
-    agree within rounding. What runs by the model's own code, and what may stand in the padding, depends on who declared
-    the padding:
-    * Calls that teach (``RealRows``): the batch without padding. The graph also runs with copies of real rows in its
-      padding, which are valid values for the model: real rows have to be equal to the last bit. A difference is looked
-      at once more where random numbers are drawn, or where it is in a few elements in half precision: if the padded
-      batch agrees with the graph, then other sizes round otherwise, or draw other numbers. That is accepted.
-    * A configuration: the padded batch, since attention metadata is made for the padded key, and a forward may be given
-      sizes. Where no context tells of sizes, the batch without padding runs, too: if it differs, and if copies of real
-      rows change the output, or other sizes than rows are padded, then padding reaches real rows.
-    The answer of a replay that differs is that of the model's own code, with the state that this code left.
-    Memory that each run overwrites at places given by inputs, such as a KV cache, is not copied: both write it.
+    A batch runs by the model's own code, then by the graph. The output, and the tensors that the
+    graph writes, have to agree within rounding. What runs by the model's own code, and what may
+    stand in the padding, depends on who declared the padding:
+    * Calls that teach (``RealRows``): the batch without padding. The graph also runs with copies of
+      real rows in its padding, which are valid values for the model: real rows have to be equal to
+      the last bit. A difference is looked at once more where random numbers are drawn, or where it
+      is in a few elements in half precision: if the padded batch agrees with the graph, then other
+      sizes round otherwise, or draw other numbers. That is accepted.
+    * A configuration: the padded batch, since attention metadata is made for the padded key, and a
+      forward may be given sizes. Where no context tells of sizes, the batch without padding runs,
+      too: if it differs, and if copies of real rows change the output, or other sizes than rows are
+          padded, then padding reaches real rows.
+    The answer of a replay that differs is that of the model's own code, with the state that this
+    code left. Memory that each run overwrites at places given by inputs, such as a KV cache, is not
+    copied: both write it.
 """
 
 from __future__ import annotations
@@ -45,7 +49,9 @@ _FEW = 0.25  # of the elements: those of rows that a router sends elsewhere
 
 @dataclass
 class Run:
-    """What one way to run a batch gave: its output, the tensors that it wrote, and its time in microseconds."""
+    """What one way to run a batch gave: its output, the tensors that it wrote, and its time in
+    microseconds.
+    """
 
     output: Any
     state: list[Tensor]
@@ -53,17 +59,22 @@ class Run:
 
 
 class _Moment:
-    """Copies of the tensors that graphs write, of a batch in the static buffers, and of random states; and what puts
-    attributes back, where runs change them.
+    """Copies of the tensors that graphs write, of a batch in the static buffers, and of random
+    states; and what puts attributes back, where runs change them.
     """
 
-    def __init__(self, graphed: ModelGraphs, call: PreparedCall, python: PutBack | None = None) -> None:
+    def __init__(
+        self, graphed: ModelGraphs, call: PreparedCall, python: PutBack | None = None
+    ) -> None:
         self._python, self._ignore = python, graphed.config.compilation.ignore
         device = graphed.backend.device
         buffers = graphed.buffers[call.route.descriptor.sizes].buffers.values()
         tensors = [*graphed.written.values(), *(buffer.tensor for buffer in buffers)]
         self._copies = [(t.untyped_storage(), t.untyped_storage().clone()) for t in tensors]
-        defaults = [torch.default_generator, *torch.cuda.default_generators[device.index or 0 :][:1]]
+        defaults = [
+            torch.default_generator,
+            *torch.cuda.default_generators[device.index or 0 :][:1],
+        ]
         self._random = [(g, g.get_state()) for g in (*defaults, *graphed.generators)]
 
     def put_back(self) -> bool:
@@ -92,7 +103,9 @@ class Verifier:
         self._handed: list[Tensor] = []
 
     def schedule(self, call: PreparedCall) -> None:
-        """Say when calls of a kind are verified: padded batches and others of one key have their own turns."""
+        """Say when calls of a kind are verified: padded batches and others of one key have their
+        own turns.
+        """
         mode, descriptor, batch = call.route.mode, call.route.descriptor, call.route.batch
         if self._policy != "off" and mode is not CUDAGraphMode.NONE:
             is_padded = batch.num_tokens < descriptor.num_tokens or batch.sizes != descriptor.sizes
@@ -117,32 +130,41 @@ class Verifier:
         return found
 
     def replay(self, call: PreparedCall, values: Values) -> None:
-        """Replay a call whose batch is in the static buffers, and verify it. Raises NumbersError, whose ``output`` is
-        that of the model's own code.
+        """Replay a call whose batch is in the static buffers, and verify it. Raises NumbersError,
+        whose ``output`` is that of the model's own code.
         """
         due = call.due
         record, eager = self.verify(call, values)
-        due.replays = 1 if self._policy == "always" else 2 * due.replays or 1  # the number of this replay
+        # the number of this replay
+        due.replays = 1 if self._policy == "always" else 2 * due.replays or 1
         due.left = {"first": NEVER, "rarely": due.replays, "always": 1}[self._policy]
         if record.failure is not None:
             due.left, due.replays = 1, 0
             raise NumbersError(
-                f"the replay of {record.mode} {record.descriptor} differs from the model's own code: {record.failure}",
-                remedy="Look for numbers and branches that Python computed at capture, tensors that moved, padding "
-                "that reaches real rows, and random operators that do not draw from torch's generators, such as "
+                f"the replay of {record.mode} {record.descriptor} differs from the model's own "
+                f"code: {record.failure}",
+                remedy="Look for numbers and branches that Python computed at capture, tensors "
+                "that moved, padding "
+                "that reaches real rows, and random operators that do not draw from torch's "
+                "generators, such as "
                 "Python's and NumPy's.",
                 output=None if eager is None else eager.output,
             )
 
-    def verify(self, call: PreparedCall, values: Values, *, leaves: bool = True) -> tuple[VerifyRecord, Run | None]:
-        """Compare a batch that is in the static buffers, and what the model's own code gave. The last run is a replay,
-        and its state stays, or that of the model's own code where the replay was wrong; without ``leaves`` neither.
+    def verify(
+        self, call: PreparedCall, values: Values, *, leaves: bool = True
+    ) -> tuple[VerifyRecord, Run | None]:
+        """Compare a batch that is in the static buffers, and what the model's own code gave. The
+        last run is a replay, and its state stays, or that of the model's own code where the replay
+        was wrong; without ``leaves`` neither.
         """
         graphed, compilation = self._graphed, self._graphed.config.compilation
         mode, key = call.route.mode, call.route.descriptor
         held = _COPIES * sum(tensor.nbytes for tensor in graphed.written.values())
         if held > graphed.copy_limit():
-            return self._unverified(call, f"{held} bytes for copies of state are more than compilation.state_copy")
+            return self._unverified(
+                call, f"{held} bytes for copies of state are more than compilation.state_copy"
+            )
         kept = PutBack(graphed.record(), 0) if graphed.changes_python else None
         records = list[Fingerprint]()
         if compilation.strict:
@@ -169,7 +191,10 @@ class Verifier:
         may_explain = where is None and not changes and not runs_once
         explains = wrong and may_explain and (few or begin.has_drawn_until(after))
         if explains and self._is_rounding(call, begin, replayed):
-            remark, wrong = f"{wrong[0]}; the padded batch agrees, so other sizes round or draw otherwise", []
+            remark, wrong = (
+                f"{wrong[0]}; the padded batch agrees, so other sizes round or draw otherwise",
+                [],
+            )
             begin.put_back()
             call.replay()
         elif graphed.entry((mode, key)) is None:  # whose output is read once
@@ -198,7 +223,9 @@ class Verifier:
     def _unverified(self, call: PreparedCall, why: str) -> tuple[VerifyRecord, None]:
         call.replay()
         route = call.route
-        return VerifyRecord(mode=route.mode, descriptor=route.descriptor, remark=f"not verified: {why}"), None
+        return VerifyRecord(
+            mode=route.mode, descriptor=route.descriptor, remark=f"not verified: {why}"
+        ), None
 
     def _leave_own_state(self, call: PreparedCall, values: Values, after: _Moment) -> None:
         """State as the model's own code left it."""
@@ -213,7 +240,7 @@ class Verifier:
             changes |= record.changes(self._graphed.config.compilation.ignore)
         return [changes[path] for path in self._graphed.of_graphs(mode, changes)]
 
-    # --- ways to run a batch ----------------------------------------------------------------------------------------
+    # --- ways to run a batch ----------------------------------------------------------------------
 
     def _run(self, way: Callable[[], Any]) -> Run:
         graphed = self._graphed
@@ -223,14 +250,19 @@ class Verifier:
         graphed.backend.synchronize()
         taken = 1e6 * (time.perf_counter() - start)
         with torch.no_grad():
-            return Run(_copied(output), [tensor.clone() for tensor in graphed.written.values()], taken)
+            return Run(
+                _copied(output), [tensor.clone() for tensor in graphed.written.values()], taken
+            )
 
     def _own_code(self, call: PreparedCall, values: Values) -> Any:
         """The model's own code: without padding where calls teach, else on the padded batch."""
         graphed, route = self._graphed, call.route
         if self._rows is not None:
-            tensors = [value.clone() for value in on_device(values, graphed.backend.device)]  # it may write there
-            return graphed.run_eager(route.unpadded, dict(zip(graphed.config.tensors, tensors, strict=True)))
+            # it may write there
+            tensors = [value.clone() for value in on_device(values, graphed.backend.device)]
+            return graphed.run_eager(
+                route.unpadded, dict(zip(graphed.config.tensors, tensors, strict=True))
+            )
         try:
             with graphed.in_context(route.mode, route.descriptor):
                 output = graphed.run_eager(route.descriptor, graphed.views(route.descriptor))
@@ -241,19 +273,26 @@ class Verifier:
             failure = explain_eager_failure(error, f"{route.mode} {route.descriptor}")
             raise failure from (error if failure is not error else error.__cause__)
 
-    def _padding_tells(self, call: PreparedCall, values: Values, begin: _Moment, *, has_drawn: bool) -> str | None:
-        """Where declared padding reaches real rows; not looked for where a context tells the model of sizes."""
+    def _padding_tells(
+        self, call: PreparedCall, values: Values, begin: _Moment, *, has_drawn: bool
+    ) -> str | None:
+        """Where declared padding reaches real rows; not looked for where a context tells the model
+        of sizes.
+        """
         graphed, route = self._graphed, call.route
         tells_of_sizes = graphed.has_context or graphed.config.metadata or graphed.config.lora
-        if not len(values) or tells_of_sizes or not graphed.is_alone:  # ranks run a forward equally often
+        # ranks run a forward equally often
+        if not len(values) or tells_of_sizes or not graphed.is_alone:
             return None
-        is_padded_within = route.batch.sizes != route.descriptor.sizes  # rows, which copies of rows do not replace
+        # rows, which copies of rows do not replace
+        is_padded_within = route.batch.sizes != route.descriptor.sizes
         if not is_padded_within and not self._padding(call):
             return None
         rows = {}
         buffers = graphed.buffers[route.descriptor.sizes].buffers
         for name, value in zip(graphed.config.tensors, values, strict=True):
-            rows[name] = buffers[name].tensor[tuple(map(slice, value.shape))].clone()  # values may lie in the buffers
+            # values may lie in the buffers
+            rows[name] = buffers[name].tensor[tuple(map(slice, value.shape))].clone()
         try:
             alone = self._run(lambda: graphed.run_eager(route.unpadded, rows))
         except Exception:  # it is made for padded batches
@@ -281,7 +320,9 @@ class Verifier:
         return not any(one.is_wrong for one in self._differences(captured, replayed))
 
     def _reached(self, call: PreparedCall, begin: _Moment) -> str | None:
-        """What differs between a replay with copies of real rows in the padding, and one without."""
+        """What differs between a replay with copies of real rows in the padding, and one
+        without.
+        """
         padding = self._padding(call)
         if not padding:
             return None
@@ -327,13 +368,19 @@ class Verifier:
 
 
 def _copied_inputs(graphed: ModelGraphs) -> set[str]:
-    """Inputs whose padding may hold copies of real rows: all, where rows are all that inputs count."""
+    """Inputs whose padding may hold copies of real rows: all, where rows are all that inputs
+    count.
+    """
     inputs = graphed.config.inputs.items()
     if graphed.real_rows is not None:
         return {name for name, _ in inputs if name not in graphed.real_rows.meant_padding}
     counted = {extent.symbol for spec in graphed.config.tensors.values() for extent in spec.extents}
     rows_alone = not graphed.config.metadata and "num_reqs" not in counted
-    return {n for n, spec in inputs if spec.pad != "last" and (rows_alone or torch_dtype(spec).is_floating_point)}
+    return {
+        n
+        for n, spec in inputs
+        if spec.pad != "last" and (rows_alone or torch_dtype(spec).is_floating_point)
+    }
 
 
 def _replayed(call: PreparedCall) -> Any:
@@ -342,7 +389,8 @@ def _replayed(call: PreparedCall) -> Any:
 
 
 def _copied(output: Any) -> Any:
-    with torch.inference_mode(False), torch.no_grad():  # else nothing outside of inference mode could fill them
+    # else nothing outside of inference mode could fill them
+    with torch.inference_mode(False), torch.no_grad():
         return tree_map_only(Tensor, Tensor.clone, output)
 
 
@@ -350,5 +398,7 @@ def _unequal(one: Run, other: Run, *, compares_state: bool) -> str | None:
     """The first part that is not equal to the last bit."""
     if not is_equal(one.output, other.output):
         return "the output"
-    parts: Sequence[tuple[Tensor, Tensor]] = list(zip(one.state, other.state, strict=True)) if compares_state else []
+    parts: Sequence[tuple[Tensor, Tensor]] = (
+        list(zip(one.state, other.state, strict=True)) if compares_state else []
+    )
     return None if all(is_equal(a, b) for a, b in parts) else "the model's state"

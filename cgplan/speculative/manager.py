@@ -1,11 +1,13 @@
-"""SpecDecodeGraphManager: greedy speculative decoding by graphs, a draft and a target in one plan and one pool.
+"""SpecDecodeGraphManager: greedy speculative decoding by graphs, a draft and a target in one plan
+and one pool.
 
 Note [Which tokens]
-    Every token is the most probable one in a pass of the target over 1 + k tokens of each request, given the tokens
-    before it. With exact arithmetic that is plain greedy decoding, whatever the draft says. In floating point a device
-    may take other kernels for 1 + k tokens than for one, and two tokens that are as good as equal may change places:
-    hardly ever in float32 and float64, now and then in bfloat16 and float16, on random weights more often than on
-    trained ones. Captured and eager runs of the same passes agree bit for bit.
+    Every token is the most probable one in a pass of the target over 1 + k tokens of each request,
+    given the tokens before it. With exact arithmetic that is plain greedy decoding, whatever the
+    draft says. In floating point a device may take other kernels for 1 + k tokens than for one, and
+    two tokens that are as good as equal may change places: hardly ever in float32 and float64, now
+    and then in bfloat16 and float16, on random weights more often than on trained ones. Captured
+    and eager runs of the same passes agree bit for bit.
 """
 
 from __future__ import annotations
@@ -65,7 +67,8 @@ class SpecRequest:
 
 @dataclass(slots=True, eq=False)
 class SpecStep:
-    """One step under way on the device. ``tokens`` waits for it; until then the host is free to do other things.
+    """One step under way on the device. ``tokens`` waits for it; until then the host is free to do
+    other things.
 
     Attributes:
         slots: The requests, in order.
@@ -74,14 +77,15 @@ class SpecStep:
 
     slots: tuple[int, ...]
     draft_tokens: int
-    _result: Callable[[], torch.Tensor] = field(repr=False)  # waits for the result of ``Verify``, on the host
+    # waits for the result of ``Verify``, on the host
+    _result: Callable[[], torch.Tensor] = field(repr=False)
     _requests: Sequence[SpecRequest] = field(repr=False)
     _stats: SpecStats = field(repr=False)
     _tokens: list[list[int]] | None = field(default=None, init=False, repr=False)
 
     def tokens(self) -> list[list[int]]:
-        """The new tokens of each request, in the order of ``slots``: 1 to 1 + draft_tokens of them, and none where the
-        request had no block left when the step ran.
+        """The new tokens of each request, in the order of ``slots``: 1 to 1 + draft_tokens of them,
+        and none where the request had no block left when the step ran.
         """
         if self._tokens is None:
             self._tokens = [row[1 : 1 + row[0]] for row in self._result().tolist()]
@@ -95,25 +99,29 @@ class SpecStep:
 
 
 class SpecDecodeGraphManager:
-    """Greedy speculative decoding: a draft proposes k tokens for each request, one pass of the target verifies them.
+    """Greedy speculative decoding: a draft proposes k tokens for each request, one pass of the
+    target verifies them.
 
-    Both are captured for the same numbers of requests, into one pool: the draft's loop of k steps as one graph, with
-    the choice of each token inside, and the target's pass as uniform decode with 1 + k tokens a request, with the
-    acceptance inside. The state of a request (its last tokens, length and blocks) lies on the device and is
-    advanced there, so that a step is two replays and one small copy back. See Notes [Positions and caches] and
-    [Which tokens].
+    Both are captured for the same numbers of requests, into one pool: the draft's loop of k steps
+    as one graph, with the choice of each token inside, and the target's pass as uniform decode with
+    1 + k tokens a request, with the acceptance inside. The state of a request (its last tokens,
+    length and blocks) lies on the device and is advanced there, so that a step is two replays and
+    one small copy back. See Notes [Positions and caches] and [Which tokens].
 
-    The engine schedules: it prefills prompts with ``prefill``, hands requests over with ``add``, runs ``step`` on any
-    of them, and takes them out with ``remove``. It owns the blocks of the KV cache; both models use the same numbers,
-    each in a separate cache. Not for use from several threads.
+    The engine schedules: it prefills prompts with ``prefill``, hands requests over with ``add``,
+    runs ``step`` on any of them, and takes them out with ``remove``. It owns the blocks of the KV
+    cache; both models use the same numbers, each in a separate cache. Not for use from several
+    threads.
 
     Args:
-        config: Of the target: inputs input_ids and positions, metadata as ``cgplan::attention`` reads it, sizes, modes
-            and bounds, and ``speculative.num_speculative_tokens``. Limits of its budget hold for each part by itself.
-        target, draft: Models with a ``config`` that says vocab_size, block_size and num_blocks, or PagedModels, on the
-            device already. The caller owns them.
+        config: Of the target: inputs input_ids and positions, metadata as ``cgplan::attention``
+            reads it, sizes, modes and bounds, and ``speculative.num_speculative_tokens``. Limits of
+            its budget hold for each part by itself.
+        target, draft: Models with a ``config`` that says vocab_size, block_size and num_blocks, or
+            PagedModels, on the device already. The caller owns them.
         backend: The device; absent: the pool's, else ``config.device``.
-        draft_tokens: Numbers of draft tokens to capture for besides the configuration's; ``step`` takes any of them.
+        draft_tokens: Numbers of draft tokens to capture for besides the configuration's; ``step``
+            takes any of them.
         pool: All parts capture into it; absent: a new pool.
         progress: Called before each key.
 
@@ -142,22 +150,36 @@ class SpecDecodeGraphManager:
         if drafting.vocab_size != paged.vocab_size:
             raise ModelError(
                 f"the draft knows {drafting.vocab_size} tokens, the target {paged.vocab_size}",
-                remedy="Choose a draft with the target's vocabulary: a token's number has to mean the same to both.",
+                remedy="Choose a draft with the target's vocabulary: a token's number has to mean "
+                "the same to both.",
             )
         if drafting.block_size != paged.block_size or drafting.num_blocks < paged.num_blocks:
             raise ModelError(
-                f"the draft's cache has {drafting.num_blocks} blocks of {drafting.block_size} tokens, the target's "
+                f"the draft's cache has {drafting.num_blocks} blocks of {drafting.block_size} "
+                "tokens, the target's "
                 f"{paged.num_blocks} of {paged.block_size}",
-                remedy="Build the draft with the target's block_size and at least its num_blocks: they share block "
+                remedy="Build the draft with the target's block_size and at least its num_blocks: "
+                "they share block "
                 "tables.",
             )
-        self.plan, self.config, self.stats = plan_speculation(config, draft_tokens), config, SpecStats()
+        self.plan, self.config, self.stats = (
+            plan_speculation(config, draft_tokens),
+            config,
+            SpecStats(),
+        )
         self._max_blocks = config.metadata["block_tables"].extents[1].offset
         mixed = CudaGraphManager(
-            self.plan.configs["target"], paged.forward, backend, pool=pool, name="target", progress=progress
+            self.plan.configs["target"],
+            paged.forward,
+            backend,
+            pool=pool,
+            name="target",
+            progress=progress,
         )
         self.backend, self.pool = mixed.backend, mixed.pool
-        self._state = state = new_state(config.scheduler.max_num_seqs, self._max_blocks, self.backend.device)
+        self._state = state = new_state(
+            config.scheduler.max_num_seqs, self._max_blocks, self.backend.device
+        )
         models: dict[str, Callable[..., Any]] = {"draft": drafting.forward}
         for number in self.plan.draft_tokens:
             models[f"verify k={number}"] = Verify(paged, config.metadata, state, number)
@@ -173,7 +195,9 @@ class SpecDecodeGraphManager:
         self._rows: tuple[tuple[int, ...], torch.Tensor] | None = None
 
     def capture(self) -> PoolReport:
-        """Capture all parts, or none. Raises as CaptureSession.run; requests that are being decoded stay."""
+        """Capture all parts, or none. Raises as CaptureSession.run; requests that are being decoded
+        stay.
+        """
         return capture_together(list(self._managers.values()))
 
     def prefill(self, **batch: Any) -> Any:
@@ -183,8 +207,9 @@ class SpecDecodeGraphManager:
             batch: The configuration's inputs and metadata, by name, as for a runner's call.
 
         Returns:
-            The target's output, valid until the next call. The token that follows a prompt is the caller's to take
-            from it. Errors are those of GraphRunner's call; an InputError is raised before anything is launched.
+            The target's output, valid until the next call. The token that follows a prompt is the
+            caller's to take from it. Errors are those of GraphRunner's call; an InputError is
+            raised before anything is launched.
         """
         self._managers["draft"].run(uniform_decode=False, **batch)
         return self._managers["target"].run(uniform_decode=False, **batch)
@@ -193,14 +218,17 @@ class SpecDecodeGraphManager:
         """Hand a request over for decoding.
 
         Args:
-            tokens: All its tokens so far, the prompt's and at least one more. All but the last are in both caches.
-            blocks: Its blocks, in order. A step writes to 1 + k positions; those without a block give no token.
+            tokens: All its tokens so far, the prompt's and at least one more. All but the last are
+                in both caches.
+            blocks: Its blocks, in order. A step writes to 1 + k positions; those without a block
+                give no token.
 
         Returns:
             The slot by which the other methods know it, until ``remove``.
 
         Raises:
-            InputError: all ``scheduler.max_num_seqs`` slots are taken, or tokens or blocks do not fit; nothing changed.
+            InputError: all ``scheduler.max_num_seqs`` slots are taken, or tokens or blocks do not
+                fit; nothing changed.
         """
         most = self.config.scheduler.max_num_seqs
         if len(self._requests) >= most:
@@ -212,7 +240,8 @@ class SpecDecodeGraphManager:
         if len(last) < 2 or not all(0 <= token < self._target.vocab_size for token in last):
             raise InputError(
                 f"a request of {len(tokens)} tokens ending in {last} cannot be decoded",
-                remedy=f"Give the prompt and at least one token more, each below {self._target.vocab_size}.",
+                remedy="Give the prompt and at least one token more, each below "
+                f"{self._target.vocab_size}.",
             )
         self._check_blocks(blocks, len(tokens) - 1)
         slot = next(slot for slot in range(most) if slot not in self._requests)
@@ -221,7 +250,9 @@ class SpecDecodeGraphManager:
         return slot
 
     def set_blocks(self, slot: int, blocks: Sequence[int]) -> None:
-        """Give a request other blocks, usually more; those that hold its context must stay. Raises InputError."""
+        """Give a request other blocks, usually more; those that hold its context must stay. Raises
+        InputError.
+        """
         request = self._request(slot)
         self._check_blocks(blocks, request.context)
         if slot in self._changed:
@@ -232,7 +263,9 @@ class SpecDecodeGraphManager:
         request.room = len(blocks) * self._target.block_size
 
     def remove(self, slot: int) -> None:
-        """Take a request out. Its blocks may be given away at once: later steps are queued behind those under way."""
+        """Take a request out. Its blocks may be given away at once: later steps are queued behind
+        those under way.
+        """
         self._request(slot)
         del self._requests[slot]
         self._changed.pop(slot, None)
@@ -245,13 +278,15 @@ class SpecDecodeGraphManager:
             draft_tokens: One of ``plan.draft_tokens``; absent: the configuration's.
 
         Returns:
-            At once; the work is queued. The next step may be queued before this one's tokens are read.
+            At once; the work is queued. The next step may be queued before this one's tokens are
+            read.
 
         Raises:
-            InputError: an unknown slot, a slot twice, no request, another number of draft tokens, or a request whose
-                blocks are full; nothing was launched.
-            DispatchMissError: no graph serves as many requests and ``compilation.on_miss`` is ``error``; no request has
-                changed. (Where the draft has a graph and the target none, as budgets hold for each, the draft has run.)
+            InputError: an unknown slot, a slot twice, no request, another number of draft tokens,
+                or a request whose blocks are full; nothing was launched.
+            DispatchMissError: no graph serves as many requests and ``compilation.on_miss`` is
+                ``error``; no request has changed. (Where the draft has a graph and the target none,
+                as budgets hold for each, the draft has run.)
         """
         chosen = self.slots if slots is None else tuple(slots)
         number = self.plan.draft_tokens[0] if draft_tokens is None else draft_tokens
@@ -264,7 +299,8 @@ class SpecDecodeGraphManager:
         for slot, request in zip(chosen, map(self._request, chosen), strict=True):
             if request.context >= request.room:
                 raise InputError(
-                    f"the request in slot {slot} has {request.context} tokens in the cache, and its blocks hold "
+                    f"the request in slot {slot} has {request.context} tokens in the cache, and "
+                    "its blocks hold "
                     f"{request.room}",
                     remedy="Give it another block with set_blocks, or remove it.",
                 )
@@ -281,7 +317,9 @@ class SpecDecodeGraphManager:
         result = verify.run(input_ids=proposed.flatten(), rows=rows, uniform_decode=True)
         # The only copy to the host; graphs may overwrite the result behind it.
         fetched = self.backend.fetch(result)
-        return SpecStep(chosen, number, fetched, [self._requests[slot] for slot in chosen], self.stats)
+        return SpecStep(
+            chosen, number, fetched, [self._requests[slot] for slot in chosen], self.stats
+        )
 
     @property
     def slots(self) -> tuple[int, ...]:
@@ -295,7 +333,9 @@ class SpecDecodeGraphManager:
     @property
     def report(self) -> PoolReport:
         """Memory and time of the captures."""
-        return PoolReport({name: part.report for name, part in self._managers.items()}, self.pool.nbytes)
+        return PoolReport(
+            {name: part.report for name, part in self._managers.items()}, self.pool.nbytes
+        )
 
     def close(self) -> None:
         """Free all graphs and the pool. Twice does no harm; ``capture`` may follow."""
@@ -310,8 +350,8 @@ class SpecDecodeGraphManager:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """A block that writes the state that graphs read. Fails as a call of a member of the pool does, on a second
-        stream while the first one has work, say.
+        """A block that writes the state that graphs read. Fails as a call of a member of the pool
+        does, on a second stream while the first one has work, say.
         """
         use = self.pool.use
         with use.held("speculation"):
@@ -321,23 +361,33 @@ class SpecDecodeGraphManager:
     def _request(self, slot: int) -> SpecRequest:
         if slot not in self._requests:
             known = ", ".join(map(str, sorted(self._requests))) or "none"
-            raise InputError(f"no request has slot {slot}", remedy=f"Slots in use: {known}; `add` hands them out.")
+            raise InputError(
+                f"no request has slot {slot}",
+                remedy=f"Slots in use: {known}; `add` hands them out.",
+            )
         return self._requests[slot]
 
     def _check_blocks(self, blocks: Sequence[int], context: int) -> None:
         size, most = self._target.block_size, self._target.num_blocks
         if len(blocks) > self._max_blocks or context >= len(blocks) * size:
             raise InputError(
-                f"{len(blocks)} blocks of {size} tokens for a request with {context} tokens in the cache; block_tables "
+                f"{len(blocks)} blocks of {size} tokens for a request with {context} tokens in "
+                "the cache; block_tables "
                 f"has {self._max_blocks} columns",
-                remedy="Give it room for one token more at least; declare wider block_tables for longer requests.",
+                remedy="Give it room for one token more at least; declare wider block_tables for "
+                "longer requests.",
             )
         wrong = [block for block in blocks if not 0 <= block < most]
         if wrong:
-            raise InputError(f"block {wrong[0]} does not exist", remedy=f"The cache has blocks 0 to {most - 1}.")
+            raise InputError(
+                f"block {wrong[0]} does not exist", remedy=f"The cache has blocks 0 to {most - 1}."
+            )
         twice = [block for block, count in Counter(blocks).items() if count > 1]
         if twice:
-            raise InputError(f"block {twice[0]} was given twice", remedy="Each holds other tokens of the request.")
+            raise InputError(
+                f"block {twice[0]} was given twice",
+                remedy="Each holds other tokens of the request.",
+            )
 
     def _padded(self, blocks: Sequence[int]) -> list[int]:
         return [*blocks, *[-1] * (self._max_blocks - len(blocks))]

@@ -21,15 +21,16 @@ METADATA = ("slot_mapping", "block_tables", "seq_lens", "query_start_loc")
 class SpecPlan:
     """The graphs of speculative decoding, in parts that capture into one pool.
 
-    ``target`` and ``draft`` are the models on mixed batches (prefill). For each number of draft tokens, 3 say,
-    ``verify k=3`` is the target's pass over 4 tokens a request, and ``propose k=3`` the draft's loop of 3 steps; both
-    have one graph for each number of requests.
+    ``target`` and ``draft`` are the models on mixed batches (prefill). For each number of draft
+    tokens, 3 say, ``verify k=3`` is the target's pass over 4 tokens a request, and ``propose k=3``
+    the draft's loop of 3 steps; both have one graph for each number of requests.
 
     Attributes:
         parts: Plans by name, in order of capture.
         configs: The configurations that they were made from, by the same names.
         draft_tokens: The numbers of draft tokens, descending.
-        num_reqs: Numbers of requests that decoding is captured for, ascending; empty where it runs eagerly.
+        num_reqs: Numbers of requests that decoding is captured for, ascending; empty where it runs
+            eagerly.
     """
 
     parts: Mapping[str, Plan]
@@ -47,7 +48,10 @@ class SpecPlan:
             self.parts.items(),
             TextColumn("part", "0"),
             TextColumn("mode", "1.mode"),
-            Column("tokens a request", lambda row: row[1].query_len if row[0].startswith("verify") else None),
+            Column(
+                "tokens a request",
+                lambda row: row[1].query_len if row[0].startswith("verify") else None,
+            ),
             Column("graphs", lambda row: len(row[1].keys)),
             TextColumn("sizes", "1.capture_sizes", describe_sizes),
         )
@@ -57,15 +61,19 @@ class SpecPlan:
 def plan_speculation(config: Config, draft_tokens: Sequence[int] | None = None) -> SpecPlan:
     """The plan for a configuration with ``speculative.num_speculative_tokens`` of at least 1.
 
-    Prefill is run as the configuration's mode says for mixed batches. Decoding is captured where that mode has FULL
-    graphs for uniform decode, for as many requests as the configuration's sizes hold.
+    Prefill is run as the configuration's mode says for mixed batches. Decoding is captured where
+    that mode has FULL graphs for uniform decode, for as many requests as the configuration's sizes
+    hold.
 
     Args:
-        config: The target's inputs and metadata, sizes, modes and bounds. The draft is run with the same.
-        draft_tokens: Numbers of draft tokens to capture for, each from 1 to the configuration's. Absent: that alone.
+        config: The target's inputs and metadata, sizes, modes and bounds. The draft is run with the
+            same.
+        draft_tokens: Numbers of draft tokens to capture for, each from 1 to the configuration's.
+            Absent: that alone.
 
     Raises:
-        ConfigError: mode AUTO, no draft tokens, LoRA, several pools, or an input that speculation does not fill.
+        ConfigError: mode AUTO, no draft tokens, LoRA, several pools, or an input that speculation
+            does not fill.
         InputError: a number of draft tokens is below 1 or above the configuration's.
         PlanError: as build_plan.
     """
@@ -78,20 +86,24 @@ def plan_speculation(config: Config, draft_tokens: Sequence[int] | None = None) 
         )
     if config.lora is not None:
         raise ConfigError(
-            "the configuration has a `lora` section, and speculative decoding fills no adapter numbers",
+            "the configuration has a `lora` section, and speculative decoding fills no adapter "
+            "numbers",
             remedy="Leave `lora` and `lora_ids` out, or decode without a draft.",
         )
     if config.compilation.pool != "shared":
         raise ConfigError(
-            f"compilation.pool is {config.compilation.pool}, and speculative decoding captures all parts into one pool",
+            f"compilation.pool is {config.compilation.pool}, and speculative decoding captures "
+            "all parts into one pool",
             remedy="Set compilation.pool: shared.",
         )
     tables = config.metadata.get("block_tables")
     wrong = [*(set(config.inputs) ^ set(INPUTS)), *(set(config.metadata) - set(METADATA))]
     if wrong or tables is None:
         raise ConfigError(
-            f"speculative decoding cannot fill the model's inputs: {', '.join(sorted(wrong) or ['block_tables'])}",
-            remedy=f"Declare the inputs {', '.join(INPUTS)}, the metadata block_tables, and the rest of "
+            "speculative decoding cannot fill the model's inputs: "
+            f"{', '.join(sorted(wrong) or ['block_tables'])}",
+            remedy=f"Declare the inputs {', '.join(INPUTS)}, the metadata block_tables, and the "
+            "rest of "
             f"{', '.join(METADATA)} that the model reads.",
         )
     if [dim.symbol for dim in tables.extents] != ["num_reqs", None]:
@@ -105,14 +117,17 @@ def plan_speculation(config: Config, draft_tokens: Sequence[int] | None = None) 
     plan = build_plan(config)
     graphed = plan.mode.decode_mode() is CUDAGraphMode.FULL
     tokens = [d.num_tokens for mode, d in plan.keys if graphed and mode is CUDAGraphMode.FULL]
-    counts = tuple(sorted({min(n // plan.query_len, plan.max_num_seqs) for n in tokens if n >= plan.query_len}))
+    counts = tuple(
+        sorted({min(n // plan.query_len, plan.max_num_seqs) for n in tokens if n >= plan.query_len})
+    )
     mixed = _part(config, plan.mode.mixed_mode(), plan.capture_sizes)
     configs = {"target": mixed, "draft": mixed}
     for number in numbers:
         configs[f"verify k={number}"] = _decode(config, counts, {"input_ids": "num_tokens"}, number)
         configs[f"propose k={number}"] = _decode(config, counts, {}, 0)
     plans = {name: build_plan(part) for name, part in configs.items()}
-    order = sorted(plans, key=lambda name: -plans[name].max_capture_size)  # as capture_together has it
+    # as capture_together has it
+    order = sorted(plans, key=lambda name: -plans[name].max_capture_size)
     return SpecPlan({name: plans[name] for name in order}, configs, numbers, counts)
 
 
@@ -120,7 +135,8 @@ def check_draft_tokens(number: int, allowed: Sequence[int]) -> None:
     """Raise InputError if a number of draft tokens is not among those that are planned for."""
     if number not in allowed:
         raise InputError(
-            f"{number} draft tokens were asked for; possible are {', '.join(map(str, sorted(allowed)))}",
+            f"{number} draft tokens were asked for; possible are "
+            f"{', '.join(map(str, sorted(allowed)))}",
             remedy="Raise speculative.num_speculative_tokens, or add the number to draft_tokens.",
         )
 
@@ -133,10 +149,14 @@ def _part(config: Config, mode: CUDAGraphMode, sizes: Sequence[int], **more: Any
         "max_cudagraph_capture_size": None,
         "cudagraph_copy_inputs": True,  # one batch goes to two models
     }
-    return config.model_copy(update={"compilation": config.compilation.model_copy(update={**changes, **more})})
+    return config.model_copy(
+        update={"compilation": config.compilation.model_copy(update={**changes, **more})}
+    )
 
 
-def _decode(config: Config, counts: Sequence[int], inputs: Mapping[str, str], draft_tokens: int) -> Config:
+def _decode(
+    config: Config, counts: Sequence[int], inputs: Mapping[str, str], draft_tokens: int
+) -> Config:
     """For graphs of uniform decode that read a row of the requests' state for each request."""
     q, scheduler = 1 + draft_tokens, config.scheduler
     declared = {name: Input(shape=(rows,), dtype="int64", pad=0) for name, rows in inputs.items()}

@@ -35,12 +35,13 @@ class Traffic(Record):
     """A weighted histogram of steps.
 
     Attributes:
-        histogram: (shape, weight), ascending, each shape once, weights above 0. A weight is a number of steps, or any
-            figure in proportion to it.
+        histogram: (shape, weight), ascending, each shape once, weights above 0. A weight is a
+            number of steps, or any figure in proportion to it.
         source: Where it came from, in words.
         notes: Assumptions, and parts of the source that were left out.
         warnings: What makes a plan for it a bad one, such as a server that cannot keep up.
-        apart: Whether FULL graphs run uniform decode alone, and PIECEWISE ones the other batches alone, as in SGLang.
+        apart: Whether FULL graphs run uniform decode alone, and PIECEWISE ones the other batches
+            alone, as in SGLang.
     """
 
     kind: Literal["traffic"] = "traffic"
@@ -61,37 +62,47 @@ class Traffic(Record):
         """Traffic from counts; those of equal shapes are added up, zeros are left out.
 
         Raises:
-            TrafficError: nothing is left, a count is negative or not finite, or a shape cannot be (no token, or fewer
-                tokens than requests).
+            TrafficError: nothing is left, a count is negative or not finite, or a shape cannot be
+                (no token, or fewer tokens than requests).
         """
         total: dict[StepShape, float] = {}
         for shape, count in counts.items() if isinstance(counts, Mapping) else counts:
             if not (0 <= count < math.inf and 1 <= shape.num_reqs <= shape.num_tokens):
                 raise TrafficError(
-                    f"{source}: {count} batches of {shape.num_tokens} tokens and {shape.num_reqs} requests cannot be",
-                    remedy="A batch has at least 1 request, and at least 1 token for each; a count is 0 or more.",
+                    f"{source}: {count} batches of {shape.num_tokens} tokens and {shape.num_reqs} "
+                    "requests cannot be",
+                    remedy="A batch has at least 1 request, and at least 1 token for each; a "
+                    "count is 0 or more.",
                 )
             if count > 0:
                 total[shape] = total.get(shape, 0.0) + count
         if not total:
-            raise TrafficError(f"{source}: no batch with a count above 0", remedy="Give traffic with a batch in it.")
+            raise TrafficError(
+                f"{source}: no batch with a count above 0",
+                remedy="Give traffic with a batch in it.",
+            )
         histogram = tuple(sorted(total.items()))
         return cls(histogram=histogram, source=source, notes=tuple(notes), warnings=tuple(warnings))
 
     @classmethod
     def from_json(cls, text: str) -> Traffic:
-        """Traffic from its JSON form (``model_dump_json``). Raises TrafficError for anything else."""
+        """Traffic from its JSON form (``model_dump_json``). Raises TrafficError for anything
+        else.
+        """
         try:
             read = cls.model_validate_json(text)
         except ValidationError as error:
             remedy = "Give a file that cgplan saved, as it was saved."
-            raise TrafficError(f"not saved traffic: {first_problem(error)}", remedy=remedy) from None
+            raise TrafficError(
+                f"not saved traffic: {first_problem(error)}", remedy=remedy
+            ) from None
         return cls.of(read.histogram, read.source, read.notes, read.warnings)
 
     @cached_property
     def columns(self) -> npt.NDArray[np.float64]:
         """Tokens, requests, whether uniform, adapters and weight of each shape: [5, shapes]."""
-        import numpy as np  # it takes longer to import than all of planning, which most commands do without
+        # it takes longer to import than all of planning, which most commands do without
+        import numpy as np
 
         return np.array([(*shape, weight) for shape, weight in self.histogram], dtype=np.float64).T
 
@@ -102,7 +113,9 @@ class Traffic(Record):
 
     @classmethod
     def mixed(cls, parts: Sequence[tuple[Traffic, float]]) -> Traffic:
-        """Traffic of several kinds: each has its weight as a share of the steps, however many it counts."""
+        """Traffic of several kinds: each has its weight as a share of the steps, however many it
+        counts.
+        """
         if len(parts) == 1:
             return parts[0][0]
         totals = [part.total for part, _ in parts]
@@ -113,14 +126,18 @@ class Traffic(Record):
             for shape, count in part.histogram
         ]
         notes, warnings = (
-            dict.fromkeys(text for part, _ in parts for text in getattr(part, name)) for name in ("notes", "warnings")
+            dict.fromkeys(text for part, _ in parts for text in getattr(part, name))
+            for name in ("notes", "warnings")
         )
-        made = cls.of(counts, " and ".join(part.source for part, _ in parts), notes, tuple(warnings))
+        made = cls.of(
+            counts, " and ".join(part.source for part, _ in parts), notes, tuple(warnings)
+        )
         return made.model_copy(update={"apart": parts[0][0].apart})
 
     def unseen(self, plan: Plan) -> Traffic:
-        """Batches that this traffic need not show: spread evenly in log size, up to ``max_num_seqs`` requests of the
-        plan, in as many steps of each kind (uniform decode or mixed, LoRA case) as there are here.
+        """Batches that this traffic need not show: spread evenly in log size, up to
+        ``max_num_seqs`` requests of the plan, in as many steps of each kind (uniform decode or
+        mixed, LoRA case) as there are here.
         """
         shares: Counter[tuple[bool, int]] = Counter()
         for shape, weight in self.histogram:
@@ -136,7 +153,8 @@ class Traffic(Record):
 
 
 class StepCounts:
-    """Counts of steps from a source that may leave out all but their tokens; the rest is guessed for a plan's batches.
+    """Counts of steps from a source that may leave out all but their tokens; the rest is guessed
+    for a plan's batches.
 
     Attributes:
         counts: Steps of each shape.
@@ -160,7 +178,11 @@ class StepCounts:
         """Count steps; fields that are None are guessed."""
         q, most = self._query_len, self._max_num_seqs
         if uniform is None:
-            uniform = num_tokens == q * num_reqs if num_reqs else num_tokens % q == 0 and num_tokens <= q * most
+            uniform = (
+                num_tokens == q * num_reqs
+                if num_reqs
+                else num_tokens % q == 0 and num_tokens <= q * most
+            )
             self._steps += count
             self._tokens += count * num_tokens
             self._uniform += count * uniform
@@ -172,16 +194,21 @@ class StepCounts:
         self.counts[shape] = self.counts.get(shape, 0) + count
 
     def notes(self) -> Iterator[str]:
-        """A sentence for each field that was guessed; how many steps depend on the guess that they are uniform."""
+        """A sentence for each field that was guessed; how many steps depend on the guess that they
+        are uniform.
+        """
         if self._steps:
             yield (
-                f"uniform decode was guessed for {self._steps:,} steps with {self._tokens:,} tokens: a batch counts as "
-                "uniform if its tokens are a multiple of the query length, for at most max_num_seqs requests; "
+                f"uniform decode was guessed for {self._steps:,} steps with {self._tokens:,} "
+                "tokens: a batch counts as "
+                "uniform if its tokens are a multiple of the query length, for at most "
+                "max_num_seqs requests; "
                 f"{self._uniform:,} of these steps do"
             )
         if self._without_reqs:
             yield (
-                "requests of a batch were guessed: tokens / query length of a uniform one, else one for each token, "
+                "requests of a batch were guessed: tokens / query length of a uniform one, else "
+                "one for each token, "
                 "at most max_num_seqs"
             )
         if self._without_loras:

@@ -1,4 +1,6 @@
-"""From requests to steps: a discrete-event simulation of continuous batching with chunked prefill."""
+"""From requests to steps: a discrete-event simulation of continuous batching with chunked
+prefill.
+"""
 
 from __future__ import annotations
 
@@ -47,20 +49,31 @@ class RequestTrace(NamedTuple):
     cached: bool = False  # whether prompts lack the tokens that a prefix cache held
 
     def hurried(self, speedup: float) -> RequestTrace:
-        """The same requests, so many times as fast. Raises TrafficError for a speedup that is not above 0."""
+        """The same requests, so many times as fast. Raises TrafficError for a speedup that is not
+        above 0.
+        """
         if not 0 < speedup < math.inf:
-            raise TrafficError(f"a speedup of {speedup} makes no sense", remedy="Give a number above 0; 1 is as it is.")
+            raise TrafficError(
+                f"a speedup of {speedup} makes no sense",
+                remedy="Give a number above 0; 1 is as it is.",
+            )
         if speedup == 1:
             return self
-        requests = [request._replace(arrival_us=request.arrival_us / speedup) for request in self.requests]
-        return self._replace(requests=requests, source=f"{self.source}, {speedup:g} times as fast as recorded")
+        requests = [
+            request._replace(arrival_us=request.arrival_us / speedup) for request in self.requests
+        ]
+        return self._replace(
+            requests=requests, source=f"{self.source}, {speedup:g} times as fast as recorded"
+        )
 
     def spread(self, replicas: int) -> RequestTrace:
-        """Requests that one of so many replicas serves behind a round-robin balancer: every ``replicas``-th by arrival.
-        Raises TrafficError for fewer than 1.
+        """Requests that one of so many replicas serves behind a round-robin balancer: every
+        ``replicas``-th by arrival. Raises TrafficError for fewer than 1.
         """
         if replicas < 1:
-            raise TrafficError(f"{replicas} replicas serve no request", remedy="Give 1 replica or more.")
+            raise TrafficError(
+                f"{replicas} replicas serve no request", remedy="Give 1 replica or more."
+            )
         if replicas == 1:
             return self
         requests = sorted(self.requests, key=lambda request: request.arrival_us)[::replicas]
@@ -78,9 +91,10 @@ class SchedulerBounds:
         max_num_batched_tokens: Tokens in one step at most.
         query_len: Tokens of each decoding request in a step: 1 + num_speculative_tokens.
         max_loras: Distinct adapters among the running requests at most; None: any number.
-        accepted_tokens: Tokens that a request advances in a decode step on average; None: query_len, all drafts are
-            accepted.
-        mixes: Whether a step may prefill and decode, as in vLLM. False: it does one of them, as in SGLang.
+        accepted_tokens: Tokens that a request advances in a decode step on average; None:
+            query_len, all drafts are accepted.
+        mixes: Whether a step may prefill and decode, as in vLLM. False: it does one of them, as in
+            SGLang.
     """
 
     max_num_seqs: int
@@ -91,53 +105,68 @@ class SchedulerBounds:
     mixes: bool = True
 
     @classmethod
-    def of(cls, plan: Plan, accepted_tokens: float | None = None, mixes: bool = True) -> SchedulerBounds:
+    def of(
+        cls, plan: Plan, accepted_tokens: float | None = None, mixes: bool = True
+    ) -> SchedulerBounds:
         """The bounds of a plan's batches."""
         bounds = plan.max_num_seqs, plan.max_num_batched_tokens, plan.query_len, plan.max_loras
         return cls(*bounds, accepted_tokens, mixes)
 
     def decode_steps(self, request: Request) -> int:
         """Steps that a request takes after its prefill, which yields its first token."""
-        return math.ceil(max(request.generated_tokens - 1, 0) / (self.accepted_tokens or self.query_len))
+        return math.ceil(
+            max(request.generated_tokens - 1, 0) / (self.accepted_tokens or self.query_len)
+        )
 
 
 def simulate(trace: RequestTrace, bounds: SchedulerBounds, step_time: StepTime) -> Traffic:
     """Traffic of a server with these requests and bounds: how many steps of each shape it runs.
 
-    The scheduler is that of vLLM's V1 engine in its default settings. Each step has ``max_num_batched_tokens`` to
-    give. Running requests come first, in order of admission: a decoding one gets ``query_len`` tokens, one whose
-    prefill is under way gets the rest of its prompt, or as much as fits. Then waiting requests are admitted, first
-    come first served, while there are tokens left and fewer than ``max_num_seqs`` run. With ``max_loras``, a request
-    whose adapter would be one too many lets later ones pass. Requests that came while a step ran are seen by the next.
-    A step is uniform if it holds decoding requests alone, and all of them with ``query_len`` tokens.
+    The scheduler is that of vLLM's V1 engine in its default settings. Each step has
+    ``max_num_batched_tokens`` to give. Running requests come first, in order of admission: a
+    decoding one gets ``query_len`` tokens, one whose prefill is under way gets the rest of its
+    prompt, or as much as fits. Then waiting requests are admitted, first come first served, while
+    there are tokens left and fewer than ``max_num_seqs`` run. With ``max_loras``, a request whose
+    adapter would be one too many lets later ones pass. Requests that came while a step ran are seen
+    by the next. A step is uniform if it holds decoding requests alone, and all of them with
+    ``query_len`` tokens.
 
-    With ``mixes`` False it is SGLang's (0.5.23, srt/managers/scheduler.py, without --enable-mixed-chunk and
-    --prefill-decode-interval): while a prompt is under way, or a request waits that may run, a step prefills, and
-    ``max_num_batched_tokens`` is its --chunked-prefill-size. Else it decodes all running requests.
+    With ``mixes`` False it is SGLang's (0.5.23, srt/managers/scheduler.py, without
+    --enable-mixed-chunk and --prefill-decode-interval): while a prompt is under way, or a request
+    waits that may run, a step prefills, and ``max_num_batched_tokens`` is its
+    --chunked-prefill-size. Else it decodes all running requests.
 
-    Assumptions: no limit on the KV cache, so no preemption; prompts are prefilled but for what the trace takes for
+    Assumptions: no limit on the KV cache, so no preemption; prompts are prefilled but for what the
+        trace takes for
     cached; one engine; nothing is cancelled;
-    speculation advances each request evenly, by ``accepted_tokens`` a step; a step lasts ``step_time`` and the next one
-    begins at once. The server starts empty and runs until the last request is done. Time without requests has no steps.
+    speculation advances each request evenly, by ``accepted_tokens`` a step; a step lasts
+    ``step_time`` and the next one begins at once. The server starts empty and runs until the last
+    request is done. Time without requests has no steps.
 
-    The clock counts whole nanoseconds. While no request arrives, ends, or changes from prefill to decode, steps are
-    equal and are added up at once; the result is exactly that of one step after the other.
+    The clock counts whole nanoseconds. While no request arrives, ends, or changes from prefill to
+    decode, steps are equal and are added up at once; the result is exactly that of one step after
+    the other.
 
-    A warning tells an overload, by the fluid approximation of a queue: above its capacity it grows at the difference
-    of the two rates. So it has not been empty for half of the arrivals, and holds 5% of those since then when the last
-    one comes, and more than chance brings (three standard deviations of a Poisson count). The capacity is the rate at
-    which it then drains.
+    A warning tells an overload, by the fluid approximation of a queue: above its capacity it grows
+    at the difference of the two rates. So it has not been empty for half of the arrivals, and holds
+    5% of those since then when the last one comes, and more than chance brings (three standard
+    deviations of a Poisson count). The capacity is the rate at which it then drains.
 
     Args:
-        trace: Requests in any order; equal arrivals keep theirs. The traffic has its source and notes.
+        trace: Requests in any order; equal arrivals keep theirs. The traffic has its source and
+            notes.
         bounds: Of the scheduler.
-        step_time: Microseconds, above 0, that a step of this shape lasts. Asked once for each distinct shape.
+        step_time: Microseconds, above 0, that a step of this shape lasts. Asked once for each
+            distinct shape.
 
     Raises:
         TrafficError: there is no request.
     """
     if not trace.requests:
-        raise TrafficError(f"{trace.source}: there is no request with a prompt", remedy="Give at least one request.")
+        raise TrafficError(
+            f"{trace.source}: there is no request with a prompt",
+            remedy="Give at least one request.",
+        )
     arriving = ((round(request.arrival_us * 1000), request) for request in trace.requests)
     pending = deque(sorted(arriving, key=lambda timed: timed[0]))
 
@@ -147,7 +176,8 @@ def simulate(trace: RequestTrace, bounds: SchedulerBounds, step_time: StepTime) 
 
     server, first, last = _Server(bounds), pending[0][0], pending[-1][0]
     now, busy, counts = first, 0, Counter[StepShape]()
-    drained, before, queue = first, 0, -1  # when the queue was last empty, arrivals till then, its length at the end
+    # when the queue was last empty, arrivals till then, its length at the end
+    drained, before, queue = first, 0, -1
     while True:
         while pending and pending[0][0] <= now:
             server.arrive(*pending.popleft())
@@ -162,7 +192,8 @@ def simulate(trace: RequestTrace, bounds: SchedulerBounds, step_time: StepTime) 
             now = pending[0][0]
             continue
         length, repeats = nanoseconds(shape), server.equal_steps
-        if server.admits and pending:  # the first step that begins at or after the next arrival is another one
+        # the first step that begins at or after the next arrival is another one
+        if server.admits and pending:
             repeats = min(repeats, -((now - pending[0][0]) // length))
         counts[shape] += repeats
         now += repeats * length
@@ -171,7 +202,8 @@ def simulate(trace: RequestTrace, bounds: SchedulerBounds, step_time: StepTime) 
     said = [
         *trace.notes,
         f"simulated {len(trace.requests)} requests through continuous batching with chunked prefill"
-        f"{'' if bounds.mixes else ' apart from decode, prefill first'}, at most {bounds.max_num_seqs} requests and "
+        f"{'' if bounds.mixes else ' apart from decode, prefill first'}, at most "
+        f"{bounds.max_num_seqs} requests and "
         f"{bounds.max_num_batched_tokens} tokens a step; no KV cache limit, preemption or "
         f"{'other ' if trace.cached else ''}prefix cache",
         f"the server is busy {busy / max(now - first, 1):.0%} of the time; a request waits "
@@ -179,14 +211,22 @@ def simulate(trace: RequestTrace, bounds: SchedulerBounds, step_time: StepTime) 
     ]
     if bounds.query_len > 1:
         accepted = bounds.accepted_tokens or bounds.query_len
-        said.append(f"a decode step advances each request by {accepted:g} of {bounds.query_len} tokens")
+        said.append(
+            f"a decode step advances each request by {accepted:g} of {bounds.query_len} tokens"
+        )
     lasted, came, wait = last - drained, server.arrived - before, server.last_admission - last
     warnings = []
-    if lasted > (last - first) / 2 and queue > max(came / 20, 3 * math.sqrt(came)) and came * wait > lasted * queue:
+    if (
+        lasted > (last - first) / 2
+        and queue > max(came / 20, 3 * math.sqrt(came))
+        and came * wait > lasted * queue
+    ):
         load = came / lasted * wait / queue
         warnings.append(
-            f"overload: requests come {load:.2f} times as fast as this server serves them; {queue:,} of {came:,} wait "
-            f"when the last one comes; {math.ceil(load)} replicas would do. This plan is for full batches alone"
+            f"overload: requests come {load:.2f} times as fast as this server serves them; "
+            f"{queue:,} of {came:,} wait "
+            f"when the last one comes; {math.ceil(load)} replicas would do. This plan is for full "
+            "batches alone"
         )
     return Traffic.of(dict(counts), trace.source, said, warnings)
 
@@ -194,20 +234,24 @@ def simulate(trace: RequestTrace, bounds: SchedulerBounds, step_time: StepTime) 
 class _Server:
     """Requests that wait and run.
 
-    Running requests, in order of admission: those that decode, then at most one whose prefill is under way: it took
-    all the tokens that were left. Where decoding requests alone want more tokens than a step has, the first
-    ``places`` of them are served and the others stand by; each one that is done lets the next one in.
+    Running requests, in order of admission: those that decode, then at most one whose prefill is
+    under way: it took all the tokens that were left. Where decoding requests alone want more tokens
+    than a step has, the first ``places`` of them are served and the others stand by; each one that
+    is done lets the next one in.
     """
 
     def __init__(self, bounds: SchedulerBounds) -> None:
         self.bounds = bounds
         places = -(-bounds.max_num_batched_tokens // bounds.query_len)
         self.places = places if bounds.mixes else bounds.max_num_seqs
-        self.waiting: dict[int, deque[tuple[int, int, Request]]] = {}  # by adapter: number, arrival, request
+        # by adapter: number, arrival, request
+        self.waiting: dict[int, deque[tuple[int, int, Request]]] = {}
         self.arrived = self.running = self.steps = self.longest_wait = self.last_admission = 0
-        self.decoding: list[tuple[int, int]] = []  # a heap of those served: the last step of each, its adapter
+        # a heap of those served: the last step of each, its adapter
+        self.decoding: list[tuple[int, int]] = []
         self.standby: deque[Request] = deque()
-        self.prefill: tuple[Request, int] | None = None  # and the tokens that are left of its prompt
+        # and the tokens that are left of its prompt
+        self.prefill: tuple[Request, int] | None = None
         self.adapters: Counter[int] = Counter()  # of those that decode and are served
         # Of the step that next_step scheduled:
         self.equal_steps = 0  # it and those after it that are equal, if nothing arrives
@@ -221,10 +265,13 @@ class _Server:
         self.arrived += 1
 
     def next_step(self, now: int) -> StepShape | None:
-        """Schedule a step that begins now (nanoseconds), and admit requests to it; None if there is nothing to run."""
+        """Schedule a step that begins now (nanoseconds), and admit requests to it; None if there is
+        nothing to run.
+        """
         bounds, decodes = self.bounds, len(self.decoding)
         num_reqs, adapters = decodes if bounds.mixes else 0, set(self.adapters)
-        ran = adapters if bounds.mixes else set[int]()  # adapters of the step; the others are those that are loaded
+        # adapters of the step; the others are those that are loaded
+        ran = adapters if bounds.mixes else set[int]()
         left = max(bounds.max_num_batched_tokens - bounds.query_len * num_reqs, 0)
         self.finishing, self.chunk = [], 0
         while left > 0 and (entry := self.prefill or self._admit(now, adapters)):
@@ -297,15 +344,20 @@ class _Server:
         return self.prefill
 
     def _serve(self, request: Request) -> None:
-        heapq.heappush(self.decoding, (self.steps + self.bounds.decode_steps(request), request.adapter))
+        heapq.heappush(
+            self.decoding, (self.steps + self.bounds.decode_steps(request), request.adapter)
+        )
         if request.adapter != NO_ADAPTER:
             self.adapters[request.adapter] += 1
 
 
 def step_clock(plan: Plan, times: StepTimes, *, apart: bool = False) -> StepTime:
-    """Microseconds of a step: in the mode and at the size of the plan's dispatcher; ``apart`` as in Traffic."""
+    """Microseconds of a step: in the mode and at the size of the plan's dispatcher; ``apart`` as in
+    Traffic.
+    """
     excluded = ((CUDAGraphMode.FULL,), (CUDAGraphMode.PIECEWISE,)) if apart else ((), ())
-    import numpy as np  # it takes longer to import than all of planning, which most commands do without
+    # it takes longer to import than all of planning, which most commands do without
+    import numpy as np
 
     dispatch, sizes = CudagraphDispatcher(plan).dispatch, np.arange(plan.max_num_batched_tokens + 1)
 
@@ -315,9 +367,14 @@ def step_clock(plan: Plan, times: StepTimes, *, apart: bool = False) -> StepTime
 
     def microseconds(shape: StepShape) -> float:
         mode, descriptor = dispatch(
-            shape.num_tokens, shape.uniform, shape.num_active_loras, invalid_modes=excluded[shape.uniform]
+            shape.num_tokens,
+            shape.uniform,
+            shape.num_active_loras,
+            invalid_modes=excluded[shape.uniform],
         )
-        adapters = shape.num_active_loras if mode is CUDAGraphMode.NONE else descriptor.num_active_loras
+        adapters = (
+            shape.num_active_loras if mode is CUDAGraphMode.NONE else descriptor.num_active_loras
+        )
         return float(table(mode, adapters)[descriptor.num_tokens])
 
     return microseconds

@@ -28,21 +28,30 @@ Points = Mapping[tuple[CUDAGraphMode, int], Mapping[int, float]]
 Floats = npt.NDArray[np.float64]
 
 Time = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-LORA_OVERHEAD = 0.1  # vLLM measured 9 to 10% for batches without adapters in graphs with LoRA kernels (its pull 25914)
-PIECEWISE_SHARE = 0.25  # of the time that eager takes longer than FULL; 0.10 to 0.22 in the default figures below
+# vLLM measured 9 to 10% for batches without adapters in graphs with LoRA kernels (its pull 25914)
+LORA_OVERHEAD = 0.1
+# of the time that eager takes longer than FULL; 0.10 to 0.22 in the default figures below
+PIECEWISE_SHARE = 0.25
 WORTH_A_NOTE = 0.05  # relative change of a measured point
 REMEDY = (
-    "Give the JSON file of `cgplan bench --output`, a CSV file with mode,num_tokens,microseconds, a log of vLLM with "
-    "--enable-logging-iteration-details, or results of `vllm bench serve --max-concurrency N --save-result`."
+    "Give the JSON file of `cgplan bench --output`, a CSV file with mode,num_tokens,microseconds, "
+    "a log of vLLM with "
+    "--enable-logging-iteration-details, or results of `vllm bench serve --max-concurrency N "
+    "--save-result`."
 )
 
-_OF_LOG = "steps are medians of what vLLM's engine waited for one; its sizes and mode tell which graph ran it"
+_OF_LOG = (
+    "steps are medians of what vLLM's engine waited for one; its sizes and mode tell which "
+    "graph ran it"
+)
 _OF_SERVING = (
-    "a step of N requests was taken as the median time between tokens at --max-concurrency N, the server included, in "
+    "a step of N requests was taken as the median time between tokens at --max-concurrency N, the "
+    "server included, in "
     "a FULL graph of N tokens, or eagerly where --metadata mode=eager says so"
 )
 
-# One NVIDIA H200, the reference decoder in Qwen3-0.6B's shape (28 layers, so 29 PIECEWISE segments).
+# One NVIDIA H200, the reference decoder in Qwen3-0.6B's shape (28 layers, so 29 PIECEWISE
+# segments).
 DEFAULT_POINTS: Mapping[CUDAGraphMode, Mapping[int, float]] = {
     CUDAGraphMode.NONE: {1: 14500, 256: 14400},
     CUDAGraphMode.PIECEWISE: {1: 5850, 8: 6100, 64: 5900, 256: 9500},
@@ -61,7 +70,9 @@ TABLE = Form("a table of step times", _TableRow, StepTimeError, REMEDY)
 
 
 class _BenchRecord(BaseModel):
-    """The parts of a bench's record that step times need. Reports stand below this folder and cannot be imported."""
+    """The parts of a bench's record that step times need. Reports stand below this folder and
+    cannot be imported.
+    """
 
     num_tokens: Size
     mode: Mode
@@ -86,8 +97,9 @@ class _Bench(BaseModel):
 
 
 class _Served(BaseModel):
-    """What tells a step time in a result of ``vllm bench serve`` (vLLM 0.33.0, vllm/benchmarks/serve.py): N requests
-    at a time, the next one sent as soon as one has ended, and no speculation. ``mode`` is of ``--metadata mode=eager``.
+    """What tells a step time in a result of ``vllm bench serve`` (vLLM 0.33.0,
+    vllm/benchmarks/serve.py): N requests at a time, the next one sent as soon as one has ended, and
+    no speculation. ``mode`` is of ``--metadata mode=eager``.
     """
 
     max_concurrency: Size
@@ -104,7 +116,9 @@ class _Served(BaseModel):
                 found = cls.model_validate_json(line or "null")
             except ValidationError as error:
                 problem = first_problem(error)
-                raise StepTimeError(f"{path}:{number}: not a step time of vLLM: {problem}", remedy=REMEDY) from None
+                raise StepTimeError(
+                    f"{path}:{number}: not a step time of vLLM: {problem}", remedy=REMEDY
+                ) from None
             yield found.mode, 0, found.max_concurrency, found.median_itl_ms * 1e3
 
 
@@ -114,8 +128,9 @@ class Curve(Record):
     Attributes:
         mode: NONE (eager), PIECEWISE or FULL.
         num_active_loras: The LoRA case that ran (0: no adapters).
-        points: (tokens that ran, microseconds), ascending in both: the least nondecreasing values that are not below
-            the measured ones, because a larger batch does not take less time. Tile steps stay.
+        points: (tokens that ran, microseconds), ascending in both: the least nondecreasing values
+            that are not below the measured ones, because a larger batch does not take less time.
+            Tile steps stay.
     """
 
     mode: Mode
@@ -124,12 +139,17 @@ class Curve(Record):
 
     @model_validator(mode="after")
     def _ascending(self) -> Curve:
-        if any(size >= larger or time > longer for (size, time), (larger, longer) in pairwise(self.points)):
+        if any(
+            size >= larger or time > longer
+            for (size, time), (larger, longer) in pairwise(self.points)
+        ):
             raise ValueError(f"{self.mode}: points do not ascend")
         return self
 
     def at(self, num_tokens: Floats) -> Floats:
-        """Microseconds: linear between points, the first one's below them, on with the last slope beyond them."""
+        """Microseconds: linear between points, the first one's below them, on with the last slope
+        beyond them.
+        """
         sizes, values = np.array(self.points, dtype=np.float64).T
         beyond = self.last_slope * np.maximum(num_tokens - sizes[-1], 0.0)
         return np.asarray(np.interp(num_tokens, sizes, values) + beyond)
@@ -143,37 +163,48 @@ class Curve(Record):
         return (above - below) / (last - first)
 
     def notes(self, raw: Iterable[tuple[int, float]], floor: str) -> Iterator[str]:
-        """Notes on the measured point that was raised most, and on the times beyond the last one."""
-        name = _name(self.mode) + (f" with {self.num_active_loras} adapters" if self.num_active_loras else "")
+        """Notes on the measured point that was raised most, and on the times beyond the last
+        one.
+        """
+        name = _name(self.mode) + (
+            f" with {self.num_active_loras} adapters" if self.num_active_loras else ""
+        )
         rise, size, value, height = max(
             (height / value - 1, size, value, height)
             for (size, value), (_, height) in zip(raw, self.points, strict=True)
         )
         if rise > WORTH_A_NOTE:
             yield (
-                f"{name} at {size} tokens took {value:.0f} us, a smaller batch {height:.0f} us: raised to that, since "
+                f"{name} at {size} tokens took {value:.0f} us, a smaller batch {height:.0f} us: "
+                "raised to that, since "
                 "more tokens do not take less time"
             )
         last = self.points[-1][0]
         if len(self.points) < 2:
             yield f"{name} was measured at {last} tokens only"
         else:
-            yield f"{name} beyond {last} tokens was not measured: {self.last_slope:.3g} us for each more token{floor}"
+            yield (
+                f"{name} beyond {last} tokens was not measured: {self.last_slope:.3g} us for "
+                f"each more token{floor}"
+            )
 
 
 class StepTimes(Record):
-    """Microseconds of one step, by runtime mode, nondecreasing in the tokens that run (padding counts).
+    """Microseconds of one step, by runtime mode, nondecreasing in the tokens that run (padding
+    counts).
 
-    Between measured points times are linear. Beyond the last point of a mode they go on with its last slope, and
-    neither eager nor PIECEWISE steps take less than a FULL graph there, which does the same work on the device. A LoRA
-    case takes the time of the next larger case that was measured (else of the largest one below it, else
-    ``1 + lora_overhead`` times that of a step without adapters). PIECEWISE below its first point, or without points,
-    is FULL plus a quarter of the time that eager takes longer, at most the first point.
+    Between measured points times are linear. Beyond the last point of a mode they go on with its
+    last slope, and neither eager nor PIECEWISE steps take less than a FULL graph there, which does
+    the same work on the device. A LoRA case takes the time of the next larger case that was
+    measured (else of the largest one below it, else ``1 + lora_overhead`` times that of a step
+    without adapters). PIECEWISE below its first point, or without points, is FULL plus a quarter of
+    the time that eager takes longer, at most the first point.
 
     Attributes:
         source: Where the figures come from, in words.
         curves: The measured points, one curve for each mode and LoRA case.
-        lora_overhead: Extra time of a step with LoRA kernels, as a fraction, where no case of that mode was measured.
+        lora_overhead: Extra time of a step with LoRA kernels, as a fraction, where no case of that
+            mode was measured.
         notes: Assumptions, and points that were changed.
     """
 
@@ -185,55 +216,79 @@ class StepTimes(Record):
 
     @classmethod
     def measured(cls, points: Points, source: str, notes: Iterable[str] = ()) -> StepTimes:
-        """Step times from points by (mode, LoRA case) and tokens; raises a falling point to the largest before it."""
+        """Step times from points by (mode, LoRA case) and tokens; raises a falling point to the
+        largest before it.
+        """
         curves, said, modes = [], list(notes), {mode for mode, _ in points}
-        for (mode, case), values in sorted(points.items(), key=lambda item: (item[0][0].value, item[0][1])):
+        for (mode, case), values in sorted(
+            points.items(), key=lambda item: (item[0][0].value, item[0][1])
+        ):
             raw = sorted(values.items())
             heights = accumulate((float(value) for _, value in raw), max)
             ascending = tuple(zip(sorted(values), heights, strict=True))
             curves.append(Curve(mode=mode, num_active_loras=case, points=ascending))
             floored = CUDAGraphMode.FULL in modes and mode is not CUDAGraphMode.FULL
-            said += curves[-1].notes(raw, ", and at least the time of a FULL graph" if floored else "")
+            said += curves[-1].notes(
+                raw, ", and at least the time of a FULL graph" if floored else ""
+            )
         if modes == {CUDAGraphMode.NONE, CUDAGraphMode.FULL}:
             said.append(
-                f"PIECEWISE was not measured: FULL plus {PIECEWISE_SHARE:.0%} of the time that eager takes longer"
+                f"PIECEWISE was not measured: FULL plus {PIECEWISE_SHARE:.0%} of the time that "
+                "eager takes longer"
             )
         return cls(source=source, curves=tuple(curves), notes=tuple(said))
 
     @classmethod
     def default(cls) -> StepTimes:
-        """Measured on one H200 with a small decoder: enough to see the shape of an answer, not to trust its figures."""
+        """Measured on one H200 with a small decoder: enough to see the shape of an answer, not to
+        trust its figures.
+        """
         return cls.measured(
             {(mode, 0): points for mode, points in DEFAULT_POINTS.items()},
-            "default, of another model: one NVIDIA H200, decoder of 28 layers in Qwen3-0.6B's shape",
-            ["no step times were given: these are of another model than yours; `cgplan bench --output` measures it"],
+            "default, of another model: one NVIDIA H200, decoder of 28 layers in Qwen3-0.6B's "
+            "shape",
+            [
+                "no step times were given: these are of another model than yours; `cgplan bench "
+                "--output` measures it"
+            ],
         )
 
     @classmethod
     def load(cls, path: str | Path) -> StepTimes:
-        """Step times from a file: a saved bench, saved step times, a CSV table, or what vLLM measured (its results of
-        ``bench serve``, its log of iterations); its content tells its form.
+        """Step times from a file: a saved bench, saved step times, a CSV table, or what vLLM
+        measured (its results of ``bench serve``, its log of iterations); its content tells its
+        form.
 
-        Of a bench (``cgplan bench --output``) they are the medians from an idle device, by the size that ran. A table
-        has the columns mode (eager, PIECEWISE, FULL), num_tokens and microseconds, and num_active_loras where LoRA
-        cases were measured. Raises StepTimeError, which names the file and the row.
+        Of a bench (``cgplan bench --output``) they are the medians from an idle device, by the size
+        that ran. A table has the columns mode (eager, PIECEWISE, FULL), num_tokens and
+        microseconds, and num_active_loras where LoRA cases were measured. Raises StepTimeError,
+        which names the file and the row.
         """
         return cls.parse(load.read_text(path, StepTimeError, REMEDY), path)
 
     @classmethod
     def parse(cls, text: str, path: str | Path) -> StepTimes:
-        """Step times from the text of such a file; ``path`` names it in messages. Raises StepTimeError as ``load``."""
+        """Step times from the text of such a file; ``path`` names it in messages. Raises
+        StepTimeError as ``load``.
+        """
         if steps := grouped(((mode, size), time) for mode, size, time in logged_steps(text)):
             medians = ((mode, 0, size, median(times)) for (mode, size), times in steps.items())
             return cls.measured(_longest(medians), f"the log of vLLM, {path}", [_OF_LOG])
         if "iteration elapsed time:" in text:
             problem = "no start before its iterations, or none without speculative tokens"
-            raise StepTimeError(f"{path}: a log of vLLM with {problem}", remedy="Give the log from its first line.")
+            raise StepTimeError(
+                f"{path}: a log of vLLM with {problem}", remedy="Give the log from its first line."
+            )
         if '"median_itl_ms"' in text:
-            return cls.measured(_longest(_Served.runs(text, path)), f"vllm bench serve, {path}", [_OF_SERVING])
+            return cls.measured(
+                _longest(_Served.runs(text, path)), f"vllm bench serve, {path}", [_OF_SERVING]
+            )
         if not text.lstrip().startswith(("{", "[")):
             rows = csv_rows(text, Path(path), TABLE)
-            points = _longest((row.mode, row.num_active_loras, row.num_tokens, row.microseconds) for _, row in rows)
+            points = _longest(
+                (row.mode, row.num_active_loras, row.num_tokens, row.microseconds)
+                for _, row in rows
+            )
             if not points:
                 raise StepTimeError(f"{path}: no row of step times", remedy=REMEDY)
             return cls.measured(points, str(path))
@@ -241,35 +296,55 @@ class StepTimes(Record):
             found = _SAVED.validate_json(text)
         except ValidationError as error:
             problem = first_problem(error)
-            raise StepTimeError(f"{path}: neither a bench report nor step times: {problem}", remedy=REMEDY) from None
+            raise StepTimeError(
+                f"{path}: neither a bench report nor step times: {problem}", remedy=REMEDY
+            ) from None
         if isinstance(found, StepTimes):
             return found
-        return cls.measured(_longest(found.runs()), ", ".join(filter(None, (str(path), found.device))))
+        return cls.measured(
+            _longest(found.runs()), ", ".join(filter(None, (str(path), found.device)))
+        )
 
     def notes_for(self, mode: CUDAGraphMode) -> tuple[str, ...]:
         """The notes, less those on PIECEWISE graphs where a (resolved) cudagraph_mode has none."""
         piecewise = CUDAGraphMode.PIECEWISE
-        return tuple(note for note in self.notes if mode.has_mode(piecewise) or not note.startswith(f"{piecewise} "))
+        return tuple(
+            note
+            for note in self.notes
+            if mode.has_mode(piecewise) or not note.startswith(f"{piecewise} ")
+        )
 
     def of(self, mode: CUDAGraphMode, num_tokens: int, num_active_loras: int = 0) -> float:
-        """Microseconds of a step in this runtime mode that really runs at ``num_tokens``. Raises as ``at`` does."""
+        """Microseconds of a step in this runtime mode that really runs at ``num_tokens``. Raises as
+        ``at`` does.
+        """
         return float(self.at(mode, np.array([num_tokens]), num_active_loras)[0])
 
-    def at(self, mode: CUDAGraphMode, tokens: npt.NDArray[Any], num_active_loras: int = 0) -> Floats:
-        """``of`` for an array of numbers of tokens. Raises StepTimeError where no measured curve tells the time."""
+    def at(
+        self, mode: CUDAGraphMode, tokens: npt.NDArray[Any], num_active_loras: int = 0
+    ) -> Floats:
+        """``of`` for an array of numbers of tokens. Raises StepTimeError where no measured curve
+        tells the time.
+        """
         curve, factor = self._curve_of(mode, num_active_loras)
         full, full_factor = self._curve_of(CUDAGraphMode.FULL, num_active_loras)
         between: Floats | None = None
         if mode is CUDAGraphMode.PIECEWISE and full is not None:
-            of_full, of_eager = (self.at(m, tokens, num_active_loras) for m in (CUDAGraphMode.FULL, CUDAGraphMode.NONE))
+            of_full, of_eager = (
+                self.at(m, tokens, num_active_loras)
+                for m in (CUDAGraphMode.FULL, CUDAGraphMode.NONE)
+            )
             between = of_full + PIECEWISE_SHARE * np.maximum(of_eager - of_full, 0.0)
             if curve is None:
                 return between
         if curve is None:
-            measured = ", ".join(sorted({c.mode.name for c in self.curves})).replace("NONE", "eager")
+            measured = ", ".join(sorted({c.mode.name for c in self.curves})).replace(
+                "NONE", "eager"
+            )
             raise StepTimeError(
                 f"{self.source}: no {_name(mode)} step times, found {measured}",
-                remedy=f"Measure {_name(mode)} steps: cgplan bench, or a table with rows of mode {_name(mode)}.",
+                remedy=f"Measure {_name(mode)} steps: cgplan bench, or a table with rows of mode "
+                f"{_name(mode)}.",
             )
         found, (first, last) = factor * curve.at(tokens), (curve.points[0], curve.points[-1])
         if between is not None:
@@ -279,14 +354,21 @@ class StepTimes(Record):
         return np.where(tokens > last[0], np.maximum(found, full_factor * full.at(tokens)), found)
 
     def told_apart(self, cases: Iterable[int]) -> tuple[int, ...]:
-        """The LoRA cases worth planning for: of neighbours whose graphs take the same time, the larger serves more."""
+        """The LoRA cases worth planning for: of neighbours whose graphs take the same time, the
+        larger serves more.
+        """
 
         def times(case: int) -> list[tuple[int, float]]:
             chosen = [self._curve_of(mode, case) for mode in RUNTIME_MODES[1:]]
-            return [(curve.num_active_loras, factor) for curve, factor in chosen if curve is not None]
+            return [
+                (curve.num_active_loras, factor) for curve, factor in chosen if curve is not None
+            ]
 
         ordered = sorted(cases)
-        return (*(case for case, above in pairwise(ordered) if times(case) != times(above)), *ordered[-1:])
+        return (
+            *(case for case, above in pairwise(ordered) if times(case) != times(above)),
+            *ordered[-1:],
+        )
 
     def _curve_of(self, mode: CUDAGraphMode, case: int) -> tuple[Curve | None, float]:
         curves = {curve.num_active_loras: curve for curve in self.curves if curve.mode is mode}
@@ -300,9 +382,11 @@ class StepTimes(Record):
 
 
 class StepSurface(NamedTuple):
-    """Microseconds of a step by several sizes, nondecreasing in each: a time is raised to that of smaller batches.
+    """Microseconds of a step by several sizes, nondecreasing in each: a time is raised to that of
+    smaller batches.
 
-    Linear in each size between measured ones; below the first one its time; beyond the last one in proportion.
+    Linear in each size between measured ones; below the first one its time; beyond the last one in
+    proportion.
     """
 
     axes: tuple[Floats, ...]  # measured sizes of each dimension, ascending
@@ -311,21 +395,34 @@ class StepSurface(NamedTuple):
 
     @classmethod
     def load(cls, path: str | Path, names: Sequence[str]) -> StepSurface:
-        """From CSV with a column for each name and ``microseconds``, or the JSON file of a bench of a full grid. Of
-        equal sizes the longest time counts. Raises StepTimeError (TrafficError for other JSON).
+        """From CSV with a column for each name and ``microseconds``, or the JSON file of a bench of
+        a full grid. Of equal sizes the longest time counts. Raises StepTimeError (TrafficError for
+        other JSON).
         """
-        text, longest, bench = load.read_text(path, StepTimeError, REMEDY), dict[tuple[int, ...], float](), None
+        text, longest, bench = (
+            load.read_text(path, StepTimeError, REMEDY),
+            dict[tuple[int, ...], float](),
+            None,
+        )
         with suppress(ValidationError):
-            bench = [((r.size, *r.sizes), r.graph) for r in _Bench.model_validate_json(text).records if r.graph]
-        for sizes, time in bench or sized_rows(text, Path(path), names, StepTimeError, "microseconds", (Time, ...)):
+            bench = [
+                ((r.size, *r.sizes), r.graph)
+                for r in _Bench.model_validate_json(text).records
+                if r.graph
+            ]
+        for sizes, time in bench or sized_rows(
+            text, Path(path), names, StepTimeError, "microseconds", (Time, ...)
+        ):
             longest[sizes] = max(time, longest.get(sizes, 0.0))
         axes = [sorted(set(column)) for column in zip(*longest, strict=True)]
         grid = list(product(*axes))
         if len(axes) != len(names) or len(grid) > len(longest):
             missing = next((f", not {sizes}" for sizes in grid if sizes not in longest), "")
             raise StepTimeError(
-                f"{path}: no times of a full grid of {' x '.join(names)}: {len(longest)} rows{missing}",
-                remedy=f"Give CSV with {','.join(names)},microseconds, and a row for each combination of its sizes.",
+                f"{path}: no times of a full grid of {' x '.join(names)}: {len(longest)} "
+                f"rows{missing}",
+                remedy=f"Give CSV with {','.join(names)},microseconds, and a row for each "
+                "combination of its sizes.",
             )
         values = np.array([longest[sizes] for sizes in grid]).reshape([len(axis) for axis in axes])
         for dim in range(len(axes)):
@@ -339,7 +436,10 @@ class StepSurface(NamedTuple):
         for axis, asked in zip(self.axes, sizes.T, strict=True):
             place = np.interp(asked, axis, np.arange(axis.size))
             share = (place % 1).reshape(-1, *[1] * (found.ndim - 2))
-            found = found[rows, place.astype(int)] * (1 - share) + found[rows, np.ceil(place).astype(int)] * share
+            found = (
+                found[rows, place.astype(int)] * (1 - share)
+                + found[rows, np.ceil(place).astype(int)] * share
+            )
         return np.asarray(found * np.maximum(sizes / [axis[-1] for axis in self.axes], 1).prod(1))
 
 
@@ -348,7 +448,9 @@ def _name(mode: CUDAGraphMode) -> str:
 
 
 def _longest(runs: Iterable[tuple[CUDAGraphMode, int, int, float]]) -> Points:
-    """Points from (mode, LoRA case, size, microseconds); the longest where a size ran several times."""
+    """Points from (mode, LoRA case, size, microseconds); the longest where a size ran several
+    times.
+    """
     points: dict[tuple[CUDAGraphMode, int], dict[int, float]] = {}
     for mode, case, size, microseconds in runs:
         curve = points.setdefault((mode, case), {})
@@ -356,4 +458,6 @@ def _longest(runs: Iterable[tuple[CUDAGraphMode, int, int, float]]) -> Points:
     return points
 
 
-_SAVED: TypeAdapter[StepTimes | _Bench] = TypeAdapter(Annotated[StepTimes | _Bench, Field(discriminator="kind")])
+_SAVED: TypeAdapter[StepTimes | _Bench] = TypeAdapter(
+    Annotated[StepTimes | _Bench, Field(discriminator="kind")]
+)

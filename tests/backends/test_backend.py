@@ -99,7 +99,12 @@ def random_state(backend: GraphBackend) -> Tensor:
 
 
 def draws(x: Tensor) -> tuple[Tensor, ...]:
-    return torch.rand_like(x), F.dropout(x, 0.5), torch.empty_like(x).normal_(), torch.bernoulli(x / 2)
+    return (
+        torch.rand_like(x),
+        F.dropout(x, 0.5),
+        torch.empty_like(x).normal_(),
+        torch.bernoulli(x / 2),
+    )
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -137,7 +142,10 @@ def test_random_numbers_are_fresh_on_each_replay(backend: GraphBackend) -> None:
 
 
 def test_a_parameter_that_moved_leaves_the_graph_on_the_old_memory(backend: GraphBackend) -> None:
-    layer, x = nn.Linear(3, 3, bias=False, device=backend.device), torch.ones(2, 3, device=backend.device)
+    layer, x = (
+        nn.Linear(3, 3, bias=False, device=backend.device),
+        torch.ones(2, 3, device=backend.device),
+    )
     scale = nn.Parameter(torch.ones(3, device=backend.device))
     graph, out = capture(backend, lambda: layer(x) * scale)
     old, factor = layer.weight.data, scale.data
@@ -351,7 +359,9 @@ def test_sessions_of_two_threads_take_turns(monkeypatch: pytest.MonkeyPatch) -> 
         thread = threading.Thread(target=other)
         thread.start()
         thread.join(20)
-    assert [error.message for error in said] == ["another thread has been capturing for more than 0.05 s"]
+    assert [error.message for error in said] == [
+        "another thread has been capturing for more than 0.05 s"
+    ]
     gc.disable()
 
 

@@ -29,7 +29,10 @@ def test_blocks_of_several_threads_share_one_replacement() -> None:
 
 def test_the_inner_block_counts_and_a_name_counts_before_all_others() -> None:
     asked = list[str]()
-    with answering([HERE], lambda package: asked.append(package) or False), answering([ALL_OTHERS], lambda _: True):
+    with (
+        answering([HERE], lambda package: asked.append(package) or False),
+        answering([ALL_OTHERS], lambda _: True),
+    ):
         assert torch.cuda.is_current_stream_capturing() is False
         with answering([HERE], lambda _: True):
             assert torch.cuda.is_current_stream_capturing() is True

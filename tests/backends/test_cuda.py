@@ -30,7 +30,9 @@ def cuda() -> GraphBackend:
 class Failing:
     """A CUDA graph one of whose methods raises, before or after it has done its work."""
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, method: str, error: Exception, *, works: bool = False) -> None:
+    def __init__(
+        self, graph: torch.cuda.CUDAGraph, method: str, error: Exception, *, works: bool = False
+    ) -> None:
         self.graph, self.method, self.error, self.works = graph, method, error, works
 
     def __getattr__(self, name: str) -> Any:
@@ -58,7 +60,9 @@ def captures_and_replays(backend: GraphBackend) -> None:
 
 def captures(backend: GraphBackend, graph: Any, x: torch.Tensor) -> None:
     with backend.capturing(graph):
-        (x * 2 + torch.rand_like(x)).sum()  # kept by no name: the error's traceback would hold this frame, and it
+        (
+            x * 2 + torch.rand_like(x)
+        ).sum()  # kept by no name: the error's traceback would hold this frame, and it
 
 
 def fails(backend: GraphBackend, graph: Any, x: torch.Tensor, w: torch.Tensor) -> None:
@@ -77,10 +81,34 @@ def works_as_before(backend: GraphBackend, before: int) -> None:
 @pytest.mark.parametrize(
     ("method", "error", "works", "kind", "said"),
     [
-        ("capture_begin", RuntimeError("CUDA error: no"), False, CaptureError, "did not begin: CUDA error: no"),
-        ("capture_end", RuntimeError("CUDA error: invalidated"), True, CaptureError, "not valid: CUDA error: invalid"),
-        ("instantiate", RuntimeError("CUDA error: out of memory"), False, CaptureMemoryError, "no memory to instant"),
-        ("instantiate", torch.OutOfMemoryError("no memory"), False, CaptureMemoryError, "no memory to instantiate"),
+        (
+            "capture_begin",
+            RuntimeError("CUDA error: no"),
+            False,
+            CaptureError,
+            "did not begin: CUDA error: no",
+        ),
+        (
+            "capture_end",
+            RuntimeError("CUDA error: invalidated"),
+            True,
+            CaptureError,
+            "not valid: CUDA error: invalid",
+        ),
+        (
+            "instantiate",
+            RuntimeError("CUDA error: out of memory"),
+            False,
+            CaptureMemoryError,
+            "no memory to instant",
+        ),
+        (
+            "instantiate",
+            torch.OutOfMemoryError("no memory"),
+            False,
+            CaptureMemoryError,
+            "no memory to instantiate",
+        ),
         (
             "instantiate",
             RuntimeError("CUDA error: odd"),
@@ -91,7 +119,12 @@ def works_as_before(backend: GraphBackend, before: int) -> None:
     ],
 )
 def test_a_step_of_a_capture_that_fails(
-    cuda: GraphBackend, method: str, error: Exception, works: bool, kind: type[CaptureError], said: str
+    cuda: GraphBackend,
+    method: str,
+    error: Exception,
+    works: bool,
+    kind: type[CaptureError],
+    said: str,
 ) -> None:
     x = torch.ones(1024, 1024, device="cuda")
     before = reserved(cuda)
@@ -123,7 +156,10 @@ def test_a_capture_inside_another_one_leaves_the_outer_one_alone(cuda: GraphBack
     outer = cuda.new_graph(pool)
     with cuda.session(), torch.no_grad(), cuda.capturing(outer):
         y = x * 2
-        with pytest.raises(CaptureError, match="inside another one"), cuda.capturing(cuda.new_graph(pool)):
+        with (
+            pytest.raises(CaptureError, match="inside another one"),
+            cuda.capturing(cuda.new_graph(pool)),
+        ):
             pass
         y = y + torch.rand_like(x) * 0
     x.fill_(4)

@@ -29,7 +29,9 @@ def test_without_cuda_bindings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_driver_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
     bindings = ModuleType("cuda.bindings")
-    bindings.driver = SimpleNamespace(cuDriverGetVersion=lambda: (0, 12020), cuFuncGetParamInfo=None)  # type: ignore[attr-defined]
+    bindings.driver = SimpleNamespace(
+        cuDriverGetVersion=lambda: (0, 12020), cuFuncGetParamInfo=None
+    )  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "cuda", ModuleType("cuda"))
     monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
     with pytest.raises(BackendError, match="driver's version is 12020"):

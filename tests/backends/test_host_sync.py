@@ -58,12 +58,16 @@ NEEDS_HOST: dict[str, tuple[Callable[[Tensor], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", NEEDS_HOST)
-def test_an_operator_that_needs_the_host_is_refused_with_its_line(backend: GraphBackend, name: str) -> None:
+def test_an_operator_that_needs_the_host_is_refused_with_its_line(
+    backend: GraphBackend, name: str
+) -> None:
     """In a session, with the user's file, line and source; the tape names the operator as well."""
     forward, operator = NEEDS_HOST[name]
     on_cpu = backend.device.type == "cpu"
     if name in (("constant", "set_one") if on_cpu else ("numpy",)):
-        pytest.skip("a copy from the host is none on the tape; numpy() of a CUDA tensor fails eagerly, too")
+        pytest.skip(
+            "a copy from the host is none on the tape; numpy() of a CUDA tensor fails eagerly, too"
+        )
     with pytest.raises(HostSyncError) as caught:
         cgplan.capture(
             lambda x: forward(x),
@@ -79,7 +83,9 @@ def test_an_operator_that_needs_the_host_is_refused_with_its_line(backend: Graph
     assert not on_cpu or operator in message
     x = torch.ones(4, device=backend.device)
     forward(x)  # outside of a capture nothing is refused
-    assert not torch.equal(torch.rand_like(x), torch.rand_like(x)), "the random generator is not left capturing"
+    assert not torch.equal(torch.rand_like(x), torch.rand_like(x)), (
+        "the random generator is not left capturing"
+    )
     graph, out = capture(backend, lambda: x * 2)
     backend.replay(graph)
     same(out, torch.full_like(x, 2))
@@ -96,14 +102,18 @@ ops = torch.ops.cgplan_host_tests
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_a_host_read_inside_a_composite_operator_written_in_python_is_refused(mode: Callable[[], Any]) -> None:
+def test_a_host_read_inside_a_composite_operator_written_in_python_is_refused(
+    mode: Callable[[], Any],
+) -> None:
     """Such an operator never reaches a dispatch mode, and on a CPU its tolist() does not either."""
     x = torch.ones(4)
     for read in (ops.first, ops.first.default):
         with mode(), pytest.raises(HostSyncError, match=r"Tensor.tolist\(\)"):
             capture(TapeBackend(), lambda read=read: read(x * 2), warmups=0)
     with mode():
-        graph, out = capture(backend := TapeBackend(), lambda: ops.doubled(x) + ops.doubled(x, 3.0), warmups=0)
+        graph, out = capture(
+            backend := TapeBackend(), lambda: ops.doubled(x) + ops.doubled(x, 3.0), warmups=0
+        )
     x.fill_(2)
     backend.replay(graph)
     same(out, torch.full((4,), 10.0))
@@ -129,7 +139,9 @@ def test_a_model_that_reads_the_host_in_a_composite_operator(modules: list[str] 
         )
 
 
-@torch.library.custom_op("cgplan_host_tests::unsafe", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+@torch.library.custom_op(
+    "cgplan_host_tests::unsafe", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,)
+)
 def unsafe(x: Tensor) -> Tensor:
     return x + 1
 
@@ -188,14 +200,23 @@ def test_the_look_for_the_operator_keeps_no_memory(backend: GraphBackend) -> Non
     assert host_sync_of(lambda: torch.ones(3, device=backend.device) * 2, backend.device) is None
 
 
-def test_operators_that_only_look_as_if_they_needed_the_host_are_allowed(backend: GraphBackend) -> None:
+def test_operators_that_only_look_as_if_they_needed_the_host_are_allowed(
+    backend: GraphBackend,
+) -> None:
     x = torch.arange(4.0, device=backend.device)
 
     def forward() -> Any:
         assert x.shape[0] == x.numel() == len(x)
         y = x.clone()
         y[x > 1] = 5.0
-        return y, x.repeat_interleave(2), x.masked_fill(x > 1, 0), str(x.dtype), x.to(x.device), list(x)[1]
+        return (
+            y,
+            x.repeat_interleave(2),
+            x.masked_fill(x > 1, 0),
+            str(x.dtype),
+            x.to(x.device),
+            list(x)[1],
+        )
 
     graph, out = capture(backend, forward)
     backend.replay(graph)
@@ -212,7 +233,9 @@ def test_inference_mode_hides_nothing_from_the_tape() -> None:
         with torch.inference_mode(), pytest.raises(HostSyncError, match="needs the host"):
             capture(backend, forward, warmups=0)
     with torch.inference_mode():
-        graph, out = capture(backend, lambda: F.layer_norm(x.repeat_interleave(2, 0).view(2, 4), [4]))
+        graph, out = capture(
+            backend, lambda: F.layer_norm(x.repeat_interleave(2, 0).view(2, 4), [4])
+        )
     x.copy_(torch.arange(4.0))
     backend.replay(graph)
     same(out, F.layer_norm(x.repeat_interleave(2, 0).view(2, 4), [4]))

@@ -41,8 +41,17 @@ def case(*shapes: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 @case(X)
 def views(x: Tensor) -> Any:
     made = x * 2
-    chained = (x.t().reshape(3, 8)[:, ::2].unsqueeze(0).squeeze(0).permute(1, 0) * 2).contiguous().view(-1)
-    strided = made.as_strided((3, 2), (2, 5)), made.diagonal() + 1, made.unfold(1, 2, 2), made.T.contiguous()
+    chained = (
+        (x.t().reshape(3, 8)[:, ::2].unsqueeze(0).squeeze(0).permute(1, 0) * 2)
+        .contiguous()
+        .view(-1)
+    )
+    strided = (
+        made.as_strided((3, 2), (2, 5)),
+        made.diagonal() + 1,
+        made.unfold(1, 2, 2),
+        made.T.contiguous(),
+    )
     return chained, strided, x[:1, :1].t().double() + 1, x[1:], x.t(), x, x.detach()[:, 2]
 
 
@@ -50,26 +59,49 @@ def views(x: Tensor) -> Any:
 def chunk_split_unbind(x: Tensor) -> Any:
     a, b = x.chunk(2, dim=1)
     c, d = (x * 2).split([1, 5], dim=1)
-    return {"sum": a + b, "parts": [c, d.clone()], "rows": (x + 1).unbind(0), "thirds": torch.tensor_split(x + 2, 3)}
+    return {
+        "sum": a + b,
+        "parts": [c, d.clone()],
+        "rows": (x + 1).unbind(0),
+        "thirds": torch.tensor_split(x + 2, 3),
+    }
 
 
 @case(X)
 def several_results(x: Tensor) -> Any:
-    found = x.topk(2, dim=1), x.sort(dim=1, descending=True), x.max(dim=1), x.argmax(dim=1), x.kthvalue(3)
+    found = (
+        x.topk(2, dim=1),
+        x.sort(dim=1, descending=True),
+        x.max(dim=1),
+        x.argmax(dim=1),
+        x.kthvalue(3),
+    )
     return found, torch.native_layer_norm(x, [6], None, None, 1e-5)
 
 
 @case(X)
 def empty_tensors(x: Tensor) -> Any:
     none = x[:0] * 2
-    return torch.cat([none, x]), none, none.sum(), torch.zeros(0, 6, device=x.device) + none, x.new_empty((0,))
+    return (
+        torch.cat([none, x]),
+        none,
+        none.sum(),
+        torch.zeros(0, 6, device=x.device) + none,
+        x.new_empty((0,)),
+    )
 
 
 @case(X)
 def complex_and_conj(x: Tensor) -> Any:
     z = torch.view_as_complex(x.reshape(4, 3, 2))
     turned = z.conj() * torch.polar(x.abs()[:, :3], x[:, 3:])
-    return turned, z.conj(), turned.conj().imag, torch.view_as_real(turned.conj().resolve_conj()), (-z).conj().real
+    return (
+        turned,
+        z.conj(),
+        turned.conj().imag,
+        torch.view_as_real(turned.conj().resolve_conj()),
+        (-z).conj().real,
+    )
 
 
 @case(X, X)
@@ -78,7 +110,10 @@ def out_variants(x: Tensor, y: Tensor) -> Any:
     torch.add(x, y, out=found)
     wide = torch.zeros(4, 12, device=x.device)
     torch.mul(x, y, out=wide[:, 3:9])
-    values, where = torch.empty(4, device=x.device), torch.empty(4, device=x.device, dtype=torch.int64)
+    values, where = (
+        torch.empty(4, device=x.device),
+        torch.empty(4, device=x.device, dtype=torch.int64),
+    )
     torch.max(x, 1, out=(values, where))
     return found, wide, values, where
 
@@ -86,9 +121,20 @@ def out_variants(x: Tensor, y: Tensor) -> Any:
 @case((5, 3), ((4,), ROWS), (4, 3), ((4, 3), ROWS))
 def indices(x: Tensor, rows: Tensor, values: Tensor, where: Tensor) -> Any:
     made = torch.zeros_like(x).index_put((rows,), values.round(), accumulate=True)
-    found = made, x.clone().index_add_(0, rows, values.round()), x[rows], x[rows, :2], x.index_select(0, rows)
+    found = (
+        made,
+        x.clone().index_add_(0, rows, values.round()),
+        x[rows],
+        x[rows, :2],
+        x.index_select(0, rows),
+    )
     scattered = torch.zeros(5, 3, device=x.device).scatter_add(0, where, x[:4].round())
-    return found, scattered, x.gather(0, where), torch.zeros_like(x).scatter_reduce(0, where, x[:4], "amax")
+    return (
+        found,
+        scattered,
+        x.gather(0, where),
+        torch.zeros_like(x).scatter_reduce(0, where, x[:4], "amax"),
+    )
 
 
 @case(X)
@@ -125,7 +171,11 @@ def made_inside(x: Tensor) -> Any:
     made[2:].fill_(3)
     later = made.view(-1)
     later[5:7] += 1
-    others = x.new_zeros(2, 3), torch.eye(3, device=x.device), torch.linspace(0, 1, 5, device=x.device)
+    others = (
+        x.new_zeros(2, 3),
+        torch.eye(3, device=x.device),
+        torch.linspace(0, 1, 5, device=x.device),
+    )
     return steps, mask, made, later, others
 
 
@@ -134,14 +184,24 @@ def masks(x: Tensor) -> Any:
     positive = x > 0
     filled = x.clone()
     filled[positive] = 0.5
-    return filled, torch.where(positive, x, -x), x.masked_fill(positive, 9), positive.logical_not(), x.clamp(-1, 1)
+    return (
+        filled,
+        torch.where(positive, x, -x),
+        x.masked_fill(positive, 9),
+        positive.logical_not(),
+        x.clamp(-1, 1),
+    )
 
 
 @case(X, X)
 def overloads_and_growing_out_variants(x: Tensor, y: Tensor) -> Any:
     """Some overloads differ only in an argument that they require; out variants of some losses grow their result."""
     x, y = x.sigmoid(), y.sigmoid()
-    losses = [f(x, y, reduction=r) for f in (F.binary_cross_entropy, F.huber_loss) for r in ("mean", "sum", "none")]
+    losses = [
+        f(x, y, reduction=r)
+        for f in (F.binary_cross_entropy, F.huber_loss)
+        for r in ("mean", "sum", "none")
+    ]
     return losses, F.pairwise_distance(x, y), x.norm(2.0, 1), x.sum(1, dtype=torch.float64)
 
 
@@ -153,13 +213,20 @@ def mapped(x: Tensor) -> Any:
 @case(X)
 def forward_mode_derivatives(x: Tensor) -> Any:
     weight = torch.linspace(-1, 1, 18, device=x.device).view(3, 6)
-    return torch.func.jvp(lambda x: F.linear(x, weight, weight[:, 0]).tanh(), (x,), (torch.ones_like(x),))
+    return torch.func.jvp(
+        lambda x: F.linear(x, weight, weight[:, 0]).tanh(), (x,), (torch.ones_like(x),)
+    )
 
 
 @case(X, ((4,), ROWS))
 def what_lies_on_the_host(x: Tensor, rows: Tensor) -> Any:
     scale = torch.tensor([3, 4]) * torch.tensor(2)
-    return x * scale.prod().item(), x * scale.tolist()[0], F.one_hot(rows, num_classes=5), F.one_hot(rows, 4)
+    return (
+        x * scale.prod().item(),
+        x * scale.tolist()[0],
+        F.one_hot(rows, num_classes=5),
+        F.one_hot(rows, 4),
+    )
 
 
 @case(X)
@@ -178,7 +245,10 @@ def foreach_on_state(x: Tensor) -> Any:
 
 
 MODULES: dict[str, tuple[Callable[[], nn.Module], Any]] = {
-    "conv2d": (lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.SiLU()), (2, 3, 6, 6)),
+    "conv2d": (
+        lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.SiLU()),
+        (2, 3, 6, 6),
+    ),
     "lstm": (lambda: nn.LSTM(6, 5, num_layers=2, batch_first=True), (2, 3, 6)),
     "attention": (lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), (2, 3, 8)),
     "dropout": (lambda: nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.GELU()), X),
@@ -232,16 +302,24 @@ def test_the_tape_refuses_tensors_that_it_cannot_place() -> None:
 
 def test_numbers_that_come_from_an_input_are_no_constants() -> None:
     x = torch.ones(2)
-    for forward in (lambda: torch.tensor([1.0, 2.0]).add_(x).tolist(), lambda: (torch.tensor(2.0) * x).cpu()):
+    for forward in (
+        lambda: torch.tensor([1.0, 2.0]).add_(x).tolist(),
+        lambda: (torch.tensor(2.0) * x).cpu(),
+    ):
         with pytest.raises(HostSyncError):
             capture(TapeBackend(), forward)
 
 
 def test_a_replay_under_autocast(backend: GraphBackend) -> None:
-    theta, image = torch.eye(2, 3, device=backend.device)[None], torch.randn(1, 1, 4, 6, device=backend.device)
+    theta, image = (
+        torch.eye(2, 3, device=backend.device)[None],
+        torch.randn(1, 1, 4, 6, device=backend.device),
+    )
 
     def forward() -> Any:
-        return F.grid_sample(image, F.affine_grid(theta, [1, 1, 4, 6], align_corners=False), align_corners=False)
+        return F.grid_sample(
+            image, F.affine_grid(theta, [1, 1, 4, 6], align_corners=False), align_corners=False
+        )
 
     graph, out = capture(backend, forward)
     image.mul_(2)
@@ -325,7 +403,12 @@ def by_values_op(x: Tensor, count: Tensor) -> Tensor:
     CALLS.append("by_values")
     count.add_(1)
     noise = torch.rand(2)
-    return torch.stack([x[int(n)] for n in count.tolist()]) + noise + float(x.sum()) + x.numpy().shape[0]
+    return (
+        torch.stack([x[int(n)] for n in count.tolist()])
+        + noise
+        + float(x.sum())
+        + x.numpy().shape[0]
+    )
 
 
 @torch.library.custom_op("cgplan_tests::around", mutates_args={"count"})
@@ -368,7 +451,9 @@ def test_an_operator_that_returns_its_argument_in_silence_is_no_view() -> None:
 
 
 @settings(max_examples=30)
-@given(steps=st.lists(st.tuples(st.integers(0, 900), st.booleans(), st.integers(0, 30)), max_size=40))
+@given(
+    steps=st.lists(st.tuples(st.integers(0, 900), st.booleans(), st.integers(0, 30)), max_size=40)
+)
 def test_pool_blocks_never_overlap_and_bytes_are_exact(steps: list[tuple[int, bool, int]]) -> None:
     pool, taken = TapePool(), []
     peak = 0

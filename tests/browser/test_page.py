@@ -14,7 +14,9 @@ from cgplan.reports import load_report, render_text
 from cgplan.reports.html import html_of, page_of
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs the extra `browser`")
-axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="needs the extra `browser`")
+axe = pytest.importorskip(
+    "axe_playwright_python.sync_playwright", reason="needs the extra `browser`"
+)
 H200 = Path(__file__).parents[2] / "docs" / "pictures" / "report.json"
 REPORTS = {
     "bench": load_report(H200),
@@ -34,7 +36,9 @@ def shown(browser: Any, tmp_path: Path) -> Iterator[Any]:
     page.on("pageerror", lambda error: said.append(str(error)))
 
     def show(name: str) -> Any:
-        (tmp_path / "report.html").write_text(html_of(page_of(REPORTS[name]), render_text(REPORTS[name])))
+        (tmp_path / "report.html").write_text(
+            html_of(page_of(REPORTS[name]), render_text(REPORTS[name]))
+        )
         page.goto(f"file://{tmp_path}/report.html")
         return page
 
@@ -65,10 +69,19 @@ def test_a_narrow_window_is_not_scrolled_sideways(shown: Any) -> None:
 
 
 def test_a_list_is_searched_by_words_in_any_order(shown: Any) -> None:
-    section = shown("audit").locator("section", has=shown("audit").get_by_role("heading", name="Owners"))
-    for text, left in {"weight parameter": [0, 1], "[1]": [1], "onerror=alert": [2], "nothing": []}.items():
+    section = shown("audit").locator(
+        "section", has=shown("audit").get_by_role("heading", name="Owners")
+    )
+    for text, left in {
+        "weight parameter": [0, 1],
+        "[1]": [1],
+        "onerror=alert": [2],
+        "nothing": [],
+    }.items():
         section.get_by_role("searchbox", name="Search").fill(text)
-        assert [i for i, row in enumerate(section.locator("tbody tr").all()) if row.is_visible()] == left
+        assert [
+            i for i, row in enumerate(section.locator("tbody tr").all()) if row.is_visible()
+        ] == left
         assert section.locator("output").inner_text() == f"{len(left)} of 3 rows"
 
 
@@ -85,7 +98,9 @@ def test_keys_alone_reach_tables(shown: Any) -> None:
     page.locator("summary").first.focus()
     page.keyboard.press("Enter")
     page.keyboard.press("Tab")
-    assert page.evaluate("document.activeElement.getAttribute('aria-label')") == "Latency as a table"
+    assert (
+        page.evaluate("document.activeElement.getAttribute('aria-label')") == "Latency as a table"
+    )
 
 
 def test_a_tooltip_shows_a_hostile_name_as_text(shown: Any) -> None:

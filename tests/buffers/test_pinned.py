@@ -66,7 +66,11 @@ def test_blocks_are_filled_before_the_other_one_is_taken() -> None:
 
 @settings(deadline=None)
 @given(
-    st.lists(st.tuples(st.integers(1, 5000).map(lambda n: n * 16), st.integers(0, 1)), min_size=1, max_size=80),
+    st.lists(
+        st.tuples(st.integers(1, 5000).map(lambda n: n * 16), st.integers(0, 1)),
+        min_size=1,
+        max_size=80,
+    ),
     st.integers(1, 3),
 )
 def test_bytes_in_flight_are_never_handed_out(takes: list[tuple[int, int]], depth: int) -> None:
@@ -79,7 +83,9 @@ def test_bytes_in_flight_are_never_handed_out(takes: list[tuple[int, int]], dept
 
         def synchronize(self) -> None:
             in_flight[:] = [
-                (start, end, stream) if number >= self.number or stream != self.stream else (0, 0, stream)
+                (start, end, stream)
+                if number >= self.number or stream != self.stream
+                else (0, 0, stream)
                 for number, (start, end, stream) in enumerate(in_flight)
             ]
 
@@ -91,7 +97,10 @@ def test_bytes_in_flight_are_never_handed_out(takes: list[tuple[int, int]], dept
         start = blocks.take(nbytes, stream)
         assert start % 16 == 0
         assert all(start + nbytes <= other or end <= start for other, end, _ in in_flight)
-        assert any(b.data_ptr() <= start and start + nbytes <= b.data_ptr() + b.nbytes for b in blocks._blocks)
+        assert any(
+            b.data_ptr() <= start and start + nbytes <= b.data_ptr() + b.nbytes
+            for b in blocks._blocks
+        )
         in_flight.append((start, start + nbytes, stream))
 
 

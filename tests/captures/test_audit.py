@@ -187,7 +187,9 @@ def test_an_output_of_another_runner(device: str) -> None:
         model.draft = draft(x=torch.ones(4, device=device))
         report = opened(model, device).audit()
     assert problems(report) == {"free block"}
-    assert all("another graph pool, where model.draft lay" in finding.detail for finding in report.findings)
+    assert all(
+        "another graph pool, where model.draft lay" in finding.detail for finding in report.findings
+    )
 
 
 def test_a_workspace_of_an_evicted_graph(device: str) -> None:
@@ -237,7 +239,9 @@ def test_a_workspace_of_cublas_that_was_dropped() -> None:
     def beside(model: Block, y: Tensor) -> Tensor:
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            z = model.half.view(64, -1)[:8] @ model.half.view(-1, 64)  # split along the inner dimension of 16,384
+            z = model.half.view(64, -1)[:8] @ model.half.view(
+                -1, 64
+            )  # split along the inner dimension of 16,384
         torch.cuda.current_stream().wait_stream(side)
         return y + z[0]
 
@@ -275,7 +279,9 @@ def test_memory_in_memory_is_the_models(device: str) -> None:
         pytest.skip("storages of CUDA tensors do not overlap")
     array = numpy.ones(8192, numpy.float32)
     with torch.no_grad():
-        model = Block(device, lambda model, y: y + model.whole[4096:4160] + model.part[0] + model.middle[0])
+        model = Block(
+            device, lambda model, y: y + model.whole[4096:4160] + model.part[0] + model.middle[0]
+        )
         model.part, model.middle = torch.from_numpy(array[:4]), torch.from_numpy(array[100:110])
         model.whole = torch.from_numpy(array)
         assert opened(model, device).audit().findings == ()
@@ -307,7 +313,10 @@ def test_a_session_may_refuse(device: str) -> None:
         return y * (held.pop() if held and is_capture else model.scale)
 
     model = Block(device, reads)
-    with torch.no_grad(), pytest.raises(AuditError, match=r"aten::mul at .*test_audit.py:\d+: .*free block"):
+    with (
+        torch.no_grad(),
+        pytest.raises(AuditError, match=r"aten::mul at .*test_audit.py:\d+: .*free block"),
+    ):
         opened(model, device, audit="error")
     with torch.no_grad():
         assert opened(model, device, audit="error").audit().findings == ()

@@ -39,7 +39,9 @@ KIB = 1 << 10
 SIZES = (1, 2, 4, 8, 16)
 WIDTH = 64
 ROW = WIDTH * 4  # bytes of a row of x
-POOL_ROW = 4 * ROW  # of what the forward holds at once: x + 1, two tensors made of it, and their sum
+POOL_ROW = (
+    4 * ROW
+)  # of what the forward holds at once: x + 1, two tensors made of it, and their sum
 DRIVER = 4 * 1000  # bytes that the driver takes for its four operators, at 1000 each
 FULL, PIECEWISE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
 
@@ -63,7 +65,9 @@ def expected(x: Tensor) -> Tensor:
 def config_of(budget: dict[str, Any], **changes: Any) -> Config:
     compilation = {"cudagraph_capture_sizes": list(SIZES), **changes.pop("compilation", {})}
     inputs = {"x": {"shape": ["num_tokens", WIDTH], "dtype": "float32", "pad": 0}}
-    return validate_config({"inputs": inputs, "compilation": compilation, "budget": budget, **changes})
+    return validate_config(
+        {"inputs": inputs, "compilation": compilation, "budget": budget, **changes}
+    )
 
 
 def open_runner(
@@ -155,8 +159,12 @@ def test_a_budget_that_is_absent_or_pays_for_all_changes_nothing() -> None:
     assert "redicted" not in str(runner.report), "without predictions nothing is compared"
     saved = json.loads(runner.report.model_dump_json())
     del saved["budget"], saved["workspace_bytes"]
-    assert CaptureReport.model_validate(saved).budget is None, "a report of before budgets can still be read"
-    runner = open_runner({"memory": "1GiB", "capture_time": "10min", "max_graphs": 5, "reserve": "1B"})
+    assert CaptureReport.model_validate(saved).budget is None, (
+        "a report of before budgets can still be read"
+    )
+    runner = open_runner(
+        {"memory": "1GiB", "capture_time": "10min", "max_graphs": 5, "reserve": "1B"}
+    )
     assert captured_sizes(runner) == [16, 8, 4, 2, 1]
     assert budget_of(runner).stops == ()
     check_numbers(runner)
@@ -182,7 +190,11 @@ def test_of_too_many_graphs_those_stay_that_pad_least(most: int, kept: list[int]
 
 
 def test_a_piecewise_key_counts_as_one_graph() -> None:
-    compilation = {"cudagraph_mode": "PIECEWISE", "piecewise": "modules", "splitting_modules": ["last"]}
+    compilation = {
+        "cudagraph_mode": "PIECEWISE",
+        "piecewise": "modules",
+        "splitting_modules": ["last"],
+    }
     runner = open_runner({"max_graphs": 2}, compilation=compilation)
     assert captured_sizes(runner) == [16, 8]
     assert runner.plan.mode is PIECEWISE
@@ -194,7 +206,11 @@ def test_of_equal_sizes_piecewise_goes_before_full() -> None:
         "cudagraph_mode": "FULL_AND_PIECEWISE", "piecewise": "modules", "splitting_modules": ["last"],
     }  # fmt: skip
     runner = open_runner({"capture_time": "3s"}, compilation=compilation, predicted=predict(1.0))
-    assert [(mode, d.num_tokens) for mode, d in runner.plan.keys] == [(PIECEWISE, 1), (FULL, 2), (FULL, 1)]
+    assert [(mode, d.num_tokens) for mode, d in runner.plan.keys] == [
+        (PIECEWISE, 1),
+        (FULL, 2),
+        (FULL, 1),
+    ]
     check_report(runner, 2 * len(SIZES))
     for rows, mode in ((1, FULL), (2, FULL), (3, CUDAGraphMode.NONE)):
         x = torch.randn(rows, WIDTH)
@@ -225,12 +241,16 @@ def test_a_size_that_is_too_large_by_itself_is_freed_and_the_next_one_tried() ->
 def test_memory_stays_within_any_budget(limit: int, predicts: bool, chunks: int, rate: int) -> None:
     device = WithDriver(rate, 1 + chunks * 2048)
     before = reserved(device)
-    runner = open_runner({"memory": limit}, backend=device, predicted=predict(driver=4 * rate) if predicts else None)
+    runner = open_runner(
+        {"memory": limit}, backend=device, predicted=predict(driver=4 * rate) if predicts else None
+    )
     assert runner.report.graph_bytes <= limit or not runner.plan.keys
     assert before == device.memory().reserved - runner.report.pool_bytes
     free = device.memory().free
     assert free is not None
-    assert device.total - free + runner.report.static_bytes <= max(limit, runner.report.static_bytes)
+    assert device.total - free + runner.report.static_bytes <= max(
+        limit, runner.report.static_bytes
+    )
     x = torch.randn(3, WIDTH)
     same(runner(x=x), expected(x))
     check_report(runner)
@@ -263,8 +283,14 @@ def test_without_predictions_sizes_are_left_out_from_the_top() -> None:
     assert device.captures == 5
     assert runner.report.graph_bytes == limit - 100
     budget = budget_of(runner)
-    assert [(stop.limit, stop.descriptor.num_tokens) for stop in budget.stops] == [("memory", 16), ("memory", 8)]
-    assert budget.stops[1].detail == "15.9 KiB are used with it, 11.7 KiB expected for the 3 keys after it"
+    assert [(stop.limit, stop.descriptor.num_tokens) for stop in budget.stops] == [
+        ("memory", 16),
+        ("memory", 8),
+    ]
+    assert (
+        budget.stops[1].detail
+        == "15.9 KiB are used with it, 11.7 KiB expected for the 3 keys after it"
+    )
     check_numbers(runner)
     check_report(runner)
 
@@ -309,7 +335,9 @@ def test_what_others_captured_into_the_pool_does_not_count() -> None:
 def test_predictions_leave_the_largest_out_before_the_start() -> None:
     device = WithDriver(rate=1000, chunk=1)
     runner = open_runner(
-        {"memory": 8 * ROW + 8 * POOL_ROW + 4 * DRIVER}, backend=device, predicted=predict(driver=DRIVER)
+        {"memory": 8 * ROW + 8 * POOL_ROW + 4 * DRIVER},
+        backend=device,
+        predicted=predict(driver=DRIVER),
     )
     assert captured_sizes(runner) == [8, 4, 2, 1]
     assert device.captures == 4
@@ -326,7 +354,9 @@ def test_predictions_leave_the_largest_out_before_the_start() -> None:
 def test_a_budget_that_pays_for_nothing_leaves_a_runner_without_graphs() -> None:
     backend = TapeBackend()
     before = reserved(backend)
-    runner = open_runner({"memory": 100}, backend=backend, compilation={"cudagraph_mode": "FULL_DECODE_ONLY"})
+    runner = open_runner(
+        {"memory": 100}, backend=backend, compilation={"cudagraph_mode": "FULL_DECODE_ONLY"}
+    )
     assert captured_sizes(runner) == []
     assert reserved(backend) == before
     assert (runner.report.graph_bytes, runner.report.static_bytes) == (0, 0)
@@ -345,7 +375,10 @@ def test_a_budget_that_is_known_to_pay_for_nothing_says_so() -> None:
     assert NO_GRAPH in runner.report.warnings
     assert "budget 0 B of 100 B used left out 5 keys" in " ".join(str(runner.report).split())
     assert NO_GRAPH not in open_runner({"memory": "1GiB"}).report.warnings
-    assert NO_GRAPH not in open_runner({"memory": 100}, compilation={"cudagraph_mode": "NONE"}).report.warnings
+    assert (
+        NO_GRAPH
+        not in open_runner({"memory": 100}, compilation={"cudagraph_mode": "NONE"}).report.warnings
+    )
 
 
 # --- memory runs out ------------------------------------------------------------------------------------------
@@ -385,7 +418,9 @@ def test_running_out_of_memory_on_the_way_keeps_what_was_captured(call: int) -> 
     runner = open_runner({"memory": "1GiB"}, backend=backend, model=RunsOut(4, {call}))
     assert captured_sizes(runner) == [16, 8]
     budget = budget_of(runner)
-    assert [(stop.limit, stop.descriptor.num_tokens) for stop in budget.stops] == [("device memory", 4)]
+    assert [(stop.limit, stop.descriptor.num_tokens) for stop in budget.stops] == [
+        ("device memory", 4)
+    ]
     assert "ran out" in str(runner.report)
     check_numbers(runner)
     check_report(runner)
@@ -426,8 +461,12 @@ def test_other_errors_are_errors_under_a_budget_too() -> None:
 def ticking(monkeypatch: pytest.MonkeyPatch, step: float) -> None:
     """A clock for the budget that goes on by ``step`` seconds each time somebody looks."""
     clock = count()
-    monkeypatch.setattr("cgplan.captures.budget.time", SimpleNamespace(perf_counter=lambda: next(clock) * step))
-    monkeypatch.setattr("cgplan.runner.session.time", SimpleNamespace(perf_counter=lambda: next(clock) * step))
+    monkeypatch.setattr(
+        "cgplan.captures.budget.time", SimpleNamespace(perf_counter=lambda: next(clock) * step)
+    )
+    monkeypatch.setattr(
+        "cgplan.runner.session.time", SimpleNamespace(perf_counter=lambda: next(clock) * step)
+    )
 
 
 def test_predicted_seconds_leave_the_largest_out_before_the_start() -> None:
@@ -443,12 +482,16 @@ def test_when_time_is_over_the_rest_is_not_captured(monkeypatch: pytest.MonkeyPa
     runner = open_runner({"capture_time": "35s"})
     assert captured_sizes(runner) == [16, 8, 4]
     budget = budget_of(runner)
-    assert [(stop.limit, stop.descriptor.num_tokens) for stop in budget.stops] == [("capture_time", 2)]
+    assert [(stop.limit, stop.descriptor.num_tokens) for stop in budget.stops] == [
+        ("capture_time", 2)
+    ]
     assert re.match(r"\d0\.0 s are used", budget.stops[0].detail)
     ticking(monkeypatch, 20.0)
     short = open_runner({"capture_time": "35s"}).report
     assert len(short.records) == 1
-    assert "of 35.0 s used, because the last capture took longer than was known before" in " ".join(str(short).split())
+    assert "of 35.0 s used, because the last capture took longer than was known before" in " ".join(
+        str(short).split()
+    )
     monkeypatch.undo()
     check_numbers(runner)
     check_report(runner)
@@ -492,15 +535,21 @@ def test_seconds_are_those_of_captures_alone(monkeypatch: pytest.MonkeyPatch) ->
 def test_memory_that_is_reserved_stays_free(foresees: bool) -> None:
     """Of 48 KiB 20 stay free: 28 do not hold 16 of a pool and 4 KB of the driver's for each of five graphs."""
     device = WithDriver(rate=1000, chunk=1, total=48 * KIB)
-    runner = open_runner({"reserve": "20KiB"}, backend=device, predicted=None if foresees else predict())
+    runner = open_runner(
+        {"reserve": "20KiB"}, backend=device, predicted=None if foresees else predict()
+    )
     free = device.memory().free
     assert free is not None
     assert free >= 20 * KIB
     stopped, kept = (16, [8, 4, 2, 1]) if foresees else (2, [16, 8, 4])
     assert captured_sizes(runner) == kept
     budget = budget_of(runner)
-    assert [(stop.limit, stop.descriptor.num_tokens) for stop in budget.stops] == [("reserve", stopped)]
-    assert ("are free, 15.6 KiB expected for the 4 keys after it" in budget.stops[0].detail) is foresees
+    assert [(stop.limit, stop.descriptor.num_tokens) for stop in budget.stops] == [
+        ("reserve", stopped)
+    ]
+    assert (
+        "are free, 15.6 KiB expected for the 4 keys after it" in budget.stops[0].detail
+    ) is foresees
     check_numbers(runner)
     check_report(runner)
 
@@ -521,7 +570,12 @@ def test_a_reserve_is_kept_by_predictions_before_the_start() -> None:
 
 @pytest.mark.parametrize(
     ("mode", "route"),
-    [("FULL_DECODE_ONLY", "ops"), ("PIECEWISE", "ops"), ("PIECEWISE", "modules"), ("FULL_AND_PIECEWISE", "modules")],
+    [
+        ("FULL_DECODE_ONLY", "ops"),
+        ("PIECEWISE", "ops"),
+        ("PIECEWISE", "modules"),
+        ("FULL_AND_PIECEWISE", "modules"),
+    ],
 )
 def test_every_route_works_with_half_of_the_memory(mode: str, route: str) -> None:
     def changes(budget: dict[str, Any]) -> GraphRunner:
@@ -548,10 +602,14 @@ def test_a_runner_captures_again_within_its_budget() -> None:
 
 
 def test_a_miss_can_still_be_an_error() -> None:
-    runner = open_runner({"capture_time": "2s"}, compilation={"on_miss": "error"}, predicted=predict(1.0))
+    runner = open_runner(
+        {"capture_time": "2s"}, compilation={"on_miss": "error"}, predicted=predict(1.0)
+    )
     assert captured_sizes(runner) == [2, 1]
     same(runner(x=torch.ones(2, WIDTH)), torch.zeros(2, WIDTH))
-    with pytest.raises(DispatchMissError, match="3 tokens: the budget has no room for its graph") as caught:
+    with pytest.raises(
+        DispatchMissError, match="3 tokens: the budget has no room for its graph"
+    ) as caught:
         runner(x=torch.ones(3, WIDTH))
     assert "Raise the budget" in caught.value.remedy
     with pytest.raises(DispatchMissError, match="17 tokens: larger than the largest capture size"):
@@ -560,7 +618,9 @@ def test_a_miss_can_still_be_an_error() -> None:
 
 @pytest.mark.parametrize("policy", ["eager", "adaptive"])
 def test_what_a_budget_dropped_is_counted_as_such(policy: str) -> None:
-    runner = open_runner({"capture_time": "2s"}, compilation={"capture_policy": policy}, predicted=predict(1.0))
+    runner = open_runner(
+        {"capture_time": "2s"}, compilation={"capture_policy": policy}, predicted=predict(1.0)
+    )
     runner(x=torch.ones(9, WIDTH))
     assert runner.stats.eager == {MissReason.OVER_BUDGET: 1}
 
@@ -591,8 +651,15 @@ def test_what_a_left_out_key_would_have_brought_is_brought_by_the_next_in_propor
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 6), st.integers(0, 60 * KIB), st.floats(0.001, 60), st.integers(0, 60 * KIB))
-def test_what_is_left_is_predicted_to_fit(graphs: int, memory: int, seconds: float, free: int) -> None:
-    budget = {"max_graphs": graphs + 1, "memory": memory + 1, "capture_time": seconds, "reserve": 10 * KIB}
+def test_what_is_left_is_predicted_to_fit(
+    graphs: int, memory: int, seconds: float, free: int
+) -> None:
+    budget = {
+        "max_graphs": graphs + 1,
+        "memory": memory + 1,
+        "capture_time": seconds,
+        "reserve": 10 * KIB,
+    }
     config = config_of(budget)
     plan = build_plan(config)
     plan = plan.model_copy(update={"predicted": predict(7.0, driver=1000)(plan)})
@@ -643,7 +710,10 @@ def test_the_prediction_says_which_keys_it_leaves_out() -> None:
     budget = budget_of(runner)
     assert (sizes(budget.left_out), sizes(budget.skipped)) == ([16], [4, 2, 1])
     part = " ".join(str(runner.report).partition("Prediction")[2].partition("Totals")[0].split())
-    assert "note 4 keys (FULL: 1, 2, 4, 16) over the budget: not captured, and neither predicted nor measured" in part
+    assert (
+        "note 4 keys (FULL: 1, 2, 4, 16) over the budget: not captured, and neither predicted nor measured"
+        in part
+    )
     assert "failed" not in part
     whole = str(open_runner({"memory": "1GiB"}, predicted=predict()).report)
     assert "neither predicted nor measured" not in whole
@@ -686,12 +756,21 @@ def test_half_of_the_memory_is_enough_for_half_of_the_graphs_on_a_gpu() -> None:
     def model(x: torch.Tensor) -> torch.Tensor:
         return layers(x)
 
-    backend, ladder = select_backend("cuda"), {"cudagraph_capture_sizes": [512 * n for n in range(1, 17)]}
-    whole = open_runner({}, backend=backend, model=model, compilation=ladder, scheduler={"max_num_seqs": 8192})
+    backend, ladder = (
+        select_backend("cuda"),
+        {"cudagraph_capture_sizes": [512 * n for n in range(1, 17)]},
+    )
+    whole = open_runner(
+        {}, backend=backend, model=model, compilation=ladder, scheduler={"max_num_seqs": 8192}
+    )
     limit = whole.report.graph_bytes // 2
     whole.close()
     runner = open_runner(
-        {"memory": limit}, backend=backend, model=model, compilation=ladder, scheduler={"max_num_seqs": 8192}
+        {"memory": limit},
+        backend=backend,
+        model=model,
+        compilation=ladder,
+        scheduler={"max_num_seqs": 8192},
     )
     assert runner.plan.keys
     assert runner.report.graph_bytes <= limit

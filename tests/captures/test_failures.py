@@ -10,9 +10,12 @@ from cgplan.modes import BatchDescriptor
 def test_the_end_of_a_capture_asks_what_needed_the_host() -> None:
     """As CUDA's errors are."""
     invalid = CaptureError(
-        "the capture is not valid: CUDA error: operation failed due to a previous error during capture", remedy="-"
+        "the capture is not valid: CUDA error: operation failed due to a previous error during capture",
+        remedy="-",
     )
-    found = HostSyncError("operator aten::item needs the host, at model.py:7", remedy="Keep it on the device.")
+    found = HostSyncError(
+        "operator aten::item needs the host, at model.py:7", remedy="Keep it on the device."
+    )
 
     def explained(error: CaptureError, found: HostSyncError | None) -> CgplanError:
         key = BatchDescriptor(4)
@@ -21,6 +24,9 @@ def test_the_end_of_a_capture_asks_what_needed_the_host() -> None:
     assert type(explained(invalid, None)) is CaptureError
     named = explained(invalid, found)
     assert isinstance(named, HostSyncError)
-    assert named.message == "capture of FULL num_tokens=4: operator aten::item needs the host, at model.py:7"
+    assert (
+        named.message
+        == "capture of FULL num_tokens=4: operator aten::item needs the host, at model.py:7"
+    )
     unjoined = CaptureError("the capture is not valid: a side stream was not joined", remedy="-")
     assert type(explained(unjoined, found)) is CaptureError

@@ -27,7 +27,11 @@ def test_capture_shows_and_saves_the_report(home: Path) -> None:
     assert [r.nodes for r in report.records] == [3, 3, 3]
     assert result.stdout == render_text(report) + "\n"
     assert "saved run.json" in result.stderr
-    assert sorted(p.name for p in home.iterdir() if p.name != "__pycache__") == ["good.yaml", "models.py", "run.json"]
+    assert sorted(p.name for p in home.iterdir() if p.name != "__pycache__") == [
+        "good.yaml",
+        "models.py",
+        "run.json",
+    ]
 
 
 @pytest.mark.parametrize(("command", "kind"), [("capture", CaptureReport), ("bench", BenchReport)])
@@ -44,13 +48,21 @@ def test_json_is_the_saved_report_and_nothing_else(
 @pytest.mark.parametrize("command", ["capture", "bench"])
 def test_a_trace_of_captures_and_calls(home: Path, command: str) -> None:
     assert "saved trace.json" in good(command, *GOOD, "--trace", "trace.json").stderr
-    names = Counter(event["name"] for event in json.loads(Path("trace.json").read_text())["traceEvents"])
+    names = Counter(
+        event["name"] for event in json.loads(Path("trace.json").read_text())["traceEvents"]
+    )
     assert (names["load model"], names["capture session"], names["capture"]) == (1, 1, 3)
-    assert (names["launch"], names["FULL num_tokens=4 num_reqs=4"]) == (9, 4), "three calls of each size"
+    assert (names["launch"], names["FULL num_tokens=4 num_reqs=4"]) == (9, 4), (
+        "three calls of each size"
+    )
     assert "cannot write ." in refused(errors.OutputPathError, command, *GOOD, "--trace", ".")
 
 
-RUNS = [(1, "FULL", 0), (3, "FULL", 1), (9, "NONE", 0)]  # sizes of the configuration's report section
+RUNS = [
+    (1, "FULL", 0),
+    (3, "FULL", 1),
+    (9, "NONE", 0),
+]  # sizes of the configuration's report section
 
 
 def measured(path: str = "bench.json") -> tuple[BenchReport, list[tuple[int, str, int]]]:
@@ -78,8 +90,15 @@ def test_bench_against_baselines(home: Path) -> None:
 def test_lazy_captures_nothing_and_says_so(home: Path) -> None:
     lazy = (*GOOD, *settings("compilation.capture_policy=lazy"))
     saved_plan()
-    report = CaptureReport.model_validate_json(good("capture", *lazy, "--plan", "plan.json", "--json").stdout)
-    assert (report.records, report.pool_bytes, report.capture_policy, report.waiting) == ((), 0, "lazy", 3)
+    report = CaptureReport.model_validate_json(
+        good("capture", *lazy, "--plan", "plan.json", "--json").stdout
+    )
+    assert (report.records, report.pool_bytes, report.capture_policy, report.waiting) == (
+        (),
+        0,
+        "lazy",
+        3,
+    )
     assert "lazy: when a batch first asks for a key; 3 are waiting" in render_text(report)
     assert "none captured of those from " in render_text(report)
     good("bench", *lazy, "--output", "bench.json")
@@ -89,7 +108,9 @@ def test_lazy_captures_nothing_and_says_so(home: Path) -> None:
 
 
 def test_warnings_and_mode_changes_come_before_the_capture(home: Path) -> None:
-    narrow = settings("scheduler.max_num_batched_tokens=2", "compilation.cudagraph_mode=FULL_DECODE_ONLY")
+    narrow = settings(
+        "scheduler.max_num_batched_tokens=2", "compilation.cudagraph_mode=FULL_DECODE_ONLY"
+    )
     changed = settings("compilation.attention_support=NEVER", "compilation.splitting_ops=[]")
     said = good("capture", *GOOD, *narrow, *changed, "--json").stderr
     assert "note: cudagraph_mode FULL_DECODE_ONLY -> NONE: attention_support is NEVER" in said
@@ -135,13 +156,18 @@ def test_a_capture_says_that_its_plan_was_made_for_another_budget(home: Path) ->
     head = " ".join(result.stdout.partition("num_reqs")[0].split())
     assert f"note {said}" in head
     assert "there is no traffic to plan for" not in head
-    assert "was made for a budget" not in good(*planned, *settings(*budget, "budget.reserve=1kB")).output
+    assert (
+        "was made for a budget"
+        not in good(*planned, *settings(*budget, "budget.reserve=1kB")).output
+    )
 
 
 def test_a_plan_for_something_else_is_refused_by_name(home: Path) -> None:
     plan = saved_plan("scheduler.max_num_seqs=8", "model.kwargs={width: 8}")
     machine = {"gpu": "NVIDIA H200", "driver": "580.1", "torch": torch.__version__}
-    (home / "plan.json").write_text(plan.model_copy(update={"machine": Machine(**machine)}).model_dump_json())
+    (home / "plan.json").write_text(
+        plan.model_copy(update={"machine": Machine(**machine)}).model_dump_json()
+    )
     message = refused(errors.PlanMismatchError, "capture", *GOOD, "--plan", "plan.json")
     assert message.startswith("error: plan.json: the plan was made for something else\n")
     assert "  - scheduler.max_num_seqs: 8 in the plan, 256 now" in message
@@ -161,10 +187,14 @@ def test_a_plan_for_something_else_is_refused_by_name(home: Path) -> None:
 
 @pytest.mark.usefixtures("home")
 def test_the_doctor_names_what_runs_outside_of_graphs() -> None:
-    piecewise = settings("compilation.cudagraph_mode=PIECEWISE", "compilation.splitting_modules=[down]")
+    piecewise = settings(
+        "compilation.cudagraph_mode=PIECEWISE", "compilation.splitting_modules=[down]"
+    )
     found = good("doctor", *GOOD, *piecewise, "--output", "doctor.json").stdout
     assert "inside graphs" in found
-    assert re.search(r"outside down, at \S+models\.py:\d+: `y = self\.down", " ".join(found.split()))
+    assert re.search(
+        r"outside down, at \S+models\.py:\d+: `y = self\.down", " ".join(found.split())
+    )
     assert good("inspect", "doctor.json").stdout == found
     nothing = good("doctor", *GOOD, *settings("compilation.cudagraph_mode=NONE")).stdout
     assert "Nothing is captured" in nothing
@@ -172,8 +202,13 @@ def test_the_doctor_names_what_runs_outside_of_graphs() -> None:
 
 @pytest.mark.usefixtures("home")
 def test_the_doctor_says_what_fails_and_measures_the_rest() -> None:
-    found = " ".join(good("doctor", *GOOD, *settings("model.target=models.py:partly")).stdout.split())
-    assert re.search(r"FULL -> AUTO: the capture failed: .*_local_scalar_dense needs the host.*models\.py:\d+", found)
+    found = " ".join(
+        good("doctor", *GOOD, *settings("model.target=models.py:partly")).stdout.split()
+    )
+    assert re.search(
+        r"FULL -> AUTO: the capture failed: .*_local_scalar_dense needs the host.*models\.py:\d+",
+        found,
+    )
     assert re.search(r"AUTO -> PIECEWISE: .*PIECEWISE without down\.\*, against eager steps", found)
     assert re.search(r"outside down\.1, at \S+models\.py:\d+", found)
     assert "inside graphs" in found
@@ -191,12 +226,18 @@ def test_the_doctor_outlives_a_model_of_which_nothing_can_be_captured() -> None:
 
 @pytest.mark.usefixtures("home")
 def test_auto_says_what_it_tried_and_measured() -> None:
-    found = " ".join(good("capture", *GOOD, *settings("compilation.cudagraph_mode=AUTO")).stdout.split())
+    found = " ".join(
+        good("capture", *GOOD, *settings("compilation.cudagraph_mode=AUTO")).stdout.split()
+    )
     assert re.search(r"AUTO -> (NONE|FULL|PIECEWISE): .*against eager steps \S+x at", found)
 
 
-@pytest.mark.parametrize("arguments", [("plan",), ("capture", "--plan", "plan.json")], ids=["plan", "saved plan"])
+@pytest.mark.parametrize(
+    "arguments", [("plan",), ("capture", "--plan", "plan.json")], ids=["plan", "saved plan"]
+)
 def test_what_has_to_know_the_graphs_refuses_auto(home: Path, arguments: tuple[str, ...]) -> None:
     (home / "plan.json").write_text(saved_plan().model_dump_json())
-    message = refused(errors.ConfigError, *arguments, *GOOD, *settings("compilation.cudagraph_mode=AUTO"))
+    message = refused(
+        errors.ConfigError, *arguments, *GOOD, *settings("compilation.cudagraph_mode=AUTO")
+    )
     assert "cudagraph_mode is AUTO" in message

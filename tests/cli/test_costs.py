@@ -29,11 +29,15 @@ def test_plan_prices_graphs_by_a_report(home: Path) -> None:
     assert len(plan.predicted.keys) == len(plan.keys)
     assert plan.predicted.notes == ("the costs of run.json are those of cpu (tape), not of a GPU",)
     assert plan.machine is None, "the tape's figures hold on any machine"
-    message = refused(errors.BudgetError, *command, "--costs", "run.json", "--capture-time", "0.001ms")
+    message = refused(
+        errors.BudgetError, *command, "--costs", "run.json", "--capture-time", "0.001ms"
+    )
     assert "budget.capture_time" in message
     (home / "plan.json").write_text(plan.model_dump_json())
     assert "not a capture report" in refused(errors.ReportError, *command, "--costs", "plan.json")
-    assert "the words estimate and measure" in refused(errors.ReportError, *command, "--costs", "mesure")
+    assert "the words estimate and measure" in refused(
+        errors.ReportError, *command, "--costs", "mesure"
+    )
 
 
 @pytest.mark.parametrize(
@@ -49,10 +53,15 @@ def test_graphs_of_a_mode_that_a_report_does_not_have_are_not_priced(
     traffic = use_traffic(home)
     captured(MODE + measured)
     for command in (traffic, PLAN, INSPECT):
-        message = refused(errors.ReportError, *command, *settings(MODE + planned), "--costs", "run.json")
+        message = refused(
+            errors.ReportError, *command, *settings(MODE + planned), "--costs", "run.json"
+        )
         assert f"run.json has no costs of {missing} graphs: its graphs are {measured}" in message
         assert f"a capture in mode {planned}, --costs measure or --costs estimate" in message
-    assert predicted(*traffic, *settings(MODE + measured), "--costs", "run.json").keys[0].pool_bytes > 0
+    assert (
+        predicted(*traffic, *settings(MODE + measured), "--costs", "run.json").keys[0].pool_bytes
+        > 0
+    )
 
 
 def test_a_report_of_the_same_mode_is_taken_whatever_its_budget_left(home: Path) -> None:
@@ -60,7 +69,9 @@ def test_a_report_of_the_same_mode_is_taken_whatever_its_budget_left(home: Path)
     both = f"{MODE}FULL_AND_PIECEWISE"
     captured(both, "budget.max_graphs=1")
     cost = predicted(*PLAN, *settings(both), "--costs", "run.json")
-    assert cost.notes[-1].startswith("there are no figures of FULL graphs: they are priced as PIECEWISE ones")
+    assert cost.notes[-1].startswith(
+        "there are no figures of FULL graphs: they are priced as PIECEWISE ones"
+    )
     assert cost.keys[0].pool_bytes > 0
 
 
@@ -78,7 +89,10 @@ def test_plan_prices_graphs_by_the_model(home: Path, word: str) -> None:
     plan = plan_of(*traffic, *settings(*changes), "--costs", word, "--max-graphs", "1")
     cost = plan.predicted
     assert cost is not None
-    assert "there are no figures of FULL graphs: they are priced as PIECEWISE ones of the same size" in cost.notes
+    assert (
+        "there are no figures of FULL graphs: they are priced as PIECEWISE ones of the same size"
+        in cost.notes
+    )
     assert all(mode is CUDAGraphMode.FULL for mode, _ in plan.keys)
     assert cost.keys[0].pool_bytes > 0
     assert cost.seconds > 0
@@ -92,7 +106,9 @@ def test_plan_warns_where_costs_are_missing_for_a_budget(home: Path) -> None:
     after = " ".join(" ".join(why[warning : warning + 3]).split())
     assert "warning budget.memory and budget.capture_time did not bound this plan" in after
     assert "--costs estimate" in after
-    assert "budget.memory and budget.capture_time not looked at" in " ".join(" ".join(lines).split())
+    assert "budget.memory and budget.capture_time not looked at" in " ".join(
+        " ".join(lines).split()
+    )
     assert "warning: budget.memory" in good(*command, "--emit", "vllm").stderr
     assert "did not bound" not in good(*command, "--costs", "estimate").stdout
 
@@ -100,7 +116,11 @@ def test_plan_warns_where_costs_are_missing_for_a_budget(home: Path) -> None:
 def test_plan_says_that_its_costs_are_another_configurations(home: Path) -> None:
     captured("compilation.cudagraph_capture_sizes=[1, 8]")
     traffic = use_traffic(home)
-    other = (*settings("model.kwargs={width: 32}", "scheduler.max_num_seqs=7"), "--costs", "run.json")
+    other = (
+        *settings("model.kwargs={width: 32}", "scheduler.max_num_seqs=7"),
+        "--costs",
+        "run.json",
+    )
     for command in (traffic, PLAN):
         (note, _) = predicted(*command, *other).notes
         assert note == (
@@ -134,7 +154,9 @@ def test_inspect_shows_what_each_lora_case_adds_and_sums_costs_up_by_lane(home: 
     for (_, descriptor), cost in zip(plan.keys, plan.predicted.keys, strict=True):
         pool[descriptor.num_active_loras] += cost.pool_bytes
     for case, name in ((0, "FULL"), (3, "FULL, 3 adapters")):
-        row = re.search(rf"^{name} +3  1, 2, 4 +(\d+(?:\.\d)? \w+) +0 B +[\d.]+ [mu]?s$", shown, re.MULTILINE)
+        row = re.search(
+            rf"^{name} +3  1, 2, 4 +(\d+(?:\.\d)? \w+) +0 B +[\d.]+ [mu]?s$", shown, re.MULTILINE
+        )
         assert row, shown
         assert row[1] == format_bytes(pool[case])
     assert "What each LoRA case adds" not in good(*INSPECT, "--costs", "run.json").stdout

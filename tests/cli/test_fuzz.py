@@ -35,7 +35,13 @@ YAML_BITS = [
 
 
 def places(data: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    items = (
+        data.items()
+        if isinstance(data, dict)
+        else enumerate(data)
+        if isinstance(data, list)
+        else ()
+    )
     for key, value in items:
         yield (*at, key)
         yield from places(value, (*at, key))
@@ -62,7 +68,10 @@ def mutated(data: Any, rng: random.Random) -> Any:
 def cases(rng: random.Random, folder: Path) -> Iterator[list[str]]:
     texts = [path.read_text(encoding="utf-8") for path in sorted((ROOT / "configs").glob("*.yaml"))]
     config, report = folder / "c.yaml", folder / "r.json"
-    names = [(section, getattr(info.annotation, "model_fields", {})) for section, info in Config.model_fields.items()]
+    names = [
+        (section, getattr(info.annotation, "model_fields", {}))
+        for section, info in Config.model_fields.items()
+    ]
     for _ in range(20):
         given = mutated(yaml.safe_load(rng.choice(texts)), rng)
         section, fields = rng.choice([(name, list(fields)) for name, fields in names if fields])
@@ -79,13 +88,36 @@ def cases(rng: random.Random, folder: Path) -> Iterator[list[str]]:
         yield ["inspect", "--config", str(config)]
     for _ in range(20):
         section, fields = rng.choice([(name, list(fields)) for name, fields in names if fields])
-        value = rng.choice([json.dumps(rng.choice(ODD)), str(rng.choice(ODD)), rng.choice(YAML_BITS)])
-        key = rng.choice([section, f"{section}.{rng.choice(fields)}", f"{section}.{rng.choice(fields)}.x", "", "a..b"])
-        yield ["inspect", "--config", str(ROOT / "configs" / "decoder_cpu.yaml"), "--set", f"{key}={value}"]
+        value = rng.choice(
+            [json.dumps(rng.choice(ODD)), str(rng.choice(ODD)), rng.choice(YAML_BITS)]
+        )
+        key = rng.choice(
+            [
+                section,
+                f"{section}.{rng.choice(fields)}",
+                f"{section}.{rng.choice(fields)}.x",
+                "",
+                "a..b",
+            ]
+        )
+        yield [
+            "inspect",
+            "--config",
+            str(ROOT / "configs" / "decoder_cpu.yaml"),
+            "--set",
+            f"{key}={value}",
+        ]
     saved = [path.read_text(encoding="utf-8") for path in sorted(GOLDEN.glob("*.json"))]
     for _ in range(15):
         text = rng.choice(saved)
-        damaged = ["[" * 100_000, '{"a":' * 100_000, "", "null", "[]", text[: rng.randrange(len(text))]]
+        damaged = [
+            "[" * 100_000,
+            '{"a":' * 100_000,
+            "",
+            "null",
+            "[]",
+            text[: rng.randrange(len(text))],
+        ]
         report.write_text(rng.choice(damaged), encoding="utf-8")
         yield ["inspect", str(report)]
 

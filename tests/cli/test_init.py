@@ -51,7 +51,9 @@ def test_init_reads_images_and_indices(home: Path) -> None:
     assert (words.inputs["words"].dtype, words.inputs["words"].pad) == ("int64", 7)
     assert words.inputs["words"].example == (0, 50)
     assert words.inputs["offsets"].dtype == "float32"
-    assert re.search(r"offsets:\n +shape: \[num_tokens\] +# guess: nothing in the code told it", text)
+    assert re.search(
+        r"offsets:\n +shape: \[num_tokens\] +# guess: nothing in the code told it", text
+    )
 
 
 def test_init_does_not_pretend_where_the_forward_branches(home: Path) -> None:
@@ -72,17 +74,26 @@ def test_init_of_a_hugging_face_model_captures_as_it_is(home: Path) -> None:
     (home / "tiny" / "config.json").write_text(HUGGING_FACE)
     _, config = started(home, "tiny", "--kwargs", "{max_cache_len: 16}")
     assert config.model is not None
-    assert (config.model.target, config.model.kwargs["config_file"]) == ("transformers", "tiny/config.json")
+    assert (config.model.target, config.model.kwargs["config_file"]) == (
+        "transformers",
+        "tiny/config.json",
+    )
     ids, positions = config.inputs.values()
     assert (ids.dtype, ids.pad, ids.example) == ("int64", 0, (0, 61))
-    assert (positions.dtype, positions.pad, positions.example) == ("int64", -1, (0, 16)), "-1 writes nothing"
+    assert (positions.dtype, positions.pad, positions.example) == ("int64", -1, (0, 16)), (
+        "-1 writes nothing"
+    )
     result = good("capture", "my.yaml", "--device", "cpu", "--json")
     assert len(CaptureReport.model_validate_json(result.stdout).records) == 6
-    text, _ = started(home, "transformers", "--kwargs", "{config_file: tiny/config.json, max_cache_len: 16}")
+    text, _ = started(
+        home, "transformers", "--kwargs", "{config_file: tiny/config.json, max_cache_len: 16}"
+    )
     assert text == (home / "my.yaml").read_text()
 
 
-def test_init_finds_a_model_in_the_cache_of_hugging_face(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_init_finds_a_model_in_the_cache_of_hugging_face(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("transformers")
     from transformers.utils import hub
 
@@ -98,8 +109,12 @@ def test_init_finds_a_model_in_the_cache_of_hugging_face(home: Path, monkeypatch
 
 
 def test_init_of_one_call_captures_as_it_is(home: Path) -> None:
-    (home / "call.py").write_text("import torch\n\n\ndef example():\n    return {'x': torch.randn(3, 8)}\n")
-    text = good("init", "--example", "models.py:Net", "--call", "call.py:example", "--kwargs", "{width: 24}").stdout
+    (home / "call.py").write_text(
+        "import torch\n\n\ndef example():\n    return {'x': torch.randn(3, 8)}\n"
+    )
+    text = good(
+        "init", "--example", "models.py:Net", "--call", "call.py:example", "--kwargs", "{width: 24}"
+    ).stdout
     (home / "my.yaml").write_text(text)
     config = load_config("my.yaml")
     assert config.inputs["x"].shape == ("batch", 8)
@@ -109,7 +124,9 @@ def test_init_of_one_call_captures_as_it_is(home: Path) -> None:
 
 
 def test_init_of_a_call_that_the_model_does_not_take(home: Path) -> None:
-    (home / "call.py").write_text("import torch\n\n\ndef example():\n    return torch.ones(3, 8), 1, 2\n")
+    (home / "call.py").write_text(
+        "import torch\n\n\ndef example():\n    return torch.ones(3, 8), 1, 2\n"
+    )
     message = refused(cgplan.ModelError, "init", "models.py:Net", "--call", "call.py:example")
     assert "models.py:Net does not take what call.py:example returns: " in message
     assert "takes from 2 to 3 positional arguments" in message

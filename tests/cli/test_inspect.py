@@ -16,7 +16,9 @@ from cgplan.planning import Plan, build_plan
 def test_inspect_shows_a_saved_report_again(home: Path) -> None:
     captured = good("capture", "--config", "good.yaml", "--output", "run.json")
     assert good("inspect", "run.json").stdout == captured.stdout
-    assert json.loads(good("inspect", "run.json", "--json").stdout) == json.loads((home / "run.json").read_text())
+    assert json.loads(good("inspect", "run.json", "--json").stdout) == json.loads(
+        (home / "run.json").read_text()
+    )
 
 
 def test_inspect_prints_a_plan_that_it_reads_again(home: Path) -> None:
@@ -33,10 +35,19 @@ def test_inspect_shows_the_plan_first_and_then_the_values_that_were_set(home: Pa
     assert plan.startswith("Plan\n")
     assert whole.partition("\nValues of good.yaml\n")[0] == plan
     some = re.findall(r"^([\w.]+) +\S.* (?:line \d+|--set)$", values, re.MULTILINE)
-    assert {name.partition(".")[0] for name in some} == {"model", "device", "inputs", "compilation", "lora", "report"}
+    assert {name.partition(".")[0] for name in some} == {
+        "model",
+        "device",
+        "inputs",
+        "compilation",
+        "lora",
+        "report",
+    }
     assert "compilation.on_miss" not in values
     assert re.search(r"^compilation\.on_miss +eager +default$", whole, re.MULTILINE)
-    every = re.findall(r"^[\w.]+  ", whole.partition("\nValues of good.yaml\n")[2], re.MULTILINE)[1:]
+    every = re.findall(r"^[\w.]+  ", whole.partition("\nValues of good.yaml\n")[2], re.MULTILINE)[
+        1:
+    ]
     assert f"and {len(every) - len(some)} defaults, listed with --all" in values
     assert "listed with --all" not in whole
 
@@ -53,7 +64,9 @@ def test_inspect_names_the_origin_of_each_value(home: Path) -> None:
         "lora: {max_loras: 2}\n"
     )
     loaded = read_config("c.yaml", ["scheduler.max_num_seqs=8", "lora={max_loras: 3}"])
-    rows = {row.key: (row.value, row.origin) for row in origin_rows(loaded, build_plan(loaded.config))}
+    rows = {
+        row.key: (row.value, row.origin) for row in origin_rows(loaded, build_plan(loaded.config))
+    }
     assert rows["device"] == ("cpu", "c.yaml:1")
     assert rows["compilation.attention_support"] == ("UNIFORM_BATCH", "c.yaml:4")
     assert rows["compilation.cudagraph_mode"] == (
@@ -64,14 +77,19 @@ def test_inspect_names_the_origin_of_each_value(home: Path) -> None:
         "[16, 9999] -> 16 (1) (from compilation.cudagraph_capture_sizes)",
         "c.yaml:5",
     )
-    assert rows["compilation.max_cudagraph_capture_size"] == ("16 (from cudagraph_capture_sizes)", "resolved")
+    assert rows["compilation.max_cudagraph_capture_size"] == (
+        "16 (from cudagraph_capture_sizes)",
+        "resolved",
+    )
     assert rows["compilation.outputs"] == ("borrow", "default")
     assert rows["scheduler.max_num_seqs"] == ("8", "--set")
     assert rows["lora.max_loras"] == ("3", "--set")
     assert rows["lora.rank"] == ("16", "default")
     assert rows["report.sizes"] == ("16 (1) (from cudagraph_capture_sizes)", "resolved")
     shown = good("inspect", "--config", "c.yaml").stdout
-    assert re.search(r"^compilation\.attention_support +UNIFORM_BATCH +line 4$", shown, re.MULTILINE)
+    assert re.search(
+        r"^compilation\.attention_support +UNIFORM_BATCH +line 4$", shown, re.MULTILINE
+    )
     assert "9999 above scheduler.max_num_batched_tokens" in shown
 
 
@@ -80,22 +98,45 @@ def test_inspect_says_what_sizes_were_resolved_from(home: Path) -> None:
     loaded = read_config("c.yaml")
     values = {row.key: row.value for row in origin_rows(loaded, build_plan(loaded.config))}
     assert "(from ladder vllm up to 30)" in values["compilation.cudagraph_capture_sizes"]
-    assert values["compilation.max_cudagraph_capture_size"] == "30 -> 24 (from cudagraph_capture_sizes)"
+    assert (
+        values["compilation.max_cudagraph_capture_size"]
+        == "30 -> 24 (from cudagraph_capture_sizes)"
+    )
 
 
 def test_inspect_shows_the_split(home: Path) -> None:
     command = ("inspect", "--config", "good.yaml", "--split")
     assert "no PIECEWISE graph is planned" in good(*command).stdout
-    options = ("--set", "compilation.cudagraph_mode=PIECEWISE", "--set", "compilation.splitting_modules=[up]")
+    options = (
+        "--set",
+        "compilation.cudagraph_mode=PIECEWISE",
+        "--set",
+        "compilation.splitting_modules=[up]",
+    )
     assert "eager up" in " ".join(good(*command, *options).stdout.split())
 
 
 def test_inspect_shows_what_vllm_would_capture(home: Path) -> None:
-    options = ("--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--num-speculative-tokens", "1")
+    options = (
+        "--max-num-seqs",
+        "4",
+        "--max-num-batched-tokens",
+        "64",
+        "--num-speculative-tokens",
+        "1",
+    )
     lora = ("--max-loras", "2", "--specialize-active-lora")
-    result = good("inspect", "--vllm", '{"cudagraph_capture_sizes": [2, 8], "backend": "eager"}', *options, *lora)
+    result = good(
+        "inspect",
+        "--vllm",
+        '{"cudagraph_capture_sizes": [2, 8], "backend": "eager"}',
+        *options,
+        *lora,
+    )
     rows = {
-        line.split()[0]: re.split(r"  +", line)[1:] for line in result.stdout.splitlines() if "." in line.split(" ")[0]
+        line.split()[0]: re.split(r"  +", line)[1:]
+        for line in result.stdout.splitlines()
+        if "." in line.split(" ")[0]
     }
     assert rows["compilation.cudagraph_mode"] == ["FULL_AND_PIECEWISE", "vLLM's default"]
     assert rows["compilation.cudagraph_capture_sizes"] == ["[2, 8]", "--vllm"]

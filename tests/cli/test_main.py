@@ -30,17 +30,23 @@ def test_no_arguments_show_the_help() -> None:
     shown = good().stdout
     assert shown == good("--help").stdout
     for command in ("capture", "bench", "inspect", "schema", "init", "plan"):
-        assert re.search(rf"^  {command}  .*\.$", shown, re.MULTILINE), f"{command} has no whole sentence in the help"
+        assert re.search(rf"^  {command}  .*\.$", shown, re.MULTILINE), (
+            f"{command} has no whole sentence in the help"
+        )
 
 
-@pytest.mark.parametrize("command", ["capture", "bench", "inspect", "schema", "init", "plan", "plan diff"])
+@pytest.mark.parametrize(
+    "command", ["capture", "bench", "inspect", "schema", "init", "plan", "plan diff"]
+)
 def test_help_of_each_command_has_an_example(command: str) -> None:
     assert f"Example:\n    cgplan {command} " in good(*command.split(), "--help").stdout
 
 
 def in_a_process(*command: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(REPO)}
-    return subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [sys.executable, *command], env=environment, capture_output=True, text=True, check=False
+    )
 
 
 def test_python_dash_m(home: Path) -> None:
@@ -116,8 +122,14 @@ def test_wrong_options_end_with_2(home: Path, arguments: list[str]) -> None:
     [
         (("plan", "--config", "{}"), errors.ConfigFileError),
         (("plan", "--config", "good.yaml", "--traffic", "{}"), errors.TrafficError),
-        (("plan", "--config", "good.yaml", "--traffic", "traffic.csv", "--step-times", "{}"), errors.StepTimeError),
-        (("plan", "--config", "good.yaml", "--traffic", "traffic.csv", "--costs", "{}"), errors.ReportError),
+        (
+            ("plan", "--config", "good.yaml", "--traffic", "traffic.csv", "--step-times", "{}"),
+            errors.StepTimeError,
+        ),
+        (
+            ("plan", "--config", "good.yaml", "--traffic", "traffic.csv", "--costs", "{}"),
+            errors.ReportError,
+        ),
         (("plan", "diff", "plan.json", "{}"), errors.ReportError),
         (("capture", "--config", "good.yaml", "--plan", "{}"), errors.ReportError),
         (("inspect", "{}"), errors.ReportError),
@@ -147,7 +159,9 @@ def test_examples_are_listed_and_copied_with_their_models(home: Path) -> None:
         errors.OutputPathError, "examples", "copy", "vision", "demo"
     )
     assert "Did you mean 'vision'?" in refused(errors.ConfigFileError, "examples", "copy", "vison")
-    assert "cannot write good.yaml" in refused(errors.OutputPathError, "examples", "copy", "lora", "good.yaml")
+    assert "cannot write good.yaml" in refused(
+        errors.OutputPathError, "examples", "copy", "lora", "good.yaml"
+    )
 
 
 def test_traceback_is_shown_on_demand(home: Path) -> None:
@@ -173,7 +187,9 @@ def test_a_forward_does_not_end_the_command(home: Path) -> None:
 
 
 @pytest.mark.parametrize(("columns", "width"), [("50", 50), ("", 80)])
-def test_errors_fit_the_terminal(home: Path, monkeypatch: pytest.MonkeyPatch, columns: str, width: int) -> None:
+def test_errors_fit_the_terminal(
+    home: Path, monkeypatch: pytest.MonkeyPatch, columns: str, width: int
+) -> None:
     monkeypatch.setenv("COLUMNS", columns)
     result = cgplan_command(*use_model("not_a_model"))
     lines = result.stderr.partition("  more: ")[0].splitlines()  # a path stays whole
@@ -289,13 +305,17 @@ def test_outputs_that_cannot_be_written(home: Path) -> None:
     (home / "two").symlink_to(home / "one")
     os.mkfifo(home / "pipe")  # nobody reads it
     for name in ("one", "pipe"):
-        assert "cannot write" in refused(errors.OutputPathError, "capture", "good.yaml", "--output", name)
+        assert "cannot write" in refused(
+            errors.OutputPathError, "capture", "good.yaml", "--output", name
+        )
 
 
 def test_a_full_disk_behind_standard_output(home: Path) -> None:
     command = [sys.executable, "-m", "cgplan", "inspect", "--config", "good.yaml"]
     with open("/dev/full", "w") as full:
-        found = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=home, check=False)
+        found = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=home, check=False
+        )
     assert found.returncode == errors.OutputPathError.exit_code
     assert "error: cannot write the output: No space left on device" in found.stderr
 

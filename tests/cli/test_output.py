@@ -25,7 +25,9 @@ needs_rights = pytest.mark.skipif(os.geteuid() == 0, reason="root may write anyw
         pytest.param("old.json", "cannot write old.json", marks=needs_rights),
     ],
 )
-def test_a_path_that_cannot_be_written_is_told_before_the_model_is_built(home: Path, output: str, said: str) -> None:
+def test_a_path_that_cannot_be_written_is_told_before_the_model_is_built(
+    home: Path, output: str, said: str
+) -> None:
     (home / "there").mkdir()
     (home / "old.json").write_text("old")
     (home / "old.json").chmod(0o444)
@@ -36,7 +38,9 @@ def test_a_path_that_cannot_be_written_is_told_before_the_model_is_built(home: P
     assert "two.json is to hold two results" in refused(
         errors.OutputPathError, *command, "--output", "two.json", "--html", "./two.json"
     )
-    assert "good.yaml is an input of the command" in refused(errors.OutputPathError, *command, "--html", "good.yaml")
+    assert "good.yaml is an input of the command" in refused(
+        errors.OutputPathError, *command, "--html", "good.yaml"
+    )
     assert not (home / "marker").exists()
     good(*command)
     assert (home / "marker").exists()
@@ -52,7 +56,9 @@ def test_output_replaces_the_old_file_and_keeps_link_and_mode(home: Path) -> Non
     assert (home / "real.json").stat().st_mode & 0o777 == 0o640
 
 
-def test_a_link_at_the_temporary_name_is_not_followed(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_link_at_the_temporary_name_is_not_followed(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (home / "victim").write_text("mine")
     monkeypatch.setattr(os, "urandom", lambda count: b"known")
     (home / ".run.json.6b6e6f776e.tmp").symlink_to("victim")
@@ -65,7 +71,9 @@ def test_a_link_at_the_temporary_name_is_not_followed(home: Path, monkeypatch: p
 def test_a_page_has_the_report_of_each_command_and_of_a_saved_one(home: Path) -> None:
     titles = {}
     for command in ("capture", "bench", "plan", "audit"):
-        good(command, "--config", "good.yaml", "--html", "report.html", "--output", f"{command}.json")
+        good(
+            command, "--config", "good.yaml", "--html", "report.html", "--output", f"{command}.json"
+        )
         first = (home / "report.html").read_text()
         titles[command] = re.findall(r"<h2[^>]*>(.*?)</h2>", first)
         good("inspect", f"{command}.json", "--html", "again.html")
@@ -78,11 +86,15 @@ def test_a_page_has_the_report_of_each_command_and_of_a_saved_one(home: Path) ->
     }
     old = (home / "plan.json").read_text().replace('"schema_version": 2', '"schema_version": 1', 1)
     (home / "old.json").write_text(old)
-    assert "schema version 1" in refused(errors.ReportError, "inspect", "old.json", "--html", "old.html")
+    assert "schema version 1" in refused(
+        errors.ReportError, "inspect", "old.json", "--html", "old.html"
+    )
     assert not (home / "old.html").exists()
 
 
-def test_report_is_shown_even_if_it_cannot_be_saved(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_is_shown_even_if_it_cannot_be_saved(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 

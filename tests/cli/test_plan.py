@@ -15,7 +15,16 @@ from pathlib import Path
 from threading import Thread
 
 import pytest
-from commands import REQUESTS, cgplan_command, good, plan_of, refused, settings, unwrapped, use_traffic
+from commands import (
+    REQUESTS,
+    cgplan_command,
+    good,
+    plan_of,
+    refused,
+    settings,
+    unwrapped,
+    use_traffic,
+)
 
 from cgplan import errors
 from cgplan.config import load_config
@@ -40,7 +49,9 @@ def test_plan_shows_and_saves_the_plan(home: Path) -> None:
 
 
 def test_plan_emits_for_an_engine_and_nothing_else(home: Path) -> None:
-    narrow = settings("scheduler.max_num_batched_tokens=2", "compilation.attention_support=UNIFORM_BATCH")
+    narrow = settings(
+        "scheduler.max_num_batched_tokens=2", "compilation.attention_support=UNIFORM_BATCH"
+    )
     result = good(*PLAN, *narrow, "--emit", "vllm", "--output", "plan.json")
     assert result.stdout == (
         '--compilation-config \'{"cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_capture_sizes": [1, 2], '
@@ -59,16 +70,42 @@ def test_plan_emits_for_an_engine_and_nothing_else(home: Path) -> None:
 
 
 def test_what_is_emitted_for_vllm_is_read_back_to_the_same_keys(home: Path) -> None:
-    settings = ("--set", "compilation.cudagraph_mode=FULL_AND_PIECEWISE", "--set", "scheduler.max_num_seqs=3")
+    settings = (
+        "--set",
+        "compilation.cudagraph_mode=FULL_AND_PIECEWISE",
+        "--set",
+        "scheduler.max_num_seqs=3",
+    )
     emitted = good(*PLAN, *settings, "--emit", "vllm").stdout
     value = shlex.split(emitted)[1]
-    again = good("inspect", "--vllm", value, "--max-num-seqs", "3", "--max-num-batched-tokens", "8192", "--json").stdout
+    again = good(
+        "inspect",
+        "--vllm",
+        value,
+        "--max-num-seqs",
+        "3",
+        "--max-num-batched-tokens",
+        "8192",
+        "--json",
+    ).stdout
     assert Plan.from_json(again).keys == build_plan(load_config("good.yaml", settings[1::2])).keys
 
 
 def test_plan_options_are_overrides_of_the_budget(home: Path) -> None:
-    given = ("--max-graphs", "2", *settings("budget.max_graphs=3"), "--memory", "1GiB", "--capture-time", "2min")
-    assert plan_of(*PLAN, *given).budget == {"max_graphs": 2, "memory": 1 << 30, "capture_time": 120.0}
+    given = (
+        "--max-graphs",
+        "2",
+        *settings("budget.max_graphs=3"),
+        "--memory",
+        "1GiB",
+        "--capture-time",
+        "2min",
+    )
+    assert plan_of(*PLAN, *given).budget == {
+        "max_graphs": 2,
+        "memory": 1 << 30,
+        "capture_time": 120.0,
+    }
 
 
 def test_plan_for_traffic_finds_its_sizes(home: Path) -> None:
@@ -90,7 +127,9 @@ def test_plan_for_traffic_finds_its_sizes(home: Path) -> None:
 
 
 @pytest.mark.parametrize(("columns", "widest"), [("64", 64), ("130", 130), ("wide", 100)])
-def test_reports_obey_columns(home: Path, monkeypatch: pytest.MonkeyPatch, columns: str, widest: int) -> None:
+def test_reports_obey_columns(
+    home: Path, monkeypatch: pytest.MonkeyPatch, columns: str, widest: int
+) -> None:
     command = (*use_traffic(home), "--verbose")
     usual = good(*command).stdout
     monkeypatch.setenv("COLUMNS", columns)
@@ -103,7 +142,9 @@ def test_reports_obey_columns(home: Path, monkeypatch: pytest.MonkeyPatch, colum
 @pytest.mark.parametrize("graphs", [2, 4, 5, 7, 8])
 def test_one_list_without_traffic_takes_all_graphs_that_it_may(graphs: int) -> None:
     bounds = ("--max-num-seqs", "256", "--max-num-batched-tokens", "8192")
-    plan = Plan.from_json(good("plan", "--vllm", "{}", *bounds, "--max-graphs", str(graphs), "--json").stdout)
+    plan = Plan.from_json(
+        good("plan", "--vllm", "{}", *bounds, "--max-graphs", str(graphs), "--json").stdout
+    )
     assert len(plan.keys) == graphs
 
 
@@ -128,8 +169,20 @@ def test_sglang_captures_no_more_than_the_plan_allows(home: Path) -> None:
     rows = "".join(f"{i / 50},{rng.randint(1, 60)},{rng.randint(2, 9)}\n" for i in range(300))
     (home / "trace.csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + rows)
     for mode in ("FULL", "PIECEWISE", "FULL_AND_PIECEWISE"):
-        options = ("--traffic", "trace.csv", "--assume-default-times", "--max-graphs", "6", "--insurance", "0")
-        command = (*PLAN, *options, *settings(f"compilation.cudagraph_mode={mode}", "scheduler.max_num_seqs=32"))
+        options = (
+            "--traffic",
+            "trace.csv",
+            "--assume-default-times",
+            "--max-graphs",
+            "6",
+            "--insurance",
+            "0",
+        )
+        command = (
+            *PLAN,
+            *options,
+            *settings(f"compilation.cudagraph_mode={mode}", "scheduler.max_num_seqs=32"),
+        )
         emitted = good(*command, "--emit", "sglang", "--output", "plan.json").stdout
         lists = re.findall(r"--cuda-graph-bs-(?:decode|prefill) ([\d ]+)", emitted)
         assert 0 < sum(len(sizes.split()) for sizes in lists) <= 6
@@ -137,7 +190,9 @@ def test_sglang_captures_no_more_than_the_plan_allows(home: Path) -> None:
         assert plan.evidence is not None
         served = {(use["mode"], use["uniform"]) for use in plan.evidence["uses"]}
         assert served == {"FULL": {("FULL", False), ("NONE", False)}}.get(mode, served)
-        checked = json.loads(good("plan", "check", "plan.json", "--traffic", "trace.csv", "--json").stdout)
+        checked = json.loads(
+            good("plan", "check", "plan.json", "--traffic", "trace.csv", "--json").stdout
+        )
         assert any("apart from decode" in note for note in checked["notes"])
         assert checked["points"][0]["expected_us"] == pytest.approx(plan.expected_us)
         assert checked["regret"] == pytest.approx(0, abs=1e-6)
@@ -146,16 +201,34 @@ def test_sglang_captures_no_more_than_the_plan_allows(home: Path) -> None:
 def test_a_check_takes_several_loads(home: Path) -> None:
     """As the plan takes them: then it finds what the plan promised."""
     use_traffic(home)
-    trace = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(f"{i / 9},2,4\n" for i in range(200))
+    trace = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(
+        f"{i / 9},2,4\n" for i in range(200)
+    )
     for name in ("a.csv", "b.csv"):
         (home / name).write_text(trace)
-    loads = ("--traffic", "a.csv", "--traffic", "b.csv@2.5x", "--scale", "1,4", "--weights", "3,1", "--replicas", "2")
+    loads = (
+        "--traffic",
+        "a.csv",
+        "--traffic",
+        "b.csv@2.5x",
+        "--scale",
+        "1,4",
+        "--weights",
+        "3,1",
+        "--replicas",
+        "2",
+    )
     plan = plan_of(*PLAN, "--step-times", "times.csv", *loads, "--output", "plan.json")
     check = ("plan", "check", "plan.json", "--step-times", "times.csv", "--json")
     found = PlanCheck.model_validate_json(good(*check, *loads).stdout)
     assert found.points[0].expected_us == pytest.approx(plan.expected_us)
     assert "1 weight" not in cgplan_command(*check, *loads[:4], "--weights", "1").stdout
-    for wrong in (("--weights", "x"), ("--scale", "0"), ("--traffic", "a.csv@nox"), ("--replicas", "0")):
+    for wrong in (
+        ("--weights", "x"),
+        ("--scale", "0"),
+        ("--traffic", "a.csv@nox"),
+        ("--replicas", "0"),
+    ):
         told = cgplan_command(*check, "--traffic", "a.csv", *wrong)
         assert told.exit_code == 2
         assert wrong[0] in told.stderr
@@ -169,23 +242,35 @@ def test_options_without_effect_are_errors(home: Path) -> None:
         assert option[0] in refused(errors.ConfigError, *PLAN, *option)
 
 
-@pytest.mark.parametrize(("mode", "most"), [("FULL_AND_PIECEWISE", 12), ("FULL", 5), ("FULL_AND_PIECEWISE", 3)])
+@pytest.mark.parametrize(
+    ("mode", "most"), [("FULL_AND_PIECEWISE", 12), ("FULL", 5), ("FULL_AND_PIECEWISE", 3)]
+)
 def test_without_traffic_vllm_has_one_list_too(home: Path, mode: str, most: int) -> None:
     given = ("--max-num-seqs", "32", "--max-num-batched-tokens", "512")
-    command = ("plan", "--vllm", f'{{"cudagraph_mode": "{mode}"}}', *given, "--max-graphs", str(most))
+    command = (
+        "plan",
+        "--vllm",
+        f'{{"cudagraph_mode": "{mode}"}}',
+        *given,
+        "--max-graphs",
+        str(most),
+    )
     plan = plan_of(*command)
     assert 0 < len(plan.keys) <= most
     _, text = shlex.split(good(*command, "--emit", "vllm").stdout)
     anew = Plan.from_json(good("inspect", "--vllm", text, *given, "--json").stdout)
     assert set(anew.keys) == set(plan.keys)
     if most == 12:
-        assert {sizes[-1] for sizes in plan.lanes().values()} == {32, 64}, "no lane loses its largest size"
+        assert {sizes[-1] for sizes in plan.lanes().values()} == {32, 64}, (
+            "no lane loses its largest size"
+        )
 
 
 def test_plan_for_requests_that_one_server_cannot_serve_warns(home: Path) -> None:
     use_traffic(home)
     (home / "trace.csv").write_text(
-        "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(f"{i / 2e4},4,3\n" for i in range(1000))
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+        + "".join(f"{i / 2e4},4,3\n" for i in range(1000))
     )
     command = (*PLAN, "--traffic", "trace.csv", "--step-times", "times.csv")
     plan = plan_of(*command)
@@ -200,12 +285,23 @@ def test_plan_for_requests_that_one_server_cannot_serve_warns(home: Path) -> Non
 
 def test_plan_for_several_loads(home: Path) -> None:
     use_traffic(home)
-    trace = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(f"{i / 9},2,4\n" for i in range(200))
+    trace = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(
+        f"{i / 9},2,4\n" for i in range(200)
+    )
     for name in ("a.csv", "b.csv"):
         (home / name).write_text(trace)
     command = (*PLAN, "--step-times", "times.csv", "--max-graphs", "3", "--traffic")
     plan = plan_of(
-        *command, "a.csv", "--traffic", "b.csv@2.5x", "--scale", "1,4", "--weights", "3,1", "--replicas", "2"
+        *command,
+        "a.csv",
+        "--traffic",
+        "b.csv@2.5x",
+        "--scale",
+        "1,4",
+        "--weights",
+        "3,1",
+        "--replicas",
+        "2",
     )
     assert plan.evidence is not None
     sources = [point["source"] for point in plan.evidence["loads"]]
@@ -219,9 +315,18 @@ def test_plan_for_several_loads(home: Path) -> None:
     assert all("1 of 2 replicas" in source for source in sources)
     worst = plan_of(*command, "a.csv", "--scale", "1,8", "--objective", "worst")
     assert worst.evidence is not None
-    assert all(point["expected_us"] >= point["best_us"] * (1 - 1e-9) for point in worst.evidence["loads"])
-    assert "2 weights for 1 files" in refused(errors.ConfigError, *command, "a.csv", "--weights", "1,2")
-    for wrong in (("a.csv", "--scale", "0,1"), ("a.csv", "--scale", ""), ("a.csv@x",), ("a.csv", "--weights", "1,,2")):
+    assert all(
+        point["expected_us"] >= point["best_us"] * (1 - 1e-9) for point in worst.evidence["loads"]
+    )
+    assert "2 weights for 1 files" in refused(
+        errors.ConfigError, *command, "a.csv", "--weights", "1,2"
+    )
+    for wrong in (
+        ("a.csv", "--scale", "0,1"),
+        ("a.csv", "--scale", ""),
+        ("a.csv@x",),
+        ("a.csv", "--weights", "1,,2"),
+    ):
         usage = cgplan_command(*command, *wrong)
         assert (usage.exit_code, "no list of numbers above 0" in usage.stderr) == (2, True)
     counts = refused(errors.TrafficError, *PLAN, "--traffic", "traffic.csv", "--scale", "2")
@@ -230,15 +335,33 @@ def test_plan_for_several_loads(home: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["FULL_AND_PIECEWISE", "FULL"])
 @pytest.mark.parametrize("spec", ["0", "3"])
-def test_vllm_captures_the_keys_of_a_plan_that_is_emitted_for_it(home: Path, mode: str, spec: str) -> None:
+def test_vllm_captures_the_keys_of_a_plan_that_is_emitted_for_it(
+    home: Path, mode: str, spec: str
+) -> None:
     use_traffic(home)
     (home / "mixed.csv").write_text(
         "num_tokens,num_reqs,uniform,count\n8,2,,9\n11,3,false,5\n5,1,false,3\n23,2,false,4\n"
     )
     asked = ("plan", "--vllm", json.dumps({"cudagraph_mode": mode}), "--traffic", "mixed.csv")
-    bounds = ("--max-num-seqs", "12", "--max-num-batched-tokens", "64", "--num-speculative-tokens", spec)
+    bounds = (
+        "--max-num-seqs",
+        "12",
+        "--max-num-batched-tokens",
+        "64",
+        "--num-speculative-tokens",
+        spec,
+    )
     for graphs in ("4", "7"):
-        command = (*asked, *bounds, "--max-graphs", graphs, "--emit", "vllm", "--output", "plan.json")
+        command = (
+            *asked,
+            *bounds,
+            "--max-graphs",
+            graphs,
+            "--emit",
+            "vllm",
+            "--output",
+            "plan.json",
+        )
         value = shlex.split(good(*command, "--assume-default-times").stdout)[1]
         planned = load_report("plan.json")
         assert isinstance(planned, Plan)
@@ -252,7 +375,9 @@ def test_plan_for_conversations_needs_a_rate(home: Path) -> None:
     talk = [{"from": "human", "value": "a b c"}, {"from": "gpt", "value": "d e f"}]
     (home / "chat.json").write_text(json.dumps([{"id": "1", "conversations": talk}] * 9))
     command = (*PLAN, "--traffic", "chat.json", "--step-times", "times.csv")
-    assert "traffic.request_rate, requests a second, is taken" in refused(errors.TrafficError, *command)
+    assert "traffic.request_rate, requests a second, is taken" in refused(
+        errors.TrafficError, *command
+    )
     made = "traffic={request_rate: 1, prompt_median: 5, prompt_p95: 9, output_median: 4, output_p95: 8}"
     evidence = plan_of(*command, *settings(made)).evidence
     assert evidence is not None
@@ -299,12 +424,21 @@ def test_plan_from_the_metrics_of_a_runner(home: Path) -> None:
             errors.TrafficError, *command, "--from-stats", f"{address}/other"
         )
         server.shutdown()
-    assert "cannot be read" in refused(errors.TrafficError, *command, "--from-stats", f"{address}/metrics")
+    assert "cannot be read" in refused(
+        errors.TrafficError, *command, "--from-stats", f"{address}/metrics"
+    )
     (home / "metrics.txt").write_text(METRICS.replace("3e+02", "NaN"))
     message = refused(errors.TrafficError, *command, "--from-stats", "metrics.txt")
     assert "metrics.txt:4: count is nan" in message
-    assert cgplan_command(*command, "--from-stats", "metrics.txt", "--traffic", "traffic.csv").exit_code == 2
-    assert "--from-stats" in refused(errors.ConfigError, *PLAN, *SIZED, "--from-stats", "metrics.txt")
+    assert (
+        cgplan_command(
+            *command, "--from-stats", "metrics.txt", "--traffic", "traffic.csv"
+        ).exit_code
+        == 2
+    )
+    assert "--from-stats" in refused(
+        errors.ConfigError, *PLAN, *SIZED, "--from-stats", "metrics.txt"
+    )
 
 
 def test_plan_says_whose_step_times_it_uses(home: Path) -> None:
@@ -354,7 +488,9 @@ def test_traffic_step_times_and_costs_may_come_through_pipes(home: Path) -> None
     assert from_pipes.predicted is not None
 
 
-def test_the_answer_for_the_traffic_of_the_readme_fits_on_one_screen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_answer_for_the_traffic_of_the_readme_fits_on_one_screen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     root = Path(__file__).parents[2]
     command = ("plan", "--config", str(root / "configs/decoder_0_6b.yaml"), "--traffic",
                str(root / "tests/data/azure_llm_code_2023.csv"))  # fmt: skip
@@ -362,7 +498,8 @@ def test_the_answer_for_the_traffic_of_the_readme_fits_on_one_screen(monkeypatch
     shown = good(*command).stdout.splitlines()
     assert len(shown) <= 45
     assert re.match(
-        r"Plan: \d+ graphs instead of the vllm ladder's 35; --costs tells start-up time and memory", shown[0]
+        r"Plan: \d+ graphs instead of the vllm ladder's 35; --costs tells start-up time and memory",
+        shown[0],
     )
     assert any(line.startswith("  step times  default, of another model: ") for line in shown[:5])
     monkeypatch.setenv("COLUMNS", "80")
@@ -373,7 +510,9 @@ def test_steps_of_decode_stand_apart_from_mixed_ones(home: Path) -> None:
     """5 tokens of 5 requests run as uniform decode in 5 or 8, 10 tokens of 2 requests eagerly for 1000 us."""
     command = (
         *use_traffic(home),
-        *settings("compilation.cudagraph_mode=FULL_DECODE_ONLY", "compilation.cudagraph_capture_sizes=[8]"),
+        *settings(
+            "compilation.cudagraph_mode=FULL_DECODE_ONLY", "compilation.cudagraph_capture_sizes=[8]"
+        ),
     )
     (home / "traffic.csv").write_text("num_tokens,num_reqs,count\n5,5,30\n10,2,10\n")
     plan = plan_of(*command)
@@ -382,8 +521,12 @@ def test_steps_of_decode_stand_apart_from_mixed_ones(home: Path) -> None:
     assert plan.evidence["expected_us"]["decode_us"] == pytest.approx(five)
     assert plan.evidence["expected_us"]["mixed_us"] == pytest.approx(1000)
     assert plan.expected_us == pytest.approx((3 * five + 1000) / 4)
-    assert [point["decode_us"] for point in plan.evidence["ladders"] if point["name"] == "configured"] == [300]
-    assert re.search(r"^configured +1 +475 us +300 us +1.00 ms ", good(*command).stdout, re.MULTILINE)
+    assert [
+        point["decode_us"] for point in plan.evidence["ladders"] if point["name"] == "configured"
+    ] == [300]
+    assert re.search(
+        r"^configured +1 +475 us +300 us +1.00 ms ", good(*command).stdout, re.MULTILINE
+    )
 
 
 def test_what_is_emitted_is_planned_by_given_step_times(home: Path) -> None:
@@ -401,7 +544,9 @@ def test_the_whole_report_as_html(home: Path) -> None:
     good(*command, "--html", "plan.html")
     (text,) = re.findall(r"<pre.*?>(.*?)</pre>", (home / "plan.html").read_text(), re.DOTALL)
     assert html.unescape(text).splitlines() == good(*command, "--verbose").stdout.splitlines()
-    assert "is an input of the command" in refused(errors.OutputPathError, *command, "--html", "times.csv")
+    assert "is an input of the command" in refused(
+        errors.OutputPathError, *command, "--html", "times.csv"
+    )
 
 
 def test_plan_says_that_there_is_no_traffic(home: Path) -> None:
@@ -423,13 +568,19 @@ def test_everything_is_said_once(home: Path, traffic: bool) -> None:
     emitted = good(*command, "--emit", "vllm")
     option, value, *rest = shlex.split(emitted.stdout)
     assert (option, rest) == ("--compilation-config", [])
-    assert json.loads(value)["cudagraph_mode"] in ("FULL_AND_PIECEWISE", "FULL_DECODE_ONLY", "PIECEWISE")
+    assert json.loads(value)["cudagraph_mode"] in (
+        "FULL_AND_PIECEWISE",
+        "FULL_DECODE_ONLY",
+        "PIECEWISE",
+    )
     said = unwrapped(emitted.stderr).splitlines()
     assert len(said) == len(set(said))
     about = [line for line in said if line.startswith("note: the costs of run.json")]
     assert len(about) == 2
     in_json = unwrapped(good(*command, "--json").stderr).splitlines()
-    sizes_by_lane = unwrapped(good(*command, "--emit", "json").stderr).splitlines()  # vLLM's plan has one list of sizes
+    sizes_by_lane = unwrapped(
+        good(*command, "--emit", "json").stderr
+    ).splitlines()  # vLLM's plan has one list of sizes
     assert [line for line in sizes_by_lane if line in in_json] == in_json
     shown = good(*command)
     words = " ".join(shown.stdout.split())
@@ -438,7 +589,9 @@ def test_everything_is_said_once(home: Path, traffic: bool) -> None:
     inspected = ("inspect", "--config", "good.yaml", "--costs", "run.json", *changes)
     assert unwrapped(good(*inspected, "--json").stderr).splitlines() == about
     shown = good(*inspected)
-    assert [" ".join(shown.stdout.split()).count(line.removeprefix("note: ")) for line in about] == [1, 1]
+    assert [
+        " ".join(shown.stdout.split()).count(line.removeprefix("note: ")) for line in about
+    ] == [1, 1]
     assert shown.stderr == ""
 
 
@@ -447,7 +600,13 @@ START = Path(__file__).parents[1] / "data" / "vllm_start.log"
 
 def test_plan_for_vllm_without_a_configuration(home: Path) -> None:
     use_traffic(home)
-    vllm = ("plan", "--vllm", '{"cudagraph_mode": "FULL_DECODE_ONLY", "backend": "eager"}', "--max-num-seqs", "8")
+    vllm = (
+        "plan",
+        "--vllm",
+        '{"cudagraph_mode": "FULL_DECODE_ONLY", "backend": "eager"}',
+        "--max-num-seqs",
+        "8",
+    )
     bounds = ("--max-num-batched-tokens", "64", "--traffic", "traffic.csv", "--max-graphs", "2")
     command = (*vllm, *bounds, "--step-times", "times.csv", "--costs", str(START))
     plan = plan_of(*command)
@@ -461,19 +620,40 @@ def test_plan_for_vllm_without_a_configuration(home: Path) -> None:
     steps = plan_of(*vllm, *bounds, "--step-times", str(START)).evidence
     assert steps is not None
     assert steps["times_source"] == f"the log of vLLM, {START}"
-    for wrong in ((*vllm, "--config", "good.yaml"), ("plan", "--max-num-seqs", "8"), (*PLAN, "--blackwell")):
+    for wrong in (
+        (*vllm, "--config", "good.yaml"),
+        ("plan", "--max-num-seqs", "8"),
+        (*PLAN, "--blackwell"),
+    ):
         assert cgplan_command(*wrong).exit_code == 2
-    assert "--max-num-seqs: found 0" in refused(errors.ConfigError, "plan", "--vllm", "{}", "--max-num-seqs", "0")
+    assert "--max-num-seqs: found 0" in refused(
+        errors.ConfigError, "plan", "--vllm", "{}", "--max-num-seqs", "0"
+    )
 
 
 def test_vllm_check(home: Path) -> None:
-    bounds = ("--max-num-seqs", "6", "--max-num-batched-tokens", "8192", "--num-speculative-tokens", "6")
-    result = cgplan_command("vllm", "check", "--vllm", '{"max_cudagraph_capture_size": 42}', *bounds)
+    bounds = (
+        "--max-num-seqs",
+        "6",
+        "--max-num-batched-tokens",
+        "8192",
+        "--num-speculative-tokens",
+        "6",
+    )
+    result = cgplan_command(
+        "vllm", "check", "--vllm", '{"max_cudagraph_capture_size": 42}', *bounds
+    )
     assert result.exit_code == errors.PlanError.exit_code
-    assert "decode batches, by requests of 7 tokens: 1 to 5 in FULL graphs, 6 eagerly\n" in result.stdout
+    assert (
+        "decode batches, by requests of 7 tokens: 1 to 5 in FULL graphs, 6 eagerly\n"
+        in result.stdout
+    )
     assert "max_cudagraph_capture_size 42 is truncated to 35" in unwrapped(result.stderr)
     shown = unwrapped(good("vllm", "check", *bounds, "--log", str(START)).stdout)
-    assert "vLLM captures 16 graphs in mode FULL_AND_PIECEWISE, sizes in tokens: 7 to 56 by 7, 70, 77\n" in shown
+    assert (
+        "vLLM captures 16 graphs in mode FULL_AND_PIECEWISE, sizes in tokens: 7 to 56 by 7, 70, 77\n"
+        in shown
+    )
     assert "by the log the graphs took 512 MiB and 3 s" in shown
     refused_log = cgplan_command("vllm", "check", *bounds, "--log", "good.yaml")
     assert refused_log.exit_code == errors.ReportError.exit_code
@@ -483,7 +663,15 @@ def test_vllm_check(home: Path) -> None:
 def test_plan_diff_shows_costs_that_one_side_has(home: Path) -> None:
     command = ("plan", "--vllm", '{"cudagraph_capture_sizes": [1, 8]}', "--max-num-seqs", "8")
     good(*command, "--output", "old.json")
-    good(*command, "--costs", str(START), "--set", "compilation.cudagraph_capture_sizes=[8]", "--output", "new.json")
+    good(
+        *command,
+        "--costs",
+        str(START),
+        "--set",
+        "compilation.cudagraph_capture_sizes=[8]",
+        "--output",
+        "new.json",
+    )
     shown = good("plan", "diff", "old.json", "new.json").stdout
     assert re.search(r"^memory +- +[\d.]+ MiB +- +-$", shown, re.MULTILINE)
     assert re.search(r"^start-up +- +667 ms +- +-$", shown, re.MULTILINE)
@@ -519,16 +707,22 @@ def test_a_plan_on_other_traffic(home: Path) -> None:
     """Graphs of 2 and 7 tokens; then batches have 4 tokens, which take 1200/7 instead of 600/7 us above 100."""
     command = (*use_traffic(home), "--max-graphs", "2", "--insurance", "0")
     good(*command, "--output", "plan.json")
-    (home / "tomorrow.csv").write_text("num_tokens,num_reqs,uniform,count\n4,4,true,90\n2,1,false,10\n")
+    (home / "tomorrow.csv").write_text(
+        "num_tokens,num_reqs,uniform,count\n4,4,true,90\n2,1,false,10\n"
+    )
     check = ("plan", "check", "plan.json", "--step-times", "times.csv", "--traffic")
-    same = PlanCheck.model_validate_json(good(*check, "traffic.csv", "--max-regret", "0%", "--json").stdout)
+    same = PlanCheck.model_validate_json(
+        good(*check, "traffic.csv", "--max-regret", "0%", "--json").stdout
+    )
     assert (same.regret, same.decode_regret) == (0, 0)
     four, in_seven, two = 100 + 600 / 7, 100 + 1200 / 7, 100 + 200 / 7
     failed = cgplan_command(*check, "tomorrow.csv", "--max-regret", "46%", "--json")
     assert failed.exit_code == errors.RegretError.exit_code
     assert "remedy: Plan for this traffic" in failed.stderr
     found = PlanCheck.model_validate_json(failed.stdout)
-    assert found.regret == pytest.approx((0.9 * in_seven + 0.1 * two) / (0.9 * four + 0.1 * two) - 1)
+    assert found.regret == pytest.approx(
+        (0.9 * in_seven + 0.1 * two) / (0.9 * four + 0.1 * two) - 1
+    )
     assert found.decode_regret == pytest.approx(in_seven / four - 1)
     assert [(use.size, use.share, use.step_us, use.own_us) for use in found.uses] == [
         (2, 0.1, pytest.approx(two), pytest.approx(two)), (7, 0.9, pytest.approx(in_seven), pytest.approx(four)),
@@ -543,14 +737,25 @@ def test_a_plan_on_other_traffic(home: Path) -> None:
 
 
 def test_a_ladder_that_is_better_is_a_regret_where_no_budget_bars_it(home: Path) -> None:
-    (home / "tomorrow.csv").write_text("num_tokens,count\n" + "".join(f"{n},1\n" for n in range(1, 9)))
+    (home / "tomorrow.csv").write_text(
+        "num_tokens,count\n" + "".join(f"{n},1\n" for n in range(1, 9))
+    )
     for budget, name in ((), "configured"), (("--max-graphs", "1"), "planned anew"):
         sizes = "compilation.cudagraph_capture_sizes=[1, 2, 3, 4, 5, 6, 7, 8]"
         command = (*use_traffic(home), *settings(sizes), *budget)
         plan = plan_of(*command)
         plan = plan.model_copy(update={"keys": plan.keys[:1]})
         (home / "plan.json").write_text(plan.model_dump_json())
-        check = ("plan", "check", "plan.json", "--step-times", "times.csv", "--traffic", "tomorrow.csv", "--json")
+        check = (
+            "plan",
+            "check",
+            "plan.json",
+            "--step-times",
+            "times.csv",
+            "--traffic",
+            "tomorrow.csv",
+            "--json",
+        )
         found = PlanCheck.model_validate_json(good(*check).stdout)
         best = next(point for point in found.points if point.name == name)
         assert found.regret == pytest.approx(found.points[0].expected_us / best.expected_us - 1)
@@ -566,10 +771,14 @@ def test_empty_options_of_plan_and_files_that_it_would_write_over(home: Path) ->
     for option in ("--html", "--output"):
         assert "error: cannot" in refused(errors.OutputPathError, *traffic, option, "")
     for over in ("h.csv", "good.yaml"):
-        assert f"{over} is an input of the command" in refused(errors.OutputPathError, *traffic, "--output", over)
+        assert f"{over} is an input of the command" in refused(
+            errors.OutputPathError, *traffic, "--output", over
+        )
     assert Path("h.csv").read_text().startswith("num_tokens")
     none = settings("compilation.cudagraph_mode=NONE")
-    assert "nothing is captured: the resolved cudagraph_mode is NONE" in good(*traffic, *none).stdout
+    assert (
+        "nothing is captured: the resolved cudagraph_mode is NONE" in good(*traffic, *none).stdout
+    )
 
 
 # --- several sizes ----------------------------------------------------------------------------------------------
@@ -583,7 +792,9 @@ SIZED = settings(
 
 
 def sized(home: Path, *more: str) -> tuple[str, ...]:
-    (home / "lengths.csv").write_text("batch,length,count\n1,60,100\n3,20,200\n12,10,50\n16,9,5\n20,9,1\n")
+    (home / "lengths.csv").write_text(
+        "batch,length,count\n1,60,100\n3,20,200\n12,10,50\n16,9,5\n20,9,1\n"
+    )
     return (*PLAN, *SIZED, "--traffic", "lengths.csv", *more)
 
 
@@ -594,7 +805,9 @@ def test_plan_for_batches_of_several_sizes(home: Path, monkeypatch: pytest.Monke
     lines = shown.splitlines()
     assert max(map(len, lines)) <= 80
     assert lines[1].split()[0] == "verdict"
-    assert re.search(r"verdict steps [\d.]+% shorter than with the best full grid, ", " ".join(shown.split()))
+    assert re.search(
+        r"verdict steps [\d.]+% shorter than with the best full grid, ", " ".join(shown.split())
+    )
     assert "no step times were given" in " ".join(" ".join(lines).split())
     assert [line.split()[0] for line in lines if line.startswith(("this plan", "the best full", "powers", "even"))] == [
         "this", "the", "powers", "even",
@@ -613,11 +826,16 @@ def test_plan_for_batches_of_several_sizes(home: Path, monkeypatch: pytest.Monke
 def test_boxes_of_a_plan_are_captured_and_measured(home: Path) -> None:
     """Full grids are measured whole: their bench gives the times of the next plan."""
     good(*sized(home, "--max-graphs", "3"), "--output", "plan.json")
-    captured = json.loads(good("capture", *PLAN[1:], *SIZED, "--plan", "plan.json", "--json").stdout)
+    captured = json.loads(
+        good("capture", *PLAN[1:], *SIZED, "--plan", "plan.json", "--json").stdout
+    )
     assert {(r["descriptor"]["num_tokens"], *r["descriptor"]["sizes"]) for r in captured["records"]} == {
         (1, 60), (3, 20), (16, 10),
     }  # fmt: skip
-    grid = settings("dims={batch: {max: 16, sizes: [1, 16]}, length: {max: 64, sizes: [8, 64]}}", "report.sizes=null")
+    grid = settings(
+        "dims={batch: {max: 16, sizes: [1, 16]}, length: {max: 64, sizes: [8, 64]}}",
+        "report.sizes=null",
+    )
     good("bench", *PLAN[1:], *SIZED, *grid, "--output", "bench.json")
     assert "bench.json" in good(*sized(home, "--step-times", "bench.json")).stdout
 
@@ -625,7 +843,9 @@ def test_boxes_of_a_plan_are_captured_and_measured(home: Path) -> None:
 def test_memory_binds_boxes(home: Path) -> None:
     """Of an estimate, and of a capture's report, which the captured plan then meets."""
     command = sized(home, "--json")
-    good("capture", *PLAN[1:], *SIZED, *settings("dims.batch.sizes=[1, 16]"), "--output", "run.json")
+    good(
+        "capture", *PLAN[1:], *SIZED, *settings("dims.batch.sizes=[1, 16]"), "--output", "run.json"
+    )
     for costs in ("estimate", "measure", "run.json"):
         free = Plan.from_json(good(*command, "--costs", costs).stdout)
         assert free.predicted is not None
@@ -635,13 +855,17 @@ def test_memory_binds_boxes(home: Path) -> None:
         assert bound.predicted.total_bytes < free.predicted.total_bytes
         assert (free.evidence or {})["binding"] == []
         assert (bound.evidence or {})["binding"] == ["memory"]
-        assert "one for all takes" in refused(errors.BudgetError, *command, "--costs", costs, "--memory", "1")
+        assert "one for all takes" in refused(
+            errors.BudgetError, *command, "--costs", costs, "--memory", "1"
+        )
     shown = good(*command[:-1], "--memory", "9", "--verbose").stdout
     assert "budget.memory not looked at" in " ".join(shown.split()), shown
 
 
 def test_plan_for_batches_of_several_sizes_by_their_times(home: Path) -> None:
-    (home / "times.csv").write_text("batch,length,microseconds\n1,1,100\n16,1,100\n1,64,100\n16,64,500\n")
+    (home / "times.csv").write_text(
+        "batch,length,microseconds\n1,1,100\n16,1,100\n1,64,100\n16,64,500\n"
+    )
     shown = good(*sized(home, "--step-times", "times.csv")).stdout
     assert "no step times were given" not in shown
     assert "times.csv" in shown

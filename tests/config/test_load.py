@@ -11,7 +11,9 @@ from cgplan.errors import ConfigFileError
 from cgplan.modes import CUDAGraphMode
 
 # Nine lines that stand for 9^9 values.
-BOMB = ", ".join(f"n{i}: &n{i} [{', '.join([f'*n{i - 1}' if i else '{x: 1}'] * 9)}]" for i in range(9))
+BOMB = ", ".join(
+    f"n{i}: &n{i} [{', '.join([f'*n{i - 1}' if i else '{x: 1}'] * 9)}]" for i in range(9)
+)
 
 
 def test_an_empty_file_is_all_defaults(write: Any) -> None:
@@ -23,7 +25,11 @@ def test_an_empty_file_is_all_defaults(write: Any) -> None:
     [
         ("device: cpu\na: b: c\n", ":2:5", "mapping values are not allowed"),
         ("device: !!python/object:os.system {}\n", ":1:9", "could not determine a constructor"),
-        ("report: {repeats: 1}\nreport: {}\n", ":2:1", "the key 'report' stands twice (first in line 1)"),
+        (
+            "report: {repeats: 1}\nreport: {}\n",
+            ":2:1",
+            "the key 'report' stands twice (first in line 1)",
+        ),
         ("device: !!int abc\n", ":1:9", "'abc' is no int: invalid literal"),
         ("\ndevice: 2024-13-45\n", ":2:9", "'2024-13-45' is no timestamp: month must be in 1..12"),
         ("device: !!int ''\n", ":1:9", "'' is no int"),
@@ -34,7 +40,11 @@ def test_an_empty_file_is_all_defaults(write: Any) -> None:
         (f"device: 1{':1' * 1000}\n", ":1:9", "int of more than 1,000 characters"),
         ("device: &a [*a]\n", ":1:13", "an alias inside of what it stands for"),
         (f"device: [{BOMB}]\n", ":1:226", "more than 10,000 values"),
-        (f"device: {{{BOMB.replace('[', '{<<: [').replace(']', ']}')}}}\n", ":1:244", "more than 10,000 values"),
+        (
+            f"device: {{{BOMB.replace('[', '{<<: [').replace(']', ']}')}}}\n",
+            ":1:244",
+            "more than 10,000 values",
+        ),
         (f"device: {[1] * 10_001}\n", ":1:30007", "more than 10,000 values"),
     ],
     ids=range(15),
@@ -57,15 +67,23 @@ def test_overrides_win_and_are_yaml(write: Any) -> None:
     path = write("compilation:\n  cudagraph_mode: NONE\n  cudagraph_capture_sizes: [1]\n")
     loaded = read_config(
         path,
-        ["compilation.cudagraph_mode=FULL", "compilation.cudagraph_capture_sizes=[2, 4]", "lora.max_loras=3"],
+        [
+            "compilation.cudagraph_mode=FULL",
+            "compilation.cudagraph_capture_sizes=[2, 4]",
+            "lora.max_loras=3",
+        ],
     )
     assert loaded.config.compilation.cudagraph_mode is CUDAGraphMode.FULL
     assert loaded.config.compilation.cudagraph_capture_sizes == (2, 4)
     assert loaded.config.lora is not None
     assert loaded.config.lora.max_loras == 3
     assert loaded.origin("compilation.cudagraph_capture_sizes.0") == "--set"
-    assert read_config(path, ["device=cpu", "device=cuda"]).config.device == "cuda", "the last one wins"
-    sizes = read_config(path, ["compilation.cudagraph_capture_sizes="]).config.compilation.cudagraph_capture_sizes
+    assert read_config(path, ["device=cpu", "device=cuda"]).config.device == "cuda", (
+        "the last one wins"
+    )
+    sizes = read_config(
+        path, ["compilation.cudagraph_capture_sizes="]
+    ).config.compilation.cudagraph_capture_sizes
     assert sizes is None, "an empty value takes the key back"
 
 
@@ -74,7 +92,12 @@ def test_off_is_a_word(write: Any, word: str) -> None:
     """YAML reads it as false."""
     setting = f"address_check: {word}"
     assert load_config(write(f"compilation: {{{setting}}}")).compilation.address_check == "off"
-    assert read_config(write("{}"), [f"compilation.address_check={word}"]).config.compilation.address_check == "off"
+    assert (
+        read_config(
+            write("{}"), [f"compilation.address_check={word}"]
+        ).config.compilation.address_check
+        == "off"
+    )
 
 
 def test_an_override_of_a_section_replaces_it_and_its_origins(write: Any) -> None:
@@ -90,10 +113,16 @@ def test_an_override_of_a_section_replaces_it_and_its_origins(write: Any) -> Non
         ("device", "not of the form key=value"),
         ("a..b=1", "not of the form key=value"),
         (f"model.kwargs{'.a' * 3000}=1", "not of the form key=value"),
-        ("device=[", "--set device: the value is not YAML: expected the node content, but found '<stream end>'"),
+        (
+            "device=[",
+            "--set device: the value is not YAML: expected the node content, but found '<stream end>'",
+        ),
         ("device.x=1", "--set device.x: device is not a section"),
         ("device=gpu", "--set device: found 'gpu'"),
-        ("scheduler.max_seqs=1", "--set unknown key 'scheduler.max_seqs' (did you mean 'max_num_seqs'?)"),
+        (
+            "scheduler.max_seqs=1",
+            "--set unknown key 'scheduler.max_seqs' (did you mean 'max_num_seqs'?)",
+        ),
     ],
 )
 def test_bad_overrides(refusal: Any, override: str, expected: str) -> None:
@@ -120,8 +149,12 @@ def test_aliases_and_merge_keys(write: Any) -> None:
     assert inputs["z"] == inputs["x"].model_copy(update={"pad": -1})
     assert loaded.origin("inputs.x.dtype") == "c.yaml:4"
     assert loaded.origin("inputs.y.dtype") == "c.yaml:4"
-    assert loaded.origin("inputs.z.dtype") == "c.yaml:4", "a merged value stands where it was written"
-    assert loaded.origin("inputs.z.pad") == "c.yaml:8", "the key's own value wins, wherever the merge stands"
+    assert loaded.origin("inputs.z.dtype") == "c.yaml:4", (
+        "a merged value stands where it was written"
+    )
+    assert loaded.origin("inputs.z.pad") == "c.yaml:8", (
+        "the key's own value wins, wherever the merge stands"
+    )
     assert not [key for key in loaded.origins if "<<" in key]
 
 

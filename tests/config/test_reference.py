@@ -42,7 +42,13 @@ def test_json_schema_allows_its_own_defaults() -> None:
 def _nodes(node: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Every schema inside a schema; names of properties and definitions are no schemas."""
     yield node
-    below = [*node.get("properties", {}).values(), *node.get("$defs", {}).values(), *node.get("anyOf", ())]
-    below += [node[key] for key in ("items", "additionalProperties") if isinstance(node.get(key), dict)]
+    below = [
+        *node.get("properties", {}).values(),
+        *node.get("$defs", {}).values(),
+        *node.get("anyOf", ()),
+    ]
+    below += [
+        node[key] for key in ("items", "additionalProperties") if isinstance(node.get(key), dict)
+    ]
     for inner in below:
         yield from _nodes(inner)

@@ -51,7 +51,9 @@ budget: {reserve: 0}
     assert config.query_len == 2
     assert config.traffic is not None
     assert (config.traffic.num_requests, config.budget.reserve) == (10_000, 0)
-    assert config == Config.model_validate(config.model_dump(mode="json")), "its own dump reads back equal"
+    assert config == Config.model_validate(config.model_dump(mode="json")), (
+        "its own dump reads back equal"
+    )
 
 
 @pytest.mark.parametrize(
@@ -68,7 +70,16 @@ def test_dimensions(text: int | str, dim: Extent) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "2tokens", "num_tokens - 1", "num_tokens * 2", "0 * num_tokens", "num_tokens + num_reqs", 0]
+    "text",
+    [
+        "",
+        "2tokens",
+        "num_tokens - 1",
+        "num_tokens * 2",
+        "0 * num_tokens",
+        "num_tokens + num_reqs",
+        0,
+    ],
 )
 def test_dimensions_that_cannot_be_read(text: int | str) -> None:
     with pytest.raises(ValueError, match=r"dimension|factor"):
@@ -82,7 +93,9 @@ def test_dimensions_that_cannot_be_read(text: int | str) -> None:
     tokens=st.integers(0, 999),
     reqs=st.integers(0, 999),
 )
-def test_dimension_size_and_count_are_inverse(factor: int, offset: int, symbol: str, tokens: int, reqs: int) -> None:
+def test_dimension_size_and_count_are_inverse(
+    factor: int, offset: int, symbol: str, tokens: int, reqs: int
+) -> None:
     dim = Extent.parse(f"{factor} * {symbol} + {offset}")
     count = tokens if symbol == "num_tokens" else reqs
     size = dim.size(tokens, reqs)
@@ -99,7 +112,9 @@ def test_shapes_say_which_dimension_counts_rows() -> None:
     assert Input(shape=(3, "num_tokens"), dtype="int64", pad=0).row_dim == 1
     assert Input(shape=(3, 4), dtype="int64", pad=0).row_dim is None
     assert Input(shape=(), dtype="int64", pad=0).extents == ()
-    assert Input.model_validate({"shape": "num_reqs", "dtype": "int64", "pad": 0}).shape == ("num_reqs",)
+    assert Input.model_validate({"shape": "num_reqs", "dtype": "int64", "pad": 0}).shape == (
+        "num_reqs",
+    )
 
 
 @pytest.mark.parametrize(
@@ -121,7 +136,9 @@ def test_shapes_say_which_dimension_counts_rows() -> None:
 )
 def test_declarations_that_cannot_be(spec: dict[str, Any], expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        validate_config({"inputs": {"x": {"shape": ["num_tokens"], "dtype": "int64", "pad": 0, **spec}}})
+        validate_config(
+            {"inputs": {"x": {"shape": ["num_tokens"], "dtype": "int64", "pad": 0, **spec}}}
+        )
     assert expected in caught.value.message
     assert "inputs.x" in caught.value.message
 
@@ -134,7 +151,9 @@ def test_declarations_that_cannot_be(spec: dict[str, Any], expected: str) -> Non
     ],
 )  # fmt: skip
 def test_paddings_that_fit(dtype: str, pad: float) -> None:
-    assert validate_config({"inputs": {"x": {"shape": ["num_tokens"], "dtype": dtype, "pad": pad}}}).inputs["x"]
+    assert validate_config(
+        {"inputs": {"x": {"shape": ["num_tokens"], "dtype": dtype, "pad": pad}}}
+    ).inputs["x"]
 
 
 def test_inputs_in_short() -> None:
@@ -199,7 +218,9 @@ def test_named_dimensions() -> None:
     assert config.dims["length"].top == 512
     shapes = [spec.shape for spec in config.tensors_at((128,)).values()]
     assert shapes == [("num_tokens", 128), ("num_tokens", 1, 128, 257)]
-    mixed = validate_config({**TEXT, "inputs": {"x": {"shape": ["num_tokens", "length"], "dtype": "int64", "pad": 0}}})
+    mixed = validate_config(
+        {**TEXT, "inputs": {"x": {"shape": ["num_tokens", "length"], "dtype": "int64", "pad": 0}}}
+    )
     assert mixed.dim_names == ("num_tokens", "batch", "length")
     assert Dim("batch", max=3).name == "batch"
 
@@ -207,20 +228,32 @@ def test_named_dimensions() -> None:
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"dims": {"batch": {"max": 64}}}, "input 'ids' has a dimension 'length', which `dims` does not declare"),
+        (
+            {"dims": {"batch": {"max": 64}}},
+            "input 'ids' has a dimension 'length', which `dims` does not declare",
+        ),
         ({"dims": {**TEXT["dims"], "lenght": {"max": 2}}, "model": None}, "model.output_shapes"),
         ({"dims": {"batch": {"max": 2, "min": 3}}}, "min is 3, which is above max = 2"),
         (
             {"dims": {"batch": {"max": 64, "sizes": [3], "multiple_of": 2}}},
             "size 3 cannot be captured; 1 to 64",
         ),
-        ({"dims": {"batch": {"max": 64, "min": 6, "sizes": [4]}}}, "size 4 cannot be captured; 6 to 64"),
+        (
+            {"dims": {"batch": {"max": 64, "min": 6, "sizes": [4]}}},
+            "size 4 cannot be captured; 6 to 64",
+        ),
         ({"dims": {"9 x!": {"max": 64}}}, "String should match pattern"),
         ({"compilation": {"boxes": [[4, 100_000]]}}, "100000 is above the max of length, 512"),
         ({"compilation": {"max_cudagraph_capture_size": 16}}, "write dims.batch.max"),
         ({"dims": {"num_reqs": {"max": 64}}}, "'num_reqs' cannot name a dimension"),
-        ({"inputs": {"x": {"shape": ["batch", "batch"], "dtype": "int64", "pad": 0}}}, "has 'batch' twice"),
-        ({"compilation": {"boxes": [[1, 2, 3]]}}, "compilation.boxes has sizes of batch, length each"),
+        (
+            {"inputs": {"x": {"shape": ["batch", "batch"], "dtype": "int64", "pad": 0}}},
+            "has 'batch' twice",
+        ),
+        (
+            {"compilation": {"boxes": [[1, 2, 3]]}},
+            "compilation.boxes has sizes of batch, length each",
+        ),
         ({"dims": {"batch": {1: 2}}}, "dims.batch has keys that are no text: 1"),
     ],
 )

@@ -21,7 +21,9 @@ from cgplan.errors import ConfigError
 def test_bytes_have_units(write: Any, text: str, size: int, section: str, key: str) -> None:
     config = load_config(write(f"{section}: {{{key}: {text}}}\n"))
     assert getattr(getattr(config, section), key) == size
-    assert validate_config(config.model_dump(mode="json")) == config, "its own dump reads back equal"
+    assert validate_config(config.model_dump(mode="json")) == config, (
+        "its own dump reads back equal"
+    )
 
 
 @pytest.mark.parametrize("text", ["1.5", "'1.5'", "2.25"])

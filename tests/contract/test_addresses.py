@@ -81,7 +81,10 @@ def test_metadata_that_moved(backend: GraphBackend, way: str) -> None:
     wrapper = CUDAGraphWrapper(scaled, FULL, backend=backend)
     with forward_context(FULL, BatchDescriptor(4), {"factor": two}):
         same(wrapper(x), x * 2)
-    with forward_context(FULL, BatchDescriptor(4), {"factor": five}), pytest.raises(AddressError, match="factor: 0x"):
+    with (
+        forward_context(FULL, BatchDescriptor(4), {"factor": five}),
+        pytest.raises(AddressError, match="factor: 0x"),
+    ):
         wrapper(x)
 
 
@@ -189,7 +192,9 @@ def test_an_eager_piece_that_returns_a_fresh_tensor(
 
 
 @pytest.mark.parametrize("kind", ["each call", "first call", "its own"])
-def test_an_eager_piece_binds_a_tensor_that_a_segment_reads(backend: GraphBackend, kind: str) -> None:
+def test_an_eager_piece_binds_a_tensor_that_a_segment_reads(
+    backend: GraphBackend, kind: str
+) -> None:
     """A graph would read the tensor of the capture. What the piece binds in its own modules gets a slot; elsewhere, as
     in a context object, cgplan cannot know of it, and refuses. A table that the first call makes stays.
     """
@@ -206,7 +211,9 @@ def test_an_eager_piece_binds_a_tensor_that_a_segment_reads(backend: GraphBacken
             if kind == "its own":
                 self.mine = x * 3
             elif kind == "each call" or context.held is None:
-                context.held = x * 3 if kind == "each call" else torch.full((2,), 3.0, device=x.device)
+                context.held = (
+                    x * 3 if kind == "each call" else torch.full((2,), 3.0, device=x.device)
+                )
             return x + 1
 
     class Reads(nn.Module):
@@ -221,10 +228,16 @@ def test_an_eager_piece_binds_a_tensor_that_a_segment_reads(backend: GraphBacken
             return y + held
 
     if kind == "each call":
-        with pytest.raises(CaptureError, match=r"an eager piece made and did not return, at .*test_addresses\.py:\d+"):
+        with pytest.raises(
+            CaptureError,
+            match=r"an eager piece made and did not return, at .*test_addresses\.py:\d+",
+        ):
             open_runner(backend, Reads(), "modules")
         return
     runner = open_runner(backend, Reads(), "modules")
     for value in (1, 2):
-        same(runner(x=full(backend, value)), full(backend, value * 2 + 1 + (value * 6 if kind == "its own" else 3)))
+        same(
+            runner(x=full(backend, value)),
+            full(backend, value * 2 + 1 + (value * 6 if kind == "its own" else 3)),
+        )
     runner.close()

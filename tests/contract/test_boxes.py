@@ -49,7 +49,9 @@ class Encoder(nn.Module):
 
 
 def open_runner(backend: GraphBackend, encoder: nn.Module, **changes: Any) -> GraphRunner:
-    compilation = {name: changes.pop(name) for name in list(changes) if name not in ("model", "dims", "inputs")}
+    compilation = {
+        name: changes.pop(name) for name in list(changes) if name not in ("model", "dims", "inputs")
+    }
     config = {
         "dims": DIMS,
         "inputs": {"ids": IDS, "mask": MASK},
@@ -79,10 +81,23 @@ def batch(backend: GraphBackend, rows: int, length: int) -> dict[str, Tensor]:
     ],
     ids=["all", "lazy", "ops", "modules", "boxes", "debug"],
 )
-def test_batches_of_all_shapes(backend: GraphBackend, settings: dict[str, Any], on_host: bool) -> None:
+def test_batches_of_all_shapes(
+    backend: GraphBackend, settings: dict[str, Any], on_host: bool
+) -> None:
     model = Encoder()
     with closing(open_runner(backend, model, **settings)) as runner:
-        for rows, length in [(1, 1), (3, 20), (8, 64), (5, 33), (2, 16), (2, 17), (9, 3), (3, 65), (1, 1), (3, 20)]:
+        for rows, length in [
+            (1, 1),
+            (3, 20),
+            (8, 64),
+            (5, 33),
+            (2, 16),
+            (2, 17),
+            (9, 3),
+            (3, 65),
+            (1, 1),
+            (3, 20),
+        ]:
             given = batch(backend, rows, length)
             asked = {name: tensor.cpu() for name, tensor in given.items()} if on_host else given
             wanted = model(**given)
@@ -96,13 +111,17 @@ def test_batches_of_all_shapes(backend: GraphBackend, settings: dict[str, Any], 
 
 
 def test_the_box_with_the_fewest_elements_serves(backend: GraphBackend) -> None:
-    with closing(open_runner(backend, Encoder(), boxes=[[8, 16], [1, 64], [8, 64]], on_miss="error")) as runner:
+    with closing(
+        open_runner(backend, Encoder(), boxes=[[8, 16], [1, 64], [8, 64]], on_miss="error")
+    ) as runner:
         boxes = {(1, 16): (1, 64), (2, 16): (8, 16), (1, 17): (1, 64), (2, 17): (8, 64)}
         for asked, box in boxes.items():
             assert runner.route(batch(backend, *asked)).descriptor.box == box
             assert runner.padded(*asked) == box[0]
         assert runner.padded(1, 65) is None
-        with pytest.raises(DispatchMissError, match="a batch of 1 x 65 tokens: larger than the largest"):
+        with pytest.raises(
+            DispatchMissError, match="a batch of 1 x 65 tokens: larger than the largest"
+        ):
             runner(**batch(backend, 1, 65))
         assert "1x64" in str(runner.report)
         assert "batch x length" in str(runner.report)
@@ -113,11 +132,22 @@ def test_rows_of_tokens_beside_a_named_dimension(backend: GraphBackend) -> None:
         "x": Input(shape=("num_tokens", "width"), dtype="float32", pad=0),
         "w": Input(shape=("width",), dtype="float32", pad=0),
     }
-    config = {"dims": {"width": {"max": 6, "sizes": [2, 6]}}, "inputs": inputs, "device": str(backend.device)}
-    shapes = {"model": {"output_shapes": ["num_tokens"]}, "compilation": {"cudagraph_capture_sizes": [4, 8]}}
-    with closing(cgplan.capture(lambda x, w: (x * w).sum(1), config={**config, **shapes})) as runner:
+    config = {
+        "dims": {"width": {"max": 6, "sizes": [2, 6]}},
+        "inputs": inputs,
+        "device": str(backend.device),
+    }
+    shapes = {
+        "model": {"output_shapes": ["num_tokens"]},
+        "compilation": {"cudagraph_capture_sizes": [4, 8]},
+    }
+    with closing(
+        cgplan.capture(lambda x, w: (x * w).sum(1), config={**config, **shapes})
+    ) as runner:
         for rows, width in ((3, 1), (5, 6), (1, 2), (8, 5)):
-            x, w = (torch.randn(*shape, device=backend.device) for shape in ((rows, width), (width,)))
+            x, w = (
+                torch.randn(*shape, device=backend.device) for shape in ((rows, width), (width,))
+            )
             torch.testing.assert_close(runner(x=x, w=w), (x * w).sum(1))
 
 
@@ -126,12 +156,16 @@ def test_a_dimension_that_may_be_narrower(backend: GraphBackend) -> None:
     table = Input(shape=("num_tokens", cgplan.UpTo(4)), dtype="int32", pad=-1)
     sizes = {"cudagraph_capture_sizes": [4]}
     with closing(
-        cgplan.capture(lambda t: (t >= 0).sum(1), {"t": table}, compilation=sizes, device=backend.device)
+        cgplan.capture(
+            lambda t: (t >= 0).sum(1), {"t": table}, compilation=sizes, device=backend.device
+        )
     ) as r:
         for width in (1, 4, 2):
             t = torch.arange(3 * width, dtype=torch.int32, device=backend.device).view(3, width)
             same(r(t=t), torch.full((3,), width, device=backend.device))
-        with pytest.raises(InputError, match=r"has shape \[3, 5\], declared is \['num_tokens', 'up to 4'\]"):
+        with pytest.raises(
+            InputError, match=r"has shape \[3, 5\], declared is \['num_tokens', 'up to 4'\]"
+        ):
             r(t=torch.zeros(3, 5, dtype=torch.int32, device=backend.device))
 
 

@@ -12,7 +12,14 @@ from checks import Tally
 from torch import Tensor, nn
 
 import cgplan
-from cgplan import BatchDescriptor, CUDAGraphMode, CUDAGraphWrapper, GraphRunner, Input, forward_context
+from cgplan import (
+    BatchDescriptor,
+    CUDAGraphMode,
+    CUDAGraphWrapper,
+    GraphRunner,
+    Input,
+    forward_context,
+)
 from cgplan.backends import GraphBackend
 from cgplan.backends.host_sync import is_probing
 
@@ -69,7 +76,9 @@ def _fresh_dynamo() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def open_runner(backend: GraphBackend, model: Callable[..., Any], **compilation: Any) -> GraphRunner:
+def open_runner(
+    backend: GraphBackend, model: Callable[..., Any], **compilation: Any
+) -> GraphRunner:
     return cgplan.capture(
         model,
         {"x": Input(shape=("num_tokens", 8), dtype="float32", pad=0)},
@@ -88,7 +97,12 @@ def test_compiled_parts_are_captured_and_stay_compiled(
     model = Layers().to(backend.device).eval()
     pieces = {"splitting_modules": ["down"]} if mode == "PIECEWISE" else {}
     IS_CAPTURING[:] = [backend.is_capturing]
-    options = {"cudagraph_mode": mode, "cudagraph_num_of_warmups": warmups, "capture_policy": policy, **pieces}
+    options = {
+        "cudagraph_mode": mode,
+        "cudagraph_num_of_warmups": warmups,
+        "capture_policy": policy,
+        **pieces,
+    }
     with closing(open_runner(backend, model, **options)) as runner:
         batches = [torch.randn(rows, 8, device=backend.device) for rows in (3, 1, 2, 4, 9)]
         found = [runner(x=x) for x in batches]
@@ -102,7 +116,9 @@ def test_compiled_parts_are_captured_and_stay_compiled(
 
 
 @pytest.mark.parametrize("way", ["full", "modules", "wrappers", "alone"])
-def test_graph_code_is_warmed_up_under_the_guards_of_its_capture(backend: GraphBackend, way: str) -> None:
+def test_graph_code_is_warmed_up_under_the_guards_of_its_capture(
+    backend: GraphBackend, way: str
+) -> None:
     """Autocast's cache, which captures turn off, is one of Dynamo's guards; code between graphs runs with it on."""
     with torch.autocast(backend.device.type, torch.bfloat16):
         _graph_code_is_warmed_up(backend, way)
@@ -144,7 +160,9 @@ def _graph_code_is_warmed_up(backend: GraphBackend, way: str) -> None:
         "modules": {"cudagraph_mode": "PIECEWISE", "splitting_modules": ["outside"]},
         "wrappers": {"cudagraph_mode": "PIECEWISE", "piecewise": "wrappers"},
     }[way]
-    model = Both(CUDAGraphWrapper(segment, CUDAGraphMode.PIECEWISE) if way == "wrappers" else segment)
+    model = Both(
+        CUDAGraphWrapper(segment, CUDAGraphMode.PIECEWISE) if way == "wrappers" else segment
+    )
     with closing(open_runner(backend, model, verify="off", **split)) as runner:
         assert len(graph_code) == 6, "a warm-up and a capture of each size"
         assert not any(graph_code)
@@ -178,7 +196,9 @@ def test_an_eager_piece_is_compiled_ahead_of_its_replays(backend: GraphBackend) 
 
 
 @pytest.mark.parametrize("split", [{"cudagraph_mode": "FULL"}, {"splitting_modules": ["norm"]}])
-def test_the_first_eager_batch_compiles_nothing(backend: GraphBackend, split: dict[str, Any]) -> None:
+def test_the_first_eager_batch_compiles_nothing(
+    backend: GraphBackend, split: dict[str, Any]
+) -> None:
     model = Layers().to(backend.device).eval()
     with closing(open_runner(backend, model, **split)) as runner:
         EVENTS.clear()

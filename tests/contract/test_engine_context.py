@@ -24,7 +24,11 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 CONTEXT: Any = SimpleNamespace(scale=None, size=0)  # as engines have one, which their layers read
 INPUTS = {"x": (("num_tokens", 4), "float32", 0), "scale": ("num_tokens", "float32", 0)}
 TIMES = StepTimes.measured(
-    {(mode, 0): {1: us, 8: 2 * us} for mode, us in zip(RUNTIME_MODES, (1000, 200, 100), strict=True)}, "made up"
+    {
+        (mode, 0): {1: us, 8: 2 * us}
+        for mode, us in zip(RUNTIME_MODES, (1000, 200, 100), strict=True)
+    },
+    "made up",
 )
 WAYS: dict[str, dict[str, Any]] = {
     "full": {"cudagraph_mode": "FULL"},
@@ -59,7 +63,9 @@ class Engine:
         self.announced = Tally()
         self.views: dict[int, Mapping[str, Tensor]] = {}
 
-    def before_key(self, mode: CUDAGraphMode, key: BatchDescriptor, views: Mapping[str, Tensor]) -> None:
+    def before_key(
+        self, mode: CUDAGraphMode, key: BatchDescriptor, views: Mapping[str, Tensor]
+    ) -> None:
         assert mode is not CUDAGraphMode.NONE
         self.announced.append(key.num_tokens)
         self.views[key.num_tokens] = views
@@ -78,7 +84,9 @@ def opened(backend: GraphBackend, way: str, engine: Engine, policy: str = "eager
     CONTEXT.scale, CONTEXT.size = None, 0
     compilation = {**WAYS[way], "cudagraph_capture_sizes": [2, 4], "capture_policy": policy}
     model = Net(apart=way == "functions").to(backend.device)
-    return cgplan.capture(model, INPUTS, compilation=compilation, device=backend.device, before_key=engine.before_key)
+    return cgplan.capture(
+        model, INPUTS, compilation=compilation, device=backend.device, before_key=engine.before_key
+    )
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -86,7 +94,10 @@ def test_each_key_has_its_context_at_the_start_and_again(backend: GraphBackend, 
     engine = Engine()
     runner = opened(backend, way, engine)
     assert engine.announced[-2:] == [4, 2], "largest first"
-    assert {size: list(views["x"].shape) for size, views in engine.views.items()} == {4: [4, 4], 2: [2, 4]}
+    assert {size: list(views["x"].shape) for size, views in engine.views.items()} == {
+        4: [4, 4],
+        2: [2, 4],
+    }
     for count in (1, 4, 2, 3):
         engine.equals_the_model(runner, count)
     engine.announced.clear()
@@ -125,12 +136,18 @@ def test_auto_tries_each_way_in_the_context(backend: GraphBackend) -> None:
     runner = cgplan.capture(
         Net().to(backend.device),
         INPUTS,
-        compilation={"cudagraph_mode": "AUTO", "splitting_modules": ["attend"], "cudagraph_capture_sizes": [2, 4]},
+        compilation={
+            "cudagraph_mode": "AUTO",
+            "splitting_modules": ["attend"],
+            "cudagraph_capture_sizes": [2, 4],
+        },
         device=backend.device,
         before_key=engine.before_key,
     )
     tried = [note for note in runner.report.plan.notes if "against eager steps" in note]
-    assert len(tried) == 2 + (backend.device.type == "cuda"), runner.report.plan.notes  # inductor, too
+    assert len(tried) == 2 + (backend.device.type == "cuda"), (
+        runner.report.plan.notes
+    )  # inductor, too
 
 
 def test_a_first_replay_is_compared_in_the_context_of_its_key(backend: GraphBackend) -> None:
@@ -146,8 +163,12 @@ def test_a_first_replay_is_compared_in_the_context_of_its_key(backend: GraphBack
 
 def test_a_manager_passes_it_on(backend: GraphBackend) -> None:
     engine = Engine()
-    config = cgplan.Config(inputs=INPUTS, compilation={"cudagraph_capture_sizes": [2, 4]}, device=backend.device.type)
-    with CudaGraphManager(config, Net().to(backend.device), backend, before_key=engine.before_key) as manager:
+    config = cgplan.Config(
+        inputs=INPUTS, compilation={"cudagraph_capture_sizes": [2, 4]}, device=backend.device.type
+    )
+    with CudaGraphManager(
+        config, Net().to(backend.device), backend, before_key=engine.before_key
+    ) as manager:
         manager.capture()
         engine.equals_the_model(manager.runner, 3)
         x, scale = torch.ones(4, 4, device=backend.device), torch.ones(4, device=backend.device)
@@ -166,11 +187,15 @@ def test_its_errors_are_the_models(backend: GraphBackend, way: str) -> None:
     compilation = {**WAYS[way], "cudagraph_capture_sizes": [2, 4]}
     options: dict[str, Any] = {"device": backend.device, "before_key": failing}
     model = Net(apart=way == "functions").to(backend.device)
-    with pytest.raises(ModelError, match=r"num_tokens=2.* at .*test_engine_context.py:\d+.*no blocks for this key"):
+    with pytest.raises(
+        ModelError, match=r"num_tokens=2.* at .*test_engine_context.py:\d+.*no blocks for this key"
+    ):
         cgplan.capture(model, INPUTS, compilation=compilation, **options)
     if way == "functions":  # choosing the route runs the model in the context of the smallest key
         return
-    runner = cgplan.capture(model, INPUTS, compilation={**compilation, "capture_policy": "lazy"}, **options)
+    runner = cgplan.capture(
+        model, INPUTS, compilation={**compilation, "capture_policy": "lazy"}, **options
+    )
     engine.equals_the_model(runner, 4)
     runner.stage(2)  # asks for the key, and runs nothing
     assert [failed.error for failed in runner.report.failed] == ["ModelError"]

@@ -14,7 +14,15 @@ import torch
 from checks import same
 from torch import Tensor
 
-from cgplan import BatchDescriptor, CudagraphDispatcher, CUDAGraphMode, GraphRunner, Plan, build_plan, forward_context
+from cgplan import (
+    BatchDescriptor,
+    CudagraphDispatcher,
+    CUDAGraphMode,
+    GraphRunner,
+    Plan,
+    build_plan,
+    forward_context,
+)
 from cgplan.backends import GraphBackend
 from cgplan.config import Config, Input, validate_config
 from cgplan.models.decoder import Decoder, ExampleBatch, build, example_batch
@@ -30,9 +38,22 @@ MODES = {
     "FULL_DECODE_ONLY": {FULL},
     "FULL_AND_PIECEWISE": {FULL, PIECEWISE},
 }
-ROUTES: dict[str, dict[str, Any]] = {"ops": {}, "modules": {"splitting_modules": ["layers.*.self_attn"]}}
-BATCHES = {"no LoRA": 50, "a graph for each case": 25, "one graph for all cases": 25}  # 200 a mode, over both routes
-SHAPE: dict[str, Any] = {"vocab_size": 97, "hidden_size": 48, "head_dim": 16, "block_size": 4, "num_blocks": 64}
+ROUTES: dict[str, dict[str, Any]] = {
+    "ops": {},
+    "modules": {"splitting_modules": ["layers.*.self_attn"]},
+}
+BATCHES = {
+    "no LoRA": 50,
+    "a graph for each case": 25,
+    "one graph for all cases": 25,
+}  # 200 a mode, over both routes
+SHAPE: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "head_dim": 16,
+    "block_size": 4,
+    "num_blocks": 64,
+}
 MAX_BLOCKS, MAX_REQS, MAX_LORAS = 6, 4, 2
 
 
@@ -51,12 +72,20 @@ def configure(backend: GraphBackend, mode: str, route: str, lora: str) -> Config
     }
     if lora != "no LoRA":
         metadata["lora_ids"] = Input(shape=(rows,), dtype="int64", pad=-1)
-    compilation = {"cudagraph_mode": mode, "cudagraph_capture_sizes": [1, 4, 8, 16], **ROUTES[route]}
+    compilation = {
+        "cudagraph_mode": mode,
+        "cudagraph_capture_sizes": [1, 4, 8, 16],
+        **ROUTES[route],
+    }
     each = lora == "a graph for each case"
     given = {
-        "inputs": {name: Input(shape=(rows,), dtype="int64", pad=0) for name in ("input_ids", "positions")},
+        "inputs": {
+            name: Input(shape=(rows,), dtype="int64", pad=0) for name in ("input_ids", "positions")
+        },
         "metadata": metadata,
-        "compilation": {**compilation, "cudagraph_specialize_lora": each} if lora != "no LoRA" else compilation,
+        "compilation": {**compilation, "cudagraph_specialize_lora": each}
+        if lora != "no LoRA"
+        else compilation,
         "scheduler": {"max_num_seqs": MAX_REQS, "max_num_batched_tokens": 32},
         "device": backend.device.type,
     }
@@ -67,7 +96,9 @@ def configure(backend: GraphBackend, mode: str, route: str, lora: str) -> Config
 
 def decoders(backend: GraphBackend, lora: str) -> tuple[Decoder, Decoder]:
     """Two with the same weights, adapters and random caches."""
-    dtype = "bfloat16" if backend.device.type == "cuda" else "float32"  # there its attention reads the pages in place
+    dtype = (
+        "bfloat16" if backend.device.type == "cuda" else "float32"
+    )  # there its attention reads the pages in place
     max_loras = 0 if lora == "no LoRA" else MAX_LORAS
     with torch.device(backend.device):
         pair = [build(**SHAPE, dtype=dtype, max_loras=max_loras, lora_rank=4) for _ in range(2)]
@@ -94,12 +125,22 @@ class Drawn:
         if choose.random() < 0.25:
             adapters = [-1] * reqs
         self.num_active_loras = len({*adapters} - {-1})
-        self.lora_ids = [a for a, count in zip(adapters, self.queries, strict=True) for _ in range(count)]
+        self.lora_ids = [
+            a for a, count in zip(adapters, self.queries, strict=True) for _ in range(count)
+        ]
 
-    def batch(self, model: Decoder, rows: int | None = None, reqs: int | None = None) -> ExampleBatch:
+    def batch(
+        self, model: Decoder, rows: int | None = None, reqs: int | None = None
+    ) -> ExampleBatch:
         """The tensors, padded to that many rows and requests."""
         made = example_batch(
-            model, self.contexts, self.queries, num_tokens=rows, num_reqs=reqs, max_blocks=MAX_BLOCKS, seed=self.seed
+            model,
+            self.contexts,
+            self.queries,
+            num_tokens=rows,
+            num_reqs=reqs,
+            max_blocks=MAX_BLOCKS,
+            seed=self.seed,
         )
         if "lora_ids" in made.metadata:
             made.metadata["lora_ids"][: len(self.lora_ids)] = torch.tensor(self.lora_ids)
@@ -113,7 +154,9 @@ class Drawn:
         if mode is CUDAGraphMode.NONE:
             key = BatchDescriptor(rows, reqs, rows == reqs, loras > 0, loras)
         else:
-            batch = self.batch(model, key.num_tokens, key.num_reqs or min(key.num_tokens, plan.max_num_seqs))
+            batch = self.batch(
+                model, key.num_tokens, key.num_reqs or min(key.num_tokens, plan.max_num_seqs)
+            )
         with torch.no_grad(), forward_context(descriptor=key, metadata=batch.metadata):
             return model(batch.input_ids, batch.positions)[:rows]
 
@@ -130,16 +173,25 @@ def compare(runner: GraphRunner, model: Decoder, other: Decoder, drawn: Drawn) -
 @pytest.mark.parametrize("lora", list(BATCHES))
 @pytest.mark.parametrize("route", list(ROUTES))
 @pytest.mark.parametrize("mode", list(MODES))
-def test_a_runner_gives_the_logits_of_eager(backend: GraphBackend, mode: str, route: str, lora: str) -> None:
+def test_a_runner_gives_the_logits_of_eager(
+    backend: GraphBackend, mode: str, route: str, lora: str
+) -> None:
     config = configure(backend, mode, route, lora)
     model, other = decoders(backend, lora)
     runner = CaptureSession(build_plan(config), model, backend, config).run()
     choose = random.Random(f"{mode} {route} {lora}")
     for step in range(BATCHES[lora]):
-        if lora != "no LoRA" and step == BATCHES[lora] // 2:  # graphs serve an adapter that is loaded after the capture
+        if (
+            lora != "no LoRA" and step == BATCHES[lora] // 2
+        ):  # graphs serve an adapter that is loaded after the capture
             projection = model.layers[1].mlp.up_proj
-            shapes = {"lora_A": (3, projection.weight.shape[1]), "lora_B": (projection.weight.shape[0], 3)}
-            state = {f"layers.1.mlp.up_proj.{part}": torch.randn(shape) for part, shape in shapes.items()}
+            shapes = {
+                "lora_A": (3, projection.weight.shape[1]),
+                "lora_B": (projection.weight.shape[0], 3),
+            }
+            state = {
+                f"layers.1.mlp.up_proj.{part}": torch.randn(shape) for part, shape in shapes.items()
+            }
             model.load_lora(1, state)
             other.load_lora(1, state)
         compare(runner, model, other, Drawn(choose, has_lora=lora != "no LoRA"))
@@ -148,7 +200,9 @@ def test_a_runner_gives_the_logits_of_eager(backend: GraphBackend, mode: str, ro
     assert sum(replays.values()) + sum(runner.stats.eager.values()) == BATCHES[lora]
     cases = {descriptor.num_active_loras for _, descriptor in replays}
     if mode != "NONE":
-        assert cases == {"no LoRA": {0}, "a graph for each case": {0, 1, 2}}.get(lora, {MAX_LORAS + 1})
+        assert cases == {"no LoRA": {0}, "a graph for each case": {0, 1, 2}}.get(
+            lora, {MAX_LORAS + 1}
+        )
     runner.close()
 
 
@@ -157,7 +211,10 @@ def test_adapters_cost_nothing_where_there_are_none(backend: GraphBackend, route
     """Graphs of batches without LoRA are those of a decoder that has no room for adapters."""
     nodes: list[dict[tuple[CUDAGraphMode, BatchDescriptor], Any]] = []
     for lora in ("no LoRA", "a graph for each case"):
-        config, model = configure(backend, "FULL_AND_PIECEWISE", route, lora), decoders(backend, lora)[0]
+        config, model = (
+            configure(backend, "FULL_AND_PIECEWISE", route, lora),
+            decoders(backend, lora)[0],
+        )
         runner = CaptureSession(build_plan(config), model, backend, config).run()
         nodes.append({(r.mode, r.descriptor): r.nodes for r in runner.report.records})
         runner.close()
@@ -166,5 +223,6 @@ def test_adapters_cost_nothing_where_there_are_none(backend: GraphBackend, route
     adapted = {key: count for key, count in both.items() if key[1].has_lora}
     assert len(adapted) == 3 * len(without)
     assert all(
-        count > without[mode, d._replace(has_lora=False, num_active_loras=0)] for (mode, d), count in adapted.items()
+        count > without[mode, d._replace(has_lora=False, num_active_loras=0)]
+        for (mode, d), count in adapted.items()
     )

@@ -47,7 +47,9 @@ def test_a_number_of_the_host_is_baked_in(backend: GraphBackend, way: str) -> No
     same(out, x * 2)  # stale
 
     inputs = {"x": PAIRS, "factor": FACTOR}
-    runner = open_runner(backend, Model(backend, way, lambda x, factor: x * factor), way, inputs=inputs)
+    runner = open_runner(
+        backend, Model(backend, way, lambda x, factor: x * factor), way, inputs=inputs
+    )
     for factor in (2.0, 5.0):
         same(runner(x=x, factor=full(backend, factor, 1)), x * factor + 1)
 
@@ -99,7 +101,9 @@ def test_random_numbers_that_repeat(backend: GraphBackend, way: str) -> None:
     first = out.clone()
     backend.replay(graph)
     assert torch.equal(out, first)
-    runner = open_runner(backend, Model(backend, way, lambda x: x + torch.rand_like(x)), way, outputs="clone")
+    runner = open_runner(
+        backend, Model(backend, way, lambda x: x + torch.rand_like(x)), way, outputs="clone"
+    )
     drawn = []
     for _ in range(2):
         torch.manual_seed(7)
@@ -135,7 +139,9 @@ def test_a_destructor_that_runs_during_a_capture(backend: GraphBackend) -> None:
     threshold = gc.get_threshold()
     gc.set_threshold(10, 1, 1)
     try:
-        runner = open_runner(backend, forward, verify="off")  # which would run the forward once more
+        runner = open_runner(
+            backend, forward, verify="off"
+        )  # which would run the forward once more
     finally:
         gc.set_threshold(*threshold)
     gc.collect()

@@ -39,7 +39,10 @@ def package(name: str) -> Callable[[], bool]:
     """A function of a module of that package: whether it is told that a capture is under way."""
     module = ModuleType(f"{name}.utils")
     exec(_CODE, vars(module))
-    sys.modules |= {name: ModuleType(name), module.__name__: module}  # Dynamo imports what it traces
+    sys.modules |= {
+        name: ModuleType(name),
+        module.__name__: module,
+    }  # Dynamo imports what it traces
     asks: Callable[[], bool] = module.asks
     return asks
 
@@ -65,7 +68,9 @@ def _torchs_own_function() -> Iterator[None]:
 
 
 @each_size
-def test_a_named_package_runs_in_captures_as_in_eager_calls(backend: GraphBackend, way: str) -> None:
+def test_a_named_package_runs_in_captures_as_in_eager_calls(
+    backend: GraphBackend, way: str
+) -> None:
     x = full(backend, 1)
     graph, out = bare(backend, lambda: shortcut(x))
     backend.replay(graph)
@@ -80,13 +85,21 @@ def test_a_named_package_runs_in_captures_as_in_eager_calls(backend: GraphBacken
 
 
 @each_size
-def test_graphs_of_a_package_that_is_not_named_differ_from_eager_calls(backend: GraphBackend, way: str) -> None:
+def test_graphs_of_a_package_that_is_not_named_differ_from_eager_calls(
+    backend: GraphBackend, way: str
+) -> None:
     """The first replay finds it."""
     x = full(backend, 1)
-    with closing(open_runner(backend, Model(backend, way, shortcut), way, hide_capture_from=["asker"])) as runner:
+    with closing(
+        open_runner(backend, Model(backend, way, shortcut), way, hide_capture_from=["asker"])
+    ) as runner:
         same(runner(x=x), x * 3 + 1)
-    with closing(open_runner(backend, Model(backend, way, shortcut), way, hide_capture_from=[])) as runner:
-        with pytest.raises(NumbersError, match="differs from the model's own code: output 0, the largest") as caught:
+    with closing(
+        open_runner(backend, Model(backend, way, shortcut), way, hide_capture_from=[])
+    ) as runner:
+        with pytest.raises(
+            NumbersError, match="differs from the model's own code: output 0, the largest"
+        ) as caught:
             runner(x=x)
         same(caught.value.output, x * 3 + 1)
 
@@ -104,7 +117,10 @@ def test_a_trace_is_told_of_the_capture(backend: GraphBackend) -> None:
 def test_other_packages_are_told_the_truth(backend: GraphBackend, way: str) -> None:
     x = full(backend, 1)
     runner = open_runner(
-        backend, Model(backend, way, lambda x: x * (2 if others_ask() else 3) * (2 if asks() else 5)), way, **HIDDEN
+        backend,
+        Model(backend, way, lambda x: x * (2 if others_ask() else 3) * (2 if asks() else 5)),
+        way,
+        **HIDDEN,
     )
     same(runner(x=x), x * 10 + 1)
 
@@ -118,7 +134,9 @@ def test_a_shortcut_that_needs_the_host_is_left_out(backend: GraphBackend, way: 
         told.append(asks())
         return shortcut_of_values(x)
 
-    runner = open_runner(backend, Model(backend, way, noted), way, cudagraph_capture_sizes=[4], **HIDDEN)
+    runner = open_runner(
+        backend, Model(backend, way, noted), way, cudagraph_capture_sizes=[4], **HIDDEN
+    )
     assert told[0] is False
     assert set(told[1:]) == {True}
     same(runner(x=x), x * 2 + 1)
@@ -215,7 +233,9 @@ def test_an_error_of_the_forward_leaves_torch_as_it_was(backend: GraphBackend, w
             raise ValueError("no")
         return shortcut(x)
 
-    with pytest.raises(CaptureError if when == "in the capture" else Exception, match="ValueError: no"):
+    with pytest.raises(
+        CaptureError if when == "in the capture" else Exception, match="ValueError: no"
+    ):
         open_runner(backend, forward, **HIDDEN)
     x = full(backend, 1)
     runner = open_runner(backend, lambda x: shortcut(x), inputs={"x": PAIRS}, **HIDDEN)

@@ -78,7 +78,11 @@ def test_a_host_sync_that_the_forward_swallows(backend: GraphBackend, way: str, 
             ran.append(None)
         return x * 2
 
-    where = "" if backend.device.type == "cuda" else r"needs the host, .*test_late_errors\.py:\d+: `ran\.append\(float"
+    where = (
+        ""
+        if backend.device.type == "cuda"
+        else r"needs the host, .*test_late_errors\.py:\d+: `ran\.append\(float"
+    )
     with pytest.raises(CaptureError, match=where):
         open_runner(backend, Model(backend, way, shown), way)
     assert ran[-1] is None or backend.device.type == "cuda", "the forward went on"
@@ -100,7 +104,10 @@ def test_a_host_method_inside_a_custom_operator(backend: GraphBackend, way: str)
             open_runner(backend, call, way)
         return
     runner = open_runner(backend, call, way)
-    assert any("scaled again on each replay, a GPU may refuse it" in warning for warning in runner.report.warnings)
+    assert any(
+        "scaled again on each replay, a GPU may refuse it" in warning
+        for warning in runner.report.warnings
+    )
     for value in (1, 2, 3):
         x = full(backend, value)
         same(runner(x=x), call(x))
@@ -143,7 +150,9 @@ def test_a_failed_capture_leaves_no_mode_behind(way: str, failure: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["full", "modules"])
-def test_a_host_sync_that_is_swallowed_behind_the_last_operator(backend: GraphBackend, way: str) -> None:
+def test_a_host_sync_that_is_swallowed_behind_the_last_operator(
+    backend: GraphBackend, way: str
+) -> None:
     """On a GPU nothing fails then but the end of the capture, which does not know why."""
 
     def shown(x: Tensor) -> Tensor:
@@ -152,7 +161,10 @@ def test_a_host_sync_that_is_swallowed_behind_the_last_operator(backend: GraphBa
             print(float(y.sum()))
         return y
 
-    with pytest.raises(HostSyncError, match=r"_local_scalar_dense needs the host, .*test_late_errors\.py:\d+: `print"):
+    with pytest.raises(
+        HostSyncError,
+        match=r"_local_scalar_dense needs the host, .*test_late_errors\.py:\d+: `print",
+    ):
         open_runner(backend, shown if way == "full" else Model(backend, way, shown), way)
 
 
@@ -176,7 +188,9 @@ def test_nothing_was_warmed_up(backend: GraphBackend) -> None:
     with pytest.raises((RuntimeError, HostSyncError)):
         bare(backend, lambda: forward(x), warmups=0)
     same(open_runner(backend, lazy())(x=x), x * 2)
-    same(open_runner(backend, lazy(), cudagraph_num_of_warmups=0)(x=x), x * 2)  # the look came before the capture
+    same(
+        open_runner(backend, lazy(), cudagraph_num_of_warmups=0)(x=x), x * 2
+    )  # the look came before the capture
 
 
 @all_ways

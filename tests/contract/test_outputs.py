@@ -48,7 +48,9 @@ def open_runner(
     **sections: Any,
 ) -> GraphRunner:
     compilation = {"cudagraph_capture_sizes": [4, 8], **(compilation or {})}
-    return cgplan.capture(model, specs, compilation=compilation, device=backend.device.type, **sections)
+    return cgplan.capture(
+        model, specs, compilation=compilation, device=backend.device.type, **sections
+    )
 
 
 CHANGES: dict[str, Callable[[Tensor], Any]] = {
@@ -59,8 +61,12 @@ CHANGES: dict[str, Callable[[Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode], ids=lambda m: m.__name__)
-def test_outputs_changed_in_place(backend: GraphBackend, change: str, mode: Callable[[], Any]) -> None:
+@pytest.mark.parametrize(
+    "mode", [torch.enable_grad, torch.no_grad, torch.inference_mode], ids=lambda m: m.__name__
+)
+def test_outputs_changed_in_place(
+    backend: GraphBackend, change: str, mode: Callable[[], Any]
+) -> None:
     for model in (double, lambda x: {"y": [x * 2, (x + 1, 3)]}):
         runner, x = open_runner(backend, model), square(backend)
         wanted = runner.run_eagerly(x=x)
@@ -95,7 +101,11 @@ def test_models_that_return_no_tensor(backend: GraphBackend) -> None:
 
 @pytest.mark.parametrize("change", ["unsqueeze_", "t_"])
 def test_views_of_static_buffers_changed_in_place(backend: GraphBackend, change: str) -> None:
-    for mode, uniform in (("FULL", None), ("PIECEWISE", None), ("FULL_DECODE_ONLY", False)):  # the last runs eagerly
+    for mode, uniform in (
+        ("FULL", None),
+        ("PIECEWISE", None),
+        ("FULL_DECODE_ONLY", False),
+    ):  # the last runs eagerly
         compilation: dict[str, Any] = {"cudagraph_mode": mode}
         model: Callable[..., Any] = double
         if mode == "PIECEWISE":
@@ -145,7 +155,9 @@ WRAPPERS = {"cudagraph_mode": "PIECEWISE", "piecewise": "wrappers", "outputs": "
 
 
 @pytest.mark.parametrize("policy", ["off", "first", "always"])
-def test_an_argument_that_comes_back_is_an_object_of_its_own(backend: GraphBackend, policy: str) -> None:
+def test_an_argument_that_comes_back_is_an_object_of_its_own(
+    backend: GraphBackend, policy: str
+) -> None:
     """What the code between segments does to it meets no later replay."""
     runner = open_runner(backend, Chain(), compilation={**WRAPPERS, "address_check": policy})
     for rows in (3, 3, 8, 1, 3):
@@ -154,7 +166,9 @@ def test_an_argument_that_comes_back_is_an_object_of_its_own(backend: GraphBacke
     runner.close()
 
 
-def test_an_argument_that_comes_back_gives_its_memory_to_later_captures(backend: GraphBackend) -> None:
+def test_an_argument_that_comes_back_gives_its_memory_to_later_captures(
+    backend: GraphBackend,
+) -> None:
     # 1 MiB a row: from there on CUDA's allocator takes segments of 20 MiB, which the sum of all sizes passes.
     specs = {"x": Input(shape=("num_tokens", 1 << 18), dtype="float32", pad=0)}
     used = []
@@ -184,12 +198,19 @@ class Gives(torch.nn.Module):
 
 @pytest.mark.parametrize("kind", ["input", "detached", "module", "method", "closure"])
 @pytest.mark.parametrize("inference", [False, True])
-def test_views_of_other_memory_are_new_objects_each_time(backend: GraphBackend, kind: str, inference: bool) -> None:
+def test_views_of_other_memory_are_new_objects_each_time(
+    backend: GraphBackend, kind: str, inference: bool
+) -> None:
     with torch.inference_mode(inference), torch.no_grad():
         model = Gives(kind).to(backend.device)
-        ways: dict[str, Callable[[Tensor], Tensor]] = {"method": model.forward, "closure": lambda x: model(x)}
+        ways: dict[str, Callable[[Tensor], Tensor]] = {
+            "method": model.forward,
+            "closure": lambda x: model(x),
+        }
         options = CUDAGraphOptions(num_of_warmups=0, address_check="always")
-        wrapped = CUDAGraphWrapper(ways.get(kind, model), CUDAGraphMode.FULL, backend=backend, options=options)
+        wrapped = CUDAGraphWrapper(
+            ways.get(kind, model), CUDAGraphMode.FULL, backend=backend, options=options
+        )
         x = torch.ones(4, 3, device=backend.device)
         for turn in range(4):
             x.fill_(turn)
@@ -207,7 +228,13 @@ Pair = namedtuple("Pair", "first second")
 def test_outputs_of_any_structure_are_sliced(backend: GraphBackend) -> None:
     def model(x: Tensor) -> Any:
         known = torch.return_types.max((x * 2, x + 1))
-        return {"a": [x, (x * 2, None)], "b": Pair(x + 1, 2.5), "c": OrderedDict(d=x[:, 0]), "e": 3, "f": known}
+        return {
+            "a": [x, (x * 2, None)],
+            "b": Pair(x + 1, 2.5),
+            "c": OrderedDict(d=x[:, 0]),
+            "e": 3,
+            "f": known,
+        }
 
     runner, x = open_runner(backend, model), square(backend)
     first = runner(x=x)
@@ -215,7 +242,9 @@ def test_outputs_of_any_structure_are_sliced(backend: GraphBackend) -> None:
     same(first, model(x))
     second = runner(x=x)
     assert first["a"][0] is not second["a"][0]
-    assert first["a"][0].data_ptr() == second["a"][0].data_ptr(), "borrowed: the next call overwrites it"
+    assert first["a"][0].data_ptr() == second["a"][0].data_ptr(), (
+        "borrowed: the next call overwrites it"
+    )
     first["a"].clear()
     first.clear()
     same(second, model(x))
@@ -275,7 +304,10 @@ def test_outputs_whose_padding_cannot_be_cut_off(
 
 def test_a_forward_without_a_return_is_pointed_out(backend: GraphBackend) -> None:
     for model, warned in ((lambda x: None, True), (double, False)):
-        assert any("returned no tensor" in w for w in open_runner(backend, model).report.warnings) is warned
+        assert (
+            any("returned no tensor" in w for w in open_runner(backend, model).report.warnings)
+            is warned
+        )
 
 
 @all_ways

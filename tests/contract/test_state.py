@@ -33,7 +33,9 @@ class Counts(nn.Module):
         return x + self.n
 
 
-def open_runner(backend: GraphBackend, model: Callable[..., Any], **compilation: Any) -> GraphRunner:
+def open_runner(
+    backend: GraphBackend, model: Callable[..., Any], **compilation: Any
+) -> GraphRunner:
     return cgplan.capture(
         model,
         {"x": Input(shape=("num_tokens", 2), dtype="float32", pad=0)},
@@ -53,7 +55,9 @@ def answers(call: Callable[..., Tensor], device: torch.device, *sizes: int) -> l
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
 @pytest.mark.parametrize("warmups", [0, 2])
-def test_the_first_call_answers_like_a_fresh_model(backend: GraphBackend, policy: str, mode: str, warmups: int) -> None:
+def test_the_first_call_answers_like_a_fresh_model(
+    backend: GraphBackend, policy: str, mode: str, warmups: int
+) -> None:
     device = backend.device
     piecewise = {"splitting_modules": ["inner"]} if mode == "PIECEWISE" else {}
 
@@ -66,7 +70,12 @@ def test_the_first_call_answers_like_a_fresh_model(backend: GraphBackend, policy
             return super().forward(x) + self.inner(x) * 0
 
     model = Model()
-    options = {"cudagraph_mode": mode, "cudagraph_num_of_warmups": warmups, "capture_policy": policy, **piecewise}
+    options = {
+        "cudagraph_mode": mode,
+        "cudagraph_num_of_warmups": warmups,
+        "capture_policy": policy,
+        **piecewise,
+    }
     with closing(open_runner(backend, model, **options)) as runner:
         if policy != "lazy":
             assert "model (Model): 1 tensors" in runner.report.looked_at
@@ -85,7 +94,9 @@ def test_the_first_call_answers_like_a_fresh_model(backend: GraphBackend, policy
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_capture_that_fails_leaves_nothing_of_its_warm_ups(backend: GraphBackend, policy: str) -> None:
+def test_a_capture_that_fails_leaves_nothing_of_its_warm_ups(
+    backend: GraphBackend, policy: str
+) -> None:
     class Asks(Counts):
         rows = 0
 
@@ -96,12 +107,16 @@ def test_a_capture_that_fails_leaves_nothing_of_its_warm_ups(backend: GraphBacke
 
     model = Asks(backend.device)
     if policy != "lazy":
-        with pytest.raises(CaptureError, match=r"aten::_local_scalar_dense needs the host, at .*y\.sum"):
+        with pytest.raises(
+            CaptureError, match=r"aten::_local_scalar_dense needs the host, at .*y\.sum"
+        ):
             open_runner(backend, model, capture_policy=policy, cudagraph_mode="FULL")
         assert model.n.item() == 0
         assert "rows" not in vars(model)
         return
-    with closing(open_runner(backend, model, capture_policy=policy, cudagraph_mode="FULL")) as runner:
+    with closing(
+        open_runner(backend, model, capture_policy=policy, cudagraph_mode="FULL")
+    ) as runner:
         assert answers(runner, backend.device, 3) == [1]
         assert len(runner.report.failed) == 1
         assert (model.n.item(), model.rows) == (1, 3)
@@ -126,7 +141,9 @@ def test_writes_of_a_custom_operator_in_python_are_put_back(backend: GraphBacken
         assert answers(runner, backend.device, 4, 2) == [1, 2]
 
 
-def test_a_session_that_fails_at_its_last_key_keeps_nothing_of_the_first(backend: GraphBackend) -> None:
+def test_a_session_that_fails_at_its_last_key_keeps_nothing_of_the_first(
+    backend: GraphBackend,
+) -> None:
     class Fills(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -172,8 +189,14 @@ def test_a_weight_that_is_folded_once_stays_with_its_flag(
         options = {"capture_policy": policy, "cudagraph_num_of_warmups": warmups}
         with closing(open_runner(backend, model, **options)) as runner:
             for _ in range(2):
-                same(runner(x=torch.ones(4, 2, device=backend.device)), torch.full((4, 2), 2.0, device=backend.device))
-        same(model(torch.ones(1, 2, device=backend.device)), torch.full((1, 2), 2.0, device=backend.device))
+                same(
+                    runner(x=torch.ones(4, 2, device=backend.device)),
+                    torch.full((4, 2), 2.0, device=backend.device),
+                )
+        same(
+            model(torch.ones(1, 2, device=backend.device)),
+            torch.full((1, 2), 2.0, device=backend.device),
+        )
 
 
 def test_a_count_by_data_is_put_back(backend: GraphBackend) -> None:
@@ -202,11 +225,17 @@ def test_a_list_that_each_call_reads_and_adds_to_is_told_and_found_by_its_number
             self.seen.append(y)  # which nothing reads
             return y
 
-    with closing(open_runner(backend, Past().eval(), cudagraph_mode="FULL", verify="always")) as runner:
+    with closing(
+        open_runner(backend, Past().eval(), cudagraph_mode="FULL", verify="always")
+    ) as runner:
         told = "the forward changes len(model.past), len(model.seen); replays do not, nor do they see it change"
         assert runner.report.warnings == (told,)
-        with pytest.raises(cgplan.NumbersError, match="differs from the model's own code: output 0"):
-            answers(runner, backend.device, 4, 4, 4)  # it holds memory of the pool, whose first numbers may be any
+        with pytest.raises(
+            cgplan.NumbersError, match="differs from the model's own code: output 0"
+        ):
+            answers(
+                runner, backend.device, 4, 4, 4
+            )  # it holds memory of the pool, whose first numbers may be any
 
 
 @pytest.mark.gpu
@@ -257,12 +286,20 @@ def test_a_cache_has_room_for_a_few_calls_only(backend: GraphBackend) -> None:
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_an_eager_piece_that_reads_a_weight_which_a_hook_makes(backend: GraphBackend) -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.utils.spectral_norm(nn.Linear(2, 2))).to(backend.device)
-    with pytest.raises(CaptureError, match=r"an eager piece reads model\[1\]\.weight, which graph code binds"):
+    model = nn.Sequential(nn.Linear(2, 2), nn.utils.spectral_norm(nn.Linear(2, 2))).to(
+        backend.device
+    )
+    with pytest.raises(
+        CaptureError, match=r"an eager piece reads model\[1\]\.weight, which graph code binds"
+    ):
         cgplan.capture(
             model,
             {"input": Input(shape=("num_tokens", 2), dtype="float32", pad=0)},
-            compilation={"cudagraph_capture_sizes": [4], "cudagraph_mode": "PIECEWISE", "splitting_modules": ["1"]},
+            compilation={
+                "cudagraph_capture_sizes": [4],
+                "cudagraph_mode": "PIECEWISE",
+                "splitting_modules": ["1"],
+            },
             device=backend.device.type,
         )
 
@@ -289,9 +326,15 @@ class Adds(nn.Module):
         return h + self.m.to(h.device)
 
 
-@pytest.mark.parametrize("bind", [lambda p, x: setattr(p, "m", x), lambda p, x: setattr(p, "m", x + 1)])
-def test_an_eager_piece_that_reads_what_graph_code_binds(backend: GraphBackend, bind: Callable[..., None]) -> None:
-    with pytest.raises(CaptureError, match=r"an eager piece reads piece\.m, which graph code binds on each call"):
+@pytest.mark.parametrize(
+    "bind", [lambda p, x: setattr(p, "m", x), lambda p, x: setattr(p, "m", x + 1)]
+)
+def test_an_eager_piece_that_reads_what_graph_code_binds(
+    backend: GraphBackend, bind: Callable[..., None]
+) -> None:
+    with pytest.raises(
+        CaptureError, match=r"an eager piece reads piece\.m, which graph code binds on each call"
+    ):
         open_runner(backend, Stale(bind), cudagraph_mode="PIECEWISE", splitting_modules=["piece"])
 
 
@@ -326,7 +369,9 @@ def test_a_cache_that_grows_is_refused_although_the_first_run_makes_it(
 ) -> None:
     model = Attention([Layer()] if has_layers else [])
     options = {"cudagraph_mode": "FULL", "cudagraph_num_of_warmups": warmups}
-    with pytest.raises(CaptureError, match=r"the forward reads layers\[0\]\.keys and binds it again"):
+    with pytest.raises(
+        CaptureError, match=r"the forward reads layers\[0\]\.keys and binds it again"
+    ):
         open_runner(backend, model, **options)
     if has_layers:
         assert (model.layers[0].is_ready, model.layers[0].keys) == (False, None)
@@ -349,7 +394,9 @@ def test_a_cache_that_an_eager_piece_makes_may_grow(backend: GraphBackend, stric
 
 
 @pytest.mark.parametrize("reads", [lambda piece: piece.step, lambda piece: len(piece.past)])
-def test_numbers_that_an_eager_piece_changes_and_a_segment_is_given(backend: GraphBackend, reads: Any) -> None:
+def test_numbers_that_an_eager_piece_changes_and_a_segment_is_given(
+    backend: GraphBackend, reads: Any
+) -> None:
     """A step in Python, and the length of a cache that grows: a segment would add that of the capture for ever."""
 
     class Piece(nn.Module):
@@ -370,10 +417,19 @@ def test_numbers_that_an_eager_piece_changes_and_a_segment_is_given(backend: Gra
         def forward(self, x: Tensor) -> Tensor:
             return self.piece(x + reads(self.piece))
 
-    compilation = {"cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": [4], "splitting_modules": ["piece"]}
+    compilation = {
+        "cudagraph_mode": "PIECEWISE",
+        "cudagraph_capture_sizes": [4],
+        "splitting_modules": ["piece"],
+    }
     inputs = {"x": Input(shape=("num_tokens", 8), dtype="float32", pad=0)}
-    runner = cgplan.capture(Whole().eval(), inputs, compilation=compilation, device=backend.device.type)
-    with closing(runner), pytest.raises(cgplan.NumbersError, match="differs from the model's own code") as caught:
+    runner = cgplan.capture(
+        Whole().eval(), inputs, compilation=compilation, device=backend.device.type
+    )
+    with (
+        closing(runner),
+        pytest.raises(cgplan.NumbersError, match="differs from the model's own code") as caught,
+    ):
         runner(x=torch.zeros(4, 8, device=backend.device))
     same(caught.value.output, torch.full((4, 8), 3.0, device=backend.device))
 
@@ -385,7 +441,9 @@ def test_an_eager_piece_may_read_what_graph_code_binds_on_first_use(backend: Gra
 
     model = Stale(bind)
     model.piece.m = None
-    with closing(open_runner(backend, model, cudagraph_mode="PIECEWISE", splitting_modules=["piece"])) as runner:
+    with closing(
+        open_runner(backend, model, cudagraph_mode="PIECEWISE", splitting_modules=["piece"])
+    ) as runner:
         assert answers(runner, backend.device, 4, 1) == [1, 1]
 
 
@@ -413,7 +471,9 @@ def test_a_table_for_each_size_stays_with_the_graph_that_reads_it(backend: Graph
             return x + self.tables[rows][:, None]
 
     model = Tables()
-    with closing(open_runner(backend, model, cudagraph_mode="FULL", cudagraph_num_of_warmups=0)) as runner:
+    with closing(
+        open_runner(backend, model, cudagraph_mode="FULL", cudagraph_num_of_warmups=0)
+    ) as runner:
         assert list(model.tables) == [4, 2, 1], "entries of a dict stay"
         kept = torch.full((4,), 7.0, device=backend.device)  # where a freed table lay
         for rows in (4, 2, 1):
@@ -425,7 +485,9 @@ def test_a_table_for_each_size_stays_with_the_graph_that_reads_it(backend: Graph
 def test_state_without_tensors_is_told(backend: GraphBackend) -> None:
     inputs = {"x": Input(shape=("num_tokens", 2), dtype="float32", pad=0)}
     options: Any = {"compilation": {"cudagraph_capture_sizes": [4]}, "device": backend.device.type}
-    with closing(cgplan.capture(lambda x: x + 1, inputs, state=[Counts(backend.device), 3], **options)) as runner:
+    with closing(
+        cgplan.capture(lambda x: x + 1, inputs, state=[Counts(backend.device), 3], **options)
+    ) as runner:
         assert any(text.startswith("state[1] (int) holds no") for text in runner.report.warnings)
 
 
@@ -440,9 +502,17 @@ def test_state_says_what_is_looked_at(backend: GraphBackend) -> None:
 
     engine = Engine()
     inputs = {"x": Input(shape=("num_tokens", 2), dtype="float32", pad=0)}
-    compilation = {"cudagraph_capture_sizes": [4], "cudagraph_mode": "FULL", "address_check": "always"}
+    compilation = {
+        "cudagraph_capture_sizes": [4],
+        "cudagraph_mode": "FULL",
+        "address_check": "always",
+    }
     runner = cgplan.capture(
-        engine.forward_decode, inputs, compilation=compilation, device=backend.device.type, state=[engine.model]
+        engine.forward_decode,
+        inputs,
+        compilation=compilation,
+        device=backend.device.type,
+        state=[engine.model],
     )
     with closing(runner):
         assert answers(runner, backend.device, 3) == [1]
@@ -499,18 +569,25 @@ EXCHANGED: dict[str, tuple[Any, Any, Callable[[Any], Callable[[Tensor], Tensor]]
 
 @pytest.mark.parametrize("place", EXCHANGED)
 @pytest.mark.parametrize("warm", [False, True])
-def test_a_tensor_that_is_exchanged_is_noticed_wherever_it_is(backend: GraphBackend, place: str, warm: bool) -> None:
+def test_a_tensor_that_is_exchanged_is_noticed_wherever_it_is(
+    backend: GraphBackend, place: str, warm: bool
+) -> None:
     holder, key, make = EXCHANGED[place]
-    bind: Callable[[Any, Any, Any], None] = operator.setitem if isinstance(holder, dict | list) else setattr
+    bind: Callable[[Any, Any, Any], None] = (
+        operator.setitem if isinstance(holder, dict | list) else setattr
+    )
     held = {
-        (h, k): torch.ones(2, device=backend.device) for h, k in ((Held, "W"), (Table, "shift"), (by_helpers, "FACTOR"))
+        (h, k): torch.ones(2, device=backend.device)
+        for h, k in ((Held, "W"), (Table, "shift"), (by_helpers, "FACTOR"))
     }
     for (owner, name), tensor in held.items():
         setattr(owner, name, tensor)
     kept = torch.ones(2, device=backend.device)
     bind(holder, key, kept)
     model, x = make(holder), torch.zeros(2, 2, device=backend.device)
-    with closing(open_runner(backend, lambda x: model(x), address_check="always" if warm else "first")) as runner:
+    with closing(
+        open_runner(backend, lambda x: model(x), address_check="always" if warm else "first")
+    ) as runner:
         if warm:
             runner(x=x)
             runner(x=x)
@@ -551,26 +628,36 @@ class Made(nn.Module):
             self.kept["memory"] = x.mean() + 2
         elif self.kind == "filled later" and "memory" not in self.kept:
             self.kept["memory"] = x.new_zeros(1)
-            self.kept["memory"].index_copy_(0, torch.zeros(1, dtype=torch.int64, device=x.device), x.mean()[None] + 2)
+            self.kept["memory"].index_copy_(
+                0, torch.zeros(1, dtype=torch.int64, device=x.device), x.mean()[None] + 2
+            )
         elif self.kind == "a number" and self.factor is None:
             self.factor = float(x.mean()) + 2
         elif self.kind == "running mean":
             now = x.mean()[None] + 2
-            self.kept["memory"] = self.kept["memory"].lerp_(now, 0.1) if "memory" in self.kept else now
+            self.kept["memory"] = (
+                self.kept["memory"].lerp_(now, 0.1) if "memory" in self.kept else now
+            )
         elif self.kind == "made for its shape" and "memory" not in self.kept:
             self.kept["memory"] = torch.ones_like(x[:1, :1]) * 2
         elif self.kind == "written on each run":
             memory = self.kept.setdefault("memory", x.new_zeros(1))
             memory.copy_(x.mean()[None] + 2)
         self.last = x + 1  # it is never read
-        return x * self.kept.get("memory", self.scale) * (1.0 if self.factor is None else self.factor)
+        return (
+            x * self.kept.get("memory", self.scale) * (1.0 if self.factor is None else self.factor)
+        )
 
 
 MADE_WAYS = pytest.mark.parametrize("ops", [(), ("aten::add",), ("aten::mul",)])
 
 
 def way_of(ops: tuple[str, ...]) -> dict[str, Any]:
-    return {"cudagraph_mode": "PIECEWISE", "piecewise": "modules", "splitting_ops": list(ops)} if ops else {}
+    return (
+        {"cudagraph_mode": "PIECEWISE", "piecewise": "modules", "splitting_ops": list(ops)}
+        if ops
+        else {}
+    )
 
 
 @MADE_WAYS
@@ -581,11 +668,14 @@ def test_state_made_of_inputs_on_first_use_is_refused_until_a_real_batch_made_it
     x = torch.rand(4, 2, device=backend.device)
     model, plain = Made(backend.device, kind), Made(backend.device, kind)
     with pytest.raises(
-        CaptureError, match=r"the forward computes (kept\.memory|a value for the host .*) on first use"
+        CaptureError,
+        match=r"the forward computes (kept\.memory|a value for the host .*) on first use",
     ) as refused:
         open_runner(backend, model, **way_of(ops))
     assert "on one real batch" in (refused.value.remedy or "")
-    assert ("make the model anew" in (refused.value.remedy or "")) == bool(model.kept), "a dict is not put back"
+    assert ("make the model anew" in (refused.value.remedy or "")) == bool(model.kept), (
+        "a dict is not put back"
+    )
     if model.kept:
         model = Made(backend.device, kind)
     same(model(x), plain(x))
@@ -594,13 +684,17 @@ def test_state_made_of_inputs_on_first_use_is_refused_until_a_real_batch_made_it
 
 
 @MADE_WAYS
-def test_statistics_of_a_first_batch_are_those_of_a_real_one(backend: GraphBackend, ops: tuple[str, ...]) -> None:
+def test_statistics_of_a_first_batch_are_those_of_a_real_one(
+    backend: GraphBackend, ops: tuple[str, ...]
+) -> None:
     """What a capture on padding wrote is put back, and the first replay finds that the graph lacks it."""
     x = torch.rand(4, 2, device=backend.device)
     model, plain = (Made(backend.device, "statistics of the first batch") for _ in range(2))
     with closing(open_runner(backend, model, **way_of(ops))) as runner:
         same(model.scale, torch.ones_like(model.scale))
-        with pytest.raises(cgplan.NumbersError, match="differs from the model's own code") as caught:
+        with pytest.raises(
+            cgplan.NumbersError, match="differs from the model's own code"
+        ) as caught:
             runner(x=x)
         same(caught.value.output, plain(x))
     same(model(x), plain(x))
@@ -609,7 +703,9 @@ def test_statistics_of_a_first_batch_are_those_of_a_real_one(backend: GraphBacke
 
 
 @pytest.mark.parametrize("kind", ["made for its shape", "written on each run"])
-def test_state_that_no_padding_stays_in_is_captured_unused(backend: GraphBackend, kind: str) -> None:
+def test_state_that_no_padding_stays_in_is_captured_unused(
+    backend: GraphBackend, kind: str
+) -> None:
     x = torch.rand(4, 2, device=backend.device)
     with closing(open_runner(backend, Made(backend.device, kind))) as runner:
         same(runner(x=x), Made(backend.device, kind)(x))
@@ -641,7 +737,9 @@ def test_a_forward_that_sets_the_random_state_is_refused(backend: GraphBackend, 
 
     before = torch.get_rng_state()
     match = "own" if name in ("own", "set_state") else "torch's default generator"
-    with pytest.raises(CaptureError, match=rf"the forward sets the state of .*{match}.*test_state\.py:\d+"):
+    with pytest.raises(
+        CaptureError, match=rf"the forward sets the state of .*{match}.*test_state\.py:\d+"
+    ):
         open_runner(backend, Seeds(), cudagraph_mode="FULL")
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -667,13 +765,20 @@ def test_a_decode_loop_with_a_static_cache_gives_the_tokens_of_the_loop_without_
             self.cache = transformers.StaticCache(config=config, max_cache_len=32)
 
         def forward(self, token: Tensor, position: Tensor) -> Tensor:
-            kwargs = {"past_key_values": self.cache, "use_cache": True, "position_ids": position[None]}
+            kwargs = {
+                "past_key_values": self.cache,
+                "use_cache": True,
+                "position_ids": position[None],
+            }
             return self.model(input_ids=token[None], **kwargs).logits[0]  # type: ignore[no-any-return]
 
     def captured(decode: Decode) -> GraphRunner:
         return cgplan.capture(
             decode,
-            {name: Input(shape=("num_tokens",), dtype="int64", pad=0) for name in ("token", "position")},
+            {
+                name: Input(shape=("num_tokens",), dtype="int64", pad=0)
+                for name in ("token", "position")
+            },
             compilation={"cudagraph_capture_sizes": [1], "cudagraph_mode": "FULL"},
             device=backend.device.type,
         )
@@ -685,9 +790,13 @@ def test_a_decode_loop_with_a_static_cache_gives_the_tokens_of_the_loop_without_
             found = [int(decode(prompt[0], torch.arange(7, device=backend.device))[-1].argmax())]
         step = captured(decode) if captures and step is decode else step
         for position in range(7, 20):
-            given = (torch.tensor([value], device=backend.device) for value in (found[-1], position))
+            given = (
+                torch.tensor([value], device=backend.device) for value in (found[-1], position)
+            )
             with torch.no_grad():
-                found.append(int(step(**dict(zip(("token", "position"), given, strict=True)))[-1].argmax()))
+                found.append(
+                    int(step(**dict(zip(("token", "position"), given, strict=True)))[-1].argmax())
+                )
         if captures:
             assert sum(step.stats.replays.values()) == 13
             step.close()

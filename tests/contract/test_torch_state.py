@@ -78,7 +78,11 @@ def product(x: Tensor, y: Tensor) -> Tensor:
         {"cudagraph_mode": "FULL"},
         {"cudagraph_mode": "FULL", "audit": "report"},
         {"cudagraph_mode": "PIECEWISE", "splitting_modules": ["middle"]},
-        {"cudagraph_mode": "PIECEWISE", "splitting_modules": ["middle"], "splitting_ops": ["aten::mul"]},
+        {
+            "cudagraph_mode": "PIECEWISE",
+            "splitting_modules": ["middle"],
+            "splitting_ops": ["aten::mul"],
+        },
     ],
 )
 @pytest.mark.parametrize("kind", ["encoder", "operator in Python"])
@@ -126,7 +130,9 @@ def test_a_model_that_is_run_under_another_autocast_state(
     with torch.autocast(kind, torch.bfloat16, enabled=captured_under):
         runner = open_runner(backend, Model(backend, way), way)
         kept = {runner(x=x).dtype, runner(x=full(backend, 1, 9, 2)).dtype}
-    assert kept == {torch.bfloat16 if captured_under else torch.float32}, "a replay, and an eager run beside it"
+    assert kept == {torch.bfloat16 if captured_under else torch.float32}, (
+        "a replay, and an eager run beside it"
+    )
     with torch.autocast(kind, torch.bfloat16, enabled=not captured_under):
         with pytest.raises(CaptureError, match=r"was (captured|traced) with autocast") as caught:
             runner(x=x)

@@ -24,7 +24,12 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def printed(*command: str) -> list[str]:
-    given = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # two ranks
+    given = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }  # two ranks
     whole = [sys.executable, *command]
     done = subprocess.run(whole, env=given, capture_output=True, text=True, timeout=90, cwd=ROOT)
     assert done.returncode == 0, done.stderr
@@ -36,5 +41,12 @@ def test_two_ranks_print_the_tokens_of_one_process(script: Path) -> None:
     assert [line.split(" ")[0] for line in alone] == ["0", "1", "2"]
     assert len({line.partition(" ")[2] for line in alone}) == 3, "each batch has tokens of its own"
     for count in ("1", "2"):
-        torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", count, "--master-port", str(free_port())]
+        torchrun = [
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node",
+            count,
+            "--master-port",
+            str(free_port()),
+        ]
         assert printed(*torchrun, str(script)) == alone

@@ -29,7 +29,9 @@ def test_the_examples_run_and_equal_the_model() -> None:
 
 
 def test_a_batch_that_no_graph_serves_has_its_own_context() -> None:
-    text = PAGE.read_text(encoding="utf-8").replace("for each in (runner, bare):\n    each.close()\n", "")
+    text = PAGE.read_text(encoding="utf-8").replace(
+        "for each in (runner, bare):\n    each.close()\n", ""
+    )
     blocks = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     names: dict[str, Any] = {"__name__": "engine_page"}
     exec(compile("\n".join(blocks), str(PAGE), "exec"), names)

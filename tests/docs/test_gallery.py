@@ -23,7 +23,9 @@ def load(path: Path) -> ModuleType:
 
 @pytest.mark.parametrize("path", GALLERY, ids=lambda path: path.stem)
 @pytest.mark.filterwarnings("ignore")
-def test_an_example_gives_what_eager_code_gives(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_example_gives_what_eager_code_gives(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = path.read_text()
     assert len(text.splitlines()) <= 60
     if "from transformers" in text:

@@ -20,8 +20,18 @@ from cgplan.cli.main import app
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 SHOWN = (
-    *("compile_piecewise", "eager_break_during_capture", "BreakableCUDAGraphCapture", 'backend="cgplan"'),
-    *(" CUDAGraphWrapper(", "copied_arguments", '"piecewise": "wrappers"', "BreakableCUDAGraphWrapper("),
+    *(
+        "compile_piecewise",
+        "eager_break_during_capture",
+        "BreakableCUDAGraphCapture",
+        'backend="cgplan"',
+    ),
+    *(
+        " CUDAGraphWrapper(",
+        "copied_arguments",
+        '"piecewise": "wrappers"',
+        "BreakableCUDAGraphWrapper(",
+    ),
 )
 RUN = [page for page in PAGES if any(block.mark != "no-run" for block in blocks_of(page))]
 MODEL = """
@@ -69,8 +79,14 @@ def test_pages_show_what_they_are_about() -> None:
     code = "".join(block.text for block in blocks_of("piecewise"))
     assert [name for name in SHOWN if name not in code] == []
     reference = re.findall(r"^::: cgplan\.(\S+)$", PAGES["api"].read_text(), re.MULTILINE)
-    public = {*cgplan.__all__} - {name for name in vars(errors) if name.endswith("Error")} - {"__version__"}
-    assert public | {f"distributed.{name}" for name in distributed.__all__} | {"errors"} <= {*reference}
+    public = (
+        {*cgplan.__all__}
+        - {name for name in vars(errors) if name.endswith("Error")}
+        - {"__version__"}
+    )
+    assert public | {f"distributed.{name}" for name in distributed.__all__} | {"errors"} <= {
+        *reference
+    }
     assert len(PAGES["README"].read_text().splitlines()) <= 120
 
 
@@ -83,11 +99,15 @@ def test_the_site_asks_no_other_host(tmp_path: Path) -> None:
     assert len(pages) >= len(PAGES)
     for page in pages:
         text = page.read_text(encoding="utf-8")
-        assert not re.findall(r"<(?:script|img|iframe)[^>]*src=\"?https?:|<link rel=\"?stylesheet[^>]*https?:", text)
+        assert not re.findall(
+            r"<(?:script|img|iframe)[^>]*src=\"?https?:|<link rel=\"?stylesheet[^>]*https?:", text
+        )
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("page", [page for page in PAGES if any(block.mark == "gpu" for block in blocks_of(page))])
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if any(block.mark == "gpu" for block in blocks_of(page))]
+)
 def test_blocks_for_a_gpu_run(page: str, desk: Path) -> None:
     """A mark ``gpu: 2`` asks for so many."""
     with torch.no_grad():
@@ -96,7 +116,9 @@ def test_blocks_for_a_gpu_run(page: str, desk: Path) -> None:
 
 def inline_commands() -> Iterator[tuple[str, list[str]]]:
     for page, path in PAGES.items():
-        text = re.sub(r"^```.*?^```$", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+        text = re.sub(
+            r"^```.*?^```$", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL
+        )
         for command in re.findall(r"`((?:cgplan|python|torchrun) [^`]+)`", text):
             yield page, command.split()
 
@@ -122,7 +144,9 @@ def test_commands_in_running_text_exist() -> None:
 
 def anchors(path: Path) -> set[str]:
     """Of a page's headings, as GitHub and the site make them."""
-    text = re.sub(r"^```.*?^```$", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(
+        r"^```.*?^```$", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL
+    )
     heads = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r" ", "-", re.sub(r"[^\w\- ]", "", head.lower())) for head in heads}
 

@@ -23,8 +23,22 @@ NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMo
 EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
 # Double precision, so that tokens do not depend on how requests are batched; varied ones need untied embeddings.
 EXACT = ["--set", "model.kwargs.dtype=float64", "--set", "model.kwargs.tie_word_embeddings=false"]
-SMALL = [*EXACT, "--set", "model.kwargs.num_layers=2", "--set", "compilation.cudagraph_capture_sizes=[2, 8, 32]"]
-DRAFTING = [*EXACT, "--set", "compilation.cudagraph_capture_sizes=[8, 32]", "--requests", "5", "--tokens", "14"]
+SMALL = [
+    *EXACT,
+    "--set",
+    "model.kwargs.num_layers=2",
+    "--set",
+    "compilation.cudagraph_capture_sizes=[2, 8, 32]",
+]
+DRAFTING = [
+    *EXACT,
+    "--set",
+    "compilation.cudagraph_capture_sizes=[8, 32]",
+    "--requests",
+    "5",
+    "--tokens",
+    "14",
+]
 LOAD = [*SMALL, "--requests", "16", "--arrivals", "0.4", "--check", "0.4"]
 
 
@@ -38,14 +52,18 @@ def example(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(
+        spec
+    )  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module
 
 
 def alone(config: str, settings: list[str]) -> Decoder:
     """The decoder of a configuration, with the same weights."""
-    return build(**load_config(EXAMPLES.parents[1] / "configs" / config, settings[1::2]).model.kwargs)
+    return build(
+        **load_config(EXAMPLES.parents[1] / "configs" / config, settings[1::2]).model.kwargs
+    )
 
 
 def would_say(model: Decoder, tokens: list[int]) -> list[int]:
@@ -81,21 +99,36 @@ def test_every_request_gets_the_tokens_of_the_model_alone(served: dict[str, Any]
     assert len({token for request in reference for token in request.tokens[request.prompt :]}) > 20
     for request in reference[::3]:
         assert len(request.tokens) == request.length > request.prompt
-        assert would_say(model, request.tokens[:-1])[request.prompt - 1 :] == request.tokens[request.prompt :]
+        assert (
+            would_say(model, request.tokens[:-1])[request.prompt - 1 :]
+            == request.tokens[request.prompt :]
+        )
     for found in served.values():
-        assert [request.tokens for request in found.requests] == [request.tokens for request in reference]
+        assert [request.tokens for request in found.requests] == [
+            request.tokens for request in reference
+        ]
         assert found.generated == sum(request.length - request.prompt for request in reference)
 
 
 def test_steps_run_as_each_mode_says(served: dict[str, Any]) -> None:
-    shares = {name: [bool(found.steps[way]) for way in (NONE, PIECEWISE, FULL)] for name, found in served.items()}
+    shares = {
+        name: [bool(found.steps[way]) for way in (NONE, PIECEWISE, FULL)]
+        for name, found in served.items()
+    }
     assert shares == {
         "NONE": [True, False, False],
         "FULL_DECODE_ONLY": [True, False, True],
         "FULL_AND_PIECEWISE": [False, True, True],
     }
-    assert len({found.steps.total() for found in served.values()}) == 1, "all modes see the same batches"
-    assert served["NONE"].padding == 0 < served["FULL_DECODE_ONLY"].padding < served["FULL_AND_PIECEWISE"].padding
+    assert len({found.steps.total() for found in served.values()}) == 1, (
+        "all modes see the same batches"
+    )
+    assert (
+        served["NONE"].padding
+        == 0
+        < served["FULL_DECODE_ONLY"].padding
+        < served["FULL_AND_PIECEWISE"].padding
+    )
 
 
 def test_nothing_grows_and_no_token_differs_from_eager(served: dict[str, Any]) -> None:
@@ -112,13 +145,18 @@ def test_the_table_of_a_run(served: dict[str, Any], serving: ModuleType) -> None
         "mode", "tokens/s", "generated", "steps", "eager", "PIECEWISE", "FULL", "padding", "wrong", "memory",
     ]  # fmt: skip
     assert [line.split()[0] for line in lines[2:]] == list(served)
-    found = serving.serve_all(serving.parse([*SMALL, "--requests", "2", "--steps", "0", "--modes", "NONE"]))
+    found = serving.serve_all(
+        serving.parse([*SMALL, "--requests", "2", "--steps", "0", "--modes", "NONE"])
+    )
     assert serving.table(found).splitlines()[2].split()[:5] == ["NONE", "0", "0", "0", "0%"]
 
 
 def test_lengths_are_those_of_the_trace(serving: ModuleType) -> None:
     requests = serving.trace_requests(2, 8192, 10, 0.0, 0)
-    assert [(r.prompt, r.length - r.prompt) for r in requests] == [(round(4808 * 0.75 * 8192 / 7437), 10), (2627, 8)]
+    assert [(r.prompt, r.length - r.prompt) for r in requests] == [
+        (round(4808 * 0.75 * 8192 / 7437), 10),
+        (2627, 8),
+    ]
     small = serving.trace_requests(8819, 64, 10, 0.5, 0)
     assert max(r.length for r in small) == 64
     assert max(r.prompt for r in small) == 48
@@ -129,7 +167,19 @@ def test_lengths_are_those_of_the_trace(serving: ModuleType) -> None:
 
 
 def test_a_run_that_is_cut_short(serving: ModuleType) -> None:
-    args = serving.parse([*SMALL, "--requests", "30", "--steps", "5", "--modes", "FULL_DECODE_ONLY", "--budget", "16"])
+    args = serving.parse(
+        [
+            *SMALL,
+            "--requests",
+            "30",
+            "--steps",
+            "5",
+            "--modes",
+            "FULL_DECODE_ONLY",
+            "--budget",
+            "16",
+        ]
+    )
     [found] = serving.serve_all(args).values()
     assert found.steps.total() == 5
     assert found.generated < sum(request.length - request.prompt for request in found.requests)
@@ -143,12 +193,16 @@ def test_graphs_on_demand_serve_the_same_tokens(
     times = tmp_path / "times.csv"
     rows = [("eager", 1, 900), ("eager", 64, 1000), ("PIECEWISE", 1, 200), ("PIECEWISE", 64, 800)]
     rows += [("FULL", 1, 90), ("FULL", 64, 700)]
-    times.write_text("mode,num_tokens,microseconds\n" + "".join(f"{m},{n},{us}\n" for m, n, us in rows))
+    times.write_text(
+        "mode,num_tokens,microseconds\n" + "".join(f"{m},{n},{us}\n" for m, n, us in rows)
+    )
     torch._dynamo.reset()
     on_demand = ["--policy", policy, "--replan-every", "12", "--step-times", str(times)]
     results = serving.serve_all(serving.parse([*LOAD, "--modes", "FULL_AND_PIECEWISE", *on_demand]))
     [found] = results.values()
-    assert [request.tokens for request in found.requests] == [request.tokens for request in served["NONE"].requests]
+    assert [request.tokens for request in found.requests] == [
+        request.tokens for request in served["NONE"].requests
+    ]
     assert found.checked > 20
     assert found.wrong == 0
     assert found.grown <= 0 or policy == "lazy"
@@ -165,7 +219,9 @@ def test_graphs_on_demand_serve_the_same_tokens(
 
 def test_blocks_are_given_back(serving: ModuleType) -> None:
     """More requests than the cache holds at once: they wait for blocks, and at the end all blocks are free."""
-    args = serving.parse([*SMALL, "--requests", "12", "--modes", "NONE", "--set", "model.kwargs.num_blocks=5"])
+    args = serving.parse(
+        [*SMALL, "--requests", "12", "--modes", "NONE", "--set", "model.kwargs.num_blocks=5"]
+    )
     [found] = serving.serve_all(args).values()
     assert all(len(request.tokens) == request.length for request in found.requests)
     assert sum(len(request.blocks) for request in found.requests) > 5
@@ -181,7 +237,9 @@ def test_speculation_gives_the_tokens_of_plain_decoding(layers: int, right: bool
     args = speculative.parse([*DRAFTING, "--draft-layers", str(layers)])
     found = speculative.decode_all(args)
     assert list(found) == [
-        f"{way}, {graphs}" for graphs in ("without graphs", "with graphs") for way in ("plain", "speculative")
+        f"{way}, {graphs}"
+        for graphs in ("without graphs", "with graphs")
+        for way in ("plain", "speculative")
     ]
     wanted = found["plain, without graphs"].tokens
     assert all(way.tokens == wanted for way in found.values())
@@ -220,13 +278,21 @@ def test_a_draft_is_right_as_often_as_the_later_layers_let_it() -> None:
         ("serving", ["--modes", "FOO"], "error: .*unknown cudagraph_mode 'FOO'"),
         ("serving", ["--set", "foo"], "error: --set 'foo' is not of the form"),
         ("serving", ["--step-times", "nope"], "error: no such file: nope"),
-        ("serving", ["--config", str(EXAMPLES.parents[1] / "configs/vision.yaml")], "declares no block_tables"),
+        (
+            "serving",
+            ["--config", str(EXAMPLES.parents[1] / "configs/vision.yaml")],
+            "declares no block_tables",
+        ),
         ("speculative", ["--requests", "40"], "error: the batch has 40 requests"),
         ("speculative", ["--requests", "-1"], "--requests -1: give 1 at least"),
         ("speculative", ["--tokens", "64"], "do not hold 64 new ones"),
         ("speculative", ["--tokens", "1"], "--tokens 1: .* 2 at least"),
         ("speculative", ["--draft-layers", "9"], "error: no first 9 layers"),
-        ("speculative", ["--set", "speculative.num_speculative_tokens=0"], "error: .* nothing is drafted"),
+        (
+            "speculative",
+            ["--set", "speculative.num_speculative_tokens=0"],
+            "error: .* nothing is drafted",
+        ),
     ],
 )
 def test_what_is_wrong_is_a_message(name: str, arguments: list[str], said: str) -> None:

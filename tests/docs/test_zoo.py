@@ -20,7 +20,9 @@ def zoo(*arguments: object) -> str:
     """Run the script."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, ZOO, "--device", "cpu", *arguments]
-    done = subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        list(map(str, command)), env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -33,7 +35,16 @@ def without_models(*arguments: object) -> None:
 def test_models_are_captured_timed_and_compared(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     page, models, sizes = tmp_path / "zoo.md", ("vit", "mlip_energy"), ("1", "2", "4")
-    asked = ["--only", "mlip_energy,vit", "--ways", "FULL,PIECEWISE,AUTO", "--sizes", ",".join(sizes), "--jobs", 2]
+    asked = [
+        "--only",
+        "mlip_energy,vit",
+        "--ways",
+        "FULL,PIECEWISE,AUTO",
+        "--sizes",
+        ",".join(sizes),
+        "--jobs",
+        2,
+    ]
     printed = zoo(*asked, "--out", tmp_path, "--report", page)
     records = {name: json.loads((tmp_path / f"{name}.json").read_text()) for name in models}
     assert json.loads((tmp_path / "all.json").read_text()) == list(records.values())
@@ -43,7 +54,9 @@ def test_models_are_captured_timed_and_compared(tmp_path: Path) -> None:
         assert list(record["ways"]) == ["eager", "FULL", "PIECEWISE", "AUTO"]
         for way in record["ways"].values():
             assert way["captured"]
-            assert {size: found["difference"] for size, found in way["sizes"].items()} == dict.fromkeys(sizes, 0.0)
+            assert {
+                size: found["difference"] for size, found in way["sizes"].items()
+            } == dict.fromkeys(sizes, 0.0)
             timed = {size: found for size, found in way["sizes"].items() if "device_us" in found}
             assert list(timed) == ["1", "4"]
             assert all(found["device_us"] > 0 < found["host_us"] for found in timed.values())
@@ -53,8 +66,15 @@ def test_models_are_captured_timed_and_compared(tmp_path: Path) -> None:
         assert set(chosen.values()) <= {"FULL", "PIECEWISE", "eager"}
         assert any(line.split()[:2] == [name, "equal"] for line in printed.splitlines())
         assert f"| {name} | equal | equal |" in page.read_text()
-        assert f"| {name} | {' | '.join(chosen.values())} | {record['ways']['AUTO']['reason']} |" in page.read_text()
-    assert records["vit"]["ways"]["PIECEWISE"]["graphs"] > records["vit"]["ways"]["FULL"]["graphs"] == 1
+        assert (
+            f"| {name} | {' | '.join(chosen.values())} | {record['ways']['AUTO']['reason']} |"
+            in page.read_text()
+        )
+    assert (
+        records["vit"]["ways"]["PIECEWISE"]["graphs"]
+        > records["vit"]["ways"]["FULL"]["graphs"]
+        == 1
+    )
     (first, first_end), (second, second_end) = (record["timed_at"] for record in records.values())
     assert first_end <= second or second_end <= first
     assert max(map(len, printed.splitlines())) <= 160
@@ -67,7 +87,13 @@ def test_models_are_captured_timed_and_compared(tmp_path: Path) -> None:
 
 def test_the_page_names_models_that_miss_an_aim(tmp_path: Path) -> None:
     def way(us: float, host: float, **more: object) -> dict[str, object]:
-        found = {"device_us": us, "latency_us": us, "host_us": host, "first_call_seconds": 10.0, "difference": 0.0}
+        found = {
+            "device_us": us,
+            "latency_us": us,
+            "host_us": host,
+            "first_call_seconds": 10.0,
+            "difference": 0.0,
+        }
         costs = {"captured": True, "note": None, "ready_seconds": 1.0, "memory_bytes": 0}
         return {**costs, "sizes": {"1": found}, **more}
 
@@ -84,7 +110,8 @@ def test_the_page_names_models_that_miss_an_aim(tmp_path: Path) -> None:
         return {"name": name, "family": "", **machine, **run, "ways": ways}
 
     taken, left = (
-        {"chosen": {"1": what}, "reason": why} for what, why in (("FULL", "FULL, 2x"), ("eager", "less than 2%"))
+        {"chosen": {"1": what}, "reason": why}
+        for what, why in (("FULL", "FULL, 2x"), ("eager", "less than 2%"))
     )
     records = [
         record(
@@ -109,7 +136,9 @@ def test_the_page_names_models_that_miss_an_aim(tmp_path: Path) -> None:
     ]
     page = tmp_path / "zoo.md"
     (tmp_path / "all.json").write_text(json.dumps(records))
-    without_models("--only", "", "--out", tmp_path, "--report", page, "--html", tmp_path / "zoo.html")
+    without_models(
+        "--only", "", "--out", tmp_path, "--report", page, "--html", tmp_path / "zoo.html"
+    )
     assert (
         '<td class="text">vit</td><td class="text">FULL</td><td class="ratio">0.52x</td>'
         in (tmp_path / "zoo.html").read_text()
@@ -129,7 +158,9 @@ def test_the_page_names_models_that_miss_an_aim(tmp_path: Path) -> None:
         assert expected in lines
 
 
-def test_models_that_do_not_exist_are_named_with_close_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_models_that_do_not_exist_are_named_with_close_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         without_models("--only", "vit,mlip_enrgy", "--out", tmp_path)
     assert "no model or family is mlip_enrgy; close are mlip_energy" in capsys.readouterr().err

@@ -75,8 +75,14 @@ def test_runners_of_different_precision_side_by_side(backend: GraphBackend) -> N
     """Each gives what its model gives, after calls of the others too."""
     opened = []
     for dtype in DTYPES:
-        model = nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH)).to(backend.device, dtype).eval()
-        opened.append((model, open_runner(backend, lambda x, model=model: model(x), str(dtype)), dtype))
+        model = (
+            nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH))
+            .to(backend.device, dtype)
+            .eval()
+        )
+        opened.append(
+            (model, open_runner(backend, lambda x, model=model: model(x), str(dtype)), dtype)
+        )
     model = nn.Linear(WIDTH, WIDTH).to(backend.device)
     with autocast(backend):
         mixed = open_runner(backend, lambda x: model(x))
@@ -109,13 +115,20 @@ class EightBits(nn.Module):
         if self.how == "scaled_mm":
             one = torch.ones_like(self.scale)
             return torch._scaled_mm(
-                x.to(torch.float8_e4m3fn), self.weight.t(), scale_a=one, scale_b=self.scale, out_dtype=torch.bfloat16
+                x.to(torch.float8_e4m3fn),
+                self.weight.t(),
+                scale_a=one,
+                scale_b=self.scale,
+                out_dtype=torch.bfloat16,
             )
         return x + self.weight[: len(x)]  # no device adds 8-bit floats
 
 
 def computes_in_8_bits(backend: GraphBackend) -> bool:
-    return backend.device.type == "cpu" or torch.cuda.get_device_capability(backend.device) >= (8, 9)
+    return backend.device.type == "cpu" or torch.cuda.get_device_capability(backend.device) >= (
+        8,
+        9,
+    )
 
 
 @pytest.mark.parametrize("how", ["dequantised", "scaled_mm"])
@@ -134,7 +147,9 @@ def test_weights_of_8_bits(backend: GraphBackend, how: str) -> None:
 
 
 def test_inputs_and_outputs_of_8_bits(backend: GraphBackend) -> None:
-    runner = open_runner(backend, lambda x: (x.float() * 2).to(x.dtype), "float8_e4m3fn", debug=True)
+    runner = open_runner(
+        backend, lambda x: (x.float() * 2).to(x.dtype), "float8_e4m3fn", debug=True
+    )
     x = rows(backend, 3, torch.float8_e4m3fn)
     found = runner(x=x)
     assert found.dtype is torch.float8_e4m3fn
@@ -145,8 +160,12 @@ def test_inputs_and_outputs_of_8_bits(backend: GraphBackend) -> None:
 def test_a_dtype_that_the_device_does_not_compute_in(backend: GraphBackend, warmups: int) -> None:
     """Told with the line and a remedy before any graph is there; the model is as it was, and can be captured."""
     model = EightBits("added").to(backend.device)
-    with pytest.raises(BackendError, match=r"Float8_e4m3fn(.|\n)*`return x \+ self.weight") as caught:
-        open_runner(backend, lambda x: model(x.to(torch.float8_e4m3fn)), cudagraph_num_of_warmups=warmups)
+    with pytest.raises(
+        BackendError, match=r"Float8_e4m3fn(.|\n)*`return x \+ self.weight"
+    ) as caught:
+        open_runner(
+            backend, lambda x: model(x.to(torch.float8_e4m3fn)), cudagraph_num_of_warmups=warmups
+        )
     assert "torch.bfloat16" in caught.value.remedy
     model.how, x = "dequantised", rows(backend, 4)
     same(open_runner(backend, model)(x=x), model(x))
@@ -199,8 +218,14 @@ def test_another_autocast_state_is_refused(
                 pytest.raises(CaptureError) as caught,
             ):
                 runner(x=batch)
-            words = {dtype: f"autocast in {dtype}" if dtype else "autocast off" for dtype in (captured_under, other)}
-            assert f"with {words[captured_under]} and is called with {words[other]}" in caught.value.message
+            words = {
+                dtype: f"autocast in {dtype}" if dtype else "autocast off"
+                for dtype in (captured_under, other)
+            }
+            assert (
+                f"with {words[captured_under]} and is called with {words[other]}"
+                in caught.value.message
+            )
             assert "capture again" in caught.value.remedy
     with autocast(backend, enabled=captured_under is not None):
         same(runner(x=x), kept)
@@ -211,7 +236,10 @@ def test_a_wrapper_of_its_own_compares_autocast_too(backend: GraphBackend) -> No
     wrapper = CUDAGraphWrapper(layer, CUDAGraphMode.FULL, backend=backend)
     with forward_context(CUDAGraphMode.FULL, BatchDescriptor(4)):
         first = wrapper(x).clone()
-        with autocast(backend), pytest.raises(CaptureError, match=r"autocast off and is called with autocast in"):
+        with (
+            autocast(backend),
+            pytest.raises(CaptureError, match=r"autocast off and is called with autocast in"),
+        ):
             wrapper(x)
         same(wrapper(x), first)
 
@@ -226,7 +254,9 @@ def test_the_state_of_a_moment() -> None:
 # --- grad and inference mode ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{}, {"cudagraph_mode": "PIECEWISE", "splitting_modules": ["after"]}])
+@pytest.mark.parametrize(
+    "options", [{}, {"cudagraph_mode": "PIECEWISE", "splitting_modules": ["after"]}]
+)
 def test_outputs_of_a_capture_in_inference_mode_are_ordinary_tensors(
     backend: GraphBackend, options: dict[str, Any]
 ) -> None:
@@ -253,15 +283,21 @@ DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
     "bernoulli": lambda x: torch.bernoulli(torch.full_like(x, 0.5)),
     "bernoulli_": lambda x: torch.empty_like(x).bernoulli_(0.5),
     "multinomial": lambda x: torch.multinomial(torch.softmax(x, -1), 1),
-    "multinomial with replacement": lambda x: torch.multinomial(torch.softmax(x, -1), 4, replacement=True),
-    "exponential_": lambda x: (torch.softmax(x, -1) / torch.empty_like(x).exponential_(1)).argmax(-1),
+    "multinomial with replacement": lambda x: torch.multinomial(
+        torch.softmax(x, -1), 4, replacement=True
+    ),
+    "exponential_": lambda x: (torch.softmax(x, -1) / torch.empty_like(x).exponential_(1)).argmax(
+        -1
+    ),
     "randint": lambda x: torch.randint(0, 1000, x.shape, device=x.device),
     "normal_": lambda x: x.clone().normal_(),
 }
 
 
 @pytest.mark.parametrize("name", list(DRAWS))
-def test_random_operators_follow_the_seed_as_eager_ones_do(backend: GraphBackend, name: str) -> None:
+def test_random_operators_follow_the_seed_as_eager_ones_do(
+    backend: GraphBackend, name: str
+) -> None:
     """Fresh numbers on each replay, the same ones from the same seed, and those of eager."""
     draw = DRAWS[name]
     runner, x = open_runner(backend, draw, outputs="clone"), rows(backend, 4)
@@ -311,12 +347,16 @@ def test_a_generator_that_was_exchanged_is_told(backend: GraphBackend) -> None:
         runner(x=x)
     assert "manual_seed" in caught.value.remedy
     runner.recapture()
-    wanted = x + torch.rand(x.shape, device=x.device, generator=torch.Generator(backend.device).manual_seed(11))
+    wanted = x + torch.rand(
+        x.shape, device=x.device, generator=torch.Generator(backend.device).manual_seed(11)
+    )
     same(runner(x=x), wanted)
 
 
 @pytest.mark.parametrize("way", ["call", "stage", "after an eager call", "after one that failed"])
-def test_a_generator_that_was_exchanged_before_anything_was_captured(backend: GraphBackend, way: str) -> None:
+def test_a_generator_that_was_exchanged_before_anything_was_captured(
+    backend: GraphBackend, way: str
+) -> None:
     """A lazy runner has no graph yet that could draw from the old one."""
     model, x = Drops(backend), rows(backend, 4)
     runner = open_runner(backend, model, capture_policy="lazy", outputs="clone")
@@ -349,7 +389,9 @@ def test_a_generator_that_only_the_look_finds(backend: GraphBackend) -> None:
 
     hides, x = Hides(), rows(backend, 4)
     runner = open_runner(
-        backend, lambda x: x + torch.rand(x.shape, device=x.device, generator=hides.generator), outputs="clone"
+        backend,
+        lambda x: x + torch.rand(x.shape, device=x.device, generator=hides.generator),
+        outputs="clone",
     )
     hidden.manual_seed(5)
     first = [runner(x=x) for _ in range(2)]
@@ -375,7 +417,9 @@ def test_a_session_draws_nothing_from_the_caller(backend: GraphBackend) -> None:
     torch.manual_seed(7)
     backend.reset(graph)
     bare(backend, lambda: torch.rand(4, device=backend.device))
-    assert not torch.equal(torch.rand(4, device=backend.device), wanted[backend.device.type == "cuda"])
+    assert not torch.equal(
+        torch.rand(4, device=backend.device), wanted[backend.device.type == "cuda"]
+    )
     for mode in ("FULL", "PIECEWISE"):
         torch.manual_seed(7)
         open_runner(backend, DropsTwice(), cudagraph_mode=mode, splitting_modules=["second"])

@@ -65,7 +65,9 @@ class Wrapper(Tensor):
 
     @staticmethod
     def __new__(cls, inner: Tensor) -> Wrapper:
-        made = Tensor._make_wrapper_subclass(cls, inner.size(), dtype=inner.dtype, device=inner.device)
+        made = Tensor._make_wrapper_subclass(
+            cls, inner.size(), dtype=inner.dtype, device=inner.device
+        )
         made.inner = inner
         return made
 
@@ -242,7 +244,9 @@ def test_no_code_of_the_user_runs() -> None:
     assert not state.changes()
     assert lines(state) == []
     del slots.gone
-    assert [str(change) for change in state.changes().values()] == ["x[1].gone (it was a tensor [2] and is absent)"]
+    assert [str(change) for change in state.changes().values()] == [
+        "x[1].gone (it was a tensor [2] and is absent)"
+    ]
     assert lines(state) == ["missing x[1].gone"]
 
 
@@ -368,7 +372,9 @@ def test_an_exchanged_generator_is_refused() -> None:
     model.generator.manual_seed(3)
     state.refuse_moved("FULL 4")
     model.generator = torch.Generator()
-    with pytest.raises(AddressError, match=r"FULL 4 was captured with other torch\.Generator objects"):
+    with pytest.raises(
+        AddressError, match=r"FULL 4 was captured with other torch\.Generator objects"
+    ):
         state.refuse_moved("FULL 4")
 
 
@@ -504,7 +510,9 @@ def test_random_generators_of_the_host_are_compared_where_that_is_asked_for() ->
         assert not asked.without_draws().changes()
 
 
-def test_what_is_bound_in_closures_globals_slots_and_deques_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_bound_in_closures_globals_slots_and_deques_is_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     total, slots, ring = 0, Slots(t()), deque([t()], maxlen=1)
 
     def forward() -> None:

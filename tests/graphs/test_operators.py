@@ -29,11 +29,17 @@ PIECEWISE = CUDAGraphMode.PIECEWISE
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 
-def open_runner(backend: GraphBackend, model: Callable[..., Any], **compilation: Any) -> GraphRunner:
+def open_runner(
+    backend: GraphBackend, model: Callable[..., Any], **compilation: Any
+) -> GraphRunner:
     return cgplan.capture(
         model,
         {"x": Input(shape=("num_tokens", 6), dtype="float32", pad=0)},
-        compilation={"cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": [2, 4], **compilation},  # type: ignore[dict-item]
+        compilation={
+            "cudagraph_mode": "PIECEWISE",
+            "cudagraph_capture_sizes": [2, 4],
+            **compilation,
+        },  # type: ignore[dict-item]
         device=backend.device.type,
     )
 
@@ -73,7 +79,13 @@ def test_views_and_eager_pieces_are_none_of_the_captured(backend: GraphBackend) 
     model = Blocks().to(backend.device).eval()
     with closing(open_runner(backend, model)) as runner:
         split = split_of(runner)
-        assert split.captured == {"aten::addmm": 2, "aten::relu": 1, "aten::clone": 1, "aten::fill_": 1, "aten::add": 1}
+        assert split.captured == {
+            "aten::addmm": 2,
+            "aten::relu": 1,
+            "aten::clone": 1,
+            "aten::fill_": 1,
+            "aten::add": 1,
+        }
         assert split.eager == {"twice": 1}
         assert split.eager_operators["aten::mul"] == 1
         shown = str(runner.report)
@@ -99,7 +111,11 @@ class Many(nn.Module):
         y = torch.cat([low, high], -1) @ y.new_ones(6, 6) + values.sum() + indices.max().float()
         y = y[:, None, :].expand(-1, 2, -1).matmul(torch.eye(6, device=x.device)).mean(1)
         y = torch.where(y > 0, y, y.std()).clamp_(max=3).contiguous() + torch.rand_like(y) * 0
-        return twice(nn.functional.dropout(y, 0.5, training=False).split([2, 4], -1)[1]).softmax(-1).log_()
+        return (
+            twice(nn.functional.dropout(y, 0.5, training=False).split([2, 4], -1)[1])
+            .softmax(-1)
+            .log_()
+        )
 
 
 @pytest.mark.parametrize("make", [Blocks, Many])
@@ -116,7 +132,10 @@ def test_operators_are_those_of_the_tape(
 
     monkeypatch.setattr(TapeBackend, "end", end)
     sizes, backend = {"cudagraph_capture_sizes": [4]}, TapeBackend()
-    with torch.inference_mode(inference), closing(open_runner(backend, make().eval(), **sizes)) as runner:
+    with (
+        torch.inference_mode(inference),
+        closing(open_runner(backend, make().eval(), **sizes)) as runner,
+    ):
         assert len(found) > 3
         assert split_of(runner).captured == found
 
@@ -136,7 +155,10 @@ def test_operators_of_the_decoder(backend: GraphBackend) -> None:
     model = load_model(config.model.target, config.model.kwargs, device=backend.device).forward
     with closing(CaptureSession(build_plan(config), model, backend, config).run()) as runner:
         split = split_of(runner)
-        assert (split.captured["cgplan::attention"], split.eager_operators["cgplan::attention"]) == (3, 1)
+        assert (
+            split.captured["cgplan::attention"],
+            split.eager_operators["cgplan::attention"],
+        ) == (3, 1)
         assert split.captured["aten::silu"] == 4
         assert "aten::silu" not in split.eager_operators
         assert split.eager_operators["aten::mm"] == 4, "the projections of the first layer"
@@ -149,7 +171,9 @@ class Wrapped(nn.Module):
         super().__init__()
         self.one, self.two = nn.Linear(6, 6), nn.Linear(6, 6)
         self.run_one = kind(self._sigmoid_of_one, PIECEWISE)
-        self.run_two = kind(lambda x: self.two(x).relu(), PIECEWISE, options=CUDAGraphOptions(copied_arguments=(0,)))
+        self.run_two = kind(
+            lambda x: self.two(x).relu(), PIECEWISE, options=CUDAGraphOptions(copied_arguments=(0,))
+        )
 
     def _sigmoid_of_one(self, x: Tensor) -> Tensor:
         return sigmoid(self.one(x)) + 1
@@ -164,7 +188,9 @@ def sigmoid(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", [CUDAGraphWrapper, BreakableCUDAGraphWrapper])
-def test_both_sides_of_a_model_with_wrappers(backend: GraphBackend, kind: Callable[..., Any]) -> None:
+def test_both_sides_of_a_model_with_wrappers(
+    backend: GraphBackend, kind: Callable[..., Any]
+) -> None:
     """What is copied to where a graph reads it is neither; a function that stays eager does so in one kind alone."""
     model = Wrapped(kind).to(backend.device).eval()
     with closing(open_runner(backend, model, piecewise="wrappers")) as runner:
@@ -178,7 +204,9 @@ def test_both_sides_of_a_model_with_wrappers(backend: GraphBackend, kind: Callab
 
 
 @pytest.mark.parametrize("where", ["piece", "loop"])
-def test_a_wrapper_inside_an_eager_piece_or_called_several_times(backend: GraphBackend, where: str) -> None:
+def test_a_wrapper_inside_an_eager_piece_or_called_several_times(
+    backend: GraphBackend, where: str
+) -> None:
     """It is counted as it is captured; its replays in the forward that captures it are no eager code."""
     linear = nn.Linear(6, 6).to(backend.device)
     segment = CUDAGraphWrapper(linear, PIECEWISE, options=CUDAGraphOptions(copied_arguments=(0,)))
@@ -192,9 +220,17 @@ def test_a_wrapper_inside_an_eager_piece_or_called_several_times(backend: GraphB
             x = segment(x * 2).clone()
         return x
 
-    with closing(open_runner(backend, piece if where == "piece" else loop, piecewise="wrappers")) as runner:
-        eager = {"piece": {"aten::mul": 1, "aten::exp": 1}, "loop": {"aten::mul": 3, "aten::clone": 3}}
-        assert (split_of(runner).captured, split_of(runner).eager) == ({"aten::addmm": 1}, eager[where])
+    with closing(
+        open_runner(backend, piece if where == "piece" else loop, piecewise="wrappers")
+    ) as runner:
+        eager = {
+            "piece": {"aten::mul": 1, "aten::exp": 1},
+            "loop": {"aten::mul": 3, "aten::clone": 3},
+        }
+        assert (split_of(runner).captured, split_of(runner).eager) == (
+            {"aten::addmm": 1},
+            eager[where],
+        )
 
 
 def test_graphs_on_demand_are_described_once_there_are_any(backend: GraphBackend) -> None:
@@ -216,16 +252,22 @@ def test_the_model_runs_no_more_often_than_it_is_captured(
         calls.append(len(x))
         return piece(x * 2) + 1
 
-    with closing(open_runner(backend, forward, piecewise="modules", cudagraph_num_of_warmups=1)) as runner:
+    with closing(
+        open_runner(backend, forward, piecewise="modules", cudagraph_num_of_warmups=1)
+    ) as runner:
         assert split_of(runner).captured == {"aten::mul": 1, "aten::add": 1}
     assert calls == [4, 4, 4, 2, 2], "one look, then a warm-up and the capture of each key"
 
 
 @pytest.mark.parametrize("where", ["around", "segment", "piece"])
-def test_a_capture_under_a_profiler_and_a_forward_that_profiles_itself(backend: GraphBackend, where: str) -> None:
+def test_a_capture_under_a_profiler_and_a_forward_that_profiles_itself(
+    backend: GraphBackend, where: str
+) -> None:
     def profile(part: str) -> Any:
         return (
-            torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) if part == where else nullcontext()
+            torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+            if part == where
+            else nullcontext()
         )
 
     @eager_break_during_capture
@@ -237,7 +279,10 @@ def test_a_capture_under_a_profiler_and_a_forward_that_profiles_itself(backend: 
         with profile("segment"):
             return piece(x + 1) + 1
 
-    with profile("around") as profiler, closing(open_runner(backend, forward, piecewise="modules")) as runner:
+    with (
+        profile("around") as profiler,
+        closing(open_runner(backend, forward, piecewise="modules")) as runner,
+    ):
         x = torch.randn(3, 6, device=backend.device)
         assert torch.equal(runner(x=x), (x + 1) * 2 + 1)
         assert split_of(runner).captured == {"aten::add": 2}
@@ -300,7 +345,9 @@ def test_further_keys_are_captured_with_compiled_code() -> None:
 
     model = Keeps()
     cuda = select_backend("cuda")
-    with closing(open_runner(cuda, model, cudagraph_mode="FULL", cudagraph_num_of_warmups=1, verify="off")) as runner:
+    with closing(
+        open_runner(cuda, model, cudagraph_mode="FULL", cudagraph_num_of_warmups=1, verify="off")
+    ) as runner:
         assert len(compiled.runs) == 4, "a warm-up and a capture of each key"
         x = torch.randn(3, 6, device=cuda.device)
         assert torch.equal(runner(x=x), runner.run_eagerly(x=x))

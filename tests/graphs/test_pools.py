@@ -69,7 +69,12 @@ def config_of(backend: GraphBackend, pool: str, **changes: Any) -> Config:
 
 
 def open_runner(
-    backend: GraphBackend, pool: str, model: Any = None, given: GraphPool | None = None, name: str = "runner", **c: Any
+    backend: GraphBackend,
+    pool: str,
+    model: Any = None,
+    given: GraphPool | None = None,
+    name: str = "runner",
+    **c: Any,
 ) -> GraphRunner:
     config = config_of(backend, pool, **c)
     model = model or Net(backend)
@@ -84,7 +89,10 @@ def check(runner: GraphRunner) -> None:
     """Both modes and sizes, bit for bit with eager."""
     for count, uniform in itertools.product((3, 256, 700, 1024), (True, False)):
         x = rows(runner.backend, count)
-        same(runner(x=x, uniform_decode=uniform).clone(), runner.run_eagerly(x=x, uniform_decode=uniform))
+        same(
+            runner(x=x, uniform_decode=uniform).clone(),
+            runner.run_eagerly(x=x, uniform_decode=uniform),
+        )
     assert not runner.stats.eager
 
 
@@ -96,15 +104,22 @@ def test_each_policy_gives_right_numbers_and_everything_back(backend: GraphBacke
     start = reserved(backend)
     for policy in POLICIES:
         runner = open_runner(backend, policy, model)
-        assert {mode for mode, _ in runner.plan.keys} == {CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE}
+        assert {mode for mode, _ in runner.plan.keys} == {
+            CUDAGraphMode.FULL,
+            CUDAGraphMode.PIECEWISE,
+        }
         check(runner)
         report = runner.report
         assert report.pool == policy
-        assert (f"one for each {policy.removeprefix('per_')}" in str(report)) == (policy != "shared")
+        assert (f"one for each {policy.removeprefix('per_')}" in str(report)) == (
+            policy != "shared"
+        )
         if backend.device.type == "cpu":
             assert reserved(backend) == report.pool_bytes
         else:
-            static = -(-report.static_bytes // (2 * MIB)) * 2 * MIB  # in whole segments; the slack is that of back_at
+            static = (
+                -(-report.static_bytes // (2 * MIB)) * 2 * MIB
+            )  # in whole segments; the slack is that of back_at
             assert abs(reserved(backend) - start - report.pool_bytes - static) <= 2 * MIB
         runner.close()
         assert back_at(backend, start)
@@ -116,7 +131,9 @@ def test_what_a_replay_overwrites(backend: GraphBackend) -> None:
     """Of one pool, whatever another graph left; of pools of their own, nothing but a graph's own output."""
     x, y = rows(backend, 1024), rows(backend, 1024)
     for policy, lasts in (("shared", False), ("per_mode", False), ("per_graph", True)):
-        runner = open_runner(backend, policy, cudagraph_mode="FULL", cudagraph_capture_sizes=[1023, 1024])
+        runner = open_runner(
+            backend, policy, cudagraph_mode="FULL", cudagraph_capture_sizes=[1023, 1024]
+        )
         found = runner(x=x)
         kept = found.clone()
         runner(x=y[:1023])
@@ -134,14 +151,17 @@ def test_what_a_replay_overwrites(backend: GraphBackend) -> None:
 
 @pytest.mark.parametrize("policy", [*POLICIES, "given"])
 @pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0)])
-def test_memory_is_free_in_any_order_of_closing(backend: GraphBackend, policy: str, order: tuple[int, ...]) -> None:
+def test_memory_is_free_in_any_order_of_closing(
+    backend: GraphBackend, policy: str, order: tuple[int, ...]
+) -> None:
     """A pool that runners share is free once its last member is; others as their runner closes."""
     models = [Net(backend, depth) for depth in (1, 2, 3)]
     open_runner(backend, "shared", models[0]).close()
     start = reserved(backend)
     given = GraphPool(backend) if policy == "given" else None
     runners = [
-        open_runner(backend, "shared" if given else policy, model, given, str(i)) for i, model in enumerate(models)
+        open_runner(backend, "shared" if given else policy, model, given, str(i))
+        for i, model in enumerate(models)
     ]
     before = reserved(backend)
     for index in order:
@@ -165,7 +185,10 @@ def test_memory_is_free_in_any_order_of_closing(backend: GraphBackend, policy: s
 def test_graphs_go_while_others_stay_and_memory_is_written_over(backend: GraphBackend) -> None:
     """What evicted graphs leave, a library's workspaces too, is nobody else's: others give the same numbers."""
     models = [Net(backend) for _ in range(2)]
-    kept, gone = open_runner(backend, "per_graph", models[0]), open_runner(backend, "shared", models[1])
+    kept, gone = (
+        open_runner(backend, "per_graph", models[0]),
+        open_runner(backend, "shared", models[1]),
+    )
     x = rows(backend, 1024)
     wanted = kept(x=x).clone()
     gone.close()
@@ -176,7 +199,9 @@ def test_graphs_go_while_others_stay_and_memory_is_written_over(backend: GraphBa
     noise = [torch.full((MIB,), float("nan"), device=backend.device) for _ in range(64)]
     for _ in range(3):
         same(kept(x=x).clone(), wanted)
-    assert all(bool(t.isnan().all()) for t in noise), "a replay wrote into memory that is not its own"
+    assert all(bool(t.isnan().all()) for t in noise), (
+        "a replay wrote into memory that is not its own"
+    )
     kept.close()
 
 
@@ -223,22 +248,31 @@ def test_managers_share_a_pool_but_not_with_pools_of_their_own() -> None:
 def test_members_of_a_pool_on_two_streams() -> None:
     backend = WithStreams()
     pool = GraphPool(backend)
-    draft, target = (open_runner(backend, "shared", given=pool, name=name) for name in ("draft", "target"))
+    draft, target = (
+        open_runner(backend, "shared", given=pool, name=name) for name in ("draft", "target")
+    )
     x = rows(backend, 256)
     wanted = target(x=x).clone()
     draft(x=x)
     backend.busy, backend.now = {1}, 2
-    with pytest.raises(CgplanError, match="'target' was called on another stream than 'draft' before") as caught:
+    with pytest.raises(
+        CgplanError, match="'target' was called on another stream than 'draft' before"
+    ) as caught:
         target(x=x)
     assert "own GraphPool" in caught.value.remedy
-    with pytest.raises(CgplanError, match="another stream than 'draft'"), target.stage(num_tokens=256):
+    with (
+        pytest.raises(CgplanError, match="another stream than 'draft'"),
+        target.stage(num_tokens=256),
+    ):
         raise AssertionError("what is written here would race the draft")
     backend.busy = set()
     with target.stage(num_tokens=256) as buffers:
         buffers["x"].copy_(x)
     same(buffers.output.clone(), wanted)
     backend.busy, backend.now = {2}, 1
-    with pytest.raises(CgplanError, match="'draft' was called on another stream than 'target' before"):
+    with pytest.raises(
+        CgplanError, match="'draft' was called on another stream than 'target' before"
+    ):
         draft(x=x)
     backend.now = 2
     draft(x=x)
@@ -287,7 +321,9 @@ def test_a_second_thread_waits_for_a_member() -> None:
         assert go_on.wait(10)
         return x + 1
 
-    eager = open_runner(backend, "shared", slow, pool, "slow", cudagraph_mode="NONE", splitting_modules=[])
+    eager = open_runner(
+        backend, "shared", slow, pool, "slow", cudagraph_mode="NONE", splitting_modules=[]
+    )
     other = open_runner(backend, "shared", Net(backend), pool, "other")
     x = rows(backend, 3)
     eager(x=x)
@@ -322,7 +358,9 @@ class Opening(TapeBackend):
         return super().copier(*given, **options)
 
 
-def refusals_during(backend: Opening, calls: Sequence[Callable[[], Any]], what: Callable[[], Any]) -> list[str]:
+def refusals_during(
+    backend: Opening, calls: Sequence[Callable[[], Any]], what: Callable[[], Any]
+) -> list[str]:
     """What calls were told while something else went on; each has to be refused."""
     told: list[str] = []
 
@@ -345,10 +383,18 @@ def test_no_member_is_called_while_another_captures() -> None:
     backend = Opening()
     pool, config, x = GraphPool(backend), config_of(backend, "shared"), rows(backend, 256)
     other = open_runner(backend, "shared", given=pool, name="other")
-    calls = (lambda: other(x=x), lambda: other.run_eagerly(x=x), other.recapture, other.suspend, other.close)
+    calls = (
+        lambda: other(x=x),
+        lambda: other.run_eagerly(x=x),
+        other.recapture,
+        other.suspend,
+        other.close,
+    )
     plan, progress = build_plan(config), backend.progress
     one = CudaGraphManager(config, Net(backend), pool=pool, name="one", progress=progress)
-    session = CaptureSession(plan, Net(backend), backend, config, pool=pool, name="one", progress=progress)
+    session = CaptureSession(
+        plan, Net(backend), backend, config, pool=pool, name="one", progress=progress
+    )
     sessions: list[GraphRunner] = []
 
     def close_and_capture() -> None:
@@ -361,10 +407,15 @@ def test_no_member_is_called_while_another_captures() -> None:
     ):  # fmt: skip
         told = refusals_during(backend, calls, what)
         assert len(told) == (len(plan.keys) + 1) * len(calls)
-        assert set(told) == {"'other' was called while a call of 'one' was under way, and both capture into one pool"}
+        assert set(told) == {
+            "'other' was called while a call of 'one' was under way, and both capture into one pool"
+        }
         for runner in (other, one.runner, *sessions):
             check(runner)
-    with other.stage(3), pytest.raises(CgplanError, match="'one' was called while a call of 'other' was under way"):
+    with (
+        other.stage(3),
+        pytest.raises(CgplanError, match="'one' was called while a call of 'other' was under way"),
+    ):
         session.run()
     for runner in (other, one, *sessions):
         runner.close()
@@ -396,12 +447,17 @@ def test_members_of_a_pool_on_two_cuda_streams() -> None:
     backend = select_backend("cuda")
     pool = GraphPool(backend)
     settings: dict[str, Any] = {"given": pool, "verify": "off"}  # which would wait for the device
-    draft, target = (open_runner(backend, "shared", name=name, **settings) for name in ("draft", "target"))
+    draft, target = (
+        open_runner(backend, "shared", name=name, **settings) for name in ("draft", "target")
+    )
     x, stream = rows(backend, 256), torch.cuda.Stream()
     wanted = target(x=x).clone()
     torch.cuda._sleep(200_000_000)
     draft(x=x)
-    with torch.cuda.stream(stream), pytest.raises(CgplanError, match="'target' was called on another stream"):
+    with (
+        torch.cuda.stream(stream),
+        pytest.raises(CgplanError, match="'target' was called on another stream"),
+    ):
         target(x=x)
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):

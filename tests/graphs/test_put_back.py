@@ -81,12 +81,20 @@ def test_tensors_and_attributes_that_each_run_changes_are_put_back(captures: int
     model = Model()
     weight, inner = model.layer.weight.clone(), model.log[1]["a"]
     kept = run(model, each, captures)
-    assert (model.steps.tolist(), model.count, model.name, model.table) == ([0, 0], 0, "model", None)
+    assert (model.steps.tolist(), model.count, model.name, model.table) == (
+        [0, 0],
+        0,
+        "model",
+        None,
+    )
     assert model.part.count == 0
     assert torch.equal(model.layer.weight, weight)
     assert not hasattr(model, "made_each_time")
     assert not hasattr(model, "buffer")
-    assert {path: how for path, (_, how) in kept.outcome.items()} == {"x.steps": "device", "x.layer.weight": "device"}
+    assert {path: how for path, (_, how) in kept.outcome.items()} == {
+        "x.steps": "device",
+        "x.layer.weight": "device",
+    }
     assert len(model.log) == 3 + 2 * captures, "a list keeps what the runs appended"
     assert model.log[1]["a"] is not inner
 
@@ -161,7 +169,9 @@ class Slots:
         type(self).shared += 1
 
 
-def test_slots_are_put_back_and_closures_globals_dicts_and_classes_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slots_are_put_back_and_closures_globals_dicts_and_classes_are_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     total, slots, named = 0, Slots(), {"count": 0}
     own = slots.own
 
@@ -177,7 +187,9 @@ def test_slots_are_put_back_and_closures_globals_dicts_and_classes_are_not(monke
     kept = looked(forward, forward)
     with kept.run() as changed:
         forward()
-    paths = {"x.<COUNT>", "x.<total>", "x.<named>.count"} | {f"x.<slots>.{n}" for n in ("own", "count", "shared")}
+    paths = {"x.<COUNT>", "x.<total>", "x.<named>.count"} | {
+        f"x.<slots>.{n}" for n in ("own", "count", "shared")
+    }
     assert set(changed) == paths
     kept.restore()
     assert slots.own is own
@@ -235,7 +247,9 @@ def test_inference_tensors_are_put_back() -> None:
     assert kept.outcome == {"x.steps": (8, "device")}
 
 
-def test_small_tensors_hold_their_first_values_ahead_of_each_run_and_large_ones_at_the_end() -> None:
+def test_small_tensors_hold_their_first_values_ahead_of_each_run_and_large_ones_at_the_end() -> (
+    None
+):
     """So positions do not run past a cache."""
     model = SimpleNamespace(small=torch.zeros(1), large=torch.zeros(1 << 20))
     seen = []

@@ -51,7 +51,9 @@ class Middle(nn.Module):
 class Model(nn.Module):
     """``softmax`` of what ``change`` returns, which may do anything to the model's attributes."""
 
-    def __init__(self, backend: GraphBackend, change: Callable[[Any, Tensor], Tensor], middle: Any = None) -> None:
+    def __init__(
+        self, backend: GraphBackend, change: Callable[[Any, Tensor], Tensor], middle: Any = None
+    ) -> None:
         super().__init__()
         self.change = change
         self.middle = middle or Middle()
@@ -69,11 +71,18 @@ class Model(nn.Module):
         return self.middle(self.change(self, x))
 
 
-def open_runner(backend: GraphBackend, model: Callable[..., Any], way: str, **compilation: Any) -> GraphRunner:
+def open_runner(
+    backend: GraphBackend, model: Callable[..., Any], way: str, **compilation: Any
+) -> GraphRunner:
     return cgplan.capture(
         model,
         {"x": Input(shape=("num_tokens", 2), dtype="float32", pad=0)},
-        compilation={"cudagraph_capture_sizes": [4, 8], "outputs": "clone", **WAYS[way], **compilation},
+        compilation={
+            "cudagraph_capture_sizes": [4, 8],
+            "outputs": "clone",
+            **WAYS[way],
+            **compilation,
+        },
         device=backend.device.type,
     )
 
@@ -135,10 +144,14 @@ READ = {adds_to_a_tensor: "cache", adds_to_a_private_one_inside: "inner._kept"}
 def test_a_tensor_that_is_read_and_bound_again_is_refused(
     backend: GraphBackend, way: str, change: Callable[..., Tensor], named: str
 ) -> None:
-    open_runner(backend, Model(backend, lambda model, x: x), way).close()  # workspaces of libraries stay
+    open_runner(
+        backend, Model(backend, lambda model, x: x), way
+    ).close()  # workspaces of libraries stay
     model = Model(backend, change)
     before = reserved(backend)
-    with pytest.raises(CaptureError, match=f"the forward reads {named} and binds it again") as caught:
+    with pytest.raises(
+        CaptureError, match=f"the forward reads {named} and binds it again"
+    ) as caught:
         open_runner(backend, model, way)
     assert "in place" in caught.value.remedy
     del caught
@@ -150,7 +163,10 @@ CHANGED = {
     counts_and_uses_it: ("step", "step (it was 1 and is 2)"),
     counts_inside_and_makes_a_tensor_of_it: ("inner.total", "inner.total (it was 1 and is 2)"),
     turns_a_flag: ("odd", "odd (it was True and is False)"),
-    adds_to_a_list_and_uses_its_length: ("len(model.listed)", "len(model.listed) (it was 2 and is 3)"),
+    adds_to_a_list_and_uses_its_length: (
+        "len(model.listed)",
+        "len(model.listed) (it was 2 and is 3)",
+    ),
     draws_in_python: ("Python's random numbers", "Python's random numbers (its contents)"),
     counts_in_an_array: ("array", "array (its contents)"),
 }
@@ -164,11 +180,15 @@ def test_numbers_that_each_run_changes_are_told_and_the_first_replay_finds_them(
     model = Model(backend, change)
     random.seed(3)
     with closing(open_runner(backend, model, way)) as runner:
-        told = f"the forward changes {CHANGED[change][0]}; replays do not, nor do they see it change"
+        told = (
+            f"the forward changes {CHANGED[change][0]}; replays do not, nor do they see it change"
+        )
         assert runner.report.warnings == (told,)
         x = torch.randn(4, 2, device=backend.device)
         copied = copy.deepcopy(model), random.getstate()
-        with pytest.raises(NumbersError, match="differs from the model's own code: output 0, the largest") as caught:
+        with pytest.raises(
+            NumbersError, match="differs from the model's own code: output 0, the largest"
+        ) as caught:
             runner(x=x)
         random.setstate(copied[1])
         torch.testing.assert_close(caught.value.output, copied[0](x), rtol=0, atol=0)
@@ -186,16 +206,21 @@ def test_state_that_lies_where_nobody_looks_is_found_by_its_numbers(backend: Gra
 
     with closing(open_runner(backend, Model(backend, change), "full")) as runner:
         assert not runner.report.warnings
-        with pytest.raises(NumbersError, match="differs from the model's own code: output 0, the largest deviation"):
+        with pytest.raises(
+            NumbersError, match="differs from the model's own code: output 0, the largest deviation"
+        ):
             runner(x=torch.randn(3, 2, device=backend.device))
 
 
 @pytest.mark.parametrize("change", CHANGED)
-def test_strict_refuses_what_each_run_changes(backend: GraphBackend, change: Callable[..., Tensor]) -> None:
+def test_strict_refuses_what_each_run_changes(
+    backend: GraphBackend, change: Callable[..., Tensor]
+) -> None:
     with pytest.raises(CaptureError) as caught:
         open_runner(backend, Model(backend, change), "full", strict=True)
-    assert f"each run changes {CHANGED[change][1]}; a replay runs no Python" in caught.value.message.replace(
-        "changes model.", "changes "
+    assert (
+        f"each run changes {CHANGED[change][1]}; a replay runs no Python"
+        in caught.value.message.replace("changes model.", "changes ")
     )
 
 
@@ -208,8 +233,12 @@ def test_strict_captures_what_is_ignored(backend: GraphBackend) -> None:
 
 
 @pytest.mark.parametrize("change", [counts_and_uses_it, counts_inside_and_makes_a_tensor_of_it])
-def test_what_dynamo_traces_again_on_each_run_is_refused(backend: GraphBackend, change: Callable[..., Tensor]) -> None:
-    with pytest.raises(CaptureError, match=rf"no longer true: .*{CHANGED[change][0].split('.')[-1]}"):
+def test_what_dynamo_traces_again_on_each_run_is_refused(
+    backend: GraphBackend, change: Callable[..., Tensor]
+) -> None:
+    with pytest.raises(
+        CaptureError, match=rf"no longer true: .*{CHANGED[change][0].split('.')[-1]}"
+    ):
         open_runner(backend, Model(backend, change), "ops")
 
 
@@ -266,7 +295,10 @@ def test_state_that_graphs_do_not_read_may_be_bound(
         x = torch.randn(3, 2, device=backend.device)
         assert torch.equal(runner(x=x), (x * 2).softmax(-1))
         assert model.step == 0, "that is what the warning says"
-        assert all(now is before for now, before in zip((model.last, model.held, model.cache), held, strict=True))
+        assert all(
+            now is before
+            for now, before in zip((model.last, model.held, model.cache), held, strict=True)
+        )
 
 
 class Pair(NamedTuple):
@@ -299,14 +331,28 @@ def shifts_a_deque(held: Any, x: Tensor) -> tuple[Any, Tensor]:
     return held, held[0]
 
 
-CONTAINERS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any, Tensor], tuple[Any, Tensor]]]] = {
-    r"held\[0\]\[0\]": (lambda t: ((t,),), lambda held, x: (((held[0][0] + x.sum(0),),), held[0][0])),
-    r"held\.value": (lambda t: Pair(t.clone(), t), lambda h, x: (Pair(h.key, h.value + x.sum(0)), h.value)),
+CONTAINERS: dict[
+    str, tuple[Callable[[Tensor], Any], Callable[[Any, Tensor], tuple[Any, Tensor]]]
+] = {
+    r"held\[0\]\[0\]": (
+        lambda t: ((t,),),
+        lambda held, x: (((held[0][0] + x.sum(0),),), held[0][0]),
+    ),
+    r"held\.value": (
+        lambda t: Pair(t.clone(), t),
+        lambda h, x: (Pair(h.key, h.value + x.sum(0)), h.value),
+    ),
     r"held\.key": (Slotted, adds_in_a_slot),
-    r"held\.key(?# frozen)": (FrozenSlotted, lambda held, x: (FrozenSlotted(held.key + x.sum(0)), held.key)),
+    r"held\.key(?# frozen)": (
+        FrozenSlotted,
+        lambda held, x: (FrozenSlotted(held.key + x.sum(0)), held.key),
+    ),
     r"held\.key(?# plain)": (Plain, lambda held, x: (Plain(held.key + x.sum(0)), held.key)),
     r"held\[0\]": (lambda t: deque([t], maxlen=1), shifts_a_deque),
-    r"held\['a key'\]": (lambda t: {"a key": t}, lambda held, x: ({"a key": held["a key"] + x.sum(0)}, held["a key"])),
+    r"held\['a key'\]": (
+        lambda t: {"a key": t},
+        lambda held, x: ({"a key": held["a key"] + x.sum(0)}, held["a key"]),
+    ),
 }
 
 
@@ -355,7 +401,9 @@ class Returns(Middle):
 
 
 @pytest.mark.parametrize("kind", [Previous, Returns])
-def test_a_piece_may_return_the_state_that_it_then_binds_again(backend: GraphBackend, kind: type[Middle]) -> None:
+def test_a_piece_may_return_the_state_that_it_then_binds_again(
+    backend: GraphBackend, kind: type[Middle]
+) -> None:
     class Adds(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -414,7 +462,9 @@ def test_state_that_only_pieces_bind_may_become_anything(
     """No graph reads it, wherever the runs of the capture have left it. A comparison would run the piece more often."""
     model = Model(backend, lambda _, x: x * 2, kind(backend.device))
     now: Any = None if gone is None else torch.zeros(2, device="cpu")
-    with closing(open_runner(backend, model, "modules", address_check=policy, verify="off")) as runner:
+    with closing(
+        open_runner(backend, model, "modules", address_check=policy, verify="off")
+    ) as runner:
         setattr(model.middle, *(("turns", [now, now]) if kind is Swaps else ("seen", now)))
         for rows in (3, 8, 1, 4, 6):
             x = torch.randn(rows, 2, device=backend.device)
@@ -444,7 +494,8 @@ def test_a_weight_that_is_transposed_in_place_is_refused(backend: GraphBackend) 
         runner(x=x)
         model.weight.data = model.weight.data.t()
         with pytest.raises(
-            AddressError, match=r"1 reshaped, .*\n +reshaped +model\.weight: .* strides \[2, 1\] at capture"
+            AddressError,
+            match=r"1 reshaped, .*\n +reshaped +model\.weight: .* strides \[2, 1\] at capture",
         ):
             runner(x=x)
 
@@ -480,9 +531,15 @@ class Grows(nn.Module):
         return x * self.table.sum()
 
 
-@pytest.mark.parametrize("way", [{}, {"address_check": "always"}, {"capture_policy": "lazy"}], ids=str)
-def test_a_piece_may_bind_its_own_buffers_again_while_serving(backend: GraphBackend, way: dict[str, Any]) -> None:
-    models = [Model(backend, lambda _, x: x + 1, Grows()).to(backend.device).eval() for _ in range(2)]
+@pytest.mark.parametrize(
+    "way", [{}, {"address_check": "always"}, {"capture_policy": "lazy"}], ids=str
+)
+def test_a_piece_may_bind_its_own_buffers_again_while_serving(
+    backend: GraphBackend, way: dict[str, Any]
+) -> None:
+    models = [
+        Model(backend, lambda _, x: x + 1, Grows()).to(backend.device).eval() for _ in range(2)
+    ]
     with closing(open_runner(backend, models[0], "modules", **way)) as runner:
         for largest in (0.5, 3.0, 1.0, 6.0):
             x = torch.full((4, 2), largest, device=backend.device)

@@ -88,11 +88,20 @@ def test_a_change_in_a_dict_is_seen_by_the_next_call(name: str, way: str) -> Non
 
 
 UNTOLD: dict[str, tuple[Callable[[Model], Any], str]] = {
-    "data": (lambda m: setattr(m.layers[3].weight, "data", torch.ones(2, 2)), "model.layers[3].weight"),
-    "strides": (lambda m: setattr(m.layers[3].weight, "data", m.layers[3].weight.data.t()), "model.layers[3].weight"),
+    "data": (
+        lambda m: setattr(m.layers[3].weight, "data", torch.ones(2, 2)),
+        "model.layers[3].weight",
+    ),
+    "strides": (
+        lambda m: setattr(m.layers[3].weight, "data", m.layers[3].weight.data.t()),
+        "model.layers[3].weight",
+    ),
     "a shape": (lambda m: m.scale.resize_(1), "model.scale"),
     "double": (lambda m: m.double(), "model.layers[0].weight"),
-    "a gradient": (lambda m: m.layers[3].weight.requires_grad_(False), "model.layers[3].weight.requires_grad"),
+    "a gradient": (
+        lambda m: m.layers[3].weight.requires_grad_(False),
+        "model.layers[3].weight.requires_grad",
+    ),
     "a list": (lambda m: m.listed.append(3), "len(model.listed)"),
     "an item": (lambda m: m.listed.reverse(), "model.listed[0]"),
     "a slot": (lambda m: setattr(m.slots, "value", 2), "model.slots.value"),

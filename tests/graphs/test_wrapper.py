@@ -32,7 +32,9 @@ def test_a_wrapper_outside_of_any_session(backend: GraphBackend) -> None:
         calls.append("run")
         return x * scale
 
-    wrapper = CUDAGraphWrapper(forward, FULL, backend=backend, options=CUDAGraphOptions(num_of_warmups=2))
+    wrapper = CUDAGraphWrapper(
+        forward, FULL, backend=backend, options=CUDAGraphOptions(num_of_warmups=2)
+    )
     x = batch(backend, 4)
     same(wrapper(x), x * 2)  # no context: as it is
     assert calls == ["run"]
@@ -73,7 +75,8 @@ def test_outputs_of_a_wrapper_may_hold_their_memory(backend: GraphBackend) -> No
     pool, x = backend.new_pool(), torch.ones(4, device=backend.device)
     options = CUDAGraphOptions(borrow_outputs=False)
     wrappers = [
-        CUDAGraphWrapper(lambda x, k=k: x * k, FULL, backend=backend, pool=pool, options=options) for k in (2, 3)
+        CUDAGraphWrapper(lambda x, k=k: x * k, FULL, backend=backend, pool=pool, options=options)
+        for k in (2, 3)
     ]
     with forward_context(FULL, BatchDescriptor(4)):
         outs = [wrapper(x) for wrapper in wrappers]
@@ -86,7 +89,9 @@ def test_wrappers_capture_into_a_pool_of_runners(
     backend: GraphBackend, kind: type[CUDAGraphWrapper], names_backend: bool
 ) -> None:
     pool, x = GraphPool(backend), torch.ones(4, device=backend.device)
-    wrapper = kind(lambda x: x * 2, PIECEWISE, backend=backend if names_backend else None, pool=pool)
+    wrapper = kind(
+        lambda x: x * 2, PIECEWISE, backend=backend if names_backend else None, pool=pool
+    )
     assert wrapper.backend is backend
     with forward_context(PIECEWISE, BatchDescriptor(4)):
         for factor in range(3):
@@ -135,7 +140,10 @@ def test_a_sealed_scope_captures_nothing_more(backend: GraphBackend) -> None:
     scope.is_open = False
     with forward_context(FULL, BatchDescriptor(4), scope=scope):
         same(wrapper(x), x * 2)
-    with forward_context(FULL, BatchDescriptor(8), scope=scope), pytest.raises(SealedError) as caught:
+    with (
+        forward_context(FULL, BatchDescriptor(8), scope=scope),
+        pytest.raises(SealedError) as caught,
+    ):
         wrapper(x)
     assert "num_tokens=8" in caught.value.message
     assert "cudagraph_capture_sizes" in caught.value.remedy
@@ -166,7 +174,9 @@ def test_copied_arguments_of_a_capture_in_inference_mode(backend: GraphBackend) 
         (lambda x, y: (x,), "argument 1, .* is missing among 1 arguments"),
     ],
 )
-def test_copied_arguments_are_those_of_the_capture(backend: GraphBackend, kind: Any, change: Any, said: str) -> None:
+def test_copied_arguments_are_those_of_the_capture(
+    backend: GraphBackend, kind: Any, change: Any, said: str
+) -> None:
     options = CUDAGraphOptions(copied_arguments=(0, 1), address_check="off")
     mode = (PIECEWISE,) if kind is CUDAGraphWrapper else ()
     wrapper = kind(lambda x, y: x * y, *mode, backend=backend, options=options)

@@ -55,7 +55,11 @@ def net(backend: GraphBackend) -> Net:
 
 
 def open_runner(
-    backend: GraphBackend, model: Callable[..., Any], *, metadata: dict[str, Input] | None = None, **compilation: Any
+    backend: GraphBackend,
+    model: Callable[..., Any],
+    *,
+    metadata: dict[str, Input] | None = None,
+    **compilation: Any,
 ) -> GraphRunner:
     config = validate_config(
         {
@@ -110,11 +114,21 @@ def test_each_way_gives_the_models_numbers_and_the_runner_lives_on(
     for record in peers.records:
         assert record.deviation is not None
         assert record.deviation < 1e-5
-        assert min(record.device.median, record.latency.median, record.host.median, record.first_call_seconds) > 0
+        assert (
+            min(
+                record.device.median,
+                record.latency.median,
+                record.host.median,
+                record.first_call_seconds,
+            )
+            > 0
+        )
     for way in peers.ways:
         assert way.failure is None
         assert way.ready_seconds is not None
-        assert way.ready_seconds >= sum(r.first_call_seconds for r in peers.records if r.name == way.name)
+        assert way.ready_seconds >= sum(
+            r.first_call_seconds for r in peers.records if r.name == way.name
+        )
     assert peers.capture_seconds is not None
     assert peers.ways[0].ready_seconds is not None
     assert 0 < peers.capture_seconds < peers.ways[0].ready_seconds
@@ -166,7 +180,9 @@ def test_a_baseline_that_fails_is_a_row_that_says_why(backend: GraphBackend) -> 
         assert len(str(failures[name])) <= 160
         assert report.peers.of(name, 4) is None
     assert report.peers.of("eager", 4) is not None
-    assert not torch.equal(torch.rand(4, device=backend.device), torch.rand(4, device=backend.device))
+    assert not torch.equal(
+        torch.rand(4, device=backend.device), torch.rand(4, device=backend.device)
+    )
     x = batch_of(backend, 4)
     torch.testing.assert_close(runner(x=x), model(x).detach())
 
@@ -240,7 +256,9 @@ def test_each_way_is_priced_with_nothing_else_ready(backend: GraphBackend) -> No
     assert eager.memory_bytes == 0
 
 
-def test_rounds_are_in_random_order_and_the_seed_repeats_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounds_are_in_random_order_and_the_seed_repeats_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     seen, original = list[tuple[str, int]](), dict(BASELINES)
 
     def noted(name: str, size: int, call: Callable[[], Any]) -> Callable[[], Any]:
@@ -338,7 +356,9 @@ def test_padding_that_draws_other_numbers(backend: GraphBackend) -> None:
     runner = open_runner(backend, lambda x: x + torch.rand(x.shape, device=x.device).flip(0))
     peers = bench(runner, against=("eager", "bare"), seed=0).peers
     assert peers is not None
-    reasons = {(r.name, r.num_tokens): r.not_comparable for r in peers.records if r.deviation is None}
+    reasons = {
+        (r.name, r.num_tokens): r.not_comparable for r in peers.records if r.deviation is None
+    }
     assert reasons == {("cgplan", 3): REDRAWN}
     assert [r.deviation for r in peers.records if r.deviation is not None] == [0.0] * 5
     shown = render_text(peers_report := bench(runner, against=("eager",), seed=0), 80)
@@ -364,7 +384,9 @@ def test_a_model_that_cannot_be_compared_with_itself(backend: GraphBackend) -> N
     assert len(peers.records) == 6
     for record in peers.records:
         assert record.deviation is None
-        assert "run twice from the same inputs, state and seed, gives different" in str(record.not_comparable)
+        assert "run twice from the same inputs, state and seed, gives different" in str(
+            record.not_comparable
+        )
         assert record.device.median > 0
 
 
@@ -391,7 +413,9 @@ def test_reduce_overhead_leaves_no_mark_on_the_model() -> None:
     with way.undo:
         reduce_overhead(Comparison(runner, []), way)
         assert model.held[0]._dynamo_static_input_type == "unguarded"
-        assert not hasattr(model.before.weight, "_dynamo_static_input_type"), "parameters are static anyway"
+        assert not hasattr(model.before.weight, "_dynamo_static_input_type"), (
+            "parameters are static anyway"
+        )
     assert not hasattr(model.held[0], "_dynamo_static_input_type")
 
 

@@ -34,8 +34,15 @@ def readings(rate: float, nodes: int, chunk: int, room: float, times: int) -> li
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.floats(300, 3000), st.integers(20, 2000), st.sampled_from([1 << 16, 1 << 21]), st.floats(0, 2))
-def test_bytes_of_a_node_are_found_in_spite_of_chunks(rate: float, nodes: int, chunk: int, room: float) -> None:
+@given(
+    st.floats(300, 3000),
+    st.integers(20, 2000),
+    st.sampled_from([1 << 16, 1 << 21]),
+    st.floats(0, 2),
+)
+def test_bytes_of_a_node_are_found_in_spite_of_chunks(
+    rate: float, nodes: int, chunk: int, room: float
+) -> None:
     enough = int((room + 6) * chunk / (rate * nodes)) + 16
     found = bytes_per_node(readings(rate, nodes, chunk, room * chunk, enough))
     span = rate * nodes * enough - room * chunk - 2 * chunk  # of what the readings tell, at least
@@ -50,11 +57,15 @@ def test_without_a_chunk_nothing_is_known_and_nothing_counted() -> None:
 def test_with_few_chunks_another_gpus_figure_decides() -> None:
     assert bytes_per_node([(100, 0), (200, MIB)]) == NODE_BYTES
     one_chunk = [(1000 * i, MIB) for i in range(1, 11)]
-    assert bytes_per_node(one_chunk) == pytest.approx(MIB / 9000)  # 9,000 nodes fitted in: no more than that
+    assert bytes_per_node(one_chunk) == pytest.approx(
+        MIB / 9000
+    )  # 9,000 nodes fitted in: no more than that
 
 
 def test_chunks_of_several_sizes_give_the_average() -> None:
-    assert bytes_per_node([(1, 100), (2, 110), (3, 800), (4, 810), (5, 1500)]) == pytest.approx(1400 / 4)
+    assert bytes_per_node([(1, 100), (2, 110), (3, 800), (4, 810), (5, 1500)]) == pytest.approx(
+        1400 / 4
+    )
 
 
 # --- calibration ----------------------------------------------------------------------------------------------
@@ -64,7 +75,9 @@ def predicted_plan(plan: Plan, costs: MeasuredCosts) -> Plan:
     return plan.model_copy(update={"predicted": costs.of(plan.keys)})
 
 
-@pytest.mark.parametrize(("chunk", "keeps"), [(1, False), (4096, True), (100_000, False), (100_000, True)])
+@pytest.mark.parametrize(
+    ("chunk", "keeps"), [(1, False), (4096, True), (100_000, False), (100_000, True)]
+)
 def test_calibrated_costs_predict_the_whole_ladder(chunk: int, keeps: bool) -> None:
     device = WithDriver(rate=1500, chunk=chunk, keeps=keeps, workspace=3 * MIB)
     config = config_of([1, 2, 3, 4, 6, 8, 12, 16], ("num_tokens", 1024))
@@ -77,24 +90,36 @@ def test_calibrated_costs_predict_the_whole_ladder(chunk: int, keeps: bool) -> N
     cost = costs.of(plan.keys)
     assert sum(k.pool_bytes for k in cost.keys) == report.pool_bytes
     assert cost.static_bytes == report.static_bytes
-    assert cost.total_bytes == pytest.approx(report.graph_bytes, abs=chunk + 0.05 * report.graph_bytes)
+    assert cost.total_bytes == pytest.approx(
+        report.graph_bytes, abs=chunk + 0.05 * report.graph_bytes
+    )
     assert "measured on" in str(report)
 
 
 @pytest.mark.parametrize("by", ["calibration", "report"])
 @pytest.mark.parametrize("sizes", [[1], [6], [2, 4, 12]])
-def test_plans_of_other_sizes_on_the_tape_cost_what_measured_ones_tell(sizes: list[int], by: str) -> None:
+def test_plans_of_other_sizes_on_the_tape_cost_what_measured_ones_tell(
+    sizes: list[int], by: str
+) -> None:
     """Those of a plan's sizes that were measured tell what each of the others would cost by itself."""
-    whole, model, device = config_of([1, 2, 3, 4, 6, 8, 12, 16], ("num_tokens", 1024)), Chain(40), TapeBackend()
+    whole, model, device = (
+        config_of([1, 2, 3, 4, 6, 8, 12, 16], ("num_tokens", 1024)),
+        Chain(40),
+        TapeBackend(),
+    )
     plan = build_plan(whole)
     if by == "report":
-        costs = MeasuredCosts.from_report(CaptureSession(plan, model, device, whole).run().report, whole)
+        costs = MeasuredCosts.from_report(
+            CaptureSession(plan, model, device, whole).run().report, whole
+        )
     else:
         costs = calibrate(whole, model, device, plan)
     config = config_of(sizes, ("num_tokens", 1024))
     part = build_plan(config)
     found = CaptureSession(part, model, TapeBackend(), config).run().report.pool_bytes
-    assert sum(cost.pool_bytes for cost in costs.of(part.keys).keys) == pytest.approx(found, rel=0.05)
+    assert sum(cost.pool_bytes for cost in costs.of(part.keys).keys) == pytest.approx(
+        found, rel=0.05
+    )
 
 
 @pytest.mark.parametrize(
@@ -107,7 +132,9 @@ def test_plans_of_other_sizes_on_the_tape_cost_what_measured_ones_tell(sizes: li
 def test_calibration_gives_everything_back(mode: str, compilation: dict[str, Any]) -> None:
     device, model = WithDriver(chunk=1000), build(num_layers=1, num_blocks=16)
     config = decoder_config(mode, [1, 4, 16])
-    config = config.model_copy(update={"compilation": config.compilation.model_copy(update=compilation)})
+    config = config.model_copy(
+        update={"compilation": config.compilation.model_copy(update=compilation)}
+    )
     plan = build_plan(config)
     before = reserved(device)
     costs = calibrate(config, model, device, plan)
@@ -115,7 +142,9 @@ def test_calibration_gives_everything_back(mode: str, compilation: dict[str, Any
     assert reserved(device) == before
     assert (device.nodes, device.taken) == (0, 0)
     assert costs.of(plan.keys).total_bytes > 0
-    runner = CaptureSession(plan, model, device, config).run()  # and the model can still be captured
+    runner = CaptureSession(
+        plan, model, device, config
+    ).run()  # and the model can still be captured
     assert len(runner.report.records) == len(plan.keys)
 
 
@@ -180,5 +209,8 @@ def test_a_report_predicts_what_a_calibration_does() -> None:
     config = config_of([1, 2, 4, 8], ("num_tokens", 1024))
     plan = build_plan(config)
     report = CaptureSession(plan, model, device, config).run().report
-    saved, live = MeasuredCosts.from_report(report, config), calibrate(config, model, WithDriver(1500, 1), plan)
+    saved, live = (
+        MeasuredCosts.from_report(report, config),
+        calibrate(config, model, WithDriver(1500, 1), plan),
+    )
     assert saved.of(plan.keys).total_bytes == report.graph_bytes == live.of(plan.keys).total_bytes

@@ -88,7 +88,12 @@ def test_temporaries_of_an_operator_with_python_code_are_marked() -> None:
         (64, name), (64, name), (None, name), (32, name), (None, name), (32, ""), (None, ""), (None, ""),
     ]  # fmt: skip
     recording = Recording.of(key(8), 4, log.events)
-    assert [event.nbytes for event in recording.events] == [32, 32, None, None]  # the result of ``twice`` stays
+    assert [event.nbytes for event in recording.events] == [
+        32,
+        32,
+        None,
+        None,
+    ]  # the result of ``twice`` stays
     assert (recording.hidden_bytes, recording.hidden_in) == (128, (name,))
 
 
@@ -96,7 +101,13 @@ def test_temporaries_of_an_operator_with_python_code_are_marked() -> None:
 
 
 def test_blocks_are_numbered_in_the_order_in_which_they_are_taken() -> None:
-    log = [Allocation(7, 10), Allocation(7, None), Allocation(7, 30), Allocation(9, 20), Allocation(7, None)]
+    log = [
+        Allocation(7, 10),
+        Allocation(7, None),
+        Allocation(7, 30),
+        Allocation(9, 20),
+        Allocation(7, None),
+    ]
     recording = Recording.of(key(4), 3, [Allocation(5, None), *log])
     assert recording.events == (
         Allocation(0, 10), Allocation(0, None), Allocation(1, 30), Allocation(2, 20), Allocation(1, None),
@@ -104,8 +115,13 @@ def test_blocks_are_numbered_in_the_order_in_which_they_are_taken() -> None:
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)), min_size=1, max_size=5), st.integers(1, 300))
-def test_other_sizes_lie_on_the_line_through_two_recordings(blocks: list[tuple[int, int]], num_tokens: int) -> None:
+@given(
+    st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)), min_size=1, max_size=5),
+    st.integers(1, 300),
+)
+def test_other_sizes_lie_on_the_line_through_two_recordings(
+    blocks: list[tuple[int, int]], num_tokens: int
+) -> None:
     def recorded(tokens: int) -> Recording:
         log = [Allocation(i, fixed + each * tokens) for i, (fixed, each) in enumerate(blocks)]
         return Recording.of(key(tokens), 1, [*log, Allocation(0, None)])
@@ -141,7 +157,9 @@ def test_pools_of_a_chain_of_layers(rows: int, pool: int) -> None:
 
 @pytest.mark.parametrize("recorded", [[2, 64], [2, 8, 64]])
 @pytest.mark.parametrize("layers", [1, 6])
-def test_a_size_that_was_not_recorded_costs_what_it_does_when_it_is(layers: int, recorded: list[int]) -> None:
+def test_a_size_that_was_not_recorded_costs_what_it_does_when_it_is(
+    layers: int, recorded: list[int]
+) -> None:
     between = estimated(Chain(layers), config_of(recorded))
     for rows in (3, 5, 19, 37):
         itself = estimated(Chain(layers), config_of([2, rows]))
@@ -160,24 +178,37 @@ def test_what_was_not_recorded_is_priced_as_what_was() -> None:
 @pytest.mark.parametrize("compiler", ["eager", "inductor"])
 def test_nodes_are_stood_in_for_by_operators(compiler: str) -> None:
     """Inductor's graph is recorded as traced."""
-    config = config_of([2, 4, 8], cudagraph_mode="FULL", cudagraph_num_of_warmups=2, compiler=compiler)
+    config = config_of(
+        [2, 4, 8], cudagraph_mode="FULL", cudagraph_num_of_warmups=2, compiler=compiler
+    )
     costs = estimated(Chain(3), config)
     assert costs.driver_bytes(key(4)) == 3 * NODE_BYTES
     assert costs.seconds(key(4)) == pytest.approx(3 * (15e-6 + 2 * 17e-6))
     assert costs.workspace_bytes == 32 * MIB
     assert costs.static_bytes(8) == static_bytes(config, 8) == 8 * WIDE * 4
     assert costs.estimated
-    for words in ("2 keys recorded on the CPU", "2 KiB of driver memory", "32 MiB of cuBLAS workspace", "not seen"):
+    for words in (
+        "2 keys recorded on the CPU",
+        "2 KiB of driver memory",
+        "32 MiB of cuBLAS workspace",
+        "not seen",
+    ):
         assert words in costs.source
     assert "left out" not in costs.source
     assert ("without inductor" in costs.source) == (compiler == "inductor")
     nothing = estimated(Chain(3), config_of([2, 8], cudagraph_mode="NONE"))
-    assert (nothing.of(()).total_bytes, nothing.pool_bytes(FULL, 8), nothing.driver_bytes(key(4))) == (0, 0, 0)
+    assert (
+        nothing.of(()).total_bytes,
+        nothing.pool_bytes(FULL, 8),
+        nothing.driver_bytes(key(4)),
+    ) == (0, 0, 0)
 
 
 def test_recording_leaves_no_memory_and_a_model_that_works() -> None:
     model = Chain(2)
-    config = config_of([2, 8], piecewise="modules", cudagraph_mode="PIECEWISE", splitting_modules=["inner"])
+    config = config_of(
+        [2, 8], piecewise="modules", cudagraph_mode="PIECEWISE", splitting_modules=["inner"]
+    )
     outer = nn.Module()
     outer.inner = model
     outer.forward = lambda x: outer.inner(x) * 2  # type: ignore[method-assign, assignment]
@@ -199,15 +230,24 @@ def test_a_model_that_fails_is_an_error() -> None:
 # --- a whole model --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{}, {"splitting_modules": ["layers.*.self_attn"]}], ids=["ops", "modules"])
+@pytest.mark.parametrize(
+    "options", [{}, {"splitting_modules": ["layers.*.self_attn"]}], ids=["ops", "modules"]
+)
 def test_what_a_tape_captures_for_a_decoder_runs_through_the_allocator_as_estimated(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every key of the plan, recorded in capture order into one pool, against the estimate from a few of them."""
     model, config = build(num_layers=1, num_blocks=16), decoder_config("PIECEWISE", [1, 2, 8, 64])
-    config = config.model_copy(update={"compilation": config.compilation.model_copy(update=options)})
+    config = config.model_copy(
+        update={"compilation": config.compilation.model_copy(update=options)}
+    )
     plan = build_plan(config)
-    costs, log, take, numbers = estimate(config, model, plan), list[Allocation](), TapePool.take, itertools.count()
+    costs, log, take, numbers = (
+        estimate(config, model, plan),
+        list[Allocation](),
+        TapePool.take,
+        itertools.count(),
+    )
 
     def logging(pool: TapePool, nbytes: int) -> torch.UntypedStorage:
         storage, number = take(pool, nbytes), next(numbers)
@@ -221,11 +261,15 @@ def test_what_a_tape_captures_for_a_decoder_runs_through_the_allocator_as_estima
     pool.run(log)
     found = costs.of(plan.keys)
     assert sum(k.pool_bytes for k in found.keys) == pool.reserved
-    assert sum(k.driver_bytes for k in found.keys) == NODE_BYTES * sum(r.nodes or 0 for r in runner.report.records)
+    assert sum(k.driver_bytes for k in found.keys) == NODE_BYTES * sum(
+        r.nodes or 0 for r in runner.report.records
+    )
     assert found.static_bytes == runner.report.static_bytes
 
 
-@pytest.mark.parametrize(("mode", "pool_mib", "operators"), [("FULL", 2, 1050), ("FULL_AND_PIECEWISE", 2, 1444)])
+@pytest.mark.parametrize(
+    ("mode", "pool_mib", "operators"), [("FULL", 2, 1050), ("FULL_AND_PIECEWISE", 2, 1444)]
+)
 def test_a_decoder_costs_what_it_did_when_forwards_were_recorded_on_a_tape(
     mode: str, pool_mib: int, operators: int
 ) -> None:
@@ -275,7 +319,9 @@ def test_wrapped_segments_and_functions_that_break_a_capture() -> None:
     def middle(x: Tensor) -> Tensor:
         return (x * 2).exp() - 1
 
-    costs = estimated(Wrapped(), config_of([2, 8], cudagraph_mode="PIECEWISE", piecewise="wrappers"))
+    costs = estimated(
+        Wrapped(), config_of([2, 8], cudagraph_mode="PIECEWISE", piecewise="wrappers")
+    )
     assert costs.driver_bytes(key(8, PIECEWISE)) == NODE_BYTES
     costs = estimated(lambda x: middle(x + 1) * 3, config_of([2, 8], cudagraph_mode="PIECEWISE"))
     assert costs.driver_bytes(key(8, PIECEWISE)) == 2 * NODE_BYTES
@@ -289,7 +335,9 @@ def test_wrapped_segments_and_functions_that_break_a_capture() -> None:
         (lambda x: torch.ops.cgplan_tests_estimate.unknown(x), ModelError, "unknown"),
     ],
 )
-def test_forwards_that_cannot_be_estimated(forward: Any, error: type[Exception], words: str) -> None:
+def test_forwards_that_cannot_be_estimated(
+    forward: Any, error: type[Exception], words: str
+) -> None:
     with pytest.raises(error, match=words):
         estimated(forward, config_of([2, 4]))
 
@@ -306,11 +354,14 @@ def test_an_eager_piece_that_reads_values_is_an_error_with_a_remedy() -> None:
 
 def test_a_decoder_with_adapters_costs_more_with_them() -> None:
     lora_ids = {"lora_ids": {"shape": ["num_tokens"], "dtype": "int64", "pad": -1}}
-    config = decoder_config("FULL_DECODE_ONLY", [4, 16], lora={"max_loras": 2}, metadata={**METADATA, **lora_ids})
+    config = decoder_config(
+        "FULL_DECODE_ONLY", [4, 16], lora={"max_loras": 2}, metadata={**METADATA, **lora_ids}
+    )
     plan = build_plan(config)
     costs = estimate(config, build(num_layers=1, num_blocks=16, max_loras=2), plan)
     without, with_them = (
-        costs.driver_bytes(next(k for k in plan.keys if k[1].has_lora is lora)) for lora in (False, True)
+        costs.driver_bytes(next(k for k in plan.keys if k[1].has_lora is lora))
+        for lora in (False, True)
     )
     assert 0 < without < with_them
 
@@ -344,8 +395,16 @@ class Plus(torch.nn.Linear):
     ("what", "code", "words"),
     [
         ("fits", 0, "on tensors without memory"),
-        ("reads values", 0, "built with memory for its weights; without, building fails: aten._local_scalar_dense"),
-        ("too large", CaptureMemoryError.exit_code, "the model does not fit into this machine's memory"),
+        (
+            "reads values",
+            0,
+            "built with memory for its weights; without, building fails: aten._local_scalar_dense",
+        ),
+        (
+            "too large",
+            CaptureMemoryError.exit_code,
+            "the model does not fit into this machine's memory",
+        ),
     ],
 )
 def test_a_model_is_built_without_memory_if_it_can_be(

@@ -39,7 +39,9 @@ def lora_decoder(backend: GraphBackend) -> Decoder:
 
 
 def projections(model: Decoder) -> dict[str, Projection]:
-    return {name: module for name, module in model.named_modules() if isinstance(module, Projection)}
+    return {
+        name: module for name, module in model.named_modules() if isinstance(module, Projection)
+    }
 
 
 def weights(model: Decoder, seed: int, rank: int = RANK) -> dict[str, Tensor]:
@@ -62,7 +64,9 @@ def merged(model: Decoder, adapter: dict[str, Tensor] | None) -> Decoder:
     other = first_layers(model, model.config.num_layers)
     for name, projection in projections(other).items() if adapter else ():
         delta = adapter[f"{name}.lora_B"].double() @ adapter[f"{name}.lora_A"].double()
-        projection.weight = torch.nn.Parameter(projection.weight + delta.to(projection.weight.device), False)
+        projection.weight = torch.nn.Parameter(
+            projection.weight + delta.to(projection.weight.device), False
+        )
     return other
 
 
@@ -85,7 +89,10 @@ class Server:
         """The batch, and the logits of each request."""
         choose = random.Random(seed)
         free = choose.sample(range(NUM_BLOCKS), len(names))
-        chunks = [Chunk([choose.randrange(VOCAB) for _ in range(choose.randint(1, 4))], 0, [block]) for block in free]
+        chunks = [
+            Chunk([choose.randrange(VOCAB) for _ in range(choose.randint(1, 4))], 0, [block])
+            for block in free
+        ]
         counts = [len(chunk.tokens) for chunk in chunks]
         device = self.manager.backend.device
         lora_ids, active = self.adapters.batch(names, counts, device)
@@ -103,14 +110,19 @@ def server(backend: GraphBackend) -> Iterator[Server]:
 
 
 def test_a_batch_that_mixes_adapters_equals_merged_weights(server: Server) -> None:
-    given = {name: weights(server.model, seed, rank) for name, seed, rank in (("fr", 1, 4), ("de", 2, 1), ("pl", 3, 3))}
+    given = {
+        name: weights(server.model, seed, rank)
+        for name, seed, rank in (("fr", 1, 4), ("de", 2, 1), ("pl", 3, 3))
+    }
     for name, adapter in given.items():
         server.adapters.load(name, adapter)
     base = merged(server.model, None)
     alone = {name: merged(server.model, adapter) for name, adapter in given.items()}
     choose = random.Random(5)
     for seed in range(16):
-        names: list[str | None] = [choose.choice([None, *given]) for _ in range(choose.randint(1, 4))]
+        names: list[str | None] = [
+            choose.choice([None, *given]) for _ in range(choose.randint(1, 4))
+        ]
         names = {0: [None, *given], 1: [None]}.get(seed, names)
         chunks, found = server.run(names, seed)
         for name, chunk, logits in zip(names, chunks, found, strict=True):
@@ -143,12 +155,20 @@ def test_changes_take_effect_in_the_next_replay_without_a_capture(server: Server
     assert not torch.allclose(first, second, atol=1e-3)
     adapters.remove("one")
     assert not any(
-        projection.lora_a[0].any() or projection.lora_b[0].any() for projection in projections(model).values()
+        projection.lora_a[0].any() or projection.lora_b[0].any()
+        for projection in projections(model).values()
     )
     batch = batch_of(chunks, server.manager.backend.device)
-    removed = server.manager.run(**batch, lora_ids=torch.zeros_like(batch["input_ids"]), num_active_loras=1)
+    removed = server.manager.run(
+        **batch, lora_ids=torch.zeros_like(batch["input_ids"]), num_active_loras=1
+    )
     torch.testing.assert_close(removed, logits_of(base, chunks), rtol=1e-9, atol=1e-9)
-    assert adapters.load("three", {f"{Q_PROJ}.{part}": old[f"{Q_PROJ}.{part}"] for part in ("lora_A", "lora_B")}) == 0
+    assert (
+        adapters.load(
+            "three", {f"{Q_PROJ}.{part}": old[f"{Q_PROJ}.{part}"] for part in ("lora_A", "lora_B")}
+        )
+        == 0
+    )
     adapters.replace("three", {name: torch.zeros_like(weight) for name, weight in small().items()})
     _, third = answer("three")
     torch.testing.assert_close(third, logits_of(base, chunks), rtol=1e-9, atol=1e-9)
@@ -216,7 +236,12 @@ def test_weights_that_lie_in_their_own_slot(backend: GraphBackend, rank: int) ->
     for name, projection in projections(model).items():
         own[f"{name}.lora_A"] = projection.lora_a[slot, RANK - rank :]
         own[f"{name}.lora_B"] = projection.lora_b[slot, RANK - rank :].T
-        wanted.append((projection.lora_a[slot, RANK - rank :].clone(), projection.lora_b[slot, RANK - rank :].clone()))
+        wanted.append(
+            (
+                projection.lora_a[slot, RANK - rank :].clone(),
+                projection.lora_b[slot, RANK - rank :].clone(),
+            )
+        )
     assert adapters.replace("two", own) == slot
     for projection, (a, b) in zip(projections(model).values(), wanted, strict=True):
         same((projection.lora_a[slot, :rank], projection.lora_b[slot, :rank]), (a, b))
@@ -247,7 +272,9 @@ def test_names_and_slots_that_are_taken_or_not_there() -> None:
         assert "Did you mean 'french'?" in caught.value.remedy
     adapters.load("german", small())
     adapters.load("polish", small())
-    with pytest.raises(ModelError, match="all 3 adapter slots are taken, by french, german, polish") as caught:
+    with pytest.raises(
+        ModelError, match="all 3 adapter slots are taken, by french, german, polish"
+    ) as caught:
         adapters.load("czech", small())
     assert "Remove one that no request needs" in caught.value.remedy
     adapters.remove("german")
@@ -258,7 +285,9 @@ def test_more_adapters_in_a_batch_than_the_configuration_allows(server: Server) 
     adapters = Adapters(server.model, max_active=2)
     for name in ("a", "b", "c"):
         adapters.load(name, small())
-    with pytest.raises(InputError, match="the batch has 3 different adapters, at most 2 are allowed") as caught:
+    with pytest.raises(
+        InputError, match="the batch has 3 different adapters, at most 2 are allowed"
+    ) as caught:
         adapters.batch(["a", "b", "c", None], [1, 1, 1, 1])
     assert "lora.max_loras" in caught.value.remedy
     assert adapters.batch(["a", "b", "a", None], [1, 1, 1, 1]).num_active_loras == 2
@@ -274,7 +303,9 @@ def test_more_adapters_in_a_batch_than_the_configuration_allows(server: Server) 
     assert "raise lora.max_loras" in caught.value.remedy
     assert dict(server.manager.stats.replays) == before
     found = server.manager.run(**batch, lora_ids=ids)
-    torch.testing.assert_close(found, logits_of(merged(server.model, None), chunks), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(
+        found, logits_of(merged(server.model, None), chunks), rtol=1e-9, atol=1e-9
+    )
 
 
 def test_models_without_enough_slots() -> None:
@@ -282,5 +313,7 @@ def test_models_without_enough_slots() -> None:
         Adapters(decoder(TapeBackend()))
     assert "max_loras above 0" in caught.value.remedy
     for wrong in (0, SLOTS + 1):
-        with pytest.raises(ModelError, match=f"{wrong} adapters in a batch, and the model has 3 slots"):
+        with pytest.raises(
+            ModelError, match=f"{wrong} adapters in a batch, and the model has 3 slots"
+        ):
             Adapters(lora_decoder(TapeBackend()), wrong)

@@ -18,7 +18,13 @@ from cgplan.models import attention
 from cgplan.models.decoder import Decoder, ExampleBatch, Projection, add_lora, build, example_batch
 from cgplan.modes import BatchDescriptor
 
-SMALL: dict[str, Any] = {"vocab_size": 97, "hidden_size": 48, "head_dim": 16, "block_size": 4, "num_blocks": 64}
+SMALL: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "head_dim": 16,
+    "block_size": 4,
+    "num_blocks": 64,
+}
 
 
 def run(model: Decoder, batch: ExampleBatch, descriptor: BatchDescriptor | None = None) -> Tensor:
@@ -73,7 +79,9 @@ def qwen3_pair(*, tied: bool) -> tuple[Any, Decoder]:
         rms_norm_eps="1e-5",
         tie_word_embeddings=tied,
     )
-    ours.load_state_dict({name.removeprefix("model."): value for name, value in theirs.state_dict().items()})
+    ours.load_state_dict(
+        {name.removeprefix("model."): value for name, value in theirs.state_dict().items()}
+    )
     return theirs, ours
 
 
@@ -94,8 +102,12 @@ def test_prefill_then_mixed_then_decode_equals_transformers(tied: bool) -> None:
     for step in ([5, 2, 0], [1, 3, 6], [4, 1, 1], [1, 0, 1], [0, 0, 1]):
         batch = example_batch(ours, done, step, seed=7)
         ids = [row[start : start + new] for row, start, new in zip(tokens, done, step, strict=True)]
-        logits = run(ours, batch._replace(input_ids=torch.tensor([token for row in ids for token in row])))
-        wanted = [row[start : start + new] for row, start, new in zip(expected, done, step, strict=True)]
+        logits = run(
+            ours, batch._replace(input_ids=torch.tensor([token for row in ids for token in row]))
+        )
+        wanted = [
+            row[start : start + new] for row, start, new in zip(expected, done, step, strict=True)
+        ]
         torch.testing.assert_close(logits, torch.cat(wanted), rtol=1e-4, atol=2e-5)
         done = [start + new for start, new in zip(done, step, strict=True)]
     assert done == lengths
@@ -116,9 +128,13 @@ def test_llama_shape_equals_transformers() -> None:
     )
     theirs = transformers.LlamaForCausalLM(config).eval()
     ours = build(**SMALL, intermediate_size=80, qk_norm=False, tie_word_embeddings=False)
-    ours.load_state_dict({name.removeprefix("model."): value for name, value in theirs.state_dict().items()})
+    ours.load_state_dict(
+        {name.removeprefix("model."): value for name, value in theirs.state_dict().items()}
+    )
     batch = example_batch(ours, [0], [10])
-    torch.testing.assert_close(run(ours, batch), theirs_logits(theirs, batch.input_ids.tolist()), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        run(ours, batch), theirs_logits(theirs, batch.input_ids.tolist()), rtol=1e-4, atol=1e-5
+    )
 
 
 # --- batches --------------------------------------------------------------------------------------------------
@@ -138,7 +154,9 @@ def test_uniform_batch_equals_the_mixed_path(context: list[int], query_len: int,
     mixed = run(model, batch)
     restore(model, saved)
     del batch.metadata["query_start_loc"]
-    uniform = run(model, batch, BatchDescriptor(len(context) * query_len, len(context), uniform=True))
+    uniform = run(
+        model, batch, BatchDescriptor(len(context) * query_len, len(context), uniform=True)
+    )
     assert torch.equal(mixed, uniform)
 
 
@@ -148,7 +166,9 @@ def test_uniform_batch_equals_the_mixed_path(context: list[int], query_len: int,
     extra_tokens=st.integers(0, 5),
     extra_reqs=st.integers(0, 3),
 )
-def test_padding_never_changes_real_rows(lengths: list[tuple[int, int]], extra_tokens: int, extra_reqs: int) -> None:
+def test_padding_never_changes_real_rows(
+    lengths: list[tuple[int, int]], extra_tokens: int, extra_reqs: int
+) -> None:
     """Padding rows are NaN from the embedding on, and so is every cache row that no request owns."""
     model = build(**SMALL, max_loras=1, tie_word_embeddings=False)
     contexts, queries = [context for context, _ in lengths], [query for _, query in lengths]
@@ -164,7 +184,12 @@ def test_padding_never_changes_real_rows(lengths: list[tuple[int, int]], extra_t
     for buffer in free_blocks(model, plain):
         buffer.fill_(float("nan"))
     padded = example_batch(
-        model, contexts, queries, max_blocks=4, num_tokens=used + extra_tokens, num_reqs=len(lengths) + extra_reqs
+        model,
+        contexts,
+        queries,
+        max_blocks=4,
+        num_tokens=used + extra_tokens,
+        num_reqs=len(lengths) + extra_reqs,
     )
     ids = torch.full_like(padded.input_ids, 96)
     ids[:used] = plain.input_ids
@@ -178,7 +203,9 @@ def free_blocks(model: Decoder, batch: ExampleBatch) -> list[Tensor]:
     """The cache blocks that no request of the batch has in its table, the spare one included."""
     owned = set(batch.metadata["block_tables"].flatten().tolist())
     caches = [buffer for name, buffer in model.named_buffers() if name.endswith("_cache")]
-    return [cache[block] for cache in caches for block in range(cache.shape[0]) if block not in owned]
+    return [
+        cache[block] for cache in caches for block in range(cache.shape[0]) if block not in owned
+    ]
 
 
 def test_padding_rows_of_attention_are_zero() -> None:
@@ -195,9 +222,13 @@ def test_padding_rows_of_attention_are_zero() -> None:
     output = torch.full_like(query, 7.0)
     with forward_context(metadata=metadata):
         torch.ops.cgplan.attention(query, new, new, cache[0], cache[1], output, 0.3)
-    torch.testing.assert_close(output[:2], new[:2].repeat_interleave(2, dim=1))  # one key: its value is the answer
+    torch.testing.assert_close(
+        output[:2], new[:2].repeat_interleave(2, dim=1)
+    )  # one key: its value is the answer
     assert torch.equal(output[2:], torch.zeros(3, 4, 8))
-    assert not cache[0, :3].isfinite().all(-1).all(-1).flatten()[[0, 5, 9]].any()  # nothing else was written
+    assert (
+        not cache[0, :3].isfinite().all(-1).all(-1).flatten()[[0, 5, 9]].any()
+    )  # nothing else was written
 
 
 def test_layers_share_the_derived_values() -> None:
@@ -245,8 +276,14 @@ def test_operator_is_one_visible_operator_without_host_reads() -> None:
     with Recorder() as inside, forward_context(metadata=batch.metadata):
         layer = model.layers[0].self_attn
         query, key = torch.randn(8, 4, 16), torch.randn(8, 2, 16)
-        attention.paged_attention(query, key, key, layer.key_cache, layer.value_cache, query.clone(), 1.0)
-    assert not {"aten._local_scalar_dense.default", "aten.nonzero.default", "aten.item.default"} & set(inside.names)
+        attention.paged_attention(
+            query, key, key, layer.key_cache, layer.value_cache, query.clone(), 1.0
+        )
+    assert not {
+        "aten._local_scalar_dense.default",
+        "aten.nonzero.default",
+        "aten.item.default",
+    } & set(inside.names)
 
 
 def test_operators_pass_opcheck() -> None:
@@ -306,7 +343,9 @@ def merged(model: Decoder, slot: int) -> Decoder:
     """The decoder without LoRA whose weights have the slot's adapter in them; slot -1: none."""
     other = build(**{**model.config.model_dump(), "max_loras": 0}).to(model.norm.weight.dtype)
     other.load_state_dict(model.state_dict())
-    adapted = {name: module for name, module in model.named_modules() if isinstance(module, Projection)}
+    adapted = {
+        name: module for name, module in model.named_modules() if isinstance(module, Projection)
+    }
     for name, projection in adapted.items() if slot >= 0 else ():
         other.get_submodule(name).weight += projection.lora_b[slot].T @ projection.lora_a[slot]
     return other
@@ -330,7 +369,9 @@ def test_mixed_adapters_equal_weights_with_the_adapter_in_them() -> None:
 
 def project(projection: Projection, x: Tensor, ids: list[int] | Tensor | None) -> Tensor:
     """One projection in a context with these adapters; None: in a batch without LoRA."""
-    descriptor = BatchDescriptor(len(x), has_lora=ids is not None, num_active_loras=int(ids is not None))
+    descriptor = BatchDescriptor(
+        len(x), has_lora=ids is not None, num_active_loras=int(ids is not None)
+    )
     metadata = {} if ids is None else {"lora_ids": torch.as_tensor(ids)}
     with forward_context(descriptor=descriptor, metadata=metadata):
         return projection(x)
@@ -341,7 +382,9 @@ def test_adapters_are_loaded_in_place() -> None:
     projection = model.layers[0].self_attn.q_proj
     address = projection.lora_a.data_ptr()
     a, b = torch.randn(2, 48), torch.randn(64, 2)
-    model.load_lora(1, {"layers.0.self_attn.q_proj.lora_A": a, "layers.0.self_attn.q_proj.lora_B": b})
+    model.load_lora(
+        1, {"layers.0.self_attn.q_proj.lora_A": a, "layers.0.self_attn.q_proj.lora_B": b}
+    )
     x = torch.randn(1, 48)
     torch.testing.assert_close(project(projection, x, [1]), x @ (projection.weight + b @ a).T)
     assert not model.layers[1].mlp.up_proj.lora_a[1].any()  # not named: no adapter
@@ -355,7 +398,9 @@ def test_adapters_that_are_trained_leave_nothing_of_their_graph_behind() -> None
     projection = model.layers[0].self_attn.q_proj
     a, b = torch.nn.Parameter(torch.randn(4, 48)), torch.nn.Parameter(torch.randn(64, 4))
     with torch.enable_grad():
-        model.load_lora(0, {"layers.0.self_attn.q_proj.lora_A": a, "layers.0.self_attn.q_proj.lora_B": b})
+        model.load_lora(
+            0, {"layers.0.self_attn.q_proj.lora_A": a, "layers.0.self_attn.q_proj.lora_B": b}
+        )
     assert torch.equal(projection.lora_a[0], a)
     assert torch.equal(projection.lora_b[0], b.T)
     assert not any(buffer.requires_grad for buffer in model.buffers())
@@ -367,7 +412,9 @@ def test_a_decoder_built_in_inference_mode_is_written_to_outside_of_it() -> None
         model = build(**SMALL, max_loras=1, lora_rank=4)
     assert not any(buffer.is_inference() for buffer in model.buffers())
     adapter = {"lora_A": torch.randn(4, 48), "lora_B": torch.randn(64, 4)}
-    model.load_lora(0, {f"layers.0.self_attn.q_proj.{name}": value for name, value in adapter.items()})
+    model.load_lora(
+        0, {f"layers.0.self_attn.q_proj.{name}": value for name, value in adapter.items()}
+    )
     assert torch.equal(model.layers[0].self_attn.q_proj.lora_a[0], adapter["lora_A"])
     run(model, example_batch(model, [0], [3]))  # writes the caches
 
@@ -383,7 +430,9 @@ def test_rows_of_other_adapters_and_padding_do_not_matter() -> None:
     x[4] = float("nan")
     found = project(projection, x, [0, -1, 1, 0, -1])
     assert torch.equal(found[:4], expected[:4])
-    assert torch.equal(project(projection, x, [0, 3, 1, 0, 99])[:4], expected[:4])  # numbers of no slot: no adapter
+    assert torch.equal(
+        project(projection, x, [0, 3, 1, 0, 99])[:4], expected[:4]
+    )  # numbers of no slot: no adapter
     assert found[4].isnan().all()
     assert not project(projection, x, [2] * 5).isfinite().any()
 
@@ -394,17 +443,24 @@ def test_what_lora_launches() -> None:
     x, y = torch.randn(4, 48), torch.zeros(4, 256)
     counts = []
     for has_lora in (False, True):
-        metadata, descriptor = {"lora_ids": torch.tensor([0, -1, 2, 0])}, BatchDescriptor(4, has_lora=has_lora)
+        metadata, descriptor = (
+            {"lora_ids": torch.tensor([0, -1, 2, 0])},
+            BatchDescriptor(4, has_lora=has_lora),
+        )
         with forward_context(descriptor=descriptor, metadata=metadata):
             for _ in range(2):
                 with Recorder() as inside:
                     add_lora(x, projection.lora_a, projection.lora_b, y)
-                counts.append([name.removeprefix("aten.").partition(".")[0] for name in inside.names])
+                counts.append(
+                    [name.removeprefix("aten.").partition(".")[0] for name in inside.names]
+                )
     assert counts[:2] == [[], []]
     views = {"view", "t", "unsqueeze", "transpose", "permute", "select", "slice", "alias", "detach"}
     first, second = ([name for name in names if name not in views] for names in counts[2:])
     assert second == ["mm", "masked_fill_", "addmm_"]
-    assert len(first) == len(second) + 2, "which rows have which adapter is worked out once in a forward"
+    assert len(first) == len(second) + 2, (
+        "which rows have which adapter is worked out once in a forward"
+    )
 
 
 def test_lora_under_autocast() -> None:
@@ -413,7 +469,9 @@ def test_lora_under_autocast() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = project(projection, x, [0, -1, 1])
     assert found.dtype is torch.bfloat16
-    torch.testing.assert_close(found.float(), project(projection, x, [0, -1, 1]), rtol=5e-2, atol=5e-2)
+    torch.testing.assert_close(
+        found.float(), project(projection, x, [0, -1, 1]), rtol=5e-2, atol=5e-2
+    )
 
 
 def test_a_traced_forward_takes_the_adapters_of_each_batch() -> None:
@@ -440,17 +498,30 @@ def test_lora_mistakes() -> None:
     with pytest.raises(ModelError, match="fits no projection") as caught:
         model.load_lora(0, {"layers.0.self_attn.qproj.lora_A": torch.zeros(2, 48)})
     assert q_proj in caught.value.remedy
-    for wrong in ({"lora_A": (2, 48)}, {"lora_A": (3, 48), "lora_B": (64, 3)}, {"lora_A": (2, 48), "lora_B": (64, 1)}):
+    for wrong in (
+        {"lora_A": (2, 48)},
+        {"lora_A": (3, 48), "lora_B": (64, 3)},
+        {"lora_A": (2, 48), "lora_B": (64, 1)},
+    ):
         with pytest.raises(ModelError, match="has shapes"):
-            model.load_lora(0, {f"{q_proj}.{part}": torch.zeros(shape) for part, shape in wrong.items()})
+            model.load_lora(
+                0, {f"{q_proj}.{part}": torch.zeros(shape) for part, shape in wrong.items()}
+            )
     for value, dtype in ((float("nan"), torch.float32), (1e5, torch.float16)):
         half = build(**SMALL, max_loras=1, lora_rank=2).to(dtype)
-        adapter = {f"{q_proj}.lora_A": torch.zeros(2, 48), f"{q_proj}.lora_B": torch.full((64, 2), value)}
+        adapter = {
+            f"{q_proj}.lora_A": torch.zeros(2, 48),
+            f"{q_proj}.lora_B": torch.full((64, 2), value),
+        }
         with pytest.raises(ModelError, match=f"not finite in {dtype}"):
             half.load_lora(0, adapter)
     batch = example_batch(model, [0], [3])
     with pytest.raises(InputError, match=r"`lora_ids` has shape \[2\]"):
-        run(model, metadata_of(batch, lora_ids=torch.tensor([0, 0])), BatchDescriptor(3, has_lora=True))
+        run(
+            model,
+            metadata_of(batch, lora_ids=torch.tensor([0, 0])),
+            BatchDescriptor(3, has_lora=True),
+        )
     del batch.metadata["lora_ids"]
     with pytest.raises(InputError, match="`lora_ids` is missing"):
         run(model, batch, BatchDescriptor(3, has_lora=True))
@@ -499,21 +570,38 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 @gpu
 @needs_cuda
 @pytest.mark.parametrize("heads", [(16, 8, 128), (8, 8, 64), (14, 2, 64)])
-@pytest.mark.parametrize(("max_blocks", "block_size", "num_reqs"), [(1, 16, 9), (7, 16, 1), (7, 256, 1), (5, 64, 200)])
+@pytest.mark.parametrize(
+    ("max_blocks", "block_size", "num_reqs"), [(1, 16, 9), (7, 16, 1), (7, 256, 1), (5, 64, 200)]
+)
 def test_flash_path_equals_the_gather_path(
-    heads: tuple[int, int, int], max_blocks: int, block_size: int, num_reqs: int, monkeypatch: pytest.MonkeyPatch
+    heads: tuple[int, int, int],
+    max_blocks: int,
+    block_size: int,
+    num_reqs: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     num_heads, num_kv_heads, head_dim = heads
     generator = torch.Generator().manual_seed(num_reqs)
     num_blocks, capacity = num_reqs * max_blocks, max_blocks * block_size
     queries = torch.randint(1, min(5, capacity), (num_reqs,), generator=generator)
     contexts = (torch.rand(num_reqs, generator=generator) * (capacity - queries + 1)).long()
-    spec = {"hidden_size": 8, "num_layers": 1, "num_heads": 1, "num_kv_heads": 1, "block_size": block_size}
+    spec = {
+        "hidden_size": 8,
+        "num_layers": 1,
+        "num_heads": 1,
+        "num_kv_heads": 1,
+        "block_size": block_size,
+    }
     with torch.device("cuda"):
         tiny = build(**spec, num_blocks=num_blocks)
     count = int(queries.sum())
     batch = example_batch(
-        tiny, contexts.tolist(), queries.tolist(), num_tokens=count + 5, num_reqs=num_reqs + 2, max_blocks=max_blocks
+        tiny,
+        contexts.tolist(),
+        queries.tolist(),
+        num_tokens=count + 5,
+        num_reqs=num_reqs + 2,
+        max_blocks=max_blocks,
     )
     half = {"dtype": torch.bfloat16, "device": "cuda"}
     caches = torch.randn(2, num_blocks + 1, block_size, num_kv_heads, head_dim, **half)
@@ -522,7 +610,9 @@ def test_flash_path_equals_the_gather_path(
     query[count:] = float("nan")
     # What no request owns, and what lies past a request's last key, must not be read.
     owned = torch.zeros(num_blocks + 1, block_size, dtype=torch.bool, device="cuda")
-    for table, length in zip(batch.metadata["block_tables"], batch.metadata["seq_lens"].tolist(), strict=True):
+    for table, length in zip(
+        batch.metadata["block_tables"], batch.metadata["seq_lens"].tolist(), strict=True
+    ):
         for page in range(max_blocks):
             owned[table[page], : max(0, min(block_size, length - page * block_size))] = True
     caches[:, ~owned] = float("nan")
@@ -530,7 +620,9 @@ def test_flash_path_equals_the_gather_path(
     def attend() -> Tensor:
         output, copies = torch.full_like(query, 7.0), caches.clone()
         with forward_context(metadata=batch.metadata):
-            torch.ops.cgplan.attention(query, key, value, copies[0], copies[1], output, head_dim**-0.5)
+            torch.ops.cgplan.attention(
+                query, key, value, copies[0], copies[1], output, head_dim**-0.5
+            )
         return output
 
     paged = attend()
@@ -546,7 +638,9 @@ def test_flash_path_equals_the_gather_path(
 @pytest.mark.parametrize("uniform", [True, False])
 def test_replay_equals_eager_bit_for_bit_on_new_inputs(dtype: str, uniform: bool) -> None:
     with torch.device("cuda"):
-        model = build(num_heads=8, num_kv_heads=4, head_dim=64, dtype=dtype, num_blocks=64, max_loras=2)
+        model = build(
+            num_heads=8, num_kv_heads=4, head_dim=64, dtype=dtype, num_blocks=64, max_loras=2
+        )
     shape: dict[str, Any] = {"max_blocks": 6, "num_tokens": 8, "num_reqs": 4, "seed": 1}
     run(model, example_batch(model, [0] * 4, [40] * 4, seed=1))
     descriptor = BatchDescriptor(8, 4, uniform=uniform, has_lora=True, num_active_loras=2)

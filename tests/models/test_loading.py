@@ -85,7 +85,9 @@ def test_file_relative_to_the_configuration_then_to_the_current_folder(
     assert load("other.py:build", tmp_path / "yaml").forward(0) == "only here"
 
 
-def test_modules_of_the_current_folder_and_plain_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modules_of_the_current_folder_and_plain_functions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write(tmp_path, GOOD, "cgplan_test_local_module.py")
     monkeypatch.chdir(tmp_path)
     assert load("cgplan_test_local_module:Zoo.build").module is not None
@@ -115,7 +117,9 @@ def test_neighbours_in_the_same_folder(tmp_path: Path) -> None:
         write(tmp_path / who, text)
         write(tmp_path / who, f"WHO = {who!r}", "cgplan_test_near.py")
         write(tmp_path / who, "", "cgplan_test_late.py")
-    first, second = (load(f"{tmp_path / who}/model.py:build").forward for who in ("first", "second"))
+    first, second = (
+        load(f"{tmp_path / who}/model.py:build").forward for who in ("first", "second")
+    )
     again = load(f"{tmp_path}/first/model.py:build").forward
     assert [first(), second(), again()] == ["first", "second", "first"]
 
@@ -136,7 +140,9 @@ def failure(target: str, base_dir: Path | None = None, **kwargs: Any) -> ModelEr
     return caught.value
 
 
-@pytest.mark.parametrize("target", ["cgplan.models.decoder", ":build", "cgplan.models.decoder:", "", "model.py"])
+@pytest.mark.parametrize(
+    "target", ["cgplan.models.decoder", ":build", "cgplan.models.decoder:", "", "model.py"]
+)
 def test_malformed_target(target: str) -> None:
     error = failure(target)
     assert "malformed" in error.message
@@ -173,7 +179,10 @@ def test_other_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_builder_that_raises_names_the_users_line(tmp_path: Path) -> None:
-    path = write(tmp_path, "import torch\n\ndef build(n=2):\n    return torch.zeros(n) @ torch.zeros(n + 1)\n")
+    path = write(
+        tmp_path,
+        "import torch\n\ndef build(n=2):\n    return torch.zeros(n) @ torch.zeros(n + 1)\n",
+    )
     error = failure(f"{path}:build", n=3)
     assert "RuntimeError" in error.message
     assert f"at {path}:4" in error.message
@@ -210,7 +219,11 @@ def test_forward_signature() -> None:
     def model(x: torch.Tensor, scale=2.0, *rest, flag: bool = True, **more):  # type: ignore[no-untyped-def]
         return x
 
-    assert [(a.name, a.required) for a in forward_signature(model)] == [("x", True), ("scale", False), ("flag", False)]
+    assert [(a.name, a.required) for a in forward_signature(model)] == [
+        ("x", True),
+        ("scale", False),
+        ("flag", False),
+    ]
     assert forward_signature(nn.Linear(2, 2))[0].annotation == "torch.Tensor"
 
 

@@ -73,8 +73,14 @@ def decode(model: Any, rows: list[list[int]]) -> list[list[Tensor]]:
     """Feed each row from its own start: row i begins i calls later, so all rows stand at different positions."""
     logits: list[list[Tensor]] = [[] for _ in rows]
     for call in range(max(len(row) for row in rows) + len(rows)):
-        places = [call - late if 0 <= call - late < len(row) else -1 for late, row in enumerate(rows)]
-        out = step(model, [row[place] if place >= 0 else 0 for row, place in zip(rows, places, strict=True)], places)
+        places = [
+            call - late if 0 <= call - late < len(row) else -1 for late, row in enumerate(rows)
+        ]
+        out = step(
+            model,
+            [row[place] if place >= 0 else 0 for row, place in zip(rows, places, strict=True)],
+            places,
+        )
         assert out.isfinite().all()
         for row, place in enumerate(places):
             if place >= 0:
@@ -124,7 +130,9 @@ def test_padding_rows_of_nan_never_change_real_rows() -> None:
     expected = step(model, [1, 2, 0, 0], [0, 0, -1, -1])
     with torch.no_grad():
         model.model.get_input_embeddings().weight[60] = float("nan")
-    model.model.lm_head.weight = torch.nn.Parameter(model.model.lm_head.weight.detach().nan_to_num())
+    model.model.lm_head.weight = torch.nn.Parameter(
+        model.model.lm_head.weight.detach().nan_to_num()
+    )
     poisoned = step(model, [1, 2, 60, 60], [0, 0, -1, -1])
     assert torch.equal(poisoned[:2, :60], expected[:2, :60])
     assert step(model, [1, 2, 3, 4], [1, 1, 0, 0]).isfinite().all()  # rows 2 and 3 start anew
@@ -165,7 +173,11 @@ def test_seed_decides_the_weights_and_leaves_the_callers_random_state() -> None:
     torch.manual_seed(5)
     expected = torch.rand(1)
     torch.manual_seed(5)
-    one, two, three = load(config=QWEN3, seed=1), load(config=QWEN3, seed=1), load(config=QWEN3, seed=2)
+    one, two, three = (
+        load(config=QWEN3, seed=1),
+        load(config=QWEN3, seed=1),
+        load(config=QWEN3, seed=2),
+    )
     assert torch.equal(torch.rand(1), expected)
     a, b, c = (model.model.model.layers[0].mlp.up_proj.weight for model in (one, two, three))
     assert torch.equal(a, b)
@@ -185,7 +197,10 @@ def test_seed_decides_the_weights_and_leaves_the_callers_random_state() -> None:
         ({"config": RWKV}, "rwkv does not use the key-value cache"),
         ({"config": BLOOM}, "bloom does not run on a key-value cache"),
         ({"config": {"model_type": "xlnet", "d_model": 7}}, "does not describe a xlnet"),
-        ({"config": {**QWEN3, "layer_types": ["linear_attention"] * 2}}, "layers of kind linear_attention"),
+        (
+            {"config": {**QWEN3, "layer_types": ["linear_attention"] * 2}},
+            "layers of kind linear_attention",
+        ),
         ({"config": [1]}, "no mapping"),
         ({"config": QWEN3, "attn_implementation": "flash"}, "Choose sdpa or eager"),
         ({"config": QWEN3, "max_cache_len": 0}, "above 0"),
@@ -275,7 +290,9 @@ T5 = {
     "num_heads": 4,
     "decoder_start_token_id": 0,
 }
-PLAIN: dict[str, tuple[dict[str, Any], tuple[str, ...], bool]] = {  # the config, more inputs, whether it is told
+PLAIN: dict[
+    str, tuple[dict[str, Any], tuple[str, ...], bool]
+] = {  # the config, more inputs, whether it is told
     "llama": (KINDS["llama"], (), False),
     "gpt2": (KINDS["gpt2"], (), False),
     "gemma3": (KINDS["gemma3, sliding and full"], (), False),
@@ -286,19 +303,29 @@ PLAIN: dict[str, tuple[dict[str, Any], tuple[str, ...], bool]] = {  # the config
     "bert": ({"model_type": "bert", **TINY_BERT}, (), False),
     "bert, positions": ({"model_type": "bert", **TINY_BERT}, ("position_ids",), False),
     "bert, mask": ({"model_type": "bert", **TINY_BERT}, MASK, True),
-    "modernbert": ({"model_type": "modernbert", **SHAPE, "local_attention": 4, "pad_token_id": 0}, (), False),
+    "modernbert": (
+        {"model_type": "modernbert", **SHAPE, "local_attention": 4, "pad_token_id": 0},
+        (),
+        False,
+    ),
     "t5": ({"model_type": "t5", **T5}, ("decoder_input_ids",), False),
 }
 
 
 @pytest.mark.parametrize("kind", PLAIN)
 @pytest.mark.parametrize("way", ["FULL", "PIECEWISE"])
-def test_plain_models_are_captured_with_the_kernels_of_eager_calls(backend: GraphBackend, kind: str, way: str) -> None:
+def test_plain_models_are_captured_with_the_kernels_of_eager_calls(
+    backend: GraphBackend, kind: str, way: str
+) -> None:
     """transformers asks whether a capture is under way. It is told only where it would read values on the host."""
     if kind == "gemma3" and backend.device.type == "cuda":
-        pytest.skip("its sliding cache copies a constant from unpinned memory, which no CUDA capture takes")
+        pytest.skip(
+            "its sliding cache copies a constant from unpinned memory, which no CUDA capture takes"
+        )
     config, more, is_told = PLAIN[kind]
-    values = CONFIG_MAPPING[config["model_type"]].from_dict({k: v for k, v in config.items() if k != "model_type"})
+    values = CONFIG_MAPPING[config["model_type"]].from_dict(
+        {k: v for k, v in config.items() if k != "model_type"}
+    )
     model = AutoModel.from_config(values).to(backend.device).eval()
 
     def forward(**inputs: Tensor) -> Tensor:
@@ -312,7 +339,11 @@ def test_plain_models_are_captured_with_the_kernels_of_eager_calls(backend: Grap
         places = torch.arange(6, device=backend.device).repeat(size, 1)
         batch = {name: torch.randint(2, 61, places.shape, device=backend.device) for name in inputs}
         batch |= {name: places for name in inputs if name == "position_ids"}
-        batch |= {name: (places >= places[0, :size, None]).long() for name in inputs if name == "attention_mask"}
+        batch |= {
+            name: (places >= places[0, :size, None]).long()
+            for name in inputs
+            if name == "attention_mask"
+        }
         with torch.no_grad():
             wanted = forward(**batch)
         found = runner(**batch)
@@ -335,9 +366,13 @@ def test_a_vision_model_is_captured_with_the_kernels_of_eager_calls(backend: Gra
     found = {}
     for hidden in (["transformers"], []):
         compilation = {"cudagraph_capture_sizes": [2], "hide_capture_from": hidden}
-        runner = cgplan.capture(forward, inputs, compilation=compilation, device=str(backend.device))
+        runner = cgplan.capture(
+            forward, inputs, compilation=compilation, device=str(backend.device)
+        )
         with torch.no_grad():
-            torch.testing.assert_close(runner(x=x), forward(x), rtol=0 if hidden else 1e-4, atol=0 if hidden else 1e-4)
+            torch.testing.assert_close(
+                runner(x=x), forward(x), rtol=0 if hidden else 1e-4, atol=0 if hidden else 1e-4
+            )
         found[bool(hidden)] = runner.report.records[0].nodes
         runner.close()
     if backend.device.type == "cpu":

@@ -32,7 +32,9 @@ def config_of(graphs: int | None = None, dims: Any = DIMS, **sections: Any) -> C
     )
 
 
-def traffic_of(counts: Counts, beyond: int = 0, names: tuple[str, ...] = ("batch", "length")) -> SizeCounts:
+def traffic_of(
+    counts: Counts, beyond: int = 0, names: tuple[str, ...] = ("batch", "length")
+) -> SizeCounts:
     return SizeCounts(names, dict(sorted(counts.items())), beyond, "test")
 
 
@@ -75,7 +77,9 @@ def test_the_plan_is_the_best_of_all_sets_of_boxes() -> None:
         assert evidence.exact
         assert evidence.graphs <= graphs
         assert evidence.expected_us.plan == pytest.approx(brute_force(counts, graphs))
-        assert all(any(np.all(np.less_equal(batch, box)) for box in boxes_of(evidence)) for batch in counts)
+        assert all(
+            any(np.all(np.less_equal(batch, box)) for box in boxes_of(evidence)) for batch in counts
+        )
 
 
 class DrawnCosts(GraphCosts):
@@ -85,8 +89,15 @@ class DrawnCosts(GraphCosts):
 
     def __init__(self, rng: np.random.Generator, *, alike: bool) -> None:
         self.bends = [1] if alike else range(1, 64 * 512 + 64, 512)
-        self.driver, self.took = rng.integers(100, 9000, len(self.bends)), rng.uniform(0.1, 2, len(self.bends))
-        self.slope, self.workspace_bytes, self.once_seconds = float(rng.uniform(0, 0.5)), int(rng.integers(500)), 0.25
+        self.driver, self.took = (
+            rng.integers(100, 9000, len(self.bends)),
+            rng.uniform(0.1, 2, len(self.bends)),
+        )
+        self.slope, self.workspace_bytes, self.once_seconds = (
+            float(rng.uniform(0, 0.5)),
+            int(rng.integers(500)),
+            0.25,
+        )
 
     def pool_bytes(self, mode: CUDAGraphMode, num_tokens: int) -> int:
         return int(self.slope * num_tokens)
@@ -107,14 +118,31 @@ def test_memory_and_time_bind_boxes(alike: bool) -> None:
     rng, proven, refused = np.random.default_rng(6), 0, 0
     for _ in range(CASES):
         counts, costs = random_counts(rng, 3), DrawnCosts(rng, alike=alike)
-        budget = {"memory": int(rng.integers(2_000, 40_000)), "capture_time": float(rng.uniform(0.3, 4))}
+        budget = {
+            "memory": int(rng.integers(2_000, 40_000)),
+            "capture_time": float(rng.uniform(0.3, 4)),
+        }
         config, steps = config_of(budget=budget), list[float]()
         sizes = [sorted({batch[dim] for batch in counts}) for dim in (0, 1)]
         for picked in (some for n in range(1, 10) for some in combinations(product(*sizes), n)):
-            held = [[np.prod(box) for box in picked if np.all(np.less_equal(batch, box))] for batch in counts]
-            paid = costs.of([(CUDAGraphMode.FULL, BatchDescriptor(rows, rows, sizes=(n,))) for rows, n in picked])
-            if all(held) and paid.total_bytes <= budget["memory"] and paid.seconds <= budget["capture_time"]:
-                steps.append(np.dot([min(some) for some in held], [*counts.values()]) / sum(counts.values()))
+            held = [
+                [np.prod(box) for box in picked if np.all(np.less_equal(batch, box))]
+                for batch in counts
+            ]
+            paid = costs.of(
+                [
+                    (CUDAGraphMode.FULL, BatchDescriptor(rows, rows, sizes=(n,)))
+                    for rows, n in picked
+                ]
+            )
+            if (
+                all(held)
+                and paid.total_bytes <= budget["memory"]
+                and paid.seconds <= budget["capture_time"]
+            ):
+                steps.append(
+                    np.dot([min(some) for some in held], [*counts.values()]) / sum(counts.values())
+                )
         if alike and not steps:
             with pytest.raises(BudgetError, match="hold all batches"):
                 propose_boxes(config, traffic_of(counts), costs=costs)
@@ -139,7 +167,9 @@ def test_memory_and_time_bind_boxes(alike: bool) -> None:
 def test_any_number_of_graphs_is_proven_for_five_sizes_by_five() -> None:
     rng = np.random.default_rng(2)
     counts = {
-        (rows, columns): int(rng.integers(1, 100)) for rows in (1, 4, 9, 30, 64) for columns in (20, 64, 200, 300, 500)
+        (rows, columns): int(rng.integers(1, 100))
+        for rows in (1, 4, 9, 30, 64)
+        for columns in (20, 64, 200, 300, 500)
     }
     steps = []
     for graphs in range(1, 26):
@@ -155,11 +185,17 @@ def test_any_number_of_graphs_is_proven_for_five_sizes_by_five() -> None:
 def test_a_bound_stands_beside_a_plan_that_is_not_proven() -> None:
     rng = np.random.default_rng(3)
     sizes = [
-        np.unique(np.clip(rng.lognormal(median, 1, 300), 1, most).astype(int)) for median, most in ((2, 64), (5, 512))
+        np.unique(np.clip(rng.lognormal(median, 1, 300), 1, most).astype(int))
+        for median, most in ((2, 64), (5, 512))
     ]
-    counts = {(int(rng.choice(sizes[0][:24])), int(rng.choice(sizes[1]))): int(rng.integers(1, 50)) for _ in range(500)}
+    counts = {
+        (int(rng.choice(sizes[0][:24])), int(rng.choice(sizes[1]))): int(rng.integers(1, 50))
+        for _ in range(500)
+    }
     few, (plan, evidence) = evidence_of(counts, 4), proposal_of(counts, 20)
-    assert few.expected_us.plan <= few.ladders[0].expected_us, "a full grid is a choice of boxes, too"
+    assert few.expected_us.plan <= few.ladders[0].expected_us, (
+        "a full grid is a choice of boxes, too"
+    )
     assert not evidence.exact
     assert 0 < evidence.gap < 0.1
     assert evidence.lower_bound_us < evidence.expected_us.plan
@@ -174,7 +210,9 @@ def test_a_bound_is_below_the_best_choice_of_any_costs() -> None:
     for _ in range(50):
         cost, weights = rng.random((9, 8)), rng.random(9) + 0.1
         for graphs in (1, 2, 4):
-            least = min(weights @ cost[:, chosen].min(1) for chosen in combinations(range(8), graphs))
+            least = min(
+                weights @ cost[:, chosen].min(1) for chosen in combinations(range(8), graphs)
+            )
             chosen, bound = best_boxes(cost, weights, graphs)
             assert weights @ cost[:, chosen].min(1) == pytest.approx(least)
             assert bound == pytest.approx(least)
@@ -189,7 +227,9 @@ def test_other_grids_stand_beside_the_plan() -> None:
     assert (powers.graphs, even.graphs) == (7 * 10, 4 * 8)
     assert powers.expected_us == pytest.approx((10 * 1 * 512 + 10 * 64 * 16 + 80 * 4 * 64) / 100)
     assert even.expected_us == pytest.approx((10 * 16 * 512 + 10 * 64 * 64 + 80 * 16 * 64) / 100)
-    assert even.padding == pytest.approx(1 - (10 * 500 + 10 * 640 + 80 * 120) / (100 * even.expected_us))
+    assert even.padding == pytest.approx(
+        1 - (10 * 500 + 10 * 640 + 80 * 120) / (100 * even.expected_us)
+    )
     assert evidence.padding == 0
     assert powers.unused == 70 - 3
     assert min(ladder.expected_us for ladder in evidence.ladders) >= evidence.expected_us.plan
@@ -204,13 +244,19 @@ def test_the_full_grid_is_the_best_of_as_many_graphs() -> None:
         for rows, columns in ((1, 4), (2, 2), (4, 1), (1, 3), (3, 1), (1, 2), (2, 1), (1, 1)):
             for grid in product(combinations(sizes[0], rows), combinations(sizes[1], columns)):
                 if grid[0][-1] == sizes[0][-1] and grid[1][-1] == sizes[1][-1]:
-                    up = [np.prod([min(s for s in g if s >= n) for g, n in zip(grid, b, strict=True)]) for b in counts]
+                    up = [
+                        np.prod([min(s for s in g if s >= n) for g, n in zip(grid, b, strict=True)])
+                        for b in counts
+                    ]
                     steps.append(np.dot(up, list(counts.values())) / sum(counts.values()))
         assert evidence_of(counts, 4).ladders[0].expected_us <= min(steps) * 1.02
 
 
 def test_boxes_have_sizes_that_dimensions_allow() -> None:
-    dims = {"batch": {"max": 60, "min": 4, "multiple_of": 4}, "length": {"max": 500, "multiple_of": 64}}
+    dims = {
+        "batch": {"max": 60, "min": 4, "multiple_of": 4},
+        "length": {"max": 500, "multiple_of": 64},
+    }
     assert boxes_of(evidence_of({(1, 1): 5, (59, 450): 1}, 2, dims=dims)) == {(4, 64), (60, 512)}
 
 
@@ -218,13 +264,18 @@ def test_times_decide_where_they_are_given() -> None:
     """Two boxes: with elements the rare large batches share one; steps of length 100 take as long as those of 50."""
     counts = {(1, 50): 100, (1, 100): 90, (8, 100): 10}
     flat = StepSurface(
-        (np.array([1.0, 8.0]), np.array([50.0, 100.0])), np.array([[10.0, 10.0], [20.0, 90.0]]), "times.csv"
+        (np.array([1.0, 8.0]), np.array([50.0, 100.0])),
+        np.array([[10.0, 10.0], [20.0, 90.0]]),
+        "times.csv",
     )
     found = propose_boxes(config_of(2), traffic_of(counts), flat).evidence
     assert boxes_of(found) == {(1, 100), (8, 100)}
     assert found.expected_us.plan == pytest.approx(0.95 * 10 + 0.05 * 90)
     assert (found.times_source, found.warnings) == ("times.csv", ())
-    assert boxes_of(evidence_of({(1, 50): 900, (1, 100): 10, (8, 100): 10}, 2)) == {(1, 50), (8, 100)}
+    assert boxes_of(evidence_of({(1, 50): 900, (1, 100): 10, (8, 100): 10}, 2)) == {
+        (1, 50),
+        (8, 100),
+    }
 
 
 def test_a_batch_runs_in_the_box_of_the_dispatcher() -> None:
@@ -247,8 +298,13 @@ def test_too_many_sizes_are_thinned_out() -> None:
     evidence = evidence_of(counts, 8)
     assert any(note.startswith("so many sizes of length that") for note in evidence.traffic_notes)
     assert not evidence.exact, "other sizes could be better"
-    assert all(any(np.all(np.less_equal(batch, box)) for box in boxes_of(evidence)) for batch in counts)
-    assert all(any(box[dim] in {batch[dim] for batch in counts} for dim in (0, 1)) for box in boxes_of(evidence))
+    assert all(
+        any(np.all(np.less_equal(batch, box)) for box in boxes_of(evidence)) for batch in counts
+    )
+    assert all(
+        any(box[dim] in {batch[dim] for batch in counts} for dim in (0, 1))
+        for box in boxes_of(evidence)
+    )
 
 
 def test_three_dimensions_and_one() -> None:
@@ -256,8 +312,13 @@ def test_three_dimensions_and_one() -> None:
     counts = {(1, 8, 32): 5, (1, 32, 8): 5, (4, 4, 4): 2}
     found = propose_boxes(config_of(3, dims), traffic_of(counts, names=tuple(dims))).evidence
     assert boxes_of(found) == set(counts)
-    assert [ladder.graphs for ladder in found.ladders[1:]] == [6**3], "a grid of 4 x 8 has two dimensions"
-    one = propose_boxes(config_of(2, {"batch": {"max": 32}}), traffic_of({(3,): 1, (7,): 5, (8,): 1}, names=("batch",)))
+    assert [ladder.graphs for ladder in found.ladders[1:]] == [6**3], (
+        "a grid of 4 x 8 has two dimensions"
+    )
+    one = propose_boxes(
+        config_of(2, {"batch": {"max": 32}}),
+        traffic_of({(3,): 1, (7,): 5, (8,): 1}, names=("batch",)),
+    )
     assert boxes_of(one.evidence) in ({(3,), (8,)}, {(7,), (8,)})
     assert one.evidence.expected_us.plan == pytest.approx((7 + 35 + 8) / 7)
     assert one.evidence.padding_map is None
@@ -265,7 +326,10 @@ def test_three_dimensions_and_one() -> None:
 
 def test_batches_without_a_graph_are_told() -> None:
     found = propose_boxes(config_of(2), traffic_of({(1, 8): 5, (4, 4): 5}, beyond=3)).evidence
-    assert "3 batches are above the max of a dimension: they run eagerly, and no figure has them" in found.traffic_notes
+    assert (
+        "3 batches are above the max of a dimension: they run eagerly, and no figure has them"
+        in found.traffic_notes
+    )
     assert any("64 x 512" in note for note in found.traffic_notes)
     assert not any("64 x 512" in note for note in evidence_of({(64, 512): 1}, 2).traffic_notes)
 
@@ -283,7 +347,9 @@ def test_the_plan_captures_its_boxes() -> None:
     boxes = sorted(boxes_of(proposal.evidence))
     with_boxes = config_of(2, compilation={"boxes": boxes})
     assert sorted(proposal.plan.keys) == sorted(build_plan(with_boxes).keys)
-    assert proposal.plan.config_hash == config_hash(config), "so that it is captured with the configuration as it is"
+    assert proposal.plan.config_hash == config_hash(config), (
+        "so that it is captured with the configuration as it is"
+    )
     assert Evidence.model_validate(proposal.plan.evidence) == proposal.evidence
 
 

@@ -48,7 +48,9 @@ def warnings(plan: Plan, seen: Traffic, about: str = "", times: StepTimes = TIME
 
 def test_a_plan_that_fits_has_no_warning() -> None:
     plan = plan_of("FULL_AND_PIECEWISE", [1, 2, 4, 8, 16, 32, 48, 64, 100, 150, 190])
-    assert warnings(plan, traffic(decode({1: 5, 8: 5, 64: 5}), mixed({100: 1, 190: 1, 400: 1}))) == []
+    assert (
+        warnings(plan, traffic(decode({1: 5, 8: 5, 64: 5}), mixed({100: 1, 190: 1, 400: 1}))) == []
+    )
 
 
 # --- cliffs ---------------------------------------------------------------------------------------------------
@@ -60,21 +62,35 @@ def test_batches_above_every_graph_are_a_cliff_with_its_height() -> None:
     plan = plan_of("FULL_DECODE_ONLY", [8, 32])
     seen = traffic(decode({8: 96, 40: 3, 64: 1}), mixed({300: 100}))
     (warning,) = warnings(plan, seen, HOLDS)
-    assert "2.00% of the steps are uniform decode batches that no graph holds, up to 64 tokens" in warning
+    assert (
+        "2.00% of the steps are uniform decode batches that no graph holds, up to 64 tokens"
+        in warning
+    )
     assert "20.0 ms eagerly, 9.07 ms in a FULL graph" in warning
 
 
 def test_batches_that_a_graph_would_not_make_faster_are_no_cliff() -> None:
     plan = plan_of("FULL", [8, 32])
     for large in ({300: 100}, {100: 1, 300: 100}):
-        assert warnings(plan, traffic(decode({8: 96, 64: 1}), mixed(large)), "mixed batches that no graph") == []
-    assert warnings(plan, traffic(mixed({100: 1})), "mixed batches that no graph holds, up to 100") != []
+        assert (
+            warnings(
+                plan, traffic(decode({8: 96, 64: 1}), mixed(large)), "mixed batches that no graph"
+            )
+            == []
+        )
+    assert (
+        warnings(plan, traffic(mixed({100: 1})), "mixed batches that no graph holds, up to 100")
+        != []
+    )
 
 
 def test_the_schedulers_largest_batch_is_a_cliff_where_it_has_no_graph() -> None:
     plan = plan_of("FULL_DECODE_ONLY", [8, 32])
     (warning,) = warnings(plan, traffic(decode({8: 1})), HOLDS)
-    assert "scheduler.max_num_seqs allows uniform decode batches of 64 tokens, which no graph holds" in warning
+    assert (
+        "scheduler.max_num_seqs allows uniform decode batches of 64 tokens, which no graph holds"
+        in warning
+    )
     assert "20.0 ms eagerly, 9.07 ms in a FULL graph" in warning
     assert warnings(plan_of("FULL_DECODE_ONLY", [64]), traffic(decode({8: 1})), HOLDS) == []
     (warning,) = warnings(plan, traffic(decode({64: 1})), HOLDS)
@@ -87,7 +103,10 @@ def test_traffic_of_another_scheduler() -> None:
     plan = plan_of("FULL", [8])
     found = warnings(plan, traffic(decode({8: 3, 65: 1}), mixed({500: 4})), "another scheduler")
     assert any("50.00% of the steps have more tokens (up to 500)" in warning for warning in found)
-    assert any("12.50% of the steps have more requests (up to 65) than scheduler.max_num_seqs = 64" in w for w in found)
+    assert any(
+        "12.50% of the steps have more requests (up to 65) than scheduler.max_num_seqs = 64" in w
+        for w in found
+    )
     assert warnings(plan, traffic(decode({64: 1}), mixed({400: 4})), "another scheduler") == []
 
 
@@ -97,12 +116,17 @@ def test_traffic_of_another_scheduler() -> None:
 @pytest.mark.parametrize(
     ("sizes", "parts"),
     [
-        ([4, 9, 10, 12], ["cudagraph_capture_sizes 4, 10 are not multiples of 3", "captured at 6, 12"]),
+        (
+            [4, 9, 10, 12],
+            ["cudagraph_capture_sizes 4, 10 are not multiples of 3", "captured at 6, 12"],
+        ),
         ([1, 3, 7], ["1, 7 are not multiples of 3", "captured at 3 instead and dropped at 7"]),
         ([3, 9], []),
     ],
 )
-def test_sizes_that_are_no_multiples_of_the_query_length(sizes: list[int], parts: list[str]) -> None:
+def test_sizes_that_are_no_multiples_of_the_query_length(
+    sizes: list[int], parts: list[str]
+) -> None:
     plan = plan_of("FULL_DECODE_ONLY", sizes, spec=2)
     found = [warning for warning in lint_without_traffic(plan) if "not multiples" in warning]
     assert len(found) == bool(parts)
@@ -112,7 +136,9 @@ def test_sizes_that_are_no_multiples_of_the_query_length(sizes: list[int], parts
 def test_wide_steps_are_told_with_what_they_cost() -> None:
     plan = plan_of("FULL_DECODE_ONLY", [4, 64])
     (warning,) = warnings(plan, traffic(decode({4: 50, 20: 30, 64: 20})), "is padding")
-    assert "FULL uniform at 64 tokens: 41% of what runs is padding, in 50.0% of the steps" in warning
+    assert (
+        "FULL uniform at 64 tokens: 41% of what runs is padding, in 50.0% of the steps" in warning
+    )
     assert "37.6 tokens on average" in warning
     assert "2.12 ms less" in warning
 
@@ -128,8 +154,13 @@ FLAT = StepTimes.measured({(NONE, 0): {1: 9}, (FULL, 0): {1: 5, 64: 5}}, "flat")
         ({2: 1}, FLAT, "takes no time"),
     ],
 )
-def test_other_padding_is_not_worth_a_word(counts: dict[int, float], times: StepTimes, why: str) -> None:
-    assert warnings(plan_of("FULL_DECODE_ONLY", [4, 64]), traffic(decode(counts)), "is padding", times) == [], why
+def test_other_padding_is_not_worth_a_word(
+    counts: dict[int, float], times: StepTimes, why: str
+) -> None:
+    assert (
+        warnings(plan_of("FULL_DECODE_ONLY", [4, 64]), traffic(decode(counts)), "is padding", times)
+        == []
+    ), why
 
 
 # --- lanes ----------------------------------------------------------------------------------------------------
@@ -138,20 +169,31 @@ def test_other_padding_is_not_worth_a_word(counts: dict[int, float], times: Step
 def test_lora_cases_never_seen() -> None:
     plan = plan_of("FULL", [4, 8], lora={"max_loras": 4})
     (warning,) = warnings(plan, traffic(decode({4: 1})), "never seen")
-    assert "no batch of the traffic uses adapters, but lora.max_loras is 4: 2 of 4 graphs" in warning
+    assert (
+        "no batch of the traffic uses adapters, but lora.max_loras is 4: 2 of 4 graphs" in warning
+    )
     seen = traffic(decode({4: 1}), decode({4: 1}, 2))
     assert warnings(plan, seen, "never seen") == []
     by_count = plan_of("FULL", [4, 8], lora={"max_loras": 4, "specialize_active_lora": True})
     found = warnings(by_count, seen, "never seen")
-    assert [warning.split(":")[0] for warning in found] == [f"LoRA case {case} is never seen" for case in (1, 4, 5)]
+    assert [warning.split(":")[0] for warning in found] == [
+        f"LoRA case {case} is never seen" for case in (1, 4, 5)
+    ]
     assert "runs in its 2 graphs" in found[0]
 
 
 def test_more_adapters_than_the_configuration_has() -> None:
     seen = traffic(decode({4: 3}, 2), decode({4: 1}, 9))
-    (warning,) = warnings(plan_of("FULL", [4, 8], lora={"max_loras": 4}), seen, "more active adapters")
-    assert "25.00% of the steps have more active adapters (up to 9) than lora.max_loras = 4" in warning
-    assert warnings(plan_of("FULL", [4]), traffic(decode({4: 1}, 1)), "which has no lora section") != []
+    (warning,) = warnings(
+        plan_of("FULL", [4, 8], lora={"max_loras": 4}), seen, "more active adapters"
+    )
+    assert (
+        "25.00% of the steps have more active adapters (up to 9) than lora.max_loras = 4" in warning
+    )
+    assert (
+        warnings(plan_of("FULL", [4]), traffic(decode({4: 1}, 1)), "which has no lora section")
+        != []
+    )
 
 
 def test_modes_that_the_traffic_never_uses() -> None:
@@ -184,7 +226,9 @@ def test_modes_that_the_traffic_never_uses() -> None:
         ),
         (
             {"mode": "FULL_DECODE_ONLY", "sizes": [3, 60], "spec": 2, "seqs": 20},
-            ["FULL uniform: batches of 6 to 60 tokens run at 60, 45% of which is padding on average"],
+            [
+                "FULL uniform: batches of 6 to 60 tokens run at 60, 45% of which is padding on average"
+            ],
         ),
     ],
 )

@@ -65,7 +65,9 @@ TIMES = StepTimes.measured(
 )
 
 
-def evidence_of(config: Config, seen: Traffic | None = None, costs: GraphCosts | None = None) -> Evidence:
+def evidence_of(
+    config: Config, seen: Traffic | None = None, costs: GraphCosts | None = None
+) -> Evidence:
     return propose(config, seen or traffic(decode()), TIMES, costs).evidence
 
 
@@ -81,26 +83,40 @@ def ladder(evidence: Evidence, name: str) -> LadderPoint:
 
 
 @settings(deadline=None)
-@given(plan=plans.plans(), tokens=st.integers(1, 120), uniform=st.booleans(), loras=st.integers(0, 12))
-def test_batches_run_where_the_dispatcher_sends_them(plan: Plan, tokens: int, uniform: bool, loras: int) -> None:
+@given(
+    plan=plans.plans(), tokens=st.integers(1, 120), uniform=st.booleans(), loras=st.integers(0, 12)
+)
+def test_batches_run_where_the_dispatcher_sends_them(
+    plan: Plan, tokens: int, uniform: bool, loras: int
+) -> None:
     mode, descriptor = CudagraphDispatcher(plan).dispatch(tokens, uniform, loras)
     (use,) = Run(plan.keys, traffic({StepShape(tokens, 1, uniform, loras): 1.0}), TIMES).uses
     if use.size is None:
         assert (mode, use.lane) == (NONE, EAGER)
     else:
-        assert (mode, descriptor.uniform, descriptor.num_active_loras, descriptor.num_tokens) == (*use.lane, use.size)
+        assert (mode, descriptor.uniform, descriptor.num_active_loras, descriptor.num_tokens) == (
+            *use.lane,
+            use.size,
+        )
 
 
 def test_traffic_through_a_plan() -> None:
     plan = build_plan(config_of("FULL_AND_PIECEWISE", [4, 16], seqs=8))
-    run = Run(plan.keys, traffic({StepShape(3, 3, True): 2, StepShape(10, 2): 1, StepShape(20, 2): 1}), TIMES)
+    run = Run(
+        plan.keys,
+        traffic({StepShape(3, 3, True): 2, StepShape(10, 2): 1, StepShape(20, 2): 1}),
+        TIMES,
+    )
     decode_part, mixed_part, eager = run.uses
     assert (decode_part.lane, decode_part.size, decode_part.padding) == ((FULL, True, 0), 4, 0.25)
     assert (mixed_part.lane, mixed_part.size) == ((PIECEWISE, False, 0), 16)
     assert (eager.size, eager.padding) == (None, 0.0)
     assert run.expected_us == pytest.approx((2 * 140 + 460 + 1000) / 4)
     assert run.padding == pytest.approx(8 / 44)
-    assert (decode_part.microseconds, decode_part.unpadded) == (pytest.approx(280), pytest.approx(260))
+    assert (decode_part.microseconds, decode_part.unpadded) == (
+        pytest.approx(280),
+        pytest.approx(260),
+    )
 
 
 # --- keys that could not be captured --------------------------------------------------------------------------
@@ -112,7 +128,9 @@ def test_traffic_through_a_plan() -> None:
     weights=st.dictionaries(st.integers(1, 12), st.integers(1, 9), min_size=1),
     graphs=st.integers(1, 3),
 )
-def test_a_plan_does_without_what_could_not_be_captured(lost: set[int], weights: dict[int, int], graphs: int) -> None:
+def test_a_plan_does_without_what_could_not_be_captured(
+    lost: set[int], weights: dict[int, int], graphs: int
+) -> None:
     """The best of all sets of the other sizes at which a batch sits, by going through them."""
     config = config_of("FULL", seqs=16, budget={"max_graphs": graphs})
     seen = traffic({StepShape(n, n, True): float(count) for n, count in weights.items()})
@@ -138,9 +156,13 @@ def test_what_could_not_be_captured_is_told() -> None:
     before, after = propose(config, seen, TIMES), propose(config, seen, TIMES, failed=failed)
     assert before.plan.capture_sizes == (4, 6, 8)
     assert after.plan.capture_sizes == (8,)
-    assert [(part.sizes, part.reason) for part in after.evidence.left_out] == [((4,), "it could not be captured")]
+    assert [(part.sizes, part.reason) for part in after.evidence.left_out] == [
+        ((4,), "it could not be captured")
+    ]
     difference = compare(before.plan, after.plan)
-    assert [(part.sizes, part.reason) for part in difference.failed] == [((4, 6), "HostSyncError: aten::item")]
+    assert [(part.sizes, part.reason) for part in difference.failed] == [
+        ((4, 6), "HostSyncError: aten::item")
+    ]
     assert PlanDifference.model_validate_json(difference.model_dump_json()) == difference
     assert compare(after.plan, before.plan).failed == ()
     shown = plain_text(render_difference(difference, "old", "new"))
@@ -153,7 +175,10 @@ def test_what_could_not_be_captured_is_told() -> None:
 
 def test_a_proposed_plan_is_a_plan() -> None:
     config = config_of("FULL_AND_PIECEWISE", seqs=16, spec=1, budget={"max_graphs": 6})
-    seen = traffic({StepShape(2 * n, n, True): 1.0 for n in range(1, 17)}, {StepShape(n, 2): 1.0 for n in (5, 40, 41)})
+    seen = traffic(
+        {StepShape(2 * n, n, True): 1.0 for n in range(1, 17)},
+        {StepShape(n, 2): 1.0 for n in (5, 40, 41)},
+    )
     proposal = propose(config, seen, TIMES, COSTS)
     plan = proposal.plan
     assert len(plan.keys) == 6
@@ -161,7 +186,9 @@ def test_a_proposed_plan_is_a_plan() -> None:
     assert plan.config == build_plan(config).config
     assert plan.sizes_source == "planned for by hand"
     assert plan.capture_sizes == tuple(sorted({key.num_tokens for _, key in plan.keys}))
-    assert [mode for mode, _ in plan.keys] == sorted((mode for mode, _ in plan.keys), key=lambda m: m is FULL)
+    assert [mode for mode, _ in plan.keys] == sorted(
+        (mode for mode, _ in plan.keys), key=lambda m: m is FULL
+    )
     assert all(key.num_tokens == 2 * (key.num_reqs or 0) for mode, key in plan.keys if mode is FULL)
     assert plan.predicted is not None
     assert plan.predicted == COSTS.of(plan.keys)
@@ -182,8 +209,16 @@ def test_every_figure_of_the_evidence_is_of_the_plan() -> None:
     assert evidence.expected_us.eager == pytest.approx(Run((), seen, TIMES).expected_us) == 1000
     assert evidence.expected_us.bound == pytest.approx(sum(100 + 10 * n for n in range(1, 61)) / 60)
     cost = COSTS.of(keys)
-    assert (evidence.graphs, evidence.bytes, evidence.seconds) == (5, cost.total_bytes, cost.seconds)
-    assert (evidence.traffic_source, evidence.traffic_weight, evidence.traffic_notes) == ("by hand", 600, ("a note",))
+    assert (evidence.graphs, evidence.bytes, evidence.seconds) == (
+        5,
+        cost.total_bytes,
+        cost.seconds,
+    )
+    assert (evidence.traffic_source, evidence.traffic_weight, evidence.traffic_notes) == (
+        "by hand",
+        600,
+        ("a note",),
+    )
     assert evidence.times_source == TIMES.source
     assert (evidence.costs_source, evidence.costs_estimated) == ("a line", True)
     assert sum(use.share for use in evidence.uses) == pytest.approx(1)
@@ -196,16 +231,23 @@ def test_every_figure_of_the_evidence_is_of_the_plan() -> None:
 
 
 @pytest.mark.parametrize("sizes", [None, "trtllm", [8, 32, 64]])
-def test_without_a_budget_the_plan_is_as_good_as_the_ladder_with_the_fewest_graphs(sizes: Any) -> None:
+def test_without_a_budget_the_plan_is_as_good_as_the_ladder_with_the_fewest_graphs(
+    sizes: Any,
+) -> None:
     config = config_of(sizes=sizes)
-    for seen in (traffic(decode()), traffic({StepShape(n, n, True): 1.0 / n for n in (3, 5, 30, 64)})):
+    for seen in (
+        traffic(decode()),
+        traffic({StepShape(n, n, True): 1.0 / n for n in (3, 5, 30, 64)}),
+    ):
         proposal = propose(config, seen, TIMES)
         evidence = proposal.evidence
         names = "configured" if isinstance(sizes, list) else sizes or "vllm", "vllm"
         asked = min((ladder(evidence, name) for name in names), key=lambda point: point.expected_us)
         assert evidence.expected_us.plan <= asked.expected_us * (1 + 1e-3)
         assert evidence.expected_us.eager is not None
-        close = evidence.expected_us.bound + 0.05 * (evidence.expected_us.eager - evidence.expected_us.bound)
+        close = evidence.expected_us.bound + 0.05 * (
+            evidence.expected_us.eager - evidence.expected_us.bound
+        )
         assert evidence.expected_us.plan <= close
         fewer = evidence.pareto[evidence.graphs - 2].expected_us
         assert evidence.graphs == 1 or fewer > min(asked.expected_us * (1 + 1e-3), close)
@@ -236,7 +278,11 @@ def test_several_loads_in_one_plan() -> None:
     assert [point.source for point in both.evidence.loads] == ["by hand", "by hand"]
     for load, point, own in zip((low, high), both.evidence.loads, alone, strict=True):
         assert point.expected_us == pytest.approx(Run(both.plan.keys, load, TIMES).expected_us)
-        assert own.evidence.expected_us.plan <= point.expected_us <= own.evidence.expected_us.plan * 1.1
+        assert (
+            own.evidence.expected_us.plan
+            <= point.expected_us
+            <= own.evidence.expected_us.plan * 1.1
+        )
     even = sum(Run(both.plan.keys, load, TIMES).expected_us for load in (low, high)) / 2
     assert both.evidence.expected_us.plan == pytest.approx(even), "each load counts by its weight"
     worst = propose(config, [(low, 1.0), (high, 1.0)], TIMES, worst=True).evidence
@@ -260,7 +306,9 @@ def test_the_number_of_graphs_binds() -> None:
     assert evidence.next_graph is not None
     gain = evidence.expected_us.plan - fifth.expected_us.plan
     assert evidence.next_graph.microseconds == pytest.approx(gain)
-    assert evidence.next_graph.percent == pytest.approx(100 * gain / evidence.expected_us.bound), "all run in graphs"
+    assert evidence.next_graph.percent == pytest.approx(100 * gain / evidence.expected_us.bound), (
+        "all run in graphs"
+    )
 
 
 def test_memory_binds() -> None:
@@ -282,14 +330,20 @@ def test_many_graphs_are_planned_for_where_they_may_be_had() -> None:
     config, seen = config_of(seqs=300), traffic(decode(300))
     cheap = StepTimes.measured({(FULL, 0): {1: 110, 300: 3100}, (NONE, 0): {1: 4000}}, "wide")
     found = {}
-    for name, budget in {"few": {"max_graphs": 3}, "many": {"max_graphs": 100}, "most": {"max_graphs": 999}}.items():
+    for name, budget in {
+        "few": {"max_graphs": 3},
+        "many": {"max_graphs": 100},
+        "most": {"max_graphs": 999},
+    }.items():
         found[name] = propose(config_of(seqs=300, budget=budget), seen, cheap, COSTS).evidence
         assert found[name].exact or name == "most"
     few, many, most = (evidence.graphs for evidence in found.values())
     assert few == 3
     assert 90 < many <= 100 < 128 < most <= 256, "less those that bring next to nothing"
     assert "no more than 256 graphs were planned for" in found["most"].notes
-    assert found["most"].lower_bound_us == pytest.approx(found["most"].expected_us.bound), "999 may be as fast"
+    assert found["most"].lower_bound_us == pytest.approx(found["most"].expected_us.bound), (
+        "999 may be as fast"
+    )
     rich = propose(config_of(seqs=300, budget={"memory": "99GiB"}), seen, cheap, COSTS).evidence
     poor = propose(config_of(seqs=300, budget={"memory": "800MiB"}), seen, cheap, COSTS).evidence
     assert poor.graphs > 128, "more than the curve has"
@@ -301,7 +355,9 @@ def test_many_graphs_are_planned_for_where_they_may_be_had() -> None:
 
 
 def test_graphs_that_bring_less_than_a_hundredth_of_a_percent_are_left_out() -> None:
-    seen = traffic({StepShape(64, 64, True): 1e6, StepShape(32, 32, True): 1.0, StepShape(1, 1, True): 1e6})
+    seen = traffic(
+        {StepShape(64, 64, True): 1e6, StepShape(32, 32, True): 1.0, StepShape(1, 1, True): 1e6}
+    )
     evidence = evidence_of(config_of(budget={"max_graphs": 10}), seen)
     assert sizes_of(evidence) == [(1, 64)]
     assert evidence.expected_us.plan <= evidence.lower_bound_us * (1 + 1e-4)
@@ -332,21 +388,32 @@ def test_a_budget_too_small_for_one_graph_names_the_smallest() -> None:
 
 
 def left_out_of(evidence: Evidence) -> dict[tuple[str, int, str], tuple[int, ...]]:
-    return {(part.mode.name, part.num_active_loras, part.reason): part.sizes for part in evidence.left_out}
+    return {
+        (part.mode.name, part.num_active_loras, part.reason): part.sizes
+        for part in evidence.left_out
+    }
 
 
 def test_each_key_that_is_left_out_has_its_reason() -> None:
     sizes = [1, 2, 8, 40, 64, 300]
     config = config_of("FULL_AND_PIECEWISE", sizes, budget={"max_graphs": 2})
     seen = traffic(
-        {StepShape(1, 1, True): 1e5, StepShape(8, 8, True): 1e5, StepShape(40, 40, True): 1.0, StepShape(50, 2): 9000.0}
+        {
+            StepShape(1, 1, True): 1e5,
+            StepShape(8, 8, True): 1e5,
+            StepShape(40, 40, True): 1.0,
+            StepShape(50, 2): 9000.0,
+        }
     )
     evidence = evidence_of(config, seen)
     assert sizes_of(evidence) == [(1, 8)]
     assert left_out_of(evidence) == {
         ("FULL", 0, "no batch would run in it"): (2,),  # between 1 and 8 there is none
         ("FULL", 0, "no gain"): (40, 64),  # one step in 200,000
-        ("PIECEWISE", 0, "no gain"): (40, 300),  # the same one, and an eager step takes 3100 us, too
+        ("PIECEWISE", 0, "no gain"): (
+            40,
+            300,
+        ),  # the same one, and an eager step takes 3100 us, too
         ("PIECEWISE", 0, "no batch would run in it"): (1, 2, 8),
         ("PIECEWISE", 0, "budget.max_graphs"): (64,),
     }
@@ -361,7 +428,9 @@ def test_limits_that_leave_a_key_out_are_named_together() -> None:
     evidence = evidence_of(config_of(sizes=[1, 60, 64], budget=budget), seen, COSTS)
     assert sizes_of(evidence) == [(1,)]
     assert left_out_of(evidence) == {("FULL", 0, "budget.memory, budget.capture_time"): (60, 64)}
-    slow = config_of(sizes=[1, 60, 64], budget={"memory": "1GiB", "capture_time": least.seconds + 0.1})
+    slow = config_of(
+        sizes=[1, 60, 64], budget={"memory": "1GiB", "capture_time": least.seconds + 0.1}
+    )
     late = evidence_of(slow, seen, COSTS)
     assert left_out_of(late) == {("FULL", 0, "budget.capture_time"): (60, 64)}
     assert late.binding == ("capture_time",)
@@ -372,7 +441,10 @@ def test_without_a_budget_the_rule_leaves_keys_out() -> None:
     evidence = evidence_of(config_of(sizes=list(range(1, 65))), seen)
     reasons = left_out_of(evidence)
     rule = "without a budget the plan has the fewest graphs that are as good as the ladder"
-    assert {reason.removesuffix(" and bring 95% of what graphs can") for *_, reason in reasons} <= {rule, "no gain"}
+    assert {reason.removesuffix(" and bring 95% of what graphs can") for *_, reason in reasons} <= {
+        rule,
+        "no gain",
+    }
     left = [size for sizes in reasons.values() for size in sizes]
     assert sorted([*left, *sizes_of(evidence)[0]]) == list(range(1, 65))
 
@@ -380,26 +452,37 @@ def test_without_a_budget_the_rule_leaves_keys_out() -> None:
 @settings(max_examples=60, deadline=None)
 @given(
     mode=st.sampled_from(["FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE", "PIECEWISE"]),
-    weights=st.lists(st.tuples(st.integers(1, 40), st.booleans(), st.integers(0, 2)), min_size=1, max_size=12),
+    weights=st.lists(
+        st.tuples(st.integers(1, 40), st.booleans(), st.integers(0, 2)), min_size=1, max_size=12
+    ),
     most=st.integers(1, 4),
 )
 def test_what_a_key_more_would_bring_is_what_it_brings(
     mode: str, weights: list[tuple[int, bool, int]], most: int
 ) -> None:
     whole = build_plan(config_of(mode, [1, 4, 16, 40], lora={"max_loras": 2}))
-    seen = traffic(*({StepShape(n, n if uniform else 1, uniform, loras): 1.0 + n} for n, uniform, loras in weights))
+    seen = traffic(
+        *(
+            {StepShape(n, n if uniform else 1, uniform, loras): 1.0 + n}
+            for n, uniform, loras in weights
+        )
+    )
     keys = whole.keys[::most]
     before = Run(keys, seen, TIMES)
     for key in set(whole.keys) - set(keys):
         lane, size = Lane(key[0], key[1].uniform, key[1].num_active_loras), key[1].num_tokens
         after = Run([*keys, key], seen, TIMES)
         weight, gain = before.gain_of(lane, size)
-        assert weight == pytest.approx(sum(use.weight for use in after.uses if (use.lane, use.size) == (lane, size)))
+        assert weight == pytest.approx(
+            sum(use.weight for use in after.uses if (use.lane, use.size) == (lane, size))
+        )
         assert gain == pytest.approx(before.expected_us - after.expected_us, abs=1e-9)
 
 
 def test_without_costs_there_are_no_bytes_and_seconds() -> None:
-    proposal = propose(config_of(budget={"memory": "1MiB", "max_graphs": 3}), traffic(decode()), TIMES)
+    proposal = propose(
+        config_of(budget={"memory": "1MiB", "max_graphs": 3}), traffic(decode()), TIMES
+    )
     evidence = proposal.evidence
     assert evidence.graphs == 3
     assert proposal.plan.predicted is None
@@ -429,7 +512,12 @@ def test_the_curve_falls_and_ends_where_nothing_is_left_to_gain() -> None:
 def test_ladders_stand_beside_the_curve() -> None:
     config = config_of(seqs=64)
     evidence = evidence_of(config, costs=COSTS)
-    assert [ladder.name for ladder in evidence.ladders] == ["vllm", "sglang", "trtllm", "powers_of_two"]
+    assert [ladder.name for ladder in evidence.ladders] == [
+        "vllm",
+        "sglang",
+        "trtllm",
+        "powers_of_two",
+    ]
     vllm = ladder(evidence, "vllm")
     keys = build_plan(config).keys
     assert vllm.graphs == len(keys) == 11
@@ -440,14 +528,19 @@ def test_ladders_stand_beside_the_curve() -> None:
         assert point.alike is not None
         assert point.alike.graphs <= point.equal.graphs <= point.graphs
         assert point.equal.expected_us <= point.expected_us * (1 + 1e-9)
-        assert evidence.pareto[point.equal.graphs - 2].expected_us > point.expected_us, "no fewer do"
+        assert evidence.pareto[point.equal.graphs - 2].expected_us > point.expected_us, (
+            "no fewer do"
+        )
         assert not point.no_gain
 
 
 def test_sizes_that_the_configuration_lists_are_a_ladder_too() -> None:
     listed = ladder(evidence_of(config_of(sizes=[1, 8, 64, 100])), "configured")
     assert (listed.graphs, listed.unused) == (3, 0), "100 is beyond max_num_seqs"
-    assert ladder(evidence_of(config_of(sizes=[1, 8, 64]), traffic(decode(8))), "configured").unused == 1
+    assert (
+        ladder(evidence_of(config_of(sizes=[1, 8, 64]), traffic(decode(8))), "configured").unused
+        == 1
+    )
     assert evidence_of(config_of(sizes="trtllm")).ladders[0].name == "vllm"
 
 
@@ -494,16 +587,27 @@ def test_no_gain_is_said_where_there_is_none() -> None:
             None,
             r"steps that graphs run are \d+\.\d% longer than .* vllm ladder's 11 graphs, with 1 graph: see what binds",
         ),
-        (9, range(1, 65), None, r"steps within 1% of those with the vllm ladder's 11 graphs, with 9 graphs"),
+        (
+            9,
+            range(1, 65),
+            None,
+            r"steps within 1% of those with the vllm ladder's 11 graphs, with 9 graphs",
+        ),
     ],
 )
-def test_the_verdict_compares_with_the_ladder(most: int, batches: Sequence[int], sizes: Any, verdict: str) -> None:
+def test_the_verdict_compares_with_the_ladder(
+    most: int, batches: Sequence[int], sizes: Any, verdict: str
+) -> None:
     seen = traffic({StepShape(n, n, True): 1.0 for n in batches})
-    assert re.fullmatch(verdict, evidence_of(config_of(sizes=sizes, budget={"max_graphs": most}), seen).verdict)
+    assert re.fullmatch(
+        verdict, evidence_of(config_of(sizes=sizes, budget={"max_graphs": most}), seen).verdict
+    )
 
 
 def test_nothing_is_captured_where_graphs_bring_nothing() -> None:
-    slow = StepTimes.measured({(FULL, 0): {1: 1000, 64: 1000}, (NONE, 0): {1: 1000, 64: 1000}}, "no gain")
+    slow = StepTimes.measured(
+        {(FULL, 0): {1: 1000, 64: 1000}, (NONE, 0): {1: 1000, 64: 1000}}, "no gain"
+    )
     for budget in ({}, {"max_graphs": 3}, {"memory": "1MiB"}):
         proposal = propose(config_of(budget=budget), traffic(decode()), slow, COSTS)
         assert proposal.plan.keys == ()
@@ -515,8 +619,12 @@ def test_nothing_is_captured_where_graphs_bring_nothing() -> None:
 
 
 def test_sizes_that_are_not_worth_a_graph() -> None:
-    evidence = evidence_of(config_of("FULL_AND_PIECEWISE", seqs=200), traffic(decode(64), {StepShape(10, 2): 1.0}))
-    found = {(region.mode, region.reason): (region.first, region.last) for region in evidence.not_worth}
+    evidence = evidence_of(
+        config_of("FULL_AND_PIECEWISE", seqs=200), traffic(decode(64), {StepShape(10, 2): 1.0})
+    )
+    found = {
+        (region.mode, region.reason): (region.first, region.last) for region in evidence.not_worth
+    }
     assert found == {
         (FULL, "no batch of this lane is as large: 64 does as well"): (65, 89),
         (FULL, "an eager step takes no longer"): (90, 200),
@@ -529,27 +637,47 @@ def test_sizes_that_are_not_worth_a_graph() -> None:
 
 
 def test_lora_cases_that_are_not_told_apart_are_planned_as_one() -> None:
-    config = config_of(lora={"max_loras": 4, "specialize_active_lora": True}, budget={"max_graphs": 16})
+    config = config_of(
+        lora={"max_loras": 4, "specialize_active_lora": True}, budget={"max_graphs": 16}
+    )
     proposal = propose(config, traffic(decode(8), decode(8, 2)), TIMES)
     assert {key.num_active_loras for _, key in proposal.plan.keys} == {0, 5}
     assert proposal.plan.lora_cases == (0, 1, 2, 4, 5)
-    assert any("LoRA cases 1, 2, 4 were not planned for" in note for note in proposal.evidence.notes)
-    assert any("steps with adapters were not measured: taken as 10% longer" in n for n in proposal.evidence.notes)
+    assert any(
+        "LoRA cases 1, 2, 4 were not planned for" in note for note in proposal.evidence.notes
+    )
+    assert any(
+        "steps with adapters were not measured: taken as 10% longer" in n
+        for n in proposal.evidence.notes
+    )
     left_out = left_out_of(proposal.evidence)
     assert {case for _, case, reason in left_out if reason.startswith("its LoRA case")} == {1, 2, 4}
     unseen = propose(config, traffic(decode(8)), TIMES)
     assert {key.num_active_loras for _, key in unseen.plan.keys} == {0}
-    assert any("batches with adapters would run eagerly" in warning for warning in unseen.evidence.warnings)
+    assert any(
+        "batches with adapters would run eagerly" in warning for warning in unseen.evidence.warnings
+    )
 
 
 def test_lora_cases_that_are_told_apart_are_weighed() -> None:
     times = StepTimes.measured(
-        {(FULL, 0): {1: 100}, (FULL, 1): {1: 130}, (FULL, 5): {1: 200}, (NONE, 0): {1: 900}}, "cases"
+        {(FULL, 0): {1: 100}, (FULL, 1): {1: 130}, (FULL, 5): {1: 200}, (NONE, 0): {1: 900}},
+        "cases",
     )
-    config = config_of(lora={"max_loras": 4, "specialize_active_lora": True}, budget={"max_graphs": 2})
-    seen = traffic({StepShape(8, 8, True, 0): 1.0, StepShape(8, 8, True, 1): 9.0, StepShape(8, 8, True, 3): 1.0})
+    config = config_of(
+        lora={"max_loras": 4, "specialize_active_lora": True}, budget={"max_graphs": 2}
+    )
+    seen = traffic(
+        {
+            StepShape(8, 8, True, 0): 1.0,
+            StepShape(8, 8, True, 1): 9.0,
+            StepShape(8, 8, True, 3): 1.0,
+        }
+    )
     proposal = propose(config, seen, times)
-    assert {key.num_active_loras for _, key in proposal.plan.keys} == {1, 5}, "those without adapters go with 1"
+    assert {key.num_active_loras for _, key in proposal.plan.keys} == {1, 5}, (
+        "those without adapters go with 1"
+    )
     assert proposal.evidence.notes[0].startswith("LoRA cases 2, 4 were not planned for")
 
 
@@ -590,7 +718,9 @@ def test_whatever_is_asked_the_evidence_agrees_with_itself(
 ) -> None:
     seqs, tokens, spec = bounds
     config = config_of(mode, seqs=seqs, tokens=tokens, spec=spec, budget=budget, lora=lora)
-    costs = Costs(pool=MIB, static=9, workspace=100 * MIB, each=2 * MIB, seconds=0.2, slope=slope, once=0.5)
+    costs = Costs(
+        pool=MIB, static=9, workspace=100 * MIB, each=2 * MIB, seconds=0.2, slope=slope, once=0.5
+    )
     seen = Traffic.of(counts, "drawn")
     try:
         proposal = propose(config, seen, TIMES, costs)
@@ -608,7 +738,9 @@ def test_whatever_is_asked_the_evidence_agrees_with_itself(
     assert evidence.bytes <= budget.get("memory", 1 << 60) * (1 + 1e-8)
     assert evidence.seconds <= budget.get("capture_time", 1e9) * (1 + 1e-8)
     assert evidence.uses == () or all(use.share > 0 for use in evidence.uses)
-    assert sum(use.size is not None for use in evidence.uses) == evidence.graphs, "each graph runs something"
+    assert sum(use.size is not None for use in evidence.uses) == evidence.graphs, (
+        "each graph runs something"
+    )
     json.loads(plan.model_dump_json())
 
 

@@ -82,7 +82,9 @@ class Everything:
         return np.asarray(allowed)
 
 
-def brute_force(instance: Instance, costs: GraphCosts | None = None, *, one_list: bool = False) -> Everything:
+def brute_force(
+    instance: Instance, costs: GraphCosts | None = None, *, one_list: bool = False
+) -> Everything:
     """Each size of each lane in or out, whether a batch sits there or not; batches by the words of the design.
 
     ``one_list``: each size in all lanes or in none, and whole requests where a lane is FULL.
@@ -104,9 +106,13 @@ def brute_force(instance: Instance, costs: GraphCosts | None = None, *, one_list
         took = np.full(masks.size, times.of(NONE, batch.num_tokens, batch.num_active_loras))
         open_ = np.ones(masks.size, dtype=bool)
         for lane in instance.lanes:
-            if (lane.uniform and not batch.uniform) or lane.num_active_loras < batch.num_active_loras:
+            if (
+                lane.uniform and not batch.uniform
+            ) or lane.num_active_loras < batch.num_active_loras:
                 continue
-            for size in sorted(size for other, size in keys if other == lane and size >= batch.num_tokens):
+            for size in sorted(
+                size for other, size in keys if other == lane and size >= batch.num_tokens
+            ):
                 hit = open_ & has[lane, size]
                 took[hit] = times.of(lane.mode, size, lane.num_active_loras)
                 open_ &= ~hit
@@ -145,7 +151,9 @@ def instances(draw: st.DrawFn, mode: CUDAGraphMode, cases: tuple[int, ...], most
         st.integers(1, max(most // q, 1)),
         st.sampled_from(cases),
     )
-    mixed = st.builds(lambda n, loras: StepShape(n, 1, False, loras), st.integers(1, most), st.sampled_from(cases))
+    mixed = st.builds(
+        lambda n, loras: StepShape(n, 1, False, loras), st.integers(1, most), st.sampled_from(cases)
+    )
     counts = draw(st.dictionaries(uniform | mixed, st.integers(1, 9), min_size=1, max_size=12))
     points = {
         NONE: draw(curves(draw(st.sampled_from([4, 9, 20])), [0, 0, 0, 1, 3], most)),
@@ -156,7 +164,9 @@ def instances(draw: st.DrawFn, mode: CUDAGraphMode, cases: tuple[int, ...], most
     return Instance(lanes_of(mode, cases), plan, Traffic.of(counts, "drawn"), times)
 
 
-ONE_LANE = st.sampled_from([FULL, PIECEWISE, DECODE_ONLY]).flatmap(lambda mode: instances(mode, (0,), 14))
+ONE_LANE = st.sampled_from([FULL, PIECEWISE, DECODE_ONLY]).flatmap(
+    lambda mode: instances(mode, (0,), 14)
+)
 TWO_LANES = instances(BOTH, (0,), 7) | st.sampled_from([FULL, DECODE_ONLY]).flatmap(
     lambda mode: instances(mode, (0, 2), 7)
 )
@@ -217,12 +227,17 @@ def test_paths_are_the_least_of_all(
 
         before = [0.0] + [math.inf] * number
         for level in range(1, graphs + 1):
-            before = [0.0, *(min(before[i] + step(i, j) for i in range(j)) for j in range(1, number + 1))]
+            before = [
+                0.0,
+                *(min(before[i] + step(i, j) for i in range(j)) for j in range(1, number + 1)),
+            ]
             assert paths.cost[level].tolist() == pytest.approx(before)
             sizes = paths.sizes(level, number)
             assert len(sizes) <= level
             assert sizes == sorted(set(sizes))
-            assert sum(step(i, j) for i, j in pairwise([0, *sizes])) == pytest.approx(before[number])
+            assert sum(step(i, j) for i, j in pairwise([0, *sizes])) == pytest.approx(
+                before[number]
+            )
 
 
 @settings(max_examples=80, deadline=None)
@@ -272,7 +287,9 @@ def test_a_size_on_a_flat_step_stays_where_it_is_the_largest_that_can_be_paid_fo
 def test_a_size_on_a_flat_step_stays_where_larger_batches_are_faster_eagerly() -> None:
     """Eager steps are noisy: 4 tokens take 9, but 5 to 8 tokens with other adapters take 4."""
     counts = {StepShape(4, 4, True, 0): 9, StepShape(8, 8, True, 1): 9}
-    times = StepTimes.measured({(FULL, 0): {1: 5}, (FULL, 1): {1: 5}, (NONE, 0): {1: 9}, (NONE, 1): {1: 4}}, "by hand")
+    times = StepTimes.measured(
+        {(FULL, 0): {1: 5}, (FULL, 1): {1: 5}, (NONE, 0): {1: 9}, (NONE, 1): {1: 4}}, "by hand"
+    )
     lanes = lanes_of(DECODE_ONLY, (1,))
     instance = Instance(lanes, bounds(1, 8, 8), Traffic.of(counts, "by hand"), times)
     assert best_sizes(instance, Limits(2)) == [4]
@@ -341,7 +358,9 @@ def test_four_lanes_are_close_to_the_best(instance: Instance, costs: Costs, limi
 def test_a_lora_case_is_dropped_where_sharing_is_better() -> None:
     """Without adapters a step takes 10, with LoRA kernels 11. One graph serves all; with two, each kind has its own."""
     traffic = Traffic.of({StepShape(8, 8, True, 0): 3, StepShape(8, 8, True, 2): 1}, "by hand")
-    times = StepTimes.measured({(FULL, 0): {1: 10}, (FULL, 3): {1: 11}, (NONE, 0): {1: 50}}, "by hand")
+    times = StepTimes.measured(
+        {(FULL, 0): {1: 10}, (FULL, 3): {1: 11}, (NONE, 0): {1: 50}}, "by hand"
+    )
     instance = Instance(lanes_of(FULL, (0, 3)), bounds(1, 8, 8), traffic, times)
     problem = instance.problem()
     found = [instance.keys(problem, best_plan(problem, Limits(k)).chosen) for k in (1, 2)]
@@ -354,7 +373,9 @@ def test_a_lora_case_is_dropped_where_sharing_is_better() -> None:
 
 @settings(max_examples=80, deadline=None)
 @given(instance=ONE_LANE | TWO_LANES, costs=LINES, limits=BUDGETS)
-def test_budgets_are_exact_where_keys_of_a_mode_cost_the_same(instance: Instance, costs: Costs, limits: Limits) -> None:
+def test_budgets_are_exact_where_keys_of_a_mode_cost_the_same(
+    instance: Instance, costs: Costs, limits: Limits
+) -> None:
     problem, every = instance.problem(costs), brute_force(instance, costs)
     if not problem.demands:
         return
@@ -366,7 +387,9 @@ def test_budgets_are_exact_where_keys_of_a_mode_cost_the_same(instance: Instance
 
 @settings(max_examples=80, deadline=None)
 @given(instance=ONE_LANE | TWO_LANES | FOUR_LANES, costs=SLOPES, limits=BUDGETS)
-def test_budgets_of_unequal_keys_are_within_their_gap(instance: Instance, costs: Costs, limits: Limits) -> None:
+def test_budgets_of_unequal_keys_are_within_their_gap(
+    instance: Instance, costs: Costs, limits: Limits
+) -> None:
     problem, every = instance.problem(costs), brute_force(instance, costs)
     if not problem.demands:
         return
@@ -399,9 +422,12 @@ def test_a_size_on_a_flat_step_stays_where_the_larger_one_costs_more() -> None:
 
 def test_without_effort_the_bound_stays_below() -> None:
     """The best end of the FULL lane, 4, lies between the two that are tried first, 0 and 8."""
-    traffic = Traffic.of({StepShape(4, 4, True): 5, StepShape(8, 8, True): 5, StepShape(8, 2, False): 5}, "by hand")
+    traffic = Traffic.of(
+        {StepShape(4, 4, True): 5, StepShape(8, 8, True): 5, StepShape(8, 2, False): 5}, "by hand"
+    )
     times = StepTimes.measured(
-        {(FULL, 0): {4: 3, 5: 15, 8: 15}, (PIECEWISE, 0): {1: 5, 8: 5}, (NONE, 0): {1: 20}}, "by hand"
+        {(FULL, 0): {4: 3, 5: 15, 8: 15}, (PIECEWISE, 0): {1: 5, 8: 5}, (NONE, 0): {1: 20}},
+        "by hand",
     )
     problem = Instance(lanes_of(BOTH, (0,)), bounds(1, 8, 8), traffic, times).problem()
     lazy, whole = Search(problem, Limits(2), effort=1), Search(problem, Limits(2))
@@ -411,20 +437,28 @@ def test_without_effort_the_bound_stays_below() -> None:
 
 
 @pytest.mark.parametrize("proven", [0.0005, 0.3])
-def test_a_curve_does_not_claim_more_than_it_proves(proven: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_curve_does_not_claim_more_than_it_proves(
+    proven: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Points of a curve are searched to within 0.05%; a single number of graphs is searched to the end."""
     monkeypatch.setattr("cgplan.optimizer.search.CURVE_PROVEN", proven)
     rng = np.random.default_rng(5)
     counts = {StepShape(n, n, True): float(rng.integers(1, 99)) for n in range(1, 41)}
     counts |= {StepShape(n, 1, False): float(rng.integers(1, 99)) for n in range(1, 61)}
-    instance = Instance(lanes_of(BOTH, (0,)), bounds(1, 40, 60), Traffic.of(counts, "random"), StepTimes.default())
+    instance = Instance(
+        lanes_of(BOTH, (0,)), bounds(1, 40, 60), Traffic.of(counts, "random"), StepTimes.default()
+    )
     problem = instance.problem()
     curve = Search(problem, Limits(16), curve=True)
     for graphs in range(1, 17):
         best = best_plan(problem, Limits(graphs))
         assert best.bound == pytest.approx(best.least, rel=1e-8)
         assert curve.bound[graphs] <= best.least * (1 + 1e-9)
-        assert best.least * (1 - 1e-9) <= curve.value[graphs] <= best.least * (1 + proven) / (1 - proven)
+        assert (
+            best.least * (1 - 1e-9)
+            <= curve.value[graphs]
+            <= best.least * (1 + proven) / (1 - proven)
+        )
 
 
 def test_slack_saves_graphs() -> None:
@@ -454,12 +488,16 @@ class Noisy(Costs):
         return self.table[key[1].num_tokens - 1][1]
 
 
-NOISY = st.builds(Noisy, st.lists(st.tuples(st.integers(0, 30), st.floats(0.1, 3)), min_size=14, max_size=14))
+NOISY = st.builds(
+    Noisy, st.lists(st.tuples(st.integers(0, 30), st.floats(0.1, 3)), min_size=14, max_size=14)
+)
 
 
 @settings(max_examples=120, deadline=None)
 @given(instance=ONE_LANE | TWO_LANES, costs=NOISY, limits=BUDGETS)
-def test_bounds_are_true_where_costs_fall_with_the_size(instance: Instance, costs: Noisy, limits: Limits) -> None:
+def test_bounds_are_true_where_costs_fall_with_the_size(
+    instance: Instance, costs: Noisy, limits: Limits
+) -> None:
     problem, every = instance.problem(costs), brute_force(instance, costs)
     if not problem.demands:
         return
@@ -483,7 +521,12 @@ def test_one_list_for_all_lanes_is_exact(instance: Instance, graphs: int) -> Non
     least = problem.eager_total / problem.weight
     for number in range(1, graphs + 1):
         for sizes in combinations(range(stride, most + 1, stride), number):
-            keys = [key_of(lane, n, plan) for lane in served for n in sizes if n <= largest_of(lane, plan)]
+            keys = [
+                key_of(lane, n, plan)
+                for lane in served
+                for n in sizes
+                if n <= largest_of(lane, plan)
+            ]
             if len(keys) <= graphs:
                 least = min(least, Run(keys, instance.traffic, times).expected_us)
     assert found.bound[-1] / problem.weight <= least * (1 + 1e-9)
@@ -516,9 +559,17 @@ class Drawn(GraphCosts):
         how = rng.choice(["grow", "fall", "any"])
         self.bends = () if how == "grow" else range(1, TOP + 1)
         self.workspace_bytes, self.once_seconds = rng.choice([0, 5]), rng.choice([0.0, 0.7])
-        self.pools = {mode: np.cumsum(rng.choices([0, 0, 1, 3], k=TOP + 1)).tolist() for mode in (FULL, PIECEWISE)}
+        self.pools = {
+            mode: np.cumsum(rng.choices([0, 0, 1, 3], k=TOP + 1)).tolist()
+            for mode in (FULL, PIECEWISE)
+        }
         self.static = np.cumsum(rng.choices([0, 0, 1], k=TOP + 1)).tolist()
-        names = [(mode, uniform, case) for mode in (FULL, PIECEWISE) for uniform in (True, False) for case in range(4)]
+        names = [
+            (mode, uniform, case)
+            for mode in (FULL, PIECEWISE)
+            for uniform in (True, False)
+            for case in range(4)
+        ]
         self.each = {name: self._drawn(rng, how) for name in names}
 
     @staticmethod
@@ -526,7 +577,10 @@ class Drawn(GraphCosts):
         least, slope, sizes = rng.randint(0, 12), rng.choice([0, 1, 2]), range(TOP + 1)
         if how == "any":
             return [(rng.randint(0, 20), rng.uniform(0.1, 3)) for _ in sizes]
-        return [(least + slope * n, 0.3 + 0.1 * slope * n) for n in (sizes if how == "grow" else reversed(sizes))]
+        return [
+            (least + slope * n, 0.3 + 0.1 * slope * n)
+            for n in (sizes if how == "grow" else reversed(sizes))
+        ]
 
     def pool_bytes(self, mode: CUDAGraphMode, num_tokens: int) -> int:
         return int(self.pools[mode][num_tokens])
@@ -546,7 +600,9 @@ class Drawn(GraphCosts):
 
 def step_times(rng: random.Random, cases: tuple[int, ...]) -> StepTimes:
     def points(first: list[float], rises: list[int]) -> dict[int, float]:
-        return dict(enumerate(np.cumsum([rng.choice(first), *rng.choices(rises, k=TOP - 1)]).tolist(), 1))
+        return dict(
+            enumerate(np.cumsum([rng.choice(first), *rng.choices(rises, k=TOP - 1)]).tolist(), 1)
+        )
 
     cases = cases if rng.random() < 0.5 else (0,)
     drawn = {NONE: [0, 0, 0, 1, 3], PIECEWISE: [0, 0, 1, 2], FULL: [0, 0, 1, 2, 6]}
@@ -567,9 +623,9 @@ def drawn_traffic(rng: random.Random, q: int, seqs: int, tokens: int, most_loras
         loras = rng.randint(0, most_loras)
         reqs = rng.randint(1, max(1, min(seqs, tokens // q)))
         uniform = StepShape(q * reqs, reqs, True, loras)
-        counts[uniform if rng.choice(kinds) else StepShape(rng.randint(1, tokens), 1, False, loras)] = rng.choice(
-            [1, 9, 40]
-        )
+        counts[
+            uniform if rng.choice(kinds) else StepShape(rng.randint(1, tokens), 1, False, loras)
+        ] = rng.choice([1, 9, 40])
     return Traffic.of(counts, "drawn")
 
 
@@ -578,7 +634,11 @@ def check(seed: int) -> str:
     rng = random.Random(seed)
     one_list, keys = rng.random() < 0.5, MOST + 1
     while not 0 < keys <= MOST:
-        mode, q, lora = rng.choice([FULL, PIECEWISE, DECODE_ONLY, BOTH, BOTH]), rng.choice([1, 2, 3]), rng.choice(LORA)
+        mode, q, lora = (
+            rng.choice([FULL, PIECEWISE, DECODE_ONLY, BOTH, BOTH]),
+            rng.choice([1, 2, 3]),
+            rng.choice(LORA),
+        )
         seqs, tokens = rng.randint(1, 7), rng.randint(q, TOP)
         config = Config.model_validate({
             "compilation": {"cudagraph_mode": mode, "cudagraph_capture_sizes": list(range(q, tokens + 1, q))},
@@ -588,32 +648,54 @@ def check(seed: int) -> str:
         })  # fmt: skip
         base = build_plan(config)
         times = step_times(rng, base.lora_cases)
-        lanes = lanes_of(base.mode, base.lora_cases if one_list else times.told_apart(base.lora_cases))
-        keys = tokens if one_list else sum(largest_of(lane, base) // stride_of(lane, base) for lane in lanes)
+        lanes = lanes_of(
+            base.mode, base.lora_cases if one_list else times.told_apart(base.lora_cases)
+        )
+        keys = (
+            tokens
+            if one_list
+            else sum(largest_of(lane, base) // stride_of(lane, base) for lane in lanes)
+        )
     seen = drawn_traffic(rng, q, seqs, tokens, lora["max_loras"] if lora else 0)
     insurance, costs = rng.choice([0.0, 0.0, 0.1]), Drawn(rng) if rng.random() < 0.7 else None
     budget: dict[str, Any] = {"max_graphs": rng.randint(1, 8)} if rng.random() < 0.5 else {}
     if costs is not None:
         budget |= {"memory": rng.randint(1, 60)} if rng.random() < 0.6 else {}
         budget |= {"capture_time": rng.uniform(0.3, 9)} if rng.random() < 0.6 else {}
-    traffic = Traffic.mixed([(seen, 1 - insurance), (seen.unseen(base), insurance)]) if insurance else seen
+    traffic = (
+        Traffic.mixed([(seen, 1 - insurance), (seen.unseen(base), insurance)])
+        if insurance
+        else seen
+    )
     instance = Instance(lanes, base, traffic, times)
     all_sets = brute_force(instance, costs, one_list=one_list)
-    limits = Limits(budget.get("max_graphs", MOST_GRAPHS), budget.get("memory"), budget.get("capture_time"))
+    limits = Limits(
+        budget.get("max_graphs", MOST_GRAPHS), budget.get("memory"), budget.get("capture_time")
+    )
     paid = all_sets.paid(limits)
     bounded = config.model_copy(update={"budget": BudgetConfig(**budget)})
     try:
         made = propose(bounded, seen, times, costs, insurance=insurance, one_list=one_list)
     except BudgetError:
-        assert all_sets.expected[paid].min() >= all_sets.expected[0] - 1e-9, "graphs that are paid for save time"
+        assert all_sets.expected[paid].min() >= all_sets.expected[0] - 1e-9, (
+            "graphs that are paid for save time"
+        )
         return "refused"
     plan, evidence = made.plan, made.evidence
     least = float(all_sets.expected[paid if budget else all_sets.graphs <= len(plan.keys)].min())
-    mine = float(all_sets.expected[np.all([has == (key in plan.keys) for key, has in all_sets.has.items()], axis=0)][0])
+    mine = float(
+        all_sets.expected[
+            np.all([has == (key in plan.keys) for key, has in all_sets.has.items()], axis=0)
+        ][0]
+    )
     changeable = instance.problem().changeable / traffic.total
     assert len(plan.keys) <= limits.graphs
-    assert not evidence.exact or mine <= least + (1e-6 + 1e-4 * bool(budget)) * changeable + 1e-9, "a false proof"
-    assert not budget or evidence.lower_bound_us <= least * (1 + 1e-9) + 1e-9, "a bound above the optimum"
+    assert not evidence.exact or mine <= least + (1e-6 + 1e-4 * bool(budget)) * changeable + 1e-9, (
+        "a false proof"
+    )
+    assert not budget or evidence.lower_bound_us <= least * (1 + 1e-9) + 1e-9, (
+        "a bound above the optimum"
+    )
     return "exact" if evidence.exact else "inexact"
 
 

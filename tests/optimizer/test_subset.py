@@ -24,14 +24,22 @@ FULL, PIECEWISE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
 
 
 def config_of(most: int | None, sizes: Any = None, mode: str = "FULL", **changes: Any) -> Config:
-    compilation = {"cudagraph_capture_sizes": sizes, "cudagraph_mode": mode, **changes.pop("compilation", {})}
+    compilation = {
+        "cudagraph_capture_sizes": sizes,
+        "cudagraph_mode": mode,
+        **changes.pop("compilation", {}),
+    }
     budget = {} if most is None else {"max_graphs": most}
     return validate_config({"compilation": compilation, "budget": budget, **changes})
 
 
-def kept(most: int, sizes: Any = None, mode: str = "FULL", **changes: Any) -> dict[str, tuple[int, ...]]:
+def kept(
+    most: int, sizes: Any = None, mode: str = "FULL", **changes: Any
+) -> dict[str, tuple[int, ...]]:
     config = config_of(most, sizes, mode, **changes)
-    return {str(lane): found for lane, found in within_count(build_plan(config), config).lanes().items()}
+    return {
+        str(lane): found for lane, found in within_count(build_plan(config), config).lanes().items()
+    }
 
 
 def padding(sizes: Any, stride: int = 1) -> float:
@@ -42,7 +50,13 @@ def padding(sizes: Any, stride: int = 1) -> float:
 
 @pytest.mark.parametrize(
     ("most", "sizes"),
-    [(1, (32,)), (2, (16, 32)), (3, (8, 16, 32)), (5, (2, 4, 8, 16, 32)), (6, (1, 2, 4, 8, 16, 32))],
+    [
+        (1, (32,)),
+        (2, (16, 32)),
+        (3, (8, 16, 32)),
+        (5, (2, 4, 8, 16, 32)),
+        (6, (1, 2, 4, 8, 16, 32)),
+    ],
 )
 def test_the_largest_stays_and_what_pads_least(most: int, sizes: tuple[int, ...]) -> None:
     assert kept(most, [1, 2, 4, 8, 16, 32]) == {"FULL": sizes}
@@ -61,7 +75,10 @@ def test_boxes_that_pad_least_are_kept(most: int) -> None:
     found = {key.box for _, key in within_count(build_plan(config), config).keys}
 
     def elements(chosen: Iterable[tuple[int, ...]]) -> float:
-        held = ([a * b for a, b in chosen if a >= n and b >= m] for n, m in product(range(1, 9), range(1, 7)))
+        held = (
+            [a * b for a, b in chosen if a >= n and b >= m]
+            for n, m in product(range(1, 9), range(1, 7))
+        )
         return sum(min(sizes, default=inf) for sizes in held)
 
     assert len(found) == most
@@ -70,10 +87,14 @@ def test_boxes_that_pad_least_are_kept(most: int) -> None:
 
 def test_boxes_of_all_lanes_are_kept() -> None:
     dims = {"batch": {"max": 8}, "length": {"max": 64}}
-    config = config_of(5, dims=dims, lora={"max_loras": 2}, compilation={"cudagraph_specialize_lora": True})
+    config = config_of(
+        5, dims=dims, lora={"max_loras": 2}, compilation={"cudagraph_specialize_lora": True}
+    )
     found = within_count(build_plan(config), config).keys
     assert sorted(key.num_active_loras for _, key in found) == [0, 0, 3, 3]
-    assert all((8, 64) in {key.box for _, key in found if key.num_active_loras == case} for case in (0, 3))
+    assert all(
+        (8, 64) in {key.box for _, key in found if key.num_active_loras == case} for case in (0, 3)
+    )
 
 
 @settings(deadline=None)
@@ -86,7 +107,9 @@ def test_no_other_choice_pads_less(found: set[int], most: int, stride: int) -> N
     assert plan.max_capture_size == sizes[-1]
     assert len(plan.keys) == min(most, len(sizes))
     others = ({*few, sizes[-1]} for few in combinations(sizes[:-1], len(plan.keys) - 1))
-    assert padding(plan.capture_sizes, stride) == pytest.approx(min(padding(few, stride) for few in others))
+    assert padding(plan.capture_sizes, stride) == pytest.approx(
+        min(padding(few, stride) for few in others)
+    )
 
 
 @settings(deadline=None)
@@ -98,7 +121,10 @@ def test_graphs_are_shared_out_best_between_lanes(found: set[int], most: int, se
     if len(plan.lanes()) < 2 or len(plan.keys) <= most:
         return
     lanes = list(plan.lanes().values())
-    subsets = [[few for number in range(len(sizes)) for few in combinations(sizes[:-1], number)] for sizes in lanes]
+    subsets = [
+        [few for number in range(len(sizes)) for few in combinations(sizes[:-1], number)]
+        for sizes in lanes
+    ]
     best = min(
         padding((*one, lanes[0][-1])) + padding((*two, lanes[1][-1]))
         for one in subsets[0]
@@ -111,13 +137,24 @@ def test_graphs_are_shared_out_best_between_lanes(found: set[int], most: int, se
 
 
 def test_lanes_that_serve_most_batches_stay_where_there_are_fewer_graphs_than_lanes() -> None:
-    asked: dict[str, Any] = {"sizes": [1, 2, 4, 8], "mode": "FULL_AND_PIECEWISE", "lora": {"max_loras": 2}}
+    asked: dict[str, Any] = {
+        "sizes": [1, 2, 4, 8],
+        "mode": "FULL_AND_PIECEWISE",
+        "lora": {"max_loras": 2},
+    }
     assert kept(1, **asked) == {"PIECEWISE, 3 adapters": (8,)}
     assert kept(2, **asked) == {"PIECEWISE, 3 adapters": (8,), "FULL uniform, 3 adapters": (8,)}
     four = kept(4, **asked)
-    assert set(four) == {"PIECEWISE, 3 adapters", "PIECEWISE", "FULL uniform, 3 adapters", "FULL uniform"}
+    assert set(four) == {
+        "PIECEWISE, 3 adapters",
+        "PIECEWISE",
+        "FULL uniform, 3 adapters",
+        "FULL uniform",
+    }
     five = kept(5, **asked)
-    assert {lane: sizes for lane, sizes in five.items() if len(sizes) > 1} == {"FULL uniform, 3 adapters": (4, 8)}
+    assert {lane: sizes for lane, sizes in five.items() if len(sizes) > 1} == {
+        "FULL uniform, 3 adapters": (4, 8)
+    }
 
 
 def test_without_the_largest_sizes_the_rest_is_spread() -> None:
@@ -153,10 +190,16 @@ def test_inspect_names_the_budget_where_it_took_sizes_away(tmp_path: Path) -> No
     (tmp_path / "few.yaml").write_text(yaml.safe_dump({**CONFIG, "budget": {"max_graphs": 2}}))
 
     def origin(*options: str) -> str:
-        result = CliRunner().invoke(app, ["inspect", "--config", str(tmp_path / "few.yaml"), "--all", *options])
+        result = CliRunner().invoke(
+            app, ["inspect", "--config", str(tmp_path / "few.yaml"), "--all", *options]
+        )
         assert result.exit_code == 0, result.output
         words = " ".join(result.stdout.split())
-        return words[words.rindex("compilation.cudagraph_capture_sizes") : words.index("compilation.max_cudagraph")]
+        return words[
+            words.rindex("compilation.cudagraph_capture_sizes") : words.index(
+                "compilation.max_cudagraph"
+            )
+        ]
 
     listed = origin()
     assert "budget.max_graphs" in listed

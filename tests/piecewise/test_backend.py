@@ -61,7 +61,9 @@ def compiled(**given: Any) -> Any:
 
 
 def told(**compilation: Any) -> Any:
-    return compile_piecewise(Model(), {**CONFIG, "compilation": {**CONFIG["compilation"], **compilation}})  # type: ignore[dict-item]
+    return compile_piecewise(
+        Model(), {**CONFIG, "compilation": {**CONFIG["compilation"], **compilation}}
+    )  # type: ignore[dict-item]
 
 
 def entered(*args: Any, **kwargs: Any) -> None:
@@ -70,28 +72,61 @@ def entered(*args: Any, **kwargs: Any) -> None:
 
 
 def wrapped(*args: Any, options: CUDAGraphOptions) -> None:
-    wrapper = CUDAGraphWrapper(lambda x: x + 1, FULL, backend=select_backend("cpu"), options=options)
+    wrapper = CUDAGraphWrapper(
+        lambda x: x + 1, FULL, backend=select_backend("cpu"), options=options
+    )
     with forward_context(FULL, BatchDescriptor(2)):
         wrapper(*args)
 
 
 def captured(block: Callable[[BreakableCUDAGraphCapture], object], pool: Any = None) -> None:
     backend = select_backend("cpu")
-    with backend.session(), BreakableCUDAGraphCapture(backend, backend.new_pool() if pool is None else pool) as capture:
+    with (
+        backend.session(),
+        BreakableCUDAGraphCapture(backend, backend.new_pool() if pool is None else pool) as capture,
+    ):
         block(capture)
 
 
 CASES: dict[str, tuple[Callable[[], object], type[CgplanError], str]] = {
-    "no such section": (lambda: compile_piecewise(Model(), {"compilatoin": {}}), ConfigError, "mean 'compilation'"),
-    "the mode FULL": (lambda: told(cudagraph_mode="FULL"), ConfigError, "but compilation.cudagraph_mode is FULL"),
-    "modules": (lambda: told(splitting_modules=["*"]), ConfigError, "but compilation.splitting_modules is"),
-    "wrappers": (lambda: told(piecewise="wrappers"), ConfigError, "compilation.piecewise is wrappers"),
-    "compiled twice": (lambda: compile_piecewise(compiled(), CONFIG), ModelError, "compile_piecewise before"),
+    "no such section": (
+        lambda: compile_piecewise(Model(), {"compilatoin": {}}),
+        ConfigError,
+        "mean 'compilation'",
+    ),
+    "the mode FULL": (
+        lambda: told(cudagraph_mode="FULL"),
+        ConfigError,
+        "but compilation.cudagraph_mode is FULL",
+    ),
+    "modules": (
+        lambda: told(splitting_modules=["*"]),
+        ConfigError,
+        "but compilation.splitting_modules is",
+    ),
+    "wrappers": (
+        lambda: told(piecewise="wrappers"),
+        ConfigError,
+        "compilation.piecewise is wrappers",
+    ),
+    "compiled twice": (
+        lambda: compile_piecewise(compiled(), CONFIG),
+        ModelError,
+        "compile_piecewise before",
+    ),
     "no input": (lambda: compiled()(), InputError, "'x' is missing"),
     "another type": (lambda: compiled()(x=X.double()), InputError, "dtype torch.float64"),
-    "mode of a plan": (lambda: CUDAGraphWrapper(abs, CUDAGraphMode.FULL_AND_PIECEWISE), CgplanError, "FULL_AND_PIECE"),
+    "mode of a plan": (
+        lambda: CUDAGraphWrapper(abs, CUDAGraphMode.FULL_AND_PIECEWISE),
+        CgplanError,
+        "FULL_AND_PIECE",
+    ),
     "warm-ups": (lambda: CUDAGraphOptions(num_of_warmups=-1), ConfigError, "num_of_warmups is -1"),
-    "no such position": (lambda: wrapped(X, options=CUDAGraphOptions(copied_arguments=(3,))), CaptureError, "one of 1"),
+    "no such position": (
+        lambda: wrapped(X, options=CUDAGraphOptions(copied_arguments=(3,))),
+        CaptureError,
+        "one of 1",
+    ),
     "a number copied": (
         lambda: wrapped(7, options=CUDAGraphOptions(copied_arguments=(0,))),
         CaptureError,
@@ -128,7 +163,12 @@ def open_runner(model: Callable[..., Any], **compilation: Any) -> GraphRunner:
 
 
 def test_options_of_torch_compile_are_fields_of_the_configuration() -> None:
-    options = {"splitting_ops": ["aten::softmax"], "address_check": "always", "compiler": "eager", "debug": False}
+    options = {
+        "splitting_ops": ["aten::softmax"],
+        "address_check": "always",
+        "compiler": "eager",
+        "debug": False,
+    }
     split = torch.compile(Model(), backend="cgplan", options=options)
     with torch.no_grad():
         split(X)
@@ -145,7 +185,10 @@ def test_options_of_torch_compile_are_fields_of_the_configuration() -> None:
         ({"options": {"splitting_opss": []}}, "did you mean 'splitting_ops'"),
         ({"options": {"splitting_ops": 3}}, "compilation.splitting_ops"),
         ({"options": {"splitting_ops": ["aten::nothing"]}}, "'aten::nothing' does not exist"),
-        ({"options": {"cudagraph_capture_sizes": [1]}}, "cudagraph_capture_sizes says which graphs"),
+        (
+            {"options": {"cudagraph_capture_sizes": [1]}},
+            "cudagraph_capture_sizes says which graphs",
+        ),
         ({"mode": "reduce-overhead"}, "has no mode, found 'reduce-overhead'"),
     ],
 )
@@ -170,7 +213,9 @@ def test_an_operator_behind_a_graph_break_points_to_the_break() -> None:
         torch.compile(BreaksGraph(), backend="cgplan", options=options)(X)
     assert "fullgraph=True" in caught.value.remedy
     with pytest.raises(ConfigError) as caught:  # it is another matter there
-        torch.compile(BreaksGraph(), backend="cgplan", options={"splitting_ops": ["aten::sotfmax"]})(X)
+        torch.compile(
+            BreaksGraph(), backend="cgplan", options={"splitting_ops": ["aten::sotfmax"]}
+        )(X)
     assert "fullgraph" not in caught.value.remedy
 
 
@@ -187,7 +232,9 @@ def test_a_model_under_torch_compile_is_split_as_the_model_that_it_holds() -> No
 
 
 @pytest.mark.parametrize("by", ["torch.compile", "compile_piecewise"])
-def test_a_model_that_is_split_already_is_captured_as_wrappers(backend: GraphBackend, by: str) -> None:
+def test_a_model_that_is_split_already_is_captured_as_wrappers(
+    backend: GraphBackend, by: str
+) -> None:
     """Its wrappers have a backend of their own, and capture on the session's. For torch.compile a row more or less may
     be a reason to compile anew, with wrappers that have captured nothing: then only what is captured is run.
     """
@@ -195,12 +242,21 @@ def test_a_model_that_is_split_already_is_captured_as_wrappers(backend: GraphBac
     model = Model().eval()
     split: Any = compile_piecewise(model, {**CONFIG, "device": backend.device.type})
     if by == "torch.compile":
-        split = torch.compile(model, backend=cgplan_backend, options={"splitting_ops": ["aten::softmax"]}, dynamic=True)
+        split = torch.compile(
+            model,
+            backend=cgplan_backend,
+            options={"splitting_ops": ["aten::softmax"]},
+            dynamic=True,
+        )
     for _ in range(2):  # a second session has another backend again
         runner = cgplan.capture(
             split,
             CONFIG["inputs"],  # type: ignore[arg-type]
-            compilation={**CONFIG["compilation"], "piecewise": "wrappers", "cudagraph_capture_sizes": sizes},  # type: ignore[dict-item]
+            compilation={
+                **CONFIG["compilation"],
+                "piecewise": "wrappers",
+                "cudagraph_capture_sizes": sizes,
+            },  # type: ignore[dict-item]
             device=backend.device.type,
         )
         assert runner.report.records[0].graphs == 2
@@ -213,7 +269,9 @@ def test_a_model_that_is_split_already_is_captured_as_wrappers(backend: GraphBac
 def open_compiled(backend: GraphBackend, sizes: list[int], *, mark: bool = False) -> GraphRunner:
     """A model under torch.compile, which may trace it anew for another size."""
     model = Model().eval().to(backend.device)
-    compiled: Any = torch.compile(model, backend=cgplan_backend, options={"splitting_ops": ["aten::softmax"]})
+    compiled: Any = torch.compile(
+        model, backend=cgplan_backend, options={"splitting_ops": ["aten::softmax"]}
+    )
 
     def marked(x: Tensor) -> Tensor:
         torch._dynamo.maybe_mark_dynamic(x, 0)
@@ -222,7 +280,11 @@ def open_compiled(backend: GraphBackend, sizes: list[int], *, mark: bool = False
     return cgplan.capture(
         marked if mark else compiled,
         CONFIG["inputs"],  # type: ignore[arg-type]
-        compilation={**CONFIG["compilation"], "piecewise": "wrappers", "cudagraph_capture_sizes": sizes},  # type: ignore[dict-item]
+        compilation={
+            **CONFIG["compilation"],
+            "piecewise": "wrappers",
+            "cudagraph_capture_sizes": sizes,
+        },  # type: ignore[dict-item]
         device=backend.device.type,
     )
 
@@ -241,7 +303,9 @@ def test_a_model_that_torch_compile_traced_anew_says_so(backend: GraphBackend) -
     x = torch.randn(8, 3, device=backend.device)
     assert torch.equal(runner(x=x), runner.run_eagerly(x=x))
     runner(x=torch.randn(16, 3, device=backend.device))
-    with pytest.raises(SealedError, match=r"answers num_tokens=8 by a trace that has captured no") as caught:
+    with pytest.raises(
+        SealedError, match=r"answers num_tokens=8 by a trace that has captured no"
+    ) as caught:
         runner(x=x)
     assert "Capture the model itself" in caught.value.remedy
     runner.close()
@@ -279,11 +343,17 @@ class Breaks(nn.Module):
         ({"piecewise": "modules"}, "modules"),
     ],
 )
-def test_functions_that_break_choose_the_route(backend: GraphBackend, compilation: dict[str, Any], route: str) -> None:
+def test_functions_that_break_choose_the_route(
+    backend: GraphBackend, compilation: dict[str, Any], route: str
+) -> None:
     runner = cgplan.capture(
         Breaks().eval(),
         CONFIG["inputs"],  # type: ignore[arg-type]
-        compilation={"cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": [2, 4], **compilation},
+        compilation={
+            "cudagraph_mode": "PIECEWISE",
+            "cudagraph_capture_sizes": [2, 4],
+            **compilation,
+        },
         device=backend.device.type,
     )
     split = runner.report.split
@@ -337,7 +407,9 @@ class Idle(nn.Module):
         ({"splitting_ops": ["aten::relu"]}, None),
     ],
 )
-def test_a_split_that_leaves_nothing_eager_is_warned_of(compilation: dict[str, Any], warned: str | None) -> None:
+def test_a_split_that_leaves_nothing_eager_is_warned_of(
+    compilation: dict[str, Any], warned: str | None
+) -> None:
     warnings = open_runner(Idle().eval(), cudagraph_mode="PIECEWISE", **compilation).report.warnings
     assert len(warnings) == (warned is not None)
     assert warned is None or warned in warnings[0]
@@ -350,14 +422,20 @@ class ReadsContext(Model):
 
 
 def test_reading_the_context_in_traced_code_names_the_users_line() -> None:
-    with pytest.raises(CgplanError, match=r"no forward context is set, at .*test_backend\.py:\d+: .*# this line"):
+    with pytest.raises(
+        CgplanError, match=r"no forward context is set, at .*test_backend\.py:\d+: .*# this line"
+    ):
         ReadsContext()(X)
-    with pytest.raises(CaptureError, match=r"in code that is traced, at .*test_backend\.py:\d+: .*# this line"):
+    with pytest.raises(
+        CaptureError, match=r"in code that is traced, at .*test_backend\.py:\d+: .*# this line"
+    ):
         open_runner(ReadsContext(), **CONFIG["compilation"])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("breaks", [False, True])
-def test_metadata_that_a_segment_reads_is_checked_outside_of_runners_too(backend: GraphBackend, breaks: bool) -> None:
+def test_metadata_that_a_segment_reads_is_checked_outside_of_runners_too(
+    backend: GraphBackend, breaks: bool
+) -> None:
     """And what only eager pieces read may lie elsewhere on each call."""
 
     @eager_break_during_capture
@@ -370,7 +448,10 @@ def test_metadata_that_a_segment_reads_is_checked_outside_of_runners_too(backend
 
     kind: Any = BreakableCUDAGraphWrapper if breaks else CUDAGraphWrapper
     wrapper = kind(segment, PIECEWISE, backend=backend)
-    x, scale = torch.randn(2, 3, device=backend.device), torch.full((3,), 2.0, device=backend.device)
+    x, scale = (
+        torch.randn(2, 3, device=backend.device),
+        torch.full((3,), 2.0, device=backend.device),
+    )
 
     def call(scale: Tensor) -> Tensor:
         metadata = {"scale": scale, "eager": torch.ones(3, device=backend.device)}
@@ -381,6 +462,8 @@ def test_metadata_that_a_segment_reads_is_checked_outside_of_runners_too(backend
         assert torch.equal(call(scale), x * 2 + 1)
     wrapper.reset()
     call(scale)
-    with pytest.raises(cgplan.AddressError, match=r"1 changed, 0 missing, 0 added\n  changed  metadata\.scale"):
+    with pytest.raises(
+        cgplan.AddressError, match=r"1 changed, 0 missing, 0 added\n  changed  metadata\.scale"
+    ):
         call(scale.clone())
     assert torch.equal(call(scale), x * 2 + 1)

@@ -33,9 +33,15 @@ def broken(model: nn.Module, backend: GraphBackend, *patterns: str) -> functools
 def test_breaks_at_modules_are_there_in_a_capture_alone(backend: GraphBackend) -> None:
     model = Broken().to(backend.device).eval()
     x = randn(backend, 4, 6)
-    made, y = capture(backend, functools.partial(broken(model, backend, "layers.*.mix", "layers.1.*"), x))
+    made, y = capture(
+        backend, functools.partial(broken(model, backend, "layers.*.mix", "layers.1.*"), x)
+    )
     assert kinds(made) == "eSee"
-    assert [piece.name for piece in made.eager_pieces] == ["layers.0.mix", "layers.1.mix", "layers.1.out"]
+    assert [piece.name for piece in made.eager_pieces] == [
+        "layers.0.mix",
+        "layers.1.mix",
+        "layers.1.out",
+    ]
     x.add_(1)
     made.replay()
     with torch.no_grad():
@@ -65,11 +71,15 @@ def test_a_forward_that_the_user_replaced_comes_back(backend: GraphBackend) -> N
 def test_a_forward_that_fails_leaves_no_breaks(backend: GraphBackend) -> None:
     model = Broken().to(backend.device).eval()
     with pytest.raises(RuntimeError):
-        capture(backend, functools.partial(broken(model, backend, "layers.*.mix"), randn(backend, 4, 5)))
+        capture(
+            backend, functools.partial(broken(model, backend, "layers.*.mix"), randn(backend, 4, 5))
+        )
     assert all("forward" not in vars(module) for module in model.modules())
 
 
-def by_modules(model: nn.Module, backend: GraphBackend, *patterns: str, sizes: Any = (2,)) -> GraphRunner:
+def by_modules(
+    model: nn.Module, backend: GraphBackend, *patterns: str, sizes: Any = (2,)
+) -> GraphRunner:
     return cgplan.capture(
         model,
         {

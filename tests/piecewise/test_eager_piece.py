@@ -52,15 +52,29 @@ ROWS = 4
         (lambda x: [x * 2, 3], lambda x: [x * 2, 4], "returned 4 on replay; at capture it was 3"),
         (3, 3.0, "returned 3.0 on replay"),
         (None, lambda x: x * 2, "tensor"),
-        (lambda x: [y := x * 2, y], lambda x: [x * 2, x * 3], "does not share memory with other results as it did"),
+        (
+            lambda x: [y := x * 2, y],
+            lambda x: [x * 2, x * 3],
+            "does not share memory with other results as it did",
+        ),
         (lambda x: [y := x * 2, y[1:]], lambda x: [y := x * 2, y[:1]], "does not share memory"),
-        (lambda x: [y := x[:, 1:] * 2, y], lambda x: [y := x[:, 1:] * 2, y.t()], "does not share memory"),
+        (
+            lambda x: [y := x[:, 1:] * 2, y],
+            lambda x: [y := x[:, 1:] * 2, y.t()],
+            "does not share memory",
+        ),
     ],
 )
-def test_a_result_that_changes_is_refused(backend: GraphBackend, first: Any, later: Any, said: str) -> None:
+def test_a_result_that_changes_is_refused(
+    backend: GraphBackend, first: Any, later: Any, said: str
+) -> None:
     x, piece = randn(backend, 2, 3), Changing()
     piece.result = first
-    with backend.session(), torch.no_grad(), BreakableCUDAGraphCapture(backend, backend.new_pool()) as made:
+    with (
+        backend.session(),
+        torch.no_grad(),
+        BreakableCUDAGraphCapture(backend, backend.new_pool()) as made,
+    ):
         made.add_eager(piece, x * 2)
         y = x + 1
     made.replay()
@@ -80,7 +94,11 @@ def test_results_that_share_memory_may_lie_elsewhere_together(backend: GraphBack
         return whole[:2], whole[1:2].t(), whole[:0] if skipped else whole.new_empty(0, 3)
 
     x, skipped = randn(backend, 2, 3), 0
-    with backend.session(), torch.no_grad(), BreakableCUDAGraphCapture(backend, backend.new_pool()) as made:
+    with (
+        backend.session(),
+        torch.no_grad(),
+        BreakableCUDAGraphCapture(backend, backend.new_pool()) as made,
+    ):
         rows, column, nothing = made.add_eager(piece, x * 3)
         found = rows + 1, column + 1, nothing + 1
     for skipped in (1, 2):
@@ -126,18 +144,26 @@ def test_a_result_that_is_no_longer_expanded_is_refused(backend: GraphBackend) -
         made.replay()
 
 
-def test_several_results_are_copied_in_one_call(backend: GraphBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_results_are_copied_in_one_call(
+    backend: GraphBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each copy is a launch; results of other dtypes, with gradients, or of no rows among them."""
     weight, calls = nn.Parameter(torch.ones(3, device=backend.device)), list[int]()
     together = torch._foreach_copy_
-    monkeypatch.setattr(torch, "_foreach_copy_", lambda to, found: (calls.append(len(to)), together(to, found)))
+    monkeypatch.setattr(
+        torch, "_foreach_copy_", lambda to, found: (calls.append(len(to)), together(to, found))
+    )
 
     def piece(x: Tensor) -> Any:
         with torch.enable_grad():
             return x * 2, (x + 1).double(), x * weight, x[:0] * 2, x.t() * 3
 
     x = randn(backend, 2, 3)
-    with backend.session(), torch.no_grad(), BreakableCUDAGraphCapture(backend, backend.new_pool()) as made:
+    with (
+        backend.session(),
+        torch.no_grad(),
+        BreakableCUDAGraphCapture(backend, backend.new_pool()) as made,
+    ):
         found = [result + 1 for result in made.add_eager(piece, x * 2)]
     x.add_(1)
     with torch.enable_grad():
@@ -150,7 +176,11 @@ def test_several_results_are_copied_in_one_call(backend: GraphBackend, monkeypat
 def test_results_that_are_not_tensors_may_be_equal_objects(backend: GraphBackend) -> None:
     x, piece = randn(backend, 2, 3), Changing()
     piece.result = lambda x: ["text" + str(len(x)), (1, 2), {"k": slice(len(x))}, x * 2]
-    with backend.session(), torch.no_grad(), BreakableCUDAGraphCapture(backend, backend.new_pool()) as made:
+    with (
+        backend.session(),
+        torch.no_grad(),
+        BreakableCUDAGraphCapture(backend, backend.new_pool()) as made,
+    ):
         y = made.add_eager(piece, x + 1)[-1] + 1
     x.add_(1)
     made.replay()
@@ -179,7 +209,9 @@ def test_a_piece_that_puts_values_into_what_it_was_given(
         piece(h, {"list": [h if captured else "first", "second"], "tuple": ({"old"},)})
         return h + 1
 
-    with pytest.raises(CaptureError, match=f"eager piece {function.__name__} puts values into a list") as caught:
+    with pytest.raises(
+        CaptureError, match=f"eager piece {function.__name__} puts values into a list"
+    ) as caught:
         capture(backend, forward)
     assert f"{__file__}:" in caught.value.message
     assert "Return the values" in caught.value.remedy
@@ -194,7 +226,9 @@ def test_a_piece_may_take_values_out_of_what_it_was_given(backend: GraphBackend)
         del given[1]
         return h * more.pop("factor") + given[0]
 
-    made, y = capture(backend, lambda: consume(x * 2, [x + 1, x + 2, 3], {"factor": 2, "rest": x + 3}) * 2)
+    made, y = capture(
+        backend, lambda: consume(x * 2, [x + 1, x + 2, 3], {"factor": 2, "rest": x + 3}) * 2
+    )
     x.add_(1)
     made.replay()
     same(y, (x * 4 + x + 1) * 2)
@@ -215,7 +249,9 @@ class Stateful(nn.Module):
         """Of the kind that ``way`` names."""
         if self.way == "made anew":  # state before it ran, but not what it returns
             self.attribute = self.attribute + 1
-        return {"buffer": self.inner.buffer, "view": self.inner.buffer[1:]}.get(self.way, self.attribute)
+        return {"buffer": self.inner.buffer, "view": self.inner.buffer[1:]}.get(
+            self.way, self.attribute
+        )
 
     @eager_break_during_capture
     def delayed(self, x: Tensor) -> Tensor:
@@ -242,7 +278,9 @@ def test_state_that_a_piece_hands_out(backend: GraphBackend, way: str) -> None:
         for seed in range(3):
             x.copy_(randn(backend, 2, 3, seed=seed))
             made.replay()
-            if way == "made anew":  # the segment writes to the slot, and the next replay does not see it
+            if (
+                way == "made anew"
+            ):  # the segment writes to the slot, and the next replay does not see it
                 continue
             same(output, other(x))
             same((model.inner.buffer, model.attribute), (other.inner.buffer, other.attribute))
@@ -252,7 +290,9 @@ def test_state_that_moved_is_refused(backend: GraphBackend) -> None:
     model, x = Stateful("buffer").to(backend.device), randn(backend, 2, 3)
     made, _ = capture(backend, lambda: model(x))
     model.inner.buffer = model.inner.buffer.clone()
-    with pytest.raises(CaptureError, match="at capture it was its own argument's memory, or a module's"):
+    with pytest.raises(
+        CaptureError, match="at capture it was its own argument's memory, or a module's"
+    ):
         made.replay()
 
 
@@ -290,7 +330,11 @@ class ReadsKept(nn.Module):
 def test_segments_read_state_that_a_piece_binds(backend: GraphBackend, way: str) -> None:
     model, other = ReadsKept(way).to(backend.device), ReadsKept(way).to(backend.device)
     with (
-        closing(open_runner(backend, model, width=4, splitting_modules=["s"], cudagraph_capture_sizes=[4])) as runner,
+        closing(
+            open_runner(
+                backend, model, width=4, splitting_modules=["s"], cudagraph_capture_sizes=[4]
+            )
+        ) as runner,
         torch.no_grad(),
     ):
         assert runner.report.records[0].eager_pieces == 1
@@ -314,7 +358,9 @@ class Leaves:
 
 @pytest.mark.parametrize("read", ["whole", "view", "write", "returned too"])
 @pytest.mark.parametrize("inference", [False, True])
-def test_segments_must_not_read_what_a_piece_made_aside(backend: GraphBackend, read: str, inference: bool) -> None:
+def test_segments_must_not_read_what_a_piece_made_aside(
+    backend: GraphBackend, read: str, inference: bool
+) -> None:
     piece, x = Leaves(), randn(backend, 2, 3)
     returning = eager_break_during_capture(lambda h: setattr(piece, "kept", h * 3) or piece.kept)
 
@@ -341,7 +387,9 @@ def test_segments_must_not_read_what_a_piece_made_aside(backend: GraphBackend, r
     assert not wrapper.entries
 
 
-@torch.library.custom_op("eager_piece_tests::unsafe", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+@torch.library.custom_op(
+    "eager_piece_tests::unsafe", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,)
+)
 def unsafe(x: Tensor) -> Tensor:
     return x + 1
 
@@ -397,7 +445,11 @@ def test_results_that_a_graph_cannot_read_are_refused(backend: GraphBackend) -> 
 def test_an_error_of_a_piece_on_replay_passes(backend: GraphBackend) -> None:
     x, piece = randn(backend, 2, 3), Changing()
     piece.result = lambda h: h * 2
-    with backend.session(), torch.no_grad(), BreakableCUDAGraphCapture(backend, backend.new_pool()) as made:
+    with (
+        backend.session(),
+        torch.no_grad(),
+        BreakableCUDAGraphCapture(backend, backend.new_pool()) as made,
+    ):
         y = made.add_eager(piece, x * 2) + 1
     piece.result = explode
     with forward_context(PIECEWISE, BatchDescriptor(2)) as context:
@@ -436,7 +488,9 @@ def returning_two(q: Tensor) -> tuple[Tensor, Tensor]:
 class Attend(nn.Module):
     """Two linear maps, and between them what changes its argument."""
 
-    def __init__(self, backend: GraphBackend, function: Callable[..., Any], first: bool = False) -> None:
+    def __init__(
+        self, backend: GraphBackend, function: Callable[..., Any], first: bool = False
+    ) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(4, 4), nn.Linear(4, 4)
         self.attend, self.first = cgplan.eager_break_during_capture(function), first
@@ -473,5 +527,8 @@ def test_an_eager_piece_that_gives_its_argument_other_memory_is_refused(
 ) -> None:
     """Segments that read the argument afterwards would read what the capture left there."""
     model = Attend(backend, setting_memory)
-    with pytest.raises(CaptureError, match=r"eager piece setting_memory .* gives a tensor other memory .*: `found = "):
+    with pytest.raises(
+        CaptureError,
+        match=r"eager piece setting_memory .* gives a tensor other memory .*: `found = ",
+    ):
         open_runner(backend, model, width=4)

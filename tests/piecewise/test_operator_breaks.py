@@ -45,12 +45,16 @@ _LIBRARY.impl("halves", _halves, "CompositeExplicitAutograd")
 _LIBRARY.impl("explode", _explode, "CompositeExplicitAutograd")
 
 
-def broken(backend: GraphBackend, model: Callable[..., Any], *ops: str, **compilation: Any) -> GraphRunner:
+def broken(
+    backend: GraphBackend, model: Callable[..., Any], *ops: str, **compilation: Any
+) -> GraphRunner:
     sizes = {"cudagraph_capture_sizes": [4], **compilation}
     return open_runner(backend, model, piecewise="modules", splitting_ops=list(ops), **sizes)
 
 
-def check(backend: GraphBackend, runner: GraphRunner, model: Callable[..., Tensor], rows: int = 4) -> None:
+def check(
+    backend: GraphBackend, runner: GraphRunner, model: Callable[..., Tensor], rows: int = 4
+) -> None:
     for seed in range(3):
         x = randn(backend, rows, 8, seed=seed)
         with torch.no_grad():
@@ -84,7 +88,9 @@ def test_attention_alone_is_eager(backend: GraphBackend, kind: str) -> None:
         assert split is not None
         assert (split.route, split.eager) == ("modules", {ATTENTION: 3})
         assert split.captured["aten::addmm"] == 3, "the projections are in graphs"
-        assert {(record.graphs, record.eager_pieces) for record in runner.report.records} == {(4, 3)}
+        assert {(record.graphs, record.eager_pieces) for record in runner.report.records} == {
+            (4, 3)
+        }
         check(backend, runner, model)
         check(backend, runner, model, rows=1)
 
@@ -114,7 +120,9 @@ def test_operators_that_other_functions_call(backend: GraphBackend) -> None:
 
 def test_operators_beside_modules_and_functions(backend: GraphBackend) -> None:
     """What an eager piece calls stays in it, and a piece between two operators leaves no mode behind."""
-    model = nn.Sequential(nn.Linear(8, 8), nn.Softmax(-1), nn.Linear(8, 8)).to(backend.device).eval()
+    model = (
+        nn.Sequential(nn.Linear(8, 8), nn.Softmax(-1), nn.Linear(8, 8)).to(backend.device).eval()
+    )
 
     @eager_break_during_capture
     def halved(x: Tensor) -> Tensor:
@@ -179,21 +187,32 @@ def viewed(x: Tensor) -> Tensor:
         (viewed, "aten::transpose_", 1),
     ],
 )
-def test_writes_views_and_tuples(backend: GraphBackend, model: Callable[..., Tensor], op: str, count: int) -> None:
+def test_writes_views_and_tuples(
+    backend: GraphBackend, model: Callable[..., Tensor], op: str, count: int
+) -> None:
     with closing(broken(backend, model, op)) as runner:
         assert [record.eager_pieces for record in runner.report.records] == [count]
         check(backend, runner, model)
 
 
 def test_numbers_of_the_capture_are_pointed_out(backend: GraphBackend) -> None:
-    with closing(broken(backend, lambda x: x.softmax(-1) + x.relu(), "aten::softmax", "aten::relu")) as runner:
-        assert runner.report.warnings == ("numbers that are arguments of aten::softmax stay those of the capture",)
+    with closing(
+        broken(backend, lambda x: x.softmax(-1) + x.relu(), "aten::softmax", "aten::relu")
+    ) as runner:
+        assert runner.report.warnings == (
+            "numbers that are arguments of aten::softmax stay those of the capture",
+        )
 
 
 @pytest.mark.parametrize(
     ("wanted", "said", "near", "policies"),
     [
-        ("aten::topk", "does not occur in the model", "aten::tanh", ["eager"]),  # otherwise the first batch finds it
+        (
+            "aten::topk",
+            "does not occur in the model",
+            "aten::tanh",
+            ["eager"],
+        ),  # otherwise the first batch finds it
         ("aten::scaled_dot_product_atention", "does not exist", ATTENTION, ["eager", "lazy"]),
     ],
 )
@@ -227,14 +246,20 @@ def test_decoders_of_transformers(backend: GraphBackend, kind: str) -> None:
         "OPT": {"hidden_size": 16, "ffn_dim": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "vocab_size": 32,
                 "max_position_embeddings": 32, "word_embed_proj_dim": 16},
     }[kind]  # fmt: skip
-    config = getattr(transformers, f"{kind}Config")(**sizes, attn_implementation="sdpa", use_cache=False)
+    config = getattr(transformers, f"{kind}Config")(
+        **sizes, attn_implementation="sdpa", use_cache=False
+    )
     torch.manual_seed(0)
     decoder = getattr(transformers, f"{kind}Model")(config).to(backend.device).eval()
 
     def model(x: Tensor) -> Tensor:
-        mask = torch.zeros(x.shape[0], 1, 8, 8, device=x.device)  # a mask of ours: no question on the host
+        mask = torch.zeros(
+            x.shape[0], 1, 8, 8, device=x.device
+        )  # a mask of ours: no question on the host
         places = torch.arange(8, device=x.device).expand(x.shape[0], 8)
-        out = decoder(inputs_embeds=x.unflatten(1, (8, 16)), attention_mask=mask, position_ids=places)
+        out = decoder(
+            inputs_embeds=x.unflatten(1, (8, 16)), attention_mask=mask, position_ids=places
+        )
         return out.last_hidden_state  # type: ignore[no-any-return]
 
     with closing(broken(backend, model, ATTENTION, width=128)) as runner:

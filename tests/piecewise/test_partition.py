@@ -33,7 +33,11 @@ def _fresh_dynamo() -> None:
 
 
 def replay_random_batches(
-    backend: GraphBackend, mode: str, batches: int = 20, close: dict[str, float] | None = None, **compilation: Any
+    backend: GraphBackend,
+    mode: str,
+    batches: int = 20,
+    close: dict[str, float] | None = None,
+    **compilation: Any,
 ) -> GraphRunner:
     """Capture the decoder and compare replays with its own code on the same padded batch, bit for bit or as close."""
     tolerance = close or {"rtol": 0, "atol": 0}
@@ -41,24 +45,37 @@ def replay_random_batches(
     rows, reqs = "num_tokens", "num_reqs"
     config = validate_config(
         {
-            "inputs": {name: Input(shape=(rows,), dtype="int64", pad=0) for name in ("input_ids", "positions")},
+            "inputs": {
+                name: Input(shape=(rows,), dtype="int64", pad=0)
+                for name in ("input_ids", "positions")
+            },
             "metadata": {
                 "slot_mapping": Input(shape=(rows,), dtype="int64", pad=-1),
                 "block_tables": Input(shape=(reqs, 4), dtype="int32", pad=0),
                 "seq_lens": Input(shape=(reqs,), dtype="int32", pad=0),
                 "query_start_loc": Input(shape=("num_reqs + 1",), dtype="int32", pad="last"),
             },
-            "compilation": {"cudagraph_mode": mode, "cudagraph_capture_sizes": [1, 4, 8, 16], **compilation},
+            "compilation": {
+                "cudagraph_mode": mode,
+                "cudagraph_capture_sizes": [1, 4, 8, 16],
+                **compilation,
+            },
             "scheduler": {"max_num_seqs": 8, "max_num_batched_tokens": 32},
         }
     )
     runner = CaptureSession(build_plan(config), model, backend, config).run()
-    caches = [cache for layer in model.layers for cache in (layer.self_attn.key_cache, layer.self_attn.value_cache)]
+    caches = [
+        cache
+        for layer in model.layers
+        for cache in (layer.self_attn.key_cache, layer.self_attn.value_cache)
+    ]
     choose = random.Random(mode)
     for seed in range(batches):
         decode = choose.random() < 0.5
         queries = [1 if decode else choose.randint(1, 5) for _ in range(choose.randint(1, 6))]
-        batch = decoder.example_batch(model, [choose.randint(0, 40) for _ in queries], queries, max_blocks=4, seed=seed)
+        batch = decoder.example_batch(
+            model, [choose.randint(0, 40) for _ in queries], queries, max_blocks=4, seed=seed
+        )
         tensors = {"input_ids": batch.input_ids, "positions": batch.positions, **batch.metadata}
         before = [cache.clone() for cache in caches]
         found = runner(**tensors).clone()
@@ -66,7 +83,9 @@ def replay_random_batches(
         for cache, old in zip(caches, before, strict=True):
             cache.copy_(old)
         torch.testing.assert_close(found, runner.run_eagerly(**tensors), **tolerance)
-        for cache, new in zip(caches, after, strict=True):  # the last block takes what padding rows write
+        for cache, new in zip(
+            caches, after, strict=True
+        ):  # the last block takes what padding rows write
             torch.testing.assert_close(new[:-1], cache[:-1], **tolerance)
     assert bool(runner.stats.replays) == (mode != "NONE")
     return runner
@@ -90,7 +109,9 @@ def test_inductor_compiles_each_segment_once_for_all_sizes(mode: str, partition:
         x = torch.randn(rows, 8, generator=generator).to(backend.device)
         torch.testing.assert_close(runner(x=x), model(x), atol=1e-5, rtol=1e-4)
     assert not runner.stats.eager
-    if mode == "PIECEWISE" and not partition:  # inductor decomposes attention over heads of this size
+    if (
+        mode == "PIECEWISE" and not partition
+    ):  # inductor decomposes attention over heads of this size
         assert {r.graphs for r in runner.report.records} == {5}
 
 
@@ -101,7 +122,11 @@ def test_the_decoder_under_inductor(mode: str, partition: bool) -> None:
     """Attention writes into a buffer that inductor allocates, and into the cache."""
     close = {"rtol": 1e-3, "atol": 1e-4}
     replay_random_batches(
-        select_backend("cuda"), mode, close=close, compiler="inductor", use_inductor_graph_partition=partition
+        select_backend("cuda"),
+        mode,
+        close=close,
+        compiler="inductor",
+        use_inductor_graph_partition=partition,
     )
 
 
@@ -117,7 +142,10 @@ def test_an_operator_of_several_results_between_partitions() -> None:
         def forward(self, x: Tensor) -> Tensor:
             for layer in self.layers:
                 q, k, v = layer(x).to(torch.bfloat16).view(-1, 3, 2, 16, 64).unbind(1)
-                x = x + F.scaled_dot_product_attention(q, k, v).float().mean(dim=(1, 2))[:, :8].tanh()
+                x = (
+                    x
+                    + F.scaled_dot_product_attention(q, k, v).float().mean(dim=(1, 2))[:, :8].tanh()
+                )
             return x
 
     backend = select_backend("cuda")
@@ -141,7 +169,9 @@ def test_a_partition_without_inductor_is_refused() -> None:
     ("mode", "modules"),
     [("PIECEWISE", []), ("FULL_AND_PIECEWISE", ["layers.*.self_attn"])],
 )
-def test_the_decoder_by_operators_and_by_modules(backend: GraphBackend, mode: str, modules: list[str]) -> None:
+def test_the_decoder_by_operators_and_by_modules(
+    backend: GraphBackend, mode: str, modules: list[str]
+) -> None:
     replay_random_batches(backend, mode, splitting_modules=modules)
 
 
@@ -176,7 +206,9 @@ def test_a_segment_is_handed_its_inputs_in_the_layout_that_it_was_compiled_for(
         return run
 
     monkeypatch.setattr(torch._inductor, "standalone_compile", compile_nothing)
-    splitter = PiecewiseBackend(CompilationConfig(splitting_ops=["tests_partition::turned"]), select_backend("cpu"))
+    splitter = PiecewiseBackend(
+        CompilationConfig(splitting_ops=["tests_partition::turned"]), select_backend("cpu")
+    )
     splitter.compiler = "inductor"  # which the tape cannot record
     model, x = Turns(), torch.randn(3, 8)
     torch.testing.assert_close(torch.compile(model, backend=splitter)(x), model(x), rtol=0, atol=0)

@@ -43,14 +43,22 @@ def splitting(backend: GraphBackend, mode: str = "PIECEWISE", **compilation: Any
     return validate_config(
         {
             "inputs": {"x": Input(shape=("num_tokens", 6), dtype="float32", pad=0)},
-            "compilation": {"cudagraph_mode": mode, "cudagraph_capture_sizes": [1, 4, 8], **compilation},
+            "compilation": {
+                "cudagraph_mode": mode,
+                "cudagraph_capture_sizes": [1, 4, 8],
+                **compilation,
+            },
             "device": backend.device.type,
         }
     )
 
 
-@pytest.mark.parametrize("way", [{"splitting_ops": ["aten::softmax"]}, {"splitting_modules": ["layers.*.mix"]}])
-def test_a_split_is_described_as_the_session_reports_it(backend: GraphBackend, way: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "way", [{"splitting_ops": ["aten::softmax"]}, {"splitting_modules": ["layers.*.mix"]}]
+)
+def test_a_split_is_described_as_the_session_reports_it(
+    backend: GraphBackend, way: dict[str, Any]
+) -> None:
     torch._dynamo.reset()
     model = Broken().to(backend.device).eval()
     config, before = splitting(backend, **way), backend.memory().reserved
@@ -83,16 +91,24 @@ def test_only_modules_that_break_are_described(backend: GraphBackend) -> None:
     config = splitting(backend, splitting_modules=["layers", "layers.*.mix", "layers.*.mix.inner"])
     found = describe_split(model, config, backend)
     assert found is not None
-    assert found.eager == {"layers.0.mix": 1, "layers.1.mix": 1}, "a list is not called, and inner is in mix"
+    assert found.eager == {"layers.0.mix": 1, "layers.1.mix": 1}, (
+        "a list is not called, and inner is in mix"
+    )
     with closing(CaptureSession(build_plan(config), model, backend, config).run()) as runner:
         assert runner.report.split is not None
         assert runner.report.split.eager == found.eager
-        assert runner.report.warnings[0] == "modules that splitting_modules names were never called: layers"
+        assert (
+            runner.report.warnings[0]
+            == "modules that splitting_modules names were never called: layers"
+        )
 
 
 def test_splits_that_are_none_or_cannot_be(backend: GraphBackend) -> None:
     torch._dynamo.reset()
-    model, softmax = Broken().to(backend.device).eval(), splitting(backend, splitting_ops=["aten::softmax"])
+    model, softmax = (
+        Broken().to(backend.device).eval(),
+        splitting(backend, splitting_ops=["aten::softmax"]),
+    )
     before = backend.memory().reserved
     assert describe_split(model, splitting(backend, "FULL"), backend) is None
     with pytest.raises(ConfigError, match="'aten::topk' does not occur"):
@@ -100,7 +116,9 @@ def test_splits_that_are_none_or_cannot_be(backend: GraphBackend) -> None:
     with pytest.raises(ConfigError, match="no submodule matches"):
         describe_split(model, splitting(backend, splitting_modules=["layer.*"]), backend)
     torch._dynamo.reset()
-    with pytest.raises((ModelError, CaptureError), match=r"unexpected keyword argument 'x'|missing .* argument: y"):
+    with pytest.raises(
+        (ModelError, CaptureError), match=r"unexpected keyword argument 'x'|missing .* argument: y"
+    ):
         describe_split(lambda y: y.softmax(1), softmax, backend)
     assert backend.memory().reserved <= before + 2 * MIB
     torch._dynamo.reset()
@@ -127,18 +145,25 @@ def test_the_report_says_what_is_captured_and_what_is_not(backend: GraphBackend)
     assert open_runner(backend, lambda x: x * 2, cudagraph_mode="FULL").report.split is None
 
 
-def test_a_plan_without_piecewise_keys_is_not_traced(backend: GraphBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_without_piecewise_keys_is_not_traced(
+    backend: GraphBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Mixed batches run the model itself then, and need no trace at capture."""
     monkeypatch.setattr(PiecewiseBackend, "__call__", lambda *_: pytest.fail("traced"))
     config = validate_config(
         {
             "inputs": {"x": Input(shape=("num_tokens", 8), dtype="float32", pad=0)},
-            "compilation": {"cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_capture_sizes": [2, 4]},
+            "compilation": {
+                "cudagraph_mode": "FULL_AND_PIECEWISE",
+                "cudagraph_capture_sizes": [2, 4],
+            },
             "device": backend.device.type,
         }
     )
     plan = build_plan(config)
-    plan = plan.model_copy(update={"keys": tuple(key for key in plan.keys if key[0] is CUDAGraphMode.FULL)})
+    plan = plan.model_copy(
+        update={"keys": tuple(key for key in plan.keys if key[0] is CUDAGraphMode.FULL)}
+    )
     model = Attends(layers=2).to(backend.device)
     runner = CaptureSession(plan, model, backend, config).run()
     assert runner.report.split is None
@@ -162,7 +187,9 @@ class Softmax(nn.Module):
         return torch.softmax(self.up(x), -1) * 2
 
 
-def lazy(backend: GraphBackend, model: nn.Module, *splitting_ops: str, **compilation: Any) -> GraphRunner:
+def lazy(
+    backend: GraphBackend, model: nn.Module, *splitting_ops: str, **compilation: Any
+) -> GraphRunner:
     ops = list(splitting_ops) or ["aten::softmax"]
     return open_runner(backend, model, splitting_ops=ops, capture_policy="lazy", **compilation)
 
@@ -185,7 +212,9 @@ EAGER: dict[str, tuple[int, Callable[[GraphRunner, Tensor], Any]]] = {
 
 
 @pytest.mark.parametrize("first", ["run_eagerly", "graphed"])
-def test_a_trace_on_demand_is_made_in_the_inference_mode_of_the_session(backend: GraphBackend, first: str) -> None:
+def test_a_trace_on_demand_is_made_in_the_inference_mode_of_the_session(
+    backend: GraphBackend, first: str
+) -> None:
     model = Softmax(backend.device)
     runner = lazy(backend, model)
     with torch.inference_mode():
@@ -220,7 +249,9 @@ def test_a_trace_on_demand_is_made_in_the_autocast_of_the_session(backend: Graph
     runner.close()
 
 
-def test_what_runs_eagerly_needs_no_trace_and_a_trace_that_fails_is_remembered(backend: GraphBackend) -> None:
+def test_what_runs_eagerly_needs_no_trace_and_a_trace_that_fails_is_remembered(
+    backend: GraphBackend,
+) -> None:
     model = Softmax(backend.device)
     model.breaks = True
     runner = lazy(backend, model)
@@ -237,7 +268,9 @@ def test_what_runs_eagerly_needs_no_trace_and_a_trace_that_fails_is_remembered(b
         assert len(runner.report.failed) == runner.stats.failures == (failures + 1) // 2
     for key in runner.report.failed:
         assert key.error == "CaptureError"
-        assert key.detail.startswith(f"capture of PIECEWISE {key.descriptor}: the model cannot be traced as one graph")
+        assert key.detail.startswith(
+            f"capture of PIECEWISE {key.descriptor}: the model cannot be traced as one graph"
+        )
     model.breaks = False
     runner(x=rows_of(backend, 4))
     runner(x=rows_of(backend, 2))
@@ -281,7 +314,10 @@ def test_a_splitting_op_that_does_not_exist_is_an_error_at_the_start(
 def test_a_splitting_op_may_be_a_function_that_is_no_operator(backend: GraphBackend) -> None:
     assert not hasattr(torch.ops.aten, "softsign")
     runner = open_runner(
-        backend, lambda x: F.softsign(x * 2) + 1, splitting_ops=["aten::softsign"], capture_policy="lazy"
+        backend,
+        lambda x: F.softsign(x * 2) + 1,
+        splitting_ops=["aten::softsign"],
+        capture_policy="lazy",
     )
     x = rows_of(backend, 2)
     assert torch.equal(runner(x=x), F.softsign(x * 2) + 1)
@@ -301,13 +337,17 @@ class PythonThatGraphsLeaveOut(nn.Module):
         return self.attend(x * 2) * 2
 
 
-def test_a_replan_where_no_full_key_is_captured(backend: GraphBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replan_where_no_full_key_is_captured(
+    backend: GraphBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Steps of PIECEWISE graphs stand in for those of FULL ones. On a machine under load a replay may take longer than
     a slow eager step, and a plan without graphs be right: here a step takes what its Python takes.
     """
     model = PythonThatGraphsLeaveOut()
 
-    def time_calls(self: GraphBackend, call: Callable[[], Any], repeats: int) -> tuple[list[float], list[float]]:
+    def time_calls(
+        self: GraphBackend, call: Callable[[], Any], repeats: int
+    ) -> tuple[list[float], list[float]]:
         before = model.runs
         call()
         return [100.0 + 2000.0 * (model.runs - before)], [0.0]

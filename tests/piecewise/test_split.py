@@ -59,7 +59,9 @@ def test_segments_stand_around_a_splitting_op() -> None:
         (lambda x: x[x[:, 0].argsort()], "aten::index"),
     ],
 )
-def test_python_operators_have_the_names_of_pytorch(written: Callable[[Tensor], Tensor], name: str) -> None:
+def test_python_operators_have_the_names_of_pytorch(
+    written: Callable[[Tensor], Tensor], name: str
+) -> None:
     pieces = pieces_of(lambda x: written(x.exp()).relu().sum(), name)
     assert [p.eager for p in pieces] == [False, True, False]
     assert name in pieces[1].operators
@@ -77,14 +79,20 @@ def test_arithmetic_with_sizes_is_no_operator_of_tensors() -> None:
 def test_an_operator_without_a_namespace(name: str) -> None:
     with pytest.raises(ConfigError, match="does not exist") as caught:
         pieces_of(lambda x: x.softmax(-1), name)
-    assert str(caught.value.remedy).startswith("Operators are named namespace::name, as in aten::softmax. ")
+    assert str(caught.value.remedy).startswith(
+        "Operators are named namespace::name, as in aten::softmax. "
+    )
 
 
 def test_pieces_without_work_are_merged() -> None:
     """A view between two splitting ops would be a graph without a kernel."""
-    pieces = pieces_of(lambda x: (x + 1).softmax(-1).view(2, -1).transpose(0, 1).softmax(0) + 1, "aten::softmax")
+    pieces = pieces_of(
+        lambda x: (x + 1).softmax(-1).view(2, -1).transpose(0, 1).softmax(0) + 1, "aten::softmax"
+    )
     assert kinds(pieces) == [(False, 1), (True, 4), (False, 1)]
-    assert kinds(pieces_of(lambda x: (x + 1).softmax(-1).view(2, -1).mul(2).softmax(0), "aten::softmax"))[1:] == [
+    assert kinds(
+        pieces_of(lambda x: (x + 1).softmax(-1).view(2, -1).mul(2).softmax(0), "aten::softmax")
+    )[1:] == [
         (True, 1),
         (False, 2),
         (True, 1),
@@ -112,7 +120,13 @@ def test_mutations_keep_their_order() -> None:
         made.zero_()
         return y + z * 2 + made
 
-    assert [p.eager for p in pieces_of(forward, "aten::softmax")] == [False, True, False, True, False]
+    assert [p.eager for p in pieces_of(forward, "aten::softmax")] == [
+        False,
+        True,
+        False,
+        True,
+        False,
+    ]
 
 
 def test_default_splitting_ops_are_attention() -> None:

@@ -148,7 +148,9 @@ def test_a_copy_of_a_compiled_model_has_captured_nothing(backend: GraphBackend) 
 
 def test_a_parameter_that_moved_is_found_outside_of_runners(backend: GraphBackend) -> None:
     model = Model(backend).eval()
-    compiled = compiled_by(backend, model, "recorded::middle", "recorded::parts", address_check="always")
+    compiled = compiled_by(
+        backend, model, "recorded::middle", "recorded::parts", address_check="always"
+    )
     x = rows_of(backend, 4)
 
     def call() -> Tensor:
@@ -181,12 +183,19 @@ def test_a_descriptor_of_other_rows_than_the_inputs_is_refused(backend: GraphBac
         wanted = model(x)["y"]
     for _ in range(2):  # ahead of the capture, and of a replay
         for descriptor in (BatchDescriptor(8), BatchDescriptor(0), BatchDescriptor("4")):  # type: ignore[arg-type]
-            with pytest.raises(InputError, match=r"a batch of num_tokens = 4, the forward context's descriptor says"):
+            with pytest.raises(
+                InputError,
+                match=r"a batch of num_tokens = 4, the forward context's descriptor says",
+            ):
                 call(4, descriptor)
-        assert torch.equal(call(8, BatchDescriptor(8, num_reqs=3)), wanted)  # no input counts requests
+        assert torch.equal(
+            call(8, BatchDescriptor(8, num_reqs=3)), wanted
+        )  # no input counts requests
         assert torch.equal(call(8, BatchDescriptor(8)), wanted)
     with torch.no_grad():
-        torch.testing.assert_close(call(4, BatchDescriptor(8), CUDAGraphMode.NONE), model(x[:4])["y"])  # no graph runs
+        torch.testing.assert_close(
+            call(4, BatchDescriptor(8), CUDAGraphMode.NONE), model(x[:4])["y"]
+        )  # no graph runs
     compiled.reset()
 
 
@@ -239,7 +248,9 @@ class Steps(nn.Module):
         return self.steps(x, self.scale)
 
 
-def compiled_by(backend: GraphBackend, model: nn.Module, *splitting_ops: str, **compilation: Any) -> Any:
+def compiled_by(
+    backend: GraphBackend, model: nn.Module, *splitting_ops: str, **compilation: Any
+) -> Any:
     config = {
         "inputs": {"x": {"shape": ["num_tokens", 4], "dtype": "float32", "pad": 0}},
         "compilation": {
@@ -282,10 +293,16 @@ def writes_into_a_view_of_a_segments(x: Tensor, scale: Tensor) -> tuple[Tensor, 
         writes_into_a_view_of_a_segments,
     ],
 )
-def test_results_that_are_handed_on_and_written_to(backend: GraphBackend, steps: Callable[..., Any]) -> None:
+def test_results_that_are_handed_on_and_written_to(
+    backend: GraphBackend, steps: Callable[..., Any]
+) -> None:
     """What an eager piece returns lies elsewhere on each call."""
     model = Steps(backend, steps)
-    used = [f"recorded::{n}" for n in ("middle", "parts", "put_", "into_") if n in steps.__code__.co_names]
+    used = [
+        f"recorded::{n}"
+        for n in ("middle", "parts", "put_", "into_")
+        if n in steps.__code__.co_names
+    ]
     compiled, held = compiled_by(backend, model, *used), []
     inputs = {rows: rows_of(backend, rows) for rows in (4, 8)}
     with torch.no_grad():
@@ -294,7 +311,9 @@ def test_results_that_are_handed_on_and_written_to(backend: GraphBackend, steps:
                 wanted = model(x.copy_(rows_of(backend, rows)).clone())
                 with forward_context(PIECEWISE, BatchDescriptor(rows)):
                     same(compiled(x=x), wanted)
-                held.append(rows_of(backend, rows))  # so that the allocator gives other memory next time
+                held.append(
+                    rows_of(backend, rows)
+                )  # so that the allocator gives other memory next time
     compiled.reset()
 
 
@@ -319,7 +338,10 @@ def what_is_left() -> dict[type, int]:
     for _ in range(2):  # what a finalizer lets go is garbage for the next collection
         gc.collect()
     found = [type(each) for each in gc.get_objects()]
-    return {kind: found.count(kind) for kind in (Tensor, PiecewiseModel, BreakableCUDAGraphCapture, PiecewiseBackend)}
+    return {
+        kind: found.count(kind)
+        for kind in (Tensor, PiecewiseModel, BreakableCUDAGraphCapture, PiecewiseBackend)
+    }
 
 
 def test_a_compiled_model_that_is_dropped_leaves_nothing_behind(backend: GraphBackend) -> None:
@@ -369,7 +391,9 @@ def test_a_model_that_branches_on_the_number_of_rows_is_captured_right(
 
 @pytest.mark.parametrize("mode", ["PIECEWISE", "FULL_AND_PIECEWISE"])
 @pytest.mark.parametrize(("shapes", "traces"), [("auto", 1), ("dynamic", 1), ("static", 4)])
-def test_sizes_share_a_trace_or_have_their_own(backend: GraphBackend, mode: str, shapes: str, traces: int) -> None:
+def test_sizes_share_a_trace_or_have_their_own(
+    backend: GraphBackend, mode: str, shapes: str, traces: int
+) -> None:
     model = Model(backend).eval()
     with closing(open_model(backend, model, cudagraph_mode=mode, compile_shapes=shapes)) as runner:
         splitter = runner._graphed.route.splitter
@@ -390,13 +414,17 @@ def test_inductor_compiles_sizes_together_or_alone(mode: str, shapes: str, trace
     cached = []
     for _ in range(2):  # the second one finds the first one's code on disk
         with closing(
-            open_model(backend, model, cudagraph_mode=mode, compiler="inductor", compile_shapes=shapes)
+            open_model(
+                backend, model, cudagraph_mode=mode, compiler="inductor", compile_shapes=shapes
+            )
         ) as runner:
             assert len(runner._graphed.route.splitter.traces) == traces  # type: ignore[union-attr]
             cached.append(sum(record.cached for record in runner.report.records))
             for rows in (1, 3, 8, 16):
                 x = rows_of(backend, rows)
-                torch.testing.assert_close(runner(x=x), runner.run_eagerly(x=x), atol=1e-4, rtol=1e-4)
+                torch.testing.assert_close(
+                    runner(x=x), runner.run_eagerly(x=x), atol=1e-4, rtol=1e-4
+                )
     assert cached[1] > 0
 
 
@@ -432,7 +460,9 @@ def test_a_model_that_every_call_changes_is_refused_with_the_guard(backend: Grap
         calls.append(0)
         return x.softmax(-1) * len(calls)
 
-    with pytest.raises(CaptureError, match=r"each run of the model computes something else.*calls\.append") as caught:
+    with pytest.raises(
+        CaptureError, match=r"each run of the model computes something else.*calls\.append"
+    ) as caught:
         open_runner(backend, model, splitting_ops=["aten::softmax"])
     assert "self.step.add_(1)" in caught.value.remedy
 
@@ -465,7 +495,9 @@ def test_a_number_that_changes_is_refused_outside_of_runners_if_operators_read_i
                 if way != "read":
                     same(compiled(x=x.copy_(rows_of(backend, rows))), model(x))
                     continue
-                with pytest.raises(CaptureError, match=r"condition of .* trace is no longer true: .*\.step == \d+"):
+                with pytest.raises(
+                    CaptureError, match=r"condition of .* trace is no longer true: .*\.step == \d+"
+                ):
                     compiled(x=x)
     compiled.reset()
 
@@ -477,8 +509,16 @@ def test_a_function_under_vmap_stays_whole(backend: GraphBackend) -> None:
         h = torch.vmap(lambda row: row.sin() * row.sum())(x)
         return torch.vmap(lambda row: (row + 1).softmax(-1))(h.softmax(-1)) * 2
 
-    runner = open_runner(backend, model, splitting_ops=["aten::softmax"], cudagraph_capture_sizes=[1, 4])
-    assert [piece.eager for piece in runner._graphed.route.pieces] == [False, True, False, True, False]
+    runner = open_runner(
+        backend, model, splitting_ops=["aten::softmax"], cudagraph_capture_sizes=[1, 4]
+    )
+    assert [piece.eager for piece in runner._graphed.route.pieces] == [
+        False,
+        True,
+        False,
+        True,
+        False,
+    ]
     for rows in (4, 1, 3):
         x = torch.randn(rows, 8).to(backend.device)
         torch.testing.assert_close(runner(x=x), model(x))
@@ -501,11 +541,18 @@ def test_rows_that_are_written_by_index(backend: GraphBackend) -> None:
         "x": Input(shape=("num_tokens", 8), dtype="float32", pad=0),
         "slots": Input(shape=("num_tokens",), dtype="int64", pad=8),
     }
-    compilation = {"cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": [1, 4], "splitting_ops": ["aten::softmax"]}
+    compilation = {
+        "cudagraph_mode": "PIECEWISE",
+        "cudagraph_capture_sizes": [1, 4],
+        "splitting_ops": ["aten::softmax"],
+    }
     model, other = (Writing().to(backend.device) for _ in range(2))
     runner = cgplan.capture(model, inputs, compilation=compilation, device=backend.device.type)
     for rows in (1, 3, 4, 6, 1):
-        x, slots = torch.randn(rows, 8).to(backend.device), torch.randperm(8)[:rows].to(backend.device)
+        x, slots = (
+            torch.randn(rows, 8).to(backend.device),
+            torch.randperm(8)[:rows].to(backend.device),
+        )
         torch.testing.assert_close(runner(x=x, slots=slots), other(x, slots))
         torch.testing.assert_close(model.cache[:8], other.cache[:8])
 
@@ -519,7 +566,9 @@ class Scaled(nn.Module):
         return self.linear((x * 2).softmax(-1)) * self.scale
 
 
-def test_models_that_differ_in_width_and_numbers_are_captured_one_after_the_other(backend: GraphBackend) -> None:
+def test_models_that_differ_in_width_and_numbers_are_captured_one_after_the_other(
+    backend: GraphBackend,
+) -> None:
     """Dynamo takes what differed from the last trace of the same code for a variable."""
     for width, scale in ((8, 0.5), (16, 0.25), (4, 3.0)):
         model = Scaled(width, scale).to(backend.device)
@@ -542,9 +591,18 @@ def test_offsets_and_lengths_of_one_batch_may_be_combined(backend: GraphBackend)
     def branches(x: Tensor, starts: Tensor, lens: Tensor) -> Tensor:
         return x.softmax(-1) * (2 if lens.shape[0] == x.shape[0] else 3) + starts[0]
 
-    compilation = {"cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": [4, 8], "splitting_ops": ["aten::softmax"]}
+    compilation = {
+        "cudagraph_mode": "PIECEWISE",
+        "cudagraph_capture_sizes": [4, 8],
+        "splitting_ops": ["aten::softmax"],
+    }
     config = validate_config(
-        {"inputs": inputs, "compilation": compilation, "scheduler": {"max_num_seqs": 4}, "device": backend.device.type}
+        {
+            "inputs": inputs,
+            "compilation": compilation,
+            "scheduler": {"max_num_seqs": 4},
+            "device": backend.device.type,
+        }
     )
     for forward in (model, branches):
         runner = CaptureSession(build_plan(config), forward, backend, config).run()
@@ -557,7 +615,9 @@ def test_offsets_and_lengths_of_one_batch_may_be_combined(backend: GraphBackend)
             torch.testing.assert_close(runner(**batch), forward(**batch))
 
 
-def test_python_state_that_changed_after_the_trace_reaches_eager_runs(backend: GraphBackend) -> None:
+def test_python_state_that_changed_after_the_trace_reaches_eager_runs(
+    backend: GraphBackend,
+) -> None:
     model = Scaled(8, 2.0).to(backend.device)
     runner = open_runner(backend, model, splitting_ops=["aten::softmax"])
     model.scale = 5.0
@@ -590,7 +650,9 @@ def traces_left() -> tuple[int, int]:
     """Backends of traces that are alive, and all backends that Dynamo has registered."""
     gc.collect()
     alive = sum(type(found) is PiecewiseBackend for found in gc.get_objects())
-    return alive, sum(found is not None for found in torch._dynamo.eval_frame.cached_backends.values())
+    return alive, sum(
+        found is not None for found in torch._dynamo.eval_frame.cached_backends.values()
+    )
 
 
 def test_recaptures_and_closed_runners_leave_no_trace_behind(backend: GraphBackend) -> None:
@@ -614,7 +676,9 @@ def test_a_graph_break_names_the_line(backend: GraphBackend) -> None:
         torch._dynamo.graph_break()
         return x * 2
 
-    with pytest.raises(CaptureError, match=r"cannot be traced as one graph, at .*test_trace.py:\d+") as caught:
+    with pytest.raises(
+        CaptureError, match=r"cannot be traced as one graph, at .*test_trace.py:\d+"
+    ) as caught:
         open_runner(backend, model)
     assert "splitting_modules" in caught.value.remedy
 
@@ -632,12 +696,16 @@ def test_what_an_operator_raises_in_a_trace_is_told_with_its_line(backend: Graph
     def model(x: Tensor) -> Tensor:
         return torch.softmax(x, -1) @ weight
 
-    said = r"at .*test_trace\.py:\d+: `return torch\.softmax\(x, -1\) @ weight`: RuntimeError: .*7x8"
+    said = (
+        r"at .*test_trace\.py:\d+: `return torch\.softmax\(x, -1\) @ weight`: RuntimeError: .*7x8"
+    )
     with pytest.raises(ModelError, match=said):
         open_runner(backend, model, splitting_ops=["aten::softmax"])
 
 
-def test_an_operator_that_fails_in_the_trace_alone_is_told_with_its_line(backend: GraphBackend) -> None:
+def test_an_operator_that_fails_in_the_trace_alone_is_told_with_its_line(
+    backend: GraphBackend,
+) -> None:
     def fake(x: Tensor) -> Tensor:
         raise RuntimeError("no fake today")
 
@@ -660,7 +728,9 @@ def test_one_model_is_captured_again_and_again(backend: GraphBackend) -> None:
     """Dynamo would stop after eight traces of one function."""
     model, x = Scaled(8, 2.0).to(backend.device), torch.randn(3, 8).to(backend.device)
     for _ in range(9):
-        runner = open_runner(backend, model, splitting_ops=["aten::softmax"], cudagraph_capture_sizes=[4])
+        runner = open_runner(
+            backend, model, splitting_ops=["aten::softmax"], cudagraph_capture_sizes=[4]
+        )
         torch.testing.assert_close(runner(x=x), model(x))
         runner.close()
 
@@ -684,7 +754,9 @@ class Cached(nn.Module):
     reason="torch 2.11 does not trace this slice: attention asks for its size",
 )
 @pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=pytest.mark.gpu)])
-def test_a_dimension_that_is_as_long_as_the_largest_batch(backend: GraphBackend, compiler: str) -> None:
+def test_a_dimension_that_is_as_long_as_the_largest_batch(
+    backend: GraphBackend, compiler: str
+) -> None:
     if compiler == "inductor" and backend.device.type == "cpu":
         pytest.skip("inductor needs a GPU")
     model = Cached().to(backend.device)
@@ -719,7 +791,9 @@ def test_a_trace_that_runs_out_of_memory_is_made_with_fewer_rows(backend: GraphB
             "device": backend.device.type,
         }
     )
-    runner = CaptureSession(build_plan(config), lambda x: torch.softmax(up_to_eight(x), -1) * 2, backend, config).run()
+    runner = CaptureSession(
+        build_plan(config), lambda x: torch.softmax(up_to_eight(x), -1) * 2, backend, config
+    ).run()
     assert runner.plan.capture_sizes == (4, 8)
     for count in (3, 8):
         x = rows8(backend, count)
@@ -734,7 +808,9 @@ def branches_on_a_value(x: Tensor) -> Tensor:
 
 
 def test_code_that_depends_on_a_value_is_named(backend: GraphBackend) -> None:
-    with pytest.raises(HostSyncError, match=r"depends on a value .*test_trace\.py:\d+: `if x\.max\(\)\.item"):
+    with pytest.raises(
+        HostSyncError, match=r"depends on a value .*test_trace\.py:\d+: `if x\.max\(\)\.item"
+    ):
         open_runner(backend, branches_on_a_value, splitting_ops=["aten::softmax"])
 
 
@@ -747,8 +823,16 @@ SMALL: dict[str, Any] = {
     "max_position_embeddings": 64,
 }  # fmt: skip
 KINDS: dict[str, tuple[str, dict[str, Any], str]] = {
-    "Qwen3ForCausalLM": ("Qwen3Config", {**SMALL, "num_key_value_heads": 2, "head_dim": 8}, ATTENTION),
-    "MambaForCausalLM": ("MambaConfig", {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 1}, "aten::conv1d"),
+    "Qwen3ForCausalLM": (
+        "Qwen3Config",
+        {**SMALL, "num_key_value_heads": 2, "head_dim": 8},
+        ATTENTION,
+    ),
+    "MambaForCausalLM": (
+        "MambaConfig",
+        {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 1},
+        "aten::conv1d",
+    ),
 }
 
 
@@ -769,11 +853,19 @@ def test_models_of_transformers_by_operators(backend: GraphBackend, kind: str) -
     transformers = pytest.importorskip("transformers")
     config, sizes, op = KINDS[kind]
     torch.manual_seed(0)
-    model = Ids(getattr(transformers, kind)(getattr(transformers, config)(**sizes))).eval().to(backend.device)
+    model = (
+        Ids(getattr(transformers, kind)(getattr(transformers, config)(**sizes)))
+        .eval()
+        .to(backend.device)
+    )
     runner = cgplan.capture(
         model,
         {"ids": Input(shape=("num_tokens", 6), dtype="int64", pad=0)},
-        compilation={"cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": [4, 2, 1], "splitting_ops": [op]},
+        compilation={
+            "cudagraph_mode": "PIECEWISE",
+            "cudagraph_capture_sizes": [4, 2, 1],
+            "splitting_ops": [op],
+        },
         device=backend.device.type,
     )
     assert len(runner._graphed.route.splitter.traces) == 2  # type: ignore[union-attr]
@@ -815,7 +907,9 @@ def test_a_piece_may_change_the_shape_of_a_tensor_that_another_one_made(
 ) -> None:
     ops = ["aten::softmax", *(["aten::t_"] if function is in_a_piece else [])]
     model = Block(backend, lambda h, _: function(h))
-    runner = open_runner(backend, lambda x: model(x)[0], 4, splitting_ops=ops, cudagraph_capture_sizes=[4])
+    runner = open_runner(
+        backend, lambda x: model(x)[0], 4, splitting_ops=ops, cudagraph_capture_sizes=[4]
+    )
     for seed in range(4):
         x = randn(backend, 4, 4, seed=seed)
         torch.testing.assert_close(runner(x=x), model(x)[0].detach())

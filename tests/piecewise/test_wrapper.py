@@ -42,7 +42,11 @@ FULL, PIECEWISE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
 
 
 def open_runner(
-    backend: GraphBackend, model: Callable[..., Any], mode: str, sizes: list[int], **compilation: Any
+    backend: GraphBackend,
+    model: Callable[..., Any],
+    mode: str,
+    sizes: list[int],
+    **compilation: Any,
 ) -> GraphRunner:
     config = validate_config(
         {
@@ -67,7 +71,9 @@ def test_the_wrapper_captures_once_for_each_key(backend: GraphBackend) -> None:
         calls.append(len(x))
         return doubled(x * 2) + bias
 
-    wrapper = BreakableCUDAGraphWrapper(forward, backend=backend, options=CUDAGraphOptions(num_of_warmups=2))
+    wrapper = BreakableCUDAGraphWrapper(
+        forward, backend=backend, options=CUDAGraphOptions(num_of_warmups=2)
+    )
     x = randn(backend, 4, 6)
     assert wrapper.runtime_mode is PIECEWISE
     same(wrapper(x), x * 4 + 1)  # no context: as it is
@@ -93,7 +99,9 @@ def test_the_wrapper_captures_once_for_each_key(backend: GraphBackend) -> None:
 
 
 @pytest.mark.parametrize("inference", [False, True])
-def test_the_wrapper_copies_arguments_that_may_lie_anywhere(backend: GraphBackend, inference: bool) -> None:
+def test_the_wrapper_copies_arguments_that_may_lie_anywhere(
+    backend: GraphBackend, inference: bool
+) -> None:
     """Segments and eager pieces alike read them from memory that each replay fills."""
 
     def first_in_a_segment(x: Tensor, y: Tensor) -> Tensor:
@@ -112,11 +120,21 @@ def test_the_wrapper_copies_arguments_that_may_lie_anywhere(backend: GraphBacken
 
     forwards = (first_in_a_segment, first_in_a_piece, handed_back, written_to)
     pool, y = backend.new_pool(), randn(backend, 64, 64)
-    options = CUDAGraphOptions(copied_arguments=(0,), num_of_warmups=0)  # a warm-up would write to the caller's tensor
-    wrappers = [BreakableCUDAGraphWrapper(f, backend=backend, pool=pool, options=options) for f in forwards]
+    options = CUDAGraphOptions(
+        copied_arguments=(0,), num_of_warmups=0
+    )  # a warm-up would write to the caller's tensor
+    wrappers = [
+        BreakableCUDAGraphWrapper(f, backend=backend, pool=pool, options=options) for f in forwards
+    ]
     plain = BreakableCUDAGraphWrapper(first_in_a_segment, backend=backend, pool=pool)
-    held = [randn(backend, 64, 64, seed=seed) for seed in range(4)]  # all at once, so that each lies elsewhere
-    with torch.inference_mode(inference), torch.no_grad(), forward_context(PIECEWISE, BatchDescriptor(64)):
+    held = [
+        randn(backend, 64, 64, seed=seed) for seed in range(4)
+    ]  # all at once, so that each lies elsewhere
+    with (
+        torch.inference_mode(inference),
+        torch.no_grad(),
+        forward_context(PIECEWISE, BatchDescriptor(64)),
+    ):
         for step in range(8):
             y.copy_(randn(backend, 64, 64, seed=100 + step))
             for wrapper, forward in zip(wrappers, forwards, strict=True):
@@ -138,7 +156,9 @@ def test_a_failed_capture_of_the_wrapper_is_tried_again(backend: GraphBackend) -
             explode()
         return h + 1
 
-    wrapper = BreakableCUDAGraphWrapper(forward, backend=backend, options=CUDAGraphOptions(num_of_warmups=0))
+    wrapper = BreakableCUDAGraphWrapper(
+        forward, backend=backend, options=CUDAGraphOptions(num_of_warmups=0)
+    )
     with torch.no_grad(), forward_context(PIECEWISE, BatchDescriptor(4)):
         with pytest.raises(Boom):
             wrapper(x)
@@ -161,7 +181,10 @@ def test_a_session_with_a_breakable_model(backend: GraphBackend, mode: str) -> N
     runner = open_runner(backend, lambda x: wrapper(x), mode, [2, 4, 8], verify="off")
     records = {(r.mode, r.descriptor.num_tokens): r for r in runner.report.records}
     found = records[PIECEWISE, 4]
-    assert (found.graphs, found.eager_pieces) == (2, 2)  # mix comes first: its empty segment is dropped
+    assert (found.graphs, found.eager_pieces) == (
+        2,
+        2,
+    )  # mix comes first: its empty segment is dropped
     assert found.nodes is not None
     assert found.nodes >= 2
     mixed = [size for size in (2, 4, 8) if (PIECEWISE, size) in records]
@@ -227,7 +250,9 @@ class Wrapping(nn.Module):
 
 
 @pytest.mark.parametrize("kind", [CUDAGraphWrapper, BreakableCUDAGraphWrapper])
-def test_a_copied_wrapper_has_captured_nothing(backend: GraphBackend, kind: type[CUDAGraphWrapper]) -> None:
+def test_a_copied_wrapper_has_captured_nothing(
+    backend: GraphBackend, kind: type[CUDAGraphWrapper]
+) -> None:
     model = Wrapping(kind, backend).to(backend.device)
     x = randn(backend, 2, 6)
     with forward_context(PIECEWISE, BatchDescriptor(2)):
@@ -250,8 +275,14 @@ def test_a_copied_wrapper_has_captured_nothing(backend: GraphBackend, kind: type
 
 def test_captures_are_logged(backend: GraphBackend, caplog: pytest.LogCaptureFixture) -> None:
     x, quiet = randn(backend, 4, 6), CUDAGraphOptions(debug_log_enable=False)
-    wrappers = [BreakableCUDAGraphWrapper(doubled, backend=backend, options=o) for o in (CUDAGraphOptions(), quiet)]
-    with caplog.at_level(logging.DEBUG, logger="cgplan"), forward_context(PIECEWISE, BatchDescriptor(4)):
+    wrappers = [
+        BreakableCUDAGraphWrapper(doubled, backend=backend, options=o)
+        for o in (CUDAGraphOptions(), quiet)
+    ]
+    with (
+        caplog.at_level(logging.DEBUG, logger="cgplan"),
+        forward_context(PIECEWISE, BatchDescriptor(4)),
+    ):
         for wrapper in wrappers * 2:
             wrapper(x)
     found = [r.getMessage() for r in caplog.records if r.name.startswith("cgplan")]
@@ -277,7 +308,12 @@ def test_segments_do_not_take_the_memory_that_they_read(backend: GraphBackend) -
         z = (y + 1) * 3 + y
         assert torch.equal(runner(x=x), (z - 1).abs() * z)
     assert runner.report.split is not None
-    assert runner.report.split.captured == {"aten::mul": 3, "aten::add": 2, "aten::sub": 1, "aten::abs": 1}
+    assert runner.report.split.captured == {
+        "aten::mul": 3,
+        "aten::add": 2,
+        "aten::sub": 1,
+        "aten::abs": 1,
+    }
     assert runner.report.split.eager == {}
 
 
@@ -287,7 +323,9 @@ class Wrapped(torch.nn.Module):
     def __init__(self, mode: CUDAGraphMode) -> None:
         super().__init__()
         self.first, self.second = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
-        self.run_first, self.run_second = (CUDAGraphWrapper(m, mode) for m in (self.first, self.second))
+        self.run_first, self.run_second = (
+            CUDAGraphWrapper(m, mode) for m in (self.first, self.second)
+        )
         self.middle = torch.nn.Softmax(-1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -295,7 +333,9 @@ class Wrapped(torch.nn.Module):
 
 
 @pytest.mark.parametrize("mode", ["PIECEWISE", "FULL"])
-def test_wrappers_inside_a_capture_of_the_whole_are_pointed_out(backend: GraphBackend, mode: str) -> None:
+def test_wrappers_inside_a_capture_of_the_whole_are_pointed_out(
+    backend: GraphBackend, mode: str
+) -> None:
     model = Wrapped(CUDAGraphMode[mode]).to(backend.device)
     words = r"graph wrappers of its own, and is to be captured as a whole as well, at .*test_wrapper\.py:\d+: `return"
     modules = {"splitting_modules": ["middle"]} if mode == "PIECEWISE" else {}

@@ -15,7 +15,10 @@ from cgplan.planning import LADDERS, build_plan
 from cgplan.planning.build import CaptureSizes, attention_is_split, resolve_mode, resolve_sizes
 
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
-FULL_DECODE_ONLY, FULL_AND_PIECEWISE = CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.FULL_AND_PIECEWISE
+FULL_DECODE_ONLY, FULL_AND_PIECEWISE = (
+    CUDAGraphMode.FULL_DECODE_ONLY,
+    CUDAGraphMode.FULL_AND_PIECEWISE,
+)
 NOT_ATTENTION = ["my::norm"]  # segments are split, but attention stands inside them
 
 
@@ -23,11 +26,22 @@ NOT_ATTENTION = ["my::norm"]  # segments are split, but attention stands inside 
 
 
 def with_mode(
-    mode: CUDAGraphMode, support: str = "ALWAYS", splitting_ops: list[str] | None = None, spec: int = 0
+    mode: CUDAGraphMode,
+    support: str = "ALWAYS",
+    splitting_ops: list[str] | None = None,
+    spec: int = 0,
 ) -> Config:
-    compilation = {"cudagraph_mode": mode, "attention_support": support, "splitting_ops": splitting_ops}
+    compilation = {
+        "cudagraph_mode": mode,
+        "attention_support": support,
+        "splitting_ops": splitting_ops,
+    }
     return Config.model_validate(
-        {"compilation": compilation, "speculative": {"num_speculative_tokens": spec}, "scheduler": {"max_num_seqs": 8}}
+        {
+            "compilation": compilation,
+            "speculative": {"num_speculative_tokens": spec},
+            "scheduler": {"max_num_seqs": 8},
+        }
     )
 
 
@@ -72,7 +86,11 @@ TABLE: list[tuple[CUDAGraphMode, str, list[str] | None, int, CUDAGraphMode | str
 
 @pytest.mark.parametrize(("mode", "support", "ops", "spec", "expected"), TABLE)
 def test_resolution_table(
-    mode: CUDAGraphMode, support: str, ops: list[str] | None, spec: int, expected: CUDAGraphMode | str
+    mode: CUDAGraphMode,
+    support: str,
+    ops: list[str] | None,
+    spec: int,
+    expected: CUDAGraphMode | str,
 ) -> None:
     asked = with_mode(mode, support, ops, spec)
     if isinstance(expected, str):
@@ -137,7 +155,9 @@ def test_ladders_literally(name: str, maximum: int, expected: list[int]) -> None
 # --- capture sizes --------------------------------------------------------------------------------------------
 
 
-def resolved(mode: str = "FULL", q: int = 1, seqs: int = 256, tokens: int = 8192, **compilation: Any) -> CaptureSizes:
+def resolved(
+    mode: str = "FULL", q: int = 1, seqs: int = 256, tokens: int = 8192, **compilation: Any
+) -> CaptureSizes:
     config = Config.model_validate(
         {
             "compilation": compilation,
@@ -164,7 +184,10 @@ def resolved(mode: str = "FULL", q: int = 1, seqs: int = 256, tokens: int = 8192
         ({"q": 4, "cudagraph_capture_sizes": [5]}, [4]),
         # other ladders reach the maximum
         ({"seqs": 50, "cudagraph_capture_sizes": "powers_of_two"}, [1, 2, 4, 8, 16, 32, 64, 100]),
-        ({"cudagraph_capture_sizes": "sglang", "max_cudagraph_capture_size": 13}, [1, 2, 4, 8, 12, 13]),
+        (
+            {"cudagraph_capture_sizes": "sglang", "max_cudagraph_capture_size": 13},
+            [1, 2, 4, 8, 12, 13],
+        ),
         ({"q": 4, "seqs": 8, "cudagraph_capture_sizes": "powers_of_two"}, [4, 8, 16, 32, 64]),
     ],
 )
@@ -178,8 +201,16 @@ def test_sizes(given: dict[str, Any], sizes: list[int]) -> None:
     ("given", "largest", "warning"),
     [
         ({"seqs": 8, "max_cudagraph_capture_size": 24}, 24, None),
-        ({"seqs": 8, "max_cudagraph_capture_size": 20}, 16, "20 was truncated to 16: it is off the ladder's stride"),
-        ({"tokens": 64, "max_cudagraph_capture_size": 512}, 64, "to 64: scheduler.max_num_batched_tokens is 64"),
+        (
+            {"seqs": 8, "max_cudagraph_capture_size": 20},
+            16,
+            "20 was truncated to 16: it is off the ladder's stride",
+        ),
+        (
+            {"tokens": 64, "max_cudagraph_capture_size": 512},
+            64,
+            "to 64: scheduler.max_num_batched_tokens is 64",
+        ),
         ({"seqs": 1000}, 512, None),
         (
             {"tokens": 100, "cudagraph_capture_sizes": [8, 128, 256, 100]},
@@ -188,7 +219,9 @@ def test_sizes(given: dict[str, Any], sizes: list[int]) -> None:
         ),
     ],
 )
-def test_sizes_that_do_not_fit_are_left_out_with_a_warning(given: Any, largest: int, warning: str | None) -> None:
+def test_sizes_that_do_not_fit_are_left_out_with_a_warning(
+    given: Any, largest: int, warning: str | None
+) -> None:
     found = resolved(**given)
     assert found.sizes[-1] == largest
     assert len(found.warnings) == (warning is not None)
@@ -199,11 +232,16 @@ def test_sizes_that_do_not_fit_are_left_out_with_a_warning(given: Any, largest: 
     ("given", "words"),
     [
         ({"tokens": 4, "cudagraph_capture_sizes": [8, 16]}, "8, 16"),
-        ({"q": 8, "cudagraph_capture_sizes": "trtllm", "max_cudagraph_capture_size": 4}, "ladder trtllm"),
+        (
+            {"q": 8, "cudagraph_capture_sizes": "trtllm", "max_cudagraph_capture_size": 4},
+            "ladder trtllm",
+        ),
         ({"q": 3, "cudagraph_capture_sizes": [1, 2]}, "multiples of 3"),
     ],
 )
-def test_no_size_left_is_an_error_that_says_what_to_raise(given: dict[str, Any], words: str) -> None:
+def test_no_size_left_is_an_error_that_says_what_to_raise(
+    given: dict[str, Any], words: str
+) -> None:
     with pytest.raises(PlanError, match="no capture size is left") as caught:
         resolved(**given)
     assert words in caught.value.message
@@ -218,7 +256,11 @@ def test_no_size_left_is_an_error_that_says_what_to_raise(given: dict[str, Any],
     [("auto", []), ("modules", []), ("ops", ["modules"]), ("wrappers", ["ops", "modules"])],
 )
 def test_splits_that_nothing_looks_at_are_pointed_out(piecewise: str, unused: list[str]) -> None:
-    split = {"piecewise": piecewise, "splitting_ops": ["aten::softmax"], "splitting_modules": ["attend"]}
+    split = {
+        "piecewise": piecewise,
+        "splitting_ops": ["aten::softmax"],
+        "splitting_modules": ["attend"],
+    }
     warnings = plan_of("PIECEWISE", [1, 4], **split).warnings
     assert [warning.partition(" are not looked at")[0] for warning in warnings] == [
         f"compilation.splitting_{kind}" for kind in unused
@@ -241,6 +283,10 @@ def test_listed_sizes_without_a_graph_are_pointed_out() -> None:
 def test_a_grid_of_too_many_boxes_is_refused_before_it_is_made() -> None:
     dims = {name: {"max": 40, "sizes": list(range(1, 41))} for name in ("a", "b", "c", "d")}
     shape = {"shape": list(dims), "dtype": "float32", "pad": 0}
-    config = validate_config({"model": {"output_shapes": [["a"]]}, "dims": dims, "inputs": {"x": shape}})
-    with pytest.raises(PlanError, match="a x b x c x d are 2,560,000 boxes of sizes; 100,000 are allowed"):
+    config = validate_config(
+        {"model": {"output_shapes": [["a"]]}, "dims": dims, "inputs": {"x": shape}}
+    )
+    with pytest.raises(
+        PlanError, match="a x b x c x d are 2,560,000 boxes of sizes; 100,000 are allowed"
+    ):
         build_plan(config)

@@ -22,7 +22,10 @@ def to_config(peer: dict[str, Any]) -> Config:
         "max_cudagraph_capture_size": peer["user_max_capture_size"],
         "cudagraph_specialize_lora": peer["cudagraph_specialize_lora"],
     }
-    lora = {"max_loras": peer["max_loras"], "specialize_active_lora": peer["specialize_active_lora"]}
+    lora = {
+        "max_loras": peer["max_loras"],
+        "specialize_active_lora": peer["specialize_active_lora"],
+    }
     return Config.model_validate(
         {
             "compilation": compilation,
@@ -49,11 +52,15 @@ def test_plan_and_dispatch_equal_the_peer(vector: dict[str, Any]) -> None:
     assert list(plan.capture_sizes) == vector["capture_sizes"]
     assert plan.max_capture_size == vector["max_capture_size"]
     captured = [[mode.name, vllm_fields(descriptor)] for mode, descriptor in plan.keys]
-    assert captured == [[mode, d] for mode, descriptors in vector["capture_descs"] for d in descriptors]
+    assert captured == [
+        [mode, d] for mode, descriptors in vector["capture_descs"] for d in descriptors
+    ]
     dispatcher = CudagraphDispatcher(plan)
     for asked in vector["dispatch"]:
         batch = (asked["num_tokens"], asked["uniform_decode"], asked["num_active_loras"])
         invalid = {CUDAGraphMode[name] for name in asked["invalid_modes"]}
         mode, descriptor = dispatcher.dispatch(*batch, invalid_modes=invalid)
         assert [mode.name, vllm_fields(descriptor)] == asked["answer"], asked
-        assert (mode is CUDAGraphMode.NONE) == (dispatcher.explain(*batch, invalid_modes=invalid) is not None)
+        assert (mode is CUDAGraphMode.NONE) == (
+            dispatcher.explain(*batch, invalid_modes=invalid) is not None
+        )

@@ -11,7 +11,14 @@ from cgplan.config import Config
 from cgplan.errors import PlanMismatchError
 from cgplan.planning import Plan, build_plan, config_hash
 from cgplan.planning.costs import KeyCost, Predicted
-from cgplan.planning.difference import FieldChange, Figure, compare, fitted, mismatches, unused_settings
+from cgplan.planning.difference import (
+    FieldChange,
+    Figure,
+    compare,
+    fitted,
+    mismatches,
+    unused_settings,
+)
 from cgplan.planning.plan import Lane, Machine
 
 H200 = Machine(gpu="NVIDIA H200", driver="580.1", torch="2.13.0")
@@ -21,7 +28,9 @@ def config_of(**sections: Any) -> Config:
     return Config.model_validate(sections)
 
 
-def priced(plan: Plan, each: int, expected_us: float, source: str = "captures", traffic: str = "a.csv") -> Plan:
+def priced(
+    plan: Plan, each: int, expected_us: float, source: str = "captures", traffic: str = "a.csv"
+) -> Plan:
     keys = tuple(KeyCost(each, 0, 0.5) for _ in plan.keys)
     cost = Predicted(keys=keys, static_bytes=100, workspace_bytes=0, source=source, estimated=False)
     evidence = {"expected_us": {"plan": expected_us}, "traffic_source": traffic}
@@ -33,8 +42,13 @@ def priced(plan: Plan, each: int, expected_us: float, source: str = "captures", 
 
 def test_sizes_are_compared_lane_by_lane() -> None:
     old = plan_with([key(FULL, 4, uniform=True), key(FULL, 2, uniform=True), key(PIECEWISE, 8)])
-    new = plan_with([key(FULL, 4, uniform=True), key(FULL, 3, uniform=True), key(FULL, 3, uniform=True, case=2)])
-    found = {change.lane: (change.added, change.removed, change.kept) for change in compare(old, new).lanes}
+    new = plan_with(
+        [key(FULL, 4, uniform=True), key(FULL, 3, uniform=True), key(FULL, 3, uniform=True, case=2)]
+    )
+    found = {
+        change.lane: (change.added, change.removed, change.kept)
+        for change in compare(old, new).lanes
+    }
     assert found == {
         Lane(FULL, True, 0): ((3,), (2,), (4,)),
         Lane(FULL, True, 2): ((3,), (), ()),
@@ -45,7 +59,10 @@ def test_sizes_are_compared_lane_by_lane() -> None:
 
 
 def test_figures_come_from_predictions_and_evidence() -> None:
-    old, new = priced(plan_of("FULL", [1, 2, 4]), 1000, 1700.0), priced(plan_of("FULL", [1, 4]), 1000, 1650.0)
+    old, new = (
+        priced(plan_of("FULL", [1, 2, 4]), 1000, 1700.0),
+        priced(plan_of("FULL", [1, 4]), 1000, 1650.0),
+    )
     found = compare(old, new)
     assert found.memory == Figure(old=3100, new=2100)
     assert found.seconds == Figure(old=1.5, new=1.0)
@@ -101,19 +118,30 @@ LIMITED = build_plan(config_of(budget={"memory": "1GiB", "max_graphs": 4}))
         ),
     ],
 )
-def test_settings_that_differ_are_named(old: Plan, new: Plan, changes: list[tuple[str, Any, Any]]) -> None:
-    assert [(change.name, change.old, change.new) for change in compare(old, new).settings] == changes
+def test_settings_that_differ_are_named(
+    old: Plan, new: Plan, changes: list[tuple[str, Any, Any]]
+) -> None:
+    assert [
+        (change.name, change.old, change.new) for change in compare(old, new).settings
+    ] == changes
 
 
 # --- a plan and what it is captured for -----------------------------------------------------------------------
 
 
 def test_a_plan_fits_its_own_configuration_on_any_machine_but_with_measured_figures() -> None:
-    config, other = config_of(scheduler={"max_num_seqs": 8}), Machine(gpu="NVIDIA L4", driver="1", torch="2")
+    config, other = (
+        config_of(scheduler={"max_num_seqs": 8}),
+        Machine(gpu="NVIDIA L4", driver="1", torch="2"),
+    )
     plan = build_plan(config)
     assert fitted(plan, config, H200) == plan
     measured = plan.model_copy(update={"machine": H200})
-    assert [change.name for change in mismatches(measured, config, other)] == ["gpu", "driver", "torch"]
+    assert [change.name for change in mismatches(measured, config, other)] == [
+        "gpu",
+        "driver",
+        "torch",
+    ]
     assert mismatches(measured, config) == ()
 
 
@@ -136,7 +164,9 @@ def test_what_the_plan_decides_does_not_matter(sections: dict[str, Any]) -> None
 
 def test_a_plan_with_graphs_is_refused_where_no_graph_is_wanted() -> None:
     plan, config = build_plan(Config()), config_of(compilation={"cudagraph_mode": "NONE"})
-    with pytest.raises(PlanMismatchError, match=r"compilation\.cudagraph_mode: FULL in the plan, NONE now"):
+    with pytest.raises(
+        PlanMismatchError, match=r"compilation\.cudagraph_mode: FULL in the plan, NONE now"
+    ):
         fitted(plan, config)
     assert fitted(plan, config, force=True).keys == plan.keys
     none = build_plan(config)
@@ -191,4 +221,6 @@ def test_force_takes_the_plan_with_a_warning_and_keeps_its_keys() -> None:
     assert found.warnings == (
         "the plan was made for something else and was forced: scheduler.max_num_seqs: 8 in the plan, 256 now",
     )
-    assert fitted(build_plan(Config()), Config(), force=True).warnings == (), "nothing had to be forced"
+    assert fitted(build_plan(Config()), Config(), force=True).warnings == (), (
+        "nothing had to be forced"
+    )

@@ -28,13 +28,20 @@ def naive_answer(
 ) -> tuple[CUDAGraphMode, BatchDescriptor]:
     """The rule as it is said: FULL decode, FULL mixed, PIECEWISE; fewest adapters that are enough; smallest size."""
     for wanted, decode in ((FULL, True), (FULL, False), (PIECEWISE, False)):
-        if (valid is not None and wanted not in valid) or wanted in (invalid or ()) or (decode and not uniform):
+        if (
+            (valid is not None and wanted not in valid)
+            or wanted in (invalid or ())
+            or (decode and not uniform)
+        ):
             continue
         for case in range(loras, 13):
             sizes = [
                 (d.num_tokens, (mode, d))
                 for mode, d in plan.keys
-                if mode is wanted and d.uniform == decode and d.num_active_loras == case and d.num_tokens >= tokens > 0
+                if mode is wanted
+                and d.uniform == decode
+                and d.num_active_loras == case
+                and d.num_tokens >= tokens > 0
             ]
             if sizes:
                 return min(sizes)[1]
@@ -43,9 +50,14 @@ def naive_answer(
 
 @settings(max_examples=150, deadline=None)
 @given(plan=plans() | plans_with_lanes(), questions=st.lists(QUESTIONS, min_size=1, max_size=8))
-def test_answers_are_those_of_the_rule_on_every_rank(plan: Plan, questions: list[tuple[Any, ...]]) -> None:
+def test_answers_are_those_of_the_rule_on_every_rank(
+    plan: Plan, questions: list[tuple[Any, ...]]
+) -> None:
     """The same answers whatever was asked before, and from a plan that was saved."""
-    one, other = CudagraphDispatcher(plan), CudagraphDispatcher(Plan.from_json(plan.model_dump_json()))
+    one, other = (
+        CudagraphDispatcher(plan),
+        CudagraphDispatcher(Plan.from_json(plan.model_dump_json())),
+    )
     answers = [one.dispatch(*question) for question in questions]
     assert answers == [naive_answer(plan, *question) for question in questions]
     assert [other.dispatch(*question) for question in reversed(questions)] == answers[::-1]
@@ -64,7 +76,9 @@ def test_a_batch_that_one_lane_does_not_hold_goes_to_the_next() -> None:
         return mode.name, d.num_tokens, d.num_active_loras
 
     assert size(1, True) == ("FULL", 2, 0)
-    assert size(3, True) == ("FULL", 8, 3), "graphs with adapters serve batches without, where no other is large enough"
+    assert size(3, True) == ("FULL", 8, 3), (
+        "graphs with adapters serve batches without, where no other is large enough"
+    )
     assert size(9, True) == ("PIECEWISE", 32, 3)
     assert size(1, False) == ("PIECEWISE", 4, 0)
     assert size(5, False) == ("PIECEWISE", 32, 3)
@@ -83,9 +97,18 @@ def test_adapters_round_up_to_the_next_case() -> None:
     dispatcher = CudagraphDispatcher(plan)
     found = [dispatcher.dispatch(4, num_active_loras=n)[1].num_active_loras for n in range(7)]
     assert found == [0, 1, 2, 4, 4, 6, 6]
-    one = CudagraphDispatcher(plan_of("FULL", [4], lora={"max_loras": 2}, cudagraph_specialize_lora=False))
-    assert one.dispatch(4)[1].num_active_loras == 3, "one graph serves batches with and without adapters"
-    for loras in (7, -1, -2, -100):  # a table that is indexed from its end would answer a negative number
+    one = CudagraphDispatcher(
+        plan_of("FULL", [4], lora={"max_loras": 2}, cudagraph_specialize_lora=False)
+    )
+    assert one.dispatch(4)[1].num_active_loras == 3, (
+        "one graph serves batches with and without adapters"
+    )
+    for loras in (
+        7,
+        -1,
+        -2,
+        -100,
+    ):  # a table that is indexed from its end would answer a negative number
         assert dispatcher.dispatch(4, num_active_loras=loras) == (NONE, BatchDescriptor(4))
         assert dispatcher.explain(4, num_active_loras=loras) is MissReason.NO_LORA_CASE
 
@@ -120,8 +143,15 @@ ADAPTERS = plan_with([key(FULL, 8, uniform=True, case=3), key(PIECEWISE, 8)], ma
         (ADAPTERS, (4, False, 1), {}, MissReason.NO_LORA_CASE),
         (ADAPTERS, (4, True, 1), {}, None),
         (ADAPTERS, (4, True, 4), {}, MissReason.NO_LORA_CASE),
-        (plan_with([key(FULL, 8)], lora_cases=(0, 3), max_loras=2), (4, False, 1), {}, MissReason.NO_LORA_CASE),
+        (
+            plan_with([key(FULL, 8)], lora_cases=(0, 3), max_loras=2),
+            (4, False, 1),
+            {},
+            MissReason.NO_LORA_CASE,
+        ),
     ],
 )
-def test_reasons(plan: Plan, question: tuple[Any, ...], excluded: Any, reason: MissReason | None) -> None:
+def test_reasons(
+    plan: Plan, question: tuple[Any, ...], excluded: Any, reason: MissReason | None
+) -> None:
     assert CudagraphDispatcher(plan).explain(*question, **excluded) is reason

@@ -61,7 +61,9 @@ def test_vllm_captures_the_same_keys_for_one_list_of_sizes(plan: Plan) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(plan=plans_with_lanes())
-def test_every_plan_can_be_emitted_and_vllm_captures_at_least_the_sizes_of_all_lanes(plan: Plan) -> None:
+def test_every_plan_can_be_emitted_and_vllm_captures_at_least_the_sizes_of_all_lanes(
+    plan: Plan,
+) -> None:
     assert all(emit(plan, engine).text.isascii() for engine in ("vllm", "sglang", "trtllm", "json"))
     captured = {(mode, d.num_tokens) for mode, d in read_back(plan).keys}
     for mode, d in plan.keys:
@@ -83,13 +85,19 @@ def test_every_plan_can_be_emitted_and_vllm_captures_at_least_the_sizes_of_all_l
             ["multiples of 3", "it captures", "2 speculative tokens"],
         ),
         (  # no further than a batch goes
-            plan_with([key(FULL, 6, uniform=True, q=3), key(PIECEWISE, 10)], query_len=3, max_num_batched_tokens=11),
+            plan_with(
+                [key(FULL, 6, uniform=True, q=3), key(PIECEWISE, 10)],
+                query_len=3,
+                max_num_batched_tokens=11,
+            ),
             [6, 9],
             ["multiples of 3", "it captures", "2 speculative tokens"],
         ),
     ],
 )
-def test_vllm_has_one_list_and_notes_say_what_it_costs(plan: Plan, sizes: list[int], notes: list[str]) -> None:
+def test_vllm_has_one_list_and_notes_say_what_it_costs(
+    plan: Plan, sizes: list[int], notes: list[str]
+) -> None:
     config = vllm_json(plan)
     assert config["cudagraph_capture_sizes"] == sizes
     assert config["max_cudagraph_capture_size"] == sizes[-1]
@@ -118,10 +126,17 @@ def test_vllm_is_asked_for_the_graphs_that_are_left(plan: Plan, mode: str) -> No
     [
         ({"max_loras": 4}, True, None, "--enable-lora --max-loras 4"),
         ({"max_loras": 4}, False, False, "--enable-lora --max-loras 4"),
-        ({"max_loras": 4, "specialize_active_lora": True}, True, None, "--max-loras 4 --specialize-active-lora"),
+        (
+            {"max_loras": 4, "specialize_active_lora": True},
+            True,
+            None,
+            "--max-loras 4 --specialize-active-lora",
+        ),
     ],
 )
-def test_vllm_is_told_of_lora_cases(lora: dict[str, Any], specialize: bool, given: bool | None, options: str) -> None:
+def test_vllm_is_told_of_lora_cases(
+    lora: dict[str, Any], specialize: bool, given: bool | None, options: str
+) -> None:
     plan = plan_of("FULL", [4], lora=lora, cudagraph_specialize_lora=specialize)
     assert vllm_json(plan).get("cudagraph_specialize_lora") is given
     assert emit(plan, "vllm").notes[-1].endswith(options)
@@ -130,11 +145,21 @@ def test_vllm_is_told_of_lora_cases(lora: dict[str, Any], specialize: bool, give
 # --- SGLang, TensorRT-LLM, JSON -------------------------------------------------------------------------------
 
 
-Q3 = plan_with([key(FULL, 3, uniform=True, q=3), key(FULL, 12, uniform=True, q=3), key(PIECEWISE, 64)], query_len=3)
-CASES = plan_with([key(FULL, 4, uniform=True), key(FULL, 8, uniform=True, case=2)], mode="FULL_DECODE_ONLY")
+Q3 = plan_with(
+    [key(FULL, 3, uniform=True, q=3), key(FULL, 12, uniform=True, q=3), key(PIECEWISE, 64)],
+    query_len=3,
+)
+CASES = plan_with(
+    [key(FULL, 4, uniform=True), key(FULL, 8, uniform=True, case=2)], mode="FULL_DECODE_ONLY"
+)
 REQUESTS = "decode sizes are in requests of 3 tokens, the plan's in tokens"
-PREFILL, LEFT_OUT = "prefill sizes are in tokens", "PIECEWISE sizes are left out, because they need torch.compile"
-NO_DECODE, NO_PREFILL = (f"--cuda-graph-backend-{kind} disabled turns off" for kind in ("decode", "prefill"))
+PREFILL, LEFT_OUT = (
+    "prefill sizes are in tokens",
+    "PIECEWISE sizes are left out, because they need torch.compile",
+)
+NO_DECODE, NO_PREFILL = (
+    f"--cuda-graph-backend-{kind} disabled turns off" for kind in ("decode", "prefill")
+)
 BEYOND = "40 tokens became 32 requests"  # more than a decode batch has
 
 
@@ -142,11 +167,35 @@ BEYOND = "40 tokens became 32 requests"  # more than a decode batch has
     ("plan", "decode", "prefill", "of_sglang", "of_trtllm"),
     [
         (Q3, "1 4", "64", [REQUESTS, PREFILL], [REQUESTS, LEFT_OUT]),
-        (plan_of("NONE"), "", "", [NO_DECODE, NO_PREFILL], ["null turns off TensorRT-LLM's default"]),
+        (
+            plan_of("NONE"),
+            "",
+            "",
+            [NO_DECODE, NO_PREFILL],
+            ["null turns off TensorRT-LLM's default"],
+        ),
         (plan_of("FULL_DECODE_ONLY", [1, 2]), "1 2", "", [NO_PREFILL], []),
-        (plan_of("PIECEWISE", [4, 512], seqs=16), "4 16", "4 512", [PREFILL, NO_DECODE], [LEFT_OUT]),
-        (CASES, "4 8", "", ["2 sizes were emitted for 2 keys", NO_PREFILL], ["2 sizes were emitted for 2 keys"]),
-        (plan_of("FULL", [4, 40], seqs=32), "4 32", "", [BEYOND, NO_PREFILL, "full experimental"], [BEYOND]),
+        (
+            plan_of("PIECEWISE", [4, 512], seqs=16),
+            "4 16",
+            "4 512",
+            [PREFILL, NO_DECODE],
+            [LEFT_OUT],
+        ),
+        (
+            CASES,
+            "4 8",
+            "",
+            ["2 sizes were emitted for 2 keys", NO_PREFILL],
+            ["2 sizes were emitted for 2 keys"],
+        ),
+        (
+            plan_of("FULL", [4, 40], seqs=32),
+            "4 32",
+            "",
+            [BEYOND, NO_PREFILL, "full experimental"],
+            [BEYOND],
+        ),
     ],
 )
 def test_sglang_and_trtllm_have_decode_sizes_in_requests(
@@ -157,10 +206,17 @@ def test_sglang_and_trtllm_have_decode_sizes_in_requests(
         f"--cuda-graph-bs-{kind} {sizes} --cuda-graph-max-bs-{kind} {sizes.split()[-1]}"
         if sizes
         else f"--cuda-graph-backend-{kind} disabled"
-        for kind, sizes in (("decode", "" if NO_DECODE in of_sglang else decode), ("prefill", prefill))
+        for kind, sizes in (
+            ("decode", "" if NO_DECODE in of_sglang else decode),
+            ("prefill", prefill),
+        )
     ]
     assert sglang.text == " ".join(options)
-    expected = {"batch_sizes": [int(size) for size in decode.split()], "enable_padding": True} if decode else None
+    expected = (
+        {"batch_sizes": [int(size) for size in decode.split()], "enable_padding": True}
+        if decode
+        else None
+    )
     assert yaml.safe_load(trtllm.text) == {"cuda_graph_config": expected}
     for emission, notes in ((sglang, of_sglang), (trtllm, of_trtllm)):
         assert all(words in note for note, words in zip(emission.notes, notes, strict=True))
@@ -193,7 +249,9 @@ def test_emitted_names_are_those_of_the_engines(plan: Plan) -> None:
         if engine == "vllm":
             names |= set(vllm_json(plan))
         elif engine == "trtllm":
-            names |= set(re.findall(r"(\w+): ", text)) | set(re.findall(r"[a-z]+_[a-z_]+", " ".join(notes)))
+            names |= set(re.findall(r"(\w+): ", text)) | set(
+                re.findall(r"[a-z]+_[a-z_]+", " ".join(notes))
+            )
         assert names <= RECORDED[engine]
 
 
@@ -259,12 +317,17 @@ def test_modes_are_vllms_and_piecewise_graphs_need_its_compilation(text: str, mo
     found = read(text)
     assert str(found.loaded.config.compilation.cudagraph_mode) == mode
     lowered = mode == "NONE"
-    assert any("vLLM has PIECEWISE graphs with mode 3 only" in note for note in found.notes) == lowered
+    assert (
+        any("vLLM has PIECEWISE graphs with mode 3 only" in note for note in found.notes) == lowered
+    )
 
 
 def test_keys_without_effect_and_absent_bounds_are_noted() -> None:
     notes = read_vllm('{"backend": "inductor", "pass_config": {"fuse_norm_quant": true}}').notes
-    assert notes[:2] == ("backend does not change what is captured", "pass_config does not change what is captured")
+    assert notes[:2] == (
+        "backend does not change what is captured",
+        "pass_config does not change what is captured",
+    )
     assert "--max-num-seqs was not given: 256 was taken" in notes[2]
     assert "--max-num-batched-tokens was not given: 8192 was taken" in notes[3]
 
@@ -274,10 +337,22 @@ def test_keys_without_effect_and_absent_bounds_are_noted() -> None:
     [
         ("{}", {"performance_mode": "interactivity"}, (*range(1, 33), *range(40, 65, 8))),
         ("{}", {"performance_mode": "throughput"}, (1, 2, 4, *range(8, 65, 8))),
-        ('{"max_cudagraph_capture_size": 5}', {"performance_mode": "interactivity"}, (1, 2, 3, 4, 5)),
+        (
+            '{"max_cudagraph_capture_size": 5}',
+            {"performance_mode": "interactivity"},
+            (1, 2, 3, 4, 5),
+        ),
         ("{}", {"max_num_seqs": 600}, (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))),
-        ("{}", {"max_num_seqs": 600, "blackwell": True}, (1, 2, 4, *range(8, 256, 8), *range(256, 1025, 16), 600)),
-        ('{"cudagraph_capture_sizes": [3]}', {"performance_mode": "interactivity", "blackwell": True}, (3,)),
+        (
+            "{}",
+            {"max_num_seqs": 600, "blackwell": True},
+            (1, 2, 4, *range(8, 256, 8), *range(256, 1025, 16), 600),
+        ),
+        (
+            '{"cudagraph_capture_sizes": [3]}',
+            {"performance_mode": "interactivity", "blackwell": True},
+            (3,),
+        ),
         ("{}", {"overrides": ["compilation.cudagraph_capture_sizes=[2]"], "blackwell": True}, (2,)),
     ],
 )
@@ -320,7 +395,9 @@ def test_batches_are_described_by_their_graphs() -> None:
         "decode batches, by requests of 2 tokens: 1 to 24 in FULL graphs",
         "mixed batches, by tokens: 1 to 64 in PIECEWISE graphs",
     ]
-    plan = build_plan(read('{"cudagraph_capture_sizes": [2], "cudagraph_mode": "FULL_DECODE_ONLY"}').loaded.config)
+    plan = build_plan(
+        read('{"cudagraph_capture_sizes": [2], "cudagraph_mode": "FULL_DECODE_ONLY"}').loaded.config
+    )
     assert [*describe_batches(plan)] == [
         "decode batches, by requests of 1 token: 1 to 2 in FULL graphs, 3 to 8 eagerly",
         "mixed batches, by tokens: 1 to 64 eagerly",
@@ -329,7 +406,9 @@ def test_batches_are_described_by_their_graphs() -> None:
 
 def test_graphs_of_encoders_and_of_decoder_replay_are_known() -> None:
     notes = read('{"cudagraph_decoder_replay": false, "decoder_replay_trim_threshold": 300}').notes
-    assert notes[0].startswith("cudagraph_decoder_replay and decoder_replay_trim_threshold: graphs of encoders and")
+    assert notes[0].startswith(
+        "cudagraph_decoder_replay and decoder_replay_trim_threshold: graphs of encoders and"
+    )
 
 
 def test_no_size_that_is_left_is_a_plan_error() -> None:
@@ -342,13 +421,28 @@ def test_no_size_that_is_left_is_a_plan_error() -> None:
     [
         ("{", ["--vllm '{' is not JSON", "--compilation-config"]),
         ("3", ["--vllm '3' is not a JSON object", "'{}' shows vLLM's defaults"]),
-        ('{"cudagraph_mod": "FULL"}', ["no key 'cudagraph_mod' (did you mean 'cudagraph_mode'?)", "Correct or remove"]),
-        ('{"cudagraph_mode": "FUL"}', ["--vllm: compilation.cudagraph_mode", "Did you mean 'FULL'?"]),
-        ('{"cudagraph_capture_sizes": [0]}', ["cudagraph_capture_sizes.0: found 0, expected greater than"]),
-        ('{"cudagraph_capture_sizes": [4], "max_cudagraph_capture_size": 8}', ["remove one of the two"]),
+        (
+            '{"cudagraph_mod": "FULL"}',
+            ["no key 'cudagraph_mod' (did you mean 'cudagraph_mode'?)", "Correct or remove"],
+        ),
+        (
+            '{"cudagraph_mode": "FUL"}',
+            ["--vllm: compilation.cudagraph_mode", "Did you mean 'FULL'?"],
+        ),
+        (
+            '{"cudagraph_capture_sizes": [0]}',
+            ["cudagraph_capture_sizes.0: found 0, expected greater than"],
+        ),
+        (
+            '{"cudagraph_capture_sizes": [4], "max_cudagraph_capture_size": 8}',
+            ["remove one of the two"],
+        ),
         ('{"mode": 7}', ["found mode 7", "3 (VLLM_COMPILE)"]),
         ('{"mode": [3]}', ["found mode [3]"]),
-        ('{"mode": 0, "cudagraph_mode": 3}', ["--vllm: compilation.cudagraph_mode", "NONE, PIECEWISE, FULL"]),
+        (
+            '{"mode": 0, "cudagraph_mode": 3}',
+            ["--vllm: compilation.cudagraph_mode", "NONE, PIECEWISE, FULL"],
+        ),
         ('{"cudagraph_mode": [2, 0]}', ["compilation.cudagraph_mode"]),
     ],
 )

@@ -8,7 +8,10 @@ from cgplan.errors import ConfigError
 from cgplan.modes import AttentionSupport, BatchDescriptor, CUDAGraphMode
 
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
-FULL_DECODE_ONLY, FULL_AND_PIECEWISE = CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.FULL_AND_PIECEWISE
+FULL_DECODE_ONLY, FULL_AND_PIECEWISE = (
+    CUDAGraphMode.FULL_DECODE_ONLY,
+    CUDAGraphMode.FULL_AND_PIECEWISE,
+)
 
 
 @pytest.mark.parametrize(
@@ -21,7 +24,9 @@ FULL_DECODE_ONLY, FULL_AND_PIECEWISE = CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraph
         (FULL_AND_PIECEWISE, FULL, PIECEWISE, True),
     ],
 )
-def test_what_each_mode_means(mode: CUDAGraphMode, decode: CUDAGraphMode, mixed: CUDAGraphMode, separate: bool) -> None:
+def test_what_each_mode_means(
+    mode: CUDAGraphMode, decode: CUDAGraphMode, mixed: CUDAGraphMode, separate: bool
+) -> None:
     assert mode.decode_mode() is decode
     assert mode.mixed_mode() is mixed
     assert mode.separate_routine() is separate
@@ -45,6 +50,9 @@ def test_an_unknown_mode_is_answered_with_the_nearest() -> None:
 
 def test_descriptors_print_what_matters() -> None:
     assert str(BatchDescriptor(8)) == "num_tokens=8"
-    assert str(BatchDescriptor(8, 4, True, True, 3)) == "num_tokens=8 num_reqs=4 uniform num_active_loras=3"
+    assert (
+        str(BatchDescriptor(8, 4, True, True, 3))
+        == "num_tokens=8 num_reqs=4 uniform num_active_loras=3"
+    )
     assert BatchDescriptor(8, 4, True).query_len == 2
     assert BatchDescriptor(8, 4).query_len is None

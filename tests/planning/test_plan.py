@@ -36,16 +36,30 @@ def test_lanes_have_sizes_of_their_own() -> None:
         Lane(FULL, True, 3): (8,),
         Lane(FULL, True, 0): (1, 8),
     }
-    assert [str(lane) for lane in plan.lanes()] == ["PIECEWISE", "FULL uniform, 3 adapters", "FULL uniform"]
+    assert [str(lane) for lane in plan.lanes()] == [
+        "PIECEWISE",
+        "FULL uniform, 3 adapters",
+        "FULL uniform",
+    ]
     assert plan.max_capture_size == 64
     first, *lanes = str(plan).splitlines()
     assert first == "FULL_AND_PIECEWISE, 4 graphs"
-    assert lanes == ["  PIECEWISE: 64 tokens", "  FULL uniform, 3 adapters: 8 tokens", "  FULL uniform: 1, 8 tokens"]
+    assert lanes == [
+        "  PIECEWISE: 64 tokens",
+        "  FULL uniform, 3 adapters: 8 tokens",
+        "  FULL uniform: 1, 8 tokens",
+    ]
     assert str(plan_of("NONE", [1])) == "NONE, 0 graphs"
 
 
 def test_capture_order_is_piecewise_first_and_largest_first() -> None:
-    keys = [key(FULL, 4), key(PIECEWISE, 2), key(FULL, 8, case=1), key(FULL, 8, case=2), key(PIECEWISE, 16)]
+    keys = [
+        key(FULL, 4),
+        key(PIECEWISE, 2),
+        key(FULL, 8, case=1),
+        key(FULL, 8, case=2),
+        key(PIECEWISE, 16),
+    ]
     assert capture_order(reversed(keys)) == (keys[4], keys[1], keys[3], keys[2], keys[0])
 
 
@@ -75,7 +89,10 @@ def test_a_plan_with_predictions_reloads_to_an_equal_value() -> None:
     assert again == plan
     assert again.predicted is not None
     assert again.predicted == COST
-    assert (again.predicted.total_bytes, again.predicted.seconds) == ((10 << 20) + (1 << 10) + 150, 0.75)
+    assert (again.predicted.total_bytes, again.predicted.seconds) == (
+        (10 << 20) + (1 << 10) + 150,
+        0.75,
+    )
     assert plan.expected_us == 1600.0
     assert predicted_plan(evidence=None).expected_us is None
 
@@ -108,7 +125,9 @@ def test_what_is_no_plan_is_refused(text: str, complaint: str) -> None:
 
 
 def test_the_hash_follows_the_settings_that_a_capture_depends_on() -> None:
-    assert config_hash(Config()) != config_hash(Config.model_validate({"compilation": {"outputs": "clone"}}))
+    assert config_hash(Config()) != config_hash(
+        Config.model_validate({"compilation": {"outputs": "clone"}})
+    )
     assert len(config_hash(Config())) == 12
     planned_from = {
         "report": {"repeats": 7},

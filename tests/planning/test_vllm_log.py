@@ -21,7 +21,10 @@ GIB, MIB = 1 << 30, 1 << 20
 DEBUG = "".join(
     f"DEBUG [gpu_model_runner.py:6362] Estimated {mode} CUDA graph memory: {first} MiB first-capture + ({n}-1) "
     f"\u00d7 {each} MiB per-graph\n"
-    for mode, first, n, each in (("PIECEWISE", "300.00", 5, "20.00"), ("FULL", "100.00", 4, "10.00"))
+    for mode, first, n, each in (
+        ("PIECEWISE", "300.00", 5, "20.00"),
+        ("FULL", "100.00", 4, "10.00"),
+    )
 )
 
 
@@ -49,8 +52,12 @@ def test_the_figures_of_a_start() -> None:
 def test_what_the_graphs_leave_to_the_kv_cache() -> None:
     """72 GiB are asked for; 20 are weights, 1.25 activations, 0.5 graphs, and vLLM leaves 150 MiB free."""
     taken, advised, better = started(LOG).said()
-    assert taken == "by the log the graphs took 512 MiB and 3 s, and vLLM kept 768 MiB free for them"
-    assert "--kv-cache-memory-bytes 52992933888 to stay within --gpu-memory-utilization 0.9" in advised
+    assert (
+        taken == "by the log the graphs took 512 MiB and 3 s, and vLLM kept 768 MiB free for them"
+    )
+    assert (
+        "--kv-cache-memory-bytes 52992933888 to stay within --gpu-memory-utilization 0.9" in advised
+    )
     room = int(re.findall(r"\d{9,}", better)[0])
     exact = (72 - 20 - 1.25 - 0.5) * GIB - 150 * MIB
     assert exact - GIB // 100 <= room <= exact
@@ -100,18 +107,33 @@ def test_pool_and_driver_memory_are_told_apart_by_a_log_of_level_debug() -> None
         costs = costs_of(text, config)
         assert costs.driver_bytes(largest) / costs.driver_bytes(smallest) == pytest.approx(ratio)
         assert costs.pool_bytes(PIECEWISE, 16) == pytest.approx(pool * GIB // 2, rel=1e-6)
-        assert costs.pool_bytes(PIECEWISE, small) == pytest.approx(costs.pool_bytes(PIECEWISE, 16) / 4, rel=1e-6)
+        assert costs.pool_bytes(PIECEWISE, small) == pytest.approx(
+            costs.pool_bytes(PIECEWISE, 16) / 4, rel=1e-6
+        )
 
 
 def test_a_start_of_other_graphs_is_noted_and_one_without_graphs_refused() -> None:
     notes = costs_of(LOG, config_of(seqs=16)).notes
     assert any("is of a start with 9 graphs, the configuration has" in note for note in notes)
     with pytest.raises(ReportError, match="captured no graph"):
-        costs_of("Graph capturing finished in 0 secs, took 0.00 GiB", config_of('{"cudagraph_mode": "NONE"}'))
+        costs_of(
+            "Graph capturing finished in 0 secs, took 0.00 GiB",
+            config_of('{"cudagraph_mode": "NONE"}'),
+        )
 
 
 def test_steps_run_in_the_graphs_of_the_start_before_them() -> None:
     found = [*logged_steps(LOG)]
-    assert found == [(PIECEWISE, 16, 9000), (FULL, 4, 2000), (FULL, 4, 2200), (FULL, 4, 90000), (NONE, 62, 20000)]
-    assert next(logged_steps(LOG.replace("FULL_AND_PIECEWISE: (2, 1)", "NONE: 0"))) == (NONE, 12, 9000)
+    assert found == [
+        (PIECEWISE, 16, 9000),
+        (FULL, 4, 2000),
+        (FULL, 4, 2200),
+        (FULL, 4, 90000),
+        (NONE, 62, 20000),
+    ]
+    assert next(logged_steps(LOG.replace("FULL_AND_PIECEWISE: (2, 1)", "NONE: 0"))) == (
+        NONE,
+        12,
+        9000,
+    )
     assert [*logged_steps(LOG.partition("\n")[2])] == []

@@ -68,7 +68,9 @@ def test_what_is_spent_once_is_spent_on_the_first_key() -> None:
 
 # --- static buffers -------------------------------------------------------------------------------------------
 
-DIMENSIONS = st.sampled_from(["num_tokens", "num_reqs", "num_reqs + 1", "2 * num_tokens", "3 * num_reqs + 2"])
+DIMENSIONS = st.sampled_from(
+    ["num_tokens", "num_reqs", "num_reqs + 1", "2 * num_tokens", "3 * num_reqs + 2"]
+)
 SPECS = st.builds(
     lambda rows, others, dtype: Input(shape=(*others[:1], *rows, *others[1:]), dtype=dtype, pad=0),
     st.lists(DIMENSIONS, max_size=1),
@@ -79,7 +81,9 @@ SPECS = st.builds(
 
 @settings(max_examples=60, deadline=None)
 @given(st.dictionaries(st.sampled_from("abcd"), SPECS), st.integers(0, 40), st.integers(1, 20))
-def test_static_bytes_are_those_of_the_buffers(specs: dict[str, Input], num_tokens: int, max_num_seqs: int) -> None:
+def test_static_bytes_are_those_of_the_buffers(
+    specs: dict[str, Input], num_tokens: int, max_num_seqs: int
+) -> None:
     config = Config.model_validate({"inputs": specs, "scheduler": {"max_num_seqs": max_num_seqs}})
     buffers = StaticBuffers(specs, num_tokens, min(num_tokens, max_num_seqs), torch.device("cpu"))
     assert static_bytes(config, num_tokens) == buffers.nbytes
@@ -99,16 +103,27 @@ def sizes_of(keys: tuple[Key, ...], mode: CUDAGraphMode, lora: int = 0) -> list[
 
 
 def test_of_each_mode_the_largest_size_and_a_small_one() -> None:
-    plan = build_plan(Config.model_validate({"compilation": {"cudagraph_mode": "FULL_AND_PIECEWISE"}}))
+    plan = build_plan(
+        Config.model_validate({"compilation": {"cudagraph_mode": "FULL_AND_PIECEWISE"}})
+    )
     keys = representative_keys(plan.keys, plan.max_num_seqs)
     assert keys == tuple(key for key in plan.keys if key in set(keys))
-    assert sizes_of(keys, PIECEWISE) == [512, 256, 2]  # from 256 tokens on, the number of requests stays
+    assert sizes_of(keys, PIECEWISE) == [
+        512,
+        256,
+        2,
+    ]  # from 256 tokens on, the number of requests stays
     assert sizes_of(keys, FULL) == [256, 2]
 
 
 def test_of_lora_cases_the_one_without_and_the_one_for_most_adapters() -> None:
-    config = {"lora": {"max_loras": 4, "specialize_active_lora": True}, "scheduler": {"max_num_seqs": 64}}
-    plan = build_plan(Config.model_validate({**config, "compilation": {"cudagraph_mode": "FULL_DECODE_ONLY"}}))
+    config = {
+        "lora": {"max_loras": 4, "specialize_active_lora": True},
+        "scheduler": {"max_num_seqs": 64},
+    }
+    plan = build_plan(
+        Config.model_validate({**config, "compilation": {"cudagraph_mode": "FULL_DECODE_ONLY"}})
+    )
     keys = representative_keys(plan.keys, plan.max_num_seqs)
     assert (sizes_of(keys, FULL, 0), sizes_of(keys, FULL, 5)) == ([64, 2], [64, 2])
     assert len(keys) == 4
@@ -135,7 +150,9 @@ def measured(**changes: Any) -> MeasuredCosts:
         MeasuredKey(FULL, 2, 10, driver_bytes=4000.0, seconds=0.1),
     ]
     given: dict[str, Any] = {"source": "a test", "workspace_bytes": 32 * MIB, "once_seconds": 1.5}
-    return MeasuredCosts(keys, {FULL: [(10, 26 * MIB), (2, 6 * MIB)]}, CONFIG, **{**given, **changes})
+    return MeasuredCosts(
+        keys, {FULL: [(10, 26 * MIB), (2, 6 * MIB)]}, CONFIG, **{**given, **changes}
+    )
 
 
 def test_measured_sizes_cost_what_was_measured() -> None:
@@ -175,7 +192,12 @@ def test_beyond_what_was_measured_nothing_is_free() -> None:
         MeasuredKey(FULL, 0, 4, driver_bytes=1000.0, seconds=0.01),
     ]
     costs = MeasuredCosts(keys, {FULL: [(4, MIB)]}, CONFIG, source="a test")
-    assert [costs.seconds(key(n)) for n in (3, 5, 7, 100)] == [pytest.approx(0.02), 0.01, 0.01, 0.01]
+    assert [costs.seconds(key(n)) for n in (3, 5, 7, 100)] == [
+        pytest.approx(0.02),
+        0.01,
+        0.01,
+        0.01,
+    ]
     assert [costs.driver_bytes(key(n)) for n in (3, 5, 100)] == [2000, 1000, 1000]
     assert costs.seconds(key(1)) == pytest.approx(0.04)
 
@@ -183,24 +205,35 @@ def test_beyond_what_was_measured_nothing_is_free() -> None:
 def test_keys_with_adapters_are_apart() -> None:
     costs = measured()
     assert costs.driver_bytes(key(6, lora=3)) == 4000
-    assert costs.driver_bytes(key(6, PIECEWISE)) == round((1000 + 2900) / 2)  # of a mode that was not measured: any
+    assert costs.driver_bytes(key(6, PIECEWISE)) == round(
+        (1000 + 2900) / 2
+    )  # of a mode that was not measured: any
     assert costs.pool_bytes(PIECEWISE, 6) == costs.pool_bytes(FULL, 6) == 16 * MIB
 
 
 def test_a_key_that_was_measured_costs_what_was_measured_of_it() -> None:
     """Sizes in between are averaged over the numbers of adapters."""
-    keys = [MeasuredKey(FULL, case, size, 1000.0 * case, 0.01 * case * size) for case in (1, 2, 3) for size in (2, 4)]
+    keys = [
+        MeasuredKey(FULL, case, size, 1000.0 * case, 0.01 * case * size)
+        for case in (1, 2, 3)
+        for size in (2, 4)
+    ]
     costs = MeasuredCosts(keys, {FULL: [(4, MIB)]}, CONFIG, source="a test")
     for measured_key in keys:
         asked = key(measured_key.num_tokens, lora=measured_key.num_active_loras)
-        assert (costs.seconds(asked), costs.driver_bytes(asked)) == (measured_key.seconds, measured_key.driver_bytes)
+        assert (costs.seconds(asked), costs.driver_bytes(asked)) == (
+            measured_key.seconds,
+            measured_key.driver_bytes,
+        )
     assert [costs.seconds(key(3, lora=case)) for case in (1, 3)] == [pytest.approx(0.06)] * 2
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.dictionaries(st.integers(1, 300), st.integers(0, 500), min_size=1, max_size=5))
 def test_a_larger_size_never_needs_a_smaller_pool(points: dict[int, int]) -> None:
-    costs = MeasuredCosts([], {FULL: [(n, mib * MIB) for n, mib in points.items()]}, CONFIG, source="a test")
+    costs = MeasuredCosts(
+        [], {FULL: [(n, mib * MIB) for n, mib in points.items()]}, CONFIG, source="a test"
+    )
     found = [costs.pool_bytes(FULL, n) for n in range(1, 320)]
     assert found == sorted(found)
     assert all(costs.pool_bytes(FULL, n) >= mib * MIB for n, mib in points.items())
@@ -209,10 +242,16 @@ def test_a_larger_size_never_needs_a_smaller_pool(points: dict[int, int]) -> Non
 # --- from a report --------------------------------------------------------------------------------------------
 
 
-def a_report(nodes: int | None = 100, driver: tuple[int, ...] = (2 * MIB, 0, 2 * MIB, 0)) -> CaptureReport:
+def a_report(
+    nodes: int | None = 100, driver: tuple[int, ...] = (2 * MIB, 0, 2 * MIB, 0)
+) -> CaptureReport:
     plan = build_plan(
         Config.model_validate(
-            {"inputs": CONFIG.inputs, "compilation": {"cudagraph_capture_sizes": [2, 4, 8, 16]}, "device": "cuda"}
+            {
+                "inputs": CONFIG.inputs,
+                "compilation": {"cudagraph_capture_sizes": [2, 4, 8, 16]},
+                "device": "cuda",
+            }
         )
     )
     environment = Environment(
@@ -285,13 +324,28 @@ def test_what_each_lora_case_adds() -> None:
         for case in (0, 3)
         for size in (1, 8)
     ]
-    costs = MeasuredCosts(keys, {FULL: [(1, MIB), (8, 8 * MIB)]}, config, source="by hand", workspace_bytes=32 * MIB)
+    costs = MeasuredCosts(
+        keys, {FULL: [(1, MIB), (8, 8 * MIB)]}, config, source="by hand", workspace_bytes=32 * MIB
+    )
     found = case_costs(plan, costs)
-    assert [(case.num_active_loras, case.graphs) for case in found] == [(0, 2), (1, 2), (2, 2), (3, 2)]
+    assert [(case.num_active_loras, case.graphs) for case in found] == [
+        (0, 2),
+        (1, 2),
+        (2, 2),
+        (3, 2),
+    ]
     assert [case.bytes for case in found] == [2 * MIB, *[4 * MIB] * 3]
     assert [case.seconds for case in found] == [0.25, *[0.5] * 3]
     assert {(case.bytes, case.seconds) for case in case_costs(plan, None)} == {(None, None)}
     assert case_costs(build_plan(CONFIG), costs) == ()
-    one = {"cudagraph_mode": "FULL", "cudagraph_capture_sizes": [1], "cudagraph_specialize_lora": False}
-    alone = case_costs(build_plan(validate_config({"compilation": one, "lora": {"max_loras": 2}})), costs)
-    assert [(case.num_active_loras, case.graphs, case.bytes) for case in alone] == [(3, 1, (1 + 2 + 32) * MIB)]
+    one = {
+        "cudagraph_mode": "FULL",
+        "cudagraph_capture_sizes": [1],
+        "cudagraph_specialize_lora": False,
+    }
+    alone = case_costs(
+        build_plan(validate_config({"compilation": one, "lora": {"max_loras": 2}})), costs
+    )
+    assert [(case.num_active_loras, case.graphs, case.bytes) for case in alone] == [
+        (3, 1, (1 + 2 + 32) * MIB)
+    ]

@@ -32,7 +32,9 @@ class Program:
     tolerance: float = 1e-3
 
 
-def program(programs: list[Program], graphs: bool | None = None, tolerance: float = 1e-3) -> Callable[..., Any]:
+def program(
+    programs: list[Program], graphs: bool | None = None, tolerance: float = 1e-3
+) -> Callable[..., Any]:
     """Register a generator function in a list, by its name."""
 
     def register(run: Callable[[Callable[..., Any]], Iterator[Any]]) -> Callable[..., Any]:
@@ -54,7 +56,9 @@ def _kept(value: Any) -> Any:
     return value
 
 
-def _steps(run: Callable[[Callable[..., Any]], Iterator[Any]], wrap: Callable[..., Any]) -> Iterator[Any]:
+def _steps(
+    run: Callable[[Callable[..., Any]], Iterator[Any]], wrap: Callable[..., Any]
+) -> Iterator[Any]:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
@@ -75,7 +79,9 @@ def _compare(found: Any, wanted: Any, tolerance: float, where: str) -> None:
         assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape), where
         if wanted.is_floating_point() or wanted.is_complex():
             said = f"{where}: {found} != {wanted}"
-            torch.testing.assert_close(found, wanted, rtol=tolerance, atol=1e-5, equal_nan=True, msg=said)
+            torch.testing.assert_close(
+                found, wanted, rtol=tolerance, atol=1e-5, equal_nan=True, msg=said
+            )
         else:
             assert torch.equal(found, wanted), f"{where}: {found} != {wanted}"
     elif isinstance(wanted, dict):
@@ -89,7 +95,9 @@ def _compare(found: Any, wanted: Any, tolerance: float, where: str) -> None:
         for at, item in enumerate(wanted):
             _compare(found[at], item, tolerance, f"{where}.{at}")
     elif isinstance(wanted, float):
-        assert found == wanted or abs(found - wanted) <= 1e-5 + tolerance * abs(wanted), f"{where}: {found} != {wanted}"
+        assert found == wanted or abs(found - wanted) <= 1e-5 + tolerance * abs(wanted), (
+            f"{where}: {found} != {wanted}"
+        )
     else:
         assert found == wanted, f"{where}: {found!r} != {wanted!r}"
 
@@ -97,7 +105,10 @@ def _compare(found: Any, wanted: Any, tolerance: float, where: str) -> None:
 def check(case: Program, wrap: Callable[..., Any] = cgplan.graphed) -> None:
     """Assert that a program does with graphs what it does without."""
     made = list[Any]()
-    if sys.version_info < (3, 12):  # where dicts tell of nothing, a large model's changes are seen some calls later
+    if sys.version_info < (
+        3,
+        12,
+    ):  # where dicts tell of nothing, a large model's changes are seen some calls later
         watch._UNTOLD = 1 << 20
 
     def kept(model: Any = None, **options: Any) -> Any:
@@ -112,5 +123,7 @@ def check(case: Program, wrap: Callable[..., Any] = cgplan.graphed) -> None:
         _compare(one, other, case.tolerance, f"step {at}")
     assert len(found) == len(wanted)
     if case.graphs is not None and all(isinstance(g, cgplan.Graphed) for g in made):
-        replays = sum(sum(r.stats.replays.values()) for g in made for r in getattr(g, "runners", ()))
+        replays = sum(
+            sum(r.stats.replays.values()) for g in made for r in getattr(g, "runners", ())
+        )
         assert (replays > 0) is case.graphs, f"{replays} replays"

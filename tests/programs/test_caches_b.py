@@ -162,7 +162,9 @@ def list_of_tuples_grows(graphed: Wrap) -> Steps:
     """Passes keys and values of each layer in a list of tuples, and gets a longer one."""
     layers = [attention(), attention()]
 
-    def step(x: Tensor, past: list[tuple[Tensor, Tensor]] | None) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+    def step(
+        x: Tensor, past: list[tuple[Tensor, Tensor]] | None
+    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
         present = []
         for i, layer in enumerate(layers):
             q, k, v = layer.project(x)
@@ -557,7 +559,9 @@ def masks_are_kept_by_length(graphed: Wrap) -> Steps:
         def forward(self, x: Tensor) -> Tensor:
             length = x.shape[1]
             if length not in self.masks:
-                self.masks[length] = torch.ones(length, length, dtype=torch.bool, device=x.device).tril()
+                self.masks[length] = torch.ones(
+                    length, length, dtype=torch.bool, device=x.device
+                ).tril()
             return self.attend(*self.project(x), self.masks[length])
 
     net = Masked().to(device).eval()
@@ -669,10 +673,16 @@ def cache_is_made_inside(graphed: Wrap) -> Steps:
 @program(programs, graphs=True)
 def growing_prefix(graphed: Wrap) -> Steps:
     """Runs the whole prefix again for each token, by a bounded length."""
-    net, embed, head = attention(), nn.Embedding(30, WIDE).to(device), nn.Linear(WIDE, 30).to(device)
+    net, embed, head = (
+        attention(),
+        nn.Embedding(30, WIDE).to(device),
+        nn.Linear(WIDE, 30).to(device),
+    )
 
     def logits(tokens: Tensor) -> Tensor:
-        mask = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool, device=tokens.device).tril()
+        mask = torch.ones(
+            tokens.shape[1], tokens.shape[1], dtype=torch.bool, device=tokens.device
+        ).tril()
         return head(net.attend(*net.project(embed(tokens)), mask))
 
     g = graphed(logits, dynamic={"tokens": {0: "batch", 1: cgplan.Dim("length", max=16)}})

@@ -31,7 +31,10 @@ class Experts(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.router, self.experts = nn.Linear(8, 4), nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.router, self.experts = (
+            nn.Linear(8, 4),
+            nn.ModuleList(nn.Linear(8, 8) for _ in range(4)),
+        )
 
 
 @program(programs, graphs=True)
@@ -42,7 +45,9 @@ def experts_all_computed(graphed: Wrap) -> Steps:
         def forward(self, x: Tensor) -> Tensor:
             top, at = self.router(x).softmax(-1).topk(2)
             gates = torch.zeros(x.shape[0], 4, device=x.device).scatter(1, at, top)
-            return (torch.stack([expert(x) for expert in self.experts], 1) * gates[..., None]).sum(1)
+            return (torch.stack([expert(x) for expert in self.experts], 1) * gates[..., None]).sum(
+                1
+            )
 
     yield from calls(graphed(Dense().to(device).eval()))
 
@@ -116,7 +121,9 @@ def dropout_is_off(graphed: Wrap) -> Steps:
 @program(programs)
 def dropout_is_on(graphed: Wrap) -> Steps:
     """Calls it in training mode; the numbers are those of eager mode."""
-    yield from calls(graphed(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)).to(device), dynamic={}))
+    yield from calls(
+        graphed(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)).to(device), dynamic={})
+    )
 
 
 @program(programs)
@@ -222,7 +229,9 @@ def scripted(graphed: Wrap) -> Steps:
 @program(programs)
 def traced_and_frozen(graphed: Wrap) -> Steps:
     """Graphs a traced and frozen model."""
-    yield from calls(graphed(torch.jit.freeze(torch.jit.trace(mlp().requires_grad_(False), rows(4, 8)))))
+    yield from calls(
+        graphed(torch.jit.freeze(torch.jit.trace(mlp().requires_grad_(False), rows(4, 8))))
+    )
 
 
 @program(programs)
@@ -255,7 +264,9 @@ def ensemble_of_stacked_models(graphed: Wrap) -> Steps:
     params, buffers = torch.func.stack_module_state(nets)
 
     def ensemble(x: Tensor) -> Tensor:
-        return torch.vmap(lambda p, b: torch.func.functional_call(nets[0], (p, b), (x,)))(params, buffers)
+        return torch.vmap(lambda p, b: torch.func.functional_call(nets[0], (p, b), (x,)))(
+            params, buffers
+        )
 
     yield from calls(graphed(ensemble, dynamic={}), (4,) * 9)
 
@@ -263,7 +274,11 @@ def ensemble_of_stacked_models(graphed: Wrap) -> Steps:
 @program(programs, graphs=True)
 def normed_weights(graphed: Wrap) -> Steps:
     """Parametrises a weight by its norm, which is changed midway."""
-    net = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)), nn.ReLU()).to(device).eval()
+    net = (
+        nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)), nn.ReLU())
+        .to(device)
+        .eval()
+    )
     for at, y in enumerate(calls(graphed(net), SIZES + (4,) * 5)):
         yield y
         if at == 10:
@@ -282,7 +297,9 @@ def normed_weights_of_old(graphed: Wrap) -> Steps:
             raw = self.weight
             del self._parameters["weight"]
             self.raw = raw
-            self.register_forward_pre_hook(lambda m, _: setattr(m, "weight", m.raw / m.raw.norm() * m.scale))
+            self.register_forward_pre_hook(
+                lambda m, _: setattr(m, "weight", m.raw / m.raw.norm() * m.scale)
+            )
 
     net = Normed().to(device).eval()
     for at, y in enumerate(calls(graphed(net))):
@@ -360,7 +377,9 @@ def packed_sequences(graphed: Wrap) -> Steps:
     gru = nn.GRU(8, 4, batch_first=True).to(device).eval()
 
     def encode(x: Tensor, lengths: list[int]) -> Tensor:
-        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        packed = nn.utils.rnn.pack_padded_sequence(
+            x, lengths, batch_first=True, enforce_sorted=False
+        )
         return gru(packed)[1][0]
 
     g = graphed(encode)
@@ -473,7 +492,9 @@ def hook_comes_and_goes(graphed: Wrap) -> Steps:
     with torch.no_grad():
         for at in range(18):
             if at == 6:
-                handle = net[0].register_forward_hook(lambda module, args, output: (seen.append(1.0), output * 2)[1])
+                handle = net[0].register_forward_hook(
+                    lambda module, args, output: (seen.append(1.0), output * 2)[1]
+                )
             if at == 12 and handle is not None:
                 handle.remove()
             yield g(rows(4, 8)), len(seen)

@@ -25,7 +25,11 @@ class ActorCritic(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.backbone, self.actor, self.critic = nn.Linear(8, 16), nn.Linear(16, 3), nn.Linear(16, 1)
+        self.backbone, self.actor, self.critic = (
+            nn.Linear(8, 16),
+            nn.Linear(16, 3),
+            nn.Linear(16, 1),
+        )
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         x = self.backbone(x).tanh()
@@ -48,7 +52,9 @@ def ppo(graphed: Wrap) -> Steps:
             for _ in range(5):
                 x, logits, value = (x := rows(4, 8)), *g(x)
                 action = logits.argmax(-1)
-                batch.append((x, action, F.log_softmax(logits, -1).gather(1, action[:, None])[:, 0], value))
+                batch.append(
+                    (x, action, F.log_softmax(logits, -1).gather(1, action[:, None])[:, 0], value)
+                )
                 yield logits, value
         x, action, old, value = (torch.cat(part) for part in zip(*batch, strict=True))
         for _ in range(3):
@@ -384,7 +390,9 @@ def target_is_a_copy(graphed: Wrap) -> Steps:
 def average_of_weights(graphed: Wrap) -> Steps:
     """Serves the moving average of a model that learns."""
     net = mlp()
-    averaged = torch.optim.swa_utils.AveragedModel(net, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
+    averaged = torch.optim.swa_utils.AveragedModel(
+        net, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+    )
     g = graphed(averaged.eval())
     with torch.no_grad():
         for _ in range(12):

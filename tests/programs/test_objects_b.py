@@ -124,7 +124,12 @@ def decorated_method_of_a_plain_class(graphed: Wrap) -> Steps:
     filters = Filter(rows(8)), Filter(rows(8)), Smooth(rows(8))
     for at in range(24):
         one = filters[at % 3]
-        yield one.run(rows(4, 8)), one.run(rows(4, 8), power=2), Filter.run(one, rows(4, 8)), Filter.run.__doc__
+        yield (
+            one.run(rows(4, 8)),
+            one.run(rows(4, 8), power=2),
+            Filter.run(one, rows(4, 8)),
+            Filter.run.__doc__,
+        )
         if at == 12:
             filters[0].weight = rows(8)
 
@@ -219,13 +224,24 @@ def outputs_of_many_forms(graphed: Wrap) -> Steps:
 
     def forward(x: Tensor) -> dict[str, Any]:
         y = layer(x)
-        return {"found": Found(y, 3), "pair": Pair(y + 1, y + 2), "none": None, "text": ("a", 1.5), "shape": y.shape}
+        return {
+            "found": Found(y, 3),
+            "pair": Pair(y + 1, y + 2),
+            "none": None,
+            "text": ("a", 1.5),
+            "shape": y.shape,
+        }
 
     g = graphed(forward)
     with torch.no_grad():
         for batch in (4, 4, 4, 3, 4, 3, 4, 5, 3):
             found = g(rows(batch, 8))
-            yield found, type(found["found"]).__name__, type(found["pair"]).__name__, found["found"].name
+            yield (
+                found,
+                type(found["found"]).__name__,
+                type(found["pair"]).__name__,
+                found["found"].name,
+            )
 
 
 @program(programs)
@@ -360,7 +376,11 @@ def methods_of_modules(graphed: Wrap) -> Steps:
     with torch.no_grad():
         for at in range(20):
             if at == 5:
-                yield g.to(device).double().float().training, g.eval().training, isinstance(g, nn.Module)
+                yield (
+                    g.to(device).double().float().training,
+                    g.eval().training,
+                    isinstance(g, nn.Module),
+                )
             if at == 10:
                 g.apply(lambda module: isinstance(module, nn.Linear) and module.weight.fill_(0.1))
                 yield [name for name, _ in g.named_parameters()], g.inner.weight, g.scale
@@ -473,7 +493,12 @@ def errors_are_the_models(graphed: Wrap) -> Steps:
         for _ in range(4):
             yield attempt(g, rows(4, 8))
             yield attempt(g, rows(4, 7)), attempt(g, rows(8)), attempt(g, rows(4, 8).long())
-            yield attempt(g), attempt(g, rows(4, 8), 1.0, 2.0), attempt(g, rows(4, 8), what=1), attempt(g, None)
+            yield (
+                attempt(g),
+                attempt(g, rows(4, 8), 1.0, 2.0),
+                attempt(g, rows(4, 8), what=1),
+                attempt(g, None),
+            )
 
 
 @program(programs)
@@ -584,7 +609,9 @@ def hooks_on_g(graphed: Wrap) -> Steps:
     with torch.no_grad():
         for at in range(18):
             if at == 6:
-                handle = g.register_forward_hook(lambda module, args, output: seen.append(len(args)))
+                handle = g.register_forward_hook(
+                    lambda module, args, output: seen.append(len(args))
+                )
             if at == 12 and handle is not None:
                 handle.remove()
             yield g(rows(4, 8)), len(seen)
@@ -664,7 +691,9 @@ def two_settings_of_one_class(graphed: Wrap) -> Steps:
 def a_hook_of_all_modules(graphed: Wrap) -> Steps:
     """Has a global hook from the start, and takes it away."""
     net = mlp()
-    handle = nn.modules.module.register_module_forward_hook(lambda module, given, output: output * 2)
+    handle = nn.modules.module.register_module_forward_hook(
+        lambda module, given, output: output * 2
+    )
     try:
         g = graphed(net)
         for at in range(16):

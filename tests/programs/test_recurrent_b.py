@@ -21,7 +21,9 @@ class Recurrent(nn.Module):
         super().__init__()
         self.cell, self.head = nn.GRUCell(8, 8), nn.Linear(8, 3)
 
-    def forward(self, x: Tensor, h: Tensor | None = None, done: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, h: Tensor | None = None, done: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         h = x.new_zeros(x.shape[0], 8) if h is None else h
         h = self.cell(x, h if done is None else h * (1 - done)[:, None])
         return self.head(h), h
@@ -52,7 +54,11 @@ class Normaliser(nn.Module):
     def __init__(self, always: bool = False) -> None:
         super().__init__()
         self.always, self.frozen, self.clip = always, False, 5.0
-        for name, value in (("mean", torch.zeros(8)), ("var", torch.ones(8)), ("count", torch.tensor(1e-4))):
+        for name, value in (
+            ("mean", torch.zeros(8)),
+            ("var", torch.ones(8)),
+            ("count", torch.tensor(1e-4)),
+        ):
             self.register_buffer(name, value)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -242,7 +248,10 @@ def state_in_a_named_tuple(graphed: Wrap) -> Steps:
         y, h = net(x, memory.h)
         return y, Memory(h, memory.steps + 1)
 
-    g, memory = graphed(step), Memory(torch.zeros(4, 8, device=device), torch.zeros(4, dtype=torch.long, device=device))
+    g, memory = (
+        graphed(step),
+        Memory(torch.zeros(4, 8, device=device), torch.zeros(4, dtype=torch.long, device=device)),
+    )
     with torch.no_grad():
         for _ in range(10):
             y, memory = g(rows(4, 8), memory)

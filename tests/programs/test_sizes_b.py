@@ -32,7 +32,20 @@ def edges_of(nodes: int, count: int) -> Tensor:
     return torch.randint(0, nodes, (2, count), device=device)
 
 
-SIZES_OF_GRAPHS = ((2, 5), (2, 5), (3, 4), (5, 8), (3, 4), (4, 4), (2, 5), (5, 8), (3, 4), (6, 6), (8, 2), (2, 2))
+SIZES_OF_GRAPHS = (
+    (2, 5),
+    (2, 5),
+    (3, 4),
+    (5, 8),
+    (3, 4),
+    (4, 4),
+    (2, 5),
+    (5, 8),
+    (3, 4),
+    (6, 6),
+    (8, 2),
+    (2, 2),
+)
 
 
 @program(programs)
@@ -50,7 +63,18 @@ def as_many_nodes_as_edges(graphed: Wrap) -> Steps:
     net = Convolution().to(device).eval()
     g = graphed(lambda x, edges: net(x, edges.t()))
     with torch.no_grad():
-        for nodes, count in ((4, 4), (4, 4), (4, 4), (4, 6), (3, 5), (5, 5), (4, 4), (6, 3), (3, 3), (4, 6)):
+        for nodes, count in (
+            (4, 4),
+            (4, 4),
+            (4, 4),
+            (4, 6),
+            (3, 5),
+            (5, 5),
+            (4, 4),
+            (6, 3),
+            (3, 3),
+            (4, 6),
+        ):
             yield g(rows(nodes, 8), edges_of(nodes, count).t())
 
 
@@ -279,7 +303,9 @@ def patches_and_back(graphed: Wrap) -> Steps:
 
     def forward(x: Tensor) -> Tensor:
         patches = x.unfold(2, 2, 2).unfold(3, 2, 2).permute(0, 2, 3, 1, 4, 5).flatten(3)
-        return mix(patches).view(x.shape[0], 2, 2, 3, 2, 2).permute(0, 3, 1, 4, 2, 5).reshape(x.shape)
+        return (
+            mix(patches).view(x.shape[0], 2, 2, 3, 2, 2).permute(0, 3, 1, 4, 2, 5).reshape(x.shape)
+        )
 
     g = graphed(forward)
     with torch.no_grad():
@@ -290,7 +316,11 @@ def patches_and_back(graphed: Wrap) -> Steps:
 @program(programs, graphs=True)
 def pictures_of_two_sizes(graphed: Wrap) -> Steps:
     """Convolves pictures of two sizes, in channels_last at times."""
-    net = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1)).to(device).eval()
+    net = (
+        nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1))
+        .to(device)
+        .eval()
+    )
     g = graphed(net, dynamic={})
     with torch.no_grad():
         for at in range(14):
@@ -334,20 +364,36 @@ _batch_program("centred_rows", "Takes the mean of the batch away.", lambda x: x 
 _batch_program("softmax_over_rows", "Normalises over the batch.", lambda x: x.softmax(0))
 _batch_program("rows_from_the_last", "Turns the batch round.", lambda x: x.flip(0))
 _batch_program("sums_so_far", "Adds up over the batch.", lambda x: x.cumsum(0))
-_batch_program("sums_to_come", "Adds up over the rest of the batch.", lambda x: x.sum(0) - x.cumsum(0))
+_batch_program(
+    "sums_to_come", "Adds up over the rest of the batch.", lambda x: x.sum(0) - x.cumsum(0)
+)
 _batch_program("best_row", "Finds the best row.", lambda x: (x.argmax(0), x.max()))
 _batch_program("below_the_largest", "Takes the largest of the batch away.", lambda x: x - x.amax(0))
 _batch_program("divided_by_the_batch", "Divides by the number of rows.", lambda x: x / x.shape[0])
-_batch_program("rows_and_their_number", "Returns the number of rows, too.", lambda x: (x * 2, len(x)))
-_batch_program("list_of_rows", "Returns a list with a tensor for each row.", lambda x: list((x * 2).unbind(0)))
-_batch_program("halves_of_the_batch", "Returns the halves of the batch.", lambda x: (x + 1).chunk(2))
+_batch_program(
+    "rows_and_their_number", "Returns the number of rows, too.", lambda x: (x * 2, len(x))
+)
+_batch_program(
+    "list_of_rows", "Returns a list with a tensor for each row.", lambda x: list((x * 2).unbind(0))
+)
+_batch_program(
+    "halves_of_the_batch", "Returns the halves of the batch.", lambda x: (x + 1).chunk(2)
+)
 _batch_program("all_pairs", "Compares all rows with each other.", _between)
 _batch_program("ids_from_the_least", "Takes the least id away.", lambda x: x - x.min(), ids)
-_batch_program("all_or_nothing", "Multiplies by whether all are true.", lambda x: x * (x > 2).all(), ids)
-_batch_program("most_frequent", "Counts ids.", lambda x: torch.bincount(x.flatten(), minlength=30), ids)
+_batch_program(
+    "all_or_nothing", "Multiplies by whether all are true.", lambda x: x * (x > 2).all(), ids
+)
+_batch_program(
+    "most_frequent", "Counts ids.", lambda x: torch.bincount(x.flatten(), minlength=30), ids
+)
 _batch_program("sorted_rows", "Sorts over the batch.", lambda x: x.sort(0).values, ids)
-_batch_program("first_and_last", "Returns the first and the last row.", lambda x: (x[0] + 0, x[-1] + 0))
-_batch_program("shuffled_halves", "Pairs rows of both ends.", lambda x: x * x.flip(0).mean(1, keepdim=True))
+_batch_program(
+    "first_and_last", "Returns the first and the last row.", lambda x: (x[0] + 0, x[-1] + 0)
+)
+_batch_program(
+    "shuffled_halves", "Pairs rows of both ends.", lambda x: x * x.flip(0).mean(1, keepdim=True)
+)
 _batch_program("embedding_norms", "Divides by the norm of the whole batch.", lambda x: x / x.norm())
 
 
@@ -446,7 +492,18 @@ def mean_under_a_mask(graphed: Wrap) -> Steps:
         return (x * mask[..., None]).sum(1) / mask.sum(1, keepdim=True).clamp(min=1)
 
     g = graphed(masked, dynamic={"x": shape, "mask": shape})
-    for batch, length in ((3, 5), (3, 5), (2, 8), (4, 7), (3, 8), (3, 3), (1, 16), (3, 12), (4, 8), (3, 5)):
+    for batch, length in (
+        (3, 5),
+        (3, 5),
+        (2, 8),
+        (4, 7),
+        (3, 8),
+        (3, 3),
+        (1, 16),
+        (3, 12),
+        (4, 8),
+        (3, 5),
+    ):
         yield g(rows(batch, length, 4), torch.ones(batch, length, device=device))
 
 
@@ -527,7 +584,17 @@ def lengths_come_beside(graphed: Wrap) -> Steps:
 
     g = graphed(pooled)
     with torch.no_grad():
-        for lengths in ((3, 2), (3, 2), (4, 1), (2, 2, 2), (5, 3), (1, 2), (3, 2), (2, 2, 2), (4, 4)):
+        for lengths in (
+            (3, 2),
+            (3, 2),
+            (4, 1),
+            (2, 2, 2),
+            (5, 3),
+            (1, 2),
+            (3, 2),
+            (2, 2, 2),
+            (4, 4),
+        ):
             bounds = torch.tensor([0, *lengths], device=device).cumsum(0)
             yield g(rows(sum(lengths), 8), bounds)
 

@@ -13,7 +13,12 @@ from torch import Tensor, nn
 transformers = pytest.importorskip("transformers")
 
 programs: list[Program] = []
-SMALL = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+SMALL = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
 TOKENS = {"vocab_size": 32, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
 GREEDY = {"max_new_tokens": 6, "do_sample": False, "disable_compile": True}
 
@@ -24,11 +29,19 @@ def made(kind: str, config: str, **settings: Any) -> Any:
 
 
 def llama(**settings: Any) -> Any:
-    return made("LlamaForCausalLM", "LlamaConfig", **{**SMALL, **TOKENS, "num_key_value_heads": 1, **settings})
+    return made(
+        "LlamaForCausalLM",
+        "LlamaConfig",
+        **{**SMALL, **TOKENS, "num_key_value_heads": 1, **settings},
+    )
 
 
 def qwen(**settings: Any) -> Any:
-    return made("Qwen2ForCausalLM", "Qwen2Config", **{**SMALL, **TOKENS, "num_key_value_heads": 2, **settings})
+    return made(
+        "Qwen2ForCausalLM",
+        "Qwen2Config",
+        **{**SMALL, **TOKENS, "num_key_value_heads": 2, **settings},
+    )
 
 
 def gpt2(**settings: Any) -> Any:
@@ -37,12 +50,16 @@ def gpt2(**settings: Any) -> Any:
 
 
 def bert(kind: str = "BertForSequenceClassification", **settings: Any) -> Any:
-    return made(kind, "BertConfig", **{**SMALL, "vocab_size": 32, "max_position_embeddings": 32, **settings})
+    return made(
+        kind, "BertConfig", **{**SMALL, "vocab_size": 32, "max_position_embeddings": 32, **settings}
+    )
 
 
 def t5() -> Any:
     sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
-    return made("T5ForConditionalGeneration", "T5Config", **{**sizes, **TOKENS, "decoder_start_token_id": 0})
+    return made(
+        "T5ForConditionalGeneration", "T5Config", **{**sizes, **TOKENS, "decoder_start_token_id": 0}
+    )
 
 
 def prompt(length: int = 5, batch: int = 2) -> Tensor:
@@ -65,7 +82,12 @@ def llama_with_the_default_cache(graphed: Wrap) -> Steps:
     with torch.no_grad():
         for _ in range(8):
             found = g(prompt())
-            yield found.logits, type(found).__name__, found.past_key_values.get_seq_length(), list(found)
+            yield (
+                found.logits,
+                type(found).__name__,
+                found.past_key_values.get_seq_length(),
+                list(found),
+            )
 
 
 @program(programs)
@@ -178,7 +200,9 @@ def gpt2_samples(graphed: Wrap) -> Steps:
     net.forward = graphed(net.forward, dynamic={})
     for seed in range(3):
         torch.manual_seed(seed)
-        yield net.generate(prompt(4), max_new_tokens=6, do_sample=True, top_k=5, disable_compile=True)
+        yield net.generate(
+            prompt(4), max_new_tokens=6, do_sample=True, top_k=5, disable_compile=True
+        )
 
 
 @program(programs)
@@ -189,7 +213,12 @@ def qwen_samples_with_a_kept_cache(graphed: Wrap) -> Steps:
     net.forward = graphed(net.forward, dynamic={})
     for _ in range(3):
         cache.reset()
-        options = {"max_new_tokens": 6, "do_sample": True, "temperature": 2.0, "disable_compile": True}
+        options = {
+            "max_new_tokens": 6,
+            "do_sample": True,
+            "temperature": 2.0,
+            "disable_compile": True,
+        }
         yield net.generate(prompt(4), past_key_values=cache, **options)
 
 
@@ -270,7 +299,18 @@ def bert_in_batches_of_other_sizes(graphed: Wrap) -> Steps:
     """Classifies texts in batches of other sizes and lengths, without any option."""
     g = graphed(bert())
     with torch.no_grad():
-        for batch, length in ((2, 5), (3, 5), (2, 5), (4, 7), (3, 5), (1, 5), (2, 7), (3, 7), (2, 5), (3, 5)):
+        for batch, length in (
+            (2, 5),
+            (3, 5),
+            (2, 5),
+            (4, 7),
+            (3, 5),
+            (1, 5),
+            (2, 7),
+            (3, 7),
+            (2, 5),
+            (3, 5),
+        ):
             x = prompt(length, batch)
             yield g(x, attention_mask=torch.ones_like(x)).logits
 
@@ -342,7 +382,9 @@ def t5_decodes_what_was_encoded(graphed: Wrap) -> Steps:
         for _ in range(3):
             encoded = net.encoder(prompt())
             for _ in range(3):
-                yield g(encoder_outputs=encoded, decoder_input_ids=prompt(3), use_cache=False).logits
+                yield g(
+                    encoder_outputs=encoded, decoder_input_ids=prompt(3), use_cache=False
+                ).logits
 
 
 @program(programs)
@@ -355,9 +397,17 @@ def t5_keeps_its_cache(graphed: Wrap) -> Steps:
     with torch.no_grad():
         for _ in range(3):
             cache.reset()
-            encoded, token = net.encoder(prompt()), torch.zeros(2, 1, dtype=torch.long, device=device)
+            encoded, token = (
+                net.encoder(prompt()),
+                torch.zeros(2, 1, dtype=torch.long, device=device),
+            )
             for _ in range(5):
-                found = net(encoder_outputs=encoded, decoder_input_ids=token, past_key_values=cache, use_cache=True)
+                found = net(
+                    encoder_outputs=encoded,
+                    decoder_input_ids=token,
+                    past_key_values=cache,
+                    use_cache=True,
+                )
                 yield found.logits, list(cache.is_updated.values())
                 token = found.logits[:, -1:].argmax(-1)
 
@@ -375,7 +425,12 @@ def t5_generates(graphed: Wrap) -> Steps:
 def whisper_encodes(graphed: Wrap) -> Steps:
     """Encodes features of sound."""
     sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2}
-    more = {"decoder_attention_heads": 2, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "num_mel_bins": 8}
+    more = {
+        "decoder_attention_heads": 2,
+        "encoder_ffn_dim": 16,
+        "decoder_ffn_dim": 16,
+        "num_mel_bins": 8,
+    }
     net = made("WhisperModel", "WhisperConfig", **sizes, **more, **TOKENS, max_source_positions=10)
     g = graphed(net.get_encoder(), dynamic={})
     with torch.no_grad():
@@ -405,13 +460,21 @@ def vit_at_other_resolutions(graphed: Wrap) -> Steps:
 def clip_compares(graphed: Wrap) -> Steps:
     """Compares pictures with texts, and asks for features by methods of g."""
     text = {**SMALL, "vocab_size": 32, "max_position_embeddings": 8, "eos_token_id": 2}
-    config = {"text_config": text, "vision_config": {**SMALL, "image_size": 8, "patch_size": 4}, "projection_dim": 8}
+    config = {
+        "text_config": text,
+        "vision_config": {**SMALL, "image_size": 8, "patch_size": 4},
+        "projection_dim": 8,
+    }
     g = graphed(made("CLIPModel", "CLIPConfig", **config))
     with torch.no_grad():
         for batch in (2, 2, 3, 3, 2, 2, 3, 3):
             x, pixels = prompt(5, 2), rows(batch, 3, 8, 8)
             found = g(input_ids=x, pixel_values=pixels)
-            yield found.logits_per_image, found.text_embeds, g.get_image_features(pixels).pooler_output
+            yield (
+                found.logits_per_image,
+                found.text_embeds,
+                g.get_image_features(pixels).pooler_output,
+            )
 
 
 @program(programs)

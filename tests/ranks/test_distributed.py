@@ -44,7 +44,12 @@ def test_a_session_captures_registers_and_captures_again(world_size: int) -> Non
         assert rows == [4, 4]
         assert [record.rank for record in records] == list(range(world_size))
         for record in records:
-            assert (record.all_reduce, record.rows, record.buffers, record.bases) == ("custom", 4, 4, 1)
+            assert (record.all_reduce, record.rows, record.buffers, record.bases) == (
+                "custom",
+                4,
+                4,
+                1,
+            )
             assert record.mapped_bytes == (world_size - 1) << 20
             assert 0 < record.registration_seconds < record.session_seconds
 
@@ -74,11 +79,17 @@ def test_the_custom_all_reduce_says_once_what_it_leaves_to_others() -> None:
 def test_auto_is_torch_distributed_where_custom_cannot_work() -> None:
     for rank, (name, said, sums) in enumerate(values(run_ranks(2, programs.choice, "auto", 2))):
         assert (name, sums) == ("nccl", SUMS)
-        assert said == ([] if rank else ["custom all-reduce: rank 0: the ranks are on several machines; nccl does it"])
+        assert said == (
+            []
+            if rank
+            else ["custom all-reduce: rank 0: the ranks are on several machines; nccl does it"]
+        )
 
 
 @pytest.mark.parametrize(("wanted", "hosts"), [("custom", 2), ("symm_mem", 1)])
-def test_what_was_asked_for_and_cannot_work_is_an_error_on_all_ranks(wanted: str, hosts: int) -> None:
+def test_what_was_asked_for_and_cannot_work_is_an_error_on_all_ranks(
+    wanted: str, hosts: int
+) -> None:
     for outcome in run_ranks(2, programs.choice, wanted, hosts):
         assert (outcome.error, outcome.exit_code) == ("AllReduceError", 45)
         assert f"compilation.all_reduce: {wanted} cannot work here: rank 0: " in outcome.message
@@ -88,9 +99,19 @@ def test_what_was_asked_for_and_cannot_work_is_an_error_on_all_ranks(wanted: str
     ("batches", "settings", "wanted"),
     [
         pytest.param(
-            [[(1, 1), (1, 1), (3, 3), (2, 2), (4, 4), (5, 2)], [(1, 1), (3, 3), (5, 2), (9, 3), (4, 4), (7, 7)]],
+            [
+                [(1, 1), (1, 1), (3, 3), (2, 2), (4, 4), (5, 2)],
+                [(1, 1), (3, 3), (5, 2), (9, 3), (4, 4), (7, 7)],
+            ],
             {},
-            [("FULL", 1), ("FULL", 4), ("PIECEWISE", 8), ("NONE", 9), ("FULL", 4), ("PIECEWISE", 8)],
+            [
+                ("FULL", 1),
+                ("FULL", 4),
+                ("PIECEWISE", 8),
+                ("NONE", 9),
+                ("FULL", 4),
+                ("PIECEWISE", 8),
+            ],
             id="the largest size and the weakest mode",
         ),
         pytest.param(
@@ -113,8 +134,13 @@ def test_what_was_asked_for_and_cannot_work_is_an_error_on_all_ranks(wanted: str
         ),
     ],
 )
-def test_data_parallel_ranks_run_one_graph(batches: Any, settings: dict[str, Any], wanted: Any) -> None:
-    assert values(run_ranks(2, programs.data_parallel, batches, True, kwargs=settings)) == [wanted, wanted]
+def test_data_parallel_ranks_run_one_graph(
+    batches: Any, settings: dict[str, Any], wanted: Any
+) -> None:
+    assert values(run_ranks(2, programs.data_parallel, batches, True, kwargs=settings)) == [
+        wanted,
+        wanted,
+    ]
 
 
 def test_statistics_of_data_parallel_ranks_count_what_each_was_asked_for() -> None:
@@ -122,10 +148,15 @@ def test_statistics_of_data_parallel_ranks_count_what_each_was_asked_for() -> No
     batches = [[(3, 3), (1, 1), (0, 0), (5, 2)], [(7, 3), (2, 2), (1, 1), (6, 2)]]
     found = values(run_ranks(2, programs.data_parallel, batches, True, kwargs={"stats": True}))
     asked = [[(1, 1), (3, 3), (5, 2)], [(1, 1), (2, 2), (6, 2), (7, 3)]]
-    for (ran, stats), own, padding in zip(found, asked, [8 + 4 + 8 - 9, 8 + 4 + 1 + 8 - 16], strict=True):
+    for (ran, stats), own, padding in zip(
+        found, asked, [8 + 4 + 8 - 9, 8 + 4 + 1 + 8 - 16], strict=True
+    ):
         assert ran == [("PIECEWISE", 8), ("FULL", 4), ("FULL", 1), ("PIECEWISE", 8)]
         assert [(batch.num_tokens, batch.num_reqs) for batch, _ in stats.batches] == own
-        assert (stats.real_tokens, stats.padding_tokens) == (sum(tokens for tokens, _ in own), padding)
+        assert (stats.real_tokens, stats.padding_tokens) == (
+            sum(tokens for tokens, _ in own),
+            padding,
+        )
 
 
 def test_a_data_parallel_rank_that_refuses_its_batch() -> None:
@@ -137,7 +168,10 @@ def test_a_data_parallel_rank_that_refuses_its_batch() -> None:
 
 
 def test_data_parallel_ranks_are_not_held_in_step_unless_asked() -> None:
-    assert values(run_ranks(2, programs.data_parallel, [[(1, 1)], []], False)) == [["GraphRunner"], []]
+    assert values(run_ranks(2, programs.data_parallel, [[(1, 1)], []], False)) == [
+        ["GraphRunner"],
+        [],
+    ]
 
 
 def presence(device: str, host: str = "one", problem: str = "") -> Presence:
@@ -154,7 +188,9 @@ def presence(device: str, host: str = "one", problem: str = "") -> Presence:
         ([presence("GPU-1"), presence("cpu")], RankMismatchError, "rank 1 runs on the CPU, rank 0 on a GPU"),
     ],
 )  # fmt: skip
-def test_devices_that_cannot_be(found: list[Presence], error: type[CgplanError], words: str) -> None:
+def test_devices_that_cannot_be(
+    found: list[Presence], error: type[CgplanError], words: str
+) -> None:
     with pytest.raises(error) as raised:
         check_devices(found)
     assert raised.value.message == words
@@ -178,11 +214,17 @@ def test_environments_that_are_invalid(environment: dict[str, str], words: str) 
         Place.from_environment(environment)
 
 
-def test_a_plan_that_another_rank_made_for_its_own_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_that_another_rank_made_for_its_own_configuration(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("RANKS_TIMEOUT", "5")
     config, other = programs.config_of(), programs.config_of(compilation={"outputs": "clone"})
-    session = CaptureSession(build_plan(other), torch.nn.Identity(), select_backend("cpu"), config, together=Together())
-    with pytest.raises(PlanError, match=rf"^the plan of all ranks was .* {config_hash(other)}; this rank has") as error:
+    session = CaptureSession(
+        build_plan(other), torch.nn.Identity(), select_backend("cpu"), config, together=Together()
+    )
+    with pytest.raises(
+        PlanError, match=rf"^the plan of all ranks was .* {config_hash(other)}; this rank has"
+    ) as error:
         session.run()
     assert "agree_on_setup()" in error.value.remedy
 
@@ -204,7 +246,11 @@ class _Doubling(AllReduce):
 
 def test_what_is_captured_while_a_rank_looks_at_its_forward_holds_the_sum() -> None:
     backend = select_backend("cpu")
-    reduce, x, made = _Doubling(SimpleNamespace(rank=0, world_size=2, is_closed=False), backend), torch.ones(3), {}  # type: ignore[arg-type]
+    reduce, x, made = (
+        _Doubling(SimpleNamespace(rank=0, world_size=2, is_closed=False), backend),
+        torch.ones(3),
+        {},
+    )  # type: ignore[arg-type]
 
     @eager_break_during_capture
     def piece() -> torch.Tensor:

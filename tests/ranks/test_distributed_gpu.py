@@ -43,7 +43,10 @@ def test_a_rank_that_raises_behind_queued_sums() -> None:
 def test_graphs_that_sum_unlike_tensors_are_not_registered(mode: CUDAGraphMode) -> None:
     for outcome in run_ranks(2, programs.captures_unlike_inputs, "layout", mode, "cuda", **LIMITS):
         assert outcome.error == "RankMismatchError"
-        assert "rank 1 captured all-reduce 3 of 3 with [32, 4] torch.float32, rank 0 with [4, 32]" in outcome.message
+        assert (
+            "rank 1 captured all-reduce 3 of 3 with [32, 4] torch.float32, rank 0 with [4, 32]"
+            in outcome.message
+        )
 
 
 def test_ranks_that_are_late_at_random() -> None:
@@ -61,21 +64,28 @@ def test_counts_that_wrap_around() -> None:
 @pytest.mark.parametrize("all_reduce", ["custom", "nccl", "symm_mem"])
 def test_the_split_decoder(all_reduce: str) -> None:
     given = {"all_reduce": all_reduce}
-    for worst, _, rows, _ in values(run_ranks(2, programs.split_decoder, 2, "cuda", kwargs=given, **LIMITS)):
+    for worst, _, rows, _ in values(
+        run_ranks(2, programs.split_decoder, 2, "cuda", kwargs=given, **LIMITS)
+    ):
         assert worst < 2e-3
         assert rows == (8 if all_reduce == "custom" else 0)
 
 
 def test_piecewise_segments_reduce_over_the_staging_buffer() -> None:
     mode = {"cudagraph_mode": "PIECEWISE", "splitting_modules": '["layers.*.self_attn"]'}
-    for worst, _, rows, _ in values(run_ranks(2, programs.split_decoder, 2, "cuda", kwargs=mode, **LIMITS)):
+    for worst, _, rows, _ in values(
+        run_ranks(2, programs.split_decoder, 2, "cuda", kwargs=mode, **LIMITS)
+    ):
         assert worst < 2e-3
         assert rows == 0
 
 
 def test_a_replay_before_registration_sets_the_error_word() -> None:
     for said in values(run_ranks(2, gpu.unregistered, **LIMITS)):
-        assert said == ("RegistrationError", "a graph was replayed before its buffers were registered")
+        assert said == (
+            "RegistrationError",
+            "a graph was replayed before its buffers were registered",
+        )
 
 
 @pytest.mark.parametrize("is_killed", [False, True])

@@ -21,7 +21,9 @@ def all_raise(outcomes: list[Outcome], error: str, words: str, skip: tuple[int, 
         if rank in skip:
             continue
         assert outcome.error != HANG, f"rank {rank} hangs"
-        assert outcome.error == error, f"rank {rank}: {outcome.error}: {outcome.message}\n{outcome.trace}"
+        assert outcome.error == error, (
+            f"rank {rank}: {outcome.error}: {outcome.message}\n{outcome.trace}"
+        )
         assert re.search(words, outcome.message), f"rank {rank}: {outcome.message}"
         assert outcome.exit_code == getattr(errors, error).exit_code
 
@@ -47,23 +49,39 @@ UNLIKE = [
 
 @pytest.mark.parametrize(
     ("mode", "kind", "words"),
-    [(CUDAGraphMode.FULL, *UNLIKE[0]), (CUDAGraphMode.FULL, *UNLIKE[1]), (CUDAGraphMode.PIECEWISE, *UNLIKE[2])],
+    [
+        (CUDAGraphMode.FULL, *UNLIKE[0]),
+        (CUDAGraphMode.FULL, *UNLIKE[1]),
+        (CUDAGraphMode.PIECEWISE, *UNLIKE[2]),
+    ],
 )
-def test_graphs_that_sum_unlike_tensors_are_not_registered(mode: CUDAGraphMode, kind: str, words: str) -> None:
+def test_graphs_that_sum_unlike_tensors_are_not_registered(
+    mode: CUDAGraphMode, kind: str, words: str
+) -> None:
     """A kernel would read its peers' inputs, or their staged copies, as if they were laid out like its own."""
     found = run_ranks(2, programs.captures_unlike_inputs, kind, mode)
-    all_raise(found, "RankMismatchError", f"^rank 1 captured all-reduce 3 of 3 with {re.escape(words)}$")
+    all_raise(
+        found, "RankMismatchError", f"^rank 1 captured all-reduce 3 of 3 with {re.escape(words)}$"
+    )
 
 
 def test_unlike_tensors_are_not_summed_on_the_cpu() -> None:
     """All ranks raise the same, and the next sum is right."""
-    wanted = [(("RankMismatchError", f"rank 1 came to all-reduce 2 with {words}"), [2.0]) for _, words in UNLIKE]
-    assert values(run_ranks(2, programs.sums_unlike_tensors, [kind for kind, _ in UNLIKE])) == [wanted] * 2
+    wanted = [
+        (("RankMismatchError", f"rank 1 came to all-reduce 2 with {words}"), [2.0])
+        for _, words in UNLIKE
+    ]
+    assert (
+        values(run_ranks(2, programs.sums_unlike_tensors, [kind for kind, _ in UNLIKE]))
+        == [wanted] * 2
+    )
 
 
 def test_a_rank_that_sums_more_often_in_its_warm_ups() -> None:
     """It waits in an all-reduce, the other one in the step after."""
-    words = "rank 1 did not come to the capture pass within 3 s: .* waits in an all-reduce that rank 0"
+    words = (
+        "rank 1 did not come to the capture pass within 3 s: .* waits in an all-reduce that rank 0"
+    )
     all_raise(run_ranks(2, programs.sums_once_more, patience=3), "RankFailedError", words)
 
 
@@ -81,7 +99,12 @@ def test_a_rank_whose_registration_fails(world_size: int, method: str, step: str
 
 def test_a_rank_that_raises_between_replays() -> None:
     found = run_ranks(2, programs.raises_in_replay, torch.OutOfMemoryError)
-    all_raise(found, "RankFailedError", "rank 1 has ended: OutOfMemoryError: a defect of the caller", skip=(1,))
+    all_raise(
+        found,
+        "RankFailedError",
+        "rank 1 has ended: OutOfMemoryError: a defect of the caller",
+        skip=(1,),
+    )
     assert found[1].error == "OutOfMemoryError", "the rank itself raises its own error"
 
 
@@ -102,13 +125,22 @@ def test_a_rank_that_is_killed(phase: str, error: str, words: str) -> None:
 def test_the_rank_that_keeps_the_store_is_killed() -> None:
     found = run_ranks(3, programs.killed_in, 0, "replay")
     assert found[0].exit_code == -9
-    all_raise(found, "RankFailedError", "rank 0, which keeps the store, ended while rank [12] was in ", skip=(0,))
+    all_raise(
+        found,
+        "RankFailedError",
+        "rank 0, which keeps the store, ended while rank [12] was in ",
+        skip=(0,),
+    )
     assert max(outcome.seconds for outcome in found[1:]) < 10, "as soon as they ask the store"
 
 
 def test_a_rank_that_runs_out_of_memory() -> None:
     found = run_ranks(2, programs.oom, False)
-    all_raise(found, "RankFailedError", "rank 1 failed in the capture pass: CaptureMemoryError: out of memory at FULL")
+    all_raise(
+        found,
+        "RankFailedError",
+        "rank 1 failed in the capture pass: CaptureMemoryError: out of memory at FULL",
+    )
 
 
 def test_with_a_budget_all_keep_what_each_has_memory_for() -> None:
@@ -120,7 +152,10 @@ def test_with_a_budget_all_keep_what_each_has_memory_for() -> None:
 
 def test_replay_before_registration_and_capture_after_it() -> None:
     for said, late in values(run_ranks(2, programs.replay_before_registration)):
-        assert said == ("RegistrationError", "a graph was replayed before its buffers were registered")
+        assert said == (
+            "RegistrationError",
+            "a graph was replayed before its buffers were registered",
+        )
         assert late[0] == "RegistrationError"
         assert "captured after the graph buffers had been registered" in late[1]
 
@@ -138,15 +173,31 @@ def test_order_of_teardown() -> None:
 def test_order_of_teardown_after_a_failure() -> None:
     """The same, without the steps."""
     for events in values(run_ranks(2, programs.order_of_teardown, True)):
-        assert events == ["handle", "graph", "graph", "pool", "handle", "handle", "exports", "ranks", "group"]
+        assert events == [
+            "handle",
+            "graph",
+            "graph",
+            "pool",
+            "handle",
+            "handle",
+            "exports",
+            "ranks",
+            "group",
+        ]
 
 
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        ("config", 'rank 1 differs from rank 0: compilation.address_check: "off", rank 0 has "always"'),
+        (
+            "config",
+            'rank 1 differs from rank 0: compilation.address_check: "off", rank 0 has "always"',
+        ),
         ("torch", "rank 1 differs from rank 0: version of torch: 1.0.0, rank 0 has "),
-        ("model", r"rank 1 differs from rank 0: tensor weight: \[5, 4\] torch.float32, rank 0 has \[4, 4\]"),
+        (
+            "model",
+            r"rank 1 differs from rank 0: tensor weight: \[5, 4\] torch.float32, rank 0 has \[4, 4\]",
+        ),
     ],
 )
 def test_ranks_that_differ(what: str, words: str) -> None:
@@ -173,13 +224,20 @@ AGREED = "rank 1 failed in {}: .*{}"
     ("world_size", "budget", "phase", "all_reduce"),
     [(2, True, "eager", "custom"), (4, False, "capture", "custom"), (2, False, "eager", "nccl")],
 )
-def test_a_rank_that_raises_twice(world_size: int, budget: bool, phase: str, all_reduce: str) -> None:
+def test_a_rank_that_raises_twice(
+    world_size: int, budget: bool, phase: str, all_reduce: str
+) -> None:
     """An unfinished sum of gloo's is not taken up by the next one."""
     patience = 3 if all_reduce == "nccl" else 60  # others need not wait so long in a custom sum
-    outcomes = run_ranks(world_size, programs.raises_twice, phase, budget, all_reduce, patience=patience, timeout=90)
+    outcomes = run_ranks(
+        world_size, programs.raises_twice, phase, budget, all_reduce, patience=patience, timeout=90
+    )
     found = values(outcomes)
     for turn in range(2):
-        all_say([said[turn] for said in found], AGREED.format("the capture pass", "a defect of the model"))
+        all_say(
+            [said[turn] for said in found],
+            AGREED.format("the capture pass", "a defect of the model"),
+        )
     assert {said[2] for said in found} == {("ok", None)}
     assert max(outcome.seconds for outcome in outcomes) < 60
 
@@ -207,7 +265,10 @@ def test_eager_calls_after_a_failed_capture() -> None:
 
 @pytest.mark.parametrize(
     ("all_reduce", "words"),
-    [("custom", "rank 1 did not come to an all-reduce within 2 s"), ("nccl", "torch's all-reduce failed on rank 0")],
+    [
+        ("custom", "rank 1 did not come to an all-reduce within 2 s"),
+        ("nccl", "torch's all-reduce failed on rank 0"),
+    ],
 )
 def test_a_rank_that_comes_when_the_others_have_given_up(all_reduce: str, words: str) -> None:
     """An error on both sides, and no sum of what another rank has not written yet."""
@@ -232,24 +293,39 @@ def test_a_second_runner_on_one_all_reduce() -> None:
     """Its rows would be those of the first one, whose replays would sum other memory."""
     found = values(run_ranks(2, programs.several_runners))
     for turn in (0, 2):  # the first runner is open; a third one was dropped without close()
-        all_say([said[turn] for said, _ in found], "graphs of another runner reduce by this", "RegistrationError")
+        all_say(
+            [said[turn] for said, _ in found],
+            "graphs of another runner reduce by this",
+            "RegistrationError",
+        )
     for said, remedy in found:
         assert (said[1], said[3]) == (("ok", None), ("ok", None))
         assert "where it was dropped without close()" in remedy
 
 
-@pytest.mark.parametrize(("all_reduce", "dtype"), [("nccl", torch.float32), ("custom", torch.float64)])
-def test_a_key_that_one_rank_has_no_memory_for_while_gloo_waits_for_it(all_reduce: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("all_reduce", "dtype"), [("nccl", torch.float32), ("custom", torch.float64)]
+)
+def test_a_key_that_one_rank_has_no_memory_for_while_gloo_waits_for_it(
+    all_reduce: str, dtype: torch.dtype
+) -> None:
     """The unfinished sum is not taken up by one of another size, in the captures that follow."""
-    for keys, sums in values(run_ranks(2, programs.out_of_memory_beside_a_sum, all_reduce, dtype, patience=3)):
+    for keys, sums in values(
+        run_ranks(2, programs.out_of_memory_beside_a_sum, all_reduce, dtype, patience=3)
+    ):
         assert keys == [4]
         assert sums == [81.0, 21.0, 41.0, 61.0]
 
 
-@pytest.mark.parametrize(("all_reduce", "dtype"), [("nccl", torch.int16), ("custom", torch.float8_e4m3fn)])
+@pytest.mark.parametrize(
+    ("all_reduce", "dtype"), [("nccl", torch.int16), ("custom", torch.float8_e4m3fn)]
+)
 def test_dtypes_that_gloo_sums_and_does_not_sum(all_reduce: str, dtype: torch.dtype) -> None:
     for said, wrong in values(run_ranks(2, programs.dtypes, all_reduce, dtype)):
-        assert said == ("AllReduceError", f"gloo, torch's all-reduce on the CPU, cannot sum {dtype}")
+        assert said == (
+            "AllReduceError",
+            f"gloo, torch's all-reduce on the CPU, cannot sum {dtype}",
+        )
         assert wrong == []
 
 

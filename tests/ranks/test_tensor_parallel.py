@@ -42,7 +42,9 @@ def test_piecewise_segments_reduce_over_the_staging_buffer() -> None:
 
 
 def test_torch_distributed_does_it_too() -> None:
-    for worst, _, rows, _ in values(run_ranks(2, programs.split_decoder, 2, "cpu", kwargs={"all_reduce": "nccl"})):
+    for worst, _, rows, _ in values(
+        run_ranks(2, programs.split_decoder, 2, "cpu", kwargs={"all_reduce": "nccl"})
+    ):
         assert worst < 2e-5
         assert rows == 0
 
@@ -51,10 +53,22 @@ def test_torch_distributed_does_it_too() -> None:
     ("kwargs", "words"),
     [
         ({"tensor_parallel": 3}, "tensor_parallel 3 does not divide num_heads 4"),
-        ({"tensor_parallel": 2, "num_kv_heads": 1}, "tensor_parallel 2 does not divide num_kv_heads 1"),
-        ({"tensor_parallel": 2, "hidden_size": 127}, "tensor_parallel 2 does not divide hidden_size 127"),
-        ({"tensor_parallel": 2, "intermediate_size": 3}, "tensor_parallel 2 does not divide intermediate_size 3"),
-        ({"tensor_parallel": 4, "num_kv_heads": 4}, "split over 4 ranks (tensor_parallel), and 2 run"),
+        (
+            {"tensor_parallel": 2, "num_kv_heads": 1},
+            "tensor_parallel 2 does not divide num_kv_heads 1",
+        ),
+        (
+            {"tensor_parallel": 2, "hidden_size": 127},
+            "tensor_parallel 2 does not divide hidden_size 127",
+        ),
+        (
+            {"tensor_parallel": 2, "intermediate_size": 3},
+            "tensor_parallel 2 does not divide intermediate_size 3",
+        ),
+        (
+            {"tensor_parallel": 4, "num_kv_heads": 4},
+            "split over 4 ranks (tensor_parallel), and 2 run",
+        ),
         ({"tensor_parallel": 2, "max_loras": 1}, "adapters are not split over ranks"),
     ],
 )
@@ -72,13 +86,24 @@ def test_splits_that_cannot_be(kwargs: dict[str, Any], words: str) -> None:
 def test_bench_under_torchrun(tmp_path: Path) -> None:
     """Rank 0 prints and saves, and the report has all ranks."""
     torchrun = ["torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
-    cgplan = ["cgplan", "bench", "--config", str(CONFIG), *SMALL, "--output", str(tmp_path / "b.json")]
+    cgplan = [
+        "cgplan",
+        "bench",
+        "--config",
+        str(CONFIG),
+        *SMALL,
+        "--output",
+        str(tmp_path / "b.json"),
+    ]
     command = [sys.executable, "-m", *torchrun, "-m", *cgplan]
     done = subprocess.run(command, capture_output=True, text=True, timeout=90, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "b.json").read_text())
     ranks = report["capture"]["ranks"]
-    assert [(r["rank"], r["all_reduce"], r["rows"]) for r in ranks] == [(0, "custom", 4), (1, "custom", 4)]
+    assert [(r["rank"], r["all_reduce"], r["rows"]) for r in ranks] == [
+        (0, "custom", 4),
+        (1, "custom", 4),
+    ]
     assert all(r["mapped_bytes"] and r["registration_seconds"] > 0 for r in ranks)
     assert len(report["records"]) == 2
     assert done.stdout.count("Bench") == 1, "one rank prints"
@@ -99,14 +124,21 @@ def test_inspect_and_plan_run_on_rank_0_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("command_of_rank_1", "words"),
     [
-        (["capture", "--set", "compilation.outputs=clone"], 'compilation.outputs: "clone", rank 0 has "borrow"'),
+        (
+            ["capture", "--set", "compilation.outputs=clone"],
+            'compilation.outputs: "clone", rank 0 has "borrow"',
+        ),
         (["bench"], "the command: cgplan bench, rank 0 has cgplan capture"),
     ],
 )
-def test_ranks_with_other_settings_end_with_the_same_message(command_of_rank_1: list[str], words: str) -> None:
+def test_ranks_with_other_settings_end_with_the_same_message(
+    command_of_rank_1: list[str], words: str
+) -> None:
     name, *options = command_of_rank_1
     common = ["--config", str(CONFIG), *SMALL]
-    for code, _, said in values(run_ranks(2, programs.command, ["capture", *common], [name, *common, *options])):
+    for code, _, said in values(
+        run_ranks(2, programs.command, ["capture", *common], [name, *common, *options])
+    ):
         assert code == 42, said
         assert f"rank 1 differs from rank 0: {words}" in unwrapped(said)
         assert "remedy: Start all ranks from one file" in said
@@ -122,17 +154,25 @@ def test_a_saved_plan_on_ranks_is_noted_once(tmp_path: Path) -> None:
     lines = [[*line, str(report)], [*line, str(tmp_path / "nowhere" / "r.json")]]
     found = values(run_ranks(2, programs.command, *lines))
     assert [code for code, _, _ in found] == [0, 0], found
-    assert [said.count("decides compilation.cudagraph_capture_sizes") for _, _, said in found] == [1, 0]
+    assert [said.count("decides compilation.cudagraph_capture_sizes") for _, _, said in found] == [
+        1,
+        0,
+    ]
     assert json.loads(report.read_text())["plan"]["capture_sizes"] == [1, 2]
 
 
 @pytest.mark.parametrize(
     ("absent", "words"),
-    [(0, "rank 1 does not reach rank 0, which keeps the store, at"), (1, "rank 1 of 2 did not come within 1 s")],
+    [
+        (0, "rank 1 does not reach rank 0, which keeps the store, at"),
+        (1, "rank 1 of 2 did not come within 1 s"),
+    ],
 )
 def test_a_missing_rank_ends_the_command_in_three_lines(absent: int, words: str) -> None:
     line = ["capture", "--config", str(CONFIG), *SMALL, "--set", "distributed.timeout=1"]
-    code, printed, said = values(run_ranks(2, programs.command, line, line, absent=(absent,)))[1 - absent]
+    code, printed, said = values(run_ranks(2, programs.command, line, line, absent=(absent,)))[
+        1 - absent
+    ]
     assert (code, printed) == (41, "")
     lines = unwrapped(said).splitlines()
     assert [text.split(":")[0].strip() for text in lines] == ["error", "remedy", "more"], said

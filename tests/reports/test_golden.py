@@ -36,7 +36,9 @@ def test_no_word_is_broken_in_80_columns(name: str) -> None:
     wide, narrow = ([part for word in render_text(report, width).split() for part in re.split(r"(?<=[-_])", word)]
                     for width in (100, 80))  # fmt: skip
     assert max(map(len, render_text(report, 80).splitlines())) <= 80
-    drawn = re.compile(r"[-#|+*.\d]*")  # lines and bars are as long as there is room, axes have as many ticks
+    drawn = re.compile(
+        r"[-#|+*.\d]*"
+    )  # lines and bars are as long as there is room, axes have as many ticks
     assert {word for word in narrow if not drawn.fullmatch(word)} <= set(wide)
 
 
@@ -53,7 +55,9 @@ def test_a_short_report_of_a_plan_is_shown_as_ever_on_one_screen(name: str) -> N
     [("plan_priced", "plan_traffic", "diff_traffic"), ("plan_bounded", "plan_lora", "diff_lora")],
 )
 def test_a_difference_is_shown_as_ever(old: str, new: str, name: str) -> None:
-    shown = render_difference(compare(plan_named(old), plan_named(new)), f"{old}.json", f"{new}.json")
+    shown = render_difference(
+        compare(plan_named(old), plan_named(new)), f"{old}.json", f"{new}.json"
+    )
     assert plain_text(shown) == golden_text(name)
 
 
@@ -65,10 +69,16 @@ def test_a_replan_is_shown_as_ever() -> None:
         captured=((CUDAGraphMode.FULL, descriptor),),
         evicted=plan_named("plan_priced").keys,
         recaptured=2,
-        failed=(FailedKey(mode=CUDAGraphMode.FULL, descriptor=descriptor, error="HostSyncError", detail="item"),),
+        failed=(
+            FailedKey(
+                mode=CUDAGraphMode.FULL, descriptor=descriptor, error="HostSyncError", detail="item"
+            ),
+        ),
         pool_bytes=(3 << 20, 1 << 20),
         seconds=0.25,
     )
     assert str(report) == golden_text("replan")
-    proposed = report.model_copy(update={"way": "proposed", "captured": (), "recaptured": 0, "failed": ()})
+    proposed = report.model_copy(
+        update={"way": "proposed", "captured": (), "recaptured": 0, "failed": ()}
+    )
     assert "proposed only: nothing was captured" in str(proposed)

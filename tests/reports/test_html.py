@@ -17,7 +17,11 @@ from cgplan.reports import Report, load_report, render_text
 from cgplan.reports.html import UNITS, html_of, page_of
 
 H200 = Path(__file__).parents[2] / "docs" / "pictures" / "report.json"  # 35 keys
-REPORTS = {**{name: golden_report(name) for name in SAVED}, "audit": audit_report(), "h200": load_report(H200)}
+REPORTS = {
+    **{name: golden_report(name) for name in SAVED},
+    "audit": audit_report(),
+    "h200": load_report(H200),
+}
 
 
 class Read(HTMLParser):
@@ -58,25 +62,47 @@ def test_every_chart_stands_over_a_table_of_its_figures(name: str) -> None:
     page, content = made(REPORTS[name]), page_of(REPORTS[name])
     drawn = json.loads(page.scripts[0])
     assert len(page.tables) == len(content.sections) == len(drawn)
-    for table, (columns, rows, charts), section in zip(page.tables, drawn, content.sections, strict=True):
+    for table, (columns, rows, charts), section in zip(
+        page.tables, drawn, content.sections, strict=True
+    ):
         assert table[0] == list(section.columns)
         assert len(table) == 1 + len(section.rows)
         assert bool(charts) == bool(rows)
         for cells, row in zip(table[1:], rows, strict=False):
             for shown, value, (column, unit) in zip(cells, row, columns, strict=True):
-                assert shown == ("-" if value is None else UNITS[unit](value) if unit else value), column
+                assert shown == ("-" if value is None else UNITS[unit](value) if unit else value), (
+                    column
+                )
         for chart in charts:
-            used = [chart["x"], *chart["values"], *(chart[k] for k in ("by", "start") if k in chart)]
+            used = [
+                chart["x"],
+                *chart["values"],
+                *(chart[k] for k in ("by", "start") if k in chart),
+            ]
             assert set(used) <= set(section.columns)
-            assert [row for row in section.rows if "where" not in chart or chart["where"][1] in row], "nothing to draw"
+            assert [
+                row for row in section.rows if "where" not in chart or chart["where"][1] in row
+            ], "nothing to draw"
 
 
 def test_a_report_has_its_subjects() -> None:
-    titles = {name: [section.title for section in page_of(report).sections] for name, report in REPORTS.items()}
+    titles = {
+        name: [section.title for section in page_of(report).sections]
+        for name, report in REPORTS.items()
+    }
     assert titles["h200"] == ["Latency", "Memory", "Start-up", "Padding"]
     assert titles["bench_against"][:2] == ["Latency", "Beside other ways"]
-    assert "Segments and eager pieces" in titles["capture_budget"] + titles["capture_ranks"] + titles["capture_gpu"]
-    assert titles["plan_traffic"] == ["Graphs against step time", "Use of each graph", "Padding", "Memory", "Start-up"]
+    assert (
+        "Segments and eager pieces"
+        in titles["capture_budget"] + titles["capture_ranks"] + titles["capture_gpu"]
+    )
+    assert titles["plan_traffic"] == [
+        "Graphs against step time",
+        "Use of each graph",
+        "Padding",
+        "Memory",
+        "Start-up",
+    ]
     assert titles["audit"] == ["Findings", "Owners", "Pointers by kind of owner", "Nodes by kernel"]
     capture = REPORTS["capture_gpu"].model_copy(update={"audit": REPORTS["audit"]})
     assert [section.title for section in page_of(capture).sections][-4:] == titles["audit"]
@@ -101,10 +127,18 @@ def test_figures_of_the_stand_in_say_so() -> None:
 
 def test_boxes_have_a_map_of_their_padding() -> None:
     plan = plan_named("plan_traffic")
-    found = PaddingMap(names=("rows", "length"), rows=(1, 4), columns=(64, 128), shares=((0.5, None), (0.25, 0.125)))
+    found = PaddingMap(
+        names=("rows", "length"),
+        rows=(1, 4),
+        columns=(64, 128),
+        shares=((0.5, None), (0.25, 0.125)),
+    )
     evidence = Evidence.model_validate(plan.evidence).model_copy(update={"padding_map": found})
     plan = plan.model_copy(
-        update={"evidence": evidence.model_dump(), "config": {**plan.config, "dims": {"length": {}}}}
+        update={
+            "evidence": evidence.model_dump(),
+            "config": {**plan.config, "dims": {"length": {}}},
+        }
     )
     (padding,) = [section for section in page_of(plan).sections if section.title == "Padding"]
     assert padding.rows == [(1, 64, 0.5), (4, 64, 0.25), (4, 128, 0.125)]
@@ -117,9 +151,12 @@ def test_a_file_loads_nothing_and_runs_its_own_scripts_alone() -> None:
         assert not {"src", "srcset", "action", "data"} & attributes.keys()
         assert not [name for name in attributes if name.startswith("on")]
         assert (attributes.get("href") or "#").startswith("#")
-    (policy,) = [a["content"] for _, a in page.tags if a.get("http-equiv") == "Content-Security-Policy"]
+    (policy,) = [
+        a["content"] for _, a in page.tags if a.get("http-equiv") == "Content-Security-Policy"
+    ]
     assert re.fullmatch(
-        r"default-src 'none'; style-src 'unsafe-inline'; script-src( 'sha256-[\w+/]{43}='){2}", policy or ""
+        r"default-src 'none'; style-src 'unsafe-inline'; script-src( 'sha256-[\w+/]{43}='){2}",
+        policy or "",
     )
     assert "@import" not in page.scripts[2]
 

@@ -25,7 +25,10 @@ def test_a_report_reads_back_equal(name: str) -> None:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("{", "run.json: not JSON: Expecting property name enclosed in double quotes: line 1 column 2"),
+        (
+            "{",
+            "run.json: not JSON: Expecting property name enclosed in double quotes: line 1 column 2",
+        ),
         ("[]", "not a cgplan report"),
         ('{"kind": ["plan"]}', "not a cgplan report"),
         ("[" * 100_000, "not JSON: maximum recursion depth exceeded"),
@@ -50,6 +53,8 @@ def test_other_files_are_refused(content: str, words: str, tmp_path: Path) -> No
 
 def test_baselines_are_named() -> None:
     assert check_baselines(["eager", " bare", "eager"]) == ("eager", "bare")
-    with pytest.raises(ConfigError, match="unknown baseline 'reduce_overheads' to bench against") as caught:
+    with pytest.raises(
+        ConfigError, match="unknown baseline 'reduce_overheads' to bench against"
+    ) as caught:
         check_baselines(["reduce_overheads"])
     assert "reduce-overhead" in caught.value.remedy

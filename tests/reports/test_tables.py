@@ -63,14 +63,20 @@ TABLE = Grid(WORDS, TextColumn("name", "0"), Column("start-up time", "1"), TextC
               "                       that go on", "second              -  one"]),
     ],
 )  # fmt: skip
-def test_a_table_breaks_headings_first_then_texts_and_never_a_word(width: int, lines: list[str]) -> None:
+def test_a_table_breaks_headings_first_then_texts_and_never_a_word(
+    width: int, lines: list[str]
+) -> None:
     shown = plain_text(TABLE, width).splitlines()
     assert [line.lstrip() for line in shown] == [line.lstrip() for line in lines]
     assert max(map(len, shown)) <= width
 
 
 def test_a_first_column_goes_on_in_further_lines_where_it_must() -> None:
-    table = Grid([("requests of a long name", "12 ms")], TextColumn("load", "0"), Column("expected_step", "1"))
+    table = Grid(
+        [("requests of a long name", "12 ms")],
+        TextColumn("load", "0"),
+        Column("expected_step", "1"),
+    )
     assert [line.split() for line in plain_text(table, 30).splitlines()[2:]] == [
         ["requests", "of", "a", "12", "ms"],
         ["long", "name"],
@@ -86,7 +92,10 @@ def test_reports_fit_80_columns_with_whole_words(name: str) -> None:
 
 def test_a_word_that_is_longer_than_the_table_runs_over_in_its_row_alone() -> None:
     path = "/models/" + "a" * 40
-    table = Grid([("short", "x", "one"), ("long", path, "two")], *(TextColumn(str(i), str(i)) for i in range(3)))
+    table = Grid(
+        [("short", "x", "one"), ("long", path, "two")],
+        *(TextColumn(str(i), str(i)) for i in range(3)),
+    )
     assert plain_text(table, 50).splitlines()[2] == f"short {'x':<40} one"
     assert path in plain_text(table, 50).split()
 
@@ -123,9 +132,9 @@ def test_irregular_padding_is_summarised() -> None:
         first, _, last = span.partition(" to ")
         batches = range(int(first), int(last or first) + 1)
         assert int(most) == max(min(size for size in sizes if size >= n) - n for n in batches)
-    assert [n for span, *_ in rows for n in range(int(span.split()[0]), int(span.split()[-1]) + 1)] == list(
-        range(1, 201)
-    )
+    assert [
+        n for span, *_ in rows for n in range(int(span.split()[0]), int(span.split()[-1]) + 1)
+    ] == list(range(1, 201))
 
 
 @pytest.mark.parametrize(
@@ -137,14 +146,18 @@ def test_irregular_padding_is_summarised() -> None:
         ("FULL", (), "all: eager"),
     ],
 )
-def test_batches_run_in_the_graphs_that_the_plan_has(mode: str, kept: tuple[str, ...], served: str) -> None:
+def test_batches_run_in_the_graphs_that_the_plan_has(
+    mode: str, kept: tuple[str, ...], served: str
+) -> None:
     plan = make_plan(compilation={"cudagraph_mode": mode, "cudagraph_capture_sizes": [2, 4]})
     some = plan.model_copy(update={"keys": tuple(key for key in plan.keys if str(key[0]) in kept)})
     assert f"batches  {served}\n" in render_text(some)
 
 
 def test_mode_changes_and_warnings_are_shown_with_reasons() -> None:
-    plan = make_plan(compilation={"attention_support": "UNIFORM_BATCH", "cudagraph_capture_sizes": [1, 9999]})
+    plan = make_plan(
+        compilation={"attention_support": "UNIFORM_BATCH", "cudagraph_capture_sizes": [1, 9999]}
+    )
     shown = render_text(plan)
     assert "FULL -> FULL_AND_PIECEWISE: attention_support is UNIFORM_BATCH" in shown
     assert "9999" in shown.partition("warning")[2]
@@ -177,7 +190,9 @@ def test_a_capture_says_what_is_checked_and_what_it_left_changed() -> None:
         StateRecord(path="steps", nbytes=8, kept="device"),
         StateRecord(path="rows", nbytes=1 << 20, kept="host"),
     ]
-    shown = str(report.model_copy(update={"looked_at": "the model, 12 modules", "state": tuple(state)}))
+    shown = str(
+        report.model_copy(update={"looked_at": "the model, 12 modules", "state": tuple(state)})
+    )
     assert re.search(r"^  checked +the model, 12 modules$", shown, re.MULTILINE)
     assert rows_of(shown.partition("\nstate ")[2])[:2] == [
         ["layers.0.cache", "3.0 GiB", "written, not put back"],
@@ -190,13 +205,28 @@ def test_a_capture_says_what_is_checked_and_what_it_left_changed() -> None:
 
 @pytest.mark.parametrize(
     ("eager", "padded", "gpu", "said"),
-    [(1500.0, 0, True, True), (1550.0, 0, True, False), (1500.0, 1, True, False), (1500.0, 0, False, False)],
+    [
+        (1500.0, 0, True, True),
+        (1550.0, 0, True, False),
+        (1500.0, 1, True, False),
+        (1500.0, 0, False, False),
+    ],
 )
-def test_a_bench_says_where_graphs_are_slower(eager: float, padded: int, gpu: bool, said: bool) -> None:
+def test_a_bench_says_where_graphs_are_slower(
+    eager: float, padded: int, gpu: bool, said: bool
+) -> None:
     """The bare replay takes 1,590 us."""
     report = golden_report("bench_gpu")
-    environment = report.environment if gpu else report.environment.model_copy(update={"backend": "cpu (tape)"})
-    record = report.records[0].model_copy(update={"eager": Timing(median=eager, p99=eager), "padded_rows": padded})
-    text = " ".join(str(report.model_copy(update={"records": (record,), "environment": environment})).split())
+    environment = (
+        report.environment
+        if gpu
+        else report.environment.model_copy(update={"backend": "cpu (tape)"})
+    )
+    record = report.records[0].model_copy(
+        update={"eager": Timing(median=eager, p99=eager), "padded_rows": padded}
+    )
+    text = " ".join(
+        str(report.model_copy(update={"records": (record,), "environment": environment})).split()
+    )
     assert ("graphs take the device longer than the model's own code at 3 tokens" in text) == said
     assert ("Calls that follow one another" in text) == gpu

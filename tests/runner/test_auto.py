@@ -64,7 +64,13 @@ def as_timed(patch: pytest.MonkeyPatch, *gains: float, spread: float = 0.0) -> l
         sizes.extend(descriptor.num_tokens for _, descriptor in keys)
         rounds = [1 + spread, 1.0, 1.0, 1.0, 1 - spread]
         return {
-            key: ([100.0 * gain ** (1.0 if key[1].num_tokens == 1 else 0.5) * part for part in rounds], 5 * [100.0])
+            key: (
+                [
+                    100.0 * gain ** (1.0 if key[1].num_tokens == 1 else 0.5) * part
+                    for part in rounds
+                ],
+                5 * [100.0],
+            )
             for key in keys
         }
 
@@ -73,7 +79,10 @@ def as_timed(patch: pytest.MonkeyPatch, *gains: float, spread: float = 0.0) -> l
 
 
 def open_runner(
-    backend: GraphBackend, model: nn.Module, sections: dict[str, Any] | None = None, **compilation: Any
+    backend: GraphBackend,
+    model: nn.Module,
+    sections: dict[str, Any] | None = None,
+    **compilation: Any,
 ) -> GraphRunner:
     return cgplan.capture(
         model.to(backend.device).eval(),
@@ -101,7 +110,9 @@ def serves_right(runner: GraphRunner, model: nn.Module) -> None:
             same(found, model(x))
 
 
-def test_a_model_that_can_be_captured_whole_is(backend: GraphBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_can_be_captured_whole_is(
+    backend: GraphBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = Net(nn.ReLU)
     as_timed(monkeypatch, 4.0, 4.01)
     runner = open_runner(backend, model)
@@ -113,18 +124,25 @@ def test_a_model_that_can_be_captured_whole_is(backend: GraphBackend, monkeypatc
     serves_right(runner, model)
 
 
-def test_modules_that_fail_stay_out_of_the_graphs(backend: GraphBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modules_that_fail_stay_out_of_the_graphs(
+    backend: GraphBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = Net(ReadsTheHost)
     as_timed(monkeypatch, 4.0)
     runner = open_runner(backend, model)
-    assert (runner.plan.mode, runner.config.compilation.splitting_modules) == (PIECEWISE, ("layers.*.inner",))
+    assert (runner.plan.mode, runner.config.compilation.splitting_modules) == (
+        PIECEWISE,
+        ("layers.*.inner",),
+    )
     failed = [note for note in runner.plan.notes if note.startswith("AUTO: FULL failed")]
     assert len(failed) == 1
     assert "test_auto.py" in failed[0]
     serves_right(runner, model)
 
 
-@pytest.mark.parametrize(("gain", "said"), [(1.01, "graphs bring less than 2%"), (None, "no way to capture the model")])
+@pytest.mark.parametrize(
+    ("gain", "said"), [(1.01, "graphs bring less than 2%"), (None, "no way to capture the model")]
+)
 @pytest.mark.filterwarnings("error")
 def test_nothing_is_captured_where_it_brings_nothing(
     backend: GraphBackend,
@@ -145,7 +163,9 @@ def test_nothing_is_captured_where_it_brings_nothing(
         assert runner(x=x).shape == (2, 4)
 
 
-def test_large_sizes_that_bring_nothing_are_left_out(backend: GraphBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_sizes_that_bring_nothing_are_left_out(
+    backend: GraphBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
     as_timed(monkeypatch, 1.03, 1.03)  # 1.015 at 8 tokens
     with closing(open_runner(backend, Net(nn.ReLU))) as runner:
         assert runner.plan.capture_sizes == (1,)
@@ -167,11 +187,18 @@ def test_of_ways_within_the_spread_the_one_with_the_smallest_pool_is_taken(
 
 @pytest.mark.parametrize(
     ("sections", "timed"),
-    [({}, {1, 8}), ({"scheduler": {"max_num_seqs": 4}}, {1, 4, 8}), ({"report": {"sizes": [2, 3, 9]}}, {2, 4})],
+    [
+        ({}, {1, 8}),
+        ({"scheduler": {"max_num_seqs": 4}}, {1, 4, 8}),
+        ({"report": {"sizes": [2, 3, 9]}}, {2, 4}),
+    ],
     ids=["ends", "all requests", "asked for"],
 )
 def test_a_few_sizes_are_timed_or_those_of_the_report_section(
-    backend: GraphBackend, monkeypatch: pytest.MonkeyPatch, sections: dict[str, Any], timed: set[int]
+    backend: GraphBackend,
+    monkeypatch: pytest.MonkeyPatch,
+    sections: dict[str, Any],
+    timed: set[int],
 ) -> None:
     sizes = as_timed(monkeypatch, 4.0, 4.0)
     open_runner(backend, Net(nn.ReLU), sections).close()
@@ -194,7 +221,9 @@ def test_the_choice_can_be_kept(
     runner = open_runner(backend, model, max_cudagraph_capture_size=8)
     (note,) = (note for note in runner.plan.notes if "To keep this choice" in note)
     if given == "note":
-        again = open_runner(backend, model, **yaml.safe_load(note.partition("write into compilation: ")[2]))
+        again = open_runner(
+            backend, model, **yaml.safe_load(note.partition("write into compilation: ")[2])
+        )
     else:
         (tmp_path / "kept.yaml").write_text(runner.config.model_dump_json())
         again = cgplan.capture(model, config=tmp_path / "kept.yaml")
@@ -228,7 +257,11 @@ def test_a_session_or_manager_needs_a_mode_that_is_decided(backend: GraphBackend
         {
             "model": {},
             "inputs": {"x": {"shape": ["num_tokens", 4], "dtype": "float32", "pad": 0}},
-            "compilation": {"cudagraph_mode": "AUTO", "cudagraph_capture_sizes": [1, 2], "compiler": "eager"},
+            "compilation": {
+                "cudagraph_mode": "AUTO",
+                "cudagraph_capture_sizes": [1, 2],
+                "compiler": "eager",
+            },
             "speculative": {"num_speculative_tokens": 1},
         }
     )
@@ -248,7 +281,9 @@ def test_a_session_or_manager_needs_a_mode_that_is_decided(backend: GraphBackend
         assert manager.capture().plan.requested_mode is CUDAGraphMode.AUTO
 
 
-def test_steps_are_timed_without_hooks(backend: GraphBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_are_timed_without_hooks(
+    backend: GraphBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hooks = list[int]()
     time_on_padding = auto.time_on_padding
 
@@ -280,6 +315,9 @@ def test_a_way_whose_numbers_are_not_those_of_eager_code_is_left_out(
     x = torch.tensor([[1.0, -2.0, 3.0, -4.0]], device=backend.device)
     with closing(open_runner(backend, Alternates())) as runner:
         assert runner.plan.mode is NONE
-        assert any("FULL left out: on example batches at 8 tokens: output 1" in note for note in runner.plan.notes)
+        assert any(
+            "FULL left out: on example batches at 8 tokens: output 1" in note
+            for note in runner.plan.notes
+        )
         found = [runner(x=x), runner(x=x)]  # the looks turned it, too
         same(found, [x.abs(), x.neg()] if found[0].min() >= 0 else [x.neg(), x.abs()])

@@ -28,7 +28,8 @@ from cgplan.units import format_bytes
 pytestmark = pytest.mark.usefixtures("quiet_collector")
 WIDTH = 64
 TIMES = StepTimes.measured(
-    {(CUDAGraphMode.NONE, 0): {1: 1000, 512: 3000}, (CUDAGraphMode.FULL, 0): {1: 100, 512: 1500}}, "made up"
+    {(CUDAGraphMode.NONE, 0): {1: 1000, 512: 3000}, (CUDAGraphMode.FULL, 0): {1: 100, 512: 1500}},
+    "made up",
 )
 
 
@@ -51,7 +52,11 @@ def config_of(backend: GraphBackend, sizes: list[int], **compilation: Any) -> Co
     return validate_config(
         {
             "inputs": {"x": Input(shape=("num_tokens", WIDTH), dtype="float32", pad=0)},
-            "compilation": {"cudagraph_mode": "FULL", "cudagraph_capture_sizes": sizes, **compilation},
+            "compilation": {
+                "cudagraph_mode": "FULL",
+                "cudagraph_capture_sizes": sizes,
+                **compilation,
+            },
             "device": backend.device.type,
         }
     )
@@ -78,14 +83,20 @@ def rows(backend: GraphBackend, count: int) -> torch.Tensor:
     return torch.randn(count, WIDTH, device=backend.device)
 
 
-def test_planned_at_once_captured_when_told_to_then_called_like_the_model(backend: GraphBackend) -> None:
+def test_planned_at_once_captured_when_told_to_then_called_like_the_model(
+    backend: GraphBackend,
+) -> None:
     model = MLP(backend)
     manager = CudaGraphManager(config_of(backend, [8, 2, 4]), model, backend, name="mlp")
     assert model.calls == 0
     assert manager.sizes == (2, 4, 8)
     assert [d.num_tokens for _, d in manager.plan.keys] == [8, 4, 2]
     assert not manager.is_captured
-    for use in (lambda: manager.run(x=rows(backend, 2)), lambda: manager.report, lambda: manager.stats):
+    for use in (
+        lambda: manager.run(x=rows(backend, 2)),
+        lambda: manager.report,
+        lambda: manager.stats,
+    ):
         with pytest.raises(CgplanError, match="'mlp' has no graphs") as caught:
             use()
         assert "capture()" in caught.value.remedy
@@ -107,14 +118,18 @@ def test_planned_at_once_captured_when_told_to_then_called_like_the_model(backen
 def test_capture_close_and_capture_again(backend: GraphBackend) -> None:
     model, x = MLP(backend), rows(backend, 3)
     before = baseline(backend)
-    with CudaGraphManager(config_of(backend, [4], address_check="always"), model, backend) as manager:
+    with CudaGraphManager(
+        config_of(backend, [4], address_check="always"), model, backend
+    ) as manager:
         manager.capture()
         with pytest.raises(CgplanError, match="'model' is captured already") as caught:
             manager.capture()
         assert "recapture" in caught.value.remedy
         first = manager.run(x=x).clone()
         with torch.no_grad():
-            model.layers[0].weight.data = -model.layers[0].weight.data  # elsewhere, with other numbers
+            model.layers[0].weight.data = -model.layers[
+                0
+            ].weight.data  # elsewhere, with other numbers
         with pytest.raises(cgplan.AddressError):
             [manager.run(x=x) for _ in range(2)]  # nothing tells of it, and its place has its turn
         manager.recapture()
@@ -163,7 +178,9 @@ def test_a_manager_alone_is_told_of_its_own_two_streams(monkeypatch: pytest.Monk
         manager.capture()
         manager.run(x=rows(backend, 3))
         stream[0] = 2
-        with pytest.raises(CgplanError, match="the runner was called from another stream than before") as caught:
+        with pytest.raises(
+            CgplanError, match="the runner was called from another stream than before"
+        ) as caught:
             manager.run(x=rows(backend, 3))
         assert "GraphPool" not in caught.value.remedy
 
@@ -179,9 +196,14 @@ def test_a_recapture_that_is_refused_or_fails(backend: GraphBackend) -> None:
     manager = CudaGraphManager(config_of(backend, [4]), model, backend)
     assert manager.recapture().records, "a first capture"
     wanted = manager.run(x=x).clone()
-    with manager.runner.stage(3), pytest.raises(CgplanError, match="while another call was under way") as caught:
+    with (
+        manager.runner.stage(3),
+        pytest.raises(CgplanError, match="while another call was under way") as caught,
+    ):
         manager.recapture()
-    assert "leave the block of staged buffers" in caught.value.remedy, "nothing of other members: there are none"
+    assert "leave the block of staged buffers" in caught.value.remedy, (
+        "nothing of other members: there are none"
+    )
     same(manager.run(x=x), wanted)
     model.asks = True
     with pytest.raises(HostSyncError):
@@ -234,10 +256,16 @@ def test_models_that_share_a_pool_take_turns(backend: GraphBackend) -> None:
             alone[name] = other.pool.nbytes
     assert max(alone.values()) <= pool.nbytes < sum(alone.values())
     assert isinstance(report, PoolReport)
-    assert (report.graphs, report.pool_bytes, report.static_bytes) == (4, pool.nbytes, (128 + 64) * WIDTH * 4)
+    assert (report.graphs, report.pool_bytes, report.static_bytes) == (
+        4,
+        pool.nbytes,
+        (128 + 64) * WIDTH * 4,
+    )
     assert report.total_bytes == report.pool_bytes + report.static_bytes + report.outside_bytes
     if backend.device.type == "cpu":
-        grown = [sum(record.pool_growth for record in part.records) for part in report.parts.values()]
+        grown = [
+            sum(record.pool_growth for record in part.records) for part in report.parts.values()
+        ]
         assert sum(grown) == report.pool_bytes
     for words in ("draft", "target", f"4 graphs in one pool of {format_bytes(pool.nbytes)}"):
         assert words in str(report)
@@ -299,7 +327,9 @@ def test_all_are_captured_or_none(backend: GraphBackend) -> None:
 
 def test_the_example_of_the_docs_runs(capsys: pytest.CaptureFixture[str]) -> None:
     page = Path(__file__).parents[2] / "docs" / "getting-started.md"
-    blocks = re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    blocks = re.findall(
+        r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+    )
     (block,) = (block for block in blocks if "GraphPool" in block)
     names: dict[str, Any] = {}
     exec(compile(block, str(page), "exec"), names)
@@ -325,7 +355,9 @@ def test_managers_that_cannot_be_captured_together() -> None:
         CudaGraphManager(config, MLP(backend), TapeBackend(), pool=pool)
     assert "select_backend" in caught.value.remedy
     with pytest.raises(PlanError):
-        CudaGraphManager(config, MLP(backend), pool=pool, plan=build_plan(config_of(backend, [4]))).capture()
+        CudaGraphManager(
+            config, MLP(backend), pool=pool, plan=build_plan(config_of(backend, [4]))
+        ).capture()
 
 
 def test_a_second_thread_waits_while_another_member_runs() -> None:
@@ -338,7 +370,9 @@ def test_a_second_thread_waits_while_another_member_runs() -> None:
         assert go_on.wait(10)
         return x + 1
 
-    eager = CudaGraphManager(config_of(backend, [2], cudagraph_mode="NONE"), slow, pool=pool, name="slow")
+    eager = CudaGraphManager(
+        config_of(backend, [2], cudagraph_mode="NONE"), slow, pool=pool, name="slow"
+    )
     other = CudaGraphManager(config_of(backend, [2]), MLP(backend), pool=pool, name="other")
     go_on.set()
     capture_together([other, eager])
@@ -370,7 +404,10 @@ def test_a_second_stream_is_refused_while_the_first_has_work() -> None:
     stream = torch.cuda.Stream()
     torch.cuda._sleep(200_000_000)  # a tenth of a second of work, then the call
     managers["draft"].run(x=x)
-    with torch.cuda.stream(stream), pytest.raises(CgplanError, match="'target' was called on another stream") as caught:
+    with (
+        torch.cuda.stream(stream),
+        pytest.raises(CgplanError, match="'target' was called on another stream") as caught,
+    ):
         managers["target"].run(x=x)
     assert "Synchronise the first stream" in caught.value.remedy
     torch.cuda.current_stream().synchronize()

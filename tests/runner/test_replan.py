@@ -11,7 +11,17 @@ from typing import Any
 import pytest
 import torch
 from checks import MIB, Tally, back_at, reserved, same
-from decoding import MAX_BLOCKS, VOCAB, Chunk, batch_of, configure, decoder, logits_of, one_thread, prompts
+from decoding import (
+    MAX_BLOCKS,
+    VOCAB,
+    Chunk,
+    batch_of,
+    configure,
+    decoder,
+    logits_of,
+    one_thread,
+    prompts,
+)
 from devices import Unowned, Watching, WithDriver
 
 from cgplan.backends import GraphBackend
@@ -87,14 +97,20 @@ def config_of(
     return validate_config(
         {
             "inputs": {"x": Input(shape=("num_tokens", WIDTH), dtype="float32", pad=0)},
-            "compilation": {"cudagraph_capture_sizes": list(sizes), "capture_policy": policy, **changes},
+            "compilation": {
+                "cudagraph_capture_sizes": list(sizes),
+                "capture_policy": policy,
+                **changes,
+            },
             "budget": budget or {},
             "device": backend.device.type,
         }
     )
 
 
-def open_runner(backend: GraphBackend, policy: str, model: Any = None, **options: Any) -> GraphRunner:
+def open_runner(
+    backend: GraphBackend, policy: str, model: Any = None, **options: Any
+) -> GraphRunner:
     config = config_of(backend, policy, **options)
     return CaptureSession(build_plan(config), model or Net(backend), backend, config).run()
 
@@ -239,7 +255,9 @@ def test_a_staged_batch_is_captured_before_it_is_written(backend: GraphBackend) 
     assert sizes_of(runner) == [4, 16]
     first = runner.stage(num_tokens=9)
     with first as buffers:
-        second = runner.stage(num_tokens=1)  # inside a block nothing is captured: its rows are being written
+        second = runner.stage(
+            num_tokens=1
+        )  # inside a block nothing is captured: its rows are being written
         assert sizes_of(runner) == [4, 16]
         buffers["x"].copy_(x)
     torch.testing.assert_close(first.output.clone(), model(x), rtol=1e-4, atol=1e-5)
@@ -293,7 +311,10 @@ def test_on_miss_error_says_why() -> None:
     backend, model = TapeBackend(), Net(TapeBackend())
     model.asks = {4}
     runner = open_runner(backend, "lazy", model, on_miss="error", budget={"max_graphs": 1})
-    with runner.no_capture(), pytest.raises(DispatchMissError, match="its graph is not captured yet") as caught:
+    with (
+        runner.no_capture(),
+        pytest.raises(DispatchMissError, match="its graph is not captured yet") as caught,
+    ):
         runner(x=rows(backend, 2))
     assert "no_capture" in caught.value.remedy
     with pytest.raises(DispatchMissError, match="its graph could not be captured") as caught:
@@ -381,7 +402,8 @@ def test_a_piecewise_key_that_fails_half_way_leaves_nothing(backend: GraphBacken
 
 
 @pytest.mark.parametrize(
-    ("limit", "budget"), [("max_graphs", {"max_graphs": 1}), ("capture_time", {"capture_time": 1e-9}), ("device", {})]
+    ("limit", "budget"),
+    [("max_graphs", {"max_graphs": 1}), ("capture_time", {"capture_time": 1e-9}), ("device", {})],
 )
 def test_limits_cost_single_keys(limit: str, budget: dict[str, Any]) -> None:
     backend = TapeBackend(pool_limit=5 * 4 * WIDTH * 4 if limit == "device" else None)
@@ -476,7 +498,10 @@ def test_recapture_and_moved_memory(backend: GraphBackend) -> None:
 def test_autocast_at_a_capture_is_refused_and_captures_nothing(backend: GraphBackend) -> None:
     runner = open_runner(backend, "lazy")
     x = rows(backend, 3)
-    with torch.autocast(backend.device.type, torch.bfloat16), pytest.raises(CgplanError, match="autocast"):
+    with (
+        torch.autocast(backend.device.type, torch.bfloat16),
+        pytest.raises(CgplanError, match="autocast"),
+    ):
         runner(x=x)
     assert sizes_of(runner) == []
     assert not runner.report.failed
@@ -508,7 +533,9 @@ def test_a_replan_captures_what_traffic_wants_and_evicts_the_rest(backend: Graph
     assert sizes_of(runner) == [8, 60]
     predicted = runner.plan.predicted
     assert predicted is not None
-    assert predicted.static_bytes == runner.report.static_bytes == 64 * WIDTH * 4, "the buffers of before are kept"
+    assert predicted.static_bytes == runner.report.static_bytes == 64 * WIDTH * 4, (
+        "the buffers of before are kept"
+    )
     assert "sizes     2 (8, 60), planned for runner.stats" in str(runner.report)
     assert [d.num_tokens for _, d in report.evicted] == [64]
     ask(runner, backend, *[20] * 20, *[33] * 20)
@@ -519,7 +546,9 @@ def test_a_replan_captures_what_traffic_wants_and_evicts_the_rest(backend: Graph
     ask(runner, backend, 5, 20, 33)
     assert not runner.stats.eager
     runner(x=rows(backend, 60))
-    assert runner.stats.eager == {MissReason.TOO_LARGE: 1}, "dispatch follows the keys that are there"
+    assert runner.stats.eager == {MissReason.TOO_LARGE: 1}, (
+        "dispatch follows the keys that are there"
+    )
     text = str(report)
     for words in ("captured -> wanted", "20, 33", "8, 60", "2 captured, 2 evicted"):
         assert words in text
@@ -529,7 +558,9 @@ def test_a_replan_captures_what_traffic_wants_and_evicts_the_rest(backend: Graph
 
 def test_only_what_was_asked_since_the_last_replan_counts() -> None:
     backend = TapeBackend()
-    runner = open_runner(backend, "adaptive", sizes=(64,), budget={"max_graphs": 1, "memory": 32 * WIDTH * 4})
+    runner = open_runner(
+        backend, "adaptive", sizes=(64,), budget={"max_graphs": 1, "memory": 32 * WIDTH * 4}
+    )
     assert NO_GRAPH in runner.report.warnings
     ask(runner, backend, 2)
     runner.replan(times=TIMES)
@@ -573,12 +604,16 @@ def test_replans_with_adapters_and_pieces_equal_a_fresh_runner(backend: GraphBac
     config = configure(backend, max_loras=2, compilation=compilation)
     runner = CaptureSession(build_plan(config), model, backend, config).run()
     points = {
-        (mode, case): {1: t, 64: 10 * t} for mode, t in ((NONE, 900), (PIECEWISE, 200), (FULL, 90)) for case in (0, 3)
+        (mode, case): {1: t, 64: 10 * t}
+        for mode, t in ((NONE, 900), (PIECEWISE, 200), (FULL, 90))
+        for case in (0, 3)
     }
     times = StepTimes.measured(points, "made up")
 
     def batch(lengths: list[int], ids: list[int]) -> dict[str, Any]:
-        chunks = [Chunk([n % VOCAB] * n, 0, [4 * i, 4 * i + 1, 4 * i + 2]) for i, n in enumerate(lengths)]
+        chunks = [
+            Chunk([n % VOCAB] * n, 0, [4 * i, 4 * i + 1, 4 * i + 2]) for i, n in enumerate(lengths)
+        ]
         made = batch_of(chunks, backend.device)
         lora = [i for i, n in zip(ids, lengths, strict=True) for _ in range(n)]
         lora_ids = torch.tensor(lora, device=backend.device)
@@ -613,14 +648,20 @@ def test_a_new_generation_begins_where_it_takes_less(backend: GraphBackend) -> N
     runner = open_runner(backend, "adaptive", sizes=(4096,))
     most = runner.report.pool_bytes
     report = runner.replan(times=TIMES, traffic=traffic_of(4096, 2048))
-    assert (report.way, runner.report.generation, runner.report.pool_bytes) == ("exchanged", 1, most)
+    assert (report.way, runner.report.generation, runner.report.pool_bytes) == (
+        "exchanged",
+        1,
+        most,
+    )
     report = runner.replan(times=TIMES, traffic=traffic_of(64))
     assert (report.way, runner.report.generation) == ("new generation", 2)
     assert runner.report.pool_bytes < most / 4
     report = runner.replan(times=TIMES, traffic=traffic_of(3000, 64))
     assert (report.way, report.recaptured) == ("new generation", 1)
     assert [d.num_tokens for _, d in report.captured] == [3000]
-    if backend.device.type == "cuda":  # either size fills one segment of 20 MiB; 64 rows lie in one of 2 MiB beside it
+    if (
+        backend.device.type == "cuda"
+    ):  # either size fills one segment of 20 MiB; 64 rows lie in one of 2 MiB beside it
         assert runner.report.pool_bytes == most + 2 * MIB
     else:
         assert runner.report.pool_bytes < most
@@ -633,7 +674,9 @@ def test_a_new_generation_begins_where_it_takes_less(backend: GraphBackend) -> N
 def test_moved_memory_is_refused_by_a_replan_without_graphs(backend: GraphBackend) -> None:
     runner = open_runner(backend, "adaptive", sizes=(4,))
     ask(runner, backend, *[4] * 3)
-    nothing = StepTimes.measured({(CUDAGraphMode.NONE, 0): {1: 1.0, 64: 1.0}, (FULL, 0): {1: 9.0, 64: 9.0}}, "given")
+    nothing = StepTimes.measured(
+        {(CUDAGraphMode.NONE, 0): {1: 1.0, 64: 1.0}, (FULL, 0): {1: 9.0, 64: 9.0}}, "given"
+    )
     text = str(runner.replan(times=nothing))
     assert "all given up with their pools, and none captured" in text
     assert "0 captured, 1 evicted" in text
@@ -806,7 +849,9 @@ def test_what_failed_is_left_out_of_later_plans(backend: GraphBackend) -> None:
 
 def test_what_the_budget_refused_may_be_planned_again() -> None:
     """Its cost beside others was too high; the key itself can be captured."""
-    refused = FailedKey(mode=FULL, descriptor=BatchDescriptor(5, 5, False), error="BudgetError", detail="memory")
+    refused = FailedKey(
+        mode=FULL, descriptor=BatchDescriptor(5, 5, False), error="BudgetError", detail="memory"
+    )
     assert uncapturable([refused]) == {}
     assert len(uncapturable([refused.model_copy(update={"error": "HostSyncError"})])) == 1
 
@@ -821,7 +866,9 @@ def test_a_plan_from_the_report_of_a_lazy_runner_knows_what_failed(tmp_path: Pat
     report.write_text(runner.report.model_dump_json(), encoding="utf-8")
     costs, _, failed = costs_of(LoadedConfig(runner.config, {}, tmp_path), str(report))
     assert costs is not None
-    assert {key[1].num_tokens: reason.split(":")[0] for key, reason in failed.items()} == {4: "HostSyncError"}
+    assert {key[1].num_tokens: reason.split(":")[0] for key, reason in failed.items()} == {
+        4: "HostSyncError"
+    }
     plan = propose(runner.config, runner.stats.traffic(), TIMES, failed=failed).plan
     assert plan.capture_sizes == (2, 16)
     runner.close()
@@ -831,7 +878,9 @@ def test_a_budget_holds_through_replans() -> None:
     row = WIDTH * 4
     backend = WithDriver(rate=1)
     limit = 64 * row + 3 * 64 * row + 4096
-    runner = open_runner(backend, "adaptive", sizes=(8, 64), budget={"memory": limit, "max_graphs": 3})
+    runner = open_runner(
+        backend, "adaptive", sizes=(8, 64), budget={"memory": limit, "max_graphs": 3}
+    )
     for seen in ([64, 32, 16, 8], [60, 50, 40, 30], [1, 2, 3, 4], [9, 64]):
         ask(runner, backend, *seen)
         runner.replan(times=TIMES)
@@ -961,7 +1010,9 @@ def test_what_the_buffers_hold_can_be_staged_without_a_graph() -> None:
 @pytest.mark.parametrize("pool", ["shared", "per_mode", "per_graph"])
 @pytest.mark.parametrize("policy", ["lazy", "adaptive"])
 @pytest.mark.parametrize("seed", range(2))
-def test_every_answer_equals_eager_whatever_was_done(backend: GraphBackend, policy: str, pool: str, seed: int) -> None:
+def test_every_answer_equals_eager_whatever_was_done(
+    backend: GraphBackend, policy: str, pool: str, seed: int
+) -> None:
     model, choose = Net(backend), random.Random(seed)
     runner = open_runner(backend, policy, model, sizes=(2, 8, 32), pool=pool)
 

@@ -80,7 +80,9 @@ def batch(backend: GraphBackend, count: int, seed: int = 0) -> Tensor:
     return torch.randn(count, 2, generator=torch.Generator().manual_seed(seed)).to(backend.device)
 
 
-def test_a_suspended_runner_gives_its_memory_back_until_it_captures_again(backend: GraphBackend) -> None:
+def test_a_suspended_runner_gives_its_memory_back_until_it_captures_again(
+    backend: GraphBackend,
+) -> None:
     x = batch(backend, 3)
     open_runner(backend, total).close()  # what libraries keep
     before = reserved(backend)
@@ -122,7 +124,11 @@ def test_a_call_equals_the_model_and_counts_itself(backend: GraphBackend) -> Non
         with torch.no_grad():
             torch.testing.assert_close(found, torch.tanh(layer(x)), rtol=1e-5, atol=1e-6)
     stats = runner.stats
-    assert {d.num_tokens: n for (mode, d), n in stats.replays.items() if mode is FULL} == {2: 2, 4: 2, 8: 1}
+    assert {d.num_tokens: n for (mode, d), n in stats.replays.items() if mode is FULL} == {
+        2: 2,
+        4: 2,
+        8: 1,
+    }
     assert dict(stats.eager) == {MissReason.TOO_LARGE: 2}
     assert stats.padded_rows == 1 + 1
 
@@ -158,7 +164,11 @@ def test_a_miss_of_a_saved_plan_is_about_that_plan(backend: GraphBackend, mode: 
     plan = build_plan(config)
     saved = fitted(plan, config, file="plan.json")
     planned = plan.model_copy(update={"evidence": {}})
-    advice = {"": plan, "those of the plan plan.json": saved, "those of a plan for traffic": planned}
+    advice = {
+        "": plan,
+        "those of the plan plan.json": saved,
+        "those of a plan for traffic": planned,
+    }
     for words, chosen in advice.items():
         runner = CaptureSession(chosen, lambda x: x * 2, backend, config).run()
         for rows, uniform in ((9, True), (2, False)):
@@ -222,14 +232,22 @@ def test_speculative_decode(backend: GraphBackend) -> None:
         compilation={"cudagraph_mode": "FULL_DECODE_ONLY"},
     )
     assert [(d.num_tokens, d.num_reqs) for _, d in runner.plan.keys] == [(12, 4), (6, 2), (3, 1)]
-    for lengths, uniform in (([3], True), ([3, 3, 3], True), ([3, 3], False), ([3, 3], True), ([3, 1], False)):
+    for lengths, uniform in (
+        ([3], True),
+        ([3, 3, 3], True),
+        ([3, 3], False),
+        ([3, 3], True),
+        ([3, 1], False),
+    ):
         x = torch.arange(1.0, sum(lengths) + 1, device=backend.device)
         starts = torch.tensor([0, *lengths], device=backend.device).cumsum(0)
         same(runner(x=x, starts=starts, uniform_decode=uniform), expected_sums(x, lengths))
     assert {d.num_tokens: n for (_, d), n in runner.stats.replays.items()} == {3: 1, 12: 1, 6: 1}
     starts = torch.tensor([0, 3, 6], device=backend.device)
     runner(x=torch.ones(6, device=backend.device), starts=starts)
-    assert runner.stats.eager[MissReason.NO_GRAPH_FOR_MIXED] == 3, "unclaimed, a batch counts as mixed"
+    assert runner.stats.eager[MissReason.NO_GRAPH_FOR_MIXED] == 3, (
+        "unclaimed, a batch counts as mixed"
+    )
     starts = torch.tensor([0, 2, 4, 6], device=backend.device)
     with pytest.raises(InputError, match="6 tokens are not 3 requests of 3"):
         runner(x=torch.ones(6, device=backend.device), starts=starts, uniform_decode=True)
@@ -242,7 +260,13 @@ def test_lora_cases_have_graphs_of_their_own(backend: GraphBackend) -> None:
         descriptor = get_forward_context().descriptor
         return x + 100 * descriptor.num_active_loras + 1000 * descriptor.has_lora
 
-    runner = open_runner(backend, model, {"x": ROWS}, sizes=[4], lora={"max_loras": 3, "specialize_active_lora": True})
+    runner = open_runner(
+        backend,
+        model,
+        {"x": ROWS},
+        sizes=[4],
+        lora={"max_loras": 3, "specialize_active_lora": True},
+    )
     assert sorted(d.num_active_loras for _, d in runner.plan.keys) == [0, 1, 2, 4]
     x = torch.zeros(3, device=backend.device)
     for active, wanted in ((0, 0), (1, 1100), (2, 1200), (3, 1400), (0, 0)):
@@ -270,7 +294,9 @@ def test_a_model_in_training_mode_is_warned_of() -> None:
         assert int(model.num_batches_tracked) == 0
         assert not model.running_mean.any()
         statistics = {"model.running_mean", "model.running_var", "model.num_batches_tracked"}
-        assert {record.path for record in runner.report.state} == (statistics if training else set())
+        assert {record.path for record in runner.report.state} == (
+            statistics if training else set()
+        )
         runner.close()
 
 
@@ -322,11 +348,16 @@ def test_piecewise_wrappers_inside_a_model(backend: GraphBackend, mode: str) -> 
         lengths = torch.ones(reqs, dtype=torch.int64, device=backend.device)
         same(runner(x=x, lengths=lengths), (x * 2).relu() * 3 + reqs)
     uniform = 3 if mode == "FULL_AND_PIECEWISE" else 0
-    assert {mode: sum(n for (m, _), n in runner.stats.replays.items() if m is mode) for mode in (PIECEWISE, FULL)} == {
+    assert {
+        mode: sum(n for (m, _), n in runner.stats.replays.items() if m is mode)
+        for mode in (PIECEWISE, FULL)
+    } == {
         PIECEWISE: 5 - uniform,
         FULL: uniform,
     }
-    assert model.eager_runs == 5 - uniform, "the eager piece runs in PIECEWISE, and is part of a FULL graph"
+    assert model.eager_runs == 5 - uniform, (
+        "the eager piece runs in PIECEWISE, and is part of a FULL graph"
+    )
 
 
 @pytest.mark.parametrize(
@@ -345,7 +376,10 @@ def test_the_runners_policy_of_addresses_rules_the_wrappers_inside(
 ) -> None:
     """The memory between two segments is the model's own, and here it is another one from the third batch on."""
     first, second = (
-        CUDAGraphWrapper(lambda x, k=k: x * k, PIECEWISE, options=CUDAGraphOptions(address_check=own)) for k in (2, 3)
+        CUDAGraphWrapper(
+            lambda x, k=k: x * k, PIECEWISE, options=CUDAGraphOptions(address_check=own)
+        )
+        for k in (2, 3)
     )
     buffers = [torch.zeros(4, device=backend.device) for _ in range(2)]
     turn = [0]
@@ -365,7 +399,10 @@ def test_the_runners_policy_of_addresses_rules_the_wrappers_inside(
             same(runner(x=x), x * 6)
         else:
             runner(x=x)  # nobody looks, and the numbers are old ones
-    with forward_context(PIECEWISE, BatchDescriptor(4)), torch.no_grad():  # outside of runners its own counts
+    with (
+        forward_context(PIECEWISE, BatchDescriptor(4)),
+        torch.no_grad(),
+    ):  # outside of runners its own counts
         second(buffers[0])
         second(buffers[0])
         if own == "off":
@@ -414,7 +451,9 @@ class Scaled(nn.Module):
 
 
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
-def test_a_dropped_runner_frees_model_and_graphs_without_a_garbage_collection(backend: GraphBackend, mode: str) -> None:
+def test_a_dropped_runner_frees_model_and_graphs_without_a_garbage_collection(
+    backend: GraphBackend, mode: str
+) -> None:
     before = reserved(backend)
     big = Input(shape=("num_tokens", MIB), dtype="float32", pad=0)
     gc.disable()
@@ -434,7 +473,9 @@ def test_a_failed_session_leaves_no_graphs_inside_the_model(backend: GraphBacken
 
     def fails_for_two(x: Tensor) -> Tensor:
         y = model(x)
-        return y + y.sum().item() if len(x) == 2 and get_forward_context().runtime_mode is FULL else y
+        return (
+            y + y.sum().item() if len(x) == 2 and get_forward_context().runtime_mode is FULL else y
+        )
 
     with pytest.raises(HostSyncError):
         open_runner(
@@ -447,7 +488,10 @@ def test_a_failed_session_leaves_no_graphs_inside_the_model(backend: GraphBacken
     assert not model.first.entries
     assert not model.second.entries
     runner = open_runner(
-        backend, lambda x: model(x), {"x": ROWS}, compilation={"cudagraph_mode": "PIECEWISE", "piecewise": "wrappers"}
+        backend,
+        lambda x: model(x),
+        {"x": ROWS},
+        compilation={"cudagraph_mode": "PIECEWISE", "piecewise": "wrappers"},
     )
     x = rows(1, 2, 3, device=backend.device)
     same(runner(x=x), x * 6)
@@ -471,8 +515,14 @@ def test_output_rows_of_piecewise_keys_follow_the_metadata(backend: GraphBackend
 
 
 def test_piecewise_without_wrappers_says_so(backend: GraphBackend) -> None:
-    with pytest.raises(CaptureError, match="nothing in the model captured for PIECEWISE num_tokens=8") as caught:
-        open_runner(backend, lambda x: x * 2, compilation={"cudagraph_mode": "PIECEWISE", "piecewise": "wrappers"})
+    with pytest.raises(
+        CaptureError, match="nothing in the model captured for PIECEWISE num_tokens=8"
+    ) as caught:
+        open_runner(
+            backend,
+            lambda x: x * 2,
+            compilation={"cudagraph_mode": "PIECEWISE", "piecewise": "wrappers"},
+        )
     assert "CUDAGraphWrapper" in caught.value.remedy
 
 
@@ -520,7 +570,10 @@ def test_the_model_sees_its_batch_in_the_context(backend: GraphBackend) -> None:
     key = BatchDescriptor(4, 4)
     eager = (NONE, key, ["lengths"])
     assert seen == [eager, eager, (FULL, key, ["lengths"])], "a look, a warm-up and the capture"
-    x, lengths = torch.zeros(5, device=backend.device), torch.zeros(2, dtype=torch.int64, device=backend.device)
+    x, lengths = (
+        torch.zeros(5, device=backend.device),
+        torch.zeros(2, dtype=torch.int64, device=backend.device),
+    )
     runner(x=x, lengths=lengths)
     assert seen[-1] == (NONE, BatchDescriptor(5, 2), ["lengths"])
 
@@ -535,7 +588,9 @@ def test_what_a_warm_up_derived_is_not_frozen_into_a_graph(backend: GraphBackend
         return x + context.derived["total"]
 
     metadata = {"lengths": LENGTHS}
-    runner = open_runner(backend, lambda x: layer(layer(x)), {"x": ROWS}, sizes=[4], metadata=metadata)
+    runner = open_runner(
+        backend, lambda x: layer(layer(x)), {"x": ROWS}, sizes=[4], metadata=metadata
+    )
     for value in (1, 5):
         lengths = torch.full((3,), value, device=backend.device)
         x = torch.zeros(3, device=backend.device)
@@ -559,7 +614,9 @@ def test_a_session_captures_in_order_and_reports(backend: GraphBackend) -> None:
     assert all(r.graphs == 1 for r in report.records)
     assert all(r.nodes == 2 for r in report.records)
     assert report.records[0].pool_growth > 0
-    assert [r.pool_growth for r in report.records[1:]] == [0, 0], "smaller graphs fit into the first one's memory"
+    assert [r.pool_growth for r in report.records[1:]] == [0, 0], (
+        "smaller graphs fit into the first one's memory"
+    )
     assert report.pool_bytes == sum(r.pool_growth for r in report.records)
     assert report.static_bytes == 16 * 2 * 4
     assert report.environment.backend == backend.name
@@ -592,7 +649,9 @@ def test_sessions_leave_the_collector_as_they_found_it(backend: GraphBackend) ->
     with pytest.raises(OutputShapeError):
         open_runner(backend, lambda x: x.sum(), sizes=[2])
     assert gc.isenabled()
-    assert gc.get_freeze_count() < 10_000, "from Python 3.12 on some objects are always frozen, but not all"
+    assert gc.get_freeze_count() < 10_000, (
+        "from Python 3.12 on some objects are always frozen, but not all"
+    )
 
 
 def test_a_failure_of_the_model_itself_names_the_users_line(backend: GraphBackend) -> None:
@@ -621,7 +680,9 @@ def test_a_failure_under_capture_names_the_users_line(backend: GraphBackend) -> 
     with pytest.raises(CaptureError) as caught:
         open_runner(backend, model)
     assert type(caught.value) is CaptureError
-    assert f"{__file__}:{model.__code__.co_firstlineno + 3}: `raise KeyError" in caught.value.message
+    assert (
+        f"{__file__}:{model.__code__.co_firstlineno + 3}: `raise KeyError" in caught.value.message
+    )
     assert "capture of FULL num_tokens=8" in caught.value.message
     assert "ran eagerly" in caught.value.remedy
     same(open_runner(backend, model)(x=batch(backend, 3)), batch(backend, 3) * 2)
@@ -664,11 +725,15 @@ def test_memory_that_runs_out_in_the_middle_of_a_session(backend: GraphBackend) 
 
     wide = {"x": Input(shape=("num_tokens", 16384), dtype="float32", pad=0)}
     reserved(backend)
-    with short_of_memory(backend, 160 * MIB) as short:  # the look at the first key takes as much as its capture
+    with short_of_memory(
+        backend, 160 * MIB
+    ) as short:  # the look at the first key takes as much as its capture
         before = reserved(short)
         steps: list[CaptureProgress] = []
         with pytest.raises(CaptureMemoryError) as caught:
-            open_runner(short, model, wide, sizes=[2, 4, 8], progress=steps.append, compilation=NO_WARM_UP)
+            open_runner(
+                short, model, wide, sizes=[2, 4, 8], progress=steps.append, compilation=NO_WARM_UP
+            )
         assert back_at(short, before), "while the error is still held"
         assert steps[-1].descriptor.num_tokens == 2
         message = caught.value.message
@@ -700,17 +765,24 @@ def test_metadata_that_is_not_declared_is_named(backend: GraphBackend) -> None:
 
 def test_a_plan_of_another_configuration_is_refused(backend: GraphBackend) -> None:
     one, other = (
-        validate_config({"compilation": {"cudagraph_capture_sizes": [size]}, "inputs": {"x": ROWS}}) for size in (4, 8)
+        validate_config({"compilation": {"cudagraph_capture_sizes": [size]}, "inputs": {"x": ROWS}})
+        for size in (4, 8)
     )
     with pytest.raises(PlanError, match="the plan was made from configuration"):
         CaptureSession(build_plan(one), lambda x: x, backend, other).run()
     longer = other.model_copy(update={"report": other.report.model_copy(update={"repeats": 7})})
-    assert build_plan(longer).config_hash == build_plan(other).config_hash, "what bench measures decides no capture"
+    assert build_plan(longer).config_hash == build_plan(other).config_hash, (
+        "what bench measures decides no capture"
+    )
 
 
 def test_bench_without_copies_writes_into_the_static_buffers(backend: GraphBackend) -> None:
     runner = open_runner(
-        backend, lambda x: x * 2, sizes=[2, 4], compilation={"cudagraph_copy_inputs": False}, report={"repeats": 2}
+        backend,
+        lambda x: x * 2,
+        sizes=[2, 4],
+        compilation={"cudagraph_copy_inputs": False},
+        report={"repeats": 2},
     )
     report = cgplan.bench(runner)
     assert [(r.num_tokens, r.graph is not None) for r in report.records] == [(2, True), (4, True)]
@@ -738,7 +810,9 @@ def test_wrappers_held_by_a_module_keep_out_of_its_manifest(backend: GraphBacken
             return self.run_inner(x)
 
     model = Holder().to(backend.device)
-    options: dict[str, Any] = {"compilation": {"cudagraph_mode": "PIECEWISE", "piecewise": "wrappers"}}
+    options: dict[str, Any] = {
+        "compilation": {"cudagraph_mode": "PIECEWISE", "piecewise": "wrappers"}
+    }
     first = open_runner(backend, model, **options)
     x = batch(backend, 3)
     with torch.no_grad():
@@ -753,15 +827,22 @@ def test_wrappers_held_by_a_module_keep_out_of_its_manifest(backend: GraphBacken
 
 
 @pytest.mark.parametrize("earlier", ["nobody", "a runner", "by hand"])
-def test_the_first_check_is_that_of_the_graph_captured_last(backend: GraphBackend, earlier: str) -> None:
+def test_the_first_check_is_that_of_the_graph_captured_last(
+    backend: GraphBackend, earlier: str
+) -> None:
     """A check of the graph that an earlier runner captured, or a call by hand, is none of this one's."""
-    first, second = (CUDAGraphWrapper(lambda x, k=k: x * k, PIECEWISE, backend=backend) for k in (2, 3))
+    first, second = (
+        CUDAGraphWrapper(lambda x, k=k: x * k, PIECEWISE, backend=backend) for k in (2, 3)
+    )
     buffers, turn = [torch.zeros(4, device=backend.device) for _ in range(2)], 0
 
     def between(x: Tensor) -> Tensor:
         return second(buffers[turn].copy_(first(x)))
 
-    options: dict[str, Any] = {"compilation": {"cudagraph_mode": "PIECEWISE", "piecewise": "wrappers"}, "sizes": [4]}
+    options: dict[str, Any] = {
+        "compilation": {"cudagraph_mode": "PIECEWISE", "piecewise": "wrappers"},
+        "sizes": [4],
+    }
     x = rows(1, 2, 3, 4, device=backend.device)
     if earlier == "a runner":
         same(open_runner(backend, between, {"x": ROWS}, **options)(x=x), x * 6)
@@ -776,7 +857,9 @@ def test_the_first_check_is_that_of_the_graph_captured_last(backend: GraphBacken
     same(runner(x=x), x * 6)
 
 
-def test_static_buffers_that_do_not_fit_are_told_and_leave_the_model_alone(backend: GraphBackend) -> None:
+def test_static_buffers_that_do_not_fit_are_told_and_leave_the_model_alone(
+    backend: GraphBackend,
+) -> None:
     model = nn.Sequential(nn.Linear(2, 2)).to(backend.device)
     huge = Input(shape=("num_tokens", 1 << 48), dtype="float32", pad=0)
     modules = {"cudagraph_mode": "PIECEWISE", "splitting_modules": ["0"]}
@@ -815,7 +898,9 @@ def test_what_a_forward_keeps_is_no_state_that_could_move(backend: GraphBackend)
 
 
 @pytest.mark.parametrize("policy", ["eager", "lazy"])
-def test_inputs_by_position_and_by_name_are_the_same_batch(backend: GraphBackend, policy: str) -> None:
+def test_inputs_by_position_and_by_name_are_the_same_batch(
+    backend: GraphBackend, policy: str
+) -> None:
     def model(x: Tensor, scale: Tensor) -> Tensor:
         return x * scale[:, None] + get_forward_context().metadata["shift"][:, None]
 
@@ -835,7 +920,11 @@ def test_inputs_by_position_and_by_name_are_the_same_batch(backend: GraphBackend
         same(runner(shift=shift, scale=scale, x=x), wanted)
         same(runner.run_eagerly(x, scale, shift=shift), wanted)
     assert [key[1].num_tokens for key in runner.stats.replays] == [4]
-    for wrong, named in (((x, scale, shift), {}), ((x,), {"x": x, "scale": scale}), ((x, scale), {"scale": scale})):
+    for wrong, named in (
+        ((x, scale, shift), {}),
+        ((x,), {"x": x, "scale": scale}),
+        ((x, scale), {"scale": scale}),
+    ):
         with pytest.raises(InputError, match=f"{len(wrong)} tensors by position") as caught:
             runner(*wrong, **named, **({} if len(wrong) == 3 else {"shift": shift}))
         assert "in the order x, scale" in caught.value.remedy
@@ -853,13 +942,23 @@ def test_padded_tells_what_a_call_computes(backend: GraphBackend, mode: str, pol
         compilation={"cudagraph_mode": mode, "capture_policy": policy},
         speculative={"num_speculative_tokens": 1},
     )
-    for count, uniform in ((1, False), (3, False), (2, True), (6, True), (16, True), (17, False), (18, True)):
+    for count, uniform in (
+        (1, False),
+        (3, False),
+        (2, True),
+        (6, True),
+        (16, True),
+        (17, False),
+        (18, True),
+    ):
         captured = runner.plan.keys
         padded = runner.padded(count, uniform_decode=uniform)
         assert runner.plan.keys == captured
         runner.stats.reset()
         runner(x=torch.ones(count, 2, device=backend.device), uniform_decode=uniform)
-        assert [key.num_tokens for _, key in runner.stats.replays] == ([] if padded is None else [padded])
+        assert [key.num_tokens for _, key in runner.stats.replays] == (
+            [] if padded is None else [padded]
+        )
         with runner.no_capture():
             assert runner.padded(count, uniform_decode=uniform) == padded
     with pytest.raises(InputError, match="not whole requests of 2"):
@@ -875,7 +974,9 @@ def test_a_runner_says_what_it_is(backend: GraphBackend) -> None:
         runner(x=torch.ones(count, 2, device=backend.device))
     lines = str(runner).splitlines()
     assert len(lines) <= 8
-    assert lines[0].startswith(f"runner on {backend.device} (open): FULL, 3 graphs, sizes 2, 4, 8; ")
+    assert lines[0].startswith(
+        f"runner on {backend.device} (open): FULL, 3 graphs, sizes 2, 4, 8; "
+    )
     assert lines[1] == "inputs: x"
     assert "\n".join(lines[2:]) == str(runner.stats)
     runner.close()

@@ -38,12 +38,17 @@ def open_runner(
     **sections: Any,
 ) -> GraphRunner:
     compilation = {"cudagraph_capture_sizes": [2, 4, 8], **sections.pop("compilation", {})}
-    return cgplan.capture(model, specs or {"x": ROWS}, compilation=compilation, device=backend.device.type, **sections)
+    return cgplan.capture(
+        model, specs or {"x": ROWS}, compilation=compilation, device=backend.device.type, **sections
+    )
 
 
 def test_a_staged_batch_that_no_graph_serves_runs_eagerly(backend: GraphBackend) -> None:
     runner = open_runner(
-        backend, sums, SUMS, compilation={"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [8]}
+        backend,
+        sums,
+        SUMS,
+        compilation={"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [8]},
     )
     with runner.stage(num_tokens=7, num_reqs=2) as buffers:
         assert [len(buffers["x"]), len(buffers["lengths"])] == [7, 2]
@@ -53,7 +58,9 @@ def test_a_staged_batch_that_no_graph_serves_runs_eagerly(backend: GraphBackend)
     assert dict(runner.stats.eager) == {MissReason.NO_GRAPH_FOR_MIXED: 1}
     x = torch.ones(3, device=backend.device)
     same(runner(x=x, lengths=x.int())[0].item(), 304.0)
-    strict = open_runner(backend, sums, SUMS, compilation={"cudagraph_mode": "FULL_DECODE_ONLY", "on_miss": "error"})
+    strict = open_runner(
+        backend, sums, SUMS, compilation={"cudagraph_mode": "FULL_DECODE_ONLY", "on_miss": "error"}
+    )
     with pytest.raises(DispatchMissError, match="mixed batches run eagerly"):
         strict.stage(num_tokens=7, num_reqs=2)
 
@@ -102,7 +109,9 @@ def test_staged_buffers_are_of_no_use_outside_of_their_block(backend: GraphBacke
     assert "before the next batch is staged" in caught.value.remedy
     with pytest.raises(CgplanError, match="outside of their"):
         staged.__exit__(None, None, None)
-    same(runner(x=torch.ones(3, device=backend.device)), torch.full((3,), 2.0, device=backend.device))
+    same(
+        runner(x=torch.ones(3, device=backend.device)), torch.full((3,), 2.0, device=backend.device)
+    )
 
 
 def test_nothing_else_runs_inside_a_block(backend: GraphBackend) -> None:
@@ -137,8 +146,16 @@ def test_batches_that_cannot_be_staged(backend: GraphBackend) -> None:
         ({"num_tokens": 3, "num_reqs": -1}, "has -1 requests", "at least one"),
         ({"num_tokens": 5}, "5 tokens does not tell how many requests", "num_reqs"),
         ({"num_tokens": 3, "num_reqs": 4}, "4 requests, but 3 tokens", "at least one token"),
-        ({"num_tokens": 8, "num_reqs": 5}, "5 requests, but 8 tokens and scheduler.max_num_seqs 4", "max_num_seqs"),
-        ({"num_tokens": 3, "num_reqs": 2, "uniform_decode": True}, "3 tokens are not 2 requests of 1", "mixed"),
+        (
+            {"num_tokens": 8, "num_reqs": 5},
+            "5 requests, but 8 tokens and scheduler.max_num_seqs 4",
+            "max_num_seqs",
+        ),
+        (
+            {"num_tokens": 3, "num_reqs": 2, "uniform_decode": True},
+            "3 tokens are not 2 requests of 1",
+            "mixed",
+        ),
         ({"num_tokens": 3, "num_active_loras": 1}, "num_active_loras is 1", "`lora` section"),
     ]
     for asked, message, remedy in wrong:
@@ -150,7 +167,11 @@ def test_batches_that_cannot_be_staged(backend: GraphBackend) -> None:
         buffers["lengths"].fill_(0)
     same(buffers.output[0].item(), 9.0)
     drafting = open_runner(
-        backend, sums, SUMS, speculative={"num_speculative_tokens": 1}, compilation={"cudagraph_mode": "FULL"}
+        backend,
+        sums,
+        SUMS,
+        speculative={"num_speculative_tokens": 1},
+        compilation={"cudagraph_mode": "FULL"},
     )
     with pytest.raises(InputError, match="does not tell how many requests"):
         drafting.stage(num_tokens=4)
@@ -182,7 +203,9 @@ def test_staged_buffers_end_with_their_graphs(backend: GraphBackend) -> None:
         runner.stage(num_tokens=3)
 
 
-def test_only_so_many_sizes_are_kept_ready(backend: GraphBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_so_many_sizes_are_kept_ready(
+    backend: GraphBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(runner_module, "MOST_PREPARED", 3)
     runner = open_runner(backend, lambda x: x * 2, {"x": ROWS})
     kept = runner.stage(num_tokens=1)
@@ -226,7 +249,10 @@ def test_what_a_call_checks_is_checked_when_a_block_is_left(backend: GraphBacken
         buffers["x"].fill_(1)
     runner.invalidate("kv_cache")
     for _ in range(2):
-        with pytest.raises(AddressError, match="'kv_cache' moved"), runner.stage(num_tokens=3) as buffers:
+        with (
+            pytest.raises(AddressError, match="'kv_cache' moved"),
+            runner.stage(num_tokens=3) as buffers,
+        ):
             buffers["x"].fill_(2)
         with pytest.raises(AddressError, match="'kv_cache' moved"):
             runner(x=torch.ones(3, device=backend.device))
@@ -240,7 +266,10 @@ def test_what_a_call_checks_is_checked_when_a_block_is_left(backend: GraphBacken
 
 def test_tensors_cannot_be_exchanged_inside_a_block(backend: GraphBackend) -> None:
     runner, x = open_runner(backend), torch.arange(3.0, device=backend.device)
-    with pytest.raises(InputError, match="cannot be put into staged buffers") as caught, runner.stage(3) as buffers:
+    with (
+        pytest.raises(InputError, match="cannot be put into staged buffers") as caught,
+        runner.stage(3) as buffers,
+    ):
         buffers["x"] = x
     assert "copy_" in caught.value.remedy
     with pytest.raises(InputError, match="unknown input 'X'"), runner.stage(3) as buffers:
@@ -255,7 +284,9 @@ def test_tensors_cannot_be_exchanged_inside_a_block(backend: GraphBackend) -> No
         buffers["x"] = x
 
 
-def test_a_model_that_changes_its_input_object_in_place_gets_it_as_it_was_made(backend: GraphBackend) -> None:
+def test_a_model_that_changes_its_input_object_in_place_gets_it_as_it_was_made(
+    backend: GraphBackend,
+) -> None:
     """Batches without a graph run the model's own code on the staged tensors themselves."""
     runner = open_runner(
         backend,
@@ -315,7 +346,9 @@ def test_writing_into_static_buffers_from_another_stream(monkeypatch: pytest.Mon
         staged.__enter__, lambda: runner.run_eagerly(x=x), lambda: runner.run_eagerly(x=x, padded=False),
     ]  # fmt: skip
     for way in ways:
-        with pytest.raises(CgplanError, match="from another stream than before, whose work is not done"):
+        with pytest.raises(
+            CgplanError, match="from another stream than before, whose work is not done"
+        ):
             way()
     for number, eagerly in enumerate((True, False)):
         busy, current = False, 10 + number
@@ -333,7 +366,9 @@ def test_writing_into_static_buffers_from_another_stream(monkeypatch: pytest.Mon
 
 @pytest.mark.gpu
 def test_static_buffers_are_not_written_behind_the_back_of_a_busy_stream() -> None:
-    runner = cgplan.capture(lambda x: x * 2, {"x": ROWS}, device="cuda", compilation={"cudagraph_capture_sizes": [4]})
+    runner = cgplan.capture(
+        lambda x: x * 2, {"x": ROWS}, device="cuda", compilation={"cudagraph_capture_sizes": [4]}
+    )
     x = torch.ones(3, device="cuda")
     first, second = torch.cuda.Stream(), torch.cuda.Stream()
     torch.cuda.synchronize()

@@ -42,7 +42,12 @@ def open_runner(backend: GraphBackend, *, reqs: bool = True, **sections: Any) ->
     compilation = {"cudagraph_capture_sizes": [2, 4, 8], "cudagraph_mode": "FULL_DECODE_ONLY"}
     compilation |= sections.pop("compilation", {})
     return cgplan.capture(
-        lambda x: x * 2, {"x": ROWS}, metadata=metadata, compilation=compilation, device=backend.device.type, **sections
+        lambda x: x * 2,
+        {"x": ROWS},
+        metadata=metadata,
+        compilation=compilation,
+        device=backend.device.type,
+        **sections,
     )
 
 
@@ -59,7 +64,10 @@ def count_of(
 
 def call(runner: GraphRunner, tokens: int, reqs: int) -> None:
     device = runner.backend.device
-    runner(x=torch.zeros(tokens, device=device), lengths=torch.ones(reqs, dtype=torch.int64, device=device))
+    runner(
+        x=torch.zeros(tokens, device=device),
+        lengths=torch.ones(reqs, dtype=torch.int64, device=device),
+    )
 
 
 def stage(runner: GraphRunner, tokens: int, reqs: int) -> None:
@@ -96,7 +104,13 @@ def test_every_call_is_counted_by_what_answered_it(called: GraphRunner) -> None:
     call(called, 3, 3)
     assert stats.calls == len(STEPS) + 1
     stats.reset()
-    assert (stats.calls, stats.replays, stats.eager, stats.padded_rows, stats.captures) == (0, {}, {}, 0, 6)
+    assert (stats.calls, stats.replays, stats.eager, stats.padded_rows, stats.captures) == (
+        0,
+        {},
+        {},
+        0,
+        6,
+    )
     call(called, 3, 3)
     assert stats.calls == 1
 
@@ -147,11 +161,17 @@ def by_tokens(traffic: Traffic) -> Counter[int]:
 @settings(deadline=None, max_examples=60)
 @given(
     st.lists(
-        st.tuples(st.integers(1, 600), st.sampled_from(["FULL", "PIECEWISE", "NONE"]), st.integers(1, 10**6)),
+        st.tuples(
+            st.integers(1, 600),
+            st.sampled_from(["FULL", "PIECEWISE", "NONE"]),
+            st.integers(1, 10**6),
+        ),
         max_size=20,
     )
 )
-def test_any_table_is_read_back(tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[int, str, int]]) -> None:
+def test_any_table_is_read_back(
+    tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[int, str, int]]
+) -> None:
     stats, wanted = RunnerStats(PLAN), Counter[int]()
     for tokens, mode, calls in steps:
         reason = MissReason.TOO_LARGE if mode == "NONE" else None
@@ -187,12 +207,16 @@ def test_the_planner_reads_saved_statistics(called: GraphRunner, tmp_path: Path)
         read_traffic(path, PLAN)
     called.stats.reset()
     path.write_text(called.stats.json())
-    with pytest.raises(TrafficError, match=r"stats\.json: statistics of a runner: no batch") as caught:
+    with pytest.raises(
+        TrafficError, match=r"stats\.json: statistics of a runner: no batch"
+    ) as caught:
         read_traffic(path, PLAN)
     assert str(caught.value).count("stats.json") == 1
 
 
-def test_traffic_tells_adapters_and_guesses_requests_where_no_input_counts_them(backend: GraphBackend) -> None:
+def test_traffic_tells_adapters_and_guesses_requests_where_no_input_counts_them(
+    backend: GraphBackend,
+) -> None:
     runner = cgplan.capture(
         lambda x: x * 2, {"x": ROWS}, lora={"max_loras": 4}, scheduler={"max_num_seqs": 5},
         speculative={"num_speculative_tokens": 2}, device=backend.device.type,
@@ -203,11 +227,19 @@ def test_traffic_tells_adapters_and_guesses_requests_where_no_input_counts_them(
     runner(x=x)
     runner(x=x[:3], num_active_loras=1)
     traffic = runner.stats.traffic()
-    assert dict(traffic.histogram) == {Batch(9, 3, True, 3): 1, Batch(9, 5): 1, Batch(3, 3, False, 1): 1}
-    assert traffic.notes == ("no input counts requests: num_reqs of these batches are as many as their tokens allow",)
+    assert dict(traffic.histogram) == {
+        Batch(9, 3, True, 3): 1,
+        Batch(9, 5): 1,
+        Batch(3, 3, False, 1): 1,
+    }
+    assert traffic.notes == (
+        "no input counts requests: num_reqs of these batches are as many as their tokens allow",
+    )
 
 
-def test_statistics_of_any_number_of_adapters_can_be_planned_for(backend: GraphBackend, tmp_path: Path) -> None:
+def test_statistics_of_any_number_of_adapters_can_be_planned_for(
+    backend: GraphBackend, tmp_path: Path
+) -> None:
     """A runner takes max_loras + 1 for any number of them; of more it knows nothing, and nor does the planner."""
     runner = cgplan.capture(
         lambda x: x * 2, {"x": ROWS}, lora={"max_loras": 2}, device=backend.device.type,
@@ -220,7 +252,9 @@ def test_statistics_of_any_number_of_adapters_can_be_planned_for(backend: GraphB
         found = read_traffic(path, runner.plan)
         assert dict(found.histogram) == {Batch(3, 3, True, 3): 1}
     path.write_text(Traffic.of({Batch(3, 3, True, 4): 1}, "made up").model_dump_json())
-    with pytest.raises(TrafficError, match="a batch has 4 active LoRA adapters, the configuration allows 2"):
+    with pytest.raises(
+        TrafficError, match="a batch has 4 active LoRA adapters, the configuration allows 2"
+    ):
         read_traffic(path, runner.plan)
     runner.close()
 
@@ -239,7 +273,9 @@ def test_traffic_since_a_mark_and_since_a_reset(backend: GraphBackend) -> None:
     runner.close()
 
 
-def test_statistics_of_a_batch_beyond_max_num_seqs_can_be_planned_for(backend: GraphBackend, tmp_path: Path) -> None:
+def test_statistics_of_a_batch_beyond_max_num_seqs_can_be_planned_for(
+    backend: GraphBackend, tmp_path: Path
+) -> None:
     """No input tells its requests, and there can be no uniform batch of that size."""
     specs = {"x": Input(shape=("num_tokens", 2), dtype="float32", pad=0)}
     runner = cgplan.capture(
@@ -267,7 +303,9 @@ def test_no_traffic_before_the_first_call(backend: GraphBackend) -> None:
     )
 
 
-def test_very_many_different_batches_are_told_by_tokens_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_very_many_different_batches_are_told_by_tokens_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(stats_module, "MOST_BATCHES", 5)
     stats = RunnerStats(PLAN)
     for reqs in (1, 2, 3, 4, 5, 6, 7, 2):
@@ -352,7 +390,9 @@ def test_one_call_of_some_is_timed(backend: GraphBackend, clock: list[int]) -> N
     assert (stats.timed_calls, len(clock)) == (7, 14)
 
 
-def test_a_call_that_raised_is_timed_by_a_later_one(backend: GraphBackend, clock: list[int]) -> None:
+def test_a_call_that_raised_is_timed_by_a_later_one(
+    backend: GraphBackend, clock: list[int]
+) -> None:
     runner = open_runner(backend)
     runner.stats.time_every = 1
     with pytest.raises(CgplanError):
@@ -368,13 +408,18 @@ def test_a_call_that_raised_is_timed_by_a_later_one(backend: GraphBackend, clock
 def test_metrics_in_prometheus_text_format(called: GraphRunner) -> None:
     parser = pytest.importorskip("prometheus_client.parser")
     called.stats.timed_nanoseconds, called.stats.timed_calls = 25_000, 2
-    families = {f.name: f for f in parser.text_string_to_metric_families(called.stats.prometheus("target"))}
+    families = {
+        f.name: f for f in parser.text_string_to_metric_families(called.stats.prometheus("target"))
+    }
 
     def samples(family: str) -> dict[tuple[str, ...], float]:
         found = families[family].samples
         assert all(sample.labels["runner"] == "target" for sample in found)
         return {
-            (sample.name, *(v for k, v in sorted(sample.labels.items()) if k != "runner")): sample.value
+            (
+                sample.name,
+                *(v for k, v in sorted(sample.labels.items()) if k != "runner"),
+            ): sample.value
             for sample in found
         }
 
@@ -383,9 +428,13 @@ def test_metrics_in_prometheus_text_format(called: GraphRunner) -> None:
         for n, calls in ((4, 3), (2, 1), (8, 1))
     }
     assert samples("cgplan_eager_calls") == {
-        ("cgplan_eager_calls_total", str(reason)): float(calls) for reason, calls in called.stats.eager.items()
+        ("cgplan_eager_calls_total", str(reason)): float(calls)
+        for reason, calls in called.stats.eager.items()
     }
-    assert samples("cgplan_tokens") == {("cgplan_tokens_total", "real"): 42.0, ("cgplan_tokens_total", "padding"): 4.0}
+    assert samples("cgplan_tokens") == {
+        ("cgplan_tokens_total", "real"): 42.0,
+        ("cgplan_tokens_total", "padding"): 4.0,
+    }
     assert samples("cgplan_captures") == {("cgplan_captures_total",): 3.0}
     assert samples("cgplan_evictions") == {("cgplan_evictions_total",): 0.0}
     assert samples("cgplan_host_seconds") == {
@@ -393,18 +442,26 @@ def test_metrics_in_prometheus_text_format(called: GraphRunner) -> None:
     }  # fmt: skip
 
 
-def test_metrics_are_read_as_the_traffic_that_they_count(called: GraphRunner, tmp_path: Path) -> None:
+def test_metrics_are_read_as_the_traffic_that_they_count(
+    called: GraphRunner, tmp_path: Path
+) -> None:
     pytest.importorskip("prometheus_client")
     stats = called.stats
     for tokens, calls in ((513, 2), (570, 3), (512, 1), (8190, 1_000_000)):
-        count_of(stats, tokens, 2, NONE, BatchDescriptor(tokens), MissReason.TOO_LARGE).calls = calls
+        count_of(
+            stats, tokens, 2, NONE, BatchDescriptor(tokens), MissReason.TOO_LARGE
+        ).calls = calls
     (tmp_path / "metrics.txt").write_text(stats.prometheus("target"))
     found = read_traffic(tmp_path / "metrics.txt", stats.plan)
     assert isinstance(found, Traffic)
     expected: Counter[tuple[int, bool]] = Counter()
     for shape, weight in stats.traffic().histogram:
-        expected[{513: 576, 570: 576, 8190: 8192}.get(shape.num_tokens, shape.num_tokens), shape.uniform] += int(weight)
-    assert {(shape.num_tokens, shape.uniform): weight for shape, weight in found.histogram} == expected
+        expected[
+            {513: 576, 570: 576, 8190: 8192}.get(shape.num_tokens, shape.num_tokens), shape.uniform
+        ] += int(weight)
+    assert {
+        (shape.num_tokens, shape.uniform): weight for shape, weight in found.histogram
+    } == expected
     (tmp_path / "both.txt").write_text(stats.prometheus("target") + stats.prometheus("draft"))
     with pytest.raises(TrafficError, match="several runners: draft, target"):
         read_traffic(tmp_path / "both.txt", stats.plan)
@@ -421,9 +478,13 @@ def test_metrics_of_several_runners_in_a_registry_of_the_user(called: GraphRunne
     assert registry.get_sample_value("cgplan_tokens_total", {**labels, "runner": "draft"}) == 0
 
 
-def test_metrics_without_the_client_say_how_to_get_it(called: GraphRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metrics_without_the_client_say_how_to_get_it(
+    called: GraphRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    with pytest.raises(CgplanError, match="needs prometheus_client, which is not installed") as caught:
+    with pytest.raises(
+        CgplanError, match="needs prometheus_client, which is not installed"
+    ) as caught:
         called.stats.prometheus()
     assert "pip install prometheus_client" in caught.value.remedy
 
@@ -432,7 +493,9 @@ def test_metrics_without_the_client_say_how_to_get_it(called: GraphRunner, monke
 
 
 @pytest.mark.parametrize("on", [False, True])
-def test_ranges_are_named_by_key(backend: GraphBackend, monkeypatch: pytest.MonkeyPatch, on: bool) -> None:
+def test_ranges_are_named_by_key(
+    backend: GraphBackend, monkeypatch: pytest.MonkeyPatch, on: bool
+) -> None:
     named: list[str] = []
     inside: list[bool] = []
 
@@ -500,7 +563,11 @@ def test_a_trace_of_calls(backend: GraphBackend) -> None:
 
 
 def test_a_trace_of_captures_and_pieces(backend: GraphBackend) -> None:
-    piecewise = {"cudagraph_mode": "PIECEWISE", "splitting_ops": ["aten::softmax"], "cudagraph_capture_sizes": [4]}
+    piecewise = {
+        "cudagraph_mode": "PIECEWISE",
+        "splitting_ops": ["aten::softmax"],
+        "cudagraph_capture_sizes": [4],
+    }
     with Trace().on() as trace:
         runner = cgplan.capture(
             lambda x: (x + 1).softmax(-1) * 2,
@@ -521,7 +588,10 @@ def test_a_trace_of_captures_and_pieces(backend: GraphBackend) -> None:
 def test_stats_in_a_few_lines(backend: GraphBackend) -> None:
     specs = {"x": Input(shape=("num_tokens", 2), dtype="float32", pad=0)}
     runner = cgplan.capture(
-        lambda x: x + 1, specs, compilation={"cudagraph_capture_sizes": [2, 4]}, device=backend.device
+        lambda x: x + 1,
+        specs,
+        compilation={"cudagraph_capture_sizes": [2, 4]},
+        device=backend.device,
     )
     assert str(runner.stats).splitlines() == [
         "0 calls: 0 tokens, and 0 of padding",

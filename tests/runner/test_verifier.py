@@ -38,7 +38,9 @@ def test_a_right_model_passes_and_gives_its_numbers(backend: GraphBackend, mode:
         assert torch.equal(found[1]["y"], x.softmax(-1))
 
 
-def test_a_model_that_writes_its_inputs_is_compared_on_the_same_inputs(backend: GraphBackend) -> None:
+def test_a_model_that_writes_its_inputs_is_compared_on_the_same_inputs(
+    backend: GraphBackend,
+) -> None:
     runner = verified(backend, lambda x: x.mul_(3).add_(1).clone())
     for count in (3, 2, 8):
         x = rows(backend, count)
@@ -61,10 +63,13 @@ def test_padding_that_reaches_real_rows_is_found(backend: GraphBackend) -> None:
     for leaks in (lambda x: x - x.mean(0), lambda x: x * x.amin()):
         runner = verified(backend, leaks)
         runner(x=rows(backend, 2))  # no padding, no fault
-        with pytest.raises(NumbersError, match="the output depends on what the padding holds") as caught:
+        with pytest.raises(
+            NumbersError, match="the output depends on what the padding holds"
+        ) as caught:
             runner(x=rows(backend, 3))
         assert torch.equal(
-            caught.value.output, leaks(torch.cat([rows(backend, 3), torch.zeros(5, 4).to(backend.device)]))[:3]
+            caught.value.output,
+            leaks(torch.cat([rows(backend, 3), torch.zeros(5, 4).to(backend.device)]))[:3],
         )
 
 
@@ -110,7 +115,12 @@ def test_an_error_of_the_model_is_typed(backend: GraphBackend) -> None:
 def test_a_compiled_model_is_compared_with_itself(mode: str) -> None:
     """Its kernels round otherwise than the model's own."""
     torch._dynamo.reset()
-    layers = [torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.LayerNorm(64), torch.nn.Softmax(-1)]
+    layers = [
+        torch.nn.Linear(64, 64),
+        torch.nn.GELU(),
+        torch.nn.LayerNorm(64),
+        torch.nn.Softmax(-1),
+    ]
     runner = cgplan.capture(
         torch.nn.Sequential(*layers, torch.nn.Linear(64, 64)).eval().cuda(),
         {"input": Input(shape=("num_tokens", 64), dtype="float32", pad=0)},
@@ -155,14 +165,25 @@ class Chosen:
 @pytest.mark.parametrize(
     ("after", "said"),
     [
-        (lambda x: (x * 2).half(), r"output 0, torch\.float32 \[2, 4\] and torch\.float16 \[2, 4\]"),
-        (lambda x: (x * 2)[:, :3], r"output 0, torch\.float32 \[2, 4\] and torch\.float32 \[2, 3\]"),
+        (
+            lambda x: (x * 2).half(),
+            r"output 0, torch\.float32 \[2, 4\] and torch\.float16 \[2, 4\]",
+        ),
+        (
+            lambda x: (x * 2)[:, :3],
+            r"output 0, torch\.float32 \[2, 4\] and torch\.float32 \[2, 3\]",
+        ),
         (lambda x: 3.0, r"output 0, torch\.float32 \[2, 4\] and no tensor"),
         (lambda x: x * 2 + 1, r"the largest deviation is 1, allowed are"),
-        (lambda x: x * 2 + x.new_tensor([0, 0, 0, float("nan")]), r"the largest deviation is inf, allowed are"),
+        (
+            lambda x: x * 2 + x.new_tensor([0, 0, 0, float("nan")]),
+            r"the largest deviation is inf, allowed are",
+        ),
     ],
 )
-def test_what_differs_in_kind_is_said_so(backend: GraphBackend, after: Callable[[Tensor], Any], said: str) -> None:
+def test_what_differs_in_kind_is_said_so(
+    backend: GraphBackend, after: Callable[[Tensor], Any], said: str
+) -> None:
     model = Chosen(lambda x: x * 2, after)
     runner = verified(backend, model)
     model.is_captured = True
@@ -180,7 +201,9 @@ def test_a_number_beside_tensors_that_python_froze_is_found(backend: GraphBacken
 
 
 def test_outputs_of_8_bits(backend: GraphBackend) -> None:
-    model = Chosen(lambda x: (x * 2).to(torch.float8_e4m3fn), lambda x: (x * 2).to(torch.float8_e4m3fn))
+    model = Chosen(
+        lambda x: (x * 2).to(torch.float8_e4m3fn), lambda x: (x * 2).to(torch.float8_e4m3fn)
+    )
     runner = verified(backend, model)
     model.is_captured = True
     assert torch.equal(runner(x=rows(backend, 1)).float(), rows(backend, 1) * 2)
@@ -205,12 +228,15 @@ class Stateful(torch.nn.Module):
 
 
 @pytest.mark.parametrize("way", [{"cudagraph_mode": "FULL"}, {"splitting_modules": ["attend"]}])
-def test_state_that_is_written_in_place_counts_once(backend: GraphBackend, way: dict[str, Any]) -> None:
+def test_state_that_is_written_in_place_counts_once(
+    backend: GraphBackend, way: dict[str, Any]
+) -> None:
     """Each checked call runs the forward several times; the state must be as after one."""
     plain, checked = Stateful(backend.device), Stateful(backend.device)
     mode = {"cudagraph_mode": "PIECEWISE", **way}
     runners = [
-        verified(backend, model, verify="always" if model is checked else "off", **mode) for model in (plain, checked)
+        verified(backend, model, verify="always" if model is checked else "off", **mode)
+        for model in (plain, checked)
     ]
     for model in (plain, checked):
         model.count.zero_()
@@ -237,11 +263,20 @@ class Watched:
 
 @pytest.mark.parametrize(
     ("policy", "compared"),
-    [("off", []), ("first", [1]), ("rarely", [1, 2, 4, 8]), ("always", [1, 2, 3, 4, 5, 6, 7, 8, 9])],
+    [
+        ("off", []),
+        ("first", [1]),
+        ("rarely", [1, 2, 4, 8]),
+        ("always", [1, 2, 3, 4, 5, 6, 7, 8, 9]),
+    ],
 )
-def test_a_policy_says_which_replays_are_compared(backend: GraphBackend, policy: str, compared: list[int]) -> None:
+def test_a_policy_says_which_replays_are_compared(
+    backend: GraphBackend, policy: str, compared: list[int]
+) -> None:
     model = Watched()
-    runner = verified(backend, model, verify=policy, cudagraph_capture_sizes=[2], ignore=["model.runs[0]"])
+    runner = verified(
+        backend, model, verify=policy, cudagraph_capture_sizes=[2], ignore=["model.runs[0]"]
+    )
     found = []
     for replay in range(1, 10):
         before = model.runs[0]
@@ -250,7 +285,9 @@ def test_a_policy_says_which_replays_are_compared(backend: GraphBackend, policy:
     assert found == compared
 
 
-def test_a_graph_that_differed_is_compared_at_each_replay_until_it_agrees(backend: GraphBackend) -> None:
+def test_a_graph_that_differed_is_compared_at_each_replay_until_it_agrees(
+    backend: GraphBackend,
+) -> None:
     scale = [2.0]
     runner = verified(backend, lambda x: x * scale[0], verify="first")
     scale[0] = 3.0

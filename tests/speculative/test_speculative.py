@@ -50,7 +50,9 @@ def _one_thread() -> Iterator[None]:
         yield
 
 
-def spec_config(backend: GraphBackend, *, mode: str = "FULL_DECODE_ONLY", k: int = 3, **compilation: Any) -> Config:
+def spec_config(
+    backend: GraphBackend, *, mode: str = "FULL_DECODE_ONLY", k: int = 3, **compilation: Any
+) -> Config:
     return configure(
         backend,
         compilation={
@@ -81,7 +83,9 @@ class Job:
 class Engine:
     """Continuous batching around a manager: requests of any lengths join as others are done."""
 
-    def __init__(self, manager: SpecDecodeGraphManager, choose: random.Random, *, tight: bool = False) -> None:
+    def __init__(
+        self, manager: SpecDecodeGraphManager, choose: random.Random, *, tight: bool = False
+    ) -> None:
         self.manager, self.choose, self.tight = manager, choose, tight
         self.device = manager.backend.device
         self.free = list(range(NUM_BLOCKS))
@@ -103,7 +107,9 @@ class Engine:
         cut, context = self.choose.randrange(len(job.tokens)), 0
         for part in (job.tokens[:cut], job.tokens[cut:]):
             if part:
-                logits = self.manager.prefill(**batch_of([Chunk(part, context, job.blocks)], self.device))
+                logits = self.manager.prefill(
+                    **batch_of([Chunk(part, context, job.blocks)], self.device)
+                )
                 context += len(part)
         self.append(job, [int(logits[-1].argmax())])
         if len(job.found) < job.count:
@@ -179,7 +185,9 @@ def forget(manager: SpecDecodeGraphManager) -> None:
 
 def begin(found: Captured, prompt: list[int], blocks: Sequence[int]) -> int:
     """Prefill a prompt, append its next token, and hand the request over."""
-    logits = found.manager.prefill(**batch_of([Chunk(prompt, 0, blocks)], found.manager.backend.device))
+    logits = found.manager.prefill(
+        **batch_of([Chunk(prompt, 0, blocks)], found.manager.backend.device)
+    )
     prompt.append(int(logits[-1].argmax()))
     return found.manager.add(prompt, blocks)
 
@@ -187,7 +195,9 @@ def begin(found: Captured, prompt: list[int], blocks: Sequence[int]) -> int:
 # --- tokens ---------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     lengths=st.lists(st.tuples(st.integers(1, 12), st.integers(1, 16)), min_size=1, max_size=7),
     seed=st.integers(0, 10_000),
@@ -201,13 +211,18 @@ def test_tokens_equal_plain_greedy_decoding(
     given = prompts(seed, [length for length, _ in lengths])
     counts = [count for _, count in lengths]
     found = Engine(shared.manager, random.Random(seed), tight=tight).generate(given, counts)
-    assert found == [greedy(shared.alone, prompt, count) for prompt, count in zip(given, counts, strict=True)]
+    assert found == [
+        greedy(shared.alone, prompt, count) for prompt, count in zip(given, counts, strict=True)
+    ]
 
 
 def test_each_number_of_draft_tokens(shared: Captured) -> None:
     for k in (1, 3, MOST):
         given, accepted = prompts(k, [7, 3, 12]), shared.manager.stats.accepted
-        slots = [begin(shared, prompt, range(i * MAX_BLOCKS, (i + 1) * MAX_BLOCKS)) for i, prompt in enumerate(given)]
+        slots = [
+            begin(shared, prompt, range(i * MAX_BLOCKS, (i + 1) * MAX_BLOCKS))
+            for i, prompt in enumerate(given)
+        ]
         for _ in range(2):
             for prompt, tokens in zip(given, shared.manager.step(slots, k).tokens(), strict=True):
                 assert 1 <= len(tokens) <= k + 1
@@ -252,7 +267,9 @@ def test_up_to_the_end_of_the_block_table(shared: Captured) -> None:
     assert tokens[CAPACITY - 6 :] == greedy(shared.alone, tokens[: CAPACITY - 6], 7)
     fresh = first_layers(shared.target, shared.target.config.num_layers)
     logits_of(fresh, [Chunk(tokens[:-1], 0, blocks)])
-    for ours, wanted in zip(cached(shared.target, blocks, CAPACITY), cached(fresh, blocks, CAPACITY), strict=True):
+    for ours, wanted in zip(
+        cached(shared.target, blocks, CAPACITY), cached(fresh, blocks, CAPACITY), strict=True
+    ):
         torch.testing.assert_close(ours, wanted, rtol=1e-9, atol=1e-9)
 
 
@@ -262,17 +279,26 @@ def test_positions_stay_inside_what_a_block_table_holds(backend: GraphBackend) -
     table = torch.arange(CAPACITY, device=backend.device)
 
     def looking_up(model: Decoder) -> PagedModel:
-        return PagedModel(lambda input_ids, positions: model(input_ids, table[positions]), VOCAB, BLOCK, NUM_BLOCKS)
+        return PagedModel(
+            lambda input_ids, positions: model(input_ids, table[positions]),
+            VOCAB,
+            BLOCK,
+            NUM_BLOCKS,
+        )
 
     [prompt], blocks = prompts(2, [CAPACITY - 6]), list(range(MAX_BLOCKS))
     for mode in ("NONE", "FULL_DECODE_ONLY"):
         config = spec_config(backend, mode=mode)
-        with SpecDecodeGraphManager(config, looking_up(target), looking_up(draft), backend) as manager:
+        with SpecDecodeGraphManager(
+            config, looking_up(target), looking_up(draft), backend
+        ) as manager:
             manager.capture()
             logits = manager.prefill(**batch_of([Chunk(prompt, 0, blocks)], backend.device))
             found = [int(logits[-1].argmax())]
             slot = manager.add([*prompt, *found], blocks)
-            steps = [manager.step([slot]) for _ in range(6)]  # the last ones begin at the table's end
+            steps = [
+                manager.step([slot]) for _ in range(6)
+            ]  # the last ones begin at the table's end
             found += [token for step in steps for token in step.tokens()[0]]
         assert found == greedy(first_layers(target, 3), prompt, 7)
 
@@ -347,13 +373,22 @@ def test_one_plan_names_all_graphs() -> None:
     target, draft = pair(backend)
     manager = SpecDecodeGraphManager(spec_config(backend), target, draft, backend, draft_tokens=[1])
     plan = manager.plan
-    assert list(plan.parts) == ["verify k=3", "verify k=1", "propose k=3", "propose k=1", "target", "draft"]
+    assert list(plan.parts) == [
+        "verify k=3",
+        "verify k=1",
+        "propose k=3",
+        "propose k=1",
+        "target",
+        "draft",
+    ]
     assert plan.num_reqs == (1, 2, 4)
     assert plan.draft_tokens == (3, 1)
     for name, q in (("verify k=3", 4), ("verify k=1", 2), ("propose k=3", 1), ("propose k=1", 1)):
-        assert [(part, mode, d.num_tokens, d.num_reqs, d.uniform) for part, mode, d in plan.keys if part == name] == [
-            (name, FULL, q * reqs, reqs, True) for reqs in (4, 2, 1)
-        ]
+        assert [
+            (part, mode, d.num_tokens, d.num_reqs, d.uniform)
+            for part, mode, d in plan.keys
+            if part == name
+        ] == [(name, FULL, q * reqs, reqs, True) for reqs in (4, 2, 1)]
     assert len(plan.keys) == 12
     assert "12 graphs in one pool" in str(plan)
     report = manager.capture()
@@ -376,7 +411,9 @@ def test_all_parts_share_one_pool(backend: GraphBackend) -> None:
     before = reserved(backend)
     together = manager.capture()
     assert together.pool_bytes == manager.pool.nbytes == pool.nbytes > 0
-    assert together.static_bytes == sum(report.static_bytes for report in together.parts.values()) > 0
+    assert (
+        together.static_bytes == sum(report.static_bytes for report in together.parts.values()) > 0
+    )
     assert str(manager.report) == str(together)
     manager.close()
     manager.close()
@@ -394,7 +431,9 @@ def test_all_parts_share_one_pool(backend: GraphBackend) -> None:
 def test_other_modes(backend: GraphBackend, mode: str) -> None:
     """Decoding is captured where the mode has FULL graphs for it, else it runs eagerly; tokens are the same."""
     torch._dynamo.reset()
-    found = captured(backend, spec_config(backend, mode=mode, splitting_modules=["layers.*.self_attn"]))
+    found = captured(
+        backend, spec_config(backend, mode=mode, splitting_modules=["layers.*.self_attn"])
+    )
     manager = found.manager
     assert bool(manager.plan.num_reqs) == mode.startswith("FULL")
     given = prompts(4, [5, 9])
@@ -411,7 +450,10 @@ def test_other_modes(backend: GraphBackend, mode: str) -> None:
 
 def test_a_step_replays_two_graphs_of_the_padded_number_of_requests(shared: Captured) -> None:
     manager = shared.manager
-    slots = [begin(shared, prompt, [index, 10 + index]) for index, prompt in enumerate(prompts(6, [4, 4, 4]))]
+    slots = [
+        begin(shared, prompt, [index, 10 + index])
+        for index, prompt in enumerate(prompts(6, [4, 4, 4]))
+    ]
     before = {name: dict(part.stats.replays) for name, part in manager.managers.items()}
     manager.step(slots, 3).tokens()
     new = {
@@ -431,7 +473,9 @@ def test_capture_again_after_close_and_after_a_failure(backend: GraphBackend) ->
     fails = [False]
 
     def brittle(input_ids: Tensor, positions: Tensor) -> Tensor:
-        if fails[0] and input_ids.shape[0] == 8:  # the first step of the draft's loop, with 4 requests
+        if (
+            fails[0] and input_ids.shape[0] == 8
+        ):  # the first step of the draft's loop, with 4 requests
             raise RuntimeError("the draft does not feel like it")
         return draft(input_ids, positions)
 
@@ -460,14 +504,23 @@ def test_capture_again_after_close_and_after_a_failure(backend: GraphBackend) ->
 def works(found: Captured) -> bool:
     """Whether the manager still decodes rightly."""
     [prompt] = prompts(12, [6])
-    return Engine(found.manager, random.Random(0)).generate([prompt], [7]) == [greedy(found.alone, prompt, 7)]
+    return Engine(found.manager, random.Random(0)).generate([prompt], [7]) == [
+        greedy(found.alone, prompt, 7)
+    ]
 
 
 def launched(found: Captured) -> list[Any]:
     """All that a launch would change: counts of calls, and the caches."""
-    stats = [(dict(part.stats.replays), dict(part.stats.eager)) for part in found.manager.managers.values()]
+    stats = [
+        (dict(part.stats.replays), dict(part.stats.eager))
+        for part in found.manager.managers.values()
+    ]
     blocks = list(range(NUM_BLOCKS + 1))
-    caches = [cache.sum().item() for model in (found.target, found.draft) for cache in cached(model, blocks, 10**6)]
+    caches = [
+        cache.sum().item()
+        for model in (found.target, found.draft)
+        for cache in cached(model, blocks, 10**6)
+    ]
     return [stats, caches]
 
 
@@ -486,7 +539,9 @@ def test_a_draft_of_another_vocabulary_or_cache() -> None:
         SpecDecodeGraphManager(config, target, lambda input_ids, positions: input_ids, backend)
     assert "PagedModel(" in caught.value.remedy
     hidden = decoder(backend, logits=False)
-    with pytest.raises(ModelError, match="returned \\[16, 48\\] for 16 tokens of a vocabulary of 97"):
+    with pytest.raises(
+        ModelError, match="returned \\[16, 48\\] for 16 tokens of a vocabulary of 97"
+    ):
         SpecDecodeGraphManager(config, hidden, hidden, backend).capture()
 
 
@@ -494,15 +549,21 @@ def test_more_draft_tokens_than_the_configuration_says(shared: Captured) -> None
     backend = TapeBackend()
     target, draft = pair(backend)
     for wrong in (0, 4, -1):
-        with pytest.raises(InputError, match=f"{wrong} draft tokens were asked for; possible are 1, 2, 3") as caught:
-            SpecDecodeGraphManager(spec_config(backend), target, draft, backend, draft_tokens=[wrong])
+        with pytest.raises(
+            InputError, match=f"{wrong} draft tokens were asked for; possible are 1, 2, 3"
+        ) as caught:
+            SpecDecodeGraphManager(
+                spec_config(backend), target, draft, backend, draft_tokens=[wrong]
+            )
         assert "num_speculative_tokens" in caught.value.remedy
     blocks = [0, 1]
     shared.manager.prefill(**batch_of([Chunk([1, 2, 3], 0, blocks)], shared.manager.backend.device))
     slot = shared.manager.add([1, 2, 3, 4], blocks)
     before = launched(shared)
     for wrong in (0, 6):
-        with pytest.raises(InputError, match=f"{wrong} draft tokens were asked for; possible are 1, 3, 5"):
+        with pytest.raises(
+            InputError, match=f"{wrong} draft tokens were asked for; possible are 1, 3, 5"
+        ):
             shared.manager.step([slot], wrong)
     assert launched(shared) == before
     shared.manager.remove(slot)
@@ -512,9 +573,24 @@ def test_more_draft_tokens_than_the_configuration_says(shared: Captured) -> None
 @pytest.mark.parametrize(
     ("tokens", "blocks", "text", "remedy"),
     [
-        ([1] * 34, list(range(9)), "9 blocks of 4 tokens for a request with 33 tokens", "wider block_tables"),
-        ([1] * 6, [0], "1 blocks of 4 tokens for a request with 5 tokens", "room for one token more"),
-        ([1] * 5, [0], "1 blocks of 4 tokens for a request with 4 tokens", "room for one token more"),
+        (
+            [1] * 34,
+            list(range(9)),
+            "9 blocks of 4 tokens for a request with 33 tokens",
+            "wider block_tables",
+        ),
+        (
+            [1] * 6,
+            [0],
+            "1 blocks of 4 tokens for a request with 5 tokens",
+            "room for one token more",
+        ),
+        (
+            [1] * 5,
+            [0],
+            "1 blocks of 4 tokens for a request with 4 tokens",
+            "room for one token more",
+        ),
         ([1] * 2, [NUM_BLOCKS], f"block {NUM_BLOCKS} does not exist", f"0 to {NUM_BLOCKS - 1}"),
         ([1] * 2, [-1], "block -1 does not exist", "The cache has blocks"),
         ([1], [0], "a request of 1 tokens", "at least one token more"),
@@ -536,7 +612,9 @@ def test_requests_that_do_not_fit(
     assert works(shared)
 
 
-def test_what_graphs_read_is_not_written_from_another_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_graphs_read_is_not_written_from_another_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Neither new requests nor other blocks, while the stream of the last step still has work."""
     current, busy = 0, False
     monkeypatch.setattr(TapeBackend, "stream_getter", lambda self: lambda: current)
@@ -628,16 +706,31 @@ def test_configurations_that_cannot_be() -> None:
     target, draft = pair(backend)
     good = spec_config(backend)
     without = {name: spec for name, spec in good.metadata.items() if name != "block_tables"}
-    odd = {**good.metadata, "block_tables": good.metadata["block_tables"].model_copy(update={"shape": ("num_reqs",)})}
+    odd = {
+        **good.metadata,
+        "block_tables": good.metadata["block_tables"].model_copy(update={"shape": ("num_reqs",)}),
+    }
     more = {**good.metadata, "lora_ids": good.metadata["slot_mapping"]}
     cases: list[tuple[Config, str]] = [
         (configure(backend), "num_speculative_tokens is 0"),
-        (configure(backend, max_loras=1, speculative={"num_speculative_tokens": 1}), "has a `lora` section"),
-        (spec_config(backend, pool="per_mode"), "compilation.pool is per_mode, and speculative decoding captures all"),
-        (good.model_copy(update={"metadata": without}), "cannot fill the model's inputs: block_tables"),
+        (
+            configure(backend, max_loras=1, speculative={"num_speculative_tokens": 1}),
+            "has a `lora` section",
+        ),
+        (
+            spec_config(backend, pool="per_mode"),
+            "compilation.pool is per_mode, and speculative decoding captures all",
+        ),
+        (
+            good.model_copy(update={"metadata": without}),
+            "cannot fill the model's inputs: block_tables",
+        ),
         (good.model_copy(update={"metadata": odd}), "block_tables has shape"),
         (good.model_copy(update={"metadata": more}), "cannot fill the model's inputs: lora_ids"),
-        (good.model_copy(update={"inputs": {"tokens": good.inputs["input_ids"]}}), "input_ids, positions, tokens"),
+        (
+            good.model_copy(update={"inputs": {"tokens": good.inputs["input_ids"]}}),
+            "input_ids, positions, tokens",
+        ),
     ]
     for config, text in cases:
         with pytest.raises(ConfigError, match=text) as caught:
@@ -648,8 +741,14 @@ def test_configurations_that_cannot_be() -> None:
 def test_first_layers() -> None:
     target = decoder(TapeBackend(), max_loras=1)
     draft = first_layers(target, 2)
-    assert draft.layers[1].mlp.up_proj.weight.data_ptr() == target.layers[1].mlp.up_proj.weight.data_ptr()
-    assert draft.layers[1].self_attn.key_cache.data_ptr() != target.layers[1].self_attn.key_cache.data_ptr()
+    assert (
+        draft.layers[1].mlp.up_proj.weight.data_ptr()
+        == target.layers[1].mlp.up_proj.weight.data_ptr()
+    )
+    assert (
+        draft.layers[1].self_attn.key_cache.data_ptr()
+        != target.layers[1].self_attn.key_cache.data_ptr()
+    )
     assert not any(parameter.requires_grad for parameter in draft.parameters())
     prompt = prompts(1, [5])[0]
     hidden = first_layers(target, 4)

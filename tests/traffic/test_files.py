@@ -27,7 +27,9 @@ SPECULATIVE = {"speculative": {"num_speculative_tokens": 1}}
 
 # --- histograms ------------------------------------------------------------------------------------------------
 
-WHOLE = "num_tokens,count,num_reqs,uniform,num_active_loras\n8,3,8,true,0\n100,2,4,False,2\n8,1,8,1,0\n"
+WHOLE = (
+    "num_tokens,count,num_reqs,uniform,num_active_loras\n8,3,8,true,0\n100,2,4,False,2\n8,1,8,1,0\n"
+)
 
 
 @pytest.mark.parametrize(
@@ -72,9 +74,13 @@ def test_columns_that_a_histogram_lacks_are_guessed_and_noted(written: Any) -> N
         StepShape(514, 256, False),
     ]
     uniform, requests, adapters = traffic.notes
-    assert uniform.startswith("uniform decode was guessed for 4 steps with 1,039 tokens: a batch counts as uniform if")
+    assert uniform.startswith(
+        "uniform decode was guessed for 4 steps with 1,039 tokens: a batch counts as uniform if"
+    )
     assert uniform.endswith("; 2 of these steps do")
-    assert requests.startswith("requests of a batch were guessed: tokens / query length of a uniform one")
+    assert requests.startswith(
+        "requests of a batch were guessed: tokens / query length of a uniform one"
+    )
     assert adapters == "the source names no LoRA adapters: batches count as using none"
     part = written("num_tokens,count,uniform\n6,3,\n7,2,\n8,90,true\n9,0,\n", **SPECULATIVE)
     assert part.notes[0].startswith("uniform decode was guessed for 5 steps with 32 tokens")
@@ -104,26 +110,68 @@ HIST, JSON = "num_tokens,count\n", '{"num_tokens": 1, "count": 1}\n'
     ("text", "line", "message", "remedy"),
     [
         (HIST + "1,0\n2,0\n", None, "no batch with a count above 0", "Give traffic with a batch"),
-        (HIST + "1,1\n2,-3\n", 3, "count is '-3': Input should be greater than or equal to 0", "Correct that row"),
+        (
+            HIST + "1,1\n2,-3\n",
+            3,
+            "count is '-3': Input should be greater than or equal to 0",
+            "Correct that row",
+        ),
         (HIST + "1,\n", 2, "count is '': Input should be a valid integer", "Correct"),
         (HIST + "1," + "9" * 5000 + "\n", 2, "count is '9999", "Correct"),
-        (HIST + "0,1\n", 2, "num_tokens is '0': Input should be greater than or equal to 1", "Correct"),
+        (
+            HIST + "0,1\n",
+            2,
+            "num_tokens is '0': Input should be greater than or equal to 1",
+            "Correct",
+        ),
         (HIST + "1,1\n2\n", 3, "1 fields, but the header has 2", "one value for each column"),
-        ("num_token,count\n1,1\n", 1, "unknown column 'num_token' (did you mean 'num_tokens'?)", "num_reqs, uniform"),
+        (
+            "num_token,count\n1,1\n",
+            1,
+            "unknown column 'num_token' (did you mean 'num_tokens'?)",
+            "num_reqs, uniform",
+        ),
         ("\nnum_reqs,count\n1,1\n", 2, "column 'num_tokens' is missing", "a histogram has"),
-        ("num_tokens,count,num_seqs\n1,1,1\n", 1, "unknown column 'num_seqs' (did you mean 'num_reqs'?)", "num_reqs"),
+        (
+            "num_tokens,count,num_seqs\n1,1,1\n",
+            1,
+            "unknown column 'num_seqs' (did you mean 'num_reqs'?)",
+            "num_reqs",
+        ),
         ("num_tokens,count,count\n1,1,1\n", 1, "column 'count' stands twice", "Keep one"),
-        ("num_tokens,count,uniform\n1,1,maybe\n", 2, "uniform is 'maybe': Input should be a valid boolean", "Correct"),
-        ("num_tokens,count,num_reqs\n2,1,3\n", None, "1 batches of 2 tokens and 3 requests cannot be", "at least 1"),
-        ("num_tokens,count,num_active_loras\n2,1,1\n", None, "1 active LoRA adapters, the config", "`lora` section"),
-        ("num_tokens,count,num_reqs,uniform\n6,1,3,1\n", None, "6 tokens for 3 requests, but the query", "speculative"),
+        (
+            "num_tokens,count,uniform\n1,1,maybe\n",
+            2,
+            "uniform is 'maybe': Input should be a valid boolean",
+            "Correct",
+        ),
+        (
+            "num_tokens,count,num_reqs\n2,1,3\n",
+            None,
+            "1 batches of 2 tokens and 3 requests cannot be",
+            "at least 1",
+        ),
+        (
+            "num_tokens,count,num_active_loras\n2,1,1\n",
+            None,
+            "1 active LoRA adapters, the config",
+            "`lora` section",
+        ),
+        (
+            "num_tokens,count,num_reqs,uniform\n6,1,3,1\n",
+            None,
+            "6 tokens for 3 requests, but the query",
+            "speculative",
+        ),
         (JSON + '{"num_tokens": 1}\n', 2, "column 'count' is missing", "a histogram has"),
         (JSON + '{"num_tokens": 1,\n', 2, "not JSON", "one JSON object a line"),
         (JSON + "[1]\n", 2, "[1] is not an object", "one JSON object a line"),
         ('{"num_tokens": 1, "count": [1]}\n', 1, "count is [1]", "Correct"),
     ],
 )
-def test_bad_histograms(refused: Any, text: str, line: int | None, message: str, remedy: str) -> None:
+def test_bad_histograms(
+    refused: Any, text: str, line: int | None, message: str, remedy: str
+) -> None:
     refused(text, line, message, remedy)
 
 
@@ -142,7 +190,11 @@ SAVED = b'{"kind": "traffic", "source": "", "histogram": [%b]}'
         (b"a,b\n1,2\n", "no known column in 'a,b'", "a histogram has num_tokens, count"),
         (b'[{"num_tokens": 1, "count": 1}]\n', "no known column in", "a histogram has"),
         (b"{}\n", "no known column in '{}'", "a Mooncake trace has timestamp"),
-        (b'{"kind": "plan"}', "not saved traffic: kind: Input should be 'traffic'", "as it was saved"),
+        (
+            b'{"kind": "plan"}',
+            "not saved traffic: kind: Input should be 'traffic'",
+            "as it was saved",
+        ),
         (b'{"kind": "traffic"}', "histogram: Field required", "as it was saved"),
         (SAVED % b"", "no batch with a count above 0", "with a batch"),
         (SAVED % b"[[1, 1], -1]", "-1.0 batches of 1 tokens", "a count is 0 or more"),
@@ -191,7 +243,9 @@ def test_the_azure_trace_becomes_steps(read: Any) -> None:
     faster = read(AZURE, speedup=8)
     assert faster.total < traffic.total, "the same tokens in fewer, larger steps"
     assert faster.source == "azure_llm_code_2023.csv: 8819 requests, 8 times as fast as recorded"
-    assert max(s.num_reqs for s, _ in faster.histogram) > max(s.num_reqs for s, _ in traffic.histogram)
+    assert max(s.num_reqs for s, _ in faster.histogram) > max(
+        s.num_reqs for s, _ in traffic.histogram
+    )
 
 
 STAMPS = {
@@ -220,7 +274,12 @@ def test_forms_of_timestamps(written: Any, stamps: tuple[str, str]) -> None:
 
 def test_a_mooncake_trace() -> None:
     trace = read_traffic(DATA / "mooncake.jsonl", build_plan(Config()))
-    assert trace.requests == [Request(0, 675, 50), Request(0, 1220, 9), Request(3e6, 9, 1), Request(5.999e6, 1285, 0)]
+    assert trace.requests == [
+        Request(0, 675, 50),
+        Request(0, 1220, 9),
+        Request(3e6, 9, 1),
+        Request(5.999e6, 1285, 0),
+    ]
     assert trace.source == "mooncake.jsonl: 4 requests"
 
 
@@ -236,7 +295,9 @@ def lines(*rows: dict[str, Any]) -> str:
 
 
 BURST = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
-BURST_1_2 = "Timestamp,Session ID,Elapsed time,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
+BURST_1_2 = (
+    "Timestamp,Session ID,Elapsed time,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
+)
 BAILIAN = {
     "chat_id": 9,
     "parent_chat_id": -1,
@@ -246,7 +307,12 @@ BAILIAN = {
     "type": "text",
 }
 BAILIAN |= {"turn": 1, "hash_ids": [1, 2, 3]}
-SGLANG = {"request_parameters": "{}", "id": "a", "finish_reason": {"type": "stop"}, "request_received_ts": 1.7e9}
+SGLANG = {
+    "request_parameters": "{}",
+    "id": "a",
+    "finish_reason": {"type": "stop"},
+    "request_received_ts": 1.7e9,
+}
 SGLANG |= {"prompt_tokens": 40, "completion_tokens": 3, "cached_tokens": 30, "e2e_latency": 0.5}
 FAILED = "1 requests without output were left out: they failed"
 
@@ -268,7 +334,14 @@ FAILED = "1 requests without output were left out: they failed"
             [],
         ),
         (
-            lines({"TIMESTAMP": "2024-05-10 00:00:01", "ContextTokens": 7, "GeneratedTokens": 5, "Adapter": None}),
+            lines(
+                {
+                    "TIMESTAMP": "2024-05-10 00:00:01",
+                    "ContextTokens": 7,
+                    "GeneratedTokens": 5,
+                    "Adapter": None,
+                }
+            ),
             [Request(0, 7, 5)],
             [],
         ),
@@ -280,35 +353,72 @@ FAILED = "1 requests without output were left out: they failed"
         (
             lines(BAILIAN, BAILIAN | {"timestamp": 62.0, "hash_ids": [1, 2, 4], "turn": 2}),
             [Request(0, 40, 3), Request(0.5e6, 8, 3)],
-            ["40.0% of the prompts' 80 tokens were cached, so not prefilled: an unbounded cache of blocks of 16"],
+            [
+                "40.0% of the prompts' 80 tokens were cached, so not prefilled: an unbounded cache of blocks of 16"
+            ],
         ),
         (
-            lines(SGLANG, SGLANG | {"request_received_ts": 1.7e9 + 2, "cached_tokens": 40, "completion_tokens": 1}),
+            lines(
+                SGLANG,
+                SGLANG
+                | {"request_received_ts": 1.7e9 + 2, "cached_tokens": 40, "completion_tokens": 1},
+            ),
             [Request(0, 10, 3), Request(2e6, 1, 1)],
             ["86.2% of the prompts' 80 tokens were cached, so not prefilled: by the file"],
         ),
     ],
-    ids=["burstgpt", "burstgpt 1.2", "azure 2024", "azure in json", "azure multimodal", "bailian", "sglang"],
+    ids=[
+        "burstgpt",
+        "burstgpt 1.2",
+        "azure 2024",
+        "azure in json",
+        "azure multimodal",
+        "bailian",
+        "sglang",
+    ],
 )
-def test_published_traces_and_logs(tmp_path: Path, text: str, requests: list[Request], notes: list[str]) -> None:
+def test_published_traces_and_logs(
+    tmp_path: Path, text: str, requests: list[Request], notes: list[str]
+) -> None:
     found = requests_of(tmp_path, text)
     assert found.requests == requests
     assert [note[: len(start)] for note, start in zip(found.notes, notes, strict=True)] == notes
 
 
-RUN = {"request_throughput": 2.0, "input_lens": [5, 6, 7], "output_lens": [3, 0, 4], "ttfts": [0.1, 0.0, 0.1]}
+RUN = {
+    "request_throughput": 2.0,
+    "input_lens": [5, 6, 7],
+    "output_lens": [3, 0, 4],
+    "ttfts": [0.1, 0.0, 0.1],
+}
 RUN |= {"itls": [[0.1], [], [0.1]], "generated_texts": ["| a", "", "{"], "errors": ["", "no", ""]}
 
 
 @pytest.mark.parametrize(
     ("run", "arrivals", "note"),
     [
-        ({"request_rate": "inf", "max_concurrency": None, "start_times": [90.5, 91.0, 93.5]}, [0, 3e6], FAILED),
-        ({"request_rate": "inf"}, [0, 0], "the benchmark has no start_times: requests come all at once"),
-        ({"request_rate": math.inf}, [0, 0], "the benchmark has no start_times: requests come all at once"),
+        (
+            {"request_rate": "inf", "max_concurrency": None, "start_times": [90.5, 91.0, 93.5]},
+            [0, 3e6],
+            FAILED,
+        ),
+        (
+            {"request_rate": "inf"},
+            [0, 0],
+            "the benchmark has no start_times: requests come all at once",
+        ),
+        (
+            {"request_rate": math.inf},
+            [0, 0],
+            "the benchmark has no start_times: requests come all at once",
+        ),
         ({"request_rate": 50.0}, None, "requests come as a Poisson process of 50 a second"),
         ({"request_rate": "trace"}, None, "requests come as a Poisson process of 2 a second"),
-        ({"request_rate": math.inf, "max_concurrency": 8}, None, "requests come as a Poisson process of 2 a second"),
+        (
+            {"request_rate": math.inf, "max_concurrency": 8},
+            None,
+            "requests come as a Poisson process of 2 a second",
+        ),
     ],
 )
 def test_results_of_serving_benchmarks(
@@ -325,7 +435,9 @@ def test_results_of_serving_benchmarks(
 
 
 def test_a_result_may_be_spread_over_lines(tmp_path: Path) -> None:
-    assert requests_of(tmp_path, "\n" + json.dumps(RUN, indent=2)) == requests_of(tmp_path, json.dumps(RUN))
+    assert requests_of(tmp_path, "\n" + json.dumps(RUN, indent=2)) == requests_of(
+        tmp_path, json.dumps(RUN)
+    )
 
 
 def test_runs_of_a_benchmark_come_one_after_the_other(tmp_path: Path) -> None:
@@ -336,14 +448,25 @@ def test_runs_of_a_benchmark_come_one_after_the_other(tmp_path: Path) -> None:
 
 def test_a_poisson_process_has_the_rate_of_the_benchmark(tmp_path: Path) -> None:
     found = requests_of(
-        tmp_path, json.dumps(RUN | {"request_rate": 50.0, "input_lens": [1] * 4000, "output_lens": [1] * 4000})
+        tmp_path,
+        json.dumps(
+            RUN | {"request_rate": 50.0, "input_lens": [1] * 4000, "output_lens": [1] * 4000}
+        ),
     )
     assert found.requests[-1].arrival_us == pytest.approx(4000 / 50 * 1e6, rel=0.1)
 
 
 def test_conversations_have_lengths_alone(tmp_path: Path) -> None:
-    talk = [{"from": "human", "value": "x" * 9}, {"from": "gpt", "value": "y" * 8}, {"from": "human", "value": "z"}]
-    entries = [{"id": "a", "conversations": talk}, {"id": "b", "conversations": talk[:1]}, {"conversations": talk[1:]}]
+    talk = [
+        {"from": "human", "value": "x" * 9},
+        {"from": "gpt", "value": "y" * 8},
+        {"from": "human", "value": "z"},
+    ]
+    entries = [
+        {"id": "a", "conversations": talk},
+        {"id": "b", "conversations": talk[:1]},
+        {"conversations": talk[1:]},
+    ]
     found = requests_of(tmp_path, json.dumps(entries, indent=1), request_rate=4.0)
     assert [request[1:3] for request in found.requests] == [(3, 2), (2, 1)]
     assert found.requests[0].arrival_us < found.requests[1].arrival_us
@@ -379,12 +502,16 @@ def test_blocks_of_earlier_prompts_are_not_prefilled_again(tmp_path: Path) -> No
         ),
     ],
 )
-def test_the_wrong_unit_of_timestamps_is_noticed(tmp_path: Path, row: dict[str, Any], step: float, note: str) -> None:
+def test_the_wrong_unit_of_timestamps_is_noticed(
+    tmp_path: Path, row: dict[str, Any], step: float, note: str
+) -> None:
     rows = [row | {"timestamp": i * step, "hash_ids": []} for i in range(100)]
     found = requests_of(tmp_path, lines(*rows))
     assert [note in said for said in found.notes] == ([True] if note else [])
     unit = 1e3 if row is MOON_ROW else 1e6
-    assert found.requests[-1].arrival_us == pytest.approx(99 * step * unit), "it is a note: nothing is changed"
+    assert found.requests[-1].arrival_us == pytest.approx(99 * step * unit), (
+        "it is a note: nothing is changed"
+    )
     if note:
         speedup = float(found.notes[0].rpartition(" ")[2])
         hurried = requests_of(tmp_path, lines(*rows), speedup=speedup)
@@ -398,7 +525,9 @@ def test_dates_have_no_wrong_unit(tmp_path: Path) -> None:
 
 def test_unknown_columns_are_ignored_and_noted_once(written: Any) -> None:
     note = "columns that nothing needs were ignored: color, server"
-    row = '{"num_tokens": 8, "count": 1, "num_reqs": 8, "uniform": true, "num_active_loras": 0, %s}\n'
+    row = (
+        '{"num_tokens": 8, "count": 1, "num_reqs": 8, "uniform": true, "num_active_loras": 0, %s}\n'
+    )
     assert written(row % '"color": 1' + row % '"server": "a"').notes == (note,)
     assert written(
         WHOLE.replace("count", "color,count,server")
@@ -411,9 +540,15 @@ def test_unknown_columns_are_ignored_and_noted_once(written: Any) -> None:
 
 def test_a_trace_may_name_adapters(written: Any) -> None:
     text = "TIMESTAMP,ContextTokens,GeneratedTokens,Adapter\n1,5,3,0\n1,5,3,\n1,5,3,7\n"
-    assert dict(written(text, **LORA).histogram) == {StepShape(15, 3, False, 2): 1, StepShape(3, 3, True, 2): 2}
+    assert dict(written(text, **LORA).histogram) == {
+        StepShape(15, 3, False, 2): 1,
+        StepShape(3, 3, True, 2): 2,
+    }
     lines = '{"timestamp": 0, "input_length": 5, "output_length": 3, "adapter": 1}\n'
-    assert dict(written(lines, **LORA).histogram) == {StepShape(5, 1, False, 1): 1, StepShape(1, 1, True, 1): 2}
+    assert dict(written(lines, **LORA).histogram) == {
+        StepShape(5, 1, False, 1): 1,
+        StepShape(1, 1, True, 1): 2,
+    }
 
 
 def test_requests_without_a_prompt_are_left_out_and_noted(written: Any) -> None:
@@ -439,15 +574,50 @@ MOON = '{"timestamp": %s, "input_length": 1, "output_length": 1}\n'
             "Correct",
         ),
         (HEAD + "1,1,1\n1e999,1,1\n", 3, "TIMESTAMP is inf: Input should be less than", "Correct"),
-        (HEAD + "1,-1,1\n", 2, "ContextTokens is '-1': Input should be greater than or equal to 0", "Correct"),
-        (HEAD.replace("Context", "Prompt") + "1,1,1\n", 1, "unknown column 'PromptTokens'", "a request trace has TIME"),
-        ("TIMESTAMP,ContextTokens\n1,1\n", 1, "column 'GeneratedTokens' is missing", "a request trace has TIMESTAMP"),
-        (NAMED + "1,1,1,2\n", 2, "the request uses an adapter, but the configuration has none", "Add a `lora` section"),
-        (NAMED + "1,1,1,\n1,1,1,sql-lora\n", 3, "Adapter is 'sql-lora': Input should be a valid integer", "Correct"),
+        (
+            HEAD + "1,-1,1\n",
+            2,
+            "ContextTokens is '-1': Input should be greater than or equal to 0",
+            "Correct",
+        ),
+        (
+            HEAD.replace("Context", "Prompt") + "1,1,1\n",
+            1,
+            "unknown column 'PromptTokens'",
+            "a request trace has TIME",
+        ),
+        (
+            "TIMESTAMP,ContextTokens\n1,1\n",
+            1,
+            "column 'GeneratedTokens' is missing",
+            "a request trace has TIMESTAMP",
+        ),
+        (
+            NAMED + "1,1,1,2\n",
+            2,
+            "the request uses an adapter, but the configuration has none",
+            "Add a `lora` section",
+        ),
+        (
+            NAMED + "1,1,1,\n1,1,1,sql-lora\n",
+            3,
+            "Adapter is 'sql-lora': Input should be a valid integer",
+            "Correct",
+        ),
         (MOON % '"soon"', 1, "timestamp is 'soon': Input should be a valid number", "Correct"),
         (MOON % "1" + MOON % "Infinity", 2, "timestamp is inf", "Correct"),
-        (MOON.replace("output_length", "output") % 1, 1, "unknown column 'output' (did", "a Mooncake trace has"),
-        ('{"timestamp": 1, "input_length": 1}\n', 1, "column 'output_length' is missing", "a Mooncake trace has"),
+        (
+            MOON.replace("output_length", "output") % 1,
+            1,
+            "unknown column 'output' (did",
+            "a Mooncake trace has",
+        ),
+        (
+            '{"timestamp": 1, "input_length": 1}\n',
+            1,
+            "column 'output_length' is missing",
+            "a Mooncake trace has",
+        ),
         (
             HEAD.replace("\n", ",Adaptor\n") + "1,1,1,1\n",
             1,
@@ -467,7 +637,12 @@ MOON = '{"timestamp": %s, "input_length": 1, "output_length": 1}\n'
             "3 input_lens, 1 output_lens, 0 start_times",
             "as the benchmark wrote it",
         ),
-        (lines({"request_throughput": 2.0, "request_rate": 1}), 1, "column 'input_lens' is missing", "--save-detailed"),
+        (
+            lines({"request_throughput": 2.0, "request_rate": 1}),
+            1,
+            "column 'input_lens' is missing",
+            "--save-detailed",
+        ),
         (lines(RUN | {"input_lens": [1, -1, 1]}), 1, "input_lens is ", "Correct"),
     ],
 )
@@ -477,7 +652,9 @@ def test_bad_traces(refused: Any, text: str, line: int | None, message: str, rem
 
 def test_requests_in_any_order_are_simulated_by_their_arrivals(written: Any) -> None:
     rows = ["2023-11-16 18:17:04,3,1\n", "2023-11-16 18:17:03,7,5\n"]
-    assert written(HEAD + "".join(rows)).histogram == written(HEAD + "".join(reversed(rows))).histogram
+    assert (
+        written(HEAD + "".join(rows)).histogram == written(HEAD + "".join(reversed(rows))).histogram
+    )
 
 
 @pytest.mark.parametrize("speedup", [0.0, float("nan"), float("inf")])
@@ -488,7 +665,9 @@ def test_a_speedup_is_a_number_above_0(read: Any, speedup: float) -> None:
 
 
 def test_steps_cannot_be_sped_up(refused: Any) -> None:
-    refused("num_tokens,count\n1,1\n", None, "cannot be sped up", "Leave the speedup out", speedup=2)
+    refused(
+        "num_tokens,count\n1,1\n", None, "cannot be sped up", "Leave the speedup out", speedup=2
+    )
 
 
 # --- requests that are made up ---------------------------------------------------------------------------------
@@ -514,7 +693,9 @@ def test_synthetic_requests_have_the_lengths_and_the_rate_that_were_asked_for() 
     assert trace.requests[-1].arrival_us == pytest.approx(4000 / 20 * 1e6, rel=0.1)
     gaps = [b.arrival_us - a.arrival_us for a, b in pairwise(trace.requests)]
     above_mean = sum(gap > 1e6 / 20 for gap in gaps) / len(gaps)
-    assert above_mean == pytest.approx(0.368, abs=0.03), "1 / e of exponential times are above their mean"
+    assert above_mean == pytest.approx(0.368, abs=0.03), (
+        "1 / e of exponential times are above their mean"
+    )
 
 
 def test_equal_seeds_give_equal_requests() -> None:
@@ -525,10 +706,16 @@ def test_equal_seeds_give_equal_requests() -> None:
 
 @pytest.mark.parametrize(
     ("share", "adapters"),
-    [({"lora_share": 0.5}, {NO_ADAPTER, 0, 1, 2}), ({"lora_share": 1, "num_adapters": 1}, {0}), ({}, {NO_ADAPTER})],
+    [
+        ({"lora_share": 0.5}, {NO_ADAPTER, 0, 1, 2}),
+        ({"lora_share": 1, "num_adapters": 1}, {0}),
+        ({}, {NO_ADAPTER}),
+    ],
 )
 def test_synthetic_requests_use_adapters(share: dict[str, Any], adapters: set[int]) -> None:
-    assert {request.adapter for request in made_up(lora={"max_loras": 3}, **share).requests} == adapters
+    assert {
+        request.adapter for request in made_up(lora={"max_loras": 3}, **share).requests
+    } == adapters
 
 
 # --- logs of vLLM -----------------------------------------------------------------------------------------------
@@ -569,7 +756,9 @@ def test_a_log_with_two_tables(read: Any) -> None:
         ("", {"FULL": True, "PIECEWISE": True}),
     ],
 )
-def test_uniform_is_told_by_the_mode_or_guessed(written: Any, mode: str, uniform: dict[str, bool]) -> None:
+def test_uniform_is_told_by_the_mode_or_guessed(
+    written: Any, mode: str, uniform: dict[str, bool]
+) -> None:
     for ran_as, expected in uniform.items():
         traffic = written(log(f"| 9 | 9 | 0 | {ran_as} | 5 |", mode=mode))
         assert dict(traffic.histogram) == {StepShape(9, 9, expected): 5}
@@ -579,7 +768,11 @@ def test_uniform_is_told_by_the_mode_or_guessed(written: Any, mode: str, uniform
 
 
 def test_above_the_largest_capture_size_the_mode_tells_nothing(written: Any) -> None:
-    rows = ("| 64 | 64 | 0 | PIECEWISE | 1 |", "| 65 | 65 | 0 | NONE | 1 |", "| 257 | 257 | 0 | NONE | 1 |")
+    rows = (
+        "| 64 | 64 | 0 | PIECEWISE | 1 |",
+        "| 65 | 65 | 0 | NONE | 1 |",
+        "| 257 | 257 | 0 | NONE | 1 |",
+    )
     traffic = written(log(*rows, mode="FULL_AND_PIECEWISE"))
     assert [shape.uniform for shape, _ in traffic.histogram] == [False, True, False]
 
@@ -588,11 +781,15 @@ def test_a_query_length_that_is_not_the_servers_is_noted(written: Any) -> None:
     text = log("| 9 | 9 | 0 | FULL | 5 |", "| 8 | 8 | 0 | FULL | 1 |", mode="FULL_DECODE_ONLY")
     traffic = written(text, **SPECULATIVE)
     assert dict(traffic.histogram) == {StepShape(8, 4, True): 1, StepShape(9, 9, False): 5}
-    assert any(note.startswith("5 steps ran as uniform decode with a number of tokens") for note in traffic.notes)
+    assert any(
+        note.startswith("5 steps ran as uniform decode with a number of tokens")
+        for note in traffic.notes
+    )
 
 
 @pytest.mark.parametrize(
-    "prefix", ["", "\x1b[0;36m(EngineCore pid=1)\x1b[0;0m INFO 1 [a.py:1] ", "2025-11-20 | INFO | a:1 - "]
+    "prefix",
+    ["", "\x1b[0;36m(EngineCore pid=1)\x1b[0;0m INFO 1 [a.py:1] ", "2025-11-20 | INFO | a:1 - "],
 )
 def test_text_before_a_row_does_not_matter(written: Any, prefix: str) -> None:
     lines = (*TABLE.splitlines(), "| 12 | 16 | 4 | PIECEWISE | 7 |", "other | 5 things")
@@ -603,14 +800,29 @@ def test_text_before_a_row_does_not_matter(written: Any, prefix: str) -> None:
 @pytest.mark.parametrize(
     ("text", "line", "message", "remedy"),
     [
-        ("INFO 1 started\nINFO done\n", None, "no table of CUDA graph statistics", "--cudagraph-metrics"),
+        (
+            "INFO 1 started\nINFO done\n",
+            None,
+            "no table of CUDA graph statistics",
+            "--cudagraph-metrics",
+        ),
         (TABLE, None, "no batch with a count above 0", "Give traffic with a batch"),
         (log("| 1 | 1 | 0 | FULL |"), 3, "4 cells where the table has 5 columns", "cut off"),
         (log("| 1 | 1 | 0 | FULL | 3"), 3, "5 cells where the table has 5 columns", "cut off"),
         (log("| 1"), 3, "1 cells where", "cut off"),
-        (log("| 1 | 1 | 0 | FULL | 3 |", "| 1 | 1 | 0 | FULL | -3 |"), 4, "Count is '-3'", "Correct"),
+        (
+            log("| 1 | 1 | 0 | FULL | 3 |", "| 1 | 1 | 0 | FULL | -3 |"),
+            4,
+            "Count is '-3'",
+            "Correct",
+        ),
         (log("| x | 1 | 0 | FULL | 3 |"), 3, "Unpadded Tokens is 'x'", "Correct"),
-        (log("| 1 | 1 | 0 | FULL_DECODE_ONLY | 3 |"), 3, "not one of the runtime modes NONE", "Correct"),
+        (
+            log("| 1 | 1 | 0 | FULL_DECODE_ONLY | 3 |"),
+            3,
+            "not one of the runtime modes NONE",
+            "Correct",
+        ),
     ],
 )
 def test_bad_logs(refused: Any, text: str, line: int | None, message: str, remedy: str) -> None:

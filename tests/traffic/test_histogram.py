@@ -20,7 +20,9 @@ SHAPES = st.builds(
 
 @settings(max_examples=50, deadline=None)
 @given(counts=st.lists(st.tuples(SHAPES, st.integers(0, 1000)), min_size=1))
-def test_a_histogram_holds_each_shape_once_and_reads_back_equal(counts: list[tuple[StepShape, int]]) -> None:
+def test_a_histogram_holds_each_shape_once_and_reads_back_equal(
+    counts: list[tuple[StepShape, int]],
+) -> None:
     if not any(count for _, count in counts):
         with pytest.raises(TrafficError, match="no batch with a count above 0"):
             Traffic.of(counts, "drawn")
@@ -43,5 +45,7 @@ def test_a_histogram_holds_each_shape_once_and_reads_back_equal(counts: list[tup
     ],
 )
 def test_shapes_and_counts_that_cannot_be(shape: StepShape, count: float) -> None:
-    with pytest.raises(TrafficError, match=f"^here: {count} batches of {shape.num_tokens} tokens and .* cannot be"):
+    with pytest.raises(
+        TrafficError, match=f"^here: {count} batches of {shape.num_tokens} tokens and .* cannot be"
+    ):
         Traffic.of({shape: count}, "here")

@@ -13,7 +13,14 @@ from plans import plan_of
 
 from cgplan.errors import TrafficError
 from cgplan.traffic.histogram import StepShape
-from cgplan.traffic.simulation import NO_ADAPTER, Request, RequestTrace, SchedulerBounds, StepTime, simulate
+from cgplan.traffic.simulation import (
+    NO_ADAPTER,
+    Request,
+    RequestTrace,
+    SchedulerBounds,
+    StepTime,
+    simulate,
+)
 
 
 def steps_of(
@@ -40,7 +47,9 @@ class Running:
     decodes: int
 
 
-def one_by_one(requests: list[Request], bounds: SchedulerBounds, step_time: StepTime) -> dict[StepShape, float]:
+def one_by_one(
+    requests: list[Request], bounds: SchedulerBounds, step_time: StepTime
+) -> dict[StepShape, float]:
     """As the scheduler does it: each running request is looked at in each step."""
     coming = sorted(requests, key=lambda request: round(request.arrival_us * 1000))
     waiting: list[Request] = []
@@ -57,7 +66,9 @@ def one_by_one(requests: list[Request], bounds: SchedulerBounds, step_time: Step
         chunks = [tokens for request, tokens in given if request.prompt]
         every = all(tokens == bounds.query_len for _, tokens in given)
         loras = {request.adapter for request, _ in given} - {NO_ADAPTER}
-        batch = StepShape(sum(tokens for _, tokens in given), len(given), every and not chunks, len(loras))
+        batch = StepShape(
+            sum(tokens for _, tokens in given), len(given), every and not chunks, len(loras)
+        )
         counts[batch] += 1
         now += max(1, round(step_time(batch) * 1000))
         for request, tokens in given:
@@ -69,7 +80,9 @@ def one_by_one(requests: list[Request], bounds: SchedulerBounds, step_time: Step
     return dict(counts)
 
 
-def schedule(waiting: list[Request], running: list[Running], bounds: SchedulerBounds) -> list[tuple[Running, int]]:
+def schedule(
+    waiting: list[Request], running: list[Running], bounds: SchedulerBounds
+) -> list[tuple[Running, int]]:
     """Tokens that each running request gets in this step; requests that are admitted join the running ones."""
     left, given = bounds.max_num_batched_tokens, []
     for request in running if bounds.mixes else [request for request in running if request.prompt]:
@@ -91,7 +104,9 @@ def schedule(waiting: list[Request], running: list[Running], bounds: SchedulerBo
         waiting.remove(request)
         advance = bounds.accepted_tokens or bounds.query_len
         new = Running(
-            request.adapter, request.context_tokens, math.ceil(max(request.generated_tokens - 1, 0) / advance)
+            request.adapter,
+            request.context_tokens,
+            math.ceil(max(request.generated_tokens - 1, 0) / advance),
         )
         running.append(new)
         tokens = min(new.prompt, left)
@@ -116,12 +131,19 @@ def cases(draw: st.DrawFn) -> tuple[list[Request], SchedulerBounds]:
     )
     adapters = st.just(NO_ADAPTER) | st.integers(0, 4)
     arrivals = draw(st.lists(GRID | st.floats(0, 3000), max_size=14, min_size=1))
-    requests = [Request(time, draw(st.integers(1, 40)), draw(st.integers(0, 30)), draw(adapters)) for time in arrivals]
+    requests = [
+        Request(time, draw(st.integers(1, 40)), draw(st.integers(0, 30)), draw(adapters))
+        for time in arrivals
+    ]
     return requests, bounds
 
 
 @settings(max_examples=400, deadline=None)
-@given(case=cases(), fixed=st.just(10.0) | st.floats(0.0005, 300), slope=st.just(0.0) | st.floats(0, 20))
+@given(
+    case=cases(),
+    fixed=st.just(10.0) | st.floats(0.0005, 300),
+    slope=st.just(0.0) | st.floats(0, 20),
+)
 def test_equal_steps_added_at_once_are_one_step_after_the_other(
     case: tuple[list[Request], SchedulerBounds], fixed: float, slope: float
 ) -> None:
@@ -144,19 +166,43 @@ PASSING = [Request(0, 1, 3, 0), Request(0, 1, 3, 1), Request(0, 1, 3), Request(0
     ("requests", "bounds", "steps"),
     [
         # a prefill in chunks; it yields the first of 4 tokens
-        ([Request(5.0, 20, 4)], SchedulerBounds(8, 8), {mixed(8, 1): 2, mixed(4, 1): 1, decode(1): 3}),
+        (
+            [Request(5.0, 20, 4)],
+            SchedulerBounds(8, 8),
+            {mixed(8, 1): 2, mixed(4, 1): 1, decode(1): 3},
+        ),
         # at most one token: the request ends with its prefill
         ([Request(0, 3, 0)], SchedulerBounds(8, 8), {mixed(3, 1): 1}),
         ([Request(0, 3, 1)], SchedulerBounds(8, 8), {mixed(3, 1): 1}),
         # requests beyond max_num_seqs wait
-        ([Request(0, 1, 3)] * 5, SchedulerBounds(2, 64), {mixed(2, 2): 2, decode(2): 4, mixed(1, 1): 1, decode(1): 2}),
+        (
+            [Request(0, 1, 3)] * 5,
+            SchedulerBounds(2, 64),
+            {mixed(2, 2): 2, decode(2): 4, mixed(1, 1): 1, decode(1): 2},
+        ),
         # a step with prefill is mixed, and decodes come first
-        ([Request(0, 1, 9), Request(0, 30, 1)], SchedulerBounds(4, 8), {mixed(8, 2): 4, mixed(3, 2): 1, decode(1): 4}),
+        (
+            [Request(0, 1, 9), Request(0, 30, 1)],
+            SchedulerBounds(4, 8),
+            {mixed(8, 2): 4, mixed(3, 2): 1, decode(1): 4},
+        ),
         # query_len tokens of each decoding request
-        ([Request(0, 5, 7)] * 2, SchedulerBounds(4, 64, 3), {mixed(10, 2): 1, StepShape(6, 2, True): 2}),
-        ([Request(0, 5, 7)] * 2, SchedulerBounds(4, 64, 3, None, 1.5), {mixed(10, 2): 1, StepShape(6, 2, True): 4}),
+        (
+            [Request(0, 5, 7)] * 2,
+            SchedulerBounds(4, 64, 3),
+            {mixed(10, 2): 1, StepShape(6, 2, True): 2},
+        ),
+        (
+            [Request(0, 5, 7)] * 2,
+            SchedulerBounds(4, 64, 3, None, 1.5),
+            {mixed(10, 2): 1, StepShape(6, 2, True): 4},
+        ),
         # decodes that do not fit wait their turn and are not uniform
-        ([Request(0, 2, 3)] * 3, SchedulerBounds(4, 8, 3, None, 1.0), {mixed(6, 3): 1, mixed(8, 3): 2}),
+        (
+            [Request(0, 2, 3)] * 3,
+            SchedulerBounds(4, 8, 3, None, 1.0),
+            {mixed(6, 3): 1, mixed(8, 3): 2},
+        ),
         # an adapter too many lets others pass; without a bound all run
         (
             PASSING,
@@ -182,17 +228,27 @@ PASSING = [Request(0, 1, 3, 0), Request(0, 1, 3, 1), Request(0, 1, 3), Request(0
             replace(APART, max_loras=1),
             {mixed(3, 3, 1): 1, decode(3, 1): 2, mixed(1, 1, 1): 1, decode(1, 1): 2},
         ),
-        ([Request(0, 1, 4, 0), Request(15.0, 1, 1)], APART, {mixed(1, 1, 1): 1, decode(1, 1): 3, mixed(1, 1): 1}),
+        (
+            [Request(0, 1, 4, 0), Request(15.0, 1, 1)],
+            APART,
+            {mixed(1, 1, 1): 1, decode(1, 1): 3, mixed(1, 1): 1},
+        ),
     ],
 )
-def test_steps_by_hand(requests: list[Request], bounds: SchedulerBounds, steps: dict[StepShape, float]) -> None:
+def test_steps_by_hand(
+    requests: list[Request], bounds: SchedulerBounds, steps: dict[StepShape, float]
+) -> None:
     assert steps_of(requests, bounds) == steps
 
 
 def test_an_arrival_is_seen_by_the_first_step_that_begins_after_it() -> None:
     first = Request(0, 1, 11)  # its prefill begins at 0 us, its decode steps at 10, 20, ... 100 us
     bounds = SchedulerBounds(8, 64)
-    assert steps_of([first, Request(30.0, 7, 1)], bounds) == {StepShape(1, 1): 1, decode(1): 9, StepShape(8, 2): 1}
+    assert steps_of([first, Request(30.0, 7, 1)], bounds) == {
+        StepShape(1, 1): 1,
+        decode(1): 9,
+        StepShape(8, 2): 1,
+    }
     at_90 = steps_of([first, Request(90.0, 7, 3)], bounds)
     assert at_90 == {StepShape(1, 1): 1, decode(1): 8 + 1, StepShape(8, 2): 1, decode(2): 1}
     at_100 = steps_of([first, Request(90.001, 7, 3)], bounds)
@@ -208,7 +264,9 @@ def test_long_requests_cost_no_more_than_short_ones() -> None:
 
 def test_idle_time_has_no_steps_and_the_notes_say_how_busy() -> None:
     traffic = simulate(
-        RequestTrace([Request(0, 1, 1), Request(90.0, 1, 1)], "two"), SchedulerBounds(2, 8), lambda batch: 10.0
+        RequestTrace([Request(0, 1, 1), Request(90.0, 1, 1)], "two"),
+        SchedulerBounds(2, 8),
+        lambda batch: 10.0,
     )
     assert traffic.total == 2
     assert traffic.source == "two"
@@ -262,7 +320,8 @@ def test_an_overload_is_a_warning_with_the_replicas_that_would_do(
         every(0.0, 1000),  # all at once: no rate
         every(20.0, 1000) + every(0.0, 900, 2e4),  # a burst at the end
         every(2.0, 300) + every(20.0, 1000, 600.0),  # a burst at the beginning, and it drains
-        [Request(15.0 * i, 1, 2) for i in range(400)] + every(15.0, 100, 6000.0),  # shorter ones at the end: it drains
+        [Request(15.0 * i, 1, 2) for i in range(400)]
+        + every(15.0, 100, 6000.0),  # shorter ones at the end: it drains
         every(9.7, 20000),  # 3% too many
         every(2.0, 5),  # too few to tell
         [Request(0, 1, 1), Request(5.0, 1, 10**6)],  # the last one takes long

@@ -20,17 +20,29 @@ POINTS = st.dictionaries(st.integers(1, 300), st.floats(1, 1e6), min_size=1, max
 
 
 def times_of(**modes: dict[int, float]) -> StepTimes:
-    return StepTimes.measured({(CUDAGraphMode[name], 0): points for name, points in modes.items()}, "by hand")
+    return StepTimes.measured(
+        {(CUDAGraphMode[name], 0): points for name, points in modes.items()}, "by hand"
+    )
 
 
 def record(
-    size: int, eager: float, mode: str = "NONE", graph: float | None = None, padded: int = 0, loras: int = 0
+    size: int,
+    eager: float,
+    mode: str = "NONE",
+    graph: float | None = None,
+    padded: int = 0,
+    loras: int = 0,
 ) -> Any:
     timing = None if graph is None else {"median": graph, "p99": 2 * graph}
     return {
         "num_tokens": size,
         "mode": mode,
-        "descriptor": {"num_tokens": size + padded, "num_reqs": None, "uniform": False, "num_active_loras": loras},
+        "descriptor": {
+            "num_tokens": size + padded,
+            "num_reqs": None,
+            "uniform": False,
+            "num_active_loras": loras,
+        },
         "eager": {"median": eager, "p99": 9e9},
         "graph": timing,
         "replay": None,
@@ -38,7 +50,12 @@ def record(
 
 
 def bench(*records: Any) -> dict[str, Any]:
-    return {"kind": "bench", "schema_version": 1, "environment": {"device": "NVIDIA H200"}, "records": list(records)}
+    return {
+        "kind": "bench",
+        "schema_version": 1,
+        "environment": {"device": "NVIDIA H200"},
+        "records": list(records),
+    }
 
 
 # --- between and beyond points --------------------------------------------------------------------------------
@@ -48,7 +65,11 @@ def bench(*records: Any) -> dict[str, Any]:
     ("points", "mode", "times"),
     [
         # linear between points, steps stay steps, the first point's time below it
-        ({"FULL": {1: 10, 128: 10, 129: 20, 256: 20}}, FULL, {1: 10, 64: 10, 128: 10, 129: 20, 200: 20, 256: 20}),
+        (
+            {"FULL": {1: 10, 128: 10, 129: 20, 256: 20}},
+            FULL,
+            {1: 10, 64: 10, 128: 10, 129: 20, 200: 20, 256: 20},
+        ),
         ({"FULL": {10: 10, 20: 30}}, FULL, {1: 10, 15: 20}),
         # on with the last slope, 0 after a single point
         ({"FULL": {1: 10, 100: 10, 200: 30}}, FULL, {300: 50}),
@@ -56,7 +77,11 @@ def bench(*records: Any) -> dict[str, Any]:
         # a point below an earlier one is raised
         ({"FULL": {1: 10.0, 8: 9.9, 64: 5.0, 65: 12.0}}, FULL, {1: 10, 8: 10, 64: 10, 65: 12}),
         # eager steps beyond their points do the work of a FULL graph
-        ({"NONE": {1: 100, 10: 100}, "FULL": {1: 10, 10: 100, 20: 200}}, NONE, {1: 100, 10: 100, 15: 150, 40: 400}),
+        (
+            {"NONE": {1: 100, 10: 100}, "FULL": {1: 10, 10: 100, 20: 200}},
+            NONE,
+            {1: 100, 10: 100, 15: 150, 40: 400},
+        ),
         ({"NONE": {1: 100}, "PIECEWISE": {1: 10, 10: 100}}, NONE, {40: 100}),
         # PIECEWISE below its points: between FULL and eager, at most its first point
         ({"NONE": {1: 100}, "FULL": {1: 20}}, PIECEWISE, {1: 20 + PIECEWISE_SHARE * 80}),
@@ -67,7 +92,9 @@ def bench(*records: Any) -> dict[str, Any]:
         ),
     ],
 )
-def test_times_between_and_beyond_points(points: Any, mode: CUDAGraphMode, times: dict[int, float]) -> None:
+def test_times_between_and_beyond_points(
+    points: Any, mode: CUDAGraphMode, times: dict[int, float]
+) -> None:
     found = times_of(**points)
     assert {n: found.of(mode, n) for n in times} == times
 
@@ -75,7 +102,10 @@ def test_times_between_and_beyond_points(points: Any, mode: CUDAGraphMode, times
 @pytest.mark.parametrize(
     ("points", "note"),
     [
-        ({"FULL": {1: 10, 100: 10, 200: 30}}, "FULL beyond 200 tokens was not measured: 0.2 us for each more token"),
+        (
+            {"FULL": {1: 10, 100: 10, 200: 30}},
+            "FULL beyond 200 tokens was not measured: 0.2 us for each more token",
+        ),
         ({"FULL": {4: 10}}, "FULL was measured at 4 tokens only"),
         ({"FULL": {1: 10.0, 64: 5.0}}, "FULL at 64 tokens took 5 us, a smaller batch 10 us"),
         ({"NONE": {1: 100}, "FULL": {1: 20}}, "PIECEWISE was not measured"),
@@ -88,7 +118,11 @@ def test_assumptions_and_raised_points_are_noted(points: Any, note: str) -> None
 def test_small_changes_and_modes_that_a_plan_lacks_are_not_noted() -> None:
     assert not any("took" in note for note in times_of(FULL={1: 10.0, 8: 9.9}).notes)
     times = times_of(NONE={1: 100}, FULL={1: 20})
-    assert times.notes_for(FULL) == tuple(note for note in times.notes if "PIECEWISE" not in note) != times.notes
+    assert (
+        times.notes_for(FULL)
+        == tuple(note for note in times.notes if "PIECEWISE" not in note)
+        != times.notes
+    )
 
 
 @settings(max_examples=50, deadline=None)
@@ -103,7 +137,9 @@ def test_times_never_fall_as_batches_grow_and_are_not_below_what_was_measured(
         assert (np.diff(curve) >= -1e-9 * curve[1:]).all()
         assert curve[76] == times.of(mode, 77)
         if mode in points:
-            assert all(times.of(mode, n) >= value * (1 - 1e-12) for n, value in points[mode].items())
+            assert all(
+                times.of(mode, n) >= value * (1 - 1e-12) for n, value in points[mode].items()
+            )
 
 
 # --- adapters -------------------------------------------------------------------------------------------------
@@ -119,8 +155,12 @@ def test_steps_with_adapters_take_longer_by_an_assumed_share() -> None:
     assert with_adapters.of(FULL, 1, 4) == 11
 
 
-def test_a_case_takes_the_time_of_the_next_measured_one_and_cases_are_told_apart_by_their_times() -> None:
-    times = StepTimes.measured({(FULL, 0): {1: 10}, (FULL, 2): {1: 12}, (FULL, 5): {1: 15}, (NONE, 0): {1: 90}}, "x")
+def test_a_case_takes_the_time_of_the_next_measured_one_and_cases_are_told_apart_by_their_times() -> (
+    None
+):
+    times = StepTimes.measured(
+        {(FULL, 0): {1: 10}, (FULL, 2): {1: 12}, (FULL, 5): {1: 15}, (NONE, 0): {1: 90}}, "x"
+    )
     assert [times.of(FULL, 1, case) for case in (0, 1, 2, 3, 5, 9)] == [10, 12, 12, 15, 15, 15]
     assert times.told_apart([0, 1, 2, 4, 5, 9]) == (0, 2, 9)
     assert times_of(NONE={1: 100}, FULL={1: 10}).told_apart([0, 1, 2, 4, 9]) == (0, 9)
@@ -166,7 +206,9 @@ def test_a_bench_gives_medians_by_the_size_that_ran() -> None:
 
 def test_a_table_is_read(tmp_path: Path) -> None:
     path = tmp_path / "times.csv"
-    path.write_text("\ufeffMicroseconds, mode ,num_tokens\n100,eager,1\n\n90,NONE,8\n10,full,1\n\n50,PIECEWISE,8\n")
+    path.write_text(
+        "\ufeffMicroseconds, mode ,num_tokens\n100,eager,1\n\n90,NONE,8\n10,full,1\n\n50,PIECEWISE,8\n"
+    )
     times = StepTimes.load(path)
     assert times.source == str(path)
     assert [(c.mode, c.points) for c in times.curves] == [
@@ -196,17 +238,41 @@ SAVED = '{"kind": "step_times", "source": "x", "curves": [{"mode": "FULL", "poin
         ("", "times: no row of step times", FILES),
         ("mode,num_tokens\nFULL,1\n", "times:1: column 'microseconds' is missing", FILES),
         ("mode,num_tokens,microseconds,color\n", "times:1: unknown column 'color'", FILES),
-        (HEADER + "FULL,1\n", "times:2: 2 fields, but the header has 3", "one value for each column"),
-        (HEADER + "FULL,1,5\nHALF,1,5\n", "times:3: mode is 'HALF': not one of the runtime modes NONE", "Correct"),
-        (HEADER + "FULL,,5\n", "times:2: num_tokens is '': Input should be a valid integer", "Correct"),
-        (HEADER + "FULL,1,0\n", "times:2: microseconds is '0': Input should be greater than 0", "Correct"),
-        (HEADER + "FULL,1,fast\n", "times:2: microseconds is 'fast': Input should be a valid number", "Correct"),
+        (
+            HEADER + "FULL,1\n",
+            "times:2: 2 fields, but the header has 3",
+            "one value for each column",
+        ),
+        (
+            HEADER + "FULL,1,5\nHALF,1,5\n",
+            "times:3: mode is 'HALF': not one of the runtime modes NONE",
+            "Correct",
+        ),
+        (
+            HEADER + "FULL,,5\n",
+            "times:2: num_tokens is '': Input should be a valid integer",
+            "Correct",
+        ),
+        (
+            HEADER + "FULL,1,0\n",
+            "times:2: microseconds is '0': Input should be greater than 0",
+            "Correct",
+        ),
+        (
+            HEADER + "FULL,1,fast\n",
+            "times:2: microseconds is 'fast': Input should be a valid number",
+            "Correct",
+        ),
         ("{", "times: neither a bench report nor step times: Invalid JSON", FILES),
         ("[1]", "times: neither a bench report nor step times: Input should be", FILES),
         ("{}", "Unable to extract tag using discriminator 'kind'", FILES),
         (json.dumps(bench()), "bench.records: ", FILES),
         (json.dumps(bench(record(4, 0.0))), "bench.records.0.eager.median: ", FILES),
-        (json.dumps(bench(record(4, 5), record(4, 5, "SIDEWAYS", 1))), "bench.records.1.mode: ", FILES),
+        (
+            json.dumps(bench(record(4, 5), record(4, 5, "SIDEWAYS", 1))),
+            "bench.records.1.mode: ",
+            FILES,
+        ),
         ('{"kind": "step_times"}', "step_times.source: Field required", FILES),
         (SAVED % "[[2, 5], [1, 6]]", "step_times.curves.0: FULL: points do not ascend", FILES),
     ],
@@ -225,7 +291,12 @@ def served(concurrency: int, itl: float, **more: Any) -> str:
 
 
 def test_results_of_vllm_bench_serve_are_step_times() -> None:
-    lines = served(1, 5.0), served(64, 6.5), served(1, 18.0, mode="eager"), served(64, 19.0, mode="NONE")
+    lines = (
+        served(1, 5.0),
+        served(64, 6.5),
+        served(1, 18.0, mode="eager"),
+        served(64, 19.0, mode="NONE"),
+    )
     times = StepTimes.parse("\n".join(lines), "serve.json")
     assert [times.of(FULL, 1), times.of(FULL, 64), times.of(NONE, 64)] == [5000, 6500, 19000]
     assert "the median time between tokens at --max-concurrency N" in times.notes[0]
@@ -279,7 +350,9 @@ def surface_of(tmp_path: Path, text: str) -> StepSurface:
 
 def test_times_of_several_sizes(tmp_path: Path) -> None:
     rows = {(1, 10): 100, (1, 20): 200, (5, 10): 90, (5, 20): 600}
-    text = "length,batch,microseconds\n" + "".join(f"{length},{batch},{us}\n" for (batch, length), us in rows.items())
+    text = "length,batch,microseconds\n" + "".join(
+        f"{length},{batch},{us}\n" for (batch, length), us in rows.items()
+    )
     surface = surface_of(tmp_path, text + "10,1,80\n")
     asked = {
         (1, 10): 100,  # the longest of two
@@ -296,7 +369,9 @@ def test_times_of_several_sizes(tmp_path: Path) -> None:
 
 def test_times_of_one_length(tmp_path: Path) -> None:
     surface = surface_of(tmp_path, "batch,length,microseconds\n1,10,100\n4,10,400\n")
-    assert surface.at(np.array([[2, 5], [2, 10], [2, 20]])).tolist() == pytest.approx([200, 200, 400])
+    assert surface.at(np.array([[2, 5], [2, 10], [2, 20]])).tolist() == pytest.approx(
+        [200, 200, 400]
+    )
 
 
 @pytest.mark.parametrize(
@@ -318,8 +393,22 @@ def test_times_of_several_sizes_from_a_bench(tmp_path: Path) -> None:
     def boxed(batch: int, length: int, graph: float | None) -> dict[str, Any]:
         descriptor = {"num_tokens": batch, "sizes": [length]}
         graphed = graph and {"median": graph}
-        return {"num_tokens": batch, "mode": "FULL", "descriptor": descriptor, "eager": {"median": 9}, "graph": graphed}
+        return {
+            "num_tokens": batch,
+            "mode": "FULL",
+            "descriptor": descriptor,
+            "eager": {"median": 9},
+            "graph": graphed,
+        }
 
-    measured = [boxed(1, 10, 100), boxed(1, 20, 200), boxed(4, 10, 300), boxed(4, 20, 500), boxed(9, 9, None)]
+    measured = [
+        boxed(1, 10, 100),
+        boxed(1, 20, 200),
+        boxed(4, 10, 300),
+        boxed(4, 20, 500),
+        boxed(9, 9, None),
+    ]
     text = json.dumps({"kind": "bench", "records": measured})
-    assert surface_of(tmp_path, text).at(np.array([[1, 15], [4, 20]])).tolist() == pytest.approx([150, 500])
+    assert surface_of(tmp_path, text).at(np.array([[1, 15], [4, 20]])).tolist() == pytest.approx(
+        [150, 500]
+    )
