@@ -4,12 +4,12 @@ lie in.
 Note [Words]
     A kernel node holds the values of the kernel's parameters. A pointer among them is a word of 8
     bytes: a parameter of its own, a member of a struct, or an item of an array that is passed by
-        value. Nothing says which words the kernel
-    reads, and what lies behind the items that it does read is left from an earlier launch: a `cat`
-    of two tensors after one of sixty holds the addresses of all sixty. So words are ``certain`` in
-    parameters of at most 64 bytes and at the beginning of larger ones, where a tensor's address
-    stands before its strides, and that of a tensor map. cuBLAS hands over all parameters as one
-    buffer, which it fills with zeros before: its words are certain.
+    value. Nothing says which words the kernel reads, and what lies behind the items that it does
+    read is left from an earlier launch: a `cat` of two tensors after one of sixty holds the
+    addresses of all sixty. So words are ``certain`` in parameters of at most 64 bytes and at the
+    beginning of larger ones, where a tensor's address stands before its strides, and that of a
+    tensor map. cuBLAS hands over all parameters as one buffer, which it fills with zeros before:
+    its words are certain.
 """
 
 from __future__ import annotations

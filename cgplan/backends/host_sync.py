@@ -264,7 +264,7 @@ def _crosses_to_host(schema: str, args: Args, kwargs: Kwargs) -> bool:
 def implemented_in_python(func: Any, key: str) -> bool:
     """Whether the operator's kernel for a dispatch key (``CPU``, ``CUDA``) was registered from
     Python: the operators that it calls pass the dispatcher and can be seen there. One that is
-        tagged as unsafe in a graph counts as a whole.
+    tagged as unsafe in a graph counts as a whole.
     """
     if not isinstance(func, torch._ops.OpOverload) or func.namespace in _BUILTIN:
         return False

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_flatten
 # half precision.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-3, torch.float16: 1e-2}
 COARSE = 5e-2  # where something was computed in half precision or in TensorFloat32
+_STEPS = 256  # of the dtype's precision at a value, by which sums in another order may differ
 _HUGE = 1e30  # values of masks, which tell nothing of the size of the others
 
 
@@ -81,25 +82,47 @@ def differences(found: Any, wanted: Any, *, is_coarse: bool = False) -> Iterator
             yield Difference(f"output {index}, {one!r:.100} and {other!r:.100}", None)
 
 
-def compare(where: str, found: Tensor, wanted: Tensor, *, is_coarse: bool = False) -> Difference:
+def compare(
+    where: str,
+    found: Tensor,
+    wanted: Tensor,
+    *,
+    is_coarse: bool = False,
+    before: Tensor | None = None,
+) -> Difference:
     """The difference of two tensors of one shape and dtype. Rounding goes by the largest value that
-    differs.
+    differs; of state, that was ``before``, by the largest change, and changes by whole numbers are
+    counts, which do not round.
     """
     if not found.numel():
         return Difference(where, 0.0, is_wrong=False)
     between = apart(found, wanted)
     largest = float(between.max())
-    if not (wanted.is_floating_point() or wanted.is_complex()):
+    is_float = wanted.is_floating_point() or wanted.is_complex()
+    if not is_float or (before is not None and _counts(before, wanted)):
         share = int(between.count_nonzero()) / between.numel()
-        # rounding decides
-        return Difference(where, largest, is_wrong=share > (0.5 if is_coarse else 0), share=share)
-    wide = torch.complex128 if wanted.is_complex() else torch.float64
-    sizes = wanted.to(wide).abs().nan_to_num(0, 0, 0)
-    sizes = sizes.masked_fill(sizes > _HUGE, 0)
+        most = 0.5 if is_coarse else 0.0  # rounding may decide which of them an element is
+        return Difference(where, largest, is_wrong=share > most, share=share)
     tolerance = max(TOLERANCES.get(wanted.dtype, COARSE), COARSE if is_coarse else 0.0)
-    limit = tolerance * float(torch.maximum(sizes.masked_fill(between == 0, 0).max(), sizes.mean()))
+    limit = tolerance * _size_of(wanted, between)
+    if before is not None and not is_coarse:
+        step = _STEPS * torch.finfo(wanted.dtype).eps * _size_of(wanted, between)
+        limit = min(limit, tolerance * _size_of(apart(wanted, before), between) + step)
     share = int((between > limit).count_nonzero()) / between.numel()
     return Difference(where, largest, limit, is_wrong=share > 0, share=share)
+
+
+def _counts(before: Tensor, after: Tensor) -> bool:
+    """Whether numbers changed, and each by a whole number."""
+    change = apart(after, before)
+    return bool(change.any()) and torch.equal(change, change.round())
+
+
+def _size_of(values: Tensor, between: Tensor) -> float:
+    """The largest of those that differ, or their mean where that is larger."""
+    sizes = values.abs().double().nan_to_num(0, 0, 0)
+    sizes = sizes.masked_fill(sizes > _HUGE, 0)
+    return float(torch.maximum(sizes.masked_fill(between == 0, 0).max(), sizes.mean()))
 
 
 def is_equal(one: Any, other: Any) -> bool:

@@ -3,10 +3,9 @@
 Note [The life of a kind]
     The first two calls of a kind run by the model's own code, and answer with it. The second one is
     watched: what it changes of Python, each run changes, and the kind stays with the model's own
-        code. The third call captures. So the
-    user's code runs no more often than it is called, until it is known to leave Python as it found
-    it. What the sizes of outputs are is learnt from runs that were made anyway: those calls, the
-    look at a padded batch, and comparisons of replays.
+    code. The third call captures. So the user's code runs no more often than it is called, until it
+    is known to leave Python as it found it. What the sizes of outputs are is learnt from runs that
+    were made anyway: those calls, the look at a padded batch, and comparisons of replays.
 """
 
 from __future__ import annotations

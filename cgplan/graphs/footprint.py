@@ -4,10 +4,9 @@ captured.
 Note [The look]
     A dispatch mode sees each operator of one run on padding. Compiled functions run as they are
     written: under a dispatch mode Dynamo would skip them, then and ever after. The look is no
-        warm-up: warm-ups come after it and run
-    everything as the capture will. Eager pieces run on each replay, so they may read, bind and seed
-    as they like. Not seen: kernels that do not pass PyTorch's dispatcher, and the code that a
-    forward runs for other sizes.
+    warm-up: warm-ups come after it and run everything as the capture will. Eager pieces run on each
+    replay, so they may read, bind and seed as they like. Not seen: kernels that do not pass
+    PyTorch's dispatcher, and the code that a forward runs for other sizes.
 
 Note [What the next run tells]
     The first run may be an exception: it makes what a model makes on first use. So the run after it

@@ -14,7 +14,7 @@ Note [Generations]
     captures reuse what evicted graphs leave, so graphs can be exchanged as long as the new ones
     fit. Where they do not, or the pool holds much more than its graphs need, a new generation
     begins: all graphs are freed, with them the pool, and those that are wanted are captured again
-        into a new one, the largest first.
+    into a new one, the largest first.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ Note [The hot path]
     replays, and returns new tensor objects on memory that is known. The rest is prepared on the
     first call of its kind, and kept until graphs are captured or freed. Most calls are like the one
     before: TensorGuards, with which Dynamo compares arguments, tells so in one call into C++ for
-        all tensors. (It ends the process for nested tensors with strides; BatchReader refuses the
+    all tensors. (It ends the process for nested tensors with strides; BatchReader refuses the
         first one.)
     Other calls are looked up by shapes, dtypes and devices, and their tensors asked for their
     layout one by one.

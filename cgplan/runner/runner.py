@@ -635,7 +635,7 @@ class GraphRunner:
     def exchange(self, captured: Collection[Key] = (), evicted: Collection[Key] = ()) -> None:
         """Free the graphs of some keys, and capture others now, as far as they are ``wanted``. With
         ``capture_policy: lazy`` a batch that asks for an evicted key has it captured again. Raises
-            CgplanError if a call is under way.
+        CgplanError if a call is under way.
         """
         with self._use.held(self._name):
             self._check_open()

@@ -13,7 +13,7 @@ Note [Verification]
     * A configuration: the padded batch, since attention metadata is made for the padded key, and a
       forward may be given sizes. Where no context tells of sizes, the batch without padding runs,
       too: if it differs, and if copies of real rows change the output, or other sizes than rows are
-          padded, then padding reaches real rows.
+      padded, then padding reaches real rows.
     The answer of a replay that differs is that of the model's own code, with the state that this
     code left. Memory that each run overwrites at places given by inputs, such as a KV cache, is not
     copied: both write it.
@@ -61,6 +61,9 @@ class Run:
 class _Moment:
     """Copies of the tensors that graphs write, of a batch in the static buffers, and of random
     states; and what puts attributes back, where runs change them.
+
+    Attributes:
+        state: Those tensors, as they were.
     """
 
     def __init__(
@@ -69,8 +72,15 @@ class _Moment:
         self._python, self._ignore = python, graphed.config.compilation.ignore
         device = graphed.backend.device
         buffers = graphed.buffers[call.route.descriptor.sizes].buffers.values()
-        tensors = [*graphed.written.values(), *(buffer.tensor for buffer in buffers)]
+        written = list(graphed.written.values())
+        tensors = [*written, *(buffer.tensor for buffer in buffers)]
         self._copies = [(t.untyped_storage(), t.untyped_storage().clone()) for t in tensors]
+        self.state = list[Tensor]()
+        for tensor, (_, copy) in zip(written, self._copies, strict=False):
+            view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            self.state.append(
+                view.set_(copy, tensor.storage_offset(), tensor.shape, tensor.stride())
+            )
         defaults = [
             torch.default_generator,
             *torch.cuda.default_generators[device.index or 0 :][:1],
@@ -184,7 +194,7 @@ class Verifier:
         elif not runs_once:
             where = self._padding_tells(call, values, begin, has_drawn=begin.has_drawn_until(after))
         replayed = self._run(partial(_replayed, call))
-        found = self._differences(replayed, eager)
+        found = self._differences(replayed, eager, begin)
         wrong = [str(one) for one in found if one.is_wrong]
         remark = None
         few = graphed.is_coarse and all(one.share < _FEW for one in found if one.is_wrong)
@@ -282,17 +292,17 @@ class Verifier:
         graphed, route = self._graphed, call.route
         tells_of_sizes = graphed.has_context or graphed.config.metadata or graphed.config.lora
         # ranks run a forward equally often
-        if not len(values) or tells_of_sizes or not graphed.is_alone:
+        if tells_of_sizes or not graphed.is_alone:
             return None
         # rows, which copies of rows do not replace
         is_padded_within = route.batch.sizes != route.descriptor.sizes
         if not is_padded_within and not self._padding(call):
             return None
-        rows = {}
-        buffers = graphed.buffers[route.descriptor.sizes].buffers
-        for name, value in zip(graphed.config.tensors, values, strict=True):
-            # values may lie in the buffers
-            rows[name] = buffers[name].tensor[tuple(map(slice, value.shape))].clone()
+        static, batch = graphed.buffers[route.descriptor.sizes], route.batch
+        rows = static.views(batch.num_tokens, batch.num_reqs or 0)  # of a staged batch: all of it
+        for name, value in zip(rows, values, strict=False):
+            rows[name] = rows[name][tuple(map(slice, value.shape))]
+        rows = {name: view.clone() for name, view in rows.items()}  # values may lie there
         try:
             alone = self._run(lambda: graphed.run_eager(route.unpadded, rows))
         except Exception:  # it is made for padded batches
@@ -317,7 +327,7 @@ class Verifier:
         with graphed.in_context(route.mode, route.descriptor):
             captured = self._run(partial(graphed.warm_up, route.mode, route.descriptor))
         captured.output = graphed.outputs.cut(captured.output, route.batch)
-        return not any(one.is_wrong for one in self._differences(captured, replayed))
+        return not any(one.is_wrong for one in self._differences(captured, replayed, begin))
 
     def _reached(self, call: PreparedCall, begin: _Moment) -> str | None:
         """What differs between a replay with copies of real rows in the padding, and one
@@ -339,9 +349,10 @@ class Verifier:
         begin.put_back()
         if _unequal(plain, again, compares_state=self._rows is not None) is None:
             return where
-        if any(one.is_wrong for one in self._differences(again, plain)):
+        if any(one.is_wrong for one in self._differences(again, plain, begin)):
             return None  # each replay gives other numbers, whatever the padding holds
-        return next((one.where for one in self._differences(copies, plain) if one.is_wrong), None)
+        found = self._differences(copies, plain, begin)
+        return next((one.where for one in found if one.is_wrong), None)
 
     def _padding(self, call: PreparedCall) -> list[tuple[Tensor, Tensor]]:
         """Rows of padding, and the real rows that are copied there."""
@@ -358,12 +369,13 @@ class Verifier:
                 found.append((buffer.tensor.narrow(buffer.row_dim, filled, end - filled), real))
         return found
 
-    def _differences(self, found: Run, wanted: Run) -> list[Difference]:
+    def _differences(self, found: Run, wanted: Run, begin: _Moment) -> list[Difference]:
         """Of outputs, then of what was written."""
         is_coarse = self._graphed.is_coarse
         parts = [*differences(found.output, wanted.output, is_coarse=is_coarse)]
-        for path, one, other in zip(self._graphed.written, found.state, wanted.state, strict=True):
-            parts.append(compare(path, one, other, is_coarse=is_coarse))
+        states = zip(self._graphed.written, found.state, wanted.state, begin.state, strict=True)
+        for path, one, other, before in states:
+            parts.append(compare(path, one, other, is_coarse=is_coarse, before=before))
         return parts
 
 

@@ -365,3 +365,26 @@ def test_state_that_a_graph_writes_wrongly_is_found(backend: GraphBackend) -> No
     with pytest.raises(NumbersError, match=r"model\.total, the largest deviation is 2"):
         runner(x=rows(backend, 2))
     assert model.total.item() == 3
+
+
+def test_a_staged_batch_is_compared_without_its_padding_too(backend: GraphBackend) -> None:
+    runner = verified(backend, lambda x: x * x.mean(), verify="first")
+    with pytest.raises(NumbersError, match="padding"), runner.stage(num_tokens=3) as buffers:
+        buffers["x"].copy_(rows(backend, 3))
+
+
+def test_a_counter_of_floats_counts_the_rows_that_came(backend: GraphBackend) -> None:
+    class Counting(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("seen", torch.tensor(5000.0, device=backend.device))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen.add_(x.shape[0])
+            return x * 2
+
+    model = Counting().eval()
+    g = cgplan.graphed(model, sizes=[4])
+    for _ in range(9):
+        assert torch.equal(g(rows(backend, 3)), rows(backend, 3) * 2)
+    assert float(model.seen) == 5000 + 9 * 3
