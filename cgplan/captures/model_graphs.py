@@ -28,8 +28,8 @@ from cgplan.captures.together import ALONE, PeerMemory, Together
 from cgplan.config import Config
 from cgplan.errors import AddressError, CaptureError, HostSyncError, InputError
 from cgplan.graphs.ambient import AmbientState, number_of, random_state_kept
-from cgplan.graphs.fingerprint import Change, Fingerprint, is_ignored
-from cgplan.graphs.footprint import Footprint, examine, is_within, judge, listed, look, refuse_value
+from cgplan.graphs.fingerprint import Change, Fingerprint, is_ignored, is_within
+from cgplan.graphs.footprint import Footprint, examine, judge, listed, look, refuse_value
 from cgplan.graphs.pools import GraphPool, RunnerPools
 from cgplan.graphs.put_back import PutBack
 from cgplan.graphs.watch import Watch

@@ -62,7 +62,7 @@ from cgplan.backends.host_sync import (
 )
 from cgplan.errors import CaptureError, first_line
 from cgplan.graphs.ambient import number_of, random_state_kept
-from cgplan.graphs.fingerprint import Change, is_same, is_tensor
+from cgplan.graphs.fingerprint import Change, is_same, is_tensor, is_within
 from cgplan.graphs.put_back import PutBack
 
 Part = Literal["segment", "eager piece"]
@@ -551,12 +551,6 @@ def _refuse_rebound(found: Footprint, changed: Mapping[str, Change], kept: PutBa
             "it as an input, or "
             "do it outside of the forward.",
         )
-
-
-def is_within(path: str, changed: Collection[str]) -> bool:
-    """Whether a path is one of those that were changed, or below an object that was made there."""
-    heads = [place.removeprefix("len(").removesuffix(")") for place in changed]
-    return path in changed or any(path.startswith((f"{head}.", f"{head}[")) for head in heads)
 
 
 def listed(paths: Iterable[str]) -> str:

@@ -18,7 +18,8 @@ from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
-from cgplan.graphs.fingerprint import Change, Contents, Fingerprint, Place
+from cgplan.graphs.fingerprint import Change, Fingerprint, Place
+from cgplan.graphs.walk import Contents
 
 _TOLD, _UNTOLD = 4, 256  # places that each call compares, with watched dicts and without
 _DEALLOCATED = 5
@@ -104,7 +105,7 @@ class Watch:
         for at in range(max(count, len(tensors)) if tensors else 0):
             self._chunks[at % count].append(tensors[at % len(tensors)])
         self._at = 0
-        self._tokens = record.tokens if at_once else []
+        self._tokens = record.changing if at_once else []
 
     def _watch(self, containers: Iterable[Any]) -> None:
         watcher = _watcher()
