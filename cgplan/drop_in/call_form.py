@@ -12,18 +12,14 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten
-
-from cgplan.errors import ConfigError
-from cgplan.models.loading import load_model
 
 CONSTANTS = frozenset({int, float, bool, str, type(None)})
 _BY_VALUE = (Enum, type, torch.dtype, torch.device, torch.Size, torch.layout, bytes, complex, range)
@@ -166,6 +162,45 @@ def call_form(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any]
     return form, tensors
 
 
+@dataclass(slots=True)
+class Call:
+    """One call of a model, taken apart.
+
+    Attributes:
+        form: Of the arguments, and behind it what else decides: whether an argument asks for a
+            gradient, grad mode, the default dtype, autocast.
+        tensors: Those in the arguments, in the order of the form.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    form: Form
+    tensors: list[Tensor]
+
+    @property
+    def autocast(self) -> Any:
+        """The dtype of autocast around the call, or False."""
+        return self.form[-1]
+
+    def by_name(self, signature: inspect.Signature) -> dict[str, Any]:
+        """The arguments by name; those of ``**kwargs`` by their own."""
+        return arguments_by_name(signature, self.args, self.kwargs)
+
+
+def arguments_by_name(
+    signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """See ``Call.by_name``."""
+    try:
+        found = dict(signature.bind(*args, **kwargs).arguments)
+    except TypeError:  # the signature is not that of the code, which may take them
+        return {**{f"args.{index}": value for index, value in enumerate(args)}, **kwargs}
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            found |= found.pop(name, {})
+    return found
+
+
 def objects_in(form: Iterable[Any]) -> list[Any]:
     """The objects that a form knows by their identity."""
     return [box.value for box in form if type(box) is ById]
@@ -276,61 +311,3 @@ class ByName(nn.Module):
 def shapes_of(tensors: Iterable[Tensor]) -> Any:
     """A key for the shapes of tensors."""
     return tuple(tensor.shape for tensor in tensors)
-
-
-# --- calls in files -------------------------------------------------------------------------------
-
-
-class Name(str):
-    """Of a tensor, in its place."""
-
-
-def as_called(
-    target: str, call: Mapping[str, Any], kwargs: Mapping[str, Any] = MappingProxyType({})
-) -> nn.Module:
-    """A model of tensors by name, from one with other arguments: the target in files that
-    ``save_config`` writes.
-
-    ``call`` has the arguments: constants, lists, mappings, `{$tuple: [...]}`, and `$name` for the
-    tensor of that name. Raises ModelError as ``load_model`` does.
-    """
-    model = load_model(target, kwargs, device=torch.get_default_device()).forward
-    marks = dict[str, Tensor]()
-
-    def filled(value: Any) -> Any:
-        if isinstance(value, str) and value.startswith("$"):
-            return marks.setdefault(value[1:], torch.empty(0))
-        if isinstance(value, dict):
-            items = {name: filled(item) for name, item in value.items()}
-            return tuple(items["$tuple"]) if items.keys() == {"$tuple"} else items
-        return [filled(item) for item in value] if isinstance(value, list) else value
-
-    signature = inspect.signature(getattr(model, "forward", model))
-    given = inspect.BoundArguments(
-        signature, OrderedDict((name, filled(value)) for name, value in call.items())
-    )
-    form, ordered = call_form(given.args, given.kwargs)
-    made = ByName(model, len(given.args), list(given.kwargs), tuple(form))
-    name_of = {id(mark): name for name, mark in marks.items()}
-    made.names = tuple(name_of[id(tensor)] for tensor in ordered)
-    return made
-
-
-def written(value: Any, path: str) -> Any:
-    """An argument as ``as_called`` reads it. Raises ConfigError where YAML has no form for it."""
-    kind = type(value)
-    if isinstance(value, Name):
-        return f"${value}"
-    if kind in (list, tuple):
-        items = [written(item, f"{path}.{at}") for at, item in enumerate(value)]
-        return items if kind is list else {"$tuple": items}
-    if kind is dict and all(type(key) is str and not key.startswith("$") for key in value):
-        return {key: written(item, f"{path}.{key}") for key, item in value.items()}
-    if kind in CONSTANTS and not str(value).startswith("$"):
-        return value
-    raise ConfigError(
-        f"argument {path} is {value!r:.80}, of {kind.__name__}, which a YAML file cannot hold",
-        remedy="Save a model that is called with tensors, numbers, text, and lists, tuples and "
-        "dicts by name of them: "
-        "`graphed` a function that makes the argument itself.",
-    )
