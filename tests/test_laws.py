@@ -31,7 +31,7 @@ FOLDERS = (
 WITHOUT_TORCH = FOLDERS[: FOLDERS.index("buffers")]
 MODULES = sorted(PACKAGE.rglob("*.py"))
 TINY: set[str] = set()
-BUDGET = {"tokens": 232_200, "files": 142, "files in a folder": 13}
+BUDGET = {"tokens": 234_300, "files": 146, "files in a folder": 13}
 
 
 @dataclass(frozen=True)

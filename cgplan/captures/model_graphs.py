@@ -621,7 +621,8 @@ class ModelGraphs:
                 generators = [
                     p for p in sealed.steady() if issubclass(type(p.value), torch.Generator)
                 ]
-                self._watch = Watch(sealed, [*sealed.checked(), *generators])
+                modules, held = sealed.modules()
+                self._watch = Watch(sealed, [*sealed.checked(), *generators, *modules], held)
                 self.holds = self._watch.holds
 
     # --- graphs -----------------------------------------------------------------------------------

@@ -21,10 +21,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten
 
+from cgplan.errors import OutputShapeError
+
 CONSTANTS = frozenset({int, float, bool, str, type(None)})
 _BY_VALUE = (Enum, type, torch.dtype, torch.device, torch.Size, torch.layout, bytes, complex, range)
 
 Form = tuple[Any, ...]
+Shapes = tuple[torch.Size, ...]
 
 
 class ById:
@@ -275,7 +278,7 @@ class ByName(nn.Module):
         self.form, self._count, self._keywords = form, count, tuple(keywords)
         self.__dict__["wrapped"] = model  # not as a module: it would be there twice
         self.names: tuple[str, ...] = ()
-        self.outputs: dict[Any, tuple[Form, list[torch.Size]]] = {}
+        self.outputs: dict[Shapes, tuple[Form, Shapes]] = {}
         self.is_plain = set(form[1 + len(keywords) :]) == {Tensor}
         self.returns_tensor, self.differs = False, False
         self.returns: Form | None = None
@@ -293,7 +296,7 @@ class ByName(nn.Module):
         """Form and tensors of an output; what they are for tensors of these shapes is kept."""
         form, leaves = list[Any](), list[Tensor]()
         flatten([output], form, leaves)
-        self.outputs[shapes_of(tensors)] = tuple(form), [leaf.shape for leaf in leaves]
+        self.outputs[shapes_of(tensors)] = tuple(form), shapes_of(leaves)
         self.differs |= self.returns not in (None, tuple(form))
         return tuple(form), leaves
 
@@ -308,6 +311,9 @@ class ByName(nn.Module):
         return leaves[0] if form == (Tensor,) else tuple(leaves)
 
 
-def shapes_of(tensors: Iterable[Tensor]) -> Any:
-    """A key for the shapes of tensors."""
-    return tuple(tensor.shape for tensor in tensors)
+def shapes_of(tensors: Iterable[Tensor]) -> Shapes:
+    """The shapes of tensors. Raises OutputShapeError for nested ones, which have none."""
+    try:
+        return tuple(tensor.shape for tensor in tensors)
+    except RuntimeError as error:
+        raise OutputShapeError("the model returns a nested tensor") from error

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from cgplan.backends import select_backend
-from cgplan.backends.context import current_forward_context
+from cgplan.backends.context import current_forward_context, is_capture_allowed
 from cgplan.captures.model_graphs import RealRows
 from cgplan.config import BudgetConfig, Config, validate_config
 from cgplan.config.values import DType
@@ -70,6 +70,7 @@ _MOST_KINDS = 256  # that are remembered
 _traits = attrgetter("shape", "dtype", "layout", "device")
 _asks_grad = attrgetter("requires_grad")
 _dispatch_modes, _tracing = torch._C._len_torch_dispatch_stack, torch._C._get_tracing_state
+_saving_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _transforms = torch._C._functorch.peek_interpreter_stack
 logger = logging.getLogger(__name__)
 
@@ -146,7 +147,7 @@ class Calls:
         with self._lock:
             form, tensors = call_form(args, kwargs)
             grad = torch.is_grad_enabled()
-            asks = grad and True in map(_asks_grad, tensors)
+            asks = grad and (True in map(_asks_grad, tensors) or _saving_hooks(False) is not None)
             device = self.device
             autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
             form += asks, grad, torch.get_default_dtype(), autocast
@@ -187,6 +188,8 @@ class Calls:
             return why
         if current_forward_context() is not None:
             return "inside the forward of another runner"
+        if _saving_hooks(False) is not None:
+            return "hooks save tensors for backward, as activation checkpointing does"
         if asks:
             return "a tensor argument asks for a gradient"
         return "under a dispatch mode, a transform of torch.func, or torch.jit.trace"
@@ -450,7 +453,7 @@ class Calls:
         form, leaves = list[Any](), list[Tensor]()
         flatten([output], form, leaves)
         try:
-            kind.learn(sizes, tuple(form), [leaf.shape for leaf in leaves])
+            kind.learn(sizes, tuple(form), shapes_of(leaves))
         except OutputShapeError as error:
             self._give_up(kind, error.message)
         if torch.is_grad_enabled():
@@ -501,10 +504,12 @@ class Calls:
             sizes = kind.sizes_of(tensors)
             has_grown = any(sizes[name] > kind.dims[name].top for name in kind.grows)
             if kind.runner is None or has_grown:
+                if not is_capture_allowed():
+                    return "no graph may be captured inside capture_allowed(False)"
                 self._open(kind, sizes)
             runner = cast(GraphRunner, kind.runner)
             wanted = runner.route(inputs).wanted
-            if wanted is not None and self._has_room(kind, wanted):
+            if wanted is not None and is_capture_allowed() and self._has_room(kind, wanted):
                 runner.exchange([wanted])
         except (CaptureError, ModelError) as error:
             return self._after_a_failure(kind, error, tensors)

@@ -20,6 +20,7 @@ from cgplan.errors import ConfigError
 BATCH = "batch"
 _DYNAMIC = 'Pass dimensions by input: dynamic={"x": {0: "batch"}}.'
 _COMPILATION = 'Pass settings by name: compilation={"on_miss": "error"}.'
+_PAD = 'Pass values by input: pad={"x": -1}.'
 _VERIFY = ("off", "first", "rarely", "always")
 
 Shapes = dict[str, list[int | str]]
@@ -59,7 +60,7 @@ class Settings:
     ) -> Settings:
         """Raises ConfigError where an argument of ``graphed`` is wrong."""
         _refuse_other("dynamic", dynamic, Mapping, _DYNAMIC)
-        _refuse_other("pad", pad, Mapping, 'Pass values by input: pad={"x": -1}.')
+        _refuse_other("pad", pad, Mapping, _PAD)
         sizes_remedy = "Pass a list of sizes, or the name of a ladder: sizes=[1, 2, 4]."
         _refuse_other("sizes", sizes, Sequence, sizes_remedy)
         ignore = (ignore,) if isinstance(ignore, str) else ignore
@@ -67,12 +68,21 @@ class Settings:
         _refuse_other("compilation", compilation, Mapping, _COMPILATION)
         _refuse_unknown("verify", verify, _VERIFY)
         _refuse_unknown("grad", grad, ("recompute", None))
+        for size in () if sizes is None or isinstance(sizes, str) else sizes:
+            if not isinstance(size, int):
+                raise ConfigError(f"sizes has {size!r}, which is no number", remedy=sizes_remedy)
         named = dict[str, dict[int, Dim | str]]()
         for name, dims in (dynamic or {}).items():
+            _refuse_other("a name of dynamic", name, str, _DYNAMIC)
             _refuse_other(f"dynamic[{name!r}]", dims, Mapping, _DYNAMIC)
+            for at in dims:
+                _refuse_other(f"a dimension of dynamic[{name!r}]", at, int, _DYNAMIC)
             named[name] = {at: _dim_of(dim) for at, dim in dims.items()}
-        if any(isinstance(value, str) for value in (pad or {}).values()):
-            raise ConfigError(f"pad is {pad}", remedy="Give numbers; cgplan.capture takes `last`.")
+        for name, value in (pad or {}).items():
+            _refuse_other("a name of pad", name, str, _PAD)
+            if isinstance(value, str):
+                remedy = "Give numbers; cgplan.capture takes `last`."
+                raise ConfigError(f"pad is {pad}", remedy=remedy)
         ignored = tuple(ignore or ())
         if max_graphs is None:
             raise ConfigError("max_graphs is None", remedy="Pass a number: max_graphs=16.")
@@ -94,6 +104,7 @@ class Settings:
 
 
 def _refuse_other(name: str, value: Any, kind: type, remedy: str) -> None:
+    """Refuse a setting that is there, and of another type."""
     if value is not None and not isinstance(value, kind):
         raise ConfigError(f"{name} is {value!r:.80}, of {type(value).__name__}", remedy=remedy)
 
@@ -108,7 +119,7 @@ def _dim_of(given: Any) -> Dim | str:
     """A dimension of ``dynamic``: a name, or one with its bounds."""
     if isinstance(given, Dim | str):
         return given
-    if not hasattr(given, "__name__"):
+    if not hasattr(given, "__name__") or not hasattr(given, "max"):
         raise ConfigError(
             f"dynamic: {given!r} names no dimension",
             remedy="Give cgplan.Dim, torch.export.Dim, or a name.",

@@ -24,6 +24,7 @@ from cgplan.drop_in.call_form import (
     ById,
     ByName,
     Form,
+    Shapes,
     is_tensor_type,
     object_roots,
     objects_in,
@@ -86,7 +87,7 @@ class Kind:
         self.state: Any = ()
         self.autocast: Any = False
         self.batch: Mapping[str, Tensor] = {}
-        self._points: list[tuple[dict[str, int], list[torch.Size]]] = []
+        self._points: list[tuple[dict[str, int], Shapes]] = []
 
     # --- which calls are of this kind -------------------------------------------------------------
 
@@ -120,7 +121,7 @@ class Kind:
 
     # --- the outputs ------------------------------------------------------------------------------
 
-    def learn(self, sizes: dict[str, int], form: Form, shapes: Sequence[torch.Size]) -> None:
+    def learn(self, sizes: dict[str, int], form: Form, shapes: Shapes) -> None:
         """Learn from an output for a batch of these sizes. Raises OutputShapeError where sizes do
         not follow.
         """
@@ -140,7 +141,7 @@ class Kind:
             )
         self.returns = self.forward.returns = form
         self.forward.returns_tensor, self.forward.differs = form == (Tensor,), False
-        point = sizes, list(shapes)
+        point = sizes, shapes
         if point not in self._points:
             self._points.append(point)
         found = list[Shape]()

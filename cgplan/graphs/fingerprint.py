@@ -10,6 +10,7 @@ Note [What counts as a change]
 
 from __future__ import annotations
 
+import operator
 import re
 import struct
 import types
@@ -27,6 +28,7 @@ from cgplan.graphs import walk
 from cgplan.graphs.walk import PLAIN, Contents, Inside, Token
 
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType, type)
+_STRUCTURE = ("._modules", *(f".{name}" for name in walk.HOOKS))
 _SHOWN = 10
 ABSENT: Any = object()
 _ADDRESS: Any = object()  # of a tensor that moved
@@ -143,7 +145,7 @@ class Change:
     def is_move(self) -> bool:
         """Whether a tensor like the one that was there is elsewhere."""
         was, now = self.was, self.now
-        if not (is_tensor(was) and is_tensor(now)):
+        if not (_has_shape(was) and _has_shape(now)):
             return was is _ADDRESS
         is_alike = Form.of(was)[:3] == Form.of(now)[:3] and was.device == now.device
         return is_alike and was.requires_grad == now.requires_grad
@@ -151,7 +153,8 @@ class Change:
     @property
     def is_reshaped(self) -> bool:
         """Whether a tensor of another shape is there."""
-        return is_tensor(self.was) and is_tensor(self.now) and self.was.shape != self.now.shape
+        are_both = _has_shape(self.was) and _has_shape(self.now)
+        return are_both and self.was.shape != self.now.shape
 
     def __str__(self) -> str:
         if self.was is _ADDRESS:
@@ -302,14 +305,7 @@ class Fingerprint:
                 if change is not None:
                     found[change.path] = change
         for path, held in self.contents.items():
-            owner = held.owner
-            if owner is not None and object.__getattribute__(owner, "__dict__") is not held.value:
-                found[path] = Change(path, "its own", "another one")
-            length = held.base.__len__(held.value)
-            if held.is_dict and (length != held.length or is_short):
-                found |= _added(path, held)
-            elif length != held.length:
-                found[f"len({path})"] = Change(f"len({path})", held.length, length)
+            found |= _changes_of(path, held, is_short=is_short)
         for path, token, before in (*self.changing, *self.draws):
             now = token()
             if now != before:
@@ -402,6 +398,26 @@ class Fingerprint:
                 lines["added"].append(path)
         return lines
 
+    def modules(self) -> tuple[list[Place], list[Contents]]:
+        """The places of modules, and the containers of modules and hooks."""
+        places = [p for p in self.steady() if issubclass(type(p.value), torch.nn.Module)]
+        held = [c for path, c in self.contents.items() if path.endswith(_STRUCTURE)]
+        return places, held
+
+    def exchanged(self, now: Fingerprint) -> list[str]:
+        """Lines on modules that are others, and on modules and hooks that came or went."""
+        lines = list[str]()
+        for place in self.modules()[0]:
+            new = now.places.get(place.path)
+            if new is not None and new.value is not place.value:
+                was, is_now = type(place.value).__name__, type(new.value).__name__
+                lines.append(f"{place.path} is another {is_now}, at capture a {was}")
+        for path, held in self.contents.items():
+            later = now.contents.get(path)
+            if path.endswith(_STRUCTURE) and later is not None and later.length != held.length:
+                lines.append(f"{path} has {later.length}, at capture {held.length}")
+        return lines
+
     def refuse_moved(
         self, what: str, roots: Mapping[str, Any] | None = None, *, may_grow: bool = False
     ) -> None:
@@ -413,6 +429,12 @@ class Fingerprint:
         lines = self.moved(now, may_grow=may_grow)
         if any(lines.values()):
             raise AddressError(_message(what, lines, self.count), remedy=_remedy(lines))
+        if others := self.exchanged(now):
+            raise AddressError(
+                f"{what} was captured with other modules or hooks than the model has now: "
+                f"{', '.join(others[:_SHOWN])}",
+                remedy="Change a model ahead of its capture, or call runner.recapture().",
+            )
         if now.generators != self.generators:
             raise AddressError(
                 f"{what} was captured with other torch.Generator objects than the model holds "
@@ -420,6 +442,25 @@ class Fingerprint:
                 remedy="Seed a generator in place (manual_seed, set_state), or call "
                 "runner.recapture().",
             )
+
+
+def _changes_of(path: str, held: Contents, *, is_short: bool) -> dict[str, Change]:
+    """What has changed of a container itself, by path; ``is_short``: a place is gone, so that
+    another key may have come where the length is the same.
+    """
+    owner = held.owner
+    if type(owner) is not held.kind:
+        return {path: Change(path, held.kind.__name__, type(owner).__name__)}
+    if owner is not None and object.__getattribute__(owner, "__dict__") is not held.value:
+        return {path: Change(path, "its own", "another one")}
+    length = held.base.__len__(held.value)
+    if held.is_dict and (length != held.length or is_short):
+        return _added(path, held)
+    if length != held.length:
+        return {f"len({path})": Change(f"len({path})", held.length, length)}
+    if not all(map(operator.is_, held.keys, held.base.__iter__(held.value))):
+        return {path: Change(path, "in its order", "in another one")}
+    return {}
 
 
 def _added(path: str, held: Contents) -> dict[str, Change]:
@@ -437,6 +478,11 @@ def _added(path: str, held: Contents) -> dict[str, Change]:
 
 def is_tensor(value: Any) -> bool:
     return issubclass(type(value), torch.Tensor)  # isinstance would ask the object for its class
+
+
+def _has_shape(value: Any) -> bool:
+    """Whether it is a tensor that can be asked for its shape."""
+    return is_tensor(value) and not (value.is_nested and value.layout is torch.strided)
 
 
 def is_same(before: Any, now: Any) -> bool:
@@ -493,7 +539,7 @@ def _matches(path: str, pattern: str) -> bool:
 def _words(value: Any) -> str:
     if value is ABSENT:
         return "absent"
-    if is_tensor(value):
+    if _has_shape(value):
         return f"a tensor {list(value.shape)}"
     return repr(value)[:60] if type(value) in PLAIN else f"a {type(value).__name__}"
 

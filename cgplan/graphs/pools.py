@@ -36,8 +36,8 @@ class PoolUse:
     """Whose call runs graphs of a pool: one call at a time, on one stream at a time.
 
     Attributes:
-        acquire, release: Of the lock that each call takes.
-        thread: Which one holds it; a call of another one waits.
+        acquire, unlock: Of the lock that each call takes.
+        thread: Which one holds it, 0 for none; a call of another one waits.
         waits: Whether a call on another stream waits for the last one, where it is an error
             elsewhere.
         stream, user: Handle of the stream of the last call, None before the first one, and its
@@ -47,12 +47,17 @@ class PoolUse:
 
     def __init__(self, *, is_shared: bool = False) -> None:
         lock = threading.Lock()
-        self.acquire, self.release = lock.acquire, lock.release
+        self.acquire, self.unlock = lock.acquire, lock.release
         self.thread, self.waits = 0, False
         self.stream: int | None = None
         self.user = ""
         self.is_shared = is_shared
         self._holder = ""
+
+    def release(self) -> None:
+        """Give the lock back."""
+        self.thread = 0  # ahead: a stale one would take this thread's next call for a nested one
+        self.unlock()
 
     @contextmanager
     def held(self, name: str) -> Iterator[None]:

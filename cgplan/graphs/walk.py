@@ -3,12 +3,13 @@
 Note [What is looked at]
     One walk answers for changes of Python, addresses, random generators and what is put back. It
     enters modules with their forward hooks, dicts, lists, tuples, deques, attributes and slots of
-    objects, partials and bound methods; of a function its closure, defaults, attributes and the
-    globals that its code names, functions and state of other files too; of an object ``forward``,
-    ``__call__``, the methods that these name, and state of the class under such names. It does not
-    enter threads, locks, loggers, functions of torch and Python's library, attributes of tensors,
-    and what belongs to graphs (``__graph_memory__``). It reads ``__dict__``, slots and cells, never
-    a property, so no code of the user runs but ``__tensor_flatten__``.
+    objects, partials and bound methods, of builtin ones the object; of a function its closure,
+    defaults, attributes and the globals that its code names, functions and state of other files
+    too; of an object ``forward``, ``__call__``, the methods and properties that these name, and
+    state of the class under such names; of a class of the user that is a value all of its state. It
+    does not enter threads, locks, loggers, functions and classes of torch and Python's library,
+    attributes of tensors, and what belongs to graphs (``__graph_memory__``). It reads ``__dict__``,
+    slots and cells, never a property, so no code of the user runs but ``__tensor_flatten__``.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ NUMBERS = (bool, int, float, complex)
 _OF_TORCH = (torch.dtype, torch.device, torch.Size, torch.layout)
 PLAIN = frozenset({*NUMBERS, *_OF_TORCH, str, bytes, type(None), range, slice})
 _STATE = (torch.Tensor, torch.Generator, torch.nn.Module, dict, list, deque, str, *NUMBERS)
-_OPAQUE = (type, types.ModuleType, Enum, set, frozenset)
+_OPAQUE = (types.ModuleType, Enum, set, frozenset)
 _OPAQUE_MODULES = re.compile(
     r"(threading|_thread|logging|weakref|cgplan\.graphs|cgplan\.piecewise)(\.|$)|torch\._"
 )
@@ -101,7 +102,7 @@ class Contents:
         base: The type that reads it without code of the user.
         length: Of items.
         is_dict: Whether it is a dict, whose keys are ``keys``.
-        owner: The object whose attributes it holds.
+        owner: The object whose attributes it holds, of the class ``kind``.
         holds: Items, attributes of an object, or the parameters, buffers or submodules of a module.
     """
 
@@ -111,6 +112,7 @@ class Contents:
     is_dict: bool
     keys: list[Any]
     owner: Any
+    kind: type
     holds: Literal["items", "attributes", "parts"]
 
     @classmethod
@@ -123,8 +125,8 @@ class Contents:
         holds: Literal["items", "attributes", "parts"] = "items",
     ) -> Contents:
         is_dict = issubclass(base, dict)
-        keys = list(dict.keys(value)) if is_dict else []
-        return cls(value, base, base.__len__(value), is_dict, keys, owner, holds)
+        keys = list(base.__iter__(value)) if is_dict else []
+        return cls(value, base, base.__len__(value), is_dict, keys, owner, type(owner), holds)
 
 
 @dataclass(slots=True)
@@ -136,7 +138,8 @@ class Found:
     is_compiled: bool = False  # whether torch.compile made it
 
 
-class Layout(NamedTuple):
+@dataclass(slots=True)
+class Layout:
     """How objects of one class are read: the container that it derives from, and what a walk enters
     of the class.
     """
@@ -144,8 +147,9 @@ class Layout(NamedTuple):
     is_module: bool
     base: Any
     slots: list[tuple[str, Any]]
-    methods: dict[types.FunctionType, None]
+    methods: dict[str, types.FunctionType]
     state: dict[str, None]
+    is_entered: bool = False  # whether an object of it was met
 
 
 def layout_of(kind: type) -> Layout | None:
@@ -166,15 +170,21 @@ def layout_of(kind: type) -> Layout | None:
     layout = Layout(is_module, next(bases, None), slots, {}, {})
     names = ["forward", "__call__"]
     for name in names:  # it grows by the names that methods name
-        value: Any = static.get(name)
-        if type(value) in (staticmethod, classmethod):
-            value = value.__func__
-        if type(value) is types.FunctionType and value not in layout.methods:
-            layout.methods[value] = None
-            names += _names_in(value)
-        elif issubclass(type(value), _STATE):
+        value = _function_of(static.get(name))
+        if type(value) is types.FunctionType:
+            if name not in layout.methods:
+                layout.methods[name] = value
+                names += _names_in(value)
+        elif issubclass(type(value), (*_STATE, type)):
             layout.state[name] = None
     return layout
+
+
+def _function_of(value: Any) -> Any:
+    """The function of a method, static method or property; other values as they are."""
+    if type(value) is property:
+        return value.fget
+    return value.__func__ if type(value) in (staticmethod, classmethod) else value
 
 
 # --- the code of functions ------------------------------------------------------------------------
@@ -225,6 +235,11 @@ def inside(value: Any, layout: Layout | None) -> Found:
         return found
     if issubclass(kind, types.FunctionType):
         _enter_function(value, found)
+    elif issubclass(kind, type):
+        _enter_class(value, found)
+    elif issubclass(kind, types.BuiltinMethodType):
+        if not issubclass(type(value.__self__), types.ModuleType):
+            found.places.append(Inside({"": value.__self__}, "", ""))
     elif issubclass(kind, types.MethodType):
         found.places.append(Inside({"": value.__self__}, "", ""))
         found.places.append(Inside({"": value.__func__}, "", ".__func__"))
@@ -283,8 +298,25 @@ def _enter_object(value: Any, layout: Layout, found: Found) -> None:
             found.places.append(
                 Inside(_Via(value, getattr_static, _bind_in_class), name, f".{name}")
             )
-    for method in layout.methods:
+    for name, method in layout.methods.items():
         found.places.append(Inside({"": method}, "", ""))
+        if not layout.is_entered:
+            where = _Via(type(value), getattr_static, setattr)
+            found.places.append(Inside(where, name, f".<{name}>"))
+    layout.is_entered = True
+
+
+def _enter_class(value: type, found: Found) -> None:
+    """State of a class of the user's, and of those above it."""
+    names = dict[str, None]()
+    for owner in value.__mro__:
+        if _is_foreign(owner.__module__):
+            continue
+        for name, held in vars(owner).items():
+            if issubclass(type(held), (*_STATE, type)) and not name.startswith("__"):
+                names[name] = None
+    for name in names:
+        found.places.append(Inside(_Via(value, getattr_static, setattr), name, f".{name}"))
 
 
 def _enter_module(own: dict[str, Any], found: Found) -> None:
@@ -334,7 +366,7 @@ def _enter_namespace(value: Any, name: str, code: types.CodeType, found: Found) 
     if _is_foreign(held.get("__module__" if issubclass(type(value), type) else "__name__")):
         return
     for inner in _names_of(code):
-        if issubclass(type(held.get(inner)), (*_STATE, types.FunctionType)):
+        if issubclass(type(held.get(inner)), (*_STATE, type, types.FunctionType)):
             where = _Via(value, getattr_static, setattr)
             found.places.append(Inside(where, inner, f".<{name}.{inner}>"))
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from cgplan.backends.context import is_capture_allowed
 from cgplan.captures.captured_keys import CapturedKeys
 from cgplan.captures.model_graphs import ModelGraphs
 from cgplan.config import Config
@@ -98,7 +99,7 @@ class OnDemand:
         return route.wanted is not None and route.wanted not in self.live.failed
 
     def may_capture(self, route: RoutedBatch) -> bool:
-        return not self._forbidden and self.is_open(route)
+        return not self._forbidden and is_capture_allowed() and self.is_open(route)
 
     def safe(self, values: Values) -> Values:
         """Tensors of a batch that a capture leaves alone: outputs of an earlier call lie where it

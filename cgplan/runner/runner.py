@@ -267,7 +267,8 @@ class GraphRunner:
                 stats.add_time(perf_counter_ns() - began)
             return output
         finally:
-            self._use.release()
+            self._use.thread = 0
+            self._use.unlock()
 
     def _by_name(self, tensors: Values, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         given = dict(zip(names := self.config.inputs, tensors, strict=False))

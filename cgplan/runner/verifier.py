@@ -315,6 +315,9 @@ class Verifier:
         wrong = [one for one in parts if one.is_wrong]
         if not wrong:
             return None
+        other = next((one for one in wrong if one.largest is None), None)
+        if other is not None:  # a number beside the tensors, or another structure
+            return other.where
         few = graphed.is_coarse and all(one.share < _FEW for one in wrong)
         if is_padded_within and not few and not has_drawn:
             return wrong[0].where
