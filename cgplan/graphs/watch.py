@@ -21,7 +21,8 @@ from typing import Any
 from cgplan.graphs.fingerprint import Change, Fingerprint, Place
 from cgplan.graphs.walk import Contents
 
-_TOLD, _UNTOLD = 4, 256  # places that each call compares, with watched dicts and without
+# tensors and other places that each call compares, with watched dicts and without
+_TOLD, _UNTOLD = (4, 1), (128, 128)
 _DEALLOCATED = 5
 _Compared = tuple[Any, Any, Any, tuple[Any, ...] | None]  # container, key, value, facts of a tensor
 _flags: dict[int, list[list[bool]]] = {}  # by the address of a dict
@@ -73,7 +74,7 @@ class Watch:
     Args:
         record: The model as it was; its objects are held until ``close``.
         places: Those that count, and their containers; absent: all.
-        contents: Containers whose length counts, beside places; absent: all.
+        contents: Containers whose length counts beside these places.
         at_once: Each call compares all that is not told, not some in rotation.
     """
 
@@ -83,7 +84,7 @@ class Watch:
         self,
         record: Fingerprint,
         places: Iterable[Place] | None = None,
-        contents: Iterable[Contents] | None = None,
+        contents: Iterable[Contents] = (),
         *,
         at_once: bool = False,
     ) -> None:
@@ -97,7 +98,7 @@ class Watch:
                     ways[id(place.above)] = place.above
                     counted.append(place.above)
         self._dicts: list[Any] = []
-        extents = list(record.contents.values() if contents is None else contents)
+        extents = list(record.contents.values() if self._is_whole else contents)
         counts = {id(place.container) for place in counted}
         counts.update(id(held.value) for held in extents)
         # Globals of the user's are in rotation: each assignment in a script would tell.
@@ -115,14 +116,16 @@ class Watch:
             self._all.append((_Extent(held), 0, held.length, None))
             if id(held.value) not in told:
                 rest.append(self._all[-1])
-        step = max(len(rest), 1) if at_once else _TOLD if self._dicts else _UNTOLD
         tensors = [place for place in rest if place[3] is not None]
         others = [place for place in rest if place[3] is None]
-        count = -(-len(rest) // step)
-        self._chunks = [others[start::count] for start in range(count)]
-        # each call sees it where all have moved
-        for at in range(max(count, len(tensors)) if tensors else 0):
-            self._chunks[at % count].append(tensors[at % len(tensors)])
+        most_tensors, most_others = _TOLD if self._dicts else _UNTOLD
+        if at_once:
+            most_tensors, most_others = len(tensors) or 1, len(others) or 1
+        # Each call compares some of both: where all tensors have moved, it sees that.
+        self._chunks = list[list[_Compared]]()
+        count = max(-(-len(tensors) // most_tensors), -(-len(others) // most_others))
+        for at in range(count):
+            self._chunks.append(_slice(tensors, at, most_tensors) + _slice(others, at, most_others))
         self._at = 0
         self._tokens = record.changing if at_once else []
 
@@ -198,6 +201,14 @@ def _holds(places: Iterable[_Compared]) -> bool:
     except (LookupError, AttributeError, ValueError, TypeError):  # it is no longer there
         return False
     return True
+
+
+def _slice(places: list[_Compared], at: int, most: int) -> list[_Compared]:
+    """The places of one call, of which there are at most so many: from the first on again where the
+    last has had its turn.
+    """
+    count = -(-len(places) // most)
+    return places[at % count * most :][:most] if places else []
 
 
 def _is_told(place: Place, told: set[int]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -371,12 +372,12 @@ def test_padding_that_draws_other_numbers(backend: GraphBackend) -> None:
 def test_a_model_that_cannot_be_compared_with_itself(backend: GraphBackend) -> None:
     """Its state lies where nobody looks: no figure, but the reason, for its own code as for the others."""
 
-    class Hidden:
-        state = torch.zeros((), device=backend.device)
+    hidden = threading.local()  # which no walk enters
+    hidden.state = torch.zeros((), device=backend.device)
 
     def forward(x: Tensor) -> Tensor:
-        Hidden.state.add_(1)
-        return x + Hidden.state
+        hidden.state.add_(1)
+        return x + hidden.state
 
     runner = open_runner(backend, forward, verify="off")
     peers = bench(runner, against=("eager", "bare"), seed=0).peers

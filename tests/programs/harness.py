@@ -109,7 +109,7 @@ def check(case: Program, wrap: Callable[..., Any] = cgplan.graphed) -> None:
         3,
         12,
     ):  # where dicts tell of nothing, a large model's changes are seen some calls later
-        watch._UNTOLD = 1 << 20
+        watch._UNTOLD = (1 << 20, 1 << 20)
 
     def kept(model: Any = None, **options: Any) -> Any:
         if model is None:
