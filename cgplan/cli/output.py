@@ -94,28 +94,26 @@ def check_outputs(outputs: Iterable[Path | None], inputs: Iterable[Path | str | 
     """
     import tempfile  # it costs 2 ms
 
-    taken = {
-        Path(file).resolve(): "is an input of the command" for file in inputs if file is not None
-    }
-    for file in filter(None, outputs):
+    taken: dict[Path, str] = {}
+    for given in inputs:
+        if given is not None:
+            taken[Path(given).resolve()] = "is an input of the command"
+    for file in outputs:
+        if file is None:
+            continue
         with _writing(file):
             path = file.resolve()
-        if problem := taken.get(path):
+        problem = taken.get(path, "")
+        if file.suffix in (".py", ".yaml", ".yml") and file.exists():
+            problem = problem or "holds code or a configuration"
+        if problem:
             raise OutputPathError(f"{file} {problem}", remedy="Give the path of another file.")
         taken[path] = "is to hold two results"
-        if file.suffix in (".py", ".yaml", ".yml") and file.exists():
-            raise OutputPathError(
-                f"{file} holds code or a configuration", remedy="Give the path of another file."
-            )
         with _writing(file):
-            if file.is_dir():
-                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-            if file.exists() and not os.access(file, os.W_OK):
-                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-            if file.is_fifo():  # opened as usual it would wait for a reader
+            if file.exists():  # without waiting: a pipe may have no reader
                 os.close(os.open(file, os.O_WRONLY | os.O_NONBLOCK))
             if file.is_file() or not file.exists():  # no new file replaces a pipe or device
-                tempfile.TemporaryFile(dir=file.resolve().parent).close()
+                tempfile.TemporaryFile(dir=path.parent).close()
 
 
 def save(path: Path, content: str | bytes) -> None:

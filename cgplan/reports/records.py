@@ -535,6 +535,17 @@ def load_report(path: str | Path) -> Report:
     return parse_report(read_text(path, ReportError, _REMEDY), path)
 
 
+def load_plan(path: str | Path) -> Plan:
+    """A saved plan. Raises ReportError for any other file, another kind of report too."""
+    report = load_report(path)
+    if not isinstance(report, Plan):
+        raise ReportError(
+            f"{path} is a {report.kind} report, not a plan",
+            remedy="Give a file that `cgplan plan --output` wrote.",
+        )
+    return report
+
+
 def parse_report(text: str, path: str | Path) -> Report:
     """The same from a text that was read already; ``path`` names it in messages. Raises ReportError
     likewise.
