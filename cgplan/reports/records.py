@@ -101,6 +101,11 @@ class Environment(Record):
     def is_tape(self) -> bool:
         return self.backend == "cpu (tape)"
 
+    @property
+    def node_name(self) -> str:
+        """What a graph consists of."""
+        return "operators" if self.is_tape else "nodes"
+
 
 class GraphRecord(KeyRecord):
     """One captured key."""
@@ -218,10 +223,19 @@ class RankRecord(Record):
 
 
 OwnerKind = Literal[
-    "parameter or "
-    "buffer", "state", "static buffer", "graph pool", "another runner's pool", "library", "peer",
-    "host memory", "free block", "unowned block", "unmapped", "unproven",
-]  # fmt: skip
+    "parameter or buffer",
+    "state",
+    "static buffer",
+    "graph pool",
+    "another runner's pool",
+    "library",
+    "peer",
+    "host memory",
+    "free block",
+    "unowned block",
+    "unmapped",
+    "unproven",
+]
 Problem = Literal["free block", "unowned block", "unmapped"]
 
 
