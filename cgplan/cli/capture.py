@@ -62,17 +62,28 @@ def run_audit(request: Request, prepared: Prepared) -> None:
 
 
 def run_bench(
-    request: Request, prepared: Prepared, against: Sequence[str], seed: int | None
+    request: Request,
+    prepared: Prepared,
+    against: Sequence[str],
+    seed: int | None,
 ) -> None:
     def measured(runner: GraphRunner) -> Report:
         with progress("bench" if is_first_rank() else "") as step:
-            return bench(runner, progress=step, against=against, seed=seed)
+            return bench(
+                runner,
+                progress=step,
+                against=against,
+                seed=seed,
+            )
 
     _report(request, prepared, "bench", measured)
 
 
 def _report(
-    request: Request, prepared: Prepared, command: str, make: Callable[[GraphRunner], Report]
+    request: Request,
+    prepared: Prepared,
+    command: str,
+    make: Callable[[GraphRunner], Report],
 ) -> Report:
     trace = Trace()
     with redirect_stdout(sys.stderr), ExitStack() as stack:  # a model's prints are not the result
@@ -84,12 +95,21 @@ def _report(
     if is_first_rank():
         if request.trace:
             save(request.trace, trace.to_json())
-        publish(report, request.output, as_json=request.as_json, html=request.html)
+        publish(
+            report,
+            request.output,
+            as_json=request.as_json,
+            html=request.html,
+        )
     return report
 
 
 @contextmanager
-def _captured(command: str, request: Request, prepared: Prepared) -> Iterator[GraphRunner]:
+def _captured(
+    command: str,
+    request: Request,
+    prepared: Prepared,
+) -> Iterator[GraphRunner]:
     """A block with the runner; at its end everything that ranks share is taken down."""
 
     def load(backend: GraphBackend) -> Callable[..., Any]:
@@ -109,7 +129,12 @@ def _captured(command: str, request: Request, prepared: Prepared) -> Iterator[Gr
         yield _captured_alone(command, request, prepared, load)
 
 
-def _captured_alone(command: str, request: Request, prepared: Prepared, load: Load) -> GraphRunner:
+def _captured_alone(
+    command: str,
+    request: Request,
+    prepared: Prepared,
+    load: Load,
+) -> GraphRunner:
     config, plan = prepared.loaded.config, prepared.plan
     backend = select_backend(config.device)
     failed: tuple[PlanChange, ...] = ()
@@ -126,7 +151,12 @@ def _captured_alone(command: str, request: Request, prepared: Prepared, load: Lo
             reason = f"the capture failed: {error.message}"
             change = PlanChange(requested=plan.mode, resolved=CUDAGraphMode.AUTO, reason=reason)
             failed = (change,)
-    config, plan = choose_mode(config, model, backend, anyway=bool(failed))
+    config, plan = choose_mode(
+        config,
+        model,
+        backend,
+        anyway=bool(failed),
+    )
     plan = plan.model_copy(update={"changes": (*failed, *plan.changes)})
     plan = _fitted(plan, config, backend, request)
     return _run(config, plan, model, backend, began=began)
@@ -187,7 +217,12 @@ def _run(
         ).run()
 
 
-def _fitted(plan: Plan, config: Config, backend: GraphBackend, request: Request) -> Plan:
+def _fitted(
+    plan: Plan,
+    config: Config,
+    backend: GraphBackend,
+    request: Request,
+) -> Plan:
     """The plan for this configuration and machine, announced; a saved one is checked. Raises
     PlanMismatchError, unless it is forced.
     """
@@ -196,7 +231,13 @@ def _fitted(plan: Plan, config: Config, backend: GraphBackend, request: Request)
     if path is not None:
         machine = describe_environment(backend, plan.config_hash).as_machine
         try:
-            found = fitted(plan, config, machine, force=request.force, file=str(path))
+            found = fitted(
+                plan,
+                config,
+                machine,
+                force=request.force,
+                file=str(path),
+            )
         except PlanMismatchError as error:
             raise PlanMismatchError(f"{path}: {error.message}", remedy=error.remedy) from None
         for setting in unused_settings(plan, config):

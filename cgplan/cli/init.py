@@ -19,12 +19,20 @@ from cgplan.models.loading import ForwardArgument, call_target, forward_signatur
 # Arguments that hold indices in most models, by the end of their name.
 _INDEX_NAMES = ("_ids", "_idx", "_indices", "_index", "_tokens", "_positions", "_lengths", "_lens")
 _IMAGE_SIDE = 224  # pixels, as most vision models take
-_CONVOLUTIONS: dict[type[nn.Module], int] = {nn.Conv1d: 1, nn.Conv2d: 2, nn.Conv3d: 3}
+_CONVOLUTIONS: dict[type[nn.Module], int] = {
+    nn.Conv1d: 1,
+    nn.Conv2d: 2,
+    nn.Conv3d: 3,
+}
 _TELLING = (nn.Linear, nn.Embedding, nn.LayerNorm)
 _PASS_THROUGH = (nn.Dropout, nn.Identity, nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid)
 
 
-def starting_config(target: str, kwargs: dict[str, Any], call: str | None = None) -> str:
+def starting_config(
+    target: str,
+    kwargs: dict[str, Any],
+    call: str | None = None,
+) -> str:
     """YAML for a model, from its code, or from one call: of ``call``, a target that returns the
     arguments of the forward, a tensor, a sequence or a mapping by name. Raises ModelError if the
     model cannot be built, and what ``graphed`` raises.
@@ -41,7 +49,11 @@ def starting_config(target: str, kwargs: dict[str, Any], call: str | None = None
     return starting_yaml(target, kwargs, guesses)
 
 
-def _of_call(target: str, kwargs: dict[str, Any], call: str) -> str:
+def _of_call(
+    target: str,
+    kwargs: dict[str, Any],
+    call: str,
+) -> str:
     device = select_backend("auto").device
     with redirect_stdout(sys.stderr):
         made = load_model(target, kwargs, device=device).forward
@@ -68,9 +80,25 @@ def _of_hugging_face(name: str, kwargs: dict[str, Any]) -> str:
     places = kwargs.get("max_cache_len", 512)
     reason = "the target takes one for each row"
     shape = ("num_tokens",)
-    tokens = InputGuess("input_ids", True, shape, "int64", reason, 0, (0, words))
+    tokens = InputGuess(
+        "input_ids",
+        True,
+        shape,
+        "int64",
+        reason,
+        0,
+        (0, words),
+    )
     reason = f"{reason}; -1: padding"
-    positions = InputGuess("positions", True, shape, "int64", reason, -1, (0, places))
+    positions = InputGuess(
+        "positions",
+        True,
+        shape,
+        "int64",
+        reason,
+        -1,
+        (0, places),
+    )
     return starting_yaml("transformers", kwargs, [tokens, positions])
 
 
@@ -109,7 +137,11 @@ def _first_layer(node: fx.Node, module: nn.Module) -> tuple[str, nn.Module] | No
     return None
 
 
-def _guess(argument: ForwardArgument, path: str = "", layer: nn.Module | None = None) -> InputGuess:
+def _guess(
+    argument: ForwardArgument,
+    path: str = "",
+    layer: nn.Module | None = None,
+) -> InputGuess:
     name, required = argument.name, argument.required
     kind = f"{path} is a {type(layer).__name__}"
     dtype = "float32"
@@ -120,7 +152,15 @@ def _guess(argument: ForwardArgument, path: str = "", layer: nn.Module | None = 
     if isinstance(layer, nn.Embedding):
         rows = layer.num_embeddings
         reason = f"{path} is an Embedding of {rows} rows, one index a row of the batch"
-        return InputGuess(name, required, shape, "int64", reason, layer.padding_idx or 0, (0, rows))
+        return InputGuess(
+            name,
+            required,
+            shape,
+            "int64",
+            reason,
+            layer.padding_idx or 0,
+            (0, rows),
+        )
     if isinstance(layer, nn.Linear):
         shape = (*shape, layer.in_features)
         reason = f"{kind} with in_features {layer.in_features}"

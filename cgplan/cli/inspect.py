@@ -52,7 +52,10 @@ def inspect_config(request: InspectRequest) -> None:
 
         costs, machine, _ = costs_of(loaded, request.costs)
         if costs is not None:
-            update = {"predicted": costs.of(plan.keys), "machine": machine}
+            update = {
+                "predicted": costs.of(plan.keys),
+                "machine": machine,
+            }
             plan = plan.model_copy(update=update)
     if request.as_json:
         if costs is not None:
@@ -75,7 +78,13 @@ def inspect_config(request: InspectRequest) -> None:
     else:
         is_set = [row for row in rows if row.origin not in ("default", "resolved")]
         rest = sentences(f"and {len(rows) - len(is_set)} defaults, listed with --all")
-        parts.append(titled(f"Values set for {path}", _key_table(is_set, path), rest))
+        parts.append(
+            titled(
+                f"Values set for {path}",
+                _key_table(is_set, path),
+                rest,
+            )
+        )
     show(*parts)
 
 
@@ -93,7 +102,12 @@ def _split_of(loaded: LoadedConfig) -> RenderableType:
 
     with redirect_stdout(sys.stderr):  # a model's prints are not the result
         backend = select_backend(loaded.config.device)
-        built = load_model(target, kwargs, device=backend.device, base_dir=loaded.base_dir)
+        built = load_model(
+            target,
+            kwargs,
+            device=backend.device,
+            base_dir=loaded.base_dir,
+        )
         found = describe_split(built.forward, loaded.config, backend)
     if found is None:
         return facts("Split", [("pieces", "none: no PIECEWISE graph is planned")])
@@ -164,11 +178,21 @@ def origin_rows(loaded: LoadedConfig, plan: Plan) -> list[Row]:
         elif row.origin == "default":
             rows.append(Row(row.key, found, "resolved"))
         else:
-            rows.append(Row(row.key, f"{row.value} -> {found}", row.origin))
+            rows.append(
+                Row(
+                    row.key,
+                    f"{row.value} -> {found}",
+                    row.origin,
+                )
+            )
     return rows
 
 
-def _rows(section: BaseModel, prefix: str, loaded: LoadedConfig) -> Iterator[Row]:
+def _rows(
+    section: BaseModel,
+    prefix: str,
+    loaded: LoadedConfig,
+) -> Iterator[Row]:
     for name in type(section).model_fields:
         value = getattr(section, name)
         key = f"{prefix}{name}"
@@ -180,10 +204,18 @@ def _rows(section: BaseModel, prefix: str, loaded: LoadedConfig) -> Iterator[Row
                 if isinstance(inner, BaseModel):
                     yield from _rows(inner, f"{path}.", loaded)
                 else:
-                    yield Row(path, _text(inner), loaded.origin(path))
+                    yield Row(
+                        path,
+                        _text(inner),
+                        loaded.origin(path),
+                    )
         else:
             is_given = name in section.model_fields_set
-            yield Row(key, _text(value), loaded.origin(key) if is_given else "default")
+            yield Row(
+                key,
+                _text(value),
+                loaded.origin(key) if is_given else "default",
+            )
 
 
 def _text(value: Any) -> str:

@@ -237,7 +237,11 @@ def progress(doing: str) -> Iterator[Step]:
 
     console = Console(stderr=True)
 
-    def line(index: int, total: int, name: str) -> None:
+    def line(
+        index: int,
+        total: int,
+        name: str,
+    ) -> None:
         first_of_its_tenth = index * PLAIN_LINES // total != (index - 1) * PLAIN_LINES // total
         if doing and (first_of_its_tenth or index == total - 1):
             note(f"{doing} {index + 1}/{total}: {name}")

@@ -43,7 +43,10 @@ INSURANCE = 0.1  # if none is asked for
 
 
 def run_plan(
-    request: PlanRequest, settings: Sequence[str | Override], loads: Loads, vllm: VllmConfig | None
+    request: PlanRequest,
+    settings: Sequence[str | Override],
+    loads: Loads,
+    vllm: VllmConfig | None,
 ) -> None:
     """Make a plan and show it: for vLLM's configuration, or that of the request."""
     engine: Engine | None = None if request.emit is None else request.emit.value
@@ -77,7 +80,13 @@ def run_plan(
             note(line)
     if engine is None:
         shown = None if request.verbose else brief(plan)
-        publish(plan, request.output, as_json=request.as_json, html=request.html, shown=shown)
+        publish(
+            plan,
+            request.output,
+            as_json=request.as_json,
+            html=request.html,
+            shown=shown,
+        )
         return
     if request.output is not None:
         save(request.output, plan.model_dump_json(indent=2) + "\n")
@@ -89,7 +98,12 @@ def run_plan(
     typer.echo(emission.text)
 
 
-def run_diff(old: Path, new: Path, *, as_json: bool) -> None:
+def run_diff(
+    old: Path,
+    new: Path,
+    *,
+    as_json: bool,
+) -> None:
     difference = compare(load_plan(old), load_plan(new))
     if as_json:
         typer.echo(difference.model_dump_json(indent=2))
@@ -97,7 +111,13 @@ def run_diff(old: Path, new: Path, *, as_json: bool) -> None:
         show(render_difference(difference, str(old), str(new)))
 
 
-def run_check(path: Path, loads: Loads, max_regret: float | None, *, as_json: bool) -> None:
+def run_check(
+    path: Path,
+    loads: Loads,
+    max_regret: float | None,
+    *,
+    as_json: bool,
+) -> None:
     """Show a plan on other traffic. Raises RegretError where it is farther from the best one than
     ``max_regret``.
     """
@@ -114,8 +134,18 @@ def run_check(path: Path, loads: Loads, max_regret: float | None, *, as_json: bo
     rules: dict[str, Any] = {}
     if plan.evidence:
         made = Evidence.model_validate(plan.evidence)
-        rules = {"insurance": made.insurance, "one_list": made.one_list, "apart": made.apart}
-    steps = _steps(_sources(config, loads, plan), plan, times, config, rules.get("apart", False))
+        rules = {
+            "insurance": made.insurance,
+            "one_list": made.one_list,
+            "apart": made.apart,
+        }
+    steps = _steps(
+        _sources(config, loads, plan),
+        plan,
+        times,
+        config,
+        rules.get("apart", False),
+    )
     check = _checked(plan, config, steps, times, rules)
     publish(check, None, as_json=as_json)
     if max_regret is not None and max(check.regret, check.decode_regret or 0) > max_regret:
@@ -184,7 +214,11 @@ def _apart(loaded: LoadedConfig) -> LoadedConfig:
     return replace(loaded, config=config.model_copy(update={"scheduler": scheduler}))
 
 
-def _by_ladder(config: Config, priced: Priced, one_list: bool) -> Plan:
+def _by_ladder(
+    config: Config,
+    priced: Priced,
+    one_list: bool,
+) -> Plan:
     """The plan of a configuration without traffic."""
     from cgplan.optimizer.lint import lint_without_traffic  # numpy from here on
 
@@ -209,7 +243,12 @@ def _by_ladder(config: Config, priced: Priced, one_list: bool) -> Plan:
     return plan.model_copy(update={"notes": (note, *plan.notes), "lint": tuple(lint)})
 
 
-def _for_sizes(config: Config, loads: Loads, priced: Priced, engine: Engine | None) -> Plan:
+def _for_sizes(
+    config: Config,
+    loads: Loads,
+    priced: Priced,
+    engine: Engine | None,
+) -> Plan:
     """The plan of a configuration with several sizes."""
     file = loads.files[0][0] if len(loads.files) == 1 else None
     if not isinstance(file, Path) or engine or not loads.is_recorded:
@@ -226,18 +265,34 @@ def _for_sizes(config: Config, loads: Loads, priced: Priced, engine: Engine | No
     surface = None
     if loads.step_times is not None:
         surface = StepSurface.load(loads.step_times, config.dim_names)
-    proposal = propose_boxes(config, read_sizes(file, dims_of(config)), surface, priced.costs)
+    proposal = propose_boxes(
+        config,
+        read_sizes(file, dims_of(config)),
+        surface,
+        priced.costs,
+    )
     return proposal.plan.model_copy(update={"machine": priced.machine})
 
 
-def _for_traffic(config: Config, loads: Loads, priced: Priced, rules: dict[str, bool]) -> Plan:
+def _for_traffic(
+    config: Config,
+    loads: Loads,
+    priced: Priced,
+    rules: dict[str, bool],
+) -> Plan:
     from cgplan.optimizer.propose import choose, propose  # numpy from here on
     from cgplan.traffic.simulation import RequestTrace
 
     times = _times_of(loads, config, priced.machine)
     base = build_plan(config)
     sources = _sources(config, loads, base)
-    steps = _steps(sources, base, times, config, rules["apart"])
+    steps = _steps(
+        sources,
+        base,
+        times,
+        config,
+        rules["apart"],
+    )
     options: dict[str, Any] = {
         "insurance": INSURANCE if loads.insurance is None else loads.insurance,
         "worst": loads.objective is Objective.worst,
@@ -247,7 +302,13 @@ def _for_traffic(config: Config, loads: Loads, priced: Priced, rules: dict[str, 
     if any(isinstance(source, RequestTrace) for source, _ in sources):
         # requests make other batches where steps take other times
         chosen = choose(config, steps, *known, **options).plan
-        steps = _steps(sources, chosen, times, config, rules["apart"])
+        steps = _steps(
+            sources,
+            chosen,
+            times,
+            config,
+            rules["apart"],
+        )
     plan = propose(config, steps, *known, **options).plan
     return plan.model_copy(update={"machine": priced.machine})
 
@@ -255,7 +316,11 @@ def _for_traffic(config: Config, loads: Loads, priced: Priced, rules: dict[str, 
 # --- traffic and step times -----------------------------------------------------------------------
 
 
-def _times_of(loads: Loads, config: Config, machine: Machine | None = None) -> StepTimes:
+def _times_of(
+    loads: Loads,
+    config: Config,
+    machine: Machine | None = None,
+) -> StepTimes:
     """Step times of a file, or the default ones; ``machine``: where costs were measured."""
     from cgplan.traffic.step_times import REMEDY, StepTimes
 
@@ -264,25 +329,47 @@ def _times_of(loads: Loads, config: Config, machine: Machine | None = None) -> S
         return StepTimes.default()
     text = read_text(file, StepTimeError, REMEDY)  # once: it may be a pipe
     times = StepTimes.parse(text, file)
-    notes = (*times.notes, *_about_times(text, file, config, machine))
+    notes = (
+        *times.notes,
+        *_about_times(
+            text,
+            file,
+            config,
+            machine,
+        ),
+    )
     return times.model_copy(update={"notes": notes})
 
 
-def _about_times(text: str, path: Path, config: Config, machine: Machine | None) -> Iterator[str]:
+def _about_times(
+    text: str,
+    path: Path,
+    config: Config,
+    machine: Machine | None,
+) -> Iterator[str]:
     """Notes on where step times were measured; ``machine``: where costs were."""
     if not text.lstrip().startswith("{") or '"kind"' not in text:
         return
     report = parse_report(text, path)
     if not isinstance(report, BenchReport):
         return
-    yield from about(f"the step times of {path}", report.capture.plan, report.environment, config)
+    yield from about(
+        f"the step times of {path}",
+        report.capture.plan,
+        report.environment,
+        config,
+    )
     measured_on = report.environment.as_machine
     if report.environment.driver is not None and machine not in (None, measured_on):
         found = named(machine_changes(machine, measured_on))
         yield f"the step times of {path} were measured on another machine than the costs: {found}"
 
 
-def _sources(config: Config, loads: Loads, plan: Plan) -> list[tuple[Source, float]]:
+def _sources(
+    config: Config,
+    loads: Loads,
+    plan: Plan,
+) -> list[tuple[Source, float]]:
     """Each load with its weight: a file's, or that of the `traffic` section, at each speed."""
     from cgplan.traffic.files import read_traffic, synthetic_requests
     from cgplan.traffic.simulation import RequestTrace
@@ -290,7 +377,14 @@ def _sources(config: Config, loads: Loads, plan: Plan) -> list[tuple[Source, flo
     rate = config.traffic.request_rate if config.traffic else None
     found: list[Source] = []
     for file, speed in loads.files:
-        found.append(read_traffic(file, plan, speedup=speed, request_rate=rate))
+        found.append(
+            read_traffic(
+                file,
+                plan,
+                speedup=speed,
+                request_rate=rate,
+            )
+        )
     if config.traffic is not None and not found:
         found.append(synthetic_requests(config.traffic, plan))
     sources: list[tuple[Source, float]] = []

@@ -24,7 +24,15 @@ from cgplan.optimizer.evidence import Evidence, PaddingMap
 from cgplan.planning import Plan
 from cgplan.planning.costs import Predicted
 from cgplan.planning.plan import Lane
-from cgplan.reports.layout import Column, Fact, Grid, TextColumn, describe_sizes, percent
+from cgplan.reports.layout import (
+    Column,
+    Fact,
+    Grid,
+    TextColumn,
+    describe_sizes,
+    labelled,
+    percent,
+)
 from cgplan.reports.plan_tables import GRAPHS, MEMORY, START_UP, STEP, USES, said
 from cgplan.reports.records import AuditReport, BenchReport, CaptureReport, Environment, KeyRecord
 from cgplan.reports.run_tables import baselines, latencies, queued
@@ -78,13 +86,25 @@ class Page(NamedTuple):
     sections: Sequence[Section] = ()
 
 
-def chart(kind: str, caption: str, x: str, *values: str, **more: Any) -> Chart:
+def chart(
+    kind: str,
+    caption: str,
+    x: str,
+    *values: str,
+    **more: Any,
+) -> Chart:
     """Columns ``values`` over column ``x``: lines, bars, treemap, heat, curve, strip. ``more``:
     ``by`` a column, whose names are series, parts of a treemap or rows of a heat map; ``stack``
     bars; ``start`` a column, where they begin; ``where`` a column and its value; ``line`` the
     series of a curve that is one.
     """
-    return {"kind": kind, "caption": caption, "x": x, "values": values, **more}
+    return {
+        "kind": kind,
+        "caption": caption,
+        "x": x,
+        "values": values,
+        **more,
+    }
 
 
 def html_of(page: Page, text: str) -> str:
@@ -136,10 +156,15 @@ def _capture(report: CaptureReport) -> Page:
         (report.environment.node_name, count(sum(record.nodes or 0 for record in records))),
         *_costs(report.total_bytes, report.session_seconds),
     ]
-    notes = [("warning", text) for text in report.warnings]
-    notes += [("note", text) for text in report.plan.notes]
+    notes = labelled("warning", report.warnings) + labelled("note", report.plan.notes)
     title = _title("Capture", report.plan)
-    return Page(title, _lead(report.environment), tiles, notes, [*_of_capture(report)])
+    return Page(
+        title,
+        _lead(report.environment),
+        tiles,
+        notes,
+        [*_of_capture(report)],
+    )
 
 
 @page_of.register
@@ -152,10 +177,16 @@ def _bench(report: BenchReport) -> Page:
         ("keys", str(len(capture.records))),
         *_costs(capture.total_bytes, capture.session_seconds),
     ]
-    notes = [("warning", text) for text in capture.warnings]
+    notes = labelled("warning", capture.warnings)
     sections = [*_of_bench(report), *_of_capture(capture)]
     title = _title("Bench", capture.plan)
-    return Page(title, _lead(report.environment), tiles, notes, sections)
+    return Page(
+        title,
+        _lead(report.environment),
+        tiles,
+        notes,
+        sections,
+    )
 
 
 @page_of.register
@@ -178,7 +209,13 @@ def _plan(plan: Plan) -> Page:
         sections.append(_memory(sides, source))
         seconds = [{"start-up": key.seconds} for key in cost.keys]
         sections.append(_start_up(plan.keys, seconds, source))
-    return Page(_title("Plan", plan), lead, tiles, said(plan), sections)
+    return Page(
+        _title("Plan", plan),
+        lead,
+        tiles,
+        said(plan),
+        sections,
+    )
 
 
 @page_of.register
@@ -192,8 +229,14 @@ def _audit(report: AuditReport) -> Page:
         ("time", format_seconds(report.read_seconds + report.classify_seconds)),
     ]
     title = f"Audit of {counted(len(keys), 'key')}"
-    notes = [("note", text) for text in report.notes]
-    return Page(title, _lead(report.environment), tiles, notes, [*_of_audit(report)])
+    notes = labelled("note", report.notes)
+    return Page(
+        title,
+        _lead(report.environment),
+        tiles,
+        notes,
+        [*_of_audit(report)],
+    )
 
 
 # --- sections -------------------------------------------------------------------------------------
@@ -247,7 +290,15 @@ def _segments(report: CaptureReport, source: str) -> Iterator[Section]:
                 rows.append((keys, place, "eager piece", None))
     if not rows:
         return
-    table = table_of(rows, {"keys": str, "place": count, "piece": str, nodes: count})
+    table = table_of(
+        rows,
+        {
+            "keys": str,
+            "place": count,
+            "piece": str,
+            nodes: count,
+        },
+    )
     about = (
         f"Graph segments, as long as their {nodes}, and the pieces between them that run eagerly, "
         "which have no length. A report counts these pieces without their places."
@@ -265,7 +316,13 @@ def _of_bench(report: BenchReport) -> Iterator[Section]:
             "From an idle device until it has finished: the model's code, the runner's call, and "
             "the graph alone."
         )
-        yield Section("Latency", about, source, latencies(report), [drawn])
+        yield Section(
+            "Latency",
+            about,
+            source,
+            latencies(report),
+            [drawn],
+        )
     waiting = queued(report)
     if waiting is not None:
         title = "Calls that follow one another without waiting"
@@ -278,7 +335,13 @@ def _of_bench(report: BenchReport) -> Iterator[Section]:
             chart("lines", "Calls that follow one another", "tokens", "device", by="way"),
             chart("lines", "Host, until a call returned", "tokens", "host", by="way"),
         ]
-        yield Section("Beside other ways", about, source, baselines(report.peers), charts)
+        yield Section(
+            "Beside other ways",
+            about,
+            source,
+            baselines(report.peers),
+            charts,
+        )
 
 
 def _parts(
@@ -312,19 +375,41 @@ def _memory(sides: Mapping[str, Parts], source: str) -> Section:
     charts: list[Chart] = []
     for side, parts in sides.items():
         whole = format_bytes(sum(size or 0 for size in parts.values()))
-        charts.append(chart("treemap", f"{side}: {whole}", "key", side, by="part"))
+        charts.append(
+            chart(
+                "treemap",
+                f"{side}: {whole}",
+                "key",
+                side,
+                by="part",
+            )
+        )
         for row, size in parts.items():
             if size is not None:
                 rows[row] = (*row, *(other.get(row) for other in sides.values()))
-    formats: dict[str, Format] = {"part": str, "key": str, **dict.fromkeys(sides, format_bytes)}
+    formats: dict[str, Format] = {
+        "part": str,
+        "key": str,
+        **dict.fromkeys(sides, format_bytes),
+    }
     about = (
         "Device memory by part, and in it by the key that made it grow. Keys share one pool, so "
         "the first key takes most of it; the driver takes memory in chunks."
     )
-    return Section("Memory", about, source, table_of(rows.values(), formats), charts)
+    return Section(
+        "Memory",
+        about,
+        source,
+        table_of(rows.values(), formats),
+        charts,
+    )
 
 
-def _start_up(keys: Sequence[Key], each: Sequence[Mapping[str, float]], source: str) -> Section:
+def _start_up(
+    keys: Sequence[Key],
+    each: Sequence[Mapping[str, float]],
+    source: str,
+) -> Section:
     """Seconds of each key by phase, in the order of the capture."""
     phases = [phase for phase in each[0] if any(seconds[phase] for seconds in each)]
     rows: list[Row] = []
@@ -340,8 +425,21 @@ def _start_up(keys: Sequence[Key], each: Sequence[Mapping[str, float]], source: 
         "Time of each key, one after the other from the first on. The time between keys is left "
         "out."
     )
-    drawn = chart("bars", "Start-up by key", "key", *phases, stack=True, start="begins after")
-    return Section("Start-up", about, source, table_of(rows, formats), [drawn])
+    drawn = chart(
+        "bars",
+        "Start-up by key",
+        "key",
+        *phases,
+        stack=True,
+        start="begins after",
+    )
+    return Section(
+        "Start-up",
+        about,
+        source,
+        table_of(rows, formats),
+        [drawn],
+    )
 
 
 def _of_plan(plan: Plan) -> Iterator[Section]:
@@ -356,7 +454,13 @@ def _of_plan(plan: Plan) -> Iterator[Section]:
                 "runs."
             )
             drawn = chart("bars", "Use of each graph", "graph", "steps", "padding")
-            yield Section("Use of each graph", about, source, Grid(evidence.uses, *USES), [drawn])
+            yield Section(
+                "Use of each graph",
+                about,
+                source,
+                Grid(evidence.uses, *USES),
+                [drawn],
+            )
         if evidence.padding_map is not None:
             yield _padding_map(evidence.padding_map, source)
     if plan.keys and not plan.config.get("dims"):
@@ -377,7 +481,14 @@ def _curve(evidence: Evidence, source: str) -> Section:
         "and ladders."
     )
     caption = "Expected step by number of graphs"
-    drawn = chart("curve", caption, "graphs", STEP.name, by="plan", line=best)
+    drawn = chart(
+        "curve",
+        caption,
+        "graphs",
+        STEP.name,
+        by="plan",
+        line=best,
+    )
     return Section("Graphs against step time", about, source, table, [drawn])
 
 
@@ -388,7 +499,14 @@ def _padding_map(found: PaddingMap, source: str) -> Section:
         for other, share in zip(found.columns, shares, strict=True):
             if share is not None:
                 cells.append((size, other, share))
-    table = table_of(cells, {first: count, second: count, "padding": percent})
+    table = table_of(
+        cells,
+        {
+            first: count,
+            second: count,
+            "padding": percent,
+        },
+    )
     about = "Share of padding in what batches up to each size run. An empty cell had no batch."
     drawn = chart("heat", "Padding by size", second, "padding", by=first)
     return Section("Padding", about, source, table, [drawn])
@@ -401,11 +519,28 @@ def _padding(plan: Plan) -> Section:
     charts: list[Chart] = []
     for sizes, names in alike.items():
         lane = " and ".join(names)
-        charts.append(chart("heat", lane, "batch", "padding", by="graph", where=("lane", lane)))
+        charts.append(
+            chart(
+                "heat",
+                lane,
+                "batch",
+                "padding",
+                by="graph",
+                where=("lane", lane),
+            )
+        )
         for below, size in pairwise((0, *sizes)):
             for batch in sorted({below + 1, (below + size + 1) // 2, size}):
                 rows.append((lane, batch, size, (size - batch) / size))
-    table = table_of(rows, {"lane": str, "batch": count, "graph": count, "padding": percent})
+    table = table_of(
+        rows,
+        {
+            "lane": str,
+            "batch": count,
+            "graph": count,
+            "padding": percent,
+        },
+    )
     about = (
         "A batch is padded up to the next captured size. For each graph the smallest batch, one "
         "in the middle and the largest: the share of padding in its rows."
@@ -445,9 +580,23 @@ def _of_audit(report: AuditReport) -> Iterator[Section]:
     kinds: list[Row] = []
     for key in report.keys:
         kinds += [(_name(key.key), kind, words) for kind, words in key.kinds.items()]
-    table = table_of(kinds, {"key": str, "kind": str, "pointers": count})
+    table = table_of(
+        kinds,
+        {
+            "key": str,
+            "kind": str,
+            "pointers": count,
+        },
+    )
     about = "Pointers of each key, by the kind of their memory."
-    drawn = chart("bars", "Pointers by key", "key", "pointers", by="kind", stack=True)
+    drawn = chart(
+        "bars",
+        "Pointers by key",
+        "key",
+        "pointers",
+        by="kind",
+        stack=True,
+    )
     yield Section("Pointers by kind of owner", about, source, table, [drawn])
     yield _kernels(report, source)
 
@@ -459,11 +608,32 @@ def _kernels(report: AuditReport, source: str) -> Section:
     maps: list[Chart] = []
     for kernels, records in alike.items():
         keys = _together(records)
-        maps.append(chart("treemap", keys, kernel, "nodes", where=("keys", keys)))
+        maps.append(
+            chart(
+                "treemap",
+                keys,
+                kernel,
+                "nodes",
+                where=("keys", keys),
+            )
+        )
         rows += [(keys, name, nodes) for name, nodes in kernels]
-    table = table_of(rows, {"keys": str, kernel: str, "nodes": count})
+    table = table_of(
+        rows,
+        {
+            "keys": str,
+            kernel: str,
+            "nodes": count,
+        },
+    )
     about = f"Nodes of a key's graphs, by {kernel}. Keys with equal counts stand together."
-    return Section(f"Nodes by {kernel}", about, source, table, maps[:MOST_MAPS])
+    return Section(
+        f"Nodes by {kernel}",
+        about,
+        source,
+        table,
+        maps[:MOST_MAPS],
+    )
 
 
 # --- words ----------------------------------------------------------------------------------------

@@ -38,7 +38,13 @@ def render_text(report: Any, width: int = TEXT_WIDTH) -> str:
 
 def plain_text(renderable: RenderableType, width: int = TEXT_WIDTH) -> str:
     file = StringIO()
-    console = Console(file=file, width=width, color_system=None, force_terminal=False, _environ={})
+    console = Console(
+        file=file,
+        width=width,
+        color_system=None,
+        force_terminal=False,
+        _environ={},
+    )
     console.print(renderable, crop=False)
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
 
@@ -108,7 +114,11 @@ class Grid:
     """
 
     def __init__(
-        self, rows: Iterable[Any], *columns: Column | None, gap: int = 2, short: bool = False
+        self,
+        rows: Iterable[Any],
+        *columns: Column | None,
+        gap: int = 2,
+        short: bool = False,
     ) -> None:
         self.rows = list(rows)
         self.columns = [column for column in columns if column is not None]
@@ -120,11 +130,23 @@ class Grid:
     ) -> Iterator[RenderableType]:
         shown = [column for column in self.columns if not column.on_page_alone]
         cells = [[self._cell(column, row) for row in self.rows] for column in shown]
-        titles, widths, gap = self._fitted(shown, cells, options.max_width)
+        titles, widths, gap = self._fitted(
+            shown,
+            cells,
+            options.max_width,
+        )
 
-        def line(words: Iterable[str], style: str = "") -> Text:
+        def line(
+            words: Iterable[str],
+            style: str = "",
+        ) -> Text:
             placed: list[str] = []
-            for column, word, width in zip(shown, words, widths, strict=True):
+            for column, word, width in zip(
+                shown,
+                words,
+                widths,
+                strict=True,
+            ):
                 placed.append(word.ljust(width) if column.left else word.rjust(width))
             return _line(((" " * gap).join(placed), style))
 
@@ -142,11 +164,21 @@ class Grid:
         return cell.replace(" ", "") if self._short and not column.left else cell
 
     def _fitted(
-        self, columns: Sequence[Column], cells: list[list[str]], most: int
+        self,
+        columns: Sequence[Column],
+        cells: list[list[str]],
+        most: int,
     ) -> tuple[list[list[str]], list[int], int]:
         """Lines of each heading, widths of the columns, and the gap between them."""
         whole = [column.title.split("\n") for column in columns]
-        broken = [re.sub(r"(?<=-)(?=\w)| ", "\n", column.title).split("\n") for column in columns]
+        broken = [
+            re.sub(
+                r"(?<=-)(?=\w)| ",
+                "\n",
+                column.title,
+            ).split("\n")
+            for column in columns
+        ]
         every = list(cells)  # what has to fit into its column: the words of texts,
         none = list(cells)  # or nothing of a text, which runs over
         for place, column in enumerate(columns):
@@ -156,7 +188,11 @@ class Grid:
         words = [*cells[:1], *every[1:]]  # the first column stays in one line where it can
         none[:1] = cells[:1]
         fits = [
-            *product((self._gap, 1), (cells, words), (whole, broken)),
+            *product(
+                (self._gap, 1),
+                (cells, words),
+                (whole, broken),
+            ),
             (1, every, broken),
             (1, none, broken),
         ]
@@ -166,25 +202,52 @@ class Grid:
             room = most - gap * (len(columns) - 1)
             for level in range(most, 0, -1):  # the widest columns give way
                 widths = [
-                    max(low, min(high, level)) for low, high in zip(least, wanted, strict=True)
+                    max(low, min(high, level))
+                    for low, high in zip(
+                        least,
+                        wanted,
+                        strict=True,
+                    )
                 ]
                 if sum(widths) <= room:
                     return titles, widths, gap
         return titles, least, gap
 
 
-def _widths(titles: Iterable[list[str]], pieces: Iterable[list[str]]) -> list[int]:
+def _widths(
+    titles: Iterable[list[str]],
+    pieces: Iterable[list[str]],
+) -> list[int]:
     widths: list[int] = []
     for title, piece in zip(titles, pieces, strict=True):
-        widths.append(max(map(len, ["-", *title, *piece])))
+        widths.append(
+            max(
+                map(
+                    len,
+                    [
+                        "-",
+                        *title,
+                        *piece,
+                    ],
+                )
+            )
+        )
     return widths
 
 
-def _wrapped(text: str, width: int) -> list[str]:
+def _wrapped(
+    text: str,
+    width: int,
+) -> list[str]:
     """Lines of whole words; a number and its unit stay in one."""
     lines: list[str] = []
     for part in _UNIT.sub("\xa0", text).split("\n"):
-        lines += wrap(part, max(width, 1), break_on_hyphens=False, break_long_words=False) or [""]
+        lines += wrap(
+            part,
+            max(width, 1),
+            break_on_hyphens=False,
+            break_long_words=False,
+        ) or [""]
     return [line.replace("\xa0", " ") for line in lines]
 
 
@@ -207,7 +270,10 @@ class Drawing:
         yield from self.draw(options.max_width)
 
 
-def facts(title: str, rows: Iterable[Fact]) -> RenderableType:
+def facts(
+    title: str,
+    rows: Iterable[Fact],
+) -> RenderableType:
     """A title over labelled lines; a line that is too long goes on under its own beginning, and
     words stay whole.
     """
@@ -226,10 +292,27 @@ def facts(title: str, rows: Iterable[Fact]) -> RenderableType:
     return titled(title, Drawing(draw))
 
 
-def titled(title: str, *parts: RenderableType | None) -> RenderableType:
+def labelled(
+    label: str,
+    texts: Iterable[str],
+) -> list[Fact]:
+    return [(label, text) for text in texts]
+
+
+def titled(
+    title: str,
+    *parts: RenderableType | None,
+) -> RenderableType:
     """Parts below each other under a title; None is left out."""
     shown = [part for part in parts if part is not None]
-    return Group(sentences(title, style="bold", indent=""), *shown)
+    return Group(
+        sentences(
+            title,
+            style="bold",
+            indent="",
+        ),
+        *shown,
+    )
 
 
 def stacked(*parts: RenderableType | None) -> RenderableType:
@@ -241,7 +324,11 @@ def stacked(*parts: RenderableType | None) -> RenderableType:
     return Group(*lines[:-1])
 
 
-def sentences(*lines: str, style: str = "", indent: str = "  ") -> RenderableType:
+def sentences(
+    *lines: str,
+    style: str = "",
+    indent: str = "  ",
+) -> RenderableType:
     text = "\n".join(lines)
 
     def draw(width: int) -> Iterator[Text]:
@@ -251,7 +338,10 @@ def sentences(*lines: str, style: str = "", indent: str = "  ") -> RenderableTyp
     return Drawing(draw)
 
 
-def filled(rows: Sequence[Mapping[str, object]], left: Sequence[str]) -> RenderableType:
+def filled(
+    rows: Sequence[Mapping[str, object]],
+    left: Sequence[str],
+) -> RenderableType:
     """A table of rows by column name; the first row has all columns, and those in ``left`` hold
     text.
     """

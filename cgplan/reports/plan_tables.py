@@ -31,6 +31,7 @@ from cgplan.reports.layout import (
     TextColumn,
     describe_sizes,
     facts,
+    labelled,
     percent,
     render,
     sentences,
@@ -83,39 +84,80 @@ def brief(plan: Plan) -> RenderableType:
     """
     if plan.evidence is None:
         return facts("Plan", [*_rows(plan), *said(plan, brief=True)])
-    return stacked(*_answer(plan, Evidence.model_validate(plan.evidence), whole=False))
+    return stacked(
+        *_answer(
+            plan,
+            Evidence.model_validate(plan.evidence),
+            whole=False,
+        )
+    )
 
 
 @render.register
 def _plan(plan: Plan) -> RenderableType:
-    by_mode = Counter(f"{mode} uniform" if key.uniform else str(mode) for mode, key in plan.keys)
-    keys = ", ".join(f"{count} {mode}" for mode, count in by_mode.items())
-    bounds = f"max_num_seqs {plan.max_num_seqs}, max_num_batched_tokens"
-    rows = [
-        *_rows(plan),
-        ("keys", keys or "none: every batch runs eagerly"),
-        ("bounds", f"{bounds} {plan.max_num_batched_tokens}"),
-        ("config", plan.config_hash),
-    ]
     padding = _padding(plan) if plan.keys and not plan.config.get("dims") else None
     if plan.evidence is None:
-        return stacked(facts("Plan", [*rows, *said(plan)]), padding)
+        return stacked(
+            facts(
+                "Plan",
+                [
+                    *_rows(plan),
+                    *_more_rows(plan),
+                    *said(plan),
+                ],
+            ),
+            padding,
+        )
     evidence = Evidence.model_validate(plan.evidence)
-    answer = _answer(plan, evidence, whole=True)
-    return stacked(*answer, facts("Graphs", rows), padding, *_details(evidence))
+    graphs = facts("Graphs", [*_rows(plan), *_more_rows(plan)])
+    return stacked(
+        *_answer(plan, evidence, whole=True),
+        graphs,
+        padding,
+        *_details(evidence),
+    )
 
 
-def _rows(plan: Plan) -> list[Fact]:
-    rows = [*head_rows(plan), ("batches", _served_by(plan))]
+def _rows(plan: Plan) -> Iterator[Fact]:
+    yield from head_rows(plan)
+    yield "batches", _served_by(plan)
     if plan.query_len > 1:
-        rows.append(("query length", f"{plan.query_len} tokens of each request in uniform decode"))
+        yield "query length", f"{plan.query_len} tokens of each request in uniform decode"
     if plan.max_loras is not None:
         cases = ", ".join(map(str, plan.lora_cases))
-        rows.append(("LoRA cases", f"{cases} active adapters ({plan.max_loras + 1}: any number)"))
-    return [*rows, *_predicted_rows(plan)]
+        yield "LoRA cases", f"{cases} active adapters ({plan.max_loras + 1}: any number)"
+    cost, machine = plan.predicted, plan.machine
+    if cost is None:
+        return
+    parts = {
+        "pool": sum(key.pool_bytes for key in cost.keys),
+        "static buffers": cost.static_bytes,
+        "driver": sum(key.driver_bytes for key in cost.keys),
+        "workspaces": cost.workspace_bytes,
+    }
+    listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
+    yield "memory", f"{listed}; total {format_bytes(cost.total_bytes)}"
+    yield "start-up", format_seconds(cost.seconds)
+    estimated = " (an estimate: nothing of it was measured on the device)" if cost.estimated else ""
+    yield "predicted", f"by {cost.source}{estimated}"
+    if machine is not None:
+        driver = f", driver {machine.driver}" if machine.driver else ""
+        yield "measured on", f"{machine.gpu}{driver}, torch {machine.torch}"
 
 
-def said(plan: Plan, brief: bool = False) -> list[Fact]:
+def _more_rows(plan: Plan) -> Iterator[Fact]:
+    by_mode = Counter(f"{mode} uniform" if key.uniform else str(mode) for mode, key in plan.keys)
+    keys = ", ".join(f"{count} {mode}" for mode, count in by_mode.items())
+    yield "keys", keys or "none: every batch runs eagerly"
+    bounds = f"max_num_seqs {plan.max_num_seqs}, max_num_batched_tokens"
+    yield "bounds", f"{bounds} {plan.max_num_batched_tokens}"
+    yield "config", plan.config_hash
+
+
+def said(
+    plan: Plan,
+    brief: bool = False,
+) -> list[Fact]:
     """Warnings, and then notes of a plan and its evidence, those on costs first; ``brief``: the
     first few.
     """
@@ -125,15 +167,17 @@ def said(plan: Plan, brief: bool = False) -> list[Fact]:
     for name in ("traffic_notes", "times_notes", "notes"):
         notes += evidence.get(name, ())
     warnings = (*plan.warnings, *plan.lint, *evidence.get("warnings", ()))
-    told = [("warning", text) for text in warnings]
-    told += [("note", text) for text in notes]
+    told = labelled("warning", warnings) + labelled("note", notes)
     left = len(told) - MOST_SAID
     if not brief or left <= 0:
         return told
     return [*told[:MOST_SAID], ("", f"and {left} more, which --verbose shows")]
 
 
-def _headline(plan: Plan, ladders: Sequence[LadderPoint]) -> str:
+def _headline(
+    plan: Plan,
+    ladders: Sequence[LadderPoint],
+) -> str:
     """Graphs, start-up time and memory in one sentence: those of the plan, and of the ladder that
     it stands in for.
     """
@@ -159,26 +203,26 @@ def head_rows(plan: Plan) -> list[Fact]:
     """The model's target, the mode or each step from the requested one to it, and the sizes with
     their source.
     """
-    rows: list[Fact] = []
     target = (plan.config.get("model") or {}).get("target")
-    if target:
-        rows.append(("model", str(target)))
+    rows = [("model", str(target))] if target else []
     for change in plan.changes:
         rows.append(("mode", f"{change.requested} -> {change.resolved}: {change.reason}"))
     if not plan.changes:
         rows.append(("mode", str(plan.mode)))
+    return [*rows, ("sizes", _sizes(plan))]
+
+
+def _sizes(plan: Plan) -> str:
     source = plan.sizes_source
     if plan.mode is CUDAGraphMode.NONE:
-        text = f"none: {source}"
-    else:
-        if not source.startswith(PLANNED_FOR):
-            source = f"from {source}"
-        text = f"none captured of those {source}"
-    if plan.capture_sizes and plan.mode is not CUDAGraphMode.NONE:
-        text = f"{len(plan.capture_sizes)} ({describe_sizes(plan.capture_sizes)}), {source}"
-        if len(set(plan.lanes().values())) > 1:
-            text += "; each lane has some of them"
-    return [*rows, ("sizes", text)]
+        return f"none: {source}"
+    if not source.startswith(PLANNED_FOR):
+        source = f"from {source}"
+    sizes = plan.capture_sizes
+    if not sizes:
+        return f"none captured of those {source}"
+    some = "; each lane has some of them" if len(set(plan.lanes().values())) > 1 else ""
+    return f"{len(sizes)} ({describe_sizes(sizes)}), {source}{some}"
 
 
 def _served_by(plan: Plan) -> str:
@@ -192,33 +236,13 @@ def _served_by(plan: Plan) -> str:
     return f"uniform decode: {modes.get(True, mixed)}; mixed: {mixed}"
 
 
-def _predicted_rows(plan: Plan) -> list[Fact]:
-    cost = plan.predicted
-    if cost is None:
-        return []
-    parts = {
-        "pool": sum(key.pool_bytes for key in cost.keys),
-        "static buffers": cost.static_bytes,
-        "driver": sum(key.driver_bytes for key in cost.keys),
-        "workspaces": cost.workspace_bytes,
-    }
-    listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
-    estimated = " (an estimate: nothing of it was measured on the device)" if cost.estimated else ""
-    rows = [
-        ("memory", f"{listed}; total {format_bytes(cost.total_bytes)}"),
-        ("start-up", format_seconds(cost.seconds)),
-        ("predicted", f"by {cost.source}{estimated}"),
-    ]
-    machine = plan.machine
-    if machine is not None:
-        driver = f", driver {machine.driver}" if machine.driver else ""
-        rows.append(("measured on", f"{machine.gpu}{driver}, torch {machine.torch}"))
-    return rows
-
-
 def lane_table(plan: Plan) -> RenderableType:
     """Predicted cost of the keys of each lane, for a plan that has predictions."""
-    pairs = zip(plan.keys, plan.predicted.keys if plan.predicted else (), strict=True)
+    pairs = zip(
+        plan.keys,
+        plan.predicted.keys if plan.predicted else (),
+        strict=True,
+    )
     sizes = plan.lanes()
     rows: list[tuple[Any, ...]] = []
     for lane, costs in grouped((Lane.of(*key), cost) for key, cost in pairs).items():
@@ -239,7 +263,10 @@ def lane_table(plan: Plan) -> RenderableType:
     return titled("Cost of each lane", table, sentences(words))
 
 
-def case_table(cases: Sequence[CaseCost], max_loras: int) -> RenderableType:
+def case_table(
+    cases: Sequence[CaseCost],
+    max_loras: int,
+) -> RenderableType:
     """Graphs and cost that each LoRA case adds to a plan."""
 
     def adapters(case: CaseCost) -> object:
@@ -251,7 +278,13 @@ def case_table(cases: Sequence[CaseCost], max_loras: int) -> RenderableType:
             "memory and start-up are not known: give --costs FILE, --costs estimate or --costs "
             "measure"
         )
-    table = Grid(cases, TextColumn("active adapters", adapters), GRAPHS, MEMORY, START_UP)
+    table = Grid(
+        cases,
+        TextColumn("active adapters", adapters),
+        GRAPHS,
+        MEMORY,
+        START_UP,
+    )
     return titled("What each LoRA case adds", table, sentences(words))
 
 
@@ -275,7 +308,10 @@ def _padding(plan: Plan) -> RenderableType:
     return stacked(*tables)
 
 
-def _padding_table(captured: Sequence[int], beyond: str) -> RenderableType:
+def _padding_table(
+    captured: Sequence[int],
+    beyond: str,
+) -> RenderableType:
     """Neighbours of equal distance share a row; in an irregular list, those between two powers of
     two.
     """
@@ -305,7 +341,11 @@ def _padding_table(captured: Sequence[int], beyond: str) -> RenderableType:
 # --- why these graphs -----------------------------------------------------------------------------
 
 
-def _answer(plan: Plan, evidence: Evidence, whole: bool) -> Iterator[RenderableType | None]:
+def _answer(
+    plan: Plan,
+    evidence: Evidence,
+    whole: bool,
+) -> Iterator[RenderableType | None]:
     """The verdict, the ladders, and why; ``whole``: with all warnings and notes."""
     sizes = "; ".join(f"{part.lane}: {describe_sizes(part.sizes)}" for part in evidence.lanes)
     if len(sizes) > MOST_SIZES and not whole:
@@ -334,7 +374,11 @@ def _loads(loads: Sequence[LoadPoint]) -> RenderableType | None:
     if loads[0].best_us is not None:
         words = "best: the best plan of as many graphs for that load alone"
         columns.append(Column("best", "best_us", format_microseconds))
-    return titled("Each load", Grid(loads, *columns), sentences(words))
+    return titled(
+        "Each load",
+        Grid(loads, *columns),
+        sentences(words),
+    )
 
 
 def _details(evidence: Evidence) -> Iterator[RenderableType]:
@@ -346,7 +390,13 @@ def _details(evidence: Evidence) -> Iterator[RenderableType]:
             for point in evidence.pareto
             if point.graphs in ends or point.graphs.bit_count() == 1
         ]
-        table = Grid(shown[:MOST_POINTS], GRAPHS, STEP, MEMORY, START_UP)
+        table = Grid(
+            shown[:MOST_POINTS],
+            GRAPHS,
+            STEP,
+            MEMORY,
+            START_UP,
+        )
         yield titled("Graphs against expected step time", table)
     if evidence.pareto and evidence.ladders:
         table = Grid(
@@ -386,14 +436,26 @@ def _details(evidence: Evidence) -> Iterator[RenderableType]:
         yield _padding_map(evidence.padding_map)
     if evidence.not_worth:
         spans = TextColumn("sizes", lambda part: f"{part.first} to {part.last}")
-        yield titled("Sizes not worth a graph", Grid(evidence.not_worth, _LANE, spans, _WHY))
+        yield titled(
+            "Sizes not worth a graph",
+            Grid(
+                evidence.not_worth,
+                _LANE,
+                spans,
+                _WHY,
+            ),
+        )
 
 
 def _padding_map(found: PaddingMap) -> RenderableType:
     first, second = found.names
     sizes = "".join(f"{size:>5}" for size in found.columns)
     lines = [Text(f"{first:>10} |{sizes}  {second}")]
-    for size, shares in zip(found.rows, found.shares, strict=True):
+    for size, shares in zip(
+        found.rows,
+        found.shares,
+        strict=True,
+    ):
         line = Text(f"{size:>10} |")
         for share in shares:
             if share is None:
@@ -461,7 +523,10 @@ def _ladders(evidence: Evidence) -> RenderableType | None:
     return titled("Ladders on the same traffic", table, sentences(*words))
 
 
-def _beside(points: Sequence[LadderPoint], *more: Column) -> Grid:
+def _beside(
+    points: Sequence[LadderPoint],
+    *more: Column,
+) -> Grid:
     """Plans and ladders below each other: figures that are known, then ``more``."""
     columns = [_LADDER, GRAPHS, Column("step", "expected_us", format_microseconds)]
     if any(point.decode_us for point in points) and any(point.mixed_us for point in points):
@@ -469,7 +534,12 @@ def _beside(points: Sequence[LadderPoint], *more: Column) -> Grid:
         columns.append(Column("mixed", "mixed_us", format_microseconds))
     if any(point.bytes for point in points):
         columns += [MEMORY, START_UP]
-    return Grid(points, *columns, Column("padding", "padding", percent), *more)
+    return Grid(
+        points,
+        *columns,
+        Column("padding", "padding", percent),
+        *more,
+    )
 
 
 @render.register
@@ -479,14 +549,20 @@ def _check(check: PlanCheck) -> RenderableType:
         ("step times", check.times_source),
         ("traffic", f"{check.traffic_source}: {check.traffic_weight:,.0f} steps"),
     ]
-    rows += [("note", text) for text in check.notes]
+    rows += labelled("note", check.notes)
     own = check.points[0]
 
     def regret(figure: str, point: LadderPoint) -> float | None:
         theirs = getattr(point, figure)
         return None if point is own or not theirs else getattr(own, figure) / theirs - 1
 
-    regrets = [Column("regret", partial(regret, "expected_us"), "{:+.1%}".format)]
+    regrets = [
+        Column(
+            "regret",
+            partial(regret, "expected_us"),
+            "{:+.1%}".format,
+        )
+    ]
     for name in ("decode", "mixed"):
         if getattr(own, f"{name}_us"):
             longer = partial(regret, f"{name}_us")
@@ -522,14 +598,18 @@ def _check(check: PlanCheck) -> RenderableType:
 # --- differences ----------------------------------------------------------------------------------
 
 
-def render_difference(difference: PlanDifference, old: str, new: str) -> RenderableType:
+def render_difference(
+    difference: PlanDifference,
+    old: str,
+    new: str,
+) -> RenderableType:
     """Changes from one plan to another; ``old`` and ``new`` name them."""
     rows = [(change.name, _both(change)) for change in difference.settings]
     if not rows:
         rows.append(("settings", "the same"))
     for part in difference.failed:
         rows.append(("left out", f"{part.lane} {describe_sizes(part.sizes)}: {part.reason}"))
-    rows += [("note", text) for text in difference.notes]
+    rows += labelled("note", difference.notes)
     lanes: RenderableType = Text("No graph is added or removed.")
     if difference.changed_lanes:
         lanes = Grid(
@@ -542,7 +622,11 @@ def render_difference(difference: PlanDifference, old: str, new: str) -> Rendera
     figures = Grid(
         [
             _figure("graphs", difference.graphs, "{:.0f}".format),
-            _figure("memory", difference.memory, lambda value: format_bytes(int(value))),
+            _figure(
+                "memory",
+                difference.memory,
+                lambda value: format_bytes(int(value)),
+            ),
             _figure("start-up", difference.seconds, format_seconds),
             _figure("expected step", difference.expected_us, format_microseconds),
         ],
@@ -567,7 +651,11 @@ def _both(change: FieldChange) -> str:
     return f"{old} -> {new}"
 
 
-def _figure(name: str, figure: Figure, text: Callable[[float], str]) -> tuple[str | None, ...]:
+def _figure(
+    name: str,
+    figure: Figure,
+    text: Callable[[float], str],
+) -> tuple[str | None, ...]:
     old = None if figure.old is None else text(figure.old)
     new = None if figure.new is None else text(figure.new)
     if figure.change is None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from pydantic import Field, ValidationError
 
@@ -532,12 +532,7 @@ class ReplanReport(ShownRecord):
 
 Report = AuditReport | CaptureReport | BenchReport | DoctorReport | Plan | PlanCheck
 _KINDS: dict[str, type[Report]] = {
-    "audit": AuditReport,
-    "capture": CaptureReport,
-    "bench": BenchReport,
-    "doctor": DoctorReport,
-    "plan": Plan,
-    "plan_check": PlanCheck,
+    model.model_fields["kind"].default: model for model in get_args(Report)
 }
 _REMEDY = "Give a JSON file that `cgplan ... --output` wrote."
 

@@ -13,6 +13,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from cgplan.modes import CUDAGraphMode
+from cgplan.planning.costs import Predicted
 from cgplan.planning.plan import Key, Lane
 from cgplan.reports.layout import (
     Column,
@@ -21,6 +22,7 @@ from cgplan.reports.layout import (
     TextColumn,
     describe_sizes,
     facts,
+    labelled,
     render,
     sentences,
     stacked,
@@ -57,16 +59,7 @@ MOST_FINDINGS = 20
 
 @render.register
 def _capture(report: CaptureReport) -> RenderableType:
-    rows = [*environment_rows(report.environment), *head_rows(report.plan)]
-    if report.looked_at:
-        rows.append(("checked", report.looked_at))
-    rows += _policy(report)
-    if report.environment.is_tape:
-        about = "the CPU stand-in, and say little about a GPU"
-        rows.append(("note", f"bytes and times are those of {report.environment.backend}, {about}"))
-    rows += [("note", text) for text in report.plan.notes]
-    rows += [("warning", text) for text in report.warnings]
-    head = facts("Capture", rows)
+    head = facts("Capture", _capture_rows(report))
     if not report.records:
         return stacked(head, facts("Graphs: none", _totals(report)))
     split = None
@@ -81,6 +74,31 @@ def _capture(report: CaptureReport) -> RenderableType:
         _ranks(report.ranks),
         facts("Totals", _totals(report)),
     )
+
+
+def _capture_rows(report: CaptureReport) -> Iterator[Fact]:
+    environment = report.environment
+    yield from environment_rows(environment)
+    yield from head_rows(report.plan)
+    if report.looked_at:
+        yield "checked", report.looked_at
+    if report.capture_policy == "lazy":
+        verb = "is" if report.waiting == 1 else "are"
+        waiting = f"{report.waiting} {verb} waiting"
+        yield "captures", f"lazy: when a batch first asks for a key; {waiting}"
+    elif report.capture_policy == "adaptive":
+        yield "captures", "adaptive: runner.replan() exchanges keys for those that batches ask for"
+    if report.pool != "shared":
+        yield "pools", f"one for each {report.pool.removeprefix('per_')}"
+    if report.generation > 1:
+        yield "generation", f"the pools were made {report.generation} times"
+    for key in report.failed:
+        yield "failed", f"{key.mode} {key.descriptor}: {key.text}"
+    if environment.is_tape:
+        about = "the CPU stand-in, and say little about a GPU"
+        yield "note", f"bytes and times are those of {environment.backend}, {about}"
+    yield from labelled("note", report.plan.notes)
+    yield from labelled("warning", report.warnings)
 
 
 def environment_rows(environment: Environment) -> list[Fact]:
@@ -98,21 +116,6 @@ def environment_rows(environment: Environment) -> list[Fact]:
         ("versions", ", ".join(known)),
         ("made", f"{environment.date}, config {environment.config_hash}"),
     ]
-
-
-def _policy(report: CaptureReport) -> Iterator[Fact]:
-    if report.capture_policy == "lazy":
-        verb = "is" if report.waiting == 1 else "are"
-        waiting = f"{report.waiting} {verb} waiting"
-        yield "captures", f"lazy: when a batch first asks for a key; {waiting}"
-    elif report.capture_policy == "adaptive":
-        yield "captures", "adaptive: runner.replan() exchanges keys for those that batches ask for"
-    if report.pool != "shared":
-        yield "pools", f"one for each {report.pool.removeprefix('per_')}"
-    if report.generation > 1:
-        yield "generation", f"the pools were made {report.generation} times"
-    for key in report.failed:
-        yield "failed", f"{key.mode} {key.descriptor}: {key.text}"
 
 
 def _graphs(report: CaptureReport) -> RenderableType:
@@ -149,7 +152,11 @@ def _split_rows(split: SplitRecord) -> Iterator[Fact]:
     yield "by", routes.get(split.route, split.route)
     if split.segments is not None:
         yield "pieces", f"{split.segments} segments, {split.eager_pieces} eager pieces"
-    sides = {"captured": split.captured, "eager": split.eager, "eager calls": split.eager_operators}
+    sides = {
+        "captured": split.captured,
+        "eager": split.eager,
+        "eager calls": split.eager_operators,
+    }
     for name, counts in sides.items():
         if counts:
             yield name, _repeated(counts.items())
@@ -206,7 +213,14 @@ def _prediction(report: CaptureReport) -> Iterator[RenderableType]:
             Column("driver\npredicted", "1.driver_bytes", format_bytes),
             Column("measured", "0.driver_bytes", format_bytes),
         ]
-    table = Grid(zip(report.records, predicted.keys, strict=True), *columns)
+    table = Grid(
+        zip(
+            report.records,
+            predicted.keys,
+            strict=True,
+        ),
+        *columns,
+    )
     yield titled("Predicted against measured", table)
     parts = [
         ("static buffers", predicted.static_bytes, report.static_bytes),
@@ -217,17 +231,29 @@ def _prediction(report: CaptureReport) -> Iterator[RenderableType]:
         parts.append(("workspaces", predicted.workspace_bytes, report.workspace_bytes))
         parts.append(("driver", driver, report.graph_driver_bytes))
     parts.append(("memory", sum(part[1] for part in parts), report.graph_bytes))
+    yield facts("Prediction", _prediction_rows(report, predicted, parts))
+
+
+def _prediction_rows(
+    report: CaptureReport,
+    predicted: Predicted,
+    parts: Sequence[tuple[str, int, int]],
+) -> Iterator[Fact]:
     estimated = ", an estimate" if predicted.estimated else ""
-    rows = [("from", f"{predicted.source}{estimated}")]
-    rows += [("note", text) for text in predicted.notes]
-    rows += [("note", text) for text in _without_graph(report)]
-    rows += [(name, _compared(format_bytes, *figures)) for name, *figures in parts]
+    yield "from", f"{predicted.source}{estimated}"
+    yield from labelled("note", predicted.notes)
+    yield from labelled("note", _without_graph(report))
+    for name, *figures in parts:
+        yield name, _compared(format_bytes, *figures)
     seconds = report.warmup_seconds + report.capture_seconds
-    rows.append(("time", _compared(format_seconds, predicted.seconds, seconds)))
-    yield facts("Prediction", rows)
+    yield "time", _compared(format_seconds, predicted.seconds, seconds)
 
 
-def _compared(text: Callable[[Any], str], predicted: float, measured: float) -> str:
+def _compared(
+    text: Callable[[Any], str],
+    predicted: float,
+    measured: float,
+) -> str:
     error = f": {(predicted - measured) / measured:+.1%}" if measured else ""
     return f"{text(predicted)} predicted, {text(measured)} measured{error}"
 
@@ -365,49 +391,46 @@ def _by_lane(keys: Sequence[Key]) -> str:
 
 @render.register
 def _bench(report: BenchReport) -> RenderableType:
-    capture, environment = report.capture, report.environment
-    rows = environment_rows(environment)
-    rows += head_rows(capture.plan)[:-1]  # the table below has the sizes
-    graphs = "none"
-    if capture.records:
-        memory, seconds = format_bytes(capture.total_bytes), format_seconds(capture.session_seconds)
-        graphs = f"{len(capture.records)} keys, {memory}, captured in {seconds}"
-    rows.append(("graphs", graphs))
-    rows.append(
-        ("times", f"median and p99 of {report.repeats} calls; host: until the call returned")
-    )
-    adapters = {r.descriptor.num_active_loras for r in report.records if r.descriptor.has_lora}
-    if adapters:
-        rows.append(("LoRA", f"graphs for {', '.join(map(str, sorted(adapters)))} active adapters"))
-    if report.repeats < 100:
-        rows.append(("note", f"of {report.repeats} calls, p99 is close to the slowest one"))
-    slower = [str(record.num_tokens) for record in report.records if record.is_slower]
-    if environment.is_tape:
-        about = "the CPU stand-in; a GPU's speed-up is another matter"
-        rows.append(("note", f"all figures come from {environment.backend}, {about}"))
-    elif slower:
-        about = "other kernels may be in them than run eagerly, see docs/troubleshooting.md"
-        tokens = ", ".join(slower)
-        rows.append(
-            (
-                "note",
-                "graphs take the device longer than the model's own code at "
-                f"{tokens} tokens: {about}",
-            )
-        )
-    rows += [("warning", text) for text in capture.warnings]
-    head = facts("Bench", rows)
+    head = facts("Bench", _bench_rows(report))
     if not report.records:
         nothing = "No size was measured: nothing is captured and report.sizes is absent."
         return stacked(head, Text(nothing))
-    parts = [head, _ranks(capture.ranks), latencies(report)]
+    parts = [
+        head,
+        _ranks(report.capture.ranks),
+        latencies(report),
+    ]
     waiting = queued(report)
     if waiting is not None:
         title = "Calls that follow one another without waiting, time of each"
         parts.append(titled(title, waiting))
     if report.peers is not None:
-        parts += _against_baselines(report.peers, environment)
+        parts += _against_baselines(report.peers, report.environment)
     return stacked(*parts)
+
+
+def _bench_rows(report: BenchReport) -> Iterator[Fact]:
+    capture, environment = report.capture, report.environment
+    yield from environment_rows(environment)
+    yield from head_rows(capture.plan)[:-1]  # the table below has the sizes
+    memory, seconds = format_bytes(capture.total_bytes), format_seconds(capture.session_seconds)
+    cost = f"{len(capture.records)} keys, {memory}, captured in {seconds}"
+    yield "graphs", cost if capture.records else "none"
+    yield "times", f"median and p99 of {report.repeats} calls; host: until the call returned"
+    adapters = {r.descriptor.num_active_loras for r in report.records if r.descriptor.has_lora}
+    if adapters:
+        yield "LoRA", f"graphs for {', '.join(map(str, sorted(adapters)))} active adapters"
+    if report.repeats < 100:
+        yield "note", f"of {report.repeats} calls, p99 is close to the slowest one"
+    slower = ", ".join(str(record.num_tokens) for record in report.records if record.is_slower)
+    if environment.is_tape:
+        about = "the CPU stand-in; a GPU's speed-up is another matter"
+        yield "note", f"all figures come from {environment.backend}, {about}"
+    elif slower:
+        longer = "graphs take the device longer than the model's own code at"
+        about = "other kernels may be in them than run eagerly, see docs/troubleshooting.md"
+        yield "note", f"{longer} {slower} tokens: {about}"
+    yield from labelled("warning", capture.warnings)
 
 
 def latencies(report: BenchReport) -> Grid:
@@ -516,7 +539,13 @@ def baselines(measured: BaselinesRecord) -> Grid:
     times: list[Column] = []
     for name in ("device", "latency", "host"):
         times.append(Column(name, f"{name}.median", format_microseconds))
-        times.append(Column(f"{name}\nx", partial(ratio, name), format_ratio))
+        times.append(
+            Column(
+                f"{name}\nx",
+                partial(ratio, name),
+                format_ratio,
+            )
+        )
     return Grid(
         measured.records,
         TextColumn("way", "name"),
@@ -533,8 +562,8 @@ def baselines(measured: BaselinesRecord) -> Grid:
 def _doctor(report: DoctorReport) -> RenderableType:
     capture = report.capture
     rows = [*environment_rows(capture.environment), *head_rows(capture.plan)]
-    rows += [("note", text) for text in capture.plan.notes]
-    rows += [("warning", text) for text in capture.warnings]
+    rows += labelled("note", capture.plan.notes)
+    rows += labelled("warning", capture.warnings)
     rows += [("outside", f"{piece}, {count} in a step") for piece, count in report.outside.items()]
     head = facts("Doctor", rows)
     if not report.rows:
@@ -546,7 +575,11 @@ def _doctor(report: DoctorReport) -> RenderableType:
         Column("tokens", "descriptor.num_tokens"),
         Column("eager", "eager_us", format_microseconds),
         Column("step", "step_us", format_microseconds),
-        Column("speed-up", lambda record: record.eager_us / record.step_us, "{:.2f}x".format),
+        Column(
+            "speed-up",
+            lambda record: record.eager_us / record.step_us,
+            "{:.2f}x".format,
+        ),
         Column("inside graphs", "inside", "{:.0%}".format),
     )
     return stacked(head, table)
@@ -570,14 +603,22 @@ def _audit(report: AuditReport) -> RenderableType:
         ("pointers", f"{words:,} in {nodes:,} nodes; {read} to read, {looked_up} to look up"),
         ("findings", findings),
     ]
-    rows += [("note", text) for text in report.notes]
+    rows += labelled("note", report.notes)
     kinds = grouped((owner.kind, owner) for owner in report.owners)
     owners = Grid(
         kinds.values(),
         TextColumn("owner", "0.kind"),
         Column("pointers", _words, "{:,}".format),
-        Column("share", lambda rows: _words(rows) / words, "{:.1%}".format),
-        Column("size", lambda rows: sum(r.nbytes or 0 for r in rows) or None, format_bytes),
+        Column(
+            "share",
+            lambda rows: _words(rows) / words,
+            "{:.1%}".format,
+        ),
+        Column(
+            "size",
+            lambda rows: sum(r.nbytes or 0 for r in rows) or None,
+            format_bytes,
+        ),
         TextColumn("names", lambda rows: listed([r.name for r in rows], 2)),
     )
     keys = Grid(
