@@ -166,11 +166,10 @@ def _captured_alone(
 def _captured_on_ranks(
     command: str, request: Request, prepared: Prepared, load: Load
 ) -> Iterator[GraphRunner]:
-    """A block with this rank's runner. At its end everything is taken down in the order of Note
-    [Teardown].
+    """A block with this rank's runner; at its end all is taken down, see Note [Teardown].
 
-    Ranks compare their configuration, model, and ``command``, because each command calls the runner
-    in its own way; rank 0's plan is captured. Raises DistributedError on all ranks where one is
+    Ranks compare their configuration, model and ``command``, as each command calls the runner in
+    its own way. Rank 0's plan is captured. Raises DistributedError on all ranks where one is
     missing, differs, or failed.
     """
     config = prepared.loaded.config

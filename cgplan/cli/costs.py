@@ -24,8 +24,7 @@ from cgplan.reports.records import parse_report, uncapturable
 
 _REMEDY = (
     "Give a file that `cgplan capture --output` wrote, the log of a start of vLLM, or one of the "
-    "words estimate and "
-    "measure."
+    "words estimate and measure."
 )
 
 
@@ -40,8 +39,7 @@ class Priced(NamedTuple):
 
 def costs_of(loaded: LoadedConfig, given: str | None) -> Priced:
     """Costs of graphs by ``estimate`` (the model runs on fake tensors), ``measure`` (a few keys are
-    really captured on the configured device, and freed) or the path of a capture report or of
-    vLLM's log, read once as it may be a pipe.
+    captured on the configured device, and freed), or from a capture report or vLLM's log.
     """
     if given is None:
         return Priced(None)
@@ -77,9 +75,7 @@ def about(subject: str, plan: Plan, environment: Environment, config: Config) ->
 
 
 def _check_modes(report: CaptureReport, path: str, config: Config) -> None:
-    """Raise ReportError if the plan of the configuration has graphs of a mode that the report says
-    nothing of.
-    """
+    """Raise ReportError if the report has no graphs of a mode that the plan has."""
     plan = within_count(build_plan(config), config)
     told = {record.mode for record in report.records} | {
         mode for mode, _ in uncapturable(report.failed)

@@ -264,10 +264,9 @@ def plan_check(
 def inspect(request: InspectRequest, engine: VllmOptions) -> None:
     """Show what would be captured, or a saved report.
 
-    With --config FILE: the plan, and the values that were set, with their lines; nothing is run, no
-    GPU is needed. --json prints the plan alone, in a form that `cgplan inspect` reads again.
-    --costs says what the graphs are predicted to cost, and each LoRA case. With --vllm JSON: what
-    vLLM would capture.
+    With --config FILE: the plan, and the values that were set, with their lines. Nothing is run, no
+    GPU is needed. --json prints the plan alone, which `cgplan inspect` reads again. --costs
+    predicts what the graphs cost, and each LoRA case. With --vllm JSON: what vLLM would capture.
     """
     given = request.file
     is_yaml = given is not None and given.suffix in YAML
@@ -372,9 +371,9 @@ def init(
 ) -> None:
     """Print a commented starting configuration.
 
-    The model is built on the CPU, and its inputs are read off its forward; with --call off one
-    call, which proves that padding is harmless, so that the configuration captures as it is. A
-    Hugging Face model is an id in the local cache, or a folder; its config.json alone is read, and
+    It builds the model on the CPU and reads the inputs from its forward. With --call it reads them
+    from one call, and tries whether padding is harmless: that configuration captures as it is. A
+    Hugging Face model is an id in the local cache, or a folder. Only its config.json is read, and
     the configuration builds it with random weights.
     """
     made = target or example
@@ -400,7 +399,7 @@ _EXAMPLES = _INSTALLED if _INSTALLED.is_dir() else Path(__file__).parents[2] / "
 
 @examples.command("list")
 def list_() -> None:
-    """List the examples, each with the beginning of what it says about itself."""
+    """List the examples, each with its first line."""
     for path in sorted(_EXAMPLES.glob("*.yaml")):
         first = path.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
         typer.echo(f"{path.stem:23} {first}")
@@ -411,9 +410,7 @@ def list_() -> None:
 )
 @with_options
 def copy(name: str, folder: Annotated[Path, Argument(metavar="DIR")] = Path()) -> None:
-    """Copy an example, and the files of models that it names, into a folder, which is made if it is
-    missing.
-    """
+    """Copy an example and its model's files into a folder, which is made if it is missing."""
     from cgplan.config.load import read_text
 
     known = [path.stem for path in _EXAMPLES.glob("*.yaml")]

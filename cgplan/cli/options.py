@@ -48,34 +48,40 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
     """
     groups: dict[str, Any] = {}
     parameters: list[Parameter] = []
-
-    def add(name: str, default: object, annotation: object) -> None:
-        parameters.append(
-            Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-        )
-
     for parameter in signature(command, eval_str=True).parameters.values():
-        group = parameter.annotation
-        if not is_dataclass(group):
-            add(parameter.name, parameter.default, group)
-            continue
-        groups[parameter.name] = group
+        if is_dataclass(parameter.annotation):
+            groups[parameter.name] = parameter.annotation
+        else:
+            parameters.append(parameter)
+    for group in (*groups.values(), _Always):
         for each in fields(group):
             if each.metadata:
-                add(each.name, each.default, Annotated[each.type, each.metadata["typer"]])
-    words = "On an error, show where it was raised."
-    add("show_traceback", False, Annotated[bool, Option("--traceback", help=words)])
+                parameters.append(
+                    Parameter(
+                        each.name,
+                        Parameter.KEYWORD_ONLY,
+                        default=each.default,
+                        annotation=Annotated[each.type, each.metadata["typer"]],
+                    )
+                )
 
     @wraps(command)
     def run(show_traceback: bool, **given: Any) -> None:
         with failures_reported(show_traceback):
             for name, group in groups.items():
-                names = [each.name for each in fields(group) if each.name in given]
-                given[name] = group(**{name: given.pop(name) for name in names})
+                options = [each.name for each in fields(group) if each.name in given]
+                given[name] = group(**{option: given.pop(option) for option in options})
             command(**given)
 
     run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     return run
+
+
+@dataclass
+class _Always:
+    show_traceback: bool = option(
+        "On an error, show where it was raised.", "--traceback", default=False
+    )
 
 
 def numbers(text: str) -> tuple[float, ...]:

@@ -106,8 +106,7 @@ class TextColumn(Column):
 
 
 class Grid:
-    """A table of rows under a ruled heading, for a console and for HTML. A column that is None is
-    left out.
+    """A table of rows under a ruled heading, for a console and for HTML.
 
     A console gets it fitted: where the whole is too wide, headings and then texts go on in further
     lines, and words stay whole. ``short``: numbers there have no space before their unit.
@@ -116,12 +115,12 @@ class Grid:
     def __init__(
         self,
         rows: Iterable[Any],
-        *columns: Column | None,
+        *columns: Column,
         gap: int = 2,
         short: bool = False,
     ) -> None:
         self.rows = list(rows)
-        self.columns = [column for column in columns if column is not None]
+        self.columns = columns
         self._gap = gap
         self._short = short
 

@@ -79,9 +79,7 @@ USES = (
 
 
 def brief(plan: Plan) -> RenderableType:
-    """The verdict, the ladders and the reasons, in at most 45 lines of 100 columns; ``render``
-    shows everything.
-    """
+    """The verdict, the ladders and the reasons, in at most 45 lines of 100 columns."""
     if plan.evidence is None:
         return facts("Plan", [*_rows(plan), *said(plan, brief=True)])
     return stacked(
@@ -178,9 +176,7 @@ def _headline(
     plan: Plan,
     ladders: Sequence[LadderPoint],
 ) -> str:
-    """Graphs, start-up time and memory in one sentence: those of the plan, and of the ladder that
-    it stands in for.
-    """
+    """Graphs, start-up time and memory of the plan, and of the ladder that it stands in for."""
     sizes = plan.config.get("compilation", {}).get("cudagraph_capture_sizes")
     asked = sizes if isinstance(sizes, str) else "configured" if sizes else "vllm"
     whose = "the configured sizes'" if asked == "configured" else f"the {asked} ladder's"

@@ -267,12 +267,8 @@ def _without_graph(report: CaptureReport) -> Iterator[str]:
         why[failure.key] = "over the budget" if failure.is_over_budget else "failed"
     for record in report.records:
         why.pop(record.key, None)
-    for reason in ("over the budget", "failed"):
-        keys = [key for key, said in why.items() if said == reason]
-        if keys:
-            yield (
-                f"{_by_lane(keys)} {reason}: not captured, and neither predicted nor measured here"
-            )
+    for reason, keys in grouped((reason, key) for key, reason in why.items()).items():
+        yield f"{_by_lane(keys)} {reason}: not captured, and neither predicted nor measured here"
     if report.waiting:
         waiting = counted(report.waiting, "key")
         yield f"{waiting} waiting for a batch: neither predicted nor measured here"
