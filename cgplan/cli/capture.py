@@ -45,20 +45,11 @@ from cgplan.units import format_bytes, format_seconds
 Load = Callable[[GraphBackend], Callable[..., Any]]
 
 
-def run_capture(request: Request, prepared: Prepared) -> None:
-    _report(request, prepared, "capture", lambda runner: runner.report)
-
-
-def run_doctor(request: Request, prepared: Prepared) -> None:
-    _report(request, prepared, "doctor", check_up)
-
-
-def run_audit(request: Request, prepared: Prepared) -> None:
-    report = _report(
-        request, prepared, "audit", lambda runner: runner.report.audit or runner.audit()
-    )
-    if isinstance(report, AuditReport) and report.findings:
-        raise audit_error(report)
+REPORTS: dict[str, Callable[[GraphRunner], Report]] = {
+    "capture": lambda runner: runner.report,
+    "doctor": check_up,
+    "audit": lambda runner: runner.report.audit or runner.audit(),
+}
 
 
 def run_bench(
@@ -76,15 +67,17 @@ def run_bench(
                 seed=seed,
             )
 
-    _report(request, prepared, "bench", measured)
+    run("bench", request, prepared, measured)
 
 
-def _report(
+def run(
+    command: str,
     request: Request,
     prepared: Prepared,
-    command: str,
-    make: Callable[[GraphRunner], Report],
-) -> Report:
+    make: Callable[[GraphRunner], Report] | None = None,
+) -> None:
+    """Capture, and publish the report that the command, or ``make``, makes of the runner."""
+    make = make or REPORTS[command]
     trace = Trace()
     with redirect_stdout(sys.stderr), ExitStack() as stack:  # a model's prints are not the result
         with trace.on() if request.trace else nullcontext():
@@ -101,7 +94,8 @@ def _report(
             as_json=request.as_json,
             html=request.html,
         )
-    return report
+    if isinstance(report, AuditReport) and report.findings:
+        raise audit_error(report)
 
 
 @contextmanager

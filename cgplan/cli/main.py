@@ -84,6 +84,13 @@ def root(
         typer.echo(context.get_help())
 
 
+def _run(command: str, request: Request) -> None:
+    prepared = request.prepare()
+    from cgplan.cli.capture import run
+
+    run(command, request, prepared)
+
+
 @app.command(
     epilog=example(
         "cgplan capture configs/decoder_cpu.yaml --output run.json",
@@ -94,10 +101,7 @@ def root(
 @with_options
 def capture(request: CaptureRequest) -> None:
     """Capture graphs, and report their memory and time."""
-    prepared = request.prepare()
-    from cgplan.cli.capture import run_capture
-
-    run_capture(request, prepared)
+    _run("capture", request)
 
 
 @app.command(
@@ -146,10 +150,7 @@ def doctor(request: Request) -> None:
 
     Where the capture fails, it shows what cudagraph_mode: AUTO captures instead.
     """
-    prepared = request.prepare()
-    from cgplan.cli.capture import run_doctor
-
-    run_doctor(request, prepared)
+    _run("doctor", request)
 
 
 @app.command(epilog=example("cgplan audit my.yaml --output audit.json"))
@@ -160,10 +161,7 @@ def audit(request: AuditRequest) -> None:
     Pointers into memory that is free, gone, or held by others alone are findings; the exit code is
     then 25.
     """
-    prepared = request.prepare()
-    from cgplan.cli.capture import run_audit
-
-    run_audit(request, prepared)
+    _run("audit", request)
 
 
 @plans.callback(
