@@ -5,20 +5,33 @@ and pasted.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass
 from functools import singledispatch
 from io import StringIO
 from itertools import product, zip_longest
 from operator import methodcaller
 from textwrap import wrap
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
-from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.console import (
+    Console,
+    ConsoleOptions,
+    Group,
+    RenderableType,
+)
 from rich.text import Text
 
 TEXT_WIDTH = 100
 _UNIT = re.compile(r"(?<=\d) (?=(?:[um]?s|[KMG]?i?B)\b)")
+_BREAK = re.compile(r"(?<=-)(?=\w)| ")  # where a heading may go on in the next line
+Lines = list[str]
 Fact = tuple[str, str]  # a label, and what stands beside it
 percent = "{:.1%}".format
 
@@ -29,14 +42,20 @@ def render(report: Any) -> RenderableType:
     raise TypeError(f"{type(report).__name__} has no tables")
 
 
-def render_text(report: Any, width: int = TEXT_WIDTH) -> str:
+def render_text(
+    report: Any,
+    width: int = TEXT_WIDTH,
+) -> str:
     """A report, plan or other record as plain text of ``width`` columns, without a newline at the
     end.
     """
     return plain_text(render(report), width)
 
 
-def plain_text(renderable: RenderableType, width: int = TEXT_WIDTH) -> str:
+def plain_text(
+    renderable: RenderableType,
+    width: int = TEXT_WIDTH,
+) -> str:
     file = StringIO()
     console = Console(
         file=file,
@@ -46,7 +65,8 @@ def plain_text(renderable: RenderableType, width: int = TEXT_WIDTH) -> str:
         _environ={},
     )
     console.print(renderable, crop=False)
-    return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
+    lines = file.getvalue().splitlines()
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def describe_sizes(sizes: Sequence[int]) -> str:
@@ -54,16 +74,20 @@ def describe_sizes(sizes: Sequence[int]) -> str:
     parts: list[str] = []
     first = 0
     while first < len(sizes):
-        last = min(first + 1, len(sizes) - 1)
-        step = sizes[last] - sizes[first]
-        while last + 1 < len(sizes) and sizes[last + 1] - sizes[last] == step:
-            last += 1
+        last = first
+        step = 0
+        for place in range(first + 1, len(sizes)):
+            distance = sizes[place] - sizes[place - 1]
+            if step not in (0, distance):
+                break
+            step = distance
+            last = place
         if last - first < 3:  # a shorter run reads better as it is
+            last = first
             parts.append(str(sizes[first]))
-            first += 1
-            continue
-        by = f" by {step}" if step > 1 else ""
-        parts.append(f"{sizes[first]} to {sizes[last]}{by}")
+        else:
+            by = f" by {step}" if step > 1 else ""
+            parts.append(f"{sizes[first]} to {sizes[last]}{by}")
         first = last + 1
     return ", ".join(parts) or "none"
 
@@ -83,15 +107,17 @@ class Column:
     @property
     def name(self) -> str:
         """The title in one line."""
-        return self.title.replace("-\n", "-").replace("\n", " ")
+        title = self.title.replace("-\n", "-")
+        return title.replace("\n", " ")
 
     def of(self, row: Any) -> Any:
         if callable(self.value):
             return self.value(row)
         value = row
         for name in self.value.split("."):
-            if value is not None:
-                value = value[int(name)] if name.isdigit() else getattr(value, name)
+            if value is None:
+                break
+            value = value[int(name)] if name.isdigit() else getattr(value, name)
         return value
 
     def cell(self, row: Any) -> str:
@@ -103,6 +129,14 @@ class TextColumn(Column):
     """Text, which stands left, and may go on in further lines."""
 
     left = True
+
+
+class Fit(NamedTuple):
+    """How a table stands in a console."""
+
+    titles: list[Lines]
+    widths: list[int]
+    gap: int  # between columns
 
 
 class Grid:
@@ -125,67 +159,59 @@ class Grid:
         self._short = short
 
     def __rich_console__(
-        self, console: Console, options: ConsoleOptions
+        self,
+        console: Console,
+        options: ConsoleOptions,
     ) -> Iterator[RenderableType]:
-        shown = [column for column in self.columns if not column.on_page_alone]
-        cells = [[self._cell(column, row) for row in self.rows] for column in shown]
-        titles, widths, gap = self._fitted(
-            shown,
-            cells,
-            options.max_width,
-        )
+        columns = [column for column in self.columns if not column.on_page_alone]
+        cells = [self._cells(column) for column in columns]
+        titles, widths, gap = self._fitted(columns, cells, options.max_width)
 
-        def line(
-            words: Iterable[str],
-            style: str = "",
-        ) -> Text:
+        def line(words: Iterable[str], style: str = "") -> Text:
             placed: list[str] = []
-            for column, word, width in zip(
-                shown,
-                words,
-                widths,
-                strict=True,
-            ):
-                placed.append(word.ljust(width) if column.left else word.rjust(width))
-            return _line(((" " * gap).join(placed), style))
+            for column, word, width in zip(columns, words, widths, strict=True):
+                fill = word.ljust if column.left else word.rjust
+                placed.append(fill(width))
+            text = (" " * gap).join(placed)
+            return _line((text, style))
 
         upward = [reversed(title) for title in titles]  # the last lines stand side by side
-        for words in reversed(list(zip_longest(*upward, fillvalue=""))):
+        heads = list(zip_longest(*upward, fillvalue=""))
+        for words in reversed(heads):
             yield line(words, "bold")
-        yield _line(("-" * (sum(widths) + gap * (len(widths) - 1)), ""))
+        length = sum(widths) + gap * (len(widths) - 1)
+        yield _line(("-" * length, ""))
         for row in zip(*cells, strict=True):
             wrapped = map(_wrapped, row, widths)
             for words in zip_longest(*wrapped, fillvalue=""):
                 yield line(words)
 
-    def _cell(self, column: Column, row: Any) -> str:
-        cell = column.cell(row)
-        return cell.replace(" ", "") if self._short and not column.left else cell
+    def _cells(self, column: Column) -> Lines:
+        cells = [column.cell(row) for row in self.rows]
+        if self._short and not column.left:
+            return [cell.replace(" ", "") for cell in cells]
+        return cells
 
     def _fitted(
         self,
         columns: Sequence[Column],
-        cells: list[list[str]],
+        cells: list[Lines],
         most: int,
-    ) -> tuple[list[list[str]], list[int], int]:
-        """Lines of each heading, widths of the columns, and the gap between them."""
-        whole = [column.title.split("\n") for column in columns]
-        broken = [
-            re.sub(
-                r"(?<=-)(?=\w)| ",
-                "\n",
-                column.title,
-            ).split("\n")
-            for column in columns
-        ]
+    ) -> Fit:
+        whole: list[Lines] = []
+        broken: list[Lines] = []
         every = list(cells)  # what has to fit into its column: the words of texts,
         none = list(cells)  # or nothing of a text, which runs over
         for place, column in enumerate(columns):
+            whole.append(column.title.split("\n"))
+            in_parts = _BREAK.sub("\n", column.title)
+            broken.append(in_parts.split("\n"))
             if column.left:
-                every[place] = _wrapped("\n".join(cells[place]), 1)
+                text = "\n".join(cells[place])
+                every[place] = _wrapped(text, 1)
                 none[place] = []
-        words = [*cells[:1], *every[1:]]  # the first column stays in one line where it can
         none[:1] = cells[:1]
+        words = [*cells[:1], *every[1:]]  # the first column stays in one line where it can
         fits = [
             *product(
                 (self._gap, 1),
@@ -200,53 +226,39 @@ class Grid:
             wanted = _widths(titles, cells)
             room = most - gap * (len(columns) - 1)
             for level in range(most, 0, -1):  # the widest columns give way
-                widths = [
-                    max(low, min(high, level))
-                    for low, high in zip(
-                        least,
-                        wanted,
-                        strict=True,
-                    )
-                ]
+                widths: list[int] = []
+                for low, high in zip(least, wanted, strict=True):
+                    widths.append(max(low, min(high, level)))
                 if sum(widths) <= room:
-                    return titles, widths, gap
-        return titles, least, gap
+                    return Fit(titles, widths, gap)
+        return Fit(titles, least, gap)
 
 
 def _widths(
-    titles: Iterable[list[str]],
-    pieces: Iterable[list[str]],
+    titles: Iterable[Lines],
+    pieces: Iterable[Lines],
 ) -> list[int]:
     widths: list[int] = []
     for title, piece in zip(titles, pieces, strict=True):
-        widths.append(
-            max(
-                map(
-                    len,
-                    [
-                        "-",
-                        *title,
-                        *piece,
-                    ],
-                )
-            )
-        )
+        longest = 1
+        for line in (*title, *piece):
+            longest = max(longest, len(line))
+        widths.append(longest)
     return widths
 
 
-def _wrapped(
-    text: str,
-    width: int,
-) -> list[str]:
+def _wrapped(text: str, width: int) -> Lines:
     """Lines of whole words; a number and its unit stay in one."""
-    lines: list[str] = []
-    for part in _UNIT.sub("\xa0", text).split("\n"):
-        lines += wrap(
+    lines: Lines = []
+    joined = _UNIT.sub("\xa0", text)
+    for part in joined.split("\n"):
+        found = wrap(
             part,
             max(width, 1),
             break_on_hyphens=False,
             break_long_words=False,
-        ) or [""]
+        )
+        lines += found or [""]
     return [line.replace("\xa0", " ") for line in lines]
 
 
@@ -254,7 +266,11 @@ def _line(*parts: tuple[str, str]) -> Text:
     """Text and style of each part. What is longer than the console runs over: rich would break a
     word.
     """
-    return Text.assemble(*parts, no_wrap=True, overflow="ignore")
+    return Text.assemble(
+        *parts,
+        no_wrap=True,
+        overflow="ignore",
+    )
 
 
 @dataclass(frozen=True)
@@ -264,54 +280,44 @@ class Drawing:
     draw: Callable[[int], Iterable[Text]]
 
     def __rich_console__(
-        self, console: Console, options: ConsoleOptions
+        self,
+        console: Console,
+        options: ConsoleOptions,
     ) -> Iterator[RenderableType]:
         yield from self.draw(options.max_width)
 
 
-def facts(
-    title: str,
-    rows: Iterable[Fact],
-) -> RenderableType:
+def facts(title: str, rows: Iterable[Fact]) -> RenderableType:
     """A title over labelled lines; a line that is too long goes on under its own beginning, and
     words stay whole.
     """
     shown = list(rows)
 
     def draw(width: int) -> Iterator[Text]:
-        longest = max((len(label) for label, _ in shown), default=0)
-        widest = min(longest, width // 2)
+        widest = 0
+        for label, _ in shown:
+            widest = max(widest, len(label))
+        widest = min(widest, width // 2)
         for label, value in shown:
             style = "yellow" if label == "warning" else ""
             labels = _wrapped(label, widest)
             values = _wrapped(value, width - widest - 4)
             for left, right in zip_longest(labels, values, fillvalue=""):
-                yield _line((f"  {left:<{widest}}  ", style or "bold"), (right, style))
+                head = f"  {left:<{widest}}  "
+                yield _line((head, style or "bold"), (right, style))
 
     return titled(title, Drawing(draw))
 
 
-def labelled(
-    label: str,
-    texts: Iterable[str],
-) -> list[Fact]:
+def labelled(label: str, texts: Iterable[str]) -> list[Fact]:
     return [(label, text) for text in texts]
 
 
-def titled(
-    title: str,
-    *parts: RenderableType | None,
-) -> RenderableType:
+def titled(title: str, *parts: RenderableType | None) -> RenderableType:
     """Parts below each other under a title; None is left out."""
     shown = [part for part in parts if part is not None]
-    return Group(
-        sentences(
-            title,
-            style="bold",
-            indent="",
-        ),
-        *shown,
-    )
+    head = sentences(title, style="bold", indent="")
+    return Group(head, *shown)
 
 
 def stacked(*parts: RenderableType | None) -> RenderableType:
@@ -347,5 +353,6 @@ def filled(
     columns: list[Column] = []
     for name in rows[0]:
         kind = TextColumn if name in left else Column
-        columns.append(kind(name, methodcaller("get", name)))
+        value = methodcaller("get", name)
+        columns.append(kind(name, value))
     return Grid(rows, *columns)

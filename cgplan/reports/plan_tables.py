@@ -152,10 +152,7 @@ def _more_rows(plan: Plan) -> Iterator[Fact]:
     yield "config", plan.config_hash
 
 
-def said(
-    plan: Plan,
-    brief: bool = False,
-) -> list[Fact]:
+def said(plan: Plan, brief: bool = False) -> list[Fact]:
     """Warnings, and then notes of a plan and its evidence, those on costs first; ``brief``: the
     first few.
     """
@@ -172,10 +169,7 @@ def said(
     return [*told[:MOST_SAID], ("", f"and {left} more, which --verbose shows")]
 
 
-def _headline(
-    plan: Plan,
-    ladders: Sequence[LadderPoint],
-) -> str:
+def _headline(plan: Plan, ladders: Sequence[LadderPoint]) -> str:
     """Graphs, start-up time and memory of the plan, and of the ladder that it stands in for."""
     sizes = plan.config.get("compilation", {}).get("cudagraph_capture_sizes")
     asked = sizes if isinstance(sizes, str) else "configured" if sizes else "vllm"
@@ -259,10 +253,7 @@ def lane_table(plan: Plan) -> RenderableType:
     return titled("Cost of each lane", table, sentences(words))
 
 
-def case_table(
-    cases: Sequence[CaseCost],
-    max_loras: int,
-) -> RenderableType:
+def case_table(cases: Sequence[CaseCost], max_loras: int) -> RenderableType:
     """Graphs and cost that each LoRA case adds to a plan."""
 
     def adapters(case: CaseCost) -> object:
@@ -304,10 +295,7 @@ def _padding(plan: Plan) -> RenderableType:
     return stacked(*tables)
 
 
-def _padding_table(
-    captured: Sequence[int],
-    beyond: str,
-) -> RenderableType:
+def _padding_table(captured: Sequence[int], beyond: str) -> RenderableType:
     """Neighbours of equal distance share a row; in an irregular list, those between two powers of
     two.
     """
@@ -447,11 +435,7 @@ def _padding_map(found: PaddingMap) -> RenderableType:
     first, second = found.names
     sizes = "".join(f"{size:>5}" for size in found.columns)
     lines = [Text(f"{first:>10} |{sizes}  {second}")]
-    for size, shares in zip(
-        found.rows,
-        found.shares,
-        strict=True,
-    ):
+    for size, shares in zip(found.rows, found.shares, strict=True):
         line = Text(f"{size:>10} |")
         for share in shares:
             if share is None:
@@ -519,10 +503,7 @@ def _ladders(evidence: Evidence) -> RenderableType | None:
     return titled("Ladders on the same traffic", table, sentences(*words))
 
 
-def _beside(
-    points: Sequence[LadderPoint],
-    *more: Column,
-) -> Grid:
+def _beside(points: Sequence[LadderPoint], *more: Column) -> Grid:
     """Plans and ladders below each other: figures that are known, then ``more``."""
     columns = [_LADDER, GRAPHS, Column("step", "expected_us", format_microseconds)]
     if any(point.decode_us for point in points) and any(point.mixed_us for point in points):

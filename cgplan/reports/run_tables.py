@@ -214,11 +214,7 @@ def _prediction(report: CaptureReport) -> Iterator[RenderableType]:
             Column("measured", "0.driver_bytes", format_bytes),
         ]
     table = Grid(
-        zip(
-            report.records,
-            predicted.keys,
-            strict=True,
-        ),
+        zip(report.records, predicted.keys, strict=True),
         *columns,
     )
     yield titled("Predicted against measured", table)
