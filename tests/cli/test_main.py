@@ -57,7 +57,9 @@ def test_python_dash_m(home: Path) -> None:
 
 
 def test_torch_is_not_imported(home: Path) -> None:
-    """By commands that do not run the model; the help does without the reports' tables, too."""
+    """By commands that do not run the model, and before a capture's files are read and refused; the help does without
+    the reports' tables, too.
+    """
     (home / "plan.json").write_text(build_plan(load_config("good.yaml")).model_dump_json())
     code = """
 import sys
@@ -68,6 +70,10 @@ def run(*arguments):
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0 and result.stdout, result.output
 
+def refuse(exit_code, *arguments):
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == exit_code, result.output
+
 run("--help")
 run("capture", "--help")
 assert "cgplan.reports" not in sys.modules
@@ -77,6 +83,12 @@ run("inspect", "plan.json")
 run("inspect", "--vllm", "{}", "--max-num-seqs", "4", "--max-num-batched-tokens", "64")
 run("plan", "--config", "good.yaml", "--html", "plan.html", "--emit", "vllm")
 run("plan", "diff", "plan.json", "plan.json")
+refuse(4, "capture", "missing.yaml")
+refuse(3, "bench", "good.yaml", "--set", "devise=cpu")
+refuse(3, "bench", "good.yaml", "--against", "baer")
+refuse(16, "capture", "good.yaml", "--plan", "good.yaml")
+refuse(17, "audit", "good.yaml", "--html", ".")
+refuse(3, "init", "models.py:build", "--kwargs", "[1]")
 assert "torch" not in sys.modules
 """
     done = in_a_process("-c", code)
@@ -201,7 +213,7 @@ def test_internal_error_is_one_line_and_advice(home: Path, monkeypatch: pytest.M
     def broken(*_: Any) -> None:
         raise RuntimeError("a defect\nof two lines")
 
-    monkeypatch.setattr("cgplan.cli.capture.build_plan", broken)
+    monkeypatch.setattr("cgplan.planning.build_plan", broken)
     result = cgplan_command("capture", "--config", "good.yaml")
     assert result.exit_code == 1
     assert unwrapped(result.stderr).splitlines()[-2] == "internal error: RuntimeError: a defect"
