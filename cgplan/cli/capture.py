@@ -17,7 +17,7 @@ from cgplan.backends.backend import Trace, span
 from cgplan.captures.audit import audit_error
 from cgplan.captures.captured_keys import CaptureProgress
 from cgplan.captures.environment import describe_environment
-from cgplan.captures.together import ALONE, Together
+from cgplan.captures.rank_sync import SINGLE_RANK, RankSync
 from cgplan.cli.output import check_outputs, has_ranks, is_first_rank, note, progress, publish, save
 from cgplan.cli.plan import announcements, read_plan
 from cgplan.config import Config, Override, read_config
@@ -210,7 +210,7 @@ def _run(
     plan: Plan,
     model: Callable[..., Any],
     backend: GraphBackend,
-    together: Together = ALONE,
+    together: RankSync = SINGLE_RANK,
     began: float | None = None,
 ) -> GraphRunner:
     with progress("capture" if is_first_rank() else "") as step:

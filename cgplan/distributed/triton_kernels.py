@@ -34,7 +34,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-UNREGISTERED, TIMED_OUT, ABORTED = 1, 2, 3  # values of the error word
+# values of the error word
+UNREGISTERED = 1
+TIMED_OUT = 2
+ABORTED = 3
 
 
 @triton.jit
@@ -74,7 +77,8 @@ def _barrier(
     own = tl.load(signals + RANK).to(tl.pointer_type(tl.int32)) + slot * WORLD + ranks
     zeros = tl.zeros([WORLD], tl.int32)
     behind = _look(own, zeros, values, ORDERED)
-    looks, met = 0, 1
+    looks = 0
+    met = 1
     while behind < 0:
         behind = _look(own, zeros, values, ORDERED)
         looks += 1
@@ -82,7 +86,8 @@ def _barrier(
             tl.atomic_cas(error, 0, 2)
         if looks % 64 == 0:
             if tl.atomic_add(error, 0, sem="relaxed", scope="gpu") != 0:
-                behind, met = 0, 0
+                behind = 0
+                met = 0
     tl.debug_barrier()
     return met
 
@@ -139,7 +144,16 @@ def one_shot(
         tl.atomic_cas(error, 0, 1)
     else:
         count = tl.load(counts + pid)
-        met = _barrier(signals, error, pid, 2 * count + 1, RANK, WORLD, LIMIT, True)
+        met = _barrier(
+            signals,
+            error,
+            pid,
+            2 * count + 1,
+            RANK,
+            WORLD,
+            LIMIT,
+            True,
+        )
         numel = packs * met * PACK
         for start in range(pid * BLOCK, numel, tl.num_programs(0) * BLOCK):
             places = start + tl.arange(0, BLOCK)
@@ -151,7 +165,16 @@ def one_shot(
                 total += tl.load(source + places, mask=inside, other=0.0).to(tl.float32)
             tl.store(out + places, total.to(out.dtype.element_ty), mask=inside)
         if met:
-            _barrier(signals, error, pid, 2 * count + 2, RANK, WORLD, LIMIT, False)
+            _barrier(
+                signals,
+                error,
+                pid,
+                2 * count + 2,
+                RANK,
+                WORLD,
+                LIMIT,
+                False,
+            )
         else:
             _void(out, packs * PACK, BLOCK)
         tl.store(counts + pid, count + 1)
@@ -182,13 +205,24 @@ def two_shot(
     The other arguments are those of ``one_shot``.
     """
     pid = tl.program_id(0)
-    inputs, slices = _addresses(row, WORLD), _addresses(signals, WORLD)
+    inputs = _addresses(row, WORLD)
+    slices = _addresses(signals, WORLD)
     if inputs[RANK] == 0:
         tl.atomic_cas(error, 0, 1)
     else:
         count = tl.load(counts + pid)
-        met = _barrier(signals, error, pid, 2 * count + 1, RANK, WORLD, LIMIT, True)
-        numel, size = packs * PACK, slice_packs * met * PACK
+        met = _barrier(
+            signals,
+            error,
+            pid,
+            2 * count + 1,
+            RANK,
+            WORLD,
+            LIMIT,
+            True,
+        )
+        numel = packs * PACK
+        size = slice_packs * met * PACK
         mine = (slices[RANK] + SIGNAL_BYTES).to(tl.pointer_type(out.dtype.element_ty))
         mine = tl.multiple_of(mine, 16)
         for start in range(pid * BLOCK, size, tl.num_programs(0) * BLOCK):
@@ -201,7 +235,16 @@ def two_shot(
                 total += tl.load(source + places, mask=inside, other=0.0).to(tl.float32)
             tl.store(mine + places, total.to(out.dtype.element_ty), mask=inside)
         if met:
-            size = size * _barrier(signals, error, pid, 2 * count + 2, RANK, WORLD, LIMIT, True)
+            size = size * _barrier(
+                signals,
+                error,
+                pid,
+                2 * count + 2,
+                RANK,
+                WORLD,
+                LIMIT,
+                True,
+            )
         for start in range(pid * BLOCK, size, tl.num_programs(0) * BLOCK):
             places = start + tl.arange(0, BLOCK)
             for rank in tl.static_range(WORLD):
