@@ -733,7 +733,7 @@ def list_() -> None:
     epilog="\b\nExample:\n  cgplan examples copy vision demo\n  cgplan capture demo/vision.yaml"
 )
 def copy(name: str, folder: Annotated[Path, Argument(metavar="DIR")] = Path()) -> None:
-    """Copy an example, and the files of models that it names, into a folder, which is made if it is
+    """Copy an example, and the Python files that it names, into a folder, which is made if it is
     missing.
     """
     with failures_reported():
@@ -745,7 +745,7 @@ def copy(name: str, folder: Annotated[Path, Argument(metavar="DIR")] = Path()) -
             remedy = f"{did_you_mean(name, known)}See `cgplan examples list`."
             raise ConfigFileError(f"there is no example {name!r}", remedy=remedy)
         text = read_text(_EXAMPLES / f"{name}.yaml", ConfigFileError, "")
-        files = dict.fromkeys((f"{name}.yaml", *findall(r"\b(\w+\.py):", text)))
+        files = dict.fromkeys((f"{name}.yaml", *findall(r"\b\w+\.py\b", text)))
         if taken := [file for file in files if (folder / file).exists()]:
             raise OutputPathError(
                 f"there is a {folder / taken[0]} already", remedy="Give another folder."
