@@ -48,14 +48,13 @@ class CudaIpcTransport:
         self._handles: dict[int, tuple[bytes, int]] = {}  # base -> handle, bytes
 
     def empty(self, nbytes: int) -> Tensor:
-        self._own.append(
-            torch.zeros(
-                nbytes,
-                dtype=torch.uint8,
-                device=self._device,
-            )
+        memory = torch.zeros(
+            nbytes,
+            dtype=torch.uint8,
+            device=self._device,
         )
-        return self._own[-1]
+        self._own.append(memory)
+        return memory
 
     def place(self, tensor: Tensor) -> Tensor:
         return tensor
@@ -68,7 +67,8 @@ class CudaIpcTransport:
             if base not in self._handles:
                 result = self._runtime.cudaIpcGetMemHandle(base)
                 (handle,) = self._checked(result, "cudaIpcGetMemHandle")
-                self._handles[base] = (bytes(handle.reserved), int(nbytes))
+                exported = bytes(handle.reserved)
+                self._handles[base] = (exported, int(nbytes))
         found, size = self._handles[base]
         return ExportedMemory(
             handle=found,
@@ -171,16 +171,17 @@ class SharedMemoryTransport:
     def place(self, tensor: Tensor) -> Tensor:
         """Memory in a block, contiguous: an operator's result lies in private memory."""
         nbytes = tensor.nbytes
-        last = self._placed[-1] if self._placed else None
-        if last is None or last.used + nbytes > last.nbytes:
-            last = _Block(max(nbytes, _BLOCK_BYTES))
-            self._placed.append(last)
+        block = self._placed[-1] if self._placed else None
+        if block is None or block.used + nbytes > block.nbytes:
+            block = _Block(max(nbytes, _BLOCK_BYTES))
+            self._placed.append(block)
         with torch.inference_mode(False):
-            taken = last.take(nbytes)
-            return taken.view(tensor.dtype).view(tensor.shape)
+            taken = block.take(nbytes).view(tensor.dtype)
+            return taken.view(tensor.shape)
 
     def export(self, address: int) -> ExportedMemory:
-        for block in (*self._own, *self._placed):
+        blocks = [*self._own, *self._placed]
+        for block in blocks:
             offset = address - block.base
             if 0 <= offset < block.nbytes:
                 handle = (os.getpid(), block.file, block.nbytes)

@@ -69,12 +69,13 @@ def _barrier(
     tl.debug_barrier()
     ranks = tl.arange(0, WORLD)
     values = tl.zeros([WORLD], tl.int32) + value
-    theirs = tl.load(signals + ranks).to(tl.pointer_type(tl.int32)) + slot * WORLD + RANK
+    place = slot * WORLD
+    theirs = tl.load(signals + ranks).to(tl.pointer_type(tl.int32)) + place + RANK
     if ORDERED:
         tl.atomic_xchg(theirs, values, sem="release", scope="sys")
     else:
         tl.atomic_xchg(theirs, values, sem="relaxed", scope="sys")
-    own = tl.load(signals + RANK).to(tl.pointer_type(tl.int32)) + slot * WORLD + ranks
+    own = tl.load(signals + RANK).to(tl.pointer_type(tl.int32)) + place + ranks
     zeros = tl.zeros([WORLD], tl.int32)
     behind = _look(own, zeros, values, ORDERED)
     looks = 0
@@ -99,14 +100,17 @@ def _addresses(row, WORLD: tl.constexpr):
     """
     found = ()
     for rank in tl.static_range(WORLD):
-        found = found + (tl.load(row + rank),)
+        address = tl.load(row + rank)
+        found = found + (address,)
     return found
 
 
 @triton.jit
 def _void(out, numel, BLOCK: tl.constexpr):
     """Write NaN: a sum that was given up must not be taken for one."""
-    for start in range(tl.program_id(0) * BLOCK, numel, tl.num_programs(0) * BLOCK):
+    first = tl.program_id(0) * BLOCK
+    step = tl.num_programs(0) * BLOCK
+    for start in range(first, numel, step):
         places = start + tl.arange(0, BLOCK)
         nothing = tl.full([BLOCK], float("nan"), tl.float32)
         tl.store(out + places, nothing.to(out.dtype.element_ty), mask=places < numel)
@@ -251,9 +255,8 @@ def two_shot(
                 inside = (places < size) & (places < numel - rank * size)
                 part = (slices[rank] + SIGNAL_BYTES).to(tl.pointer_type(out.dtype.element_ty))
                 part = tl.multiple_of(part, 16)
-                tl.store(
-                    out + rank * size + places, tl.load(part + places, mask=inside), mask=inside
-                )
+                values = tl.load(part + places, mask=inside)
+                tl.store(out + rank * size + places, values, mask=inside)
         if size == 0:
             _void(out, numel, BLOCK)
         tl.store(counts + pid, count + 1)

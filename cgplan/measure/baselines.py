@@ -51,12 +51,12 @@ from cgplan.reports.records import (
     BaselineRecord,
     BaselinesRecord,
     BaselineTiming,
-    CaptureReport,
     Timing,
 )
 from cgplan.runner.runner import GraphRunner
 
 Call = Callable[[], Any]
+Captured = tuple[Any, dict[str, Tensor], Any]  # a graph, its static tensors and output
 Times = tuple[list[float], list[float], list[float]]
 MOST_ROUNDS = 5
 LONGEST_REASON = 160  # characters
@@ -99,7 +99,9 @@ class BenchBatch:
         """Call a model on the batch, or on other tensors in its place, in the forward context that
         it may read.
         """
-        given = self.tensors if tensors is None else tensors
+        given: Tensors = self.tensors
+        if tensors is not None:
+            given = tensors
         inputs = {name: given[name] for name in self.inputs}
         metadata = {name: given[name] for name in self.metadata}
         with forward_context(CUDAGraphMode.NONE, self.descriptor, metadata):
@@ -220,10 +222,12 @@ def bare(bench: Comparison, baseline: Baseline) -> None:
     model = bench.runner.model
     warmups = bench.runner.config.compilation.cudagraph_num_of_warmups
     pool = backend.new_pool()
-    captured = dict[int, tuple[Any, dict[str, Tensor], Any]]()
+    captured: dict[int, Captured] = {}
     with backend.session():
         for batch in bench.largest_first():
-            static = {name: value.clone() for name, value in batch.tensors.items()}
+            static = {}
+            for name, value in batch.tensors.items():
+                static[name] = value.clone()
             forward = partial(batch.run, model, static)
             for _ in range(warmups):
                 forward()
@@ -384,11 +388,8 @@ def bench_baselines(
 
     def step(text: str) -> None:
         if progress:
-            progress(
-                next(done),
-                2 * len(baselines) + rounds,
-                text,
-            )
+            total = 2 * len(baselines) + rounds
+            progress(next(done), total, text)
 
     with torch.no_grad():
         bench = Comparison(
@@ -399,7 +400,8 @@ def bench_baselines(
         )
         runner.suspend()
         shuffled = order.sample(baselines, len(baselines))
-        for baseline in sorted(shuffled, key=attrgetter("stays_ready")):
+        shuffled.sort(key=attrgetter("stays_ready"))
+        for baseline in shuffled:
             step(f"{baseline.record.name}, alone")
             baseline.attempt(bench.price)
             if not baseline.stays_ready:
@@ -411,20 +413,20 @@ def bench_baselines(
         for number in range(rounds):
             step(f"round {number + 1}")
             turns = [*itertools.product(_ready(baselines), batches)]
-            for baseline, batch in order.sample(turns, len(turns)):
+            order.shuffle(turns)
+            for baseline, batch in turns:
                 baseline.attempt(bench.measure, batch.size)
         for baseline in baselines:  # last: a graph whose memory another one took would show here
             baseline.attempt(bench.compare)
         for baseline in baselines[1:]:
             baseline.attempt(Baseline.close)
     pairs = itertools.product(batches, _ready(baselines))
-    capture = bench.captured
     return BaselinesRecord(
         seed=seed,
         rounds=rounds,
         repeats=rounds * bench.repeats,
-        capture_seconds=None if capture is None else capture.session_seconds,
-        keys=0 if capture is None else len(capture.records),
+        capture_seconds=bench.capture_seconds,
+        keys=bench.keys,
         ways=tuple(baseline.record for baseline in baselines),
         records=tuple(baseline.results[batch.size] for batch, baseline in pairs),
     )
@@ -440,16 +442,16 @@ class Comparison:
 
     Args:
         runner: Knows the model and the device.
-        batches: Are run here, four times each; afterwards they and the model's state are as
-            they were.
+        batches: Run here four times each; afterwards they and the model's state are as before.
         seed: Of compared calls.
         repeats: Timed calls in a turn.
 
     Attributes:
-        captured: The report of the runner's capture with nothing else ready.
+        capture_seconds, keys: Of the runner's capture with nothing else ready; None and 0 before.
     """
 
-    captured: CaptureReport | None = None
+    capture_seconds: float | None = None
+    keys = 0
 
     def __init__(
         self,
@@ -465,7 +467,8 @@ class Comparison:
         self._inputs = []
         for batch in batches:
             for tensor in batch.tensors.values():
-                self._inputs.append((tensor, tensor.clone()))
+                before = tensor.clone()
+                self._inputs.append((tensor, before))
         device = runner.backend.device
         free = runner.backend.memory().free or 4 << 30
         state = Fingerprint.of({"model": runner.model}, device)
@@ -474,8 +477,13 @@ class Comparison:
         self._outputs: dict[int, Any] = {}
         self._unsteady = set[int]()
         self._draws = set[int]()
+
+        def run_all() -> None:
+            for batch in batches:
+                batch.run(runner.model)
+
         with random_state_kept(device, self._generators):
-            look(lambda: [batch.run(runner.model) for batch in batches], self._state)
+            look(run_all, self._state)
             for batch in batches:
                 call = partial(batch.run, runner.model)
                 wanted = self._run(call, seed)
@@ -541,12 +549,15 @@ class Comparison:
         start = time.perf_counter()
         self.prepare(baseline)
         seconds = time.perf_counter() - start
+        after = used_bytes(backend)
         if name == OURS:
-            self.captured = self.runner.report
+            report = self.runner.report
+            self.capture_seconds = report.session_seconds
+            self.keys = len(report.records)
         baseline.record = BaselineTiming(
             name=name,
             ready_seconds=seconds,
-            memory_bytes=used_bytes(backend) - before,
+            memory_bytes=after - before,
             note=baseline.note,
         )
 
@@ -562,7 +573,8 @@ class Comparison:
             queued=True,
         )
         latency, host = backend.time_calls(call, self.repeats)
-        times = baseline.times.setdefault(size, ([], [], []))
+        fresh: Times = ([], [], [])
+        times = baseline.times.setdefault(size, fresh)
         times[0].extend(device)
         times[1].extend(latency)
         times[2].extend(host)
@@ -570,13 +582,13 @@ class Comparison:
     def compare(self, baseline: Baseline) -> None:
         for size in self._outputs:
             difference, reason = self._deviation(size, baseline)
-            device, latency, host = map(timing, baseline.times[size])
+            device, latency, host = baseline.times[size]
             baseline.results[size] = BaselineRecord(
                 name=baseline.record.name,
                 num_tokens=size,
-                device=device,
-                latency=latency,
-                host=host,
+                device=timing(device),
+                latency=timing(latency),
+                host=timing(host),
                 first_call_seconds=baseline.first[size],
                 deviation=difference,
                 not_comparable=reason,
@@ -602,7 +614,8 @@ class Comparison:
         if baseline.record.name != OURS:
             return baseline.stays_ready
         is_padded = size not in self.runner.wanted.capture_sizes
-        return is_padded or self.runner.config.compilation.compiler != "eager"
+        compiler = self.runner.config.compilation.compiler
+        return is_padded or compiler != "eager"
 
     def _run(self, call: Call, seed: int) -> Any:
         self.restore()
@@ -629,4 +642,7 @@ def used_bytes(backend: GraphBackend) -> int:
 def timing(values: Sequence[float]) -> Timing:
     """Median and 99th percentile of some times."""
     median, p99 = np.percentile(values, (50, 99))
-    return Timing(median=float(median), p99=float(p99))
+    return Timing(
+        median=float(median),
+        p99=float(p99),
+    )
