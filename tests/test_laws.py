@@ -28,9 +28,10 @@ FOLDERS = (
     "distributed", "api", "drop_in", "cli",
 )  # fmt: skip
 WITHOUT_TORCH = FOLDERS[: FOLDERS.index("buffers")]
-MODULES = sorted(PACKAGE.rglob("*.py"))
+EXAMPLES = PACKAGE / "examples"  # there in the wheel alone, from configs/; not held to these laws
+MODULES = sorted(path for path in PACKAGE.rglob("*.py") if EXAMPLES not in path.parents)
 TINY: set[str] = set()
-BUDGET = {"tokens": 234_300, "files": 147, "files in a folder": 13}
+BUDGET = {"tokens": 234_300, "files": 144, "files in a folder": 13}
 
 
 @dataclass(frozen=True)

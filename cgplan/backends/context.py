@@ -17,15 +17,21 @@ from cgplan.modes import RUNTIME_MODES, BatchDescriptor, CUDAGraphMode
 T = TypeVar("T")
 AddressPolicy = Literal["off", "first", "always"]
 _OPERATORS = torch.library.Library("cgplan", "FRAGMENT")
+_bodies: dict[str, Callable[..., Any]] = {}
 
 
 def define_operator(schema: str, body: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    """Register an operator ``cgplan::name`` on CPUs and GPUs, for good."""
+    """Register an operator ``cgplan::name`` on CPUs and GPUs, for good. Registering it again, as a
+    model's file does that is loaded twice, exchanges the body.
+    """
     name = schema.partition("(")[0]
-    _OPERATORS.define(schema)
-    for key in ("CPU", "CUDA"):
-        _OPERATORS.impl(name, body, key)
-    torch.library.register_fake(f"cgplan::{name}", fake, lib=_OPERATORS)
+    is_new = name not in _bodies
+    _bodies[name] = body
+    if is_new:
+        _OPERATORS.define(schema)
+        for key in ("CPU", "CUDA"):
+            _OPERATORS.impl(name, lambda *given: _bodies[name](*given), key)
+        torch.library.register_fake(f"cgplan::{name}", fake, lib=_OPERATORS)
 
 
 @dataclass(slots=True)

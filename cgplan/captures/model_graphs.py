@@ -24,7 +24,7 @@ from cgplan.backends.graph_nodes import OperatorLog
 from cgplan.buffers.outputs import OutputRows
 from cgplan.buffers.static import StaticBoxes, StaticBuffers, Tensors
 from cgplan.captures.failures import drop_locals, explain_failure
-from cgplan.captures.together import ALONE, PeerMemory, Together
+from cgplan.captures.rank_sync import SINGLE_RANK, PeerMemory, RankSync
 from cgplan.config import Config
 from cgplan.errors import AddressError, CaptureError, HostSyncError, InputError
 from cgplan.graphs.ambient import AmbientState, number_of, random_state_kept
@@ -144,7 +144,7 @@ class ModelGraphs:
         backend: GraphBackend,
         pool: GraphPool | None = None,
         state: Sequence[object] | Mapping[str, object] | None = None,
-        together: Together = ALONE,
+        together: RankSync = SINGLE_RANK,
         before_key: BeforeKey | None = None,
         real_rows: RealRows | None = None,
     ) -> None:
@@ -171,7 +171,7 @@ class ModelGraphs:
             if not Fingerprint.of({name: item}, backend.device).tensors
         ]
         self.inspection_seconds = 0.0
-        self.is_alone, self._together = together is ALONE, together
+        self.is_alone, self._together = together is SINGLE_RANK, together
         self._kept: PutBack | None = None  # while captures may change the model
         self._sealed: Fingerprint | None = None  # the state that graphs rely on
         self._watch: Watch | None = None  # of it
@@ -695,7 +695,7 @@ class ModelGraphs:
         self.scope.entries, self.scope.wrappers = [], []
 
     def free(self) -> None:
-        together, self._together = self._together, ALONE  # other ranks wait for it once
+        together, self._together = self._together, SINGLE_RANK  # other ranks wait for it once
         with ExitStack() as stack:  # memory is freed whatever the steps before it raise
             stack.callback(self._free)
             stack.callback(together.release)

@@ -15,7 +15,7 @@ from cgplan.backends.backend import Trace, span
 from cgplan.captures.audit import audit_error
 from cgplan.captures.captured_keys import CaptureProgress
 from cgplan.captures.environment import describe_environment
-from cgplan.captures.together import ALONE, Together
+from cgplan.captures.rank_sync import SINGLE_RANK, RankSync
 from cgplan.cli.options import Prepared, Request
 from cgplan.cli.output import has_ranks, is_first_rank, note, progress, publish, save
 from cgplan.cli.plan import announcements
@@ -197,7 +197,7 @@ def _run(
     plan: Plan,
     model: Callable[..., Any],
     backend: GraphBackend,
-    together: Together = ALONE,
+    together: RankSync = SINGLE_RANK,
     began: float | None = None,
 ) -> GraphRunner:
     with progress("capture" if is_first_rank() else "") as step:

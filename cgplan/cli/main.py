@@ -408,7 +408,9 @@ def list_() -> None:
 )
 @with_options
 def copy(name: str, folder: Annotated[Path, Argument(metavar="DIR")] = Path()) -> None:
-    """Copy an example and its model's files into a folder, which is made if it is missing."""
+    """Copy an example, and the Python files that it names, into a folder, which is made if it is
+    missing.
+    """
     from cgplan.config.load import read_text
 
     known = [path.stem for path in _EXAMPLES.glob("*.yaml")]
@@ -416,7 +418,7 @@ def copy(name: str, folder: Annotated[Path, Argument(metavar="DIR")] = Path()) -
         remedy = f"{did_you_mean(name, known)}See `cgplan examples list`."
         raise ConfigFileError(f"there is no example {name!r}", remedy=remedy)
     text = read_text(_EXAMPLES / f"{name}.yaml", ConfigFileError, "")
-    files = dict.fromkeys((f"{name}.yaml", *findall(r"\b(\w+\.py):", text)))
+    files = dict.fromkeys((f"{name}.yaml", *findall(r"\b\w+\.py\b", text)))
     for file in files:
         if (folder / file).exists():
             raise OutputPathError(

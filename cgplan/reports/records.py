@@ -421,7 +421,7 @@ OURS = "cgplan"
 BASELINE_NAMES = ("eager", "bare", "make_graphed_callables", "reduce-overhead")
 
 
-class WayRecord(Record):
+class BaselineTiming(Record):
     """Time and memory until one way of running is ready for all sizes: cgplan, or a baseline. None
     if it failed.
     """
@@ -458,7 +458,7 @@ class BaselinesRecord(Record):
     # cgplan's capture session, a part of its ready_seconds; None if it failed
     capture_seconds: float | None
     keys: int  # graphs that cgplan captured; baselines made one for each size
-    ways: tuple[WayRecord, ...]
+    ways: tuple[BaselineTiming, ...]
     records: tuple[BaselineRecord, ...]  # by size, in the order of ways
 
     def of(self, name: str, num_tokens: int) -> BaselineRecord | None:

@@ -11,7 +11,7 @@ from cgplan.captures.budget import fitting
 from cgplan.captures.captured_keys import CapturedKeys, Progress
 from cgplan.captures.failures import drop_locals, explain_eager_failure
 from cgplan.captures.model_graphs import BeforeKey, ModelGraphs, RealRows
-from cgplan.captures.together import ALONE, Together
+from cgplan.captures.rank_sync import SINGLE_RANK, RankSync
 from cgplan.config import Config
 from cgplan.errors import ConfigError, PlanError
 from cgplan.graphs.ambient import random_state_kept
@@ -58,7 +58,7 @@ class CaptureSession:
         progress: Progress | None = None,
         pool: GraphPool | None = None,
         name: str = "runner",
-        together: Together = ALONE,
+        together: RankSync = SINGLE_RANK,
         state: Sequence[object] | Mapping[str, object] | None = None,
         before_key: BeforeKey | None = None,
         began: float | None = None,
@@ -95,7 +95,7 @@ class CaptureSession:
             config_hash(config),
             config.compilation.capture_policy,
         )
-        ranks = self._together is not ALONE
+        ranks = self._together is not SINGLE_RANK
         if made != own:
             raise PlanError(
                 f"the plan {'of all ranks ' * ranks}was made from configuration {made}; this "

@@ -42,10 +42,9 @@ from cgplan.backends import select_backend
 from cgplan.buffers.compare import deviation
 from cgplan.buffers.static import example_batch
 from cgplan.captures.environment import describe_environment
-from cgplan.measure.baselines import BenchBatch, Comparison, Way, bare, eager, reduce_overhead, used_bytes
+from cgplan.measure.baselines import Baseline, BenchBatch, Comparison, bare, eager, reduce_overhead, used_bytes
 from cgplan.modes import BatchDescriptor
 from cgplan.reports.html import Page, Section, chart, html_of, table_of
-from cgplan.reports.records import WayRecord
 from cgplan.runner import auto
 from cgplan.units import format_microseconds, format_ratio
 
@@ -314,7 +313,7 @@ class Zoo:
         benches = {is_by_size: Comparison(self.runners["eager"], timed if is_by_size else batches)
                    for is_by_size in (False, True)}  # fmt: skip
         # Note [Graphs of several baselines in one process] says why reduce-overhead is the first.
-        ways = [Way(WayRecord(name=name)) for name in sorted(options.ways, key=lambda name: name != "reduce-overhead")]
+        ways = [Baseline(name) for name in sorted(options.ways, key=lambda name: name != "reduce-overhead")]
         for bench in benches.values():
             bench.zoo = self
         auto.time_on_padding = self.turn()(auto.time_on_padding)  # AUTO decides by times

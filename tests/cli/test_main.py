@@ -162,13 +162,16 @@ def test_files_that_cannot_be_read_are_named(
 def test_examples_are_listed_and_copied_with_their_models(home: Path) -> None:
     names = [line.split()[0] for line in good("examples", "list").stdout.splitlines()]
     assert names == sorted(path.stem for path in (REPO / "configs").glob("*.yaml"))
+    wanted = {"lora": "adapters.py", "speculative": "speculative.py"}
     for name in names:
-        good("examples", "copy", name, "demo")
-        target = load_config(f"demo/{name}.yaml").model.target  # type: ignore[union-attr]
+        good("examples", "copy", name, name)
+        target = load_config(f"{name}/{name}.yaml").model.target  # type: ignore[union-attr]
         file = target.partition(":")[0]
-        assert not file.endswith(".py") or (home / "demo" / file).is_file()
-    assert "there is a demo/vision.yaml already" in refused(
-        errors.OutputPathError, "examples", "copy", "vision", "demo"
+        files = [file, wanted.get(name, file), "attention.py" if file == "decoder.py" else file]
+        if file.endswith(".py"):
+            assert all((home / name / needed).is_file() for needed in files)
+    assert "there is a vision/vision.yaml already" in refused(
+        errors.OutputPathError, "examples", "copy", "vision", "vision"
     )
     assert "Did you mean 'vision'?" in refused(errors.ConfigFileError, "examples", "copy", "vison")
     assert "cannot write good.yaml" in refused(

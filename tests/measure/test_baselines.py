@@ -16,9 +16,9 @@ from cgplan.backends import GraphBackend, select_backend
 from cgplan.config import Input, validate_config
 from cgplan.measure.baselines import (
     BASELINES,
+    Baseline,
     BenchBatch,
     Comparison,
-    Way,
     bare,
     bench_baselines,
     reduce_overhead,
@@ -26,7 +26,7 @@ from cgplan.measure.baselines import (
 )
 from cgplan.measure.bench import bench, examples
 from cgplan.reports import BenchReport, render_text
-from cgplan.reports.records import BASELINE_NAMES, BaselineRecord, WayRecord
+from cgplan.reports.records import BASELINE_NAMES, BaselineRecord
 from cgplan.runner.session import CaptureSession
 
 pytestmark = pytest.mark.usefixtures("quiet_collector")
@@ -229,7 +229,7 @@ def test_a_call_by_hand_takes_new_tensors(backend: GraphBackend) -> None:
     runner = open_runner(backend, model)
     x = batch_of(backend, 3)
     batch = BenchBatch(3, {"x": x}, {}, {}, runner.route({"x": x}).unpadded)
-    way = Way(WayRecord(name="bare"))
+    way = Baseline("bare")
     with torch.no_grad(), way.undo:
         bare(Comparison(runner, [batch]), way)
         for _ in range(2):
@@ -265,8 +265,8 @@ def test_rounds_are_in_random_order_and_the_seed_repeats_it(
     def noted(name: str, size: int, call: Callable[[], Any]) -> Callable[[], Any]:
         return lambda: seen.append((name, size)) or call()
 
-    def noting(name: str) -> Callable[[Comparison, Way], None]:
-        def prepare(bench: Comparison, way: Way) -> None:
+    def noting(name: str) -> Callable[[Comparison, Baseline], None]:
+        def prepare(bench: Comparison, way: Baseline) -> None:
             original[name](bench, way)
             way.calls = {size: noted(name, size, call) for size, call in way.calls.items()}
 
@@ -410,7 +410,7 @@ def test_reduce_overhead_leaves_no_mark_on_the_model() -> None:
     backend = select_backend("cpu")
     model = net(backend)
     runner = open_runner(backend, model)
-    way = Way(WayRecord(name="reduce-overhead"))
+    way = Baseline("reduce-overhead")
     with way.undo:
         reduce_overhead(Comparison(runner, []), way)
         assert model.held[0]._dynamo_static_input_type == "unguarded"
