@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from itertools import accumulate, pairwise, product
 from pathlib import Path
 from statistics import median
@@ -20,7 +19,7 @@ from cgplan.modes import RUNTIME_MODES, CUDAGraphMode
 from cgplan.planning.costs import Record
 from cgplan.planning.plan import Mode
 from cgplan.planning.vllm_log import logged_steps
-from cgplan.traffic.rows import Form, RuntimeMode, Size, Whole, csv_rows, sized_rows
+from cgplan.traffic.rows import Form, RuntimeMode, Size, Whole, raw_rows, sized_rows
 from cgplan.units import grouped
 
 # Microseconds by tokens that ran, by (runtime mode, LoRA case).
@@ -35,19 +34,16 @@ PIECEWISE_SHARE = 0.25
 WORTH_A_NOTE = 0.05  # relative change of a measured point
 REMEDY = (
     "Give the JSON file of `cgplan bench --output`, a CSV file with mode,num_tokens,microseconds, "
-    "a log of vLLM with "
-    "--enable-logging-iteration-details, or results of `vllm bench serve --max-concurrency N "
-    "--save-result`."
+    "a log of vLLM with --enable-logging-iteration-details, or results of `vllm bench serve "
+    "--max-concurrency N --save-result`."
 )
-
 _OF_LOG = (
     "steps are medians of what vLLM's engine waited for one; its sizes and mode tell which "
     "graph ran it"
 )
 _OF_SERVING = (
     "a step of N requests was taken as the median time between tokens at --max-concurrency N, the "
-    "server included, in "
-    "a FULL graph of N tokens, or eagerly where --metadata mode=eager says so"
+    "server included, in a FULL graph of N tokens, or eagerly where --metadata mode=eager says so"
 )
 
 # One NVIDIA H200, the reference decoder in Qwen3-0.6B's shape (28 layers, so 29 PIECEWISE
@@ -66,7 +62,28 @@ class _TableRow(Record):
     num_active_loras: Whole = 0
 
 
-TABLE = Form("a table of step times", _TableRow, StepTimeError, REMEDY)
+class _ServedRow(Record):
+    """A result of ``vllm bench serve`` (vLLM 0.33.0, vllm/benchmarks/serve.py) tells a step time
+    where N requests ran at a time, the next one sent as soon as one had ended, and without
+    speculation.
+    """
+
+    max_concurrency: Size
+    request_rate: Literal["inf"]
+    median_itl_ms: Time
+    spec_decode_num_drafts: None = None
+    mode: RuntimeMode = CUDAGraphMode.FULL  # of ``--metadata mode=eager``
+
+
+TABLE = Form("a table of step times", _TableRow, error=StepTimeError, remedy=REMEDY)
+SERVED = Form(
+    "a result of vllm bench serve",
+    _ServedRow,
+    error=StepTimeError,
+    remedy=REMEDY,
+    row_remedy="Give results of --max-concurrency N and --request-rate inf, without speculation.",
+    unused=None,
+)
 
 
 class _BenchRecord(BaseModel):
@@ -88,41 +105,8 @@ class _Bench(BaseModel):
     device: str = Field("", validation_alias=AliasPath("environment", "device"))
     records: tuple[_BenchRecord, ...] = Field(min_length=1)
 
-    def runs(self) -> Iterator[tuple[CUDAGraphMode, int, int, float]]:
-        """(mode, LoRA case, size that ran, microseconds): medians from an idle device."""
-        for record in self.records:
-            yield CUDAGraphMode.NONE, record.case, record.num_tokens, record.eager
-            if record.mode is not CUDAGraphMode.NONE and record.graph is not None:
-                yield record.mode, record.case, record.size, record.graph
 
-
-class _Served(BaseModel):
-    """What tells a step time in a result of ``vllm bench serve`` (vLLM 0.33.0,
-    vllm/benchmarks/serve.py): N requests at a time, the next one sent as soon as one has ended, and
-    no speculation. ``mode`` is of ``--metadata mode=eager``.
-    """
-
-    max_concurrency: Size
-    request_rate: Literal["inf"]
-    median_itl_ms: Time
-    spec_decode_num_drafts: None = None
-    mode: RuntimeMode = CUDAGraphMode.FULL
-
-    @classmethod
-    def runs(cls, text: str, path: str | Path) -> Iterator[tuple[CUDAGraphMode, int, int, float]]:
-        """As those of a bench, from a file of results, one a line."""
-        for number, line in enumerate(text.splitlines(), 1):
-            try:
-                found = cls.model_validate_json(line or "null")
-            except ValidationError as error:
-                problem = first_problem(error)
-                raise StepTimeError(
-                    f"{path}:{number}: not a step time of vLLM: {problem}", remedy=REMEDY
-                ) from None
-            yield found.mode, 0, found.max_concurrency, found.median_itl_ms * 1e3
-
-
-class Curve(Record):
+class TimeCurve(Record):
     """Measured points of one runtime mode and LoRA case.
 
     Attributes:
@@ -138,12 +122,10 @@ class Curve(Record):
     points: tuple[tuple[Size, Time], ...] = Field(min_length=1)
 
     @model_validator(mode="after")
-    def _ascending(self) -> Curve:
-        if any(
-            size >= larger or time > longer
-            for (size, time), (larger, longer) in pairwise(self.points)
-        ):
-            raise ValueError(f"{self.mode}: points do not ascend")
+    def _ascending(self) -> TimeCurve:
+        for (size, time), (larger, longer) in pairwise(self.points):
+            if size >= larger or time > longer:
+                raise ValueError(f"{self.mode}: points do not ascend")
         return self
 
     def at(self, num_tokens: Floats) -> Floats:
@@ -166,18 +148,17 @@ class Curve(Record):
         """Notes on the measured point that was raised most, and on the times beyond the last
         one.
         """
-        name = _name(self.mode) + (
-            f" with {self.num_active_loras} adapters" if self.num_active_loras else ""
-        )
-        rise, size, value, height = max(
-            (height / value - 1, size, value, height)
-            for (size, value), (_, height) in zip(raw, self.points, strict=True)
-        )
+        name = _name(self.mode)
+        if self.num_active_loras:
+            name = f"{name} with {self.num_active_loras} adapters"
+        rises = []
+        for (size, value), (_, height) in zip(raw, self.points, strict=True):
+            rises.append((height / value - 1, size, value, height))
+        rise, size, value, height = max(rises)
         if rise > WORTH_A_NOTE:
             yield (
                 f"{name} at {size} tokens took {value:.0f} us, a smaller batch {height:.0f} us: "
-                "raised to that, since "
-                "more tokens do not take less time"
+                "raised to that, since more tokens do not take less time"
             )
         last = self.points[-1][0]
         if len(self.points) < 2:
@@ -210,7 +191,7 @@ class StepTimes(Record):
 
     kind: Literal["step_times"] = "step_times"
     source: str
-    curves: tuple[Curve, ...] = Field(min_length=1)
+    curves: tuple[TimeCurve, ...] = Field(min_length=1)
     lora_overhead: float = Field(default=LORA_OVERHEAD, ge=0, allow_inf_nan=False)
     notes: tuple[str, ...] = ()
 
@@ -219,18 +200,18 @@ class StepTimes(Record):
         """Step times from points by (mode, LoRA case) and tokens; raises a falling point to the
         largest before it.
         """
-        curves, said, modes = [], list(notes), {mode for mode, _ in points}
-        for (mode, case), values in sorted(
-            points.items(), key=lambda item: (item[0][0].value, item[0][1])
-        ):
-            raw = sorted(values.items())
+        modes = {mode for mode, _ in points}
+        curves, said = [], list(notes)
+        for mode, case in sorted(points, key=lambda curve: (curve[0].value, curve[1])):
+            raw = sorted(points[mode, case].items())
             heights = accumulate((float(value) for _, value in raw), max)
-            ascending = tuple(zip(sorted(values), heights, strict=True))
-            curves.append(Curve(mode=mode, num_active_loras=case, points=ascending))
-            floored = CUDAGraphMode.FULL in modes and mode is not CUDAGraphMode.FULL
-            said += curves[-1].notes(
-                raw, ", and at least the time of a FULL graph" if floored else ""
-            )
+            ascending = tuple(zip((size for size, _ in raw), heights, strict=True))
+            curve = TimeCurve(mode=mode, num_active_loras=case, points=ascending)
+            curves.append(curve)
+            floor = ""
+            if CUDAGraphMode.FULL in modes and mode is not CUDAGraphMode.FULL:
+                floor = ", and at least the time of a FULL graph"
+            said += curve.notes(raw, floor)
         if modes == {CUDAGraphMode.NONE, CUDAGraphMode.FULL}:
             said.append(
                 f"PIECEWISE was not measured: FULL plus {PIECEWISE_SHARE:.0%} of the time that "
@@ -271,8 +252,9 @@ class StepTimes(Record):
         """Step times from the text of such a file; ``path`` names it in messages. Raises
         StepTimeError as ``load``.
         """
-        if steps := grouped(((mode, size), time) for mode, size, time in logged_steps(text)):
-            medians = ((mode, 0, size, median(times)) for (mode, size), times in steps.items())
+        steps = grouped(((mode, size), time) for mode, size, time in logged_steps(text))
+        if steps:
+            medians = [(mode, 0, size, median(times)) for (mode, size), times in steps.items()]
             return cls.measured(_longest(medians), f"the log of vLLM, {path}", [_OF_LOG])
         if "iteration elapsed time:" in text:
             problem = "no start before its iterations, or none without speculative tokens"
@@ -280,30 +262,31 @@ class StepTimes(Record):
                 f"{path}: a log of vLLM with {problem}", remedy="Give the log from its first line."
             )
         if '"median_itl_ms"' in text:
-            return cls.measured(
-                _longest(_Served.runs(text, path)), f"vllm bench serve, {path}", [_OF_SERVING]
-            )
+            served = [row for _, row in SERVED.read(raw_rows(text, path, StepTimeError))]
+            runs = [(row.mode, 0, row.max_concurrency, row.median_itl_ms * 1e3) for row in served]
+            return cls.measured(_longest(runs), f"vllm bench serve, {path}", [_OF_SERVING])
         if not text.lstrip().startswith(("{", "[")):
-            rows = csv_rows(text, Path(path), TABLE)
-            points = _longest(
-                (row.mode, row.num_active_loras, row.num_tokens, row.microseconds)
-                for _, row in rows
-            )
-            if not points:
+            table = [row for _, row in TABLE.read(raw_rows(text, path, StepTimeError))]
+            if not table:
                 raise StepTimeError(f"{path}: no row of step times", remedy=REMEDY)
-            return cls.measured(points, str(path))
+            runs = [(r.mode, r.num_active_loras, r.num_tokens, r.microseconds) for r in table]
+            return cls.measured(_longest(runs), str(path))
         try:
             found = _SAVED.validate_json(text)
         except ValidationError as error:
-            problem = first_problem(error)
             raise StepTimeError(
-                f"{path}: neither a bench report nor step times: {problem}", remedy=REMEDY
+                f"{path}: neither a bench report nor step times: {first_problem(error)}",
+                remedy=REMEDY,
             ) from None
         if isinstance(found, StepTimes):
             return found
-        return cls.measured(
-            _longest(found.runs()), ", ".join(filter(None, (str(path), found.device)))
-        )
+        runs = []
+        for record in found.records:
+            runs.append((CUDAGraphMode.NONE, record.case, record.num_tokens, record.eager))
+            if record.mode is not CUDAGraphMode.NONE and record.graph is not None:
+                runs.append((record.mode, record.case, record.size, record.graph))
+        source = f"{path}, {found.device}" if found.device else str(path)
+        return cls.measured(_longest(runs), source)
 
     def notes_for(self, mode: CUDAGraphMode) -> tuple[str, ...]:
         """The notes, less those on PIECEWISE graphs where a (resolved) cudagraph_mode has none."""
@@ -330,55 +313,54 @@ class StepTimes(Record):
         full, full_factor = self._curve_of(CUDAGraphMode.FULL, num_active_loras)
         between: Floats | None = None
         if mode is CUDAGraphMode.PIECEWISE and full is not None:
-            of_full, of_eager = (
-                self.at(m, tokens, num_active_loras)
-                for m in (CUDAGraphMode.FULL, CUDAGraphMode.NONE)
-            )
+            of_full = self.at(CUDAGraphMode.FULL, tokens, num_active_loras)
+            of_eager = self.at(CUDAGraphMode.NONE, tokens, num_active_loras)
             between = of_full + PIECEWISE_SHARE * np.maximum(of_eager - of_full, 0.0)
             if curve is None:
                 return between
         if curve is None:
-            measured = ", ".join(sorted({c.mode.name for c in self.curves})).replace(
-                "NONE", "eager"
-            )
+            measured = ", ".join(dict.fromkeys(_name(curve.mode) for curve in self.curves))
             raise StepTimeError(
                 f"{self.source}: no {_name(mode)} step times, found {measured}",
                 remedy=f"Measure {_name(mode)} steps: cgplan bench, or a table with rows of mode "
                 f"{_name(mode)}.",
             )
-        found, (first, last) = factor * curve.at(tokens), (curve.points[0], curve.points[-1])
+        found = factor * curve.at(tokens)
         if between is not None:
-            found = np.where(tokens < first[0], np.minimum(between, factor * first[1]), found)
+            first, time = curve.points[0]
+            found = np.where(tokens < first, np.minimum(between, factor * time), found)
         if mode is CUDAGraphMode.FULL or full is None:
             return found
-        return np.where(tokens > last[0], np.maximum(found, full_factor * full.at(tokens)), found)
+        last = curve.points[-1][0]
+        return np.where(tokens > last, np.maximum(found, full_factor * full.at(tokens)), found)
 
     def told_apart(self, cases: Iterable[int]) -> tuple[int, ...]:
         """The LoRA cases worth planning for: of neighbours whose graphs take the same time, the
         larger serves more.
         """
+        found: list[int] = []
+        times: list[tuple[TimeCurve | None, float]] = []
+        for case in sorted(cases):
+            before, times = times, [self._curve_of(mode, case) for mode in RUNTIME_MODES[1:]]
+            if times == before:
+                found.pop()
+            found.append(case)
+        return tuple(found)
 
-        def times(case: int) -> list[tuple[int, float]]:
-            chosen = [self._curve_of(mode, case) for mode in RUNTIME_MODES[1:]]
-            return [
-                (curve.num_active_loras, factor) for curve, factor in chosen if curve is not None
-            ]
-
-        ordered = sorted(cases)
-        return (
-            *(case for case, above in pairwise(ordered) if times(case) != times(above)),
-            *ordered[-1:],
-        )
-
-    def _curve_of(self, mode: CUDAGraphMode, case: int) -> tuple[Curve | None, float]:
+    def _curve_of(self, mode: CUDAGraphMode, case: int) -> tuple[TimeCurve | None, float]:
+        """The curve that tells the times of a LoRA case, and a factor for them."""
         curves = {curve.num_active_loras: curve for curve in self.curves if curve.mode is mode}
         if not curves:
             return None, 1.0
         with_adapters = sorted(curves.keys() - {0})
-        if case == 0 or not with_adapters:
-            measured = 0 if 0 in curves else with_adapters[0]
-            return curves[measured], (1 + self.lora_overhead) ** ((case > 0) - (measured > 0))
-        return curves[next((n for n in with_adapters if n >= case), with_adapters[-1])], 1.0
+        if case and with_adapters:
+            enough = [n for n in with_adapters if n >= case]
+            return curves[enough[0] if enough else with_adapters[-1]], 1.0
+        if case:
+            return curves[0], 1 + self.lora_overhead
+        if 0 in curves:
+            return curves[0], 1.0
+        return curves[with_adapters[0]], 1 / (1 + self.lora_overhead)
 
 
 class StepSurface(NamedTuple):
@@ -399,28 +381,24 @@ class StepSurface(NamedTuple):
         a full grid. Of equal sizes the longest time counts. Raises StepTimeError (TrafficError for
         other JSON).
         """
-        text, longest, bench = (
-            load.read_text(path, StepTimeError, REMEDY),
-            dict[tuple[int, ...], float](),
-            None,
-        )
-        with suppress(ValidationError):
-            bench = [
-                ((r.size, *r.sizes), r.graph)
-                for r in _Bench.model_validate_json(text).records
-                if r.graph
-            ]
-        for sizes, time in bench or sized_rows(
-            text, Path(path), names, StepTimeError, "microseconds", (Time, ...)
-        ):
+        text = load.read_text(path, StepTimeError, REMEDY)
+        rows: Iterable[tuple[tuple[int, ...], float]]
+        try:
+            records = _Bench.model_validate_json(text).records
+        except ValidationError:
+            rows = sized_rows(text, Path(path), names, StepTimeError, "microseconds", (Time, ...))
+        else:
+            rows = [((r.size, *r.sizes), r.graph) for r in records if r.graph]
+        longest: dict[tuple[int, ...], float] = {}
+        for sizes, time in rows:
             longest[sizes] = max(time, longest.get(sizes, 0.0))
         axes = [sorted(set(column)) for column in zip(*longest, strict=True)]
         grid = list(product(*axes))
-        if len(axes) != len(names) or len(grid) > len(longest):
-            missing = next((f", not {sizes}" for sizes in grid if sizes not in longest), "")
+        missing = [f", not {sizes}" for sizes in grid if sizes not in longest]
+        if len(axes) != len(names) or missing:
             raise StepTimeError(
                 f"{path}: no times of a full grid of {' x '.join(names)}: {len(longest)} "
-                f"rows{missing}",
+                f"rows{''.join(missing[:1])}",
                 remedy=f"Give CSV with {','.join(names)},microseconds, and a row for each "
                 "combination of its sizes.",
             )
@@ -435,12 +413,12 @@ class StepSurface(NamedTuple):
         found = np.broadcast_to(self.values, (rows.size, *self.values.shape))
         for axis, asked in zip(self.axes, sizes.T, strict=True):
             place = np.interp(asked, axis, np.arange(axis.size))
-            share = (place % 1).reshape(-1, *[1] * (found.ndim - 2))
-            found = (
-                found[rows, place.astype(int)] * (1 - share)
-                + found[rows, np.ceil(place).astype(int)] * share
-            )
-        return np.asarray(found * np.maximum(sizes / [axis[-1] for axis in self.axes], 1).prod(1))
+            below = found[rows, place.astype(int)]
+            above = found[rows, np.ceil(place).astype(int)]
+            share = (place % 1).reshape(-1, *[1] * (below.ndim - 1))
+            found = below * (1 - share) + above * share
+        largest = [axis[-1] for axis in self.axes]
+        return np.asarray(found * np.maximum(sizes / largest, 1).prod(1))
 
 
 def _name(mode: CUDAGraphMode) -> str:
@@ -453,8 +431,8 @@ def _longest(runs: Iterable[tuple[CUDAGraphMode, int, int, float]]) -> Points:
     """
     points: dict[tuple[CUDAGraphMode, int], dict[int, float]] = {}
     for mode, case, size, microseconds in runs:
-        curve = points.setdefault((mode, case), {})
-        curve[size] = max(microseconds, curve.get(size, 0.0))
+        times = points.setdefault((mode, case), {})
+        times[size] = max(microseconds, times.get(size, 0.0))
     return points
 
 
