@@ -229,7 +229,11 @@ VLLM_LOG = Form(
 
 
 def read_traffic(
-    path: str | Path, plan: Plan, *, speedup: float = 1.0, request_rate: float | None = None
+    path: str | Path,
+    plan: Plan,
+    *,
+    speedup: float = 1.0,
+    request_rate: float | None = None,
 ) -> Traffic | RequestTrace:
     """Steps or requests from a file. Its content tells its form, not its name:
 
@@ -364,7 +368,10 @@ def _text_of(path: str | Path) -> str:
 
 
 def _traffic_of(
-    text: str, path: Path, plan: Plan, request_rate: float | None
+    text: str,
+    path: Path,
+    plan: Plan,
+    request_rate: float | None,
 ) -> Traffic | RequestTrace:
     """What the file is, and its traffic."""
     first = first_line(text)[1].lstrip()
@@ -656,13 +663,22 @@ def _run_requests(
         for time, prompt, generated in zip(times, run.input_lens, run.output_lens, strict=True):
             yield (
                 where,
-                _RequestRow(arrival=end + time, context_tokens=prompt, generated_tokens=generated),
+                _RequestRow(
+                    arrival=end + time,
+                    context_tokens=prompt,
+                    generated_tokens=generated,
+                ),
             )
         end += max(times, default=0.0)
     notes.extend(said)
 
 
-def _conversations(text: str, path: Path, plan: Plan, request_rate: float | None) -> RequestTrace:
+def _conversations(
+    text: str,
+    path: Path,
+    plan: Plan,
+    request_rate: float | None,
+) -> RequestTrace:
     """The first two messages of each conversation, as vLLM's and SGLang's benchmarks take them."""
     if request_rate is None or not 0 < request_rate < math.inf:
         raise TrafficError(
@@ -688,7 +704,11 @@ def _conversations(text: str, path: Path, plan: Plan, request_rate: float | None
             requests.append(
                 (
                     where,
-                    _RequestRow(arrival=arrival, context_tokens=prompt, generated_tokens=answer),
+                    _RequestRow(
+                        arrival=arrival,
+                        context_tokens=prompt,
+                        generated_tokens=answer,
+                    ),
                 )
             )
     note = (
@@ -699,7 +719,9 @@ def _conversations(text: str, path: Path, plan: Plan, request_rate: float | None
 
 
 def _poisson(
-    request_rate: float, number: int, rng: np.random.Generator | None = None
+    request_rate: float,
+    number: int,
+    rng: np.random.Generator | None = None,
 ) -> list[float]:
     """Arrivals of a Poisson process, in microseconds."""
     # it takes longer to import than all of planning, which most commands do without

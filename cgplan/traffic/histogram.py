@@ -66,8 +66,10 @@ class Traffic(Record):
                 (no token, or fewer tokens than requests).
         """
         total: dict[StepShape, float] = {}
-        for shape, count in counts.items() if isinstance(counts, Mapping) else counts:
-            if not (0 <= count < math.inf and 1 <= shape.num_reqs <= shape.num_tokens):
+        pairs = counts.items() if isinstance(counts, Mapping) else counts
+        for shape, count in pairs:
+            can_be = 1 <= shape.num_reqs <= shape.num_tokens
+            if not can_be or not 0 <= count < math.inf:
                 raise TrafficError(
                     f"{source}: {count} batches of {shape.num_tokens} tokens and {shape.num_reqs} "
                     "requests cannot be",
@@ -82,7 +84,12 @@ class Traffic(Record):
                 remedy="Give traffic with a batch in it.",
             )
         histogram = tuple(sorted(total.items()))
-        return cls(histogram=histogram, source=source, notes=tuple(notes), warnings=tuple(warnings))
+        return cls(
+            histogram=histogram,
+            source=source,
+            notes=tuple(notes),
+            warnings=tuple(warnings),
+        )
 
     @classmethod
     def from_json(cls, text: str) -> Traffic:
@@ -104,7 +111,8 @@ class Traffic(Record):
         # it takes longer to import than all of planning, which most commands do without
         import numpy as np
 
-        return np.array([(*shape, weight) for shape, weight in self.histogram], dtype=np.float64).T
+        rows = [(*shape, weight) for shape, weight in self.histogram]
+        return np.array(rows, dtype=np.float64).T
 
     @cached_property
     def total(self) -> float:
@@ -132,7 +140,8 @@ class Traffic(Record):
                 counts.append((shape, count * weight * share / part.total))
             notes |= dict.fromkeys(part.notes)
             warnings |= dict.fromkeys(part.warnings)
-        made = cls.of(counts, " and ".join(part.source for part, _ in parts), notes, warnings)
+        source = " and ".join(part.source for part, _ in parts)
+        made = cls.of(counts, source, notes, warnings)
         return made.model_copy(update={"apart": parts[0][0].apart})
 
     def unseen(self, plan: Plan) -> Traffic:

@@ -68,23 +68,33 @@ class Form(Generic[R]):
     @cached_property
     def columns(self) -> dict[str, str]:
         """The field of each column, by the column's name in files."""
-        return {self.names.get(field, field): field for field in self.row.model_fields}
+        found = {}
+        for own in self.row.model_fields:
+            found[self.names.get(own, own)] = own
+        return found
 
     @cached_property
     def required(self) -> list[str]:
         """Names of the columns that each row has."""
-        fields = self.row.model_fields
-        return [name for name, field in self.columns.items() if fields[field].is_required()]
+        found = []
+        for column, own in self.columns.items():
+            if self.row.model_fields[own].is_required():
+                found.append(column)
+        return found
 
     @property
     def described(self) -> str:
         """Its columns in words."""
         text = f"{self.name} has {', '.join(self.required)}"
         optional = [name for name in self.columns if name not in self.required]
-        return f"{text}, and may have {', '.join(optional)}" if optional else text
+        if optional:
+            text = f"{text}, and may have {', '.join(optional)}"
+        return text
 
     def read(
-        self, rows: Iterable[RawRow], ignored: dict[str, None] | None = None
+        self,
+        rows: Iterable[RawRow],
+        ignored: dict[str, None] | None = None,
     ) -> list[tuple[str, R]]:
         """(where it stands, typed row) of each row; ``ignored`` as in ``match``. Blank cells of
         optional columns are absent.
@@ -112,17 +122,21 @@ class Form(Generic[R]):
             found = reader.validate_python(cells)
         except ValidationError as failure:
             wrong = failure.errors()[0]
-            index, field = wrong["loc"][:2]
+            index, own, *_ = wrong["loc"]
+            where = places[int(index)]
+            column = self.names.get(str(own), str(own))
             problem = wrong["msg"].removeprefix("Value error, ")
-            column = self.names.get(str(field), str(field))
             raise self.error(
-                f"{places[int(index)]}: {column} is {short(wrong['input'])}: {problem}",
+                f"{where}: {column} is {short(wrong['input'])}: {problem}",
                 remedy=self.row_remedy,
             ) from None
         return list(zip(places, found, strict=True))
 
     def match(
-        self, names: Sequence[str], where: str, ignored: dict[str, None] | None = None
+        self,
+        names: Sequence[str],
+        where: str,
+        ignored: dict[str, None] | None = None,
     ) -> dict[str, int]:
         """The place of each of its columns among names in any case.
 
@@ -130,20 +144,20 @@ class Form(Generic[R]):
         missing columns, and for an unknown name without ``ignored``, beside a missing column, or
         near the name of a column that is not given.
         """
-        known = {column.lower(): column for column in self.columns}
+        absent = {column.lower(): column for column in self.columns}
         found: dict[str, int] = {}
         unknown: list[str] = []
-        for place, name in enumerate(names):
-            column = known.get(name.strip().lower())
-            if column in found:
-                raise self.error(
-                    f"{where}: column {column!r} stands twice", remedy="Keep one of them."
-                )
+        for place, given in enumerate(names):
+            name = given.strip()
+            column = absent.pop(name.lower(), None)
             if column is not None:
                 found[column] = place
-            elif self.unused is not None and name.strip() not in self.unused:
-                unknown.append(name.strip())
-        absent = [column.lower() for column in self.columns if column not in found]
+            elif name.lower() in map(str.lower, found):
+                raise self.error(
+                    f"{where}: column {name!r} stands twice", remedy="Keep one of them."
+                )
+            elif self.unused is not None and name not in self.unused:
+                unknown.append(name)
         missing = [column for column in self.required if column not in found]
         remedy = self.remedy or f"{self.described}."
         for name in unknown:
@@ -156,7 +170,11 @@ class Form(Generic[R]):
         return found
 
 
-def raw_rows(text: str, path: str | Path, error: type[CgplanError]) -> Iterator[RawRow]:
+def raw_rows(
+    text: str,
+    path: str | Path,
+    error: type[CgplanError],
+) -> Iterator[RawRow]:
     """The rows of JSON lines, of one JSON object, or of CSV, whose header comes first with its
     names for values. Raises ``error`` for other text, and for too few or too many fields.
     """
@@ -166,7 +184,12 @@ def raw_rows(text: str, path: str | Path, error: type[CgplanError]) -> Iterator[
 
 
 def sized_rows(
-    text: str, path: Path, names: Sequence[str], error: type[CgplanError], figure: str, kind: Any
+    text: str,
+    path: Path,
+    names: Sequence[str],
+    error: type[CgplanError],
+    figure: str,
+    kind: Any,
 ) -> Iterator[tuple[tuple[int, ...], Any]]:
     """Sizes and a figure of each row: a column for each of ``names``, and the figure's, of
     pydantic's ``kind``.
@@ -204,11 +227,18 @@ def short(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _csv_rows(text: str, path: str | Path, error: type[CgplanError]) -> Iterator[RawRow]:
+def _csv_rows(
+    text: str,
+    path: str | Path,
+    error: type[CgplanError],
+) -> Iterator[RawRow]:
     header = first_line(text)[1]
     separators = [separator for separator in ",\t;|" if separator in header]
-    delimiter = separators[0] if separators else ","
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, skipinitialspace=True)
+    reader = csv.reader(
+        io.StringIO(text, newline=""),
+        delimiter=separators[0] if separators else ",",
+        skipinitialspace=True,
+    )
     names: tuple[str, ...] = ()
     try:
         for fields in reader:
@@ -230,7 +260,11 @@ def _csv_rows(text: str, path: str | Path, error: type[CgplanError]) -> Iterator
         ) from None
 
 
-def _json_rows(text: str, path: str | Path, error: type[CgplanError]) -> Iterator[RawRow]:
+def _json_rows(
+    text: str,
+    path: str | Path,
+    error: type[CgplanError],
+) -> Iterator[RawRow]:
     document = whole_object(text)
     if document is not None:  # perhaps over several lines
         yield f"{path}:{first_line(text)[0]}", tuple(document), list(document.values())

@@ -10,7 +10,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from operator import itemgetter
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from cgplan.errors import TrafficError
@@ -60,9 +60,10 @@ class RequestTrace(NamedTuple):
             )
         if speedup == 1:
             return self
-        requests = [
-            request._replace(arrival_us=request.arrival_us / speedup) for request in self.requests
-        ]
+        requests = []
+        for request in self.requests:
+            arrival = request.arrival_us / speedup
+            requests.append(request._replace(arrival_us=arrival))
         return self._replace(
             requests=requests, source=f"{self.source}, {speedup:g} times as fast as recorded"
         )
@@ -77,10 +78,14 @@ class RequestTrace(NamedTuple):
             )
         if replicas == 1:
             return self
-        requests = sorted(self.requests, key=lambda request: request.arrival_us)[::replicas]
+        by_arrival = sorted(self.requests, key=attrgetter("arrival_us"))
         notes = ("prefix caches are those of one server: replicas hit less",) if self.cached else ()
         source = f"{self.source}, for 1 of {replicas} replicas"
-        return self._replace(requests=requests, source=source, notes=(*self.notes, *notes))
+        return self._replace(
+            requests=by_arrival[::replicas],
+            source=source,
+            notes=(*self.notes, *notes),
+        )
 
 
 @dataclass(frozen=True)
@@ -107,11 +112,20 @@ class SchedulerBounds:
 
     @classmethod
     def of(
-        cls, plan: Plan, accepted_tokens: float | None = None, mixes: bool = True
+        cls,
+        plan: Plan,
+        accepted_tokens: float | None = None,
+        mixes: bool = True,
     ) -> SchedulerBounds:
         """The bounds of a plan's batches."""
-        bounds = plan.max_num_seqs, plan.max_num_batched_tokens, plan.query_len, plan.max_loras
-        return cls(*bounds, accepted_tokens, mixes)
+        return cls(
+            plan.max_num_seqs,
+            plan.max_num_batched_tokens,
+            plan.query_len,
+            plan.max_loras,
+            accepted_tokens,
+            mixes,
+        )
 
 
 def simulate(trace: RequestTrace, bounds: SchedulerBounds, step_time: StepTime) -> Traffic:
@@ -166,20 +180,21 @@ def simulate(trace: RequestTrace, bounds: SchedulerBounds, step_time: StepTime) 
     counts: Counter[StepShape] = Counter()
     now, busy = server.first_arrival, 0
     while True:
-        if server.pending and server.pending[0][0] <= now:
+        if server.next_arrival <= now:
             server.arrive(now)
         shape = server.next_step(now)
         if shape is None:
             if not server.pending:
                 break
-            now = server.pending[0][0]
+            now = server.pending[0].time
             continue
         if shape not in lengths:
             lengths[shape] = max(1, round(step_time(shape) * 1000))
         length, repeats = lengths[shape], server.equal_steps
         # the first step that begins at or after the next arrival is another one
         if server.admits and server.pending:
-            repeats = min(repeats, -((now - server.pending[0][0]) // length))
+            until = server.pending[0].time - now
+            repeats = min(repeats, -(-until // length))
         counts[shape] += repeats
         now += repeats * length
         busy += repeats * length
@@ -203,6 +218,17 @@ def simulate(trace: RequestTrace, bounds: SchedulerBounds, step_time: StepTime) 
     return Traffic.of(counts, trace.source, notes, server.overload())
 
 
+class _Timed(NamedTuple):
+    time: int  # nanoseconds
+    request: Request
+
+
+class _Waiting(NamedTuple):
+    number: int
+    time: int
+    request: Request
+
+
 class _Server:
     """Requests that come, wait and run.
 
@@ -219,21 +245,28 @@ class _Server:
         self.places = places if bounds.mixes else bounds.max_num_seqs
         timed = []
         for request in requests:
-            timed.append((round(request.arrival_us * 1000), request))
-        timed.sort(key=itemgetter(0))
+            timed.append(_Timed(round(request.arrival_us * 1000), request))
+        timed.sort(key=attrgetter("time"))
         self.pending = deque(timed)
-        self.first_arrival, self.last_arrival = timed[0][0], timed[-1][0]
-        # by adapter: number, arrival, request
-        self.waiting: dict[int, deque[tuple[int, int, Request]]] = {}
-        self.arrived = self.running = self.steps = self.longest_wait = self.last_admission = 0
+        self.first_arrival = timed[0].time
+        self.last_arrival = timed[-1].time
+        self.next_arrival: float = self.first_arrival  # infinite after the last one
+        self.waiting: dict[int, deque[_Waiting]] = {}  # by adapter
+        self.arrived = 0
+        self.running = 0
+        self.steps = 0
         # a heap of those served: the last step of each, its adapter
         self.decoding: list[tuple[int, int]] = []
         self.standby: deque[Request] = deque()
         # and the tokens that are left of its prompt
         self.prefill: tuple[Request, int] | None = None
         self.adapters: Counter[int] = Counter()  # of those that decode and are served
-        # Of the queue: when it was last empty, arrivals till then, its length at the last arrival.
-        self.drained, self.arrived_before, self.queue = self.first_arrival, 0, 0
+        # Of the queue:
+        self.longest_wait = 0
+        self.last_admission = 0
+        self.last_empty = self.first_arrival
+        self.arrived_before = 0  # until then
+        self.length = 0  # at the last arrival
         # Of the step that next_step scheduled:
         self.equal_steps = 0  # it and those after it that are equal, if nothing arrives
         self.admits = False  # whether a request that arrives could change the next of them
@@ -243,13 +276,14 @@ class _Server:
 
     def arrive(self, now: int) -> None:
         """Let requests wait that came until now (nanoseconds)."""
-        while self.pending and self.pending[0][0] <= now:
+        while self.next_arrival <= now:
             time, request = self.pending.popleft()
-            waiting = self.waiting.setdefault(request.adapter, deque())
-            waiting.append((self.arrived, time, request))
+            queue = self.waiting.setdefault(request.adapter, deque())
+            queue.append(_Waiting(self.arrived, time, request))
             self.arrived += 1
+            self.next_arrival = self.pending[0].time if self.pending else math.inf
         if not self.pending:
-            self.queue = sum(map(len, self.waiting.values()))
+            self.length = sum(map(len, self.waiting.values()))
 
     def next_step(self, now: int) -> StepShape | None:
         """Schedule a step that begins now, and admit requests to it; None if there is nothing to
@@ -263,10 +297,11 @@ class _Server:
         left = max(bounds.max_num_batched_tokens - bounds.query_len * num_reqs, 0)
         self.finishing, self.chunk = [], 0
         while left > 0:
-            if self.prefill is None and self.waiting and self.running < bounds.max_num_seqs:
-                self._admit(now, adapters)
             if self.prefill is None:
-                break
+                if self.waiting and self.running < bounds.max_num_seqs:
+                    self._admit(now, adapters)
+                if self.prefill is None:
+                    break
             request, prompt = self.prefill
             chunk = min(prompt, left)
             left -= chunk
@@ -280,7 +315,7 @@ class _Server:
             else:
                 self.chunk = chunk
         if self.pending and not self.waiting:
-            self.drained, self.arrived_before = now, self.arrived
+            self.last_empty, self.arrived_before = now, self.arrived
         num_tokens = bounds.max_num_batched_tokens - left
         self.decodes = bounds.mixes or num_reqs == 0
         if num_reqs == 0:
@@ -289,9 +324,11 @@ class _Server:
             return None
         ends = [1] if self.finishing else []
         if self.decodes and self.decoding:  # the next one is done
-            ends.append(self.decoding[0][0] - self.steps)
+            last_step, _ = self.decoding[0]
+            ends.append(last_step - self.steps)
         if self.prefill and self.chunk:  # the rest of the prompt no longer fills a chunk
-            ends.append((self.prefill[1] - 1) // self.chunk)
+            _, prompt = self.prefill
+            ends.append((prompt - 1) // self.chunk)
         self.equal_steps = min(ends)
         self.admits = left > 0 and self.running < bounds.max_num_seqs
         prefills = self.finishing or self.chunk
@@ -319,7 +356,8 @@ class _Server:
         while self.standby and len(self.decoding) < self.places:
             request = self.standby.popleft()
             steps = math.ceil((request.generated_tokens - 1) / self.tokens_a_step)
-            heapq.heappush(self.decoding, (self.steps + steps, request.adapter))
+            last_step = self.steps + steps
+            heapq.heappush(self.decoding, (last_step, request.adapter))
             if request.adapter != NO_ADAPTER:
                 self.adapters[request.adapter] += 1
 
@@ -329,15 +367,17 @@ class _Server:
         names: Iterable[int] = self.waiting
         if most is not None and len(adapters) >= most:
             names = (NO_ADAPTER, *adapters)
-        longest: deque[tuple[int, int, Request]] | None = None
+        chosen: deque[_Waiting] | None = None
         for name in names:
             queue = self.waiting.get(name)
-            if queue and (longest is None or queue[0] < longest[0]):
-                longest = queue
-        if longest is None:
+            if queue is None:
+                continue
+            if chosen is None or queue[0].number < chosen[0].number:
+                chosen = queue
+        if chosen is None:
             return
-        _, time, request = longest.popleft()
-        if not longest:
+        _, time, request = chosen.popleft()
+        if not chosen:
             del self.waiting[request.adapter]
         self.running += 1
         self.longest_wait = max(self.longest_wait, now - time)
@@ -346,22 +386,29 @@ class _Server:
 
     def overload(self) -> list[str]:
         """A warning if requests came faster than they were served, as ``simulate`` tells it."""
-        lasted = self.last_arrival - self.drained
+        lasted = self.last_arrival - self.last_empty
         came = self.arrived - self.arrived_before
         wait = self.last_admission - self.last_arrival
         is_long = lasted > (self.last_arrival - self.first_arrival) / 2
-        is_deep = self.queue > max(came / 20, 3 * math.sqrt(came))
-        if not is_long or not is_deep or came * wait <= lasted * self.queue:
+        by_chance = 3 * math.sqrt(came)
+        is_deep = self.length > max(came / 20, by_chance)
+        is_slow = came * wait > lasted * self.length
+        if not (is_long and is_deep and is_slow):
             return []
-        load = came / lasted * wait / self.queue
+        load = came / lasted * wait / self.length
         return [
             f"overload: requests come {load:.2f} times as fast as this server serves them; "
-            f"{self.queue:,} of {came:,} wait when the last one comes; {math.ceil(load)} replicas "
+            f"{self.length:,} of {came:,} wait when the last one comes; {math.ceil(load)} replicas "
             "would do. This plan is for full batches alone"
         ]
 
 
-def step_clock(plan: Plan, times: StepTimes, *, apart: bool = False) -> StepTime:
+def step_clock(
+    plan: Plan,
+    times: StepTimes,
+    *,
+    apart: bool = False,
+) -> StepTime:
     """Microseconds of a step: in the mode and at the size of the plan's dispatcher; ``apart`` as in
     Traffic.
     """

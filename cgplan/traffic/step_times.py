@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate, pairwise, product
+from itertools import pairwise, product
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any, Literal, NamedTuple
@@ -24,6 +24,7 @@ from cgplan.units import grouped
 
 # Microseconds by tokens that ran, by (runtime mode, LoRA case).
 Points = Mapping[tuple[CUDAGraphMode, int], Mapping[int, float]]
+Run = tuple[CUDAGraphMode, int, int, float]  # mode, LoRA case, tokens that ran, microseconds
 Floats = npt.NDArray[np.float64]
 
 Time = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -48,10 +49,23 @@ _OF_SERVING = (
 
 # One NVIDIA H200, the reference decoder in Qwen3-0.6B's shape (28 layers, so 29 PIECEWISE
 # segments).
-DEFAULT_POINTS: Mapping[CUDAGraphMode, Mapping[int, float]] = {
-    CUDAGraphMode.NONE: {1: 14500, 256: 14400},
-    CUDAGraphMode.PIECEWISE: {1: 5850, 8: 6100, 64: 5900, 256: 9500},
-    CUDAGraphMode.FULL: {1: 3400, 8: 3350, 64: 4740, 256: 8930},
+DEFAULT_POINTS: Points = {
+    (CUDAGraphMode.NONE, 0): {
+        1: 14500,
+        256: 14400,
+    },
+    (CUDAGraphMode.PIECEWISE, 0): {
+        1: 5850,
+        8: 6100,
+        64: 5900,
+        256: 9500,
+    },
+    (CUDAGraphMode.FULL, 0): {
+        1: 3400,
+        8: 3350,
+        64: 4740,
+        256: 8930,
+    },
 }
 
 
@@ -86,6 +100,16 @@ SERVED = Form(
 )
 
 
+class _Descriptor(BaseModel):
+    num_tokens: Size
+    sizes: tuple[Size, ...] = ()
+    num_active_loras: Whole = 0
+
+
+class _Timing(BaseModel):
+    median: Time
+
+
 class _BenchRecord(BaseModel):
     """The parts of a bench's record that step times need. Reports stand below this folder and
     cannot be imported.
@@ -93,11 +117,9 @@ class _BenchRecord(BaseModel):
 
     num_tokens: Size
     mode: Mode
-    size: Size = Field(validation_alias=AliasPath("descriptor", "num_tokens"))
-    sizes: tuple[Size, ...] = Field((), validation_alias=AliasPath("descriptor", "sizes"))
-    case: int = Field(0, validation_alias=AliasPath("descriptor", "num_active_loras"), ge=0)
-    eager: Time = Field(validation_alias=AliasPath("eager", "median"))
-    graph: Time | None = Field(None, validation_alias=AliasPath("graph", "median"))
+    descriptor: _Descriptor
+    eager: _Timing
+    graph: _Timing | None = None
 
 
 class _Bench(BaseModel):
@@ -144,18 +166,23 @@ class TimeCurve(Record):
         (first, below), (last, above) = self.points[-2:]
         return (above - below) / (last - first)
 
-    def notes(self, raw: Iterable[tuple[int, float]], floor: str) -> Iterator[str]:
+    def notes(
+        self,
+        raw: Iterable[tuple[int, float]],
+        floor: str,
+    ) -> Iterator[str]:
         """Notes on the measured point that was raised most, and on the times beyond the last
         one.
         """
         name = _name(self.mode)
         if self.num_active_loras:
             name = f"{name} with {self.num_active_loras} adapters"
-        rises = []
-        for (size, value), (_, height) in zip(raw, self.points, strict=True):
-            rises.append((height / value - 1, size, value, height))
-        rise, size, value, height = max(rises)
-        if rise > WORTH_A_NOTE:
+        raised = dict(self.points)
+        size, value, height = 0, 1.0, 1.0
+        for tokens, time in raw:
+            if raised[tokens] / time > height / value:
+                size, value, height = tokens, time, raised[tokens]
+        if height > value * (1 + WORTH_A_NOTE):
             yield (
                 f"{name} at {size} tokens took {value:.0f} us, a smaller batch {height:.0f} us: "
                 "raised to that, since more tokens do not take less time"
@@ -192,21 +219,36 @@ class StepTimes(Record):
     kind: Literal["step_times"] = "step_times"
     source: str
     curves: tuple[TimeCurve, ...] = Field(min_length=1)
-    lora_overhead: float = Field(default=LORA_OVERHEAD, ge=0, allow_inf_nan=False)
+    lora_overhead: float = Field(
+        default=LORA_OVERHEAD,
+        ge=0,
+        allow_inf_nan=False,
+    )
     notes: tuple[str, ...] = ()
 
     @classmethod
-    def measured(cls, points: Points, source: str, notes: Iterable[str] = ()) -> StepTimes:
+    def measured(
+        cls,
+        points: Points,
+        source: str,
+        notes: Iterable[str] = (),
+    ) -> StepTimes:
         """Step times from points by (mode, LoRA case) and tokens; raises a falling point to the
         largest before it.
         """
         modes = {mode for mode, _ in points}
         curves, said = [], list(notes)
-        for mode, case in sorted(points, key=lambda curve: (curve[0].value, curve[1])):
+        for mode, case in sorted(points, key=_order):
             raw = sorted(points[mode, case].items())
-            heights = accumulate((float(value) for _, value in raw), max)
-            ascending = tuple(zip((size for size, _ in raw), heights, strict=True))
-            curve = TimeCurve(mode=mode, num_active_loras=case, points=ascending)
+            longest, ascending = 0.0, []
+            for size, time in raw:
+                longest = max(longest, float(time))
+                ascending.append((size, longest))
+            curve = TimeCurve(
+                mode=mode,
+                num_active_loras=case,
+                points=tuple(ascending),
+            )
             curves.append(curve)
             floor = ""
             if CUDAGraphMode.FULL in modes and mode is not CUDAGraphMode.FULL:
@@ -217,7 +259,11 @@ class StepTimes(Record):
                 f"PIECEWISE was not measured: FULL plus {PIECEWISE_SHARE:.0%} of the time that "
                 "eager takes longer"
             )
-        return cls(source=source, curves=tuple(curves), notes=tuple(said))
+        return cls(
+            source=source,
+            curves=tuple(curves),
+            notes=tuple(said),
+        )
 
     @classmethod
     def default(cls) -> StepTimes:
@@ -225,7 +271,7 @@ class StepTimes(Record):
         trust its figures.
         """
         return cls.measured(
-            {(mode, 0): points for mode, points in DEFAULT_POINTS.items()},
+            DEFAULT_POINTS,
             "default, of another model: one NVIDIA H200, decoder of 28 layers in Qwen3-0.6B's "
             "shape",
             [
@@ -252,41 +298,30 @@ class StepTimes(Record):
         """Step times from the text of such a file; ``path`` names it in messages. Raises
         StepTimeError as ``load``.
         """
-        steps = grouped(((mode, size), time) for mode, size, time in logged_steps(text))
+        steps = grouped(logged_steps(text))
         if steps:
-            medians = [(mode, 0, size, median(times)) for (mode, size), times in steps.items()]
+            medians = []
+            for (mode, size), times in steps.items():
+                medians.append((mode, 0, size, median(times)))
             return cls.measured(_longest(medians), f"the log of vLLM, {path}", [_OF_LOG])
         if "iteration elapsed time:" in text:
             problem = "no start before its iterations, or none without speculative tokens"
             raise StepTimeError(
                 f"{path}: a log of vLLM with {problem}", remedy="Give the log from its first line."
             )
+        runs: list[Run] = []
         if '"median_itl_ms"' in text:
-            served = [row for _, row in SERVED.read(raw_rows(text, path, StepTimeError))]
-            runs = [(row.mode, 0, row.max_concurrency, row.median_itl_ms * 1e3) for row in served]
+            for _, row in SERVED.read(raw_rows(text, path, StepTimeError)):
+                runs.append((row.mode, 0, row.max_concurrency, row.median_itl_ms * 1e3))
             return cls.measured(_longest(runs), f"vllm bench serve, {path}", [_OF_SERVING])
         if not text.lstrip().startswith(("{", "[")):
-            table = [row for _, row in TABLE.read(raw_rows(text, path, StepTimeError))]
-            if not table:
+            for _, line in TABLE.read(raw_rows(text, path, StepTimeError)):
+                case = line.num_active_loras
+                runs.append((line.mode, case, line.num_tokens, line.microseconds))
+            if not runs:
                 raise StepTimeError(f"{path}: no row of step times", remedy=REMEDY)
-            runs = [(r.mode, r.num_active_loras, r.num_tokens, r.microseconds) for r in table]
             return cls.measured(_longest(runs), str(path))
-        try:
-            found = _SAVED.validate_json(text)
-        except ValidationError as error:
-            raise StepTimeError(
-                f"{path}: neither a bench report nor step times: {first_problem(error)}",
-                remedy=REMEDY,
-            ) from None
-        if isinstance(found, StepTimes):
-            return found
-        runs = []
-        for record in found.records:
-            runs.append((CUDAGraphMode.NONE, record.case, record.num_tokens, record.eager))
-            if record.mode is not CUDAGraphMode.NONE and record.graph is not None:
-                runs.append((record.mode, record.case, record.size, record.graph))
-        source = f"{path}, {found.device}" if found.device else str(path)
-        return cls.measured(_longest(runs), source)
+        return _saved(text, path)
 
     def notes_for(self, mode: CUDAGraphMode) -> tuple[str, ...]:
         """The notes, less those on PIECEWISE graphs where a (resolved) cudagraph_mode has none."""
@@ -297,14 +332,23 @@ class StepTimes(Record):
             if mode.has_mode(piecewise) or not note.startswith(f"{piecewise} ")
         )
 
-    def of(self, mode: CUDAGraphMode, num_tokens: int, num_active_loras: int = 0) -> float:
+    def of(
+        self,
+        mode: CUDAGraphMode,
+        num_tokens: int,
+        num_active_loras: int = 0,
+    ) -> float:
         """Microseconds of a step in this runtime mode that really runs at ``num_tokens``. Raises as
         ``at`` does.
         """
-        return float(self.at(mode, np.array([num_tokens]), num_active_loras)[0])
+        tokens = np.array([num_tokens])
+        return float(self.at(mode, tokens, num_active_loras)[0])
 
     def at(
-        self, mode: CUDAGraphMode, tokens: npt.NDArray[Any], num_active_loras: int = 0
+        self,
+        mode: CUDAGraphMode,
+        tokens: npt.NDArray[Any],
+        num_active_loras: int = 0,
     ) -> Floats:
         """``of`` for an array of numbers of tokens. Raises StepTimeError where no measured curve
         tells the time.
@@ -319,7 +363,8 @@ class StepTimes(Record):
             if curve is None:
                 return between
         if curve is None:
-            measured = ", ".join(dict.fromkeys(_name(curve.mode) for curve in self.curves))
+            modes = dict.fromkeys(_name(curve.mode) for curve in self.curves)
+            measured = ", ".join(modes)
             raise StepTimeError(
                 f"{self.source}: no {_name(mode)} step times, found {measured}",
                 remedy=f"Measure {_name(mode)} steps: cgplan bench, or a table with rows of mode "
@@ -328,24 +373,24 @@ class StepTimes(Record):
         found = factor * curve.at(tokens)
         if between is not None:
             first, time = curve.points[0]
-            found = np.where(tokens < first, np.minimum(between, factor * time), found)
+            small = np.minimum(between, factor * time)
+            found = np.where(tokens < first, small, found)
         if mode is CUDAGraphMode.FULL or full is None:
             return found
         last = curve.points[-1][0]
-        return np.where(tokens > last, np.maximum(found, full_factor * full.at(tokens)), found)
+        large = np.maximum(found, full_factor * full.at(tokens))
+        return np.where(tokens > last, large, found)
 
     def told_apart(self, cases: Iterable[int]) -> tuple[int, ...]:
         """The LoRA cases worth planning for: of neighbours whose graphs take the same time, the
         larger serves more.
         """
-        found: list[int] = []
-        times: list[tuple[TimeCurve | None, float]] = []
+        found: dict[Any, int] = {}  # the last case with these times
         for case in sorted(cases):
-            before, times = times, [self._curve_of(mode, case) for mode in RUNTIME_MODES[1:]]
-            if times == before:
-                found.pop()
-            found.append(case)
-        return tuple(found)
+            piecewise = self._curve_of(CUDAGraphMode.PIECEWISE, case)
+            full = self._curve_of(CUDAGraphMode.FULL, case)
+            found[piecewise, full] = case
+        return tuple(found.values())
 
     def _curve_of(self, mode: CUDAGraphMode, case: int) -> tuple[TimeCurve | None, float]:
         """The curve that tells the times of a LoRA case, and a factor for them."""
@@ -353,14 +398,17 @@ class StepTimes(Record):
         if not curves:
             return None, 1.0
         with_adapters = sorted(curves.keys() - {0})
-        if case and with_adapters:
-            enough = [n for n in with_adapters if n >= case]
-            return curves[enough[0] if enough else with_adapters[-1]], 1.0
-        if case:
-            return curves[0], 1 + self.lora_overhead
-        if 0 in curves:
-            return curves[0], 1.0
-        return curves[with_adapters[0]], 1 / (1 + self.lora_overhead)
+        factor = 1 + self.lora_overhead
+        if case == 0:
+            if 0 in curves:
+                return curves[0], 1.0
+            return curves[with_adapters[0]], 1 / factor
+        if not with_adapters:
+            return curves[0], factor
+        for measured in with_adapters:
+            if measured >= case:
+                return curves[measured], 1.0
+        return curves[with_adapters[-1]], 1.0
 
 
 class StepSurface(NamedTuple):
@@ -376,19 +424,27 @@ class StepSurface(NamedTuple):
     source: str
 
     @classmethod
-    def load(cls, path: str | Path, names: Sequence[str]) -> StepSurface:
+    def load(
+        cls,
+        path: str | Path,
+        names: Sequence[str],
+    ) -> StepSurface:
         """From CSV with a column for each name and ``microseconds``, or the JSON file of a bench of
         a full grid. Of equal sizes the longest time counts. Raises StepTimeError (TrafficError for
         other JSON).
         """
         text = load.read_text(path, StepTimeError, REMEDY)
-        rows: Iterable[tuple[tuple[int, ...], float]]
+        rows: Iterable[tuple[tuple[int, ...], float]] = []
         try:
             records = _Bench.model_validate_json(text).records
         except ValidationError:
             rows = sized_rows(text, Path(path), names, StepTimeError, "microseconds", (Time, ...))
         else:
-            rows = [((r.size, *r.sizes), r.graph) for r in records if r.graph]
+            rows = []
+            for record in records:
+                if record.graph is not None:
+                    ran = record.descriptor
+                    rows.append(((ran.num_tokens, *ran.sizes), record.graph.median))
         longest: dict[tuple[int, ...], float] = {}
         for sizes, time in rows:
             longest[sizes] = max(time, longest.get(sizes, 0.0))
@@ -402,10 +458,12 @@ class StepSurface(NamedTuple):
                 remedy=f"Give CSV with {','.join(names)},microseconds, and a row for each "
                 "combination of its sizes.",
             )
-        values = np.array([longest[sizes] for sizes in grid]).reshape([len(axis) for axis in axes])
+        shape = [len(axis) for axis in axes]
+        values = np.array([longest[sizes] for sizes in grid]).reshape(shape)
         for dim in range(len(axes)):
             np.maximum.accumulate(values, axis=dim, out=values)
-        return cls(tuple(np.array(axis, dtype=np.float64) for axis in axes), values, str(path))
+        measured = tuple(np.array(axis, dtype=np.float64) for axis in axes)
+        return cls(measured, values, str(path))
 
     def at(self, sizes: npt.NDArray[np.int64]) -> Floats:
         """Microseconds of boxes: [n, dimensions] -> [n]."""
@@ -415,17 +473,23 @@ class StepSurface(NamedTuple):
             place = np.interp(asked, axis, np.arange(axis.size))
             below = found[rows, place.astype(int)]
             above = found[rows, np.ceil(place).astype(int)]
-            share = (place % 1).reshape(-1, *[1] * (below.ndim - 1))
+            others = [1] * (below.ndim - 1)
+            share = (place % 1).reshape(-1, *others)
             found = below * (1 - share) + above * share
         largest = [axis[-1] for axis in self.axes]
-        return np.asarray(found * np.maximum(sizes / largest, 1).prod(1))
+        beyond = np.maximum(sizes / largest, 1).prod(1)
+        return np.asarray(found * beyond)
 
 
 def _name(mode: CUDAGraphMode) -> str:
     return "eager" if mode is CUDAGraphMode.NONE else str(mode)
 
 
-def _longest(runs: Iterable[tuple[CUDAGraphMode, int, int, float]]) -> Points:
+def _order(curve: tuple[CUDAGraphMode, int]) -> tuple[int, int]:
+    return RUNTIME_MODES.index(curve[0]), curve[1]
+
+
+def _longest(runs: Iterable[Run]) -> Points:
     """Points from (mode, LoRA case, size, microseconds); the longest where a size ran several
     times.
     """
@@ -439,3 +503,24 @@ def _longest(runs: Iterable[tuple[CUDAGraphMode, int, int, float]]) -> Points:
 _SAVED: TypeAdapter[StepTimes | _Bench] = TypeAdapter(
     Annotated[StepTimes | _Bench, Field(discriminator="kind")]
 )
+
+
+def _saved(text: str, path: str | Path) -> StepTimes:
+    try:
+        found = _SAVED.validate_json(text)
+    except ValidationError as error:
+        raise StepTimeError(
+            f"{path}: neither a bench report nor step times: {first_problem(error)}",
+            remedy=REMEDY,
+        ) from None
+    if isinstance(found, StepTimes):
+        return found
+    runs = []
+    for record in found.records:
+        ran = record.descriptor
+        case = ran.num_active_loras
+        runs.append((CUDAGraphMode.NONE, case, record.num_tokens, record.eager.median))
+        if record.mode is not CUDAGraphMode.NONE and record.graph is not None:
+            runs.append((record.mode, case, ran.num_tokens, record.graph.median))
+    source = f"{path}, {found.device}" if found.device else str(path)
+    return StepTimes.measured(_longest(runs), source)
