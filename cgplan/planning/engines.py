@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 from cgplan.config import Config, LoadedConfig, Override, loaded_config
 from cgplan.errors import ConfigError, did_you_mean
 from cgplan.modes import RUNTIME_MODES, CUDAGraphMode
-from cgplan.planning.build import LARGEST_DEFAULT_SIZE, _from_ladder, build_plan
+from cgplan.planning.build import LARGEST_DEFAULT_SIZE, build_plan, ladder_sizes
 from cgplan.planning.dispatcher import CudagraphDispatcher
 from cgplan.planning.plan import Plan
 from cgplan.units import counted
@@ -133,7 +133,7 @@ def read_vllm(
     loaded = loaded_config(data, OPTION, overrides := (*overrides,), origins)
     config, every = loaded.config, 32 if performance_mode == "interactivity" else 0
     ladder, widest = (
-        _from_ladder(config, "vllm", _LARGEST[of], every).sizes for of in (blackwell, True)
+        ladder_sizes(config, "vllm", _LARGEST[of], every).sizes for of in (blackwell, True)
     )
     own = config.compilation.cudagraph_capture_sizes is None
     if own and (every or blackwell):
@@ -201,7 +201,7 @@ def _lost(asked: Config, plan: Plan) -> Iterator[str]:
                 f"requests, {q} tokens each"
             )
     if given is None and largest is not None and 0 < top < largest:
-        last = _from_ladder(asked, "vllm").sizes[-1]
+        last = ladder_sizes(asked, "vllm").sizes[-1]
         why = (
             f"--max-num-batched-tokens is {tokens}"
             if tokens < largest
