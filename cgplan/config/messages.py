@@ -36,18 +36,21 @@ def explain(
     """
     # a union complains several times about one value
     by_path = grouped((_real_path(detail, data), detail) for detail in error.errors())
-    messages = [
-        _message(path, details, root, lines, origins)
-        for path, details in by_path.items()
-        if any(d["type"] == "value_error" for d in details)
-        or not any(other[: len(path)] == path and other != path for other in by_path)
-    ]
+    messages, is_unknown = [], False
+    for path, details in by_path.items():
+        kinds = {detail["type"] for detail in details}
+        is_unknown = is_unknown or "extra_forbidden" in kinds
+        is_above_another = any(other != path and other[: len(path)] == path for other in by_path)
+        if "value_error" in kinds or not is_above_another:
+            messages.append(_message(path, details, root, lines, origins))
     if len(messages) > 1:
         message = f"{source}:" + "".join(f"\n  - {text}" for text in messages)
+    elif messages[0].startswith("--"):
+        message = messages[0]
     else:
-        message = messages[0] if messages[0].startswith("--") else f"{source}: {messages[0]}"
+        message = f"{source}: {messages[0]}"
     remedy = "Correct the value; docs/config-reference.md describes each key."
-    if any(detail["type"] == "extra_forbidden" for detail in error.errors()):
+    if is_unknown:
         remedy = (
             "Correct or remove the key; docs/config-reference.md lists all keys, `cgplan "
             "schema` completes them."
@@ -60,8 +63,13 @@ def first_problem(error: ValidationError) -> str:
     ``records.0.mode: Field required``.
     """
     first = error.errors()[0]
-    where, what = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
+    where = ".".join(map(str, first["loc"]))
+    what = _problem(first)
     return f"{where}: {what}" if where else what
+
+
+def _problem(detail: ErrorDetails) -> str:
+    return detail["msg"].removeprefix("Value error, ")
 
 
 def _real_path(detail: ErrorDetails, data: Any) -> Path_:
@@ -84,26 +92,31 @@ def _message(
     lines: Mapping[Path_, int],
     origins: Mapping[str, str],
 ) -> str:
-    key, detail = ".".join(map(str, path)), details[0]
-    above = [path[:depth] for depth in range(len(path), 0, -1)]
-    where = next((f"line {lines[at]}: " for at in above if at in lines), "")
-    for at in above:
-        option = origins.get(".".join(map(str, at)), "")
+    key, where = ".".join(map(str, path)), ""
+    for depth in range(1, len(path) + 1):  # the innermost one counts
+        at = path[:depth]
+        if at in lines:
+            where = f"line {lines[at]}: "
+    for depth in range(len(path), 0, -1):
+        option = origins.get(".".join(map(str, path[:depth])), "")
         if option == "--set":
             where = "--set "
         elif option.startswith("--"):  # it has one key, and stands for that
             where, key = "", option
-    ours = [d["msg"].removeprefix("Value error, ") for d in details if d["type"] == "value_error"]
-    if ours:
-        return f"{where}{key}{': ' if key else ''}{ours[0]}"
+    for detail in details:
+        if detail["type"] == "value_error":
+            return f"{where}{key}{': ' if key else ''}{_problem(detail)}"
+    detail = details[0]
     if detail["type"] == "extra_forbidden":
         return f"{where}unknown key {key!r}{_nearest(path, root)}"
     if detail["type"] == "missing":
         return f"{where}{key!r} is missing"
-    allowed = dict.fromkeys(
-        d["msg"].removeprefix("Input should be ").replace("valid tuple", "list") for d in details
-    )
-    shown = textwrap.shorten(repr(detail["input"]), 200, placeholder="...")
+    allowed = []
+    for detail in details:
+        words = detail["msg"].removeprefix("Input should be ").replace("valid tuple", "list")
+        if words not in allowed:
+            allowed.append(words)
+    shown = textwrap.shorten(repr(details[0]["input"]), 200, placeholder="...")
     return f"{where}{key}: found {shown}, expected {' or '.join(allowed)}"
 
 
@@ -117,11 +130,13 @@ def _nearest(path: Path_, root: type[BaseModel]) -> str:
         if parent in model.model_fields:
             model = _model_in(model.model_fields[str(parent)].annotation) or model
     fields = list(model.model_fields)
-    if hint := did_you_mean(str(name), fields, " (did you mean {!r}?)"):
+    hint = did_you_mean(str(name), fields, " (did you mean {!r}?)")
+    if hint:
         return hint
     for section, info in root.model_fields.items():  # a right key in the wrong place
         inside = _model_in(info.annotation)
-        if inside and "dict" not in str(info.annotation) and name in inside.model_fields:
+        is_mapping = "dict" in str(info.annotation)
+        if inside is not None and not is_mapping and name in inside.model_fields:
             return f" (it belongs under {section!r})"
     return f" (allowed here: {', '.join(fields)})"
 
@@ -132,4 +147,8 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
     """
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    return next(filter(None, map(_model_in, typing.get_args(annotation))), None)
+    for inner in typing.get_args(annotation):
+        found = _model_in(inner)
+        if found is not None:
+            return found
+    return None

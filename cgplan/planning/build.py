@@ -63,7 +63,13 @@ def resolve_mode(config: Config) -> tuple[CUDAGraphMode, tuple[PlanChange, ...]]
     changes: list[PlanChange] = []
 
     def change(to: CUDAGraphMode, reason: str) -> CUDAGraphMode:
-        changes.append(PlanChange(requested=mode, resolved=to, reason=reason))
+        changes.append(
+            PlanChange(
+                requested=mode,
+                resolved=to,
+                reason=reason,
+            )
+        )
         return to
 
     if mode is CUDAGraphMode.AUTO:
@@ -307,12 +313,19 @@ def build_plan(config: Config) -> Plan:
         config_hash=config_hash(config),
         config=capture_config(config),
         budget=budget_of(config),
-        simulated=config.model_dump(mode="json", include=SIMULATED, exclude_defaults=True),
+        simulated=config.model_dump(
+            mode="json",
+            include=SIMULATED,
+            exclude_defaults=True,
+        ),
     )
 
 
 def _keys(
-    config: Config, mode: CUDAGraphMode, sizes: Sequence[int], cases: Sequence[int]
+    config: Config,
+    mode: CUDAGraphMode,
+    sizes: Sequence[int],
+    cases: Sequence[int],
 ) -> tuple[Key, ...]:
     seqs, q = config.scheduler.max_num_seqs, config.query_len
     boxes = _boxes(config, sizes)
@@ -361,7 +374,10 @@ def _boxes(config: Config, sizes: Sequence[int]) -> Sequence[tuple[int, ...]]:
 
 
 def _unused(
-    config: Config, mode: CUDAGraphMode, sizes: Sequence[int], keys: Sequence[Key]
+    config: Config,
+    mode: CUDAGraphMode,
+    sizes: Sequence[int],
+    keys: Sequence[Key],
 ) -> Iterator[str]:
     compilation, seqs = config.compilation, config.scheduler.max_num_seqs
     captured = {descriptor.num_tokens for _, descriptor in keys}

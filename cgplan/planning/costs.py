@@ -19,7 +19,11 @@ from cgplan.modes import CUDAGraphMode, Key
 class Record(BaseModel):
     """A frozen value that refuses fields it does not know."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        defer_build=True,
+    )
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,11 @@ class GraphCosts(ABC):
         of their bytes.
         """
 
-    def static_bytes(self, num_tokens: int, sizes: tuple[int, ...] = ()) -> int:
+    def static_bytes(
+        self,
+        num_tokens: int,
+        sizes: tuple[int, ...] = (),
+    ) -> int:
         """Bytes of the static buffers, where ``num_tokens`` is the largest size with such others;
         exact.
         """
@@ -146,7 +154,11 @@ def widest(keys: Iterable[Key]) -> dict[tuple[int, ...], int]:
     return found
 
 
-def static_bytes(config: Config, num_tokens: int, sizes: tuple[int, ...] = ()) -> int:
+def static_bytes(
+    config: Config,
+    num_tokens: int,
+    sizes: tuple[int, ...] = (),
+) -> int:
     """Bytes of the static buffers of all inputs and metadata, where ``num_tokens`` is the largest
     capture size with such ``sizes`` in the dimensions behind the first; exact.
 

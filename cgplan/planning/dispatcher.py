@@ -47,7 +47,11 @@ class _Row(dict[int | tuple[int, ...], Answer]):
     An eager batch gets (NONE, unpadded descriptor); as in vLLM, that descriptor holds sizes alone.
     """
 
-    def __init__(self, keys: Sequence[Key], num_sizes: int | None) -> None:
+    def __init__(
+        self,
+        keys: Sequence[Key],
+        num_sizes: int | None,
+    ) -> None:
         super().__init__()
         self._keys = keys
         self._num_sizes = num_sizes
