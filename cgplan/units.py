@@ -22,9 +22,10 @@ def grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
 def listed(values: Sequence[object], most: int = 6) -> str:
     """``1, 2, 4 and 3 more``: the first values, and the number of the others."""
     shown = ", ".join(map(str, values[:most]))
-    if len(values) <= most:
-        return shown
-    return f"{shown} and {len(values) - most} more"
+    others = len(values) - most
+    if others > 0:
+        shown = f"{shown} and {others} more"
+    return shown
 
 
 def counted(number: int, noun: str) -> str:

@@ -37,7 +37,8 @@ def read_text(
         if path.is_char_device():
             raise error(f"{path} is a device, not a file", remedy=remedy)
         with path.open("rb") as file:
-            data = file.read(-1 if most is None else most + 1)
+            limit = -1 if most is None else most + 1
+            data = file.read(limit)
         if most is not None and len(data) > most:
             raise error(f"{path} holds more than {format_bytes(most)}", remedy=remedy)
     except FileNotFoundError:
@@ -111,12 +112,15 @@ def read_config(path: str | Path, overrides: Iterable[str | Override] = ()) -> L
     """As load_config, with the origin of each value; messages name the option of an Override."""
     path = Path(path)
     remedy = "Give a readable YAML file; `cgplan init` writes a starting configuration."
-    data, lines = _parse(read_text(path, ConfigFileError, remedy, MOST_BYTES), path)
+    text = read_text(path, ConfigFileError, remedy, MOST_BYTES)
+    data, lines = _parse(text, path)
     origins = {}
     for key, line in lines.items():
         if all(isinstance(part, str) for part in key):  # a list is one value
-            origins[".".join(map(str, key))] = f"{path.name}:{line}"
-    return loaded_config(data, str(path), overrides, origins, path.resolve().parent, lines)
+            dotted = ".".join(map(str, key))
+            origins[dotted] = f"{path.name}:{line}"
+    base_dir = path.resolve().parent
+    return loaded_config(data, str(path), overrides, origins, base_dir, lines)
 
 
 def loaded_config(
@@ -186,8 +190,8 @@ class _Loader(yaml.SafeLoader):
         if node is not None:
             if is_alias and node not in self._sizes:
                 raise _refusal("an alias inside of what it stands for", mark)
-            size = self._sizes.setdefault(node, self._values - before + 1)
-            self._values = before + size
+            size = self._values - before + 1
+            self._values = before + self._sizes.setdefault(node, size)
         if self._values > MOST_VALUES:
             raise _refusal(f"more than {MOST_VALUES:,} values", mark)
         return node
@@ -198,7 +202,8 @@ class _Loader(yaml.SafeLoader):
         deep: bool = False,
     ) -> Any:
         kind = node.tag.rpartition(":")[2]
-        if isinstance(node, yaml.ScalarNode) and kind != "str" and len(node.value) > LONGEST_NUMBER:
+        is_scalar = isinstance(node, yaml.ScalarNode) and kind != "str"
+        if is_scalar and len(node.value) > LONGEST_NUMBER:
             raise _refusal(f"{kind} of more than {LONGEST_NUMBER:,} characters", node.start_mark)
         try:
             return super().construct_object(node, deep)

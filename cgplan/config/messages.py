@@ -40,8 +40,8 @@ def explain(
     for path, details in by_path.items():
         kinds = {detail["type"] for detail in details}
         is_unknown = is_unknown or "extra_forbidden" in kinds
-        is_above_another = any(other != path and other[: len(path)] == path for other in by_path)
-        if "value_error" in kinds or not is_above_another:
+        below = [other for other in by_path if other != path and other[: len(path)] == path]
+        if "value_error" in kinds or not below:
             messages.append(_message(path, details, root, lines, origins))
     if len(messages) > 1:
         message = f"{source}:" + "".join(f"\n  - {text}" for text in messages)
@@ -76,12 +76,15 @@ def _real_path(detail: ErrorDetails, data: Any) -> Path_:
     """pydantic's location without the names of union members that it mixes in."""
     real: list[str | int] = []
     for part in detail["loc"]:
-        is_item = isinstance(data, list | tuple) and isinstance(part, int) and part < len(data)
-        if is_item or (isinstance(data, dict) and part in data):
+        if isinstance(data, dict):
+            is_inside = part in data
+            if not is_inside and detail["type"] == "missing":
+                return (*real, part)
+        else:
+            is_inside = isinstance(data, list | tuple) and part in range(len(data))
+        if is_inside:
             real.append(part)
             data = data[part]
-        elif isinstance(data, dict) and detail["type"] == "missing":
-            return (*real, part)
     return tuple(real)
 
 
@@ -92,13 +95,13 @@ def _message(
     lines: Mapping[Path_, int],
     origins: Mapping[str, str],
 ) -> str:
-    key, where = ".".join(map(str, path)), ""
-    for depth in range(1, len(path) + 1):  # the innermost one counts
-        at = path[:depth]
+    where, key = "", ".".join(map(str, path))
+    above = [path[: depth + 1] for depth in range(len(path))]
+    for at in above:  # the innermost line counts
         if at in lines:
             where = f"line {lines[at]}: "
-    for depth in range(len(path), 0, -1):
-        option = origins.get(".".join(map(str, path[:depth])), "")
+    for at in reversed(above):
+        option = origins.get(".".join(map(str, at)), "")
         if option == "--set":
             where = "--set "
         elif option.startswith("--"):  # it has one key, and stands for that
@@ -113,10 +116,12 @@ def _message(
         return f"{where}{key!r} is missing"
     allowed = []
     for detail in details:
-        words = detail["msg"].removeprefix("Input should be ").replace("valid tuple", "list")
+        words = detail["msg"].removeprefix("Input should be ")
+        words = words.replace("valid tuple", "list")
         if words not in allowed:
             allowed.append(words)
-    shown = textwrap.shorten(repr(details[0]["input"]), 200, placeholder="...")
+    given = repr(details[0]["input"])
+    shown = textwrap.shorten(given, 200, placeholder="...")
     return f"{where}{key}: found {shown}, expected {' or '.join(allowed)}"
 
 
@@ -128,7 +133,8 @@ def _nearest(path: Path_, root: type[BaseModel]) -> str:
     model = root
     for parent in parents:  # the names in a mapping of sections are fields of none
         if parent in model.model_fields:
-            model = _model_in(model.model_fields[str(parent)].annotation) or model
+            field = model.model_fields[str(parent)]
+            model = _model_in(field.annotation) or model
     fields = list(model.model_fields)
     hint = did_you_mean(str(name), fields, " (did you mean {!r}?)")
     if hint:

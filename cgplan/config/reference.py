@@ -36,7 +36,9 @@ class _NamedDefaults(GenerateJsonSchema):
     """Enums stand in YAML by name, so their defaults do here."""
 
     def encode_default(self, dft: Any) -> Any:
-        return dft.name if isinstance(dft, Enum) else super().encode_default(dft)
+        if isinstance(dft, Enum):
+            return dft.name
+        return super().encode_default(dft)
 
 
 def json_schema() -> str:
@@ -96,7 +98,9 @@ def _section(title: str, model: Node, schema: Node) -> Iterator[str]:
     for name, node in model["properties"].items():
         required = name in model.get("required", ())
         # pydantic leaves a description out where it equals that of the section
-        meaning = node.get("description") or _model(node, schema).get("description", "")
+        meaning = node.get("description")
+        if meaning is None:
+            meaning = _model(node, schema).get("description", "")
         default = "required" if required else _default(node)
         row = (f"`{name}`", _words(node), default, meaning)
         cells = [cell.replace("|", "\\|") for cell in row]
@@ -116,12 +120,12 @@ def _default(node: Node) -> str:
 def _words(node: Node, plural: str = "") -> str:
     """A JSON schema as a reader of YAML would say it; ``plural`` ends the names of numbers."""
     if "anyOf" in node:
-        types = [option.get("type") for option in node["anyOf"]]
-        words = []
-        for option, kind in zip(node["anyOf"], types, strict=True):
-            # a number says it already
-            if kind != "null" and not (kind == "integer" and "number" in types):
-                words.append(_words(option, plural))
+        options = node["anyOf"]
+        types = {option.get("type") for option in options}
+        # a number says whole numbers, too
+        left_out = {"null", "integer"} if "number" in types else {"null"}
+        shown = [option for option in options if option.get("type") not in left_out]
+        words = [_words(option, plural) for option in shown]
         return ", or ".join(dict.fromkeys(words))
     if "$ref" in node:
         return "section"

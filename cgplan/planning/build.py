@@ -37,6 +37,8 @@ DEFAULT_SPLITTING_OPS = (
     "cgplan::attention",
 )
 LARGEST_DEFAULT_SIZE = 512
+Sizes = tuple[int, ...]
+Ladder = Callable[[int], Sizes]
 
 
 def attention_is_split(splitting_ops: tuple[str, ...] | None) -> bool:
@@ -79,7 +81,8 @@ def resolve_mode(config: Config) -> tuple[CUDAGraphMode, tuple[PlanChange, ...]]
         has_full = mode is CUDAGraphMode.FULL_AND_PIECEWISE
         to = CUDAGraphMode.FULL if has_full else CUDAGraphMode.NONE
         mode = change(to, "splitting_ops is empty: there is nothing to split at")
-    if mode.mixed_mode() is CUDAGraphMode.FULL and support is not AttentionSupport.ALWAYS:
+    is_mixed = mode.mixed_mode() is CUDAGraphMode.FULL
+    if is_mixed and support is not AttentionSupport.ALWAYS:
         if never:
             choices = "PIECEWISE or NONE" if split else "NONE"
             raise ModeError(
@@ -116,32 +119,38 @@ def refuse_auto(config: Config) -> None:
         )
 
 
-def vllm(maximum: int) -> tuple[int, ...]:
+def vllm(maximum: int) -> Sizes:
     """1, 2, 4, then 8..255 by 8, then from 256 by 16. The maximum itself only if it is on the
     stride.
     """
     return _by_strides(maximum, {8: 8, 256: 16})
 
 
-def sglang(maximum: int) -> tuple[int, ...]:
+def sglang(maximum: int) -> Sizes:
     """SGLang's decode ladder: 1, 2, 4, 8, 12, 16..256 by 8, 272..496 by 16, from 512 by 32, and the
     maximum.
     """
-    return _with(maximum, _by_strides(maximum, {8: 4, 16: 8, 256: 16, 512: 32}))
+    strides = {
+        8: 4,
+        16: 8,
+        256: 16,
+        512: 32,
+    }
+    return _with(maximum, _by_strides(maximum, strides))
 
 
-def trtllm(maximum: int) -> tuple[int, ...]:
+def trtllm(maximum: int) -> Sizes:
     """TensorRT-LLM's ladder: 1, 2, 4, 8..128 by 8, then by 64, and the maximum."""
     return _with(maximum, _by_strides(maximum, {8: 8, 128: 64}))
 
 
-def powers_of_two(maximum: int) -> tuple[int, ...]:
+def powers_of_two(maximum: int) -> Sizes:
     """1, 2, 4, 8, ... and the maximum."""
     powers = [1 << k for k in range(maximum.bit_length())]
     return _with(maximum, powers)
 
 
-def _by_strides(maximum: int, strides: Mapping[int, int]) -> tuple[int, ...]:
+def _by_strides(maximum: int, strides: Mapping[int, int]) -> Sizes:
     """1, 2, 4, and then by a stride from each first size on, up to the next."""
     sizes = [1, 2, 4]
     firsts = [*strides, max(maximum, *strides) + 1]
@@ -150,11 +159,11 @@ def _by_strides(maximum: int, strides: Mapping[int, int]) -> tuple[int, ...]:
     return tuple(size for size in sizes if size <= maximum)
 
 
-def _with(maximum: int, sizes: Sequence[int]) -> tuple[int, ...]:
+def _with(maximum: int, sizes: Sequence[int]) -> Sizes:
     return tuple(sorted({*sizes, maximum}))
 
 
-LADDERS: Mapping[str, Callable[[int], tuple[int, ...]]] = MappingProxyType(
+LADDERS: Mapping[str, Ladder] = MappingProxyType(
     {
         "vllm": vllm,
         "sglang": sglang,
@@ -174,7 +183,7 @@ class CaptureSizes:
         warnings: Sizes that were dropped or changed on the way, and why.
     """
 
-    sizes: tuple[int, ...]
+    sizes: Sizes
     source: str
     warnings: tuple[str, ...] = ()
 
@@ -200,8 +209,11 @@ def resolve_sizes(config: Config, mode: CUDAGraphMode) -> CaptureSizes:
     if mode.decode_mode() is CUDAGraphMode.FULL and q > 1:
         # Padded batches have whole requests. As in vLLM, no size is rounded beyond the largest one.
         maximum = max(found.sizes, default=0)
-        rounded = {-(-size // q) * q for size in found.sizes}
-        sizes = {size for size in rounded if size <= maximum}
+        sizes = set()
+        for size in found.sizes:
+            rounded = -(-size // q) * q
+            if rounded <= maximum:
+                sizes.add(rounded)
         if not sizes and q <= maximum:
             sizes = {q}
         source = f"{found.source}, rounded up to multiples of {q}"
@@ -215,7 +227,7 @@ def resolve_sizes(config: Config, mode: CUDAGraphMode) -> CaptureSizes:
     return found
 
 
-def sizes_of(dim: Dim) -> tuple[int, ...]:
+def sizes_of(dim: Dim) -> Sizes:
     """Capture sizes of a named dimension, ascending."""
     step = dim.multiple_of
     if isinstance(dim.sizes, tuple):
@@ -225,7 +237,7 @@ def sizes_of(dim: Dim) -> tuple[int, ...]:
     return tuple(size for size in sizes if size >= dim.min)
 
 
-def _given(config: Config, given: tuple[int, ...]) -> CaptureSizes:
+def _given(config: Config, given: Sizes) -> CaptureSizes:
     limit = config.scheduler.max_num_batched_tokens
     sizes = sorted(set(given))
     kept = tuple(size for size in sizes if size <= limit)
@@ -251,16 +263,17 @@ def ladder_sizes(
     seqs = config.scheduler.max_num_seqs
     tokens = config.scheduler.max_num_batched_tokens
     asked = config.compilation.max_cudagraph_capture_size
-    maximum = min(2 * q * seqs, largest) if asked is None else asked
-    maximum = min(maximum, tokens)
+    wanted = min(2 * q * seqs, largest) if asked is None else asked
+    maximum = min(wanted, tokens)
     source = f"ladder {name} up to {maximum}"
     if name != "vllm":  # their sizes are request counts
         requests = LADDERS[name](maximum // q) if maximum >= q else ()
         return CaptureSizes(tuple(q * number for number in requests), source)
     sizes = {*vllm(maximum), tokens, *range(1, every + 1)}
     if asked is None:  # decode batches of all requests
-        requests = (*vllm(seqs), seqs) if q > 1 else (seqs,)
-        sizes.update(q * number for number in requests)
+        sizes.add(q * seqs)
+        if q > 1:
+            sizes.update(q * number for number in vllm(seqs))
     kept = tuple(sorted(size for size in sizes if size <= maximum))
     warnings = []
     if asked is not None and kept[-1] != asked:
@@ -271,7 +284,7 @@ def ladder_sizes(
     return CaptureSizes(kept, source, tuple(warnings))
 
 
-def lora_cases(config: Config) -> tuple[int, ...]:
+def lora_cases(config: Config) -> Sizes:
     """Numbers of active adapters to capture for; max_loras + 1 stands for any number of them."""
     if config.lora is None:
         return (0,)
@@ -296,6 +309,7 @@ def build_plan(config: Config) -> Plan:
     sizes = resolve_sizes(config, mode)
     cases = lora_cases(config)
     keys = _keys(config, mode, sizes.sizes, cases)
+    unused = _unused(config, mode, sizes.sizes, keys)
     return Plan(
         requested_mode=config.compilation.cudagraph_mode,
         mode=mode,
@@ -309,7 +323,7 @@ def build_plan(config: Config) -> Plan:
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         max_loras=config.lora.max_loras if config.lora else None,
-        warnings=(*sizes.warnings, *_unused(config, mode, sizes.sizes, keys)),
+        warnings=(*sizes.warnings, *unused),
         config_hash=config_hash(config),
         config=capture_config(config),
         budget=budget_of(config),

@@ -130,7 +130,8 @@ class GraphCosts(ABC):
             mode, descriptor = key
             pool = max(held, self.pool_bytes(mode, descriptor.elements))
             seconds += self.seconds(key)
-            costs.append(KeyCost(pool - held, self.driver_bytes(key), seconds))
+            driver = self.driver_bytes(key)
+            costs.append(KeyCost(pool - held, driver, seconds))
             held, seconds = pool, 0.0
         static = 0
         for sizes, tokens in widest(keys).items():
@@ -185,7 +186,8 @@ def representative_keys(keys: Sequence[Key], max_num_seqs: int) -> tuple[Key, ..
     # of the LoRA cases, the one for the most stays
     for key in sorted(keys, key=lambda key: key[1].num_active_loras):
         mode, descriptor = key
-        by_size = lanes.setdefault((mode, descriptor.has_lora), {})
+        lane = mode, descriptor.has_lora
+        by_size = lanes.setdefault(lane, {})
         by_size[descriptor.elements] = key
     chosen: set[Key] = set()
     for by_size in lanes.values():

@@ -13,6 +13,7 @@ from cgplan.errors import PlanMismatchError
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning.costs import Record
 from cgplan.planning.plan import (
+    Lane,
     LaneRecord,
     LeftOut,
     Machine,
@@ -114,8 +115,9 @@ def compare(old: Plan, new: Plan) -> PlanDifference:
     """The changes that capturing ``new`` instead of ``old`` brings."""
     before, after = old.lanes(), new.lanes()
     lanes = []
-    for lane in sorted({*before, *after}, key=lambda lane: (lane.mode.name, *lane[1:])):
-        had, has = before.get(lane, ()), after.get(lane, ())
+    for lane in sorted({*before, *after}, key=_by_name):
+        had = before.get(lane, ())
+        has = after.get(lane, ())
         change = LaneChange(
             **lane._asdict(),
             added=tuple(size for size in has if size not in had),
@@ -136,8 +138,15 @@ def compare(old: Plan, new: Plan) -> PlanDifference:
     )
 
 
+def _by_name(lane: Lane) -> tuple[str, bool, int]:
+    return lane.mode.name, lane.uniform, lane.num_active_loras
+
+
 def _predicted(old: Plan, new: Plan, name: str) -> Figure:
-    return Figure(old=getattr(old.predicted, name, None), new=getattr(new.predicted, name, None))
+    return Figure(
+        old=getattr(old.predicted, name, None),
+        new=getattr(new.predicted, name, None),
+    )
 
 
 def mismatches(
@@ -218,7 +227,9 @@ def named(changes: Sequence[FieldChange]) -> str:
     """Settings that differ, the first few of them, as
     ``scheduler.max_num_seqs was 256, is 64 here``.
     """
-    shown = [change.said("{name} was {old}, is {new} here") for change in changes[:MOST_NAMED]]
+    shown = []
+    for change in changes[:MOST_NAMED]:
+        shown.append(change.said("{name} was {old}, is {new} here"))
     if len(changes) > MOST_NAMED:
         shown.append(f"and {len(changes) - MOST_NAMED} more")
     return "; ".join(shown)
@@ -256,10 +267,12 @@ def _notes(old: Plan, new: Plan) -> Iterator[str]:
 
 def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[FieldChange]:
     """Leaves that differ, in the order of ``new``."""
-    before, after = dict(leaves(old)), dict(leaves(new))
+    before = dict(leaves(old))
+    after = dict(leaves(new))
     found = []
     for name in {**after, **before}:
-        was, now = before.get(name), after.get(name)
+        was = before.get(name)
+        now = after.get(name)
         if was != now:
             found.append(
                 FieldChange(

@@ -16,6 +16,7 @@ from cgplan.units import counted, grouped
 
 Answer = tuple[CUDAGraphMode, BatchDescriptor]
 Modes = Collection[CUDAGraphMode] | None
+Box = tuple[int, ...]
 _GRAPHS = frozenset({CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE})
 
 
@@ -39,7 +40,7 @@ def set_of_modes(given: Collection[CUDAGraphMode]) -> frozenset[CUDAGraphMode]:
     return frozenset(map(CUDAGraphMode.parse, given))
 
 
-class _Row(dict[int | tuple[int, ...], Answer]):
+class _Row(dict[int | Box, Answer]):
     """Answers by the sizes of a batch, rows first (a number where rows alone vary).
 
     An answer is the first of ``keys``, in order of preference, whose box holds the batch. It is
@@ -55,22 +56,24 @@ class _Row(dict[int | tuple[int, ...], Answer]):
         super().__init__()
         self._keys = keys
         self._num_sizes = num_sizes
-        boxes = [descriptor.box for _, descriptor in keys]
-        self._axes = [sorted(set(axis)) for axis in zip(*boxes, strict=True)]
-        ranks: dict[tuple[int, ...], int] = {}
-        for rank, box in enumerate(boxes):
-            ranks.setdefault(box, rank)
-        self._corners: dict[tuple[int, ...], int] = {}
-        places = [range(len(axis) - 1, -1, -1) for axis in self._axes]
+        ranks: dict[Box, int] = {}
+        for rank, (_, descriptor) in enumerate(keys):
+            ranks.setdefault(descriptor.box, rank)
+        self._axes: list[list[int]] = []
+        for axis in zip(*ranks, strict=True):
+            self._axes.append(sorted(set(axis)))
+        self._corners: dict[Box, int] = {}
+        places = [reversed(range(len(axis))) for axis in self._axes]
         for corner in product(*places):  # the largest one first
             box = tuple(map(getitem, self._axes, corner))
             best = ranks.get(box, len(keys))
             for dim, place in enumerate(corner):
-                above = (*corner[:dim], place + 1, *corner[dim + 1 :])
+                before, behind = corner[:dim], corner[dim + 1 :]
+                above = (*before, place + 1, *behind)
                 best = min(best, self._corners.get(above, len(keys)))
             self._corners[corner] = best
 
-    def __missing__(self, asked: int | tuple[int, ...]) -> Answer:
+    def __missing__(self, asked: int | Box) -> Answer:
         box = asked if isinstance(asked, tuple) else (asked,)
         if self._num_sizes not in (None, len(box)):
             raise InputError(
@@ -107,13 +110,18 @@ class CudagraphDispatcher:
         self._lanes = grouped((Lane.of(*key), key) for key in ordered)
         self._cases = range(max((*plan.lora_cases, 0)) + 1)
         self._by_lanes: dict[tuple[Lane, ...], _Row] = {}
-        self._num_sizes = len(plan.keys[0][1].box) if plan.keys else None
+        self._num_sizes = None
+        if plan.keys:
+            _, descriptor = plan.keys[0]
+            self._num_sizes = len(descriptor.box)
         self._eager = _Row((), self._num_sizes)
         # rows[uniform][active adapters][num_tokens], for callers that exclude no mode
-        self._rows: tuple[dict[int, _Row], dict[int, _Row]] = {}, {}
+        self._rows: list[dict[int, _Row]] = []
         for uniform in (False, True):
+            rows = {}
             for active in self._cases:
-                self._rows[uniform][active] = self._row(uniform, active, _GRAPHS)
+                rows[active] = self._row(uniform, active, _GRAPHS)
+            self._rows.append(rows)
 
     def dispatch(
         self,
@@ -173,7 +181,9 @@ class CudagraphDispatcher:
             return MissReason.NOTHING_CAPTURED
         if num_active_loras not in self._cases:
             return MissReason.NO_LORA_CASE
-        is_held = any(all(map(ge, key[1].sizes, sizes)) for key in self.plan.keys)
+        is_held = False
+        for _, descriptor in self.plan.keys:
+            is_held = is_held or all(map(ge, descriptor.sizes, sizes))
         if num_tokens > self.plan.max_capture_size or not is_held:
             return MissReason.TOO_LARGE
         mode, _ = self.dispatch(*asked, sizes=sizes)
@@ -199,10 +209,10 @@ class CudagraphDispatcher:
             if is_served and lane.mode in modes and lane.num_active_loras >= num_active_loras:
                 lanes.append(lane)
                 keys += own
-        row = self._by_lanes.get(tuple(lanes))
-        if row is None:
-            row = self._by_lanes[tuple(lanes)] = _Row(keys, self._num_sizes)
-        return row
+        asked = tuple(lanes)
+        if asked not in self._by_lanes:
+            self._by_lanes[asked] = _Row(keys, self._num_sizes)
+        return self._by_lanes[asked]
 
 
 def _preference(key: Key) -> tuple[Any, ...]:

@@ -16,7 +16,7 @@ from cgplan.config.values import Mode as Mode
 from cgplan.errors import ReportError
 from cgplan.modes import BatchDescriptor, CUDAGraphMode
 from cgplan.planning.costs import Predicted, Record
-from cgplan.units import counted, grouped
+from cgplan.units import counted
 
 PLAN_SCHEMA_VERSION = 2
 PLANNED_FOR = "planned for"  # how the source of sizes begins that were chosen for traffic
@@ -180,8 +180,11 @@ class Plan(Record):
         """Capture sizes of each lane, ascending, in tokens; lanes in the order of their first
         key.
         """
-        found = grouped((Lane.of(*key), key[1].num_tokens) for key in self.keys)
-        return {lane: tuple(sorted(set(sizes))) for lane, sizes in found.items()}
+        found: dict[Lane, set[int]] = {}
+        for mode, descriptor in self.keys:
+            lane = Lane.of(mode, descriptor)
+            found.setdefault(lane, set()).add(descriptor.num_tokens)
+        return {lane: tuple(sorted(sizes)) for lane, sizes in found.items()}
 
     def __str__(self) -> str:
         """A line for each lane, with its sizes in tokens."""

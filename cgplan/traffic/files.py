@@ -384,7 +384,7 @@ def _traffic_of(
             saved = _saved(json.dumps(counts), path)
             return saved.model_copy(update={"source": f"{path.name}: {saved.source}"})
     elif _HEADER.search(text):
-        return _logged(text, path, plan)
+        return log_traffic(text, path, plan)
     elif _METRIC in text:
         return _metrics(text, path, plan)
     elif first.startswith("[") and '"conversations"' in text:
@@ -432,7 +432,7 @@ def _saved(text: str, path: Path) -> Traffic:
         raise TrafficError(f"{path}: {error.message}", remedy=error.remedy) from None
 
 
-def _logged(text: str, path: Path, plan: Plan) -> Traffic:
+def log_traffic(text: str, path: Path, plan: Plan) -> Traffic:
     """Traffic from all tables of a log of vLLM.
 
     vLLM empties its counts after each table (``CUDAGraphLogging.log`` in

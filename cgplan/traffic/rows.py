@@ -86,10 +86,16 @@ class Form(Generic[R]):
     def described(self) -> str:
         """Its columns in words."""
         text = f"{self.name} has {', '.join(self.required)}"
-        optional = [name for name in self.columns if name not in self.required]
+        optional = [*self.columns]
+        for name in self.required:
+            optional.remove(name)
         if optional:
             text = f"{text}, and may have {', '.join(optional)}"
         return text
+
+    def read_text(self, text: str, path: str | Path) -> list[tuple[str, R]]:
+        """``read`` for the text of a file."""
+        return self.read(raw_rows(text, path, self.error))
 
     def read(
         self,
@@ -199,7 +205,7 @@ def sized_rows(
     fields[figure] = kind
     row = create_model("_Row", __base__=Record, **fields)
     form: Form[Any] = Form(f"a table of {figure}", row, named, error)
-    for _, found in form.read(raw_rows(text, path, error)):
+    for _, found in form.read_text(text, path):
         *sizes, value = dict(found).values()
         yield tuple(sizes), value
 

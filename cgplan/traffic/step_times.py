@@ -19,7 +19,7 @@ from cgplan.modes import RUNTIME_MODES, CUDAGraphMode
 from cgplan.planning.costs import Record
 from cgplan.planning.plan import Mode
 from cgplan.planning.vllm_log import logged_steps
-from cgplan.traffic.rows import Form, RuntimeMode, Size, Whole, raw_rows, sized_rows
+from cgplan.traffic.rows import Form, RuntimeMode, Size, Whole, sized_rows
 from cgplan.units import grouped
 
 # Microseconds by tokens that ran, by (runtime mode, LoRA case).
@@ -155,8 +155,9 @@ class TimeCurve(Record):
         beyond them.
         """
         sizes, values = np.array(self.points, dtype=np.float64).T
-        beyond = self.last_slope * np.maximum(num_tokens - sizes[-1], 0.0)
-        return np.asarray(np.interp(num_tokens, sizes, values) + beyond)
+        beyond = np.maximum(num_tokens - sizes[-1], 0.0)
+        between = np.interp(num_tokens, sizes, values)
+        return np.asarray(between + self.last_slope * beyond)
 
     @property
     def last_slope(self) -> float:
@@ -311,11 +312,12 @@ class StepTimes(Record):
             )
         runs: list[Run] = []
         if '"median_itl_ms"' in text:
-            for _, row in SERVED.read(raw_rows(text, path, StepTimeError)):
-                runs.append((row.mode, 0, row.max_concurrency, row.median_itl_ms * 1e3))
+            for _, row in SERVED.read_text(text, path):
+                microseconds = row.median_itl_ms * 1e3
+                runs.append((row.mode, 0, row.max_concurrency, microseconds))
             return cls.measured(_longest(runs), f"vllm bench serve, {path}", [_OF_SERVING])
         if not text.lstrip().startswith(("{", "[")):
-            for _, line in TABLE.read(raw_rows(text, path, StepTimeError)):
+            for _, line in TABLE.read_text(text, path):
                 case = line.num_active_loras
                 runs.append((line.mode, case, line.num_tokens, line.microseconds))
             if not runs:
@@ -394,7 +396,10 @@ class StepTimes(Record):
 
     def _curve_of(self, mode: CUDAGraphMode, case: int) -> tuple[TimeCurve | None, float]:
         """The curve that tells the times of a LoRA case, and a factor for them."""
-        curves = {curve.num_active_loras: curve for curve in self.curves if curve.mode is mode}
+        curves = {}
+        for curve in self.curves:
+            if curve.mode is mode:
+                curves[curve.num_active_loras] = curve
         if not curves:
             return None, 1.0
         with_adapters = sorted(curves.keys() - {0})
@@ -438,17 +443,21 @@ class StepSurface(NamedTuple):
         try:
             records = _Bench.model_validate_json(text).records
         except ValidationError:
-            rows = sized_rows(text, Path(path), names, StepTimeError, "microseconds", (Time, ...))
+            figure = "microseconds", (Time, ...)
+            rows = sized_rows(text, Path(path), names, StepTimeError, *figure)
         else:
             rows = []
             for record in records:
                 if record.graph is not None:
                     ran = record.descriptor
-                    rows.append(((ran.num_tokens, *ran.sizes), record.graph.median))
+                    sizes = ran.num_tokens, *ran.sizes
+                    rows.append((sizes, record.graph.median))
         longest: dict[tuple[int, ...], float] = {}
         for sizes, time in rows:
             longest[sizes] = max(time, longest.get(sizes, 0.0))
-        axes = [sorted(set(column)) for column in zip(*longest, strict=True)]
+        axes = []
+        for column in zip(*longest, strict=True):
+            axes.append(sorted(set(column)))
         grid = list(product(*axes))
         missing = [f", not {sizes}" for sizes in grid if sizes not in longest]
         if len(axes) != len(names) or missing:
@@ -459,7 +468,8 @@ class StepSurface(NamedTuple):
                 "combination of its sizes.",
             )
         shape = [len(axis) for axis in axes]
-        values = np.array([longest[sizes] for sizes in grid]).reshape(shape)
+        times = [longest[sizes] for sizes in grid]
+        values = np.array(times).reshape(shape)
         for dim in range(len(axes)):
             np.maximum.accumulate(values, axis=dim, out=values)
         measured = tuple(np.array(axis, dtype=np.float64) for axis in axes)
@@ -468,11 +478,14 @@ class StepSurface(NamedTuple):
     def at(self, sizes: npt.NDArray[np.int64]) -> Floats:
         """Microseconds of boxes: [n, dimensions] -> [n]."""
         rows = np.arange(len(sizes))
-        found = np.broadcast_to(self.values, (rows.size, *self.values.shape))
+        shape = rows.size, *self.values.shape
+        found = np.broadcast_to(self.values, shape)
         for axis, asked in zip(self.axes, sizes.T, strict=True):
             place = np.interp(asked, axis, np.arange(axis.size))
-            below = found[rows, place.astype(int)]
-            above = found[rows, np.ceil(place).astype(int)]
+            first = place.astype(int)
+            last = np.ceil(place).astype(int)
+            below = found[rows, first]
+            above = found[rows, last]
             others = [1] * (below.ndim - 1)
             share = (place % 1).reshape(-1, *others)
             found = below * (1 - share) + above * share
