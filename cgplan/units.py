@@ -37,14 +37,13 @@ def format_bytes(value: int | None) -> str:
     """``1536`` -> ``1.5 KiB``. None, where nothing was measured, is a dash."""
     if value is None:
         return "-"
-    if abs(value) < 1024:
-        return f"{value:.0f} B"
-    size, unit = value / 1024, "KiB"
-    if abs(size) >= 1024:
-        size, unit = size / 1024, "MiB"
-    if abs(size) >= 1024:
-        size, unit = size / 1024, "GiB"
-    return f"{size:.0f} {unit}" if abs(size) >= 100 else f"{size:.1f} {unit}"
+    size = float(value)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024 or unit == "GiB":
+            break
+        size /= 1024
+    is_whole = unit == "B" or abs(size) >= 100
+    return f"{size:.0f} {unit}" if is_whole else f"{size:.1f} {unit}"
 
 
 def format_microseconds(value: float | None) -> str:

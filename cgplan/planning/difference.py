@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from cgplan.config import Config
+from cgplan.config import BudgetConfig, Config
 from cgplan.errors import PlanMismatchError
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning.costs import Record
@@ -240,7 +240,8 @@ def _settings(old: Plan, new: Plan) -> Iterator[FieldChange]:
     for change in _changes(old.config, new.config):
         if change.name not in DECIDED_BY_THE_PLAN:
             yield change
-    yield from _changes({"budget": old.budget}, {"budget": new.budget})
+    unlimited: dict[str, Any] = dict.fromkeys(BudgetConfig.model_fields)
+    yield from _changes({"budget": unlimited | old.budget}, {"budget": unlimited | new.budget})
     if old.machine is not None and new.machine is not None:
         yield from machine_changes(old.machine, new.machine)
 
