@@ -87,7 +87,8 @@ class _Row(dict[int | Box, Answer]):
         if rank < len(self._keys):
             answer = self._keys[rank]
         else:
-            answer = CUDAGraphMode.NONE, BatchDescriptor(box[0], sizes=box[1:])
+            rows, *others = box
+            answer = CUDAGraphMode.NONE, BatchDescriptor(rows, sizes=tuple(others))
         self[asked] = answer
         return answer
 
@@ -108,7 +109,8 @@ class CudagraphDispatcher:
         # all of uniform decode or all of mixed batches.
         ordered = sorted(plan.keys, key=_preference)
         self._lanes = grouped((Lane.of(*key), key) for key in ordered)
-        self._cases = range(max((*plan.lora_cases, 0)) + 1)
+        most = max(plan.lora_cases, default=0)
+        self._cases = range(most + 1)
         self._by_lanes: dict[tuple[Lane, ...], _Row] = {}
         self._num_sizes = None
         if plan.keys:
@@ -189,11 +191,15 @@ class CudagraphDispatcher:
         mode, _ = self.dispatch(*asked, sizes=sizes)
         if mode is not CUDAGraphMode.NONE:
             return MissReason.MODE_EXCLUDED
-        serving = [lane for lane in self._lanes if uniform_decode or not lane.uniform]
+        serving = []
+        for lane in self._lanes:
+            if uniform_decode or not lane.uniform:
+                serving.append(lane.num_active_loras)
         if not serving:
             return MissReason.NO_GRAPH_FOR_MIXED
-        most = max(lane.num_active_loras for lane in serving)
-        return MissReason.TOO_LARGE if most >= num_active_loras else MissReason.NO_LORA_CASE
+        if max(serving) < num_active_loras:
+            return MissReason.NO_LORA_CASE
+        return MissReason.TOO_LARGE
 
     def _row(
         self,

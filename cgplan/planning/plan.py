@@ -42,7 +42,10 @@ def _as_json(descriptor: BatchDescriptor) -> dict[str, Any]:
     return fields
 
 
-Descriptor = Annotated[BatchDescriptor, PlainSerializer(_as_json, return_type=dict[str, Any])]
+Descriptor = Annotated[
+    BatchDescriptor,
+    PlainSerializer(_as_json, return_type=dict[str, Any]),
+]
 Key = tuple[Mode, Descriptor]
 
 
