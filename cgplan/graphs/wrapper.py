@@ -376,14 +376,14 @@ class CUDAGraphWrapper:
                 "last; use its runner.",
             )
         if scope is not None and scope.backend is not None:
-            if self._backend is not None and self._backend.device != scope.backend.device:
+            own, given = self._backend, scope.backend
+            if own is not None and own.device != given.device:
                 raise CaptureError(
-                    f"a wrapper on {self._backend.device} inside a session on "
-                    f"{scope.backend.device}",
+                    f"a wrapper on {own.device} inside a session on {given.device}",
                     remedy="Make the wrapper without a backend: it takes the session's.",
                 )
             # another object of the same device has other pools and another stream
-            self._backend = scope.backend
+            self._backend = given
         if self.backend.is_capturing():
             raise CaptureError(
                 "the model holds graph wrappers of its own, and is to be captured as a whole as "
@@ -392,7 +392,8 @@ class CUDAGraphWrapper:
                 "out. A wrapper inside another one needs another runtime mode.",
             )
         for i in self.options.copied_arguments:
-            if i >= len(args) or not isinstance(args[i], Tensor):
+            is_given = i < len(args) and isinstance(args[i], Tensor)
+            if not is_given:
                 raise CaptureError(
                     f"copied_arguments names argument {i}, which is {_argument(args, i)}",
                     remedy="Name positions of tensors that are passed by position.",
@@ -444,7 +445,8 @@ class CUDAGraphWrapper:
             as they are.
             """
             in_pool = backend.in_pool(tensor, pool)
-            if not in_pool and (type(tensor) is not Tensor or id(tensor) in own()):
+            is_plain = type(tensor) is Tensor
+            if not in_pool and (not is_plain or id(tensor) in own()):
                 return tensor
             if in_pool and self.options.borrow_outputs:
                 tensor = backend.borrow(tensor)
@@ -476,7 +478,8 @@ class CUDAGraphWrapper:
         )
         if self.options.policy(scope) != "off":
             checked = self._roots(entry, context, args, kwargs)
-            entry.manifest = Fingerprint.of(checked, backend.device).let_go()
+            manifest = Fingerprint.of(checked, backend.device)
+            entry.manifest = manifest.let_go()
         self.entries[context.descriptor] = entry
         if scope is not None:
             scope.entries.append(entry)

@@ -95,7 +95,11 @@ class PiecewiseBackend:
             names = [operator_name(node) or "" for node in module.graph.nodes]
             # operators in place may change the shape of a tensor object (t_)
             in_place = any(name.endswith("_") for name in names)
-            module.forward = as_eager_piece(module.forward, piece.title, is_traced=not in_place)
+            module.forward = as_eager_piece(
+                module.forward,
+                piece.title,
+                is_traced=not in_place,
+            )
         elif self.compiler == "inductor":
             key = structure_of(module)
             if key not in self.compiled:

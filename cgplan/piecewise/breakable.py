@@ -130,7 +130,8 @@ class BreakableCUDAGraphCapture:
             )
         _active.capture = self
         self._state = AmbientState.now(self._backend.device.type)
-        self._memory = PieceMemory(self._backend.device.type, self._backend.stream_getter())
+        device = self._backend.device.type
+        self._memory = PieceMemory(device, self._backend.stream_getter())
         self._modes.enter_context(self._memory)
         self._modes.callback(self._memory.made.clear)
         try:
@@ -175,7 +176,8 @@ class BreakableCUDAGraphCapture:
             return self._backend.launcher(item)
         if item.state == self._state:  # replay sets it once, around all steps
             return item.run
-        return item.state.entered(self._backend.device.type)(item.run)
+        state = item.state.entered(self._backend.device.type)
+        return state(item.run)
 
     def add_eager(self, function: Function, /, *args: Any, **kwargs: Any) -> Any:
         """End the segment, run ``function`` eagerly, and begin the next segment.
@@ -205,7 +207,8 @@ class BreakableCUDAGraphCapture:
         assert self.is_recording
         with torch.inference_mode(False):  # else it could be written to only there
             slot = self._backend.slot(value)
-            self._copies.append((self._backend.borrow(slot), value.detach()))
+            borrowed = self._backend.borrow(slot)
+            self._copies.append((borrowed, value.detach()))
         return slot
 
     def refuse_made(self, tree: Any) -> None:
@@ -272,7 +275,14 @@ class BreakableCUDAGraphCapture:
                 self.refuse_made(value)
         self._last_piece = name
         self._end_segment(f"eager piece {name}, at {line}")
-        piece = EagerPiece(name, line, function, self._backend, self._pool, is_traced=is_traced)
+        piece = EagerPiece(
+            name,
+            line,
+            function,
+            self._backend,
+            self._pool,
+            is_traced=is_traced,
+        )
         self._items.append(piece)
         # pieces and segments do not see what the others derived, as in a replay
         with self._memory.in_piece(name), _deriving(self._derived):
@@ -409,7 +419,13 @@ class BreakableCUDAGraphWrapper(CUDAGraphWrapper):
         pool: Any = None,
         options: CUDAGraphOptions = _DEFAULTS,
     ) -> None:
-        super().__init__(runnable, runtime_mode, backend=backend, pool=pool, options=options)
+        super().__init__(
+            runnable,
+            runtime_mode,
+            backend=backend,
+            pool=pool,
+            options=options,
+        )
 
     def _record(self, pool: Any, args: Args, kwargs: Kwargs) -> Recorded:
         copied = self._copied_arguments(args, pool)

@@ -23,7 +23,14 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
-from cgplan.backends.host_sync import Args, Kwargs, as_its_caller, is_composite, names_of
+from cgplan.backends.host_sync import (
+    Args,
+    Function,
+    Kwargs,
+    as_its_caller,
+    is_composite,
+    names_of,
+)
 from cgplan.backends.replacing import replaced
 from cgplan.errors import ConfigError, did_you_mean
 from cgplan.graphs.footprint import current_look
@@ -115,7 +122,7 @@ class Breaks(TorchDispatchMode):
 
     def __init__(
         self,
-        model: Callable[..., Any],
+        model: Function,
         patterns: Sequence[str],
         names: Collection[str],
         device: str,
@@ -130,14 +137,15 @@ class Breaks(TorchDispatchMode):
             if getattr(module.forward, "__func__", None) is not _NO_FORWARD:
                 called.append(name)
         heads = tuple(f"{name}." for name in called)
-        self.outer = tuple(name for name in called if not name.startswith(heads))
+        outer = [name for name in called if not name.startswith(heads)]
+        self.outer = tuple(outer)
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """Compiled parts of the model stay compiled."""
         return True
 
-    def forward(self, model: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def forward(self, model: Function, *args: Any, **kwargs: Any) -> Any:
         """Call the model, broken where a breakable capture or a look is under way."""
         is_recording = recording_capture() is not None
         if not is_recording and current_look() is None:
@@ -193,7 +201,7 @@ def _operator_breaks_aside() -> Iterator[None]:
         mode.__enter__()  # type: ignore[no-untyped-call]
 
 
-def _matching(model: Callable[..., Any], patterns: Sequence[str]) -> dict[str, nn.Module]:
+def _matching(model: Function, patterns: Sequence[str]) -> dict[str, nn.Module]:
     """The submodules that patterns name, each once."""
     if not isinstance(model, nn.Module):
         raise ConfigError(
@@ -208,7 +216,8 @@ def _matching(model: Callable[..., Any], patterns: Sequence[str]) -> dict[str, n
         found = []
         for name in named:
             parts = name.split(".")
-            if len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted)):
+            fits = all(map(fnmatch.fnmatchcase, parts, wanted))
+            if fits and len(parts) == len(wanted):
                 found.append(name)
         if not found:
             near = _near(pattern, list(named))
@@ -225,5 +234,7 @@ def _near(pattern: str, names: list[str]) -> str:
     """Names like the pattern, those of numbered layers as one."""
     general = [re.sub(r"(?<=\.)\d+(?![^.])", "*", name) for name in names]
     general = list(dict.fromkeys(general))
-    hint = did_you_mean(pattern, [*general, *names], "Did you mean {}?", 3)
-    return hint or f"The model has {listed(general, 10) or 'no submodules'}."
+    hint = did_you_mean(pattern, general + names, "Did you mean {}?", 3)
+    if hint:
+        return hint
+    return f"The model has {listed(general, 10) or 'no submodules'}."

@@ -54,6 +54,7 @@ from cgplan.backends.backend import autocast_cache
 from cgplan.backends.blame import blamed_line
 from cgplan.backends.host_sync import (
     Args,
+    Function,
     Kwargs,
     Refusals,
     as_its_caller,
@@ -71,7 +72,6 @@ _, _EMPTY = tree_flatten(())
 Copies = list[tuple[Tensor, Tensor]]  # slots and values
 Attribute = tuple[torch.nn.Module, str]
 Make = Callable[[], Any]
-Identity = tuple[int, int]
 
 
 class EagerPiece:
@@ -93,7 +93,7 @@ class EagerPiece:
         self,
         name: str,
         line: str,
-        function: Callable[..., Any],
+        function: Function,
         backend: GraphBackend,
         pool: Any,
         *,
@@ -132,9 +132,9 @@ class EagerPiece:
                 return True
             if address in in_arguments:
                 return False
-            if address not in in_state:
-                return True
-            return self._backend.in_pool(tensor, self._pool)
+            if address in in_state:
+                return self._is_captured(tensor)
+            return True
 
         self._values, self._spec = tree_flatten(result)
         for value in self._values:
@@ -144,17 +144,23 @@ class EagerPiece:
             elif is_fresh(value):
                 place = Place(slot=value)
             else:
-                place = Place(memory=_memory(value))
+                memory = _memory(value)
+                place = Place(memory=memory)
             self._results.append(place)
         self._find_shared()
         for attribute, value in after.items():
-            if type(value) is not Tensor or before.get(attribute) is value:
+            if type(value) is not Tensor:
                 continue
-            can_be_copied = self._is_dense(value) and not _repeated(value)
-            if can_be_copied and is_fresh(value):
+            if before.get(attribute) is value or not is_fresh(value):
+                continue
+            if self._is_dense(value) and not _repeated(value):
                 self._bound[attribute] = value
 
-    def _refuse_other_arguments(self, given: Iterable[Identity], leaves: list[Any]) -> None:
+    def _refuse_other_arguments(
+        self,
+        given: Iterable[Any],
+        leaves: list[Any],
+    ) -> None:
         """A piece may take values out of its lists and dicts, but not put others in."""
         rest = iter(given)
         for leaf in leaves:
@@ -274,10 +280,11 @@ class EagerPiece:
         copies = Copies()
         for place, value in zip(self._results, values, strict=True):
             if not place.fits(value):
-                raise self._changed(described(value), f"{place}")
+                found = described(value)
+                raise self._changed(found, f"{place}")
             if place.slot is not None:
                 copies.append((place.slot, value))
-        if self._shared and _sharing(values, self._shared) != self._sharing:
+        if _sharing(values, self._shared) != self._sharing:
             raise self._changed(
                 "a tensor that does not share memory with other results as it did, or is expanded "
                 "otherwise,",
@@ -285,9 +292,9 @@ class EagerPiece:
             )
         for attribute, slot in self._bound.items():
             value = getattr(*attribute, None)
-            if not isinstance(value, Tensor) or value.shape != slot.shape:
+            if not isinstance(value, Tensor):
                 continue
-            if value.dtype is slot.dtype:
+            if value.shape == slot.shape and value.dtype is slot.dtype:
                 copies.append((slot, value))
         if copies:
             fill(copies, together=not self._shared)
@@ -297,46 +304,48 @@ class EagerPiece:
         writes them before the piece reads them. Other objects are held; a list without captured
         tensors stays the same list.
         """
-        captured = set[int]()
-        for tensor in tensors_in((args, kwargs)):
-            if self._backend.in_pool(tensor, self._pool):
-                captured.add(id(tensor))
         self._args = list(args)
         self._kwargs = dict(kwargs)
         self._makers: list[tuple[Any, Any, Make]] = []
-        self._keep(self._args, range(len(args)), captured)
-        self._keep(self._kwargs, kwargs, captured)
+        self._keep(self._args, range(len(args)))
+        self._keep(self._kwargs, kwargs)
 
-    def _keep(self, where: Any, keys: Iterable[Any], captured: set[int]) -> None:
+    def _keep(self, where: Any, keys: Iterable[Any]) -> None:
         for key in keys:
-            make = self._maker(where[key], captured)
+            make = self._maker(where[key])
             if make is None:
                 continue
             where[key] = make()
             if not self._is_traced:
                 self._makers.append((where, key, make))
 
-    def _maker(self, node: Any, captured: set[int]) -> Make | None:
+    def _maker(self, node: Any) -> Make | None:
         """A function that makes an argument for each run; None if all runs get the same object."""
         if type(node) is Tensor and node.layout is torch.strided:
             kept = node
-            if id(node) in captured:
+            if self._is_captured(node):
                 kept = self._backend.borrow(node)
             return kept.detach().detach
-        if captured.isdisjoint(map(id, tree_leaves(node))):
+        if not any(map(self._is_captured, tree_leaves(node))):
             return None
         if type(node) is dict:
             makers = {}
             for key, value in node.items():
-                makers[key] = self._maker(value, captured) or _itself(value)
+                makers[key] = self._maker(value) or _itself(value)
             return lambda: {key: make() for key, make in makers.items()}
         if type(node) in (tuple, list) or is_namedtuple_instance(node):
             parts = []
             for value in node:
-                parts.append(self._maker(value, captured) or _itself(value))
+                part = self._maker(value) or _itself(value)
+                parts.append(part)
             build = getattr(node, "_make", type(node))
             return lambda: build([make() for make in parts])
         return None
+
+    def _is_captured(self, leaf: Any) -> bool:
+        if not isinstance(leaf, Tensor):
+            return False
+        return self._backend.in_pool(leaf, self._pool)
 
     def _is_dense(self, value: Tensor) -> bool:
         is_here = value.device == self._backend.device
@@ -379,7 +388,11 @@ class PieceMemory(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, device: str, stream: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        device: str,
+        stream: Callable[[], int],
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.piece: str | None = None
         self.in_segment = False
@@ -443,7 +456,10 @@ class PieceMemory(TorchDispatchMode):
         read and did not make.
         """
         self.piece = name
-        before = [reference for reference in self._read.values() if reference() is not None]
+        before = []
+        for reference in self._read.values():
+            if reference() is not None:
+                before.append(reference)
         yield
         self.piece = None
         for reference in before:
@@ -485,11 +501,9 @@ class Place(NamedTuple):
     def fits(self, found: Any) -> bool:
         slot = self.slot
         if slot is not None:
-            if not isinstance(found, Tensor):
+            if not isinstance(found, Tensor) or found.shape != slot.shape:
                 return False
-            if found.shape != slot.shape or found.dtype is not slot.dtype:
-                return False
-            return found.device == slot.device
+            return found.dtype is slot.dtype and found.device == slot.device
         if self.memory:
             return isinstance(found, Tensor) and _memory(found) == self.memory
         value = self.value
@@ -509,7 +523,12 @@ class Place(NamedTuple):
 
 
 def _memory(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+    return (
+        tensor.data_ptr(),
+        tensor.shape,
+        tensor.stride(),
+        tensor.dtype,
+    )
 
 
 def fill(copies: Copies, *, together: bool) -> None:
@@ -547,8 +566,9 @@ def _itself(value: Any) -> Make:
 def described(value: Any) -> str:
     """A value in a few words."""
     if isinstance(value, Tensor):
+        shape = list(value.shape)
         kind = f"{value.dtype}, {value.layout}"
-        return f"a tensor of shape {list(value.shape)}, {kind}, on {value.device}"
+        return f"a tensor of shape {shape}, {kind}, on {value.device}"
     return f"{value!r:.200}"
 
 
@@ -561,7 +581,7 @@ def _attributes(modules: Sequence[torch.nn.Module]) -> dict[Attribute, Any]:
     return found
 
 
-def _identity(leaf: Any) -> Identity:
+def _identity(leaf: Any) -> tuple[int, int]:
     return id(leaf), _address(leaf)
 
 
@@ -577,12 +597,17 @@ def _addresses(attributes: dict[Attribute, Any]) -> set[int]:
 
 def _address(value: Any) -> int:
     """Where a tensor's storage begins; 0 for what has no memory."""
-    if isinstance(value, Tensor) and value.layout is torch.strided:
-        return value.untyped_storage().data_ptr()
-    return 0
+    if not isinstance(value, Tensor):
+        return 0
+    if value.layout is not torch.strided:
+        return 0
+    return value.untyped_storage().data_ptr()
 
 
-def _sharing(values: Sequence[Any], which: Sequence[int]) -> list[tuple[Any, ...]]:
+def _sharing(
+    values: Sequence[Any],
+    which: Sequence[int],
+) -> list[tuple[Any, ...]]:
     """For each of these values: the first one in the same memory, the distance from that one in
     bytes, and the strides; the stride of a dimension of one element may be any.
     """
@@ -614,7 +639,11 @@ def _bytes(tensor: Tensor) -> Tensor:
     """All memory that the tensor is a view of, as bytes."""
     storage = tensor.untyped_storage()
     size = (storage.nbytes(),)
-    nothing = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    nothing = torch.empty(
+        0,
+        dtype=torch.uint8,
+        device=tensor.device,
+    )
     return nothing.set_(storage, 0, size, (1,))
 
 
@@ -622,4 +651,8 @@ def _view_like(memory: Tensor, like: Tensor) -> Tensor:
     """A view of bytes with the layout that ``like`` has in its own memory."""
     count = memory.numel() // like.itemsize
     whole = memory[: count * like.itemsize].view(like.dtype)
-    return whole.as_strided(like.shape, like.stride(), like.storage_offset())
+    return whole.as_strided(
+        like.shape,
+        like.stride(),
+        like.storage_offset(),
+    )

@@ -12,7 +12,7 @@ import torch
 from torch import SymInt, Tensor, fx
 
 from cgplan.backends import GraphBackend
-from cgplan.backends.host_sync import Args
+from cgplan.backends.host_sync import Args, Function
 from cgplan.graphs.wrapper import CUDAGraphOptions, CUDAGraphWrapper
 from cgplan.modes import CUDAGraphMode
 from cgplan.piecewise.split import Piece, operator_name
@@ -32,7 +32,7 @@ _DECOMPOSED_ATTENTION = (
 def compile_for_all_sizes(
     module: fx.GraphModule,
     patches: dict[str, Any] | None = None,
-) -> Callable[..., Any]:
+) -> Function:
     """A module that Dynamo is tracing, compiled by Inductor with the number of rows free."""
     # The tracer's own fake tensors: Inductor would give real ones sizes of their own.
     inputs = []
@@ -68,7 +68,8 @@ def _order_of(traced: Any) -> Order | None:
     strides = _hints(traced.stride())
     if None in sizes or None in strides:
         return None
-    order = sorted(range(len(sizes)), key=strides.__getitem__, reverse=True)
+    dims = range(len(sizes))
+    order = sorted(dims, key=strides.__getitem__, reverse=True)
     expected = 1
     for dim in reversed(order):
         if strides[dim] != expected:
@@ -101,11 +102,14 @@ def structure_of(module: fx.GraphModule) -> Any:
     parts = []
     for node in module.graph.nodes:
         index[node] = len(index)
-        arguments = fx.node.map_arg((node.args, node.kwargs), lambda n: f"%{index[n]}")
+        given = (node.args, node.kwargs)
+        arguments = fx.node.map_arg(given, lambda n: f"%{index[n]}")
         target: Any = ""
         if node.op == "get_attr":  # a body of a higher-order operator, or a constant
             held = getattr(module, str(node.target), None)
-            target = structure_of(held) if isinstance(held, fx.GraphModule) else id(held)
+            target = id(held)
+            if isinstance(held, fx.GraphModule):
+                target = structure_of(held)
         elif node.op.startswith("call"):
             target = str(node.target)
         value = node.meta.get("example_value")
@@ -133,7 +137,10 @@ class _PartitionWrapper(CUDAGraphWrapper):
             rest = iter(leaves)
             args = []
             for count in self._counts:
-                args.append(next(rest) if count is None else tuple(islice(rest, count)))
+                if count is None:
+                    args.append(next(rest))
+                else:
+                    args.append(tuple(islice(rest, count)))
             return partition(args)
 
         super().__init__(run, CUDAGraphMode.PIECEWISE, **options)
@@ -159,10 +166,11 @@ class _PartitionWrapper(CUDAGraphWrapper):
                 own.add(tensor.untyped_storage().data_ptr())
         copied = []
         for i, arg in enumerate(args):
-            if not isinstance(arg, Tensor) or arg.device != self.backend.device:
+            if not isinstance(arg, Tensor):
                 continue
-            is_own = arg.untyped_storage().data_ptr() in own
-            if not is_own and not self.backend.in_pool(arg, pool):
+            if arg.device != self.backend.device or self.backend.in_pool(arg, pool):
+                continue
+            if arg.untyped_storage().data_ptr() not in own:
                 copied.append(i)
         return tuple(copied)
 
@@ -173,12 +181,16 @@ class PartitionedForward:
     """
 
     def __init__(self, backend: GraphBackend, options: CUDAGraphOptions) -> None:
-        self.arguments: tuple[Any, ...] = ()
+        self.arguments: Args = ()
         self._backend = backend
         self._options = options
         self._num_partitions = 0
 
-    def compile(self, gm: fx.GraphModule, splitting_ops: Sequence[str] | None) -> tuple[Piece, ...]:
+    def compile(
+        self,
+        gm: fx.GraphModule,
+        splitting_ops: Sequence[str] | None,
+    ) -> tuple[Piece, ...]:
         """Compile once, for all sizes; partitions are cut at these operators and at those tagged
         cudagraph_unsafe.
 

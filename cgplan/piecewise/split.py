@@ -137,7 +137,8 @@ def split_graph(
             if called is not None:
                 operators.append(min(_aten_names(node), default=called))
         title = operator_name(first) or ""
-        pieces.append(Piece(name, run.eager, tuple(operators), title))
+        piece = Piece(name, run.eager, tuple(operators), title)
+        pieces.append(piece)
     split.recompile()
     return split, tuple(pieces)
 
@@ -168,7 +169,9 @@ def refuse_unknown_ops(splitting_ops: Sequence[str] | None) -> None:
     for wanted in splitting_ops or ():
         namespace, _, bare = wanted.removesuffix(".default").partition("::")
         homes = _FUNCTIONS.get(namespace, ())
-        if _exists(wanted) or any(hasattr(home, bare) for home in homes):
+        if _exists(wanted):
+            continue
+        if any(hasattr(home, bare) for home in homes):
             continue
         known = set()
         for name in torch._C._dispatch_get_all_op_names():
@@ -244,7 +247,10 @@ def _index_name(step: Any) -> str:
     return "select" if type(step) is int else "index"
 
 
-def _runs(nodes: Iterable[fx.Node], splitting: Collection[fx.Node]) -> list[_Run]:
+def _runs(
+    nodes: Iterable[fx.Node],
+    splitting: Collection[fx.Node],
+) -> list[_Run]:
     """The nodes in runs that are eager or not, in turns. Runs without work join the eager ones
     beside them.
     """
