@@ -317,14 +317,9 @@ class CUDAGraphWrapper:
                 with torch.inference_mode(False):  # else it could be filled only there
                     given[i] = slots[i] = self.backend.slot(args[i])
             output = self.runnable(*given, **kwargs)
-        return Recorded(
-            graph=graph,
-            output=output,
-            slots=slots,
-            replay=partial(self.backend.replay, graph),
-            free=partial(self.backend.reset, graph),
-            segments=(graph,),
-        )
+        replay = partial(self.backend.replay, graph)
+        free = partial(self.backend.reset, graph)
+        return Recorded(graph, output, slots, replay, free, (graph,))
 
     def _warm_up(self, args: Args, kwargs: Kwargs) -> None:
         self.runnable(*args, **kwargs)

@@ -144,8 +144,7 @@ class EagerPiece:
             elif is_fresh(value):
                 place = Place(slot=value)
             else:
-                memory = _memory(value)
-                place = Place(memory=memory)
+                place = Place(memory=_memory(value))
             self._results.append(place)
         self._find_shared()
         for attribute, value in after.items():
@@ -174,13 +173,12 @@ class EagerPiece:
                 )
 
     def _refuse_unreachable(self, value: Any) -> None:
-        if isinstance(value, Tensor):
-            is_reached = self._is_dense(value)
-            found = described(value)
-        else:
-            is_reached = not hides_tensors(value)
+        found = ""
+        if hides_tensors(value):
             found = f"a {type(value).__name__}, whose tensors cannot be reached"
-        if not is_reached:
+        elif isinstance(value, Tensor) and not self._is_dense(value):
+            found = described(value)
+        if found:
             raise CaptureError(
                 f"eager piece {self.name} returned {found}, at {self.line}",
                 remedy=f"Return dense tensors on {self._backend.device}, in tuples, lists, dicts "

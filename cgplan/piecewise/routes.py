@@ -180,10 +180,8 @@ def choose_route(
             chain=split if is_chain else None,
             splitter=split.splitter,
         )
-    if not piecewise:
-        return SplitRoute("full", model, model, model)
-    if name == "wrappers":
-        return SplitRoute("wrappers", model, model, model)
+    if not piecewise or name == "wrappers":
+        return SplitRoute(name if piecewise else "full", model, model, model)
     breaks = Breaks(
         model,
         compilation.splitting_modules,
