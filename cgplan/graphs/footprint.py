@@ -354,7 +354,7 @@ class Look(TorchDispatchMode):
                 self._compare()
             self._note_states()
 
-    def run_aside(
+    def run_unrecorded(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run an eager piece. It is handed copies of what it returns of the model's state, as
