@@ -50,77 +50,83 @@ class MemoryReading:
 
 
 class Trace:
-    """What captures and calls do on the host: complete events of Chrome's trace event format, which
-    Perfetto opens, in microseconds, in the order in which they ended. ``current`` is the trace that
-    is on in this process.
+    """A record of captures and calls on the host, in Chrome's trace event format, which Perfetto
+    opens. Events are in microseconds and in the order in which they ended. ``current`` is the trace
+    that is on in this process.
     """
 
     current: ClassVar[Trace | None] = None
 
     def __init__(self) -> None:
-        self._zero, self.events, self._threads = (
-            perf_counter_ns(),
-            list[dict[str, Any]](),
-            dict[int, str](),
-        )
+        self.events: list[dict[str, Any]] = []
+        self._zero = perf_counter_ns()
+        self._threads: dict[int, str] = {}
 
     def add(self, name: str, began: int, args: dict[str, Any], ended: int | None = None) -> None:
-        """An event from ``began`` until ``ended``, or now, by ``time.perf_counter_ns()``; ``args``
-        stand beside it.
-        """
-        times = {
+        """Add an event from ``began`` until ``ended``, or now, by ``time.perf_counter_ns()``."""
+        ended = ended or perf_counter_ns()
+        thread = threading.get_native_id()
+        self._threads[thread] = threading.current_thread().name
+        event = {
+            "name": name,
+            "cat": "cgplan",
+            "ph": "X",
             "ts": (began - self._zero) / 1e3,
-            "dur": ((ended or perf_counter_ns()) - began) / 1e3,
+            "dur": (ended - began) / 1e3,
+            "pid": os.getpid(),
+            "tid": thread,
+            "args": args,
         }
-        self._threads[tid := threading.get_native_id()] = threading.current_thread().name
-        where = {"cat": "cgplan", "ph": "X", "pid": os.getpid(), "tid": tid}
-        self.events.append({"name": name, **where, **times, "args": args})
+        self.events.append(event)
 
     @contextmanager
     def on(self) -> Iterator[Trace]:
-        """A block that is recorded, compilations of torch.compile included. Raises CgplanError
-        inside another one.
+        """Trace a block, with the compilations of torch.compile in it. Raises CgplanError inside
+        another such block.
         """
         from torch._dynamo.callback import CallbackArgs, callback_handler
 
         if Trace.current is not None:
             raise CgplanError("a trace is on already", remedy="End it first.")
-        began = list[int]()
+        begun: list[int] = []
 
-        def compiled(of: CallbackArgs) -> None:
-            if began:  # one that was under way before has no beginning here
-                self.add("compile", began.pop(), {"id": of.compile_id})
+        def begins(_: CallbackArgs) -> None:
+            begun.append(perf_counter_ns())
 
-        start = callback_handler.register_start_callback(lambda _: began.append(perf_counter_ns()))
-        end, Trace.current = callback_handler.register_end_callback(compiled), self
+        def ends(compiled: CallbackArgs) -> None:
+            if begun:  # a compilation that was under way before has no beginning here
+                self.add("compile", begun.pop(), {"id": compiled.compile_id})
+
+        callback_handler.register_start_callback(begins)
+        callback_handler.register_end_callback(ends)
+        Trace.current = self
         try:
             yield self
         finally:
             Trace.current = None
-            callback_handler.remove_start_callback(start)
-            callback_handler.remove_end_callback(end)
+            callback_handler.remove_start_callback(begins)
+            callback_handler.remove_end_callback(ends)
 
     def to_json(self) -> str:
-        """The trace as a file of its format."""
-        names = [
-            ("process_name", 0, "cgplan"),
-            *(("thread_name", *item) for item in self._threads.items()),
-        ]
+        """The trace as the text of a file."""
+        names = [("process_name", 0, "cgplan")]
+        names += [("thread_name", *item) for item in self._threads.items()]
         named = [
-            {"name": n, "ph": "M", "pid": os.getpid(), "tid": tid, "args": {"name": of}}
-            for n, tid, of in names
+            {"name": kind, "ph": "M", "pid": os.getpid(), "tid": thread, "args": {"name": name}}
+            for kind, thread, name in names
         ]
-        # as readers nest them
+        # readers want an event before those inside it
         outer_first = sorted(self.events, key=lambda event: (event["ts"], -event["dur"]))
         return json.dumps({"traceEvents": [*named, *outer_first]}) + "\n"
 
 
 @contextmanager
 def span(name: str, **args: Any) -> Iterator[dict[str, Any]]:
-    """A block that the trace shows, if one is on, with these arguments and those that the block
+    """A block that is an event of the current trace, with these arguments and those that the block
     adds to them.
     """
-    trace, began = Trace.current, perf_counter_ns()
+    trace = Trace.current
+    began = perf_counter_ns()
     try:
         yield args
     finally:
@@ -339,32 +345,31 @@ class GraphBackend(ABC):
 
 @contextmanager
 def autocast_cache(*, on: bool) -> Iterator[None]:
-    """A block with autocast's cache of cast weights on or off, where autocast is on. Code that
-    Dynamo compiled in one state is compiled again in the other, so graph code is warmed up with it
-    off, and code between graphs is captured with it on. Where autocast is off, what was compiled
-    before cgplan came is used.
+    """A block with autocast's cache of cast weights on or off, where autocast is on. Dynamo
+    compiles code once for each state of the cache: graph code is warmed up with it off, and code
+    between graphs is captured with it on. Without autocast the state stays, so that code compiled
+    earlier is used.
     """
     before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(
-        on if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))) else before
-    )
+    uses_autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+    torch.set_autocast_cache_enabled(on if uses_autocast else before)
     try:
         yield
     finally:
         torch.set_autocast_cache_enabled(before)
 
 
-# that a session waits for another thread's: as long as torch's own process groups
-SESSION_SECONDS = 1800.0
-_lock, _depth = threading.RLock(), 0
+SESSION_SECONDS = 1800.0  # to wait for another thread's session, as torch's process groups do
+_lock = threading.RLock()
+_depth = 0
 
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """A block of captures without garbage collections, which may free a CUDA tensor in the middle
+    """A block of captures without garbage collections: one might free a CUDA tensor in the middle
     of a capture. Young garbage is collected before; to collect all takes a third of a second in a
     process that has compiled. Blocks may be nested; those of other threads wait. Raises
-    CaptureError where a block of another thread does not end within SESSION_SECONDS.
+    CaptureError where another thread's block does not end within SESSION_SECONDS.
     """
     global _depth
     if not _lock.acquire(timeout=SESSION_SECONDS):
@@ -373,27 +378,27 @@ def gc_paused() -> Iterator[None]:
             remedy="Captures of a process take turns. Let no eager piece or warm-up wait for a "
             "thread that captures.",
         )
+    was_enabled = gc.isenabled()
+    _depth += 1
     try:
-        if outermost := not _depth:
+        if _depth == 1:
             gc.collect(1)
-        was_enabled, _depth = gc.isenabled(), _depth + 1
         gc.disable()
-        try:
-            yield
-        finally:
-            _depth -= 1
-            if outermost and was_enabled:
-                gc.enable()
+        yield
     finally:
+        _depth -= 1
+        if was_enabled:
+            gc.enable()
         _lock.release()
 
 
 def tensor_on(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
     """A new tensor on ``storage`` with the layout of ``like``."""
-    empty = torch.empty(0, dtype=like.dtype, device=like.device)
-    base = empty.set_(storage, like.storage_offset(), like.size(), like.stride())
-    base = base.conj() if like.is_conj() else base
-    return torch._neg_view(base) if like.is_neg() else base
+    tensor = torch.empty(0, dtype=like.dtype, device=like.device)
+    tensor.set_(storage, like.storage_offset(), like.size(), like.stride())
+    if like.is_conj():
+        tensor = tensor.conj()
+    return torch._neg_view(tensor) if like.is_neg() else tensor
 
 
 def foreign_pool(pool: Any, backend: GraphBackend) -> BackendError:

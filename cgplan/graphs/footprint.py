@@ -46,11 +46,11 @@ from cgplan.backends.blame import blamed_line
 from cgplan.backends.capture_answers import answering
 from cgplan.backends.context import current_forward_context
 from cgplan.backends.host_sync import (
-    HostGuard,
     Refusals,
     as_its_caller,
     as_written,
     count_writes,
+    host_guard,
     implemented_in_python,
     is_composite,
     leaves_of,
@@ -464,7 +464,7 @@ def look(call: Callable[[], object], kept: PutBack, **options: Any) -> Footprint
         mode = Look(kept, **options)
         stack.enter_context(answering(mode.hidden_from, mode.answer))
         if device.type == "cpu":  # elsewhere the dispatcher sees what moves values to the host
-            stack.enter_context(HostGuard(mode.refusals))
+            stack.enter_context(host_guard(mode.refusals))
         stack.enter_context(mode)
         try:
             call()
