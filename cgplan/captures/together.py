@@ -58,7 +58,7 @@ class Together:
         """After a failure: the error to raise, the same on all ranks."""
         return error
 
-    def peers(self) -> PeerMemory:
+    def peer_memory(self) -> PeerMemory:
         """Memory of other ranks that graphs read."""
         return PeerMemory((), ())
 

@@ -178,7 +178,7 @@ class GraphBufferRegistry:
         bases, self._blocks = [base for base, *_ in self._blocks], []
         self._close_peers(bases, "the end of all reductions", "closing the peers' blocks")
 
-    def peers(self) -> PeerMemory:
+    def peer_memory(self) -> PeerMemory:
         """The other ranks' memory that is mapped here, and the addresses in the table's rows."""
         opened = [
             (base, base + size, f"rank {rank}'s graph pool")
