@@ -62,7 +62,13 @@ class Trace:
         self._zero = perf_counter_ns()
         self._threads: dict[int, str] = {}
 
-    def add(self, name: str, began: int, args: dict[str, Any], ended: int | None = None) -> None:
+    def add(
+        self,
+        name: str,
+        began: int,
+        args: dict[str, Any],
+        ended: int | None = None,
+    ) -> None:
         """Add an event from ``began`` until ``ended``, or now, by ``time.perf_counter_ns()``."""
         ended = ended or perf_counter_ns()
         thread = threading.get_native_id()
@@ -157,8 +163,8 @@ class GraphBackend(ABC):
         """
 
     def register_generator(self, generator: torch.Generator) -> None:  # noqa: B027
-        """Let later captures draw from this generator; the device's default one needs no call. The
-        backend holds it.
+        """Let later captures draw from this generator, which the backend holds; the default one
+        needs no call.
         """
 
     @abstractmethod
@@ -180,9 +186,7 @@ class GraphBackend(ABC):
         """Whether launches of this thread now go into a graph."""
 
     def replay(self, graph: Graph) -> None:
-        """Run the graph on the memory that it was captured with. On CUDA it is queued on the
-        current stream.
-        """
+        """Run the graph on the memory of its capture; on CUDA queued on the current stream."""
         self.launcher(graph)()
 
     @abstractmethod
@@ -190,28 +194,20 @@ class GraphBackend(ABC):
         """``replay`` of one captured graph as a function."""
 
     def copier(self, buffers: StaticBuffers, *, copy_inputs: bool) -> Copier:
-        """The copier of batches into static buffers. The caller owns both, and closes the copier
-        first.
-        """
+        """The copier of batches into static buffers. The caller owns both, and closes it first."""
         return Copier(buffers, copy_inputs=copy_inputs)
 
     def stream_getter(self) -> Callable[[], int]:
-        """A function that returns the handle of the current stream; 0 where there are no
-        streams.
-        """
+        """A function that returns the handle of the current stream; 0 without streams."""
         return int
 
     def fetch(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Queue a copy of a device tensor to the host; returns a function that waits for this copy
-        and returns it.
-        """
+        """Queue a copy of a device tensor to the host; the function waits for it and returns it."""
         copy = tensor.clone()
         return lambda: copy
 
     def send(self, values: Sequence[int] | Sequence[Sequence[int]]) -> torch.Tensor:
-        """Whole numbers, or equally long lists of them, int64 on the device; the host need not wait
-        for the copy.
-        """
+        """Whole numbers, or equally long lists of them, int64 on the device, without waiting."""
         return torch.tensor(values, dtype=torch.int64, device=self.device)
 
     def is_busy(self, stream: int) -> bool:  # noqa: ARG002
@@ -232,9 +228,7 @@ class GraphBackend(ABC):
 
     @abstractmethod
     def open_graph(self) -> tuple[Graph, int] | None:
-        """The graph that an operator of this thread is captured into, and how many nodes it has so
-        far.
-        """
+        """The graph that this thread's operator is captured into, and how many nodes it has yet."""
 
     @abstractmethod
     def nodes(self, graph: Graph) -> GraphNodes:
@@ -242,13 +236,13 @@ class GraphBackend(ABC):
 
     @abstractmethod
     def blocks(self) -> list[Block]:
-        """The memory of the device that is reserved for tensors, graph pools of all backends
-        included; disjoint.
+        """The memory of the device that is reserved for tensors, with the graph pools of all
+        backends; no two overlap.
         """
 
     @abstractmethod
     def memory_at(self, address: int) -> MemoryKind | None:
-        """The kind of memory at an address outside of ``blocks``; None where there is none."""
+        """The kind of memory at an address outside of ``blocks``; None for no memory."""
 
     def notes(self, graph: Graph) -> tuple[str, ...]:  # noqa: ARG002
         """What the backend does not know of a captured graph, for the report."""
@@ -256,14 +250,13 @@ class GraphBackend(ABC):
 
     @abstractmethod
     def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same memory without holding its block, see Note [Lifetimes]; a tensor outside of
-        pools as it is.
+        """A tensor on the same memory that does not hold its block, see Note [Lifetimes]; one
+        outside of pools itself.
         """
 
     def watch(self, tensor: torch.Tensor) -> Callable[[], bool]:  # noqa: ARG002
-        """A function that says whether this borrowed tensor, or a view of it, is still held: to
-        free its pool would leave a tensor on memory that is gone. Always False where tensors keep
-        their memory.
+        """A function that says whether this borrowed tensor, or a view of it, is still held, and
+        would outlive the pool's memory. False where tensors keep their memory.
         """
         return lambda: False
 
@@ -276,10 +269,8 @@ class GraphBackend(ABC):
         """Whether a captured graph has nothing to run; False where that cannot be told."""
 
     def slot(self, value: torch.Tensor) -> torch.Tensor:
-        """Inside a capture: memory of its pool laid out like ``value``, for work ahead of the graph
-        to write into.
-
-        A tape computes while it records, so there the slot holds the value at once.
+        """Inside a capture: memory of its pool laid out like ``value``, which work ahead of the
+        graph writes into. A tape computes while it records, so there it holds the value at once.
         """
         return torch.empty_like(value)
 
@@ -289,11 +280,9 @@ class GraphBackend(ABC):
 
     @abstractmethod
     def session(self) -> AbstractContextManager[None]:
-        """A block in which warm-ups and captures run: one garbage collection, then none; on CUDA
-        the capture stream.
-
-        A session inside a session is part of it. Raises CaptureError as ``gc_paused``, and, on
-        CUDA, inside a capture of another backend.
+        """A block in which warm-ups and captures run, without garbage collections; on CUDA on the
+        capture stream. A session inside a session is part of it. Raises CaptureError as
+        ``gc_paused``, and, on CUDA, inside a capture of another backend.
         """
 
     @abstractmethod
@@ -314,18 +303,18 @@ class GraphBackend(ABC):
     ) -> tuple[Sequence[float], Sequence[float]]:
         """Device and host microseconds of each of ``repeats`` calls.
 
-        Device time runs from when the idle device was handed the call, or, ``queued``, from when it
-        had finished the call before, until it has finished this call. Host time runs until the call
-        returned.
+        Device time ends when the device has finished the call. It begins when the idle device is
+        handed the call, or, ``queued``, when the device has finished the call before. Host time
+        ends when the call returns.
         """
 
     @contextmanager
     def capturing(self, graph: Graph) -> Iterator[None]:
-        """``begin`` and ``end`` around a block, ``abort`` if it raises.
+        """``begin`` and ``end`` around a block, ``abort`` if it raises. Raises SealedError where
+        ``capture_allowed`` forbids captures.
 
         Autocast's cache of cast weights is off inside: a weight cast before would be read after it
         was freed, and one cast inside would lie in the pool, where the next graph overwrites it.
-        Raises SealedError where ``capture_allowed`` forbids captures.
         """
         refuse_forbidden_capture("a graph")
         torch.clear_autocast_cache()

@@ -72,7 +72,11 @@ class Refusals:
     watched: Collection[int] = ()
     read: str | None = None
 
-    def refuse(self, operation: str, tree: Any) -> None:
+    def refuse(
+        self,
+        operation: str,
+        tree: Any,
+    ) -> None:
         """Note an operation that needs a value of the tensors in ``tree`` on the host, and raise
         HostSyncError.
         """
@@ -86,7 +90,12 @@ class Refusals:
         what = f"operator {operator} is tagged torch.Tag.cudagraph_unsafe"
         self._refuse(CaptureError, what, _REMEDY_OF_UNSAFE)
 
-    def _refuse(self, kind: type[CaptureError], what: str, remedy: str) -> None:
+    def _refuse(
+        self,
+        kind: type[CaptureError],
+        what: str,
+        remedy: str,
+    ) -> None:
         if not self.is_on:
             return
         message = f"{what}, at {blamed_line()}"
@@ -99,7 +108,13 @@ class Refusals:
         found = tensors_in(tree) if self.constants else []
         return bool(found) and all(storage_id(tensor) in self.constants for tensor in found)
 
-    def follow(self, func: Any, args: Args, kwargs: Kwargs, result: Any) -> None:
+    def follow(
+        self,
+        func: Any,
+        args: Args,
+        kwargs: Kwargs,
+        result: Any,
+    ) -> None:
         """Note which tensors are constants after an operator."""
         is_drawn = torch.Tag.nondeterministic_seeded in func.tags
         is_lifted = func is torch.ops.aten.lift_fresh.default
@@ -120,8 +135,12 @@ def storages_of(tensors: Sequence[Tensor]) -> dict[int, StorageWeakRef]:
     """The storages of the dense ones among tensors, by ``storage_id``; no other storage gets that
     id while the reference is held.
     """
-    dense = [tensor for tensor in tensors if tensor.layout is torch.strided]
-    return {storage_id(tensor): StorageWeakRef(tensor.untyped_storage()) for tensor in dense}
+    storages = {}
+    for tensor in tensors:
+        if tensor.layout is torch.strided:
+            reference = StorageWeakRef(tensor.untyped_storage())
+            storages[storage_id(tensor)] = reference
+    return storages
 
 
 class _Guarded(threading.local):
@@ -150,7 +169,10 @@ def _methods_replaced() -> Iterator[None]:
     plain_one_hot = functional.one_hot
 
     @wraps(plain_one_hot)
-    def one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
+    def one_hot(
+        tensor: Tensor,
+        num_classes: int = -1,
+    ) -> Tensor:
         if _guarded.refusals is None or num_classes < 0 or tensor.dtype is not torch.int64:
             return plain_one_hot(tensor, num_classes)
         classes = torch.arange(num_classes, device=tensor.device)
@@ -166,7 +188,11 @@ def _host_method(name: str) -> Function:
     plain = getattr(Tensor, name)
 
     @wraps(plain)
-    def method(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def method(
+        tensor: Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         refusals = _guarded.refusals
         if refusals is not None and not refusals.is_constant(tensor):
             refusals.refuse(f"Tensor.{name}()", tensor)
@@ -197,7 +223,12 @@ def as_written() -> AbstractContextManager[None]:
     return stance
 
 
-def refuse_host(func: Any, args: Args, kwargs: Kwargs, refusals: Refusals) -> None:
+def refuse_host(
+    func: Any,
+    args: Args,
+    kwargs: Kwargs,
+    refusals: Refusals,
+) -> None:
     """Refuse an operator whose result the host would have to wait for, or that is tagged as unsafe
     in a graph.
     """
@@ -223,18 +254,28 @@ def refuse_host(func: Any, args: Args, kwargs: Kwargs, refusals: Refusals) -> No
         refusals.refuse(f"operator {name}{detail}", (args, kwargs))
 
 
-def _has_mask(name: str, args: Args, kwargs: Kwargs) -> bool:
+def _has_mask(
+    name: str,
+    args: Args,
+    kwargs: Kwargs,
+) -> bool:
     """Whether rows are chosen by a mask. One value that is put through masks is a masked_fill,
     which needs no host.
     """
-    masks = [t for t in args[1] if t is not None and t.dtype in (torch.bool, torch.uint8)]
-    if not masks or name == "aten::index":
-        return bool(masks)
+    dtypes = [index.dtype for index in args[1] if index is not None]
+    has_mask = torch.bool in dtypes or torch.uint8 in dtypes
+    if not has_mask or name == "aten::index":
+        return has_mask
+    values = args[2]
     accumulates = args[3] if len(args) > 3 else kwargs.get("accumulate")
-    return args[2].numel() != 1 or bool(accumulates)
+    return values.numel() != 1 or bool(accumulates)
 
 
-def _crosses_to_host(name: str, args: Args, kwargs: Kwargs) -> bool:
+def _crosses_to_host(
+    name: str,
+    args: Args,
+    kwargs: Kwargs,
+) -> bool:
     """Whether a copy goes from a device to host memory; one into pinned memory can be captured."""
     if name == "aten::copy_":
         target, source = args[:2]
@@ -280,7 +321,11 @@ def is_composite(func: Any, key: str) -> bool:
 _is_cast = ContextVar("cgplan_is_cast", default=False)  # inside an operator that autocast casts for
 
 
-def as_its_caller(operator: Any, function: Function, device: str) -> Function:
+def as_its_caller(
+    operator: Any,
+    function: Function,
+    device: str,
+) -> Function:
     """The function, in a dispatch mode, under autocast as an operator's code is outside of modes:
     on if the caller has it on, unless autocast casts for the operator as a whole. Modes are called
     with autocast off, and kernels such as that of ``_transformer_encoder_layer_fwd`` call operators
@@ -313,16 +358,26 @@ def _writes(func: Any) -> tuple[list[str], list[str], list[str]]:
     """The names of an operator's arguments, of those that it writes, and of those that it writes in
     training although its schema does not say so: running statistics of batch norm.
     """
-    names = [argument.name for argument in func._schema.arguments]
-    aliases = [(argument.name, argument.alias_info) for argument in func._schema.arguments]
-    written = [name for name, alias in aliases if alias is not None and alias.is_write]
-    if func.namespace == "c10d":  # schemas of collectives mark nothing
-        written = names
-    statistics = [name for name in ("running_mean", "running_var") if name in names]
-    return names, written, [] if func._schema.is_mutable else statistics
+    names = []
+    written = []
+    statistics = []
+    for argument in func._schema.arguments:
+        name = argument.name
+        alias = argument.alias_info
+        names.append(name)
+        # schemas of collectives mark nothing
+        if func.namespace == "c10d" or (alias is not None and alias.is_write):
+            written.append(name)
+        elif name in ("running_mean", "running_var"):
+            statistics.append(name)
+    return names, written, statistics
 
 
-def written_tensors(func: Any, args: Args, kwargs: Kwargs) -> list[Tensor]:
+def written_tensors(
+    func: Any,
+    args: Args,
+    kwargs: Kwargs,
+) -> list[Tensor]:
     """The tensors among its arguments that an operator writes."""
     names, written, statistics = _writes(func)
     if not written and not statistics:
@@ -333,7 +388,11 @@ def written_tensors(func: Any, args: Args, kwargs: Kwargs) -> list[Tensor]:
     return tensors_in([given.get(name) for name in written])
 
 
-def count_writes(func: Any, args: Args, kwargs: Kwargs) -> None:
+def count_writes(
+    func: Any,
+    args: Args,
+    kwargs: Kwargs,
+) -> None:
     """Count the writes of an operator in its tensors' versions: under a mode torch does not, for an
     operator written in Python and for ``_foreach_``.
     """
@@ -348,7 +407,10 @@ def tensors_in(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def leaves_of(args: Args, kwargs: Kwargs) -> list[Any]:
+def leaves_of(
+    args: Args,
+    kwargs: Kwargs,
+) -> list[Any]:
     """The leaves of an operator's arguments, which hold lists at most."""
     leaves = []
     for value in (*args, *kwargs.values()):

@@ -69,18 +69,20 @@ class TapeBackend(GraphBackend):
 
     name = "cpu (tape)"
 
-    def __init__(self, pool_limit: int | None = None) -> None:
+    def __init__(
+        self,
+        pool_limit: int | None = None,
+    ) -> None:
         self.device = torch.device("cpu")
         self._pool_limit = pool_limit
         self._thread = _Thread()
+        self._own_pools = weakref.WeakSet[TapePool]()
         self._open: TapeGraph | None = None
-
-    def _own_pools(self) -> list[TapePool]:
-        return [pool for pool in _pools if pool.backend is self]
 
     def new_pool(self) -> TapePool:
         pool = TapePool(self._pool_limit, self)
         _pools.add(pool)
+        self._own_pools.add(pool)
         return pool
 
     def pool_bytes(self, *pools: TapePool) -> int:
@@ -96,11 +98,12 @@ class TapeBackend(GraphBackend):
         if self.is_capturing():
             raise CaptureError("a capture inside another one", remedy="End the first one before.")
         tape = Tape(graph.pool)
+        recorder = self._thread.recorder
         with ExitStack() as modes:
             modes.enter_context(answering([ALL_OTHERS], lambda _: True))
             modes.enter_context(as_written())
             modes.enter_context(host_guard(tape.refusals))
-            modes.enter_context(self._thread.recorder.writes_to(tape))
+            modes.enter_context(recorder.writes_to(tape))
             graph.under_way = tape, modes.pop_all()
         self._open = graph
 
@@ -175,15 +178,20 @@ class TapeBackend(GraphBackend):
         return graph.notes
 
     def borrow(self, tensor: Tensor) -> Tensor:
-        for pool in self._own_pools():
-            alias = pool.alias_of(tensor.untyped_storage())
+        storage = tensor.untyped_storage()
+        for pool in self._own_pools:
+            alias = pool.alias_of(storage)
             if alias is not None:
                 with _disable_current_modes():  # inside a capture the forward did not call this
                     # not a view: one of inference mode could be used only there
                     return tensor_on(alias, tensor)
         return tensor
 
-    def in_pool(self, tensor: Tensor, pool: TapePool) -> bool:
+    def in_pool(
+        self,
+        tensor: Tensor,
+        pool: TapePool,
+    ) -> bool:
         is_dense = tensor.layout is torch.strided
         return is_dense and pool.alias_of(tensor.untyped_storage()) is not None
 
@@ -202,7 +210,8 @@ class TapeBackend(GraphBackend):
         if "SC_AVPHYS_PAGES" in os.sysconf_names:
             free = os.sysconf("SC_AVPHYS_PAGES") * page
         total = os.sysconf("SC_PHYS_PAGES") * page
-        return MemoryReading(free, total, self.pool_bytes(*self._own_pools()))
+        reserved = self.pool_bytes(*self._own_pools)
+        return MemoryReading(free, total, reserved)
 
     @contextmanager
     def session(self) -> Iterator[None]:
@@ -218,7 +227,7 @@ class TapeBackend(GraphBackend):
         pass  # nothing is ever queued
 
     def release_cached(self) -> None:
-        for pool in self._own_pools():
+        for pool in list(self._own_pools):
             self._trim(pool)
 
     def time_calls(

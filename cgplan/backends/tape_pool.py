@@ -32,7 +32,11 @@ class TapePool:
         graphs: The graphs that replay on its memory.
     """
 
-    def __init__(self, limit: int | None = None, backend: object = None) -> None:
+    def __init__(
+        self,
+        limit: int | None = None,
+        backend: object = None,
+    ) -> None:
         self.backend = backend
         self.aliases: dict[int, torch.UntypedStorage] = {}
         self.graphs = weakref.WeakSet[object]()
@@ -63,26 +67,38 @@ class TapePool:
     def take(self, nbytes: int) -> torch.UntypedStorage:
         """A storage of ``nbytes`` bytes on a block of the pool, with the block's old contents."""
         size = max(-(-nbytes // ALIGNMENT), 1) * ALIGNMENT
-        fitting = [(length, at) for at, length in self._free.items() if length >= size]
-        if fitting:
-            length, start = min(fitting)
-        else:
-            length, start = size, self._new_segment(size)
-        del self._free[start]
-        if length > size:
-            self._free[start + size] = length - size
+        start = None
+        for at, length in self._free.items():
+            if length >= size and (start is None or length < self._free[start]):
+                start = at
+        if start is None:
+            start = self._new_segment(size)
+        left = self._free.pop(start) - size
+        if left:
+            self._free[start + size] = left
         base = max(address for address in self._segments if address <= start)
-        segment = self._segments[base]
-        block = slice(start - base, start - base + max(nbytes, 1))
-        # the storage holds this array; when the last tensor on the block goes, its finalizer runs
-        memory = segment[block]
+        first = start - base
+        end = first + max(nbytes, 1)
+        memory = self._segments[base][first:end]
         storage = torch.from_numpy(memory).untyped_storage()
+        alias = torch.from_numpy(memory.view()).untyped_storage()
         key = storage._cdata
-        self.aliases[key] = torch.from_numpy(segment[block]).untyped_storage()
-        weakref.finalize(memory, self._give_back, key, start, start + size).atexit = False
+        self.aliases[key] = alias
+        # the storage holds this array, and drops it with the last tensor on the block
+        finalizer = weakref.finalize(
+            memory,
+            self._give_back,
+            key,
+            start,
+            start + size,
+        )
+        finalizer.atexit = False
         return storage
 
-    def alias_of(self, storage: torch.UntypedStorage) -> torch.UntypedStorage | None:
+    def alias_of(
+        self,
+        storage: torch.UntypedStorage,
+    ) -> torch.UntypedStorage | None:
         """A storage on the same memory that does not take the block; None if ``storage`` takes no
         block of this pool.
         """
@@ -94,7 +110,12 @@ class TapePool:
             if self._free.get(start) == segment.nbytes:
                 del self._segments[start], self._free[start]
 
-    def _give_back(self, key: int, start: int, end: int) -> None:
+    def _give_back(
+        self,
+        key: int,
+        start: int,
+        end: int,
+    ) -> None:
         """Free a block, joined with its free neighbours; segments never touch one another."""
         del self.aliases[key]
         for at, length in list(self._free.items()):

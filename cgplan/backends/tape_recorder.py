@@ -48,8 +48,14 @@ _WRITE_AS_THEY_RETURN = (
     "aten::cat",
     "aten::index",
 )
+_COLLECTIVES = ("c10d", "_c10d_functional")
 _POSTED = ("c10d::send", "c10d::recv_")  # they may need the operators behind them to finish
-_PLACEMENT = {"dtype", "layout", "device", "pin_memory"}
+_PLACEMENT = {
+    "dtype",
+    "layout",
+    "device",
+    "pin_memory",
+}
 
 
 @dataclass(frozen=True)
@@ -77,8 +83,8 @@ class Step:
 
 
 @dataclass(slots=True)
-class _Stretch:
-    """A part of a recording that can be undone: what memory and generators held before it."""
+class _Before:
+    """What memory and generators held before operators changed them."""
 
     generators: dict[torch.Generator, Tensor]
     memory: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = field(
@@ -89,7 +95,7 @@ class _Stretch:
         if storage.nbytes() and storage._cdata not in self.memory:
             self.memory[storage._cdata] = storage, storage.clone()
 
-    def undo(self) -> None:
+    def restore(self) -> None:
         for storage, before in self.memory.values():
             storage.copy_(before)
         for generator, state in self.generators.items():
@@ -151,32 +157,38 @@ class Recorder(TorchDispatchMode):
         refuse_host(func, args, kwargs, tape.refusals)
         return tape.record(func, args, kwargs)
 
-    def _look_inside(self, tape: Tape, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    def _look_inside(
+        self,
+        tape: Tape,
+        func: Any,
+        args: Args,
+        kwargs: Kwargs,
+    ) -> Any:
         """Record the operators of one that was written in Python; the whole of it where it needs
         the host.
         """
         refusals = tape.refusals
         name = func._schema.name
-        before = refusals.first
+        first = refusals.first
         count_writes(func, args, kwargs)
-        with tape.stretch() as undo:
-            try:
-                cpu = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
-                with self._inside():
-                    result = as_its_caller(func, func.redispatch, "cpu")(cpu, *args, **kwargs)
-            except Exception:
-                if refusals.first is before or self.tape is not tape:
-                    raise
-            if refusals.first is before or self.tape is not tape:
-                return result
-            undo()
+        undo = tape.undo_of(func, args, kwargs)
+        try:
+            cpu = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+            with self._inside():
+                result = as_its_caller(func, func.redispatch, "cpu")(cpu, *args, **kwargs)
+        except Exception:
+            if refusals.first is first or self.tape is not tape:
+                raise
+        if refusals.first is first or self.tape is not tape:
+            return result
+        undo()
         assert refusals.first is not None
         note = (
             f"{refusals.first.message}; the tape calls operator {name} again on each replay, a "
             "GPU may refuse it"
         )
         tape.notes[note] = None
-        refusals.first = before
+        refusals.first = first
         refusals.is_on = False
         try:
             result = tape.record(func, args, kwargs)
@@ -211,33 +223,39 @@ class Tape:
         self.runs_operator = False
         self._pool = pool
         default = torch.default_generator
-        whole = _Stretch({default: default.get_state()})
-        # Blocks that are taken now may be dropped while this tape records, and then be reused.
+        self._before = _Before({default: default.get_state()})
+        # blocks that are taken now may be dropped while this tape records, and then be reused
         for alias in pool.aliases.values():
-            whole.keep(alias)
-        self._stretches = [whole]
+            self._before.keep(alias)
 
     def finish(self) -> None:
         """Undo the writes of the recording to memory from before it."""
-        self._stretches[0].undo()
+        self._before.restore()
 
-    @contextmanager
-    def stretch(self) -> Iterator[Callable[[], None]]:
-        """A block of operators; gives a function that undoes and forgets them."""
-        inner = _Stretch({g: g.get_state() for g in self._stretches[0].generators})
+    def undo_of(
+        self,
+        func: Any,
+        args: Args,
+        kwargs: Kwargs,
+    ) -> Callable[[], None]:
+        """A function that undoes an operator that comes now, and forgets its steps."""
+        before = _Before({g: g.get_state() for g in self._before.generators})
+        for tensor in written_tensors(func, args, kwargs):
+            before.keep(tensor.untyped_storage())
         first = len(self.steps)
 
         def undo() -> None:
-            inner.undo()
+            before.restore()
             del self.steps[first:]
 
-        self._stretches.append(inner)
-        try:
-            yield undo
-        finally:
-            self._stretches.pop()
+        return undo
 
-    def record(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    def record(
+        self,
+        func: Any,
+        args: Args,
+        kwargs: Kwargs,
+    ) -> Any:
         """Run an operator and keep it."""
         given = tensors_in((args, kwargs))
         _refuse_foreign(func, given)
@@ -245,7 +263,7 @@ class Tape:
         # before the operator changes the layout of its arguments
         fixed_args, fixed_kwargs = tree_map_only(Tensor, self._fixed, (args, kwargs))
         before = {storage_id(tensor) for tensor in given}
-        call = _recorded_call(func)
+        call = _replayable(func)
         self.runs_operator = True
         try:
             flat, spec = tree_flatten(call(*args, **kwargs))
@@ -253,36 +271,35 @@ class Tape:
             self.runs_operator = False
         if func._opname.startswith("_foreach_"):
             count_writes(func, args, kwargs)
-        results = {i: leaf for i, leaf in enumerate(flat) if isinstance(leaf, Tensor)}
-        fresh = {
-            i: tensor
-            for i, tensor in results.items()
-            if not _is_void(tensor) and storage_id(tensor) not in before
-        }
-        placed = self._place(fresh)
-        is_view = bool(results) and not fresh and self._only_views(func)
-        if not is_view and func._schema.name.removeprefix("aten::") not in ALLOCATIONS:
-            if func.namespace == "c10d" and func._schema.name in _POSTED:
-                call = func
-            elif func.namespace == "c10d":  # the forward waits for itself, a replay must
-                call = partial(_awaited, func)
+        placed: dict[int, Tensor] = {}
+        blocks: dict[int, torch.UntypedStorage] = {}
+        for i, leaf in enumerate(flat):
+            if isinstance(leaf, Tensor) and not _is_void(leaf) and storage_id(leaf) not in before:
+                placed[i] = self._place(leaf, blocks)
+        if self._makes_step(func, flat, placed):
             self._add_step(func, partial(call, *fixed_args, **fixed_kwargs), placed, len(flat))
-        result = tree_unflatten([placed.get(i, value) for i, value in enumerate(flat)], spec)
+        result = tree_unflatten([placed.get(i, leaf) for i, leaf in enumerate(flat)], spec)
         self.refusals.follow(func, args, kwargs, result)
         return result
 
-    def _only_views(self, func: Any) -> bool:
-        """Whether an operator that made no memory made views, or changed a layout, and no more."""
+    def _makes_step(
+        self,
+        func: Any,
+        results: list[Any],
+        placed: dict[int, Tensor],
+    ) -> bool:
+        """Whether a replay has to run the operator: not for views, and not for bare memory."""
         schema = func._schema
-        if schema.is_mutable and torch.Tag.inplace_view not in func.tags:
-            return False
+        writes = schema.is_mutable and torch.Tag.inplace_view not in func.tags
+        if placed or writes or not any(isinstance(result, Tensor) for result in results):
+            return schema.name.removeprefix("aten::") not in ALLOCATIONS
         if func.namespace == "aten" or all(r.alias_info for r in schema.returns):
-            return True
+            return False
         # it returns an argument without saying so: it may have written to it
-        if func.namespace not in ("c10d", "_c10d_functional"):
+        if func.namespace not in _COLLECTIVES:
             note = f"operator {schema.name} returns an argument, and its schema does not say why"
             self.notes[note] = None
-        return False
+        return True
 
     def _add_step(
         self, func: Any, call: partial[Any], placed: dict[int, Tensor], results: int
@@ -291,25 +308,28 @@ class Tape:
         variant = _out_variant(func) if slots and len(slots) == results else None
         if variant is not None:  # writes into the slots at once, without a copy
             overload, names, left_out = variant
-            kept = {name: value for name, value in call.keywords.items() if name not in left_out}
-            outs = dict(zip(names, slots.values(), strict=True))
-            call = partial(overload, *call.args, **kept, **outs)
+            keywords = dict(zip(names, slots.values(), strict=True))
+            for given, value in call.keywords.items():
+                if given not in left_out:
+                    keywords[given] = value
+            call = partial(overload, *call.args, **keywords)
             slots = {}
         name = func._schema.name
         self.steps.append(Step(name, call, tuple(slots.items()), name in _POSTED))
 
-    def _place(self, fresh: dict[int, Tensor]) -> dict[int, Tensor]:
-        """Fresh results moved into the pool; results that share a storage share a block."""
-        blocks: dict[int, torch.UntypedStorage] = {}
-        placed = {}
-        for i, tensor in fresh.items():
-            source = tensor.untyped_storage()
-            if source._cdata not in blocks:
-                block = self._pool.take(source.nbytes())
-                block.copy_(source)
-                blocks[source._cdata] = block
-            placed[i] = tensor_on(blocks[source._cdata], tensor)
-        return placed
+    def _place(
+        self,
+        fresh: Tensor,
+        blocks: dict[int, torch.UntypedStorage],
+    ) -> Tensor:
+        """A fresh result in the pool; ``blocks`` are those of its operator's storages."""
+        source = fresh.untyped_storage()
+        block = blocks.get(source._cdata)
+        if block is None:
+            block = self._pool.take(source.nbytes())
+            block.copy_(source)
+            blocks[source._cdata] = block
+        return tensor_on(block, fresh)
 
     def _fixed(self, tensor: Tensor) -> Tensor:
         """The tensor as the tape keeps it: the same memory, but no hold on a pool block, and deaf
@@ -318,23 +338,26 @@ class Tape:
         alias = self._pool.alias_of(tensor.untyped_storage())
         return tensor.detach() if alias is None else tensor_on(alias, tensor)
 
-    def _keep_written(self, func: Any, args: Args, kwargs: Kwargs) -> None:
+    def _keep_written(
+        self,
+        func: Any,
+        args: Args,
+        kwargs: Kwargs,
+    ) -> None:
         """Keep the bytes and the generator's state that the operator is about to change."""
-        whole, *inner = self._stretches
         for tensor in written_tensors(func, args, kwargs):
             storage = tensor.untyped_storage()
-            alias = self._pool.alias_of(storage)
-            if alias is None:
-                whole.keep(storage)
-            for stretch in inner:
-                stretch.keep(storage if alias is None else alias)
+            if self._pool.alias_of(storage) is None:
+                self._before.keep(storage)
         generator = kwargs.get("generator")
         if generator is not None:
-            for stretch in self._stretches:
-                stretch.generators.setdefault(generator, generator.get_state())
+            self._before.generators.setdefault(generator, generator.get_state())
 
 
-def _refuse_foreign(func: Any, given: Sequence[Tensor]) -> None:
+def _refuse_foreign(
+    func: Any,
+    given: Sequence[Tensor],
+) -> None:
     for tensor in given:
         if tensor.device.type not in ("cpu", "meta") or tensor.layout is not torch.strided:
             raise CaptureError(
@@ -344,17 +367,21 @@ def _refuse_foreign(func: Any, given: Sequence[Tensor]) -> None:
             )
 
 
-def _recorded_call(func: Any) -> Callable[..., Any]:
-    """The function that runs an operator."""
+def _replayable(func: Any) -> Callable[..., Any]:
+    """A function that runs an operator now and on each replay."""
+    call: Callable[..., Any] = as_its_caller(func, func, "cpu")
     if func is torch.ops.aten.lift_fresh.default:  # each replay gets a fresh copy of a constant
-        clone: Callable[..., Any] = torch.ops.aten.clone.default
-        return clone
-    if func.namespace == "_c10d_functional":
-        return partial(_awaited, func)
-    return as_its_caller(func, func, "cpu")
+        call = torch.ops.aten.clone.default
+    elif func.namespace in _COLLECTIVES and func._schema.name not in _POSTED:
+        call = partial(_awaited, func)
+    return call
 
 
-def _awaited(func: Any, *args: Any, **kwargs: Any) -> Any:
+def _awaited(
+    func: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     """Call a collective, and wait for what it returns."""
     result = func(*args, **kwargs)
     _wait(result)
@@ -394,7 +421,9 @@ def _is_void(tensor: Tensor) -> bool:
     grow.
     """
     storage = tensor.untyped_storage()
-    return tensor._is_zerotensor() or storage.device.type == "meta" or not storage.nbytes()
+    if tensor._is_zerotensor() or storage.device.type == "meta":
+        return True
+    return not storage.nbytes()
 
 
 @cache
