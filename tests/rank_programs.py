@@ -153,7 +153,7 @@ def audits(rank: int, device: str) -> list[Any]:
         if device == "cuda":
             from cuda.bindings import runtime
 
-            for base, *_ in reducer.peers().mapped:
+            for base, *_ in reducer.peer_memory().mapped:
                 runtime.cudaIpcCloseMemHandle(base)
             found.append({finding.problem for finding in runner.audit().findings})
     return found

@@ -157,7 +157,7 @@ def audit(graphed: ModelGraphs, environment: Environment) -> AuditReport:
         for key, entry in graphed.captured()
         for number, graph in enumerate(entry.segments)
     ]
-    if graphs and (rows := graphed.peers().addresses):
+    if graphs and (rows := graphed.peer_memory().addresses):
         words = np.array(rows, np.uint64)
         table = GraphNodes(
             (_TABLE,), 0, words, np.zeros(len(words), np.int64), np.ones(len(words), np.bool_)
@@ -398,7 +398,7 @@ def _state(graphed: ModelGraphs) -> Iterator[tuple[int, int, _Owner]]:
             kind: OwnerKind = "parameter or buffer" if id(place.value) in declared else "state"
             kind = kind if place.value.device.type == graphed.backend.device.type else "host memory"
             yield *span, _Owner(kind, path, span[1] - span[0])
-    for start, end, name in graphed.peers().mapped:
+    for start, end, name in graphed.peer_memory().mapped:
         yield start, end, _Owner("peer", name, end - start)
     for sizes, buffers in graphed.buffers.items():
         box = f" of {'x'.join(map(str, sizes))}" if sizes else ""

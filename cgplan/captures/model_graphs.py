@@ -319,7 +319,7 @@ class ModelGraphs:
                 log = (
                     nullcontext()
                     if self.config.compilation.audit == "off"
-                    else OperatorLog(backend)
+                    else OperatorLog(backend.open_graph, backend.device)
                 )
                 run = kept.run(captures=True, enters_made=is_first)
                 with run as changed, self._answering(mode, capturing=True), log:
@@ -407,7 +407,7 @@ class ModelGraphs:
             return
         answers = {
             "hidden_from": self.config.compilation.hide_capture_from,
-            "told": self._late_syncs.get(mode),
+            "capture_visible_because": self._late_syncs.get(mode),
         }
         assert self._kept is not None
         views, route = self.views(descriptor), self.route
@@ -441,15 +441,15 @@ class ModelGraphs:
         if self.plan.mode is CUDAGraphMode.PIECEWISE:  # no FULL graph reads tensors of pieces
             of_pieces = {path for path, place in places if id(place.value) in own}
             self._volatile |= of_pieces - self._reads
-        if found.told is not None:
+        if found.capture_visible_because is not None:
             self._note(
-                f"{', '.join(sorted(found.asked))} is told of captures, and may run slower "
-                "kernels there than in eager "
+                f"{', '.join(sorted(found.packages_that_ask))} is told of captures, and may run "
+                "slower kernels there than in eager "
                 "calls (attention with masks that mask nothing): as in eager calls, "
-                f"{found.told.message}"
+                f"{found.capture_visible_because.message}"
             )
         self._footprints[mode] = found
-        if found.told is not None:
+        if found.capture_visible_because is not None:
             self._told.add(mode)
         if is_piecewise and route.name in ("modules", "wrappers"):
             route.operators = found.operators
@@ -559,7 +559,8 @@ class ModelGraphs:
         """Whether packages have to be told of the capture: this size needs the host, and the one
         looked at does not.
         """
-        if (found := self._footprints[mode]).told is None and found.asked:
+        found = self._footprints[mode]
+        if found.capture_visible_because is None and found.packages_that_ask:
             self._late_syncs[mode] = failure
             del self._footprints[mode]
         return mode not in self._footprints
@@ -645,9 +646,9 @@ class ModelGraphs:
                 if entry.scope is self.scope.mark:
                     yield (wrapper.runtime_mode, entry.descriptor), entry
 
-    def peers(self) -> PeerMemory:
+    def peer_memory(self) -> PeerMemory:
         """Memory of other ranks that the graphs read."""
-        return self._together.peers()
+        return self._together.peer_memory()
 
     def captured_addresses(self) -> dict[int, str]:
         """Where the model's tensors lay when the captures ended, by address; empty without an

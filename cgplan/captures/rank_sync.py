@@ -60,7 +60,7 @@ class RankSync:
         """After a failure: the error to raise, the same on all ranks."""
         return error
 
-    def peers(self) -> PeerMemory:
+    def peer_memory(self) -> PeerMemory:
         """Memory of other ranks that graphs read."""
         return PeerMemory(mapped=(), addresses=())
 

@@ -124,7 +124,7 @@ class AllReduce(ABC):
         """Why this tensor goes to ``fallback``; empty if it does not. The same on all ranks."""
         return ""
 
-    def peers(self) -> PeerMemory:
+    def peer_memory(self) -> PeerMemory:
         """The other ranks' memory that captured sums read."""
         return PeerMemory(mapped=(), addresses=())
 

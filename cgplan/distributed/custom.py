@@ -148,8 +148,8 @@ class CustomAllReduce(AllReduce):
     def release(self) -> None:
         self.registry.unregister()
 
-    def peers(self) -> PeerMemory:
-        return self.registry.peers()
+    def peer_memory(self) -> PeerMemory:
+        return self.registry.peer_memory()
 
     def close(self) -> None:
         if self.is_closed:

@@ -201,7 +201,7 @@ class GraphBufferRegistry:
         self._blocks = []
         self._close_peers(bases, "the end of all reductions", "closing the peers' blocks")
 
-    def peers(self) -> PeerMemory:
+    def peer_memory(self) -> PeerMemory:
         """The other ranks' memory that is mapped here, and the addresses in the table's rows."""
         addresses = []
         if self.is_sealed:

@@ -180,8 +180,8 @@ class RankedCapture(RankSync):
                 self._reducer.begin_pass()
         return error
 
-    def peers(self) -> PeerMemory:
-        return self._reducer.peers()
+    def peer_memory(self) -> PeerMemory:
+        return self._reducer.peer_memory()
 
     def release(self) -> None:
         """Close the peers' handles, between two steps: then graphs may be freed."""

@@ -27,9 +27,9 @@ from cgplan.backends.host_sync import (
     ALLOCATIONS,
     Args,
     Function,
-    HostGuard,
     Kwargs,
     Refusals,
+    host_guard,
     implemented_in_python,
     is_composite,
     refuse_host,
@@ -185,7 +185,7 @@ class AllocationLog(TorchDispatchMode):
                 )(**inputs)
                 return
             if route == "full":
-                stack.enter_context(HostGuard(self.refusals))
+                stack.enter_context(host_guard(self.refusals))
             elif wrappers:
                 stack.enter_context(replaced(self, is_recording=False))
                 for wrapper in wrappers:
