@@ -135,7 +135,9 @@ def cgplan_backend(gm: fx.GraphModule, example_inputs: Sequence[Any], **given: A
         BackendError: inductor without a GPU. CaptureError: a new trace inside a capture.
     """
     try:
-        splitter = PiecewiseBackend(_compilation_of(given))
+        devices = [value.device for value in example_inputs if isinstance(value, torch.Tensor)]
+        backend = select_backend(str(devices[0])) if devices else None
+        splitter = PiecewiseBackend(_compilation_of(given), backend)
         forward = splitter(gm, example_inputs)
         if splitter.partition:
             return forward

@@ -27,6 +27,7 @@ PROGRAMS = {
 }
 # Double precision, so that tokens do not depend on how requests are batched; varied ones need untied embeddings.
 EXACT = ["--set", "model.kwargs.dtype=float64", "--set", "model.kwargs.tie_word_embeddings=false"]
+EXACT += ["--set", "device=cpu"]  # the same weights as those of the model alone
 SMALL = [
     *EXACT,
     "--set",

@@ -18,7 +18,10 @@ ZOO = ROOT / "docs" / "measure" / "zoo.py"
 
 def zoo(*arguments: object) -> str:
     """Run the script."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+    }
     command = [sys.executable, ZOO, "--device", "cpu", *arguments]
     done = subprocess.run(
         list(map(str, command)), env=environment, capture_output=True, text=True, check=False

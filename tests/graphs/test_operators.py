@@ -128,7 +128,7 @@ def test_operators_are_those_of_the_tape(
 
     def end(self: TapeBackend, graph: Any, end: Callable[..., None] = TapeBackend.end) -> None:
         end(self, graph)
-        found.update(step.call._schema.name for step in graph.steps)
+        found.update(step.operator for step in graph.steps)
 
     monkeypatch.setattr(TapeBackend, "end", end)
     sizes, backend = {"cudagraph_capture_sizes": [4]}, TapeBackend()
