@@ -116,9 +116,6 @@ class Graphed:
             graphs.made = Graphed(bound, self._settings)
         return graphs.made
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return Graphed.forward(self, *args, **kwargs)
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for a batch: padded, by a graph, and cut; or by the model's own
         code.
@@ -126,6 +123,8 @@ class Graphed:
         if torch.compiler.is_dynamo_compiling():
             return self._untraced(*args, **kwargs)
         return self._calls.run(args, kwargs)
+
+    __call__ = forward
 
     # --- what users ask ---------------------------------------------------------------------------
 
