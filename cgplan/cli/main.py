@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
@@ -26,7 +27,7 @@ from cgplan.cli.options import (
     share,
     with_options,
 )
-from cgplan.cli.output import check_outputs, has_ranks, is_first_rank, publish, save
+from cgplan.cli.output import check_outputs, has_ranks, is_first_rank, note, publish, save
 from cgplan.errors import ConfigError, ConfigFileError, OutputPathError, did_you_mean
 from cgplan.version import __version__
 
@@ -437,4 +438,8 @@ app.add_typer(examples, name="examples")
 
 def main() -> None:
     """The console script."""
-    app(prog_name="cgplan")
+    try:
+        app(prog_name="cgplan")
+    except OSError as error:  # while the help was written; commands report their own errors
+        note(f"error: cannot write the output: {error.strerror}\n  remedy: Make room there.")
+        sys.exit(OutputPathError.exit_code)

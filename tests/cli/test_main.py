@@ -328,8 +328,9 @@ def test_outputs_that_cannot_be_written(home: Path) -> None:
         )
 
 
-def test_a_full_disk_behind_standard_output(home: Path) -> None:
-    command = [sys.executable, "-m", "cgplan", "inspect", "--config", "good.yaml"]
+@pytest.mark.parametrize("words", [["inspect", "--config", "good.yaml"], ["--help"], ["--version"]])
+def test_a_full_disk_behind_standard_output(home: Path, words: list[str]) -> None:
+    command = [sys.executable, "-m", "cgplan", *words]
     with open("/dev/full", "w") as full:
         found = subprocess.run(
             command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=home, check=False
