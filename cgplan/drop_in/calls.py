@@ -94,6 +94,7 @@ class Calls:
     Attributes:
         pool: Of all runners, once the device is known, whose type is ``device``.
         eager: The number of calls by the model's own code, by reason.
+        changed: How often graphs were freed because the model had changed, by the first path.
         told: What was logged once, by what it is about.
     """
 
@@ -111,7 +112,7 @@ class Calls:
         self._signature, self._settings = signature, settings
         self._inference = Inference(model, signature, settings)
         self._lock = threading.RLock()
-        self.eager = Counter[str]()
+        self.eager, self.changed = Counter[str](), Counter[str]()
         self.told: dict[str, str] = {}
         self._know_nothing()
 
@@ -211,6 +212,7 @@ class Calls:
         if not changes:
             return True
         first, more = next(iter(changes.values())), len(changes) - 1
+        self.changed[first.path] += 1
         others = f", and {more} more changes" if more else ""
         self._tell(f"captured again: {first}{others}", first.path)
         self._watch.close()
@@ -304,7 +306,10 @@ class Calls:
         output, sizes = error.output, kind.sizes_of(tensors)
         route = kind.runner.route(kind.inputs(tensors))
         padded = (route.descriptor.num_tokens, *route.descriptor.sizes)
-        if self._relearn(kind):
+        seen = dict(kind.forward.outputs)  # by the model's own code as it is now
+        if not self.holds():  # neither the graph nor padding is to blame
+            kind.forward.outputs |= seen
+        elif self._relearn(kind):
             pass
         elif padded != tuple(sizes.values()):
             self._give_up(kind, error.message)

@@ -171,6 +171,9 @@ class Graphed:
             if True in kind.asks and not settings.recomputes:
                 lines.append("  backward through its outputs raises GradientError")
         lines += sorted(calls.told.values())
+        for path, count in calls.changed.most_common():
+            if count > 1:
+                lines.append(f"{count} times graphs were freed, as the model had changed: {path}")
         for why, count in calls.eager.most_common():
             lines.append(f"{count} calls ran eagerly: {why}")
         return "\n".join(lines)

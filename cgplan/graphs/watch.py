@@ -22,7 +22,7 @@ from cgplan.graphs.fingerprint import Change, Fingerprint, Place
 from cgplan.graphs.walk import Contents
 
 # tensors and other places that each call compares, with watched dicts and without
-_TOLD, _UNTOLD = (4, 1), (128, 32)
+_TOLD, _UNTOLD = (4, 1), (64, 256)
 _DEALLOCATED = 5
 _Compared = tuple[Any, Any, Any, tuple[Any, ...] | None]  # container, key, value, facts of a tensor
 _flags: dict[int, list[list[bool]]] = {}  # by the address of a dict
