@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from cgplan.backends import select_backend
 from cgplan.backends.context import current_forward_context
-from cgplan.captures.model_graphs import RealRows
+from cgplan.captures.model_runs import RealRows
 from cgplan.config import BudgetConfig, CompilationConfig, Dim, Input, validate_config
 from cgplan.config.schema import WORDS_OF_A_CALL
 from cgplan.config.values import DType

@@ -61,39 +61,39 @@ def calibrate(
     keys = representative_keys(plan.keys, plan.max_num_seqs)
     backend.release_cached()
     reserved = backend.memory().reserved
-    graphed = ModelGraphs(restricted(plan, keys, config), config, model, backend)
+    graphs = ModelGraphs(restricted(plan, keys, config), config, model, backend)
     pools: dict[CUDAGraphMode, dict[int, int]] = {mode: {} for mode, _ in keys}
     seconds, nodes, workspace, once = dict[Key, float](), dict[Key, int | None](), 0, 0.0
     try:
-        with graphed.keeping_state(), backend.session(), torch.no_grad():
+        with graphs.rehearsing(), backend.session(), torch.no_grad():
             for key in keys:
-                captured = graphed.capture_key(key)
+                captured = graphs.capture_key(key)
                 first = captured.seconds
-                graphed.drop_all()
+                graphs.drop_all()
                 if backend.supports("driver_bytes"):
                     outside = (
                         backend.memory().reserved
                         - reserved
-                        - graphed.buffers.nbytes
-                        - graphed.copied_bytes
+                        - graphs.buffers.nbytes
+                        - graphs.copied_bytes
                     )
                     workspace = max(workspace, outside)
-                captured = graphed.capture_key(key)
+                captured = graphs.capture_key(key)
                 seconds[key] = captured.seconds
                 nodes[key] = captured.nodes
                 once += max(first - seconds[key], 0.0)
                 mode, descriptor = key
                 most = pools[mode].get(descriptor.elements, 0)  # of the LoRA cases
-                pools[mode][descriptor.elements] = max(most, graphed.pools.nbytes)
-                graphed.drop_all()
-            rates = _driver_rates(graphed, keys)
-            graphed.buffers.restore()
+                pools[mode][descriptor.elements] = max(most, graphs.pools.nbytes)
+                graphs.drop_all()
+            rates = _driver_rates(graphs, keys)
+            graphs.buffers.restore()
             backend.synchronize()
     except BaseException as error:
         drop_locals(error)
         raise
     finally:
-        graphed.free()
+        graphs.free()
     environment = describe_environment(backend, plan.config_hash)
     return MeasuredCosts(
         [
@@ -111,11 +111,11 @@ def calibrate(
     )
 
 
-def _driver_rates(graphed: ModelGraphs, keys: Sequence[Key]) -> dict[CUDAGraphMode, float]:
+def _driver_rates(graphs: ModelGraphs, keys: Sequence[Key]) -> dict[CUDAGraphMode, float]:
     """For each mode the driver memory of a node, or of a key where nodes are not counted; 0 without
     a driver.
     """
-    backend, scope, held = graphed.backend, graphed.scope, list[CUDAGraphEntry]()
+    backend, scope, held = graphs.backend, graphs.scope, list[CUDAGraphEntry]()
     rates = {mode: 0.0 for mode, _ in keys}
     if not backend.supports("driver_bytes"):
         return rates
@@ -130,9 +130,9 @@ def _driver_rates(graphed: ModelGraphs, keys: Sequence[Key]) -> dict[CUDAGraphMo
                 chunks < FEWEST_CHUNKS or since < FEWEST_CAPTURES
             ):
                 # Wrappers capture a key again for another scope; the pool is the same.
-                graphed.scope = CaptureScope(scope.pool, backend, address_check=scope.address_check)
-                captured = graphed.capture_key(key)
-                held += graphed.scope.entries
+                graphs.scope = CaptureScope(scope.pool, backend, address_check=scope.address_check)
+                captured = graphs.capture_key(key)
+                held += graphs.scope.entries
                 growth = max(captured.driver_bytes or 0, 0)
                 nodes, nbytes = nodes + (captured.nodes or 1), nbytes + growth
                 chunks, since = chunks + (growth > 0), since + (nbytes > 0)
@@ -140,11 +140,11 @@ def _driver_rates(graphed: ModelGraphs, keys: Sequence[Key]) -> dict[CUDAGraphMo
             rates[mode] = bytes_per_node(readings)
         return rates
     finally:
-        graphed.drop_all()  # wrappers know the last graphs alone
+        graphs.drop_all()  # wrappers know the last graphs alone
         for graph in (graph for entry in held for graph in entry.segments):
             backend.reset(graph)
         backend.release_cached()
-        graphed.scope = scope
+        graphs.scope = scope
 
 
 def bytes_per_node(readings: Sequence[tuple[int, int]]) -> float:
