@@ -18,7 +18,8 @@ class _Named:
         if isinstance(value, cls):
             return value
         members: dict[str, Self] = dict(cls.__members__)  # type: ignore[attr-defined]
-        kind, choose = _SETTINGS[cls.__name__], f"Choose one of {', '.join(members)}."
+        kind = _SETTINGS[cls.__name__]
+        choose = f"Choose one of {', '.join(members)}."
         if value is None:  # an empty key in YAML, which does not ask for NONE
             raise ConfigError(f"{kind} has no value", remedy=choose)
         name = str(value).strip().upper()
@@ -30,7 +31,10 @@ class _Named:
         return self.name  # type: ignore[attr-defined,no-any-return]
 
 
-_SETTINGS = {"CUDAGraphMode": "cudagraph_mode", "AttentionSupport": "attention_support"}
+_SETTINGS = {
+    "CUDAGraphMode": "cudagraph_mode",
+    "AttentionSupport": "attention_support",
+}
 
 
 class CUDAGraphMode(_Named, Enum):
@@ -116,18 +120,18 @@ class BatchDescriptor(NamedTuple):
     @property
     def query_len(self) -> int | None:
         """Tokens of each request in a uniform batch, None in any other."""
-        return self.num_tokens // self.num_reqs if self.uniform and self.num_reqs else None
+        if not self.uniform or not self.num_reqs:
+            return None
+        return self.num_tokens // self.num_reqs
 
     def __str__(self) -> str:
-        parts = [f"num_tokens={self.num_tokens}"]
+        parts = [f"size={self.size}" if self.sizes else f"num_tokens={self.num_tokens}"]
         if self.num_reqs is not None:
             parts.append(f"num_reqs={self.num_reqs}")
         if self.uniform:
             parts.append("uniform")
         if self.has_lora:
             parts.append(f"num_active_loras={self.num_active_loras}")
-        if self.sizes:
-            parts[0] = f"size={self.size}"
         return " ".join(parts)
 
 

@@ -22,12 +22,15 @@ def grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
 def listed(values: Sequence[object], most: int = 6) -> str:
     """``1, 2, 4 and 3 more``: the first values, and the number of the others."""
     shown = ", ".join(map(str, values[:most]))
-    return shown if len(values) <= most else f"{shown} and {len(values) - most} more"
+    others = len(values) - most
+    if others > 0:
+        shown = f"{shown} and {others} more"
+    return shown
 
 
 def counted(number: int, noun: str) -> str:
     """``1 graph``, ``2 graphs``."""
-    return f"{number} {noun}{'s' * (number != 1)}"
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def format_bytes(value: int | None) -> str:
@@ -39,21 +42,25 @@ def format_bytes(value: int | None) -> str:
         if abs(size) < 1024 or unit == "GiB":
             break
         size /= 1024
-    return f"{size:.0f} {unit}" if unit == "B" or abs(size) >= 100 else f"{size:.1f} {unit}"
+    is_whole = unit == "B" or abs(size) >= 100
+    return f"{size:.0f} {unit}" if is_whole else f"{size:.1f} {unit}"
 
 
 def format_microseconds(value: float | None) -> str:
     """``1234.5`` -> ``1.23 ms``; three significant digits."""
     if value is None:
         return "-"
-    number, unit = (
-        (value, "us")
-        if value < 1000
-        else (value / 1e3, "ms")
-        if value < 1e6
-        else (value / 1e6, "s")
-    )
-    return f"{number:.{0 if number >= 99.95 else 1 if number >= 9.995 else 2}f} {unit}"
+    number, unit = value, "us"
+    if value >= 1e6:
+        number, unit = value / 1e6, "s"
+    elif value >= 1000:
+        number, unit = value / 1e3, "ms"
+    digits = 2
+    if number >= 99.95:
+        digits = 0
+    elif number >= 9.995:
+        digits = 1
+    return f"{number:.{digits}f} {unit}"
 
 
 def format_seconds(value: float | None) -> str:
@@ -63,4 +70,6 @@ def format_seconds(value: float | None) -> str:
 
 def format_ratio(value: float | None) -> str:
     """``1.234`` -> ``1.23x``."""
-    return "-" if value is None else f"{value:.2f}x" if value < 10 else f"{value:.1f}x"
+    if value is None:
+        return "-"
+    return f"{value:.2f}x" if value < 10 else f"{value:.1f}x"

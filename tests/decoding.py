@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from decoder import Decoder, build
 from torch import Tensor
 
 from cgplan.backends import GraphBackend
 from cgplan.backends.context import forward_context
 from cgplan.config import Config, Input, validate_config
-from cgplan.models.decoder import Decoder, build
 
 VOCAB, BLOCK, MAX_BLOCKS, NUM_BLOCKS = 97, 4, 8, 48
 CAPACITY = BLOCK * MAX_BLOCKS

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from decoder import build
 from rank_programs import (
     Doubling,
     Said,
@@ -28,7 +29,6 @@ from rank_programs import (
 from cgplan.backends.host_sync import is_probing
 from cgplan.config import Config
 from cgplan.distributed import AllReduce, Ranks, all_reduce_by, open_all_reduce
-from cgplan.models.decoder import build
 
 
 @contextmanager

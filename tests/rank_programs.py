@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed._functional_collectives as functional_collectives
 from checks import Tally, capture
+from decoder import Decoder, build, example_batch
 from typer.testing import CliRunner
 
 import cgplan
@@ -40,7 +41,6 @@ from cgplan.distributed import (
 from cgplan.distributed.all_reduce import GLOO_DTYPES
 from cgplan.distributed.transports import SharedMemoryTransport
 from cgplan.errors import CgplanError, DistributedError, ModelError, RegistrationError
-from cgplan.models.decoder import Decoder, build, example_batch
 from cgplan.modes import BatchDescriptor, CUDAGraphMode
 from cgplan.planning import build_plan
 from cgplan.runner.session import CaptureSession
@@ -153,7 +153,7 @@ def audits(rank: int, device: str) -> list[Any]:
         if device == "cuda":
             from cuda.bindings import runtime
 
-            for base, *_ in reducer.peers().mapped:
+            for base, *_ in reducer.peer_memory().mapped:
                 runtime.cudaIpcCloseMemHandle(base)
             found.append({finding.problem for finding in runner.audit().findings})
     return found

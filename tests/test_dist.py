@@ -67,7 +67,8 @@ def test_an_example_runs_from_where_it_is_copied(installed: Path, tmp_path: Path
             command, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True
         ).stdout
 
-    run("examples", "copy", "vision", "demo")
     one = ("--set", "compilation.cudagraph_capture_sizes=[1]", "--set", "device=cpu")
-    report = json.loads(run("capture", "--config", "demo/vision.yaml", *one, "--json"))
-    assert [record["descriptor"]["num_tokens"] for record in report["records"]] == [1]
+    for name in ("vision", "decoder_cpu"):
+        run("examples", "copy", name, name)
+        report = json.loads(run("capture", "--config", f"{name}/{name}.yaml", *one, "--json"))
+        assert [record["descriptor"]["num_tokens"] for record in report["records"]] == [1]

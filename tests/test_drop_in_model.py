@@ -646,3 +646,53 @@ def test_segments_of_a_model(backend: GraphBackend, settings: dict[str, Any]) ->
     as_the_model(g, net, backend, 3, 3, 3, 1, 8)
     assert not g.report.failed
     assert g.report.records[0].eager_pieces == 1
+
+
+def test_a_container_of_modules_stays_one(backend: GraphBackend) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).to(backend.device).eval()
+    g = cgplan.graphed(model)
+    assert len(g) == 2
+    assert g[0] is model[0]
+    assert list(g) == list(model)
+    single = cgplan.graphed(nn.Linear(4, 4))
+    assert single
+    with pytest.raises(TypeError, match="len"):
+        len(single)
+
+
+def test_methods_of_a_class_and_static_ones(backend: GraphBackend) -> None:
+    class Head:
+        @classmethod
+        @cgplan.graphed
+        def shifted(cls, x: Tensor) -> Tensor:
+            return x + 1
+
+        @cgplan.graphed
+        @staticmethod
+        def doubled(x: Tensor) -> Tensor:
+            return x * 2
+
+    x = torch.ones(3, 4, device=backend.device)
+    for _ in range(4):
+        assert torch.equal(Head.shifted(x), x + 1)
+        assert torch.equal(Head().shifted(x), x + 1)
+        assert torch.equal(Head.doubled(x), x * 2)
+        assert torch.equal(Head().doubled(x), x * 2)
+
+
+def test_nested_tensors_run_by_the_models_own_code(backend: GraphBackend) -> None:
+    g = cgplan.graphed(lambda x: x * 2)
+    parts = [torch.ones(2, 3, device=backend.device), torch.ones(1, 3, device=backend.device)]
+    for layout in (torch.strided, torch.jagged):
+        x = torch.nested.nested_tensor(parts, layout=layout)
+        for _ in range(4):
+            assert torch.equal(
+                g(x).values() if layout is torch.jagged else g(x)[0],
+                (x * 2).values() if layout is torch.jagged else (x * 2)[0],
+            )
+
+
+@pytest.mark.parametrize("settings", [{"max_graphs": None}, {"compilation": 3}])
+def test_settings_of_another_type_are_typed(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        cgplan.graphed(nn.Linear(4, 4), **settings)

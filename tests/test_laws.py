@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import re
 import subprocess
 import sys
 import tokenize
@@ -29,9 +28,10 @@ FOLDERS = (
     "distributed", "api", "drop_in", "cli",
 )  # fmt: skip
 WITHOUT_TORCH = FOLDERS[: FOLDERS.index("buffers")]
-MODULES = sorted(PACKAGE.rglob("*.py"))
+EXAMPLES = PACKAGE / "examples"  # there in the wheel alone, from configs/; not held to these laws
+MODULES = sorted(path for path in PACKAGE.rglob("*.py") if EXAMPLES not in path.parents)
 TINY: set[str] = set()
-BUDGET = {"tokens": 232_200, "files": 142, "files in a folder": 13}
+BUDGET = {"tokens": 234_300, "files": 144, "files in a folder": 13}
 
 
 @dataclass(frozen=True)
@@ -197,34 +197,18 @@ def subclasses(base: type[errors.CgplanError]) -> Iterator[type[errors.CgplanErr
         yield from subclasses(child)
 
 
-def test_each_error_has_its_own_exit_code_and_stands_in_the_tree() -> None:
-    tree = {m[1]: int(m[2]) for m in re.finditer(r"(\w+) +(\d+)   ", errors.__doc__ or "")}
+def test_each_error_has_its_own_exit_code() -> None:
     found = {
         cls.__name__: cls
         for cls in subclasses(errors.CgplanError)
         if cls.__module__ == "cgplan.errors"
     }
-    assert tree == {name: cls.exit_code for name, cls in found.items()}
-    assert len(set(tree.values())) == len(tree)
-    assert 0 not in tree.values()
-    assert 2 not in tree.values(), "2 is the command line's own"
+    codes = [cls.exit_code for cls in found.values()]
+    assert len(set(codes)) == len(codes)
+    assert not {0, 2} & set(codes), "0 is success, and 2 is the command line's own"
     for name, cls in found.items():
         assert "exit_code" in vars(cls), f"{name} inherits its exit code"
     assert set(found) <= set(cgplan.__all__)
-
-
-def test_the_tree_shows_who_inherits_from_whom() -> None:
-    depth_of: list[tuple[int, str]] = []
-    for line in (errors.__doc__ or "").splitlines():
-        entry = re.search(r"(\w+) +\d+   ", line)
-        if entry is None:
-            continue
-        depth = (entry.start(1) - 4) // 4
-        while depth_of and depth_of[-1][0] >= depth:
-            depth_of.pop()
-        parent = getattr(errors, depth_of[-1][1]) if depth_of else Exception
-        assert getattr(errors, entry[1]).__bases__ == (parent,), entry[1]
-        depth_of.append((depth, entry[1]))
 
 
 def test_all_exceptions_of_cgplan_are_in_errors() -> None:

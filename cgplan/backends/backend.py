@@ -50,77 +50,89 @@ class MemoryReading:
 
 
 class Trace:
-    """What captures and calls do on the host: complete events of Chrome's trace event format, which
-    Perfetto opens, in microseconds, in the order in which they ended. ``current`` is the trace that
-    is on in this process.
+    """A record of captures and calls on the host, in Chrome's trace event format, which Perfetto
+    opens. Events are in microseconds and in the order in which they ended. ``current`` is the trace
+    that is on in this process.
     """
 
     current: ClassVar[Trace | None] = None
 
     def __init__(self) -> None:
-        self._zero, self.events, self._threads = (
-            perf_counter_ns(),
-            list[dict[str, Any]](),
-            dict[int, str](),
-        )
+        self.events: list[dict[str, Any]] = []
+        self._zero = perf_counter_ns()
+        self._threads: dict[int, str] = {}
 
-    def add(self, name: str, began: int, args: dict[str, Any], ended: int | None = None) -> None:
-        """An event from ``began`` until ``ended``, or now, by ``time.perf_counter_ns()``; ``args``
-        stand beside it.
-        """
-        times = {
+    def add(
+        self,
+        name: str,
+        began: int,
+        args: dict[str, Any],
+        ended: int | None = None,
+    ) -> None:
+        """Add an event from ``began`` until ``ended``, or now, by ``time.perf_counter_ns()``."""
+        ended = ended or perf_counter_ns()
+        thread = threading.get_native_id()
+        self._threads[thread] = threading.current_thread().name
+        event = {
+            "name": name,
+            "cat": "cgplan",
+            "ph": "X",
             "ts": (began - self._zero) / 1e3,
-            "dur": ((ended or perf_counter_ns()) - began) / 1e3,
+            "dur": (ended - began) / 1e3,
+            "pid": os.getpid(),
+            "tid": thread,
+            "args": args,
         }
-        self._threads[tid := threading.get_native_id()] = threading.current_thread().name
-        where = {"cat": "cgplan", "ph": "X", "pid": os.getpid(), "tid": tid}
-        self.events.append({"name": name, **where, **times, "args": args})
+        self.events.append(event)
 
     @contextmanager
     def on(self) -> Iterator[Trace]:
-        """A block that is recorded, compilations of torch.compile included. Raises CgplanError
-        inside another one.
+        """Trace a block, with the compilations of torch.compile in it. Raises CgplanError inside
+        another such block.
         """
         from torch._dynamo.callback import CallbackArgs, callback_handler
 
         if Trace.current is not None:
             raise CgplanError("a trace is on already", remedy="End it first.")
-        began = list[int]()
+        begun: list[int] = []
 
-        def compiled(of: CallbackArgs) -> None:
-            if began:  # one that was under way before has no beginning here
-                self.add("compile", began.pop(), {"id": of.compile_id})
+        def begins(_: CallbackArgs) -> None:
+            begun.append(perf_counter_ns())
 
-        start = callback_handler.register_start_callback(lambda _: began.append(perf_counter_ns()))
-        end, Trace.current = callback_handler.register_end_callback(compiled), self
+        def ends(compiled: CallbackArgs) -> None:
+            if begun:  # a compilation that was under way before has no beginning here
+                self.add("compile", begun.pop(), {"id": compiled.compile_id})
+
+        callback_handler.register_start_callback(begins)
+        callback_handler.register_end_callback(ends)
+        Trace.current = self
         try:
             yield self
         finally:
             Trace.current = None
-            callback_handler.remove_start_callback(start)
-            callback_handler.remove_end_callback(end)
+            callback_handler.remove_start_callback(begins)
+            callback_handler.remove_end_callback(ends)
 
     def to_json(self) -> str:
-        """The trace as a file of its format."""
-        names = [
-            ("process_name", 0, "cgplan"),
-            *(("thread_name", *item) for item in self._threads.items()),
-        ]
+        """The trace as the text of a file."""
+        names = [("process_name", 0, "cgplan")]
+        names += [("thread_name", *item) for item in self._threads.items()]
         named = [
-            {"name": n, "ph": "M", "pid": os.getpid(), "tid": tid, "args": {"name": of}}
-            for n, tid, of in names
+            {"name": kind, "ph": "M", "pid": os.getpid(), "tid": thread, "args": {"name": name}}
+            for kind, thread, name in names
         ]
-        # as readers nest them
+        # readers want an event before those inside it
         outer_first = sorted(self.events, key=lambda event: (event["ts"], -event["dur"]))
         return json.dumps({"traceEvents": [*named, *outer_first]}) + "\n"
 
 
 @contextmanager
 def span(name: str, **args: Any) -> Iterator[dict[str, Any]]:
-    """A block that the trace shows, if one is on, with these arguments and those that the block
+    """A block that is an event of the current trace, with these arguments and those that the block
     adds to them.
     """
-    trace, began = Trace.current, perf_counter_ns()
+    trace = Trace.current
+    began = perf_counter_ns()
     try:
         yield args
     finally:
@@ -151,8 +163,8 @@ class GraphBackend(ABC):
         """
 
     def register_generator(self, generator: torch.Generator) -> None:  # noqa: B027
-        """Let later captures draw from this generator; the device's default one needs no call. The
-        backend holds it.
+        """Let later captures draw from this generator, which the backend holds; the default one
+        needs no call.
         """
 
     @abstractmethod
@@ -174,9 +186,7 @@ class GraphBackend(ABC):
         """Whether launches of this thread now go into a graph."""
 
     def replay(self, graph: Graph) -> None:
-        """Run the graph on the memory that it was captured with. On CUDA it is queued on the
-        current stream.
-        """
+        """Run the graph on the memory of its capture; on CUDA queued on the current stream."""
         self.launcher(graph)()
 
     @abstractmethod
@@ -184,28 +194,20 @@ class GraphBackend(ABC):
         """``replay`` of one captured graph as a function."""
 
     def copier(self, buffers: StaticBuffers, *, copy_inputs: bool) -> Copier:
-        """The copier of batches into static buffers. The caller owns both, and closes the copier
-        first.
-        """
+        """The copier of batches into static buffers. The caller owns both, and closes it first."""
         return Copier(buffers, copy_inputs=copy_inputs)
 
     def stream_getter(self) -> Callable[[], int]:
-        """A function that returns the handle of the current stream; 0 where there are no
-        streams.
-        """
+        """A function that returns the handle of the current stream; 0 without streams."""
         return int
 
     def fetch(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Queue a copy of a device tensor to the host; returns a function that waits for this copy
-        and returns it.
-        """
+        """Queue a copy of a device tensor to the host; the function waits for it and returns it."""
         copy = tensor.clone()
         return lambda: copy
 
     def send(self, values: Sequence[int] | Sequence[Sequence[int]]) -> torch.Tensor:
-        """Whole numbers, or equally long lists of them, int64 on the device; the host need not wait
-        for the copy.
-        """
+        """Whole numbers, or equally long lists of them, int64 on the device, without waiting."""
         return torch.tensor(values, dtype=torch.int64, device=self.device)
 
     def is_busy(self, stream: int) -> bool:  # noqa: ARG002
@@ -226,9 +228,7 @@ class GraphBackend(ABC):
 
     @abstractmethod
     def open_graph(self) -> tuple[Graph, int] | None:
-        """The graph that an operator of this thread is captured into, and how many nodes it has so
-        far.
-        """
+        """The graph that this thread's operator is captured into, and how many nodes it has yet."""
 
     @abstractmethod
     def nodes(self, graph: Graph) -> GraphNodes:
@@ -236,13 +236,13 @@ class GraphBackend(ABC):
 
     @abstractmethod
     def blocks(self) -> list[Block]:
-        """The memory of the device that is reserved for tensors, graph pools of all backends
-        included; disjoint.
+        """The memory of the device that is reserved for tensors, with the graph pools of all
+        backends; no two overlap.
         """
 
     @abstractmethod
     def memory_at(self, address: int) -> MemoryKind | None:
-        """The kind of memory at an address outside of ``blocks``; None where there is none."""
+        """The kind of memory at an address outside of ``blocks``; None for no memory."""
 
     def notes(self, graph: Graph) -> tuple[str, ...]:  # noqa: ARG002
         """What the backend does not know of a captured graph, for the report."""
@@ -250,14 +250,13 @@ class GraphBackend(ABC):
 
     @abstractmethod
     def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same memory without holding its block, see Note [Lifetimes]; a tensor outside of
-        pools as it is.
+        """A tensor on the same memory that does not hold its block, see Note [Lifetimes]; one
+        outside of pools itself.
         """
 
     def watch(self, tensor: torch.Tensor) -> Callable[[], bool]:  # noqa: ARG002
-        """A function that says whether this borrowed tensor, or a view of it, is still held: to
-        free its pool would leave a tensor on memory that is gone. Always False where tensors keep
-        their memory.
+        """A function that says whether this borrowed tensor, or a view of it, is still held, and
+        would outlive the pool's memory. False where tensors keep their memory.
         """
         return lambda: False
 
@@ -270,10 +269,8 @@ class GraphBackend(ABC):
         """Whether a captured graph has nothing to run; False where that cannot be told."""
 
     def slot(self, value: torch.Tensor) -> torch.Tensor:
-        """Inside a capture: memory of its pool laid out like ``value``, for work ahead of the graph
-        to write into.
-
-        A tape computes while it records, so there the slot holds the value at once.
+        """Inside a capture: memory of its pool laid out like ``value``, which work ahead of the
+        graph writes into. A tape computes while it records, so there it holds the value at once.
         """
         return torch.empty_like(value)
 
@@ -283,11 +280,9 @@ class GraphBackend(ABC):
 
     @abstractmethod
     def session(self) -> AbstractContextManager[None]:
-        """A block in which warm-ups and captures run: one garbage collection, then none; on CUDA
-        the capture stream.
-
-        A session inside a session is part of it. Raises CaptureError as ``gc_paused``, and, on
-        CUDA, inside a capture of another backend.
+        """A block in which warm-ups and captures run, without garbage collections; on CUDA on the
+        capture stream. A session inside a session is part of it. Raises CaptureError as
+        ``gc_paused``, and, on CUDA, inside a capture of another backend.
         """
 
     @abstractmethod
@@ -308,18 +303,18 @@ class GraphBackend(ABC):
     ) -> tuple[Sequence[float], Sequence[float]]:
         """Device and host microseconds of each of ``repeats`` calls.
 
-        Device time runs from when the idle device was handed the call, or, ``queued``, from when it
-        had finished the call before, until it has finished this call. Host time runs until the call
-        returned.
+        Device time ends when the device has finished the call. It begins when the idle device is
+        handed the call, or, ``queued``, when the device has finished the call before. Host time
+        ends when the call returns.
         """
 
     @contextmanager
     def capturing(self, graph: Graph) -> Iterator[None]:
-        """``begin`` and ``end`` around a block, ``abort`` if it raises.
+        """``begin`` and ``end`` around a block, ``abort`` if it raises. Raises SealedError where
+        ``capture_allowed`` forbids captures.
 
         Autocast's cache of cast weights is off inside: a weight cast before would be read after it
         was freed, and one cast inside would lie in the pool, where the next graph overwrites it.
-        Raises SealedError where ``capture_allowed`` forbids captures.
         """
         refuse_forbidden_capture("a graph")
         torch.clear_autocast_cache()
@@ -339,32 +334,31 @@ class GraphBackend(ABC):
 
 @contextmanager
 def autocast_cache(*, on: bool) -> Iterator[None]:
-    """A block with autocast's cache of cast weights on or off, where autocast is on. Code that
-    Dynamo compiled in one state is compiled again in the other, so graph code is warmed up with it
-    off, and code between graphs is captured with it on. Where autocast is off, what was compiled
-    before cgplan came is used.
+    """A block with autocast's cache of cast weights on or off, where autocast is on. Dynamo
+    compiles code once for each state of the cache: graph code is warmed up with it off, and code
+    between graphs is captured with it on. Without autocast the state stays, so that code compiled
+    earlier is used.
     """
     before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(
-        on if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))) else before
-    )
+    uses_autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+    torch.set_autocast_cache_enabled(on if uses_autocast else before)
     try:
         yield
     finally:
         torch.set_autocast_cache_enabled(before)
 
 
-# that a session waits for another thread's: as long as torch's own process groups
-SESSION_SECONDS = 1800.0
-_lock, _depth = threading.RLock(), 0
+SESSION_SECONDS = 1800.0  # to wait for another thread's session, as torch's process groups do
+_lock = threading.RLock()
+_depth = 0
 
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """A block of captures without garbage collections, which may free a CUDA tensor in the middle
+    """A block of captures without garbage collections: one might free a CUDA tensor in the middle
     of a capture. Young garbage is collected before; to collect all takes a third of a second in a
     process that has compiled. Blocks may be nested; those of other threads wait. Raises
-    CaptureError where a block of another thread does not end within SESSION_SECONDS.
+    CaptureError where another thread's block does not end within SESSION_SECONDS.
     """
     global _depth
     if not _lock.acquire(timeout=SESSION_SECONDS):
@@ -373,27 +367,27 @@ def gc_paused() -> Iterator[None]:
             remedy="Captures of a process take turns. Let no eager piece or warm-up wait for a "
             "thread that captures.",
         )
+    was_enabled = gc.isenabled()
+    _depth += 1
     try:
-        if outermost := not _depth:
+        if _depth == 1:
             gc.collect(1)
-        was_enabled, _depth = gc.isenabled(), _depth + 1
         gc.disable()
-        try:
-            yield
-        finally:
-            _depth -= 1
-            if outermost and was_enabled:
-                gc.enable()
+        yield
     finally:
+        _depth -= 1
+        if was_enabled:
+            gc.enable()
         _lock.release()
 
 
 def tensor_on(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
     """A new tensor on ``storage`` with the layout of ``like``."""
-    empty = torch.empty(0, dtype=like.dtype, device=like.device)
-    base = empty.set_(storage, like.storage_offset(), like.size(), like.stride())
-    base = base.conj() if like.is_conj() else base
-    return torch._neg_view(base) if like.is_neg() else base
+    tensor = torch.empty(0, dtype=like.dtype, device=like.device)
+    tensor.set_(storage, like.storage_offset(), like.size(), like.stride())
+    if like.is_conj():
+        tensor = tensor.conj()
+    return torch._neg_view(tensor) if like.is_neg() else tensor
 
 
 def foreign_pool(pool: Any, backend: GraphBackend) -> BackendError:

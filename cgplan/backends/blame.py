@@ -24,12 +24,17 @@ _FOLDERS = (
     "runner",
     "speculative",
 )
-_OWN = [Path(__file__).parents[1] / name for name in _FOLDERS]
-_MACHINERY = (*(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, *_OWN)), "<")
+_TORCH = Path(torch.__file__).parent
+_CGPLAN = Path(__file__).parents[1]
+_MACHINERY = (
+    f"{_TORCH}{os.sep}",
+    *(f"{_CGPLAN / folder}{os.sep}" for folder in _FOLDERS),
+    "<",
+)
 
 
 def users_line(places: Iterable[tuple[str, int]]) -> str:
-    """The first of some places, (file, line), that is neither torch's nor cgplan's machinery."""
+    """``file:line: source`` of the first place, (file, line), outside of torch and cgplan."""
     for name, line in places:
         if not name.startswith(_MACHINERY) and not name.endswith("/contextlib.py"):
             return f"{name}:{line}: `{linecache.getline(name, line).strip()}`"
@@ -40,12 +45,14 @@ def blamed_line(raised: TracebackType | None = None) -> str:
     """``file:line: source`` of the innermost frame of the user's code: the one that runs now, or
     that raised.
 
-    The code of a traced forward was generated; in its place stands the line that the running node
-    was traced from.
+    A traced forward runs generated code; the line that the running node was traced from stands for
+    it.
     """
     if raised is None:
-        return users_line(_places(traceback.walk_stack(sys._getframe(1))))
-    return users_line(_places(reversed(list(traceback.walk_tb(raised)))))
+        frames = traceback.walk_stack(sys._getframe(1))
+    else:
+        frames = reversed(list(traceback.walk_tb(raised)))
+    return users_line(_places(frames))
 
 
 def _places(frames: Iterable[tuple[FrameType, int]]) -> Iterator[tuple[str, int]]:
@@ -56,9 +63,7 @@ def _places(frames: Iterable[tuple[FrameType, int]]) -> Iterator[tuple[str, int]
 
 
 def _traced_from(frame: FrameType, line: int) -> Iterator[tuple[str, int]]:
-    """The frames, innermost first, that the node in a line of a GraphModule's code was traced
-    in.
-    """
+    """The places, innermost first, that the node in a line of a GraphModule was traced from."""
     values = frame.f_locals
     module = values.get("self")
     # before Python 3.13 a copy that stays with the frame, and tensors with it
@@ -67,7 +72,9 @@ def _traced_from(frame: FrameType, line: int) -> Iterator[tuple[str, int]]:
     if not isinstance(module, GraphModule):
         return
     index = (module._lineno_map or {}).get(line - frame.f_code.co_firstlineno)
-    for number, node in enumerate(module.graph.nodes):
-        if number == index:
-            found = re.findall(r'^ *File "(.+)", line (\d+)', node.stack_trace or "", re.MULTILINE)
-            yield from ((name, int(lineno)) for name, lineno in reversed(found))
+    if index is None:
+        return
+    trace = list(module.graph.nodes)[index].stack_trace or ""
+    found = re.findall(r'^ *File "(.+)", line (\d+)', trace, re.MULTILINE)
+    for name, number in reversed(found):
+        yield name, int(number)

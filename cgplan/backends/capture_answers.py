@@ -1,14 +1,14 @@
-"""What code is told that asks ``torch.cuda.is_current_stream_capturing()``.
+"""The answers of ``torch.cuda.is_current_stream_capturing()`` to packages that ask.
 
-Note [Who is told of a capture]
+Note [Hidden captures]
     Some libraries leave out a shortcut inside a capture, because it might read a value on the host:
     transformers then builds attention masks that mask nothing, and attention with a mask takes
-    slower kernels. A graph may hold a shortcut that does not read the host. So packages in
-    ``compilation.hide_capture_from`` are told that no capture is under way, in the thread that
-    captures, if the look ahead of it saw no host sync. If it saw one, they are told the truth in
-    captures, in a second look and in warm-ups, which then run what the graph will hold. All other
-    packages are told the truth, but for what Dynamo traces while a block is open. A tape that
-    records counts as a capture.
+    slower kernels. A graph may hold a shortcut that does not read the host. So captures are hidden
+    from the packages in ``compilation.hide_capture_from``, in the thread that captures, if the look
+    ahead of the capture saw no host sync. If it saw one, these packages see captures, a second look
+    and warm-ups as captures; warm-ups then run what the graph will hold. Other packages get the
+    true answer, except that Dynamo traces True while a block is open. A tape that records is a
+    capture.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ ALL_OTHERS = ""  # in place of a package
 
 
 class _Answers(threading.local):
-    def __init__(self) -> None:
-        self.by_package: Mapping[str, Callable[[str], bool]] = {}
+    by_package: Mapping[str, Callable[[str], bool]] = {}
 
 
 _answers = _Answers()
@@ -38,27 +37,25 @@ _answers = _Answers()
 def _answering_by_package() -> Iterator[None]:
     own_answer = torch.cuda.is_current_stream_capturing
 
-    def answer() -> bool:
+    def is_capturing() -> bool:
         # Dynamo cannot trace what follows; a capture will run the trace
         if torch.compiler.is_compiling():
             return True
         package = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
-        found = _answers.by_package.get(package) or _answers.by_package.get(ALL_OTHERS)
-        return own_answer() if found is None else found(package)
+        answers = _answers.by_package
+        answer = answers.get(package) or answers.get(ALL_OTHERS)
+        return own_answer() if answer is None else answer(package)
 
-    with replaced(torch.cuda, is_current_stream_capturing=answer):
+    with replaced(torch.cuda, is_current_stream_capturing=is_capturing):
         yield
 
 
 @contextmanager
 def answering(packages: Collection[str], answer: Callable[[str], bool]) -> Iterator[None]:
-    """A block in which code of these packages that asks in this thread is told ``answer(package)``;
-    see Note [Who is told of a capture]. Packages go by the top-level name of the module that asks.
-    Blocks may be nested.
+    """A block in which code of these packages, in this thread, gets ``answer(package)``, see Note
+    [Hidden captures]. A package is the top-level name of the module that asks. Blocks may be
+    nested.
     """
-    before = _answers.by_package
-    with (
-        _answering_by_package(),
-        replaced(_answers, by_package={**before, **dict.fromkeys(packages, answer)}),
-    ):
+    answers = {**_answers.by_package, **dict.fromkeys(packages, answer)}
+    with _answering_by_package(), replaced(_answers, by_package=answers):
         yield

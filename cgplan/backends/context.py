@@ -3,45 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol
 
 import torch
 
 from cgplan.backends.blame import blamed_line
+from cgplan.backends.replacing import T, setting
 from cgplan.errors import CgplanError, SealedError
 from cgplan.modes import RUNTIME_MODES, BatchDescriptor, CUDAGraphMode
 
-T = TypeVar("T")
 AddressPolicy = Literal["off", "first", "always"]
 _OPERATORS = torch.library.Library("cgplan", "FRAGMENT")
+_bodies: dict[str, Callable[..., Any]] = {}
 
 
 def define_operator(schema: str, body: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    """Register an operator ``cgplan::name`` on CPUs and GPUs, for good."""
+    """Register an operator ``cgplan::name`` on CPUs and GPUs, for good. Registering it again, as a
+    model's file does that is loaded twice, exchanges the body.
+    """
     name = schema.partition("(")[0]
-    _OPERATORS.define(schema)
-    for key in ("CPU", "CUDA"):
-        _OPERATORS.impl(name, body, key)
-    torch.library.register_fake(f"cgplan::{name}", fake, lib=_OPERATORS)
+    is_new = name not in _bodies
+    _bodies[name] = body
+    if is_new:
+        _OPERATORS.define(schema)
+        for key in ("CPU", "CUDA"):
+            _OPERATORS.impl(name, lambda *given: _bodies[name](*given), key)
+        torch.library.register_fake(f"cgplan::{name}", fake, lib=_OPERATORS)
 
 
 @dataclass(slots=True)
 class CaptureScope:
-    """Objects that a capture session lends to the graph wrappers inside a model.
+    """The objects that a capture session lends to the graph wrappers inside a model.
 
     Attributes:
         pool: The graph pool that all captures of the session share.
         backend: The session's backend; wrappers that were given none take it.
         is_open: Whether wrappers may capture; in a sealed runner they may not.
-        entries: The entries that were captured since the session last took them.
+        entries: The entries captured since the session last took them.
         wrappers: The wrappers that captured; they may outlive the scope, their graphs must not.
-        address_check: The runner's policy, which overrides that of wrappers inside the model; None
-            leaves them theirs.
-        mark: By which entries know their scope: were they to hold it, only a garbage collection
-            would free graphs.
+        address_check: The runner's policy, which overrides that of wrappers; None leaves theirs.
+        mark: What entries hold in place of the scope. If they held the scope, only a garbage
+            collection would free graphs.
     """
 
     pool: Any
@@ -54,10 +59,11 @@ class CaptureScope:
 
 
 class WatchedMetadata(Mapping[str, Any]):
-    """Metadata that notes in ``read`` which names are read while ``counts()`` is true."""
+    """Metadata that notes in ``read`` the names that are read while ``counts()`` is true."""
 
     def __init__(self, metadata: Mapping[str, Any], counts: Callable[[], bool]) -> None:
-        self._metadata, self._counts = metadata, counts
+        self._metadata = metadata
+        self._counts = counts
         self.read: set[str] = set()
 
     def __getitem__(self, name: str) -> Any:
@@ -97,8 +103,7 @@ class ForwardContext:
         """``make()``, computed on ``device`` from the metadata, once in a forward: kept in
         ``derived`` by ``key``.
         """
-        # A capture that runs in the context of its warm-up did not record what that derived: it
-        # derives it again.
+        # The graph did not record what its warm-up derived in the same context.
         capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         key = f"{key} {capturing}"
         if key not in self.derived:
@@ -117,8 +122,7 @@ def forward_context(
     *,
     scope: CaptureScope | None = None,
 ) -> Iterator[ForwardContext]:
-    """Set the forward context for the block, in this thread or task; see ForwardContext. Metadata
-    is not copied.
+    """A block with a ForwardContext in this thread or task. Metadata is not copied.
 
     Raises CgplanError for a mode that is not a runtime mode, or a graph mode without a descriptor.
     """
@@ -134,11 +138,8 @@ def forward_context(
             remedy="Pass the pair that CudagraphDispatcher.dispatch returned.",
         )
     context = ForwardContext(runtime_mode, descriptor or BatchDescriptor(0), metadata or {}, scope)
-    token = _current.set(context)
-    try:
+    with setting(_current, context):
         yield context
-    finally:
-        _current.reset(token)
 
 
 # for paths on which a context manager costs too much
@@ -166,18 +167,13 @@ is_capture_allowed = _capture_allowed.get
 """Whether graphs may be captured here, see ``capture_allowed``."""
 
 
-@contextmanager
-def capture_allowed(allowed: bool) -> Iterator[None]:
+def capture_allowed(allowed: bool) -> AbstractContextManager[None]:
     """A block in which graphs may, or may not, be captured in this thread or task.
 
-    Where they may not, graphs that are there replay, and what would capture another one raises
-    SealedError: a wrapper, a session, a runner, a breakable capture. The innermost block counts.
+    Where they may not, captured graphs still replay; a wrapper, a session, a runner or a breakable
+    capture that would capture another one raises SealedError. The innermost block counts.
     """
-    token = _capture_allowed.set(allowed)
-    try:
-        yield
-    finally:
-        _capture_allowed.reset(token)
+    return setting(_capture_allowed, allowed)
 
 
 def refuse_forbidden_capture(graph: str) -> None:
@@ -205,11 +201,6 @@ current_all_reduce = _rank_sum.get
 """The all-reduce of the ``all_reduce_by`` block, None outside of one."""
 
 
-@contextmanager
-def all_reduce_by(reducer: RankSum) -> Iterator[None]:
-    """A block in which models are built that sum over ranks by this all-reduce."""
-    token = _rank_sum.set(reducer)
-    try:
-        yield
-    finally:
-        _rank_sum.reset(token)
+def all_reduce_by(reducer: RankSum) -> AbstractContextManager[None]:
+    """A block that builds models which sum over ranks by this all-reduce."""
+    return setting(_rank_sum, reducer)

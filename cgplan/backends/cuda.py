@@ -1,5 +1,7 @@
 """CUDA graphs through torch.cuda.CUDAGraph: one capture stream, one garbage collection a session.
 
+Captures begin and end without ``torch.cuda.graph``, which collects all garbage, 35 ms, each time.
+
 Note [Failed captures]
     When a capture is invalidated, torch's `capture_end` raises at once (seen with torch 2.11), and
     leaves undone: (1) the allocator goes on serving allocations from the pool, which would swallow
@@ -20,7 +22,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
@@ -73,8 +75,10 @@ class CudaPool:
 
     def handle(self) -> Any:
         """The handle to capture into: a new one where torch would refuse the present one."""
-        if self.is_spoiled or not self.graphs:
-            self.handles = (*(self.handles if self.graphs else ()), torch.cuda.graph_pool_handle())
+        if not self.graphs:
+            self.handles = ()
+        if self.is_spoiled or not self.handles:
+            self.handles += (torch.cuda.graph_pool_handle(),)
         self.is_spoiled = False
         return self.handles[-1]
 
@@ -94,15 +98,6 @@ class CudaGraph:
 
 
 _pools = weakref.WeakSet[CudaPool]()
-
-
-def segments_of(device: torch.device, pools: Iterable[CudaPool]) -> list[dict[str, Any]]:
-    # Picked from the list of all: asked for one pool, or without traces, torch.cuda.memory_snapshot
-    # takes a reference too many from the numbers of the pool's handle (pytorch pull request
-    # 196366), and the process crashes some time after the 256th pool.
-    segments = torch.cuda.memory._snapshot()["segments"]
-    handles = {handle for pool in pools for handle in pool.handles}
-    return [s for s in segments if s["segment_pool_id"] in handles and s["device"] == device.index]
 
 
 @cache
@@ -131,11 +126,6 @@ def count_kernels(runtime: Any, graph: Any) -> int:
     return total
 
 
-def _line(block: dict[str, Any]) -> str:
-    frames = block.get("frames") or ()
-    return users_line((frame["filename"], frame["line"]) for frame in frames) if frames else ""
-
-
 class CudaBackend(GraphBackend):
     """Graphs on one GPU. Raises BackendError if that GPU is not there."""
 
@@ -160,24 +150,26 @@ class CudaBackend(GraphBackend):
             self._token = torch.zeros(1, device=self.device)
         self._failed: list[torch.cuda.CUDAGraph] = []
         self._open: CudaGraph | None = None
-        self._current_stream = self.stream_getter()
-        self._generators: dict[int, torch.Generator] = {}
+        self._generators: set[torch.Generator] = set()
 
     def new_pool(self) -> CudaPool:
-        _pools.add(pool := CudaPool(self))
+        pool = CudaPool(self)
+        _pools.add(pool)
         return pool
 
     def pool_bytes(self, *pools: CudaPool) -> int:
-        return sum(segment["total_size"] for segment in segments_of(self.device, pools))
+        ranges = self._ranges(*pools)
+        return sum(end - start for start, end in ranges)
 
     def new_graph(self, pool: CudaPool) -> CudaGraph:
         if not isinstance(pool, CudaPool):
             raise foreign_pool(pool, self)
         # kept in host memory: its nodes can be counted
-        return CudaGraph(pool, torch.cuda.CUDAGraph(keep_graph=True))
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        return CudaGraph(pool, graph)
 
     def register_generator(self, generator: torch.Generator) -> None:
-        self._generators[id(generator)] = generator
+        self._generators.add(generator)
 
     def begin(self, graph: CudaGraph) -> None:
         assert not graph.captured, "a graph is captured once"
@@ -192,7 +184,10 @@ class CudaBackend(GraphBackend):
         try:
             self._register_generators(graph.graph)
             # other threads do not spoil it
-            graph.graph.capture_begin(pool=handle, capture_error_mode="thread_local")
+            graph.graph.capture_begin(
+                pool=handle,
+                capture_error_mode="thread_local",
+            )
         except RuntimeError as error:
             self._forget(graph)
             raise CaptureError(
@@ -205,10 +200,8 @@ class CudaBackend(GraphBackend):
 
     def end(self, graph: CudaGraph) -> None:
         """Raises CaptureMemoryError without memory to instantiate it."""
-        self._open = None
         try:
-            with torch.cuda.stream(graph.stream):
-                graph.graph.capture_end()
+            self._end_recording(graph)
         except RuntimeError as error:
             self._forget(graph)
             raise CaptureError(
@@ -234,14 +227,17 @@ class CudaBackend(GraphBackend):
         graph.captured = True
 
     def abort(self, graph: CudaGraph) -> None:
-        self._open = None
         try:
-            with torch.cuda.stream(graph.stream):
-                graph.graph.capture_end()
+            self._end_recording(graph)
         except RuntimeError:
             self._forget(graph)
         else:
             self.reset(graph)
+
+    def _end_recording(self, graph: CudaGraph) -> None:
+        self._open = None
+        with torch.cuda.stream(graph.stream):
+            graph.graph.capture_end()
 
     def is_capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
@@ -250,11 +246,17 @@ class CudaBackend(GraphBackend):
         assert graph.captured, "the graph was not captured, or was reset"
         return graph.graph.replay
 
-    def copier(self, buffers: StaticBuffers, *, copy_inputs: bool) -> Copier:
+    def copier(
+        self,
+        buffers: StaticBuffers,
+        *,
+        copy_inputs: bool,
+    ) -> Copier:
         """One kernel launch for a batch where cuda-bindings is there to compile it, torch's
         operators elsewhere.
         """
-        kernel = load_copy_kernel(self.device.index) if 0 < len(buffers.buffers) <= INPUTS else None
+        fits = 0 < len(buffers.buffers) <= INPUTS
+        kernel = load_copy_kernel(self.device.index) if fits else None
         if kernel is None:
             return Copier(buffers, copy_inputs=copy_inputs)
         blocks = StagingBlocks(partial(fence_behind, device=self.device), self.synchronize)
@@ -264,10 +266,10 @@ class CudaBackend(GraphBackend):
         return partial(torch._C._cuda_getCurrentRawStream, self.device.index)
 
     def fetch(self, tensor: Tensor) -> Callable[[], Tensor]:
-        host, copied = empty_pinned(tensor.shape, tensor.dtype), torch.cuda.Event()
+        host = empty_pinned(tensor.shape, tensor.dtype)
         host.copy_(tensor, non_blocking=True)
         # another device may be the current one
-        copied.record(torch.cuda.current_stream(self.device))
+        copied = torch.cuda.current_stream(self.device).record_event()
 
         def wait() -> Tensor:
             copied.synchronize()
@@ -275,13 +277,17 @@ class CudaBackend(GraphBackend):
 
         return wait
 
-    def send(self, values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
-        numbers = torch.tensor(values, dtype=torch.int64, device="cpu")
-        return (
-            empty_pinned(numbers.shape, numbers.dtype)
-            .copy_(numbers)
-            .to(self.device, non_blocking=True)
+    def send(
+        self,
+        values: Sequence[int] | Sequence[Sequence[int]],
+    ) -> Tensor:
+        numbers = torch.tensor(
+            values,
+            dtype=torch.int64,
+            device="cpu",
         )
+        pinned = empty_pinned(numbers.shape, numbers.dtype).copy_(numbers)
+        return pinned.to(self.device, non_blocking=True)
 
     def is_busy(self, stream: int) -> bool:
         return not stream_at(stream, self.device).query()
@@ -298,13 +304,17 @@ class CudaBackend(GraphBackend):
         runtime = cuda_runtime()
         if runtime is None or not graph.captured:
             return None
-        return count_kernels(runtime, runtime.cudaGraph_t(graph.graph.raw_cuda_graph()))
+        raw = runtime.cudaGraph_t(graph.graph.raw_cuda_graph())
+        return count_kernels(runtime, raw)
 
     def open_graph(self) -> tuple[CudaGraph, int] | None:
         runtime = cuda_runtime()
-        if self._open is None or runtime is None or not torch.cuda.is_current_stream_capturing():
+        if self._open is None or runtime is None:
             return None
-        raw = runtime.cudaStreamGetCaptureInfo(self._current_stream())[3]
+        if not torch.cuda.is_current_stream_capturing():
+            return None
+        stream = torch.cuda.current_stream(self.device)
+        raw = runtime.cudaStreamGetCaptureInfo(stream.cuda_stream)[3]
         return self._open, int(runtime.cudaGraphGetNodes(raw)[2])
 
     @cached_property
@@ -315,21 +325,59 @@ class CudaBackend(GraphBackend):
         return self._nodes.read(graph.graph.raw_cuda_graph())
 
     def blocks(self) -> list[Block]:
-        pools: dict[Any, Any] = {handle: pool for pool in _pools for handle in pool.handles}
-        pools |= {(0, 0): None, workspace_pool(self.device): "library"}
-        return [
-            Block(
-                b["address"],
-                b["address"] + b["size"],
-                pools.get(handle, handle),
-                b["state"] == "inactive",
-                _line(b),
-            )
-            for s in torch.cuda.memory._snapshot()["segments"]
-            if s["device"] == self.device.index
-            for handle in [s["segment_pool_id"]]
-            for b in s["blocks"]
-        ]
+        owners: dict[Any, Any] = {(0, 0): None, workspace_pool(self.device): "library"}
+        for pool in _pools:
+            owners |= dict.fromkeys(pool.handles, pool)
+        found = []
+        for segment in self._segments():
+            handle = segment["segment_pool_id"]
+            owner = owners.get(handle, handle)
+            for block in segment["blocks"]:
+                start = block["address"]
+                end = start + block["size"]
+                is_free = block["state"] == "inactive"
+                frames = block.get("frames") or ()
+                places = [(frame["filename"], frame["line"]) for frame in frames]
+                line = users_line(places) if places else ""
+                found.append(Block(start, end, owner, is_free, line))
+        return found
+
+    def _segments(self) -> list[dict[str, Any]]:
+        """The memory that torch has reserved on the device.
+
+        Asked for one pool, or without traces, torch.cuda.memory_snapshot takes a reference too many
+        from the numbers of the pool's handle (pytorch pull request 196366), and the process crashes
+        some time after the 256th pool. So all pools are asked for.
+        """
+        index = self.device.index
+        segments = torch.cuda.memory._snapshot()["segments"]
+        return [segment for segment in segments if segment["device"] == index]
+
+    def _ranges(
+        self,
+        *pools: CudaPool,
+    ) -> list[tuple[int, int]]:
+        """Addresses of the segments of some pools: from, to just before."""
+        handles: list[Any] = []
+        for pool in pools:
+            handles += pool.handles
+        ranges = []
+        for segment in self._segments():
+            start = segment["address"]
+            end = start + segment["total_size"]
+            if segment["segment_pool_id"] in handles:
+                ranges.append((start, end))
+        return ranges
+
+    def _reserved(self, which: str) -> int:
+        """Bytes that torch has reserved on the device: ``current``, or all that it ever
+        ``allocated``. It takes a quarter of memory_reserved's time.
+        """
+        stats = torch.cuda.memory_stats_as_nested_dict(self.device)
+        if not stats:
+            return 0
+        reserved = stats["reserved_bytes"]
+        return int(reserved["all"][which])
 
     def memory_at(self, address: int) -> MemoryKind | None:
         return self._nodes.memory_at(address)
@@ -338,25 +386,28 @@ class CudaBackend(GraphBackend):
         if tensor.device != self.device:
             return tensor
         storage = tensor.untyped_storage()
-        address, nbytes = storage.data_ptr(), storage.nbytes()
-        unowned: Any = torch._C._construct_storage_from_data_pointer(address, self.device, nbytes)
+        unowned: Any = torch._C._construct_storage_from_data_pointer(
+            storage.data_ptr(),
+            self.device,
+            storage.nbytes(),
+        )
         return tensor_on(unowned, tensor)
 
     def watch(self, tensor: Tensor) -> Callable[[], bool]:
-        held = StorageWeakRef(tensor.untyped_storage())
+        storage = tensor.untyped_storage()
+        held = StorageWeakRef(storage)
         return lambda: not held.expired()
 
-    def in_pool(self, tensor: Tensor, pool: CudaPool) -> bool:
+    def in_pool(
+        self,
+        tensor: Tensor,
+        pool: CudaPool,
+    ) -> bool:
         if tensor.device != self.device or tensor.layout is not torch.strided:
             return False
-        # listed again once torch has reserved more
-        stats = torch.cuda.memory_stats_as_nested_dict(self.device)
-        now = (pool.handles, stats["reserved_bytes"]["all"]["allocated"] if stats else 0)
-        if pool.listed != now:
-            pool.ranges = [
-                (s["address"], s["address"] + s["total_size"])
-                for s in segments_of(self.device, [pool])
-            ]
+        now = pool.handles, self._reserved("allocated")
+        if pool.listed != now:  # torch has reserved more
+            pool.ranges = self._ranges(pool)
             pool.listed = now
         address = tensor.untyped_storage().data_ptr()
         return any(start <= address < end for start, end in pool.ranges)
@@ -365,16 +416,13 @@ class CudaBackend(GraphBackend):
         runtime = cuda_runtime()
         if runtime is None or not graph.captured:
             return False
-        return (
-            int(runtime.cudaGraphGetNodes(runtime.cudaGraph_t(graph.graph.raw_cuda_graph()))[2])
-            == 0
-        )
+        raw = runtime.cudaGraph_t(graph.graph.raw_cuda_graph())
+        return int(runtime.cudaGraphGetNodes(raw)[2]) == 0
 
     def memory(self) -> MemoryReading:
         free, total = torch.cuda.mem_get_info(self.device)
-        # a quarter of memory_reserved's time
-        stats = torch.cuda.memory_stats_as_nested_dict(self.device)
-        return MemoryReading(free, total, stats["reserved_bytes"]["all"]["current"] if stats else 0)
+        reserved = self._reserved("current")
+        return MemoryReading(free, total, reserved)
 
     @contextmanager
     def session(self) -> Iterator[None]:
@@ -404,10 +452,11 @@ class CudaBackend(GraphBackend):
     def time_calls(
         self, call: Callable[[], object], repeats: int, *, queued: bool = False
     ) -> tuple[Sequence[float], Sequence[float]]:
+        host = []
         with torch.cuda.device(self.device):  # events are recorded on the current one
-            starts = [torch.cuda.Event(enable_timing=True) for _ in range(repeats)]
-            ends = [torch.cuda.Event(enable_timing=True) for _ in range(repeats)]
-            host = []
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(2 * repeats)]
+            starts = events[::2]
+            ends = events[1::2]
             torch.cuda.synchronize()
             # one call ahead of those that count, so that the first of them is queued too
             if queued:
@@ -421,21 +470,28 @@ class CudaBackend(GraphBackend):
                 host.append((time.perf_counter_ns() - began) / 1e3)
                 end.record()
             torch.cuda.synchronize()
-            return [s.elapsed_time(e) * 1e3 for s, e in zip(starts, ends, strict=True)], host
+            device = [
+                start.elapsed_time(end) * 1e3 for start, end in zip(starts, ends, strict=True)
+            ]
+        return device, host
 
-    def _register_generators(self, graph: torch.cuda.CUDAGraph) -> None:
-        for generator in self._generators.values():
+    def _register_generators(
+        self,
+        graph: torch.cuda.CUDAGraph,
+    ) -> None:
+        for generator in self._generators:
             graph.register_generator_state(generator)
 
     def _forget(self, graph: CudaGraph) -> None:
         """Do the work that `capture_end` leaves undone when it raises, see Note [Failed
         captures].
         """
+        pool = graph.pool
         # raised where capture_end had stopped the recording before it failed
         with suppress(RuntimeError):
-            torch._C._cuda_endAllocateToPool(self.device.index, graph.pool.handles[-1])
-            torch._C._cuda_releasePool(self.device.index, graph.pool.handles[-1])
-        graph.pool.is_spoiled = True
+            torch._C._cuda_endAllocateToPool(self.device.index, pool.handles[-1])
+            torch._C._cuda_releasePool(self.device.index, pool.handles[-1])
+        pool.is_spoiled = True
         graph.drop()
         small = torch.cuda.CUDAGraph()
         self._register_generators(small)

@@ -21,6 +21,7 @@ Note [Workspaces]
 
 from __future__ import annotations
 
+import ctypes
 import weakref
 from functools import cache
 from typing import Any
@@ -33,23 +34,29 @@ _TORCH_HAS = 32  # streams of a device, which it hands out in turn
 
 
 @cache
-def _pool(device: int) -> torch.cuda.MemPool:
+def _pool(index: int) -> torch.cuda.MemPool:
     """The pool of a device's workspaces."""
-    with torch.cuda.device(device):
-        return torch.cuda.MemPool()
+    with torch.cuda.device(index):
+        pool = torch.cuda.MemPool()
+    # never freed: after a failed capture of other code, to free it aborts the process at its exit
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(pool))
+    return pool
 
 
 def workspace_pool(device: torch.device) -> Any:
     """The number of the pool in which a device's workspaces lie."""
-    return _pool(torch.cuda.current_device() if device.index is None else device.index).id
+    return _pool(device.index).id
 
 
 @cache
 def _operands(device: int) -> tuple[torch.Tensor, ...]:
     """Matrices to multiply; they lie beside other small tensors, because they stay, too."""
-    with torch.inference_mode(False), torch.cuda.stream(torch.cuda.default_stream(device)):
+    stream = torch.cuda.default_stream(device)
+    with torch.inference_mode(False), torch.cuda.stream(stream):
         matrix = torch.zeros(16, 16, device=f"cuda:{device}")
-        return matrix, matrix[0], torch.zeros_like(matrix)
+        vector = matrix[0]
+        result = torch.zeros_like(matrix)
+    return matrix, vector, result
 
 
 def own_stream(owner: object) -> torch.cuda.Stream:
@@ -59,18 +66,19 @@ def own_stream(owner: object) -> torch.cuda.Stream:
     One that an earlier owner had, else the next free one of torch's, so that streams made after it
     are others.
     """
-    taken = {stream.cuda_stream for stream in list(_owners.values())}
     index = torch.cuda.current_device()
+    taken = {stream.cuda_stream for stream in list(_owners.values())}
     for stream in _lent:
-        if stream.device.index == index and stream.cuda_stream not in taken:
-            _owners[owner] = stream
-            return stream
-    for _ in range(_TORCH_HAS):
-        stream = torch.cuda.Stream()
-        if stream.cuda_stream not in taken:
+        is_here = stream.device.index == index
+        if is_here and stream.cuda_stream not in taken:
             break
+    else:
+        for _ in range(_TORCH_HAS):
+            stream = torch.cuda.Stream()
+            if stream.cuda_stream not in taken:
+                break
+        _lent.append(stream)
     _owners[owner] = stream
-    _lent.append(stream)
     return stream
 
 
@@ -81,9 +89,9 @@ def keep_workspaces(device: torch.device) -> None:
     """
     if torch.cuda.is_current_stream_capturing():
         return
-    index = torch.cuda.current_device() if device.index is None else device.index
-    matrix, vector, result = _operands(index)
+    matrix, vector, result = _operands(device.index)
+    pool = _pool(device.index)
     autocast = torch.autocast("cuda", enabled=False)
-    with autocast, torch.cuda.use_mem_pool(_pool(index), device=index):
+    with autocast, torch.cuda.use_mem_pool(pool, device=device.index):
         torch.mm(matrix, matrix, out=result)
         torch.addmm(vector, matrix, matrix, out=result)  # the way through cuBLASLt

@@ -15,12 +15,11 @@ Note [Words]
 from __future__ import annotations
 
 import ctypes
-import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
-from itertools import chain, count
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from functools import cache, partial
+from itertools import count
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -32,18 +31,16 @@ from cgplan.backends.blame import blamed_line
 from cgplan.backends.host_sync import as_its_caller, tensors_in
 from cgplan.errors import BackendError
 
-if TYPE_CHECKING:
-    from cgplan.backends.backend import GraphBackend
-
 MemoryKind = Literal["device", "host"]
 _SMALL = 64  # bytes of a parameter whose words are all certain
 # CU_LAUNCH_PARAM_BUFFER_SIZE and _POINTER of cuda.h: tags in front of a raw buffer's size, place
-_SIZE, _BUFFER = 2, 1
+_SIZE = 2
+_BUFFER = 1
 
 
 @dataclass(frozen=True, slots=True)
 class GraphNodes:
-    """The nodes of one graph in the order of their capture, those of child graphs behind their own.
+    """The nodes of one graph in the order of their capture; those of child graphs follow.
 
     Attributes:
         names: Of each node: the kernel, ``memcpy``, ``memset``, or another kind; on the tape the
@@ -66,35 +63,46 @@ class GraphNodes:
 class Block(NamedTuple):
     """A stretch of a device's memory that an allocator has reserved, from ``start`` to just before
     ``end``.
+
+    Attributes:
+        pool: The backend's pool, ``library``, or torch's number of another pool; None for memory
+            outside of pools.
+        line: The line that allocated it, where torch records the history of its memory.
     """
 
     start: int
     end: int
-    # the backend's pool, ``library``, or torch's number of another pool; None for memory outside of
-    # pools
     pool: Any
     is_free: bool
-    line: str  # that allocated it, where torch records the history of its memory
+    line: str
 
 
 class Launch(NamedTuple):
     """An operator of a capture, and the nodes of the graph that it made, from ``first`` to just
     before ``end``.
+
+    Attributes:
+        operands: Addresses of the storages that it was given and that it returned.
     """
 
     first: int
     end: int
     operator: str
     line: str
-    operands: frozenset[int]  # addresses of the storages that it was given and that it returned
+    operands: frozenset[int]
 
 
 class OperatorLog(TorchDispatchMode):
-    """Notes the operators of captures in the ``launches`` of the backend's graphs."""
+    """Notes the operators of captures in the ``launches`` of the graphs that ``open_graph``, that
+    of a backend, gives. Operands are those on the backend's device.
+    """
 
-    def __init__(self, backend: GraphBackend) -> None:
+    def __init__(
+        self, open_graph: Callable[[], tuple[Any, int] | None], device: torch.device
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._backend = backend
+        self._open_graph = open_graph
+        self._device = device
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -105,23 +113,27 @@ class OperatorLog(TorchDispatchMode):
         """True: Dynamo runs what it has compiled, as without a mode."""
         return True
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before = self._backend.open_graph()
-        call = as_its_caller(func, func, self._backend.device.type)
-        result = call(*args, **(kwargs or {}))
-        if (
-            before is not None
-            and (after := self._backend.open_graph()) is not None
-            and after[0] is before[0]
-        ):
-            dense = [
-                t
-                for t in tensors_in((args, kwargs, result))
-                if t.layout is torch.strided and t.device == self._backend.device
-            ]
-            operands = frozenset(t.untyped_storage().data_ptr() for t in dense)
-            name = func._schema.name if hasattr(func, "_schema") else str(func)
-            before[0].launches.append(Launch(before[1], after[1], name, blamed_line(), operands))
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
+        before = self._open_graph()
+        kwargs = kwargs or {}
+        result = as_its_caller(func, func, self._device.type)(*args, **kwargs)
+        after = self._open_graph()
+        if before is None or after is None or after[0] is not before[0]:
+            return result
+        operands = set()
+        for tensor in tensors_in((args, kwargs, result)):
+            if tensor.layout is torch.strided and tensor.device == self._device:
+                operands.add(tensor.untyped_storage().data_ptr())
+        name = func._schema.name if hasattr(func, "_schema") else str(func)
+        graph, first = before
+        launch = Launch(first, after[1], name, blamed_line(), frozenset(operands))
+        graph.launches.append(launch)
         return result
 
 
@@ -146,56 +158,90 @@ def cuda_driver() -> Any:
     return driver
 
 
-class _Kernel(NamedTuple):
+class _Read(NamedTuple):
+    """One node: its name, its words, and a byte for each word, 1 for one that is certain."""
+
     name: str
-    words: tuple[tuple[int, int], ...]  # number of a parameter, and how many words it has, if any
-    certain: bytes  # 1 for each word that is, 0 for others
+    words: bytes = b""
+    certain: bytes = b""
 
 
-_Read = tuple[str, bytes, bytes]  # a node's name, its words, and which of them are certain
+class _Kernel(NamedTuple):
+    """A kernel: the parameters that have words, by number, how many words each has, and a byte for
+    each word, 1 for one that is certain.
+    """
+
+    name: str
+    lengths: dict[int, int]
+    certain: bytes
+
+
+def _word_at(address: int) -> int:
+    return ctypes.c_size_t.from_address(address).value
 
 
 class CudaNodes:
     """Reads CUDA graphs by the driver. Raises BackendError as ``cuda_driver``."""
 
     def __init__(self) -> None:
-        self._driver = driver = cuda_driver()
+        driver = cuda_driver()
+        self._driver = driver
         self._kernels: dict[int, _Kernel] = {}
         kinds = driver.CUgraphNodeType
         self._readers: dict[Any, Callable[[Any], _Read | None]] = {
             kinds.CU_GRAPH_NODE_TYPE_KERNEL: self._kernel,
-            kinds.CU_GRAPH_NODE_TYPE_MEMCPY: self._memcpy,
-            kinds.CU_GRAPH_NODE_TYPE_MEMSET: self._memset,
+            kinds.CU_GRAPH_NODE_TYPE_MEMCPY: partial(
+                _ends,
+                "memcpy",
+                driver.cuGraphMemcpyNodeGetParams,
+                ("srcHost", "srcDevice", "dstHost", "dstDevice"),
+            ),
+            kinds.CU_GRAPH_NODE_TYPE_MEMSET: partial(
+                _ends,
+                "memset",
+                driver.cuGraphMemsetNodeGetParams,
+                ("dst",),
+            ),
         }
         self._child = kinds.CU_GRAPH_NODE_TYPE_GRAPH
-        self._harmless = {  # they touch no memory themselves
-            self._child, kinds.CU_GRAPH_NODE_TYPE_EMPTY, kinds.CU_GRAPH_NODE_TYPE_WAIT_EVENT,
+        self._harmless = (  # they touch no memory themselves
+            self._child,
+            kinds.CU_GRAPH_NODE_TYPE_EMPTY,
+            kinds.CU_GRAPH_NODE_TYPE_WAIT_EVENT,
             kinds.CU_GRAPH_NODE_TYPE_EVENT_RECORD,
-        }  # fmt: skip
+        )
 
     def read(self, raw: int) -> GraphNodes:
         """The nodes of the graph with this handle."""
-        found, opaque = list[_Read](), 0
+        found: list[_Read] = []
+        opaque = 0
         for kind, node in self._nodes(self._driver.CUgraph(raw)):
-            read = self._readers[kind](node) if kind in self._readers else None
-            opaque += read is None and kind not in self._harmless
-            found.append(read or (kind.name.removeprefix("CU_GRAPH_NODE_TYPE_").lower(), b"", b""))
-        counts = [len(certain) for _, _, certain in found]
+            reader = self._readers.get(kind)
+            read = None if reader is None else reader(node)
+            if read is None:
+                opaque += kind not in self._harmless
+                read = _Read(kind.name.removeprefix("CU_GRAPH_NODE_TYPE_").lower())
+            found.append(read)
+        names, words, certain = zip(*found, strict=True) if found else ((), (), ())
+        lengths = [len(flags) for flags in certain]
         return GraphNodes(
-            names=tuple(name for name, _, _ in found),
+            names=names,
             opaque=opaque,
-            words=np.frombuffer(b"".join(words for _, words, _ in found), np.uint64),
-            nodes=np.repeat(np.arange(len(found)), counts),
-            certain=np.frombuffer(b"".join(certain for _, _, certain in found), np.bool_),
+            words=np.frombuffer(b"".join(words), np.uint64),
+            nodes=np.repeat(np.arange(len(found)), lengths),
+            certain=np.frombuffer(b"".join(certain), np.bool_),
         )
 
     def memory_at(self, address: int) -> MemoryKind | None:
         """The kind of memory that the driver has at an address; None where it has none."""
         attribute = self._driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE
         error, kind = self._driver.cuPointerGetAttribute(attribute, address)
-        return None if int(error) else "host" if kind == 1 else "device"
+        if int(error):
+            return None
+        return "host" if kind == 1 else "device"
 
     def _nodes(self, graph: Any) -> list[tuple[Any, Any]]:
+        """The nodes with their kinds."""
         driver = self._driver
         error, _, length = driver.cuGraphGetNodes(graph)
         if int(error):
@@ -205,63 +251,63 @@ class CudaNodes:
             )
         listed = driver.cuGraphGetNodes(graph, length)[1] if length else ()
         nodes = [(driver.cuGraphNodeGetType(node)[1], node) for node in listed]
-        children = (
-            self._nodes(driver.cuGraphChildGraphNodeGetGraph(n)[1])
-            for kind, n in nodes
-            if kind is self._child
-        )
-        return [*nodes, *chain.from_iterable(children)]
+        children = [node for kind, node in nodes if kind is self._child]
+        for child in children:
+            nodes += self._nodes(driver.cuGraphChildGraphNodeGetGraph(child)[1])
+        return nodes
 
     def _kernel(self, node: Any) -> _Read | None:
         error, given = self._driver.cuGraphKernelNodeGetParams(node)
         if int(error):
             return None
-        number = int(given.func)
-        if number not in self._kernels:
-            self._kernels[number] = self._looked_up(given.func)
-        kernel = self._kernels[number]
-        if places := int(given.kernelParams):
-            at = (ctypes.c_size_t * max((i + 1 for i, _ in kernel.words), default=0)).from_address(
-                places
-            )
-            return (
-                kernel.name,
-                b"".join(ctypes.string_at(at[i], 8 * words) for i, words in kernel.words),
-                kernel.certain,
-            )
-        if not int(given.extra):
+        function = int(given.func)
+        if function not in self._kernels:
+            self._kernels[function] = self._look_up(given.func)
+        kernel = self._kernels[function]
+        parameters = int(given.kernelParams)
+        if parameters:  # an array of pointers to them
+            words = b""
+            for number, length in kernel.lengths.items():
+                words += ctypes.string_at(_word_at(parameters + 8 * number), 8 * length)
+            return _Read(kernel.name, words, kernel.certain)
+        extra = int(given.extra)
+        if not extra:
             return None
-        tags = (ctypes.c_size_t * 4).from_address(int(given.extra))
+        tags = [_word_at(extra + 8 * i) for i in range(4)]
         buffer = {tags[0]: tags[1], tags[2]: tags[3]}
-        words = ctypes.c_size_t.from_address(buffer[_SIZE]).value // 8
-        return kernel.name, ctypes.string_at(buffer[_BUFFER], 8 * words), b"\1" * words
+        length = _word_at(buffer[_SIZE]) // 8
+        words = ctypes.string_at(buffer[_BUFFER], 8 * length)
+        return _Read(kernel.name, words, b"\1" * length)
 
-    def _looked_up(self, function: Any) -> _Kernel:
-        driver, words, certain = self._driver, list[tuple[int, int]](), b""
+    def _look_up(self, function: Any) -> _Kernel:
+        lengths: dict[int, int] = {}
+        certain = b""
         for number in count():
-            error, _, size = driver.cuFuncGetParamInfo(function, number)
+            error, _, size = self._driver.cuFuncGetParamInfo(function, number)
             if int(error):
                 break
-            if held := size // 8:
-                words.append((number, held))
-                certain += b"\1" * held if size <= _SMALL else b"\1" + bytes(held - 1)
-        error, name = driver.cuFuncGetName(function)
-        return _Kernel("a kernel" if int(error) else name.decode(), tuple(words), certain)
+            length = size // 8
+            if length:
+                lengths[number] = length
+                known = length if size <= _SMALL else 1
+                certain += b"\1" * known
+                certain += bytes(length - known)
+        error, name = self._driver.cuFuncGetName(function)
+        return _Kernel("a kernel" if int(error) else name.decode(), lengths, certain)
 
-    def _memcpy(self, node: Any) -> _Read | None:
-        error, given = self._driver.cuGraphMemcpyNodeGetParams(node)
-        ends = (
-            [given.srcHost, given.srcDevice, given.dstHost, given.dstDevice]
-            if not int(error)
-            else []
-        )
-        addresses = [int(end) for end in ends if int(end)]
-        return (
-            ("memcpy", struct.pack(f"{len(addresses)}Q", *addresses), b"\1" * len(addresses))
-            if addresses
-            else None
-        )
 
-    def _memset(self, node: Any) -> _Read | None:
-        error, given = self._driver.cuGraphMemsetNodeGetParams(node)
-        return None if int(error) else ("memset", struct.pack("Q", int(given.dst)), b"\1")
+def _ends(
+    name: str, get_params: Callable[[Any], Any], fields: Sequence[str], node: Any
+) -> _Read | None:
+    """A node that reads or writes at the addresses in these fields of its parameters."""
+    error, given = get_params(node)
+    if int(error):
+        return None
+    words = b""
+    for field in fields:
+        address = int(getattr(given, field))
+        if address:
+            words += address.to_bytes(8, "little")
+    if not words:
+        return None
+    return _Read(name, words, b"\1" * (len(words) // 8))

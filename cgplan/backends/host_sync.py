@@ -1,5 +1,5 @@
-"""Operators that need the host and so cannot stand inside a graph: their names, and the user's
-line.
+"""Operators that need the host and so cannot stand inside a graph, and facts of operators that
+dispatch modes need.
 """
 
 from __future__ import annotations
@@ -7,10 +7,10 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import cache, partial, wraps
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
 from cgplan.backends.blame import blamed_line
-from cgplan.backends.replacing import replaced, shared
+from cgplan.backends.replacing import replaced, setting, shared
 from cgplan.errors import CaptureError, HostSyncError
 
 Function = Callable[..., Any]
@@ -29,8 +29,7 @@ Kwargs = Mapping[str, Any]
 
 _REMEDY = (
     "Keep the value on the device (torch.where, masked_fill, index_select with a fixed number of "
-    "rows), "
-    "compute it before the graph, or keep this part out of it."
+    "rows), compute it before the graph, or keep this part out of it."
 )
 _REMEDY_OF_UNSAFE = (
     "Run it between graphs: choose PIECEWISE, and name it in compilation.splitting_ops, or call "
@@ -62,8 +61,8 @@ class Refusals:
         is_on: Whether operators are refused now.
         constants: Storages of tensors that were computed from numbers of the Python code alone, by
             their id. On a GPU they lie on the host, where they can be read.
-        watched: Ids of storages; what needed a value of these first is noted in ``read``, whatever
-            ``is_on`` says.
+        watched: Ids of storages, see ``read``.
+        read: The first operation that needed a value of these storages, whatever ``is_on`` says.
     """
 
     raises: bool = True
@@ -73,15 +72,16 @@ class Refusals:
     watched: Collection[int] = ()
     read: str | None = None
 
-    def refuse(self, operation: str, tree: Any) -> None:
-        """Note something that needs a value of the tensors in ``tree`` on the host, and raise
+    def refuse(
+        self,
+        operation: str,
+        tree: Any,
+    ) -> None:
+        """Note an operation that needs a value of the tensors in ``tree`` on the host, and raise
         HostSyncError.
         """
-        if (
-            self.watched
-            and self.read is None
-            and any(_storage_key(t) in self.watched for t in tensors_in(tree))
-        ):
+        needed = tensors_in(tree) if self.read is None else []
+        if any(storage_id(tensor) in self.watched for tensor in needed):
             self.read = f"{operation}, at {blamed_line()}"
         self._refuse(HostSyncError, f"{operation} needs the host", _REMEDY)
 
@@ -90,7 +90,12 @@ class Refusals:
         what = f"operator {operator} is tagged torch.Tag.cudagraph_unsafe"
         self._refuse(CaptureError, what, _REMEDY_OF_UNSAFE)
 
-    def _refuse(self, kind: type[CaptureError], what: str, remedy: str) -> None:
+    def _refuse(
+        self,
+        kind: type[CaptureError],
+        what: str,
+        remedy: str,
+    ) -> None:
         if not self.is_on:
             return
         message = f"{what}, at {blamed_line()}"
@@ -101,40 +106,52 @@ class Refusals:
     def is_constant(self, tree: Any) -> bool:
         """Whether there are tensors in ``tree``, and all of them are constants."""
         found = tensors_in(tree) if self.constants else []
-        return bool(found) and all(_storage_key(t) in self.constants for t in found)
+        return bool(found) and all(storage_id(tensor) in self.constants for tensor in found)
 
-    def follow(self, func: Any, args: Args, kwargs: Kwargs, result: Any) -> None:
+    def follow(
+        self,
+        func: Any,
+        args: Args,
+        kwargs: Kwargs,
+        result: Any,
+    ) -> None:
         """Note which tensors are constants after an operator."""
         is_drawn = torch.Tag.nondeterministic_seeded in func.tags
-        if func is torch.ops.aten.lift_fresh.default or (
-            self.is_constant((args, kwargs)) and not is_drawn
-        ):
-            self.constants |= storages_of([t for t in tensors_in(result) if t.device.type == "cpu"])
+        is_lifted = func is torch.ops.aten.lift_fresh.default
+        if is_lifted or (self.is_constant((args, kwargs)) and not is_drawn):
+            on_host = [tensor for tensor in tensors_in(result) if tensor.device.type == "cpu"]
+            self.constants |= storages_of(on_host)
         elif self.constants:
             for tensor in written_tensors(func, args, kwargs):
-                self.constants.pop(_storage_key(tensor), None)
+                self.constants.pop(storage_id(tensor), None)
 
 
-def storages_of(tensors: Sequence[Tensor]) -> dict[int, StorageWeakRef]:
-    """The storages of the dense ones among tensors, by id; no other has it while the reference is
-    held.
-    """
-    dense = [tensor.untyped_storage() for tensor in tensors if tensor.layout is torch.strided]
-    return {storage._cdata: StorageWeakRef(storage) for storage in dense}
-
-
-def _storage_key(tensor: Tensor) -> int:
+def storage_id(tensor: Tensor) -> int:
+    """The address of a dense tensor's storage object; 0 for a tensor of another layout."""
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
 
 
+def storages_of(tensors: Sequence[Tensor]) -> dict[int, StorageWeakRef]:
+    """The storages of the dense ones among tensors, by ``storage_id``; no other storage gets that
+    id while the reference is held.
+    """
+    storages = {}
+    for tensor in tensors:
+        if tensor.layout is torch.strided:
+            reference = StorageWeakRef(tensor.untyped_storage())
+            storages[storage_id(tensor)] = reference
+    return storages
+
+
 class _Guarded(threading.local):
-    refusals: tuple[Refusals, ...] = ()  # of the blocks of this thread, the innermost last
+    refusals: Refusals | None = None  # of the innermost block of this thread
 
 
 _guarded = _Guarded()
 
 
-class HostGuard:
+@contextmanager
+def host_guard(refusals: Refusals) -> Iterator[None]:
     """A block in which this thread may not call tensor methods that, on a CPU, move values to the
     host without passing the dispatcher.
 
@@ -142,17 +159,8 @@ class HostGuard:
     torch from its fused paths, as in nn.TransformerEncoderLayer, and would not see into kernels in
     Python.
     """
-
-    def __init__(self, refusals: Refusals) -> None:
-        self._refusals, self._replaced = refusals, _methods_replaced()
-
-    def __enter__(self) -> None:
-        self._replaced.__enter__()
-        _guarded.refusals += (self._refusals,)
-
-    def __exit__(self, *_: object) -> None:
-        _guarded.refusals = tuple(r for r in _guarded.refusals if r is not self._refusals)
-        self._replaced.__exit__(None, None, None)
+    with _methods_replaced(), replaced(_guarded, refusals=refusals):
+        yield
 
 
 @shared
@@ -161,8 +169,11 @@ def _methods_replaced() -> Iterator[None]:
     plain_one_hot = functional.one_hot
 
     @wraps(plain_one_hot)
-    def one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
-        if not _guarded.refusals or num_classes < 0 or tensor.dtype is not torch.int64:
+    def one_hot(
+        tensor: Tensor,
+        num_classes: int = -1,
+    ) -> Tensor:
+        if _guarded.refusals is None or num_classes < 0 or tensor.dtype is not torch.int64:
             return plain_one_hot(tensor, num_classes)
         classes = torch.arange(num_classes, device=tensor.device)
         # on a CPU torch checks the values, on a GPU it does not
@@ -177,10 +188,14 @@ def _host_method(name: str) -> Function:
     plain = getattr(Tensor, name)
 
     @wraps(plain)
-    def method(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        for refusals in _guarded.refusals[-1:]:
-            if not refusals.is_constant(tensor):
-                refusals.refuse(f"Tensor.{name}()", tensor)
+    def method(
+        tensor: Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        refusals = _guarded.refusals
+        if refusals is not None and not refusals.is_constant(tensor):
+            refusals.refuse(f"Tensor.{name}()", tensor)
         return plain(tensor, *args, **kwargs)
 
     return method
@@ -191,73 +206,85 @@ is_probing = _is_probing.get
 """Whether this thread is in a block of ``probing``."""
 
 
-@contextmanager
-def probing() -> Iterator[None]:
+def probing() -> AbstractContextManager[None]:
     """A block that runs a forward in this process alone, to learn from it: other ranks may not run
     theirs.
     """
-    token = _is_probing.set(True)
-    try:
-        yield
-    finally:
-        _is_probing.reset(token)
+    return setting(_is_probing, True)
 
 
-@contextmanager
-def as_written() -> Iterator[None]:
+def as_written() -> AbstractContextManager[None]:
     """A block in which functions under torch.compile run their own code. Under a dispatch mode
     Dynamo would skip its compiled code, then and ever after.
     """
-    with ExitStack() as stack:
-        if "torch._dynamo" in sys.modules:  # else nothing is compiled, and to load it takes seconds
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-        yield
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and to load it takes seconds
+        return nullcontext()
+    stance: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
+    return stance
 
 
-def refuse_host(func: Any, args: Args, kwargs: Kwargs, refusals: Refusals) -> None:
+def refuse_host(
+    func: Any,
+    args: Args,
+    kwargs: Kwargs,
+    refusals: Refusals,
+) -> None:
     """Refuse an operator whose result the host would have to wait for, or that is tagged as unsafe
     in a graph.
     """
-    schema, detail = func._schema.name, ""
+    name = func._schema.name
     if torch.Tag.cudagraph_unsafe in func.tags:
-        refusals.refuse_unsafe(schema)
+        refusals.refuse_unsafe(name)
     if refusals.is_constant((args, kwargs)):
         return
-    if schema in _INDEXING:
-        masks = any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1])
-        # one value through masks is a masked_fill, which needs no host
-        if schema != "aten::index" and masks:
-            masks = args[2].numel() != 1 or bool(
-                args[3] if len(args) > 3 else kwargs.get("accumulate")
-            )
-        needs, detail = masks, " with a boolean mask"
-    elif schema == "aten::repeat_interleave":
+    detail = ""
+    if name in _INDEXING:
+        needs_host = _has_mask(name, args, kwargs)
+        detail = " with a boolean mask"
+    elif name == "aten::repeat_interleave":
         by_tensor = len(args) < 2 or isinstance(args[1], Tensor)
-        needs = by_tensor and kwargs.get("output_size") is None
-    elif schema in ("aten::_to_copy", "aten::copy_"):
-        needs, detail = _crosses_to_host(schema, args, kwargs), " from the device to the host"
+        needs_host = by_tensor and kwargs.get("output_size") is None
+    elif name in ("aten::_to_copy", "aten::copy_"):
+        needs_host = _crosses_to_host(name, args, kwargs)
+        detail = " from the device to the host"
     else:
-        needs = (
-            torch.Tag.data_dependent_output in func.tags
-            or torch.Tag.dynamic_output_shape in func.tags
-        )
-    if needs:
-        refusals.refuse(f"operator {schema}{detail}", (args, kwargs))
+        has_free_shape = torch.Tag.dynamic_output_shape in func.tags
+        needs_host = has_free_shape or torch.Tag.data_dependent_output in func.tags
+    if needs_host:
+        refusals.refuse(f"operator {name}{detail}", (args, kwargs))
 
 
-def _crosses_to_host(schema: str, args: Args, kwargs: Kwargs) -> bool:
-    """Whether a copy goes from a device to host memory; into pinned memory it may, that can be
-    captured.
+def _has_mask(
+    name: str,
+    args: Args,
+    kwargs: Kwargs,
+) -> bool:
+    """Whether rows are chosen by a mask. One value that is put through masks is a masked_fill,
+    which needs no host.
     """
-    if schema == "aten::copy_":
-        target, source = args[0], args[1]
-        return (
-            source.device.type != "cpu" and target.device.type == "cpu" and not target.is_pinned()
-        )
-    device = kwargs.get("device")
-    return (
-        device is not None and torch.device(device).type == "cpu" and args[0].device.type != "cpu"
-    )
+    dtypes = [index.dtype for index in args[1] if index is not None]
+    has_mask = torch.bool in dtypes or torch.uint8 in dtypes
+    if not has_mask or name == "aten::index":
+        return has_mask
+    values = args[2]
+    accumulates = args[3] if len(args) > 3 else kwargs.get("accumulate")
+    return values.numel() != 1 or bool(accumulates)
+
+
+def _crosses_to_host(
+    name: str,
+    args: Args,
+    kwargs: Kwargs,
+) -> bool:
+    """Whether a copy goes from a device to host memory; one into pinned memory can be captured."""
+    if name == "aten::copy_":
+        target, source = args[:2]
+        to_host = target.device.type == "cpu" and not target.is_pinned()
+    else:
+        source = args[0]
+        device = kwargs.get("device")
+        to_host = device is not None and torch.device(device).type == "cpu"
+    return to_host and source.device.type != "cpu"
 
 
 @cache
@@ -268,14 +295,19 @@ def implemented_in_python(func: Any, key: str) -> bool:
     """
     if not isinstance(func, torch._ops.OpOverload) or func.namespace in _BUILTIN:
         return False
-    if torch.Tag.cudagraph_unsafe in func.tags:
+    name = func._schema.name
+    if torch.Tag.cudagraph_unsafe in func.tags or name in _RECORDED_WHOLE:
         return False
     overload = "" if func._overloadname == "default" else f".{func._overloadname}"
-    name = func._schema.name.replace("::", "/") + overload
-    keys = {key, "CompositeExplicitAutograd"}
-    return func._schema.name not in _RECORDED_WHOLE and any(
-        f"{name}/{k}" in torch.library._impls for k in keys
-    )
+    registered = name.replace("::", "/") + overload
+    kernels = {f"{registered}/{key}", f"{registered}/CompositeExplicitAutograd"}
+    return not kernels.isdisjoint(torch.library._impls)
+
+
+def _has_kernel(func: Any, key: str) -> bool:
+    if not isinstance(func, torch._ops.OpOverload):
+        return False
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
 
 
 @cache
@@ -283,17 +315,17 @@ def is_composite(func: Any, key: str) -> bool:
     """Whether the operator is made of others alone on the device of a dispatch key (``CPU``,
     ``CUDA``); outside of inference mode such ones never reach a mode.
     """
-    has = torch._C._dispatch_has_kernel_for_dispatch_key
-    is_operator = isinstance(func, torch._ops.OpOverload)
-    return (
-        is_operator and has(func.name(), "CompositeImplicitAutograd") and not has(func.name(), key)
-    )
+    return _has_kernel(func, "CompositeImplicitAutograd") and not _has_kernel(func, key)
 
 
 _is_cast = ContextVar("cgplan_is_cast", default=False)  # inside an operator that autocast casts for
 
 
-def as_its_caller(operator: Any, function: Function, device: str) -> Function:
+def as_its_caller(
+    operator: Any,
+    function: Function,
+    device: str,
+) -> Function:
     """The function, in a dispatch mode, under autocast as an operator's code is outside of modes:
     on if the caller has it on, unless autocast casts for the operator as a whole. Modes are called
     with autocast off, and kernels such as that of ``_transformer_encoder_layer_fwd`` call operators
@@ -303,22 +335,14 @@ def as_its_caller(operator: Any, function: Function, device: str) -> Function:
         is_on = torch.is_autocast_enabled(device)
     if not is_on or _is_cast.get():
         return function
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    is_operator = isinstance(operator, torch._ops.OpOverload)
-    has_cast = is_operator and has_kernel(operator.name(), f"Autocast{device.upper()}")
+    has_cast = _has_kernel(operator, f"Autocast{device.upper()}")
     autocast = torch.autocast(device, torch.get_autocast_dtype(device), enabled=not has_cast)
-    return partial(_call_under, function, autocast, has_cast)
 
-
-def _call_under(
-    function: Function, autocast: torch.autocast, has_cast: bool, *args: Any, **kwargs: Any
-) -> Any:
-    token = _is_cast.set(has_cast)
-    try:
-        with torch._C._PreserveDispatchKeyGuard(), autocast:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with setting(_is_cast, has_cast), torch._C._PreserveDispatchKeyGuard(), autocast:
             return function(*args, **kwargs)
-    finally:
-        _is_cast.reset(token)
+
+    return call
 
 
 @cache
@@ -330,50 +354,50 @@ def names_of(func: Any) -> frozenset[str]:
 
 
 @cache
-def _written_arguments(func: Any) -> list[tuple[int, str]]:
-    schema = func._schema
-    found = []
-    for index, argument in enumerate(schema.arguments):
-        is_marked = argument.alias_info is not None and argument.alias_info.is_write
-        if is_marked or func.namespace == "c10d":  # schemas of collectives mark nothing
-            found.append((index, argument.name))
-    return found
-
-
-@cache
-def _statistics(func: Any) -> dict[str, int]:
-    """Where some overloads of batch norm have their running statistics, which they write in
-    training although their schemas do not say so, and where they are told of training.
+def _writes(func: Any) -> tuple[list[str], list[str], list[str]]:
+    """The names of an operator's arguments, of those that it writes, and of those that it writes in
+    training although its schema does not say so: running statistics of batch norm.
     """
-    names = [argument.name for argument in func._schema.arguments]
-    wanted = ("running_mean", "running_var", "training")
-    is_silent = not func._schema.is_mutable and names.count("training") == 1
-    return {name: names.index(name) for name in wanted if name in names} if is_silent else {}
+    names = []
+    written = []
+    statistics = []
+    for argument in func._schema.arguments:
+        name = argument.name
+        alias = argument.alias_info
+        names.append(name)
+        # schemas of collectives mark nothing
+        if func.namespace == "c10d" or (alias is not None and alias.is_write):
+            written.append(name)
+        elif name in ("running_mean", "running_var"):
+            statistics.append(name)
+    return names, written, statistics
 
 
-def written_tensors(func: Any, args: Args, kwargs: Kwargs) -> list[Tensor]:
+def written_tensors(
+    func: Any,
+    args: Args,
+    kwargs: Kwargs,
+) -> list[Tensor]:
     """The tensors among its arguments that an operator writes."""
-
-    def given(index: int, name: str) -> Any:
-        return args[index] if index < len(args) else kwargs.get(name)
-
-    found = []
-    for index, name in _written_arguments(func):
-        found += tensors_in(given(index, name))
-    statistics = _statistics(func)
-    if statistics and given(statistics["training"], "training"):
-        for name, index in statistics.items():
-            found += tensors_in(given(index, name))
-    return found
+    names, written, statistics = _writes(func)
+    if not written and not statistics:
+        return []
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    if given.get("training"):
+        written = written + statistics
+    return tensors_in([given.get(name) for name in written])
 
 
-def count_writes(func: Any, args: Args, kwargs: Kwargs) -> None:
+def count_writes(
+    func: Any,
+    args: Args,
+    kwargs: Kwargs,
+) -> None:
     """Count the writes of an operator in its tensors' versions: under a mode torch does not, for an
     operator written in Python and for ``_foreach_``.
     """
-    torch.autograd.graph.increment_version(
-        [t for t in written_tensors(func, args, kwargs) if not t.is_inference()]
-    )
+    written = written_tensors(func, args, kwargs)
+    torch.autograd.graph.increment_version([t for t in written if not t.is_inference()])
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
@@ -383,9 +407,15 @@ def tensors_in(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def leaves_of(args: Args, kwargs: Kwargs) -> list[Any]:
+def leaves_of(
+    args: Args,
+    kwargs: Kwargs,
+) -> list[Any]:
     """The leaves of an operator's arguments, which hold lists at most."""
-    values = (*args, *kwargs.values())
-    return [
-        leaf for value in values for leaf in (value if type(value) in (list, tuple) else (value,))
-    ]
+    leaves = []
+    for value in (*args, *kwargs.values()):
+        if type(value) in (list, tuple):
+            leaves += value
+        else:
+            leaves.append(value)
+    return leaves

@@ -1,25 +1,27 @@
-"""Attributes of torch, of Python and of models that are others inside a block."""
+"""Attributes and context variables that have other values inside a block."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextvars import ContextVar
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 Block = Callable[[], AbstractContextManager[object]]
 
 
 @contextmanager
 def replaced(owner: Any, **values: Any) -> Iterator[None]:
-    """A block, or a decorator, in which these attributes of an object are others, or are there at
-    all. What the object inherits it inherits again afterwards. Of an object that is no class, no
-    ``__setattr__`` runs.
+    """A block, or a decorator, in which an object has these attributes. Afterwards it has its own
+    again, and inherits those that it inherited before. ``__setattr__`` of a class runs, that of any
+    other object does not.
     """
-    own = vars(owner)
-    write = partial(setattr, owner) if isinstance(owner, type) else own.__setitem__
-    before = {name: own[name] for name in values if name in own}
+    attributes = vars(owner)
+    write = partial(setattr, owner) if isinstance(owner, type) else attributes.__setitem__
+    before = {name: attributes[name] for name in values if name in attributes}
     for name, value in values.items():
         write(name, value)
     try:
@@ -32,11 +34,23 @@ def replaced(owner: Any, **values: Any) -> Iterator[None]:
                 delattr(owner, name)
 
 
+@contextmanager
+def setting(variable: ContextVar[T], value: T) -> Iterator[None]:
+    """A block in which a context variable has this value."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
 def shared(block: Block) -> Block:
-    """The block, open as long as any thread is inside: the first opens it, the last closes it. It
-    may be nested.
+    """A block that is open as long as any thread is inside: the first one opens it, the last one
+    closes it. It may be nested.
     """
-    lock, opened, inside = threading.Lock(), ExitStack(), 0
+    lock = threading.Lock()
+    opened = ExitStack()
+    inside = 0
 
     @contextmanager
     def enter() -> Iterator[None]:

@@ -18,7 +18,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
-from typing import Any
 
 import numpy as np
 import torch
@@ -35,7 +34,7 @@ from cgplan.backends.backend import (
 )
 from cgplan.backends.capture_answers import ALL_OTHERS, answering
 from cgplan.backends.graph_nodes import Block, GraphNodes, Launch, MemoryKind
-from cgplan.backends.host_sync import HostGuard, as_written, tensors_in
+from cgplan.backends.host_sync import as_written, host_guard
 from cgplan.backends.tape_pool import TapePool
 from cgplan.backends.tape_recorder import Recorder, Step, Tape, replay
 from cgplan.errors import CaptureError
@@ -47,16 +46,15 @@ class TapeGraph:
 
     pool: TapePool
     steps: list[Step] | None = None
-    recording: tuple[Tape, ExitStack] | None = None
+    under_way: tuple[Tape, ExitStack] | None = None
     notes: tuple[str, ...] = ()
     launches: list[Launch] = field(default_factory=list)
-    constants: frozenset[int] = frozenset()
 
 
-_living = weakref.WeakSet[TapePool]()
+_pools = weakref.WeakSet[TapePool]()  # of all backends
 
 
-class _RecorderOfThread(threading.local):
+class _Thread(threading.local):
     def __init__(self) -> None:
         self.recorder = Recorder()  # type: ignore[no-untyped-call]
 
@@ -71,27 +69,27 @@ class TapeBackend(GraphBackend):
 
     name = "cpu (tape)"
 
-    def __init__(self, pool_limit: int | None = None) -> None:
+    def __init__(
+        self,
+        pool_limit: int | None = None,
+    ) -> None:
         self.device = torch.device("cpu")
         self._pool_limit = pool_limit
-        self._thread = _RecorderOfThread()
-        self._pools: weakref.WeakKeyDictionary[TapePool, weakref.WeakSet[TapeGraph]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._thread = _Thread()
+        self._own_pools = weakref.WeakSet[TapePool]()
         self._open: TapeGraph | None = None
 
     def new_pool(self) -> TapePool:
-        pool = TapePool(self._pool_limit)
-        pool.backend = self
-        self._pools[pool] = weakref.WeakSet()
-        _living.add(pool)
+        pool = TapePool(self._pool_limit, self)
+        _pools.add(pool)
+        self._own_pools.add(pool)
         return pool
 
     def pool_bytes(self, *pools: TapePool) -> int:
         return sum(pool.nbytes for pool in pools)
 
     def new_graph(self, pool: TapePool) -> TapeGraph:
-        if not isinstance(pool, TapePool) or pool not in self._pools:
+        if not isinstance(pool, TapePool) or pool.backend is not self:
             raise foreign_pool(pool, self)
         return TapeGraph(pool)
 
@@ -99,29 +97,27 @@ class TapeBackend(GraphBackend):
         assert graph.steps is None, "a graph is captured once"
         if self.is_capturing():
             raise CaptureError("a capture inside another one", remedy="End the first one before.")
+        tape = Tape(graph.pool)
+        recorder = self._thread.recorder
         with ExitStack() as modes:
-            tape = Tape(graph.pool)
             modes.enter_context(answering([ALL_OTHERS], lambda _: True))
             modes.enter_context(as_written())
-            modes.enter_context(HostGuard(tape.refusals))
-            modes.enter_context(self._thread.recorder.recording(tape))
-            graph.recording = (tape, modes.pop_all())
+            modes.enter_context(host_guard(tape.refusals))
+            modes.enter_context(recorder.writes_to(tape))
+            graph.under_way = tape, modes.pop_all()
         self._open = graph
 
     def end(self, graph: TapeGraph) -> None:
-        """Raises HostSyncError for an operator that needed the host, also if the forward caught the
-        error then.
+        """Raises HostSyncError for an operator that needed the host, although the forward may have
+        caught the error.
         """
         tape = self._stop(graph)
         if tape.refusals.first is not None:
             self._trim(graph.pool)
             raise tape.refusals.first
-        graph.steps, graph.notes, graph.constants = (
-            tape.steps,
-            tuple(tape.notes),
-            frozenset(tape.constants),
-        )
-        self._pools[graph.pool].add(graph)
+        graph.steps = tape.steps
+        graph.notes = tuple(tape.notes)
+        graph.pool.graphs.add(graph)
 
     def abort(self, graph: TapeGraph) -> None:
         self._stop(graph)
@@ -139,41 +135,41 @@ class TapeBackend(GraphBackend):
         # an eager piece failed inside an operator, and torch put the mode back
         if not self.is_capturing():
             self._thread.recorder.leave()
-        self._pools[graph.pool].discard(graph)
+        graph.pool.graphs.discard(graph)
         self._trim(graph.pool)
 
     def num_nodes(self, graph: TapeGraph) -> int | None:
         return None if graph.steps is None else len(graph.steps)
 
     def open_graph(self) -> tuple[TapeGraph, int] | None:
-        graph, tape = self._open, self._thread.recorder.tape
-        if graph is None or tape is None or not tape.runs_operator:
+        tape = self._thread.recorder.tape
+        if self._open is None or tape is None or not tape.runs_operator:
             return None
-        return graph, len(tape.steps)
+        return self._open, len(tape.steps)
 
     def nodes(self, graph: TapeGraph) -> GraphNodes:
-        names, tensors, nodes = list[str](), list[Tensor](), list[int]()
-        for index, step in enumerate(graph.steps or ()):
-            func: Any = step.call
-            names.append((func.args[0] if isinstance(func, partial) else func)._schema.name)
-            used = [*tensors_in((step.args, step.kwargs)), *(slot for _, slot in step.copies)]
-            # those without dimensions may be numbers of TorchScript's code
-            used = [t for t in used if t.dim() and t.numel()]
-            used = [t for t in used if t.untyped_storage().data_ptr() not in graph.constants]
+        steps = graph.steps or []
+        tensors: list[Tensor] = []
+        nodes: list[int] = []
+        for index, step in enumerate(steps):
+            used = step.tensors()
             tensors += used
             nodes += [index] * len(used)
-        words = np.array([tensor.data_ptr() for tensor in tensors], np.uint64)
-        certain = np.ones(len(words), np.bool_)
         return GraphNodes(
-            tuple(names), 0, words, np.array(nodes, np.int64), certain, tuple(tensors)
+            names=tuple(step.operator for step in steps),
+            opaque=0,
+            words=np.array([tensor.data_ptr() for tensor in tensors], np.uint64),
+            nodes=np.array(nodes, np.int64),
+            certain=np.ones(len(tensors), np.bool_),
+            tensors=tuple(tensors),
         )
 
     def blocks(self) -> list[Block]:
-        return [
-            Block(start, end, pool, is_free, "")
-            for pool in _living
-            for start, end, is_free in pool.spans()
-        ]
+        found = []
+        for pool in _pools:
+            for start, end, is_free in pool.spans():
+                found.append(Block(start, end, pool, is_free, ""))
+        return found
 
     def memory_at(self, address: int) -> MemoryKind | None:  # noqa: ARG002
         return "host"
@@ -183,7 +179,7 @@ class TapeBackend(GraphBackend):
 
     def borrow(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        for pool in self._pools:
+        for pool in self._own_pools:
             alias = pool.alias_of(storage)
             if alias is not None:
                 with _disable_current_modes():  # inside a capture the forward did not call this
@@ -191,10 +187,13 @@ class TapeBackend(GraphBackend):
                     return tensor_on(alias, tensor)
         return tensor
 
-    def in_pool(self, tensor: Tensor, pool: TapePool) -> bool:
-        return (
-            tensor.layout is torch.strided and pool.alias_of(tensor.untyped_storage()) is not None
-        )
+    def in_pool(
+        self,
+        tensor: Tensor,
+        pool: TapePool,
+    ) -> bool:
+        is_dense = tensor.layout is torch.strided
+        return is_dense and pool.alias_of(tensor.untyped_storage()) is not None
 
     def is_empty(self, graph: TapeGraph) -> bool:
         return not graph.steps
@@ -207,12 +206,12 @@ class TapeBackend(GraphBackend):
 
     def memory(self) -> MemoryReading:
         page = os.sysconf("SC_PAGE_SIZE")
-        free = (
-            os.sysconf("SC_AVPHYS_PAGES") * page if "SC_AVPHYS_PAGES" in os.sysconf_names else None
-        )
-        return MemoryReading(
-            free, os.sysconf("SC_PHYS_PAGES") * page, sum(pool.nbytes for pool in self._pools)
-        )
+        free = None
+        if "SC_AVPHYS_PAGES" in os.sysconf_names:
+            free = os.sysconf("SC_AVPHYS_PAGES") * page
+        total = os.sysconf("SC_PHYS_PAGES") * page
+        reserved = self.pool_bytes(*self._own_pools)
+        return MemoryReading(free, total, reserved)
 
     @contextmanager
     def session(self) -> Iterator[None]:
@@ -228,7 +227,7 @@ class TapeBackend(GraphBackend):
         pass  # nothing is ever queued
 
     def release_cached(self) -> None:
-        for pool in list(self._pools):
+        for pool in list(self._own_pools):
             self._trim(pool)
 
     def time_calls(
@@ -246,15 +245,15 @@ class TapeBackend(GraphBackend):
         return times, times
 
     def _stop(self, graph: TapeGraph) -> Tape:
-        assert graph.recording is not None, "no capture is under way in this graph"
-        tape, modes = graph.recording
-        graph.recording = self._open = None
+        assert graph.under_way is not None, "no capture is under way in this graph"
+        tape, modes = graph.under_way
+        graph.under_way = self._open = None
         modes.close()
         tape.finish()
         return tape
 
     def _trim(self, pool: TapePool) -> None:
         """Drop the pool's memory once no graph can replay on it."""
-        if not self._pools[pool]:
+        if not pool.graphs:
             gc.collect(0)  # an exception's frames may still hold tensors of a failed capture
             pool.trim()

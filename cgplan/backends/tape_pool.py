@@ -6,31 +6,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 ALIGNMENT = 64  # bytes, as torch's CPU allocator aligns
-
-
-@dataclass(slots=True)
-class _Segment:
-    """One piece of host memory, and its free spans: offset -> length."""
-
-    memory: memoryview
-    free: dict[int, int] = field(default_factory=dict)
-
-    def give_back(self, offset: int, length: int) -> None:
-        """Free a span, joined with its free neighbours."""
-        for start, span in list(self.free.items()):
-            if start + span == offset:
-                del self.free[start]
-                offset, length = start, span + length
-            elif offset + length == start:
-                del self.free[start]
-                length += span
-        self.free[offset] = length
 
 
 class TapePool:
@@ -38,94 +19,124 @@ class TapePool:
 
     A block is taken while the storage that ``take`` returned lives: it is free at the moment when
     the last tensor on it is dropped. ``alias_of`` gives a second storage on the same memory that
-    does not take the block and only keeps the memory itself. Best fit, else a new segment of just
-    the size asked for.
+    does not take the block and only keeps the memory itself. A block comes from the smallest free
+    span that holds it, else from a new segment of its own size.
 
     Args:
         limit: Bytes that the pool may reserve, None for no limit. Beyond it ``take`` raises
             torch.OutOfMemoryError, as a GPU would.
+        backend: The backend that makes it.
 
     Attributes:
-        backend: The backend that made it.
-        aliases: A storage beside each that takes a block now, by the address of the latter.
+        aliases: The second storage of each block that is taken, by the first one's address.
+        graphs: The graphs that replay on its memory.
     """
 
-    def __init__(self, limit: int | None = None) -> None:
+    def __init__(
+        self,
+        limit: int | None = None,
+        backend: object = None,
+    ) -> None:
+        self.backend = backend
         self.aliases: dict[int, torch.UntypedStorage] = {}
-        self.backend: object = None
+        self.graphs = weakref.WeakSet[object]()
         self._limit = limit
-        self._segments: list[_Segment] = []
+        self._segments: dict[int, NDArray[np.uint8]] = {}  # by their addresses
+        self._free: dict[int, int] = {}  # addresses of free spans, and their lengths
 
     @property
     def nbytes(self) -> int:
         """Bytes reserved, taken or free."""
-        return sum(segment.memory.nbytes for segment in self._segments)
-
-    @property
-    def free_bytes(self) -> int:
-        """Bytes reserved and not taken."""
-        return sum(sum(segment.free.values()) for segment in self._segments)
+        return sum(segment.nbytes for segment in self._segments.values())
 
     def spans(self) -> Iterator[tuple[int, int, bool]]:
-        """Stretches of addresses that are taken or free, by their beginning and end, and whether
-        they are free.
-        """
-        for segment in self._segments:
-            base, at = np.frombuffer(segment.memory, np.uint8).ctypes.data, 0
-            for offset, length in [*sorted(segment.free.items()), (segment.memory.nbytes, 0)]:
-                if at < offset:
-                    yield base + at, base + offset, False
-                if length:
-                    yield base + offset, base + offset + length, True
-                at = offset + length
+        """Stretches of its memory: first address, end, and whether the stretch is free."""
+        for start, segment in self._segments.items():
+            end = start + segment.nbytes
+            at = start
+            for free in sorted(self._free):
+                if not start <= free < end:
+                    continue
+                if at < free:
+                    yield at, free, False
+                at = free + self._free[free]
+                yield free, at, True
+            if at < end:
+                yield at, end, False
 
     def take(self, nbytes: int) -> torch.UntypedStorage:
-        """A storage of ``nbytes`` bytes on a block of the pool. It still holds its former
-        contents.
-        """
+        """A storage of ``nbytes`` bytes on a block of the pool, with the block's old contents."""
         size = max(-(-nbytes // ALIGNMENT), 1) * ALIGNMENT
-        spans = [
-            (length, index, offset)
-            for index, segment in enumerate(self._segments)
-            for offset, length in segment.free.items()
-            if length >= size
-        ]
-        span, index, offset = min(spans) if spans else self._grow(size)
-        segment = self._segments[index]
-        del segment.free[offset]
-        if span > size:
-            segment.free[offset + size] = span - size
-        # frombuffer keeps the buffer object alive as long as the storage: when the last tensor on
-        # the block goes, so does this view, and its finalizer runs at that very moment.
-        view = segment.memory[offset : offset + max(nbytes, 1)]
-        storage = torch.frombuffer(view, dtype=torch.uint8).untyped_storage()
-        beside = segment.memory[offset : offset + max(nbytes, 1)]
+        start = None
+        for at, length in self._free.items():
+            if length >= size and (start is None or length < self._free[start]):
+                start = at
+        if start is None:
+            start = self._new_segment(size)
+        left = self._free.pop(start) - size
+        if left:
+            self._free[start + size] = left
+        base = max(address for address in self._segments if address <= start)
+        first = start - base
+        end = first + max(nbytes, 1)
+        memory = self._segments[base][first:end]
+        storage = torch.from_numpy(memory).untyped_storage()
+        alias = torch.from_numpy(memory.view()).untyped_storage()
         key = storage._cdata
-        self.aliases[key] = torch.frombuffer(beside, dtype=torch.uint8).untyped_storage()
-        weakref.finalize(view, self._dropped, key, segment, offset, size).atexit = False
+        self.aliases[key] = alias
+        # the storage holds this array, and drops it with the last tensor on the block
+        finalizer = weakref.finalize(
+            memory,
+            self._give_back,
+            key,
+            start,
+            start + size,
+        )
+        finalizer.atexit = False
         return storage
 
-    def alias_of(self, storage: torch.UntypedStorage) -> torch.UntypedStorage | None:
-        """The storage beside ``storage`` that does not take its block; None if it is not of this
-        pool.
+    def alias_of(
+        self,
+        storage: torch.UntypedStorage,
+    ) -> torch.UntypedStorage | None:
+        """A storage on the same memory that does not take the block; None if ``storage`` takes no
+        block of this pool.
         """
         return self.aliases.get(storage._cdata)
 
     def trim(self) -> None:
         """Drop the segments of which no block is taken."""
-        self._segments = [s for s in self._segments if s.free.get(0) != s.memory.nbytes]
+        for start, segment in list(self._segments.items()):
+            if self._free.get(start) == segment.nbytes:
+                del self._segments[start], self._free[start]
 
-    def _dropped(self, key: int, segment: _Segment, offset: int, size: int) -> None:
+    def _give_back(
+        self,
+        key: int,
+        start: int,
+        end: int,
+    ) -> None:
+        """Free a block, joined with its free neighbours; segments never touch one another."""
         del self.aliases[key]
-        segment.give_back(offset, size)
+        for at, length in list(self._free.items()):
+            if at + length == start:
+                del self._free[at]
+                start = at
+            elif at == end:
+                del self._free[at]
+                end += length
+        self._free[start] = end - start
 
-    def _grow(self, size: int) -> tuple[int, int, int]:
+    def _new_segment(self, size: int) -> int:
         if self._limit is not None and self.nbytes + size > self._limit:
             raise torch.OutOfMemoryError(
                 f"tape pool out of memory: {size} bytes asked for, {self.nbytes} of {self._limit} "
                 "reserved"
             )
         raw = np.empty(size + ALIGNMENT, np.uint8)
-        start = -raw.ctypes.data % ALIGNMENT
-        self._segments.append(_Segment(memoryview(raw.data)[start : start + size], {0: size}))
-        return size, len(self._segments) - 1, 0
+        skipped = -raw.ctypes.data % ALIGNMENT
+        segment = raw[skipped : skipped + size]
+        start = segment.ctypes.data
+        self._segments[start] = segment
+        self._free[start] = size
+        return int(start)

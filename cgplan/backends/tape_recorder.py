@@ -1,12 +1,10 @@
-"""The recorder of the tape backend: each operator with its storages, and operators that need the
-host.
-"""
+"""The recorder of the tape backend: the operators of a forward, and the memory that they use."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
 
@@ -33,60 +31,88 @@ from cgplan.backends.host_sync import (
     implemented_in_python,
     is_composite,
     refuse_host,
+    storage_id,
     tensors_in,
     written_tensors,
 )
 from cgplan.backends.tape_pool import TapePool
 from cgplan.errors import CaptureError
 
-_WRITE_AS_THEY_RETURN = tuple(
-    f"aten::{n}" for n in ("mm", "addmm", "bmm", "baddbmm", "_softmax", "cat", "index")
+# operators whose ``out=`` overload rounds as the one that returns
+_WRITE_AS_THEY_RETURN = (
+    "aten::mm",
+    "aten::addmm",
+    "aten::bmm",
+    "aten::baddbmm",
+    "aten::_softmax",
+    "aten::cat",
+    "aten::index",
 )
+_COLLECTIVES = ("c10d", "_c10d_functional")
+_POSTED = ("c10d::send", "c10d::recv_")  # they may need the operators behind them to finish
+_PLACEMENT = {
+    "dtype",
+    "layout",
+    "device",
+    "pin_memory",
+}
 
 
 @dataclass(frozen=True)
 class Step:
-    """One operator of a tape: ``call(*args, **kwargs)``, and where its fresh results are copied
-    to.
+    """One operator of a tape.
+
+    Attributes:
+        call: Runs it.
+        copies: Where fresh results go: (index among the flat results, slot).
+        is_posted: Whether it is waited for only ahead of the next step that is not.
     """
 
-    call: Callable[..., Any]
-    args: Args
-    kwargs: Kwargs
-    copies: tuple[tuple[int, Tensor], ...]  # (index among the flat results, slot)
-    is_posted: bool = False  # a send or a receive, which may need those behind it to finish
+    operator: str
+    call: partial[Any]
+    copies: tuple[tuple[int, Tensor], ...]
+    is_posted: bool
+
+    def tensors(self) -> list[Tensor]:
+        """The tensors that it uses, but for numbers of the Python code."""
+        used = [slot for _, slot in self.copies]
+        if self.operator != "aten::lift_fresh":
+            used += tensors_in((self.call.args, self.call.keywords))
+        # those without dimensions may be numbers of TorchScript's code
+        return [tensor for tensor in used if tensor.dim() and tensor.numel()]
 
 
 @dataclass(slots=True)
-class _Stretch:
-    """A part of a recording that can be undone: memory and generators from before it, and what they
-    held then.
-    """
+class _Before:
+    """What memory and generators held before operators changed them."""
 
-    held: frozenset[int]  # blocks of the pool
-    generators: dict[int, tuple[torch.Generator, Tensor]]
-    saved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = field(
+    generators: dict[torch.Generator, Tensor]
+    memory: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = field(
         default_factory=dict
     )
 
-    def undo(self) -> None:
-        for storage, before in self.saved.values():
+    def keep(self, storage: torch.UntypedStorage) -> None:
+        if storage.nbytes() and storage._cdata not in self.memory:
+            self.memory[storage._cdata] = storage, storage.clone()
+
+    def restore(self) -> None:
+        for storage, before in self.memory.values():
             storage.copy_(before)
-        for generator, state in self.generators.values():
+        for generator, state in self.generators.items():
             generator.set_state(state)
 
 
 class Recorder(TorchDispatchMode):
     """Hands the operators of a thread to the tape that records, and lets them pass while none does.
 
-    A capture may end, and the next one begin, inside an operator or a backward. torch puts the
-    modes from before those back after them, so all tapes of a thread have one mode.
+    A capture may end, and the next one begin, inside an operator or a backward. After these torch
+    puts back the modes from before them, so all tapes of a thread have one mode.
     """
 
     tape: Tape | None = None
 
     @contextmanager
-    def recording(self, tape: Tape) -> Iterator[None]:
+    def writes_to(self, tape: Tape) -> Iterator[None]:
         """A block whose operators go to ``tape``."""
         if self not in _get_current_dispatch_mode_stack():
             _push_mode(self)
@@ -103,9 +129,9 @@ class Recorder(TorchDispatchMode):
             _pop_mode()
 
     @contextmanager
-    def _on(self) -> Iterator[None]:
-        """A block inside an operator, for which torch took the mode off; a capture may have ended
-        in it.
+    def _inside(self) -> Iterator[None]:
+        """A block inside an operator, for which torch took the mode off; a capture may end in
+        it.
         """
         _push_mode(self)
         try:
@@ -117,44 +143,53 @@ class Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
         """Record one operator."""
-        kwargs, tape = kwargs or {}, self.tape
+        kwargs = kwargs or {}
+        tape = self.tape
         if tape is None:
             return func(*args, **kwargs)
-        # look inside: its Python code must not run again on replay
+        # its Python code must not run again on replay
         if implemented_in_python(func, "CPU"):
             return self._look_inside(tape, func, args, kwargs)
         # in inference mode these come whole, and would hide host reads
         if is_composite(func, "CPU"):
-            with self._on():
+            with self._inside():
                 return as_its_caller(func, func.decompose, "cpu")(*args, **kwargs)
         refuse_host(func, args, kwargs, tape.refusals)
         return tape.record(func, args, kwargs)
 
-    def _look_inside(self, tape: Tape, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    def _look_inside(
+        self,
+        tape: Tape,
+        func: Any,
+        args: Args,
+        kwargs: Kwargs,
+    ) -> Any:
         """Record the operators of one that was written in Python; the whole of it where it needs
         the host.
         """
-        refusals, name = tape.refusals, func._schema.name
-        before = refusals.first
+        refusals = tape.refusals
+        name = func._schema.name
+        first = refusals.first
         count_writes(func, args, kwargs)
-        with tape.stretch() as undo:
-            try:
-                cpu = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
-                with self._on():
-                    result = as_its_caller(func, func.redispatch, "cpu")(cpu, *args, **kwargs)
-            except Exception:
-                if refusals.first is before or self.tape is not tape:
-                    raise
-            if refusals.first is before or self.tape is not tape:
-                return result
-            undo()
+        undo = tape.undo_of(func, args, kwargs)
+        try:
+            cpu = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+            with self._inside():
+                result = as_its_caller(func, func.redispatch, "cpu")(cpu, *args, **kwargs)
+        except Exception:
+            if refusals.first is first or self.tape is not tape:
+                raise
+        if refusals.first is first or self.tape is not tape:
+            return result
+        undo()
         assert refusals.first is not None
-        told = (
+        note = (
             f"{refusals.first.message}; the tape calls operator {name} again on each replay, a "
             "GPU may refuse it"
         )
-        tape.notes[told] = None
-        refusals.first, refusals.is_on = before, False
+        tape.notes[note] = None
+        refusals.first = first
+        refusals.is_on = False
         try:
             result = tape.record(func, args, kwargs)
         finally:
@@ -173,11 +208,11 @@ class Tape:
     addresses.
 
     Results of operators are placed in the pool. Views make no step, because addresses do not
-    change. Memory from before the recording that is written to gets its old bytes back in
-    ``finish``, and so do random generators: on a GPU, too, a capture runs nothing.
+    change. ``finish`` gives memory from before the recording its old bytes back, and random
+    generators their old states: on a GPU, too, a capture runs nothing.
 
     Attributes:
-        constants: Addresses of storages that hold numbers of the Python code.
+        notes: What a report should tell, in order.
         runs_operator: Whether an operator of the forward runs, not one of the tape's own.
     """
 
@@ -185,64 +220,50 @@ class Tape:
         self.steps: list[Step] = []
         self.refusals = Refusals()
         self.notes: dict[str, None] = {}
-        self.constants: set[int] = set()
         self.runs_operator = False
         self._pool = pool
-        # Tensors of an earlier graph that are dropped while this one records: their blocks are
-        # reused and overwritten.
-        self._earlier = [(storage, storage.clone()) for storage in pool.aliases.values()]
         default = torch.default_generator
-        self._stretches = [
-            _Stretch(frozenset(pool.aliases), {id(default): (default, default.get_state())})
-        ]
+        self._before = _Before({default: default.get_state()})
+        # blocks that are taken now may be dropped while this tape records, and then be reused
+        for alias in pool.aliases.values():
+            self._before.keep(alias)
 
     def finish(self) -> None:
-        """Undo writes of the recording outside the pool, and to blocks that were taken before."""
-        self._stretches[0].undo()
-        for storage, before in self._earlier:
-            storage.copy_(before)
+        """Undo the writes of the recording to memory from before it."""
+        self._before.restore()
 
-    @contextmanager
-    def stretch(self) -> Iterator[Callable[[], None]]:
-        """A block of operators; gives a function that undoes and forgets them."""
-        known = [generator for generator, _ in self._stretches[0].generators.values()]
-        inner = _Stretch(frozenset(self._pool.aliases), {id(g): (g, g.get_state()) for g in known})
+    def undo_of(
+        self,
+        func: Any,
+        args: Args,
+        kwargs: Kwargs,
+    ) -> Callable[[], None]:
+        """A function that undoes an operator that comes now, and forgets its steps."""
+        before = _Before({g: g.get_state() for g in self._before.generators})
+        for tensor in written_tensors(func, args, kwargs):
+            before.keep(tensor.untyped_storage())
         first = len(self.steps)
 
         def undo() -> None:
-            inner.undo()
+            before.restore()
             del self.steps[first:]
 
-        self._stretches.append(inner)
-        try:
-            yield undo
-        finally:
-            self._stretches.pop()
+        return undo
 
-    def record(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    def record(
+        self,
+        func: Any,
+        args: Args,
+        kwargs: Kwargs,
+    ) -> Any:
         """Run an operator and keep it."""
-        schema = func._schema
         given = tensors_in((args, kwargs))
-        for tensor in given:
-            if tensor.device.type not in ("cpu", "meta") or tensor.layout is not torch.strided:
-                raise CaptureError(
-                    f"operator {schema.name} has a {tensor.layout} tensor on {tensor.device}, at "
-                    f"{blamed_line()}",
-                    remedy="The tape records dense tensors on the CPU; use device: cuda for "
-                    "others.",
-                )
-        self._save(func, args, kwargs)
-        is_collective = func.namespace in ("c10d", "_c10d_functional")
-        call = as_its_caller(func, func, "cpu")
-        if func.namespace == "_c10d_functional":
-            call = partial(_awaited, func)
-        # a constant of the Python code: each replay gets a fresh copy
-        if func is torch.ops.aten.lift_fresh.default:
-            call = torch.ops.aten.clone.default
-            self.constants |= {tensor.untyped_storage().data_ptr() for tensor in given}
-        old = {t.untyped_storage()._cdata for t in given}
-        # before the operator changes their layout
-        fixed = tree_map_only(Tensor, self._fixed, (args, kwargs))
+        _refuse_foreign(func, given)
+        self._keep_written(func, args, kwargs)
+        # before the operator changes the layout of its arguments
+        fixed_args, fixed_kwargs = tree_map_only(Tensor, self._fixed, (args, kwargs))
+        before = {storage_id(tensor) for tensor in given}
+        call = _replayable(func)
         self.runs_operator = True
         try:
             flat, spec = tree_flatten(call(*args, **kwargs))
@@ -250,58 +271,65 @@ class Tape:
             self.runs_operator = False
         if func._opname.startswith("_foreach_"):
             count_writes(func, args, kwargs)
-        results = {i: t for i, t in enumerate(flat) if isinstance(t, Tensor)}
-        fresh = {
-            i: t
-            for i, t in results.items()
-            if t.untyped_storage()._cdata not in old and not _is_void(t)
-        }
-        placed = self._place(fresh)
-        writes = schema.is_mutable and torch.Tag.inplace_view not in func.tags
-        is_view = not fresh and not writes and bool(results)
-        if is_view and func.namespace != "aten" and not all(r.alias_info for r in schema.returns):
-            is_view = False  # it returns an argument without saying so: it may have written to it
-            if not is_collective:
-                self.notes[
-                    f"operator {schema.name} returns an argument, and its schema does not say why"
-                ] = None
-        if not is_view and schema.name.removeprefix("aten::") not in ALLOCATIONS:
-            self._add_step(func, call, fixed, placed, len(flat))
-        result = tree_unflatten([placed.get(i, value) for i, value in enumerate(flat)], spec)
+        placed: dict[int, Tensor] = {}
+        blocks: dict[int, torch.UntypedStorage] = {}
+        for i, leaf in enumerate(flat):
+            if isinstance(leaf, Tensor) and not _is_void(leaf) and storage_id(leaf) not in before:
+                placed[i] = self._place(leaf, blocks)
+        if self._makes_step(func, flat, placed):
+            self._add_step(func, partial(call, *fixed_args, **fixed_kwargs), placed, len(flat))
+        result = tree_unflatten([placed.get(i, leaf) for i, leaf in enumerate(flat)], spec)
         self.refusals.follow(func, args, kwargs, result)
         return result
 
-    def _add_step(
-        self, func: Any, call: Any, given: tuple[Any, Any], placed: dict[int, Tensor], results: int
-    ) -> None:
-        args, kwargs = given
-        slots = {i: self._fixed(tensor) for i, tensor in placed.items()}
-        step = Step(call, args, kwargs, tuple(slots.items()))
-        if func.namespace == "c10d":  # the forward waits for itself, a replay must
-            is_posted = func in (torch.ops.c10d.send.default, torch.ops.c10d.recv_.default)
-            step = replace(
-                step, call=func if is_posted else partial(_awaited, func), is_posted=is_posted
-            )
-        elif slots and len(slots) == results and (out := _out_variant(func)) is not None:
-            overload, names = out  # writes into the slots at once, without a copy
-            known = {a.name for a in overload._schema.arguments}
-            # the slot has dtype and device
-            kept = {name: value for name, value in kwargs.items() if name in known}
-            step = Step(overload, args, kept | dict(zip(names, slots.values(), strict=True)), ())
-        self.steps.append(step)
+    def _makes_step(
+        self,
+        func: Any,
+        results: list[Any],
+        placed: dict[int, Tensor],
+    ) -> bool:
+        """Whether a replay has to run the operator: not for views, and not for bare memory."""
+        schema = func._schema
+        writes = schema.is_mutable and torch.Tag.inplace_view not in func.tags
+        if placed or writes or not any(isinstance(result, Tensor) for result in results):
+            return schema.name.removeprefix("aten::") not in ALLOCATIONS
+        if func.namespace == "aten" or all(r.alias_info for r in schema.returns):
+            return False
+        # it returns an argument without saying so: it may have written to it
+        if func.namespace not in _COLLECTIVES:
+            note = f"operator {schema.name} returns an argument, and its schema does not say why"
+            self.notes[note] = None
+        return True
 
-    def _place(self, made: dict[int, Tensor]) -> dict[int, Tensor]:
-        """Fresh results moved into the pool; results that share a storage share a block."""
-        storages: dict[int, torch.UntypedStorage] = {}
-        placed = {}
-        for i, tensor in made.items():
-            source = tensor.untyped_storage()
-            if source._cdata not in storages:
-                storages[source._cdata] = taken = self._pool.take(source.nbytes())
-                if source.nbytes():
-                    _bytes(taken, source.nbytes()).copy_(_bytes(source, source.nbytes()))
-            placed[i] = tensor_on(storages[source._cdata], tensor)
-        return placed
+    def _add_step(
+        self, func: Any, call: partial[Any], placed: dict[int, Tensor], results: int
+    ) -> None:
+        slots = {i: self._fixed(tensor) for i, tensor in placed.items()}
+        variant = _out_variant(func) if slots and len(slots) == results else None
+        if variant is not None:  # writes into the slots at once, without a copy
+            overload, names, left_out = variant
+            keywords = dict(zip(names, slots.values(), strict=True))
+            for given, value in call.keywords.items():
+                if given not in left_out:
+                    keywords[given] = value
+            call = partial(overload, *call.args, **keywords)
+            slots = {}
+        name = func._schema.name
+        self.steps.append(Step(name, call, tuple(slots.items()), name in _POSTED))
+
+    def _place(
+        self,
+        fresh: Tensor,
+        blocks: dict[int, torch.UntypedStorage],
+    ) -> Tensor:
+        """A fresh result in the pool; ``blocks`` are those of its operator's storages."""
+        source = fresh.untyped_storage()
+        block = blocks.get(source._cdata)
+        if block is None:
+            block = self._pool.take(source.nbytes())
+            block.copy_(source)
+            blocks[source._cdata] = block
+        return tensor_on(block, fresh)
 
     def _fixed(self, tensor: Tensor) -> Tensor:
         """The tensor as the tape keeps it: the same memory, but no hold on a pool block, and deaf
@@ -310,24 +338,50 @@ class Tape:
         alias = self._pool.alias_of(tensor.untyped_storage())
         return tensor.detach() if alias is None else tensor_on(alias, tensor)
 
-    def _save(self, func: Any, args: Args, kwargs: Kwargs) -> None:
-        """Keep the bytes of memory, and the generator's state, that the operator is about to
-        change.
-        """
+    def _keep_written(
+        self,
+        func: Any,
+        args: Args,
+        kwargs: Kwargs,
+    ) -> None:
+        """Keep the bytes and the generator's state that the operator is about to change."""
         for tensor in written_tensors(func, args, kwargs):
             storage = tensor.untyped_storage()
-            for part in self._stretches:
-                inside = (
-                    self._pool.alias_of(storage) is not None and storage._cdata not in part.held
-                )
-                if storage.nbytes() and storage._cdata not in part.saved and not inside:
-                    part.saved[storage._cdata] = (storage, storage.clone())
-        if (generator := kwargs.get("generator")) is not None:
-            for part in self._stretches:
-                part.generators.setdefault(id(generator), (generator, generator.get_state()))
+            if self._pool.alias_of(storage) is None:
+                self._before.keep(storage)
+        generator = kwargs.get("generator")
+        if generator is not None:
+            self._before.generators.setdefault(generator, generator.get_state())
 
 
-def _awaited(func: Any, *args: Any, **kwargs: Any) -> Any:
+def _refuse_foreign(
+    func: Any,
+    given: Sequence[Tensor],
+) -> None:
+    for tensor in given:
+        if tensor.device.type not in ("cpu", "meta") or tensor.layout is not torch.strided:
+            raise CaptureError(
+                f"operator {func._schema.name} has a {tensor.layout} tensor on {tensor.device}, at "
+                f"{blamed_line()}",
+                remedy="The tape records dense tensors on the CPU; use device: cuda for others.",
+            )
+
+
+def _replayable(func: Any) -> Callable[..., Any]:
+    """A function that runs an operator now and on each replay."""
+    call: Callable[..., Any] = as_its_caller(func, func, "cpu")
+    if func is torch.ops.aten.lift_fresh.default:  # each replay gets a fresh copy of a constant
+        call = torch.ops.aten.clone.default
+    elif func.namespace in _COLLECTIVES and func._schema.name not in _POSTED:
+        call = partial(_awaited, func)
+    return call
+
+
+def _awaited(
+    func: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     """Call a collective, and wait for what it returns."""
     result = func(*args, **kwargs)
     _wait(result)
@@ -336,7 +390,10 @@ def _awaited(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _wait(results: Any) -> None:
     for leaf in tree_leaves(results):
-        torch.ops._c10d_functional.wait_tensor(leaf) if isinstance(leaf, Tensor) else leaf.wait()
+        if isinstance(leaf, Tensor):
+            torch.ops._c10d_functional.wait_tensor(leaf)
+        else:
+            leaf.wait()
 
 
 def replay(steps: list[Step]) -> None:
@@ -344,12 +401,12 @@ def replay(steps: list[Step]) -> None:
     # A capture in inference mode left tensors that may be written to only there. Autocast did its
     # part while recording.
     with torch.inference_mode(), torch.autocast("cpu", enabled=False):
-        posted = list[Any]()
+        posted: list[Any] = []
         for step in steps:
             if posted and not step.is_posted:
                 _wait(posted)
                 posted.clear()
-            result = step.call(*step.args, **step.kwargs)
+            result = step.call()
             if step.is_posted:
                 posted.append(result)
             if step.copies:
@@ -364,31 +421,30 @@ def _is_void(tensor: Tensor) -> bool:
     grow.
     """
     storage = tensor.untyped_storage()
-    return tensor._is_zerotensor() or storage.device.type == "meta" or not storage.nbytes()
-
-
-def _bytes(storage: torch.UntypedStorage, nbytes: int) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage, 0, (nbytes,), (1,))
+    if tensor._is_zerotensor() or storage.device.type == "meta":
+        return True
+    return not storage.nbytes()
 
 
 @cache
-def _out_variant(func: Any) -> tuple[Any, tuple[str, ...]] | None:
-    """The overload of ``func`` that writes into given results, and their names; None if there is
-    none, or it may grow its results on the way, which memory of the pool cannot, or round in
-    another order.
+def _out_variant(func: Any) -> tuple[Any, list[str], set[str]] | None:
+    """The overload of ``func`` that writes into given results, the names of these, and of arguments
+    that results decide. None if there is none, or it may grow its results on the way, which memory
+    of the pool cannot, or round in another order.
     """
-    if func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags:
+    schema = func._schema
+    if schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags:
         return None
-    if torch.Tag.pointwise not in func.tags and func._schema.name not in _WRITE_AS_THEY_RETURN:
+    if torch.Tag.pointwise not in func.tags and schema.name not in _WRITE_AS_THEY_RETURN:
         return None
     for name in func.overloadpacket.overloads():
         overload = getattr(func.overloadpacket, name)
-        known = overload._schema.arguments
-        outs = {a.name: str(a.type) for a in known if a.is_out}
-        taken = [(a.name, str(a.type)) for a in known if not a.is_out]
-        # an out variant may leave dtype, layout and device to its result
-        left_out = {"dtype", "layout", "device", "pin_memory"} - {a.name for a in known}
-        given = [(a.name, str(a.type)) for a in func._schema.arguments if a.name not in left_out]
-        if outs and taken == given and [*outs.values()] == ["Tensor"] * len(func._schema.returns):
-            return overload, tuple(outs)
+        arguments = overload._schema.arguments
+        left_out = _PLACEMENT - {argument.name for argument in arguments}
+        outs = [argument for argument in arguments if argument.is_out]
+        taken = [(a.name, str(a.type)) for a in arguments if not a.is_out]
+        given = [(a.name, str(a.type)) for a in schema.arguments if a.name not in left_out]
+        makes_tensors = [str(out.type) for out in outs] == ["Tensor"] * len(schema.returns)
+        if outs and taken == given and makes_tensors:
+            return overload, [out.name for out in outs], left_out
     return None

@@ -120,7 +120,8 @@ def _counts(before: Tensor, after: Tensor) -> bool:
 
 def _size_of(values: Tensor, between: Tensor) -> float:
     """The largest of those that differ, or their mean where that is larger."""
-    sizes = values.abs().double().nan_to_num(0, 0, 0)
+    wide = torch.complex128 if values.is_complex() else torch.float64  # 8 bits have no abs
+    sizes = values.to(wide).abs().nan_to_num(0, 0, 0)
     sizes = sizes.masked_fill(sizes > _HUGE, 0)
     return float(torch.maximum(sizes.masked_fill(between == 0, 0).max(), sizes.mean()))
 

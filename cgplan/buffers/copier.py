@@ -3,9 +3,9 @@
 Note [Copying in]
     A copier prepares once, for each size of batch, all that does not change from call to call.
     Sources may have any strides, lie on the host or on the device, and overlap the static buffers.
-    A tensor that is its buffer's own view stays as it is. One that lies in a buffer otherwise (an
-    output that the model passed through, say) is cloned first, because the buffers are written in
-    no particular order. Copies are queued on the current stream, as the replay behind them is. The
+    A tensor that is its buffer's own view stays as it is. One that lies in a buffer otherwise, such
+    as an output that the model passed through, is cloned first, because the buffers are written in
+    no particular order. Copies are queued on the current stream, and the replay behind them. The
     caller may write to a host tensor as soon as the call has returned.
 """
 
@@ -24,6 +24,7 @@ from cgplan.buffers.static import StaticBuffer, StaticBuffers
 from cgplan.errors import InputError
 
 CopyIn = Callable[[Sequence[Tensor], int, bool], None]
+Group = tuple[list[Tensor], list[Tensor]]  # targets, sources
 
 
 class BatchCopy:
@@ -38,35 +39,43 @@ class BatchCopy:
     def __init__(
         self, copier: Copier, num_tokens: int, num_reqs: int, padded_tokens: int, padded_reqs: int
     ) -> None:
-        self._static, self._copy_inputs = copier.buffers, copier.copy_inputs
-        self._buffers, self._marks = tuple(self._static.buffers.values()), self._static.marks
-        self._tokens, self._reqs = num_tokens, num_reqs
+        self._static = copier.buffers
+        self._copy_inputs = copier.copy_inputs
+        self._buffers = tuple(self._static.buffers.values())
+        self._marks = self._static.marks
+        self._tokens = num_tokens
+        self._reqs = num_reqs
         self._rows = [buffer.count(num_tokens, num_reqs) for buffer in self._buffers]
         self._padded_rows = [buffer.count(padded_tokens, padded_reqs) for buffer in self._buffers]
         self._views: list[Tensor] = []
         self.look_at_writes()
 
     def look_at_writes(self) -> None:
-        # Rows up to which padding is due after each batch, whatever came before it; 0 for none.
-        self._least_rows = [
-            padded if padded > rows and (buffer.spec.pad == "last" or buffer.written) else 0
-            for buffer, rows, padded in zip(
-                self._buffers, self._rows, self._padded_rows, strict=True
-            )
-        ]
+        """Find the rows up to which padding is due after each batch, whatever came before it; 0 for
+        none.
+        """
+        self._least_rows = list(self._padded_rows)
+        for index, buffer in enumerate(self._buffers):
+            lasts = buffer.spec.pad != "last" and not buffer.written
+            if lasts or self._padded_rows[index] <= self._rows[index]:
+                self._least_rows[index] = 0
         self._always_pads = any(self._least_rows)
 
     @torch.no_grad()
-    def run(self, values: Sequence[Tensor], stream: int, known: bool = False) -> None:  # noqa: ARG002
+    def run(
+        self,
+        values: Sequence[Tensor],
+        stream: int,
+        known: bool = False,  # noqa: ARG002
+    ) -> None:
         """Copy any batch in, with padding behind it. Raises InputError for tensors that may not be
         copied.
         """
-        self._views = self._views or [
-            b.view(rows) for b, rows in zip(self._buffers, self._rows, strict=True)
-        ]
+        if not self._views:
+            self._views = list(map(StaticBuffer.view, self._buffers, self._rows))
         # _foreach_copy_ is one launch for tensors of one dtype and device, and a loop over all for
         # others
-        groups: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], list[Tensor]]] = {}
+        groups: dict[tuple[torch.dtype, torch.device], Group] = {}
         for index, value in enumerate(values):
             source = self._source(index, value)
             if source is not None:
@@ -77,48 +86,42 @@ class BatchCopy:
             torch._foreach_copy_(targets, sources)
         self.pad(values, stream)
 
-    def path(self, values: Sequence[Tensor]) -> CopyIn:
+    def path(
+        self,
+        values: Sequence[Tensor],
+    ) -> CopyIn:
         """The quickest function that does the work of ``run`` for tensors on the devices of these.
         Where they are narrower than the buffers in other dimensions than rows, they are padded
         there first.
         """
-        widths = [
-            self._missing(buffer, value)
-            for buffer, value in zip(self._buffers, values, strict=True)
-        ]
-        return partial(self._widened, widths) if any(map(any, widths)) else self._path(values)
+        missing = list(map(_missing, self._buffers, values))
+        if any(map(any, missing)):
+            return partial(self._widened, missing)
+        return self._path(values)
 
     def _path(self, values: Sequence[Tensor]) -> CopyIn:  # noqa: ARG002
         return self.run
 
-    @staticmethod
-    def _missing(buffer: StaticBuffer, value: Tensor) -> list[int]:
-        """Elements that are missing at the end of each dimension, as torch.nn.functional.pad takes
-        them.
-        """
-        dims = reversed([*enumerate(zip(buffer.tensor.shape, value.shape, strict=True))])
-        return [
-            n
-            for dim, (wide, narrow) in dims
-            for n in (0, 0 if dim == buffer.row_dim else wide - narrow)
-        ]
-
     def _widened(
         self,
-        widths: Sequence[list[int]],
+        missing: Sequence[list[int]],
         values: Sequence[Tensor],
         stream: int,
         known: bool,  # noqa: ARG002
     ) -> None:
-        wide = [
-            torch.nn.functional.pad(value, missing, value=cast(float, buffer.spec.pad))
-            if any(missing)
-            else value
-            for buffer, value, missing in zip(self._buffers, values, widths, strict=True)
-        ]
+        wide = list(values)
+        for index, widths in enumerate(missing):
+            if any(widths):
+                pad = cast(float, self._buffers[index].spec.pad)
+                wide[index] = torch.nn.functional.pad(values[index], widths, value=pad)
         self.run(wide, stream)
 
-    def pad(self, values: Sequence[Tensor], stream: int, known: bool = False) -> None:  # noqa: ARG002
+    def pad(
+        self,
+        values: Sequence[Tensor],  # noqa: ARG002
+        stream: int,
+        known: bool = False,  # noqa: ARG002
+    ) -> None:
         """Reset the padding that needs it, most often none: the caller has written the batch in
         place.
         """
@@ -130,33 +133,56 @@ class BatchCopy:
             or self._always_pads
         ):
             self._reset_padding(stream)
-        marks.tokens, marks.reqs = self._tokens, self._reqs
+        marks.tokens = self._tokens
+        marks.reqs = self._reqs
 
     @torch.no_grad()
     def _reset_padding(self, stream: int) -> None:  # noqa: ARG002
-        for buffer, rows, padded in zip(self._buffers, self._rows, self._padded_rows, strict=True):
-            buffer.pad(rows, padded)
+        for index, buffer in enumerate(self._buffers):
+            buffer.pad(self._rows[index], self._padded_rows[index])
 
-    def _source(self, index: int, value: Tensor) -> Tensor | None:
-        tensor, address = self._buffers[index].tensor, value.data_ptr()
-        if address == tensor.data_ptr() and value.stride() == tensor.stride():
+    def _source(
+        self,
+        index: int,
+        value: Tensor,
+    ) -> Tensor | None:
+        """The tensor to copy; None where the value is its buffer's own view."""
+        target = self._buffers[index].tensor
+        address = value.data_ptr()
+        if address == target.data_ptr() and value.stride() == target.stride():
             return None
         if not address and value.numel():
             raise InputError(
-                f"input {list(self._static.buffers)[index]!r} has no memory: its storage was freed",
+                f"input {self._name(index)!r} has no memory: its storage was freed",
                 remedy="Pass a tensor that holds its numbers, such as .clone() gives before the "
                 "storage is freed.",
             )
         if not self._copy_inputs:
             raise InputError(
-                f"input {list(self._static.buffers)[index]!r} does not lie in its static buffer, "
-                "and "
+                f"input {self._name(index)!r} does not lie in its static buffer, and "
                 "cudagraph_copy_inputs is false",
                 remedy="Write into the tensors of runner.stage(...) or runner.input_views(...), "
-                "or set "
-                "cudagraph_copy_inputs: true.",
+                "or set cudagraph_copy_inputs: true.",
             )
-        return value.clone() if bisect_right(self._static.bounds, address) & 1 else value
+        lies_in_buffer = bisect_right(self._static.bounds, address) % 2
+        return value.clone() if lies_in_buffer else value
+
+    def _name(self, index: int) -> str:
+        return list(self._static.buffers)[index]
+
+
+def _missing(
+    buffer: StaticBuffer,
+    value: Tensor,
+) -> list[int]:
+    """Elements that are missing at the end of each dimension, as torch.nn.functional.pad takes
+    them.
+    """
+    missing = []
+    for dim in reversed(range(value.dim())):
+        is_counted = dim == buffer.row_dim
+        missing += [0, 0 if is_counted else buffer.tensor.shape[dim] - value.shape[dim]]
+    return missing
 
 
 class Copier:
@@ -173,7 +199,12 @@ class Copier:
     name = "torch operators"
     batch_copy: type[BatchCopy] = BatchCopy
 
-    def __init__(self, buffers: StaticBuffers, *, copy_inputs: bool) -> None:
+    def __init__(
+        self,
+        buffers: StaticBuffers,
+        *,
+        copy_inputs: bool,
+    ) -> None:
         self.buffers, self.copy_inputs = buffers, copy_inputs
         self._copies: weakref.WeakSet[BatchCopy] = weakref.WeakSet()
 

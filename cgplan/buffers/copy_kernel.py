@@ -16,10 +16,10 @@ import ctypes
 import struct
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from ctypes import Array, c_char
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -38,38 +38,28 @@ _BYTES_A_BLOCK = THREADS * 64
 _JOB = struct.Struct("=16s4Q6I8x")
 _HEAD = struct.Struct("=4I")
 _BATCH_BYTES = _HEAD.size + INPUTS * (8 + _JOB.size)
+# the driver's CUlaunchConfig: grid, block and shared memory, the stream, no attributes
+_CONFIG = struct.Struct("=7I4xQ16x")
+_STREAM = struct.Struct("=Q")
+_STREAM_AT = 32
 _COUNTS: dict[str | None, int] = {"num_tokens": 1, "num_reqs": 2}
 _OTHER_CONTEXT = (201, 400)  # CUDA_ERROR_INVALID_CONTEXT, CUDA_ERROR_INVALID_HANDLE
-_address, _is_contiguous = Tensor.data_ptr, Tensor.is_contiguous
-_is_conj, _is_neg = Tensor.is_conj, Tensor.is_neg
+_address = Tensor.data_ptr
+_is_contiguous = Tensor.is_contiguous
+_is_conj = Tensor.is_conj
+_is_neg = Tensor.is_neg
 _memcpy = ctypes.CDLL(None).memcpy
 # a few kilobytes are copied before the interpreter's lock has changed hands
 _memcpy_small = ctypes.PyDLL(None).memcpy
 for _function in (_memcpy, _memcpy_small):
-    _function.argtypes, _function.restype = (
-        [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t],
-        None,
-    )
-
-
-class LaunchConfig(ctypes.Structure):
-    """The driver's CUlaunchConfig."""
-
-    _fields_ = (
-        *(
-            (name, ctypes.c_uint)
-            for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "shared")
-        ),
-        ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.c_void_p),
-        ("num_attributes", ctypes.c_uint),
-    )
+    _function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+    _function.restype = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CopyKernel:
     """The driver's handles of ``copy_rows`` and ``copy_rows_inline``. ``launch`` is
-    cuLaunchKernelEx, of (address of a LaunchConfig, function, address of the pointers to the
+    cuLaunchKernelEx, of (address of a CUlaunchConfig, function, address of the pointers to the
     arguments, None); it returns the driver's error number.
     """
 
@@ -89,25 +79,23 @@ def load_copy_kernel(index: int) -> CopyKernel | None:
         with torch.cuda.device(index):
             # makes the context current, whatever this thread did before
             torch.cuda.current_stream().synchronize()
-            module, function, inline_function = (
-                ctypes.c_void_p(),
-                ctypes.c_void_p(),
-                ctypes.c_void_p(),
-            )
-            for code in (
-                # stays loaded as long as the process
+            module = ctypes.c_void_p()  # stays loaded as long as the process
+            function = ctypes.c_void_p()
+            inline_function = ctypes.c_void_p()
+            codes = (
                 driver.cuModuleLoadData(ctypes.byref(module), cubin),
                 driver.cuModuleGetFunction(ctypes.byref(function), module, b"copy_rows"),
                 driver.cuModuleGetFunction(
                     ctypes.byref(inline_function), module, b"copy_rows_inline"
                 ),
-            ):
-                if code:
-                    return None
+            )
         launch: Any = driver.cuLaunchKernelEx
     except (ImportError, OSError, RuntimeError, AttributeError):
         return None
-    launch.argtypes, launch.restype = [ctypes.c_void_p] * 4, ctypes.c_int
+    if any(codes):
+        return None
+    launch.argtypes = [ctypes.c_void_p] * 4
+    launch.restype = ctypes.c_int
     return CopyKernel(function.value or 0, inline_function.value or 0, launch)
 
 
@@ -118,9 +106,10 @@ def compile_copy_rows(capability: tuple[int, int]) -> bytes:
     from cuda.bindings import nvrtc
 
     def checked(result: tuple[Any, ...]) -> Any:
-        if int(result[0]) != 0:
-            raise RuntimeError(f"NVRTC answered {result[0]}")
-        return result[1] if len(result) > 1 else None
+        code, *answer = result
+        if int(code) != 0:
+            raise RuntimeError(f"NVRTC answered {code}")
+        return answer[0] if answer else None
 
     source = resources.files("cgplan.buffers").joinpath("copy_rows.cu").read_bytes()
     program = checked(nvrtc.nvrtcCreateProgram(source, b"copy_rows.cu", 0, [], []))
@@ -143,12 +132,11 @@ class _Arguments:
         self, kernel: CopyKernel, jobs: Sequence[bytes], offsets: Sequence[int] = ()
     ) -> None:
         sources = struct.pack(f"={INPUTS}Q", *offsets, *[0] * (INPUTS - len(offsets)))
-        packed = b"".join((bytes(_HEAD.size), sources, *jobs)).ljust(_BATCH_BYTES, b"\0")
-        self.memory = ctypes.create_string_buffer(
-            packed, ARGUMENT_BYTES if offsets else _BATCH_BYTES
-        )
+        packed = bytes(_HEAD.size) + sources + b"".join(jobs)
+        nbytes = ARGUMENT_BYTES if offsets else _BATCH_BYTES
+        self.memory = ctypes.create_string_buffer(packed.ljust(_BATCH_BYTES, b"\0"), nbytes)
         # the list of arguments: there is one
-        self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.memory))
+        self._pointers = ctypes.c_void_p(ctypes.addressof(self.memory))
         self.at = ctypes.addressof(self._pointers)
         self.function = kernel.inline_function if offsets else kernel.function
 
@@ -159,22 +147,36 @@ class _Target:
     """
 
     def __init__(self, buffer: StaticBuffer) -> None:
-        tensor, row_dim, dim, pad = buffer.tensor, buffer.row_dim, buffer.rows, buffer.spec.pad
-        one = torch.zeros(1, dtype=tensor.dtype, device="cpu").fill_(0 if pad == "last" else pad)
-        self.pattern = bytes(one.untyped_storage().tolist()) * (ALIGNMENT // one.itemsize)
-        self.address, self.pads_last = tensor.data_ptr(), pad == "last"
+        tensor = buffer.tensor
+        self.address = tensor.data_ptr()
+        self.pads_last = buffer.spec.pad == "last"
+        pad = torch.zeros(
+            1,
+            dtype=tensor.dtype,
+            device="cpu",
+        )
+        if buffer.spec.pad != "last":
+            pad.fill_(buffer.spec.pad)
+        self.pattern = bytes(pad.untyped_storage().tolist()) * (ALIGNMENT // pad.itemsize)
         # as in the kernel's Job
-        self.slices, self.row_bytes, self.counted = 1, tensor.nbytes, (0, 0, 0)
-        if row_dim is not None and dim is not None:
-            self.slices = tensor.shape[:row_dim].numel()
-            self.row_bytes = tensor.shape[row_dim + 1 :].numel() * tensor.itemsize
-            self.counted = (_COUNTS[dim.symbol], dim.factor, dim.offset)
+        self.slices = 1
+        self.row_bytes = tensor.nbytes
+        self.counted = (0, 0, 0)
+        if buffer.row_dim is not None and buffer.rows is not None:
+            self.slices = tensor.shape[: buffer.row_dim].numel()
+            self.row_bytes = tensor.shape[buffer.row_dim + 1 :].numel() * tensor.itemsize
+            rows = buffer.rows
+            self.counted = _COUNTS[rows.symbol], rows.factor, rows.offset
         self.pitch = tensor.nbytes // self.slices
 
     def nbytes(self, rows: int) -> int:
         return self.slices * self.row_bytes * (rows if self.counted[0] else 1)
 
-    def job(self, rows: int, least_rows: int) -> bytes:
+    def job(
+        self,
+        rows: int,
+        least_rows: int,
+    ) -> bytes:
         return _JOB.pack(
             self.pattern,
             self.address,
@@ -198,65 +200,69 @@ class KernelBatchCopy(BatchCopy):
     overlaps the static buffers.
     """
 
-    def __init__(self, copier: KernelCopier, *counts: int) -> None:
-        self._copier, self._targets = copier, copier.targets
+    def __init__(
+        self,
+        copier: KernelCopier,
+        *counts: int,
+    ) -> None:
+        self._copier = copier
+        self._targets = copier.targets
         super().__init__(copier, *counts)
-        self._may_be_lazy = any(
-            b.tensor.is_floating_point() or b.tensor.is_complex() for b in self._buffers
-        )
-        self._own = [target.address for target in self._targets]
+        dtypes = [buffer.tensor.dtype for buffer in self._buffers]
+        self._may_be_lazy = any(d.is_floating_point or d.is_complex for d in dtypes)
+        self._in_place = [target.address for target in self._targets]
+        self._write = struct.Struct(f"=4I{len(self._in_place)}Q").pack_into
         # After a much larger batch far more padding is reset than rows are copied: the grid then
         # covers whole buffers.
         self._near = counts[2]
-        self._config = copier.config(
-            [t.nbytes(n) for t, n in zip(self._targets, self._padded_rows, strict=True)]
-        )
-        self._wide_config = copier.config([buffer.tensor.nbytes for buffer in self._buffers])
-        self._config_at, self._wide_config_at = (
-            ctypes.addressof(self._config),
-            ctypes.addressof(self._wide_config),
-        )
+        near = list(map(_Target.nbytes, self._targets, self._padded_rows))
+        far = [buffer.tensor.nbytes for buffer in self._buffers]
+        self._configs = copier.config(near), copier.config(far)
+        self._config_at, self._wide_config_at = map(ctypes.addressof, self._configs)
         self._stream = 0
-        self._write = struct.Struct(f"=4I{len(self._own)}Q").pack_into
 
     def look_at_writes(self) -> None:
         super().look_at_writes()
-        self._sizes = [
-            target.nbytes(rows) for target, rows in zip(self._targets, self._rows, strict=True)
-        ]
-        *self._places, self._staged_bytes = accumulate(
-            (-(-n // ALIGNMENT) * ALIGNMENT for n in self._sizes), initial=0
-        )
+        self._sizes = []  # bytes of each input
+        self._places = []  # where it lies among staged bytes
+        self._staged_bytes = 0
+        jobs = []
+        for target, rows, least in zip(self._targets, self._rows, self._least_rows, strict=True):
+            size = target.nbytes(rows)
+            self._sizes.append(size)
+            self._places.append(self._staged_bytes)
+            self._staged_bytes += -(-size // ALIGNMENT) * ALIGNMENT
+            jobs.append(target.job(rows, least))
         kernel = self._copier.kernel
-        jobs = [
-            t.job(*counts)
-            for t, *counts in zip(self._targets, self._rows, self._least_rows, strict=True)
-        ]
         self._arguments = _Arguments(kernel, jobs)
         self._fits_inline = self._staged_bytes <= ARGUMENT_BYTES - _BATCH_BYTES
         if self._fits_inline:
             self._inline = _Arguments(kernel, jobs, self._places)
             start = ctypes.addressof(self._inline.memory) + _BATCH_BYTES
-            self._inline_places = [
-                (ctypes.c_void_p(start + place), ctypes.c_size_t(size))
-                for place, size in zip(self._places, self._sizes, strict=True)
-            ]
+            places = [ctypes.c_void_p(start + place) for place in self._places]
+            sizes = map(ctypes.c_size_t, self._sizes)
+            self._inline_places = list(zip(places, sizes, strict=True))
 
-    def run(self, values: Sequence[Tensor], stream: int, known: bool = False) -> None:  # noqa: ARG002
-        sources, on_host, kept = [], [], []
+    def run(
+        self,
+        values: Sequence[Tensor],
+        stream: int,
+        known: bool = False,  # noqa: ARG002
+    ) -> None:
+        sources = list(self._in_place)
+        on_host = []
+        kept = []  # until the launch is queued; later users of its memory are queued behind it
         with torch.no_grad():
             for index, value in enumerate(values):
                 source = self._source(index, value)
                 if source is None:
-                    sources.append(self._own[index])
                     continue
                 plain = source.resolve_conj().resolve_neg().contiguous()
                 if plain.device != self._copier.device:
                     on_host.append(index)
-                # until the launch is queued; later users of its memory are queued behind it
                 kept.append(plain)
-                sources.append(plain.data_ptr())
-        if sources == self._own:
+                sources[index] = plain.data_ptr()
+        if sources == self._in_place:
             self.pad(values, stream)
             return
         base = self._copier.blocks.take(self._staged_bytes, stream) if on_host else 0
@@ -266,7 +272,10 @@ class KernelBatchCopy(BatchCopy):
             sources[index] = place
         self._launch(self._arguments, sources, stream)
 
-    def _path(self, values: Sequence[Tensor]) -> CopyIn:
+    def _path(
+        self,
+        values: Sequence[Tensor],
+    ) -> CopyIn:
         if not self._copy_inputs:
             return self.run
         if all(value.device == self._copier.device for value in values):
@@ -275,7 +284,11 @@ class KernelBatchCopy(BatchCopy):
             return self.run
         return self._inline_from_host if self._fits_inline else self._staged_from_host
 
-    def _addresses(self, values: Sequence[Tensor], known: bool) -> list[int] | None:
+    def _addresses(
+        self,
+        values: Sequence[Tensor],
+        known: bool,
+    ) -> list[int] | None:
         """Where dense tensors lie; None if one is something else, which ``run`` takes care of."""
         if not known:
             if not all(map(_is_contiguous, values)):
@@ -285,7 +298,12 @@ class KernelBatchCopy(BatchCopy):
         sources = [*map(_address, values)]
         return None if 0 in sources else sources
 
-    def _from_device(self, values: Sequence[Tensor], stream: int, known: bool) -> None:
+    def _from_device(
+        self,
+        values: Sequence[Tensor],
+        stream: int,
+        known: bool,
+    ) -> None:
         sources, bounds = self._addresses(values, known), self._static.bounds
         if sources is None:
             self.run(values, stream)
@@ -297,18 +315,28 @@ class KernelBatchCopy(BatchCopy):
                     return
         self._launch(self._arguments, sources, stream)
 
-    def _staged_from_host(self, values: Sequence[Tensor], stream: int, known: bool) -> None:
+    def _staged_from_host(
+        self,
+        values: Sequence[Tensor],
+        stream: int,
+        known: bool,
+    ) -> None:
         sources = self._addresses(values, known)
         if sources is None:
             self.run(values, stream)
             return
         base = self._copier.blocks.take(self._staged_bytes, stream)
         places = [base + place for place in self._places]
-        for place, source, size in zip(places, sources, self._sizes):  # noqa: B905  (of equal length)
+        for place, source, size in zip(places, sources, self._sizes):  # noqa: B905
             _memcpy(place, source, size)
         self._launch(self._arguments, places, stream)
 
-    def _inline_from_host(self, values: Sequence[Tensor], stream: int, known: bool) -> None:
+    def _inline_from_host(
+        self,
+        values: Sequence[Tensor],
+        stream: int,
+        known: bool,
+    ) -> None:
         sources = self._addresses(values, known)
         if sources is None:
             self.run(values, stream)
@@ -318,14 +346,16 @@ class KernelBatchCopy(BatchCopy):
         self._launch(self._inline, (), stream)
 
     def _reset_padding(self, stream: int) -> None:
-        self._launch(self._arguments, self._own, stream)
+        self._launch(self._arguments, self._in_place, stream)
 
-    def _launch(self, arguments: _Arguments, sources: Sequence[int], stream: int) -> None:
-        marks, write, launch = (
-            self._marks,
-            self._write if sources else _HEAD.pack_into,
-            self._copier.kernel.launch,
-        )
+    def _launch(
+        self,
+        arguments: _Arguments,
+        sources: Sequence[int],
+        stream: int,
+    ) -> None:
+        marks = self._marks
+        write = self._write if sources else _HEAD.pack_into
         write(
             arguments.memory,
             0,
@@ -336,27 +366,26 @@ class KernelBatchCopy(BatchCopy):
             *sources,
         )
         if stream != self._stream:
-            self._config.stream = self._wide_config.stream = self._stream = stream
+            for config in self._configs:
+                _STREAM.pack_into(config, _STREAM_AT, stream)
+            self._stream = stream
         near = marks.tokens <= self._near and marks.exposed_tokens <= self._near
-        launched = (
-            self._config_at if near else self._wide_config_at,
-            arguments.function,
-            arguments.at,
-            None,
-        )
-        code = launch(*launched)
+        config_at = self._config_at if near else self._wide_config_at
+        launch = self._copier.kernel.launch
+        code = launch(config_at, arguments.function, arguments.at, None)
         # this thread has done nothing with the GPU yet, or works on another one
         if code in _OTHER_CONTEXT:
             with torch.cuda.device(self._copier.device):
                 torch.cuda.current_stream().query()  # makes the context current
-                code = launch(*launched)
+                code = launch(config_at, arguments.function, arguments.at, None)
         if code:
             raise BackendError(
                 f"the driver refused to launch the copy of a batch: error {code}",
                 remedy="An earlier kernel may have failed; run with CUDA_LAUNCH_BLOCKING=1 to see "
                 "which.",
             )
-        marks.tokens, marks.reqs = self._tokens, self._reqs
+        marks.tokens = self._tokens
+        marks.reqs = self._reqs
 
 
 class KernelCopier(Copier):
@@ -376,18 +405,23 @@ class KernelCopier(Copier):
         copy_inputs: bool,
     ) -> None:
         super().__init__(buffers, copy_inputs=copy_inputs)
-        self.kernel, self.blocks = kernel, blocks
+        self.kernel = kernel
+        self.blocks = blocks
         self.targets = [_Target(buffer) for buffer in buffers.buffers.values()]
         self.device = next(iter(buffers.buffers.values())).tensor.device
 
-    def config(self, sizes: Sequence[int]) -> LaunchConfig:
+    def config(
+        self,
+        sizes: Sequence[int],
+    ) -> Array[c_char]:
         """A launch that writes so many bytes of each input."""
-        blocks = max(
-            -(-size // (_BYTES_A_BLOCK * t.slices))
-            for size, t in zip(sizes, self.targets, strict=True)
-        )
-        slices = min(max(target.slices for target in self.targets), _MOST_BLOCKS)
-        return LaunchConfig(min(max(blocks, 1), _MOST_BLOCKS), len(sizes), slices, THREADS, 1, 1)
+        blocks = 1
+        for size, target in zip(sizes, self.targets, strict=True):
+            blocks = max(blocks, -(-size // (_BYTES_A_BLOCK * target.slices)))
+        slices = max(target.slices for target in self.targets)
+        grid = min(blocks, _MOST_BLOCKS), len(sizes), min(slices, _MOST_BLOCKS)
+        packed = _CONFIG.pack(*grid, THREADS, 1, 1, 0, 0)
+        return ctypes.create_string_buffer(packed, _CONFIG.size)
 
     def close(self) -> None:
         """Free the staging blocks."""

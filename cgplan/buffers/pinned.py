@@ -24,11 +24,9 @@ class Fence(Protocol):
 
 
 def stream_at(handle: int, device: torch.device) -> torch.cuda.Stream:
-    return (
-        torch.cuda.ExternalStream(handle, device=device)
-        if handle
-        else torch.cuda.default_stream(device)
-    )
+    if handle:
+        return torch.cuda.ExternalStream(handle, device=device)
+    return torch.cuda.default_stream(device)
 
 
 def fence_behind(handle: int, device: torch.device) -> torch.cuda.Event:
@@ -43,7 +41,12 @@ def empty_pinned(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     host has no more.
     """
     try:
-        return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=True)
+        return torch.empty(
+            tuple(shape),
+            dtype=dtype,
+            device="cpu",
+            pin_memory=True,
+        )
     except RuntimeError as error:
         raise CgplanError(
             f"no pinned memory on the host for {list(shape)} elements of {dtype}: "
@@ -79,10 +82,14 @@ class StagingBlocks:
         wait: Callable[[], None],
         allocate: Callable[[int], Tensor] = lambda nbytes: empty_pinned([nbytes], torch.uint8),
     ) -> None:
-        self._new_fence, self._wait, self._allocate = new_fence, wait, allocate
+        self._new_fence = new_fence
+        self._wait = wait
+        self._allocate = allocate
         self._blocks: list[Tensor] = []
         self._fences: list[Fence | None] = [None, None]
-        self._turn = self._at = self._end = 0
+        self._turn = 0
+        self._at = 0
+        self._end = 0
         self._stream: int | None = None
         # torch hands freed blocks out again at once, and the device may still read those of an
         # owner that was dropped
@@ -92,7 +99,11 @@ class StagingBlocks:
     def nbytes(self) -> int:
         return sum(block.nbytes for block in self._blocks)
 
-    def take(self, nbytes: int, stream: int) -> int:
+    def take(
+        self,
+        nbytes: int,
+        stream: int,
+    ) -> int:
         """The address of ``nbytes`` bytes to write now and to read on ``stream`` before the next
         ``take``.
         """
@@ -106,20 +117,27 @@ class StagingBlocks:
         """Give the blocks back, once the device has read them."""
         _release(self._wait, self._blocks)
         self._fences = [None, None]
-        self._at = self._end = 0
+        self._at = 0
+        self._end = 0
 
-    def _next_block(self, nbytes: int, stream: int) -> int:
+    def _next_block(
+        self,
+        nbytes: int,
+        stream: int,
+    ) -> int:
         if self._end and self._stream is not None:
             self._fences[self._turn] = self._new_fence(self._stream)
         self._turn = 1 - self._turn
+        fence = self._fences[self._turn]
         if not self._blocks or self._blocks[0].nbytes < nbytes:
             self.close()
             size = max(LEAST_BYTES, 1 << (nbytes - 1).bit_length())
             self._blocks += [self._allocate(size), self._allocate(size)]  # both or none
-        elif (fence := self._fences[self._turn]) is not None:
+        elif fence is not None:
             fence.synchronize()
             self._fences[self._turn] = None
         block = self._blocks[self._turn]
         start = block.data_ptr()
-        self._at, self._end, self._stream = start, start + block.nbytes, stream
+        self._end = start + block.nbytes
+        self._stream = stream
         return start

@@ -7,7 +7,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ class Marks:
     """How far batches reach into static buffers; rows behind that hold padding.
 
     Attributes:
-        tokens, reqs: Of the last batch; rows behind it are padding.
+        tokens, reqs: Of the last batch.
         exposed_tokens, exposed_reqs: Rows that the caller may have written at any time, through
             ``expose``.
     """
@@ -37,14 +37,23 @@ class Marks:
     exposed_tokens: int = 0
     exposed_reqs: int = 0
 
-    def extend(self, num_tokens: int, num_reqs: int) -> None:
+    def extend(
+        self,
+        num_tokens: int,
+        num_reqs: int,
+    ) -> None:
         """Say that the caller may have written the rows of such a batch, and that no padding was
         reset.
         """
-        self.tokens, self.reqs = max(self.tokens, num_tokens), max(self.reqs, num_reqs)
+        self.tokens = max(self.tokens, num_tokens)
+        self.reqs = max(self.reqs, num_reqs)
+
+    def clear(self) -> None:
+        """Say that all rows but exposed ones hold padding."""
+        self.tokens = 0
+        self.reqs = 0
 
 
-@dataclass(slots=True, eq=False)
 class StaticBuffer:
     """One input's memory for the largest batch.
 
@@ -57,34 +66,31 @@ class StaticBuffer:
         version: torch's count of writes to the memory when it was last all padding.
     """
 
-    spec: Input
-    tensor: Tensor
-    row_dim: int | None
-    rows: Extent | None
-    marks: Marks
-    written: bool = False
-    version: int = 0
-    _views: dict[int, Tensor] = field(default_factory=dict)
-
-    @classmethod
-    def allocate(
-        cls, spec: Input, num_tokens: int, num_reqs: int, device: torch.device, marks: Marks
-    ) -> StaticBuffer:
-        extents, row_dim = spec.extents, spec.row_dim
+    def __init__(
+        self, spec: Input, num_tokens: int, num_reqs: int, device: torch.device, marks: Marks
+    ) -> None:
+        extents = spec.extents
         shape = [extent.size(num_tokens, num_reqs) for extent in extents]
+        self.spec = spec
+        self.row_dim = spec.row_dim
+        self.rows: Extent | None = None if spec.row_dim is None else extents[spec.row_dim]
+        self.marks = marks
+        self.written = False
+        self._views: dict[int, Tensor] = {}
         # a tensor made in inference mode could be written to only there
         with torch.inference_mode(False):
-            tensor = torch.zeros(shape, dtype=torch_dtype(spec), device=device)
-        made = cls(spec, tensor, row_dim, None if row_dim is None else extents[row_dim], marks)
-        made.clear()
-        return made
+            self.tensor = torch.zeros(
+                shape,
+                dtype=torch_dtype(spec),
+                device=device,
+            )
+        self.clear()
 
-    @property
-    def filled(self) -> int:
-        """Rows from here on hold padding, in a batch that has been staged."""
-        return self.count(self.marks.tokens, self.marks.reqs)
-
-    def count(self, num_tokens: int, num_reqs: int) -> int:
+    def count(
+        self,
+        num_tokens: int,
+        num_reqs: int,
+    ) -> int:
         """Rows of a batch; 0 for a fixed shape."""
         return 0 if self.rows is None else self.rows.size(num_tokens, num_reqs)
 
@@ -94,31 +100,41 @@ class StaticBuffer:
         """
         if self.row_dim is None:
             return self.tensor
-        if rows not in self._views:
+        view = self._views.get(rows)
+        if view is None:
             with torch.inference_mode(False):  # for the same reason as the memory
-                self._views[rows] = self.tensor.narrow(self.row_dim, 0, rows)
-        return self._views[rows]
+                view = self.tensor.narrow(self.row_dim, 0, rows)
+            self._views[rows] = view
+        return view
 
-    def pad(self, rows: int, padded_rows: int) -> None:
+    def pad(
+        self,
+        rows: int,
+        padded_rows: int,
+    ) -> None:
         """Make the rows behind a batch of ``rows`` rows padding again, as far as an earlier batch
         reached.
         """
         if self.row_dim is None:
             return
-        marks = self.marks
-        reach = self.count(
-            max(marks.tokens, marks.exposed_tokens), max(marks.reqs, marks.exposed_reqs)
-        )
         if self.spec.pad == "last":
             if padded_rows > rows > 0:
                 tail = self.tensor.narrow(self.row_dim, rows, padded_rows - rows)
                 tail.copy_(self.tensor.narrow(self.row_dim, rows - 1, 1))
-        elif (end := max(reach, padded_rows if self.written else 0)) > rows:
+            return
+        marks = self.marks
+        tokens = max(marks.tokens, marks.exposed_tokens)
+        reqs = max(marks.reqs, marks.exposed_reqs)
+        end = self.count(tokens, reqs)
+        if self.written:
+            end = max(end, padded_rows)
+        if end > rows:
             self.tensor.narrow(self.row_dim, rows, end - rows).fill_(self.spec.pad)
 
     def clear(self) -> None:
         """Make every row padding again."""
-        self.tensor.fill_(0 if self.spec.pad == "last" else self.spec.pad)
+        pad = self.spec.pad
+        self.tensor.fill_(0 if pad == "last" else pad)
         self.version = self.tensor._version
 
     def restore(self) -> None:
@@ -126,20 +142,22 @@ class StaticBuffer:
         replay.
         """
         # torch's operators count writes, kernels of others do not
-        counted = self.tensor._version != self.version
-        before = self.tensor.clone()
+        if self.tensor._version != self.version:
+            self.written = True
+        before = self.tensor.clone().reshape(-1)
         self.clear()
-        # NaN equals nothing
-        bits = [tensor.reshape(-1).view(torch.uint8) for tensor in (before, self.tensor)]
-        self.written = self.written or counted or not torch.equal(*bits)
+        now = self.tensor.reshape(-1)
+        # bytes, because NaN equals nothing
+        if not torch.equal(before.view(torch.uint8), now.view(torch.uint8)):
+            self.written = True
 
 
 class StaticBuffers:
-    """All inputs and metadata of a model, by name, for the largest batch that is captured with such
-    ``sizes``.
+    """All inputs and metadata of a model, by name, for the largest batch.
 
     Attributes:
-        bounds: First address and the one behind the last of each buffer in turns, ascending.
+        bounds: First address and the one behind the last of each buffer in turns, ascending: an
+            odd number of them is at most an address that lies in a buffer.
 
     Raises:
         CaptureMemoryError: the device has no memory for them.
@@ -150,55 +168,61 @@ class StaticBuffers:
     ) -> None:
         self.marks = Marks()
         self.buffers: dict[str, StaticBuffer] = {}
-        for name, spec in specs.items():
-            try:
-                self.buffers[name] = StaticBuffer.allocate(
-                    spec, num_tokens, num_reqs, device, self.marks
-                )
-            except RuntimeError as error:
-                if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(
-                    error
-                ):
-                    raise
-                raise CaptureMemoryError(  # a GPU's, the CPU's
-                    f"no memory for static buffers of {num_tokens} tokens: {first_line(error)}",
-                    remedy="Lower compilation.max_cudagraph_capture_size, or the fixed dimensions "
-                    "of the inputs.",
-                ) from error
-        tensors = [buffer.tensor for buffer in self.buffers.values()]
-        # An address lies in a buffer where an odd number of bounds is at its left.
-        self.bounds = sorted(
-            at for t in tensors if t.nbytes for at in (t.data_ptr(), t.data_ptr() + t.nbytes)
-        )
+        try:
+            for name, spec in specs.items():
+                buffer = StaticBuffer(spec, num_tokens, num_reqs, device, self.marks)
+                self.buffers[name] = buffer
+        except RuntimeError as error:  # a GPU's, or the CPU's
+            if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(
+                error
+            ):
+                raise
+            raise CaptureMemoryError(
+                f"no memory for static buffers of {num_tokens} tokens: {first_line(error)}",
+                remedy="Lower compilation.max_cudagraph_capture_size, or the fixed dimensions "
+                "of the inputs.",
+            ) from error
+        self.bounds: list[int] = []
+        for buffer in self.buffers.values():
+            start = buffer.tensor.data_ptr()
+            nbytes = buffer.tensor.nbytes
+            if nbytes:
+                self.bounds += [start, start + nbytes]
+        self.bounds.sort()
 
     @property
     def nbytes(self) -> int:
-        return sum(b.tensor.nbytes for b in self.buffers.values())
+        return sum(buffer.tensor.nbytes for buffer in self.buffers.values())
 
-    def views(self, num_tokens: int, num_reqs: int) -> dict[str, Tensor]:
+    def views(
+        self,
+        num_tokens: int,
+        num_reqs: int,
+    ) -> dict[str, Tensor]:
         """The rows that a graph for this batch reads, by name, as new tensor objects that the
         caller may change.
         """
-        return {
-            name: b.view(b.count(num_tokens, num_reqs)).detach() for name, b in self.buffers.items()
-        }
+        views = {}
+        for name, buffer in self.buffers.items():
+            views[name] = buffer.view(buffer.count(num_tokens, num_reqs)).detach()
+        return views
 
     def versions(self) -> list[int]:
         return [buffer.tensor._version for buffer in self.buffers.values()]
 
-    def note_writes(self, before: list[int]) -> bool:
+    def note_writes(
+        self,
+        before: list[int],
+    ) -> bool:
         """Find the buffers that the model has written into since ``versions`` gave ``before``;
         whether there is a new one.
         """
-        now = self.versions()
-        new = [
-            b
-            for b, v, w in zip(self.buffers.values(), before, now, strict=True)
-            if v != w and not b.written
-        ]
-        for buffer in new:
-            buffer.written = True
-        return bool(new)
+        is_new = False
+        for buffer, version in zip(self.buffers.values(), before, strict=True):
+            if buffer.tensor._version != version and not buffer.written:
+                buffer.written = True
+                is_new = True
+        return is_new
 
     def clear(self) -> None:
         """Make every row padding again: captures after the first batch have to begin with
@@ -206,7 +230,7 @@ class StaticBuffers:
         """
         for buffer in self.buffers.values():
             buffer.clear()
-        self.marks.tokens = self.marks.reqs = 0
+        self.marks.clear()
 
     def restore(self) -> None:
         """The same after warm-ups and captures, and find the buffers into whose padding the model
@@ -214,9 +238,13 @@ class StaticBuffers:
         """
         for buffer in self.buffers.values():
             buffer.restore()
-        self.marks.tokens = self.marks.reqs = 0
+        self.marks.clear()
 
-    def expose(self, num_tokens: int, num_reqs: int) -> dict[str, Tensor]:
+    def expose(
+        self,
+        num_tokens: int,
+        num_reqs: int,
+    ) -> dict[str, Tensor]:
         """Views for the caller to write into; from now on their rows are never taken for
         padding.
         """
@@ -237,7 +265,8 @@ class StaticBoxes(dict[tuple[int, ...], StaticBuffers]):
 
     def owns(self, tensor: Tensor) -> bool:
         """Whether the tensor begins in one of the buffers."""
-        return any(bisect_right(buffers.bounds, tensor.data_ptr()) & 1 for buffers in self.values())
+        address = tensor.data_ptr()
+        return any(bisect_right(buffers.bounds, address) % 2 for buffers in self.values())
 
     def restore(self) -> None:
         """See StaticBuffers."""
@@ -254,20 +283,22 @@ class StaticBoxes(dict[tuple[int, ...], StaticBuffers]):
         """A block for captures between batches: all rows are padding in it, and get their bytes
         back.
         """
-        marks = [(buffers.marks, replace(buffers.marks)) for buffers in self.values()]
-        kept = [
-            (b, b.tensor.clone()) for buffers in self.values() for b in buffers.buffers.values()
-        ]
+        marks = []
+        kept = []
+        for buffers in self.values():
+            marks.append((buffers.marks, replace(buffers.marks)))
+            for buffer in buffers.buffers.values():
+                kept.append((buffer.tensor, buffer.tensor.clone()))
         self.clear_all()
         try:
             yield
         finally:
             self.restore()
             with torch.no_grad():
-                for buffer, tensor in kept:
-                    buffer.tensor.copy_(tensor)
-            for now, before in marks:
-                now.extend(before.tokens, before.reqs)
+                for tensor, before in kept:
+                    tensor.copy_(before)
+            for now, earlier in marks:
+                now.extend(earlier.tokens, earlier.reqs)
 
 
 def example_batch(
@@ -277,34 +308,54 @@ def example_batch(
     equal batches.
     """
     generator = torch.Generator(device).manual_seed(seed)
-    return {
-        name: _example(spec, num_tokens, num_reqs, device, generator)
-        for name, spec in specs.items()
-    }
+    batch = {}
+    for name, spec in specs.items():
+        batch[name] = _example(spec, num_tokens, num_reqs, generator).to(torch_dtype(spec))
+    return batch
 
 
 def _example(
-    spec: Input, num_tokens: int, num_reqs: int, device: torch.device, generator: torch.Generator
+    spec: Input,
+    num_tokens: int,
+    num_reqs: int,
+    generator: torch.Generator,
 ) -> Tensor:
-    shape, dtype, example = (
-        [e.size(num_tokens, num_reqs) for e in spec.extents],
-        torch_dtype(spec),
-        spec.example,
-    )
+    device = generator.device
+    dtype = torch_dtype(spec)
+    shape = [extent.size(num_tokens, num_reqs) for extent in spec.extents]
+    example = spec.example
     if example is None:
-        example = "normal" if dtype.is_floating_point else 0 if spec.pad == "last" else spec.pad
+        example = 0 if spec.pad == "last" else spec.pad
+        if dtype.is_floating_point:
+            example = "normal"
     if isinstance(example, tuple):
+        low, high = example
+        integers = torch.int64
         return torch.randint(
-            *example, shape, dtype=torch.int64, device=device, generator=generator
-        ).to(dtype)
+            low,
+            high,
+            shape,
+            dtype=integers,
+            device=device,
+            generator=generator,
+        )
     if example == "normal":
-        return torch.randn(shape, dtype=torch.float32, device=device, generator=generator).to(dtype)
+        return torch.randn(
+            shape,
+            dtype=torch.float32,
+            device=device,
+            generator=generator,
+        )
     if example == "arange":
         count = torch.Size(shape).numel()
-        return torch.arange(count, device=device).reshape(shape).to(dtype)
+        return torch.arange(count, device=device).reshape(shape)
     if example == "spread":
         rows = torch.arange(shape[spec.row_dim or 0], device=device)
-        return (
-            (rows * num_tokens // max(num_reqs, 1)).clamp(max=num_tokens).to(dtype).reshape(shape)
-        )
-    return torch.full(shape, example, dtype=dtype, device=device)
+        spread = rows * num_tokens // max(num_reqs, 1)
+        return spread.clamp(max=num_tokens).reshape(shape)
+    return torch.full(
+        shape,
+        example,
+        dtype=dtype,
+        device=device,
+    )

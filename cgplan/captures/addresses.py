@@ -68,7 +68,8 @@ class AddressChecks:
         for place in sealed.steady():
             if issubclass(type(place.value), torch.Generator):
                 watched.append(place)
-        self._watch = Watch(sealed, watched)
+        modules, held = sealed.modules()
+        self._watch = Watch(sealed, [*watched, *modules], held)
         self.holds = self._watch.holds
 
     def check(self, key: Key, *, again: bool = False) -> None:

@@ -43,6 +43,7 @@ from cgplan.units import counted, format_bytes
 T = TypeVar("T")
 # words below are numbers, and those above are no addresses of a process
 _LEAST = 1 << 32
+_LEAST_ON_HOST = 1 << 16  # some interpreters have their heap below 4 GiB
 _MOST = 1 << 47
 _TABLE = "the table of other ranks' buffers"  # as a node
 _SHOWN = 10
@@ -113,7 +114,8 @@ def audit(graphs: ModelGraphs, environment: Environment) -> AuditReport:
     """
     start = time.perf_counter()
     captured = _captured(graphs)
-    words = _words(captured)
+    least = _LEAST if graphs.backend.device.type == "cuda" else _LEAST_ON_HOST
+    words = _words(captured, least)
     read = time.perf_counter()
     owners = _Owners(graphs, captured, words)
     findings = list[Finding]()
@@ -166,7 +168,7 @@ def _captured(graphs: ModelGraphs) -> list[_Graph]:
     for key, entry in graphs.captured():
         for number, graph in enumerate(entry.segments):
             found.append(_Graph(key, number, graphs.backend.nodes(graph), graph.launches))
-    rows = graphs.peers().addresses
+    rows = graphs.peer_memory().addresses
     if found and rows:
         words = np.array(rows, np.uint64)
         nodes = np.zeros(len(words), np.int64)
@@ -176,14 +178,14 @@ def _captured(graphs: ModelGraphs) -> list[_Graph]:
     return found
 
 
-def _words(captured: Iterable[_Graph]) -> list[_Word]:
-    """Words that may be addresses."""
+def _words(captured: Iterable[_Graph], least: int) -> list[_Word]:
+    """Words that may be addresses, from ``least`` on."""
     found = list[_Word]()
     for graph in captured:
         nodes = graph.nodes
         columns = (nodes.nodes.tolist(), nodes.certain.tolist(), nodes.words.tolist())
         for node, is_certain, word in zip(*columns, strict=True):
-            if _LEAST <= word < _MOST:
+            if least <= word < _MOST:
                 found.append(_Word(graph, node, is_certain, word))
     return found
 
@@ -383,7 +385,7 @@ def _state(graphs: ModelGraphs) -> Iterator[tuple[int, int, _Owner]]:
         if place.value.device.type != device:
             kind = "host memory"
         yield *span, _Owner(kind, path, span[1] - span[0])
-    for start, end, name in graphs.peers().mapped:
+    for start, end, name in graphs.peer_memory().mapped:
         yield start, end, _Owner("peer", name, end - start)
     for sizes, buffers in graphs.buffers.items():
         box = f" of {'x'.join(map(str, sizes))}" if sizes else ""

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 
 from cgplan.backends import MemoryReading
 from cgplan.captures.model_graphs import ModelGraphs
-from cgplan.captures.together import Together
+from cgplan.captures.rank_sync import RankSync
 from cgplan.config import BudgetConfig, Config
 from cgplan.errors import CaptureMemoryError
 from cgplan.modes import CUDAGraphMode, Key
@@ -84,7 +84,7 @@ class BudgetGuard:
         graphs: ModelGraphs,
         records: Mapping[Key, GraphRecord],
         before: MemoryReading,
-        together: Together,
+        together: RankSync,
     ) -> None:
         self.budget = graphs.config.budget
         # that one leaves out no key

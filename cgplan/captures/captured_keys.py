@@ -29,7 +29,7 @@ from cgplan.captures.budget import NO_GRAPH, BudgetGuard
 from cgplan.captures.environment import describe_environment
 from cgplan.captures.failures import drop_locals
 from cgplan.captures.model_graphs import ModelGraphs, driver_bytes
-from cgplan.captures.together import ALONE, Together
+from cgplan.captures.rank_sync import SINGLE_RANK, RankSync
 from cgplan.errors import (
     AuditError,
     BudgetError,
@@ -86,7 +86,7 @@ class CapturedKeys:
         asked: Plan,
         wanted: Plan,
         before: MemoryReading,
-        together: Together = ALONE,
+        together: RankSync = SINGLE_RANK,
         progress: Progress | None = None,
     ) -> None:
         self.graphs = graphs

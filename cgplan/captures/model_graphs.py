@@ -25,8 +25,8 @@ from cgplan.buffers.static import Tensors
 from cgplan.captures.addresses import AddressChecks
 from cgplan.captures.failures import drop_locals, explain_failure
 from cgplan.captures.model_runs import ModelRuns
+from cgplan.captures.rank_sync import SINGLE_RANK, PeerMemory, RankSync
 from cgplan.captures.rehearsal import Rehearsal
-from cgplan.captures.together import ALONE, PeerMemory, Together
 from cgplan.errors import CaptureError
 from cgplan.graphs.ambient import AmbientState, random_state_kept
 from cgplan.graphs.fingerprint import Fingerprint
@@ -98,7 +98,7 @@ class ModelGraphs(ModelRuns):
     """
 
     pool: InitVar[GraphPool | None] = None
-    together: Together = ALONE
+    together: RankSync = SINGLE_RANK
 
     def __post_init__(
         self,
@@ -116,7 +116,7 @@ class ModelGraphs(ModelRuns):
         self.looked_at = ""
         self.places: tuple[StateRecord, ...] = ()
         self.inspection_seconds = 0.0
-        self.is_alone = self.together is ALONE
+        self.is_alone = self.together is SINGLE_RANK
         self._rehearsal: Rehearsal | None = None  # while captures may change the model
         self._record: Fingerprint | None = None  # of the model after the last rehearsal
         self._retired: list[tuple[list[Callable[[], bool]], Callable[[], None]]] = []
@@ -294,7 +294,7 @@ class ModelGraphs(ModelRuns):
     def _run_capture(self, rehearsal: Rehearsal, key: Key, *, enters_made: bool) -> Any:
         log: AbstractContextManager[object] = nullcontext()
         if self.config.compilation.audit != "off":
-            log = OperatorLog(self.backend)
+            log = OperatorLog(self.backend.open_graph, self.backend.device)
         run = rehearsal.kept.run(captures=True, enters_made=enters_made)
         with run as changed, self._answering(key[0], capturing=True), log:
             output = self.run_graphed(*key, self.views(key[1]))
@@ -431,9 +431,9 @@ class ModelGraphs(ModelRuns):
                 if entry.scope is self.scope.mark:
                     yield (wrapper.runtime_mode, entry.descriptor), entry
 
-    def peers(self) -> PeerMemory:
+    def peer_memory(self) -> PeerMemory:
         """Memory of other ranks that the graphs read."""
-        return self.together.peers()
+        return self.together.peer_memory()
 
     def evict(self, keys: Collection[Key]) -> None:
         """Free the graphs of these keys; the plan stays as it is.
@@ -475,7 +475,7 @@ class ModelGraphs(ModelRuns):
 
     def free(self) -> None:
         """Free all graphs, pools and static buffers, for good."""
-        together, self.together = self.together, ALONE  # other ranks wait for it once
+        together, self.together = self.together, SINGLE_RANK  # other ranks wait for it once
         with ExitStack() as stack:  # memory is freed whatever the steps before it raise
             stack.callback(self._free)
             stack.callback(together.release)

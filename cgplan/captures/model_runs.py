@@ -17,8 +17,7 @@ from cgplan.buffers.static import StaticBoxes, StaticBuffers, Tensors
 from cgplan.config import Config
 from cgplan.errors import InputError
 from cgplan.graphs.ambient import number_of
-from cgplan.graphs.fingerprint import Fingerprint
-from cgplan.graphs.footprint import is_within
+from cgplan.graphs.fingerprint import Fingerprint, is_within
 from cgplan.graphs.put_back import PutBack
 from cgplan.modes import BatchDescriptor, CUDAGraphMode, Key
 from cgplan.piecewise.routes import SplitRoute

@@ -85,7 +85,7 @@ class Rehearsal:
                 eager_ops=split,
                 is_whole=not is_piecewise,
                 hidden_from=runs.config.compilation.hide_capture_from,
-                told=self._late_syncs.get(mode),
+                capture_visible_because=self._late_syncs.get(mode),
             )
         if found.host_sync is not None and not isinstance(found.host_sync, HostSyncError):
             raise found.host_sync  # tagged as unsafe
@@ -127,13 +127,15 @@ class Rehearsal:
         addresses.volatile |= unread - addresses.reads
         facts.overwritten |= found.overwritten
         facts.is_coarse |= self._is_coarse(found, [*views, *found.reads.values()])
-        if found.told is not None:
+        because = found.capture_visible_because
+        if because is not None:
             facts.told.add(mode)
+            packages = ", ".join(sorted(found.packages_that_ask))
             facts.note(
                 [
-                    f"{', '.join(sorted(found.asked))} is told of captures, and may run slower "
-                    "kernels there than in eager calls (attention with masks that mask nothing): "
-                    f"as in eager calls, {found.told.message}"
+                    f"{packages} is told of captures, and may run slower kernels there than in "
+                    "eager calls (attention with masks that mask nothing): as in eager calls, "
+                    f"{because.message}"
                 ]
             )
         runs.use_generators(found.generators.values())
@@ -212,7 +214,7 @@ class Rehearsal:
         found = self._footprints.get(mode)
         if not isinstance(failure, HostSyncError) or found is None:
             return False
-        if found.told is not None or not found.asked:
+        if found.capture_visible_because is not None or not found.packages_that_ask:
             return False
         self._late_syncs[mode] = failure
         del self._footprints[mode]

@@ -24,8 +24,7 @@ from cgplan.reports.records import parse_report, uncapturable
 
 _REMEDY = (
     "Give a file that `cgplan capture --output` wrote, the log of a start of vLLM, or one of the "
-    "words estimate and "
-    "measure."
+    "words estimate and measure."
 )
 
 
@@ -40,8 +39,7 @@ class Priced(NamedTuple):
 
 def costs_of(loaded: LoadedConfig, given: str | None) -> Priced:
     """Costs of graphs by ``estimate`` (the model runs on fake tensors), ``measure`` (a few keys are
-    really captured on the configured device, and freed) or the path of a capture report or of
-    vLLM's log, read once as it may be a pipe.
+    captured on the configured device, and freed), or from a capture report or vLLM's log.
     """
     if given is None:
         return Priced(None)
@@ -52,20 +50,38 @@ def costs_of(loaded: LoadedConfig, given: str | None) -> Priced:
 
     text = read_text(given, ReportError, _REMEDY)
     if (log := StartLog.parse(text)) is not None:
-        return Priced(MeasuredCosts.from_vllm_log(log, loaded.config, given))
+        return Priced(
+            MeasuredCosts.from_vllm_log(
+                log,
+                loaded.config,
+                given,
+            )
+        )
     report = parse_report(text, given)
     if report.kind == "bench":
         report = report.capture
     if report.kind != "capture":
         raise ReportError(f"{given} is a {report.kind}, not a capture report", remedy=_REMEDY)
     machine = None if report.environment.driver is None else report.environment.as_machine
-    notes = tuple(about(f"the costs of {given}", report.plan, report.environment, loaded.config))
+    notes = tuple(
+        about(
+            f"the costs of {given}",
+            report.plan,
+            report.environment,
+            loaded.config,
+        )
+    )
     costs = MeasuredCosts.from_report(report, loaded.config, notes)
     _check_modes(report, given, loaded.config)
     return Priced(costs, machine, uncapturable(report.failed))
 
 
-def about(subject: str, plan: Plan, environment: Environment, config: Config) -> Iterator[str]:
+def about(
+    subject: str,
+    plan: Plan,
+    environment: Environment,
+    config: Config,
+) -> Iterator[str]:
     """Notes on figures that were measured with another configuration's ``plan``, or on the tape."""
     if found := named(mismatches(plan, config)):
         yield (
@@ -76,29 +92,27 @@ def about(subject: str, plan: Plan, environment: Environment, config: Config) ->
         yield f"{subject} are those of {environment.backend}, not of a GPU"
 
 
-def _check_modes(report: CaptureReport, path: str, config: Config) -> None:
-    """Raise ReportError if the plan of the configuration has graphs of a mode that the report says
-    nothing of.
-    """
+def _check_modes(
+    report: CaptureReport,
+    path: str,
+    config: Config,
+) -> None:
+    """Raise ReportError if the report has no graphs of a mode that the plan has."""
     plan = within_count(build_plan(config), config)
-    told = {record.mode for record in report.records} | {
-        mode for mode, _ in uncapturable(report.failed)
-    }
-    # Where the capture was of such a mode, but has none of those graphs (a budget, graphs on
-    # demand), others stand in.
-    missing = sorted(
-        {
-            str(mode)
-            for mode, _ in plan.keys
-            if mode not in told and not report.plan.mode.has_mode(mode)
-        }
-    )
+    told = {record.mode for record in report.records}
+    told.update(mode for mode, _ in uncapturable(report.failed))
+    missing: set[str] = set()
+    for mode, _ in plan.keys:
+        # Where the capture was of such a mode, but has none of those graphs (a budget, graphs on
+        # demand), others stand in.
+        if mode not in told and not report.plan.mode.has_mode(mode):
+            missing.add(str(mode))
     if missing:
+        lacking = " and ".join(sorted(missing))
         had = " and ".join(sorted({str(record.mode) for record in report.records}))
         raise ReportError(
-            f"{path} has no costs of {' and '.join(missing)} graphs: its graphs are {had}, and "
-            "the configuration has "
-            f"mode {plan.mode}",
+            f"{path} has no costs of {lacking} graphs: its graphs are {had}, and the configuration "
+            f"has mode {plan.mode}",
             remedy=f"Give the report of a capture in mode {plan.mode}, --costs measure or --costs "
             "estimate.",
         )
@@ -112,8 +126,18 @@ def _measured(loaded: LoadedConfig) -> Priced:
     from cgplan.models.loading import load_model
 
     backend, plan = select_backend(loaded.config.device), build_plan(loaded.config)
-    built = load_model(target, kwargs, device=backend.device, base_dir=loaded.base_dir)
-    measured = calibrate(loaded.config, built.forward, backend, plan)
+    built = load_model(
+        target,
+        kwargs,
+        device=backend.device,
+        base_dir=loaded.base_dir,
+    )
+    measured = calibrate(
+        loaded.config,
+        built.forward,
+        backend,
+        plan,
+    )
     machine = describe_environment(backend, plan.config_hash).as_machine
     return Priced(measured, machine if backend.device.type == "cuda" else None)
 

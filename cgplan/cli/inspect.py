@@ -5,8 +5,9 @@ saved report.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import redirect_stdout
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,6 +15,7 @@ import typer
 from pydantic import BaseModel
 from rich.console import RenderableType
 
+from cgplan.cli.options import InspectRequest
 from cgplan.cli.output import note, show, wrapped
 from cgplan.config import Config, LoadedConfig, read_config
 from cgplan.config.load import read_text
@@ -27,6 +29,7 @@ from cgplan.reports.plan_tables import case_table, lane_table
 from cgplan.units import counted
 
 if TYPE_CHECKING:
+    from cgplan.planning.costs import GraphCosts
     from cgplan.planning.engines import VllmConfig
 
 _LOG = "Give the log of a start of vLLM with CUDA graphs, at its usual level INFO."
@@ -38,30 +41,26 @@ class Row(NamedTuple):
     origin: str
 
 
-def inspect_config(
-    path: Path,
-    overrides: Sequence[str],
-    *,
-    as_json: bool = False,
-    split: bool = False,
-    costs: str | None = None,
-    everything: bool = False,
-) -> None:
-    """Show the plan of a configuration and the values that were set; with ``everything`` the
-    defaults, too.
-    """
-    loaded = read_config(path, overrides)
+def inspect_config(request: InspectRequest) -> None:
+    """Show the plan of a configuration and the values that were set."""
+    path = request.path
+    loaded = read_config(path, request.settings())
     plan = within_count(build_plan(loaded.config), loaded.config)
-    priced = None
-    if costs is not None:
+    costs: GraphCosts | None = None
+    if request.costs is not None:
         from cgplan.cli.costs import costs_of
 
-        priced, machine, _ = costs_of(loaded, costs)
-    if priced is not None:
-        plan = plan.model_copy(update={"predicted": priced.of(plan.keys), "machine": machine})
-    if as_json:
-        for text in () if priced is None else priced.notes:
-            note(f"note: {text}")
+        costs, machine, _ = costs_of(loaded, request.costs)
+        if costs is not None:
+            update = {
+                "predicted": costs.of(plan.keys),
+                "machine": machine,
+            }
+            plan = plan.model_copy(update=update)
+    if request.as_json:
+        if costs is not None:
+            for text in costs.notes:
+                note(f"note: {text}")
         typer.echo(plan.model_dump_json(indent=2))
         return
     parts = [render(plan)]
@@ -70,26 +69,29 @@ def inspect_config(
     if plan.max_loras is not None and plan.keys:
         from cgplan.pricing.measured import case_costs
 
-        parts.append(case_table(case_costs(plan, priced), plan.max_loras))
-    if split:
+        parts.append(case_table(case_costs(plan, costs), plan.max_loras))
+    if request.split:
         parts.append(_split_of(loaded))
     rows = origin_rows(loaded, plan)
-    shown = [row for row in rows if everything or row.origin not in ("default", "resolved")]
-    lines = [row._replace(origin=row.origin.replace(f"{path.name}:", "line ")) for row in shown]
-    left_out = len(rows) - len(lines)
-    rest = [sentences(f"and {left_out} defaults, listed with --all")] if left_out else []
-    show(
-        *parts,
-        titled(
-            f"Values of {path}" if everything else f"Values set for {path}",
-            _key_table(lines),
-            *rest,
-        ),
-    )
+    if request.everything:
+        parts.append(titled(f"Values of {path}", _key_table(rows, path)))
+    else:
+        is_set = [row for row in rows if row.origin not in ("default", "resolved")]
+        rest = sentences(f"and {len(rows) - len(is_set)} defaults, listed with --all")
+        parts.append(
+            titled(
+                f"Values set for {path}",
+                _key_table(is_set, path),
+                rest,
+            )
+        )
+    show(*parts)
 
 
-def _key_table(rows: Iterable[Row]) -> RenderableType:
-    return Grid(rows, *(TextColumn(name, name) for name in Row._fields))
+def _key_table(rows: Iterable[Row], path: Path = Path()) -> RenderableType:
+    """Lines of the file ``path`` are told by their number."""
+    lines = [row._replace(origin=row.origin.replace(f"{path.name}:", "line ")) for row in rows]
+    return Grid(lines, *(TextColumn(name, name) for name in Row._fields))
 
 
 def _split_of(loaded: LoadedConfig) -> RenderableType:
@@ -100,13 +102,16 @@ def _split_of(loaded: LoadedConfig) -> RenderableType:
 
     with redirect_stdout(sys.stderr):  # a model's prints are not the result
         backend = select_backend(loaded.config.device)
-        built = load_model(target, kwargs, device=backend.device, base_dir=loaded.base_dir)
+        built = load_model(
+            target,
+            kwargs,
+            device=backend.device,
+            base_dir=loaded.base_dir,
+        )
         found = describe_split(built.forward, loaded.config, backend)
-    return (
-        facts("Split", [("pieces", "none: no PIECEWISE graph is planned")])
-        if found is None
-        else render(found)
-    )
+    if found is None:
+        return facts("Split", [("pieces", "none: no PIECEWISE graph is planned")])
+    return render(found)
 
 
 def inspect_vllm(read: VllmConfig, *, as_json: bool) -> None:
@@ -117,9 +122,9 @@ def inspect_vllm(read: VllmConfig, *, as_json: bool) -> None:
         typer.echo(plan.model_dump_json(indent=2))
         return
     rows = [
-        r
-        for r in origin_rows(read.loaded, plan)
-        if r.origin != "default" and r.key != "report.sizes"
+        row
+        for row in origin_rows(read.loaded, plan)
+        if row.origin != "default" and row.key != "report.sizes"
     ]
     show(render(plan), titled("vLLM's configuration", _key_table(rows)))
 
@@ -134,19 +139,23 @@ def check_vllm(read: VllmConfig, file: Path | None) -> None:
     from cgplan.planning.engines import describe_batches
     from cgplan.planning.vllm_log import StartLog
 
-    plan, log = build_plan(read.loaded.config), None
-    if file is not None and (log := StartLog.parse(read_text(file, ReportError, _LOG))) is None:
-        raise ReportError(
-            f"{file} has no line `Graph capturing finished in ... secs, took ... GiB`", remedy=_LOG
-        )
+    plan = build_plan(read.loaded.config)
+    said: Iterable[str] = ()
+    if file is not None:
+        log = StartLog.parse(read_text(file, ReportError, _LOG))
+        if log is None:
+            raise ReportError(
+                f"{file} has no line `Graph capturing finished in ... secs, took ... GiB`",
+                remedy=_LOG,
+            )
+        said = log.said()
     for line in read.notes:
         note(f"note: {line}")
-    sizes = describe_sizes(plan.capture_sizes)
     head = (
         f"vLLM captures {counted(len(plan.keys), 'graph')} in mode {plan.mode}, sizes in "
-        f"tokens: {sizes}"
+        f"tokens: {describe_sizes(plan.capture_sizes)}"
     )
-    typer.echo(wrapped("\n".join((head, *describe_batches(plan), *(log.said() if log else ())))))
+    typer.echo(wrapped("\n".join((head, *describe_batches(plan), *said))))
     if read.lost:
         raise PlanError(
             "vLLM does not capture all that was asked for\n  - " + "\n  - ".join(read.lost),
@@ -161,54 +170,75 @@ def origin_rows(loaded: LoadedConfig, plan: Plan) -> list[Row]:
     names its source.
     """
     resolved = _resolved(loaded.config, plan)
-    rows = []
+    rows: list[Row] = []
     for row in _rows(loaded.config, "", loaded):
-        if found := resolved.get(row.key):
-            is_set = row.origin != "default"
-            row = (
-                Row(row.key, f"{row.value} -> {found}", row.origin)
-                if is_set
-                else Row(row.key, found, "resolved")
+        found = resolved.get(row.key)
+        if found is None:
+            rows.append(row)
+        elif row.origin == "default":
+            rows.append(Row(row.key, found, "resolved"))
+        else:
+            rows.append(
+                Row(
+                    row.key,
+                    f"{row.value} -> {found}",
+                    row.origin,
+                )
             )
-        rows.append(row)
     return rows
 
 
-def _rows(section: BaseModel, prefix: str, loaded: LoadedConfig) -> Iterator[Row]:
+def _rows(
+    section: BaseModel,
+    prefix: str,
+    loaded: LoadedConfig,
+) -> Iterator[Row]:
     for name in type(section).model_fields:
-        value, key = getattr(section, name), f"{prefix}{name}"
+        value = getattr(section, name)
+        key = f"{prefix}{name}"
         if isinstance(value, BaseModel):
             yield from _rows(value, f"{key}.", loaded)
         elif isinstance(value, dict) and value:
             for item, inner in value.items():
+                path = f"{key}.{item}"
                 if isinstance(inner, BaseModel):
-                    yield from _rows(inner, f"{key}.{item}.", loaded)
+                    yield from _rows(inner, f"{path}.", loaded)
                 else:
-                    yield Row(f"{key}.{item}", _text(inner), loaded.origin(f"{key}.{item}"))
+                    yield Row(
+                        path,
+                        _text(inner),
+                        loaded.origin(path),
+                    )
         else:
-            given = name in section.model_fields_set
-            yield Row(key, _text(value), loaded.origin(key) if given else "default")
+            is_given = name in section.model_fields_set
+            yield Row(
+                key,
+                _text(value),
+                loaded.origin(key) if is_given else "default",
+            )
 
 
 def _text(value: Any) -> str:
     if value is None:
         return "absent"
-    return inline_yaml(
-        value.name if hasattr(value, "name") else list(value) if isinstance(value, tuple) else value
-    )
+    if isinstance(value, Enum):
+        return inline_yaml(value.name)
+    return inline_yaml(list(value) if isinstance(value, tuple) else value)
 
 
 def _resolved(config: Config, plan: Plan) -> dict[str, str]:
     """Values that planning found or changed, by key, each with its source."""
-    given, found = config.compilation, dict[str, str]()
+    given = config.compilation
+    found: dict[str, str] = {}
     sizes = f"{describe_sizes(plan.capture_sizes)} ({len(plan.capture_sizes)})"
     if plan.changes:
         # the plan has them in full
         reasons = ", ".join(change.reason.partition(":")[0] for change in plan.changes)
         found["compilation.cudagraph_mode"] = f"{plan.mode} (from {reasons})"
     if plan.capture_sizes != given.cudagraph_capture_sizes:
-        counted = plan.capture_sizes != build_plan(config).capture_sizes
-        source = f"{plan.sizes_source}, budget.max_graphs" if counted else plan.sizes_source
+        source = plan.sizes_source
+        if plan.capture_sizes != build_plan(config).capture_sizes:
+            source += ", budget.max_graphs"
         found["compilation.cudagraph_capture_sizes"] = f"{sizes} (from {source})"
     if plan.max_capture_size != given.max_cudagraph_capture_size:
         found["compilation.max_cudagraph_capture_size"] = (

@@ -63,8 +63,8 @@ def publish(
     html: Path | None = None,
     shown: RenderableType | None = None,
 ) -> None:
-    """Save a report, as JSON and as HTML, and show it, all of it or what is given as ``shown``. It
-    is shown also where it could not be saved, so that nothing is lost.
+    """Save a report as JSON and as HTML, and show it, or ``shown`` in its place. A report that
+    could not be saved is shown, so that nothing is lost.
     """
     from cgplan.reports import render
 
@@ -89,39 +89,33 @@ def save_html(path: Path, report: Report) -> None:
 
 
 def check_outputs(outputs: Iterable[Path | None], inputs: Iterable[Path | str | None]) -> None:
-    """Raise OutputPathError for a file that is an input, is named twice, or could not be written,
-    by trying; nothing is left behind.
-    """
+    """Raise OutputPathError for a file that is an input, is named twice, or cannot be written."""
     import tempfile  # it costs 2 ms
 
-    taken = {
-        Path(file).resolve(): "is an input of the command" for file in inputs if file is not None
-    }
-    for file in filter(None, outputs):
+    taken: dict[Path, str] = {}
+    for given in inputs:
+        if given is not None:
+            taken[Path(given).resolve()] = "is an input of the command"
+    for file in outputs:
+        if file is None:
+            continue
         with _writing(file):
             path = file.resolve()
-        if problem := taken.get(path):
+        problem = taken.get(path, "")
+        if file.suffix in (".py", ".yaml", ".yml") and file.exists():
+            problem = problem or "holds code or a configuration"
+        if problem:
             raise OutputPathError(f"{file} {problem}", remedy="Give the path of another file.")
         taken[path] = "is to hold two results"
-        if file.suffix in (".py", ".yaml", ".yml") and file.exists():
-            raise OutputPathError(
-                f"{file} holds code or a configuration", remedy="Give the path of another file."
-            )
         with _writing(file):
-            if file.is_dir():
-                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-            if file.exists() and not os.access(file, os.W_OK):
-                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-            if file.is_fifo():  # opened as usual it would wait for a reader
+            if file.exists():  # without waiting: a pipe may have no reader
                 os.close(os.open(file, os.O_WRONLY | os.O_NONBLOCK))
             if file.is_file() or not file.exists():  # no new file replaces a pipe or device
-                tempfile.TemporaryFile(dir=file.resolve().parent).close()
+                tempfile.TemporaryFile(dir=path.parent).close()
 
 
 def save(path: Path, content: str | bytes) -> None:
-    """Write a file in one step: it holds the old content or the new one, never a part. Raises
-    OutputPathError.
-    """
+    """Write a file whole or not at all. Raises OutputPathError."""
     data = content.encode() if isinstance(content, str) else content
     with _writing(path):
         if path.exists() and not path.is_file():  # a pipe or device, /dev/stdout say
@@ -155,9 +149,7 @@ def _writing(path: Path) -> Iterator[None]:
 
 @contextmanager
 def failures_reported(show_traceback: bool = False) -> Iterator[None]:
-    """Turn any error of the block into a message and an exit code; on request its traceback stands
-    before them.
-    """
+    """Turn any error of the block into a message and an exit code."""
     try:
         yield
     # typer ends the program: in silence where a pipe's reader has gone
@@ -177,12 +169,11 @@ def failures_reported(show_traceback: bool = False) -> Iterator[None]:
                 f"cannot write the output: {error.strerror}", remedy="Make room there."
             )
         if isinstance(error, CgplanError):
-            message, exit_code = (
-                f"error: {error}\n  more: {section_of(type(error))}",
-                error.exit_code,
-            )
+            message = f"error: {error}\n  more: {section_of(type(error))}"
+            exit_code = error.exit_code
         elif isinstance(error, KeyboardInterrupt):
-            message, exit_code = "interrupted", INTERRUPTED_EXIT_CODE
+            message = "interrupted"
+            exit_code = INTERRUPTED_EXIT_CODE
         else:
             advice = (
                 "This is a defect of cgplan. Run the command again with --traceback and report "
@@ -197,9 +188,7 @@ def failures_reported(show_traceback: bool = False) -> Iterator[None]:
 
 
 def section_of(error: type[CgplanError]) -> str:
-    """Where the pages of this version explain an error: those in the wheel, or those of a
-    checkout.
-    """
+    """Where the pages of the wheel, or of the checkout, explain an error."""
     package = Path(__file__).parents[1]
     docs = package / "docs" if (package / "docs").is_dir() else package.parent / "docs"
     return f"{docs}/troubleshooting.md#{error.__name__.lower()}"
@@ -239,7 +228,11 @@ def progress(doing: str) -> Iterator[Step]:
 
     console = Console(stderr=True)
 
-    def line(index: int, total: int, name: str) -> None:
+    def line(
+        index: int,
+        total: int,
+        name: str,
+    ) -> None:
         first_of_its_tenth = index * PLAIN_LINES // total != (index - 1) * PLAIN_LINES // total
         if doing and (first_of_its_tenth or index == total - 1):
             note(f"{doing} {index + 1}/{total}: {name}")

@@ -23,7 +23,10 @@ DEEPEST = 50
 
 
 def read_text(
-    path: str | Path, error: type[CgplanError], remedy: str, most: int | None = None
+    path: str | Path,
+    error: type[CgplanError],
+    remedy: str,
+    most: int | None = None,
 ) -> str:
     """Text of a UTF-8 file, without a byte order mark. Raises ``error`` if it is missing, a folder,
     a device, not readable, of more than ``most`` bytes, or not UTF-8 text; ``remedy`` says which
@@ -34,11 +37,14 @@ def read_text(
         if path.is_char_device():
             raise error(f"{path} is a device, not a file", remedy=remedy)
         with path.open("rb") as file:
-            data = file.read(-1 if most is None else most + 1)
+            limit = -1 if most is None else most + 1
+            data = file.read(limit)
         if most is not None and len(data) > most:
             raise error(f"{path} holds more than {format_bytes(most)}", remedy=remedy)
     except FileNotFoundError:
-        names = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+        names = []
+        if path.parent.is_dir():
+            names = [beside.name for beside in path.parent.iterdir()]
         hint = did_you_mean(path.name, names)
         raise error(f"no such file: {path}", remedy=hint + remedy) from None
     except OSError as failure:
@@ -106,11 +112,15 @@ def read_config(path: str | Path, overrides: Iterable[str | Override] = ()) -> L
     """As load_config, with the origin of each value; messages name the option of an Override."""
     path = Path(path)
     remedy = "Give a readable YAML file; `cgplan init` writes a starting configuration."
-    data, lines = _parse(read_text(path, ConfigFileError, remedy, MOST_BYTES), path)
-    # a list is one value
-    named = {k: line for k, line in lines.items() if all(isinstance(part, str) for part in k)}
-    origins = {".".join(map(str, key)): f"{path.name}:{line}" for key, line in named.items()}
-    return loaded_config(data, str(path), overrides, origins, path.resolve().parent, lines)
+    text = read_text(path, ConfigFileError, remedy, MOST_BYTES)
+    data, lines = _parse(text, path)
+    origins = {}
+    for key, line in lines.items():
+        if all(isinstance(part, str) for part in key):  # a list is one value
+            dotted = ".".join(map(str, key))
+            origins[dotted] = f"{path.name}:{line}"
+    base_dir = path.resolve().parent
+    return loaded_config(data, str(path), overrides, origins, base_dir, lines)
 
 
 def loaded_config(
@@ -124,25 +134,25 @@ def loaded_config(
     """The configuration of a document, to which the overrides are applied; ``source`` names it in
     messages, ``origins`` and ``lines`` tell where its keys stand. Raises ConfigError.
     """
+    found = dict(origins)
     for given in overrides:
         override = Override(given) if isinstance(given, str) else given
         dotted = _override(data, override)
-        origins = {
-            key: at
-            for key, at in origins.items()
-            if key != dotted and not key.startswith(f"{dotted}.")
-        }
-        origins[dotted] = override.option
+        for key in list(found):
+            if key.startswith(f"{dotted}."):
+                del found[key]
+        found[dotted] = override.option
     try:
         config = Config.model_validate(data)
     except ValidationError as error:
-        others = {key: at for key, at in origins.items() if at != source}
+        others = {key: at for key, at in found.items() if at != source}
         raise explain(error, data, source, Config, lines, others) from None
-    branches = set[str]()
-    for key in origins:
-        while key := key.rpartition(".")[0]:
-            branches.add(key)
-    leaves = {key: at for key, at in origins.items() if key not in branches}
+    branches: set[str] = set()
+    for key in found:
+        parts = key.split(".")
+        for depth in range(1, len(parts)):
+            branches.add(".".join(parts[:depth]))
+    leaves = {key: at for key, at in found.items() if key not in branches}
     return LoadedConfig(config, leaves, base_dir)
 
 
@@ -164,47 +174,45 @@ class _Loader(yaml.SafeLoader):
         self._depth = self._values = 0
         self._sizes: dict[yaml.Node, int] = {}
 
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        is_alias, before, mark = (
-            self.check_event(yaml.AliasEvent),
-            self._values,
-            self.current_event.start_mark,
-        )
+    def compose_node(
+        self,
+        parent: yaml.Node | None,
+        index: Any,
+    ) -> yaml.Node | None:
+        is_alias = self.check_event(yaml.AliasEvent)
+        mark = self.current_event.start_mark
+        before = self._values
         self._depth += 1
         if self._depth > DEEPEST:
-            raise yaml.MarkedYAMLError(
-                problem=f"more than {DEEPEST} values inside each other", problem_mark=mark
-            )
+            raise _refusal(f"more than {DEEPEST} values inside each other", mark)
         node = super().compose_node(parent, index)
         self._depth -= 1
         if node is not None:
             if is_alias and node not in self._sizes:
-                raise yaml.MarkedYAMLError(
-                    problem="an alias inside of what it stands for", problem_mark=mark
-                )
-            self._values = before + self._sizes.setdefault(node, self._values - before + 1)
+                raise _refusal("an alias inside of what it stands for", mark)
+            size = self._values - before + 1
+            self._values = before + self._sizes.setdefault(node, size)
         if self._values > MOST_VALUES:
-            raise yaml.MarkedYAMLError(
-                problem=f"more than {MOST_VALUES:,} values", problem_mark=mark
-            )
+            raise _refusal(f"more than {MOST_VALUES:,} values", mark)
         return node
 
-    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        if (
-            isinstance(node, yaml.ScalarNode)
-            and len(node.value) > LONGEST_NUMBER
-            and not node.tag.endswith(":str")
-        ):
-            problem = f"{node.tag.rpartition(':')[2]} of more than {LONGEST_NUMBER:,} characters"
-            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+    def construct_object(
+        self,
+        node: yaml.Node,
+        deep: bool = False,
+    ) -> Any:
+        kind = node.tag.rpartition(":")[2]
+        is_scalar = isinstance(node, yaml.ScalarNode) and kind != "str"
+        if is_scalar and len(node.value) > LONGEST_NUMBER:
+            raise _refusal(f"{kind} of more than {LONGEST_NUMBER:,} characters", node.start_mark)
         try:
             return super().construct_object(node, deep)
         except yaml.YAMLError:
             raise
         # PyYAML's constructors raise anything: IndexError for `!!int ''`, say
         except Exception as error:
-            problem = f"{str(node.value)[:100]!r} is no {node.tag.rpartition(':')[2]}: {error}"
-            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark) from None
+            shown = str(node.value)[:100]
+            raise _refusal(f"{shown!r} is no {kind}: {error}", node.start_mark) from None
 
     def compose_mapping_node(self, anchor: Any) -> Any:
         node = super().compose_mapping_node(anchor)
@@ -212,10 +220,15 @@ class _Loader(yaml.SafeLoader):
         for key, _ in node.value:
             name = str(key.value)
             if name in lines:
-                problem = f"the key {name!r} stands twice (first in line {lines[name]})"
-                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+                raise _refusal(
+                    f"the key {name!r} stands twice (first in line {lines[name]})", key.start_mark
+                )
             lines[name] = key.start_mark.line + 1
         return node
+
+
+def _refusal(problem: str, mark: yaml.Mark) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
 
 
 def read_yaml(text: str, option: str, remedy: str) -> Any:
@@ -257,33 +270,39 @@ def _lines(node: yaml.Node | None, path: Path_) -> Iterator[tuple[Path_, int]]:
     """Lines below a constructed node: merged keys stand before its own, and the last line
     counts.
     """
-    items: list[tuple[str | int, yaml.Node, yaml.Node]] = []
     if isinstance(node, yaml.MappingNode):
-        items = [(key.value, key, value) for key, value in node.value]
+        for key, value in node.value:
+            inner = (*path, key.value)
+            yield inner, key.start_mark.line + 1
+            yield from _lines(value, inner)
     elif isinstance(node, yaml.SequenceNode):
-        items = [(index, item, item) for index, item in enumerate(node.value)]
-    for name, key, value in items:
-        yield (*path, name), key.start_mark.line + 1
-        yield from _lines(value, (*path, name))
+        for index, item in enumerate(node.value):
+            inner = (*path, index)
+            yield inner, item.start_mark.line + 1
+            yield from _lines(item, inner)
 
 
 def _override(data: dict[str, Any], override: Override) -> str:
     """Apply one override to the parsed document; returns the dotted key."""
     text, option = override
     dotted, equals, value = text.partition("=")
-    *parents, last = dotted.strip().split(".")
-    where = f"--set {dotted.strip()}" if option == "--set" else option
-    if not equals or not all((*parents, last)) or len(parents) > DEEPEST:
+    dotted = dotted.strip()
+    parts = dotted.split(".")
+    if not equals or "" in parts or len(parts) > DEEPEST + 1:
         raise ConfigError(
             f"--set {text[:80]!r} is not of the form key=value",
             remedy="Write a dotted key, as in --set compilation.cudagraph_mode=FULL.",
         )
+    where = f"--set {dotted}" if option == "--set" else option
     parsed = read_yaml(value, f"{where}: the value", "Quote the value.")
+    *parents, last = parts
     for parent in parents:
-        below = {} if data.get(parent) is None else data[parent]
+        below = data.get(parent)
+        if below is None:
+            below = {}
         if not isinstance(below, dict):
             raise ConfigError(f"{where}: {parent} is not a section", remedy="Check the dotted key.")
         data[parent] = dict(below)  # a copy: a YAML alias shares one mapping between several keys
         data = data[parent]
     data[last] = parsed
-    return dotted.strip()
+    return dotted

@@ -36,18 +36,21 @@ def explain(
     """
     # a union complains several times about one value
     by_path = grouped((_real_path(detail, data), detail) for detail in error.errors())
-    messages = [
-        _message(path, details, root, lines, origins)
-        for path, details in by_path.items()
-        if any(d["type"] == "value_error" for d in details)
-        or not any(other[: len(path)] == path and other != path for other in by_path)
-    ]
+    messages, is_unknown = [], False
+    for path, details in by_path.items():
+        kinds = {detail["type"] for detail in details}
+        is_unknown = is_unknown or "extra_forbidden" in kinds
+        below = [other for other in by_path if other != path and other[: len(path)] == path]
+        if "value_error" in kinds or not below:
+            messages.append(_message(path, details, root, lines, origins))
     if len(messages) > 1:
         message = f"{source}:" + "".join(f"\n  - {text}" for text in messages)
+    elif messages[0].startswith("--"):
+        message = messages[0]
     else:
-        message = messages[0] if messages[0].startswith("--") else f"{source}: {messages[0]}"
+        message = f"{source}: {messages[0]}"
     remedy = "Correct the value; docs/config-reference.md describes each key."
-    if any(detail["type"] == "extra_forbidden" for detail in error.errors()):
+    if is_unknown:
         remedy = (
             "Correct or remove the key; docs/config-reference.md lists all keys, `cgplan "
             "schema` completes them."
@@ -60,20 +63,28 @@ def first_problem(error: ValidationError) -> str:
     ``records.0.mode: Field required``.
     """
     first = error.errors()[0]
-    where, what = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
+    where = ".".join(map(str, first["loc"]))
+    what = _problem(first)
     return f"{where}: {what}" if where else what
+
+
+def _problem(detail: ErrorDetails) -> str:
+    return detail["msg"].removeprefix("Value error, ")
 
 
 def _real_path(detail: ErrorDetails, data: Any) -> Path_:
     """pydantic's location without the names of union members that it mixes in."""
     real: list[str | int] = []
     for part in detail["loc"]:
-        is_item = isinstance(data, list | tuple) and isinstance(part, int) and part < len(data)
-        if is_item or (isinstance(data, dict) and part in data):
+        if isinstance(data, dict):
+            is_inside = part in data
+            if not is_inside and detail["type"] == "missing":
+                return (*real, part)
+        else:
+            is_inside = isinstance(data, list | tuple) and part in range(len(data))
+        if is_inside:
             real.append(part)
             data = data[part]
-        elif isinstance(data, dict) and detail["type"] == "missing":
-            return (*real, part)
     return tuple(real)
 
 
@@ -84,26 +95,33 @@ def _message(
     lines: Mapping[Path_, int],
     origins: Mapping[str, str],
 ) -> str:
-    key, detail = ".".join(map(str, path)), details[0]
-    above = [path[:depth] for depth in range(len(path), 0, -1)]
-    where = next((f"line {lines[at]}: " for at in above if at in lines), "")
-    for at in above:
+    where, key = "", ".".join(map(str, path))
+    above = [path[: depth + 1] for depth in range(len(path))]
+    for at in above:  # the innermost line counts
+        if at in lines:
+            where = f"line {lines[at]}: "
+    for at in reversed(above):
         option = origins.get(".".join(map(str, at)), "")
         if option == "--set":
             where = "--set "
         elif option.startswith("--"):  # it has one key, and stands for that
             where, key = "", option
-    ours = [d["msg"].removeprefix("Value error, ") for d in details if d["type"] == "value_error"]
-    if ours:
-        return f"{where}{key}{': ' if key else ''}{ours[0]}"
+    for detail in details:
+        if detail["type"] == "value_error":
+            return f"{where}{key}{': ' if key else ''}{_problem(detail)}"
+    detail = details[0]
     if detail["type"] == "extra_forbidden":
         return f"{where}unknown key {key!r}{_nearest(path, root)}"
     if detail["type"] == "missing":
         return f"{where}{key!r} is missing"
-    allowed = dict.fromkeys(
-        d["msg"].removeprefix("Input should be ").replace("valid tuple", "list") for d in details
-    )
-    shown = textwrap.shorten(repr(detail["input"]), 200, placeholder="...")
+    allowed = []
+    for detail in details:
+        words = detail["msg"].removeprefix("Input should be ")
+        words = words.replace("valid tuple", "list")
+        if words not in allowed:
+            allowed.append(words)
+    given = repr(details[0]["input"])
+    shown = textwrap.shorten(given, 200, placeholder="...")
     return f"{where}{key}: found {shown}, expected {' or '.join(allowed)}"
 
 
@@ -115,13 +133,16 @@ def _nearest(path: Path_, root: type[BaseModel]) -> str:
     model = root
     for parent in parents:  # the names in a mapping of sections are fields of none
         if parent in model.model_fields:
-            model = _model_in(model.model_fields[str(parent)].annotation) or model
+            field = model.model_fields[str(parent)]
+            model = _model_in(field.annotation) or model
     fields = list(model.model_fields)
-    if hint := did_you_mean(str(name), fields, " (did you mean {!r}?)"):
+    hint = did_you_mean(str(name), fields, " (did you mean {!r}?)")
+    if hint:
         return hint
     for section, info in root.model_fields.items():  # a right key in the wrong place
         inside = _model_in(info.annotation)
-        if inside and "dict" not in str(info.annotation) and name in inside.model_fields:
+        is_mapping = "dict" in str(info.annotation)
+        if inside is not None and not is_mapping and name in inside.model_fields:
             return f" (it belongs under {section!r})"
     return f" (allowed here: {', '.join(fields)})"
 
@@ -132,4 +153,8 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
     """
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    return next(filter(None, map(_model_in, typing.get_args(annotation))), None)
+    for inner in typing.get_args(annotation):
+        found = _model_in(inner)
+        if found is not None:
+            return found
+    return None

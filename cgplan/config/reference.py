@@ -29,11 +29,16 @@ compilation.cudagraph_mode=FULL`. Unknown keys are errors.
 """
 
 
+_COLUMNS = "| Key | Type | Default | Meaning |\n| --- | --- | --- | --- |"
+
+
 class _NamedDefaults(GenerateJsonSchema):
     """Enums stand in YAML by name, so their defaults do here."""
 
     def encode_default(self, dft: Any) -> Any:
-        return dft.name if isinstance(dft, Enum) else super().encode_default(dft)
+        if isinstance(dft, Enum):
+            return dft.name
+        return super().encode_default(dft)
 
 
 def json_schema() -> str:
@@ -66,15 +71,17 @@ def _schema() -> dict[str, Any]:
     import it takes long.
     """
     for node in ast.parse(getsource(models)).body:
-        if isinstance(node, ast.ClassDef) and issubclass(
-            section := getattr(models, node.name), Section
-        ):
-            for field, says in pairwise(node.body):
-                if isinstance(field, ast.AnnAssign) and isinstance(says, ast.Expr):
-                    section.model_fields[ast.unparse(field.target)].description = cleandoc(
-                        ast.literal_eval(says.value)
-                    )
-            section.model_rebuild(force=True)
+        if not isinstance(node, ast.ClassDef):
+            continue
+        section = getattr(models, node.name)
+        if not issubclass(section, Section):
+            continue
+        for field, says in pairwise(node.body):
+            if isinstance(field, ast.AnnAssign) and isinstance(says, ast.Expr):
+                name = ast.unparse(field.target)
+                description = cleandoc(ast.literal_eval(says.value))
+                section.model_fields[name].description = description
+        section.model_rebuild(force=True)
     text = json.dumps(Config.model_json_schema(schema_generator=_NamedDefaults))
     schema: dict[str, Any] = json.loads(text.replace("\\n", " "))
     return schema
@@ -87,16 +94,17 @@ def _model(node: Node, schema: Node) -> Node:
 
 
 def _section(title: str, model: Node, schema: Node) -> Iterator[str]:
-    yield (
-        f"## {title}\n\n{model['description']}\n\n| Key | Type | Default | Meaning |\n| --- | "
-        "--- | --- | --- |"
-    )
+    yield f"## {title}\n\n{model['description']}\n\n{_COLUMNS}"
     for name, node in model["properties"].items():
         required = name in model.get("required", ())
         # pydantic leaves a description out where it equals that of the section
-        meaning = node.get("description") or _model(node, schema).get("description", "")
-        row = (f"`{name}`", _words(node), "required" if required else _default(node), meaning)
-        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |"
+        meaning = node.get("description")
+        if meaning is None:
+            meaning = _model(node, schema).get("description", "")
+        default = "required" if required else _default(node)
+        row = (f"`{name}`", _words(node), default, meaning)
+        cells = [cell.replace("|", "\\|") for cell in row]
+        yield f"| {' | '.join(cells)} |"
     yield ""
 
 
@@ -104,37 +112,43 @@ def _default(node: Node) -> str:
     if "default" not in node:  # a section or mapping, which starts empty
         return "none" if node.get("type") == "object" else "see its keys"
     value = node["default"]
-    return (
-        "absent"
-        if value is None
-        else f"`{value}`"
-        if isinstance(value, str)
-        else f"`{json.dumps(value)}`"
-    )
+    if value is None:
+        return "absent"
+    return f"`{value}`" if isinstance(value, str) else f"`{json.dumps(value)}`"
 
 
 def _words(node: Node, plural: str = "") -> str:
     """A JSON schema as a reader of YAML would say it; ``plural`` ends the names of numbers."""
     if "anyOf" in node:
-        options = [option for option in node["anyOf"] if option.get("type") != "null"]
-        if any(option.get("type") == "number" for option in options):
-            # a number says it already
-            options = [option for option in options if option.get("type") != "integer"]
-        return ", or ".join(dict.fromkeys(_words(option, plural) for option in options))
+        options = node["anyOf"]
+        types = {option.get("type") for option in options}
+        # a number says whole numbers, too
+        left_out = {"null", "integer"} if "number" in types else {"null"}
+        shown = [option for option in options if option.get("type") not in left_out]
+        words = [_words(option, plural) for option in shown]
+        return ", or ".join(dict.fromkeys(words))
     if "$ref" in node:
         return "section"
     if "const" in node:
         return f"`{node['const']}`"
     if "enum" in node:
-        return f"one of {', '.join(f'`{choice}`' for choice in node['enum'])}"
+        choices = [f"`{choice}`" for choice in node["enum"]]
+        return f"one of {', '.join(choices)}"
     if "prefixItems" in node:
-        return f"`[{', '.join(map(_words, node['prefixItems']))}]`"
+        items = [_words(item) for item in node["prefixItems"]]
+        return f"`[{', '.join(items)}]`"
     if node["type"] == "array":
         return f"list of {_words(node['items'], 's').replace(', or ', ' or ')}"
     if node["type"] == "object":
         section = isinstance(node.get("additionalProperties"), Mapping)
         return "mapping from names to sections" if section else "mapping"
-    names = {"integer": f"whole number{plural}", "number": f"number{plural}", "string": "text"}
+    names = {
+        "integer": f"whole number{plural}",
+        "number": f"number{plural}",
+        "string": "text",
+    }
     word = names.get(node["type"], "true or false")
-    bounds = {" > ": node.get("exclusiveMinimum"), " >= ": node.get("minimum")}
-    return word + "".join(f"{sign}{bound}" for sign, bound in bounds.items() if bound is not None)
+    for sign, bound in ((">", "exclusiveMinimum"), (">=", "minimum")):
+        if bound in node:
+            word = f"{word} {sign} {node[bound]}"
+    return word

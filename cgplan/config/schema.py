@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, cast
 
@@ -624,7 +624,7 @@ def _named(value: object) -> object:
     found = dict[object, object]()
     for name, dim in value.items():
         if isinstance(dim, Mapping) and not all(isinstance(key, str) for key in dim):
-            raise ValueError(f"dims.{name} has keys that are no text: {', '.join(map(repr, dim))}")
+            raise ValueError(f"dims.{name} has keys that are not text: {', '.join(map(repr, dim))}")
         found[name] = {**dim, "name": name} if isinstance(dim, Mapping) else dim
     return found
 
@@ -665,11 +665,13 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:
-        if twice := sorted(set(self.inputs) & set(self.metadata)):
+        twice = sorted(set(self.inputs) & set(self.metadata))
+        if twice:
             raise ValueError(
                 f"{twice[0]!r} is both an input and metadata; a name may stand in one of them"
             )
-        if reserved := sorted(WORDS_OF_A_CALL & {*self.inputs, *self.metadata}):
+        reserved = sorted(WORDS_OF_A_CALL & set(self.tensors))
+        if reserved:
             raise ValueError(
                 f"{reserved[0]!r} is a word of the runner's call and cannot name an input"
             )
@@ -677,49 +679,46 @@ class Config(Section):
         if self.traffic is not None and self.traffic.lora_share > 0 and self.lora is None:
             raise ValueError(
                 f"traffic.lora_share is {self.traffic.lora_share:g}, but there is no `lora` "
-                "section; add one, such as "
-                "`lora: {max_loras: 4}`"
+                "section; add one, such as `lora: {max_loras: 4}`"
             )
         return self
 
     def _check_dims(self) -> None:
-        given = self.model.output_shapes if self.model else None
-        shapes = {f"input {name!r}": spec.extents for name, spec in self.tensors.items()}
-        lasts = {f"input {name!r}" for name, spec in self.tensors.items() if spec.pad == "last"}
-        shapes |= {
-            f"output {i}": tuple(map(Extent.parse, shape)) for i, shape in enumerate(given or ())
-        }
-        if reserved := [
-            name for name, dim in self.dims.items() if name in SYMBOLS or dim.name != name
-        ]:
-            raise ValueError(f"{reserved[0]!r} cannot name a dimension of `dims`")
-        allowed = (*SYMBOLS, *self.dims)
-        for where, extents in shapes.items():
-            for extent in extents:
-                if extent.symbol is not None and extent.symbol not in allowed:
-                    hint = did_you_mean(extent.symbol, allowed, " (did you mean {!r}?)")
-                    raise ValueError(
-                        f"{where} has a dimension {extent.symbol!r}, which `dims` does not "
-                        f"declare{hint}"
-                    )
-            if any(e.symbol in self.dim_names[1:] for e in extents) and where in lasts:
+        first, *others = self.dim_names
+        for name, dim in self.dims.items():
+            if name in SYMBOLS or dim.name != name:
+                raise ValueError(f"{name!r} cannot name a dimension of `dims`")
+        for name, spec in self.tensors.items():
+            symbols = self._symbols_of(f"input {name!r}", spec.extents)
+            if spec.pad == "last" and not set(symbols).isdisjoint(others):
                 raise ValueError(
-                    f"{where}: pad: last goes with rows of the batch, not with "
+                    f"input {name!r}: pad: last goes with rows of the batch, not with "
                     f"{', '.join(self.dims)}"
                 )
-            if (
-                where.startswith("input")
-                and sum(extent.symbol == self.dim_names[0] for extent in extents) > 1
-            ):
+            if symbols.count(first) > 1:
                 raise ValueError(
-                    f"{where} has {self.dim_names[0]!r} twice; only one dimension may count rows"
+                    f"input {name!r} has {first!r} twice; only one dimension may count rows"
                 )
+        given = self.model.output_shapes if self.model else None
+        for i, shape in enumerate(given or ()):
+            self._symbols_of(f"output {i}", map(Extent.parse, shape))
         if len(self.dim_names) > 1 and self.tensors and given is None:
             raise ValueError(
                 "`dims` declares more than one name: write the shapes of outputs into "
                 "model.output_shapes"
             )
         self._check_boxes()
+
+    def _symbols_of(self, where: str, extents: Iterable[Extent]) -> list[str]:
+        allowed = (*SYMBOLS, *self.dims)
+        symbols = [extent.symbol for extent in extents if extent.symbol is not None]
+        for symbol in symbols:
+            if symbol not in allowed:
+                hint = did_you_mean(symbol, allowed, " (did you mean {!r}?)")
+                raise ValueError(
+                    f"{where} has a dimension {symbol!r}, which `dims` does not declare{hint}"
+                )
+        return symbols
 
     def _check_boxes(self) -> None:
         for box in self.compilation.boxes or ():

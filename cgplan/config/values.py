@@ -13,9 +13,19 @@ from cgplan.errors import ConfigError
 from cgplan.modes import AttentionSupport, CUDAGraphMode
 
 DType = Literal[
-    "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2",
-    "int64", "int32", "int16", "int8", "uint8", "bool",
-]  # fmt: skip
+    "float64",
+    "float32",
+    "float16",
+    "bfloat16",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "int64",
+    "int32",
+    "int16",
+    "int8",
+    "uint8",
+    "bool",
+]
 LadderName = Literal["vllm", "sglang", "trtllm", "powers_of_two"]
 Symbol = Literal["num_tokens", "num_reqs"]
 
@@ -52,8 +62,22 @@ DIMENSION = {"anyOf": [{"type": "integer"}, {"type": "string"}]}
 Count = Annotated[int, Field(strict=True, ge=1)]
 CountOrZero = Annotated[int, Field(strict=True, ge=0)]
 # a ladder lists every size up to it
-BatchBound = Annotated[int, Field(strict=True, ge=1, le=1 << 20)]
-Length = Annotated[int, Field(strict=True, ge=1, le=1 << 20)]  # of a prompt or an output, in tokens
+BatchBound = Annotated[
+    int,
+    Field(
+        strict=True,
+        ge=1,
+        le=1 << 20,
+    ),
+]
+Length = Annotated[
+    int,
+    Field(
+        strict=True,
+        ge=1,
+        le=1 << 20,
+    ),
+]  # of a prompt or an output, in tokens
 Flag = Annotated[bool, Field(strict=True)]
 
 
@@ -64,20 +88,16 @@ def check_pad(value: object) -> object:
 
 
 def check_example(value: object) -> object:
-    pair = (
-        isinstance(value, list | tuple) and len(value) == 2 and all(type(v) is int for v in value)
+    if isinstance(value, list | tuple):
+        if len(value) == 2 and all(type(bound) is int for bound in value):
+            if value[0] >= value[1]:
+                raise ValueError(f"found {value!r}: low must be below high")
+            return value
+    elif value in (None, "normal", "arange", "spread") or isinstance(value, int | float):
+        return value
+    raise ValueError(
+        f"found {value!r}, expected a number, `normal`, `arange`, `spread`, or [low, high]"
     )
-    if (
-        value not in (None, "normal", "arange", "spread")
-        and not isinstance(value, int | float)
-        and not pair
-    ):
-        raise ValueError(
-            f"found {value!r}, expected a number, `normal`, `arange`, `spread`, or [low, high]"
-        )
-    if pair and value[0] >= value[1]:  # type: ignore[index]
-        raise ValueError(f"found {value!r}: low must be below high")
-    return value
 
 
 def check_package(value: object) -> object:
@@ -125,42 +145,50 @@ LARGEST = {  # torch.finfo(...).max
 
 def is_value_of(dtype: str, value: float) -> bool:
     """Whether a tensor of that dtype can hold the number, rounded where it is floating point."""
+    is_finite = isinstance(value, int) or math.isfinite(value)
     if dtype in LARGEST:
-        return (not isinstance(value, int) and not math.isfinite(value)) or abs(value) <= LARGEST[
-            dtype
-        ]
+        return not is_finite or abs(value) <= LARGEST[dtype]
     if dtype == "bool":
         return value in (0, 1)
+    if not is_finite or value != int(value):
+        return False
     bits = int(re.sub(r"\D", "", dtype))
-    low, high = (0, 1 << bits) if dtype == "uint8" else (-(1 << bits - 1), 1 << bits - 1)
-    return (
-        (isinstance(value, int) or math.isfinite(value))
-        and value == int(value)
-        and low <= value < high
-    )
+    if dtype == "uint8":
+        return 0 <= value < 1 << bits
+    half = 1 << bits - 1
+    return -half <= value < half
+
+
+_AMOUNT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.ASCII | re.IGNORECASE)
 
 
 def _amount(
-    units: Mapping[str, float], unit: str, example: str, most: float
+    units: Mapping[str, float],
+    unit: str,
+    example: str,
+    most: float,
 ) -> Callable[[object], float]:
     """Parser of amounts such as ``2GiB``: a number of the base ``unit``, or text with one of
     ``units``, in any case.
     """
-    factors = {"": 1.0, **{name.lower(): factor for name, factor in units.items()}}
+    factors = {"": 1.0}
+    for name, factor in units.items():
+        factors[name.lower()] = factor
     allowed = (
         f"expected a number of {unit}, or one with a unit ({', '.join(units)}), such as {example}"
     )
 
     def parse(value: object) -> float:
-        text = value if isinstance(value, str) else ""
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text, re.ASCII | re.IGNORECASE)
-        if match and match[2].lower() in factors:
-            amount = float(match[1]) * factors[match[2].lower()]
-        elif isinstance(value, int | float) and not isinstance(value, bool):
-            amount = value
+        named = ""
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            amount: float = value
         else:
-            raise ValueError(f"found {value!r}, {allowed}")
-        if unit == "bytes" and not (match and match[2]) and amount % 1:
+            match = _AMOUNT.fullmatch(value) if isinstance(value, str) else None
+            if match is None or match[2].lower() not in factors:
+                raise ValueError(f"found {value!r}, {allowed}")
+            named = match[2].lower()
+            amount = float(match[1]) * factors[named]
+        if unit == "bytes" and not named and amount % 1:
             raise ValueError(f"found {value!r} bytes; was a unit meant? {allowed}")
         if not 0 <= amount <= most:
             raise ValueError(

@@ -37,7 +37,7 @@ from torch import Tensor
 from cgplan.backends import GraphBackend
 from cgplan.backends.context import define_operator
 from cgplan.backends.host_sync import is_probing
-from cgplan.captures.together import PeerMemory
+from cgplan.captures.rank_sync import PeerMemory
 from cgplan.distributed.ranks import Ranks
 from cgplan.distributed.registry import Registration
 from cgplan.errors import AllReduceError, DistributedError, first_line
@@ -45,10 +45,19 @@ from cgplan.errors import AllReduceError, DistributedError, first_line
 logger = logging.getLogger(__name__)
 
 GLOO_DTYPES = (
-    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8,
-    torch.int32, torch.int64,
-    torch.bool, torch.complex32, torch.complex64, torch.complex128,
-)  # fmt: skip
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int8,
+    torch.uint8,
+    torch.int32,
+    torch.int64,
+    torch.bool,
+    torch.complex32,
+    torch.complex64,
+    torch.complex128,
+)
 
 _numbers = itertools.count(1)
 _live: WeakValueDictionary[int, AllReduce] = WeakValueDictionary()
@@ -73,23 +82,20 @@ class AllReduce(ABC):
     def __init__(
         self, ranks: Ranks, backend: GraphBackend, fallback: AllReduce | None = None
     ) -> None:
-        self.ranks, self.rank, self.world_size, self.backend = (
-            ranks,
-            ranks.rank,
-            ranks.world_size,
-            backend,
-        )
+        self.ranks = ranks
+        self.rank = ranks.rank
+        self.world_size = ranks.world_size
+        self.backend = backend
         self.number = next(_numbers)
         self.is_closed = False
-        self._fallback, self._logged = fallback, set[str]()
+        self._fallback = fallback
+        self._logged = set[str]()
         self._row = torch.zeros(ranks.world_size, dtype=torch.int64, device=backend.device)
         self._is_unfinished = False  # see Note [Unfinished sums]
         _live[self.number] = self
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The sum over all ranks, in new memory; like the operator, and seen by a tape or a trace
-        as such.
-        """
+        """The sum over all ranks, in new memory, by the operator."""
         result: Tensor = torch.ops.cgplan.all_reduce(x, self.number)
         return result
 
@@ -106,16 +112,21 @@ class AllReduce(ABC):
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         if x.numel():
             source, row = self.placed(x.contiguous())
-            torch.ops.cgplan.all_reduce_row(source, out, row, self.number)
+            torch.ops.cgplan.all_reduce_row(
+                source,
+                out,
+                row,
+                self.number,
+            )
         return out
 
     def why_not(self, x: Tensor) -> str:  # noqa: ARG002
         """Why this tensor goes to ``fallback``; empty if it does not. The same on all ranks."""
         return ""
 
-    def peers(self) -> PeerMemory:
+    def peer_memory(self) -> PeerMemory:
         """The other ranks' memory that captured sums read."""
-        return PeerMemory((), ())
+        return PeerMemory(mapped=(), addresses=())
 
     def placed(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The input where other ranks can read it, and the table row with its addresses."""
@@ -141,9 +152,7 @@ class AllReduce(ABC):
         self._is_unfinished = False
 
     def begin_pass(self) -> None:
-        """Before captures, on all ranks: unregister the last pass's buffers, and forget unfinished
-        sums.
-        """
+        """Before captures, on all ranks: forget the last pass's buffers and unfinished sums."""
         if self._fallback is not None:
             self._fallback.begin_pass()
 
@@ -158,14 +167,10 @@ class AllReduce(ABC):
         """Before graphs are freed, on all ranks."""
 
     def abort(self) -> None:  # noqa: B027
-        """End waits of kernels that are queued: their sums are wrong, and all others until
-        ``begin_pass``.
-        """
+        """End waits of queued kernels. Sums are wrong from then on, until ``begin_pass``."""
 
     def check(self) -> None:  # noqa: B027
-        """Raise AllReduceError if a kernel gave up waiting since the last look. Waits for the
-        device.
-        """
+        """Raise AllReduceError if a kernel has given up waiting. Waits for the device."""
 
     @property
     def is_read(self) -> bool:
@@ -251,8 +256,8 @@ _ALIGNMENT = 16
 
 
 class SymmetricAllReduce(AllReduce):
-    """Copies each input to one buffer of ``max_bytes`` in symmetric memory, and reduces there,
-    without multicast.
+    """Copies each input to a buffer of ``max_bytes`` in symmetric memory, and sums there, without
+    multicast.
 
     Raises AllReduceError, on all ranks, where the memory cannot be opened.
     """
@@ -278,22 +283,23 @@ class SymmetricAllReduce(AllReduce):
                 ) from error
 
     def why_not(self, x: Tensor) -> str:
-        parts = self.world_size * _ALIGNMENT if x.nbytes > _ONE_SHOT_BYTES else _ALIGNMENT
-        fits = (
-            x.dtype in _SYMMETRIC_DTYPES and x.nbytes <= self._max_bytes and x.nbytes % parts == 0
-        )
-        return "" if fits else f"a tensor of {x.dtype} does not fit torch's kernels"
+        unit = _ALIGNMENT
+        if x.nbytes > _ONE_SHOT_BYTES:
+            unit *= self.world_size
+        has_size = x.nbytes <= self._max_bytes and x.nbytes % unit == 0
+        if has_size and x.dtype in _SYMMETRIC_DTYPES:
+            return ""
+        return f"a tensor of {x.dtype} does not fit torch's kernels"
 
     def run(self, x: Tensor, out: Tensor, row: Tensor) -> None:  # noqa: ARG002
         buffer = self._buffer[: x.nbytes].view(x.dtype)
         buffer.copy_(x.view(-1))
+        summed = buffer
         if x.nbytes <= _ONE_SHOT_BYTES:
-            out.view(-1).copy_(
-                torch.ops.symm_mem.one_shot_all_reduce(buffer, "sum", self._group_name)
-            )
+            summed = torch.ops.symm_mem.one_shot_all_reduce(buffer, "sum", self._group_name)
         else:
             torch.ops.symm_mem.two_shot_all_reduce_(buffer, "sum", self._group_name)
-            out.view(-1).copy_(buffer)
+        out.view(-1).copy_(summed)
 
 
 def _all_reduce(x: Tensor, group: int) -> Tensor:

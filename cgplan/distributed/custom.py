@@ -20,7 +20,7 @@ from torch import Tensor
 
 from cgplan.backends import GraphBackend
 from cgplan.backends.context import current_forward_context
-from cgplan.captures.together import PeerMemory
+from cgplan.captures.rank_sync import PeerMemory
 from cgplan.config import Config, DistributedConfig
 from cgplan.distributed.all_reduce import AllReduce, CollectiveAllReduce, SymmetricAllReduce
 from cgplan.distributed.ranks import Ranks
@@ -42,7 +42,11 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 PACK_BYTES = 16
 # Messages up to so many bytes are one-shot: beyond it, reading every input whole costs more than a
 # second exchange.
-ONE_SHOT_BYTES = {2: 1 << 20, 4: 512 << 10, 8: 256 << 10}
+ONE_SHOT_BYTES = {
+    2: 1 << 20,
+    4: 512 << 10,
+    8: 256 << 10,
+}
 
 _MOST_BLOCKS = 64  # of one kernel, each with its own signals
 _WARPS = 8
@@ -78,7 +82,8 @@ class CustomAllReduce(AllReduce):
         settings: DistributedConfig,
     ) -> None:
         super().__init__(ranks, backend, fallback)
-        self._transport, self._max_bytes = transport, settings.all_reduce_max_size
+        self._transport = transport
+        self._max_bytes = settings.all_reduce_max_size
         self.registry = GraphBufferRegistry(ranks, transport, backend.device, settings.table_rows)
         self._own = transport.empty(signal_bytes)
         self._addresses = self.registry.open_block("signals", self._own)  # of all ranks' signals
@@ -98,15 +103,16 @@ class CustomAllReduce(AllReduce):
                 "a tensor has more than distributed.all_reduce_max_size, "
                 f"{format_bytes(self._max_bytes)}"
             )
-        return (
-            f"a tensor's bytes are not a multiple of {PACK_BYTES}" if x.nbytes % PACK_BYTES else ""
-        )
+        if x.nbytes % PACK_BYTES:
+            return f"a tensor's bytes are not a multiple of {PACK_BYTES}"
+        return ""
 
     def placed(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The registered buffer in a FULL graph, else the staging buffer."""
         if x.data_ptr() % PACK_BYTES:  # a slice
             x = x.clone()
-        context, is_capturing = current_forward_context(), self.backend.is_capturing()
+        context = current_forward_context()
+        is_capturing = self.backend.is_capturing()
         is_segment = context is not None and context.runtime_mode is CUDAGraphMode.PIECEWISE
         if is_capturing and not is_segment:
             source = self._transport.place(x)
@@ -114,7 +120,8 @@ class CustomAllReduce(AllReduce):
         else:
             if is_capturing:
                 self.registry.note(x)
-            source, row = self._staging[: x.nbytes].view(x.dtype).view(x.shape), self._staging_row
+            source = self._staging[: x.nbytes].view(x.dtype).view(x.shape)
+            row = self._staging_row
         if source is not x:
             source.copy_(x)
         return source, row
@@ -141,8 +148,8 @@ class CustomAllReduce(AllReduce):
     def release(self) -> None:
         self.registry.unregister()
 
-    def peers(self) -> PeerMemory:
-        return self.registry.peers()
+    def peer_memory(self) -> PeerMemory:
+        return self.registry.peer_memory()
 
     def close(self) -> None:
         if self.is_closed:
@@ -174,14 +181,16 @@ class CudaAllReduce(CustomAllReduce):
     ) -> None:
         from cgplan.distributed.triton_kernels import ABORTED, one_shot, two_shot
 
-        self._one_shot, self._two_shot = one_shot, two_shot
+        self._one_shot = one_shot
+        self._two_shot = two_shot
         self._limit = min(int(ranks.timeout * _LOOKS_PER_SECOND), (1 << 31) - 1)
         self._most = ONE_SHOT_BYTES[ranks.world_size]
         self._signal_bytes = _MOST_BLOCKS * ranks.world_size * 4
         slice_bytes = (
             -(-settings.all_reduce_max_size // (PACK_BYTES * ranks.world_size)) * PACK_BYTES
         )
-        transport, nbytes = CudaIpcTransport(ranks.device), self._signal_bytes + slice_bytes
+        transport = CudaIpcTransport(ranks.device)
+        nbytes = self._signal_bytes + slice_bytes
         super().__init__(ranks, backend, transport, nbytes, fallback, settings)
         device = ranks.device
         self._signals = torch.tensor(self._addresses, dtype=torch.int64, device=device)
@@ -192,8 +201,10 @@ class CudaAllReduce(CustomAllReduce):
         self._beside = torch.cuda.Stream(device)
 
     def run(self, x: Tensor, out: Tensor, row: Tensor) -> None:
-        world, pack = self.world_size, PACK_BYTES // x.itemsize
-        packs, block = x.nbytes // PACK_BYTES, _BLOCK_BYTES // x.itemsize
+        world = self.world_size
+        pack = PACK_BYTES // x.itemsize
+        packs = x.nbytes // PACK_BYTES
+        block = _BLOCK_BYTES // x.itemsize
         common = {
             "RANK": self.rank, "WORLD": world, "PACK": pack, "BLOCK": block, "LIMIT": self._limit,
             "num_warps": _WARPS,
@@ -255,7 +266,14 @@ class CpuAllReduce(CustomAllReduce):
         self, ranks: Ranks, backend: GraphBackend, fallback: AllReduce, settings: DistributedConfig
     ) -> None:
         words = (1 + _RECORD) * ranks.world_size
-        super().__init__(ranks, backend, SharedMemoryTransport(), 8 * words, fallback, settings)
+        super().__init__(
+            ranks,
+            backend,
+            SharedMemoryTransport(),
+            8 * words,
+            fallback,
+            settings,
+        )
         self._signals: list[Any] = [
             (ctypes.c_uint64 * words).from_address(address) for address in self._addresses
         ]
@@ -295,12 +313,14 @@ class CpuAllReduce(CustomAllReduce):
             raise unlike
 
     def reset(self) -> None:
-        self._count, self._is_unfinished = 0, False
+        self._count = 0
+        self._is_unfinished = False
         self._own.zero_()
 
     def _unlike(self, own: list[int]) -> RankMismatchError | None:
         """How the first rank whose record differs from rank 0's does; the same on all ranks."""
-        world, told = self.world_size, self._signals[self.rank]
+        world = self.world_size
+        told = self._signals[self.rank]
         if all(told[at : at + len(own)] == own for at in range(world, len(told), _RECORD)):
             return None
         described = []
@@ -315,12 +335,15 @@ class CpuAllReduce(CustomAllReduce):
         )
 
     def _barrier(self) -> None:
-        rank, world, own = self.rank, self.world_size, self._signals[self.rank]
+        rank = self.rank
+        world = self.world_size
+        own = self._signals[self.rank]
         self._count += 1
         time.sleep(0)
         for signals in self._signals:
             signals[rank] = self._count
-        spins, deadline = 0, time.monotonic() + self.ranks.timeout
+        spins = 0
+        deadline = time.monotonic() + self.ranks.timeout
         while min(own[:world]) < self._count:
             spins += 1
             if spins < _SPINS:
@@ -349,7 +372,8 @@ def open_all_reduce(config: Config, ranks: Ranks, backend: GraphBackend) -> AllR
     Raises:
         AllReduceError: custom or symm_mem was asked for and cannot work here; on all ranks.
     """
-    wanted, collective = config.compilation.all_reduce, CollectiveAllReduce(ranks, backend)
+    wanted = config.compilation.all_reduce
+    collective = CollectiveAllReduce(ranks, backend)
     if wanted == "nccl":
         return collective
     reasons = ranks.agree("the choice of the all-reduce", value=_why_not(wanted, ranks))

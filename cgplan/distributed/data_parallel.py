@@ -1,9 +1,8 @@
 """Data-parallel ranks that run one graph: each has its own batch, all have the same size and mode.
 
-Needed where ranks exchange data inside of the forward (experts that are spread over ranks, say): a
-rank that replayed another graph than its peers, or none, would exchange other shapes with them, or
-nothing. Off by default (``distributed.data_parallel_sync``), because it costs each step a small
-all-reduce on the host.
+Ranks need it that exchange data inside of the forward, such as those of expert parallelism: with
+different graphs they would exchange tensors of different shapes. It is off by default
+(``distributed.data_parallel_sync``), because each step costs a small all-reduce on the host.
 """
 
 from __future__ import annotations
@@ -41,15 +40,16 @@ class DataParallelRunner:
     several threads.
 
     A rank that has nothing to do calls it with tensors of 0 rows: it runs one request of padding,
-    and gets outputs of 0 rows. The runner's statistics count each batch as this rank gave it, one
-    of 0 rows not at all, and, as of ``run_eagerly``, none of those that all ranks run eagerly.
+    and gets outputs of 0 rows. The runner's statistics count each batch with this rank's rows. They
+    count no batch of 0 rows, and none that all ranks run eagerly.
 
-    The caller owns ``runner``. Making this one is a step of all ranks. ``last`` is the size and
+    The caller owns ``runner``. Making this object is a step of all ranks. ``last`` is the size and
     mode of the last batch.
     """
 
     def __init__(self, runner: GraphRunner, ranks: Ranks) -> None:
-        self._runner, self._ranks = runner, ranks
+        self._runner = runner
+        self._ranks = ranks
         # not the one of the data, where a failure may leave a sum unfinished
         self._group = ranks.new_group()
         self._batches = 0
@@ -72,7 +72,12 @@ class DataParallelRunner:
         try:
             is_idle = self._is_idle(inputs)
             if is_idle:
-                inputs = _padded(inputs, self._specs, (0, 0), (self._runner.plan.query_len, 1))
+                inputs = _padded(
+                    inputs,
+                    self._specs,
+                    (0, 0),
+                    (self._runner.plan.query_len, 1),
+                )
                 uniform_decode, num_active_loras = True, 0
             route = self._runner.route(inputs, uniform_decode, num_active_loras)
             size = (
@@ -81,7 +86,12 @@ class DataParallelRunner:
                 else route.descriptor.num_tokens
             )
         except Exception:  # the others' batch would meet this rank's next one
-            self._largest(0, -CUDAGraphMode.FULL.value, 0, self._ranks.rank + 1)
+            self._largest(
+                0,
+                -CUDAGraphMode.FULL.value,
+                0,
+                self._ranks.rank + 1,
+            )
             raise
         size, weakest, adapters, refused = self._largest(
             size, -route.mode.value, route.num_active_loras, 0
@@ -93,8 +103,13 @@ class DataParallelRunner:
             )
         agreed = self.last = AgreedBatch(CUDAGraphMode(-weakest), size, adapters)
         output = self._run(agreed, route, inputs, is_idle)
-        tokens, reqs = route.batch.num_tokens, route.batch.num_reqs
-        rows = 0 if is_idle else (reqs or tokens) if self._by_requests else tokens
+        tokens = route.batch.num_tokens
+        reqs = route.batch.num_reqs
+        rows = tokens
+        if is_idle:
+            rows = 0
+        elif self._by_requests:
+            rows = reqs or tokens
         return tree_map_only(Tensor, lambda t: t[:rows] if t.dim() else t, output)
 
     def _largest(self, *own: int) -> list[int]:
@@ -119,8 +134,10 @@ class DataParallelRunner:
         """Padding behind a decode batch is requests; tokens of padding in a mixed one belong to no
         request.
         """
-        plan, size = self._runner.plan, agreed.num_tokens
-        tokens, reqs = route.batch.num_tokens, route.batch.num_reqs or route.batch.num_tokens
+        plan = self._runner.plan
+        size = agreed.num_tokens
+        tokens = route.batch.num_tokens
+        reqs = route.batch.num_reqs or route.batch.num_tokens
         more, rest = divmod(size, plan.query_len)
         uniform = (
             route.uniform
@@ -128,7 +145,12 @@ class DataParallelRunner:
             and not rest
             and more <= plan.max_num_seqs
         )
-        padded = _padded(inputs, self._specs, (tokens, reqs), (size, more if uniform else reqs))
+        padded = _padded(
+            inputs,
+            self._specs,
+            (tokens, reqs),
+            (size, more if uniform else reqs),
+        )
         if agreed.mode is CUDAGraphMode.NONE:
             uniform = route.uniform and size == tokens
             loras = route.num_active_loras
@@ -144,7 +166,8 @@ class DataParallelRunner:
 
     def _is_idle(self, inputs: Tensors) -> bool:
         for name, spec in self._specs.items():
-            given, dim = inputs.get(name), spec.row_dim
+            given = inputs.get(name)
+            dim = spec.row_dim
             if given is not None and dim is not None and dim < given.dim():
                 return spec.extents[dim].count(given.shape[dim]) == 0
         return False
@@ -170,7 +193,8 @@ def _padded(
     """
     found: dict[str, Any] = dict(inputs)
     for name, spec in specs.items():
-        tensor, row_dim = inputs.get(name), spec.row_dim
+        tensor = inputs.get(name)
+        row_dim = spec.row_dim
         if tensor is None or row_dim is None or row_dim >= tensor.dim():
             continue
         more = spec.extents[row_dim].size(*want) - spec.extents[row_dim].size(*have)
@@ -181,6 +205,11 @@ def _padded(
             padding = tensor.narrow(row_dim, tensor.shape[row_dim] - 1, 1).expand(shape)
         else:
             value = 0 if spec.pad == "last" else spec.pad
-            padding = torch.full(shape, value, dtype=tensor.dtype, device=tensor.device)
+            padding = torch.full(
+                shape,
+                value,
+                dtype=tensor.dtype,
+                device=tensor.device,
+            )
         found[name] = torch.cat([tensor, padding], row_dim)
     return found

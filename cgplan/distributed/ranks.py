@@ -79,8 +79,12 @@ class Ranks:
         *,
         owns_group: bool,
     ) -> None:
-        self.place, self.rank, self.world_size = place, place.rank, place.world_size
-        self.device, self.presences, self.timeout = device, presences, timeout
+        self.place = place
+        self.rank = place.rank
+        self.world_size = place.world_size
+        self.device = device
+        self.presences = presences
+        self.timeout = timeout
         self.lost: RankFailedError | None = None
         self.agreed_on: BaseException | None = None
         self.group = dist.group.WORLD
@@ -89,7 +93,7 @@ class Ranks:
         self._has_announced = self.is_closed = False
 
     def new_group(self) -> Any:
-        """Another gloo group of all ranks; all of them call it."""
+        """Another gloo group of all ranks; a step of all of them."""
         return dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout))
 
     def agree(
@@ -135,8 +139,8 @@ class Ranks:
         return [found.value for found in answers]
 
     def announce(self, error: BaseException) -> None:
-        """Tell the others that this rank has raised and comes to the next step, so that they wait
-        for no data of it.
+        """Tell the others that this rank has failed and comes to the next step, so that they do not
+        wait for its data.
         """
         self._has_announced = self._has_announced or not isinstance(error, DistributedError)
         with suppress(RuntimeError):
@@ -170,9 +174,7 @@ class Ranks:
         self.agree(name, error=error)
 
     def leave(self, error: BaseException) -> None:
-        """Take part in no further step, because of an error; the others raise it at their next
-        step.
-        """
+        """Take no further step, because of an error; the others raise it at their next step."""
         if self.lost is None:
             message, remedy = f"rank {self.rank} has ended: {_spoken(error)}", _REMEDY
             if isinstance(error, DistributedError):  # it names the rank that failed
@@ -237,7 +239,6 @@ class Ranks:
         return answers
 
     def _look_for_lost(self) -> None:
-        """Raise RankFailedError if a rank has left."""
         if self.lost is None and self._store.check(["lost"]):
             self.lost = RankFailedError(self._store.get("lost").decode(), remedy=_REMEDY)
         self.check_lost()
@@ -324,8 +325,6 @@ def _failure_of(answers: Sequence[_Answer], error: BaseException | None) -> Base
 
 
 def _spoken(error: BaseException) -> str:
-    """An error as other ranks read it, in one line: with its class, but for one that another rank
-    caused.
-    """
+    """An error in one line for other ranks, with its class unless another rank caused it."""
     text = " ".join(str(getattr(error, "message", None) or str(error) or "no message").split())
     return text if isinstance(error, RankFailedError) else f"{type(error).__name__}: {text}"

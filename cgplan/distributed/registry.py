@@ -7,13 +7,13 @@ Note [Registration]
     written later. `take_row` hands rows out during the captures and notes the input's address;
     nothing is exchanged then. At the end of the pass `register` takes these steps:
     (1) ranks compare the inputs' shapes and dtypes (also of inputs that need no row, see `note`): a
-    kernel reads its
-        peers' inputs as if they were laid out like its own;
+        kernel reads its peers' inputs as if they were laid out like its own;
     (2) handles and offsets of the addresses are exchanged;
     (3) the peers' handles are opened, once for each allocation;
-    (4) rows are written, and the device is waited for. When all ranks have done that, graphs may be
-    replayed. A rank that fails on the way comes to the end of the step with its error, so that no
-    rank waits for it. A row of zeros is not registered: replaying a graph with it is an error.
+    (4) rows are written, and the device is waited for.
+    When all ranks have done that, graphs may be replayed. A rank that fails on the way comes to the
+    end of the step with its error, so that no rank waits for it. A row of zeros is not registered:
+    replaying a graph with it is an error.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from cgplan.captures.together import PeerMemory
+from cgplan.captures.rank_sync import PeerMemory
 from cgplan.distributed.ranks import Ranks
 from cgplan.distributed.transports import ExportedMemory, MemoryTransport
 from cgplan.errors import RankMismatchError, RegistrationError
@@ -50,6 +51,14 @@ class Registration:
     registration_seconds: float = 0.0  # from the first step to the last
 
 
+class _Mapped(NamedTuple):
+    """A peer's allocation, as ``PeerMemory.mapped`` has it."""
+
+    base: int
+    end: int
+    name: str
+
+
 class GraphBufferRegistry:
     """The pointer table of one rank, see Note [Registration]. It owns the table of ``capacity``
     rows on the device, and the mappings of peers' memory; the caller owns the transport.
@@ -61,17 +70,27 @@ class GraphBufferRegistry:
     """
 
     def __init__(
-        self, ranks: Ranks, transport: MemoryTransport, device: torch.device, capacity: int
+        self,
+        ranks: Ranks,
+        transport: MemoryTransport,
+        device: torch.device,
+        capacity: int,
     ) -> None:
-        self._ranks, self._transport = ranks, transport
-        self.table = torch.zeros(capacity, ranks.world_size, dtype=torch.int64, device=device)
+        self._ranks = ranks
+        self._transport = transport
+        self.table = torch.zeros(
+            capacity,
+            ranks.world_size,
+            dtype=torch.int64,
+            device=device,
+        )
         self.is_sealed = False
         self._addresses: list[int] = []
         # shape and dtype of each captured all-reduce's input, in order
         self._inputs: list[str] = []
-        # (rank, handle) -> base here, bytes
-        self._opened: dict[tuple[int, object], tuple[int, int]] = {}
-        self._blocks: list[tuple[int, int, str]] = []  # of peers: base here, end, name
+        # allocations of peers that are mapped here: by (rank, handle), and those of open_block
+        self._opened: dict[tuple[int, object], _Mapped] = {}
+        self._blocks: list[_Mapped] = []
         self._has_begun = False  # to exchange handles, on all ranks alike
 
     @property
@@ -112,37 +131,40 @@ class GraphBufferRegistry:
                 input.
         """
         start = time.perf_counter()
+        own_rank = self._ranks.rank
         _compare(self._ranks.agree("the capture pass", value=self._inputs))
         self._has_begun = True
         shared = self._exported("exchanging the handles", self._addresses)
-        columns: list[list[int]] = []
+        columns = []
         with self._ranks.step("opening the peers' handles"):
             for rank, theirs in enumerate(shared):
-                own = rank == self._ranks.rank
-                columns.append(
-                    self._addresses if own else [self._base(rank, m) + m.offset for m in theirs]
-                )
+                if rank == own_rank:
+                    columns.append(self._addresses)
+                else:
+                    columns.append([self._base(rank, m) + m.offset for m in theirs])
         with self._ranks.step("writing the table"):
-            if columns[0]:
-                self.table[: self.rows].copy_(torch.tensor(columns, dtype=torch.int64).T)
+            if self.rows:
+                written = torch.tensor(columns, dtype=torch.int64).T
+                self.table[: self.rows].copy_(written)
             if self.table.device.type == "cuda":
                 torch.cuda.synchronize(self.table.device)
         self.is_sealed = True
+        own = shared[own_rank]
         found = Registration(
             rows=self.rows,
-            buffers=len(set(shared[self._ranks.rank])),
-            bases=len({memory.handle for memory in shared[self._ranks.rank]}),
-            mapped_bytes=sum(nbytes for _, nbytes in self._opened.values()),
+            buffers=len(set(own)),
+            bases=len({memory.handle for memory in own}),
+            mapped_bytes=sum(mapped.end - mapped.base for mapped in self._opened.values()),
             registration_seconds=time.perf_counter() - start,
         )
-        logger.info("rank %d: %s", self._ranks.rank, found)
+        logger.info("rank %d: %s", own_rank, found)
         return found
 
     def unregister(self) -> None:
         """Undo ``register``: steps (1) to (3) of Note [Teardown] in ranks.py. Then graphs may be
         freed.
         """
-        bases = [base for base, _ in self._opened.values()]
+        bases = [mapped.base for mapped in self._opened.values()]
         self._opened.clear()
         try:
             if self._has_begun:
@@ -166,26 +188,25 @@ class GraphBufferRegistry:
             for rank, (theirs,) in enumerate(shared):
                 if rank == self._ranks.rank:
                     found.append(block.data_ptr())
-                else:
-                    base = self._transport.open(theirs)
-                    self._blocks.append((base, base + theirs.nbytes, f"rank {rank}'s {name}"))
-                    found.append(base + theirs.offset)
+                    continue
+                mapped = self._open(theirs, f"rank {rank}'s {name}")
+                self._blocks.append(mapped)
+                found.append(mapped.base + theirs.offset)
         return found
 
     def close(self) -> None:
         """Close the blocks of ``open_block``, between two steps; then they may be freed."""
         self.unregister()
-        bases, self._blocks = [base for base, *_ in self._blocks], []
+        bases = [mapped.base for mapped in self._blocks]
+        self._blocks = []
         self._close_peers(bases, "the end of all reductions", "closing the peers' blocks")
 
-    def peers(self) -> PeerMemory:
+    def peer_memory(self) -> PeerMemory:
         """The other ranks' memory that is mapped here, and the addresses in the table's rows."""
-        opened = [
-            (base, base + size, f"rank {rank}'s graph pool")
-            for (rank, _), (base, size) in self._opened.items()
-        ]
-        rows = self.table[: self.rows].flatten().tolist() if self.is_sealed else []
-        return PeerMemory([*opened, *self._blocks], rows)
+        addresses = []
+        if self.is_sealed:
+            addresses = self.table[: self.rows].flatten().tolist()
+        return PeerMemory([*self._opened.values(), *self._blocks], addresses)
 
     def _exported(self, step: str, addresses: Sequence[int]) -> list[list[ExportedMemory]]:
         """Each rank's memory at its addresses."""
@@ -198,8 +219,12 @@ class GraphBufferRegistry:
     def _base(self, rank: int, memory: ExportedMemory) -> int:
         key = (rank, memory.handle)
         if key not in self._opened:
-            self._opened[key] = (self._transport.open(memory), memory.nbytes)
-        return self._opened[key][0]
+            self._opened[key] = self._open(memory, f"rank {rank}'s graph pool")
+        return self._opened[key].base
+
+    def _open(self, memory: ExportedMemory, name: str) -> _Mapped:
+        base = self._transport.open(memory)
+        return _Mapped(base, base + memory.nbytes, name)
 
     def _close_peers(self, bases: Sequence[int], before: str, after: str) -> None:
         """Close peers' allocations between two steps; without the steps where a rank is lost."""
@@ -220,18 +245,19 @@ class GraphBufferRegistry:
 
 
 def _compare(inputs: Sequence[Sequence[str]]) -> None:
+    first = inputs[0]
     for rank, theirs in enumerate(inputs):
-        if len(theirs) != len(inputs[0]):
-            counts = (
-                f"rank {rank} captured {len(theirs)} all-reduces, rank 0 captured {len(inputs[0])}"
-            )
+        count = len(theirs)
+        if count != len(first):
             raise RankMismatchError(
-                counts, remedy=f"{SUM_ALIKE} Does the model branch on its rank?"
+                f"rank {rank} captured {count} all-reduces, rank 0 captured {len(first)}",
+                remedy=f"{SUM_ALIKE} Does the model branch on its rank?",
             )
-        for number, (own, first) in enumerate(zip(theirs, inputs[0], strict=True), 1):
-            if own != first:
+        for number, found in enumerate(theirs):
+            wanted = first[number]
+            if found != wanted:
                 raise RankMismatchError(
-                    f"rank {rank} captured all-reduce {number} of {len(theirs)} with {own}, rank "
-                    f"0 with {first}",
+                    f"rank {rank} captured all-reduce {number + 1} of {count} with {found}, rank 0 "
+                    f"with {wanted}",
                     remedy=SUM_ALIKE,
                 )

@@ -97,14 +97,13 @@ class Presence:
             wanted = "cuda" if torch.cuda.is_available() else "cpu"
         if wanted == "cpu":
             return cls(host, "cpu"), torch.device("cpu")
-        index, count = int(wanted.partition(":")[2] or place.local_rank), torch.cuda.device_count()
+        index = int(wanted.partition(":")[2] or place.local_rank)
+        count = torch.cuda.device_count()
         if index >= count:
-            return cls(
-                host, "none", f"has no GPU: it wants cuda:{index}, torch sees {count}"
-            ), torch.device("cpu")
-        return cls(host, str(torch.cuda.get_device_properties(index).uuid)), torch.device(
-            "cuda", index
-        )
+            problem = f"has no GPU: it wants cuda:{index}, torch sees {count}"
+            return cls(host, "none", problem), torch.device("cpu")
+        properties = torch.cuda.get_device_properties(index)
+        return cls(host, str(properties.uuid)), torch.device("cuda", index)
 
 
 def absent_from(

@@ -1,6 +1,4 @@
-"""A capture session's meetings with those of the other ranks: comparisons before it, and
-RankedCapture.
-"""
+"""The steps that capture sessions of several ranks take together, and the comparisons before."""
 
 from __future__ import annotations
 
@@ -17,12 +15,17 @@ from torch import nn
 
 from cgplan.backends import GraphBackend
 from cgplan.captures.environment import describe_environment
-from cgplan.captures.together import PeerMemory, Together
+from cgplan.captures.rank_sync import PeerMemory, RankSync
 from cgplan.config import Config
 from cgplan.distributed.all_reduce import AllReduce
 from cgplan.distributed.ranks import Ranks
 from cgplan.distributed.registry import Registration
-from cgplan.errors import CgplanError, DistributedError, RankMismatchError, RegistrationError
+from cgplan.errors import (
+    CgplanError,
+    DistributedError,
+    RankMismatchError,
+    RegistrationError,
+)
 from cgplan.planning import Plan
 from cgplan.planning.difference import leaves
 from cgplan.reports.records import CaptureReport, RankRecord
@@ -32,26 +35,29 @@ logger = logging.getLogger(__name__)
 
 
 def agree_on_setup(
-    ranks: Ranks, config: Config, backend: GraphBackend, *, also: Mapping[str, Any] | None = None
+    ranks: Ranks,
+    config: Config,
+    backend: GraphBackend,
+    *,
+    also: Mapping[str, Any] | None = None,
 ) -> None:
     """All ranks have rank 0's configuration (but for the device), torch, CUDA, driver, kind of GPU
     and cgplan.
 
-    ``also``: other values that have to be the same, by their names in messages: the caller's
-        options, say. Raises
-    RankMismatchError on all ranks; it names the rank, the setting, and both values.
+    ``also``: other values that have to be the same, by their names in messages, such as the
+    caller's options. Raises RankMismatchError on all ranks, with the rank, the setting and both
+    values.
     """
     found = describe_environment(backend, "")
-    versions = {"torch": found.torch, "cgplan": found.cgplan}
+    own = dict(also or {})
+    own["version of torch"] = found.torch
+    own["version of cgplan"] = found.cgplan
     if torch.version.cuda and found.backend == "cuda":
-        versions |= {
-            "the GPU driver": str(found.driver),
-            "CUDA": str(found.cuda),
-            "the GPU": str(found.device),
-        }
-    own = {**(also or {}), **{f"version of {name}": value for name, value in versions.items()}}
-    settings = leaves(config.model_dump(mode="json", exclude={"device"}))
-    own |= {name: json.dumps(value) for name, value in settings}
+        own["version of the GPU driver"] = str(found.driver)
+        own["version of CUDA"] = str(found.cuda)
+        own["version of the GPU"] = str(found.device)
+    for name, value in leaves(config.model_dump(mode="json", exclude={"device"})):
+        own[name] = json.dumps(value)
     _compare(
         ranks.agree("comparing the ranks", value=own),
         "Start all ranks from one file and one installation.",
@@ -65,15 +71,16 @@ def agree_on_model(ranks: Ranks, model: Callable[..., Any]) -> None:
     Values are not compared; where a model is split, they differ. Raises RankMismatchError on all
     ranks.
     """
-    own: dict[str, Any] = {
-        "the model's class": f"{type(model).__module__}.{type(model).__qualname__}"
-    }
+    kind = type(model)
+    own = {"the model's class": f"{kind.__module__}.{kind.__qualname__}"}
+    tensors = dict[str, torch.Tensor]()
     if isinstance(model, nn.Module):
-        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            own[f"tensor {name}"] = f"{list(tensor.shape)} {tensor.dtype}"
-    _compare(
-        ranks.agree("comparing the models", value=own), "Every rank has to build the same model."
-    )
+        tensors |= model.named_parameters()
+        tensors |= model.named_buffers()
+    for name, tensor in tensors.items():
+        own[f"tensor {name}"] = f"{list(tensor.shape)} {tensor.dtype}"
+    found = ranks.agree("comparing the models", value=own)
+    _compare(found, "Every rank has to build the same model.")
 
 
 def agree_on_plan(ranks: Ranks, plan: Plan) -> Plan:
@@ -81,18 +88,21 @@ def agree_on_plan(ranks: Ranks, plan: Plan) -> Plan:
     ``Ranks.agree``.
     """
     value = plan.model_dump_json() if ranks.rank == 0 else None
-    return Plan.from_json(ranks.agree("broadcasting the plan", value=value)[0])
+    found = ranks.agree("broadcasting the plan", value=value)
+    return Plan.from_json(found[0])
 
 
-class RankedCapture(Together):
-    """The steps that capture sessions of several ranks take together; one for each session, whose
+class RankedCapture(RankSync):
+    """The steps that capture sessions of several ranks take together. Each session has one; its
     graphs read the buffers of ``reducer``. With a budget in ``config``, ranks agree before and
     after each key.
     """
 
     def __init__(self, ranks: Ranks, reducer: AllReduce, config: Config) -> None:
-        self._ranks, self._reducer = ranks, reducer
-        self._has_budget = any(limit is not None for limit in vars(config.budget).values())
+        self._ranks = ranks
+        self._reducer = reducer
+        limits = vars(config.budget).values()
+        self._has_budget = any(limit is not None for limit in limits)
         self._registration = Registration()
         self._failed = False
 
@@ -110,14 +120,20 @@ class RankedCapture(Together):
                 "graphs of another runner reduce by this all-reduce, and new ones would take "
                 "their rows",
                 remedy="close() that runner first; where it was dropped without close(), or is to "
-                "stay, open "
-                "another all-reduce for this model: open_all_reduce().",
+                "stay, open another all-reduce for this model: open_all_reduce().",
             )
         self._reducer.begin_pass()
-        own = {"the plan's hash": hashlib.sha256(plan.model_dump_json().encode()).hexdigest()[:12]}
+        digest = hashlib.sha256(plan.model_dump_json().encode()).hexdigest()
+        own = {"the plan's hash": digest[:12]}
         found = self._ranks.agree("beginning the capture", value=(own, free))
-        _compare([theirs for theirs, _ in found], "Capture the plan that agree_on_plan returns.")
-        return min((free for _, free in found if free is not None), default=None)
+        hashes = []
+        readings = []
+        for theirs, free in found:
+            hashes.append(theirs)
+            if free is not None:
+                readings.append(free)
+        _compare(hashes, "Capture the plan that agree_on_plan returns.")
+        return min(readings, default=None)
 
     def any_refuses(self, refused: bool, because: BaseException | None = None) -> bool:
         """Whether any rank's budget refuses a key; where there is a budget, a step of all ranks."""
@@ -125,7 +141,8 @@ class RankedCapture(Together):
             return refused
         if because is not None:
             self._ranks.announce(because)
-        found = self._ranks.agree("the budget", value=(refused, because is not None))
+        ran_out = because is not None
+        found = self._ranks.agree("the budget", value=(refused, ran_out))
         if any(failed for _, failed in found):
             self._reducer.abort()
         return any(refused for refused, _ in found)
@@ -141,10 +158,8 @@ class RankedCapture(Together):
         self._registration = self._reducer.end_pass()
 
     def failed(self, error: BaseException) -> BaseException:
-        """Come with the error to the step at which the others are or will be, and return the one
-        that all ranks raise.
-
-        A rank that is interrupted leaves, and waits for none.
+        """Bring the error to the step at which the others are or will be; returns the error that
+        all ranks raise. An interrupted rank leaves at once.
         """
         self._failed = True
         if not isinstance(error, Exception):
@@ -165,8 +180,8 @@ class RankedCapture(Together):
                 self._reducer.begin_pass()
         return error
 
-    def peers(self) -> PeerMemory:
-        return self._reducer.peers()
+    def peer_memory(self) -> PeerMemory:
+        return self._reducer.peer_memory()
 
     def release(self) -> None:
         """Close the peers' handles, between two steps: then graphs may be freed."""
@@ -175,13 +190,18 @@ class RankedCapture(Together):
         except DistributedError as error:
             if not self._failed:
                 raise
-            logger.warning("rank %d: %s", self._ranks.rank, error.message)
+            logger.warning(
+                "rank %d: %s",
+                self._ranks.rank,
+                error.message,
+            )
 
     def completed(self, report: CaptureReport) -> CaptureReport:
         """The report with a record of each rank and the stops of all budgets, on all ranks."""
-        presence = self._ranks.presences[self._ranks.rank]
+        rank = self._ranks.rank
+        presence = self._ranks.presences[rank]
         own = RankRecord(
-            rank=self._ranks.rank,
+            rank=rank,
             host=presence.host,
             device=presence.device,
             all_reduce=self._reducer.name,
@@ -191,32 +211,34 @@ class RankedCapture(Together):
             total_bytes=report.total_bytes,
             session_seconds=report.session_seconds,
         )
-        stops = () if report.budget is None else report.budget.stops
+        budget = report.budget
+        stops = () if budget is None else budget.stops
         told = self._ranks.agree("the report", value=(own, stops))
-        found = report.model_copy(update={"ranks": tuple(record for record, _ in told)})
-        if found.budget is None:
-            return found
-        of_all = [
-            stop.model_copy(update={"rank": rank})
-            for rank, (_, stops) in enumerate(told)
-            for stop in stops
-        ]
-        return found.model_copy(
-            update={"budget": found.budget.model_copy(update={"stops": tuple(of_all)})}
-        )
+        records = []
+        stops_of_all = []
+        for rank, (record, stops) in enumerate(told):
+            records.append(record)
+            for stop in stops:
+                stops_of_all.append(stop.model_copy(update={"rank": rank}))
+        if budget is not None:
+            budget = budget.model_copy(update={"stops": tuple(stops_of_all)})
+        return report.model_copy(update={"ranks": tuple(records), "budget": budget})
 
 
 def _compare(found: Sequence[Mapping[str, Any]], remedy: str) -> None:
-    """All ranks have rank 0's values, by name. Raises RankMismatchError; it names the rank and both
-    values.
+    """Raise RankMismatchError, with the rank and both values, where a rank's values by name are not
+    those of rank 0.
     """
+    first = found[0]
     for rank, theirs in enumerate(found):
-        unlike = [
-            f"{name}: {theirs.get(name, 'nothing')}, rank 0 has {found[0].get(name, 'nothing')}"
-            for name in {**found[0], **theirs}
-            if theirs.get(name) != found[0].get(name)
-        ]
+        unlike = []
+        for name in {**first, **theirs}:
+            wanted = first.get(name, "nothing")
+            value = theirs.get(name, "nothing")
+            if value != wanted:
+                unlike.append(f"{name}: {value}, rank 0 has {wanted}")
         if unlike:
             raise RankMismatchError(
-                f"rank {rank} differs from rank 0: {listed(unlike, 3)}", remedy=remedy
+                f"rank {rank} differs from rank 0: {listed(unlike, 3)}",
+                remedy=remedy,
             )

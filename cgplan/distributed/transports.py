@@ -10,6 +10,7 @@ an address; ``open`` maps another process's allocation and returns where its bas
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 from dataclasses import dataclass
@@ -40,40 +41,53 @@ class CudaIpcTransport:
     def __init__(self, device: torch.device) -> None:
         from cuda.bindings import driver, runtime
 
-        self._driver, self._runtime, self._device = driver, runtime, device
+        self._driver = driver
+        self._runtime = runtime
+        self._device = device
         self._own: list[Tensor] = []
         self._handles: dict[int, tuple[bytes, int]] = {}  # base -> handle, bytes
 
     def empty(self, nbytes: int) -> Tensor:
-        self._own.append(torch.zeros(nbytes, dtype=torch.uint8, device=self._device))
-        return self._own[-1]
+        memory = torch.zeros(
+            nbytes,
+            dtype=torch.uint8,
+            device=self._device,
+        )
+        self._own.append(memory)
+        return memory
 
     def place(self, tensor: Tensor) -> Tensor:
         return tensor
 
     def export(self, address: int) -> ExportedMemory:
         with torch.cuda.device(self._device):
-            base, nbytes = self._checked(
-                self._driver.cuMemGetAddressRange(address), "cuMemGetAddressRange"
-            )
-            if int(base) not in self._handles:
-                handle = self._checked(
-                    self._runtime.cudaIpcGetMemHandle(int(base)), "cudaIpcGetMemHandle"
-                )[0]
-                self._handles[int(base)] = (bytes(handle.reserved), int(nbytes))
-        found, size = self._handles[int(base)]
-        return ExportedMemory(found, address - int(base), size)
+            result = self._driver.cuMemGetAddressRange(address)
+            pointer, nbytes = self._checked(result, "cuMemGetAddressRange")
+            base = int(pointer)
+            if base not in self._handles:
+                result = self._runtime.cudaIpcGetMemHandle(base)
+                (handle,) = self._checked(result, "cudaIpcGetMemHandle")
+                exported = bytes(handle.reserved)
+                self._handles[base] = (exported, int(nbytes))
+        found, size = self._handles[base]
+        return ExportedMemory(
+            handle=found,
+            offset=address - base,
+            nbytes=size,
+        )
 
     def open(self, memory: ExportedMemory) -> int:
         handle = self._runtime.cudaIpcMemHandle_t()
         handle.reserved = memory.handle
         with torch.cuda.device(self._device):
             result = self._runtime.cudaIpcOpenMemHandle(handle, _LAZY_PEER_ACCESS)
-            return int(self._checked(result, "cudaIpcOpenMemHandle")[0])
+            (base,) = self._checked(result, "cudaIpcOpenMemHandle")
+        return int(base)
 
     def close(self, base: int) -> None:
         with torch.cuda.device(self._device):
-            self._checked(self._runtime.cudaIpcCloseMemHandle(base), "cudaIpcCloseMemHandle")
+            result = self._runtime.cudaIpcCloseMemHandle(base)
+            self._checked(result, "cudaIpcCloseMemHandle")
 
     def forget(self) -> None:
         """The pool may free these allocations now; the next export asks for new handles."""
@@ -83,19 +97,21 @@ class CudaIpcTransport:
         self.forget()
         self._own.clear()
 
-    def _checked(self, result: tuple[Any, ...], call: str) -> tuple[Any, ...]:
-        if int(result[0]) != 0:
-            expandable = (
-                " (torch's expandable segments are on)" if uses_expandable_segments() else ""
-            )
+    def _checked(self, result: tuple[Any, ...], call: str) -> list[Any]:
+        """What a call returned behind its status."""
+        status, *values = result
+        if int(status) != 0:
+            why = ""
+            if uses_expandable_segments():
+                why = " (torch's expandable segments are on)"
             self._runtime.cudaGetLastError()  # else the next CUDA call of torch would raise it
             raise RegistrationError(
-                f"{call} answered {result[0].name}{expandable}",
+                f"{call} answered {status.name}{why}",
                 remedy="Leave expandable_segments out of PYTORCH_ALLOC_CONF, and let the "
-                "containers of all ranks see "
-                "one another's GPUs; or set compilation.all_reduce: nccl.",
+                "containers of all ranks see one another's GPUs; or set compilation.all_reduce: "
+                "nccl.",
             )
-        return result[1:]
+        return values
 
 
 def uses_expandable_segments() -> bool:
@@ -108,18 +124,35 @@ _BLOCK_BYTES = 1 << 20
 _ALIGNMENT = 64
 
 
+def _rounded(nbytes: int, unit: int) -> int:
+    parts = math.ceil(nbytes / unit)
+    return parts * unit
+
+
 class _Block:
     """A file of this process without a name, mapped. Tensors on it keep the mapping. ``used``:
     bytes handed out.
     """
 
     def __init__(self, nbytes: int) -> None:
-        nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        self.file, self.used = os.memfd_create("cgplan", os.MFD_CLOEXEC), 0
-        os.ftruncate(self.file, nbytes)
-        self.memory = mmap.mmap(self.file, nbytes)
-        self.whole = torch.frombuffer(self.memory, dtype=torch.uint8)
+        self.nbytes = _rounded(nbytes, mmap.PAGESIZE)
+        self.file = os.memfd_create("cgplan", os.MFD_CLOEXEC)
+        os.ftruncate(self.file, self.nbytes)
+        self.used = 0
+        self.memory = mmap.mmap(self.file, self.nbytes)
+        self.whole = torch.frombuffer(self.memory, dtype=torch.uint8)  # an audit finds it
         self.base = self.whole.data_ptr()
+
+    def take(self, nbytes: int) -> Tensor:
+        """The next [nbytes] uint8."""
+        start = self.used
+        self.used += _rounded(nbytes, _ALIGNMENT)
+        return torch.frombuffer(
+            self.memory,
+            dtype=torch.uint8,
+            count=nbytes,
+            offset=start,
+        )
 
 
 class SharedMemoryTransport:
@@ -131,27 +164,33 @@ class SharedMemoryTransport:
         self._opened: dict[int, mmap.mmap] = {}
 
     def empty(self, nbytes: int) -> Tensor:
-        self._own.append(_Block(nbytes))
-        return torch.frombuffer(self._own[-1].memory, dtype=torch.uint8, count=nbytes)
+        block = _Block(nbytes)
+        self._own.append(block)
+        return block.take(nbytes)
 
     def place(self, tensor: Tensor) -> Tensor:
         """Memory in a block, contiguous: an operator's result lies in private memory."""
-        size = -(-max(tensor.nbytes, 1) // _ALIGNMENT) * _ALIGNMENT
-        if not self._placed or self._placed[-1].used + size > len(self._placed[-1].memory):
-            self._placed.append(_Block(max(size, _BLOCK_BYTES)))
-        block = self._placed[-1]
+        nbytes = tensor.nbytes
+        block = self._placed[-1] if self._placed else None
+        if block is None or block.used + nbytes > block.nbytes:
+            block = _Block(max(nbytes, _BLOCK_BYTES))
+            self._placed.append(block)
         with torch.inference_mode(False):
-            raw = torch.frombuffer(
-                block.memory, dtype=torch.uint8, count=tensor.nbytes, offset=block.used
-            )
-            block.used += size
-            return raw.view(tensor.dtype).view(tensor.shape)
+            taken = block.take(nbytes).view(tensor.dtype)
+            return taken.view(tensor.shape)
 
     def export(self, address: int) -> ExportedMemory:
-        blocks = (*self._own, *self._placed)
-        block = next(block for block in blocks if 0 <= address - block.base < len(block.memory))
-        nbytes = len(block.memory)
-        return ExportedMemory((os.getpid(), block.file, nbytes), address - block.base, nbytes)
+        blocks = [*self._own, *self._placed]
+        for block in blocks:
+            offset = address - block.base
+            if 0 <= offset < block.nbytes:
+                handle = (os.getpid(), block.file, block.nbytes)
+                return ExportedMemory(
+                    handle=handle,
+                    offset=offset,
+                    nbytes=block.nbytes,
+                )
+        raise AssertionError("the address lies in no block")
 
     def open(self, memory: ExportedMemory) -> int:
         pid, file, nbytes = memory.handle

@@ -34,7 +34,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-UNREGISTERED, TIMED_OUT, ABORTED = 1, 2, 3  # values of the error word
+# values of the error word
+UNREGISTERED = 1
+TIMED_OUT = 2
+ABORTED = 3
 
 
 @triton.jit
@@ -66,15 +69,17 @@ def _barrier(
     tl.debug_barrier()
     ranks = tl.arange(0, WORLD)
     values = tl.zeros([WORLD], tl.int32) + value
-    theirs = tl.load(signals + ranks).to(tl.pointer_type(tl.int32)) + slot * WORLD + RANK
+    place = slot * WORLD
+    theirs = tl.load(signals + ranks).to(tl.pointer_type(tl.int32)) + place + RANK
     if ORDERED:
         tl.atomic_xchg(theirs, values, sem="release", scope="sys")
     else:
         tl.atomic_xchg(theirs, values, sem="relaxed", scope="sys")
-    own = tl.load(signals + RANK).to(tl.pointer_type(tl.int32)) + slot * WORLD + ranks
+    own = tl.load(signals + RANK).to(tl.pointer_type(tl.int32)) + place + ranks
     zeros = tl.zeros([WORLD], tl.int32)
     behind = _look(own, zeros, values, ORDERED)
-    looks, met = 0, 1
+    looks = 0
+    met = 1
     while behind < 0:
         behind = _look(own, zeros, values, ORDERED)
         looks += 1
@@ -82,7 +87,8 @@ def _barrier(
             tl.atomic_cas(error, 0, 2)
         if looks % 64 == 0:
             if tl.atomic_add(error, 0, sem="relaxed", scope="gpu") != 0:
-                behind, met = 0, 0
+                behind = 0
+                met = 0
     tl.debug_barrier()
     return met
 
@@ -94,14 +100,17 @@ def _addresses(row, WORLD: tl.constexpr):
     """
     found = ()
     for rank in tl.static_range(WORLD):
-        found = found + (tl.load(row + rank),)
+        address = tl.load(row + rank)
+        found = found + (address,)
     return found
 
 
 @triton.jit
 def _void(out, numel, BLOCK: tl.constexpr):
     """Write NaN: a sum that was given up must not be taken for one."""
-    for start in range(tl.program_id(0) * BLOCK, numel, tl.num_programs(0) * BLOCK):
+    first = tl.program_id(0) * BLOCK
+    step = tl.num_programs(0) * BLOCK
+    for start in range(first, numel, step):
         places = start + tl.arange(0, BLOCK)
         nothing = tl.full([BLOCK], float("nan"), tl.float32)
         tl.store(out + places, nothing.to(out.dtype.element_ty), mask=places < numel)
@@ -139,7 +148,16 @@ def one_shot(
         tl.atomic_cas(error, 0, 1)
     else:
         count = tl.load(counts + pid)
-        met = _barrier(signals, error, pid, 2 * count + 1, RANK, WORLD, LIMIT, True)
+        met = _barrier(
+            signals,
+            error,
+            pid,
+            2 * count + 1,
+            RANK,
+            WORLD,
+            LIMIT,
+            True,
+        )
         numel = packs * met * PACK
         for start in range(pid * BLOCK, numel, tl.num_programs(0) * BLOCK):
             places = start + tl.arange(0, BLOCK)
@@ -151,7 +169,16 @@ def one_shot(
                 total += tl.load(source + places, mask=inside, other=0.0).to(tl.float32)
             tl.store(out + places, total.to(out.dtype.element_ty), mask=inside)
         if met:
-            _barrier(signals, error, pid, 2 * count + 2, RANK, WORLD, LIMIT, False)
+            _barrier(
+                signals,
+                error,
+                pid,
+                2 * count + 2,
+                RANK,
+                WORLD,
+                LIMIT,
+                False,
+            )
         else:
             _void(out, packs * PACK, BLOCK)
         tl.store(counts + pid, count + 1)
@@ -182,13 +209,24 @@ def two_shot(
     The other arguments are those of ``one_shot``.
     """
     pid = tl.program_id(0)
-    inputs, slices = _addresses(row, WORLD), _addresses(signals, WORLD)
+    inputs = _addresses(row, WORLD)
+    slices = _addresses(signals, WORLD)
     if inputs[RANK] == 0:
         tl.atomic_cas(error, 0, 1)
     else:
         count = tl.load(counts + pid)
-        met = _barrier(signals, error, pid, 2 * count + 1, RANK, WORLD, LIMIT, True)
-        numel, size = packs * PACK, slice_packs * met * PACK
+        met = _barrier(
+            signals,
+            error,
+            pid,
+            2 * count + 1,
+            RANK,
+            WORLD,
+            LIMIT,
+            True,
+        )
+        numel = packs * PACK
+        size = slice_packs * met * PACK
         mine = (slices[RANK] + SIGNAL_BYTES).to(tl.pointer_type(out.dtype.element_ty))
         mine = tl.multiple_of(mine, 16)
         for start in range(pid * BLOCK, size, tl.num_programs(0) * BLOCK):
@@ -201,16 +239,24 @@ def two_shot(
                 total += tl.load(source + places, mask=inside, other=0.0).to(tl.float32)
             tl.store(mine + places, total.to(out.dtype.element_ty), mask=inside)
         if met:
-            size = size * _barrier(signals, error, pid, 2 * count + 2, RANK, WORLD, LIMIT, True)
+            size = size * _barrier(
+                signals,
+                error,
+                pid,
+                2 * count + 2,
+                RANK,
+                WORLD,
+                LIMIT,
+                True,
+            )
         for start in range(pid * BLOCK, size, tl.num_programs(0) * BLOCK):
             places = start + tl.arange(0, BLOCK)
             for rank in tl.static_range(WORLD):
                 inside = (places < size) & (places < numel - rank * size)
                 part = (slices[rank] + SIGNAL_BYTES).to(tl.pointer_type(out.dtype.element_ty))
                 part = tl.multiple_of(part, 16)
-                tl.store(
-                    out + rank * size + places, tl.load(part + places, mask=inside), mask=inside
-                )
+                values = tl.load(part + places, mask=inside)
+                tl.store(out + rank * size + places, values, mask=inside)
         if size == 0:
             _void(out, numel, BLOCK)
         tl.store(counts + pid, count + 1)

@@ -12,23 +12,22 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten
 
-from cgplan.errors import ConfigError
-from cgplan.models.loading import load_model
+from cgplan.errors import OutputShapeError
 
 CONSTANTS = frozenset({int, float, bool, str, type(None)})
 _BY_VALUE = (Enum, type, torch.dtype, torch.device, torch.Size, torch.layout, bytes, complex, range)
 
 Form = tuple[Any, ...]
+Shapes = tuple[torch.Size, ...]
 
 
 class ById:
@@ -166,6 +165,45 @@ def call_form(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any]
     return form, tensors
 
 
+@dataclass(slots=True)
+class Call:
+    """One call of a model, taken apart.
+
+    Attributes:
+        form: Of the arguments, and behind it what else decides: whether an argument asks for a
+            gradient, grad mode, the default dtype, autocast.
+        tensors: Those in the arguments, in the order of the form.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    form: Form
+    tensors: list[Tensor]
+
+    @property
+    def autocast(self) -> Any:
+        """The dtype of autocast around the call, or False."""
+        return self.form[-1]
+
+    def by_name(self, signature: inspect.Signature) -> dict[str, Any]:
+        """The arguments by name; those of ``**kwargs`` by their own."""
+        return arguments_by_name(signature, self.args, self.kwargs)
+
+
+def arguments_by_name(
+    signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """See ``Call.by_name``."""
+    try:
+        found = dict(signature.bind(*args, **kwargs).arguments)
+    except TypeError:  # the signature is not that of the code, which may take them
+        return {**{f"args.{index}": value for index, value in enumerate(args)}, **kwargs}
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            found |= found.pop(name, {})
+    return found
+
+
 def objects_in(form: Iterable[Any]) -> list[Any]:
     """The objects that a form knows by their identity."""
     return [box.value for box in form if type(box) is ById]
@@ -240,7 +278,7 @@ class ByName(nn.Module):
         self.form, self._count, self._keywords = form, count, tuple(keywords)
         self.__dict__["wrapped"] = model  # not as a module: it would be there twice
         self.names: tuple[str, ...] = ()
-        self.outputs: dict[Any, tuple[Form, list[torch.Size]]] = {}
+        self.outputs: dict[Shapes, tuple[Form, Shapes]] = {}
         self.is_plain = set(form[1 + len(keywords) :]) == {Tensor}
         self.returns_tensor, self.differs = False, False
         self.returns: Form | None = None
@@ -258,7 +296,7 @@ class ByName(nn.Module):
         """Form and tensors of an output; what they are for tensors of these shapes is kept."""
         form, leaves = list[Any](), list[Tensor]()
         flatten([output], form, leaves)
-        self.outputs[shapes_of(tensors)] = tuple(form), [leaf.shape for leaf in leaves]
+        self.outputs[shapes_of(tensors)] = tuple(form), shapes_of(leaves)
         self.differs |= self.returns not in (None, tuple(form))
         return tuple(form), leaves
 
@@ -273,64 +311,9 @@ class ByName(nn.Module):
         return leaves[0] if form == (Tensor,) else tuple(leaves)
 
 
-def shapes_of(tensors: Iterable[Tensor]) -> Any:
-    """A key for the shapes of tensors."""
-    return tuple(tensor.shape for tensor in tensors)
-
-
-# --- calls in files -------------------------------------------------------------------------------
-
-
-class Name(str):
-    """Of a tensor, in its place."""
-
-
-def as_called(
-    target: str, call: Mapping[str, Any], kwargs: Mapping[str, Any] = MappingProxyType({})
-) -> nn.Module:
-    """A model of tensors by name, from one with other arguments: the target in files that
-    ``save_config`` writes.
-
-    ``call`` has the arguments: constants, lists, mappings, `{$tuple: [...]}`, and `$name` for the
-    tensor of that name. Raises ModelError as ``load_model`` does.
-    """
-    model = load_model(target, kwargs, device=torch.get_default_device()).forward
-    marks = dict[str, Tensor]()
-
-    def filled(value: Any) -> Any:
-        if isinstance(value, str) and value.startswith("$"):
-            return marks.setdefault(value[1:], torch.empty(0))
-        if isinstance(value, dict):
-            items = {name: filled(item) for name, item in value.items()}
-            return tuple(items["$tuple"]) if items.keys() == {"$tuple"} else items
-        return [filled(item) for item in value] if isinstance(value, list) else value
-
-    signature = inspect.signature(getattr(model, "forward", model))
-    given = inspect.BoundArguments(
-        signature, OrderedDict((name, filled(value)) for name, value in call.items())
-    )
-    form, ordered = call_form(given.args, given.kwargs)
-    made = ByName(model, len(given.args), list(given.kwargs), tuple(form))
-    name_of = {id(mark): name for name, mark in marks.items()}
-    made.names = tuple(name_of[id(tensor)] for tensor in ordered)
-    return made
-
-
-def written(value: Any, path: str) -> Any:
-    """An argument as ``as_called`` reads it. Raises ConfigError where YAML has no form for it."""
-    kind = type(value)
-    if isinstance(value, Name):
-        return f"${value}"
-    if kind in (list, tuple):
-        items = [written(item, f"{path}.{at}") for at, item in enumerate(value)]
-        return items if kind is list else {"$tuple": items}
-    if kind is dict and all(type(key) is str and not key.startswith("$") for key in value):
-        return {key: written(item, f"{path}.{key}") for key, item in value.items()}
-    if kind in CONSTANTS and not str(value).startswith("$"):
-        return value
-    raise ConfigError(
-        f"argument {path} is {value!r:.80}, of {kind.__name__}, which a YAML file cannot hold",
-        remedy="Save a model that is called with tensors, numbers, text, and lists, tuples and "
-        "dicts by name of them: "
-        "`graphed` a function that makes the argument itself.",
-    )
+def shapes_of(tensors: Iterable[Tensor]) -> Shapes:
+    """The shapes of tensors. Raises OutputShapeError for nested ones, which have none."""
+    try:
+        return tuple(tensor.shape for tensor in tensors)
+    except RuntimeError as error:
+        raise OutputShapeError("the model returns a nested tensor") from error

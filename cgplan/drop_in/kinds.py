@@ -10,7 +10,6 @@ Note [The life of a kind]
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -21,14 +20,23 @@ from torch import Tensor
 
 from cgplan.buffers.batch import BatchReader
 from cgplan.config import Dim, Input
-from cgplan.drop_in.call_form import ById, ByName, Form, is_tensor_type, object_roots, objects_in
+from cgplan.drop_in.call_form import (
+    ById,
+    ByName,
+    Form,
+    Shapes,
+    is_tensor_type,
+    object_roots,
+    objects_in,
+    shapes_of,
+)
 from cgplan.errors import InputError, OutputShapeError
 from cgplan.graphs.fingerprint import Fingerprint
 from cgplan.graphs.watch import Watch
 from cgplan.runner.runner import GraphRunner
 
-BATCH = "batch"
 WATCHED = 2  # calls by the model's own code, before a capture
+AMBIENT = 4  # parts of a form that are no arguments, at its end
 
 Shape = tuple[int | str, ...]
 
@@ -58,15 +66,18 @@ class Kind:
     def __init__(
         self, forward: ByName, specs: dict[str, Input], device: torch.device, *, said: str
     ) -> None:
-        names = dict.fromkeys(e.symbol for spec in specs.values() for e in spec.extents if e.symbol)
-        self.forward, self.specs, self.reader = (
-            forward,
-            specs,
-            BatchReader(specs, tuple(names), device),
-        )
-        self.names, self.dims, self.grows = tuple(names), dict[str, Dim](), set[str]()
-        self.notes, self.is_exact = [said], False
-        self.calls, self.failures = 0, 0
+        names = dict[str, None]()
+        for spec in specs.values():
+            for extent in spec.extents:
+                if extent.symbol:
+                    names[extent.symbol] = None
+        self.forward, self.specs, self.names = forward, specs, tuple(names)
+        self._reader = BatchReader(specs, self.names, device)
+        self.dims: dict[str, Dim] = {}
+        self.grows = set[str]()
+        self.notes = [said]
+        self.is_exact = False
+        self.calls = self.failures = 0
         self.why: str | None = None
         self.runner: GraphRunner | None = None
         self.returns: Form | None = None
@@ -76,7 +87,7 @@ class Kind:
         self.state: Any = ()
         self.autocast: Any = False
         self.batch: Mapping[str, Tensor] = {}
-        self._points: list[tuple[dict[str, int], list[torch.Size]]] = []
+        self._points: list[tuple[dict[str, int], Shapes]] = []
 
     # --- which calls are of this kind -------------------------------------------------------------
 
@@ -87,12 +98,16 @@ class Kind:
 
     def sizes_of(self, tensors: Sequence[Tensor]) -> dict[str, int]:
         """The sizes of a batch by name. Raises InputError for a batch of another kind."""
-        batch = self.reader.read(dict(zip(self.specs, tensors, strict=True)))
+        batch = self._reader.read(self.inputs(tensors))
         sizes = dict(zip(self.names, (batch.num_tokens, *batch.sizes), strict=True))
         for name, dim in self.dims.items():
             if dim.min == dim.max != sizes[name]:
                 raise InputError(f"{name} is {sizes[name]}, the kind has {dim.max}")
         return sizes
+
+    def inputs(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+        """The tensors of a call by the names of the inputs."""
+        return dict(zip(self.specs, tensors, strict=True))
 
     def fits(self, tensors: Sequence[Tensor]) -> bool:
         """Whether a call of this form is of this kind."""
@@ -106,7 +121,7 @@ class Kind:
 
     # --- the outputs ------------------------------------------------------------------------------
 
-    def learn(self, sizes: dict[str, int], form: Form, shapes: Sequence[torch.Size]) -> None:
+    def learn(self, sizes: dict[str, int], form: Form, shapes: Shapes) -> None:
         """Learn from an output for a batch of these sizes. Raises OutputShapeError where sizes do
         not follow.
         """
@@ -126,7 +141,7 @@ class Kind:
             )
         self.returns = self.forward.returns = form
         self.forward.returns_tensor, self.forward.differs = form == (Tensor,), False
-        point = sizes, list(shapes)
+        point = sizes, shapes
         if point not in self._points:
             self._points.append(point)
         found = list[Shape]()
@@ -147,6 +162,13 @@ class Kind:
                         sizes[extent.symbol] = size
             self.learn(sizes, form, outputs)
         return (self.returns, self.shapes) != before
+
+    def return_as_seen(self, tensors: Sequence[Tensor]) -> None:
+        """Give the output the structure that the model's own code gave for such tensors."""
+        seen = self.forward.outputs.get(shapes_of(tensors))
+        if seen is not None:
+            self.returns = seen[0]
+            self.forward.returns_tensor = seen[0] == (Tensor,)
 
     def forget_outputs(self) -> None:
         """The model has changed: what it returns may be of another form now."""
@@ -226,36 +248,6 @@ class Kind:
         if self.runner is not None:
             self.runner.close()
         self.runner = self.objects = None
-
-
-def inferred_shapes(
-    named: Mapping[str, Tensor], dynamic: Mapping[str, Mapping[int, Any]] | None, *, is_exact: bool
-) -> tuple[dict[str, list[int | str]], str]:
-    """Shapes with names where sizes vary, and why there. ``is_exact``: nothing varies."""
-    shapes: dict[str, list[int | str]] = {
-        name: list(tensor.shape) for name, tensor in named.items()
-    }
-    said = "names of dimensions: as dynamic says"
-    if is_exact:
-        dynamic = {}
-    if dynamic is None:
-        rows = Counter(tensor.shape[0] for tensor in named.values() if tensor.ndim)
-        # one row may be broadcast
-        several = Counter({n: count for n, count in rows.items() if n > 1}) or rows
-        votes = [n for n in several if several[n] == max(several.values())]
-        agrees = len(votes) == 1
-        dynamic = {
-            name: {0: BATCH} for name, t in named.items() if agrees and t.shape[:1] == (votes[0],)
-        }
-        said = f"{BATCH}: dimension 0 of {', '.join(dynamic)}"
-    for name, shape in shapes.items():
-        for at, dim in dynamic.get(name, {}).items():
-            if -len(shape) <= at < len(shape):
-                shape[at] = dim if isinstance(dim, str) else dim.name
-    if not any(isinstance(dim, str) for shape in shapes.values() for dim in shape):
-        next(shape for shape in shapes.values() if shape)[0] = BATCH
-        said = "nothing varies: each shape has its graph"
-    return shapes, said
 
 
 @dataclass

@@ -45,11 +45,11 @@ from cgplan.backends.blame import blamed_line
 from cgplan.backends.capture_answers import answering
 from cgplan.backends.context import current_forward_context
 from cgplan.backends.host_sync import (
-    HostGuard,
     Refusals,
     as_its_caller,
     as_written,
     count_writes,
+    host_guard,
     implemented_in_python,
     is_composite,
     leaves_of,
@@ -62,7 +62,7 @@ from cgplan.backends.host_sync import (
 )
 from cgplan.errors import CaptureError, first_line
 from cgplan.graphs.ambient import number_of, random_state_kept
-from cgplan.graphs.fingerprint import Change, is_same, is_tensor
+from cgplan.graphs.fingerprint import Change, is_same, is_tensor, is_within
 from cgplan.graphs.put_back import PutBack
 
 Part = Literal["segment", "eager piece"]
@@ -96,10 +96,10 @@ class Footprint:
         stale: Paths that graph code bound and an eager piece read: a replay leaves them as they
             were.
         error: The first line of what the forward raised.
-        asked: Packages of ``hidden_from`` whose code asked in graph code whether a capture is under
-            way.
-        told: The host sync for which these packages are told of the capture; absent: they are told
-            of no capture.
+        packages_that_ask: Packages of ``hidden_from`` that asked in graph code whether a capture is
+            under way.
+        capture_visible_because: The host sync for which these packages see the capture; absent: it
+            is hidden from them.
         computed: Storages that hold what was computed from inputs, and that are still there, by the
             id of the storage.
         read: The first operator that needed a value on the host that was computed from inputs, with
@@ -119,8 +119,8 @@ class Footprint:
     aside: set[str] = field(default_factory=set)
     stale: set[str] = field(default_factory=set)
     error: str | None = None
-    asked: set[str] = field(default_factory=set)
-    told: CaptureError | None = None
+    packages_that_ask: set[str] = field(default_factory=set)
+    capture_visible_because: CaptureError | None = None
     computed: dict[int, StorageWeakRef] = field(default_factory=dict)
     read: str | None = None
     writes_input: str | None = None
@@ -136,9 +136,8 @@ class Look(TorchDispatchMode):
         eager_ops: Operators that run between segments.
         is_whole: Whether nothing breaks the capture: eager pieces are graph code, too.
         inputs: Arguments of the forward; the look follows what is computed from them.
-        hidden_from: Packages that are told in graph code that no capture is under way, unless
-            ``told`` is given.
-        told: The host sync for which they are told of a capture.
+        hidden_from: Packages that the capture is hidden from in graph code.
+        capture_visible_because: The host sync for which they see it nevertheless.
     """
 
     supports_higher_order_operators = True
@@ -152,10 +151,11 @@ class Look(TorchDispatchMode):
         is_whole: bool = False,
         inputs: Sequence[torch.Tensor] = (),
         hidden_from: Collection[str] = (),
-        told: CaptureError | None = None,
+        capture_visible_because: CaptureError | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.found, self.hidden_from = Footprint(told=told), hidden_from
+        self.found = Footprint(capture_visible_because=capture_visible_because)
+        self.hidden_from = hidden_from
         self.refusals = Refusals(raises=False)
         self._kept, self._state, self._is_whole = kept, kept.before, is_whole
         self._names = {
@@ -291,9 +291,11 @@ class Look(TorchDispatchMode):
             self._read |= set(given)
 
     def answer(self, package: str) -> bool:
-        """What code of one of ``hidden_from`` is told that asks whether a capture is under way."""
-        self.found.asked |= {package} if self.refusals.is_on else set()
-        return self.found.told is not None and self.refusals.is_on
+        """Whether code of one of ``hidden_from`` that asks sees a capture now."""
+        if not self.refusals.is_on:
+            return False
+        self.found.packages_that_ask.add(package)
+        return self.found.capture_visible_because is not None
 
     def _changes(self) -> dict[str, object]:
         return {path: change.now for path, change in self._state.changes().items()}
@@ -354,7 +356,7 @@ class Look(TorchDispatchMode):
                 self._compare()
             self._note_states()
 
-    def run_aside(
+    def run_unrecorded(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run an eager piece. It is handed copies of what it returns of the model's state, as
@@ -463,7 +465,7 @@ def look(call: Callable[[], object], kept: PutBack, **options: Any) -> Footprint
         mode = Look(kept, **options)
         stack.enter_context(answering(mode.hidden_from, mode.answer))
         if device.type == "cpu":  # elsewhere the dispatcher sees what moves values to the host
-            stack.enter_context(HostGuard(mode.refusals))
+            stack.enter_context(host_guard(mode.refusals))
         stack.enter_context(mode)
         try:
             call()
@@ -477,15 +479,16 @@ def look(call: Callable[[], object], kept: PutBack, **options: Any) -> Footprint
 
 
 def examine(call: Callable[[], object], kept: PutBack, **options: Any) -> Footprint:
-    """Look at a forward ahead of its capture. A second look follows where a library has to be told
-    of the capture, see Note [Who is told of a capture]. For ``kept`` and ``options`` see ``Look``.
+    """Look at a forward ahead of its capture. A second look follows where a library has to see the
+    capture, see Note [Hidden captures]. For ``kept`` and ``options`` see ``Look``.
 
     Raises:
         CaptureError: graph code sets the state of a random generator.
     """
     found = look(call, kept, **options)
-    if found.told is None and found.host_sync is not None and found.asked:
-        found = look(call, kept, **{**options, "told": found.host_sync})
+    is_hidden = found.capture_visible_because is None
+    if is_hidden and found.host_sync is not None and found.packages_that_ask:
+        found = look(call, kept, **{**options, "capture_visible_because": found.host_sync})
     if found.random is not None:
         raise CaptureError(
             f"the forward sets the state of {found.random}; a replay would not",
@@ -551,12 +554,6 @@ def _refuse_rebound(found: Footprint, changed: Mapping[str, Change], kept: PutBa
             "it as an input, or "
             "do it outside of the forward.",
         )
-
-
-def is_within(path: str, changed: Collection[str]) -> bool:
-    """Whether a path is one of those that were changed, or below an object that was made there."""
-    heads = [place.removeprefix("len(").removesuffix(")") for place in changed]
-    return path in changed or any(path.startswith((f"{head}.", f"{head}[")) for head in heads)
 
 
 def listed(paths: Iterable[str]) -> str:

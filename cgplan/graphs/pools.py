@@ -1,20 +1,18 @@
-"""Pools: which graphs share one inside a runner, and what runners that share one must not do at
-once.
+"""Pools: which graphs of a runner share one, and what runners that share one must not do at once.
 
 Note [Sharing a pool]
     Graphs of one pool reuse one another's memory: a replay overwrites what another capture left
-    behind. That is safe for graphs that never run at once, as those of a target and its draft,
+    behind. That is safe for graphs that never run at once, such as a target's and its draft's,
     which wait for each other: both fit into the memory that the larger one needs. The pool refuses
-    what would break that: a call while another member's call or capture is under way, and a call on
-    another stream while the last stream still has work. An output is valid until the next call of
-    any member.
+    a call while another member's call or capture is under way, and a call on another stream while
+    the last stream still has work. An output is valid until the next call of any member.
 
 Note [Generations]
     A pool gives its memory back when its last graph is gone, and not before. Until then later
     captures reuse what evicted graphs leave, so graphs can be exchanged as long as the new ones
     fit. Where they do not, or the pool holds much more than its graphs need, a new generation
-    begins: all graphs are freed, with them the pool, and those that are wanted are captured again
-    into a new one, the largest first.
+    begins: all graphs are freed, and the pool with them. Those that are wanted are captured again
+    into a new pool, the largest first.
 """
 
 from __future__ import annotations
@@ -36,28 +34,32 @@ class PoolUse:
     """Whose call runs graphs of a pool: one call at a time, on one stream at a time.
 
     Attributes:
-        acquire, release: Of the lock that each call takes.
-        thread: Which one holds it; a call of another one waits.
-        waits: Whether a call on another stream waits for the last one, where it is an error
-            elsewhere.
-        stream, user: Handle of the stream of the last call, None before the first one, and its
-            runner, by name.
+        acquire, unlock: Of the lock that each call takes.
+        thread: The thread that holds the lock, 0 for none; a call of another thread waits.
+        waits: Whether a call on another stream waits for the last call; else it is an error.
+        stream, user: Handle of the stream of the last call, and the runner's name; None and empty
+            before the first call.
         is_shared: Whether several runners use the pool.
     """
 
     def __init__(self, *, is_shared: bool = False) -> None:
         lock = threading.Lock()
-        self.acquire, self.release = lock.acquire, lock.release
+        self.acquire, self.unlock = lock.acquire, lock.release
         self.thread, self.waits = 0, False
         self.stream: int | None = None
         self.user = ""
         self.is_shared = is_shared
         self._holder = ""
 
+    def release(self) -> None:
+        """Give the lock back."""
+        self.thread = 0  # ahead: a stale one would take this thread's next call for a nested one
+        self.unlock()
+
     @contextmanager
     def held(self, name: str) -> Iterator[None]:
-        """A block of the runner of that name, with no call in it. Raises CgplanError if one is
-        under way.
+        """A block of the runner of that name, without calls. Raises CgplanError if one is under
+        way.
         """
         self.take(name)
         self._holder = name
@@ -68,16 +70,14 @@ class PoolUse:
             self.release()
 
     def take(self, name: str) -> None:
-        """Take the lock, as ``wait`` does where it is taken."""
+        """Take the lock; ``wait`` where another call holds it."""
         if self.acquire(False):
             self.thread = threading.get_ident()
         else:
             self.wait(name)
 
     def wait(self, name: str) -> None:
-        """Take the lock that is taken, once another thread is done. Raises CgplanError if this one
-        holds it.
-        """
+        """Take the lock once another thread is done. Raises CgplanError if this thread holds it."""
         if self.thread == threading.get_ident():
             raise self.under_way(name)
         self.acquire()
@@ -100,26 +100,27 @@ class PoolUse:
         )
 
     def take_stream(self, stream: int, name: str, backend: GraphBackend) -> None:
-        """Note the stream of a call; the lock is held. Raises CgplanError if another one still has
-        work.
+        """Note the stream of a call that holds the lock. Raises CgplanError if another stream still
+        has work.
         """
-        if self.waits and self.stream not in (None, stream):
-            backend.synchronize()
-        if self.stream not in (None, stream) and backend.is_busy(self.stream):
-            remedy = "Synchronise the first stream before the second one takes over, or "
-            if self.is_shared and name != self.user:
+        if self.stream not in (None, stream):
+            if self.waits:
+                backend.synchronize()
+            if backend.is_busy(self.stream):
+                remedy = "Synchronise the first stream before the second one takes over, or "
+                if self.is_shared and name != self.user:
+                    raise CgplanError(
+                        f"{name!r} was called on another stream than {self.user!r} before, whose "
+                        "work is not done, and both capture into one pool",
+                        remedy=f"{remedy}give each its own GraphPool.",
+                    )
                 raise CgplanError(
-                    f"{name!r} was called on another stream than {self.user!r} before, whose work "
-                    "is not done, and "
-                    "both capture into one pool",
-                    remedy=f"{remedy}give each its own GraphPool.",
+                    "the runner was called from another stream than before, whose work is not done",
+                    remedy=f"{remedy}capture a runner for each, with its own backend (as "
+                    "cgplan.capture makes one).",
                 )
-            raise CgplanError(
-                "the runner was called from another stream than before, whose work is not done",
-                remedy=f"{remedy}capture a runner for each, with its own backend (as "
-                "cgplan.capture makes one).",
-            )
-        self.stream, self.user = stream, name
+        self.stream = stream
+        self.user = name
 
 
 class GraphPool:
@@ -181,8 +182,10 @@ class RunnerPools:
         self, policy: PoolPolicy, backend: GraphBackend, given: GraphPool | None = None
     ) -> None:
         check_pools(policy, given)
-        self.policy, self.generation = policy, 1
-        self._backend, self._given = backend, given
+        self.policy = policy
+        self.generation = 1
+        self._backend = backend
+        self._given = given
         self._pools: dict[Any, Any] = {} if given is None else {None: given.handle}
         self._old: list[Any] = []
         if given is not None:

@@ -14,7 +14,6 @@ Note [What is put back]
 
 from __future__ import annotations
 
-import types
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -25,7 +24,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from cgplan.backends.host_sync import written_tensors
-from cgplan.graphs.fingerprint import ABSENT, Change, Fingerprint, is_same, is_tensor
+from cgplan.graphs.fingerprint import ABSENT, Change, Fingerprint, is_same, is_tensor, is_within
 
 _HOST_COPIES = 1 << 30  # bytes that are copied to the host at most
 _SMALL = 1 << 20  # bytes of a storage that is put back ahead of each run
@@ -219,8 +218,7 @@ class PutBack:
     @property
     def leaves_python(self) -> bool:
         """Whether runs changed of Python what ``restore`` leaves alone."""
-        places = [change.where for change in self._last.values()]
-        return any(place is None or not self._is_attribute(*place) for place in places)
+        return not all(map(self.before.is_attribute, self._last.values()))
 
     def made_of(self, computed: Mapping[int, StorageWeakRef]) -> list[str]:
         """Paths of tensors on these storages that were made on first use and stay."""
@@ -240,9 +238,8 @@ class PutBack:
         """Paths of tensors that were read and are no longer there, as a run bound others there, or
         above.
         """
-        bound = [path for path, change in changed.items() if change.where is not None]
-        below = tuple(f"{path}{step}" for path in bound for step in ".[")
-        found = [path for path in read if path in bound or path.startswith(below)]
+        bound = {path for path, change in changed.items() if change.where is not None}
+        found = [path for path in read if is_within(path, bound)]
         if not found:
             return []
         now = self._now()
@@ -306,28 +303,20 @@ class PutBack:
                 self.outcome[path] = change.now.nbytes if is_tensor(change.now) else 0, "new"
                 continue
             self.volatile.add(path)
-            if change.where is None or not self._is_attribute(*change.where):
+            if not self.before.is_attribute(change):
                 continue
             is_later = bool(made) and path not in self._captured | self._in_context
-            value = self._first.get(path, change.was) if is_later else change.was
             with suppress(LookupError, AttributeError, TypeError):
-                _bind(*change.where, value)
+                _bind(change, self._first.get(path, change.was) if is_later else change.was)
         self._last = self.before.changes()
-
-    def _is_attribute(self, container: Any, key: Any) -> bool:
-        parts = (".__dict__", "._parameters", "._buffers", "._modules")
-        held = {
-            id(held.value) for path, held in self.before.contents.items() if path.endswith(parts)
-        }
-        return id(container) in held or isinstance(key, types.MemberDescriptorType)
 
     def restore_python(self, ignore: Iterable[str]) -> bool:
         """Undo what a run bound of attributes; whether it changed nothing else of Python, but what
         ``ignore`` names.
         """
         for change in self.before.changes(ignore).values():
-            if change.where is not None and self._is_attribute(*change.where):
-                _bind(*change.where, change.was)
+            if self.before.is_attribute(change):
+                _bind(change, change.was)
         return not self.before.changes(ignore)
 
     def drop_copies(self) -> None:
@@ -337,7 +326,10 @@ class PutBack:
         self._written.clear()
 
 
-def _bind(container: Any, key: Any, value: Any) -> None:
+def _bind(change: Change, value: Any) -> None:
+    """Bind a value where the change is."""
+    assert change.where is not None
+    container, key = change.where
     if value is ABSENT:
         del container[key]
     else:

@@ -18,10 +18,13 @@ from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
-from cgplan.graphs.fingerprint import Change, Contents, Fingerprint, Place
+from cgplan.graphs.fingerprint import Change, Fingerprint, Place
+from cgplan.graphs.walk import Contents
 
-_TOLD, _UNTOLD = 4, 256  # places that each call compares, with watched dicts and without
+# tensors and other places that each call compares, with watched dicts and without
+_TOLD, _UNTOLD = (4, 4), (128, 128)
 _DEALLOCATED = 5
+_Compared = tuple[Any, Any, Any, tuple[Any, ...] | None]  # container, key, value, facts of a tensor
 _flags: dict[int, list[list[bool]]] = {}  # by the address of a dict
 
 
@@ -48,17 +51,21 @@ def _watcher() -> int | None:
     return found
 
 
-class _Length:
-    """The length of a container, as a place."""
+class _Extent:
+    """The length of a container, as a place; also another one where its last key, or the class of
+    the object that it belongs to, is another.
+    """
 
     def __init__(self, held: Contents) -> None:
         self._held = held
 
-    def __getitem__(self, key: int) -> int:
-        length: int = self._held.base.__len__(self._held.value)
-        if length == self._held.length:
-            return self._held.length  # the very object, by which places are compared
-        return length
+    def __getitem__(self, key: int) -> int | None:
+        held = self._held
+        if type(held.owner) is not held.kind or held.base.__len__(held.value) != held.length:
+            return None
+        if held.keys and next(held.base.__reversed__(held.value)) is not held.keys[-1]:
+            return None
+        return held.length  # the very object, by which places are compared
 
 
 class Watch:
@@ -67,13 +74,19 @@ class Watch:
     Args:
         record: The model as it was; its objects are held until ``close``.
         places: Those that count, and their containers; absent: all.
+        contents: Containers whose length counts beside these places.
         at_once: Each call compares all that is not told, not some in rotation.
     """
 
     __graph_memory__ = True  # no state of a model that holds one
 
     def __init__(
-        self, record: Fingerprint, places: Iterable[Place] | None = None, *, at_once: bool = False
+        self,
+        record: Fingerprint,
+        places: Iterable[Place] | None = None,
+        contents: Iterable[Contents] = (),
+        *,
+        at_once: bool = False,
     ) -> None:
         self.record, self._is_whole = record, places is None
         self._flag = [False]  # whether a watched dict was written since the last comparison
@@ -85,26 +98,36 @@ class Watch:
                     ways[id(place.above)] = place.above
                     counted.append(place.above)
         self._dicts: list[Any] = []
+        extents = list(record.contents.values() if self._is_whole else contents)
         counts = {id(place.container) for place in counted}
+        counts.update(id(held.value) for held in extents)
         # Globals of the user's are in rotation: each assignment in a script would tell.
         values = [held.value for held in record.contents.values()]
-        self._watch(value for value in values if places is None or id(value) in counts)
+        self._watch(value for value in values if id(value) in counts)
         told = {id(value) for value in self._dicts}
-        self._all = [(p.container, p.key, p.value, p.tensor) for p in counted]
-        rest = [(p.container, p.key, p.value, p.tensor) for p in counted if not _is_told(p, told)]
-        for held in record.contents.values() if places is None else ():
+        self._all = list[_Compared]()
+        rest = list[_Compared]()
+        for place in counted:
+            compared = place.container, place.key, place.value, place.tensor
+            self._all.append(compared)
+            if not _is_told(place, told):
+                rest.append(compared)
+        for held in extents:
+            self._all.append((_Extent(held), 0, held.length, None))
             if id(held.value) not in told:
-                rest.append((_Length(held), 0, held.length, None))
-        step = max(len(rest), 1) if at_once else _TOLD if self._dicts else _UNTOLD
+                rest.append(self._all[-1])
         tensors = [place for place in rest if place[3] is not None]
         others = [place for place in rest if place[3] is None]
-        count = -(-len(rest) // step)
-        self._chunks = [others[start::count] for start in range(count)]
-        # each call sees it where all have moved
-        for at in range(max(count, len(tensors)) if tensors else 0):
-            self._chunks[at % count].append(tensors[at % len(tensors)])
+        most_tensors, most_others = _TOLD if self._dicts else _UNTOLD
+        if at_once:
+            most_tensors, most_others = len(tensors) or 1, len(others) or 1
+        # Each call compares some of both: where all tensors have moved, it sees that.
+        self._chunks = list[list[_Compared]]()
+        count = max(-(-len(tensors) // most_tensors), -(-len(others) // most_others))
+        for at in range(count):
+            self._chunks.append(_slice(tensors, at, most_tensors) + _slice(others, at, most_others))
         self._at = 0
-        self._tokens = record.tokens if at_once else []
+        self._tokens = record.changing if at_once else []
 
     def _watch(self, containers: Iterable[Any]) -> None:
         watcher = _watcher()
@@ -166,7 +189,7 @@ class Watch:
         self.close()
 
 
-def _holds(places: Iterable[tuple[Any, Any, Any, tuple[Any, ...] | None]]) -> bool:
+def _holds(places: Iterable[_Compared]) -> bool:
     try:
         for container, key, value, tensor in places:
             if container[key] is not value:
@@ -178,6 +201,14 @@ def _holds(places: Iterable[tuple[Any, Any, Any, tuple[Any, ...] | None]]) -> bo
     except (LookupError, AttributeError, ValueError, TypeError):  # it is no longer there
         return False
     return True
+
+
+def _slice(places: list[_Compared], at: int, most: int) -> list[_Compared]:
+    """The places of one call, of which there are at most so many: from the first on again where the
+    last has had its turn.
+    """
+    count = -(-len(places) // most)
+    return places[at % count * most :][:most] if places else []
 
 
 def _is_told(place: Place, told: set[int]) -> bool:

@@ -8,6 +8,7 @@ import copy
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, ClassVar, NamedTuple, Self
@@ -80,28 +81,24 @@ class CUDAGraphOptions:
     debug_log_enable: bool = True
 
     def __post_init__(self) -> None:
-        allowed = {
-            "address_check": (
-                self.address_check in ("off", "first", "always"),
-                "Choose off, first or always.",
-            ),
-            "num_of_warmups": (self.num_of_warmups >= 0, "Give a number from 0."),
-            "copied_arguments": (
-                isinstance(self.copied_arguments, tuple)
-                and min(self.copied_arguments, default=0) >= 0,
-                "Give a tuple of positions from 0, such as (0, 2).",
-            ),
-        }
-        for name, (is_allowed, remedy) in allowed.items():
-            if not is_allowed:
-                raise ConfigError(f"{name} is {getattr(self, name)!r:.100}", remedy=remedy)
+        wrong, remedy = "", ""
+        copied = self.copied_arguments
+        if self.address_check not in ("off", "first", "always"):
+            wrong, remedy = "address_check", "Choose off, first or always."
+        elif self.num_of_warmups < 0:
+            wrong, remedy = "num_of_warmups", "Give a number from 0."
+        elif not isinstance(copied, tuple) or min(copied, default=0) < 0:
+            wrong, remedy = "copied_arguments", "Give a tuple of positions from 0, such as (0, 2)."
+        if wrong:
+            raise ConfigError(f"{wrong} is {getattr(self, wrong)!r:.100}", remedy=remedy)
 
     def policy(self, scope: CaptureScope | None) -> AddressPolicy:
         """How often addresses are checked in a scope: a runner's ``off`` is off, and ``always`` of
         either is always.
         """
-        ruling = None if scope is None else scope.address_check
-        return ruling if ruling in ("off", "always") else self.address_check
+        if scope is not None and scope.address_check in ("off", "always"):
+            return scope.address_check
+        return self.address_check
 
 
 @dataclass(slots=True, eq=False)
@@ -202,10 +199,15 @@ class CUDAGraphWrapper:
                 remedy="Pass a function or module.",
             )
         if isinstance(pool, GraphPool):
-            backend, pool = backend or pool.backend, pool.handle
-        self.runnable, self.runtime_mode, self.options = runnable, runtime_mode, options
-        self._backend, self._pool, self._own_pool = backend, pool, None
+            backend = backend or pool.backend
+            pool = pool.handle
+        self.runnable = runnable
+        self.runtime_mode = runtime_mode
+        self.options = options
         self.entries: dict[BatchDescriptor, CUDAGraphEntry] = {}
+        self._backend = backend
+        self._pool = pool
+        self._own_pool: Any = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Replay, capture or pass through. The result of a replay is the captured output,
@@ -213,42 +215,41 @@ class CUDAGraphWrapper:
         """
         context = current_forward_context()
         if context is None or context.runtime_mode is not self.runtime_mode:
-            if (
-                self.runtime_mode is CUDAGraphMode.PIECEWISE
-                and (look := current_look()) is not None
-            ):
-                with look.in_wrapper(self, is_whole=not self._computes_while_capturing):
-                    return self.runnable(*args, **kwargs)
-            # a warm-up
-            if context is not None and context.scope is not None and context.scope.is_open:
-                with autocast_cache(on=False):
-                    return self.runnable(*args, **kwargs)
-            return self.runnable(*args, **kwargs)
-        key = context.descriptor
-        entry = self.entries.get(key)
-        if entry is None or entry.scope is not (context.scope and context.scope.mark):
+            with self._passing(context):
+                return self.runnable(*args, **kwargs)
+        scope = context.scope
+        entry = self.entries.get(context.descriptor)
+        if entry is None or entry.scope is not (scope and scope.mark):
             entry, output = self._capture(context, args, kwargs)
             # A capture on a GPU computes nothing: replay where the output is read, which FULL's in
             # a session is not.
-            unread = context.scope is not None and self.runtime_mode is CUDAGraphMode.FULL
-            if not unread and not self._computes_while_capturing:
+            is_read = scope is None or self.runtime_mode is not CUDAGraphMode.FULL
+            if is_read and not self._computes_while_capturing:
                 self._fill(entry, args)
                 entry.replay()
             # The output itself, not entry.output: until the caller drops it, later captures must
             # not take its memory.
             return output
-        if context.scope is None:  # a runner compares it once for all its graphs
+        if scope is None:  # a runner compares it once for all its graphs
             entry.ambient.refuse_other_autocast(self.backend.device.type)
-        if entry.manifest is not None and (
-            not entry.is_checked or self.options.policy(context.scope) == "always"
-        ):
-            entry.manifest.refuse_moved(
-                f"{self.runtime_mode} {key}", self._roots(entry, context, args, kwargs)
-            )
+        is_due = not entry.is_checked or self.options.policy(scope) == "always"
+        if is_due and entry.manifest is not None:
+            roots = self._roots(entry, context, args, kwargs)
+            entry.manifest.refuse_moved(f"{self.runtime_mode} {entry.descriptor}", roots)
             entry.is_checked = True
         self._fill(entry, args)
         entry.replay()
         return entry.handed()
+
+    def _passing(self, context: ForwardContext | None) -> AbstractContextManager[object]:
+        """The block in which the callable runs as it is."""
+        look = current_look() if self.runtime_mode is CUDAGraphMode.PIECEWISE else None
+        if look is not None:
+            return look.in_wrapper(self, is_whole=not self._computes_while_capturing)
+        scope = None if context is None else context.scope
+        if scope is not None and scope.is_open:  # a warm-up
+            return autocast_cache(on=False)
+        return nullcontext()
 
     @property
     def backend(self) -> GraphBackend:
@@ -259,9 +260,9 @@ class CUDAGraphWrapper:
 
     def __getattr__(self, name: str) -> Any:
         """Attributes of the wrapped callable, so that a wrapped module still looks like one."""
-        special = name.startswith("__") and name.endswith("__") and name not in _OF_FUNCTIONS
         # a protocol, such as copying, is the wrapper's own; or nothing is set yet
-        if special or name == "runnable":
+        is_protocol = name.startswith("__") and name not in _OF_FUNCTIONS
+        if is_protocol or name == "runnable":
             raise AttributeError(
                 f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self
             )
@@ -272,8 +273,9 @@ class CUDAGraphWrapper:
         are shared.
         """
         made = memo[id(self)] = copy.copy(self)
-        made.runnable, made._own_pool = copy.deepcopy(self.runnable, memo), None
+        made.runnable = copy.deepcopy(self.runnable, memo)
         made.entries = {}
+        made._own_pool = None
         return made
 
     def unwrap(self) -> Callable[..., Any]:
@@ -285,11 +287,10 @@ class CUDAGraphWrapper:
         """Free all graphs, or those of one scope. Outputs that were handed out are no longer
         valid.
         """
-        for key, entry in [
-            (k, e) for k, e in self.entries.items() if scope is None or e.scope is scope.mark
-        ]:
-            entry.free()
-            del self.entries[key]
+        for key, entry in list(self.entries.items()):
+            if scope is None or entry.scope is scope.mark:
+                entry.free()
+                del self.entries[key]
 
     def take_out(
         self, scope: CaptureScope, descriptors: Collection[BatchDescriptor]
@@ -297,27 +298,27 @@ class CUDAGraphWrapper:
         """Forget the graphs of these batches of one scope; for each its output's tensors in the
         pool, and a function that frees it.
         """
-        taken = [
-            key
-            for key, entry in self.entries.items()
-            if entry.scope is scope.mark and key in descriptors
-        ]
-        return [(entry.pooled, entry.free) for entry in map(self.entries.pop, taken)]
+        taken = []
+        for key in descriptors:
+            entry = self.entries.get(key)
+            if entry is not None and entry.scope is scope.mark:
+                taken.append((entry.pooled, entry.free))
+                del self.entries[key]
+        return taken
 
     def _record(self, pool: Any, args: Args, kwargs: Kwargs) -> Recorded:
         """Capture one call."""
-        graph, given, copied = (
-            self.backend.new_graph(pool),
-            list(args),
-            self._copied_arguments(args, pool),
-        )
+        graph = self.backend.new_graph(pool)
+        given = list(args)
+        slots = {}
+        copied = self._copied_arguments(args, pool)
         with self.backend.capturing(graph):
-            with torch.inference_mode(False):  # else they could be filled only there
-                slots = {i: self.backend.slot(args[i]) for i in copied}
-            for i, slot in slots.items():
-                given[i] = slot
+            for i in copied:
+                with torch.inference_mode(False):  # else it could be filled only there
+                    given[i] = slots[i] = self.backend.slot(args[i])
             output = self.runnable(*given, **kwargs)
-        replay, free = partial(self.backend.replay, graph), partial(self.backend.reset, graph)
+        replay = partial(self.backend.replay, graph)
+        free = partial(self.backend.reset, graph)
         return Recorded(graph, output, slots, replay, free, (graph,))
 
     def _warm_up(self, args: Args, kwargs: Kwargs) -> None:
@@ -330,22 +331,14 @@ class CUDAGraphWrapper:
     def _fill(self, entry: CUDAGraphEntry, args: Args) -> None:
         """Copy the arguments that lie anywhere to where the graph reads them."""
         for i, slot in entry.slots.items():
-            given = args[i] if i < len(args) else None
-            if (
-                not isinstance(given, Tensor)
-                or given.shape != slot.shape
-                or given.dtype is not slot.dtype
-            ):
-                found = (
-                    _described(given) if i < len(args) else f"missing among {len(args)} arguments"
-                )
+            given: Any = args[i] if i < len(args) else None
+            fits = isinstance(given, Tensor) and given.shape == slot.shape
+            if not fits or given.dtype is not slot.dtype:
                 raise AddressError(
                     f"{self.runtime_mode} {entry.descriptor}: argument {i}, which is copied, is "
-                    f"{found}; at capture it "
-                    f"was {_described(slot)}",
+                    f"{_argument(args, i)}; at capture it was {_described(slot)}",
                     remedy="Pass it by position with the shape and dtype of the capture, or give "
-                    "batches of other "
-                    "shapes another descriptor.",
+                    "batches of other shapes another descriptor.",
                 )
         with torch.no_grad():
             for i, slot in entry.slots.items():
@@ -355,12 +348,13 @@ class CUDAGraphWrapper:
         self, entry: CUDAGraphEntry, context: ForwardContext, args: Args, kwargs: Kwargs
     ) -> dict[str, Any]:
         """Roots of the address check."""
-        args = tuple(None if i in entry.slots else arg for i, arg in enumerate(args))
-        roots: dict[str, Any] = {"args": args, "kwargs": kwargs}
+        kept = [None if i in entry.slots else arg for i, arg in enumerate(args)]
+        roots: dict[str, Any] = {"args": tuple(kept), "kwargs": kwargs}
         if self.runtime_mode is CUDAGraphMode.FULL or context.scope is not None:
             roots["metadata"] = context.metadata
         elif entry.metadata:  # what only eager pieces read may be new on each call
-            roots["metadata"] = {name: context.metadata.get(name) for name in entry.metadata}
+            metadata = context.metadata
+            roots["metadata"] = {name: metadata.get(name) for name in entry.metadata}
         return roots
 
     def _prepare(self, context: ForwardContext, args: Args) -> None:
@@ -377,52 +371,52 @@ class CUDAGraphWrapper:
                 "last; use its runner.",
             )
         if scope is not None and scope.backend is not None:
-            if self._backend is not None and self._backend.device != scope.backend.device:
+            own, given = self._backend, scope.backend
+            if own is not None and own.device != given.device:
                 raise CaptureError(
-                    f"a wrapper on {self._backend.device} inside a session on "
-                    f"{scope.backend.device}",
+                    f"a wrapper on {own.device} inside a session on {given.device}",
                     remedy="Make the wrapper without a backend: it takes the session's.",
                 )
             # another object of the same device has other pools and another stream
-            self._backend = scope.backend
+            self._backend = given
         if self.backend.is_capturing():
             raise CaptureError(
                 "the model holds graph wrappers of its own, and is to be captured as a whole as "
-                "well, at "
-                f"{blamed_line()}",
+                f"well, at {blamed_line()}",
                 remedy="For PIECEWISE set compilation.piecewise: wrappers, or take the wrappers "
-                "out. A wrapper inside "
-                "another one needs another runtime mode.",
+                "out. A wrapper inside another one needs another runtime mode.",
             )
         for i in self.options.copied_arguments:
-            if i >= len(args) or not isinstance(args[i], Tensor):
-                found = _described(args[i]) if i < len(args) else f"one of {len(args)} arguments"
+            is_given = i < len(args) and isinstance(args[i], Tensor)
+            if not is_given:
                 raise CaptureError(
-                    f"copied_arguments names argument {i}, which is {found}",
+                    f"copied_arguments names argument {i}, which is {_argument(args, i)}",
                     remedy="Name positions of tensors that are passed by position.",
                 )
         if self.options.debug_log_enable:
             logger.debug("capturing a %s graph for %s", self.runtime_mode, context.descriptor)
 
     def _capture(
-        self, context: ForwardContext, args: Args, kwargs: Kwargs
+        self,
+        context: ForwardContext,
+        args: Args,
+        kwargs: Kwargs,
     ) -> tuple[CUDAGraphEntry, Any]:
         scope = context.scope
         self._prepare(context, args)
-        backend, plain = self.backend, context.metadata
+        backend = self.backend
+        plain = context.metadata
+        watched = WatchedMetadata(plain, backend.is_capturing)
         # a replay has no gradient, so neither has the capturing call
         with backend.session(), torch.no_grad():
-            for _ in range(self.options.num_of_warmups if scope is None else 0):
+            warmups = self.options.num_of_warmups if scope is None else 0
+            for _ in range(warmups):
                 context.derived.clear()
                 with autocast_cache(on=False):
                     self._warm_up(args, kwargs)
             # what a warm-up derived would be frozen into the graph as it is now
             context.derived.clear()
-            pool = self._pool
-            if pool is None and scope is None:
-                self._own_pool = backend.new_pool() if self._own_pool is None else self._own_pool
-            pool = pool if pool is not None else self._own_pool if scope is None else scope.pool
-            watched = WatchedMetadata(plain, backend.is_capturing)
+            pool = self._pool_of(scope)
             start = time.perf_counter()
             try:
                 if scope is None:
@@ -432,59 +426,69 @@ class CUDAGraphWrapper:
                 context.metadata = plain
             seconds = time.perf_counter() - start
             context.derived.clear()  # and this lies on graph memory
-        pooled, plainly = list[Tensor](), set[int]()
+        roots = {"model": self.runnable, "args": args, "kwargs": kwargs}
+        pooled: list[Tensor] = []
+        renewable: set[int] = set()
 
         @cache
         def own() -> set[int]:
-            roots = {"model": self.runnable, "args": args, "kwargs": kwargs}
-            return set(map(id, Fingerprint.of(roots, backend.device).tensors))
+            found = Fingerprint.of(roots, backend.device)
+            return set(map(id, found.tensors))
 
         def unheld(tensor: Tensor) -> Tensor:
             """A tensor object that no caller changes, without its hold on the pool; the model's own
             as they are.
             """
             in_pool = backend.in_pool(tensor, pool)
-            if not in_pool and (type(tensor) is not Tensor or id(tensor) in own()):
+            is_plain = type(tensor) is Tensor
+            if not in_pool and (not is_plain or id(tensor) in own()):
                 return tensor
-            mine = (
-                backend.borrow(tensor) if in_pool and self.options.borrow_outputs else tensor
-            ).detach()
-            pooled.extend([mine] * in_pool)
-            plainly.add(id(mine))
+            if in_pool and self.options.borrow_outputs:
+                tensor = backend.borrow(tensor)
+            mine = tensor.detach()
+            renewable.add(id(mine))
+            if in_pool:
+                pooled.append(mine)
             return mine
 
-        with torch.inference_mode(False):  # as in _record; and outputs can be used in either mode
-            kept, slots = tree_map_only(Tensor, unheld, recorded.output), recorded.slots
-            slots = {
-                i: backend.borrow(slot) if backend.in_pool(slot, pool) else slot
-                for i, slot in slots.items()
-            }
+        # as in _record; and outputs can be used in either mode
+        with torch.inference_mode(False):
+            output = tree_map_only(Tensor, unheld, recorded.output)
+            slots = {}
+            for i, slot in recorded.slots.items():
+                if backend.in_pool(slot, pool):
+                    slot = backend.borrow(slot)
+                slots[i] = slot
+        kept = recorded._replace(output=output, slots=slots)
         entry = CUDAGraphEntry(
+            **kept._asdict(),
             descriptor=context.descriptor,
-            graph=recorded.graph,
-            replay=recorded.replay,
-            free=recorded.free,
-            output=kept,
-            handed=renewed(kept, plainly),
-            slots=slots,
+            handed=renewed(output, renewable),
             manifest=None,
             capture_seconds=seconds,
             scope=scope and scope.mark,
             metadata=frozenset(watched.read),
-            segments=recorded.segments,
-            eager_pieces=recorded.eager_pieces,
             ambient=AmbientState.now(backend.device.type),
             pooled=tuple(pooled),
         )
         if self.options.policy(scope) != "off":
-            entry.manifest = Fingerprint.of(
-                self._roots(entry, context, args, kwargs), backend.device
-            ).let_go()
+            checked = self._roots(entry, context, args, kwargs)
+            manifest = Fingerprint.of(checked, backend.device)
+            entry.manifest = manifest.let_go()
         self.entries[context.descriptor] = entry
         if scope is not None:
             scope.entries.append(entry)
             scope.wrappers.append(self)
         return entry, recorded.output
+
+    def _pool_of(self, scope: CaptureScope | None) -> Any:
+        if self._pool is not None:
+            return self._pool
+        if scope is not None:
+            return scope.pool
+        if self._own_pool is None:
+            self._own_pool = self.backend.new_pool()
+        return self._own_pool
 
     def _missing(self, descriptor: BatchDescriptor) -> SealedError:
         """The error of a key without a graph."""
@@ -494,5 +498,13 @@ class CUDAGraphWrapper:
         )
 
 
+def _argument(args: Args, i: int) -> str:
+    if i >= len(args):
+        return f"missing among {len(args)} arguments"
+    return _described(args[i])
+
+
 def _described(value: Any) -> str:
-    return f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else f"{value!r:.100}"
+    if isinstance(value, Tensor):
+        return f"{value.dtype} {list(value.shape)}"
+    return f"{value!r:.100}"

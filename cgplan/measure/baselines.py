@@ -24,8 +24,9 @@ import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -49,20 +50,20 @@ from cgplan.reports.records import (
     OURS,
     BaselineRecord,
     BaselinesRecord,
-    CaptureReport,
+    BaselineTiming,
     Timing,
-    WayRecord,
 )
 from cgplan.runner.runner import GraphRunner
 
 Call = Callable[[], Any]
+Captured = tuple[Any, dict[str, Tensor], Any]  # a graph, its static tensors and output
+Times = tuple[list[float], list[float], list[float]]
 MOST_ROUNDS = 5
 LONGEST_REASON = 160  # characters
 _REDRAWN = "the model draws random numbers, and padding and inductor's code draw others"
 _UNLIKE = (
     "its output has another structure, shape, dtype or value beside tensors than that of the "
-    "model's own code, or "
-    "holds no tensor"
+    "model's own code, or holds no tensor"
 )
 _UNSTEADY = (
     "the model's own code, run twice from the same inputs, state and seed, gives different results"
@@ -90,24 +91,28 @@ class BenchBatch:
     def tensors(self) -> dict[str, Tensor]:
         return {**self.inputs, **self.metadata}
 
-    def run(self, model: Callable[..., Any], tensors: Tensors | None = None) -> Any:
+    def run(
+        self,
+        model: Callable[..., Any],
+        tensors: Tensors | None = None,
+    ) -> Any:
         """Call a model on the batch, or on other tensors in its place, in the forward context that
         it may read.
         """
-        given = self.tensors if tensors is None else tensors
-        with forward_context(
-            CUDAGraphMode.NONE, self.descriptor, {name: given[name] for name in self.metadata}
-        ):
-            return model(**{name: given[name] for name in self.inputs})
+        given: Tensors = self.tensors
+        if tensors is not None:
+            given = tensors
+        inputs = {name: given[name] for name in self.inputs}
+        metadata = {name: given[name] for name in self.metadata}
+        with forward_context(CUDAGraphMode.NONE, self.descriptor, metadata):
+            return model(**inputs)
 
     def given_to(self, runner: GraphRunner) -> dict[str, Tensor]:
         """The tensors of a runner's call. A runner that copies no inputs gets views of its static
         buffers, filled.
         """
-        if (
-            runner.config.compilation.cudagraph_copy_inputs
-            or self.size > runner.wanted.max_capture_size
-        ):
+        is_eager = self.size > runner.wanted.max_capture_size
+        if is_eager or runner.config.compilation.cudagraph_copy_inputs:
             return self.tensors
         views = runner.input_views(self.size, self.descriptor.num_reqs)
         for name, value in self.tensors.items():
@@ -115,8 +120,7 @@ class BenchBatch:
         return views
 
 
-@dataclass(slots=True)
-class Way:
+class Baseline:
     """One way to run the model, with its figures by size.
 
     Attributes:
@@ -129,13 +133,14 @@ class Way:
         note: For the reader of its figures.
     """
 
-    record: WayRecord
-    undo: ExitStack = field(default_factory=ExitStack)
-    calls: dict[int, Call] = field(default_factory=dict)
-    first: dict[int, float] = field(default_factory=dict)
-    times: dict[int, tuple[list[float], list[float], list[float]]] = field(default_factory=dict)
-    results: dict[int, BaselineRecord] = field(default_factory=dict)
-    note: str | None = None
+    def __init__(self, name: str) -> None:
+        self.record = BaselineTiming(name=name)
+        self.undo = ExitStack()
+        self.calls: dict[int, Call] = {}
+        self.first: dict[int, float] = {}
+        self.times: dict[int, Times] = {}
+        self.results: dict[int, BaselineRecord] = {}
+        self.note: str | None = None
 
     @property
     def stays_ready(self) -> bool:  # Note [Graphs of several baselines in one process]
@@ -153,36 +158,45 @@ class Way:
             drop_locals(error)
             with suppress(Exception):
                 self.close()
-            # A long message loses its middle: the reason may stand at either end.
-            text = (
-                error.message
-                if isinstance(error, CgplanError)
-                else f"{type(error).__name__}: {error}"
+            self.record = BaselineTiming(
+                name=self.record.name,
+                failure=_in_one_line(error),
             )
-            line, half = " ".join((text.splitlines() or [""])[0].split()), LONGEST_REASON // 2
-            if len(line) > LONGEST_REASON:
-                line = f"{line[: half - 3]} ... {line[2 - half :]}"
-            self.record = WayRecord(name=self.record.name, failure=line)
 
     def close(self) -> None:
         self.calls.clear()
         self.undo.close()
 
 
-def ours(bench: Comparison, way: Way) -> None:
+def _in_one_line(error: Exception) -> str:
+    text = f"{type(error).__name__}: {error}"
+    if isinstance(error, CgplanError):
+        text = error.message
+    words = text.partition("\n")[0].split()
+    line = " ".join(words)
+    if len(line) <= LONGEST_REASON:
+        return line
+    # the reason may stand at either end
+    half = LONGEST_REASON // 2
+    begin = line[: half - 3]
+    end = line[2 - half :]
+    return f"{begin} ... {end}"
+
+
+def ours(bench: Comparison, baseline: Baseline) -> None:
     """The runner itself, captured again."""
     runner = bench.runner
-    way.undo.callback(runner.suspend)
+    baseline.undo.callback(runner.suspend)
     runner.recapture()
 
     def call_of(batch: BenchBatch) -> Call:
         given = batch.given_to(runner)
-        copies = [
-            (given[name], value)
-            for name, value in batch.tensors.items()
-            if given[name] is not value
-        ]
         arguments: dict[str, Any] = {**given, **batch.options}
+        copies = []
+        for name, value in batch.tensors.items():
+            view = given[name]
+            if view is not value:
+                copies.append((view, value))
 
         def run() -> Any:
             for view, value in copies:  # batches of other sizes lie on the same memory
@@ -191,42 +205,51 @@ def ours(bench: Comparison, way: Way) -> None:
 
         return run
 
-    bench.first_calls(way, call_of)
+    bench.first_calls(baseline, call_of)
 
 
-def eager(bench: Comparison, way: Way) -> None:
+def eager(bench: Comparison, baseline: Baseline) -> None:
     """The model's own code."""
-    bench.first_calls(way, lambda batch: lambda: batch.run(bench.runner.model))
+    model = bench.runner.model
+    bench.first_calls(baseline, lambda batch: partial(batch.run, model))
 
 
-def bare(bench: Comparison, way: Way) -> None:
+def bare(bench: Comparison, baseline: Baseline) -> None:
     """Graphs by hand, one for each size in one pool: copy each tensor into a static one, replay,
     and nothing else.
     """
-    backend, model = bench.runner.backend, bench.runner.model
-    pool, captured = backend.new_pool(), dict[int, tuple[Any, dict[str, Tensor], Any]]()
+    backend = bench.runner.backend
+    model = bench.runner.model
+    warmups = bench.runner.config.compilation.cudagraph_num_of_warmups
+    pool = backend.new_pool()
+    captured: dict[int, Captured] = {}
     with backend.session():
-        for batch in sorted(bench.batches, key=lambda b: -b.size):
-            static = {name: value.clone() for name, value in batch.tensors.items()}
-            for _ in range(bench.runner.config.compilation.cudagraph_num_of_warmups):
-                batch.run(model, static)
+        for batch in bench.largest_first():
+            static = {}
+            for name, value in batch.tensors.items():
+                static[name] = value.clone()
+            forward = partial(batch.run, model, static)
+            for _ in range(warmups):
+                forward()
             graph = backend.new_graph(pool)
             try:
                 with backend.capturing(graph):
-                    output = batch.run(model, static)
+                    output = forward()
             except CgplanError:
                 raise
             except Exception as error:  # torch's own, which may name no operator
-                kept = PutBack(Fingerprint.of({}, backend.device), 0)
-                found = look(partial(batch.run, model, static), kept)
+                nothing = Fingerprint.of({}, backend.device)
+                found = look(forward, PutBack(nothing, 0))
                 raise found.host_sync or error from None
-            way.undo.callback(backend.reset, graph)
+            baseline.undo.callback(backend.reset, graph)
             captured[batch.size] = graph, static, output
 
     def call_of(batch: BenchBatch) -> Call:
         graph, static, output = captured[batch.size]
-        pairs = [(static[name], value) for name, value in batch.tensors.items()]
         replay = backend.launcher(graph)
+        pairs = []
+        for name, value in batch.tensors.items():
+            pairs.append((static[name], value))
 
         def run() -> Any:
             for target, value in pairs:
@@ -236,32 +259,37 @@ def bare(bench: Comparison, way: Way) -> None:
 
         return run
 
-    bench.first_calls(way, call_of)
+    bench.first_calls(baseline, call_of)
 
 
-def make_graphed_callables(bench: Comparison, way: Way) -> None:
+def make_graphed_callables(bench: Comparison, baseline: Baseline) -> None:
     """``torch.cuda.make_graphed_callables``: one for each size in one pool, without gradients,
     torch's own warm-ups.
     """
-    graphed, pool = dict[int, Callable[..., Any]](), torch.cuda.graph_pool_handle()
-    way.undo.callback(graphed.clear)
-    for batch in sorted(bench.batches, key=lambda b: -b.size):
+    graphed = dict[int, Callable[..., Any]]()
+    pool = torch.cuda.graph_pool_handle()
+    baseline.undo.callback(graphed.clear)
+    for batch in bench.largest_first():
 
         def forward(*given: Tensor, batch: BenchBatch = batch) -> Any:
+            tensors = dict(zip(batch.tensors, given, strict=True))
             with torch.no_grad():
-                return batch.run(bench.runner.model, dict(zip(batch.tensors, given, strict=True)))
+                return batch.run(bench.runner.model, tensors)
 
         static = tuple(value.clone() for value in batch.tensors.values())
-        graphed[batch.size] = torch.cuda.make_graphed_callables(forward, static, pool=pool)
+        graphed[batch.size] = torch.cuda.make_graphed_callables(
+            forward,
+            static,
+            pool=pool,
+        )
 
     def call_of(batch: BenchBatch) -> Call:
-        function, tensors = graphed[batch.size], tuple(batch.tensors.values())
-        return lambda: function(*tensors)
+        return partial(graphed[batch.size], *batch.tensors.values())
 
-    bench.first_calls(way, call_of)
+    bench.first_calls(baseline, call_of)
 
 
-def reduce_overhead(bench: Comparison, way: Way) -> None:
+def reduce_overhead(bench: Comparison, baseline: Baseline) -> None:
     """``torch.compile(mode="reduce-overhead", dynamic=False)``, with a step marked before each
     call.
 
@@ -271,20 +299,27 @@ def reduce_overhead(bench: Comparison, way: Way) -> None:
     from torch._inductor.cudagraph_trees import reset_cudagraph_trees
     from torch._inductor.utils import fresh_inductor_cache
 
-    model, device = bench.runner.model, bench.runner.backend.device
+    model = bench.runner.model
+    device = bench.runner.backend.device
     for tensor in Fingerprint.of({"model": model}, device).tensors:
-        if (
-            tensor.device == device
-            and not hasattr(tensor, _STATIC)
-            and not isinstance(tensor, torch.nn.Parameter)
-        ):
+        if isinstance(tensor, torch.nn.Parameter) or hasattr(tensor, _STATIC):
+            continue
+        if tensor.device == device:
             torch._dynamo.mark_static_address(tensor, guard=False)
-            way.undo.callback(delattr, tensor, _STATIC)
+            baseline.undo.callback(
+                delattr,
+                tensor,
+                _STATIC,
+            )
 
     own = with_own_code(model)
-    compiled = torch.compile(own, mode="reduce-overhead", dynamic=False)
-    way.undo.callback(reset_cudagraph_trees)
-    way.undo.callback(torch._C._dynamo.eval_frame.reset_code, own.__code__)
+    compiled = torch.compile(
+        own,
+        mode="reduce-overhead",
+        dynamic=False,
+    )
+    baseline.undo.callback(reset_cudagraph_trees)
+    baseline.undo.callback(torch._C._dynamo.eval_frame.reset_code, own.__code__)
 
     def call_of(batch: BenchBatch) -> Call:
         def run() -> Any:
@@ -294,26 +329,30 @@ def reduce_overhead(bench: Comparison, way: Way) -> None:
         return run
 
     counters = torch._dynamo.utils.counters["inductor"]
-    before, limits = (
-        counters["cudagraph_skips"],
-        {"recompile_limit": 1024, "fail_on_recompile_limit_hit": True},
-    )
+    before = counters["cudagraph_skips"]
+    limits = {
+        "recompile_limit": 1024,
+        "fail_on_recompile_limit_hit": True,
+    }
     with torch._dynamo.config.patch(limits), fresh_inductor_cache():
-        bench.first_calls(way, call_of, 2)  # the first compiles and warms up, the second records
-    if skipped := counters["cudagraph_skips"] - before:
-        way.note = (
+        # the first call compiles and warms up, the second records
+        bench.first_calls(baseline, call_of, 2)
+    skipped = counters["cudagraph_skips"] - before
+    if skipped:
+        baseline.note = (
             f"torch left out {skipped} graphs and ran them eagerly; TORCH_LOGS=perf_hints says why"
         )
 
 
-# Each prepares all sizes, calls each once, and pushes on ``way.undo`` what gives the memory back.
-BASELINES: dict[str, Callable[[Comparison, Way], None]] = {
+# Each prepares all sizes, calls each once, and pushes on ``undo`` what gives the memory back.
+BASELINES: dict[str, Callable[[Comparison, Baseline], None]] = {
     OURS: ours,
     "eager": eager,
     "bare": bare,
     "make_graphed_callables": make_graphed_callables,
     "reduce-overhead": reduce_overhead,
 }
+_NEED_CUDA = ("make_graphed_callables", "reduce-overhead")
 
 
 def bench_baselines(
@@ -326,11 +365,11 @@ def bench_baselines(
 ) -> BaselinesRecord:
     """Measure a runner and other ways to run its model, on the same tensors.
 
-    The runner is closed and captured again, twice: first each way is prepared with nothing else
-    ready, which gives its costs; then all are ready at once and take turns, so that a slow moment
-    of the machine hits all alike. Outputs and views that the runner handed out before are no longer
-    valid. A way that fails is a record with the reason. Other graphs of the process should be
-    closed before, see Note [Graphs of several baselines in one process].
+    The runner is closed and captured again, twice: first each baseline is prepared with nothing
+    else ready, which gives its costs; then all are ready at once and take turns, so that a slow
+    moment of the machine hits all alike. Outputs and views that the runner handed out before are no
+    longer valid. A baseline that fails is a record with the reason. Other graphs of the process
+    should be closed before, see Note [Graphs of several baselines in one process].
 
     Args:
         runner: It is open again afterwards, unless its capture failed.
@@ -339,48 +378,62 @@ def bench_baselines(
         seed: Of the order; drawn if absent.
         progress: Called with (done, total, name of the step) before each step.
     """
-    seed = random.SystemRandom().randrange(1 << 16) if seed is None else seed
-    order, repeats = random.Random(seed), runner.config.report.repeats
+    if seed is None:
+        seed = random.SystemRandom().randrange(1 << 16)
+    order = random.Random(seed)
+    repeats = runner.config.report.repeats
     rounds = min(MOST_ROUNDS, repeats)
-    ways = [Way(WayRecord(name=name)) for name in (OURS, *against)]
-    steps = itertools.count()
+    baselines = [Baseline(name) for name in (OURS, *against)]
+    done = itertools.count()
 
     def step(text: str) -> None:
         if progress:
-            progress(next(steps), 2 * len(ways) + rounds, text)
+            total = 2 * len(baselines) + rounds
+            progress(next(done), total, text)
 
     with torch.no_grad():
-        bench = Comparison(runner, batches, order.randrange(1 << 16), math.ceil(repeats / rounds))
+        bench = Comparison(
+            runner,
+            batches,
+            seed=order.randrange(1 << 16),
+            repeats=math.ceil(repeats / rounds),
+        )
         runner.suspend()
-        for way in sorted(order.sample(ways, len(ways)), key=lambda w: w.stays_ready):
-            step(f"{way.record.name}, alone")
-            way.attempt(bench.price)
-            if not way.stays_ready:
-                way.attempt(Way.close)
-        for way in ways:
-            step(f"{way.record.name}, beside the others")
-            if not way.stays_ready:
-                way.attempt(bench.prepare)
+        shuffled = order.sample(baselines, len(baselines))
+        shuffled.sort(key=attrgetter("stays_ready"))
+        for baseline in shuffled:
+            step(f"{baseline.record.name}, alone")
+            baseline.attempt(bench.price)
+            if not baseline.stays_ready:
+                baseline.attempt(Baseline.close)
+        for baseline in baselines:
+            step(f"{baseline.record.name}, beside the others")
+            if not baseline.stays_ready:
+                baseline.attempt(bench.prepare)
         for number in range(rounds):
             step(f"round {number + 1}")
-            pairs = [(w, batch.size) for w in ways if w.record.failure is None for batch in batches]
-            for way, size in order.sample(pairs, len(pairs)):
-                way.attempt(bench.measure, size)
-        for way in ways:  # after all calls: a graph whose memory another one took would show here
-            way.attempt(bench.compare)
-        for way in ways[1:]:
-            way.attempt(Way.close)
+            turns = [*itertools.product(_ready(baselines), batches)]
+            order.shuffle(turns)
+            for baseline, batch in turns:
+                baseline.attempt(bench.measure, batch.size)
+        for baseline in baselines:  # last: a graph whose memory another one took would show here
+            baseline.attempt(bench.compare)
+        for baseline in baselines[1:]:
+            baseline.attempt(Baseline.close)
+    pairs = itertools.product(batches, _ready(baselines))
     return BaselinesRecord(
         seed=seed,
         rounds=rounds,
         repeats=rounds * bench.repeats,
-        capture_seconds=bench.captured.session_seconds if bench.captured else None,
-        keys=len(bench.captured.records) if bench.captured else 0,
-        ways=tuple(w.record for w in ways),
-        records=tuple(
-            w.results[batch.size] for batch in batches for w in ways if w.record.failure is None
-        ),
+        capture_seconds=bench.capture_seconds,
+        keys=bench.keys,
+        ways=tuple(baseline.record for baseline in baselines),
+        records=tuple(baseline.results[batch.size] for batch, baseline in pairs),
     )
+
+
+def _ready(baselines: Sequence[Baseline]) -> list[Baseline]:
+    return [baseline for baseline in baselines if baseline.record.failure is None]
 
 
 class Comparison:
@@ -389,42 +442,62 @@ class Comparison:
 
     Args:
         runner: Knows the model and the device.
-        batches: Are run here, four times each; afterwards they and the model's state are as they
-            were.
+        batches: Run here four times each; afterwards they and the model's state are as before.
         seed: Of compared calls.
         repeats: Timed calls in a turn.
 
     Attributes:
-        captured: The report of the runner's capture with nothing else ready.
+        capture_seconds, keys: Of the runner's capture with nothing else ready; None and 0 before.
     """
 
-    captured: CaptureReport | None = None
+    capture_seconds: float | None = None
+    keys = 0
 
     def __init__(
-        self, runner: GraphRunner, batches: Sequence[BenchBatch], seed: int = 0, repeats: int = 1
+        self,
+        runner: GraphRunner,
+        batches: Sequence[BenchBatch],
+        seed: int = 0,
+        repeats: int = 1,
     ) -> None:
-        self.runner, self.batches, self.repeats, self._seed = runner, batches, repeats, seed
-        self._inputs = [
-            (tensor, tensor.clone()) for batch in batches for tensor in batch.tensors.values()
-        ]
-        limit = (runner.backend.memory().free or 4 << 30) // 4
-        self._state = PutBack(Fingerprint.of({"model": runner.model}, runner.backend.device), limit)
+        self.runner = runner
+        self.batches = batches
+        self.repeats = repeats
+        self._seed = seed
+        self._inputs = []
+        for batch in batches:
+            for tensor in batch.tensors.values():
+                before = tensor.clone()
+                self._inputs.append((tensor, before))
+        device = runner.backend.device
+        free = runner.backend.memory().free or 4 << 30
+        state = Fingerprint.of({"model": runner.model}, device)
+        self._state = PutBack(state, free // 4)
         self._generators = self._state.before.generators
         self._outputs: dict[int, Any] = {}
-        self._unsteady, self._draws = set[int](), set[int]()
-        with random_state_kept(runner.backend.device, self._generators):
-            look(lambda: [batch.run(runner.model) for batch in batches], self._state)
+        self._unsteady = set[int]()
+        self._draws = set[int]()
+
+        def run_all() -> None:
             for batch in batches:
-                first, second, other = (
-                    self._run(lambda: batch.run(runner.model), seed + more)  # noqa: B023
-                    for more in (0, 0, 1)
-                )
-                self._outputs[batch.size] = first
-                if deviation(second, first):
+                batch.run(runner.model)
+
+        with random_state_kept(device, self._generators):
+            look(run_all, self._state)
+            for batch in batches:
+                call = partial(batch.run, runner.model)
+                wanted = self._run(call, seed)
+                again = self._run(call, seed)
+                otherwise = self._run(call, seed + 1)
+                self._outputs[batch.size] = wanted
+                if deviation(again, wanted):
                     self._unsteady.add(batch.size)
-                elif deviation(other, first):
+                elif deviation(otherwise, wanted):
                     self._draws.add(batch.size)
             self.restore()
+
+    def largest_first(self) -> list[BenchBatch]:
+        return sorted(self.batches, key=lambda batch: -batch.size)
 
     def restore(self) -> None:
         """Give inputs and state the values of the beginning."""
@@ -432,93 +505,125 @@ class Comparison:
             tensor.copy_(before)
         self._state.restore()
 
-    def first_calls(self, way: Way, call_of: Callable[[BenchBatch], Call], times: int = 1) -> None:
+    def first_calls(
+        self,
+        baseline: Baseline,
+        call_of: Callable[[BenchBatch], Call],
+        times: int = 1,
+    ) -> None:
         """Run each batch as often as it takes until its calls are as they will be from then on."""
         synchronize = self.runner.backend.synchronize
         for batch in self.batches:
-            call = way.calls[batch.size] = call_of(batch)
+            call = call_of(batch)
+            baseline.calls[batch.size] = call
             self.restore()
             synchronize()
             start = time.perf_counter()
             for _ in range(times):
                 call()
             synchronize()
-            way.first.setdefault(batch.size, time.perf_counter() - start)
+            seconds = time.perf_counter() - start
+            baseline.first.setdefault(batch.size, seconds)
 
-    def prepare(self, way: Way) -> None:
+    def prepare(self, baseline: Baseline) -> None:
         self.restore()
-        BASELINES[way.record.name](self, way)
+        BASELINES[baseline.record.name](self, baseline)
 
-    def price(self, way: Way) -> None:
+    def price(self, baseline: Baseline) -> None:
         """Seconds and memory with nothing else ready."""
-        name, backend = way.record.name, self.runner.backend
-        if name in ("make_graphed_callables", "reduce-overhead") and backend.device.type != "cuda":
+        name = baseline.record.name
+        backend = self.runner.backend
+        if name in _NEED_CUDA and backend.device.type != "cuda":
             raise BackendError(
-                f"it needs CUDA, and this is {backend.name}", remedy="Run it on a GPU."
+                f"it needs CUDA, and this is {backend.name}",
+                remedy="Run it on a GPU.",
             )
         # a capture that fails in it leaves torch's allocator unusable
         if name == "make_graphed_callables":
-            trial = Way(WayRecord(name="bare"))
+            trial = Baseline("bare")
             try:
                 bare(self, trial)
             finally:
                 trial.close()
-        before, start = used_bytes(backend), time.perf_counter()
-        self.prepare(way)
-        seconds, taken = time.perf_counter() - start, used_bytes(backend) - before
+        before = used_bytes(backend)
+        start = time.perf_counter()
+        self.prepare(baseline)
+        seconds = time.perf_counter() - start
+        after = used_bytes(backend)
         if name == OURS:
-            self.captured = self.runner.report
-        way.record = WayRecord(name=name, ready_seconds=seconds, memory_bytes=taken, note=way.note)
+            report = self.runner.report
+            self.capture_seconds = report.session_seconds
+            self.keys = len(report.records)
+        baseline.record = BaselineTiming(
+            name=name,
+            ready_seconds=seconds,
+            memory_bytes=after - before,
+            note=baseline.note,
+        )
 
-    def measure(self, way: Way, size: int) -> None:
-        call, backend = way.calls[size], self.runner.backend
+    def measure(self, baseline: Baseline, size: int) -> None:
+        call = baseline.calls[size]
+        backend = self.runner.backend
         self.restore()
         for _ in range(2):  # after another baseline, caches hold its data
             call()
-        queued, _ = backend.time_calls(call, self.repeats, queued=True)
+        device, _ = backend.time_calls(
+            call,
+            self.repeats,
+            queued=True,
+        )
         latency, host = backend.time_calls(call, self.repeats)
-        for kept, more in zip(
-            way.times.setdefault(size, ([], [], [])), (queued, latency, host), strict=True
-        ):
-            kept.extend(more)
+        fresh: Times = ([], [], [])
+        times = baseline.times.setdefault(size, fresh)
+        times[0].extend(device)
+        times[1].extend(latency)
+        times[2].extend(host)
 
-    def compare(self, way: Way) -> None:
+    def compare(self, baseline: Baseline) -> None:
         for size in self._outputs:
-            difference, reason = self._deviation(size, way)
-            device, latency, host = map(timing, way.times[size])
-            way.results[size] = BaselineRecord(
-                name=way.record.name,
+            difference, reason = self._deviation(size, baseline)
+            device, latency, host = baseline.times[size]
+            baseline.results[size] = BaselineRecord(
+                name=baseline.record.name,
                 num_tokens=size,
-                device=device,
-                latency=latency,
-                host=host,
-                first_call_seconds=way.first[size],
+                device=timing(device),
+                latency=timing(latency),
+                host=timing(host),
+                first_call_seconds=baseline.first[size],
                 deviation=difference,
                 not_comparable=reason,
             )
 
-    def _deviation(self, size: int, way: Way) -> tuple[float | None, str | None]:
+    def _deviation(self, size: int, baseline: Baseline) -> tuple[float | None, str | None]:
         """The largest difference of a call's result from the model's own, or why there is none."""
         if size in self._unsteady:
             return None, _UNSTEADY
+        call = baseline.calls[size]
         with random_state_kept(self.runner.backend.device, self._generators):
-            found = deviation(self._run(way.calls[size], self._seed), self._outputs[size])
+            found = self._run(call, self._seed)
+            difference = deviation(found, self._outputs[size])
             self.restore()
-        if found is None:
+        if difference is None:
             return None, _UNLIKE
-        is_alike = (
-            self.runner.config.compilation.compiler == "eager"
-            and size in self.runner.wanted.capture_sizes
-        )
-        redraws = way.stays_ready or (way.record.name == OURS and not is_alike)
-        return (None, _REDRAWN) if found and redraws and size in self._draws else (found, None)
+        if difference and size in self._draws and self._redraws(baseline, size):
+            return None, _REDRAWN
+        return difference, None
+
+    def _redraws(self, baseline: Baseline, size: int) -> bool:
+        """Whether random numbers are drawn otherwise than by the model's own code."""
+        if baseline.record.name != OURS:
+            return baseline.stays_ready
+        is_padded = size not in self.runner.wanted.capture_sizes
+        compiler = self.runner.config.compilation.compiler
+        return is_padded or compiler != "eager"
 
     def _run(self, call: Call, seed: int) -> Any:
         self.restore()
         torch.manual_seed(seed)
         for generator in self._generators:
             generator.manual_seed(seed)
-        return tree_map_only(Tensor, Tensor.clone, call())
+        output = call()
+        return tree_map_only(Tensor, Tensor.clone, output)
 
 
 def used_bytes(backend: GraphBackend) -> int:
@@ -529,13 +634,15 @@ def used_bytes(backend: GraphBackend) -> int:
     gc.collect()
     backend.release_cached()
     now = backend.memory()
-    return (
-        now.reserved
-        if now.free is None or not backend.supports("driver_bytes")
-        else now.total - now.free
-    )
+    if now.free is None or not backend.supports("driver_bytes"):
+        return now.reserved
+    return now.total - now.free
 
 
 def timing(values: Sequence[float]) -> Timing:
     """Median and 99th percentile of some times."""
-    return Timing(median=float(np.median(values)), p99=float(np.percentile(values, 99)))
+    median, p99 = np.percentile(values, (50, 99))
+    return Timing(
+        median=float(median),
+        p99=float(p99),
+    )

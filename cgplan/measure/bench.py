@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,63 +46,85 @@ def bench(
         ModelError: the model failed eagerly.
     """
     against = check_baselines(against)
-    boxes = {descriptor.box for _, descriptor in runner.wanted.keys}
-    if asked := runner.config.report.sizes:
-        boxes = {(size, *rest) for size in asked for _, *rest in boxes or {(0,)}}
     if against and len(runner.config.dim_names) > 1:
         raise ConfigError(
-            "bench compares with other ways where rows alone vary", remedy="Leave --against out."
+            "bench compares with other ways where rows alone vary",
+            remedy="Leave --against out.",
         )
-    records, first = list[BenchRecord](), list[BenchBatch]()
-    for index, (size, *sizes) in enumerate(sorted(boxes)):
+    boxes = _boxes(runner)
+    records = list[BenchRecord]()
+    first = list[BenchBatch]()
+    for index, (size, *sizes) in enumerate(boxes):
         if progress:
             progress(index, len(boxes), f"{size} tokens")
         try:
             batches = examples(runner, size, tuple(sizes))
             first.append(batches[0])
-            records += [_measure(runner, batch) for batch in batches]
+            for batch in batches:
+                records.append(_measure(runner, batch))
         except Exception as error:
             failure = explain_eager_failure(error, f"{size} tokens")
             raise failure from (error if failure is not error else error.__cause__)
     report = runner.report  # baselines capture the runner again, and change its report
+    peers = None
+    if against:
+        peers = bench_baselines(
+            runner,
+            first,
+            against,
+            seed=seed,
+            progress=progress,
+        )
     return BenchReport(
         environment=describe_environment(runner.backend, runner.plan.config_hash),
         capture=report,
         repeats=runner.config.report.repeats,
         records=tuple(records),
-        peers=bench_baselines(runner, first, against, seed=seed, progress=progress)
-        if against
-        else None,
+        peers=peers,
     )
 
 
-def examples(runner: GraphRunner, size: int, sizes: tuple[int, ...] = ()) -> list[BenchBatch]:
+def examples(
+    runner: GraphRunner,
+    size: int,
+    sizes: tuple[int, ...] = (),
+) -> list[BenchBatch]:
     """Batches of a size, as uniform decode, as a mixed batch, or as both; with all adapters active.
     ``sizes``: in the other named dimensions.
     """
-    plan, config = runner.plan, runner.config
-    loras, dispatch = (
-        config.lora.max_loras if config.lora else 0,
-        CudagraphDispatcher(runner.wanted).dispatch,
-    )
+    plan = runner.plan
+    config = runner.config
+    loras = 0 if config.lora is None else config.lora.max_loras
+    dispatch = CudagraphDispatcher(runner.wanted).dispatch
     as_mixed = dispatch(size, False, loras, sizes=sizes)
-    kinds: tuple[bool, ...] = (False,)
-    if size % plan.query_len == 0 and size <= plan.query_len * plan.max_num_seqs:
-        has_more = as_mixed[0] is CUDAGraphMode.PIECEWISE and as_mixed != dispatch(
-            size, True, loras, sizes=sizes
-        )
-        kinds = (True, False) if has_more else (True,)
+    kinds = [False]
+    reqs, rest = divmod(size, plan.query_len)
+    if not rest and reqs <= plan.max_num_seqs:
+        kinds = [True]
+        if as_mixed[0] is CUDAGraphMode.PIECEWISE:
+            as_decode = dispatch(size, True, loras, sizes=sizes)
+            if as_mixed != as_decode:
+                kinds.append(False)
     batches = []
     for uniform in kinds:
-        reqs = size // plan.query_len if uniform else min(size, plan.max_num_seqs)
-        tensors = example_batch(config.tensors_at(sizes), size, reqs, runner.backend.device)
-        options: dict[str, Any] = {"uniform_decode": uniform, "num_active_loras": loras}
-        inputs, metadata = (
-            {name: tensors[name] for name in names} for names in (config.inputs, config.metadata)
+        reqs = min(size, plan.max_num_seqs)
+        if uniform:
+            reqs = size // plan.query_len
+        specs = config.tensors_at(sizes)
+        tensors = example_batch(specs, size, reqs, runner.backend.device)
+        options: dict[str, Any] = {
+            "uniform_decode": uniform,
+            "num_active_loras": loras,
+        }
+        route = runner.route(tensors, **options)
+        batch = BenchBatch(
+            size=size,
+            inputs={name: tensors[name] for name in config.inputs},
+            metadata={name: tensors[name] for name in config.metadata},
+            options=options,
+            descriptor=route.unpadded,
         )
-        batches.append(
-            BenchBatch(size, inputs, metadata, options, runner.route(tensors, **options).unpadded)
-        )
+        batches.append(batch)
     return batches
 
 
@@ -110,27 +133,56 @@ def call_examples(runner: GraphRunner, times: int = 3) -> None:
     trace.
     """
     with runner.trace():
-        for size, *sizes in sorted({descriptor.box for _, descriptor in runner.wanted.keys}):
+        boxes = {descriptor.box for _, descriptor in runner.wanted.keys}
+        for size, *sizes in sorted(boxes):
             for batch in examples(runner, size, tuple(sizes)):
-                call: dict[str, Any] = {**batch.given_to(runner), **batch.options}
+                call = _call_of(runner, batch)
                 for _ in range(times):
                     runner(**call)
 
 
+def _boxes(runner: GraphRunner) -> list[tuple[int, ...]]:
+    """Sizes to measure: rows, then those of the other named dimensions."""
+    boxes = {descriptor.box for _, descriptor in runner.wanted.keys}
+    asked = runner.config.report.sizes
+    if not asked:
+        return sorted(boxes)
+    others = {box[1:] for box in boxes} or {()}
+    found = []
+    for size in sorted(set(asked)):
+        for rest in sorted(others):
+            found.append((size, *rest))
+    return found
+
+
+def _call_of(runner: GraphRunner, batch: BenchBatch) -> dict[str, Any]:
+    return {**batch.given_to(runner), **batch.options}
+
+
 def _measure(runner: GraphRunner, batch: BenchBatch) -> BenchRecord:
-    call: dict[str, Any] = {**batch.given_to(runner), **batch.options}
+    call = _call_of(runner, batch)
     if runner.config.compilation.capture_policy == "lazy":
         runner(**call)  # captures its graph
     route = runner.route(batch.tensors, **batch.options)
-    eager, eager_host = _time(runner, lambda: runner.run_eagerly(padded=False, **call))
-    graph = graph_host = replay = graph_queued = replay_queued = None
+    eager, eager_host = _time(
+        runner,
+        partial(
+            runner.run_eagerly,
+            padded=False,
+            **call,
+        ),
+    )
+    graph = graph_host = graph_queued = None
+    replay = replay_queued = None
     if route.mode is not CUDAGraphMode.NONE:
-        graph, graph_host = _time(runner, lambda: runner(**call))
-        graph_queued, _ = _time(runner, lambda: runner(**call), queued=True)
+        whole = partial(runner, **call)
+        graph, graph_host = _time(runner, whole)
+        graph_queued, _ = _time(runner, whole, queued=True)
     captured = runner.graph(route.mode, route.descriptor)
     if captured is not None:
-        replay, _ = _time(runner, lambda: runner.backend.replay(captured))
-        replay_queued, _ = _time(runner, lambda: runner.backend.replay(captured), queued=True)
+        bare = partial(runner.backend.replay, captured)
+        replay, _ = _time(runner, bare)
+        replay_queued, _ = _time(runner, bare, queued=True)
     return BenchRecord(
         num_tokens=batch.size,
         sizes=route.batch.sizes,
@@ -150,8 +202,13 @@ def _measure(runner: GraphRunner, batch: BenchBatch) -> BenchRecord:
 def _time(
     runner: GraphRunner, call: Callable[[], object], *, queued: bool = False
 ) -> tuple[Timing, Timing]:
+    asked = runner.config.report
     with torch.no_grad():
-        for _ in range(runner.config.report.warmups):
+        for _ in range(asked.warmups):
             call()
-        device, host = runner.backend.time_calls(call, runner.config.report.repeats, queued=queued)
+        device, host = runner.backend.time_calls(
+            call,
+            asked.repeats,
+            queued=queued,
+        )
     return timing(device), timing(host)

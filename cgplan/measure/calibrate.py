@@ -61,9 +61,17 @@ def calibrate(
     keys = representative_keys(plan.keys, plan.max_num_seqs)
     backend.release_cached()
     reserved = backend.memory().reserved
-    graphs = ModelGraphs(restricted(plan, keys, config), config, model, backend)
+    graphs = ModelGraphs(
+        restricted(plan, keys, config),
+        config,
+        model,
+        backend,
+    )
     pools: dict[CUDAGraphMode, dict[int, int]] = {mode: {} for mode, _ in keys}
-    seconds, nodes, workspace, once = dict[Key, float](), dict[Key, int | None](), 0, 0.0
+    seconds = dict[Key, float]()
+    nodes = dict[Key, int | None]()
+    workspace = 0
+    once = 0.0
     try:
         with graphs.rehearsing(), backend.session(), torch.no_grad():
             for key in keys:
@@ -71,20 +79,17 @@ def calibrate(
                 first = captured.seconds
                 graphs.drop_all()
                 if backend.supports("driver_bytes"):
-                    outside = (
-                        backend.memory().reserved
-                        - reserved
-                        - graphs.buffers.nbytes
-                        - graphs.copied_bytes
-                    )
-                    workspace = max(workspace, outside)
+                    taken = backend.memory().reserved - reserved
+                    own = graphs.buffers.nbytes + graphs.copied_bytes
+                    workspace = max(workspace, taken - own)
                 captured = graphs.capture_key(key)
                 seconds[key] = captured.seconds
                 nodes[key] = captured.nodes
                 once += max(first - seconds[key], 0.0)
                 mode, descriptor = key
-                most = pools[mode].get(descriptor.elements, 0)  # of the LoRA cases
-                pools[mode][descriptor.elements] = max(most, graphs.pools.nbytes)
+                size = descriptor.elements
+                most = pools[mode].get(size, 0)  # of the LoRA cases
+                pools[mode][size] = max(most, graphs.pools.nbytes)
                 graphs.drop_all()
             rates = _driver_rates(graphs, keys)
             graphs.buffers.restore()
@@ -95,13 +100,19 @@ def calibrate(
     finally:
         graphs.free()
     environment = describe_environment(backend, plan.config_hash)
+    measured = []
+    for key in keys:
+        mode, descriptor = key
+        found = MeasuredKey(
+            mode,
+            descriptor.num_active_loras,
+            descriptor.elements,
+            rates[mode] * (nodes[key] or 1),
+            seconds[key],
+        )
+        measured.append(found)
     return MeasuredCosts(
-        [
-            MeasuredKey(
-                m, d.num_active_loras, d.elements, rates[m] * (nodes[m, d] or 1), seconds[m, d]
-            )
-            for m, d in keys
-        ],
+        measured,
         {mode: sorted(sizes.items()) for mode, sizes in pools.items()},
         config,
         source=f"measured on {environment.device}, {environment.date}: {len(keys)} keys, captured "
@@ -115,7 +126,9 @@ def _driver_rates(graphs: ModelGraphs, keys: Sequence[Key]) -> dict[CUDAGraphMod
     """For each mode the driver memory of a node, or of a key where nodes are not counted; 0 without
     a driver.
     """
-    backend, scope, held = graphs.backend, graphs.scope, list[CUDAGraphEntry]()
+    backend = graphs.backend
+    scope = graphs.scope
+    held = list[CUDAGraphEntry]()
     rates = {mode: 0.0 for mode, _ in keys}
     if not backend.supports("driver_bytes"):
         return rates
@@ -123,26 +136,35 @@ def _driver_rates(graphs: ModelGraphs, keys: Sequence[Key]) -> dict[CUDAGraphMod
         # The graphs of one mode stay alive while the next is measured: memory that the driver got
         # back would hide it.
         for mode in rates:
-            key = min((k for k in keys if k[0] is mode), key=lambda k: k[1].elements)
+            of_mode = [key for key in keys if key[0] is mode]
+            key = min(of_mode, key=lambda key: key[1].elements)
             readings = list[tuple[int, int]]()
-            nodes = nbytes = chunks = since = 0
-            while len(readings) < MOST_CAPTURES and (
-                chunks < FEWEST_CHUNKS or since < FEWEST_CAPTURES
-            ):
+            nodes = nbytes = 0
+            chunks = since = 0
+            while len(readings) < MOST_CAPTURES:
+                if chunks >= FEWEST_CHUNKS and since >= FEWEST_CAPTURES:
+                    break
                 # Wrappers capture a key again for another scope; the pool is the same.
-                graphs.scope = CaptureScope(scope.pool, backend, address_check=scope.address_check)
+                graphs.scope = CaptureScope(
+                    scope.pool,
+                    backend,
+                    address_check=scope.address_check,
+                )
                 captured = graphs.capture_key(key)
                 held += graphs.scope.entries
                 growth = max(captured.driver_bytes or 0, 0)
-                nodes, nbytes = nodes + (captured.nodes or 1), nbytes + growth
-                chunks, since = chunks + (growth > 0), since + (nbytes > 0)
+                nodes += captured.nodes or 1
+                nbytes += growth
+                chunks += growth > 0
+                since += nbytes > 0
                 readings.append((nodes, nbytes))
             rates[mode] = bytes_per_node(readings)
         return rates
     finally:
         graphs.drop_all()  # wrappers know the last graphs alone
-        for graph in (graph for entry in held for graph in entry.segments):
-            backend.reset(graph)
+        for entry in held:
+            for graph in entry.segments:
+                backend.reset(graph)
         backend.release_cached()
         graphs.scope = scope
 
@@ -157,16 +179,22 @@ def bytes_per_node(readings: Sequence[tuple[int, int]]) -> float:
     points = [reading for reading in readings if reading[1]]  # (bytes never shrink)
     if not points:
         return 0.0
-    growths = [
-        points[0][1],
-        *(after - before for (_, before), (_, after) in pairwise(points) if after > before),
-    ]
+    first_nodes, first_bytes = points[0]
+    last_nodes, last_bytes = points[-1]
+    growths = [first_bytes]
+    for (_, before), (_, after) in pairwise(points):
+        if after > before:
+            growths.append(after - before)
     chunk = math.gcd(*growths)
-    pairs = [(n2 - n1, b2 - b1) for (n1, b1), (n2, b2) in combinations(points, 2)]
-    least = max([0.0, *((nbytes - chunk) / nodes for nodes, nbytes in pairs)])
-    most = min([math.inf, *((nbytes + chunk) / nodes for nodes, nbytes in pairs)])
+    least = 0.0
+    most = math.inf
+    for (nodes_before, before), (nodes_after, after) in combinations(points, 2):
+        nodes = nodes_after - nodes_before
+        nbytes = after - before
+        least = max(least, (nbytes - chunk) / nodes)
+        most = min(most, (nbytes + chunk) / nodes)
     if least > most:  # chunks are not all alike
-        return (points[-1][1] - points[0][1]) / (points[-1][0] - points[0][0])
+        return (last_bytes - first_bytes) / (last_nodes - first_nodes)
     if len(growths) < FEWEST_CHUNKS:
         return min(max(NODE_BYTES, least), most)
     return (least + most) / 2

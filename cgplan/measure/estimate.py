@@ -27,9 +27,9 @@ from cgplan.backends.host_sync import (
     ALLOCATIONS,
     Args,
     Function,
-    HostGuard,
     Kwargs,
     Refusals,
+    host_guard,
     implemented_in_python,
     is_composite,
     refuse_host,
@@ -84,7 +84,18 @@ def estimate(config: Config, model: Function, plan: Plan) -> EstimatedCosts:
     with gc_paused(), detect_fake_mode() or fake_tensors() as fake, torch.no_grad():
         keys = representative_keys(plan.keys, plan.max_num_seqs)
         return EstimatedCosts(
-            [_recorded(config, model, plan, key, fake) for key in keys], config, note
+            [
+                _recorded(
+                    config,
+                    model,
+                    plan,
+                    key,
+                    fake,
+                )
+                for key in keys
+            ],
+            config,
+            note,
         )
 
 
@@ -116,7 +127,8 @@ class AllocationLog(TorchDispatchMode):
         self.eager_pieces = 0
         self.is_recording = True
         self.refusals = Refusals()
-        self._fake, self._refuses = fake, refuses
+        self._fake = fake
+        self._refuses = refuses
         self._inside = ""
         self._numbers = itertools.count()
 
@@ -147,7 +159,12 @@ class AllocationLog(TorchDispatchMode):
                 setattr(
                     split,
                     name,
-                    lambda *args, name=name, piece=piece: self.add_named(name, piece, args, {}),
+                    lambda *args, name=name, piece=piece: self.add_named(
+                        name,
+                        piece,
+                        args,
+                        {},
+                    ),
                 )
 
             def run(*args: Any) -> Any:
@@ -160,10 +177,15 @@ class AllocationLog(TorchDispatchMode):
             if route == "ops":
                 own = with_own_code(model)
                 stack.callback(torch._C._dynamo.eval_frame.reset_code, own.__code__)
-                torch.compile(own, backend=split_backend, fullgraph=True, dynamic=False)(**inputs)
+                torch.compile(
+                    own,
+                    backend=split_backend,
+                    fullgraph=True,
+                    dynamic=False,
+                )(**inputs)
                 return
             if route == "full":
-                stack.enter_context(HostGuard(self.refusals))
+                stack.enter_context(host_guard(self.refusals))
             elif wrappers:
                 stack.enter_context(replaced(self, is_recording=False))
                 for wrapper in wrappers:
@@ -239,9 +261,16 @@ def _recorded(
     config: Config, model: Function, plan: Plan, key: Key, fake: FakeTensorMode
 ) -> Recording:
     mode, descriptor = key
-    tokens, compilation, device = descriptor.num_tokens, config.compilation, torch.device("cpu")
+    tokens = descriptor.num_tokens
+    compilation = config.compilation
+    device = torch.device("cpu")
     reqs = min(tokens, plan.max_num_seqs) if descriptor.num_reqs is None else descriptor.num_reqs
-    tensors = example_batch(config.tensors_at(descriptor.sizes), tokens, reqs, device)
+    tensors = example_batch(
+        config.tensors_at(descriptor.sizes),
+        tokens,
+        reqs,
+        device,
+    )
     inputs, metadata = (
         {name: tensors[name] for name in names} for names in (config.inputs, config.metadata)
     )
@@ -252,7 +281,8 @@ def _recorded(
                 breaks = Breaks(
                     model, compilation.splitting_modules, compilation.splitting_ops or (), "cpu"
                 )
-                route, model = "modules", partial(breaks.forward, model)
+                route = "modules"
+                model = partial(breaks.forward, model)
             context = stack.enter_context(forward_context(CUDAGraphMode.NONE, descriptor, metadata))
             first = AllocationLog(fake, refuses=route == "full")
             with first, standing_in(first):
@@ -266,7 +296,8 @@ def _recorded(
             log.run(route, model, inputs, compilation.splitting_ops)
         except Exception as error:
             # (of a compile backend)
-            cause, batch = getattr(error, "inner_exception", error), f"{mode} {descriptor}"
+            cause = getattr(error, "inner_exception", error)
+            batch = f"{mode} {descriptor}"
             if isinstance(cause, _NEEDS_VALUES):
                 raise CaptureError(
                     f"an estimate of {batch} runs the model without values of tensors, at "

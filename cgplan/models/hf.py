@@ -43,7 +43,8 @@ class _RowLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def __init__(self, max_rows: int, max_len: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.max_rows, self.max_len = max_rows, max_len
+        self.max_rows = max_rows
+        self.max_len = max_len
         self.slots: Tensor | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -263,7 +264,8 @@ def build(
         raise ModelError(
             "max_cache_len and max_batch_size must be above 0", remedy="Correct model.kwargs."
         )
-    values, device = read_config(config, config_file), torch.get_default_device()
+    values = read_config(config, config_file)
+    device = torch.get_default_device()
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         try:

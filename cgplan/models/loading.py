@@ -74,7 +74,12 @@ def load_model(
         ModelError: the target is malformed, does not exist, fails, or returns something that cannot
             be called. An error of the model's own code is the cause.
     """
-    model = call_target(target, kwargs, device=device, base_dir=base_dir)
+    model = call_target(
+        target,
+        kwargs,
+        device=device,
+        base_dir=base_dir,
+    )
     if not callable(model):
         raise ModelError(
             f"{target} returned {type(model).__name__}, which is not callable",
@@ -93,7 +98,8 @@ def call_target(
     """What a target returns. Arguments and errors as for ``load_model``."""
     kwargs = dict(kwargs)
     if target == "transformers":
-        target, config_file = "cgplan.models.hf:build", kwargs.get("config_file")
+        target = "cgplan.models.hf:build"
+        config_file = kwargs.get("config_file")
         if config_file is not None:
             kwargs["config_file"] = str(find_file(str(config_file), base_dir))
     source, _, attribute = target.rpartition(":")

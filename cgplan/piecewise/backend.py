@@ -18,7 +18,7 @@ from cgplan.errors import BackendError, CaptureError, CgplanError, ConfigError, 
 from cgplan.graphs.wrapper import CUDAGraphOptions
 from cgplan.modes import BatchDescriptor
 from cgplan.piecewise.breakable import BreakableCUDAGraphCapture, BreakableCUDAGraphWrapper
-from cgplan.piecewise.breaks import broken_out
+from cgplan.piecewise.breaks import as_eager_piece
 from cgplan.piecewise.partition import PartitionedForward, compile_for_all_sizes, structure_of
 from cgplan.piecewise.split import Piece, operator_name, split_graph
 
@@ -75,20 +75,8 @@ class PiecewiseBackend:
             return forward
         split, pieces = split_graph(gm, self.splitting_ops)
         for piece in pieces:
-            module = getattr(split, piece.name)
-            # generates it: until then `forward` is a stub that does so on each call
-            _ = module.code
-            if piece.eager:  # operators in place may change the shape of a tensor object (t_)
-                in_place = any(
-                    (operator_name(node) or "").endswith("_") for node in module.graph.nodes
-                )
-                module.forward = broken_out(module.forward, piece.title, is_traced=not in_place)
-            elif self.compiler == "inductor":
-                key = structure_of(module)
-                if key not in self.compiled:
-                    self.compiled[key] = compile_for_all_sizes(module)
-                module.forward = self.compiled[key]
-        _ = split.code
+            self._prepare(getattr(split, piece.name), piece)
+        _ = split.code  # as in _prepare
         self.traces.append(split)
         self.pieces.append(pieces)
 
@@ -99,6 +87,25 @@ class PiecewiseBackend:
 
         return forward_of_pieces
 
+    def _prepare(self, module: fx.GraphModule, piece: Piece) -> None:
+        """Let the module of an eager piece break captures; compile that of a segment."""
+        # generates it: until then `forward` is a stub that does so on each call
+        _ = module.code
+        if piece.eager:
+            names = [operator_name(node) or "" for node in module.graph.nodes]
+            # operators in place may change the shape of a tensor object (t_)
+            in_place = any(name.endswith("_") for name in names)
+            module.forward = as_eager_piece(
+                module.forward,
+                piece.title,
+                is_traced=not in_place,
+            )
+        elif self.compiler == "inductor":
+            key = structure_of(module)
+            if key not in self.compiled:
+                self.compiled[key] = compile_for_all_sizes(module)
+            module.forward = self.compiled[key]
+
 
 class _TraceWrapper(BreakableCUDAGraphWrapper):
     """One trace of a model under torch.compile, which may choose another trace later."""
@@ -108,11 +115,9 @@ class _TraceWrapper(BreakableCUDAGraphWrapper):
             f"torch.compile answers {descriptor} by a trace that has captured no PIECEWISE graph "
             "for it",
             remedy="Capture the model itself, without torch.compile: a runner finds the trace of "
-            "each size when it "
-            "captures. Or let one trace serve all sizes: call torch._dynamo.maybe_mark_dynamic(x, "
-            "0) on each input "
-            "before the compiled call, or pass dynamic=True where no size equals another "
-            "dimension.",
+            "each size when it captures. Or let one trace serve all sizes: call "
+            "torch._dynamo.maybe_mark_dynamic(x, 0) on each input before the compiled call, or "
+            "pass dynamic=True where no size equals another dimension.",
         )
 
 
@@ -130,7 +135,9 @@ def cgplan_backend(gm: fx.GraphModule, example_inputs: Sequence[Any], **given: A
         BackendError: inductor without a GPU. CaptureError: a new trace inside a capture.
     """
     try:
-        splitter = PiecewiseBackend(_compilation_of(given))
+        devices = [value.device for value in example_inputs if isinstance(value, torch.Tensor)]
+        backend = select_backend(str(devices[0])) if devices else None
+        splitter = PiecewiseBackend(_compilation_of(given), backend)
         forward = splitter(gm, example_inputs)
         if splitter.partition:
             return forward
@@ -139,17 +146,13 @@ def cgplan_backend(gm: fx.GraphModule, example_inputs: Sequence[Any], **given: A
         if isinstance(error, ConfigError) and "does not occur" in error.message:
             error.remedy += (
                 " Those are the operators of one graph: where Dynamo breaks the model's graph it "
-                "hands over several, "
-                "and each has to hold the operator. torch.compile(..., fullgraph=True) names the "
-                "line of the break."
+                "hands over several, and each has to hold the operator. "
+                "torch.compile(..., fullgraph=True) names the line of the break."
             )
         # torch.compile puts errors inside one of its own, but for this class.
         kind = type(error)
-        mixed = type(
-            kind.__name__,
-            (kind, torch._dynamo.exc.ShortenTraceback),
-            {"__module__": kind.__module__},
-        )
+        bases = (kind, torch._dynamo.exc.ShortenTraceback)
+        mixed = type(kind.__name__, bases, {"__module__": kind.__module__})
         passing: Any = mixed.__new__(mixed, *error.args)
         vars(passing).update(vars(error), first_useful_frame=None)
         raise passing from None

@@ -18,7 +18,7 @@ from cgplan.backends import GraphBackend, select_backend
 from cgplan.backends.backend import Trace, span
 from cgplan.backends.blame import blamed_line
 from cgplan.backends.context import current_forward_context
-from cgplan.backends.host_sync import Args, Function, Kwargs
+from cgplan.backends.host_sync import Args, Function, Kwargs, storages_of, tensors_in
 from cgplan.backends.replacing import replaced
 from cgplan.errors import CaptureError, CaptureMemoryError, HostSyncError, first_line
 from cgplan.graphs.ambient import AmbientState
@@ -65,16 +65,12 @@ class BreakableCUDAGraphCapture:
     """
 
     def __init__(self, backend: GraphBackend | None = None, pool: Any = None) -> None:
-        self._backend: GraphBackend = backend or (
-            select_backend() if pool is None else pool.backend
-        )
-        self._pool = (
-            self._backend.new_pool()
-            if pool is None
-            else pool.handle
-            if isinstance(pool, GraphPool)
-            else pool
-        )
+        if backend is None:
+            backend = select_backend() if pool is None else pool.backend
+        if pool is None:
+            pool = backend.new_pool()
+        self._backend = backend
+        self._pool = pool.handle if isinstance(pool, GraphPool) else pool
         self._items: list[Any] = []
         # Graphs without work. They keep the pool alive while no other graph does; and from torch
         # 2.12 on, to free one would release library workspaces that the others use.
@@ -134,7 +130,8 @@ class BreakableCUDAGraphCapture:
             )
         _active.capture = self
         self._state = AmbientState.now(self._backend.device.type)
-        self._memory = PieceMemory(self._backend.device.type, self._backend.stream_getter())
+        device = self._backend.device.type
+        self._memory = PieceMemory(device, self._backend.stream_getter())
         self._modes.enter_context(self._memory)
         self._modes.callback(self._memory.made.clear)
         try:
@@ -167,21 +164,20 @@ class BreakableCUDAGraphCapture:
                     remedy="Let the error pass, or catch it inside the eager piece.",
                 )
             self._end_segment("the end")
-            # A piece runs in torch's state of its capture; that of the block is set once, around
-            # all steps.
-            self._steps = [
-                self._backend.launcher(item)
-                if not isinstance(item, EagerPiece)
-                else item.run
-                if item.state == self._state
-                else item.state.entered(self._backend.device.type)(item.run)
-                for item in self._items
-            ]
+            self._steps = list(map(self._step, self._items))
             self._close()
             self._modes.close()
         except BaseException:
             self._discard()
             raise
+
+    def _step(self, item: Any) -> Callable[[], object]:
+        if not isinstance(item, EagerPiece):
+            return self._backend.launcher(item)
+        if item.state == self._state:  # replay sets it once, around all steps
+            return item.run
+        state = item.state.entered(self._backend.device.type)
+        return state(item.run)
 
     def add_eager(self, function: Function, /, *args: Any, **kwargs: Any) -> Any:
         """End the segment, run ``function`` eagerly, and begin the next segment.
@@ -211,8 +207,15 @@ class BreakableCUDAGraphCapture:
         assert self.is_recording
         with torch.inference_mode(False):  # else it could be written to only there
             slot = self._backend.slot(value)
-            self._copies.append((self._backend.borrow(slot), value.detach()))
+            borrowed = self._backend.borrow(slot)
+            self._copies.append((borrowed, value.detach()))
         return slot
+
+    def refuse_made(self, tree: Any) -> None:
+        """Inside the block: raise CaptureError for a tensor that an eager piece made and did not
+        return.
+        """
+        self._memory.refuse_made(storages_of(tensors_in(tree)))
 
     def replay(self) -> None:
         """Run segments and eager pieces on what is in their memory now.
@@ -235,13 +238,17 @@ class BreakableCUDAGraphCapture:
                     step()
                 return
             for item, step in zip(self._items, self._steps, strict=True):
-                with span(item.name if isinstance(item, EagerPiece) else "segment"):
+                name = item.name if isinstance(item, EagerPiece) else "segment"
+                with span(name):
                     step()
 
     def reset(self) -> None:
         """Free the graphs. The block's results are no longer valid."""
         graphs = [*self.graphs, *self._empty]
-        self._steps, self._items, self._empty, self._copies = None, [], [], []
+        self._steps = None
+        self._items = []
+        self._empty = []
+        self._copies = []
         for graph in graphs:
             self._backend.reset(graph)
 
@@ -263,15 +270,23 @@ class BreakableCUDAGraphCapture:
                 f"eager piece {name} outside of a segment, at {line}",
                 remedy="Call add_eager inside the capture's block, and not from an eager piece.",
             )
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, torch.Tensor):
+                self.refuse_made(value)
         self._last_piece = name
         self._end_segment(f"eager piece {name}, at {line}")
-        piece = EagerPiece(name, line, function, self._backend, self._pool, is_traced=is_traced)
+        piece = EagerPiece(
+            name,
+            line,
+            function,
+            self._backend,
+            self._pool,
+            is_traced=is_traced,
+        )
         self._items.append(piece)
-        self._memory.piece = name
         # pieces and segments do not see what the others derived, as in a replay
-        with _deriving(self._derived):
+        with self._memory.in_piece(name), _deriving(self._derived):
             piece.first_run(args, kwargs)
-        self._memory.piece = None
         self._begin_segment()
         self._memory.in_segment = False
         handed, self._copies = piece.hand_out()
@@ -297,19 +312,19 @@ class BreakableCUDAGraphCapture:
         except (HostSyncError, CaptureMemoryError):  # they say what is wrong
             raise
         except (CaptureError, torch.AcceleratorError) as error:
-            streams = [
-                f"side stream {handle:#x} since {line}"
-                for handle, line in self._memory.side.items()
-            ]
+            streams = []
+            for handle, line in self._memory.side.items():
+                streams.append(f"side stream {handle:#x} since {line}")
             used = f"; the segment runs on {', '.join(streams)}" if streams else ""
             raise CaptureError(
                 f"the segment before {before} is not valid: {first_line(error)}{used}",
                 remedy="Let nothing in it wait for the device. Before each eager piece, and at "
-                "the end, let the main "
-                "stream wait for every side stream: torch.cuda.current_stream().wait_stream(side).",
+                "the end, let the main stream wait for every side stream: "
+                "torch.cuda.current_stream().wait_stream(side).",
             ) from error
         is_empty = self._backend.is_empty(graph)
-        (self._empty if is_empty else self._items).append(graph)
+        kept = self._empty if is_empty else self._items
+        kept.append(graph)
         with torch.no_grad():
             fill(self._copies, together=False)
         self._copies = []
@@ -322,7 +337,10 @@ class BreakableCUDAGraphCapture:
         """
         for piece in self.eager_pieces:
             piece.end_capture()
-        _active.capture, self._open, self._derived, self._others = None, None, {}, []
+        _active.capture = None
+        self._open = None
+        self._derived = {}
+        self._others = []
 
     def _discard(self) -> None:
         self._close()
@@ -357,7 +375,8 @@ def _deriving(derived: dict[str, Any]) -> Iterator[None]:
     if context is None:
         yield
         return
-    before, context.derived = context.derived, derived
+    before = context.derived
+    context.derived = derived
     try:
         yield
     finally:
@@ -400,11 +419,21 @@ class BreakableCUDAGraphWrapper(CUDAGraphWrapper):
         pool: Any = None,
         options: CUDAGraphOptions = _DEFAULTS,
     ) -> None:
-        super().__init__(runnable, runtime_mode, backend=backend, pool=pool, options=options)
+        super().__init__(
+            runnable,
+            runtime_mode,
+            backend=backend,
+            pool=pool,
+            options=options,
+        )
 
     def _record(self, pool: Any, args: Args, kwargs: Kwargs) -> Recorded:
         copied = self._copied_arguments(args, pool)
+        given = list(args)
+        slots = {}
         with BreakableCUDAGraphCapture(self.backend, pool) as capture:
-            slots = {i: capture.new_slot(args[i]) for i in copied}
-            output = self.runnable(*(slots.get(i, arg) for i, arg in enumerate(args)), **kwargs)
+            for i in copied:
+                given[i] = slots[i] = capture.new_slot(args[i])
+            output = self.runnable(*given, **kwargs)
+            capture.refuse_made(output)
         return capture.recorded(output, slots)

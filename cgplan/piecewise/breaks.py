@@ -2,12 +2,11 @@
 operators by name.
 
 Note [Breaks at operators]
-    A dispatch mode sees the operators of a forward while segments record. It stands on the
+    A dispatch mode sees the operators of a forward while segments record. It stands above the
     backend's own modes, so it steps aside where code outside of operators breaks the capture;
     inside the call of an operator torch has taken it off already. A composite operator
-    (``scaled_dot_product_attention``) would reach no dispatch mode, only the kernels that it chose;
-    below autograd it comes whole. So gradients cannot be computed in such a forward: torch raises
-    an error there.
+    (``scaled_dot_product_attention``) reaches no dispatch mode: its kernels do. Below autograd it
+    comes whole, so the forward runs there, and torch raises an error if it computes gradients.
 """
 
 from __future__ import annotations
@@ -24,7 +23,14 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
-from cgplan.backends.host_sync import Args, Kwargs, as_its_caller, is_composite, names_of
+from cgplan.backends.host_sync import (
+    Args,
+    Function,
+    Kwargs,
+    as_its_caller,
+    is_composite,
+    names_of,
+)
 from cgplan.backends.replacing import replaced
 from cgplan.errors import ConfigError, did_you_mean
 from cgplan.graphs.footprint import current_look
@@ -47,7 +53,7 @@ def eager_break_during_capture(function: Callable[P, R]) -> Callable[P, R]:
     """
     global _decorated
     _decorated = True
-    return broken_out(function, name_of(function))
+    return as_eager_piece(function, name_of(function))
 
 
 def any_breaks() -> bool:
@@ -55,8 +61,15 @@ def any_breaks() -> bool:
     return _decorated
 
 
-def broken_out(function: Callable[P, R], name: str, *, is_traced: bool = False) -> Callable[P, R]:
-    """The same under a name for messages. ``is_traced``: the function is operators of a trace."""
+def as_eager_piece(
+    function: Callable[P, R],
+    name: str,
+    *,
+    is_traced: bool = False,
+) -> Callable[P, R]:
+    """The function as an eager piece, under a name for messages. ``is_traced``: it is operators of
+    a trace.
+    """
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -65,10 +78,16 @@ def broken_out(function: Callable[P, R], name: str, *, is_traced: bool = False) 
         capture = recording_capture()
         if capture is not None:
             with _operator_breaks_aside():
-                return capture.add_named(name, function, args, kwargs, is_traced=is_traced)  # type: ignore[no-any-return]
-        # it looks at segments; here the host may be needed
-        if (look := current_look()) is not None:
-            return look.run_aside(function, args, kwargs)  # type: ignore[no-any-return]
+                return capture.add_named(  # type: ignore[no-any-return]
+                    name,
+                    function,
+                    args,
+                    kwargs,
+                    is_traced=is_traced,
+                )
+        look = current_look()
+        if look is not None:
+            return look.run_unrecorded(function, args, kwargs)  # type: ignore[no-any-return]
         return function(*args, **kwargs)
 
     return call
@@ -103,66 +122,70 @@ class Breaks(TorchDispatchMode):
 
     def __init__(
         self,
-        model: Callable[..., Any],
+        model: Function,
         patterns: Sequence[str],
         names: Collection[str],
         device: str,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.modules = _matching(model, patterns) if patterns else {}
-        called = [
-            n
-            for n, m in self.modules.items()
-            if getattr(m.forward, "__func__", None) is not _NO_FORWARD
-        ]
-        self.outer = tuple(
-            n for n in called if not any(n.startswith(f"{other}.") for other in called)
-        )
         self.numbers: dict[str, None] = {}
-        self._names, self._device = frozenset(names), device
+        self._names = frozenset(names)
+        self._device = device
+        called = []
+        for name, module in self.modules.items():
+            if getattr(module.forward, "__func__", None) is not _NO_FORWARD:
+                called.append(name)
+        heads = tuple(f"{name}." for name in called)
+        outer = [name for name in called if not name.startswith(heads)]
+        self.outer = tuple(outer)
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """Compiled parts of the model stay compiled."""
         return True
 
-    def forward(self, model: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def forward(self, model: Function, *args: Any, **kwargs: Any) -> Any:
         """Call the model, broken where a breakable capture or a look is under way."""
         is_recording = recording_capture() is not None
         if not is_recording and current_look() is None:
             return model(*args, **kwargs)
         with ExitStack() as stack:
             for name, module in self.modules.items():
-                stack.enter_context(replaced(module, forward=broken_out(module.forward, name)))
+                piece = as_eager_piece(module.forward, name)
+                stack.enter_context(replaced(module, forward=piece))
             if self._names:
                 stack.enter_context(torch._C._AutoDispatchBelowAutograd())
-            if self._names and is_recording:  # a look knows the operators by itself
-                stack.enter_context(self)
+                if is_recording:  # a look knows the operators by itself
+                    stack.enter_context(self)
             return model(*args, **kwargs)
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: Args = (),
+        kwargs: Kwargs | None = None,
     ) -> Any:
         """Break the capture, or run the operator in the segment."""
-        kwargs, capture = dict(kwargs or {}), recording_capture()
+        kwargs = kwargs or {}
+        capture = recording_capture()
         if capture is None or not isinstance(func, torch._ops.OpOverload):
             return func(*args, **kwargs)
-        if self._names & names_of(func):
-            name, leaves = func._schema.name, tree_leaves((args, kwargs))
-            if any(
-                isinstance(leaf, int | float | complex) and not isinstance(leaf, bool)
-                for leaf in leaves
-            ):
-                self.numbers[name] = None
-            # then tensor objects stay as they are
-            is_traced = torch.Tag.inplace_view not in func.tags
-            return capture.add_named(
-                name, as_its_caller(func, func, self._device), args, kwargs, is_traced=is_traced
-            )
-        if is_composite(func, self._device.upper()):
+        run = as_its_caller(func, func, self._device)
+        if self._names.isdisjoint(names_of(func)):
+            if not is_composite(func, self._device.upper()):
+                return run(*args, **kwargs)
+            decompose = as_its_caller(func, func.decompose, self._device)
             with self:
-                return as_its_caller(func, func.decompose, self._device)(*args, **kwargs)
-        return as_its_caller(func, func, self._device)(*args, **kwargs)
+                return decompose(*args, **kwargs)
+        name = func._schema.name
+        for leaf in tree_leaves((args, kwargs)):
+            if type(leaf) in (int, float, complex):
+                self.numbers[name] = None
+        # then tensor objects stay as they are
+        is_traced = torch.Tag.inplace_view not in func.tags
+        return capture.add_named(name, run, args, kwargs, is_traced=is_traced)
 
 
 @contextmanager
@@ -178,34 +201,40 @@ def _operator_breaks_aside() -> Iterator[None]:
         mode.__enter__()  # type: ignore[no-untyped-call]
 
 
-def _matching(model: Callable[..., Any], patterns: Sequence[str]) -> dict[str, nn.Module]:
+def _matching(model: Function, patterns: Sequence[str]) -> dict[str, nn.Module]:
     """The submodules that patterns name, each once."""
     if not isinstance(model, nn.Module):
         raise ConfigError(
             "compilation.splitting_modules needs an nn.Module",
             remedy="Put eager_break_during_capture on functions.",
         )
-    named = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
+    named = dict(model.named_modules(remove_duplicate=False))
+    del named[""]
     matching = set[str]()
     for pattern in patterns:
         wanted = pattern.split(".")
-        parts = {name: name.split(".") for name in named}
-        found = [
-            n
-            for n, p in parts.items()
-            if len(p) == len(wanted) and all(map(fnmatch.fnmatchcase, p, wanted))
-        ]
+        found = []
+        for name in named:
+            parts = name.split(".")
+            fits = all(map(fnmatch.fnmatchcase, parts, wanted))
+            if fits and len(parts) == len(wanted):
+                found.append(name)
         if not found:
-            raise ConfigError(
-                f"no submodule matches {pattern!r}", remedy=_near(pattern, list(named))
-            )
+            near = _near(pattern, list(named))
+            raise ConfigError(f"no submodule matches {pattern!r}", remedy=near)
         matching.update(found)
-    first = {id(module): name for name, module in reversed(named.items()) if name in matching}
-    return {name: module for name, module in named.items() if first.get(id(module)) == name}
+    first: dict[int, str] = {}
+    for name, module in named.items():
+        if name in matching:
+            first.setdefault(id(module), name)
+    return {name: named[name] for name in first.values()}
 
 
 def _near(pattern: str, names: list[str]) -> str:
     """Names like the pattern, those of numbered layers as one."""
-    general = list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?![^.])", "*", name) for name in names))
-    hint = did_you_mean(pattern, [*general, *names], "Did you mean {}?", 3)
-    return hint or f"The model has {listed(general, 10) or 'no submodules'}."
+    general = [re.sub(r"(?<=\.)\d+(?![^.])", "*", name) for name in names]
+    general = list(dict.fromkeys(general))
+    hint = did_you_mean(pattern, general + names, "Did you mean {}?", 3)
+    if hint:
+        return hint
+    return f"The model has {listed(general, 10) or 'no submodules'}."

@@ -1,12 +1,12 @@
 """Eager pieces: functions that run between two segments, at capture and again on every replay.
 
 Note [Output slots]
-    A segment reads the result of an eager piece at the address that it saw at capture, and a piece
-    may return a fresh tensor each time. So the model gets a slot: memory of the graph pool,
-    allocated at the beginning of the segment that follows. The result is copied into its slot
-    before that segment runs. Memory of the arguments stays at its address and needs no slot; nor
-    does state: parameters, buffers and tensors in attributes of the modules that the piece was
-    called on or with, and that it does not bind again. Segments may write to both in place. State
+    A segment reads the result of an eager piece at the address that it saw at capture, but a piece
+    may return a fresh tensor each time. So the model gets a slot: memory of the graph pool that is
+    allocated at the beginning of the next segment. Each run copies the result into its slot before
+    that segment. Memory of the arguments stays at its address and needs no slot. Neither does
+    state: parameters, buffers and tensors in attributes of the modules that the piece was called
+    on or with, if the piece does not bind them again. Segments may write to both in place. State
     that a piece reaches in another way (a global, a closure, an object that is not a module) is
     copied like any other result. Results that are views of one memory have slots that are views of
     one block: segments may write to one and read another. So has an expanded tensor, whose elements
@@ -14,30 +14,32 @@ Note [Output slots]
 
 Note [State that a piece leaves behind]
     The model's Python code runs at capture alone, so only memory carries values from pieces to
-    segments. An attribute of a module that the piece binds to a new tensor has a slot, too, which
-    the attribute holds until the capture ends; the slot follows the attribute as long as shape and
-    dtype stay. A piece is refused that puts values into a list or dict that it was given, or that
-    gives a tensor other memory: the segments would go on with the values of the capture. A piece
-    that reads an attribute which a segment binds is refused by the look: a replay does not bind it.
-    Pass such tensors as arguments.
+    segments. An attribute of a module that the piece binds to a new tensor has a slot, too. The
+    attribute holds that slot until the capture ends; the slot follows the attribute as long as
+    shape and dtype stay. A piece is refused that puts values into a list or dict that it was given,
+    or that gives a tensor other memory: the segments would go on with the values of the capture.
+    The look refuses a piece that reads an attribute which a segment binds: a replay does not bind
+    it.
 
 Note [Tensor objects]
-    A function of the user gets new tensor objects on the memory of the capture in each run, in new
+    In each run a function of the user gets new tensor objects on the memory of the capture, in new
     tuples, lists and dicts, so that it may change them (``transpose_``, ``pop``). Operators of a
     trace change no object, and get the same ones each time. ``detach()`` shares the count of
     writes, which tells the runner what a piece writes into; ``.data`` would not.
 
 Note [Memory of pieces]
-    What a piece computes and does not hand out lies where the next run will not put it. So a
-    dispatch mode notes the memory that operators of pieces make, and refuses operators of segments
-    that are given it. It does not see into compiled code.
+    What a piece computes and does not hand out lies elsewhere after the next run. So a dispatch
+    mode notes the memory that operators of pieces make. Operators of segments are refused that are
+    given it, and so are other pieces, and forwards that return it. The mode does not see into
+    compiled code.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -45,12 +47,14 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import is_namedtuple_instance, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils.weak import WeakIdKeyDictionary
 
 from cgplan.backends import GraphBackend
 from cgplan.backends.backend import autocast_cache
 from cgplan.backends.blame import blamed_line
 from cgplan.backends.host_sync import (
     Args,
+    Function,
     Kwargs,
     Refusals,
     as_its_caller,
@@ -63,9 +67,11 @@ from cgplan.errors import CaptureError
 from cgplan.graphs.ambient import AmbientState
 from cgplan.graphs.footprint import modules_reached
 
-_LEAF, _EMPTY = tree_flatten(None)[1], tree_flatten(())[1]
-_PLAIN = (Tensor, torch.nn.Parameter)  # other classes may have no memory of their own
+_, _LEAF = tree_flatten(None)
+_, _EMPTY = tree_flatten(())
 Copies = list[tuple[Tensor, Tensor]]  # slots and values
+Attribute = tuple[torch.nn.Module, str]
+Make = Callable[[], Any]
 
 
 class EagerPiece:
@@ -87,7 +93,7 @@ class EagerPiece:
         self,
         name: str,
         line: str,
-        function: Callable[..., Any],
+        function: Function,
         backend: GraphBackend,
         pool: Any,
         *,
@@ -96,71 +102,105 @@ class EagerPiece:
         self.name = name
         self.line = line
         self.state = AmbientState.now(backend.device.type)
-        self._function, self._is_traced = function, is_traced
-        self._backend, self._pool = backend, pool
-        # the value at capture, and its slot
-        self._bound: list[tuple[torch.nn.Module, str, Any, Tensor]] = []
-        self._results: list[Copied | PassThrough | Constant] = []
+        self._function = function
+        self._is_traced = is_traced
+        self._backend = backend
+        self._pool = pool
+        self._results: list[Place] = []
+        # attributes that the piece binds, with their slots; until hand_out, with their values
+        self._bound: dict[Attribute, Tensor] = {}
+        # during the capture: the slots that stand in attributes, and the values to put back
+        self._standing: list[tuple[Attribute, Tensor, Tensor]] = []
 
     def first_run(self, args: Args, kwargs: Kwargs) -> None:
         """Run on the arguments of the capture and keep them."""
         modules = modules_reached(self._function, args, kwargs)
-        before, given = _attributes(modules), _places((args, kwargs))
+        before = _attributes(modules)
+        leaves = tree_leaves((args, kwargs))  # held: no other object gets the id of one
+        given = list(map(_identity, leaves))
         self._keep_arguments(args, kwargs)
         with autocast_cache(on=True):
             result = self._function(*args, **kwargs)
-        rest = iter(given)  # values may be taken out of lists and dicts
-        if not all(
-            any(old is new and was == at for old, was in rest)
-            for new, at in _places((args, kwargs))
-        ):
-            raise CaptureError(
-                f"eager piece {self.name} puts values into a list or dict that it was given, or "
-                "gives a tensor other "
-                f"memory (set_, resize_, .data = ...), at {self.line}; graphs would keep those of "
-                "the capture",
-                remedy="Return the values, or write them in place (copy_) into a tensor that is "
-                "an argument. Keep "
-                "records in an object that is not handed to the piece.",
-            )
+        self._refuse_other_arguments(given, tree_leaves((args, kwargs)))
         after = _attributes(modules)
-        own = {at for _, at in given} - {0}
-        state = set.intersection(
-            *({_address(t) for t in now.values() if type(t) in _PLAIN} for now in (before, after))
-        )
+        in_state = _addresses(before) & _addresses(after)
+        in_arguments = {address for _, address in given}
 
-        def is_fresh(leaf: Tensor) -> bool:
-            address = _address(leaf)
-            is_state = address in state and not self._backend.in_pool(leaf, self._pool)
-            return not address or not (address in own or is_state)
+        def is_fresh(tensor: Tensor) -> bool:
+            address = _address(tensor)
+            if address == 0:
+                return True
+            if address in in_arguments:
+                return False
+            if address in in_state:
+                return self._is_captured(tensor)
+            return True
 
-        self._flat, self._spec = tree_flatten(result)
-        for leaf in self._flat:
-            is_tensor = isinstance(leaf, Tensor)
-            if hides_tensors(leaf) or (is_tensor and not self._is_dense(leaf)):
-                found = (
-                    described(leaf)
-                    if is_tensor
-                    else f"a {type(leaf).__name__}, whose tensors cannot be reached"
-                )
+        self._values, self._spec = tree_flatten(result)
+        for value in self._values:
+            self._refuse_unreachable(value)
+            if not isinstance(value, Tensor):
+                place = Place(value=value)
+            elif is_fresh(value):
+                place = Place(slot=value)
+            else:
+                place = Place(memory=_memory(value))
+            self._results.append(place)
+        self._find_shared()
+        for attribute, value in after.items():
+            if type(value) is not Tensor:
+                continue
+            if before.get(attribute) is value or not is_fresh(value):
+                continue
+            if self._is_dense(value) and not _repeated(value):
+                self._bound[attribute] = value
+
+    def _refuse_other_arguments(
+        self,
+        given: Iterable[Any],
+        leaves: list[Any],
+    ) -> None:
+        """A piece may take values out of its lists and dicts, but not put others in."""
+        rest = iter(given)
+        for leaf in leaves:
+            if _identity(leaf) not in rest:
                 raise CaptureError(
-                    f"eager piece {self.name} returned {found}, at {self.line}",
-                    remedy=f"Return dense tensors on {self._backend.device}, in tuples, lists, "
-                    "dicts or classes that "
-                    "are registered as pytree nodes; a graph does not see others change.",
+                    f"eager piece {self.name} puts values into a list or dict that it was given, "
+                    "or gives a tensor other memory (set_, resize_, .data = ...), at "
+                    f"{self.line}; graphs would keep those of the capture",
+                    remedy="Return the values, or write them in place (copy_) into a tensor that "
+                    "is an argument. Keep records in an object that is not handed to the piece.",
                 )
-        self._fresh = [isinstance(leaf, Tensor) and is_fresh(leaf) for leaf in self._flat]
-        self._bound = [
-            (*place, value, value)
-            for place, value in after.items()
-            if before.get(place) is not value and type(value) is Tensor
-            if is_fresh(value) and self._is_dense(value) and not _repeats(value)
-        ]
-        fresh = [
-            t for t, is_new in zip(self._flat, self._fresh, strict=True) if is_new and _can_share(t)
-        ]
-        counts = Counter(map(_address, fresh))
-        self._blocks = {a: _bytes(t) for t in fresh if counts[a := _address(t)] > 1 or _repeats(t)}
+
+    def _refuse_unreachable(self, value: Any) -> None:
+        found = ""
+        if hides_tensors(value):
+            found = f"a {type(value).__name__}, whose tensors cannot be reached"
+        elif isinstance(value, Tensor) and not self._is_dense(value):
+            found = described(value)
+        if found:
+            raise CaptureError(
+                f"eager piece {self.name} returned {found}, at {self.line}",
+                remedy=f"Return dense tensors on {self._backend.device}, in tuples, lists, dicts "
+                "or classes that are registered as pytree nodes; a graph does not see others "
+                "change.",
+            )
+
+    def _find_shared(self) -> None:
+        """Find the results that get views of one block, and the memory of each block."""
+        sharing = {}
+        for i, place in enumerate(self._results):
+            if place.slot is not None and _can_share(place.slot):
+                sharing[i] = _address(place.slot)
+        counts = Counter(sharing.values())
+        self._shared: list[int] = []
+        self._blocks: dict[int, Tensor] = {}
+        for i, address in sharing.items():
+            value = self._values[i]
+            if counts[address] > 1 or _repeated(value):
+                self._shared.append(i)
+                self._blocks[address] = _bytes(value)
+        self._sharing = _sharing(self._values, self._shared)
 
     def hand_out(self) -> tuple[Any, Copies]:
         """The result for the model, and the copies (slot, value) to make before the next segment
@@ -168,44 +208,47 @@ class EagerPiece:
 
         Called once, inside that segment's capture, see Note [Output slots].
         """
-        blocks = {address: self._new_slot(memory) for address, memory in self._blocks.items()}
-        handed, copies, self._shared = list(self._flat), Copies(), list[int]()
-        for i, (leaf, is_fresh) in enumerate(zip(self._flat, self._fresh, strict=True)):
-            if not isinstance(leaf, Tensor):
-                self._results.append(Constant(leaf))
-            elif not is_fresh:
-                self._results.append(
-                    PassThrough(leaf.data_ptr(), (leaf.shape, leaf.stride(), leaf.dtype))
-                )
+        blocks = {}
+        for address, memory in self._blocks.items():
+            blocks[address] = self._new_slot(memory)
+        handed = self._values
+        copies = Copies()
+        for i, place in enumerate(self._results):
+            value = place.slot
+            if value is None:
+                continue
+            if i in self._shared:
+                block = blocks[_address(value)]
+                handed[i] = _view_like(block, value)
             else:
-                block = blocks.get(_address(leaf)) if _can_share(leaf) else None
-                if block is None:
-                    handed[i] = self._new_slot(leaf)
-                else:
-                    handed[i] = _view_like(block, leaf)
-                    self._shared.append(i)
-                slot = self._borrowed(handed[i])
-                self._results.append(Copied(slot))
-                copies.append((slot, leaf.detach()))
-        self._sharing = _sharing(self._flat, self._shared)
-        self._only = None  # the whole result, in the common cases
-        if not self._bound and not self._shared and self._spec in (_LEAF, _EMPTY):
-            self._only = self._results[0] if self._results else Constant(())
-        self._is_flat = self._spec.type is tuple and len(handed) == self._spec.num_children
-        for i, (module, name, value, _) in enumerate(self._bound):
-            slot = self._new_slot(value)
-            setattr(module, name, slot)
-            self._bound[i] = module, name, value, slot
-            copies.append((self._borrowed(slot), value.detach()))
-        del self._flat, self._fresh, self._blocks
+                handed[i] = self._new_slot(value)
+            slot = self._borrowed(handed[i])
+            self._results[i] = Place(slot)
+            copies.append((slot, value.detach()))
+        for attribute, value in self._bound.items():
+            standing = self._new_slot(value)
+            setattr(*attribute, standing)
+            self._standing.append((attribute, standing, value))
+            slot = self._borrowed(standing)
+            self._bound[attribute] = slot
+            copies.append((slot, value.detach()))
+        self._only: Place | None = None  # of a result that is one leaf, or an empty tuple
+        if not self._bound and not self._shared:
+            if self._spec == _LEAF:
+                self._only = self._results[0]
+            elif self._spec == _EMPTY:
+                self._only = Place(value=())
+        has_parts = len(handed) == self._spec.num_children  # none of them nested
+        self._is_flat = has_parts and self._spec.type is tuple
+        del self._values, self._blocks
         return tree_unflatten(handed, self._spec), copies
 
     def end_capture(self) -> None:
         """Give attributes that hold slots the values back that the piece has bound."""
-        for i, (module, name, value, slot) in enumerate(self._bound):
-            if getattr(module, name, None) is slot:
-                setattr(module, name, value)
-            self._bound[i] = module, name, None, self._borrowed(slot)
+        for attribute, slot, value in self._standing:
+            if getattr(*attribute, None) is slot:
+                setattr(*attribute, value)
+        self._standing = []
 
     def run(self) -> None:
         """Run again, in ``state``, and bring the results to their slots.
@@ -219,30 +262,37 @@ class EagerPiece:
         only = self._only
         if only is None or not only.fits(result):
             self._deliver(result)
-        elif type(only) is Copied:
-            only.slot.copy_(result.detach() if result.requires_grad else result)
+        elif only.slot is not None:
+            if result.requires_grad:
+                result = result.detach()
+            only.slot.copy_(result)
 
     def _deliver(self, result: Any) -> None:
-        values: Sequence[Any] = result
-        if not (self._is_flat and type(result) is tuple and len(result) == len(self._results)):
+        is_tuple = self._is_flat and type(result) is tuple
+        if is_tuple and len(result) == len(self._results):
+            values: Sequence[Any] = result
+        else:
             values, spec = tree_flatten(result)
             if spec != self._spec:
                 raise self._changed(f"the structure {spec}", f"{self._spec}")
         copies = Copies()
         for place, value in zip(self._results, values, strict=True):
             if not place.fits(value):
-                raise self._changed(described(value), f"{place}")
-            if isinstance(place, Copied):
+                found = described(value)
+                raise self._changed(found, f"{place}")
+            if place.slot is not None:
                 copies.append((place.slot, value))
-        if self._shared and _sharing(values, self._shared) != self._sharing:
+        if _sharing(values, self._shared) != self._sharing:
             raise self._changed(
                 "a tensor that does not share memory with other results as it did, or is expanded "
                 "otherwise,",
                 "in their memory",
             )
-        for module, name, _, slot in self._bound:
-            value = getattr(module, name, None)
-            if isinstance(value, Tensor) and (value.shape, value.dtype) == (slot.shape, slot.dtype):
+        for attribute, slot in self._bound.items():
+            value = getattr(*attribute, None)
+            if not isinstance(value, Tensor):
+                continue
+            if value.shape == slot.shape and value.dtype is slot.dtype:
                 copies.append((slot, value))
         if copies:
             fill(copies, together=not self._shared)
@@ -252,38 +302,52 @@ class EagerPiece:
         writes them before the piece reads them. Other objects are held; a list without captured
         tensors stays the same list.
         """
-        inside = {id(t) for t in tensors_in((args, kwargs)) if self._backend.in_pool(t, self._pool)}
+        self._args = list(args)
+        self._kwargs = dict(kwargs)
+        self._makers: list[tuple[Any, Any, Make]] = []
+        self._keep(self._args, range(len(args)))
+        self._keep(self._kwargs, kwargs)
 
-        def maker(node: Any) -> Callable[[], Any] | None:
-            """Makes the argument for each run; None if it is the same object each time."""
-            if type(node) is Tensor and node.layout is torch.strided:
-                kept: Tensor = (self._backend.borrow(node) if id(node) in inside else node).detach()
-                return kept.detach
-            if not any(id(leaf) in inside for leaf in tree_leaves(node)):
-                return None
-            if type(node) is dict:
-                items = {
-                    key: maker(value) or partial(_itself, value) for key, value in node.items()
-                }
-                return lambda: {key: make() for key, make in items.items()}
-            if type(node) in (tuple, list) or is_namedtuple_instance(node):
-                parts, build = (
-                    [maker(v) or partial(_itself, v) for v in node],
-                    getattr(node, "_make", type(node)),
-                )
-                return lambda: build([make() for make in parts])
-            return None
-
-        self._args, self._kwargs = list(args), dict(kwargs)
-        makers: list[tuple[Any, Any, Callable[[], Any]]] = []
-        for where, items in ((self._args, enumerate(args)), (self._kwargs, kwargs.items())):
-            makers += [(where, key, make) for key, value in items if (make := maker(value))]
-        for where, key, make in makers:
+    def _keep(self, where: Any, keys: Iterable[Any]) -> None:
+        for key in keys:
+            make = self._maker(where[key])
+            if make is None:
+                continue
             where[key] = make()
-        self._makers = [] if self._is_traced else makers
+            if not self._is_traced:
+                self._makers.append((where, key, make))
+
+    def _maker(self, node: Any) -> Make | None:
+        """A function that makes an argument for each run; None if all runs get the same object."""
+        if type(node) is Tensor and node.layout is torch.strided:
+            kept = node
+            if self._is_captured(node):
+                kept = self._backend.borrow(node)
+            return kept.detach().detach
+        if not any(map(self._is_captured, tree_leaves(node))):
+            return None
+        if type(node) is dict:
+            makers = {}
+            for key, value in node.items():
+                makers[key] = self._maker(value) or _itself(value)
+            return lambda: {key: make() for key, make in makers.items()}
+        if type(node) in (tuple, list) or is_namedtuple_instance(node):
+            parts = []
+            for value in node:
+                part = self._maker(value) or _itself(value)
+                parts.append(part)
+            build = getattr(node, "_make", type(node))
+            return lambda: build([make() for make in parts])
+        return None
+
+    def _is_captured(self, leaf: Any) -> bool:
+        if not isinstance(leaf, Tensor):
+            return False
+        return self._backend.in_pool(leaf, self._pool)
 
     def _is_dense(self, value: Tensor) -> bool:
-        return value.layout is torch.strided and value.device == self._backend.device
+        is_here = value.device == self._backend.device
+        return is_here and value.layout is torch.strided
 
     def _new_slot(self, value: Tensor) -> Tensor:
         # else nothing outside of inference mode could write to it
@@ -299,10 +363,9 @@ class EagerPiece:
             f"eager piece {self.name} returned {found} on replay; at capture it was {wanted}, at "
             f"{self.line}",
             remedy="Return the same structure, shapes, dtypes and numbers for every batch of a "
-            "key: a number that "
-            "changes as a tensor, rows that vary padded, results that share memory for some "
-            "batches alone as clones. "
-            "A runner takes another batch with runner.run_eagerly.",
+            "key. Return a changing number as a tensor, pad rows that vary, and clone results that "
+            "share memory for some batches alone. A runner takes another batch with "
+            "runner.run_eagerly.",
         )
 
 
@@ -318,19 +381,26 @@ class PieceMemory(TorchDispatchMode):
         piece: The name of the piece that runs; None outside of pieces.
         in_segment: Whether operators belong to a segment.
         made: The storages that pieces made, by id, each with the piece's name.
-        main: The stream that captures.
-        side: The first line of the segment that ran on each other stream, by handle.
+        side: The first line of the segment that ran on each side stream, by handle.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, device: str, stream: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        device: str,
+        stream: Callable[[], int],
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.stream, self.main, self.side = stream, stream(), dict[int, str]()
         self.piece: str | None = None
         self.in_segment = False
-        self._device = device
         self.made: dict[int, tuple[str, StorageWeakRef]] = {}
+        self.side: dict[int, str] = {}
+        self._device = device
+        self._read: dict[int, weakref.ref[Tensor]] = {}  # by segments
+        self._own = WeakIdKeyDictionary()  # what operators made since the capture began
+        self._stream = stream
+        self._main = stream()
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -342,135 +412,200 @@ class PieceMemory(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: Args = (),
+        kwargs: Kwargs | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         if is_composite(func, self._device.upper()):  # in inference mode these come whole
+            decompose = as_its_caller(func, func.decompose, self._device)
             with self:
-                return as_its_caller(func, func.decompose, self._device)(*args, **kwargs)
-        given, tags = storages_of(tensors_in((args, kwargs))), getattr(func, "tags", ())
+                return decompose(*args, **kwargs)
+        tensors = tensors_in((args, kwargs))
+        given = storages_of(tensors)
+        tags = getattr(func, "tags", ())
         if self.in_segment:
             if torch.Tag.cudagraph_unsafe in tags:
                 Refusals().refuse_unsafe(func._schema.name)
-            stream = self.stream()
-            if stream != self.main and stream not in self.side:
+            stream = self._stream()
+            if stream != self._main and stream not in self.side:
                 self.side[stream] = blamed_line()
-            for storage in given:
-                if storage in self.made:
-                    raise CaptureError(
-                        "graph code reads a tensor that an eager piece made and did not return, at "
-                        f"{blamed_line()}; a graph would always read that of the capture. The "
-                        "piece "
-                        f"is {self.made[storage][0]}",
-                        remedy="Return the tensor from the eager piece, or write it in place "
-                        "(copy_) into one that stays.",
-                    )
-        result = as_its_caller(func, func, self._device)(*args, **kwargs)
-        is_set = torch.Tag.inplace_view in tags  # to memory that may be older
-        if self.piece is not None and not is_set:
-            for storage, reference in storages_of(tensors_in(result)).items():
+            self.refuse_made(given)
+            for tensor in tensors:
+                if tensor not in self._own:
+                    self._read[id(tensor)] = weakref.ref(tensor)
+        run = as_its_caller(func, func, self._device)
+        result = run(*args, **kwargs)
+        for tensor in tensors_in(result):
+            self._own[tensor] = None
+        # an operator that changes a tensor object may set it to memory that is older
+        if self.piece is not None and torch.Tag.inplace_view not in tags:
+            found = storages_of(tensors_in(result))
+            for storage, reference in found.items():
                 if storage not in given:
                     self.made[storage] = self.piece, reference
         return result
 
+    @contextmanager
+    def in_piece(self, name: str) -> Iterator[None]:
+        """A block that runs a piece. Raises CaptureError if it lets go of a tensor that segments
+        read and did not make.
+        """
+        self.piece = name
+        before = []
+        for reference in self._read.values():
+            if reference() is not None:
+                before.append(reference)
+        yield
+        self.piece = None
+        for reference in before:
+            if reference() is None:
+                raise CaptureError(
+                    f"eager piece {name} replaces a tensor that graph code reads before it, at "
+                    f"{blamed_line()}; a graph would always read that of the capture",
+                    remedy="Write it in place (copy_), or read it in the eager piece.",
+                )
 
-class Copied(NamedTuple):
-    """A fresh tensor: each replay copies it into its slot."""
+    def refuse_made(self, storages: Iterable[int]) -> None:
+        """Raise CaptureError if a piece made one of these storages, by id: graphs do not see the
+        one that it makes on replay.
+        """
+        for storage in storages:
+            if storage in self.made:
+                raise CaptureError(
+                    "graph code reads a tensor that an eager piece made and did not return, at "
+                    f"{blamed_line()}; a graph would always read that of the capture. The piece "
+                    f"is {self.made[storage][0]}",
+                    remedy="Return the tensor from the eager piece, or write it in place (copy_) "
+                    "into one that stays.",
+                )
 
-    slot: Tensor
 
-    def fits(self, value: Any) -> bool:
+class Place(NamedTuple):
+    """Where a result is on each replay.
+
+    Attributes:
+        slot: Of a fresh tensor, which each replay copies there; its value until it has a slot.
+        memory: Of a tensor in memory of an argument, or of a module's state, where it stays.
+        value: Of what is no tensor: the segments were captured with it.
+    """
+
+    slot: Tensor | None = None
+    memory: tuple[Any, ...] = ()
+    value: Any = None
+
+    def fits(self, found: Any) -> bool:
         slot = self.slot
-        if not isinstance(value, Tensor) or value.shape != slot.shape:
-            return False
-        return value.dtype is slot.dtype and value.device == slot.device
+        if slot is not None:
+            if not isinstance(found, Tensor) or found.shape != slot.shape:
+                return False
+            return found.dtype is slot.dtype and found.device == slot.device
+        if self.memory:
+            return isinstance(found, Tensor) and _memory(found) == self.memory
+        value = self.value
+        if value is found:
+            return True
+        return type(value) is type(found) and bool(value == found)
 
     def __str__(self) -> str:
-        return described(self.slot)
-
-
-class PassThrough(NamedTuple):
-    """Memory of an argument, or of the state of a module: it is there already."""
-
-    address: int
-    facts: tuple[Any, ...]
-
-    def fits(self, value: Any) -> bool:
-        if not isinstance(value, Tensor) or value.data_ptr() != self.address:
-            return False
-        return (value.shape, value.stride(), value.dtype) == self.facts
-
-    def __str__(self) -> str:
-        return (
-            f"its own argument's memory, or a module's, at {self.address:#x}, of shape "
-            f"{list(self.facts[0])}"
-        )
-
-
-class Constant(NamedTuple):
-    """A value that is not a tensor: the segments were captured with it."""
-
-    value: Any
-
-    def fits(self, value: Any) -> bool:
-        return self.value is value or (
-            type(self.value) is type(value) and bool(self.value == value)
-        )
-
-    def __str__(self) -> str:
+        if self.memory:
+            address, shape, *_ = self.memory
+            return (
+                f"its own argument's memory, or a module's, at {address:#x}, of shape {list(shape)}"
+            )
+        if self.slot is not None:
+            return described(self.slot)
         return described(self.value)
+
+
+def _memory(tensor: Tensor) -> tuple[Any, ...]:
+    return (
+        tensor.data_ptr(),
+        tensor.shape,
+        tensor.stride(),
+        tensor.dtype,
+    )
 
 
 def fill(copies: Copies, *, together: bool) -> None:
     """Copy values into slots; ``together``: in one call, if no two slots lie in one memory."""
     if together and len(copies) > 1:
-        torch._foreach_copy_([slot for slot, _ in copies], [value.detach() for _, value in copies])
+        slots, values = zip(*copies, strict=True)
+        torch._foreach_copy_(slots, [value.detach() for value in values])
         return
     for slot, value in copies:
-        _once(slot).copy_(_once(value.detach() if value.requires_grad else value))
+        if value.requires_grad:
+            value = value.detach()
+        _once(slot).copy_(_once(value))
 
 
 def _once(tensor: Tensor) -> Tensor:
     """A view of the elements of an expanded tensor that have memory of their own."""
-    for dim, stride in enumerate(tensor.stride()):
-        if stride == 0 and tensor.shape[dim] > 1:
-            tensor = tensor.narrow(dim, 0, 1)
+    for dim in _repeated(tensor):
+        tensor = tensor.narrow(dim, 0, 1)
     return tensor
 
 
-def _itself(value: Any) -> Any:
-    return value
+def _repeated(tensor: Tensor) -> list[int]:
+    """The expanded dimensions, in which elements share memory: they cannot be copied into."""
+    found = []
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[dim] > 1:
+            found.append(dim)
+    return found
+
+
+def _itself(value: Any) -> Make:
+    return lambda: value
 
 
 def described(value: Any) -> str:
     """A value in a few words."""
     if isinstance(value, Tensor):
-        return (
-            f"a tensor of shape {list(value.shape)}, {value.dtype}, {value.layout}, on "
-            f"{value.device}"
-        )
+        shape = list(value.shape)
+        kind = f"{value.dtype}, {value.layout}"
+        return f"a tensor of shape {shape}, {kind}, on {value.device}"
     return f"{value!r:.200}"
 
 
-def _attributes(modules: Sequence[torch.nn.Module]) -> dict[tuple[torch.nn.Module, str], Any]:
-    return {
-        (m, name): t
-        for m in modules
-        for d in (vars(m), m._buffers, m._parameters)
-        for name, t in d.items()
-    }
+def _attributes(modules: Sequence[torch.nn.Module]) -> dict[Attribute, Any]:
+    found = {}
+    for module in modules:
+        held = vars(module) | module._buffers | module._parameters
+        for name, value in held.items():
+            found[module, name] = value
+    return found
 
 
-def _places(tree: Any) -> list[tuple[Any, int]]:
-    return [(leaf, _address(leaf) if isinstance(leaf, Tensor) else 0) for leaf in tree_leaves(tree)]
+def _identity(leaf: Any) -> tuple[int, int]:
+    return id(leaf), _address(leaf)
 
 
-def _address(tensor: Tensor) -> int:
-    """Where the tensor's storage begins; 0 if it has no memory."""
-    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
+def _addresses(attributes: dict[Attribute, Any]) -> set[int]:
+    """Memory of the tensors among attributes."""
+    found = set()
+    plain = (Tensor, torch.nn.Parameter)  # other classes may have no memory
+    for value in attributes.values():
+        if type(value) in plain:
+            found.add(_address(value))
+    return found
 
 
-def _sharing(values: Sequence[Any], which: Sequence[int]) -> list[tuple[int, int, list[int]]]:
+def _address(value: Any) -> int:
+    """Where a tensor's storage begins; 0 for what has no memory."""
+    if not isinstance(value, Tensor):
+        return 0
+    if value.layout is not torch.strided:
+        return 0
+    return value.untyped_storage().data_ptr()
+
+
+def _sharing(
+    values: Sequence[Any],
+    which: Sequence[int],
+) -> list[tuple[Any, ...]]:
     """For each of these values: the first one in the same memory, the distance from that one in
     bytes, and the strides; the stride of a dimension of one element may be any.
     """
@@ -479,35 +614,43 @@ def _sharing(values: Sequence[Any], which: Sequence[int]) -> list[tuple[int, int
     for i in which:
         value = values[i]
         begin = value.storage_offset() * value.itemsize
-        first, begin_of_first = firsts.setdefault(_address(value), (i, begin))
-        strides = [step for size, step in zip(value.shape, value.stride(), strict=True) if size > 1]
+        address = _address(value)
+        first, begin_of_first = firsts.setdefault(address, (i, begin))
+        strides = []
+        for dim, stride in enumerate(value.stride()):
+            if value.shape[dim] > 1:
+                strides.append(stride)
         found.append((first, begin - begin_of_first, strides))
     return found
-
-
-def _repeats(tensor: Tensor) -> bool:
-    """Whether elements of an expanded tensor share memory, so that it cannot be copied into."""
-    return any(
-        size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    )
 
 
 def _can_share(tensor: Tensor) -> bool:
     """Whether its slot may lie in one block with others'; conjugated views have slots of their
     own.
     """
-    return tensor.numel() > 0 and not (tensor.is_conj() or tensor.is_neg())
+    if tensor.is_conj() or tensor.is_neg():
+        return False
+    return tensor.numel() > 0
 
 
 def _bytes(tensor: Tensor) -> Tensor:
     """All memory that the tensor is a view of, as bytes."""
     storage = tensor.untyped_storage()
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(
-        storage, 0, (storage.nbytes(),), (1,)
+    size = (storage.nbytes(),)
+    nothing = torch.empty(
+        0,
+        dtype=torch.uint8,
+        device=tensor.device,
     )
+    return nothing.set_(storage, 0, size, (1,))
 
 
 def _view_like(memory: Tensor, like: Tensor) -> Tensor:
     """A view of bytes with the layout that ``like`` has in its own memory."""
-    whole = memory[: memory.numel() - memory.numel() % like.itemsize].view(like.dtype)
-    return whole.as_strided(like.shape, like.stride(), like.storage_offset())
+    count = memory.numel() // like.itemsize
+    whole = memory[: count * like.itemsize].view(like.dtype)
+    return whole.as_strided(
+        like.shape,
+        like.stride(),
+        like.storage_offset(),
+    )

@@ -37,8 +37,10 @@ class SplitRoute:
         forward: What PIECEWISE keys run: the model, or a wrapper around it.
         whole: What FULL keys capture, and warm up with.
         warm: What PIECEWISE keys warm up with.
+        chain: ``forward``, if its captures are whole forwards; None where the model's own code, or
+            Inductor's, runs between graphs.
         splitter: The torch.compile backend that splits the model, where it is traced.
-        breaks: Where it breaks, where it is not.
+        breaks: Where it breaks, by route ``modules``.
         operators: What a look at a model that is not traced saw, by part.
     """
 
@@ -46,6 +48,7 @@ class SplitRoute:
     forward: Function
     whole: Function
     warm: Function
+    chain: BreakableCUDAGraphWrapper | None = None
     splitter: PiecewiseBackend | None = None
     breaks: Breaks | None = field(default=None, repr=False)
     operators: Mapping[Part, Counter[str]] | None = None
@@ -53,36 +56,33 @@ class SplitRoute:
     @property
     def pieces(self) -> Sequence[Piece]:
         """The parts of a traced model, once it is traced; empty otherwise."""
-        return self.splitter.pieces[0] if self.splitter and self.splitter.pieces else ()
+        if self.splitter is None or not self.splitter.pieces:
+            return ()
+        return self.splitter.pieces[0]
 
     @property
-    def chain(self) -> BreakableCUDAGraphWrapper | None:
-        """The wrapper whose captures are whole forwards; None where the model's own code runs
-        between graphs.
-        """
-        is_partitioned = self.splitter is not None and self.splitter.partition
-        is_chain = isinstance(self.forward, BreakableCUDAGraphWrapper) and self.name in (
-            "ops",
-            "modules",
-        )
-        return self.forward if is_chain and not is_partitioned else None  # type: ignore[return-value]
+    def _captures(self) -> Sequence[BreakableCUDAGraphCapture]:
+        if self.chain is None:
+            return []
+        return [entry.graph for entry in self.chain.entries.values()]
 
     def describe(self) -> SplitRecord | None:
         """What ends up where, as far as that is known by now; None where nothing is split."""
         if self.name == "full":
             return None
         seen = self.operators or no_operators()
-        # then modules and functions are what is eager, and hold operators
-        by_name = self.name == "modules"
         captured = Counter(seen["segment"])
-        eager = Counter[str]() if by_name else Counter(seen["eager piece"])
+        eager = Counter(seen["eager piece"])
+        inside = Counter[str]()  # pieces that are modules and functions
+        captures = self._captures
+        if self.breaks is not None:
+            inside = eager
+            eager = Counter(self.breaks.outer)
+            if captures:
+                eager = Counter(piece.name for piece in captures[0].eager_pieces)
         for piece in self.pieces:
             side = eager if piece.eager else captured
             side.update(name for name in piece.operators if not name.startswith("python::get"))
-        if by_name and (capture := next(iter(self._captures), None)):
-            eager.update(piece.name for piece in capture.eager_pieces)
-        elif self.breaks:
-            eager.update(self.breaks.outer)
         kinds = [piece.eager for piece in self.pieces]
         return SplitRecord(
             route=self.name,
@@ -90,49 +90,48 @@ class SplitRoute:
             eager_pieces=kinds.count(True) if kinds else None,
             captured=dict(captured.most_common()),
             eager=dict(eager.most_common()),
-            eager_operators=dict(seen["eager piece"].most_common()) if by_name else {},
+            eager_operators=dict(inside.most_common()),
         )
-
-    @property
-    def _captures(self) -> Sequence[BreakableCUDAGraphCapture]:
-        return [entry.graph for entry in self.chain.entries.values()] if self.chain else []
 
     def warnings(self) -> list[str]:
         """What the user should know about the split, once keys are captured."""
         found = []
         if isinstance(self.forward, PiecewiseModel) and self.forward.over_budget:
             sizes = ", ".join(map(str, self.forward.over_budget))
-            found += [
+            found.append(
                 f"budget.compile_time pays for no more traces of one size: {sizes} tokens share "
                 "one (one row may not)"
-            ]
-        if self.pieces and self.name == "ops" and not any(piece.eager for piece in self.pieces):
-            found += [
+            )
+        pieces = self.pieces
+        if self.name == "ops" and pieces and not any(piece.eager for piece in pieces):
+            found.append(
                 "no operator of the model is a splitting op: PIECEWISE graphs are the whole forward"
-            ]
-        if self.name != "modules" or not self._captures:
+            )
+        captures = self._captures
+        if self.breaks is None or not captures:
             return found
-        run = {piece.name for capture in self._captures for piece in capture.eager_pieces}
+        run = set[str]()
+        for capture in captures:
+            run.update(piece.name for piece in capture.eager_pieces)
         if not run:
             return [
                 "nothing broke the capture: no module of splitting_modules, no operator of "
-                "splitting_ops and no "
-                "function under eager_break_during_capture was called, so PIECEWISE graphs are "
-                "the whole forward"
+                "splitting_ops and no function under eager_break_during_capture was called, so "
+                "PIECEWISE graphs are the whole forward"
             ]
-        numbers = ", ".join(self.breaks.numbers) if self.breaks else ""
-        told = (
-            [f"numbers that are arguments of {numbers} stay those of the capture"]
-            if numbers
-            else []
-        )
-        names = self.breaks.modules if self.breaks else ()
-        idle = [
-            n for n in names if n not in run and not any(n.startswith(f"{outer}.") for outer in run)
-        ]
-        return told + [
-            f"modules that splitting_modules names were never called: {listed(idle, 5)}"
-        ] * bool(idle)
+        if self.breaks.numbers:
+            names = ", ".join(self.breaks.numbers)
+            found.append(f"numbers that are arguments of {names} stay those of the capture")
+        heads = tuple(f"{name}." for name in run)
+        idle = []
+        for name in self.breaks.modules:
+            if name not in run and not name.startswith(heads):
+                idle.append(name)
+        if idle:
+            found.append(
+                f"modules that splitting_modules names were never called: {listed(idle, 5)}"
+            )
+        return found
 
 
 def choose_route(
@@ -152,13 +151,13 @@ def choose_route(
     """
     compilation = config.compilation
     piecewise = any(mode is CUDAGraphMode.PIECEWISE for mode, _ in plan.keys)
+    is_compiled = compilation.compiler == "inductor"
     name = compilation.piecewise
     if name == "auto":
-        by_ops = compilation.splitting_ops is not None or not piecewise
-        name = (
-            "modules" if compilation.splitting_modules or (not by_ops and calls_breaks()) else "ops"
-        )
-    if compilation.compiler == "inductor" and piecewise and name != "ops":
+        may_break = piecewise and compilation.splitting_ops is None
+        breaks_itself = may_break and not compilation.splitting_modules and calls_breaks()
+        name = "modules" if breaks_itself or compilation.splitting_modules else "ops"
+    if is_compiled and piecewise and name != "ops":
         raise ConfigError(
             f"compiler: inductor compiles traced segments, but the segments come from {name}",
             remedy="Use piecewise: ops with inductor, or compiler: eager.",
@@ -166,39 +165,49 @@ def choose_route(
     # a trace or look comes on demand
     if piecewise and name != "wrappers" and compilation.capture_policy == "lazy":
         refuse_unknown_ops(compilation.splitting_ops)
-    if compilation.compiler == "inductor" or (piecewise and name == "ops"):
+    if is_compiled or (piecewise and name == "ops"):
         if not piecewise:  # inductor may fuse across the whole forward
-            whole_forward = {"splitting_ops": (), "use_inductor_graph_partition": False}
-            config = config.model_copy(
-                update={"compilation": compilation.model_copy(update=whole_forward)}
-            )
+            changes = {"splitting_ops": (), "use_inductor_graph_partition": False}
+            compilation = compilation.model_copy(update=changes)
+            config = config.model_copy(update={"compilation": compilation})
         split = PiecewiseModel(model, config, backend, _static_sizes(plan, compilation))
-        whole = split.traced if compilation.compiler == "inductor" else model
+        is_chain = piecewise and not split.splitter.partition
         return SplitRoute(
-            "ops" if piecewise else "full", split, whole, split.traced, splitter=split.splitter
+            name="ops" if piecewise else "full",
+            forward=split,
+            whole=split.traced if is_compiled else model,
+            warm=split.traced,
+            chain=split if is_chain else None,
+            splitter=split.splitter,
         )
     if not piecewise or name == "wrappers":
-        return SplitRoute("wrappers" if piecewise else "full", model, model, model)
+        return SplitRoute(name if piecewise else "full", model, model, model)
     breaks = Breaks(
-        model, compilation.splitting_modules, compilation.splitting_ops or (), backend.device.type
+        model,
+        compilation.splitting_modules,
+        compilation.splitting_ops or (),
+        backend.device.type,
     )
-    options = CUDAGraphOptions(address_check=compilation.address_policy)
-    # (a partial, in which the walk over the model finds it)
     wrapper = BreakableCUDAGraphWrapper(
-        partial(breaks.forward, model), backend=backend, options=options
+        partial(breaks.forward, model),  # the walk over the model looks into a partial
+        backend=backend,
+        options=CUDAGraphOptions(address_check=compilation.address_policy),
     )
-    return SplitRoute("modules", wrapper, model, model, breaks=breaks)
+    return SplitRoute("modules", wrapper, model, model, chain=wrapper, breaks=breaks)
 
 
 def _static_sizes(plan: Plan, compilation: CompilationConfig) -> set[int]:
     """Sizes in tokens that have a trace of their own, see ``compilation.compile_shapes``."""
     sizes = {descriptor.num_tokens for _, descriptor in plan.keys}
-    if compilation.compile_shapes == "static":
+    shapes = compilation.compile_shapes
+    if shapes == "static":
         return sizes
-    if compilation.compile_shapes == "dynamic" or compilation.compiler == "eager" or not sizes:
+    if shapes == "dynamic" or compilation.compiler == "eager" or not sizes:
         return set()
     steps = Counter[int]()
     for use in (plan.evidence or {}).get("uses", ()):
         if use["size"] in sizes:
             steps[use["size"]] += use["share"]
-    return {size for size, _ in steps.most_common(_MOST_STATIC)} or {min(sizes), max(sizes)}
+    if not steps:
+        return {min(sizes), max(sizes)}
+    return {size for size, _ in steps.most_common(_MOST_STATIC)}

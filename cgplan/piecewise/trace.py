@@ -32,7 +32,7 @@ from cgplan.errors import (
     ModelError,
     first_line,
 )
-from cgplan.graphs.wrapper import CUDAGraphWrapper, Recorded
+from cgplan.graphs.wrapper import CUDAGraphEntry, CUDAGraphWrapper, Recorded
 from cgplan.modes import CUDAGraphMode
 from cgplan.piecewise.backend import PiecewiseBackend
 from cgplan.piecewise.breakable import BreakableCUDAGraphCapture, BreakableCUDAGraphWrapper
@@ -40,8 +40,7 @@ from cgplan.piecewise.eager_piece import PieceMemory
 
 _OTHERWISE = (
     "or split without a trace: compilation.splitting_modules breaks the capture at modules, "
-    "piecewise: modules at "
-    "functions under eager_break_during_capture."
+    "piecewise: modules at functions under eager_break_during_capture."
 )
 _TRIES = 2  # a model that makes something on its first run has another trace in its second
 
@@ -79,18 +78,23 @@ class PiecewiseModel(BreakableCUDAGraphWrapper):
         super().__init__(model, backend=backend, options=self.splitter.options)
         self._config = config
         specs = config.tensors_at((1,) * (len(config.dim_names) - 1))
-        rows = {name: specs[name].row_dim for name in config.inputs}
-        self._rows = {name: dim for name, dim in rows.items() if dim is not None}
+        self._rows: dict[str, int] = {}  # which dimension of each input counts rows
+        for name in config.inputs:
+            dim = specs[name].row_dim
+            if dim is not None:
+                self._rows[name] = dim
         self._reader = BatchReader(config.inputs, config.dim_names, backend.device)
         self._keys: set[object] = set()  # that traces were asked for
-        # seconds of each static trace
-        self._static, self._compile_seconds = set(static_sizes), [0.0]
+        self._static = set(static_sizes)
+        self._compile_seconds = [0.0]  # of each static trace
         self.over_budget: list[int] = []
         splitter = weakref.ref(self.splitter)  # Dynamo never lets go of what it is given
 
         def note_miss(failure: Any) -> None:
-            if (found := splitter()) is not None:
-                guard = " ".join(str(failure.reason).partition("\nUser stack trace")[0].split())
+            found = splitter()
+            if found is not None:
+                guard, _, _ = str(failure.reason).partition("\nUser stack trace")
+                guard = " ".join(guard.split())
                 found.missed = re.sub(r"^\d+/\d+: | \(HINT: .*", "", guard)
 
         optimize = torch._dynamo.optimize(self.splitter, nopython=True, guard_fail_fn=note_miss)
@@ -99,9 +103,10 @@ class PiecewiseModel(BreakableCUDAGraphWrapper):
         for is_static in (False, True):
             own = with_own_code(model)
             self._traced[is_static] = optimize(own)
-            # What is called then holds neither this object nor the model. At exit other threads may
+            # The finalizer holds neither this object nor the model. At exit other threads may
             # still run a trace.
-            weakref.finalize(self, _forget_trace, own.__code__, self.splitter).atexit = False
+            forget = weakref.finalize(self, _forget_trace, own.__code__, self.splitter)
+            forget.atexit = False
 
     def __call__(self, **inputs: Tensor) -> Any:
         """Run the model, or capture or replay it as the forward context says.
@@ -123,68 +128,65 @@ class PiecewiseModel(BreakableCUDAGraphWrapper):
 
     def traced(self, **inputs: Tensor) -> Any:
         """Run the trace that holds for these inputs; make one if there is none."""
-        harmless = OperatorLog | PieceMemory
-        if any(not isinstance(mode, harmless) for mode in _get_current_dispatch_mode_stack()):
+        for mode in _get_current_dispatch_mode_stack():
             # Dynamo runs no trace under a mode that looks at operators
-            return self.runnable(**inputs)
+            if not isinstance(mode, OperatorLog | PieceMemory):
+                return self.runnable(**inputs)
         # one tensor twice would stay one
         own = {name: tensor.view_as(tensor) for name, tensor in inputs.items()}
         is_static = self._is_static(current_forward_context())
-        for name, dim in () if is_static else self._rows.items():
-            torch._dynamo.maybe_mark_dynamic(own[name], dim)
+        if not is_static:
+            for name, dim in self._rows.items():
+                torch._dynamo.maybe_mark_dynamic(own[name], dim)
         config = torch._dynamo.config
-        limits: dict[str, Any] = {
-            name: max(getattr(config, name), len(self._keys))
-            for name in ("recompile_limit", "accumulated_recompile_limit")
-        }
         # Sizes and numbers in which this model differs from one traced before must not become
         # variables; and inputs that happen to have equal sizes must not share one.
         shapes = torch.fx.experimental._config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
-        with (
-            shapes,
-            config.patch(automatic_dynamic_shapes=False, **limits),
-            autocast_cache(on=False),
-        ):
-            start, known = time.perf_counter(), len(self.splitter.traces)
+        tracing = config.patch(
+            automatic_dynamic_shapes=False,
+            recompile_limit=max(config.recompile_limit, len(self._keys)),
+            accumulated_recompile_limit=max(config.accumulated_recompile_limit, len(self._keys)),
+        )
+        with shapes, tracing, autocast_cache(on=False):
+            start = time.perf_counter()
+            known = len(self.splitter.traces)
+            result = self._run_trace(is_static, own, inputs)
+            if is_static and len(self.splitter.traces) > known:
+                self._compile_seconds.append(time.perf_counter() - start)
+            return result
+
+    def _run_trace(self, is_static: bool, own: Kwargs, inputs: Kwargs) -> Any:
+        """Errors name the user's line."""
+        dynamo = torch._dynamo.exc
+        try:
+            return self._traced[is_static](**own)
+        except dynamo.FailOnRecompileLimitHit as error:
+            raise CaptureError(
+                f"the model was traced {len(self.splitter.traces)} times, and no trace holds for "
+                "the next key: this condition of a trace is no longer true: "
+                f"{self.splitter.missed}",
+                remedy=f"Keep that value the same in all calls, pass it as an input, {_OTHERWISE}",
+            ) from error
+        except (dynamo.UserError, dynamo.Unsupported, dynamo.InternalTorchDynamoError) as error:
+            if "failed to bind arguments" in str(error):  # Python says it better
+                return self.runnable(**inputs)
+            raise _untraceable(error) from error
+        except dynamo.TorchRuntimeError as error:
             try:
-                result = self._traced[is_static](**own)
-                if is_static and len(self.splitter.traces) > known:
-                    self._compile_seconds.append(time.perf_counter() - start)
-                return result
-            except torch._dynamo.exc.FailOnRecompileLimitHit as error:
-                raise CaptureError(
-                    f"the model was traced {len(self.splitter.traces)} times, and no trace holds "
-                    "for the next key: "
-                    f"this condition of a trace is no longer true: {self.splitter.missed}",
-                    remedy="Keep that value the same in all calls, pass it as an input, "
-                    f"{_OTHERWISE}",
-                ) from error
-            except (
-                torch._dynamo.exc.UserError,
-                torch._dynamo.exc.Unsupported,
-                torch._dynamo.exc.InternalTorchDynamoError,
-            ) as error:
-                if "failed to bind arguments" in str(error):  # Python says it better
-                    return self.runnable(**inputs)
-                raise _untraceable(error) from error
-            # it hides what an operator raised, and the line
-            except torch._dynamo.exc.TorchRuntimeError as error:
-                try:
-                    self.runnable(**inputs)
-                except Exception as own_error:
-                    raise own_error from None
-                raised = re.search(r": got (\w+\(.*\))$", str(error), re.MULTILINE)
-                raise CaptureError(
-                    f"the model runs, but cannot be traced, at {_user_line(error)}: "
-                    f"{raised[1] if raised else first_line(error)}",
-                    remedy="See that the operator there has a fake kernel "
-                    "(torch.library.register_fake) that agrees "
-                    "with its real one, or use compilation.splitting_modules, which needs no "
-                    "trace.",
-                ) from error
-            except torch._dynamo.exc.BackendCompilerFailed as error:
-                inner = error.inner_exception
-                raise inner if isinstance(inner, CgplanError) else error from None
+                self.runnable(**inputs)  # Dynamo hides what an operator raised, and the line
+            except Exception as own_error:
+                raise own_error from None
+            raised = re.search(r": got (\w+\(.*\))$", str(error), re.MULTILINE)
+            said = raised[1] if raised else first_line(error)
+            raise CaptureError(
+                f"the model runs, but cannot be traced, at {_user_line(error)}: {said}",
+                remedy="See that the operator there has a fake kernel "
+                "(torch.library.register_fake) that agrees with its real one, or use "
+                "compilation.splitting_modules, which needs no trace.",
+            ) from error
+        except dynamo.BackendCompilerFailed as error:
+            inner = error.inner_exception
+            raise inner if isinstance(inner, CgplanError) else error from None
 
     def _is_static(self, context: ForwardContext | None) -> bool:
         """Whether this call's size has a trace of its own; the first call of each key decides
@@ -192,21 +194,15 @@ class PiecewiseModel(BreakableCUDAGraphWrapper):
         """
         if context is None:
             return self._config.compilation.compile_shapes == "static"
-        size, limit, spent = (
-            context.descriptor.num_tokens,
-            self._config.budget.compile_time,
-            self._compile_seconds,
-        )
+        size = context.descriptor.num_tokens
         is_new = context.descriptor not in self._keys
         self._keys.add(context.descriptor)
-        if (
-            is_new
-            and size in self._static
-            and limit is not None
-            and sum(spent) + max(spent) > limit
-        ):
-            self._static.remove(size)
-            self.over_budget.append(size)
+        if is_new and size in self._static:
+            limit = self._config.budget.compile_time
+            expected = sum(self._compile_seconds) + max(self._compile_seconds)
+            if limit is not None and expected > limit:
+                self._static.remove(size)
+                self.over_budget.append(size)
         return size in self._static
 
     def _warm_up(self, args: Args, kwargs: Kwargs) -> None:
@@ -220,7 +216,8 @@ class PiecewiseModel(BreakableCUDAGraphWrapper):
         """The traced forward enters the capture, so that Dynamo, its guards and a trace stay
         outside.
         """
-        splitter, is_first_run = self.splitter, get_forward_context().descriptor not in self._keys
+        splitter = self.splitter
+        is_first_run = get_forward_context().descriptor not in self._keys
         for _ in range(_TRIES):
             known = len(splitter.codes)
             capture = splitter.capture = BreakableCUDAGraphCapture(self.backend, pool)
@@ -240,25 +237,29 @@ class PiecewiseModel(BreakableCUDAGraphWrapper):
             capture.reset()
         raise CaptureError(
             "each run of the model computes something else, and Dynamo traces it again each time: "
-            "this condition of "
-            f"the last trace is no longer true: {splitter.missed}",
+            f"this condition of the last trace is no longer true: {splitter.missed}",
             remedy="Keep a number that changes in a tensor and write it in place "
-            "(self.step.add_(1)), or pass it as an "
-            "input.",
+            "(self.step.add_(1)), or pass it as an input.",
         )
 
     def _roots(
-        self, entry: Any, context: ForwardContext, args: Args, kwargs: Kwargs
+        self,
+        entry: CUDAGraphEntry,
+        context: ForwardContext,
+        args: Args,
+        kwargs: Kwargs,
     ) -> dict[str, Any]:
         roots = super()._roots(entry, context, args, kwargs)
-        if isinstance(model := getattr(self.runnable, "__self__", self.runnable), torch.nn.Module):
-            roots["model"] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        model = getattr(self.runnable, "__self__", self.runnable)
+        if isinstance(model, torch.nn.Module):
+            roots["model"] = dict(model.named_parameters()) | dict(model.named_buffers())
         return roots
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PiecewiseModel:
         """The same for a copy of the model, which has captured nothing."""
         runnable = copy.deepcopy(self.runnable, memo)
-        made = memo[id(self)] = PiecewiseModel(runnable, self._config, self.backend, self._static)
+        made = PiecewiseModel(runnable, self._config, self.backend, self._static)
+        memo[id(self)] = made
         return made
 
 
@@ -285,16 +286,17 @@ def compile_piecewise(
         config = validate_config(dict(config))
     compilation = config.compilation
     is_own = "cudagraph_mode" in compilation.model_fields_set  # the default is a session's
-    refused = {
-        "cudagraph_mode": is_own
-        and not compilation.cudagraph_mode.has_mode(CUDAGraphMode.PIECEWISE),
-        "splitting_modules": bool(compilation.splitting_modules),
-        "piecewise": compilation.piecewise not in ("auto", "ops"),
-    }
-    for name in (name for name, is_refused in refused.items() if is_refused):
+    wrong = ""
+    if is_own and not compilation.cudagraph_mode.has_mode(CUDAGraphMode.PIECEWISE):
+        wrong = "cudagraph_mode"
+    elif compilation.splitting_modules:
+        wrong = "splitting_modules"
+    elif compilation.piecewise not in ("auto", "ops"):
+        wrong = "piecewise"
+    if wrong:
         raise ConfigError(
             "compile_piecewise splits at operators and captures PIECEWISE graphs, but "
-            f"compilation.{name} is {getattr(compilation, name)}",
+            f"compilation.{wrong} is {getattr(compilation, wrong)}",
             remedy="Leave it out, or use cgplan.capture, which knows all modes and routes.",
         )
     return PiecewiseModel(model, config, backend or select_backend(config.device))
@@ -319,13 +321,12 @@ def with_own_code(model: Function) -> Function:
     def forward(**inputs: Tensor) -> Any:
         return model(**inputs)
 
-    return FunctionType(
-        forward.__code__.replace(), globals(), "forward", closure=forward.__closure__
-    )
+    code = forward.__code__.replace()
+    return FunctionType(code, globals(), "forward", closure=forward.__closure__)
 
 
 def _untraceable(error: Exception) -> CgplanError:
-    text, cause = str(error), error.__cause__ or error
+    text = str(error)
     if "data-dependent" in text.lower():
         return HostSyncError(
             f"the model's Python code depends on a value of a tensor, at {_user_line(error)}",
@@ -340,17 +341,16 @@ def _untraceable(error: Exception) -> CgplanError:
         return CaptureError(
             f"the model reads the forward context in code that is traced, at {_user_line(error)}",
             remedy="A trace would keep what it read. Read the context inside a custom operator, "
-            "as cgplan::attention "
-            "does, pass what you need as an input, or use compilation.splitting_modules.",
+            "as cgplan::attention does, pass what you need as an input, or use "
+            "compilation.splitting_modules.",
         )
     return CaptureError(
-        f"the model cannot be traced as one graph, at {_user_line(error)}: {first_line(cause)}",
+        f"the model cannot be traced as one graph, at {_user_line(error)}: "
+        f"{first_line(error.__cause__ or error)}",
         remedy=f"Change that line, {_OTHERWISE}",
     )
 
 
 def _user_line(error: BaseException) -> str:
-    return users_line(
-        (frame.filename, frame.lineno or 0)
-        for frame in reversed(getattr(error, "real_stack", None) or [])
-    )
+    stack = getattr(error, "real_stack", None) or []
+    return users_line((frame.filename, frame.lineno or 0) for frame in reversed(stack))

@@ -6,4 +6,11 @@ from cgplan.planning.build import LADDERS, build_plan
 from cgplan.planning.dispatcher import CudagraphDispatcher, MissReason
 from cgplan.planning.plan import Plan, config_hash
 
-__all__ = ["LADDERS", "CudagraphDispatcher", "MissReason", "Plan", "build_plan", "config_hash"]
+__all__ = [
+    "LADDERS",
+    "CudagraphDispatcher",
+    "MissReason",
+    "Plan",
+    "build_plan",
+    "config_hash",
+]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import pairwise, product
 from math import prod
 from types import MappingProxyType
 
@@ -22,7 +22,8 @@ from cgplan.planning.plan import (
     config_hash,
 )
 
-_MOST_BOXES = 100_000  # of sizes in several dimensions
+MOST_BOXES = 10_000  # of sizes in several dimensions
+MOST_SPANNED = 100_000  # by the boxes that compilation.boxes names
 DEFAULT_SPLITTING_OPS = (
     "aten::scaled_dot_product_attention",
     "aten::_scaled_dot_product_flash_attention",
@@ -36,6 +37,8 @@ DEFAULT_SPLITTING_OPS = (
     "cgplan::attention",
 )
 LARGEST_DEFAULT_SIZE = 512
+Sizes = tuple[int, ...]
+Ladder = Callable[[int], Sizes]
 
 
 def attention_is_split(splitting_ops: tuple[str, ...] | None) -> bool:
@@ -58,38 +61,44 @@ def resolve_mode(config: Config) -> tuple[CUDAGraphMode, tuple[PlanChange, ...]]
     support: AttentionSupport = compilation.attention_support
     split = attention_is_split(compilation.splitting_ops)
     piecewise_or_none = CUDAGraphMode.PIECEWISE if split else CUDAGraphMode.NONE
+    never = support is AttentionSupport.NEVER
     changes: list[PlanChange] = []
 
     def change(to: CUDAGraphMode, reason: str) -> CUDAGraphMode:
-        changes.append(PlanChange(requested=mode, resolved=to, reason=reason))
+        changes.append(
+            PlanChange(
+                requested=mode,
+                resolved=to,
+                reason=reason,
+            )
+        )
         return to
 
     if mode is CUDAGraphMode.AUTO:
-        to = piecewise_or_none if support is AttentionSupport.NEVER else CUDAGraphMode.FULL
+        to = piecewise_or_none if never else CUDAGraphMode.FULL
         mode = change(to, f"a capture decides AUTO by measuring; this is planned as {to}")
     if compilation.splitting_ops == () and mode.has_mode(CUDAGraphMode.PIECEWISE):
-        to = CUDAGraphMode.FULL if mode is CUDAGraphMode.FULL_AND_PIECEWISE else CUDAGraphMode.NONE
+        has_full = mode is CUDAGraphMode.FULL_AND_PIECEWISE
+        to = CUDAGraphMode.FULL if has_full else CUDAGraphMode.NONE
         mode = change(to, "splitting_ops is empty: there is nothing to split at")
-    if mode.mixed_mode() is CUDAGraphMode.FULL and support is not AttentionSupport.ALWAYS:
-        if support is AttentionSupport.NEVER:
+    is_mixed = mode.mixed_mode() is CUDAGraphMode.FULL
+    if is_mixed and support is not AttentionSupport.ALWAYS:
+        if never:
+            choices = "PIECEWISE or NONE" if split else "NONE"
             raise ModeError(
                 f"cudagraph_mode {mode} captures attention, but attention_support is NEVER",
-                remedy=f"Choose {'PIECEWISE or NONE' if split else 'NONE'} for "
-                "compilation.cudagraph_mode.",
+                remedy=f"Choose {choices} for compilation.cudagraph_mode.",
             )
         to = CUDAGraphMode.FULL_AND_PIECEWISE if split else CUDAGraphMode.FULL_DECODE_ONLY
         mode = change(
             to, f"attention_support is {support}: mixed batches cannot run as FULL graphs"
         )
-    if mode.decode_mode() is CUDAGraphMode.FULL and support is AttentionSupport.NEVER:
+    if mode.decode_mode() is CUDAGraphMode.FULL and never:
         mode = change(
             piecewise_or_none, "attention_support is NEVER: attention cannot stand inside a graph"
         )
-    if (
-        mode.decode_mode() is CUDAGraphMode.FULL
-        and config.query_len > 1
-        and support < AttentionSupport.UNIFORM_BATCH
-    ):
+    drafts = config.query_len > 1 and support < AttentionSupport.UNIFORM_BATCH
+    if mode.decode_mode() is CUDAGraphMode.FULL and drafts:
         mode = change(
             piecewise_or_none,
             f"attention_support is {support}, but speculative decoding has {config.query_len} "
@@ -105,46 +114,62 @@ def refuse_auto(config: Config) -> None:
             "cudagraph_mode is AUTO, and the graphs have to be known here before the model is "
             "measured",
             remedy="Let `cgplan capture` decide on one process, without --plan, and write the "
-            "settings that its report "
-            "notes into the configuration. In Python, cgplan.choose_mode(config, model, backend) "
-            "gives the "
-            "configuration and the plan.",
+            "settings that its report notes into the configuration. In Python, "
+            "cgplan.choose_mode(config, model, backend) gives the configuration and the plan.",
         )
 
 
-def vllm(maximum: int) -> tuple[int, ...]:
+def vllm(maximum: int) -> Sizes:
     """1, 2, 4, then 8..255 by 8, then from 256 by 16. The maximum itself only if it is on the
     stride.
     """
-    return tuple(
-        s for s in (1, 2, 4, *range(8, 256, 8), *range(256, maximum + 1, 16)) if s <= maximum
-    )
+    return _by_strides(maximum, {8: 8, 256: 16})
 
 
-def sglang(maximum: int) -> tuple[int, ...]:
+def sglang(maximum: int) -> Sizes:
     """SGLang's decode ladder: 1, 2, 4, 8, 12, 16..256 by 8, 272..496 by 16, from 512 by 32, and the
     maximum.
     """
-    steps = (1, 2, 4, 8, 12, *range(16, 257, 8), *range(272, 497, 16), *range(512, maximum + 1, 32))
-    return _up_to(maximum, steps)
+    strides = {
+        8: 4,
+        16: 8,
+        256: 16,
+        512: 32,
+    }
+    return _with(maximum, _by_strides(maximum, strides))
 
 
-def trtllm(maximum: int) -> tuple[int, ...]:
+def trtllm(maximum: int) -> Sizes:
     """TensorRT-LLM's ladder: 1, 2, 4, 8..128 by 8, then by 64, and the maximum."""
-    return _up_to(maximum, (1, 2, 4, *range(8, 129, 8), *range(192, maximum + 1, 64)))
+    return _with(maximum, _by_strides(maximum, {8: 8, 128: 64}))
 
 
-def powers_of_two(maximum: int) -> tuple[int, ...]:
+def powers_of_two(maximum: int) -> Sizes:
     """1, 2, 4, 8, ... and the maximum."""
-    return _up_to(maximum, tuple(1 << k for k in range(maximum.bit_length())))
+    powers = [1 << k for k in range(maximum.bit_length())]
+    return _with(maximum, powers)
 
 
-def _up_to(maximum: int, steps: tuple[int, ...]) -> tuple[int, ...]:
-    return (*(s for s in steps if s < maximum), maximum)
+def _by_strides(maximum: int, strides: Mapping[int, int]) -> Sizes:
+    """1, 2, 4, and then by a stride from each first size on, up to the next."""
+    sizes = [1, 2, 4]
+    firsts = [*strides, max(maximum, *strides) + 1]
+    for first, end in pairwise(firsts):
+        sizes += range(first, end, strides[first])
+    return tuple(size for size in sizes if size <= maximum)
 
 
-LADDERS: Mapping[str, Callable[[int], tuple[int, ...]]] = MappingProxyType(
-    {"vllm": vllm, "sglang": sglang, "trtllm": trtllm, "powers_of_two": powers_of_two}
+def _with(maximum: int, sizes: Sequence[int]) -> Sizes:
+    return tuple(sorted({*sizes, maximum}))
+
+
+LADDERS: Mapping[str, Ladder] = MappingProxyType(
+    {
+        "vllm": vllm,
+        "sglang": sglang,
+        "trtllm": trtllm,
+        "powers_of_two": powers_of_two,
+    }
 )
 
 
@@ -158,7 +183,7 @@ class CaptureSizes:
         warnings: Sizes that were dropped or changed on the way, and why.
     """
 
-    sizes: tuple[int, ...]
+    sizes: Sizes
     source: str
     warnings: tuple[str, ...] = ()
 
@@ -169,99 +194,106 @@ def resolve_sizes(config: Config, mode: CUDAGraphMode) -> CaptureSizes:
     """
     if mode is CUDAGraphMode.NONE:
         return CaptureSizes((), "cudagraph_mode is NONE")
-    given, q = config.compilation.cudagraph_capture_sizes, config.query_len
+    given, boxes = config.compilation.cudagraph_capture_sizes, config.compilation.boxes
     lead = config.dims.get(config.dim_names[0])
-    if config.compilation.boxes is not None:
-        found = CaptureSizes(
-            tuple(sorted({box[0] for box in config.compilation.boxes})), "compilation.boxes"
-        )
+    if boxes is not None:
+        sizes = {box[0] for box in boxes}
+        found = CaptureSizes(tuple(sorted(sizes)), "compilation.boxes")
     elif lead is not None and given is None:
         found = CaptureSizes(sizes_of(lead), f"dims.{lead.name}")
+    elif isinstance(given, tuple):
+        found = _given(config, given)
     else:
-        found = (
-            _given(config, given)
-            if isinstance(given, tuple)
-            else _from_ladder(config, given or "vllm")
-        )
+        found = ladder_sizes(config, given or "vllm")
+    q = config.query_len
     if mode.decode_mode() is CUDAGraphMode.FULL and q > 1:
         # Padded batches have whole requests. As in vLLM, no size is rounded beyond the largest one.
         maximum = max(found.sizes, default=0)
-        rounded = {size for s in found.sizes if (size := -(-s // q) * q) <= maximum}
-        if not rounded and q <= maximum:
-            rounded = {q}
+        sizes = set()
+        for size in found.sizes:
+            rounded = -(-size // q) * q
+            if rounded <= maximum:
+                sizes.add(rounded)
+        if not sizes and q <= maximum:
+            sizes = {q}
         source = f"{found.source}, rounded up to multiples of {q}"
-        found = replace(found, sizes=tuple(sorted(rounded)), source=source)
+        found = replace(found, sizes=tuple(sorted(sizes)), source=source)
     if not found.sizes:
         raise PlanError(
             f"no capture size is left: {'; '.join(found.warnings) or found.source}",
             remedy="Raise scheduler.max_num_batched_tokens or max_cudagraph_capture_size, give "
-            "smaller "
-            "cudagraph_capture_sizes, or set cudagraph_mode: NONE.",
+            "smaller cudagraph_capture_sizes, or set cudagraph_mode: NONE.",
         )
     return found
 
 
-def sizes_of(dim: Dim) -> tuple[int, ...]:
+def sizes_of(dim: Dim) -> Sizes:
     """Capture sizes of a named dimension, ascending."""
     step = dim.multiple_of
     if isinstance(dim.sizes, tuple):
         return tuple(sorted(set(dim.sizes)))
-    ladder = (step * size for size in LADDERS[dim.sizes or "powers_of_two"](dim.top // step))
-    return tuple(size for size in ladder if size >= dim.min)
+    ladder = LADDERS[dim.sizes or "powers_of_two"]
+    sizes = [step * size for size in ladder(dim.top // step)]
+    return tuple(size for size in sizes if size >= dim.min)
 
 
-def _given(config: Config, given: tuple[int, ...]) -> CaptureSizes:
-    limit, source = config.scheduler.max_num_batched_tokens, "compilation.cudagraph_capture_sizes"
-    sizes, dropped = (sorted({s for s in given if (s > limit) is above}) for above in (False, True))
-    names = ", ".join(map(str, dropped))
-    warning = f"capture sizes {names} above scheduler.max_num_batched_tokens = {limit} were dropped"
-    return CaptureSizes(tuple(sizes), source, (warning,) if dropped else ())
+def _given(config: Config, given: Sizes) -> CaptureSizes:
+    limit = config.scheduler.max_num_batched_tokens
+    sizes = sorted(set(given))
+    kept = tuple(size for size in sizes if size <= limit)
+    warnings = []
+    if len(kept) < len(sizes):
+        dropped = ", ".join(map(str, sizes[len(kept) :]))
+        warnings.append(
+            f"capture sizes {dropped} above scheduler.max_num_batched_tokens = {limit} were dropped"
+        )
+    return CaptureSizes(kept, "compilation.cudagraph_capture_sizes", tuple(warnings))
 
 
-def _from_ladder(
-    config: Config, name: str, largest: int = LARGEST_DEFAULT_SIZE, every: int = 0
+def ladder_sizes(
+    config: Config,
+    name: str,
+    largest: int = LARGEST_DEFAULT_SIZE,
+    every: int = 0,
 ) -> CaptureSizes:
     """Sizes of a ladder, up to ``largest`` where no maximum is given, and with each size up to
     ``every``.
     """
-    q, seqs, tokens = (
-        config.query_len,
-        config.scheduler.max_num_seqs,
-        config.scheduler.max_num_batched_tokens,
-    )
+    q = config.query_len
+    seqs = config.scheduler.max_num_seqs
+    tokens = config.scheduler.max_num_batched_tokens
     asked = config.compilation.max_cudagraph_capture_size
-    maximum = min(min(2 * q * seqs, largest) if asked is None else asked, tokens)
+    wanted = min(2 * q * seqs, largest) if asked is None else asked
+    maximum = min(wanted, tokens)
     source = f"ladder {name} up to {maximum}"
     if name != "vllm":  # their sizes are request counts
-        return CaptureSizes(
-            tuple(q * s for s in LADDERS[name](maximum // q)) if maximum >= q else (), source
-        )
+        requests = LADDERS[name](maximum // q) if maximum >= q else ()
+        return CaptureSizes(tuple(q * number for number in requests), source)
     sizes = {*vllm(maximum), tokens, *range(1, every + 1)}
     if asked is None:  # decode batches of all requests
-        sizes |= {q * requests for requests in (*(vllm(seqs) if q > 1 else ()), seqs)}
-    kept = tuple(sorted(s for s in sizes if s <= maximum))
-    if asked is None or kept[-1] == asked:
-        return CaptureSizes(kept, source)
-    why = (
-        f"scheduler.max_num_batched_tokens is {tokens}"
-        if tokens < asked
-        else "it is off the ladder's stride"
-    )
-    return CaptureSizes(
-        kept, source, (f"max_cudagraph_capture_size {asked} was truncated to {kept[-1]}: {why}",)
-    )
+        sizes.add(q * seqs)
+        if q > 1:
+            sizes.update(q * number for number in vllm(seqs))
+    kept = tuple(sorted(size for size in sizes if size <= maximum))
+    warnings = []
+    if asked is not None and kept[-1] != asked:
+        why = "it is off the ladder's stride"
+        if tokens < asked:
+            why = f"scheduler.max_num_batched_tokens is {tokens}"
+        warnings.append(f"max_cudagraph_capture_size {asked} was truncated to {kept[-1]}: {why}")
+    return CaptureSizes(kept, source, tuple(warnings))
 
 
-def lora_cases(config: Config) -> tuple[int, ...]:
+def lora_cases(config: Config) -> Sizes:
     """Numbers of active adapters to capture for; max_loras + 1 stands for any number of them."""
     if config.lora is None:
         return (0,)
     most = config.lora.max_loras
     if not config.compilation.cudagraph_specialize_lora:
         return (most + 1,)
-    powers = (
-        [1 << k for k in range(most.bit_length())] if config.lora.specialize_active_lora else []
-    )
+    if not config.lora.specialize_active_lora:
+        return (0, most + 1)
+    powers = [1 << k for k in range(most.bit_length())]
     return (0, *powers, most + 1)
 
 
@@ -271,11 +303,13 @@ def build_plan(config: Config) -> Plan:
     Raises:
         ModeError: the mode cannot be captured with the model's attention.
         PlanError: no capture size is left.
+        ConfigError: `dims` make too many boxes of sizes.
     """
     mode, changes = resolve_mode(config)
     sizes = resolve_sizes(config, mode)
     cases = lora_cases(config)
     keys = _keys(config, mode, sizes.sizes, cases)
+    unused = _unused(config, mode, sizes.sizes, keys)
     return Plan(
         requested_mode=config.compilation.cudagraph_mode,
         mode=mode,
@@ -289,73 +323,96 @@ def build_plan(config: Config) -> Plan:
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         max_loras=config.lora.max_loras if config.lora else None,
-        warnings=(*sizes.warnings, *_unused(config, mode, sizes.sizes, keys)),
+        warnings=(*sizes.warnings, *unused),
         config_hash=config_hash(config),
         config=capture_config(config),
         budget=budget_of(config),
-        simulated=config.model_dump(mode="json", include=SIMULATED, exclude_defaults=True),
+        simulated=config.model_dump(
+            mode="json",
+            include=SIMULATED,
+            exclude_defaults=True,
+        ),
     )
 
 
 def _keys(
-    config: Config, mode: CUDAGraphMode, sizes: Sequence[int], cases: Sequence[int]
+    config: Config,
+    mode: CUDAGraphMode,
+    sizes: Sequence[int],
+    cases: Sequence[int],
 ) -> tuple[Key, ...]:
-    seqs, q, boxes = config.scheduler.max_num_seqs, config.query_len, config.compilation.boxes
-    others = [sizes_of(config.dims[name]) for name in config.dim_names[1:]]
-    count = prod([len(sizes), *map(len, others)])
-    if boxes is None and count > _MOST_BOXES:
-        raise PlanError(
-            f"{' x '.join(config.dim_names)} are {count:,} boxes of sizes; {_MOST_BOXES:,} are "
-            "allowed",
-            remedy="Give fewer sizes (dims.NAME.sizes, dims.NAME.max), or name the boxes in "
-            "compilation.boxes.",
-        )
-    grid = boxes or [(size, *rest) for size in sizes for rest in product(*others)]
-    keys: list[Key] = []
+    seqs, q = config.scheduler.max_num_seqs, config.query_len
+    boxes = _boxes(config, sizes)
     mixed, decode = mode.mixed_mode(), mode.decode_mode()
+    decodes_apart = mode.separate_routine() and decode is CUDAGraphMode.FULL
+    keys: list[Key] = []
     for case in cases:
-        if mixed is not CUDAGraphMode.NONE:
-            full = mixed is CUDAGraphMode.FULL
-            for s, *rest in grid:
-                reqs = min(s, seqs) if full else None
-                keys.append((mixed, BatchDescriptor(s, reqs, False, case > 0, case, tuple(rest))))
-        if mode.separate_routine() and decode is CUDAGraphMode.FULL:
-            for s, *rest in grid:
-                if q <= s <= q * seqs:
-                    keys.append(
-                        (
-                            decode,
-                            BatchDescriptor(
-                                s, min(s // q, seqs), True, case > 0, case, tuple(rest)
-                            ),
-                        )
-                    )
+        for tokens, *others in boxes:
+            rest = tuple(others)
+            if mixed is not CUDAGraphMode.NONE:
+                reqs = min(tokens, seqs) if mixed is CUDAGraphMode.FULL else None
+                descriptor = BatchDescriptor(tokens, reqs, False, case > 0, case, rest)
+                keys.append((mixed, descriptor))
+            if decodes_apart and q <= tokens <= q * seqs:
+                reqs = min(tokens // q, seqs)
+                descriptor = BatchDescriptor(tokens, reqs, True, case > 0, case, rest)
+                keys.append((decode, descriptor))
     return capture_order(keys)
 
 
+def _boxes(config: Config, sizes: Sequence[int]) -> Sequence[tuple[int, ...]]:
+    """The boxes to capture. Raises ConfigError where they are too many, or span too many."""
+    given = config.compilation.boxes
+    axes: dict[str, Sequence[int]] = {config.dim_names[0]: sizes}
+    for dim, name in enumerate(config.dim_names[1:], start=1):
+        if given is None:
+            axes[name] = sizes_of(config.dims[name])
+        else:
+            axes[name] = list({box[dim] for box in given})
+    most = MOST_BOXES if given is None else MOST_SPANNED
+    count = prod(map(len, axes.values()))
+    if count > most and config.dims:
+        widest = max(config.dims, key=lambda name: len(axes[name]))
+        remedy = "Give boxes that share sizes."
+        if given is None:
+            remedy = (
+                f"Give fewer sizes (dims.{widest}.sizes or dims.{widest}.max), or name the boxes "
+                "in compilation.boxes."
+            )
+        raise ConfigError(
+            f"{widest} has {len(axes[widest])} sizes: {' x '.join(axes)} span {count:,} boxes; "
+            f"{most:,} are allowed",
+            remedy=remedy,
+        )
+    return list(product(*axes.values())) if given is None else given
+
+
 def _unused(
-    config: Config, mode: CUDAGraphMode, sizes: Sequence[int], keys: Sequence[Key]
+    config: Config,
+    mode: CUDAGraphMode,
+    sizes: Sequence[int],
+    keys: Sequence[Key],
 ) -> Iterator[str]:
-    compilation = config.compilation
-    unused = sorted(set(sizes) - {descriptor.num_tokens for _, descriptor in keys})
+    compilation, seqs = config.compilation, config.scheduler.max_num_seqs
+    captured = {descriptor.num_tokens for _, descriptor in keys}
+    unused = sorted(set(sizes) - captured)
     if unused and isinstance(compilation.cudagraph_capture_sizes, tuple):
         yield (
             f"capture sizes {', '.join(map(str, unused))} have no graph: a decode batch has at "
-            "most "
-            f"scheduler.max_num_seqs = {config.scheduler.max_num_seqs} requests of "
-            f"{config.query_len} tokens"
+            f"most scheduler.max_num_seqs = {seqs} requests of {config.query_len} tokens"
         )
     if not mode.has_mode(CUDAGraphMode.PIECEWISE):
         return
     route = compilation.piecewise
     if route == "auto":
         route = "modules" if compilation.splitting_modules else "ops"
-    for kind, names in (
-        ("ops", compilation.splitting_ops),
-        ("modules", compilation.splitting_modules),
-    ):
-        if names and kind != route and (kind, route) != ("ops", "modules"):
-            yield (
-                f"compilation.splitting_{kind} are not looked at: segments come from {route} "
-                "(compilation.piecewise)"
-            )
+    unread = []
+    if compilation.splitting_ops and route not in ("ops", "modules"):
+        unread.append("ops")
+    if compilation.splitting_modules and route != "modules":
+        unread.append("modules")
+    for kind in unread:
+        yield (
+            f"compilation.splitting_{kind} are not looked at: segments come from {route} "
+            "(compilation.piecewise)"
+        )

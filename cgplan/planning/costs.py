@@ -19,16 +19,21 @@ from cgplan.modes import CUDAGraphMode, Key
 class Record(BaseModel):
     """A frozen value that refuses fields it does not know."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        defer_build=True,
+    )
 
 
 @dataclass(frozen=True)
 class KeyCost:
     """The cost that one key adds when it is captured after those before it.
 
-    ``pool_bytes``: growth of the graph pool; ``driver_bytes``: device memory that the driver takes
-        for its nodes (0 on
-    the tape); ``seconds``: warm-ups and capture.
+    Attributes:
+        pool_bytes: Growth of the graph pool.
+        driver_bytes: Device memory that the driver takes for its nodes, 0 on the tape.
+        seconds: Of warm-ups and the capture.
     """
 
     pool_bytes: int
@@ -56,15 +61,14 @@ class Predicted(Record):
 
     @property
     def total_bytes(self) -> int:
-        return (
-            self.static_bytes
-            + self.workspace_bytes
-            + sum(k.pool_bytes + k.driver_bytes for k in self.keys)
-        )
+        total = self.static_bytes + self.workspace_bytes
+        for cost in self.keys:
+            total += cost.pool_bytes + cost.driver_bytes
+        return total
 
     @property
     def seconds(self) -> float:
-        return sum(k.seconds for k in self.keys)
+        return sum(cost.seconds for cost in self.keys)
 
 
 class GraphCosts(ABC):
@@ -97,7 +101,11 @@ class GraphCosts(ABC):
         of their bytes.
         """
 
-    def static_bytes(self, num_tokens: int, sizes: tuple[int, ...] = ()) -> int:
+    def static_bytes(
+        self,
+        num_tokens: int,
+        sizes: tuple[int, ...] = (),
+    ) -> int:
         """Bytes of the static buffers, where ``num_tokens`` is the largest size with such others;
         exact.
         """
@@ -115,17 +123,22 @@ class GraphCosts(ABC):
         """Cost of capturing these keys, in this order, into one pool. ``once_seconds`` count for
         the first one.
         """
-        held, costs = 0, list[KeyCost]()
-        for mode, descriptor in keys:
+        held = 0
+        costs: list[KeyCost] = []
+        seconds = self.once_seconds
+        for key in keys:
+            mode, descriptor = key
             pool = max(held, self.pool_bytes(mode, descriptor.elements))
-            seconds = self.seconds((mode, descriptor)) + (0.0 if costs else self.once_seconds)
-            costs.append(KeyCost(pool - held, self.driver_bytes((mode, descriptor)), seconds))
-            held = pool
+            seconds += self.seconds(key)
+            driver = self.driver_bytes(key)
+            costs.append(KeyCost(pool - held, driver, seconds))
+            held, seconds = pool, 0.0
+        static = 0
+        for sizes, tokens in widest(keys).items():
+            static += self.static_bytes(tokens, sizes)
         return Predicted(
             keys=tuple(costs),
-            static_bytes=sum(
-                self.static_bytes(tokens, sizes) for sizes, tokens in widest(keys).items()
-            ),
+            static_bytes=static,
             workspace_bytes=self.workspace_bytes if keys else 0,
             source=self.source,
             estimated=self.estimated,
@@ -137,21 +150,28 @@ def widest(keys: Iterable[Key]) -> dict[tuple[int, ...], int]:
     """The most tokens with each ``sizes``: what static buffers are for."""
     found: dict[tuple[int, ...], int] = {}
     for _, descriptor in keys:
-        found[descriptor.sizes] = max(found.get(descriptor.sizes, 0), descriptor.num_tokens)
+        most = found.get(descriptor.sizes, 0)
+        found[descriptor.sizes] = max(most, descriptor.num_tokens)
     return found
 
 
-def static_bytes(config: Config, num_tokens: int, sizes: tuple[int, ...] = ()) -> int:
+def static_bytes(
+    config: Config,
+    num_tokens: int,
+    sizes: tuple[int, ...] = (),
+) -> int:
     """Bytes of the static buffers of all inputs and metadata, where ``num_tokens`` is the largest
     capture size with such ``sizes`` in the dimensions behind the first; exact.
 
     The arithmetic of ``buffers.static.StaticBuffers``, without allocating them.
     """
-    reqs, total = min(num_tokens, config.scheduler.max_num_seqs), 0
+    reqs = min(num_tokens, config.scheduler.max_num_seqs)
+    total = 0
     for spec in config.tensors_at(sizes).values():
         bits = re.search(r"\d+", spec.dtype)  # the first number in a dtype's name; bool has none
         itemsize = int(bits[0]) // 8 if bits else 1
-        total += itemsize * prod(dim.size(num_tokens, reqs) for dim in spec.extents)
+        lengths = [extent.size(num_tokens, reqs) for extent in spec.extents]
+        total += itemsize * prod(lengths)
     return total
 
 
@@ -165,10 +185,16 @@ def representative_keys(keys: Sequence[Key], max_num_seqs: int) -> tuple[Key, ..
     lanes: dict[tuple[CUDAGraphMode, bool], dict[int, Key]] = {}
     # of the LoRA cases, the one for the most stays
     for key in sorted(keys, key=lambda key: key[1].num_active_loras):
-        lanes.setdefault((key[0], key[1].has_lora), {})[key[1].elements] = key
-    chosen = set()
+        mode, descriptor = key
+        lane = mode, descriptor.has_lora
+        by_size = lanes.setdefault(lane, {})
+        by_size[descriptor.elements] = key
+    chosen: set[Key] = set()
     for by_size in lanes.values():
-        small = min((size for size in by_size if size > 1), default=1)
-        bend = max((size for size in by_size if size <= max_num_seqs), default=small)
-        chosen |= {by_size[size] for size in (small, bend, max(by_size))}
+        several = [size for size in by_size if size > 1]
+        small = min(several, default=1)
+        one_token_each = [size for size in by_size if size <= max_num_seqs]
+        bend = max(one_token_each, default=small)
+        for size in (small, bend, max(by_size)):
+            chosen.add(by_size[size])
     return tuple(key for key in keys if key in chosen)

@@ -5,11 +5,10 @@ with.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from cgplan.config import Config
-from cgplan.config.schema import BudgetConfig
+from cgplan.config import BudgetConfig, Config
 from cgplan.errors import PlanMismatchError
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning.costs import Record
@@ -24,15 +23,13 @@ from cgplan.planning.plan import (
     config_hash,
 )
 
-# Settings that a plan decides itself: its keys are captured whatever the configuration says of them
-# now.
+# Settings that a plan decides itself; what the configuration says of them does not change its keys.
 DECIDED_BY_THE_PLAN = (
     "compilation.cudagraph_mode",
     "compilation.cudagraph_capture_sizes",
     "compilation.max_cudagraph_capture_size",
 )
 MOST_NAMED = 4  # settings in a sentence
-_NO_LIMIT: Mapping[str, Any] = dict.fromkeys(BudgetConfig.model_fields)
 _COMPARED = {
     "traffic_source": "the expected steps are of different traffic: {} before, {} after",
     "times_source": "step times are from {} before, from {} after",
@@ -53,11 +50,17 @@ class FieldChange(Record):
         """``form`` with ``{name}``, ``{old}`` and ``{new}`` as JSON writes them, text without
         quotes.
         """
-        old, new = (
-            "absent" if value is None else value if isinstance(value, str) else json.dumps(value)
-            for value in (self.old, self.new)
+        return form.format(
+            name=self.name,
+            old=_shown(self.old),
+            new=_shown(self.new),
         )
-        return form.format(name=self.name, old=old, new=new)
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "absent"
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 class LaneChange(LaneRecord):
@@ -76,7 +79,9 @@ class Figure(Record):
 
     @property
     def change(self) -> float | None:
-        return None if self.old is None or self.new is None else self.new - self.old
+        if self.old is None or self.new is None:
+            return None
+        return self.new - self.old
 
 
 class PlanDifference(Record):
@@ -109,45 +114,55 @@ class PlanDifference(Record):
 def compare(old: Plan, new: Plan) -> PlanDifference:
     """The changes that capturing ``new`` instead of ``old`` brings."""
     before, after = old.lanes(), new.lanes()
-
-    def change(lane: Lane) -> LaneChange:
-        had, has = before.get(lane, ()), after.get(lane, ())
-        added, removed = (
-            tuple(n for n in one if n not in other) for one, other in ((has, had), (had, has))
+    lanes = []
+    for lane in sorted({*before, *after}, key=_by_name):
+        had = before.get(lane, ())
+        has = after.get(lane, ())
+        change = LaneChange(
+            **lane._asdict(),
+            added=tuple(size for size in has if size not in had),
+            removed=tuple(size for size in had if size not in has),
+            kept=tuple(size for size in has if size in had),
         )
-        return LaneChange(
-            **lane._asdict(), added=added, removed=removed, kept=tuple(n for n in has if n in had)
-        )
-
-    def figure(read: Callable[[Plan], float | None]) -> Figure:
-        return Figure(old=read(old), new=read(new))
-
+        lanes.append(change)
+    failed = (new.evidence or {}).get("failed", ())
     return PlanDifference(
-        lanes=tuple(
-            map(change, sorted({*before, *after}, key=lambda lane: (lane.mode.name, *lane[1:])))
-        ),
-        graphs=figure(lambda plan: len(plan.keys)),
-        memory=figure(lambda plan: None if plan.predicted is None else plan.predicted.total_bytes),
-        seconds=figure(lambda plan: None if plan.predicted is None else plan.predicted.seconds),
-        expected_us=figure(lambda plan: plan.expected_us),
+        lanes=tuple(lanes),
+        graphs=Figure(old=len(old.keys), new=len(new.keys)),
+        memory=_predicted(old, new, "total_bytes"),
+        seconds=_predicted(old, new, "seconds"),
+        expected_us=Figure(old=old.expected_us, new=new.expected_us),
         settings=tuple(_settings(old, new)),
         notes=tuple(_notes(old, new)),
-        failed=tuple(
-            LeftOut.model_validate(part) for part in (new.evidence or {}).get("failed", ())
-        ),
+        failed=tuple(map(LeftOut.model_validate, failed)),
+    )
+
+
+def _by_name(lane: Lane) -> tuple[str, bool, int]:
+    return lane.mode.name, lane.uniform, lane.num_active_loras
+
+
+def _predicted(old: Plan, new: Plan, name: str) -> Figure:
+    return Figure(
+        old=getattr(old.predicted, name, None),
+        new=getattr(new.predicted, name, None),
     )
 
 
 def mismatches(
-    plan: Plan, config: Config, machine: Machine | None = None
+    plan: Plan,
+    config: Config,
+    machine: Machine | None = None,
 ) -> tuple[FieldChange, ...]:
     """Settings of a saved plan (old) and of the present configuration (new) that differ.
 
     Settings that the plan decides itself do not count, nor does the device, which does not change a
     plan. The present machine is compared where the plan's figures were measured on one.
     """
-    ignored = (*DECIDED_BY_THE_PLAN, "device")
-    found = [c for c in _changes(plan.config, capture_config(config)) if c.name not in ignored]
+    found = []
+    for change in _changes(plan.config, capture_config(config)):
+        if change.name not in (*DECIDED_BY_THE_PLAN, "device"):
+            found.append(change)
     if plan.machine is not None and machine is not None:
         found += machine_changes(plan.machine, machine)
     return tuple(found)
@@ -177,25 +192,31 @@ def fitted(
     wrong = mismatches(plan, config, machine)
     # the plan decides which graphs, not if
     if plan.keys and config.compilation.cudagraph_mode is CUDAGraphMode.NONE:
-        wrong += (FieldChange(name="compilation.cudagraph_mode", old=str(plan.mode), new="NONE"),)
+        wrong += (
+            FieldChange(
+                name="compilation.cudagraph_mode",
+                old=str(plan.mode),
+                new="NONE",
+            ),
+        )
     described = [change.said("{name}: {old} in the plan, {new} now") for change in wrong]
+    problem, warnings = "the plan was made for something else", plan.warnings
     if wrong and not force:
         raise PlanMismatchError(
-            "the plan was made for something else" + "".join(f"\n  - {line}" for line in described),
+            problem + "".join(f"\n  - {line}" for line in described),
             remedy="Make the plan again for what is there now, or capture it as it is with "
             "--force.",
         )
-    warning = (
-        (f"the plan was made for something else and was forced: {'; '.join(described)}",)
-        if wrong
-        else ()
-    )
+    if wrong:
+        warnings += (f"{problem} and was forced: {'; '.join(described)}",)
     present = {
         "config": capture_config(config),
         "config_hash": config_hash(config),
         "budget": budget_of(config),
+        "file": file,
+        "warnings": warnings,
     }
-    return plan.model_copy(update={**present, "file": file, "warnings": (*plan.warnings, *warning)})
+    return plan.model_copy(update=present)
 
 
 def machine_changes(old: Machine, new: Machine) -> list[FieldChange]:
@@ -206,36 +227,36 @@ def named(changes: Sequence[FieldChange]) -> str:
     """Settings that differ, the first few of them, as
     ``scheduler.max_num_seqs was 256, is 64 here``.
     """
-    listed = [change.said("{name} was {old}, is {new} here") for change in changes[:MOST_NAMED]]
-    return "; ".join(
-        [*listed, *([f"and {len(changes) - MOST_NAMED} more"] if len(changes) > MOST_NAMED else [])]
-    )
+    shown = []
+    for change in changes[:MOST_NAMED]:
+        shown.append(change.said("{name} was {old}, is {new} here"))
+    if len(changes) > MOST_NAMED:
+        shown.append(f"and {len(changes) - MOST_NAMED} more")
+    return "; ".join(shown)
 
 
 def _settings(old: Plan, new: Plan) -> Iterator[FieldChange]:
-    yield from _changes({"mode": str(old.mode)}, {"mode": str(new.mode)})
-    yield from (c for c in _changes(old.config, new.config) if c.name not in DECIDED_BY_THE_PLAN)
-    yield from _changes(
-        {"budget": {**_NO_LIMIT, **old.budget}}, {"budget": {**_NO_LIMIT, **new.budget}}
-    )
+    if new.mode is not old.mode:
+        yield FieldChange(name="mode", old=str(old.mode), new=str(new.mode))
+    for change in _changes(old.config, new.config):
+        if change.name not in DECIDED_BY_THE_PLAN:
+            yield change
+    unlimited: dict[str, Any] = dict.fromkeys(BudgetConfig.model_fields)
+    yield from _changes({"budget": unlimited | old.budget}, {"budget": unlimited | new.budget})
     if old.machine is not None and new.machine is not None:
         yield from machine_changes(old.machine, new.machine)
 
 
 def _notes(old: Plan, new: Plan) -> Iterator[str]:
-    if (
-        old.predicted is not None
-        and new.predicted is not None
-        and old.predicted.source != new.predicted.source
-    ):
-        yield (
-            f"memory and start-up have other sources: {old.predicted.source} before, "
-            f"{new.predicted.source} after"
-        )
+    if old.predicted is not None and new.predicted is not None:
+        source, other_source = old.predicted.source, new.predicted.source
+        if source != other_source:
+            yield (f"memory and start-up have other sources: {source} before, {other_source} after")
     for name, words in _COMPARED.items():
-        given = [(plan.evidence or {}).get(name) for plan in (old, new)]
-        if None not in given and given[0] != given[1]:
-            yield words.format(*given)
+        before = (old.evidence or {}).get(name)
+        after = (new.evidence or {}).get(name)
+        if None not in (before, after) and before != after:
+            yield words.format(before, after)
     for plan, other, which in ((old, new, "first"), (new, old, "second")):
         if plan.expected_us is None and other.expected_us is not None:
             yield f"the {which} plan was not made for traffic, so that it expects no step time"
@@ -248,9 +269,21 @@ def _notes(old: Plan, new: Plan) -> Iterator[str]:
 
 def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[FieldChange]:
     """Leaves that differ, in the order of ``new``."""
-    before, after = dict(leaves(old)), dict(leaves(new))
-    names = [name for name in {**after, **before} if before.get(name) != after.get(name)]
-    return [FieldChange(name=name, old=before.get(name), new=after.get(name)) for name in names]
+    before = dict(leaves(old))
+    after = dict(leaves(new))
+    found = []
+    for name in {**after, **before}:
+        was = before.get(name)
+        now = after.get(name)
+        if was != now:
+            found.append(
+                FieldChange(
+                    name=name,
+                    old=was,
+                    new=now,
+                )
+            )
+    return found
 
 
 def leaves(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

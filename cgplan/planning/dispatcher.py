@@ -6,15 +6,17 @@ from bisect import bisect_left
 from collections.abc import Collection, Sequence
 from enum import StrEnum
 from itertools import product
-from operator import ge
+from operator import ge, getitem
+from typing import Any
 
 from cgplan.errors import InputError
 from cgplan.modes import BatchDescriptor, CUDAGraphMode, Key
 from cgplan.planning.plan import Lane, Plan
-from cgplan.units import grouped
+from cgplan.units import counted, grouped
 
 Answer = tuple[CUDAGraphMode, BatchDescriptor]
 Modes = Collection[CUDAGraphMode] | None
+Box = tuple[int, ...]
 _GRAPHS = frozenset({CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE})
 
 
@@ -32,46 +34,62 @@ class MissReason(StrEnum):
 
 
 def set_of_modes(given: Collection[CUDAGraphMode]) -> frozenset[CUDAGraphMode]:
-    """Runtime modes of a call, which may be given by name. Raises InputError for a text in place of
-    a collection.
-    """
+    """Runtime modes of a call, which may be given by name. Raises InputError for a string."""
     if isinstance(given, str):
-        raise InputError(
-            f"the modes {given!r} are a text", remedy=f"Pass a set: {{CUDAGraphMode.{given}}}."
-        )
+        raise InputError("modes is a string; pass a set", remedy=f"Pass {{CUDAGraphMode.{given}}}.")
     return frozenset(map(CUDAGraphMode.parse, given))
 
 
-class _Row(dict[int | tuple[int, ...], Answer]):
-    """Answers by the sizes of a batch, rows first (a number where rows alone vary): the first of
-    ``keys``, in order of preference, whose box holds it. They are found ahead for all corners of
-    the grid that the boxes span; a batch goes up to the next corner. An eager batch gets (NONE,
-    unpadded descriptor); as in vLLM, such a descriptor holds the sizes alone.
+class _Row(dict[int | Box, Answer]):
+    """Answers by the sizes of a batch, rows first (a number where rows alone vary).
+
+    An answer is the first of ``keys``, in order of preference, whose box holds the batch. It is
+    found ahead for each corner of the grid that the boxes span; a batch goes up to the next corner.
+    An eager batch gets (NONE, unpadded descriptor); as in vLLM, that descriptor holds sizes alone.
     """
 
-    def __init__(self, keys: Sequence[Key], num_sizes: int | None) -> None:
+    def __init__(
+        self,
+        keys: Sequence[Key],
+        num_sizes: int | None,
+    ) -> None:
         super().__init__()
-        self._axes = [sorted(set(axis)) for axis in zip(*(key[1].box for key in keys), strict=True)]
-        self._num_sizes, self._corners = num_sizes, dict[tuple[int, ...], int]()
-        rank = {key[1].box: i for i, key in reversed([*enumerate(keys)])}
-        for corner in product(*(range(len(axis) - 1, -1, -1) for axis in self._axes)):
-            beyond = ((*corner[:d], i + 1, *corner[d + 1 :]) for d, i in enumerate(corner))
-            own = rank.get(tuple(axis[i] for axis, i in zip(self._axes, corner, strict=True)))
-            found = [own, *map(self._corners.get, beyond)]
-            self._corners[corner] = min((i for i in found if i is not None), default=len(keys))
         self._keys = keys
+        self._num_sizes = num_sizes
+        ranks: dict[Box, int] = {}
+        for rank, (_, descriptor) in enumerate(keys):
+            ranks.setdefault(descriptor.box, rank)
+        self._axes: list[list[int]] = []
+        for axis in zip(*ranks, strict=True):
+            self._axes.append(sorted(set(axis)))
+        self._corners: dict[Box, int] = {}
+        places = [reversed(range(len(axis))) for axis in self._axes]
+        for corner in product(*places):  # the largest one first
+            box = tuple(map(getitem, self._axes, corner))
+            best = ranks.get(box, len(keys))
+            for dim, place in enumerate(corner):
+                before, behind = corner[:dim], corner[dim + 1 :]
+                above = (*before, place + 1, *behind)
+                best = min(best, self._corners.get(above, len(keys)))
+            self._corners[corner] = best
 
-    def __missing__(self, asked: int | tuple[int, ...]) -> Answer:
+    def __missing__(self, asked: int | Box) -> Answer:
         box = asked if isinstance(asked, tuple) else (asked,)
         if self._num_sizes not in (None, len(box)):
             raise InputError(
-                f"a batch of the sizes {box}, where the plan counts {self._num_sizes}",
+                f"the batch has {counted(len(box), 'size')}; the plan has {self._num_sizes}",
                 remedy="Pass `sizes`: one number for each name of `dims` behind the first.",
             )
-        corner = tuple(map(bisect_left, self._axes, box))
-        rank = self._corners.get(corner, len(self._keys)) if min(box) > 0 else len(self._keys)
-        eager = CUDAGraphMode.NONE, BatchDescriptor(box[0], sizes=box[1:])
-        answer = self[asked] = self._keys[rank] if rank < len(self._keys) else eager
+        rank = len(self._keys)
+        if min(box) > 0:
+            corner = tuple(map(bisect_left, self._axes, box))
+            rank = self._corners.get(corner, rank)
+        if rank < len(self._keys):
+            answer = self._keys[rank]
+        else:
+            rows, *others = box
+            answer = CUDAGraphMode.NONE, BatchDescriptor(rows, sizes=tuple(others))
+        self[asked] = answer
         return answer
 
 
@@ -89,31 +107,23 @@ class CudagraphDispatcher:
         self.plan = plan
         # Keys by lane, lanes in the order in which they are asked. FULL graphs of a plan are either
         # all of uniform decode or all of mixed batches.
-        ordered = sorted(
-            plan.keys,
-            key=lambda k: (
-                k[0] is not CUDAGraphMode.FULL,
-                k[1].num_active_loras,
-                k[1].elements,
-                k[1].box,
-            ),
-        )
+        ordered = sorted(plan.keys, key=_preference)
         self._lanes = grouped((Lane.of(*key), key) for key in ordered)
-        self._cases = range(max((*plan.lora_cases, 0)) + 1)
+        most = max(plan.lora_cases, default=0)
+        self._cases = range(most + 1)
         self._by_lanes: dict[tuple[Lane, ...], _Row] = {}
-        self._num_sizes = len(plan.keys[0][1].box) if plan.keys else None
+        self._num_sizes = None
+        if plan.keys:
+            _, descriptor = plan.keys[0]
+            self._num_sizes = len(descriptor.box)
         self._eager = _Row((), self._num_sizes)
-        # rows[uniform][active adapters][num_tokens], for callers that exclude no mode; counts of
-        # adapters that go to the same LoRA case share a row
-        captured = sorted({lane.num_active_loras for lane in self._lanes})
-        case_of = [next((case for case in captured if case >= n), -1) for n in self._cases]
-        self._rows = tuple(
-            {n: rows.get(case, self._eager) for n, case in enumerate(case_of)}
-            for rows in (
-                {case: self._row(uniform, case, _GRAPHS) for case in captured}
-                for uniform in (False, True)
-            )
-        )
+        # rows[uniform][active adapters][num_tokens], for callers that exclude no mode
+        self._rows: list[dict[int, _Row]] = []
+        for uniform in (False, True):
+            rows = {}
+            for active in self._cases:
+                rows[active] = self._row(uniform, active, _GRAPHS)
+            self._rows.append(rows)
 
     def dispatch(
         self,
@@ -148,10 +158,12 @@ class CudagraphDispatcher:
                 return self._eager[asked]
         if num_active_loras not in self._cases:
             return self._eager[asked]
-        allowed = _GRAPHS if valid_modes is None else _GRAPHS & set_of_modes(valid_modes)
-        return self._row(
-            uniform_decode, num_active_loras, allowed - set_of_modes(invalid_modes or ())
-        )[asked]
+        allowed = _GRAPHS
+        if valid_modes is not None:
+            allowed &= set_of_modes(valid_modes)
+        if invalid_modes is not None:
+            allowed -= set_of_modes(invalid_modes)
+        return self._row(uniform_decode, num_active_loras, allowed)[asked]
 
     def explain(
         self,
@@ -163,33 +175,57 @@ class CudagraphDispatcher:
         sizes: tuple[int, ...] = (),
     ) -> MissReason | None:
         """Why ``dispatch`` answers this question with NONE; None if a graph serves the batch."""
-        asked = (num_tokens, uniform_decode, num_active_loras)
-        if self.dispatch(*asked, valid_modes, invalid_modes, sizes)[0] is not CUDAGraphMode.NONE:
+        asked = num_tokens, uniform_decode, num_active_loras
+        mode, _ = self.dispatch(*asked, valid_modes, invalid_modes, sizes)
+        if mode is not CUDAGraphMode.NONE:
             return None
         if not self.plan.keys:
             return MissReason.NOTHING_CAPTURED
         if num_active_loras not in self._cases:
             return MissReason.NO_LORA_CASE
-        is_held = any(all(map(ge, key[1].sizes, sizes)) for key in self.plan.keys)
+        is_held = False
+        for _, descriptor in self.plan.keys:
+            is_held = is_held or all(map(ge, descriptor.sizes, sizes))
         if num_tokens > self.plan.max_capture_size or not is_held:
             return MissReason.TOO_LARGE
-        if self.dispatch(*asked, sizes=sizes)[0] is not CUDAGraphMode.NONE:
+        mode, _ = self.dispatch(*asked, sizes=sizes)
+        if mode is not CUDAGraphMode.NONE:
             return MissReason.MODE_EXCLUDED
-        serving = {
-            lane.num_active_loras for lane in self._lanes if uniform_decode or not lane.uniform
-        }
+        serving = []
+        for lane in self._lanes:
+            if uniform_decode or not lane.uniform:
+                serving.append(lane.num_active_loras)
         if not serving:
             return MissReason.NO_GRAPH_FOR_MIXED
-        return MissReason.TOO_LARGE if max(serving) >= num_active_loras else MissReason.NO_LORA_CASE
+        if max(serving) < num_active_loras:
+            return MissReason.NO_LORA_CASE
+        return MissReason.TOO_LARGE
 
-    def _row(self, uniform: bool, num_active_loras: int, modes: Collection[CUDAGraphMode]) -> _Row:
+    def _row(
+        self,
+        uniform: bool,
+        num_active_loras: int,
+        modes: Collection[CUDAGraphMode],
+    ) -> _Row:
         """Answers of the first lane that holds a batch, by its smallest box that does."""
-        serving = (
-            n for n in self._lanes if n.mode in modes and n.num_active_loras >= num_active_loras
-        )
-        lanes = tuple(lane for lane in serving if uniform or not lane.uniform)
-        if lanes not in self._by_lanes:
-            self._by_lanes[lanes] = _Row(
-                [key for lane in lanes for key in self._lanes[lane]], self._num_sizes
-            )
-        return self._by_lanes[lanes]
+        keys: list[Key] = []
+        lanes: list[Lane] = []
+        for lane, own in self._lanes.items():
+            is_served = uniform or not lane.uniform
+            if is_served and lane.mode in modes and lane.num_active_loras >= num_active_loras:
+                lanes.append(lane)
+                keys += own
+        asked = tuple(lanes)
+        if asked not in self._by_lanes:
+            self._by_lanes[asked] = _Row(keys, self._num_sizes)
+        return self._by_lanes[asked]
+
+
+def _preference(key: Key) -> tuple[Any, ...]:
+    mode, descriptor = key
+    return (
+        mode is not CUDAGraphMode.FULL,
+        descriptor.num_active_loras,
+        descriptor.elements,
+        descriptor.box,
+    )

@@ -11,13 +11,12 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 from cgplan.config import Config, LoadedConfig, Override, loaded_config
 from cgplan.errors import ConfigError, did_you_mean
 from cgplan.modes import RUNTIME_MODES, CUDAGraphMode
-from cgplan.planning.build import LARGEST_DEFAULT_SIZE, _from_ladder, build_plan
+from cgplan.planning.build import build_plan, ladder_sizes
 from cgplan.planning.dispatcher import CudagraphDispatcher
 from cgplan.planning.plan import Plan
 from cgplan.units import counted
@@ -33,29 +32,38 @@ _DEFAULTS: Mapping[str, Any] = {
 _TAKEN_OVER = (*_DEFAULTS, "cudagraph_capture_sizes", "max_cudagraph_capture_size", "splitting_ops")
 # Keys that change the compilation of kernels, but no graph; the last two are of releases before
 # 0.33.
-_WITHOUT_EFFECT = frozenset(
-    {
-        "backend", "cache_dir", "compile_cache_save_format", "compile_mm_encoder",
-        "compile_ranges_endpoints",
-        "compile_sizes", "custom_ops", "debug_dump_path", "dynamic_shapes_config",
-        "fast_moe_cold_start",
-        "inductor_compile_config", "inductor_passes", "ir_enable_torch_wrap", "pass_config",
-        "use_inductor_graph_partition", "compile_ranges_split_points", "use_inductor",
-    }
-)  # fmt: skip
+_WITHOUT_EFFECT = (
+    "backend",
+    "cache_dir",
+    "compile_cache_save_format",
+    "compile_mm_encoder",
+    "compile_ranges_endpoints",
+    "compile_sizes",
+    "custom_ops",
+    "debug_dump_path",
+    "dynamic_shapes_config",
+    "fast_moe_cold_start",
+    "inductor_compile_config",
+    "inductor_passes",
+    "ir_enable_torch_wrap",
+    "pass_config",
+    "use_inductor_graph_partition",
+    "compile_ranges_split_points",
+    "use_inductor",
+)
 # Keys of graphs that are captured besides those of the decoder's batches: of encoders, and of a
 # YOCO model's replay.
-_OTHER_GRAPHS = frozenset(
-    {
-        "cudagraph_mm_encoder", "encoder_cudagraph_max_frames_per_batch",
-        "encoder_cudagraph_max_vision_items_per_batch", "encoder_cudagraph_token_budgets",
-        "cudagraph_decoder_replay",
-        "decoder_replay_cudagraph_capture_sizes", "decoder_replay_trim_threshold",
-    }
-)  # fmt: skip
-# vLLM's ceiling of its own ladder (config/vllm.py): GPUs of compute capability 10.x have another
-# one.
-_LARGEST = {False: LARGEST_DEFAULT_SIZE, True: 1024}
+_OTHER_GRAPHS = (
+    "cudagraph_mm_encoder",
+    "encoder_cudagraph_max_frames_per_batch",
+    "encoder_cudagraph_max_vision_items_per_batch",
+    "encoder_cudagraph_token_budgets",
+    "cudagraph_decoder_replay",
+    "decoder_replay_cudagraph_capture_sizes",
+    "decoder_replay_trim_threshold",
+)
+# vLLM's ceiling of its own ladder on GPUs of compute capability 10.x (config/vllm.py).
+_LARGEST_ON_BLACKWELL = 1024
 _MODES = ("NONE", "STOCK_TORCH_COMPILE", "DYNAMO_TRACE_ONCE", "VLLM_COMPILE")
 
 
@@ -95,73 +103,56 @@ def read_vllm(
         PlanError: no capture size is left.
     """
     given = _parse(text)
-    notes = [
-        f"{name} does not change what is captured" for name in given if name in _WITHOUT_EFFECT
-    ]
-    if others := [name for name in given if name in _OTHER_GRAPHS]:
-        notes.append(
-            f"{' and '.join(others)}: graphs of encoders and of decoder replay are not among "
-            "those shown"
-        )
-    compilation = {name: given[name] for name in _TAKEN_OVER if given.get(name) is not None}
+    notes = list(_ignored(given))
+    asked = {name: given[name] for name in _TAKEN_OVER if given.get(name) is not None}
+    compilation = {**_DEFAULTS, **asked}
     bounds = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
-    data: dict[str, Any] = {
-        "compilation": {**_DEFAULTS, **compilation},
+    data: dict[str, dict[str, Any]] = {
+        "compilation": compilation,
         "scheduler": {name: value for name, value in bounds.items() if value is not None},
-        "speculative": {"num_speculative_tokens": num_speculative_tokens}
-        if num_speculative_tokens
-        else {},
     }
+    if num_speculative_tokens:
+        data["speculative"] = {"num_speculative_tokens": num_speculative_tokens}
     if max_loras is not None:
         data["lora"] = {"max_loras": max_loras, "specialize_active_lora": specialize_active_lora}
-    origins = {
-        f"{section}.{name}": f"--{name.replace('_', '-')}"
-        for section, values in data.items()
-        for name in values
-    }
-    origins |= {
-        f"compilation.{n}": OPTION if n in compilation else "vLLM's default"
-        for n in data["compilation"]
-    }
-    asked, level = str(data["compilation"]["cudagraph_mode"]), given.get("mode")
-    without_piecewise = (
-        level not in (None, _MODES.index("VLLM_COMPILE")) and "PIECEWISE" in asked.upper()
-    )
+    origins = _origins(data, asked)
+    mode, level = str(compilation["cudagraph_mode"]), given.get("mode")
+    is_compiled = level in (None, _MODES.index("VLLM_COMPILE"))
+    without_piecewise = not is_compiled and "PIECEWISE" in mode.upper()
     if without_piecewise:
-        data["compilation"]["cudagraph_mode"] = "NONE"
+        compilation["cudagraph_mode"] = "NONE"
         origins["compilation.cudagraph_mode"] = f"{OPTION}, mode {level}"
-    loaded = loaded_config(data, OPTION, overrides := (*overrides,), origins)
-    config, every = loaded.config, 32 if performance_mode == "interactivity" else 0
-    ladder, widest = (
-        _from_ladder(config, "vllm", _LARGEST[of], every).sizes for of in (blackwell, True)
-    )
-    own = config.compilation.cudagraph_capture_sizes is None
-    if own and (every or blackwell):
-        data["compilation"] |= {
-            "cudagraph_capture_sizes": ladder,
-            "max_cudagraph_capture_size": None,
-        }
-        origins["compilation.cudagraph_capture_sizes"] = (
-            "--performance-mode" if every else "--blackwell"
-        )
-        loaded = loaded_config(data, OPTION, overrides, origins)
-    if own and ladder != widest:
-        notes.append(
-            f"vLLM's sizes end at {ladder[-1]}, and on GPUs of compute capability 10.x (B200, "
-            "GB200, B300) at "
-            f"{widest[-1]}: --blackwell"
-        )
-    notes += [
-        f"--{name.replace('_', '-')} was not given: {getattr(config.scheduler, name)} was taken, "
-        "vLLM's default "
-        "depends on the GPU"
-        + (", and --performance-mode throughput doubles it" * (performance_mode == "throughput"))
-        for name, value in bounds.items()
-        if value is None
-    ]
+    overrides = tuple(overrides)
+    loaded = loaded_config(data, OPTION, overrides, origins)
+    config = loaded.config
+    if config.compilation.cudagraph_capture_sizes is None:
+        every = 32 if performance_mode == "interactivity" else 0
+        widest = ladder_sizes(config, "vllm", _LARGEST_ON_BLACKWELL, every).sizes
+        usual = ladder_sizes(config, "vllm", every=every).sizes
+        sizes = widest if blackwell else usual
+        if every or blackwell:
+            compilation["cudagraph_capture_sizes"] = sizes
+            compilation["max_cudagraph_capture_size"] = None
+            option = "--performance-mode" if every else "--blackwell"
+            origins["compilation.cudagraph_capture_sizes"] = option
+            loaded = loaded_config(data, OPTION, overrides, origins)
+        if sizes != widest:
+            notes.append(
+                f"vLLM's sizes end at {sizes[-1]}, and on GPUs of compute capability 10.x (B200, "
+                f"GB200, B300) at {widest[-1]}: --blackwell"
+            )
+    doubled = ""
+    if performance_mode == "throughput":
+        doubled = ", and --performance-mode throughput doubles it"
+    for name, value in bounds.items():
+        if value is None:
+            notes.append(
+                f"--{name.replace('_', '-')} was not given: {getattr(config.scheduler, name)} was "
+                f"taken, vLLM's default depends on the GPU{doubled}"
+            )
     if without_piecewise:
         notes.append(
-            f"cudagraph_mode {asked} -> NONE: vLLM has PIECEWISE graphs with mode 3 only, mode is "
+            f"cudagraph_mode {mode} -> NONE: vLLM has PIECEWISE graphs with mode 3 only, mode is "
             f"{level}"
         )
     plan = build_plan(loaded.config)
@@ -177,17 +168,39 @@ def read_vllm(
     return VllmConfig(loaded, tuple(notes), tuple(_lost(config, plan)))
 
 
+def _ignored(given: Mapping[str, Any]) -> Iterator[str]:
+    for name in given:
+        if name in _WITHOUT_EFFECT:
+            yield f"{name} does not change what is captured"
+    others = [name for name in given if name in _OTHER_GRAPHS]
+    if others:
+        yield (
+            f"{' and '.join(others)}: graphs of encoders and of decoder replay are not among "
+            "those shown"
+        )
+
+
+def _origins(data: Mapping[str, Mapping[str, Any]], asked: Mapping[str, Any]) -> dict[str, str]:
+    """The option that each value came from."""
+    found = {}
+    for section, values in data.items():
+        for name in values:
+            found[f"{section}.{name}"] = f"--{name.replace('_', '-')}"
+    for name in data["compilation"]:
+        found[f"compilation.{name}"] = OPTION if name in asked else "vLLM's default"
+    return found
+
+
 def _lost(asked: Config, plan: Plan) -> Iterator[str]:
     """Sentences on the sizes and the maximum that were asked for and that vLLM does not capture,
     with the reason.
     """
-    given, largest = (
-        asked.compilation.cudagraph_capture_sizes,
-        asked.compilation.max_cudagraph_capture_size,
-    )
+    given = asked.compilation.cudagraph_capture_sizes
+    largest = asked.compilation.max_cudagraph_capture_size
     top, q, tokens = plan.max_capture_size, plan.query_len, plan.max_num_batched_tokens
-    captured = {key.num_tokens for _, key in plan.keys}
-    for size in _unique(given) if isinstance(given, tuple) and captured else ():
+    captured = {descriptor.num_tokens for _, descriptor in plan.keys}
+    sizes = _unique(given) if isinstance(given, tuple) and captured else []
+    for size in sizes:
         if size > tokens:
             yield f"size {size} is dropped: --max-num-batched-tokens is {tokens}"
         elif size > top:
@@ -195,44 +208,48 @@ def _lost(asked: Config, plan: Plan) -> Iterator[str]:
                 f"size {size} is dropped: as a multiple of {q} tokens, a request's, it is above "
                 "the largest size"
             )
-        elif not {size, -(-size // q) * q} & captured:
+        elif captured.isdisjoint({size, -(-size // q) * q}):
             yield (
                 f"size {size} has no graph: a decode batch has at most {plan.max_num_seqs} "
                 f"requests, {q} tokens each"
             )
     if given is None and largest is not None and 0 < top < largest:
-        last = _from_ladder(asked, "vllm").sizes[-1]
-        why = (
-            f"--max-num-batched-tokens is {tokens}"
-            if tokens < largest
-            else f"vLLM's own sizes end at {last}"
-        )
-        whole = (
-            f", and the last multiple of {q} tokens, a request's, at {top}" if top < last else ""
-        )
-        yield f"max_cudagraph_capture_size {largest} is truncated to {top}: {why}{whole}"
+        last = ladder_sizes(asked, "vllm").sizes[-1]
+        why = f"vLLM's own sizes end at {last}"
+        if tokens < largest:
+            why = f"--max-num-batched-tokens is {tokens}"
+        if top < last:
+            why += f", and the last multiple of {q} tokens, a request's, at {top}"
+        yield f"max_cudagraph_capture_size {largest} is truncated to {top}: {why}"
 
 
 def describe_batches(plan: Plan) -> Iterator[str]:
     """Sentences on which batches run in which graphs, and which eagerly."""
-    dispatcher, q, tokens = CudagraphDispatcher(plan), plan.query_len, plan.max_num_batched_tokens
-    decode = (
-        f"decode batches, by requests of {counted(q, 'token')}",
-        q,
-        True,
-        min(plan.max_num_seqs, tokens // q),
-    )
-    for batches, each, uniform, most in (decode, ("mixed batches, by tokens", 1, False, tokens)):
-        # those above the largest graph are alike
-        tried = range(1, min(most, plan.max_capture_size + 1) + 1)
-        modes = [dispatcher.dispatch(number * each, uniform)[0] for number in tried]
-        edges = [n for n, mode in enumerate(modes) if n == 0 or mode is not modes[n - 1]]
-        spans = [
-            f"{f'{first + 1} to {after}' if after > first + 1 else after} "
-            + ("eagerly" if modes[first] is CUDAGraphMode.NONE else f"in {modes[first]} graphs")
-            for first, after in pairwise((*edges, most))
-        ]
-        yield f"{batches}: {', '.join(spans)}"
+    q, tokens = plan.query_len, plan.max_num_batched_tokens
+    decode = _modes_of(plan, q, min(plan.max_num_seqs, tokens // q), uniform=True)
+    yield f"decode batches, by requests of {counted(q, 'token')}: {decode}"
+    yield f"mixed batches, by tokens: {_modes_of(plan, 1, tokens, uniform=False)}"
+
+
+def _modes_of(plan: Plan, each: int, most: int, *, uniform: bool) -> str:
+    """``1 to 8 in FULL graphs, 9 to 256 eagerly``: batches of 1 to ``most`` times ``each``
+    tokens.
+    """
+    dispatcher = CudagraphDispatcher(plan)
+    # those above the largest graph are alike
+    tried = range(1, min(most, plan.max_capture_size + 1) + 1)
+    spans: list[tuple[int, CUDAGraphMode]] = []  # the first batch of each
+    for number in tried:
+        mode, _ = dispatcher.dispatch(number * each, uniform)
+        if not spans or mode is not spans[-1][1]:
+            spans.append((number, mode))
+    lasts = [first - 1 for first, _ in spans[1:]]
+    words = []
+    for (first, mode), last in zip(spans, (*lasts, most), strict=True):
+        batches = f"{first} to {last}" if last > first else str(first)
+        graphs = "eagerly" if mode is CUDAGraphMode.NONE else f"in {mode} graphs"
+        words.append(f"{batches} {graphs}")
+    return ", ".join(words)
 
 
 def _parse(text: str) -> dict[str, Any]:
@@ -251,7 +268,8 @@ def _parse(text: str) -> dict[str, Any]:
             "'{}' shows vLLM's defaults.",
         )
     known = sorted({*_TAKEN_OVER, *_WITHOUT_EFFECT, *_OTHER_GRAPHS, "mode"})
-    if unknown := [name for name in given if name not in known]:
+    unknown = [name for name in given if name not in known]
+    if unknown:
         hint = did_you_mean(unknown[0], known, " (did you mean {!r}?)")
         raise ConfigError(
             f"{OPTION}: vLLM's compilation config has no key {unknown[0]!r}{hint}",
@@ -265,16 +283,15 @@ def _parse(text: str) -> dict[str, Any]:
             remedy="Give NONE, PIECEWISE, FULL, FULL_DECODE_ONLY or FULL_AND_PIECEWISE.",
         )
     if isinstance(number, int):  # vLLM takes the values of its runtime modes, too
-        given["cudagraph_mode"] = {mode.value: mode.name for mode in RUNTIME_MODES}.get(
-            number, number
-        )
+        names = {mode.value: mode.name for mode in RUNTIME_MODES}
+        given["cudagraph_mode"] = names.get(number, number)
     if isinstance(level, str) and level.upper() in _MODES:
         given["mode"] = _MODES.index(level.upper())
     elif level is not None and level not in range(len(_MODES)):
+        choices = [f"{number} ({name})" for number, name in enumerate(_MODES)]
         raise ConfigError(
             f"{OPTION}: found mode {level!r}, vLLM's compilation mode is 0 to 3",
-            remedy=f"Choose one of {', '.join(f'{n} ({name})' for n, name in enumerate(_MODES))}, "
-            "or leave it out.",
+            remedy=f"Choose one of {', '.join(choices)}, or leave it out.",
         )
     return given
 
@@ -297,17 +314,19 @@ def emit(plan: Plan, engine: Engine) -> Emission:
     The engines have one list of sizes for a kind of batch, whatever the LoRA case; vLLM has one for
     all. Where the plan's lanes differ, their union is emitted, and a note tells its cost.
 
-    ``vllm``: the option ``--compilation-config``, quoted for a shell. ``sglang``: its options for
-        decode (sizes in
-    requests) and prefill (in tokens). ``trtllm``: YAML for ``cuda_graph_config`` (in requests).
-    ``json``: sizes by lane.
+    Args:
+        engine: ``vllm``: the option ``--compilation-config``, quoted for a shell. ``sglang``: its
+            options for decode (sizes in requests) and prefill (in tokens). ``trtllm``: YAML for
+            ``cuda_graph_config`` (in requests). ``json``: sizes by lane.
     """
-    return {"vllm": _vllm, "sglang": _sglang, "trtllm": _trtllm, "json": _json}[engine](plan)
+    emitters = {"vllm": _vllm, "sglang": _sglang, "trtllm": _trtllm, "json": _json}
+    return emitters[engine](plan)
 
 
 def _vllm(plan: Plan) -> Emission:
     mode, q, most = _captured_mode(plan), plan.query_len, plan.max_loras or 0
-    sizes, notes = _unique(key.num_tokens for _, key in plan.keys), []
+    sizes = _unique(key.num_tokens for _, key in plan.keys)
+    notes = []
     if q > 1 and mode.decode_mode() is CUDAGraphMode.FULL:
         # vLLM itself would drop sizes that round up past its maximum
         limit = plan.max_num_batched_tokens // q * q
@@ -319,10 +338,12 @@ def _vllm(plan: Plan) -> Emission:
             )
     config: dict[str, object] = {"cudagraph_mode": mode.name if sizes else "NONE"}
     if sizes:
-        config |= {"cudagraph_capture_sizes": sizes, "max_cudagraph_capture_size": sizes[-1]}
+        config["cudagraph_capture_sizes"] = sizes
+        config["max_cudagraph_capture_size"] = sizes[-1]
     if most and plan.lora_cases == (most + 1,):
         config["cudagraph_specialize_lora"] = False
-    text, by_count = json.dumps(config), any(0 < case <= most for case in plan.lora_cases)
+    text = json.dumps(config)
+    by_count = any(0 < case <= most for case in plan.lora_cases)
     read = read_vllm(
         text,
         max_num_seqs=plan.max_num_seqs,
@@ -341,41 +362,43 @@ def _vllm(plan: Plan) -> Emission:
         f"--max-num-seqs {plan.max_num_seqs} --max-num-batched-tokens {plan.max_num_batched_tokens}"
     )
     if most:
-        options += f" --enable-lora --max-loras {most}" + (
-            " --specialize-active-lora" if by_count else ""
-        )
+        options += f" --enable-lora --max-loras {most}"
+    if by_count:
+        options += " --specialize-active-lora"
     if q > 1:
         options += f" and {q - 1} speculative tokens"
-    return Emission(f"--compilation-config {shlex.quote(text)}", (*notes, f"made for {options}"))
+    notes.append(f"made for {options}")
+    return Emission(f"--compilation-config {shlex.quote(text)}", tuple(notes))
 
 
 def _sglang(plan: Plan) -> Emission:
     mode = _captured_mode(plan)
     decode = _requests(plan) if mode.has_mode(CUDAGraphMode.FULL) else []
-    prefill = _unique(key.num_tokens for mode, key in plan.keys if mode is CUDAGraphMode.PIECEWISE)
-    options = [
-        f"--cuda-graph-bs-{kind} {' '.join(map(str, sizes))} --cuda-graph-max-bs-{kind} {sizes[-1]}"
-        if sizes
-        else f"--cuda-graph-backend-{kind} disabled"
-        for kind, sizes in (("decode", decode), ("prefill", prefill))
-    ]
+    prefill = _piecewise_sizes(plan)
     notes = _list_notes(plan, "SGLang", len(decode) + len(prefill))
     if prefill:
         notes.append(
             "prefill sizes are in tokens; SGLang captures them by its default, "
-            "--cuda-graph-backend-prefill breakable, "
-            "and not at all for models that it knows to break there"
+            "--cuda-graph-backend-prefill breakable, and not at all for models that it knows to "
+            "break there"
         )
-    notes += [
-        f"--cuda-graph-backend-{kind} disabled turns off SGLang's default, {usual}: the plan "
-        f"(mode {plan.mode}) has no "
-        f"{graphs} graphs; without that option SGLang captures sizes of its own"
-        for kind, sizes, usual, graphs in (
-            ("decode", decode, "full", "decode"),
-            ("prefill", prefill, "breakable on CUDA", "PIECEWISE"),
+    options = []
+    for kind, sizes, usual, graphs in (
+        ("decode", decode, "full", "decode"),
+        ("prefill", prefill, "breakable on CUDA", "PIECEWISE"),
+    ):
+        if sizes:
+            listed = " ".join(map(str, sizes))
+            options.append(
+                f"--cuda-graph-bs-{kind} {listed} --cuda-graph-max-bs-{kind} {sizes[-1]}"
+            )
+            continue
+        options.append(f"--cuda-graph-backend-{kind} disabled")
+        notes.append(
+            f"--cuda-graph-backend-{kind} disabled turns off SGLang's default, {usual}: the plan "
+            f"(mode {plan.mode}) has no {graphs} graphs; without that option SGLang captures sizes "
+            "of its own"
         )
-        if not sizes
-    ]
     if mode is CUDAGraphMode.FULL:
         notes.append(
             "the plan's FULL graphs of mixed batches serve decode alone: for prefill SGLang calls "
@@ -393,27 +416,25 @@ def _trtllm(plan: Plan) -> Emission:
         )
         return Emission("cuda_graph_config: null", (off,))
     notes = _list_notes(plan, "TensorRT-LLM", len(sizes))
-    if tokens := _unique(
-        key.num_tokens for mode, key in plan.keys if mode is CUDAGraphMode.PIECEWISE
-    ):
+    tokens = _piecewise_sizes(plan)
+    if tokens:
         notes.append(
             "the plan's PIECEWISE sizes are left out, because they need torch.compile: "
-            "prefill_cuda_graph_backend: "
-            f"piecewise and prefill_capture_num_tokens: {tokens} (before 1.3, "
-            "enable_piecewise_cuda_graph and "
-            "capture_num_tokens of torch_compile_config)"
+            f"prefill_cuda_graph_backend: piecewise and prefill_capture_num_tokens: {tokens} "
+            "(before 1.3, enable_piecewise_cuda_graph and capture_num_tokens of "
+            "torch_compile_config)"
         )
-    return Emission(
-        f"cuda_graph_config:\n  batch_sizes: {sizes}\n  enable_padding: true", tuple(notes)
-    )
+    text = f"cuda_graph_config:\n  batch_sizes: {sizes}\n  enable_padding: true"
+    return Emission(text, tuple(notes))
 
 
 def _json(plan: Plan) -> Emission:
-    lanes = ",\n".join(
-        json.dumps({**lane._asdict(), "mode": lane.mode.name, "sizes": sizes})
-        for lane, sizes in plan.lanes().items()
-    )
-    return Emission(f'{{"query_len": {plan.query_len}, "lanes": [\n{lanes}\n]}}')
+    lanes = []
+    for lane, sizes in plan.lanes().items():
+        fields = {**lane._asdict(), "mode": lane.mode.name, "sizes": sizes}
+        lanes.append(json.dumps(fields))
+    text = ",\n".join(lanes)
+    return Emission(f'{{"query_len": {plan.query_len}, "lanes": [\n{text}\n]}}')
 
 
 def _captured_mode(plan: Plan) -> CUDAGraphMode:
@@ -428,26 +449,33 @@ def _captured_mode(plan: Plan) -> CUDAGraphMode:
     return CUDAGraphMode.FULL_AND_PIECEWISE if piecewise else CUDAGraphMode.FULL_DECODE_ONLY
 
 
+def _piecewise_sizes(plan: Plan) -> list[int]:
+    return _unique(key.num_tokens for mode, key in plan.keys if mode is CUDAGraphMode.PIECEWISE)
+
+
 def _requests(plan: Plan) -> list[int]:
     """Sizes of decode batches in requests, by the graphs that serve them: the FULL ones, else the
     PIECEWISE ones.
     """
     full = [key.num_tokens for mode, key in plan.keys if mode is CUDAGraphMode.FULL]
-    tokens = full or [key.num_tokens for _, key in plan.keys]
+    tokens = full or _piecewise_sizes(plan)
     return _unique(min(-(-size // plan.query_len), plan.max_num_seqs) for size in tokens)
 
 
 def _list_notes(plan: Plan, engine: str, graphs: int) -> list[str]:
     q, most = plan.query_len, plan.max_num_seqs
-    notes = [f"decode sizes are in requests of {q} tokens, the plan's in tokens"] if q > 1 else []
+    notes = []
+    if q > 1:
+        notes.append(f"decode sizes are in requests of {q} tokens, the plan's in tokens")
     full = [key for mode, key in plan.keys if mode is CUDAGraphMode.FULL and not key.uniform]
-    if beyond := _unique(key.num_tokens for key in full if key.num_tokens > q * most):
+    beyond = _unique(key.num_tokens for key in full if key.num_tokens > q * most)
+    if beyond:
         notes.append(
             f"{' '.join(map(str, beyond))} tokens became {most} requests, as many as a decode "
-            "batch has: in the plan "
-            "those graphs serve decode batches, too"
+            "batch has: in the plan those graphs serve decode batches, too"
         )
-    if len({key.num_active_loras for _, key in plan.keys}) > 1:
+    cases = {key.num_active_loras for _, key in plan.keys}
+    if len(cases) > 1:
         notes.append(
             f"{engine} has no list of sizes by LoRA case: {graphs} sizes were emitted for "
             f"{len(plan.keys)} keys"

@@ -16,7 +16,7 @@ from cgplan.config.values import Mode as Mode
 from cgplan.errors import ReportError
 from cgplan.modes import BatchDescriptor, CUDAGraphMode
 from cgplan.planning.costs import Predicted, Record
-from cgplan.units import grouped
+from cgplan.units import counted
 
 PLAN_SCHEMA_VERSION = 2
 PLANNED_FOR = "planned for"  # how the source of sizes begins that were chosen for traffic
@@ -36,10 +36,16 @@ _NOT_CAPTURED: dict[str, bool | set[str]] = {
 
 
 def _as_json(descriptor: BatchDescriptor) -> dict[str, Any]:
-    return {name: value for name, value in descriptor._asdict().items() if value != ()}
+    fields = descriptor._asdict()
+    if not descriptor.sizes:
+        del fields["sizes"]
+    return fields
 
 
-Descriptor = Annotated[BatchDescriptor, PlainSerializer(_as_json, return_type=dict[str, Any])]
+Descriptor = Annotated[
+    BatchDescriptor,
+    PlainSerializer(_as_json, return_type=dict[str, Any]),
+]
 Key = tuple[Mode, Descriptor]
 
 
@@ -67,10 +73,9 @@ class Lane(NamedTuple):
     def __str__(self) -> str:
         """``FULL uniform, 2 adapters``, as tables and messages have it."""
         name = f"{self.mode} uniform" if self.uniform else str(self.mode)
-        adapters = {0: "", 1: ", 1 adapter"}.get(
-            self.num_active_loras, f", {self.num_active_loras} adapters"
-        )
-        return name + adapters
+        if self.num_active_loras:
+            name = f"{name}, {counted(self.num_active_loras, 'adapter')}"
+        return name
 
 
 class LaneRecord(Record):
@@ -88,9 +93,10 @@ class LaneRecord(Record):
 class LeftOut(LaneRecord):
     """Sizes of one lane that a plan could have and has not, and why.
 
-    ``reason``: "no batch would run in it"; "no gain" (steps would be less than 0.01% shorter); the
-        limits that one of
-    these keys more would break, such as "budget.max_graphs"; or another sentence.
+    Attributes:
+        reason: "no batch would run in it"; "no gain" (steps would be less than 0.01% shorter); the
+            limits that one of these keys more would break, such as "budget.max_graphs"; or another
+            sentence.
     """
 
     sizes: tuple[int, ...]
@@ -177,15 +183,18 @@ class Plan(Record):
         """Capture sizes of each lane, ascending, in tokens; lanes in the order of their first
         key.
         """
-        found = grouped((Lane.of(*key), key[1].num_tokens) for key in self.keys)
-        return {lane: tuple(sorted(set(sizes))) for lane, sizes in found.items()}
+        found: dict[Lane, set[int]] = {}
+        for mode, descriptor in self.keys:
+            lane = Lane.of(mode, descriptor)
+            found.setdefault(lane, set()).add(descriptor.num_tokens)
+        return {lane: tuple(sorted(sizes)) for lane, sizes in found.items()}
 
     def __str__(self) -> str:
         """A line for each lane, with its sizes in tokens."""
-        lanes = [
-            f"  {lane}: {', '.join(map(str, sizes))} tokens" for lane, sizes in self.lanes().items()
-        ]
-        return "\n".join([f"{self.mode}, {len(self.keys)} graphs", *lanes])
+        lines = [f"{self.mode}, {len(self.keys)} graphs"]
+        for lane, sizes in self.lanes().items():
+            lines.append(f"  {lane}: {', '.join(map(str, sizes))} tokens")
+        return "\n".join(lines)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
@@ -233,13 +242,13 @@ def capture_order(keys: Iterable[Key]) -> tuple[Key, ...]:
     """Keys in capture order: PIECEWISE before FULL, largest first, so that later graphs fit into
     the pool memory that the first one reserved.
     """
-    return tuple(
-        sorted(
-            keys,
-            key=lambda key: (
-                key[0] is CUDAGraphMode.FULL,
-                -key[1].elements,
-                -key[1].num_active_loras,
-            ),
-        )
+    return tuple(sorted(keys, key=_place))
+
+
+def _place(key: Key) -> tuple[bool, int, int]:
+    mode, descriptor = key
+    return (
+        mode is CUDAGraphMode.FULL,
+        -descriptor.elements,
+        -descriptor.num_active_loras,
     )

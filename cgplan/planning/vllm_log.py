@@ -131,8 +131,8 @@ class StartLog:
             )
 
 
-def logged_steps(text: str) -> Iterator[tuple[CUDAGraphMode, int, float]]:
-    """(runtime mode, tokens that ran, microseconds) of each step of vLLM's
+def logged_steps(text: str) -> Iterator[tuple[tuple[CUDAGraphMode, int], float]]:
+    """((runtime mode, tokens that ran), microseconds) of each step of vLLM's
     ``--enable-logging-iteration-details``.
 
     The sizes and the mode of the start before it tell which graph ran a step: of one token for each
@@ -141,17 +141,17 @@ def logged_steps(text: str) -> Iterator[tuple[CUDAGraphMode, int, float]]:
     """
     mode, sizes = None, list[int]()
     for line in text.splitlines():
-        if started := _CAPTURES.search(line):
+        started, step = _CAPTURES.search(line), _STEP.search(line)
+        if started:
             mode, sizes = CUDAGraphMode.parse(started[1]), sorted(json.loads(started[2]))
-        elif mode is not None and (step := _STEP.search(line)):
+        elif mode is not None and step:
             prefilled, prompts, decoding, decoded = map(int, step.groups()[:4])
-            if decoded != decoding or not prompts + decoded:
+            tokens, microseconds = prompts + decoded, float(step[5]) * 1e3
+            if decoded != decoding or not tokens:
                 continue
-            tokens, runs = prompts + decoded, mode.mixed_mode() if prefilled else mode.decode_mode()
+            runs = mode.mixed_mode() if prefilled else mode.decode_mode()
             place = bisect_left(sizes, tokens)
-            held = runs is not CUDAGraphMode.NONE and place < len(sizes)
-            yield (
-                (runs, sizes[place], float(step[5]) * 1e3)
-                if held
-                else (CUDAGraphMode.NONE, tokens, float(step[5]) * 1e3)
-            )
+            if runs is CUDAGraphMode.NONE or place == len(sizes):
+                yield (CUDAGraphMode.NONE, tokens), microseconds
+            else:
+                yield (runs, sizes[place]), microseconds

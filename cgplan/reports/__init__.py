@@ -13,6 +13,8 @@ from cgplan.reports.records import (
     StateRecord,
     Timing,
     VerifyRecord,
+    check_baselines,
+    load_plan,
     load_report,
 )
 
@@ -27,6 +29,8 @@ __all__ = [
     "StateRecord",
     "Timing",
     "VerifyRecord",
+    "check_baselines",
+    "load_plan",
     "load_report",
     "plan_tables",
     "render",

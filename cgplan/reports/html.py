@@ -2,17 +2,17 @@
 report as text.
 
 The file loads nothing: Apache ECharts and the figures are in it, and its policy lets its own two
-scripts run alone, so that a name in a report cannot. A section is a table, and charts that
-`page.js` draws from its rows.
+scripts run alone, so that a name in a report cannot. `page.js` draws the charts of a section from
+the rows of its table.
 """
 
 from __future__ import annotations
 
 from base64 import b64encode
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import singledispatch
 from hashlib import sha256
-from itertools import accumulate, chain, pairwise, product, zip_longest
+from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,13 +20,22 @@ from jinja2 import Environment as Templates
 from jinja2 import FileSystemLoader, StrictUndefined
 
 from cgplan.modes import Key
-from cgplan.optimizer.evidence import Evidence
+from cgplan.optimizer.evidence import Evidence, PaddingMap
 from cgplan.planning import Plan
 from cgplan.planning.costs import Predicted
 from cgplan.planning.plan import Lane
-from cgplan.reports.layout import Fact, describe_sizes
-from cgplan.reports.plan_tables import graph_uses, said
+from cgplan.reports.layout import (
+    Column,
+    Fact,
+    Grid,
+    TextColumn,
+    describe_sizes,
+    labelled,
+    percent,
+)
+from cgplan.reports.plan_tables import GRAPHS, MEMORY, START_UP, STEP, USES, said
 from cgplan.reports.records import AuditReport, BenchReport, CaptureReport, Environment, KeyRecord
+from cgplan.reports.run_tables import baselines, latencies, queued
 from cgplan.units import (
     counted,
     format_bytes,
@@ -37,16 +46,24 @@ from cgplan.units import (
 )
 from cgplan.version import __version__
 
-HERE, SCRIPTS = Path(__file__).parent, ("vendor/echarts.min.js", "page.js")
-MOST_ROWS, MOST_MAPS = 1000, 4
-UNITS: dict[str, Callable[[Any], str]] = {  # of a column; without one it is text
-    "bytes": format_bytes, "us": format_microseconds, "s": format_seconds, "share": "{:.1%}".format,
-    "ratio": format_ratio, "count": "{:,}".format, "hex": hex,
-}  # fmt: skip
-Columns = Mapping[str, str]  # the unit of each by its name
+HERE = Path(__file__).parent
+SCRIPTS = ("vendor/echarts.min.js", "page.js")
+MOST_ROWS = 1000
+MOST_MAPS = 4
 Chart = Mapping[str, Any]  # see ``chart``
 # bytes by part of the memory, and by the key that has them
 Parts = dict[tuple[str, str], int | None]
+Row = tuple[Any, ...]
+Format = Callable[[Any], str]
+count = "{:,}".format
+UNITS: Mapping[Format, str] = {  # names that page.js has for the formats of charts' columns
+    format_bytes: "bytes",
+    format_microseconds: "us",
+    format_seconds: "s",
+    format_ratio: "ratio",
+    percent: "share",
+    count: "count",
+}
 
 
 class Section(NamedTuple):
@@ -55,8 +72,7 @@ class Section(NamedTuple):
     title: str
     about: str
     source: str  # of the figures
-    columns: Columns
-    rows: Sequence[Sequence[Any]]
+    table: Grid
     charts: Sequence[Chart] = ()
 
 
@@ -64,19 +80,31 @@ class Page(NamedTuple):
     """What a file shows, from the top to the bottom."""
 
     title: str
-    lead: str
-    tiles: Sequence[Fact]  # the figures that matter most
-    notes: Sequence[Fact]
-    sections: Sequence[Section]
+    lead: str = ""
+    tiles: Sequence[Fact] = ()  # the figures that matter most
+    notes: Sequence[Fact] = ()
+    sections: Sequence[Section] = ()
 
 
-def chart(kind: str, caption: str, x: str, *values: str, **more: Any) -> Chart:
+def chart(
+    kind: str,
+    caption: str,
+    x: str,
+    *values: str,
+    **more: Any,
+) -> Chart:
     """Columns ``values`` over column ``x``: lines, bars, treemap, heat, curve, strip. ``more``:
     ``by`` a column, whose names are series, parts of a treemap or rows of a heat map; ``stack``
     bars; ``start`` a column, where they begin; ``where`` a column and its value; ``line`` the
     series of a curve that is one.
     """
-    return {"kind": kind, "caption": caption, "x": x, "values": values, **more}
+    return {
+        "kind": kind,
+        "caption": caption,
+        "x": x,
+        "values": values,
+        **more,
+    }
 
 
 def html_of(page: Page, text: str) -> str:
@@ -85,42 +113,53 @@ def html_of(page: Page, text: str) -> str:
         loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
     scripts = [(HERE / name).read_text(encoding="utf-8") for name in SCRIPTS]
-    hashes = [b64encode(sha256(script.encode()).digest()).decode() for script in scripts]
-    drawn = [(list(s.columns.items()), s.rows if s.charts else (), s.charts) for s in page.sections]
-    words = {
-        "units": UNITS,
-        "zip": zip,
-        "most": MOST_ROWS,
-        "version": __version__,
-        "text": text,
-        "drawn": drawn,
-    }
+    drawn: list[Any] = []
+    for section in page.sections:
+        columns = section.table.columns
+        units = [(column.name, UNITS.get(column.format, "")) for column in columns]
+        rows: list[list[Any]] = []
+        for row in section.table.rows if section.charts else ():
+            rows.append([(column.cell if column.left else column.of)(row) for column in columns])
+        drawn.append((units, rows, section.charts))
     return templates.get_template("page.html.j2").render(
-        page=page, scripts=scripts, hashes=hashes, **words
+        page=page,
+        scripts=scripts,
+        hashes=[b64encode(sha256(script.encode()).digest()).decode() for script in scripts],
+        most=MOST_ROWS,
+        version=__version__,
+        text=text,
+        drawn=drawn,
     )
+
+
+def table_of(rows: Iterable[Any], formats: Mapping[str, Format]) -> Grid:
+    """A table of tuples: each column with its format; ``str`` is text."""
+    columns: list[Column] = []
+    for place, (title, shown) in enumerate(formats.items()):
+        kind = TextColumn if shown is str else Column
+        columns.append(kind(title, str(place), shown))
+    return Grid(rows, *columns)
 
 
 @singledispatch
 def page_of(report: Any) -> Page:
     """What is shown of a report; one that has no charts has its text alone."""
-    return Page(f"cgplan {report.kind.replace('_', ' ')}", "", (), (), ())
+    return Page(f"cgplan {report.kind.replace('_', ' ')}")
 
 
 @page_of.register
 def _capture(report: CaptureReport) -> Page:
-    counts = [(1, r.graphs, r.nodes or 0) for r in report.records]
-    names = ("keys", "graphs", "operators" if report.environment.is_tape else "nodes")
+    records = report.records
     tiles = [
-        (name, f"{sum(each):,}")
-        for name, each in zip(names, zip(*counts, strict=True), strict=False)
+        ("keys", count(len(records))),
+        ("graphs", count(sum(record.graphs for record in records))),
+        (report.environment.node_name, count(sum(record.nodes or 0 for record in records))),
+        *_costs(report.total_bytes, report.session_seconds),
     ]
-    tiles += _costs(report.total_bytes, report.session_seconds)
-    notes = [
-        *(("warning", text) for text in report.warnings),
-        *(("note", text) for text in report.plan.notes),
-    ]
+    notes = labelled("warning", report.warnings) + labelled("note", report.plan.notes)
+    title = _title("Capture", report.plan)
     return Page(
-        _title("Capture", report.plan),
+        title,
         _lead(report.environment),
         tiles,
         notes,
@@ -130,225 +169,277 @@ def _capture(report: CaptureReport) -> Page:
 
 @page_of.register
 def _bench(report: BenchReport) -> Page:
-    capture, ratios = report.capture, [r.speedup for r in report.records if r.speedup]
+    capture = report.capture
+    ratios = [record.speedup for record in report.records if record.speedup]
     span = f"{format_ratio(min(ratios))} to {format_ratio(max(ratios))}" if ratios else "-"
-    tiles = [("speed-up by size", span), ("keys", f"{len(capture.records)}")]
-    tiles += _costs(capture.total_bytes, capture.session_seconds)
-    notes, sections = (
-        [("warning", text) for text in capture.warnings],
-        [*_of_bench(report), *_of_capture(capture)],
+    tiles = [
+        ("speed-up by size", span),
+        ("keys", str(len(capture.records))),
+        *_costs(capture.total_bytes, capture.session_seconds),
+    ]
+    notes = labelled("warning", capture.warnings)
+    sections = [*_of_bench(report), *_of_capture(capture)]
+    title = _title("Bench", capture.plan)
+    return Page(
+        title,
+        _lead(report.environment),
+        tiles,
+        notes,
+        sections,
     )
-    return Page(_title("Bench", capture.plan), _lead(report.environment), tiles, notes, sections)
 
 
 @page_of.register
 def _plan(plan: Plan) -> Page:
-    tiles, lead = (
-        [("graphs", f"{len(plan.keys)}")],
-        f"{plan.mode}, {counted(len(plan.keys), 'graph')}.",
-    )
+    graphs = len(plan.keys)
+    tiles = [("graphs", str(graphs))]
+    lead = f"{plan.mode}, {counted(graphs, 'graph')}."
     if plan.evidence is not None:
         evidence = Evidence.model_validate(plan.evidence)
-        lead, expected = (
-            f"{evidence.verdict[0].upper()}{evidence.verdict[1:]}.",
-            evidence.expected_us,
-        )
-        known = {"expected step": expected.plan, "step without graphs": expected.eager}
-        tiles += [
-            (name, format_microseconds(value)) for name, value in known.items() if value is not None
-        ]
+        lead = f"{evidence.verdict[0].upper()}{evidence.verdict[1:]}."
+        expected = evidence.expected_us
+        tiles.append(("expected step", format_microseconds(expected.plan)))
+        if expected.eager is not None:
+            tiles.append(("step without graphs", format_microseconds(expected.eager)))
     sections = [*_of_plan(plan)]
-    if (cost := plan.predicted) is not None and plan.keys:
+    cost = plan.predicted
+    if cost is not None and plan.keys:
         tiles += _costs(cost.total_bytes, cost.seconds)
-        names = [_name(key) for key in plan.keys]
         sides, source = _predicted(plan)
+        sections.append(_memory(sides, source))
         seconds = [{"start-up": key.seconds} for key in cost.keys]
-        sections += [_memory(sides, source), _start_up(names, seconds, source)]
-    return Page(_title("Plan", plan), lead, tiles, said(plan), sections)
+        sections.append(_start_up(plan.keys, seconds, source))
+    return Page(
+        _title("Plan", plan),
+        lead,
+        tiles,
+        said(plan),
+        sections,
+    )
 
 
 @page_of.register
 def _audit(report: AuditReport) -> Page:
-    counts = {"nodes": "nodes", "opaque": "nodes not read", "words": "pointers"}
-    tiles = [("findings", f"{len(report.findings):,}")]
-    tiles += [
-        (title, f"{sum(getattr(key, name) for key in report.keys):,}")
-        for name, title in counts.items()
+    keys = report.keys
+    tiles = [
+        ("findings", count(len(report.findings))),
+        ("nodes", count(sum(key.nodes for key in keys))),
+        ("nodes not read", count(sum(key.opaque for key in keys))),
+        ("pointers", count(sum(key.words for key in keys))),
+        ("time", format_seconds(report.read_seconds + report.classify_seconds)),
     ]
-    tiles.append(("time", format_seconds(report.read_seconds + report.classify_seconds)))
-    title, notes = (
-        f"Audit of {counted(len(report.keys), 'key')}",
-        [("note", text) for text in report.notes],
+    title = f"Audit of {counted(len(keys), 'key')}"
+    notes = labelled("note", report.notes)
+    return Page(
+        title,
+        _lead(report.environment),
+        tiles,
+        notes,
+        [*_of_audit(report)],
     )
-    return Page(title, _lead(report.environment), tiles, notes, [*_of_audit(report)])
 
 
 # --- sections -------------------------------------------------------------------------------------
 
 
 def _of_capture(report: CaptureReport) -> Iterator[Section]:
-    source, plan = f"Measured on {_where(report.environment)}.", report.plan
-    names = [_name(r.key) for r in report.records]
-    if report.records:
-        measured = _parts(names, [(r.pool_growth, r.driver_bytes) for r in report.records], report)
-        measured["graph pool", "others"] = max(
-            report.pool_bytes - sum(r.pool_growth for r in report.records), 0
-        )
-        measured["driver", "kernels and others"] = max(
-            (report.driver_bytes or 0) - report.graph_driver_bytes, 0
-        )
-        predicted, by = _predicted(plan)
-        yield _memory({"measured": measured, **predicted}, f"{source}{by}")
+    source = f"Measured on {_where(report.environment)}."
+    records = report.records
+    if records:
+        keys = [record.key for record in records]
+        grown = [(record.pool_growth, record.driver_bytes) for record in records]
+        measured = _parts(keys, grown, report)
+        pool = sum(record.pool_growth for record in records)
+        driver = (report.driver_bytes or 0) - report.graph_driver_bytes
+        measured["graph pool", "others"] = max(report.pool_bytes - pool, 0)
+        measured["driver", "kernels and others"] = max(driver, 0)
+        predicted, by = _predicted(report.plan)
+        yield _memory({"measured": measured, **predicted}, source + by)
         seconds = [
-            (r.compile_seconds, r.warmup_seconds - r.compile_seconds, r.capture_seconds)
-            for r in report.records
+            {
+                "compile": record.compile_seconds,
+                "warm-up": record.warmup_seconds - record.compile_seconds,
+                "capture": record.capture_seconds,
+            }
+            for record in records
         ]
-        phases = ("compile", "warm-up", "capture")
-        yield _start_up(names, [dict(zip(phases, each, strict=True)) for each in seconds], source)
+        yield _start_up(keys, seconds, source)
+    yield from _segments(report, source)
+    yield from _of_plan(report.plan)
+    if report.audit is not None:
+        yield from _of_audit(report.audit)
+
+
+def _segments(report: CaptureReport, source: str) -> Iterator[Section]:
+    nodes = report.environment.node_name
     alike = grouped(
-        ((r.segment_nodes, r.eager_pieces), r) for r in report.records if r.eager_pieces
+        ((record.segment_nodes, record.eager_pieces), record)
+        for record in report.records
+        if record.eager_pieces and record.segment_nodes
     )
-    if rows := [(_together(records), i, *piece) for (segments, pieces), records in alike.items()
-                for i, piece in enumerate(_in_turn(segments, pieces), 1) if segments]:  # fmt: skip
-        nodes = "operators" if report.environment.is_tape else "nodes"
-        about = (
-            f"Graph segments, as long as their {nodes}, and the pieces between them that run "
-            "eagerly, which have no "
-            "length. A report counts these pieces without their places."
-        )
-        columns = {"keys": "", "place": "count", "piece": "", nodes: "count"}
-        drawn = chart("strip", f"Segments by {nodes}, and eager pieces", "keys", nodes, by="piece")
-        yield Section("Segments and eager pieces", about, source, columns, rows, [drawn])
-    yield from _of_plan(plan)
-    yield from _of_audit(report.audit) if report.audit else ()
-
-
-def _in_turn(segments: Sequence[int], pieces: int) -> Iterator[tuple[str, int | None]]:
-    for nodes, index in zip_longest(segments, range(pieces)):
-        yield from [] if nodes is None else [("segment", nodes)]
-        yield from [] if index is None else [("eager piece", None)]
+    rows: list[Row] = []
+    for (segments, pieces), records in alike.items():
+        keys = _together(records)
+        place = 0
+        for segment, piece in zip_longest(segments, range(pieces)):
+            if segment is not None:
+                place += 1
+                rows.append((keys, place, "segment", segment))
+            if piece is not None:
+                place += 1
+                rows.append((keys, place, "eager piece", None))
+    if not rows:
+        return
+    table = table_of(
+        rows,
+        {
+            "keys": str,
+            "place": count,
+            "piece": str,
+            nodes: count,
+        },
+    )
+    about = (
+        f"Graph segments, as long as their {nodes}, and the pieces between them that run eagerly, "
+        "which have no length. A report counts these pieces without their places."
+    )
+    drawn = chart("strip", f"Segments by {nodes}, and eager pieces", "keys", nodes, by="piece")
+    yield Section("Segments and eager pieces", about, source, table, [drawn])
 
 
 def _of_bench(report: BenchReport) -> Iterator[Section]:
     source = f"Medians and p99 of {report.repeats} calls, on {_where(report.environment)}."
-    ways = {"eager": "eager", "runner": "graph", "bare replay": "replay"}
-    queued = {"runner, queued": "graph_queued", "bare replay, queued": "replay_queued"}
     if report.records:
-        every = {
-            name: [getattr(r, way) for r in report.records]
-            for name, way in {**ways, **queued}.items()
-        }
-        found = [
-            [t and getattr(t, at) for t in each]
-            for at in ("median", "p99")
-            for each in every.values()
-        ]
-        runs = [f"{r.mode} {r.descriptor.size}" if r.graph else "eager" for r in report.records]
-        rows = [
-            (r.size, run, *us, r.speedup)
-            for r, run, *us in zip(report.records, runs, *found, strict=True)
-        ]
-        charts = [chart("lines", "Latency by batch size", "batch", *ways)]
-        if any(every["runner, queued"]):
-            charts.append(
-                chart("lines", "Calls that follow one another without waiting", "batch", *queued)
-            )
+        series = ("eager median", "graph median", "replay median")
+        drawn = chart("lines", "Latency by batch size", "tokens", *series)
         about = (
-            "From an idle device until it has finished: the model's code, the runner's call, "
-            "and the graph alone."
+            "From an idle device until it has finished: the model's code, the runner's call, and "
+            "the graph alone."
         )
-        times = {f"{way}{at}": "us" for at in ("", ", p99") for way in every}
-        columns = {"batch": "", "runs as": "", **times, "speed-up": "ratio"}
-        yield Section("Latency", about, source, columns, rows, charts)
+        yield Section(
+            "Latency",
+            about,
+            source,
+            latencies(report),
+            [drawn],
+        )
+    waiting = queued(report)
+    if waiting is not None:
+        title = "Calls that follow one another without waiting"
+        drawn = chart("lines", "Time of each call", "tokens", "graph median", "replay median")
+        about = "Time of each: the runner's call, and the graph alone."
+        yield Section(title, about, source, waiting, [drawn])
     if report.peers is not None and report.peers.records:
-        kinds = {"device": "Calls that follow one another", "host": "Host, until a call returned"}
-        columns = {
-            "way": "",
-            "batch": "",
-            "device": "us",
-            "latency": "us",
-            "host": "us",
-            "first call": "s",
-        }
-        rows = [
-            (
-                r.name,
-                str(r.num_tokens),
-                r.device.median,
-                r.latency.median,
-                r.host.median,
-                r.first_call_seconds,
-            )
-            for r in report.peers.records
-        ]
-        charts = [
-            chart("lines", caption, "batch", kind, by="way") for kind, caption in kinds.items()
-        ]
         about = "Ways to run the same model on the same tensors, in turns."
-        yield Section("Beside other ways", about, source, columns, rows, charts)
+        charts = [
+            chart("lines", "Calls that follow one another", "tokens", "device", by="way"),
+            chart("lines", "Host, until a call returned", "tokens", "host", by="way"),
+        ]
+        yield Section(
+            "Beside other ways",
+            about,
+            source,
+            baselines(report.peers),
+            charts,
+        )
 
 
 def _parts(
-    names: Sequence[str], each: Sequence[tuple[int, int | None]], of: CaptureReport | Predicted
+    keys: Sequence[Key],
+    each: Sequence[tuple[int, int | None]],
+    of: CaptureReport | Predicted,
 ) -> Parts:
     """``each``: the growth of the pool and the driver's bytes by key."""
     parts: Parts = {
         ("static buffers", "all keys"): of.static_bytes,
         ("workspaces", "all keys"): of.workspace_bytes,
     }
-    for name, (pool, driver) in zip(names, each, strict=True):
-        parts |= {("graph pool", name): pool, ("driver", name): driver}
+    for key, (pool, driver) in zip(keys, each, strict=True):
+        parts["graph pool", _name(key)] = pool
+        parts["driver", _name(key)] = driver
     return parts
 
 
 def _predicted(plan: Plan) -> tuple[dict[str, Parts], str]:
     """The predicted memory, and who predicted it; nothing where nobody did."""
-    if (cost := plan.predicted) is None:
+    cost = plan.predicted
+    if cost is None:
         return {}, ""
-    names = [_name(key) for key in plan.keys]
-    parts = _parts(names, [(key.pool_bytes, key.driver_bytes) for key in cost.keys], cost)
-    return {
-        "predicted": parts
-    }, f" Prediction: {cost.source}{', an estimate' if cost.estimated else ''}."
+    parts = _parts(plan.keys, [(key.pool_bytes, key.driver_bytes) for key in cost.keys], cost)
+    estimated = ", an estimate" if cost.estimated else ""
+    return {"predicted": parts}, f" Prediction: {cost.source}{estimated}."
 
 
 def _memory(sides: Mapping[str, Parts], source: str) -> Section:
-    known = dict.fromkeys(
-        row for parts in sides.values() for row, size in parts.items() if size is not None
-    )
-    sums = {name: format_bytes(sum(filter(None, parts.values()))) for name, parts in sides.items()}
-    charts = [chart("treemap", f"{name}: {sums[name]}", "key", name, by="part") for name in sides]
-    rows = [(*row, *(parts.get(row) for parts in sides.values())) for row in known]
+    rows: dict[tuple[str, str], Row] = {}
+    charts: list[Chart] = []
+    for side, parts in sides.items():
+        whole = format_bytes(sum(size or 0 for size in parts.values()))
+        charts.append(
+            chart(
+                "treemap",
+                f"{side}: {whole}",
+                "key",
+                side,
+                by="part",
+            )
+        )
+        for row, size in parts.items():
+            if size is not None:
+                rows[row] = (*row, *(other.get(row) for other in sides.values()))
+    formats: dict[str, Format] = {
+        "part": str,
+        "key": str,
+        **dict.fromkeys(sides, format_bytes),
+    }
     about = (
         "Device memory by part, and in it by the key that made it grow. Keys share one pool, so "
-        "the first key takes "
-        "most of it; the driver takes memory in chunks."
+        "the first key takes most of it; the driver takes memory in chunks."
     )
     return Section(
         "Memory",
         about,
         source,
-        {"part": "", "key": "", **dict.fromkeys(sides, "bytes")},
-        rows,
+        table_of(rows.values(), formats),
         charts,
     )
 
 
-def _start_up(names: Sequence[str], each: Sequence[Mapping[str, float]], source: str) -> Section:
+def _start_up(
+    keys: Sequence[Key],
+    each: Sequence[Mapping[str, float]],
+    source: str,
+) -> Section:
     """Seconds of each key by phase, in the order of the capture."""
     phases = [phase for phase in each[0] if any(seconds[phase] for seconds in each)]
-    begins = accumulate((sum(seconds.values()) for seconds in each), initial=0.0)
-    rows = [
-        (*head, *map(seconds.get, phases))
-        for *head, seconds in zip(names, begins, each, strict=False)
-    ]
+    rows: list[Row] = []
+    begin = 0.0
+    for key, seconds in zip(keys, each, strict=True):
+        rows.append((_name(key), begin, *(seconds[phase] for phase in phases)))
+        begin += sum(seconds.values())
+    formats: dict[str, Format] = {
+        "key": str,
+        **dict.fromkeys(("begins after", *phases), format_seconds),
+    }
     about = (
         "Time of each key, one after the other from the first on. The time between keys is left "
         "out."
     )
-    drawn = chart("bars", "Start-up by key", "key", *phases, stack=True, start="begins after")
-    columns = {"key": "", **dict.fromkeys(("begins after", *phases), "s")}
-    return Section("Start-up", about, source, columns, rows, [drawn])
+    drawn = chart(
+        "bars",
+        "Start-up by key",
+        "key",
+        *phases,
+        stack=True,
+        start="begins after",
+    )
+    return Section(
+        "Start-up",
+        about,
+        source,
+        table_of(rows, formats),
+        [drawn],
+    )
 
 
 def _of_plan(plan: Plan) -> Iterator[Section]:
@@ -356,119 +447,207 @@ def _of_plan(plan: Plan) -> Iterator[Section]:
         evidence = Evidence.model_validate(plan.evidence)
         source = f"Expected for {evidence.traffic_source}, with step times {evidence.times_source}."
         if evidence.pareto:
-            best, ladders = (
-                "the best with so many graphs",
-                [evidence.as_point("this plan"), *evidence.ladders],
-            )
-            named = [(p.name, p) for p in ladders] + [(best, p) for p in evidence.pareto]
-            rows = [(name, p.graphs, p.expected_us, p.bytes, p.seconds) for name, p in named]
-            columns = {
-                "plan": "",
-                "graphs": "count",
-                "step": "us",
-                "memory": "bytes",
-                "start-up": "s",
-            }
-            drawn = chart(
-                "curve", "Expected step by number of graphs", "graphs", "step", by="plan", line=best
-            )
-            about = (
-                "Mean time of a step by the number of graphs: the best plan of each number, "
-                "this plan, and ladders."
-            )
-            yield Section("Graphs against step time", about, source, columns, rows, [drawn])
+            yield _curve(evidence, source)
         if evidence.uses:
             about = (
                 "Share of all steps that each graph runs, and of padding in the tokens that it "
                 "runs."
             )
             drawn = chart("bars", "Use of each graph", "graph", "steps", "padding")
-            columns = {"graph": "", "padding": "share", "steps": "share"}
             yield Section(
-                "Use of each graph", about, source, columns, graph_uses(evidence), [drawn]
+                "Use of each graph",
+                about,
+                source,
+                Grid(evidence.uses, *USES),
+                [drawn],
             )
-        if (found := evidence.padding_map) is not None:
-            first, second = (f"{name} up to" for name in found.names)
-            boxes = zip(product(found.rows, found.columns), chain(*found.shares), strict=True)
-            cells = [(*box, share) for box, share in boxes if share is not None]
-            drawn = chart("heat", "Padding by size", second, "padding", by=first)
-            about = (
-                "Share of padding in what batches up to each size run. An empty cell had no batch."
-            )
-            columns = {first: "count", second: "count", "padding": "share"}
-            yield Section("Padding", about, source, columns, cells, [drawn])
+        if evidence.padding_map is not None:
+            yield _padding_map(evidence.padding_map, source)
     if plan.keys and not plan.config.get("dims"):
-        alike = grouped((sizes, str(lane)) for lane, sizes in plan.lanes().items())
-        lanes = {" and ".join(names): sizes for sizes, names in alike.items()}
-        padded = [
-            (lane, batch, size, (size - batch) / size)
-            for lane, sizes in lanes.items()
-            for below, size in pairwise((0, *sizes))
-            for batch in sorted({below + 1, (below + size + 1) // 2, size})
-        ]
-        about = (
-            "A batch is padded up to the next captured size. For each graph the smallest batch, "
-            "one in the middle and "
-            "the largest: the share of padding in its rows."
+        yield _padding(plan)
+
+
+def _curve(evidence: Evidence, source: str) -> Section:
+    best = "the best with so many graphs"
+    points = [
+        evidence.as_point("this plan"),
+        *evidence.ladders,
+        *evidence.pareto,
+    ]
+    name = TextColumn("plan", lambda point: getattr(point, "name", best))
+    table = Grid(points, name, GRAPHS, STEP, MEMORY, START_UP)
+    about = (
+        "Mean time of a step by the number of graphs: the best plan of each number, this plan, "
+        "and ladders."
+    )
+    caption = "Expected step by number of graphs"
+    drawn = chart(
+        "curve",
+        caption,
+        "graphs",
+        STEP.name,
+        by="plan",
+        line=best,
+    )
+    return Section("Graphs against step time", about, source, table, [drawn])
+
+
+def _padding_map(found: PaddingMap, source: str) -> Section:
+    first, second = (f"{name} up to" for name in found.names)
+    cells: list[Row] = []
+    for size, shares in zip(found.rows, found.shares, strict=True):
+        for other, share in zip(found.columns, shares, strict=True):
+            if share is not None:
+                cells.append((size, other, share))
+    table = table_of(
+        cells,
+        {
+            first: count,
+            second: count,
+            "padding": percent,
+        },
+    )
+    about = "Share of padding in what batches up to each size run. An empty cell had no batch."
+    drawn = chart("heat", "Padding by size", second, "padding", by=first)
+    return Section("Padding", about, source, table, [drawn])
+
+
+def _padding(plan: Plan) -> Section:
+    """For each graph its smallest, middle and largest batch."""
+    alike = grouped((sizes, str(lane)) for lane, sizes in plan.lanes().items())
+    rows: list[Row] = []
+    charts: list[Chart] = []
+    for sizes, names in alike.items():
+        lane = " and ".join(names)
+        charts.append(
+            chart(
+                "heat",
+                lane,
+                "batch",
+                "padding",
+                by="graph",
+                where=("lane", lane),
+            )
         )
-        source = f"Computed from the plan's sizes, {plan.sizes_source}."
-        columns = {"lane": "", "batch": "count", "graph": "count", "padding": "share"}
-        maps = [
-            chart("heat", lane, "batch", "padding", by="graph", where=("lane", lane))
-            for lane in lanes
-        ]
-        yield Section("Padding", about, source, columns, padded, maps)
+        for below, size in pairwise((0, *sizes)):
+            for batch in sorted({below + 1, (below + size + 1) // 2, size}):
+                rows.append((lane, batch, size, (size - batch) / size))
+    table = table_of(
+        rows,
+        {
+            "lane": str,
+            "batch": count,
+            "graph": count,
+            "padding": percent,
+        },
+    )
+    about = (
+        "A batch is padded up to the next captured size. For each graph the smallest batch, one "
+        "in the middle and the largest: the share of padding in its rows."
+    )
+    source = f"Computed from the plan's sizes, {plan.sizes_source}."
+    return Section("Padding", about, source, table, charts)
 
 
 def _of_audit(report: AuditReport) -> Iterator[Section]:
     source = f"Read from the graphs on {_where(report.environment)}."
+    findings = Grid(
+        report.findings,
+        TextColumn("problem", "problem"),
+        TextColumn("key", lambda finding: _name(finding.key)),
+        Column("graph", "graph", count),
+        Column("node", "node", count),
+        TextColumn("kernel", "kernel"),
+        TextColumn("operator", "operator"),
+        TextColumn("line", "line"),
+        Column("address", "address", hex),
+        TextColumn("detail", "detail"),
+    )
     about = (
         "Pointers of the graphs into memory that is not the runner's: a replay reads or writes "
         "what others do."
     )
-    names = ("problem", "key", "graph", "node", "kernel", "operator", "line", "address", "detail")
-    columns = dict.fromkeys(names, "") | {"graph": "count", "node": "count", "address": "hex"}
-    yield Section("Findings", about, source, columns, [_cells(f, columns) for f in report.findings])
-    columns = {"name": "", "kind": "", "nbytes": "bytes", "words": "count", "keys": "count"}
-    owners = [_cells(owner, columns) for owner in report.owners]
-    columns = {"owner": "", "kind": "", "size": "bytes", "pointers": "count", "keys": "count"}
-    yield Section(
-        "Owners", "All memory that the graphs point into, by name.", source, columns, owners
+    yield Section("Findings", about, source, findings)
+    owners = Grid(
+        report.owners,
+        TextColumn("owner", "name"),
+        TextColumn("kind", "kind"),
+        Column("size", "nbytes", format_bytes),
+        Column("pointers", "words", count),
+        Column("keys", "keys", count),
     )
-    drawn = chart("bars", "Pointers by key", "key", "pointers", by="kind", stack=True)
-    kinds = [(_name(key.key), *item) for key in report.keys for item in key.kinds.items()]
-    columns, about = (
-        {"key": "", "kind": "", "pointers": "count"},
-        "Pointers of each key, by the kind of their memory.",
+    yield Section("Owners", "All memory that the graphs point into, by name.", source, owners)
+    kinds: list[Row] = []
+    for key in report.keys:
+        kinds += [(_name(key.key), kind, words) for kind, words in key.kinds.items()]
+    table = table_of(
+        kinds,
+        {
+            "key": str,
+            "kind": str,
+            "pointers": count,
+        },
     )
-    yield Section("Pointers by kind of owner", about, source, columns, kinds, [drawn])
+    about = "Pointers of each key, by the kind of their memory."
+    drawn = chart(
+        "bars",
+        "Pointers by key",
+        "key",
+        "pointers",
+        by="kind",
+        stack=True,
+    )
+    yield Section("Pointers by kind of owner", about, source, table, [drawn])
+    yield _kernels(report, source)
+
+
+def _kernels(report: AuditReport, source: str) -> Section:
     kernel = "operator" if report.environment.is_tape else "kernel"
     alike = grouped((tuple(sorted(key.kernels.items())), key) for key in report.keys if key.kernels)
-    nodes = {_together(keys): kernels for kernels, keys in alike.items()}
-    rows = [(keys, *item) for keys, kernels in nodes.items() for item in kernels]
-    maps = [chart("treemap", keys, kernel, "nodes", where=("keys", keys)) for keys in nodes][
-        :MOST_MAPS
-    ]
-    about = f"Nodes of a key's graphs, by {kernel}. Keys with equal counts stand together."
-    yield Section(
-        f"Nodes by {kernel}", about, source, {"keys": "", kernel: "", "nodes": "count"}, rows, maps
+    rows: list[Row] = []
+    maps: list[Chart] = []
+    for kernels, records in alike.items():
+        keys = _together(records)
+        maps.append(
+            chart(
+                "treemap",
+                keys,
+                kernel,
+                "nodes",
+                where=("keys", keys),
+            )
+        )
+        rows += [(keys, name, nodes) for name, nodes in kernels]
+    table = table_of(
+        rows,
+        {
+            "keys": str,
+            kernel: str,
+            "nodes": count,
+        },
     )
+    about = f"Nodes of a key's graphs, by {kernel}. Keys with equal counts stand together."
+    return Section(
+        f"Nodes by {kernel}",
+        about,
+        source,
+        table,
+        maps[:MOST_MAPS],
+    )
+
+
+# --- words ----------------------------------------------------------------------------------------
 
 
 def _name(key: Key) -> str:
     return f"{Lane.of(*key)}: {key[1].size}"
 
 
-def _cells(record: Any, columns: Columns) -> list[Any]:
-    """Attributes of a record by their names; a key is written out."""
-    return [_name(record.key) if column == "key" else getattr(record, column) for column in columns]
-
-
 def _together(records: Sequence[KeyRecord]) -> str:
     """``FULL uniform: 1, 2, 4, 8 to 256 by 8``; boxes one by one."""
-    if any(r.descriptor.sizes for r in records):
-        return ", ".join(_name(r.key) for r in records)
-    lanes = grouped((str(r.lane), r.descriptor.num_tokens) for r in records)
+    if any(record.descriptor.sizes for record in records):
+        return ", ".join(_name(record.key) for record in records)
+    lanes = grouped((str(record.lane), record.descriptor.num_tokens) for record in records)
     return "; ".join(f"{lane}: {describe_sizes(sorted(sizes))}" for lane, sizes in lanes.items())
 
 
@@ -486,9 +665,7 @@ def _where(environment: Environment) -> str:
 
 
 def _lead(environment: Environment) -> str:
-    aside = (
-        " Bytes and times of the CPU stand-in say little about a GPU."
-        if environment.is_tape
-        else ""
+    aside = " Bytes and times of the CPU stand-in say little about a GPU."
+    return (
+        f"{_where(environment)}, torch {environment.torch}.{aside if environment.is_tape else ''}"
     )
-    return f"{_where(environment)}, torch {environment.torch}.{aside}"

@@ -17,7 +17,7 @@ const UNITS = {
 const COLOURS = {
   "graph pool": "--c1", "static buffers": "--c2", driver: "--c3", workspaces: "--c4", segment: "--c1",
   "eager piece": "--c2", compile: "--c2", "warm-up": "--c4", capture: "--c1", "start-up": "--c1", steps: "--c1",
-  eager: "--c2", runner: "--c1", "runner, queued": "--c1", "bare replay": "--c3", "bare replay, queued": "--c3",
+  "eager median": "--c2", "graph median": "--c1", "replay median": "--c3",
   cgplan: "--c1", bare: "--c3", "free block": "--bad", "unowned block": "--bad", unmapped: "--bad",
   "this plan": "--c1", "the best with so many graphs": "--soft",
 };

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from pydantic import Field, ValidationError
 
@@ -100,6 +100,11 @@ class Environment(Record):
     @property
     def is_tape(self) -> bool:
         return self.backend == "cpu (tape)"
+
+    @property
+    def node_name(self) -> str:
+        """What a graph consists of."""
+        return "operators" if self.is_tape else "nodes"
 
 
 class GraphRecord(KeyRecord):
@@ -218,10 +223,19 @@ class RankRecord(Record):
 
 
 OwnerKind = Literal[
-    "parameter or "
-    "buffer", "state", "static buffer", "graph pool", "another runner's pool", "library", "peer",
-    "host memory", "free block", "unowned block", "unmapped", "unproven",
-]  # fmt: skip
+    "parameter or buffer",
+    "state",
+    "static buffer",
+    "graph pool",
+    "another runner's pool",
+    "library",
+    "peer",
+    "host memory",
+    "free block",
+    "unowned block",
+    "unmapped",
+    "unproven",
+]
 Problem = Literal["free block", "unowned block", "unmapped"]
 
 
@@ -407,7 +421,7 @@ OURS = "cgplan"
 BASELINE_NAMES = ("eager", "bare", "make_graphed_callables", "reduce-overhead")
 
 
-class WayRecord(Record):
+class BaselineTiming(Record):
     """Time and memory until one way of running is ready for all sizes: cgplan, or a baseline. None
     if it failed.
     """
@@ -444,7 +458,7 @@ class BaselinesRecord(Record):
     # cgplan's capture session, a part of its ready_seconds; None if it failed
     capture_seconds: float | None
     keys: int  # graphs that cgplan captured; baselines made one for each size
-    ways: tuple[WayRecord, ...]
+    ways: tuple[BaselineTiming, ...]
     records: tuple[BaselineRecord, ...]  # by size, in the order of ways
 
     def of(self, name: str, num_tokens: int) -> BaselineRecord | None:
@@ -518,12 +532,7 @@ class ReplanReport(ShownRecord):
 
 Report = AuditReport | CaptureReport | BenchReport | DoctorReport | Plan | PlanCheck
 _KINDS: dict[str, type[Report]] = {
-    "audit": AuditReport,
-    "capture": CaptureReport,
-    "bench": BenchReport,
-    "doctor": DoctorReport,
-    "plan": Plan,
-    "plan_check": PlanCheck,
+    model.model_fields["kind"].default: model for model in get_args(Report)
 }
 _REMEDY = "Give a JSON file that `cgplan ... --output` wrote."
 
@@ -533,6 +542,17 @@ def load_report(path: str | Path) -> Report:
     is not read.
     """
     return parse_report(read_text(path, ReportError, _REMEDY), path)
+
+
+def load_plan(path: str | Path) -> Plan:
+    """A saved plan. Raises ReportError for any other file, another kind of report too."""
+    report = load_report(path)
+    if not isinstance(report, Plan):
+        raise ReportError(
+            f"{path} is a {report.kind} report, not a plan",
+            remedy="Give a file that `cgplan plan --output` wrote.",
+        )
+    return report
 
 
 def parse_report(text: str, path: str | Path) -> Report:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from cgplan.backends import GraphBackend
 from cgplan.backends.backend import Trace, span
+from cgplan.backends.context import is_capture_allowed
 from cgplan.buffers.batch import Batch, BatchReader
 from cgplan.buffers.copier import Copier
 from cgplan.captures.captured_keys import CapturedKeys
@@ -258,7 +259,8 @@ class GraphRunner:
                 stats.add_time(perf_counter_ns() - began)
             return output
         finally:
-            self._use.release()
+            self._use.thread = 0
+            self._use.unlock()
 
     def _by_name(self, tensors: Values, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         given = dict(zip(names := self.config.inputs, tensors, strict=False))
@@ -293,7 +295,7 @@ class GraphRunner:
         return route.wanted is not None and route.wanted not in self._captured.failed
 
     def _may_capture(self, route: RoutedBatch) -> bool:
-        return not self._forbidden and self._is_open(route)
+        return not self._forbidden and is_capture_allowed() and self._is_open(route)
 
     def _safe(self, values: Values) -> Values:
         """Tensors of a batch that a capture leaves alone: outputs of an earlier call lie where it

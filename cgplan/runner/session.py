@@ -13,7 +13,7 @@ from cgplan.captures.captured_keys import CapturedKeys, Progress
 from cgplan.captures.failures import drop_locals, explain_eager_failure
 from cgplan.captures.model_graphs import ModelGraphs
 from cgplan.captures.model_runs import BeforeKey, RealRows
-from cgplan.captures.together import ALONE, Together
+from cgplan.captures.rank_sync import SINGLE_RANK, RankSync
 from cgplan.config import Config
 from cgplan.errors import ConfigError, PlanError
 from cgplan.graphs.ambient import random_state_kept
@@ -59,7 +59,7 @@ class CaptureSession:
     progress: Progress | None = None
     pool: GraphPool | None = None
     name: str = "runner"
-    together: Together = ALONE
+    together: RankSync = SINGLE_RANK
     state: Sequence[object] | Mapping[str, object] | None = None
     before_key: BeforeKey | None = None
     began: float | None = None
@@ -98,7 +98,7 @@ class CaptureSession:
         made = self.plan.config_hash
         own = config_hash(self.config)
         policy = self.config.compilation.capture_policy
-        has_ranks = self.together is not ALONE
+        has_ranks = self.together is not SINGLE_RANK
         if made != own and has_ranks:
             raise PlanError(
                 f"the plan of all ranks was made from configuration {made}; this rank has {own}",

@@ -337,6 +337,9 @@ class Verifier:
         wrong = [part for part in parts if part.is_wrong]
         if not wrong:
             return None
+        other = next((part for part in wrong if part.largest is None), None)
+        if other is not None:  # a number beside the tensors, or another structure
+            return other.where
         if is_padded_within and not has_drawn and not self._are_few(wrong):
             return wrong[0].where
         return self._reached(call, begin)

@@ -2,12 +2,12 @@
 and one pool.
 
 Note [Which tokens]
-    Every token is the most probable one in a pass of the target over 1 + k tokens of each request,
-    given the tokens before it. With exact arithmetic that is plain greedy decoding, whatever the
-    draft says. In floating point a device may take other kernels for 1 + k tokens than for one, and
-    two tokens that are as good as equal may change places: hardly ever in float32 and float64, now
-    and then in bfloat16 and float16, on random weights more often than on trained ones. Captured
-    and eager runs of the same passes agree bit for bit.
+    Every token is the most probable one in a pass of the target over 1 + k tokens of each request.
+    With exact arithmetic that is plain greedy decoding, whatever the draft says. In floating point
+    a device may take other kernels for 1 + k tokens than for one, and two tokens that are as good
+    as equal may change places: hardly ever in float32 and float64, now and then in bfloat16 and
+    float16, on random weights more often than on trained ones. Captured and eager runs of the same
+    passes agree bit for bit.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from cgplan.backends import GraphBackend
+from cgplan.backends import GraphBackend, select_backend
 from cgplan.captures.captured_keys import Progress
 from cgplan.config import Config
 from cgplan.errors import InputError, ModelError
@@ -67,8 +67,7 @@ class SpecRequest:
 
 @dataclass(slots=True, eq=False)
 class SpecStep:
-    """One step under way on the device. ``tokens`` waits for it; until then the host is free to do
-    other things.
+    """One step under way on the device; ``tokens`` waits for it.
 
     Attributes:
         slots: The requests, in order.
@@ -81,20 +80,26 @@ class SpecStep:
     _result: Callable[[], torch.Tensor] = field(repr=False)
     _requests: Sequence[SpecRequest] = field(repr=False)
     _stats: SpecStats = field(repr=False)
-    _tokens: list[list[int]] | None = field(default=None, init=False, repr=False)
+    _tokens: list[list[int]] | None = field(
+        default=None,
+        init=False,
+        repr=False,
+    )
 
     def tokens(self) -> list[list[int]]:
         """The new tokens of each request, in the order of ``slots``: 1 to 1 + draft_tokens of them,
         and none where the request had no block left when the step ran.
         """
         if self._tokens is None:
-            self._tokens = [row[1 : 1 + row[0]] for row in self._result().tolist()]
+            self._tokens = []
             self._stats.steps[self.draft_tokens] += 1
-            self._stats.drafted += self.draft_tokens * len(self._tokens)
-            for request, new in zip(self._requests, map(len, self._tokens), strict=True):
-                request.context += new
-                self._stats.accepted += max(new - 1, 0)
-                self._stats.tokens += new
+            rows = self._result().tolist()
+            for request, (count, *answers) in zip(self._requests, rows, strict=True):
+                self._tokens.append(answers[:count])
+                request.context += count
+                self._stats.drafted += self.draft_tokens
+                self._stats.accepted += max(count - 1, 0)
+                self._stats.tokens += count
         return self._tokens
 
 
@@ -102,16 +107,15 @@ class SpecDecodeGraphManager:
     """Greedy speculative decoding: a draft proposes k tokens for each request, one pass of the
     target verifies them.
 
-    Both are captured for the same numbers of requests, into one pool: the draft's loop of k steps
-    as one graph, with the choice of each token inside, and the target's pass as uniform decode with
-    1 + k tokens a request, with the acceptance inside. The state of a request (its last tokens,
-    length and blocks) lies on the device and is advanced there, so that a step is two replays and
-    one small copy back. See Notes [Positions and caches] and [Which tokens].
+    Both are captured for the same numbers of requests, into one pool: the draft's loop of k steps,
+    and the target's pass over 1 + k tokens a request with the acceptance inside. The state of a
+    request (its last tokens, length and blocks) lies on the device and is advanced there, so that a
+    step is two replays and one small copy back. See Notes [Positions and caches] and [Which
+    tokens].
 
-    The engine schedules: it prefills prompts with ``prefill``, hands requests over with ``add``,
-    runs ``step`` on any of them, and takes them out with ``remove``. It owns the blocks of the KV
-    cache; both models use the same numbers, each in a separate cache. Not for use from several
-    threads.
+    The engine prefills prompts with ``prefill``, hands requests over with ``add``, runs ``step`` on
+    any of them, and takes them out with ``remove``. It owns the blocks of the KV cache; both models
+    use the same numbers, each in a separate cache. Not for use from several threads.
 
     Args:
         config: Of the target: inputs input_ids and positions, metadata as ``cgplan::attention``
@@ -145,54 +149,68 @@ class SpecDecodeGraphManager:
         pool: GraphPool | None = None,
         progress: Progress | None = None,
     ) -> None:
-        self._target = paged = PagedModel.of(target)
-        drafting = PagedModel.of(draft)
-        if drafting.vocab_size != paged.vocab_size:
+        verifier = PagedModel.of(target)
+        drafter = PagedModel.of(draft)
+        size = verifier.block_size
+        blocks = verifier.num_blocks
+        if drafter.vocab_size != verifier.vocab_size:
             raise ModelError(
-                f"the draft knows {drafting.vocab_size} tokens, the target {paged.vocab_size}",
+                f"the draft knows {drafter.vocab_size} tokens, the target {verifier.vocab_size}",
                 remedy="Choose a draft with the target's vocabulary: a token's number has to mean "
                 "the same to both.",
             )
-        if drafting.block_size != paged.block_size or drafting.num_blocks < paged.num_blocks:
+        if drafter.block_size != size or drafter.num_blocks < blocks:
             raise ModelError(
-                f"the draft's cache has {drafting.num_blocks} blocks of {drafting.block_size} "
-                "tokens, the target's "
-                f"{paged.num_blocks} of {paged.block_size}",
+                f"the draft's cache has {drafter.num_blocks} blocks of {drafter.block_size} "
+                f"tokens, the target's {blocks} of {size}",
                 remedy="Build the draft with the target's block_size and at least its num_blocks: "
-                "they share block "
-                "tables.",
+                "they share block tables.",
             )
-        self.plan, self.config, self.stats = (
-            plan_speculation(config, draft_tokens),
-            config,
-            SpecStats(),
-        )
+        self.config = config
+        self.stats = SpecStats()
+        self.plan = plan_speculation(config, draft_tokens)
+        if pool is None:
+            pool = GraphPool(select_backend(config.device) if backend is None else backend)
+        self.pool = pool
+        self.backend = pool.backend
+        self._target = verifier
         self._max_blocks = config.metadata["block_tables"].extents[1].offset
-        mixed = CudaGraphManager(
-            self.plan.configs["target"],
-            paged.forward,
-            backend,
-            pool=pool,
-            name="target",
-            progress=progress,
-        )
-        self.backend, self.pool = mixed.backend, mixed.pool
         self._state = state = new_state(
             config.scheduler.max_num_seqs, self._max_blocks, self.backend.device
         )
-        models: dict[str, Callable[..., Any]] = {"draft": drafting.forward}
+        models: dict[str, Callable[..., Any]] = {
+            "target": verifier.forward,
+            "draft": drafter.forward,
+        }
         for number in self.plan.draft_tokens:
-            models[f"verify k={number}"] = Verify(paged, config.metadata, state, number)
-            models[f"propose k={number}"] = Propose(drafting, config.metadata, state, number)
-        managers = {"target": mixed}
-        for name, model in models.items():
-            managers[name] = CudaGraphManager(
-                self.plan.configs[name], model, pool=self.pool, name=name, progress=progress
+            models[f"verify k={number}"] = Verify(
+                verifier,
+                config.metadata,
+                state,
+                number,
             )
-        self._managers = {name: managers[name] for name in self.plan.parts}
+            models[f"propose k={number}"] = Propose(
+                drafter,
+                config.metadata,
+                state,
+                number,
+            )
+        self._managers = {
+            name: CudaGraphManager(
+                self.plan.configs[name],
+                models[name],
+                backend,
+                pool=pool,
+                plan=plan,
+                name=name,
+                progress=progress,
+            )
+            for name, plan in self.plan.parts.items()
+        }
         self._requests: dict[int, SpecRequest] = {}
-        self._changed: dict[int, list[int]] = {}  # rows that the device does not have yet, by slot
-        self._rows: tuple[tuple[int, ...], torch.Tensor] | None = None
+        # the requests of the last step, and the same on the device
+        self._chosen: tuple[int, ...] = ()
+        self._rows = torch.empty(0)
 
     def capture(self) -> PoolReport:
         """Capture all parts, or none. Raises as CaptureSession.run; requests that are being decoded
@@ -229,6 +247,7 @@ class SpecDecodeGraphManager:
         Raises:
             InputError: all ``scheduler.max_num_seqs`` slots are taken, or tokens or blocks do not
                 fit; nothing changed.
+            CgplanError: the last call's work on another stream is not done.
         """
         most = self.config.scheduler.max_num_seqs
         if len(self._requests) >= most:
@@ -245,8 +264,13 @@ class SpecDecodeGraphManager:
             )
         self._check_blocks(blocks, len(tokens) - 1)
         slot = next(slot for slot in range(most) if slot not in self._requests)
-        self._requests[slot] = SpecRequest(len(tokens) - 1, len(blocks) * self._target.block_size)
-        self._changed[slot] = [*last, len(tokens) - 1, *self._padded(blocks)]
+        context = len(tokens) - 1
+        self._write(
+            slot,
+            0,
+            [*last, context, *self._padded(blocks)],
+        )
+        self._requests[slot] = SpecRequest(context, len(blocks) * self._target.block_size)
         return slot
 
     def set_blocks(self, slot: int, blocks: Sequence[int]) -> None:
@@ -255,20 +279,14 @@ class SpecDecodeGraphManager:
         """
         request = self._request(slot)
         self._check_blocks(blocks, request.context)
-        if slot in self._changed:
-            self._changed[slot][BLOCKS:] = self._padded(blocks)
-        else:  # the device may be ahead of the host: its tokens have to stay
-            with self._writing():
-                self._state[slot, BLOCKS:] = self.backend.send(self._padded(blocks))
+        # the device may be ahead of the host: its tokens have to stay
+        self._write(slot, BLOCKS, self._padded(blocks))
         request.room = len(blocks) * self._target.block_size
 
     def remove(self, slot: int) -> None:
-        """Take a request out. Its blocks may be given away at once: later steps are queued behind
-        those under way.
-        """
+        """Take a request out. Its blocks are free at once: later steps run behind those queued."""
         self._request(slot)
         del self._requests[slot]
-        self._changed.pop(slot, None)
 
     def step(self, slots: Sequence[int] | None = None, draft_tokens: int | None = None) -> SpecStep:
         """Draft, verify and accept for a batch of requests.
@@ -278,15 +296,13 @@ class SpecDecodeGraphManager:
             draft_tokens: One of ``plan.draft_tokens``; absent: the configuration's.
 
         Returns:
-            At once; the work is queued. The next step may be queued before this one's tokens are
-            read.
+            The step, whose work is queued. The next one may be queued before its tokens are read.
 
         Raises:
             InputError: an unknown slot, a slot twice, no request, another number of draft tokens,
                 or a request whose blocks are full; nothing was launched.
             DispatchMissError: no graph serves as many requests and ``compilation.on_miss`` is
-                ``error``; no request has changed. (Where the draft has a graph and the target none,
-                as budgets hold for each, the draft has run.)
+                ``error``; no request has changed.
         """
         chosen = self.slots if slots is None else tuple(slots)
         number = self.plan.draft_tokens[0] if draft_tokens is None else draft_tokens
@@ -296,29 +312,29 @@ class SpecDecodeGraphManager:
                 f"a step of slots {', '.join(map(str, chosen)) or 'none'}",
                 remedy="Give each request of the batch once.",
             )
-        for slot, request in zip(chosen, map(self._request, chosen), strict=True):
+        requests = [self._request(slot) for slot in chosen]
+        for slot, request in zip(chosen, requests, strict=True):
             if request.context >= request.room:
                 raise InputError(
                     f"the request in slot {slot} has {request.context} tokens in the cache, and "
-                    "its blocks hold "
-                    f"{request.room}",
+                    f"its blocks hold {request.room}",
                     remedy="Give it another block with set_blocks, or remove it.",
                 )
         with self._writing():
-            if self._changed:
-                changed = self.backend.send([[slot, *row] for slot, row in self._changed.items()])
-                self._state.index_copy_(0, changed[:, 0], changed[:, 1:])
-                self._changed.clear()
-            if self._rows is None or self._rows[0] != chosen:
-                self._rows = chosen, self.backend.send(chosen)
-        rows = self._rows[1]
-        proposed = self._managers[f"propose k={number}"].run(rows=rows)
-        verify = self._managers[f"verify k={number}"]
-        result = verify.run(input_ids=proposed.flatten(), rows=rows, uniform_decode=True)
+            if self._chosen != chosen:
+                self._chosen = chosen
+                self._rows = self.backend.send(chosen)
+        proposed = self._managers[f"propose k={number}"].run(rows=self._rows)
+        result = self._managers[f"verify k={number}"].run(
+            input_ids=proposed.flatten(), rows=self._rows, uniform_decode=True
+        )
         # The only copy to the host; graphs may overwrite the result behind it.
-        fetched = self.backend.fetch(result)
         return SpecStep(
-            chosen, number, fetched, [self._requests[slot] for slot in chosen], self.stats
+            chosen,
+            number,
+            self.backend.fetch(result),
+            requests,
+            self.stats,
         )
 
     @property
@@ -333,9 +349,8 @@ class SpecDecodeGraphManager:
     @property
     def report(self) -> PoolReport:
         """Memory and time of the captures."""
-        return PoolReport(
-            {name: part.report for name, part in self._managers.items()}, self.pool.nbytes
-        )
+        parts = {name: part.report for name, part in self._managers.items()}
+        return PoolReport(parts, self.pool.nbytes)
 
     def close(self) -> None:
         """Free all graphs and the pool. Twice does no harm; ``capture`` may follow."""
@@ -350,13 +365,15 @@ class SpecDecodeGraphManager:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """A block that writes the state that graphs read. Fails as a call of a member of the pool
-        does, on a second stream while the first one has work, say.
-        """
+        """A block that writes the state that graphs read; it fails where a call would."""
         use = self.pool.use
         with use.held("speculation"):
             use.take_stream(self.backend.stream_getter()(), "speculation", self.backend)
             yield
+
+    def _write(self, slot: int, column: int, values: Sequence[int]) -> None:
+        with self._writing():
+            self._state[slot, column:] = self.backend.send(values)
 
     def _request(self, slot: int) -> SpecRequest:
         if slot not in self._requests:
@@ -368,26 +385,28 @@ class SpecDecodeGraphManager:
         return self._requests[slot]
 
     def _check_blocks(self, blocks: Sequence[int], context: int) -> None:
-        size, most = self._target.block_size, self._target.num_blocks
+        size = self._target.block_size
+        most = self._target.num_blocks
         if len(blocks) > self._max_blocks or context >= len(blocks) * size:
             raise InputError(
                 f"{len(blocks)} blocks of {size} tokens for a request with {context} tokens in "
-                "the cache; block_tables "
-                f"has {self._max_blocks} columns",
+                f"the cache; block_tables has {self._max_blocks} columns",
                 remedy="Give it room for one token more at least; declare wider block_tables for "
                 "longer requests.",
             )
-        wrong = [block for block in blocks if not 0 <= block < most]
-        if wrong:
-            raise InputError(
-                f"block {wrong[0]} does not exist", remedy=f"The cache has blocks 0 to {most - 1}."
-            )
-        twice = [block for block, count in Counter(blocks).items() if count > 1]
-        if twice:
-            raise InputError(
-                f"block {twice[0]} was given twice",
-                remedy="Each holds other tokens of the request.",
-            )
+        seen = set[int]()
+        for block in blocks:
+            if not 0 <= block < most:
+                raise InputError(
+                    f"block {block} does not exist",
+                    remedy=f"The cache has blocks 0 to {most - 1}.",
+                )
+            if block in seen:
+                raise InputError(
+                    f"block {block} was given twice",
+                    remedy="Each holds other tokens of the request.",
+                )
+            seen.add(block)
 
     def _padded(self, blocks: Sequence[int]) -> list[int]:
         return [*blocks, *[-1] * (self._max_blocks - len(blocks))]

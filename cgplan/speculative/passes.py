@@ -17,9 +17,9 @@ Note [Positions and caches]
     position n + k when all was accepted, because dk was its answer and never its input: that is why
     it begins with two tokens, of which the first fills the hole, or is written once more as it was.
 
-    A position without a block, at the end of what a request was given, is written nowhere. The
-    token that follows from it is not accepted, so a request never gets past its blocks, even if the
-    host runs steps ahead.
+    A position without a block, behind a request's last one, is written nowhere. The token that
+    follows from it is not accepted, so a request never gets past its blocks, even if the host runs
+    steps ahead.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ from cgplan.errors import ModelError
 from cgplan.modes import BatchDescriptor, CUDAGraphMode
 
 # Columns of a request's row; its block table follows.
-PREVIOUS, LAST, CONTEXT, BLOCKS = range(4)
+PREVIOUS = 0
+LAST = 1
+CONTEXT = 2
+BLOCKS = 3
 
 
 @dataclass(frozen=True)
@@ -68,15 +71,17 @@ class PagedModel:
         """
         if isinstance(model, cls):
             return model
-        config, found = getattr(model, "config", None), dict[str, int]()
+        config = getattr(model, "config", None)
+        found = []
         for name in ("vocab_size", "block_size", "num_blocks"):
-            if not isinstance(value := getattr(config, name, None), int):
+            value = getattr(config, name, None)
+            if not isinstance(value, int):
                 raise ModelError(
                     f"{type(model).__name__}.config has no {name}",
                     remedy="Pass PagedModel(forward, vocab_size, block_size, num_blocks).",
                 )
-            found[name] = value
-        return cls(model, **found)
+            found.append(value)
+        return cls(model, *found)
 
 
 def new_state(max_num_seqs: int, max_blocks: int, device: torch.device) -> Tensor:
@@ -88,10 +93,13 @@ def new_state(max_num_seqs: int, max_blocks: int, device: torch.device) -> Tenso
         and the numbers of the blocks, -1 where there is none.
     """
     with torch.inference_mode(False):  # else it could be written to only there
-        state = torch.full(
-            (max_num_seqs + 1, BLOCKS + max_blocks), -1, dtype=torch.int64, device=device
+        state = torch.zeros(
+            max_num_seqs + 1,
+            BLOCKS + max_blocks,
+            dtype=torch.int64,
+            device=device,
         )
-        state[:, :BLOCKS] = 0
+        state[:, BLOCKS:] = -1
     return state
 
 
@@ -99,42 +107,72 @@ class _Pass:
     """Forwards of one model over a batch of requests with equally many tokens each."""
 
     def __init__(
-        self, model: PagedModel, metadata: Mapping[str, Input], state: Tensor, draft_tokens: int
+        self,
+        model: PagedModel,
+        metadata: Mapping[str, Input],
+        state: Tensor,
+        draft_tokens: int,
     ) -> None:
-        self.model, self.state, self.draft_tokens = model, state, draft_tokens
+        self.model = model
+        self.state = state
+        self.draft_tokens = draft_tokens
         self._dtypes = {name: torch_dtype(spec) for name, spec in metadata.items()}
 
     def slots(self, positions: Tensor, tables: Tensor) -> Tensor:
         """Cache slot of each position [num_reqs, q], -1 where the request has no block for it."""
-        size, columns = self.model.block_size, tables.shape[1]
+        size = self.model.block_size
+        columns = tables.shape[1]
         pages = positions.div(size, rounding_mode="floor")
-        blocks = tables.gather(1, pages.clamp(0, columns - 1))
-        return torch.where((blocks >= 0) & (pages < columns), blocks * size + positions % size, -1)
+        inside = pages.clamp(0, columns - 1)
+        blocks = tables.gather(1, inside)
+        has_block = (blocks >= 0) & (pages < columns)
+        slots = blocks * size + positions % size
+        return torch.where(has_block, slots, -1)
 
-    def choose(self, ids: Tensor, positions: Tensor, slots: Tensor, tables: Tensor) -> Tensor:
+    def choose(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        tables: Tensor,
+    ) -> Tensor:
         """The most probable next token after each of ``ids`` [num_reqs, q] int64, likewise."""
-        reqs, q = ids.shape
+        reqs, query_len = ids.shape
+        num_tokens = reqs * query_len
+        is_padding = tables[:, 0] < 0
+        lengths = positions[:, -1] + 1
+        starts = torch.arange(
+            0,
+            num_tokens + 1,
+            query_len,
+            device=ids.device,
+        )
         made = {
             "slot_mapping": slots.flatten(),
             "block_tables": tables.clamp(min=0),
-            "seq_lens": torch.where(tables[:, 0] >= 0, positions[:, -1] + 1, 0),
-            "query_start_loc": torch.arange(0, (reqs + 1) * q, q, device=ids.device),
+            "seq_lens": lengths.masked_fill(is_padding, 0),
+            "query_start_loc": starts,
         }
-        metadata = {name: made[name].to(dtype) for name, dtype in self._dtypes.items()}
-        with forward_context(
-            CUDAGraphMode.NONE, BatchDescriptor(reqs * q, reqs, uniform=True), metadata
-        ):
-            # Positions outside of the block table are dropped; a model's table of positions may end
-            # there, too.
-            places = positions.clamp(0, tables.shape[1] * self.model.block_size - 1)
-            logits = self.model.forward(input_ids=ids.flatten(), positions=places.flatten())
-        if logits.shape != (reqs * q, self.model.vocab_size):
+        metadata = {}
+        for name, dtype in self._dtypes.items():
+            metadata[name] = made[name].to(dtype)
+        # Results of positions behind the block table are dropped; a model's own table of positions
+        # may end there, too.
+        room = tables.shape[1] * self.model.block_size
+        places = positions.clamp(0, room - 1)
+        descriptor = BatchDescriptor(num_tokens, reqs, uniform=True)
+        with forward_context(CUDAGraphMode.NONE, descriptor, metadata):
+            logits = self.model.forward(
+                input_ids=ids.flatten(),
+                positions=places.flatten(),
+            )
+        if logits.shape != (num_tokens, self.model.vocab_size):
             raise ModelError(
-                f"the model returned {list(logits.shape)} for {reqs * q} tokens of a vocabulary of "
-                f"{self.model.vocab_size}",
+                f"the model returned {list(logits.shape)} for {num_tokens} tokens of a vocabulary "
+                f"of {self.model.vocab_size}",
                 remedy="Return logits [num_tokens, vocab_size], not hidden states.",
             )
-        return logits.argmax(-1).view(reqs, q)
+        return logits.argmax(-1).view(reqs, query_len)
 
 
 class Propose(_Pass):
@@ -145,13 +183,17 @@ class Propose(_Pass):
         these rows of the state, [num_reqs] int64.
         """
         state = self.state[rows]
-        ids, tables = state[:, :CONTEXT], state[:, BLOCKS:]
-        positions = state[:, CONTEXT, None] + torch.arange(-1, 1, device=rows.device)
+        ids = state[:, :CONTEXT]
+        tables = state[:, BLOCKS:]
+        last = state[:, CONTEXT, None]
+        positions = torch.cat((last - 1, last), 1)
         proposed = [ids[:, LAST]]
         for _ in range(self.draft_tokens):
-            chosen = self.choose(ids, positions, self.slots(positions, tables), tables)[:, -1]
-            proposed.append(chosen)
-            ids, positions = chosen[:, None], positions[:, -1:] + 1
+            slots = self.slots(positions, tables)
+            chosen = self.choose(ids, positions, slots, tables)
+            ids = chosen[:, -1:]
+            positions = positions[:, -1:] + 1
+            proposed.append(ids[:, 0])
         return torch.stack(proposed, 1)
 
 
@@ -169,17 +211,35 @@ class Verify(_Pass):
             [num_reqs, 2 + draft_tokens] int64: how many tokens are new, then the target's answers,
             the new ones first.
         """
-        state, ids = self.state[rows], input_ids.view(rows.shape[0], -1)
-        context, tables = state[:, CONTEXT, None], state[:, BLOCKS:]
+        state = self.state[rows]
+        ids = input_ids.view(rows.shape[0], -1)
+        context = state[:, CONTEXT, None]
+        tables = state[:, BLOCKS:]
         positions = context + torch.arange(ids.shape[1], device=rows.device)
         slots = self.slots(positions, tables)
         chosen = self.choose(ids, positions, slots, tables)
-        agrees = (ids[:, 1:] == chosen[:, :-1]) & (slots[:, 1:] >= 0)
-        accepted = agrees.long().cumprod(1).sum(1, keepdim=True)
-        new = torch.where(slots[:, :1] >= 0, accepted + 1, 0)
-        # Tokens at positions n - 1, n, .. : the last two of them after `new` more are the next
-        # previous and last.
-        known = torch.cat((state[:, PREVIOUS:CONTEXT], chosen), 1)
-        advanced = torch.cat((known.gather(1, new), known.gather(1, new + 1), context + new), 1)
-        self.state[:, :BLOCKS].index_copy_(0, rows, advanced)
+        drafts = ids[:, 1:]
+        has_slot = slots >= 0
+        agrees = (drafts == chosen[:, :-1]) & has_slot[:, 1:]
+        accepted = agrees.long().cumprod(1)
+        count = 1 + accepted.sum(1, keepdim=True)
+        new = torch.where(
+            has_slot[:, :1],
+            count,
+            0,
+        )
+        # Tokens at positions n - 1, n, ...: after `new` more, the last two are at `new`, `new` + 1.
+        before = state[:, PREVIOUS:CONTEXT]
+        known = torch.cat((before, chosen), 1)
+        advanced = [
+            known.gather(1, new),
+            known.gather(1, new + 1),
+            context + new,
+        ]
+        to = self.state[:, :BLOCKS]
+        to.index_copy_(
+            0,
+            rows,
+            torch.cat(advanced, 1),
+        )
         return torch.cat((new, chosen), 1)

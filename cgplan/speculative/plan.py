@@ -66,10 +66,9 @@ def plan_speculation(config: Config, draft_tokens: Sequence[int] | None = None) 
     hold.
 
     Args:
-        config: The target's inputs and metadata, sizes, modes and bounds. The draft is run with the
-            same.
-        draft_tokens: Numbers of draft tokens to capture for, each from 1 to the configuration's.
-            Absent: that alone.
+        config: The target's inputs and metadata, sizes, modes and bounds; the draft has the same.
+        draft_tokens: Numbers of draft tokens to capture for, besides the configuration's; each is
+            from 1 to that.
 
     Raises:
         ConfigError: mode AUTO, no draft tokens, LoRA, several pools, or an input that speculation
@@ -77,9 +76,58 @@ def plan_speculation(config: Config, draft_tokens: Sequence[int] | None = None) 
         InputError: a number of draft tokens is below 1 or above the configuration's.
         PlanError: as build_plan.
     """
-    refuse_auto(config)
+    _check(config)
     most = config.speculative.num_speculative_tokens
-    if most < 1:
+    numbers = sorted({most, *(draft_tokens or ())}, reverse=True)
+    for number in numbers:
+        check_draft_tokens(number, range(1, most + 1))
+    plan = build_plan(config)
+    counts = set()
+    if plan.mode.decode_mode() is CUDAGraphMode.FULL:
+        for mode, descriptor in plan.keys:
+            count = min(descriptor.num_tokens // plan.query_len, plan.max_num_seqs)
+            if mode is CUDAGraphMode.FULL and count:
+                counts.add(count)
+    mixed = _part(config, plan.mode.mixed_mode(), plan.capture_sizes)
+    configs = {"target": mixed, "draft": mixed}
+    for number in numbers:
+        configs[f"verify k={number}"] = _decode(
+            config,
+            counts,
+            {"input_ids": "num_tokens"},
+            number,
+        )
+        configs[f"propose k={number}"] = _decode(
+            config,
+            counts,
+            {},
+            0,
+        )
+    plans = {name: build_plan(part) for name, part in configs.items()}
+    # capture_together has this order
+    order = sorted(plans, key=lambda name: -plans[name].max_capture_size)
+    parts = {name: plans[name] for name in order}
+    return SpecPlan(
+        parts,
+        configs,
+        tuple(numbers),
+        tuple(sorted(counts)),
+    )
+
+
+def check_draft_tokens(number: int, allowed: Sequence[int]) -> None:
+    """Raise InputError if a number of draft tokens is not among those that are planned for."""
+    if number not in allowed:
+        possible = ", ".join(map(str, sorted(allowed)))
+        raise InputError(
+            f"{number} draft tokens were asked for; possible are {possible}",
+            remedy="Raise speculative.num_speculative_tokens, or add the number to draft_tokens.",
+        )
+
+
+def _check(config: Config) -> None:
+    refuse_auto(config)
+    if config.speculative.num_speculative_tokens < 1:
         raise ConfigError(
             "speculative.num_speculative_tokens is 0: nothing is drafted",
             remedy="Set it to the largest number of draft tokens for a request, such as 3.",
@@ -96,78 +144,50 @@ def plan_speculation(config: Config, draft_tokens: Sequence[int] | None = None) 
             "all parts into one pool",
             remedy="Set compilation.pool: shared.",
         )
+    wrong = {*(set(config.inputs) ^ set(INPUTS)), *(set(config.metadata) - set(METADATA))}
     tables = config.metadata.get("block_tables")
-    wrong = [*(set(config.inputs) ^ set(INPUTS)), *(set(config.metadata) - set(METADATA))]
-    if wrong or tables is None:
+    if tables is None:
+        wrong.add("block_tables")
+    if wrong:
         raise ConfigError(
-            "speculative decoding cannot fill the model's inputs: "
-            f"{', '.join(sorted(wrong) or ['block_tables'])}",
-            remedy=f"Declare the inputs {', '.join(INPUTS)}, the metadata block_tables, and the "
-            "rest of "
-            f"{', '.join(METADATA)} that the model reads.",
+            f"speculative decoding cannot fill the model's inputs: {', '.join(sorted(wrong))}",
+            remedy=f"Declare the inputs {', '.join(INPUTS)}, the metadata block_tables, and those "
+            f"of {', '.join(METADATA)} that the model reads.",
         )
-    if [dim.symbol for dim in tables.extents] != ["num_reqs", None]:
+    if tables is not None and [dim.symbol for dim in tables.extents] != ["num_reqs", None]:
         raise ConfigError(
             f"block_tables has shape {list(tables.shape)}",
             remedy="Declare it as [num_reqs, blocks of a request at most].",
         )
-    numbers = tuple(sorted({most, *(draft_tokens or ())}, reverse=True))
-    for number in numbers:
-        check_draft_tokens(number, range(1, most + 1))
-    plan = build_plan(config)
-    graphed = plan.mode.decode_mode() is CUDAGraphMode.FULL
-    tokens = [d.num_tokens for mode, d in plan.keys if graphed and mode is CUDAGraphMode.FULL]
-    counts = tuple(
-        sorted({min(n // plan.query_len, plan.max_num_seqs) for n in tokens if n >= plan.query_len})
-    )
-    mixed = _part(config, plan.mode.mixed_mode(), plan.capture_sizes)
-    configs = {"target": mixed, "draft": mixed}
-    for number in numbers:
-        configs[f"verify k={number}"] = _decode(config, counts, {"input_ids": "num_tokens"}, number)
-        configs[f"propose k={number}"] = _decode(config, counts, {}, 0)
-    plans = {name: build_plan(part) for name, part in configs.items()}
-    # as capture_together has it
-    order = sorted(plans, key=lambda name: -plans[name].max_capture_size)
-    return SpecPlan({name: plans[name] for name in order}, configs, numbers, counts)
 
 
-def check_draft_tokens(number: int, allowed: Sequence[int]) -> None:
-    """Raise InputError if a number of draft tokens is not among those that are planned for."""
-    if number not in allowed:
-        raise InputError(
-            f"{number} draft tokens were asked for; possible are "
-            f"{', '.join(map(str, sorted(allowed)))}",
-            remedy="Raise speculative.num_speculative_tokens, or add the number to draft_tokens.",
-        )
-
-
-def _part(config: Config, mode: CUDAGraphMode, sizes: Sequence[int], **more: Any) -> Config:
-    """A configuration like this one, with other sizes; ``more`` are settings of ``compilation``."""
-    changes = {
+def _part(config: Config, mode: CUDAGraphMode, sizes: Sequence[int], **settings: Any) -> Config:
+    """A configuration like this one, with other sizes and ``settings`` of its compilation."""
+    settings |= {
         "cudagraph_mode": mode,
         "cudagraph_capture_sizes": tuple(sizes) or None,
         "max_cudagraph_capture_size": None,
         "cudagraph_copy_inputs": True,  # one batch goes to two models
     }
-    return config.model_copy(
-        update={"compilation": config.compilation.model_copy(update={**changes, **more})}
-    )
+    compilation = config.compilation.model_copy(update=settings)
+    return config.model_copy(update={"compilation": compilation})
 
 
 def _decode(
-    config: Config, counts: Sequence[int], inputs: Mapping[str, str], draft_tokens: int
+    config: Config, counts: set[int], inputs: Mapping[str, str], draft_tokens: int
 ) -> Config:
     """For graphs of uniform decode that read a row of the requests' state for each request."""
-    q, scheduler = 1 + draft_tokens, config.scheduler
+    query_len = 1 + draft_tokens
+    scheduler = config.scheduler
     declared = {name: Input(shape=(rows,), dtype="int64", pad=0) for name, rows in inputs.items()}
-    # Padding has a separate row behind those of the requests.
+    # padding has a separate row behind those of the requests
     declared["rows"] = Input(shape=("num_reqs",), dtype="int64", pad=scheduler.max_num_seqs)
-    most = max(scheduler.max_num_batched_tokens, q * scheduler.max_num_seqs)
+    most = max(scheduler.max_num_batched_tokens, query_len * scheduler.max_num_seqs)
     speculative = {"num_speculative_tokens": draft_tokens, "accepted_tokens": None}
     part = _part(
         config,
         CUDAGraphMode.FULL_DECODE_ONLY if counts else CUDAGraphMode.NONE,
-        [q * count for count in counts],
+        [query_len * count for count in sorted(counts)],
         outputs="borrow",
         compiler="eager",
         use_inductor_graph_partition=False,

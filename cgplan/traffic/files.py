@@ -10,15 +10,16 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from http.client import HTTPException
 from operator import le
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
+from pydantic import BaseModel, BeforeValidator, Field
 
 from cgplan.config import Dim, load
 from cgplan.config.schema import TrafficConfig
@@ -29,14 +30,16 @@ from cgplan.planning.costs import Record
 from cgplan.traffic.histogram import MOST_BATCHED_TOKENS, SizeCounts, StepCounts, StepShape, Traffic
 from cgplan.traffic.rows import (
     Form,
+    R,
+    RawRow,
     RuntimeMode,
+    Size,
     Whole,
-    csv_rows,
     first_line,
-    json_object,
-    jsonl_rows,
+    raw_rows,
     short,
     sized_rows,
+    whole_object,
 )
 from cgplan.traffic.simulation import NO_ADAPTER, Request, RequestTrace
 
@@ -46,6 +49,10 @@ if TYPE_CHECKING:
 _P95_DEVIATIONS = 1.6448536269514722  # of a normal distribution
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _ADD_LORA = "Add a `lora` section, such as `lora: {max_loras: 4}`."
+_TIMEOUT_SECONDS = 5.0
+_MOST_US = 1e17  # since 1970: the year 5138
+_LEAST_RATE = 1e-6  # requests a second
+_CLOCK_US = 1e14  # arrivals that far from 0 are dates, or seconds since 1970
 # Of the tables that ``--cudagraph-metrics`` writes into a log of vLLM.
 COLUMNS = ("Unpadded Tokens", "Padded Tokens", "Num Paddings", "Runtime Mode", "Count")
 _HEADER = re.compile(r"\|\s*" + r"\s*\|\s*".join(COLUMNS) + r"\s*\|")
@@ -54,51 +61,43 @@ _HEADER = re.compile(r"\|\s*" + r"\s*\|\s*".join(COLUMNS) + r"\s*\|")
 _ROW = re.compile(r"\|((?:[^|]*\|){5}|\s*-?\d+\s*(?:\|.*)?)$")
 _MODE = re.compile(r"- Mode: *(?:CUDAGraphMode\.)?(\w+)\s*$")
 _SIZES = re.compile(r"- Capture sizes: *\[([\d, ]*)\]\s*$")
+_LOG_LINE = re.compile(r"\b(DEBUG|INFO|WARNING|ERROR)\b")
 _METRIC = "cgplan_batches"  # of a runner's metrics, in Prometheus' text format
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
-_TIMEOUT_SECONDS = 5.0
-_LOG_LINE = re.compile(r"\b(DEBUG|INFO|WARNING|ERROR)\b")
 
 
-class _HistogramRow(Record):
-    num_tokens: Annotated[int, Field(ge=1, le=MOST_BATCHED_TOKENS)]
+def _microseconds(value: object) -> float:
+    """Of a timestamp: a date and time, UTC unless it says otherwise, or seconds."""
+    text = str(value)
+    try:
+        return float(text) * 1e6
+    except ValueError:
+        pass
+    try:
+        # takes the 7 digits of Azure's traces; the 7th, 100 ns, is cut off
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        raise ValueError(
+            "neither a date and time, such as 2023-11-16 18:17:03.979960, nor a number of seconds"
+        ) from None
+    zoned = moment.replace(tzinfo=moment.tzinfo or UTC)
+    return (zoned - _EPOCH) / timedelta(microseconds=1)
+
+
+class _StepRow(Record):
+    num_tokens: Size
     count: Whole
     num_reqs: Whole | None = None
     uniform: bool | None = None
     num_active_loras: Whole | None = None
 
 
-def _microseconds(value: object) -> float:
-    """Of a timestamp: a date and time, UTC unless it says otherwise, or seconds."""
-    try:
-        return float(str(value)) * 1e6
-    except ValueError:
-        pass
-    try:
-        # takes the 7 digits of Azure's traces; the 7th, 100 ns, is cut off
-        moment = datetime.fromisoformat(str(value))
-    except ValueError:
-        raise ValueError(
-            "neither a date and time, such as 2023-11-16 18:17:03.979960, nor a number of seconds"
-        ) from None
-    return (moment.replace(tzinfo=moment.tzinfo or UTC) - _EPOCH) / timedelta(microseconds=1)
-
-
-_MOST_US = 1e17  # since 1970: the year 5138
-_LEAST_RATE = 1e-6  # requests a second
-_CLOCK_US = 1e14  # arrivals that far from 0 are dates, or seconds since 1970
-Moment = Annotated[float, Field(ge=-_MOST_US, le=_MOST_US), BeforeValidator(_microseconds)]
-Seconds = Annotated[float, Field(ge=0, le=_MOST_US / 1e6), AfterValidator(lambda s: s * 1e6)]
-Milliseconds = Annotated[float, Field(ge=0, le=_MOST_US / 1e3), AfterValidator(lambda ms: ms * 1e3)]
+class _MetricRow(_StepRow):
+    runner: str = ""
 
 
 class _RequestRow(Record):
-    """A request; its arrival in microseconds."""
-
-    unit: ClassVar[str] = "seconds"  # of an arrival that is a number
-    block: ClassVar[int] = 512  # tokens of a hash id
-    fails: ClassVar[bool] = False  # whether a request without output is one that failed
-    arrival: float
+    arrival: Annotated[float, Field(ge=0, le=_MOST_US / 1e3)]  # in the unit of its form
     context_tokens: Whole
     generated_tokens: Whole
     adapter: Whole | None = None
@@ -106,94 +105,135 @@ class _RequestRow(Record):
     hash_ids: tuple[int, ...] = ()
 
 
-# AzurePublicDataset, AzureLLMInferenceDataset2023.md and 2024.md; the timestamps of 2024 have a
-# zone, +00:00.
-class _AzureRow(_RequestRow):
-    arrival: Moment = Field(alias="TIMESTAMP")
-    context_tokens: Whole = Field(alias="ContextTokens")
-    generated_tokens: Whole = Field(alias="GeneratedTokens")
-    adapter: Whole | None = Field(None, alias="Adapter")
+class _DatedRow(_RequestRow):
+    arrival: Annotated[float, Field(ge=-_MOST_US, le=_MOST_US), BeforeValidator(_microseconds)]
 
 
-# HPMLL/BurstGPT, README.md of release v1.2.
-class _BurstRow(_RequestRow):
-    fails: ClassVar[bool] = True
-    arrival: Moment = Field(alias="Timestamp")
-    context_tokens: Whole = Field(alias="Request tokens")
-    generated_tokens: Whole = Field(alias="Response tokens")
-
-
-# kvcache-ai/Mooncake, FAST25-release/README.md.
-class _MooncakeRow(_RequestRow):
-    unit: ClassVar[str] = "milliseconds"
-    arrival: Milliseconds = Field(alias="timestamp")
-    context_tokens: Whole = Field(alias="input_length")
-    generated_tokens: Whole = Field(alias="output_length")
-
-
-# alibaba-edu/qwen-bailian-usagetraces-anon, README.md.
-class _BailianRow(_MooncakeRow):
-    unit: ClassVar[str] = "seconds"
-    block: ClassVar[int] = 16
-    arrival: Seconds = Field(alias="timestamp")
+class _ChatRow(_RequestRow):
     chat_id: Any
 
 
-# SGLang 0.5.23, --export-metrics-to-file: srt/observability/request_metrics_exporter.py.
-class _SGLangRow(_RequestRow):
-    fails: ClassVar[bool] = True
-    arrival: Seconds = Field(alias="request_received_ts")
-    context_tokens: Whole = Field(alias="prompt_tokens")
-    generated_tokens: Whole = Field(alias="completion_tokens")
+class _RunRow(Record):
+    """A run of a serving benchmark. An infinite rate is "inf" in vLLM's files and Infinity in
+    SGLang's, that of a trace is "trace".
+    """
 
-
-# A run of `vllm bench serve` (vLLM 0.33.0, vllm/benchmarks/serve.py) or of SGLang's bench_serving
-# (0.5.23, sglang/benchmark/serving.py, which has no start_times). An infinite rate is "inf" there
-# and Infinity here, that of a trace is "trace". Failed requests have no output.
-class _BenchRow(Record):
     input_lens: tuple[Whole, ...]
     output_lens: tuple[Whole, ...]
-    start_times: tuple[Seconds, ...] = ()
+    start_times: tuple[Annotated[float, Field(ge=0, le=_MOST_US / 1e6)], ...] = ()
     request_rate: Any = None
     max_concurrency: Any = None
     request_throughput: Annotated[float, Field(ge=_LEAST_RATE, allow_inf_nan=False)]
 
 
-class _Turn(BaseModel):
+class _Message(BaseModel):
     value: str
 
 
-class _ShareGPTRow(Record):
-    conversations: tuple[_Turn, ...]
+class _ConversationRow(Record):
+    conversations: tuple[_Message, ...]
 
 
 class _LogRow(Record):
-    num_tokens: Annotated[int, Field(alias="Unpadded Tokens", ge=1, le=MOST_BATCHED_TOKENS)]
-    padded: Whole = Field(alias="Padded Tokens")
-    paddings: Whole = Field(alias="Num Paddings")
-    ran_as: RuntimeMode = Field(alias="Runtime Mode")
-    count: Whole = Field(alias="Count")
+    num_tokens: Size
+    padded: Whole
+    paddings: Whole
+    ran_as: RuntimeMode
+    count: Whole
+    mode: str | None = None  # of the server, and its largest size
+    largest: Whole = 0
 
 
-HISTOGRAM = Form("a histogram", _HistogramRow)
-TRACE = Form("a request trace", _AzureRow)
-_BURST = ("Model", "Session ID", "Elapsed time", "Total tokens", "Log Type")
-BURSTGPT = Form("BurstGPT's trace", _BurstRow, unused=_BURST)
-MOONCAKE = Form("a Mooncake trace", _MooncakeRow)
-BAILIAN = Form("a Bailian trace", _BailianRow, unused=("parent_chat_id", "type", "turn"))
-SGLANG_LOG = Form("SGLang's log of requests", _SGLangRow, unused=None)
-_DETAILS = (
-    "Run `vllm bench serve` with --save-result --save-detailed, SGLang's bench_serving with "
-    "--output-details."
+@dataclass(frozen=True, eq=False)
+class RequestForm(Form[R]):
+    """A form whose rows are requests, or runs of them.
+
+    Attributes:
+        microseconds: Of the unit in which a row tells its arrival.
+        block: Tokens of a hash id.
+        fails: Whether a request without output is one that failed.
+    """
+
+    microseconds: float = 1e6
+    block: int = 512
+    fails: bool = False
+
+
+HISTOGRAM = Form("a histogram", _StepRow)
+_AZURE = {
+    "arrival": "TIMESTAMP",
+    "context_tokens": "ContextTokens",
+    "generated_tokens": "GeneratedTokens",
+    "adapter": "Adapter",
+}
+_BURST = {
+    "arrival": "Timestamp",
+    "context_tokens": "Request tokens",
+    "generated_tokens": "Response tokens",
+}
+_MOONCAKE = {
+    "arrival": "timestamp",
+    "context_tokens": "input_length",
+    "generated_tokens": "output_length",
+}
+_SGLANG = {
+    "arrival": "request_received_ts",
+    "context_tokens": "prompt_tokens",
+    "generated_tokens": "completion_tokens",
+}
+REQUESTS: tuple[RequestForm[Any], ...] = (
+    # AzurePublicDataset, AzureLLMInferenceDataset2023.md and 2024.md; the timestamps of 2024 have
+    # a zone, +00:00.
+    RequestForm("a request trace", _DatedRow, _AZURE, microseconds=1.0),
+    # HPMLL/BurstGPT, README.md of release v1.2.
+    RequestForm(
+        "BurstGPT's trace",
+        _DatedRow,
+        _BURST,
+        unused=("Model", "Session ID", "Elapsed time", "Total tokens", "Log Type"),
+        microseconds=1.0,
+        fails=True,
+    ),
+    # kvcache-ai/Mooncake, FAST25-release/README.md.
+    RequestForm("a Mooncake trace", _RequestRow, _MOONCAKE, microseconds=1e3),
+    # alibaba-edu/qwen-bailian-usagetraces-anon, README.md.
+    RequestForm(
+        "a Bailian trace",
+        _ChatRow,
+        _MOONCAKE,
+        unused=("parent_chat_id", "type", "turn"),
+        block=16,
+    ),
+    # SGLang 0.5.23, --export-metrics-to-file: srt/observability/request_metrics_exporter.py.
+    RequestForm("SGLang's log of requests", _RequestRow, _SGLANG, unused=None, fails=True),
 )
-BENCH = Form("a benchmark's result", _BenchRow, remedy=_DETAILS, unused=None)
-SHAREGPT = Form("a ShareGPT conversation", _ShareGPTRow, unused=None)
-FORMS: tuple[Form[Any], ...] = (HISTOGRAM, TRACE, BURSTGPT, MOONCAKE, BAILIAN, SGLANG_LOG, BENCH)
-VLLM_LOG = Form("a table of CUDA graph statistics", _LogRow)
+# vLLM 0.33.0, vllm/benchmarks/serve.py, and SGLang 0.5.23, sglang/benchmark/serving.py, which has
+# no start_times. Failed requests have no output.
+BENCH = RequestForm(
+    "a benchmark's result",
+    _RunRow,
+    remedy="Run `vllm bench serve` with --save-result --save-detailed, SGLang's bench_serving with "
+    "--output-details.",
+    unused=None,
+    microseconds=1.0,
+    fails=True,
+)
+SHAREGPT = RequestForm("a ShareGPT conversation", _ConversationRow, unused=None, microseconds=1.0)
+FORMS: tuple[Form[Any], ...] = (HISTOGRAM, *REQUESTS, BENCH)
+METRICS = Form("metrics of a runner", _MetricRow, unused=None)
+VLLM_LOG = Form(
+    "a table of CUDA graph statistics",
+    _LogRow,
+    dict(zip(("num_tokens", "padded", "paddings", "ran_as", "count"), COLUMNS, strict=True)),
+)
 
 
 def read_traffic(
-    path: str | Path, plan: Plan, *, speedup: float = 1.0, request_rate: float | None = None
+    path: str | Path,
+    plan: Plan,
+    *,
+    speedup: float = 1.0,
+    request_rate: float | None = None,
 ) -> Traffic | RequestTrace:
     """Steps or requests from a file. Its content tells its form, not its name:
 
@@ -224,7 +264,7 @@ def read_traffic(
             makes no sense.
     """
     text, path = _text_of(path), Path(str(path).rpartition("://")[2])
-    found = _parsed(text, path, plan, request_rate)
+    found = _traffic_of(text, path, plan, request_rate)
     if isinstance(found, RequestTrace):
         return found.hurried(speedup)
     if speedup != 1:
@@ -232,20 +272,17 @@ def read_traffic(
             f"{path} holds counts of steps, which cannot be sped up",
             remedy="Leave the speedup out, or give a request trace.",
         )
-    for shape, _ in found.histogram:
-        _check_shape(shape, path, plan)
     seqs, tokens = plan.max_num_seqs, plan.max_num_batched_tokens
-    beyond = sum(
-        weight
-        for shape, weight in found.histogram
-        if shape.num_tokens > tokens or shape.num_reqs > seqs
-    )
+    beyond = 0.0
+    for shape, weight in found.histogram:
+        _check_shape(shape, path, plan)
+        if shape.num_tokens > tokens or shape.num_reqs > seqs:
+            beyond += weight
     if not beyond:
         return found
     note = (
         f"{beyond / found.total:.1%} of the steps are larger than this scheduler makes them "
-        f"(max_num_seqs {seqs}, "
-        f"max_num_batched_tokens {tokens})"
+        f"(max_num_seqs {seqs}, max_num_batched_tokens {tokens})"
     )
     return found.model_copy(update={"notes": (*found.notes, note)})
 
@@ -259,23 +296,23 @@ def read_sizes(path: str | Path, dims: Sequence[Dim]) -> SizeCounts:
         TrafficError: the file cannot be read, has other columns, holds no batch up to max, or a row
             makes no sense.
     """
-    path, names, most = Path(path), [dim.name for dim in dims], [dim.max for dim in dims]
+    path = Path(path)
+    names = [dim.name for dim in dims]
+    most = [dim.max for dim in dims]
+    column = "weight" if "count" in names else "count"
     counts: Counter[tuple[int, ...]] = Counter()
     beyond = 0
-    column = "weight" if "count" in names else "count"
     for sizes, count in sized_rows(_text_of(path), path, names, TrafficError, column, (Whole, 1)):
-        if all(map(le, sizes, most)):
-            counts[sizes] += count
-        else:
+        if not all(map(le, sizes, most)):
             beyond += count
-    if not counts.total():
+        elif count:
+            counts[sizes] += count
+    if not counts:
         raise TrafficError(
             f"{path}: no batch up to {dict(zip(names, most, strict=True))} with a count above 0",
             remedy="Give traffic with such a batch, or raise max in `dims`.",
         )
-    return SizeCounts(
-        tuple(names), {sizes: n for sizes, n in sorted(counts.items()) if n}, beyond, path.name
-    )
+    return SizeCounts(tuple(names), dict(sorted(counts.items())), beyond, path.name)
 
 
 def synthetic_requests(made: TrafficConfig, plan: Plan) -> RequestTrace:
@@ -291,33 +328,21 @@ def synthetic_requests(made: TrafficConfig, plan: Plan) -> RequestTrace:
     rng, number = np.random.default_rng(made.seed), made.num_requests
 
     def lengths(median: int, p95: int) -> list[int]:
-        drawn = rng.lognormal(math.log(median), math.log(p95 / median) / _P95_DEVIATIONS, number)
-        return [int(length) for length in np.clip(np.rint(drawn), 1, MOST_BATCHED_TOKENS)]
+        deviation = math.log(p95 / median) / _P95_DEVIATIONS
+        drawn = np.rint(rng.lognormal(math.log(median), deviation, number))
+        return list(map(int, np.clip(drawn, 1, MOST_BATCHED_TOKENS)))
 
     arrivals = _poisson(made.request_rate, number, rng)
-    prompts, outputs = (
-        lengths(made.prompt_median, made.prompt_p95),
-        lengths(made.output_median, made.output_p95),
-    )
+    prompts = lengths(made.prompt_median, made.prompt_p95)
+    outputs = lengths(made.output_median, made.output_p95)
     adapters = [NO_ADAPTER] * number
     if made.lora_share > 0 and plan.max_loras:
         chosen = rng.integers(made.num_adapters or plan.max_loras, size=number)
         adapters = np.where(rng.random(number) < made.lora_share, chosen, NO_ADAPTER).tolist()
-    requests = list(map(Request, arrivals, prompts, outputs, adapters))
     return RequestTrace(
-        requests, f"synthetic: {number} requests, {made.request_rate:g} a second, seed {made.seed}"
+        list(map(Request, arrivals, prompts, outputs, adapters)),
+        f"synthetic: {number} requests, {made.request_rate:g} a second, seed {made.seed}",
     )
-
-
-def _poisson(
-    request_rate: float, number: int, rng: np.random.Generator | None = None
-) -> list[float]:
-    """Arrivals of a Poisson process, in microseconds."""
-    # it takes longer to import than all of planning, which most commands do without
-    import numpy as np
-
-    times = (rng or np.random.default_rng(0)).exponential(1e6 / request_rate, number)
-    return [float(time) for time in np.cumsum(times)]
 
 
 def _text_of(path: str | Path) -> str:
@@ -342,80 +367,116 @@ def _text_of(path: str | Path) -> str:
     return text
 
 
-def _parsed(
-    text: str, path: Path, plan: Plan, request_rate: float | None
+def _traffic_of(
+    text: str,
+    path: Path,
+    plan: Plan,
+    request_rate: float | None,
 ) -> Traffic | RequestTrace:
-    number, first, separator = first_line(text)
-    read, ignored, notes = csv_rows, dict[str, None](), list[str]()
-    if first.lstrip().startswith("{"):
-        try:
-            document = json.loads(text)
-        except (ValueError, RecursionError):  # but perhaps one object a line
-            document = {}
-        if "kind" in document or "batches" in document:
-            return _saved(text, document, path)
-        if document and "\n" in text.strip():  # one object over several lines
-            number, text = 1, (first := json.dumps(document))
-        names, read = list(json_object(first, f"{path}:{number}")), jsonl_rows
+    """What the file is, and its traffic."""
+    first = first_line(text)[1].lstrip()
+    if first.startswith("{"):
+        document = whole_object(text) or {}
+        if "kind" in document:
+            return _saved(text, path)
+        if "batches" in document:  # that a runner's statistics count (``runner.stats.json()``)
+            counts = {"histogram": document["batches"], "source": "statistics of a runner"}
+            saved = _saved(json.dumps(counts), path)
+            return saved.model_copy(update={"source": f"{path.name}: {saved.source}"})
     elif _HEADER.search(text):
         return log_traffic(text, path, plan)
     elif _METRIC in text:
         return _metrics(text, path, plan)
-    elif first.lstrip().startswith("[") and '"conversations"' in text:
-        return _trace(
-            _conversations(text, path, request_rate, notes), _RequestRow, path, plan, notes
-        )
-    else:
-        names = first.split(separator)
-    given = {name.strip(' "\r').lower() for name in names}
-    known = {form: given & {column.lower() for column in form.columns} for form in FORMS}
-    form = max(known, key=lambda form: len(known[form]))
+    elif first.startswith("[") and '"conversations"' in text:
+        return _conversations(text, path, plan, request_rate)
+    _, names, _ = next(raw_rows(text, path, TrafficError))
+    given = {name.lower() for name in names}
+    known = {form: len(given.intersection(map(str.lower, form.columns))) for form in FORMS}
+    form = max(FORMS, key=known.__getitem__)
     if not known[form]:
         raise _unknown_form(text, first, path)
-    rows = read(text, path, form, ignored)
-    found: Traffic | RequestTrace
-    if form is HISTOGRAM:
-        found = _histogram(rows, path, plan)
-    elif form is BENCH:
-        found = _trace(_bench_requests(rows, notes), _BurstRow, path, plan, notes)
-    else:
-        found = _trace(rows, form.row, path, plan, notes)
-    if not ignored:
-        return found
-    said = (*found.notes, f"columns that nothing needs were ignored: {', '.join(ignored)}")
-    return (
-        found._replace(notes=said)
-        if isinstance(found, RequestTrace)
-        else found.model_copy(update={"notes": said})
+    ignored: dict[str, None] = {}
+    rows = form.read(raw_rows(text, path, TrafficError), ignored)
+    notes = []
+    if ignored:
+        notes.append(f"columns that nothing needs were ignored: {', '.join(ignored)}")
+    if form is BENCH:
+        return _requests(_run_requests(rows, notes), BENCH, path, plan, notes)
+    if isinstance(form, RequestForm):
+        return _requests(rows, form, path, plan, notes)
+    steps = StepCounts(plan)
+    for _, row in rows:
+        steps.add(**dict(row))
+    return Traffic.of(steps.counts, f"{path.name}: histogram", [*steps.notes(), *notes])
+
+
+def _unknown_form(text: str, first: str, path: Path) -> TrafficError:
+    if _LOG_LINE.search(text):
+        return TrafficError(
+            f"{path}: the log holds no table of CUDA graph statistics",
+            remedy="Run vLLM with --cudagraph-metrics and with its log of statistics on; then it "
+            f"writes tables that begin with | {' | '.join(COLUMNS)} |.",
+        )
+    described = "; ".join(form.described for form in FORMS)
+    return TrafficError(
+        f"{path}: no known column in {short(first)}",
+        remedy=f"{described}; ShareGPT's conversations, vLLM's logs, metrics with "
+        f"{_METRIC}_total and what cgplan saved will do, too.",
     )
 
 
-def _saved(text: str, data: Mapping[str, Any], path: Path) -> Traffic:
-    """Saved traffic, or the batches that a runner's statistics count (``runner.stats.json()``)."""
+def _saved(text: str, path: Path) -> Traffic:
     try:
-        if "kind" in data:
-            return Traffic.from_json(text)
-        traffic = Traffic.from_json(
-            json.dumps({"histogram": data["batches"], "source": "statistics of a runner"})
-        )
+        return Traffic.from_json(text)
     except TrafficError as error:
         raise TrafficError(f"{path}: {error.message}", remedy=error.remedy) from None
-    return traffic.model_copy(update={"source": f"{path.name}: {traffic.source}"})
+
+
+def log_traffic(text: str, path: Path, plan: Plan) -> Traffic:
+    """Traffic from all tables of a log of vLLM.
+
+    vLLM empties its counts after each table (``CUDAGraphLogging.log`` in
+    vllm/compilation/cuda_graph.py), so the tables are added up. A row does not say whether its
+    batch was uniform decode. Where the server's mode keeps FULL graphs for uniform decode
+    (FULL_DECODE_ONLY, FULL_AND_PIECEWISE), batches that ran FULL were uniform, and others were not,
+    up to the largest capture size. Elsewhere a batch is taken to be uniform if it could be.
+    """
+    steps = StepCounts(plan)
+    told = odd = 0
+    for _, row in VLLM_LOG.read(_log_rows(text, path)):
+        uniform = None
+        mode = CUDAGraphMode.__members__.get(row.mode or "")
+        if mode is not None and mode.separate_routine():
+            if row.ran_as is CUDAGraphMode.FULL:
+                uniform = row.num_tokens % plan.query_len == 0
+                odd += 0 if uniform else row.count
+            elif row.num_tokens <= row.largest:
+                uniform = False
+        if uniform is not None:
+            told += row.count
+        steps.add(row.num_tokens, row.count, uniform=uniform)
+    notes = []
+    tables = len(_HEADER.findall(text))
+    if tables > 1:
+        notes.append(f"{tables} tables were added up; vLLM empties its counts after each")
+    if told:
+        notes.append(f"the runtime mode tells uniform decode from mixed batches for {told} steps")
+    if odd:
+        notes.append(
+            f"{odd} steps ran as uniform decode with a number of tokens that is no multiple of "
+            f"the query length {plan.query_len}, and count as mixed; is "
+            "speculative.num_speculative_tokens that of the server?"
+        )
+    return Traffic.of(steps.counts, f"{path.name}: vLLM log", [*notes, *steps.notes()])
 
 
 def _metrics(text: str, path: Path, plan: Plan) -> Traffic:
     """Traffic from the counter of batches of a runner, since it began or was reset."""
     steps, runners = StepCounts(plan), set[str]()
-    for number, line in enumerate(text.split("\n"), start=1):
-        name, _, rest = line.partition("{")
-        if name == f"{_METRIC}_total":
-            labels, _, value = rest.rpartition("}")
-            cells: dict[str, Any] = dict(_LABEL.findall(labels))
-            runners.add(cells.get("runner", ""))
-            with suppress(ValueError, IndexError):
-                cells["count"] = float(value.split()[0])  # 1e+06, say; a time may follow
-            known = {name: cells.get(name) for name in HISTOGRAM.columns}
-            steps.add(**dict(HISTOGRAM.read(known, f"{path}:{number}")))
+    for _, row in METRICS.read(_metric_rows(text, path)):
+        cells = dict(row)
+        runners.add(cells.pop("runner"))
+        steps.add(**cells)
     if len(runners) > 1:
         raise TrafficError(
             f"{path} has batches of several runners: {', '.join(sorted(runners))}",
@@ -424,34 +485,48 @@ def _metrics(text: str, path: Path, plan: Plan) -> Traffic:
     return Traffic.of(steps.counts, f"{path.name}: metrics of a runner", steps.notes())
 
 
-def _unknown_form(text: str, first: str, path: Path) -> TrafficError:
-    if _LOG_LINE.search(text):
-        return TrafficError(
-            f"{path}: the log holds no table of CUDA graph statistics",
-            remedy="Run vLLM with --cudagraph-metrics and with its log of statistics on; then it "
-            "writes tables that "
-            f"begin with | {' | '.join(COLUMNS)} |.",
-        )
-    return TrafficError(
-        f"{path}: no known column in {short(first)}",
-        remedy="; ".join(form.described for form in FORMS)
-        + f"; ShareGPT's conversations, vLLM's logs, metrics with {_METRIC}_total and what cgplan "
-        "saved will do, too.",
-    )
+def _metric_rows(text: str, path: Path) -> Iterator[RawRow]:
+    for number, line in enumerate(text.split("\n"), start=1):
+        name, _, rest = line.partition("{")
+        if name == f"{_METRIC}_total":
+            labels, _, value = rest.rpartition("}")
+            cells: dict[str, Any] = dict(_LABEL.findall(labels))
+            cells["count"] = None
+            with suppress(ValueError, IndexError):
+                cells["count"] = float(value.split()[0])  # 1e+06, say; a time may follow
+            yield f"{path}:{number}", tuple(cells), list(cells.values())
 
 
-def _histogram(rows: Iterable[tuple[str, _HistogramRow]], path: Path, plan: Plan) -> Traffic:
-    steps = StepCounts(plan)
-    for _, row in rows:
-        steps.add(**dict(row))
-    return Traffic.of(steps.counts, f"{path.name}: histogram", steps.notes())
+def _log_rows(text: str, path: Path) -> Iterator[RawRow]:
+    """Rows of the tables, with the server's mode and its largest size, as the log tells them
+    before.
+    """
+    in_table, mode, largest = False, "", 0
+    for number, line in enumerate(map(str.rstrip, text.split("\n")), start=1):
+        if _HEADER.search(line):
+            in_table = True
+        elif found := _MODE.search(line):
+            mode = found[1]
+        elif found := _SIZES.search(line):
+            largest = max(map(int, re.findall(r"\d+", found[1])), default=0)
+        elif in_table and (found := _ROW.search(line)):
+            cells = [cell.strip() for cell in found[1].removesuffix("|").split("|")]
+            if not "".join(cells).strip("-"):  # the rule below the header
+                continue
+            where = f"{path}:{number}"
+            if len(cells) != len(COLUMNS) or not found[1].endswith("|"):
+                raise TrafficError(
+                    f"{where}: {len(cells)} cells where the table has {len(COLUMNS)} columns",
+                    remedy="The line may have been cut off, or two processes wrote into it; "
+                    "correct or remove it.",
+                )
+            yield where, (*COLUMNS, "mode", "largest"), (*cells, mode, largest)
 
 
 def _check_shape(shape: StepShape, path: Path, plan: Plan) -> None:
     """Raises TrafficError for a shape that no step under this plan can have. A runner counts any
     number of adapters beyond max_loras as max_loras + 1.
     """
-    most = plan.max_loras or 0
     if shape.uniform and shape.num_tokens != plan.query_len * shape.num_reqs:
         raise TrafficError(
             f"{path}: a uniform batch has {shape.num_tokens} tokens for {shape.num_reqs} requests, "
@@ -459,7 +534,9 @@ def _check_shape(shape: StepShape, path: Path, plan: Plan) -> None:
             remedy="Set speculative.num_speculative_tokens as it was where the traffic was "
             "recorded.",
         )
-    if shape.num_active_loras > (most and most + 1):
+    most = plan.max_loras or 0
+    counted = most + 1 if most else 0
+    if shape.num_active_loras > counted:
         raise TrafficError(
             f"{path}: a batch has {shape.num_active_loras} active LoRA adapters, the "
             f"configuration allows {most}",
@@ -467,60 +544,69 @@ def _check_shape(shape: StepShape, path: Path, plan: Plan) -> None:
         )
 
 
-def _trace(
-    rows: Iterable[tuple[str, Any]],
-    form: type[_RequestRow],
+def _requests(
+    rows: Iterable[tuple[str, _RequestRow]],
+    form: RequestForm[Any],
     path: Path,
     plan: Plan,
     notes: list[str],
 ) -> RequestTrace:
     requests: list[Request] = []
     brought: set[int] = set()  # blocks of earlier prompts
-    start, empty, failed, prompts, cached = math.nan, 0, 0, 0, 0
+    start = math.nan
+    empty = failed = prompts = cached = 0
     for where, row in rows:
         if row.adapter is not None and plan.max_loras is None:
             raise TrafficError(
                 f"{where}: the request uses an adapter, but the configuration has none",
                 remedy=_ADD_LORA,
             )
-        start = row.arrival if math.isnan(start) else start
+        arrival = row.arrival * form.microseconds
+        if math.isnan(start):
+            start = arrival
         prompt, generated = row.context_tokens, row.generated_tokens
         if not prompt:
             empty += 1
-        elif form.fails and not generated:
+            continue
+        if form.fails and not generated:
             failed += 1
-        else:
-            blocks = next(
-                (i for i, block in enumerate(row.hash_ids) if block not in brought),
-                len(row.hash_ids),
-            )
+            continue
+        held = row.cached_tokens
+        if row.hash_ids:
+            held = max(held, form.block * _known_blocks(row.hash_ids, brought))
             brought.update(row.hash_ids)
-            held = min(max(row.cached_tokens, blocks * form.block), prompt - 1)
-            prompts, cached = prompts + prompt, cached + held
-            adapter = NO_ADAPTER if row.adapter is None else row.adapter
-            requests.append(Request(row.arrival - start, prompt - held, generated, adapter))
+        held = min(held, prompt - 1)
+        prompts += prompt
+        cached += held
+        adapter = NO_ADAPTER if row.adapter is None else row.adapter
+        requests.append(Request(arrival - start, prompt - held, generated, adapter))
     if empty:
         notes.append(f"{empty} requests without a prompt were left out")
     if failed:
         notes.append(f"{failed} requests without output were left out: they failed")
     if cached:
-        how = (
-            f"an unbounded cache of blocks of {form.block} tokens, in the file's order"
-            if brought
-            else "by the file"
-        )
+        how = "by the file"
+        if brought:
+            how = f"an unbounded cache of blocks of {form.block} tokens, in the file's order"
         notes.append(
             f"{cached / prompts:.1%} of the prompts' {prompts:,} tokens were cached, so not "
             f"prefilled: {how}"
         )
     if not abs(start) > _CLOCK_US:
-        notes.extend(_unit_note(requests, form.unit))
-    return RequestTrace(
-        requests, f"{path.name}: {len(requests)} requests", tuple(notes), bool(cached)
-    )
+        notes += _unit_note(requests, is_in_milliseconds=form.microseconds == 1e3)
+    source = f"{path.name}: {len(requests)} requests"
+    return RequestTrace(requests, source, tuple(notes), bool(cached))
 
 
-def _unit_note(requests: Sequence[Request], unit: str) -> Iterator[str]:
+def _known_blocks(blocks: Sequence[int], brought: set[int]) -> int:
+    """How many of the first blocks of a prompt earlier ones have brought."""
+    for number, block in enumerate(blocks):
+        if block not in brought:
+            return number
+    return len(blocks)
+
+
+def _unit_note(requests: Sequence[Request], *, is_in_milliseconds: bool) -> Iterator[str]:
     """A note where arrivals in the other unit make a plausible load, and in this one do not: for a
     server or a fleet, 1 request an hour to 10,000 a second, and 50 tokens a second to 1 million.
     """
@@ -529,24 +615,30 @@ def _unit_note(requests: Sequence[Request], unit: str) -> Iterator[str]:
     if len(requests) < 8 or not span:
         return
     rate = (len(requests) - 1) / span * 1e6
-    tokens = sum(request.context_tokens + request.generated_tokens for request in requests) / len(
-        requests
+    total = 0
+    for request in requests:
+        total += request.context_tokens + request.generated_tokens
+    tokens = rate * total / len(requests)
+    unit, other, factor = "seconds", "milliseconds", 1000.0
+    if is_in_milliseconds:
+        unit, other, factor = other, unit, 0.001
+    if _is_plausible(rate, tokens) or not _is_plausible(rate * factor, tokens * factor):
+        return
+    yield (
+        f"timestamps were taken for {unit}: {rate:.3g} requests and {tokens:.3g} tokens a second. "
+        f"If they are {other}, it is {rate * factor:.3g} and {tokens * factor:.3g}: give "
+        f"--speedup {factor:g}"
     )
-    other, factor = ("milliseconds", 1000.0) if unit == "seconds" else ("seconds", 0.001)
-    taken, meant = (1 / 3600 <= r <= 1e4 and 50 <= r * tokens <= 1e6 for r in (rate, rate * factor))
-    if meant and not taken:
-        yield (
-            f"timestamps were taken for {unit}: {rate:.3g} requests and {rate * tokens:.3g} "
-            "tokens a second. If they "
-            f"are {other}, it is {rate * factor:.3g} and {rate * tokens * factor:.3g}: give "
-            f"--speedup {factor:g}"
-        )
 
 
-def _bench_requests(
-    rows: Iterable[tuple[str, _BenchRow]], notes: list[str]
+def _is_plausible(request_rate: float, token_rate: float) -> bool:
+    return 1 / 3600 <= request_rate <= 1e4 and 50 <= token_rate <= 1e6
+
+
+def _run_requests(
+    rows: Iterable[tuple[str, _RunRow]], notes: list[str]
 ) -> Iterator[tuple[str, _RequestRow]]:
-    """Requests of benchmark runs, one run after the other."""
+    """Requests of benchmark runs, one run after the other; arrivals in microseconds."""
     end, said = 0.0, dict[str, None]()
     for where, run in rows:
         number, rate = len(run.input_lens), run.request_rate
@@ -558,121 +650,82 @@ def _bench_requests(
             )
         if run.start_times:
             first = min(run.start_times)
-            times = [time - first for time in run.start_times]
+            times = [(time - first) * 1e6 for time in run.start_times]
         else:
-            if not (isinstance(rate, int | float) and _LEAST_RATE <= rate < math.inf):
-                rate = (
-                    run.request_throughput if rate == "trace" or run.max_concurrency else math.inf
-                )
-            times = [0.0] * number if rate == math.inf else _poisson(rate, number)
-            how = (
-                "all at once"
-                if rate == math.inf
-                else f"as a Poisson process of {rate:.4g} a second"
-            )
+            if not isinstance(rate, int | float) or not _LEAST_RATE <= rate < math.inf:
+                is_paced = rate == "trace" or run.max_concurrency
+                rate = run.request_throughput if is_paced else math.inf
+            times, how = [0.0] * number, "all at once"
+            if rate != math.inf:
+                times = _poisson(rate, number)
+                how = f"as a Poisson process of {rate:.4g} a second"
             said[f"the benchmark has no start_times: requests come {how}"] = None
         for time, prompt, generated in zip(times, run.input_lens, run.output_lens, strict=True):
             yield (
                 where,
-                _RequestRow(arrival=end + time, context_tokens=prompt, generated_tokens=generated),
+                _RequestRow(
+                    arrival=end + time,
+                    context_tokens=prompt,
+                    generated_tokens=generated,
+                ),
             )
         end += max(times, default=0.0)
     notes.extend(said)
 
 
 def _conversations(
-    text: str, path: Path, rate: float | None, notes: list[str]
-) -> Iterator[tuple[str, _RequestRow]]:
+    text: str,
+    path: Path,
+    plan: Plan,
+    request_rate: float | None,
+) -> RequestTrace:
     """The first two messages of each conversation, as vLLM's and SGLang's benchmarks take them."""
-    if rate is None or not 0 < rate < math.inf:
-        remedy = (
-            "Give the configuration a whole `traffic` section: traffic.request_rate, requests a "
-            "second, is taken."
+    if request_rate is None or not 0 < request_rate < math.inf:
+        raise TrafficError(
+            f"{path}: conversations have no times",
+            remedy="Give the configuration a whole `traffic` section: traffic.request_rate, "
+            "requests a second, is taken.",
         )
-        raise TrafficError(f"{path}: conversations have no times", remedy=remedy)
-    notes.append(
-        f"lengths are of the first two messages, 4 characters a token; Poisson arrivals, {rate:g} "
-        "a second"
-    )
     try:
         entries = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise TrafficError(
             f"{path}: not JSON: {error}", remedy="Give the file as it was published."
         ) from None
-    for number, (entry, arrival) in enumerate(
-        zip(entries, _poisson(rate, len(entries)), strict=True)
-    ):
-        where = f"{path}: conversation {number}"
-        places = SHAREGPT.match(list(entry) if isinstance(entry, dict) else [], where)
-        talk = SHAREGPT.read({name: entry[name] for _, name in places}, where).conversations
-        if len(talk) >= 2:
-            prompt, answer = (math.ceil(len(turn.value) / 4) for turn in talk[:2])
-            yield (
-                where,
-                _RequestRow(arrival=arrival, context_tokens=prompt, generated_tokens=answer),
+    raw: list[RawRow] = []
+    for number, entry in enumerate(entries):
+        given = entry if isinstance(entry, dict) else {}
+        raw.append((f"{path}: conversation {number}", tuple(given), list(given.values())))
+    requests = []
+    arrivals = _poisson(request_rate, len(raw))
+    for (where, row), arrival in zip(SHAREGPT.read(raw), arrivals, strict=True):
+        if len(row.conversations) >= 2:
+            prompt, answer = (math.ceil(len(turn.value) / 4) for turn in row.conversations[:2])
+            requests.append(
+                (
+                    where,
+                    _RequestRow(
+                        arrival=arrival,
+                        context_tokens=prompt,
+                        generated_tokens=answer,
+                    ),
+                )
             )
-
-
-def log_traffic(text: str, path: Path, plan: Plan) -> Traffic:
-    """Traffic from all tables of a log.
-
-    vLLM empties its counts after each table (``CUDAGraphLogging.log`` in
-    vllm/compilation/cuda_graph.py), so the tables are added up. A row does not say whether its
-    batch was uniform decode. Where the server's mode keeps FULL graphs for uniform decode
-    (FULL_DECODE_ONLY, FULL_AND_PIECEWISE), batches that ran FULL were uniform, and others were not,
-    up to the largest capture size. Elsewhere a batch is taken to be uniform if it could be.
-
-    Args:
-        text, path: The log; ``path`` names it in messages.
-        plan: Informs the guesses.
-
-    Raises:
-        TrafficError: a row is cut off, or holds something else than numbers and a runtime mode.
-    """
-    steps = StepCounts(plan)
-    # of the server, as its largest size; None where the log does not tell it
-    mode: CUDAGraphMode | None = None
-    tables = largest = told = odd = 0
-    for number, line in enumerate(map(str.rstrip, text.split("\n")), start=1):
-        if _HEADER.search(line):
-            tables += 1
-        elif found := _MODE.search(line):
-            mode = CUDAGraphMode.__members__.get(found[1])
-        elif found := _SIZES.search(line):
-            largest = max(map(int, re.findall(r"\d+", found[1])), default=0)
-        # not the rule below the header
-        elif tables and (found := _ROW.search(line)) and found[1].strip("|- "):
-            row, uniform = _log_row(found[1], f"{path}:{number}"), None
-            if mode is not None and mode.separate_routine():
-                if row.ran_as is CUDAGraphMode.FULL:
-                    uniform = row.num_tokens % plan.query_len == 0
-                    odd += 0 if uniform else row.count
-                elif row.num_tokens <= largest:
-                    uniform = False
-            told += row.count * (uniform is not None)
-            steps.add(row.num_tokens, row.count, uniform=uniform)
-    notes = (
-        [f"{tables} tables were added up; vLLM empties its counts after each"] if tables > 1 else []
+    note = (
+        "lengths are of the first two messages, 4 characters a token; Poisson arrivals, "
+        f"{request_rate:g} a second"
     )
-    if told:
-        notes.append(f"the runtime mode tells uniform decode from mixed batches for {told} steps")
-    if odd:
-        notes.append(
-            f"{odd} steps ran as uniform decode with a number of tokens that is no multiple of "
-            "the query length "
-            f"{plan.query_len}, and count as mixed; is speculative.num_speculative_tokens that of "
-            "the server?"
-        )
-    return Traffic.of(steps.counts, f"{path.name}: vLLM log", [*notes, *steps.notes()])
+    return _requests(requests, SHAREGPT, path, plan, [note])
 
 
-def _log_row(text: str, where: str) -> _LogRow:
-    cells = [cell.strip() for cell in text.removesuffix("|").split("|")]
-    if len(cells) != len(COLUMNS) or not text.endswith("|"):
-        raise TrafficError(
-            f"{where}: {len(cells)} cells where the table has {len(COLUMNS)} columns",
-            remedy="The line may have been cut off, or two processes wrote into it; correct or "
-            "remove it.",
-        )
-    return VLLM_LOG.read(dict(zip(COLUMNS, cells, strict=True)), where)
+def _poisson(
+    request_rate: float,
+    number: int,
+    rng: np.random.Generator | None = None,
+) -> list[float]:
+    """Arrivals of a Poisson process, in microseconds."""
+    # it takes longer to import than all of planning, which most commands do without
+    import numpy as np
+
+    times = (rng or np.random.default_rng(0)).exponential(1e6 / request_rate, number)
+    return list(map(float, np.cumsum(times)))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from operator import itemgetter
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from pydantic import ValidationError
@@ -66,8 +66,10 @@ class Traffic(Record):
                 (no token, or fewer tokens than requests).
         """
         total: dict[StepShape, float] = {}
-        for shape, count in counts.items() if isinstance(counts, Mapping) else counts:
-            if not (0 <= count < math.inf and 1 <= shape.num_reqs <= shape.num_tokens):
+        pairs = counts.items() if isinstance(counts, Mapping) else counts
+        for shape, count in pairs:
+            can_be = 1 <= shape.num_reqs <= shape.num_tokens
+            if not can_be or not 0 <= count < math.inf:
                 raise TrafficError(
                     f"{source}: {count} batches of {shape.num_tokens} tokens and {shape.num_reqs} "
                     "requests cannot be",
@@ -82,7 +84,12 @@ class Traffic(Record):
                 remedy="Give traffic with a batch in it.",
             )
         histogram = tuple(sorted(total.items()))
-        return cls(histogram=histogram, source=source, notes=tuple(notes), warnings=tuple(warnings))
+        return cls(
+            histogram=histogram,
+            source=source,
+            notes=tuple(notes),
+            warnings=tuple(warnings),
+        )
 
     @classmethod
     def from_json(cls, text: str) -> Traffic:
@@ -104,12 +111,14 @@ class Traffic(Record):
         # it takes longer to import than all of planning, which most commands do without
         import numpy as np
 
-        return np.array([(*shape, weight) for shape, weight in self.histogram], dtype=np.float64).T
+        rows = [(*shape, weight) for shape, weight in self.histogram]
+        return np.array(rows, dtype=np.float64).T
 
     @cached_property
     def total(self) -> float:
         """Sum of all weights: the number of steps, where weights are counts."""
-        return sum(weight for _, weight in self.histogram)
+        weights: Iterable[float] = map(itemgetter(1), self.histogram)
+        return sum(weights)
 
     @classmethod
     def mixed(cls, parts: Sequence[tuple[Traffic, float]]) -> Traffic:
@@ -118,20 +127,21 @@ class Traffic(Record):
         """
         if len(parts) == 1:
             return parts[0][0]
-        totals = [part.total for part, _ in parts]
-        share = sum(totals) / sum(weight for _, weight in parts)
-        counts = [
-            (shape, count * weight * share / total)
-            for (part, weight), total in zip(parts, totals, strict=True)
-            for shape, count in part.histogram
-        ]
-        notes, warnings = (
-            dict.fromkeys(text for part, _ in parts for text in getattr(part, name))
-            for name in ("notes", "warnings")
-        )
-        made = cls.of(
-            counts, " and ".join(part.source for part, _ in parts), notes, tuple(warnings)
-        )
+        steps, weights = 0.0, 0.0
+        for part, weight in parts:
+            steps += part.total
+            weights += weight
+        share = steps / weights
+        counts: list[tuple[StepShape, float]] = []
+        notes: dict[str, None] = {}
+        warnings: dict[str, None] = {}
+        for part, weight in parts:
+            for shape, count in part.histogram:
+                counts.append((shape, count * weight * share / part.total))
+            notes |= dict.fromkeys(part.notes)
+            warnings |= dict.fromkeys(part.warnings)
+        source = " and ".join(part.source for part, _ in parts)
+        made = cls.of(counts, source, notes, warnings)
         return made.model_copy(update={"apart": parts[0][0].apart})
 
     def unseen(self, plan: Plan) -> Traffic:
@@ -139,12 +149,14 @@ class Traffic(Record):
         ``max_num_seqs`` requests of the plan, in as many steps of each kind (uniform decode or
         mixed, LoRA case) as there are here.
         """
-        shares: Counter[tuple[bool, int]] = Counter()
+        shares: dict[tuple[bool, int], float] = {}
         for shape, weight in self.histogram:
-            shares[shape.uniform, shape.num_active_loras] += weight  # type: ignore[assignment]
-        q, counts = plan.query_len, dict[StepShape, float]()
+            kind = shape.uniform, shape.num_active_loras
+            shares[kind] = shares.get(kind, 0.0) + weight
+        q = plan.query_len
         most = max(min(plan.max_num_seqs, plan.max_num_batched_tokens // q), 1)
         harmonic = sum(1 / reqs for reqs in range(1, most + 1))
+        counts: dict[StepShape, float] = {}
         for (uniform, loras), weight in shares.items():
             for reqs in range(1, most + 1):
                 counts[StepShape(q * reqs, reqs, uniform, loras)] = weight / reqs / harmonic
@@ -178,18 +190,18 @@ class StepCounts:
         """Count steps; fields that are None are guessed."""
         q, most = self._query_len, self._max_num_seqs
         if uniform is None:
-            uniform = (
-                num_tokens == q * num_reqs
-                if num_reqs
-                else num_tokens % q == 0 and num_tokens <= q * most
-            )
+            if num_reqs:
+                uniform = num_tokens == q * num_reqs
+            else:
+                uniform = num_tokens % q == 0 and num_tokens <= q * most
             self._steps += count
             self._tokens += count * num_tokens
             self._uniform += count * uniform
         if num_reqs is None:
             num_reqs = max(num_tokens // q, 1) if uniform else min(num_tokens, most)
             self._without_reqs = True
-        self._without_loras |= num_active_loras is None
+        if num_active_loras is None:
+            self._without_loras = True
         shape = StepShape(num_tokens, num_reqs, uniform, num_active_loras or 0)
         self.counts[shape] = self.counts.get(shape, 0) + count
 
@@ -200,16 +212,13 @@ class StepCounts:
         if self._steps:
             yield (
                 f"uniform decode was guessed for {self._steps:,} steps with {self._tokens:,} "
-                "tokens: a batch counts as "
-                "uniform if its tokens are a multiple of the query length, for at most "
-                "max_num_seqs requests; "
-                f"{self._uniform:,} of these steps do"
+                "tokens: a batch counts as uniform if its tokens are a multiple of the query "
+                f"length, for at most max_num_seqs requests; {self._uniform:,} of these steps do"
             )
         if self._without_reqs:
             yield (
                 "requests of a batch were guessed: tokens / query length of a uniform one, else "
-                "one for each token, "
-                "at most max_num_seqs"
+                "one for each token, at most max_num_seqs"
             )
         if self._without_loras:
             yield "the source names no LoRA adapters: batches count as using none"

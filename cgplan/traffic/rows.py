@@ -7,13 +7,13 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Generic, TypeVar
 
-from pydantic import BeforeValidator, Field, ValidationError, create_model
+from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError, create_model
 
 from cgplan.errors import CgplanError, ConfigError, TrafficError, did_you_mean
 from cgplan.modes import RUNTIME_MODES, CUDAGraphMode
@@ -21,12 +21,16 @@ from cgplan.planning.costs import Record
 from cgplan.traffic.histogram import MOST_BATCHED_TOKENS
 
 R = TypeVar("R", bound=Record)
+# Where a row stands, names of the columns, values.
+RawRow = tuple[str, tuple[str, ...], Sequence[Any]]
 
 
 def _runtime_mode(value: object) -> CUDAGraphMode:
     name = str(value).rpartition(".")[2]  # CUDAGraphMode.FULL, as logs may have it
+    if name.lower() == "eager":
+        return CUDAGraphMode.NONE
     try:
-        mode = CUDAGraphMode.NONE if name.lower() == "eager" else CUDAGraphMode.parse(name)
+        mode = CUDAGraphMode.parse(name)
     except ConfigError:
         mode = None
     if mode not in RUNTIME_MODES:
@@ -39,197 +43,247 @@ Size = Annotated[int, Field(ge=1, le=MOST_BATCHED_TOKENS)]
 RuntimeMode = Annotated[CUDAGraphMode, BeforeValidator(_runtime_mode)]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Form(Generic[R]):
     """A form that a file of rows may have.
 
     Attributes:
         name: In words.
-        row: The type of its rows: a field is a column, its alias the column's name in files.
+        row: The type of its rows; each field is a column.
+        names: The names of columns in files, by field; absent: the name of the field.
         error: Raised for files that break the form.
         remedy: Of errors about the columns; absent: their names.
+        row_remedy: Of errors about a cell.
         unused: Columns that such files have and nothing here needs; None: any others.
     """
 
     name: str
     row: type[R]
+    names: Mapping[str, str] = field(default_factory=dict)
     error: type[CgplanError] = TrafficError
     remedy: str = ""
+    row_remedy: str = "Correct that row."
     unused: tuple[str, ...] | None = ()
 
     @cached_property
-    def columns(self) -> dict[str, bool]:
-        """Names of the columns, and whether each is required."""
-        return {
-            field.alias or name: field.is_required()
-            for name, field in self.row.model_fields.items()
-        }
+    def columns(self) -> dict[str, str]:
+        """The field of each column, by the column's name in files."""
+        found = {}
+        for own in self.row.model_fields:
+            found[self.names.get(own, own)] = own
+        return found
+
+    @cached_property
+    def required(self) -> list[str]:
+        """Names of the columns that each row has."""
+        found = []
+        for column, own in self.columns.items():
+            if self.row.model_fields[own].is_required():
+                found.append(column)
+        return found
 
     @property
     def described(self) -> str:
         """Its columns in words."""
-        required, optional = (
-            ", ".join(n for n, r in self.columns.items() if r == wanted) for wanted in (True, False)
-        )
-        return f"{self.name} has {required}" + (f", and may have {optional}" if optional else "")
+        text = f"{self.name} has {', '.join(self.required)}"
+        optional = [*self.columns]
+        for name in self.required:
+            optional.remove(name)
+        if optional:
+            text = f"{text}, and may have {', '.join(optional)}"
+        return text
 
-    def read(self, cells: Mapping[str, Any], where: str) -> R:
-        """The typed row; blank cells of optional columns are absent. Raises ``error`` for a cell
-        that cannot be.
+    def read_text(self, text: str, path: str | Path) -> list[tuple[str, R]]:
+        """``read`` for the text of a file."""
+        return self.read(raw_rows(text, path, self.error))
+
+    def read(
+        self,
+        rows: Iterable[RawRow],
+        ignored: dict[str, None] | None = None,
+    ) -> list[tuple[str, R]]:
+        """(where it stands, typed row) of each row; ``ignored`` as in ``match``. Blank cells of
+        optional columns are absent.
+
+        Raises:
+            error: an unknown, missing or repeated column, or a cell that cannot be.
         """
-        given = {
-            name: cell
-            for name, cell in cells.items()
-            if self.columns[name] or cell not in (None, "")
-        }
+        matched: dict[tuple[str, ...], dict[str, int]] = {}
+        places: list[str] = []
+        cells: list[dict[str, Any]] = []
+        for where, names, values in rows:
+            if names not in matched:
+                matched[names] = self.match(names, where, ignored)
+            if values == names:  # a header
+                continue
+            row = {}
+            for column, place in matched[names].items():
+                cell = values[place]
+                if cell not in (None, "") or column in self.required:
+                    row[self.columns[column]] = cell
+            places.append(where)
+            cells.append(row)
+        reader = TypeAdapter(list[self.row])  # type: ignore[name-defined]
         try:
-            return self.row.model_validate(given)
-        except ValidationError as error:
-            wrong = error.errors()[0]
+            found = reader.validate_python(cells)
+        except ValidationError as failure:
+            wrong = failure.errors()[0]
+            index, own, *_ = wrong["loc"]
+            where = places[int(index)]
+            column = self.names.get(str(own), str(own))
             problem = wrong["msg"].removeprefix("Value error, ")
             raise self.error(
-                f"{where}: {wrong['loc'][0]} is {short(wrong['input'])}: {problem}",
-                remedy="Correct that row.",
+                f"{where}: {column} is {short(wrong['input'])}: {problem}",
+                remedy=self.row_remedy,
             ) from None
+        return list(zip(places, found, strict=True))
 
     def match(
-        self, names: Sequence[str], where: str, ignored: dict[str, None] | None = None
-    ) -> list[tuple[int, str]]:
-        """Places and names, as the form writes them, of its columns among names in any case.
+        self,
+        names: Sequence[str],
+        where: str,
+        ignored: dict[str, None] | None = None,
+    ) -> dict[str, int]:
+        """The place of each of its columns among names in any case.
 
         Names that it does not know are added to ``ignored``. Raises ``error`` for repeated and
         missing columns, and for an unknown name without ``ignored``, beside a missing column, or
         near the name of a column that is not given.
         """
-        known, remedy = (
-            {column.lower(): column for column in self.columns},
-            self.remedy or f"{self.described}.",
-        )
+        absent = {column.lower(): column for column in self.columns}
         found: dict[str, int] = {}
         unknown: list[str] = []
-        for place, name in enumerate(names):
-            column = known.get(name.strip().lower())
-            if column in found:
-                raise self.error(
-                    f"{where}: column {column!r} stands twice", remedy="Keep one of them."
-                )
+        for place, given in enumerate(names):
+            name = given.strip()
+            column = absent.pop(name.lower(), None)
             if column is not None:
                 found[column] = place
-            elif self.unused is not None and name.strip() not in self.unused:
+            elif name.lower() in map(str.lower, found):
+                raise self.error(
+                    f"{where}: column {name!r} stands twice", remedy="Keep one of them."
+                )
+            elif self.unused is not None and name not in self.unused:
                 unknown.append(name)
-        missing = [
-            column for column, required in self.columns.items() if required and column not in found
-        ]
+        missing = [column for column in self.required if column not in found]
+        remedy = self.remedy or f"{self.described}."
         for name in unknown:
-            absent = [column.lower() for column in self.columns if column not in found]
-            hint = did_you_mean(name.strip().lower(), absent, " (did you mean {!r}?)")
+            hint = did_you_mean(name.lower(), absent, " (did you mean {!r}?)")
             if ignored is None or missing or hint:
                 raise self.error(f"{where}: unknown column {short(name)}{hint}", remedy=remedy)
-            ignored[name.strip()] = None
+            ignored[name] = None
         if missing:
             raise self.error(f"{where}: column {missing[0]!r} is missing", remedy=remedy)
-        return [(place, column) for column, place in found.items()]
+        return found
 
 
-def first_line(text: str) -> tuple[int, str, str]:
-    """Number and text of the first line that is not blank, and what separates its columns: a comma,
-    or else a tab, a semicolon or a bar; (1, "", ",") for a blank text.
+def raw_rows(
+    text: str,
+    path: str | Path,
+    error: type[CgplanError],
+) -> Iterator[RawRow]:
+    """The rows of JSON lines, of one JSON object, or of CSV, whose header comes first with its
+    names for values. Raises ``error`` for other text, and for too few or too many fields.
     """
-    lines = enumerate(text.split("\n"), start=1)
-    number, line = next(((number, line) for number, line in lines if line.strip()), (1, ""))
-    return number, line, next((separator for separator in ",\t;|" if separator in line), ",")
-
-
-def csv_rows(
-    text: str, path: Path, form: Form[R], ignored: dict[str, None] | None = None
-) -> Iterator[tuple[str, R]]:
-    """(``file:line``, typed row) of each row; ``ignored`` as in ``Form.match``.
-
-    Raises:
-        form.error: an unknown, missing or repeated column, too few or too many fields, a cell that
-            cannot be, no CSV.
-    """
-    reader = csv.reader(
-        io.StringIO(text, newline=""), delimiter=first_line(text)[2], skipinitialspace=True
-    )
-    columns, width = list[tuple[int, str]](), 0
-    try:
-        for fields in reader:
-            where = f"{path}:{reader.line_num}"
-            if not any(field.strip() for field in fields):
-                continue
-            if not columns:
-                columns, width = form.match(fields, where, ignored), len(fields)
-                continue
-            if len(fields) != width:
-                raise form.error(
-                    f"{where}: {len(fields)} fields, but the header has {width}",
-                    remedy="Give each row one value for each column; the file may have been cut "
-                    "off there.",
-                )
-            yield (
-                where,
-                form.read({column: fields[place].strip() for place, column in columns}, where),
-            )
-    except csv.Error as error:
-        raise form.error(
-            f"{path}:{reader.line_num}: not CSV: {error}", remedy="Correct that line."
-        ) from None
-
-
-def jsonl_rows(
-    text: str, path: Path, form: Form[R], ignored: dict[str, None] | None = None
-) -> Iterator[tuple[str, R]]:
-    """The same of JSON lines."""
-    matched: dict[tuple[str, ...], list[tuple[int, str]]] = {}
-    for number, line in enumerate(text.split("\n"), start=1):
-        where = f"{path}:{number}"
-        if line.strip():
-            row = json_object(line, where)
-            if (names := tuple(row)) not in matched:
-                matched[names] = form.match(names, where, ignored)
-            values = list(row.values())
-            yield (
-                where,
-                form.read({column: values[place] for place, column in matched[names]}, where),
-            )
+    if text.lstrip().startswith("{"):
+        return _json_rows(text, path, error)
+    return _csv_rows(text, path, error)
 
 
 def sized_rows(
-    text: str, path: Path, names: Sequence[str], error: type[CgplanError], figure: str, kind: Any
+    text: str,
+    path: Path,
+    names: Sequence[str],
+    error: type[CgplanError],
+    figure: str,
+    kind: Any,
 ) -> Iterator[tuple[tuple[int, ...], Any]]:
     """Sizes and a figure of each row: a column for each of ``names``, and the figure's, of
     pydantic's ``kind``.
     """
-    fields: dict[str, Any] = {
-        f"size_{i}": (Size, Field(alias=name)) for i, name in enumerate(names)
-    }
-    form: Form[Any] = Form(
-        f"a table of {figure}",
-        create_model("_Row", __base__=Record, **fields, **{figure: kind}),
-        error,
-    )
-    for _, found in (jsonl_rows if text.lstrip().startswith("{") else csv_rows)(text, path, form):
+    named = {f"size_{i}": name for i, name in enumerate(names)}
+    fields: dict[str, Any] = dict.fromkeys(named, (Size, ...))
+    fields[figure] = kind
+    row = create_model("_Row", __base__=Record, **fields)
+    form: Form[Any] = Form(f"a table of {figure}", row, named, error)
+    for _, found in form.read_text(text, path):
         *sizes, value = dict(found).values()
         yield tuple(sizes), value
 
 
-def json_object(text: str, where: str) -> dict[str, Any]:
-    """One JSON object. Raises TrafficError."""
+def first_line(text: str) -> tuple[int, str]:
+    """Number and text of the first line that is not blank; (1, "") for a blank text."""
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            return number, line
+    return 1, ""
+
+
+def whole_object(text: str) -> dict[str, Any] | None:
+    """The text as one JSON object, None if it is not one."""
     try:
-        row = json.loads(text)
-    except (ValueError, RecursionError) as error:  # ValueError: a number with too many digits, too
-        raise TrafficError(
-            f"{where}: not JSON: {error}", remedy="Give one JSON object a line."
-        ) from None
-    if not isinstance(row, dict):
-        raise TrafficError(
-            f"{where}: {short(row)} is not an object", remedy="Give one JSON object a line."
-        )
-    return row
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def short(value: object) -> str:
     """A value as a message shows it, cut after 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _csv_rows(
+    text: str,
+    path: str | Path,
+    error: type[CgplanError],
+) -> Iterator[RawRow]:
+    header = first_line(text)[1]
+    separators = [separator for separator in ",\t;|" if separator in header]
+    reader = csv.reader(
+        io.StringIO(text, newline=""),
+        delimiter=separators[0] if separators else ",",
+        skipinitialspace=True,
+    )
+    names: tuple[str, ...] = ()
+    try:
+        for fields in reader:
+            values = tuple(map(str.strip, fields))
+            if not any(values):
+                continue
+            names = names or values
+            where = f"{path}:{reader.line_num}"
+            if len(values) != len(names):
+                raise error(
+                    f"{where}: {len(values)} fields, but the header has {len(names)}",
+                    remedy="Give each row one value for each column; the file may have been cut "
+                    "off there.",
+                )
+            yield where, names, values
+    except csv.Error as failure:
+        raise error(
+            f"{path}:{reader.line_num}: not CSV: {failure}", remedy="Correct that line."
+        ) from None
+
+
+def _json_rows(
+    text: str,
+    path: str | Path,
+    error: type[CgplanError],
+) -> Iterator[RawRow]:
+    document = whole_object(text)
+    if document is not None:  # perhaps over several lines
+        yield f"{path}:{first_line(text)[0]}", tuple(document), list(document.values())
+        return
+    remedy = "Give one JSON object a line."
+    for number, line in enumerate(text.split("\n"), start=1):
+        where = f"{path}:{number}"
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as failure:  # ValueError: too many digits, too
+            raise error(f"{where}: not JSON: {failure}", remedy=remedy) from None
+        if not isinstance(row, dict):
+            raise error(f"{where}: {short(row)} is not an object", remedy=remedy)
+        yield where, tuple(row), list(row.values())

@@ -7,9 +7,10 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from cgplan.errors import TrafficError
@@ -59,9 +60,10 @@ class RequestTrace(NamedTuple):
             )
         if speedup == 1:
             return self
-        requests = [
-            request._replace(arrival_us=request.arrival_us / speedup) for request in self.requests
-        ]
+        requests = []
+        for request in self.requests:
+            arrival = request.arrival_us / speedup
+            requests.append(request._replace(arrival_us=arrival))
         return self._replace(
             requests=requests, source=f"{self.source}, {speedup:g} times as fast as recorded"
         )
@@ -76,10 +78,14 @@ class RequestTrace(NamedTuple):
             )
         if replicas == 1:
             return self
-        requests = sorted(self.requests, key=lambda request: request.arrival_us)[::replicas]
+        by_arrival = sorted(self.requests, key=attrgetter("arrival_us"))
         notes = ("prefix caches are those of one server: replicas hit less",) if self.cached else ()
         source = f"{self.source}, for 1 of {replicas} replicas"
-        return self._replace(requests=requests, source=source, notes=(*self.notes, *notes))
+        return self._replace(
+            requests=by_arrival[::replicas],
+            source=source,
+            notes=(*self.notes, *notes),
+        )
 
 
 @dataclass(frozen=True)
@@ -106,16 +112,19 @@ class SchedulerBounds:
 
     @classmethod
     def of(
-        cls, plan: Plan, accepted_tokens: float | None = None, mixes: bool = True
+        cls,
+        plan: Plan,
+        accepted_tokens: float | None = None,
+        mixes: bool = True,
     ) -> SchedulerBounds:
         """The bounds of a plan's batches."""
-        bounds = plan.max_num_seqs, plan.max_num_batched_tokens, plan.query_len, plan.max_loras
-        return cls(*bounds, accepted_tokens, mixes)
-
-    def decode_steps(self, request: Request) -> int:
-        """Steps that a request takes after its prefill, which yields its first token."""
-        return math.ceil(
-            max(request.generated_tokens - 1, 0) / (self.accepted_tokens or self.query_len)
+        return cls(
+            plan.max_num_seqs,
+            plan.max_num_batched_tokens,
+            plan.query_len,
+            plan.max_loras,
+            accepted_tokens,
+            mixes,
         )
 
 
@@ -136,9 +145,8 @@ def simulate(trace: RequestTrace, bounds: SchedulerBounds, step_time: StepTime) 
     waits that may run, a step prefills, and ``max_num_batched_tokens`` is its
     --chunked-prefill-size. Else it decodes all running requests.
 
-    Assumptions: no limit on the KV cache, so no preemption; prompts are prefilled but for what the
-        trace takes for
-    cached; one engine; nothing is cancelled;
+    Assumptions: the KV cache has no limit, so nothing is preempted; prompts are prefilled but for
+    the tokens that the trace takes for cached; there is one engine; nothing is cancelled;
     speculation advances each request evenly, by ``accepted_tokens`` a step; a step lasts
     ``step_time`` and the next one begins at once. The server starts empty and runs until the last
     request is done. Time without requests has no steps.
@@ -167,72 +175,62 @@ def simulate(trace: RequestTrace, bounds: SchedulerBounds, step_time: StepTime) 
             f"{trace.source}: there is no request with a prompt",
             remedy="Give at least one request.",
         )
-    arriving = ((round(request.arrival_us * 1000), request) for request in trace.requests)
-    pending = deque(sorted(arriving, key=lambda timed: timed[0]))
-
-    @cache
-    def nanoseconds(shape: StepShape) -> int:
-        return max(1, round(step_time(shape) * 1000))
-
-    server, first, last = _Server(bounds), pending[0][0], pending[-1][0]
-    now, busy, counts = first, 0, Counter[StepShape]()
-    # when the queue was last empty, arrivals till then, its length at the end
-    drained, before, queue = first, 0, -1
+    server = _Server(bounds, trace.requests)
+    lengths: dict[StepShape, int] = {}  # in nanoseconds
+    counts: Counter[StepShape] = Counter()
+    now, busy = server.first_arrival, 0
     while True:
-        while pending and pending[0][0] <= now:
-            server.arrive(*pending.popleft())
-        if queue < 0 and not pending:
-            queue = sum(map(len, server.waiting.values()))
+        if server.next_arrival <= now:
+            server.arrive(now)
         shape = server.next_step(now)
-        if pending and not server.waiting:
-            drained, before = now, server.arrived
         if shape is None:
-            if not pending:
+            if not server.pending:
                 break
-            now = pending[0][0]
+            now = server.pending[0].time
             continue
-        length, repeats = nanoseconds(shape), server.equal_steps
+        if shape not in lengths:
+            lengths[shape] = max(1, round(step_time(shape) * 1000))
+        length, repeats = lengths[shape], server.equal_steps
         # the first step that begins at or after the next arrival is another one
-        if server.admits and pending:
-            repeats = min(repeats, -((now - pending[0][0]) // length))
+        if server.admits and server.pending:
+            until = server.pending[0].time - now
+            repeats = min(repeats, -(-until // length))
         counts[shape] += repeats
         now += repeats * length
         busy += repeats * length
         server.advance(repeats)
-    said = [
+    apart = "" if bounds.mixes else " apart from decode, prefill first"
+    other = "other " if trace.cached else ""
+    notes = [
         *trace.notes,
-        f"simulated {len(trace.requests)} requests through continuous batching with chunked prefill"
-        f"{'' if bounds.mixes else ' apart from decode, prefill first'}, at most "
-        f"{bounds.max_num_seqs} requests and "
+        f"simulated {len(trace.requests)} requests through continuous batching with chunked "
+        f"prefill{apart}, at most {bounds.max_num_seqs} requests and "
         f"{bounds.max_num_batched_tokens} tokens a step; no KV cache limit, preemption or "
-        f"{'other ' if trace.cached else ''}prefix cache",
-        f"the server is busy {busy / max(now - first, 1):.0%} of the time; a request waits "
-        f"{server.longest_wait / 1e9:.3g} s at most",
+        f"{other}prefix cache",
+        f"the server is busy {busy / max(now - server.first_arrival, 1):.0%} of the time; a "
+        f"request waits {server.longest_wait / 1e9:.3g} s at most",
     ]
     if bounds.query_len > 1:
         accepted = bounds.accepted_tokens or bounds.query_len
-        said.append(
+        notes.append(
             f"a decode step advances each request by {accepted:g} of {bounds.query_len} tokens"
         )
-    lasted, came, wait = last - drained, server.arrived - before, server.last_admission - last
-    warnings = []
-    if (
-        lasted > (last - first) / 2
-        and queue > max(came / 20, 3 * math.sqrt(came))
-        and came * wait > lasted * queue
-    ):
-        load = came / lasted * wait / queue
-        warnings.append(
-            f"overload: requests come {load:.2f} times as fast as this server serves them; "
-            f"{queue:,} of {came:,} wait "
-            f"when the last one comes; {math.ceil(load)} replicas would do. This plan is for full "
-            "batches alone"
-        )
-    return Traffic.of(dict(counts), trace.source, said, warnings)
+    return Traffic.of(counts, trace.source, notes, server.overload())
+
+
+class _Timed(NamedTuple):
+    time: int  # nanoseconds
+    request: Request
+
+
+class _Waiting(NamedTuple):
+    number: int
+    time: int
+    request: Request
 
 
 class _Server:
-    """Requests that wait and run.
+    """Requests that come, wait and run.
 
     Running requests, in order of admission: those that decode, then at most one whose prefill is
     under way: it took all the tokens that were left. Where decoding requests alone want more tokens
@@ -240,19 +238,35 @@ class _Server:
     is done lets the next one in.
     """
 
-    def __init__(self, bounds: SchedulerBounds) -> None:
+    def __init__(self, bounds: SchedulerBounds, requests: Sequence[Request]) -> None:
         self.bounds = bounds
+        self.tokens_a_step = bounds.accepted_tokens or bounds.query_len
         places = -(-bounds.max_num_batched_tokens // bounds.query_len)
         self.places = places if bounds.mixes else bounds.max_num_seqs
-        # by adapter: number, arrival, request
-        self.waiting: dict[int, deque[tuple[int, int, Request]]] = {}
-        self.arrived = self.running = self.steps = self.longest_wait = self.last_admission = 0
+        timed = []
+        for request in requests:
+            timed.append(_Timed(round(request.arrival_us * 1000), request))
+        timed.sort(key=attrgetter("time"))
+        self.pending = deque(timed)
+        self.first_arrival = timed[0].time
+        self.last_arrival = timed[-1].time
+        self.next_arrival: float = self.first_arrival  # infinite after the last one
+        self.waiting: dict[int, deque[_Waiting]] = {}  # by adapter
+        self.arrived = 0
+        self.running = 0
+        self.steps = 0
         # a heap of those served: the last step of each, its adapter
         self.decoding: list[tuple[int, int]] = []
         self.standby: deque[Request] = deque()
         # and the tokens that are left of its prompt
         self.prefill: tuple[Request, int] | None = None
         self.adapters: Counter[int] = Counter()  # of those that decode and are served
+        # Of the queue:
+        self.longest_wait = 0
+        self.last_admission = 0
+        self.last_empty = self.first_arrival
+        self.arrived_before = 0  # until then
+        self.length = 0  # at the last arrival
         # Of the step that next_step scheduled:
         self.equal_steps = 0  # it and those after it that are equal, if nothing arrives
         self.admits = False  # whether a request that arrives could change the next of them
@@ -260,22 +274,35 @@ class _Server:
         self.finishing: list[Request] = []  # requests whose prefill ends with it
         self.chunk = 0  # prompt tokens of the request whose prefill goes on after it
 
-    def arrive(self, time: int, request: Request) -> None:
-        self.waiting.setdefault(request.adapter, deque()).append((self.arrived, time, request))
-        self.arrived += 1
+    def arrive(self, now: int) -> None:
+        """Let requests wait that came until now (nanoseconds)."""
+        while self.next_arrival <= now:
+            time, request = self.pending.popleft()
+            queue = self.waiting.setdefault(request.adapter, deque())
+            queue.append(_Waiting(self.arrived, time, request))
+            self.arrived += 1
+            self.next_arrival = self.pending[0].time if self.pending else math.inf
+        if not self.pending:
+            self.length = sum(map(len, self.waiting.values()))
 
     def next_step(self, now: int) -> StepShape | None:
-        """Schedule a step that begins now (nanoseconds), and admit requests to it; None if there is
-        nothing to run.
+        """Schedule a step that begins now, and admit requests to it; None if there is nothing to
+        run.
         """
         bounds, decodes = self.bounds, len(self.decoding)
-        num_reqs, adapters = decodes if bounds.mixes else 0, set(self.adapters)
+        num_reqs = decodes if bounds.mixes else 0
+        adapters = set(self.adapters)
         # adapters of the step; the others are those that are loaded
         ran = adapters if bounds.mixes else set[int]()
         left = max(bounds.max_num_batched_tokens - bounds.query_len * num_reqs, 0)
         self.finishing, self.chunk = [], 0
-        while left > 0 and (entry := self.prefill or self._admit(now, adapters)):
-            request, prompt = entry
+        while left > 0:
+            if self.prefill is None:
+                if self.waiting and self.running < bounds.max_num_seqs:
+                    self._admit(now, adapters)
+                if self.prefill is None:
+                    break
+            request, prompt = self.prefill
             chunk = min(prompt, left)
             left -= chunk
             num_reqs += 1
@@ -287,6 +314,8 @@ class _Server:
                 self.prefill = None
             else:
                 self.chunk = chunk
+        if self.pending and not self.waiting:
+            self.last_empty, self.arrived_before = now, self.arrived
         num_tokens = bounds.max_num_batched_tokens - left
         self.decodes = bounds.mixes or num_reqs == 0
         if num_reqs == 0:
@@ -295,12 +324,15 @@ class _Server:
             return None
         ends = [1] if self.finishing else []
         if self.decodes and self.decoding:  # the next one is done
-            ends.append(self.decoding[0][0] - self.steps)
+            last_step, _ = self.decoding[0]
+            ends.append(last_step - self.steps)
         if self.prefill and self.chunk:  # the rest of the prompt no longer fills a chunk
-            ends.append((self.prefill[1] - 1) // self.chunk)
+            _, prompt = self.prefill
+            ends.append((prompt - 1) // self.chunk)
         self.equal_steps = min(ends)
         self.admits = left > 0 and self.running < bounds.max_num_seqs
-        uniform = not self.finishing and not self.chunk and num_tokens == bounds.query_len * decodes
+        prefills = self.finishing or self.chunk
+        uniform = not prefills and num_tokens == bounds.query_len * decodes
         return StepShape(num_tokens, num_reqs, uniform, len(ran))
 
     def advance(self, repeats: int) -> None:
@@ -316,65 +348,90 @@ class _Server:
                 self.adapters[adapter] -= 1
                 if not self.adapters[adapter]:
                     del self.adapters[adapter]
-        while self.standby and len(self.decoding) < self.places:
-            self._serve(self.standby.popleft())
         for request in self.finishing:
-            if self.bounds.decode_steps(request) == 0:
-                self.running -= 1
-            elif len(self.decoding) < self.places:
-                self._serve(request)
-            else:
+            if request.generated_tokens > 1:
                 self.standby.append(request)
+            else:  # the prefill yields the first token
+                self.running -= 1
+        while self.standby and len(self.decoding) < self.places:
+            request = self.standby.popleft()
+            steps = math.ceil((request.generated_tokens - 1) / self.tokens_a_step)
+            last_step = self.steps + steps
+            heapq.heappush(self.decoding, (last_step, request.adapter))
+            if request.adapter != NO_ADAPTER:
+                self.adapters[request.adapter] += 1
 
-    def _admit(self, now: int, adapters: set[int]) -> tuple[Request, int] | None:
-        if self.running >= self.bounds.max_num_seqs:
-            return None
-        full = self.bounds.max_loras is not None and len(adapters) >= self.bounds.max_loras
-        names = (NO_ADAPTER, *adapters) if full else self.waiting
-        queues = [self.waiting[name] for name in names if name in self.waiting]
-        if not queues:
-            return None
-        queue = min(queues, key=lambda queue: queue[0])
-        _, time, request = queue.popleft()
-        if not queue:
+    def _admit(self, now: int, adapters: set[int]) -> None:
+        """Begin the prefill of the request that waits longest and may run, if there is one."""
+        most = self.bounds.max_loras
+        names: Iterable[int] = self.waiting
+        if most is not None and len(adapters) >= most:
+            names = (NO_ADAPTER, *adapters)
+        chosen: deque[_Waiting] | None = None
+        for name in names:
+            queue = self.waiting.get(name)
+            if queue is None:
+                continue
+            if chosen is None or queue[0].number < chosen[0].number:
+                chosen = queue
+        if chosen is None:
+            return
+        _, time, request = chosen.popleft()
+        if not chosen:
             del self.waiting[request.adapter]
         self.running += 1
-        self.longest_wait, self.last_admission = max(self.longest_wait, now - time), now
+        self.longest_wait = max(self.longest_wait, now - time)
+        self.last_admission = now
         self.prefill = request, request.context_tokens
-        return self.prefill
 
-    def _serve(self, request: Request) -> None:
-        heapq.heappush(
-            self.decoding, (self.steps + self.bounds.decode_steps(request), request.adapter)
-        )
-        if request.adapter != NO_ADAPTER:
-            self.adapters[request.adapter] += 1
+    def overload(self) -> list[str]:
+        """A warning if requests came faster than they were served, as ``simulate`` tells it."""
+        lasted = self.last_arrival - self.last_empty
+        came = self.arrived - self.arrived_before
+        wait = self.last_admission - self.last_arrival
+        is_long = lasted > (self.last_arrival - self.first_arrival) / 2
+        by_chance = 3 * math.sqrt(came)
+        is_deep = self.length > max(came / 20, by_chance)
+        is_slow = came * wait > lasted * self.length
+        if not (is_long and is_deep and is_slow):
+            return []
+        load = came / lasted * wait / self.length
+        return [
+            f"overload: requests come {load:.2f} times as fast as this server serves them; "
+            f"{self.length:,} of {came:,} wait when the last one comes; {math.ceil(load)} replicas "
+            "would do. This plan is for full batches alone"
+        ]
 
 
-def step_clock(plan: Plan, times: StepTimes, *, apart: bool = False) -> StepTime:
+def step_clock(
+    plan: Plan,
+    times: StepTimes,
+    *,
+    apart: bool = False,
+) -> StepTime:
     """Microseconds of a step: in the mode and at the size of the plan's dispatcher; ``apart`` as in
     Traffic.
     """
-    excluded = ((CUDAGraphMode.FULL,), (CUDAGraphMode.PIECEWISE,)) if apart else ((), ())
     # it takes longer to import than all of planning, which most commands do without
     import numpy as np
 
-    dispatch, sizes = CudagraphDispatcher(plan).dispatch, np.arange(plan.max_num_batched_tokens + 1)
+    dispatch = CudagraphDispatcher(plan).dispatch
+    sizes = np.arange(plan.max_num_batched_tokens + 1)
 
     @cache
     def table(mode: CUDAGraphMode, adapters: int) -> Floats:
         return times.at(mode, sizes, adapters)
 
     def microseconds(shape: StepShape) -> float:
+        excluded = None
+        if apart:
+            excluded = {CUDAGraphMode.PIECEWISE if shape.uniform else CUDAGraphMode.FULL}
+        adapters = shape.num_active_loras
         mode, descriptor = dispatch(
-            shape.num_tokens,
-            shape.uniform,
-            shape.num_active_loras,
-            invalid_modes=excluded[shape.uniform],
+            shape.num_tokens, shape.uniform, adapters, invalid_modes=excluded
         )
-        adapters = (
-            shape.num_active_loras if mode is CUDAGraphMode.NONE else descriptor.num_active_loras
-        )
+        if mode is not CUDAGraphMode.NONE:
+            adapters = descriptor.num_active_loras
         return float(table(mode, adapters)[descriptor.num_tokens])
 
     return microseconds

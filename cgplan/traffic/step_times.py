@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from itertools import accumulate, pairwise, product
+from itertools import pairwise, product
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any, Literal, NamedTuple
@@ -20,11 +19,12 @@ from cgplan.modes import RUNTIME_MODES, CUDAGraphMode
 from cgplan.planning.costs import Record
 from cgplan.planning.plan import Mode
 from cgplan.planning.vllm_log import logged_steps
-from cgplan.traffic.rows import Form, RuntimeMode, Size, Whole, csv_rows, sized_rows
+from cgplan.traffic.rows import Form, RuntimeMode, Size, Whole, sized_rows
 from cgplan.units import grouped
 
 # Microseconds by tokens that ran, by (runtime mode, LoRA case).
 Points = Mapping[tuple[CUDAGraphMode, int], Mapping[int, float]]
+Run = tuple[CUDAGraphMode, int, int, float]  # mode, LoRA case, tokens that ran, microseconds
 Floats = npt.NDArray[np.float64]
 
 Time = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -35,27 +35,37 @@ PIECEWISE_SHARE = 0.25
 WORTH_A_NOTE = 0.05  # relative change of a measured point
 REMEDY = (
     "Give the JSON file of `cgplan bench --output`, a CSV file with mode,num_tokens,microseconds, "
-    "a log of vLLM with "
-    "--enable-logging-iteration-details, or results of `vllm bench serve --max-concurrency N "
-    "--save-result`."
+    "a log of vLLM with --enable-logging-iteration-details, or results of `vllm bench serve "
+    "--max-concurrency N --save-result`."
 )
-
 _OF_LOG = (
     "steps are medians of what vLLM's engine waited for one; its sizes and mode tell which "
     "graph ran it"
 )
 _OF_SERVING = (
     "a step of N requests was taken as the median time between tokens at --max-concurrency N, the "
-    "server included, in "
-    "a FULL graph of N tokens, or eagerly where --metadata mode=eager says so"
+    "server included, in a FULL graph of N tokens, or eagerly where --metadata mode=eager says so"
 )
 
 # One NVIDIA H200, the reference decoder in Qwen3-0.6B's shape (28 layers, so 29 PIECEWISE
 # segments).
-DEFAULT_POINTS: Mapping[CUDAGraphMode, Mapping[int, float]] = {
-    CUDAGraphMode.NONE: {1: 14500, 256: 14400},
-    CUDAGraphMode.PIECEWISE: {1: 5850, 8: 6100, 64: 5900, 256: 9500},
-    CUDAGraphMode.FULL: {1: 3400, 8: 3350, 64: 4740, 256: 8930},
+DEFAULT_POINTS: Points = {
+    (CUDAGraphMode.NONE, 0): {
+        1: 14500,
+        256: 14400,
+    },
+    (CUDAGraphMode.PIECEWISE, 0): {
+        1: 5850,
+        8: 6100,
+        64: 5900,
+        256: 9500,
+    },
+    (CUDAGraphMode.FULL, 0): {
+        1: 3400,
+        8: 3350,
+        64: 4740,
+        256: 8930,
+    },
 }
 
 
@@ -66,7 +76,38 @@ class _TableRow(Record):
     num_active_loras: Whole = 0
 
 
-TABLE = Form("a table of step times", _TableRow, StepTimeError, REMEDY)
+class _ServedRow(Record):
+    """A result of ``vllm bench serve`` (vLLM 0.33.0, vllm/benchmarks/serve.py) tells a step time
+    where N requests ran at a time, the next one sent as soon as one had ended, and without
+    speculation.
+    """
+
+    max_concurrency: Size
+    request_rate: Literal["inf"]
+    median_itl_ms: Time
+    spec_decode_num_drafts: None = None
+    mode: RuntimeMode = CUDAGraphMode.FULL  # of ``--metadata mode=eager``
+
+
+TABLE = Form("a table of step times", _TableRow, error=StepTimeError, remedy=REMEDY)
+SERVED = Form(
+    "a result of vllm bench serve",
+    _ServedRow,
+    error=StepTimeError,
+    remedy=REMEDY,
+    row_remedy="Give results of --max-concurrency N and --request-rate inf, without speculation.",
+    unused=None,
+)
+
+
+class _Descriptor(BaseModel):
+    num_tokens: Size
+    sizes: tuple[Size, ...] = ()
+    num_active_loras: Whole = 0
+
+
+class _Timing(BaseModel):
+    median: Time
 
 
 class _BenchRecord(BaseModel):
@@ -76,11 +117,9 @@ class _BenchRecord(BaseModel):
 
     num_tokens: Size
     mode: Mode
-    size: Size = Field(validation_alias=AliasPath("descriptor", "num_tokens"))
-    sizes: tuple[Size, ...] = Field((), validation_alias=AliasPath("descriptor", "sizes"))
-    case: int = Field(0, validation_alias=AliasPath("descriptor", "num_active_loras"), ge=0)
-    eager: Time = Field(validation_alias=AliasPath("eager", "median"))
-    graph: Time | None = Field(None, validation_alias=AliasPath("graph", "median"))
+    descriptor: _Descriptor
+    eager: _Timing
+    graph: _Timing | None = None
 
 
 class _Bench(BaseModel):
@@ -88,41 +127,8 @@ class _Bench(BaseModel):
     device: str = Field("", validation_alias=AliasPath("environment", "device"))
     records: tuple[_BenchRecord, ...] = Field(min_length=1)
 
-    def runs(self) -> Iterator[tuple[CUDAGraphMode, int, int, float]]:
-        """(mode, LoRA case, size that ran, microseconds): medians from an idle device."""
-        for record in self.records:
-            yield CUDAGraphMode.NONE, record.case, record.num_tokens, record.eager
-            if record.mode is not CUDAGraphMode.NONE and record.graph is not None:
-                yield record.mode, record.case, record.size, record.graph
 
-
-class _Served(BaseModel):
-    """What tells a step time in a result of ``vllm bench serve`` (vLLM 0.33.0,
-    vllm/benchmarks/serve.py): N requests at a time, the next one sent as soon as one has ended, and
-    no speculation. ``mode`` is of ``--metadata mode=eager``.
-    """
-
-    max_concurrency: Size
-    request_rate: Literal["inf"]
-    median_itl_ms: Time
-    spec_decode_num_drafts: None = None
-    mode: RuntimeMode = CUDAGraphMode.FULL
-
-    @classmethod
-    def runs(cls, text: str, path: str | Path) -> Iterator[tuple[CUDAGraphMode, int, int, float]]:
-        """As those of a bench, from a file of results, one a line."""
-        for number, line in enumerate(text.splitlines(), 1):
-            try:
-                found = cls.model_validate_json(line or "null")
-            except ValidationError as error:
-                problem = first_problem(error)
-                raise StepTimeError(
-                    f"{path}:{number}: not a step time of vLLM: {problem}", remedy=REMEDY
-                ) from None
-            yield found.mode, 0, found.max_concurrency, found.median_itl_ms * 1e3
-
-
-class Curve(Record):
+class TimeCurve(Record):
     """Measured points of one runtime mode and LoRA case.
 
     Attributes:
@@ -138,12 +144,10 @@ class Curve(Record):
     points: tuple[tuple[Size, Time], ...] = Field(min_length=1)
 
     @model_validator(mode="after")
-    def _ascending(self) -> Curve:
-        if any(
-            size >= larger or time > longer
-            for (size, time), (larger, longer) in pairwise(self.points)
-        ):
-            raise ValueError(f"{self.mode}: points do not ascend")
+    def _ascending(self) -> TimeCurve:
+        for (size, time), (larger, longer) in pairwise(self.points):
+            if size >= larger or time > longer:
+                raise ValueError(f"{self.mode}: points do not ascend")
         return self
 
     def at(self, num_tokens: Floats) -> Floats:
@@ -151,8 +155,9 @@ class Curve(Record):
         beyond them.
         """
         sizes, values = np.array(self.points, dtype=np.float64).T
-        beyond = self.last_slope * np.maximum(num_tokens - sizes[-1], 0.0)
-        return np.asarray(np.interp(num_tokens, sizes, values) + beyond)
+        beyond = np.maximum(num_tokens - sizes[-1], 0.0)
+        between = np.interp(num_tokens, sizes, values)
+        return np.asarray(between + self.last_slope * beyond)
 
     @property
     def last_slope(self) -> float:
@@ -162,22 +167,26 @@ class Curve(Record):
         (first, below), (last, above) = self.points[-2:]
         return (above - below) / (last - first)
 
-    def notes(self, raw: Iterable[tuple[int, float]], floor: str) -> Iterator[str]:
+    def notes(
+        self,
+        raw: Iterable[tuple[int, float]],
+        floor: str,
+    ) -> Iterator[str]:
         """Notes on the measured point that was raised most, and on the times beyond the last
         one.
         """
-        name = _name(self.mode) + (
-            f" with {self.num_active_loras} adapters" if self.num_active_loras else ""
-        )
-        rise, size, value, height = max(
-            (height / value - 1, size, value, height)
-            for (size, value), (_, height) in zip(raw, self.points, strict=True)
-        )
-        if rise > WORTH_A_NOTE:
+        name = _name(self.mode)
+        if self.num_active_loras:
+            name = f"{name} with {self.num_active_loras} adapters"
+        raised = dict(self.points)
+        size, value, height = 0, 1.0, 1.0
+        for tokens, time in raw:
+            if raised[tokens] / time > height / value:
+                size, value, height = tokens, time, raised[tokens]
+        if height > value * (1 + WORTH_A_NOTE):
             yield (
                 f"{name} at {size} tokens took {value:.0f} us, a smaller batch {height:.0f} us: "
-                "raised to that, since "
-                "more tokens do not take less time"
+                "raised to that, since more tokens do not take less time"
             )
         last = self.points[-1][0]
         if len(self.points) < 2:
@@ -210,33 +219,52 @@ class StepTimes(Record):
 
     kind: Literal["step_times"] = "step_times"
     source: str
-    curves: tuple[Curve, ...] = Field(min_length=1)
-    lora_overhead: float = Field(default=LORA_OVERHEAD, ge=0, allow_inf_nan=False)
+    curves: tuple[TimeCurve, ...] = Field(min_length=1)
+    lora_overhead: float = Field(
+        default=LORA_OVERHEAD,
+        ge=0,
+        allow_inf_nan=False,
+    )
     notes: tuple[str, ...] = ()
 
     @classmethod
-    def measured(cls, points: Points, source: str, notes: Iterable[str] = ()) -> StepTimes:
+    def measured(
+        cls,
+        points: Points,
+        source: str,
+        notes: Iterable[str] = (),
+    ) -> StepTimes:
         """Step times from points by (mode, LoRA case) and tokens; raises a falling point to the
         largest before it.
         """
-        curves, said, modes = [], list(notes), {mode for mode, _ in points}
-        for (mode, case), values in sorted(
-            points.items(), key=lambda item: (item[0][0].value, item[0][1])
-        ):
-            raw = sorted(values.items())
-            heights = accumulate((float(value) for _, value in raw), max)
-            ascending = tuple(zip(sorted(values), heights, strict=True))
-            curves.append(Curve(mode=mode, num_active_loras=case, points=ascending))
-            floored = CUDAGraphMode.FULL in modes and mode is not CUDAGraphMode.FULL
-            said += curves[-1].notes(
-                raw, ", and at least the time of a FULL graph" if floored else ""
+        modes = {mode for mode, _ in points}
+        curves, said = [], list(notes)
+        for mode, case in sorted(points, key=_order):
+            raw = sorted(points[mode, case].items())
+            longest, ascending = 0.0, []
+            for size, time in raw:
+                longest = max(longest, float(time))
+                ascending.append((size, longest))
+            curve = TimeCurve(
+                mode=mode,
+                num_active_loras=case,
+                points=tuple(ascending),
             )
+            curves.append(curve)
+            floor = ""
+            if CUDAGraphMode.FULL in modes and mode is not CUDAGraphMode.FULL:
+                floor = ", and at least the time of a FULL graph"
+            said += curve.notes(raw, floor)
         if modes == {CUDAGraphMode.NONE, CUDAGraphMode.FULL}:
             said.append(
                 f"PIECEWISE was not measured: FULL plus {PIECEWISE_SHARE:.0%} of the time that "
                 "eager takes longer"
             )
-        return cls(source=source, curves=tuple(curves), notes=tuple(said))
+        return cls(
+            source=source,
+            curves=tuple(curves),
+            notes=tuple(said),
+        )
 
     @classmethod
     def default(cls) -> StepTimes:
@@ -244,7 +272,7 @@ class StepTimes(Record):
         trust its figures.
         """
         return cls.measured(
-            {(mode, 0): points for mode, points in DEFAULT_POINTS.items()},
+            DEFAULT_POINTS,
             "default, of another model: one NVIDIA H200, decoder of 28 layers in Qwen3-0.6B's "
             "shape",
             [
@@ -271,39 +299,31 @@ class StepTimes(Record):
         """Step times from the text of such a file; ``path`` names it in messages. Raises
         StepTimeError as ``load``.
         """
-        if steps := grouped(((mode, size), time) for mode, size, time in logged_steps(text)):
-            medians = ((mode, 0, size, median(times)) for (mode, size), times in steps.items())
+        steps = grouped(logged_steps(text))
+        if steps:
+            medians = []
+            for (mode, size), times in steps.items():
+                medians.append((mode, 0, size, median(times)))
             return cls.measured(_longest(medians), f"the log of vLLM, {path}", [_OF_LOG])
         if "iteration elapsed time:" in text:
             problem = "no start before its iterations, or none without speculative tokens"
             raise StepTimeError(
                 f"{path}: a log of vLLM with {problem}", remedy="Give the log from its first line."
             )
+        runs: list[Run] = []
         if '"median_itl_ms"' in text:
-            return cls.measured(
-                _longest(_Served.runs(text, path)), f"vllm bench serve, {path}", [_OF_SERVING]
-            )
+            for _, row in SERVED.read_text(text, path):
+                microseconds = row.median_itl_ms * 1e3
+                runs.append((row.mode, 0, row.max_concurrency, microseconds))
+            return cls.measured(_longest(runs), f"vllm bench serve, {path}", [_OF_SERVING])
         if not text.lstrip().startswith(("{", "[")):
-            rows = csv_rows(text, Path(path), TABLE)
-            points = _longest(
-                (row.mode, row.num_active_loras, row.num_tokens, row.microseconds)
-                for _, row in rows
-            )
-            if not points:
+            for _, line in TABLE.read_text(text, path):
+                case = line.num_active_loras
+                runs.append((line.mode, case, line.num_tokens, line.microseconds))
+            if not runs:
                 raise StepTimeError(f"{path}: no row of step times", remedy=REMEDY)
-            return cls.measured(points, str(path))
-        try:
-            found = _SAVED.validate_json(text)
-        except ValidationError as error:
-            problem = first_problem(error)
-            raise StepTimeError(
-                f"{path}: neither a bench report nor step times: {problem}", remedy=REMEDY
-            ) from None
-        if isinstance(found, StepTimes):
-            return found
-        return cls.measured(
-            _longest(found.runs()), ", ".join(filter(None, (str(path), found.device)))
-        )
+            return cls.measured(_longest(runs), str(path))
+        return _saved(text, path)
 
     def notes_for(self, mode: CUDAGraphMode) -> tuple[str, ...]:
         """The notes, less those on PIECEWISE graphs where a (resolved) cudagraph_mode has none."""
@@ -314,14 +334,23 @@ class StepTimes(Record):
             if mode.has_mode(piecewise) or not note.startswith(f"{piecewise} ")
         )
 
-    def of(self, mode: CUDAGraphMode, num_tokens: int, num_active_loras: int = 0) -> float:
+    def of(
+        self,
+        mode: CUDAGraphMode,
+        num_tokens: int,
+        num_active_loras: int = 0,
+    ) -> float:
         """Microseconds of a step in this runtime mode that really runs at ``num_tokens``. Raises as
         ``at`` does.
         """
-        return float(self.at(mode, np.array([num_tokens]), num_active_loras)[0])
+        tokens = np.array([num_tokens])
+        return float(self.at(mode, tokens, num_active_loras)[0])
 
     def at(
-        self, mode: CUDAGraphMode, tokens: npt.NDArray[Any], num_active_loras: int = 0
+        self,
+        mode: CUDAGraphMode,
+        tokens: npt.NDArray[Any],
+        num_active_loras: int = 0,
     ) -> Floats:
         """``of`` for an array of numbers of tokens. Raises StepTimeError where no measured curve
         tells the time.
@@ -330,55 +359,61 @@ class StepTimes(Record):
         full, full_factor = self._curve_of(CUDAGraphMode.FULL, num_active_loras)
         between: Floats | None = None
         if mode is CUDAGraphMode.PIECEWISE and full is not None:
-            of_full, of_eager = (
-                self.at(m, tokens, num_active_loras)
-                for m in (CUDAGraphMode.FULL, CUDAGraphMode.NONE)
-            )
+            of_full = self.at(CUDAGraphMode.FULL, tokens, num_active_loras)
+            of_eager = self.at(CUDAGraphMode.NONE, tokens, num_active_loras)
             between = of_full + PIECEWISE_SHARE * np.maximum(of_eager - of_full, 0.0)
             if curve is None:
                 return between
         if curve is None:
-            measured = ", ".join(sorted({c.mode.name for c in self.curves})).replace(
-                "NONE", "eager"
-            )
+            modes = dict.fromkeys(_name(curve.mode) for curve in self.curves)
+            measured = ", ".join(modes)
             raise StepTimeError(
                 f"{self.source}: no {_name(mode)} step times, found {measured}",
                 remedy=f"Measure {_name(mode)} steps: cgplan bench, or a table with rows of mode "
                 f"{_name(mode)}.",
             )
-        found, (first, last) = factor * curve.at(tokens), (curve.points[0], curve.points[-1])
+        found = factor * curve.at(tokens)
         if between is not None:
-            found = np.where(tokens < first[0], np.minimum(between, factor * first[1]), found)
+            first, time = curve.points[0]
+            small = np.minimum(between, factor * time)
+            found = np.where(tokens < first, small, found)
         if mode is CUDAGraphMode.FULL or full is None:
             return found
-        return np.where(tokens > last[0], np.maximum(found, full_factor * full.at(tokens)), found)
+        last = curve.points[-1][0]
+        large = np.maximum(found, full_factor * full.at(tokens))
+        return np.where(tokens > last, large, found)
 
     def told_apart(self, cases: Iterable[int]) -> tuple[int, ...]:
         """The LoRA cases worth planning for: of neighbours whose graphs take the same time, the
         larger serves more.
         """
+        found: dict[Any, int] = {}  # the last case with these times
+        for case in sorted(cases):
+            piecewise = self._curve_of(CUDAGraphMode.PIECEWISE, case)
+            full = self._curve_of(CUDAGraphMode.FULL, case)
+            found[piecewise, full] = case
+        return tuple(found.values())
 
-        def times(case: int) -> list[tuple[int, float]]:
-            chosen = [self._curve_of(mode, case) for mode in RUNTIME_MODES[1:]]
-            return [
-                (curve.num_active_loras, factor) for curve, factor in chosen if curve is not None
-            ]
-
-        ordered = sorted(cases)
-        return (
-            *(case for case, above in pairwise(ordered) if times(case) != times(above)),
-            *ordered[-1:],
-        )
-
-    def _curve_of(self, mode: CUDAGraphMode, case: int) -> tuple[Curve | None, float]:
-        curves = {curve.num_active_loras: curve for curve in self.curves if curve.mode is mode}
+    def _curve_of(self, mode: CUDAGraphMode, case: int) -> tuple[TimeCurve | None, float]:
+        """The curve that tells the times of a LoRA case, and a factor for them."""
+        curves = {}
+        for curve in self.curves:
+            if curve.mode is mode:
+                curves[curve.num_active_loras] = curve
         if not curves:
             return None, 1.0
         with_adapters = sorted(curves.keys() - {0})
-        if case == 0 or not with_adapters:
-            measured = 0 if 0 in curves else with_adapters[0]
-            return curves[measured], (1 + self.lora_overhead) ** ((case > 0) - (measured > 0))
-        return curves[next((n for n in with_adapters if n >= case), with_adapters[-1])], 1.0
+        factor = 1 + self.lora_overhead
+        if case == 0:
+            if 0 in curves:
+                return curves[0], 1.0
+            return curves[with_adapters[0]], 1 / factor
+        if not with_adapters:
+            return curves[0], factor
+        for measured in with_adapters:
+            if measured >= case:
+                return curves[measured], 1.0
+        return curves[with_adapters[-1]], 1.0
 
 
 class StepSurface(NamedTuple):
@@ -394,70 +429,111 @@ class StepSurface(NamedTuple):
     source: str
 
     @classmethod
-    def load(cls, path: str | Path, names: Sequence[str]) -> StepSurface:
+    def load(
+        cls,
+        path: str | Path,
+        names: Sequence[str],
+    ) -> StepSurface:
         """From CSV with a column for each name and ``microseconds``, or the JSON file of a bench of
         a full grid. Of equal sizes the longest time counts. Raises StepTimeError (TrafficError for
         other JSON).
         """
-        text, longest, bench = (
-            load.read_text(path, StepTimeError, REMEDY),
-            dict[tuple[int, ...], float](),
-            None,
-        )
-        with suppress(ValidationError):
-            bench = [
-                ((r.size, *r.sizes), r.graph)
-                for r in _Bench.model_validate_json(text).records
-                if r.graph
-            ]
-        for sizes, time in bench or sized_rows(
-            text, Path(path), names, StepTimeError, "microseconds", (Time, ...)
-        ):
+        text = load.read_text(path, StepTimeError, REMEDY)
+        rows: Iterable[tuple[tuple[int, ...], float]] = []
+        try:
+            records = _Bench.model_validate_json(text).records
+        except ValidationError:
+            figure = "microseconds", (Time, ...)
+            rows = sized_rows(text, Path(path), names, StepTimeError, *figure)
+        else:
+            rows = []
+            for record in records:
+                if record.graph is not None:
+                    ran = record.descriptor
+                    sizes = ran.num_tokens, *ran.sizes
+                    rows.append((sizes, record.graph.median))
+        longest: dict[tuple[int, ...], float] = {}
+        for sizes, time in rows:
             longest[sizes] = max(time, longest.get(sizes, 0.0))
-        axes = [sorted(set(column)) for column in zip(*longest, strict=True)]
+        axes = []
+        for column in zip(*longest, strict=True):
+            axes.append(sorted(set(column)))
         grid = list(product(*axes))
-        if len(axes) != len(names) or len(grid) > len(longest):
-            missing = next((f", not {sizes}" for sizes in grid if sizes not in longest), "")
+        missing = [f", not {sizes}" for sizes in grid if sizes not in longest]
+        if len(axes) != len(names) or missing:
             raise StepTimeError(
                 f"{path}: no times of a full grid of {' x '.join(names)}: {len(longest)} "
-                f"rows{missing}",
+                f"rows{''.join(missing[:1])}",
                 remedy=f"Give CSV with {','.join(names)},microseconds, and a row for each "
                 "combination of its sizes.",
             )
-        values = np.array([longest[sizes] for sizes in grid]).reshape([len(axis) for axis in axes])
+        shape = [len(axis) for axis in axes]
+        times = [longest[sizes] for sizes in grid]
+        values = np.array(times).reshape(shape)
         for dim in range(len(axes)):
             np.maximum.accumulate(values, axis=dim, out=values)
-        return cls(tuple(np.array(axis, dtype=np.float64) for axis in axes), values, str(path))
+        measured = tuple(np.array(axis, dtype=np.float64) for axis in axes)
+        return cls(measured, values, str(path))
 
     def at(self, sizes: npt.NDArray[np.int64]) -> Floats:
         """Microseconds of boxes: [n, dimensions] -> [n]."""
         rows = np.arange(len(sizes))
-        found = np.broadcast_to(self.values, (rows.size, *self.values.shape))
+        shape = rows.size, *self.values.shape
+        found = np.broadcast_to(self.values, shape)
         for axis, asked in zip(self.axes, sizes.T, strict=True):
             place = np.interp(asked, axis, np.arange(axis.size))
-            share = (place % 1).reshape(-1, *[1] * (found.ndim - 2))
-            found = (
-                found[rows, place.astype(int)] * (1 - share)
-                + found[rows, np.ceil(place).astype(int)] * share
-            )
-        return np.asarray(found * np.maximum(sizes / [axis[-1] for axis in self.axes], 1).prod(1))
+            first = place.astype(int)
+            last = np.ceil(place).astype(int)
+            below = found[rows, first]
+            above = found[rows, last]
+            others = [1] * (below.ndim - 1)
+            share = (place % 1).reshape(-1, *others)
+            found = below * (1 - share) + above * share
+        largest = [axis[-1] for axis in self.axes]
+        beyond = np.maximum(sizes / largest, 1).prod(1)
+        return np.asarray(found * beyond)
 
 
 def _name(mode: CUDAGraphMode) -> str:
     return "eager" if mode is CUDAGraphMode.NONE else str(mode)
 
 
-def _longest(runs: Iterable[tuple[CUDAGraphMode, int, int, float]]) -> Points:
+def _order(curve: tuple[CUDAGraphMode, int]) -> tuple[int, int]:
+    return RUNTIME_MODES.index(curve[0]), curve[1]
+
+
+def _longest(runs: Iterable[Run]) -> Points:
     """Points from (mode, LoRA case, size, microseconds); the longest where a size ran several
     times.
     """
     points: dict[tuple[CUDAGraphMode, int], dict[int, float]] = {}
     for mode, case, size, microseconds in runs:
-        curve = points.setdefault((mode, case), {})
-        curve[size] = max(microseconds, curve.get(size, 0.0))
+        times = points.setdefault((mode, case), {})
+        times[size] = max(microseconds, times.get(size, 0.0))
     return points
 
 
 _SAVED: TypeAdapter[StepTimes | _Bench] = TypeAdapter(
     Annotated[StepTimes | _Bench, Field(discriminator="kind")]
 )
+
+
+def _saved(text: str, path: str | Path) -> StepTimes:
+    try:
+        found = _SAVED.validate_json(text)
+    except ValidationError as error:
+        raise StepTimeError(
+            f"{path}: neither a bench report nor step times: {first_problem(error)}",
+            remedy=REMEDY,
+        ) from None
+    if isinstance(found, StepTimes):
+        return found
+    runs = []
+    for record in found.records:
+        ran = record.descriptor
+        case = ran.num_active_loras
+        runs.append((CUDAGraphMode.NONE, case, record.num_tokens, record.eager.median))
+        if record.mode is not CUDAGraphMode.NONE and record.graph is not None:
+            runs.append((record.mode, case, ran.num_tokens, record.graph.median))
+    source = f"{path}, {found.device}" if found.device else str(path)
+    return StepTimes.measured(_longest(runs), source)

@@ -49,6 +49,7 @@ def main():
     obs = {"camera": {"left": x, "right": x}, "joints": [x, x, x], "speed": x, "force": x, "goal": x}
     for words, model, argument in (("one tensor", lambda x: x + 1, x), ("nested tensors", nested, obs)):
         g = cgplan.graphed(model, outputs="borrow")
+        g.warm_up(argument)
         output = g(argument)
         (runner,) = g.runners
         leaves = tree_flatten(argument)[0]

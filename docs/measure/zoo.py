@@ -42,11 +42,11 @@ from cgplan.backends import select_backend
 from cgplan.buffers.compare import deviation
 from cgplan.buffers.static import example_batch
 from cgplan.captures.environment import describe_environment
-from cgplan.measure.baselines import BenchBatch, Comparison, Way, bare, eager, reduce_overhead, used_bytes
+from cgplan.measure.baselines import Baseline, BenchBatch, Comparison, bare, eager, reduce_overhead, used_bytes
 from cgplan.modes import BatchDescriptor
-from cgplan.reports.html import Page, Section, chart, html_of
-from cgplan.reports.records import WayRecord
+from cgplan.reports.html import Page, Section, chart, html_of, table_of
 from cgplan.runner import auto
+from cgplan.units import format_microseconds, format_ratio
 
 TOLERANCES = {"float32": 2e-3, "bfloat16": 5e-2}  # of the largest value of eager's output
 
@@ -313,7 +313,7 @@ class Zoo:
         benches = {is_by_size: Comparison(self.runners["eager"], timed if is_by_size else batches)
                    for is_by_size in (False, True)}  # fmt: skip
         # Note [Graphs of several baselines in one process] says why reduce-overhead is the first.
-        ways = [Way(WayRecord(name=name)) for name in sorted(options.ways, key=lambda name: name != "reduce-overhead")]
+        ways = [Baseline(name) for name in sorted(options.ways, key=lambda name: name != "reduce-overhead")]
         for bench in benches.values():
             bench.zoo = self
         auto.time_on_padding = self.turn()(auto.time_on_padding)  # AUTO decides by times
@@ -708,20 +708,20 @@ def shown(records):
     source = f"Measured on {first['device']}, {first['backend']}, torch {first['torch']}."
     about = "equal: bit for bit as the model's own code; ~: within what the dtype lets expect."
     verdicts = [(record["name"], record["family"], *cells(record, "verdicts", names[1:])) for record in records]
-    columns = dict.fromkeys(("model", "family", *names[1:]), "")
-    sections = [Section("Captured, and equal to eager", about, source, columns, verdicts)]
+    verdicts = table_of(verdicts, dict.fromkeys(("model", "family", *names[1:]), str))
+    sections = [Section("Captured, and equal to eager", about, source, verdicts)]
     for size in first["timed"] if first["backend"] == "cuda" else ():
         times = [(record["name"], name, ratio(record, size, "device_us", name, "eager"), figure(record, name, size,
                  "device_us")) for record in ran for name in names[1:]]  # fmt: skip
-        columns = {"model": "", "way": "", "of eager's": "ratio", "device time": "us"}
+        formats = {"model": str, "way": str, "of eager's": format_ratio, "device time": format_microseconds}
         drawn = chart("heat", "Device time, as a ratio to eager code", "way", "of eager's", by="model")
         about = "Device time of a call over that of eager code, calls queued behind one another: below 1x is faster."
-        known = [row for row in times if row[2] is not None]
-        sections.append(Section(f"Device time at {size} rows", about, source, columns, known, [drawn]))
+        known = table_of([row for row in times if row[2] is not None], formats)
+        sections.append(Section(f"Device time at {size} rows", about, source, known, [drawn]))
     refused = [(record["name"], name, f"{way['error_type']}: {way['error']}") for record in ran
                for name, way in record["ways"].items() if "error" in way]  # fmt: skip
-    sections.append(Section("Refused, and why", "Ways that did not capture a model.", source,
-                            dict.fromkeys(("model", "way", "error"), ""), refused))  # fmt: skip
+    refused = table_of(refused, dict.fromkeys(("model", "way", "error"), str))
+    sections.append(Section("Refused, and why", "Ways that did not capture a model.", source, refused))
     lines = list(summary(records))
     return html_of(Page("The model zoo", source, [], [("", text) for text in lines], sections), "\n".join(lines))
 

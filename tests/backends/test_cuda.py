@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from typing import Any
 
 import pytest
@@ -240,3 +241,26 @@ def test_each_backend_captures_on_a_stream_of_its_own() -> None:
         for _ in range(31):
             torch.cuda.Stream()
     assert len(handles) == 4
+
+
+def test_another_thread_takes_memory_during_a_capture(cuda: GraphBackend) -> None:
+    held = list[torch.Tensor]()
+    x = torch.ones(64, 64, device="cuda")
+
+    def take() -> None:
+        held.append(torch.ones(64 << 20, device="cuda"))  # 256 MiB: more than is cached
+
+    def forward() -> torch.Tensor:
+        thread = threading.Thread(target=take)
+        thread.start()
+        thread.join()
+        return x * 2
+
+    torch.cuda.empty_cache()
+    graph, y = capture(cuda, forward)
+    x.fill_(3)
+    cuda.replay(graph)
+    same(y, x * 2)
+    assert held
+    assert float(held[0].sum()) == held[0].numel()
+    cuda.reset(graph)

@@ -40,7 +40,8 @@ def test_a_driver_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_log_has_the_operators_of_the_forward(backend: GraphBackend) -> None:
     graph, x = backend.new_graph(backend.new_pool()), torch.ones(4, 3, device=backend.device)
-    with backend.session(), torch.no_grad(), OperatorLog(backend), backend.capturing(graph):
+    log = OperatorLog(backend.open_graph, backend.device)
+    with backend.session(), torch.no_grad(), log, backend.capturing(graph):
         y = (x * 2).relu_().sum(1)
     backend.replay(graph)
     assert y.tolist() == [6.0] * 4

@@ -43,7 +43,10 @@ def test_help_of_each_command_has_an_example(command: str) -> None:
 
 
 def in_a_process(*command: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(REPO)}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(REPO), os.environ.get("PYTHONPATH", "")]),
+    }
     return subprocess.run(
         [sys.executable, *command], env=environment, capture_output=True, text=True, check=False
     )
@@ -57,7 +60,9 @@ def test_python_dash_m(home: Path) -> None:
 
 
 def test_torch_is_not_imported(home: Path) -> None:
-    """By commands that do not run the model; the help does without the reports' tables, too."""
+    """By commands that do not run the model, and before a capture's files are read and refused; the help does without
+    the reports' tables, too.
+    """
     (home / "plan.json").write_text(build_plan(load_config("good.yaml")).model_dump_json())
     code = """
 import sys
@@ -68,6 +73,10 @@ def run(*arguments):
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0 and result.stdout, result.output
 
+def refuse(exit_code, *arguments):
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == exit_code, result.output
+
 run("--help")
 run("capture", "--help")
 assert "cgplan.reports" not in sys.modules
@@ -77,6 +86,12 @@ run("inspect", "plan.json")
 run("inspect", "--vllm", "{}", "--max-num-seqs", "4", "--max-num-batched-tokens", "64")
 run("plan", "--config", "good.yaml", "--html", "plan.html", "--emit", "vllm")
 run("plan", "diff", "plan.json", "plan.json")
+refuse(4, "capture", "missing.yaml")
+refuse(3, "bench", "good.yaml", "--set", "devise=cpu")
+refuse(3, "bench", "good.yaml", "--against", "baer")
+refuse(16, "capture", "good.yaml", "--plan", "good.yaml")
+refuse(17, "audit", "good.yaml", "--html", ".")
+refuse(3, "init", "models.py:build", "--kwargs", "[1]")
 assert "torch" not in sys.modules
 """
     done = in_a_process("-c", code)
@@ -150,13 +165,16 @@ def test_files_that_cannot_be_read_are_named(
 def test_examples_are_listed_and_copied_with_their_models(home: Path) -> None:
     names = [line.split()[0] for line in good("examples", "list").stdout.splitlines()]
     assert names == sorted(path.stem for path in (REPO / "configs").glob("*.yaml"))
+    wanted = {"lora": "adapters.py", "speculative": "speculative.py"}
     for name in names:
-        good("examples", "copy", name, "demo")
-        target = load_config(f"demo/{name}.yaml").model.target  # type: ignore[union-attr]
+        good("examples", "copy", name, name)
+        target = load_config(f"{name}/{name}.yaml").model.target  # type: ignore[union-attr]
         file = target.partition(":")[0]
-        assert not file.endswith(".py") or (home / "demo" / file).is_file()
-    assert "there is a demo/vision.yaml already" in refused(
-        errors.OutputPathError, "examples", "copy", "vision", "demo"
+        files = [file, wanted.get(name, file), "attention.py" if file == "decoder.py" else file]
+        if file.endswith(".py"):
+            assert all((home / name / needed).is_file() for needed in files)
+    assert "there is a vision/vision.yaml already" in refused(
+        errors.OutputPathError, "examples", "copy", "vision", "vision"
     )
     assert "Did you mean 'vision'?" in refused(errors.ConfigFileError, "examples", "copy", "vison")
     assert "cannot write good.yaml" in refused(
@@ -201,7 +219,7 @@ def test_internal_error_is_one_line_and_advice(home: Path, monkeypatch: pytest.M
     def broken(*_: Any) -> None:
         raise RuntimeError("a defect\nof two lines")
 
-    monkeypatch.setattr("cgplan.cli.capture.build_plan", broken)
+    monkeypatch.setattr("cgplan.planning.build_plan", broken)
     result = cgplan_command("capture", "--config", "good.yaml")
     assert result.exit_code == 1
     assert unwrapped(result.stderr).splitlines()[-2] == "internal error: RuntimeError: a defect"

@@ -254,7 +254,7 @@ def test_named_dimensions() -> None:
             {"compilation": {"boxes": [[1, 2, 3]]}},
             "compilation.boxes has sizes of batch, length each",
         ),
-        ({"dims": {"batch": {1: 2}}}, "dims.batch has keys that are no text: 1"),
+        ({"dims": {"batch": {1: 2}}}, "dims.batch has keys that are not text: 1"),
     ],
 )
 def test_named_dimensions_that_cannot_be(change: dict[str, Any], expected: str) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from checks import same
+from decoder import Decoder, ExampleBatch, build, example_batch
 from torch import Tensor
 
 from cgplan import (
@@ -25,7 +26,6 @@ from cgplan import (
 )
 from cgplan.backends import GraphBackend
 from cgplan.config import Config, Input, validate_config
-from cgplan.models.decoder import Decoder, ExampleBatch, build, example_batch
 from cgplan.runner.session import CaptureSession
 
 pytestmark = pytest.mark.usefixtures("quiet_collector")

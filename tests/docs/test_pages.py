@@ -58,6 +58,8 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     shutil.copy(data / "golden" / "bench_gpu.json", tmp_path / "bench.json")
     shutil.copy(data / "golden" / "plan_traffic.json", tmp_path / "plan-old.json")
     shutil.copy(ROOT / "configs" / "decoder_cpu.yaml", tmp_path / "serve.yaml")
+    for name in ("decoder.py", "attention.py", "adapters.py"):
+        shutil.copy(ROOT / "configs" / name, tmp_path)
     (tmp_path / "my_model.py").write_text(MODEL)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")

@@ -1,4 +1,4 @@
-"""The programs in docs/examples, run small: they serve every request, and the tokens are those of the model alone."""
+"""The larger programs, run small: they serve every request, and the tokens are those of the model alone."""
 
 from __future__ import annotations
 
@@ -11,18 +11,23 @@ from typing import Any
 
 import pytest
 import torch
+from decoder import Decoder, build
 from decoding import one_thread
 
 from cgplan.backends.context import forward_context
 from cgplan.config import load_config
-from cgplan.models.decoder import Decoder, build
 from cgplan.modes import CUDAGraphMode
 
 pytestmark = pytest.mark.usefixtures("quiet_collector")
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
-EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAMS = {
+    "serving": ROOT / "docs" / "examples" / "serving.py",
+    "speculative": ROOT / "configs" / "speculative.py",
+}
 # Double precision, so that tokens do not depend on how requests are batched; varied ones need untied embeddings.
 EXACT = ["--set", "model.kwargs.dtype=float64", "--set", "model.kwargs.tie_word_embeddings=false"]
+EXACT += ["--set", "device=cpu"]  # the same weights as those of the model alone
 SMALL = [
     *EXACT,
     "--set",
@@ -49,7 +54,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def example(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(f"example_{name}", PROGRAMS[name])
     assert spec is not None
     assert spec.loader is not None
     module = sys.modules[spec.name] = importlib.util.module_from_spec(
@@ -61,9 +66,7 @@ def example(name: str) -> ModuleType:
 
 def alone(config: str, settings: list[str]) -> Decoder:
     """The decoder of a configuration, with the same weights."""
-    return build(
-        **load_config(EXAMPLES.parents[1] / "configs" / config, settings[1::2]).model.kwargs
-    )
+    return build(**load_config(ROOT / "configs" / config, settings[1::2]).model.kwargs)
 
 
 def would_say(model: Decoder, tokens: list[int]) -> list[int]:
@@ -280,7 +283,7 @@ def test_a_draft_is_right_as_often_as_the_later_layers_let_it() -> None:
         ("serving", ["--step-times", "nope"], "error: no such file: nope"),
         (
             "serving",
-            ["--config", str(EXAMPLES.parents[1] / "configs/vision.yaml")],
+            ["--config", str(ROOT / "configs/vision.yaml")],
             "declares no block_tables",
         ),
         ("speculative", ["--requests", "40"], "error: the batch has 40 requests"),

@@ -128,7 +128,7 @@ def test_operators_are_those_of_the_tape(
 
     def end(self: TapeBackend, graph: Any, end: Callable[..., None] = TapeBackend.end) -> None:
         end(self, graph)
-        found.update(step.call._schema.name for step in graph.steps)
+        found.update(step.operator for step in graph.steps)
 
     monkeypatch.setattr(TapeBackend, "end", end)
     sizes, backend = {"cudagraph_capture_sizes": [4]}, TapeBackend()
@@ -152,7 +152,9 @@ def test_operators_of_the_decoder(backend: GraphBackend) -> None:
         ],
     )
     assert config.model is not None
-    model = load_model(config.model.target, config.model.kwargs, device=backend.device).forward
+    model = load_model(
+        config.model.target, config.model.kwargs, device=backend.device, base_dir=CONFIGS
+    ).forward
     with closing(CaptureSession(build_plan(config), model, backend, config).run()) as runner:
         split = split_of(runner)
         assert (

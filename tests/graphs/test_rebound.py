@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import gc
 import random
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -197,12 +198,12 @@ def test_numbers_that_each_run_changes_are_told_and_the_first_replay_finds_them(
 def test_state_that_lies_where_nobody_looks_is_found_by_its_numbers(backend: GraphBackend) -> None:
     """And padding is not blamed: each replay gives other numbers, whatever it holds."""
 
-    class Hidden:
-        state = torch.zeros((), device=backend.device)
+    hidden = threading.local()  # which no walk enters
+    hidden.state = torch.zeros((), device=backend.device)
 
     def change(model: Model, x: Tensor) -> Tensor:
-        Hidden.state.add_(1)
-        return x * Hidden.state
+        hidden.state.add_(1)
+        return x * hidden.state
 
     with closing(open_runner(backend, Model(backend, change), "full")) as runner:
         assert not runner.report.warnings

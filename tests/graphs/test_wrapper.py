@@ -124,12 +124,18 @@ def test_code_that_must_not_capture(backend: GraphBackend, kind: type[CUDAGraphW
             same(wrapper(large), large * 2)
 
 
-def test_unwrapping_leaves_nothing_that_captures(backend: GraphBackend) -> None:
-    def forward(x: Tensor) -> Tensor:
-        return x * 2
-
-    inner = CUDAGraphWrapper(forward, PIECEWISE, backend=backend)
-    assert CUDAGraphWrapper(inner, FULL, backend=backend).unwrap() is forward
+@pytest.mark.parametrize("inner", [CUDAGraphWrapper, BreakableCUDAGraphWrapper])
+@pytest.mark.parametrize("outer", [CUDAGraphWrapper, BreakableCUDAGraphWrapper])
+def test_unwrapping_leaves_nothing_that_captures(
+    backend: GraphBackend, inner: type[CUDAGraphWrapper], outer: type[CUDAGraphWrapper]
+) -> None:
+    wrappers = [inner(lambda x: x * 2, PIECEWISE, backend=backend)]
+    wrappers.append(outer(wrappers[0], FULL, backend=backend))
+    plain, x = wrappers[1].unwrap(), batch(backend, 4)
+    for mode in (PIECEWISE, FULL):
+        with forward_context(mode, BatchDescriptor(4)):
+            same(plain(x), x * 2)
+    assert not any(wrapper.entries for wrapper in wrappers)
 
 
 def test_a_sealed_scope_captures_nothing_more(backend: GraphBackend) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -15,9 +16,9 @@ from cgplan.backends import GraphBackend, select_backend
 from cgplan.config import Input, validate_config
 from cgplan.measure.baselines import (
     BASELINES,
+    Baseline,
     BenchBatch,
     Comparison,
-    Way,
     bare,
     bench_baselines,
     reduce_overhead,
@@ -25,7 +26,7 @@ from cgplan.measure.baselines import (
 )
 from cgplan.measure.bench import bench, examples
 from cgplan.reports import BenchReport, render_text
-from cgplan.reports.records import BASELINE_NAMES, BaselineRecord, WayRecord
+from cgplan.reports.records import BASELINE_NAMES, BaselineRecord
 from cgplan.runner.session import CaptureSession
 
 pytestmark = pytest.mark.usefixtures("quiet_collector")
@@ -228,7 +229,7 @@ def test_a_call_by_hand_takes_new_tensors(backend: GraphBackend) -> None:
     runner = open_runner(backend, model)
     x = batch_of(backend, 3)
     batch = BenchBatch(3, {"x": x}, {}, {}, runner.route({"x": x}).unpadded)
-    way = Way(WayRecord(name="bare"))
+    way = Baseline("bare")
     with torch.no_grad(), way.undo:
         bare(Comparison(runner, [batch]), way)
         for _ in range(2):
@@ -264,8 +265,8 @@ def test_rounds_are_in_random_order_and_the_seed_repeats_it(
     def noted(name: str, size: int, call: Callable[[], Any]) -> Callable[[], Any]:
         return lambda: seen.append((name, size)) or call()
 
-    def noting(name: str) -> Callable[[Comparison, Way], None]:
-        def prepare(bench: Comparison, way: Way) -> None:
+    def noting(name: str) -> Callable[[Comparison, Baseline], None]:
+        def prepare(bench: Comparison, way: Baseline) -> None:
             original[name](bench, way)
             way.calls = {size: noted(name, size, call) for size, call in way.calls.items()}
 
@@ -371,12 +372,12 @@ def test_padding_that_draws_other_numbers(backend: GraphBackend) -> None:
 def test_a_model_that_cannot_be_compared_with_itself(backend: GraphBackend) -> None:
     """Its state lies where nobody looks: no figure, but the reason, for its own code as for the others."""
 
-    class Hidden:
-        state = torch.zeros((), device=backend.device)
+    hidden = threading.local()  # which no walk enters
+    hidden.state = torch.zeros((), device=backend.device)
 
     def forward(x: Tensor) -> Tensor:
-        Hidden.state.add_(1)
-        return x + Hidden.state
+        hidden.state.add_(1)
+        return x + hidden.state
 
     runner = open_runner(backend, forward, verify="off")
     peers = bench(runner, against=("eager", "bare"), seed=0).peers
@@ -409,7 +410,7 @@ def test_reduce_overhead_leaves_no_mark_on_the_model() -> None:
     backend = select_backend("cpu")
     model = net(backend)
     runner = open_runner(backend, model)
-    way = Way(WayRecord(name="reduce-overhead"))
+    way = Baseline("reduce-overhead")
     with way.undo:
         reduce_overhead(Comparison(runner, []), way)
         assert model.held[0]._dynamo_static_input_type == "unguarded"

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from checks import MIB, Tally, back_at, reserved
 from costing import Chain, config_of, decoder_config, key
+from decoder import build
 from devices import WithDriver
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,7 +18,6 @@ from torch import Tensor
 from cgplan.backends.tape import TapeBackend
 from cgplan.errors import CaptureError
 from cgplan.measure.calibrate import bytes_per_node, calibrate
-from cgplan.models.decoder import build
 from cgplan.planning import Plan, build_plan
 from cgplan.pricing.estimated import NODE_BYTES
 from cgplan.pricing.measured import MeasuredCosts

@@ -13,6 +13,7 @@ import torch
 import yaml
 from checks import MIB
 from costing import FULL, METADATA, PIECEWISE, WIDE, Chain, config_of, decoder_config, key
+from decoder import build
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -25,7 +26,6 @@ from cgplan.config import Config, Input, validate_config
 from cgplan.errors import CaptureError, CaptureMemoryError, HostSyncError, ModelError
 from cgplan.graphs.wrapper import CUDAGraphWrapper
 from cgplan.measure.estimate import AllocationLog, estimate, fake_tensors
-from cgplan.models.decoder import build
 from cgplan.modes import BatchDescriptor, CUDAGraphMode
 from cgplan.piecewise.breaks import eager_break_during_capture
 from cgplan.planning import build_plan

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from adapters import Adapters
 from checks import same
+from decoder import Decoder, Projection, first_layers
 from decoding import NUM_BLOCKS, VOCAB, Chunk, batch_of, configure, decoder, logits_of, one_thread
 from torch import Tensor
 
 from cgplan.backends import GraphBackend
 from cgplan.backends.tape import TapeBackend
 from cgplan.errors import InputError, ModelError
-from cgplan.models.adapters import Adapters
-from cgplan.models.decoder import Decoder, Projection, first_layers
 from cgplan.runner.manager import CudaGraphManager
 
 pytestmark = pytest.mark.usefixtures("quiet_collector")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import attention
 import pytest
 import torch
+from decoder import Decoder, ExampleBatch, Projection, add_lora, build, example_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -14,8 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cgplan.backends.context import forward_context
 from cgplan.errors import CgplanError, InputError, ModelError
-from cgplan.models import attention
-from cgplan.models.decoder import Decoder, ExampleBatch, Projection, add_lora, build, example_batch
 from cgplan.modes import BatchDescriptor
 
 SMALL: dict[str, Any] = {

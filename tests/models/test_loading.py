@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
+import decoder
 import pytest
 import torch
 from torch import nn
 
+from cgplan.backends.context import forward_context
 from cgplan.errors import ModelError
-from cgplan.models.decoder import Decoder
 from cgplan.models.loading import LoadedModel, forward_signature, load_model, parse_dtype
 
 CPU = torch.device("cpu")
@@ -59,10 +61,10 @@ number = 3
 
 
 def test_module_target() -> None:
-    loaded = load("cgplan.models.decoder:build", num_layers=1)
-    assert isinstance(loaded.module, Decoder)
+    loaded = load("decoder:build", num_layers=1)
+    assert isinstance(loaded.module, decoder.Decoder)
     assert loaded.forward is loaded.module
-    assert loaded.target == "cgplan.models.decoder:build"
+    assert loaded.target == "decoder:build"
     assert not loaded.module.training
 
 
@@ -103,6 +105,21 @@ def test_a_file_is_loaded_twice_as_two_modules(tmp_path: Path) -> None:
     assert "model" not in sys.modules
 
 
+def test_a_copy_of_the_decoder_is_loaded_beside_the_first(tmp_path: Path) -> None:
+    """The copy registers its operators again."""
+    configs = Path(decoder.__file__).parent
+    for name in ("decoder.py", "attention.py"):
+        shutil.copy(configs / name, tmp_path)
+    models = [load("decoder.py:build", folder, num_layers=1) for folder in (configs, tmp_path)]
+    batch = decoder.example_batch(models[0].module, [2, 5], [3, 1])
+    with forward_context(metadata=batch.metadata):
+        first, second, again = (
+            model.forward(batch.input_ids, batch.positions) for model in (*models, models[0])
+        )
+    assert first.equal(second)
+    assert first.equal(again)
+
+
 def test_a_file_named_like_a_library_does_not_hide_it(tmp_path: Path) -> None:
     path = write(tmp_path, "import json\ndef build(): return json.dumps", "json.py")
     import json
@@ -140,9 +157,7 @@ def failure(target: str, base_dir: Path | None = None, **kwargs: Any) -> ModelEr
     return caught.value
 
 
-@pytest.mark.parametrize(
-    "target", ["cgplan.models.decoder", ":build", "cgplan.models.decoder:", "", "model.py"]
-)
+@pytest.mark.parametrize("target", ["decoder", ":build", "decoder:", "", "model.py"])
 def test_malformed_target(target: str) -> None:
     error = failure(target)
     assert "malformed" in error.message
@@ -153,7 +168,7 @@ def test_module_that_is_not_there() -> None:
     error = failure("cgplan_no_such_package.sub:build")
     assert "no module named 'cgplan_no_such_package'" in error.message
     assert isinstance(error.__cause__, ModuleNotFoundError)
-    assert "no module named 'cgplan.models.decodr'" in failure("cgplan.models.decodr:build").message
+    assert "no module named 'cgplan.models.hff'" in failure("cgplan.models.hff:build").message
 
 
 def test_attribute_that_is_not_there_or_not_callable(tmp_path: Path) -> None:
@@ -172,7 +187,7 @@ def test_other_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert "width=4" in error.remedy
     path = write(tmp_path, "def build(): return {'a': 1}")
     assert "returned dict, which is not callable" in failure(f"{path}:build").message
-    assert "num_layers is 0" in failure("cgplan.models.decoder:build", num_layers=0).message
+    assert "num_layers is 0" in failure("decoder:build", num_layers=0).message
     monkeypatch.setitem(sys.modules, "transformers", None)
     monkeypatch.delitem(sys.modules, "cgplan.models.hf", raising=False)
     assert "pip install cgplan[transformers]" in failure("transformers").remedy
@@ -210,7 +225,7 @@ def test_file_that_does_not_import(tmp_path: Path, text: str, kind: str, line: i
 
 
 def test_forward_signature() -> None:
-    found = forward_signature(Decoder.__new__(Decoder))
+    found = forward_signature(decoder.Decoder.__new__(decoder.Decoder))
     assert [(a.name, a.required, a.annotation) for a in found] == [
         ("input_ids", True, "Tensor"),
         ("positions", True, "Tensor"),

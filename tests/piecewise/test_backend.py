@@ -125,7 +125,7 @@ CASES: dict[str, tuple[Callable[[], object], type[CgplanError], str]] = {
     "no such position": (
         lambda: wrapped(X, options=CUDAGraphOptions(copied_arguments=(3,))),
         CaptureError,
-        "one of 1",
+        "missing among 1",
     ),
     "a number copied": (
         lambda: wrapped(7, options=CUDAGraphOptions(copied_arguments=(0,))),

@@ -356,7 +356,12 @@ class Leaves:
         return x + 1
 
 
-@pytest.mark.parametrize("read", ["whole", "view", "write", "returned too"])
+@eager_break_during_capture
+def added(x: Tensor, y: Tensor) -> Tensor:
+    return x + y
+
+
+@pytest.mark.parametrize("read", ["whole", "view", "write", "returned too", "another piece"])
 @pytest.mark.parametrize("inference", [False, True])
 def test_segments_must_not_read_what_a_piece_made_aside(
     backend: GraphBackend, read: str, inference: bool
@@ -368,6 +373,8 @@ def test_segments_must_not_read_what_a_piece_made_aside(
         if read == "returned too":
             return returning(x * 2) + piece.kept
         y = piece(x * 2)
+        if read == "another piece":
+            return added(y, piece.kept) * 2
         if read == "write":
             piece.kept.mul_(y)
             return y
@@ -385,6 +392,56 @@ def test_segments_must_not_read_what_a_piece_made_aside(
     with forward_context(PIECEWISE, BatchDescriptor(2)), pytest.raises(CaptureError, match=said):
         wrapper(x)
     assert not wrapper.entries
+
+
+def test_a_forward_must_not_return_what_a_piece_made_aside(backend: GraphBackend) -> None:
+    piece, x = Leaves(), randn(backend, 2, 3)
+    wrapper = BreakableCUDAGraphWrapper(lambda x: (piece(x * 2), [piece.kept]), backend=backend)
+    with (
+        forward_context(PIECEWISE, BatchDescriptor(2)),
+        pytest.raises(CaptureError, match="an eager piece made and did not return"),
+    ):
+        wrapper(x)
+    assert not wrapper.entries
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_segments_must_not_read_what_a_piece_replaces_later(
+    backend: GraphBackend, wrapped: bool
+) -> None:
+    """The tensor was made aside by the piece of the run before."""
+    piece, x = Leaves(), randn(backend, 2, 3)
+
+    def forward(x: Tensor) -> Tensor:
+        before = piece.kept * 2
+        return piece(x * 2) + before
+
+    def run() -> None:
+        if wrapped:
+            with forward_context(PIECEWISE, BatchDescriptor(2)):
+                BreakableCUDAGraphWrapper(forward, backend=backend)(x)
+        else:
+            capture(backend, lambda: forward(x))
+
+    piece.kept = torch.zeros_like(x)
+    said = r"Leaves.* replaces a tensor that graph code reads before it, at .*`return piece\(x"
+    with pytest.raises(CaptureError, match=said) as caught:
+        run()
+    assert "copy_" in caught.value.remedy
+
+
+def test_a_piece_may_replace_what_a_segment_made(backend: GraphBackend) -> None:
+    piece, x = Leaves(), randn(backend, 2, 3)
+
+    def forward() -> Tensor:
+        piece.kept = x * 5
+        before = piece.kept * 2
+        return piece(x * 2) + before
+
+    made, output = capture(backend, forward)
+    x.add_(1)
+    made.replay()
+    same(output, x * 2 + 1 + x * 10)
 
 
 @torch.library.custom_op(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import decoder
 import pytest
 import torch
 import torch.nn.functional as F
@@ -21,7 +22,6 @@ from cgplan import (
 )
 from cgplan.backends import GraphBackend, select_backend
 from cgplan.config import CompilationConfig, validate_config
-from cgplan.models import decoder
 from cgplan.piecewise.backend import PiecewiseBackend
 
 PIECEWISE = CUDAGraphMode.PIECEWISE

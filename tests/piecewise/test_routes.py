@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import closing
 from typing import Any
 
+import attention  # noqa: F401  (registers cgplan::attention)
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,7 +15,6 @@ from pieces import Attends, Broken, open_runner
 from torch import Tensor, nn
 
 import cgplan
-import cgplan.models.attention  # registers cgplan::attention
 from cgplan import (
     CaptureError,
     CaptureSession,

@@ -9,7 +9,7 @@ import pytest
 from plans import plan_of
 
 from cgplan.config import Config, validate_config
-from cgplan.errors import ModeError, PlanError
+from cgplan.errors import ConfigError, ModeError, PlanError
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning import LADDERS, build_plan
 from cgplan.planning.build import CaptureSizes, attention_is_split, resolve_mode, resolve_sizes
@@ -280,13 +280,31 @@ def test_listed_sizes_without_a_graph_are_pointed_out() -> None:
     assert not plan_of("FULL", [2, 4, 16], seqs=4).warnings
 
 
-def test_a_grid_of_too_many_boxes_is_refused_before_it_is_made() -> None:
-    dims = {name: {"max": 40, "sizes": list(range(1, 41))} for name in ("a", "b", "c", "d")}
+def of_dims(sizes: dict[str, int], **compilation: Any) -> Config:
+    dims = {name: {"max": 999, "sizes": list(range(1, n + 1))} for name, n in sizes.items()}
     shape = {"shape": list(dims), "dtype": "float32", "pad": 0}
-    config = validate_config(
-        {"model": {"output_shapes": [["a"]]}, "dims": dims, "inputs": {"x": shape}}
+    return validate_config(
+        {
+            "model": {"output_shapes": [["a"]]},
+            "dims": dims,
+            "inputs": {"x": shape},
+            "compilation": compilation,
+        }
     )
-    with pytest.raises(
-        PlanError, match="a x b x c x d are 2,560,000 boxes of sizes; 100,000 are allowed"
-    ):
-        build_plan(config)
+
+
+def test_a_grid_of_too_many_boxes_is_refused_before_it_is_made() -> None:
+    with pytest.raises(ConfigError, match="c has 41 sizes: a x b x c span 10,250 boxes") as caught:
+        build_plan(of_dims({"a": 10, "b": 25, "c": 41}))
+    assert "10,000 are allowed" in caught.value.message
+    assert "dims.c.sizes" in caught.value.remedy
+    assert len(build_plan(of_dims({"a": 10, "b": 25, "c": 40})).keys) == 10_000
+
+
+def test_boxes_that_span_too_large_a_grid_are_refused() -> None:
+    """A dispatcher has an answer for each combination of their sizes."""
+    sizes = {"a": 50, "b": 50, "c": 50}
+    with pytest.raises(ConfigError, match="a has 50 sizes: a x b x c span 125,000 boxes") as caught:
+        build_plan(of_dims(sizes, boxes=[[n, n, n] for n in range(1, 51)]))
+    assert "share sizes" in caught.value.remedy
+    assert len(build_plan(of_dims(sizes, boxes=[[n, n, n] for n in range(1, 41)])).keys) == 40

@@ -113,9 +113,9 @@ def test_adapters_round_up_to_the_next_case() -> None:
         assert dispatcher.explain(4, num_active_loras=loras) is MissReason.NO_LORA_CASE
 
 
-def test_a_text_is_no_set_of_modes() -> None:
+def test_a_string_is_no_set_of_modes() -> None:
     for option in ("valid_modes", "invalid_modes"):
-        with pytest.raises(InputError, match="'FULL' are a text"):
+        with pytest.raises(InputError, match="modes is a string; pass a set"):
             CudagraphDispatcher(FULL_4).dispatch(4, **{option: "FULL"})
 
 

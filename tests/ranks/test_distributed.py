@@ -12,7 +12,7 @@ from checks import capture, host_sync_of
 from ranks import run_ranks, values
 
 from cgplan.backends import select_backend
-from cgplan.captures.together import Together
+from cgplan.captures.rank_sync import RankSync
 from cgplan.config import DistributedConfig
 from cgplan.distributed import open_ranks
 from cgplan.distributed.all_reduce import AllReduce
@@ -220,7 +220,7 @@ def test_a_plan_that_another_rank_made_for_its_own_configuration(
     monkeypatch.setenv("RANKS_TIMEOUT", "5")
     config, other = programs.config_of(), programs.config_of(compilation={"outputs": "clone"})
     session = CaptureSession(
-        build_plan(other), torch.nn.Identity(), select_backend("cpu"), config, together=Together()
+        build_plan(other), torch.nn.Identity(), select_backend("cpu"), config, together=RankSync()
     )
     with pytest.raises(
         PlanError, match=rf"^the plan of all ranks was .* {config_hash(other)}; this rank has"

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import rank_programs as programs
 from commands import unwrapped
+from decoder import build
 from ranks import free_port, run_ranks, values
 
 from cgplan import build_plan, load_config
 from cgplan.errors import ModelError
-from cgplan.models.decoder import build
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs" / "decoder_tp2_cpu.yaml"

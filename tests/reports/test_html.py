@@ -65,24 +65,27 @@ def test_every_chart_stands_over_a_table_of_its_figures(name: str) -> None:
     for table, (columns, rows, charts), section in zip(
         page.tables, drawn, content.sections, strict=True
     ):
-        assert table[0] == list(section.columns)
-        assert len(table) == 1 + len(section.rows)
+        names = [column.name for column in section.table.columns]
+        assert table[0] == names
+        assert len(table) == 1 + len(section.table.rows)
         assert bool(charts) == bool(rows)
+        formats = {unit: shown for shown, unit in UNITS.items()} | {"": str}
         for cells, row in zip(table[1:], rows, strict=False):
             for shown, value, (column, unit) in zip(cells, row, columns, strict=True):
-                assert shown == ("-" if value is None else UNITS[unit](value) if unit else value), (
-                    column
-                )
+                assert shown == ("-" if value is None else formats[unit](value)), column
         for chart in charts:
             used = [
                 chart["x"],
                 *chart["values"],
                 *(chart[k] for k in ("by", "start") if k in chart),
             ]
-            assert set(used) <= set(section.columns)
-            assert [
-                row for row in section.rows if "where" not in chart or chart["where"][1] in row
-            ], "nothing to draw"
+            assert set(used) <= set(names)
+            assert all(dict(columns)[name] for name in chart["values"]), (
+                "page.js draws figures with a unit"
+            )
+            assert [row for row in rows if "where" not in chart or chart["where"][1] in row], (
+                "nothing to draw"
+            )
 
 
 def test_a_report_has_its_subjects() -> None:
@@ -90,7 +93,8 @@ def test_a_report_has_its_subjects() -> None:
         name: [section.title for section in page_of(report).sections]
         for name, report in REPORTS.items()
     }
-    assert titles["h200"] == ["Latency", "Memory", "Start-up", "Padding"]
+    queued = "Calls that follow one another without waiting"
+    assert titles["h200"] == ["Latency", queued, "Memory", "Start-up", "Padding"]
     assert titles["bench_against"][:2] == ["Latency", "Beside other ways"]
     assert (
         "Segments and eager pieces"
@@ -111,7 +115,8 @@ def test_a_report_has_its_subjects() -> None:
 def test_memory_is_whole_and_predictions_stand_beside() -> None:
     report: Any = REPORTS["h200"]
     (memory,) = [section for section in page_of(report).sections if section.title == "Memory"]
-    measured, predicted = (sum(row[i] for row in memory.rows if row[i] is not None) for i in (2, 3))
+    rows = memory.table.rows
+    measured, predicted = (sum(row[i] for row in rows if row[i] is not None) for i in (2, 3))
     assert measured == report.capture.total_bytes
     assert predicted == report.capture.plan.predicted.total_bytes
     assert [chart["values"] for chart in memory.charts] == [("measured",), ("predicted",)]
@@ -141,7 +146,7 @@ def test_boxes_have_a_map_of_their_padding() -> None:
         }
     )
     (padding,) = [section for section in page_of(plan).sections if section.title == "Padding"]
-    assert padding.rows == [(1, 64, 0.5), (4, 64, 0.25), (4, 128, 0.125)]
+    assert padding.table.rows == [(1, 64, 0.5), (4, 64, 0.25), (4, 128, 0.125)]
 
 
 def test_a_file_loads_nothing_and_runs_its_own_scripts_alone() -> None:

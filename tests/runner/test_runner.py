@@ -6,7 +6,8 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from typing import Any
 
 import pytest
@@ -981,3 +982,16 @@ def test_a_runner_says_what_it_is(backend: GraphBackend) -> None:
     assert "\n".join(lines[2:]) == str(runner.stats)
     runner.close()
     assert "(closed)" in str(runner)
+
+
+def test_calls_of_several_threads_wait_for_each_other(backend: GraphBackend) -> None:
+    inputs = {"x": Input(shape=("num_tokens", 4), dtype="float32", pad=0)}
+    sizes = {"cudagraph_capture_sizes": [1, 2, 4], "outputs": "clone"}
+    device = backend.device.type
+    with closing(cgplan.capture(lambda x: x * 2, inputs, compilation=sizes, device=device)) as run:
+        xs = [torch.full((1 + i % 4, 4), float(i), device=device) for i in range(200)]
+        for x in xs[:4]:
+            run(x=x)
+        with ThreadPoolExecutor(4) as threads:
+            for x, y in zip(xs, threads.map(lambda x: run(x=x), xs), strict=True):
+                assert torch.equal(y, x * 2)

@@ -313,11 +313,11 @@ def test_iterations_of_a_vllm_log_are_step_times() -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (served(4, 5.0, request_rate=10.0), "serve:2: not a step time of vLLM: request_rate"),
+        (served(4, 5.0, request_rate=10.0), "serve:2: request_rate is 10.0: Input should be 'inf'"),
         (served(4, 5.0, max_concurrency=None), "max_concurrency"),
         (served(4, 5.0, spec_decode_num_drafts=30), "spec_decode_num_drafts"),
         (served(4, 0.0), "median_itl_ms"),
-        (served(4, 5.0, mode="FAST"), "mode: not one of the runtime modes"),
+        (served(4, 5.0, mode="FAST"), "mode is 'FAST': not one of the runtime modes"),
     ],
 )
 def test_results_that_do_not_tell_a_step_time_are_refused(line: str, message: str) -> None:

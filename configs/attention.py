@@ -3,21 +3,20 @@
 The operator takes the tensors of one layer. It reads the batch's metadata from the forward
 context, so that a graph captured around it, or split at it, needs no extra arguments:
 
-======================  ==========================
-=============================================================== metadata                shape, dtype
-               meaning; value of padding ======================  ==========================
-               ===============================================================
-``slot_mapping``        [num_tokens] int64          cache slot that takes the token's key and value;
--1: none ``block_tables``        [num_reqs, max_blocks] i32  blocks of each request, in order; any
-value past its end ``seq_lens``            [num_reqs] int32            keys of each request, the new
-tokens' included; 0 ``query_start_loc``     [num_reqs + 1] int32        first token of each request,
-then the end; repeats the end ======================  ==========================
-===============================================================
+    slot_mapping [num_tokens] int64: cache slot that takes the token's key and value; -1: none.
+    block_tables [num_reqs, max_blocks] int32: blocks of each request, in order; any value past its
+        end.
+    seq_lens [num_reqs] int32: keys of each request, those of new tokens included; 0 in padding.
+    query_start_loc [num_reqs + 1] int32: first token of each request, then the end; padding repeats
+        the end.
 
 ``query_start_loc`` may be absent where the descriptor says that the batch is uniform. Slot ``s`` is
 row ``s % block_size`` of block ``s // block_size``. The caches have one block more than the tables
 may name: tokens without a slot are written there, because a branch on the device's data cannot be
 captured.
+
+Importing this file registers the operator. Each graph of PIECEWISE mode ends before it, unless
+``splitting_ops`` says otherwise. decoder.py uses it; your model can too.
 """
 
 from __future__ import annotations
@@ -31,11 +30,10 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from cgplan.backends.context import ForwardContext, define_operator, get_forward_context
 from cgplan.errors import InputError
 
-_SCHEMA = (
-    "attention(Tensor query, Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) "
-    "value_cache, "
-    "Tensor(c!) output, float scale) -> ()"
-)
+_SCHEMA = """attention(
+    Tensor query, Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache,
+    Tensor(c!) output, float scale
+) -> ()"""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from programs.harness import Program, check, program
-from programs.parts_b import Steps, Wrap, device, ids, mlp, rows
+from programs.parts import Steps, Wrap, device, ids, mlp, rows
 from torch import Tensor, nn
 from torch.nn import functional as F
 

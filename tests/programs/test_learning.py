@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from programs.harness import Program, check, program
-from programs.parts_b import Steps, Wrap, attempt, device, mlp, rows
+from programs.parts import Steps, Wrap, attempt, device, mlp, rows
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import prune

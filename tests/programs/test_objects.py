@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from programs.harness import Program, check, program
-from programs.parts_b import Steps, Wrap, attempt, device, mlp, rows
+from programs.parts import Steps, Wrap, attempt, device, mlp, rows
 from torch import Tensor, nn
 
 import cgplan

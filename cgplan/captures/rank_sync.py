@@ -1,5 +1,5 @@
-"""Where a capture session meets those of other ranks. Alone it meets none; ``distributed/``
-implements the meetings.
+"""The steps that capture sessions of several ranks take together; ``distributed/`` implements them.
+A single rank takes none.
 """
 
 from __future__ import annotations
@@ -23,12 +23,10 @@ class PeerMemory(NamedTuple):
     addresses: Sequence[int]
 
 
-class Together:
-    """The points at which a session meets those of other ranks. This one has none: every answer is
-    its own.
+class RankSync:
+    """The steps at which a session waits for those of other ranks; this one is for a single rank.
 
-    Where there are ranks, each of these is a step that all of them take, and raises on all of them
-    if one fails.
+    With several ranks, all of them take each step, and it raises on all of them if one fails.
     """
 
     def begin(self, plan: Plan, free: int | None) -> int | None:  # noqa: ARG002
@@ -40,14 +38,18 @@ class Together:
         """
         return free
 
-    def any_refuses(self, refused: bool, because: BaseException | None = None) -> bool:  # noqa: ARG002
-        """Whether the budget of some rank refuses a key; ``because`` is what this rank raised,
-        where it ran out.
+    def any_refuses(
+        self,
+        refused: bool,
+        because: BaseException | None = None,  # noqa: ARG002
+    ) -> bool:
+        """Whether the budget of any rank refuses a key; ``because`` is the error of this rank,
+        where its memory ran out.
         """
         return refused
 
     def dropped(self) -> None:
-        """After all graphs were freed in the middle of a session: buffers that they read are
+        """All graphs were freed in the middle of a session: the buffers that they read are
         forgotten.
         """
 
@@ -58,9 +60,9 @@ class Together:
         """After a failure: the error to raise, the same on all ranks."""
         return error
 
-    def peers(self) -> PeerMemory:
+    def peer_memory(self) -> PeerMemory:
         """Memory of other ranks that graphs read."""
-        return PeerMemory((), ())
+        return PeerMemory(mapped=(), addresses=())
 
     def release(self) -> None:
         """Before graphs and their pool are freed, however the session or the runner ends."""
@@ -70,4 +72,4 @@ class Together:
         return report
 
 
-ALONE = Together()
+SINGLE_RANK = RankSync()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from programs.harness import Program, check, program
-from programs.parts_b import Steps, Wrap, device, mlp, rows
+from programs.parts import Steps, Wrap, device, mlp, rows
 from torch import Tensor, nn
 
 programs: list[Program] = []

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from programs.harness import Program, check, program
-from programs.parts_b import Steps, Wrap, device, ids, rows
+from programs.parts import Steps, Wrap, device, ids, rows
 from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers")

@@ -1,16 +1,17 @@
-"""Greedy speculative decoding beside plain decoding, each with and without graphs: tokens per second, and whether the
-tokens are the same.
+"""Greedy speculative decoding beside plain decoding, each with and without graphs: tokens per
+second, and whether the tokens are the same.
 
-    python docs/examples/speculative.py
-    python docs/examples/speculative.py --config configs/decoder_0_6b.yaml --set speculative.num_speculative_tokens=3
+    python speculative.py
+    python speculative.py --config decoder_0_6b.yaml --set speculative.num_speculative_tokens=3
 
-The draft is the target's own first layers, so its weights need no memory and no training (the target's weights are
-random, too). A draft of few layers is then never right, as no training brought it near the target; ``--later-layers
-0.02`` stands in for that training: it scales what the target's layers behind the draft's add, so that the draft agrees
-more often, at the cost of a real one. What is shown of the four ways is decoding alone, without the prefill.
+The draft is the target's first layers, so its weights need no memory and no training (the target's
+weights are random, too). Without training, a draft of few layers is never right. ``--later-layers
+0.02`` stands in for training: it scales what the target's later layers add, so that the draft
+agrees more often, at the cost of a real one. The times are those of decoding, without the prefill.
 
-Plain decoding is the usual loop: each step takes a token for each request, and a batch's tensors go to the device.
-Speculative decoding leaves the requests' state there: a step is two replays, and one copy of the new tokens back.
+Plain decoding is the usual loop: each step takes a token for each request, and a batch's tensors go
+to the device. Speculative decoding leaves the requests' state there: a step is two replays, and one
+copy of the new tokens back.
 """
 
 import argparse
@@ -20,18 +21,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from decoder import Decoder, first_layers
 
 from cgplan.backends import GraphBackend, select_backend
 from cgplan.config import Config, load_config
 from cgplan.errors import CgplanError
-from cgplan.models.decoder import Decoder, first_layers
 from cgplan.models.loading import load_model
 from cgplan.reports.layout import filled, plain_text
 from cgplan.runner.manager import CudaGraphManager
 from cgplan.speculative.manager import SpecDecodeGraphManager
 from cgplan.speculative.plan import plan_speculation
 
-ROOT = Path(__file__).resolve().parents[2]
+FOLDER = Path(__file__).resolve().parent
 
 
 @dataclass
@@ -47,7 +48,7 @@ class Decoded:
 
 @dataclass
 class Workload:
-    """Prompts, how many tokens each is to get, and the cache blocks of each: enough for all of its tokens."""
+    """Prompts, the number of new tokens for each, and each one's cache blocks, which hold them."""
 
     prompts: list[list[int]]
     count: int
@@ -64,23 +65,30 @@ class Workload:
         each = min(columns, shape.num_blocks // requests)
         longest = each * shape.block_size - count
         if count < 2:
-            raise SystemExit(f"--tokens {count}: the first token of a request is the prefill's, so give 2 at least")
+            raise SystemExit(
+                f"--tokens {count}: the prefill gives a request's first token, so give 2 at least"
+            )
         if longest < 1:
-            raise SystemExit(f"{each} blocks of {shape.block_size} tokens a request do not hold {count} new ones")
+            raise SystemExit(
+                f"{each} blocks of {shape.block_size} tokens a request do not hold {count} new ones"
+            )
         prompts = [
-            [choose.randrange(shape.vocab_size) for _ in range(choose.randint(1, longest))] for _ in range(requests)
+            [choose.randrange(shape.vocab_size) for _ in range(choose.randint(1, longest))]
+            for _ in range(requests)
         ]
         blocks = [list(range(number * each, (number + 1) * each)) for number in range(requests)]
         return cls(prompts, count, blocks, shape.block_size, columns)
 
     def batch(self, chunks: list[tuple[int, list[int], int]]) -> dict[str, torch.Tensor]:
-        """A batch of (request, its new tokens, tokens in the cache before them): inputs and metadata by name."""
+        """Inputs and metadata of a batch of (request, its new tokens, tokens in the cache)."""
         ids, positions, slots, ends = [], [], [], [0]
         for request, tokens, context in chunks:
             places, blocks = range(context, context + len(tokens)), self.blocks[request]
             ids += tokens
             positions += places
-            slots += [blocks[p // self.block_size] * self.block_size + p % self.block_size for p in places]
+            slots += [
+                blocks[p // self.block_size] * self.block_size + p % self.block_size for p in places
+            ]
             ends.append(len(ids))
         tables = [self.blocks[r] + [0] * (self.columns - len(self.blocks[r])) for r, _, _ in chunks]
         return {
@@ -88,7 +96,9 @@ class Workload:
             "positions": torch.tensor(positions),
             "slot_mapping": torch.tensor(slots),
             "block_tables": torch.tensor(tables, dtype=torch.int32),
-            "seq_lens": torch.tensor([context + len(tokens) for _, tokens, context in chunks], dtype=torch.int32),
+            "seq_lens": torch.tensor(
+                [context + len(tokens) for _, tokens, context in chunks], dtype=torch.int32
+            ),
             "query_start_loc": torch.tensor(ends, dtype=torch.int32),
         }
 
@@ -105,7 +115,9 @@ def decode_plainly(manager: CudaGraphManager, work: Workload) -> Decoded:
         chosen = manager.run(uniform_decode=True, **work.batch(chunks)).argmax(-1).tolist()
         for tokens, token in zip(found, chosen, strict=True):
             tokens.append(token)
-    return Decoded(found, time.perf_counter() - start, work.count - 1, graphs=len(manager.runner.plan.keys))
+    return Decoded(
+        found, time.perf_counter() - start, work.count - 1, graphs=len(manager.runner.plan.keys)
+    )
 
 
 def decode_speculatively(manager: SpecDecodeGraphManager, work: Workload) -> Decoded:
@@ -136,15 +148,24 @@ def decode_all(args: argparse.Namespace) -> dict[str, Decoded]:
     config = load_config(args.config, changes)
     backend = select_backend(config.device)
     target = load_model(
-        config.model.target, config.model.kwargs, device=backend.device, base_dir=Path(args.config).parent
+        config.model.target,
+        config.model.kwargs,
+        device=backend.device,
+        base_dir=Path(args.config).parent,
     ).module
     draft_layers = args.draft_layers or max(target.config.num_layers // 2, 1)
     scale_later_layers(target, draft_layers, args.later_layers)
     draft = first_layers(target, draft_layers)
-    work = Workload.random(config, target, args.requests or min(config.scheduler.max_num_seqs, 16), args.tokens)
+    work = Workload.random(
+        config, target, args.requests or min(config.scheduler.max_num_seqs, 16), args.tokens
+    )
     found = {}
     for name, graphs in (("without graphs", False), ("with graphs", True)):
-        moded = config if graphs else load_config(args.config, [*changes, "compilation.cudagraph_mode=NONE"])
+        moded = (
+            config
+            if graphs
+            else load_config(args.config, [*changes, "compilation.cudagraph_mode=NONE"])
+        )
         found[f"plain, {name}"] = _plain(moded, target, backend, work)
         with SpecDecodeGraphManager(moded, target, draft, backend) as manager:
             manager.capture()
@@ -178,7 +199,9 @@ def _plain(config: Config, target: Decoder, backend: GraphBackend, work: Workloa
 
 
 def table(found: dict[str, Decoded]) -> str:
-    """A row for each way; ``same`` counts requests whose tokens are those of plain decoding without graphs."""
+    """A row for each way; ``same`` counts requests with the tokens of plain decoding without
+    graphs.
+    """
     wanted = next(iter(found.values())).tokens
     rows = []
     for name, way in found.items():
@@ -200,17 +223,29 @@ def table(found: dict[str, Decoded]) -> str:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--config", default=str(ROOT / "configs/speculative.yaml"))
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change the configuration")
-    parser.add_argument("--requests", type=int, default=0, help="decoded together; 0: max_num_seqs, at most 16")
+    parser.add_argument("--config", default=str(FOLDER / "speculative.yaml"))
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="change the configuration"
+    )
+    parser.add_argument(
+        "--requests", type=int, default=0, help="decoded together; 0: max_num_seqs, at most 16"
+    )
     parser.add_argument("--tokens", type=int, default=32, help="for each request")
-    parser.add_argument("--draft-layers", type=int, default=0, help="layers of the draft; 0: half of the target's")
-    parser.add_argument("--later-layers", type=float, default=1.0, metavar="SCALE", help="of the layers behind those")
+    parser.add_argument(
+        "--draft-layers", type=int, default=0, help="layers of the draft; 0: half of the target's"
+    )
+    parser.add_argument(
+        "--later-layers",
+        type=float,
+        default=1.0,
+        metavar="SCALE",
+        help="of the layers behind those",
+    )
     return parser.parse_args(arguments)
 
 
 def main(given: list[str] | None = None) -> None:
-    """The program; what is wrong with the configuration or an argument is a message, not a traceback."""
+    """The program; a mistake in the configuration or an argument is a message, not a traceback."""
     try:
         print(table(decode_all(parse(given))))
     except CgplanError as error:

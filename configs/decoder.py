@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import attention  # noqa: F401  (registers cgplan::attention)
 import torch
 from pydantic import (
     BaseModel,
@@ -27,7 +28,6 @@ from pydantic import (
 from torch import Tensor, nn
 from torch.nn.functional import embedding, linear, pad, silu
 
-import cgplan.models.attention  # noqa: F401  (registers cgplan::attention)
 from cgplan.backends.context import current_all_reduce, define_operator, get_forward_context
 from cgplan.errors import InputError, ModelError, did_you_mean
 from cgplan.models.loading import parse_dtype
@@ -469,7 +469,7 @@ class Decoder(nn.Module):
 
         Raises:
             InputError: The forward context's metadata does not fit (see
-                ``cgplan.models.attention``).
+                attention.py).
         """
         x = embedding(input_ids, self.embed_tokens.weight)
         cos, sin = rotary_angles(positions, self.config.head_dim, self.config.rope_theta, x.dtype)

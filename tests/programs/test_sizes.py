@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from programs.harness import Program, check, program
-from programs.parts_b import Steps, Wrap, attempt, device, ids, mlp, rows
+from programs.parts import Steps, Wrap, attempt, device, ids, mlp, rows
 from torch import Tensor, nn
 from torch.nn import functional as F
 

@@ -1,0 +1,390 @@
+"""Options of the commands, each declared once. Commands take them in groups: dataclasses whose
+fields hold what typer has to know.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, is_dataclass
+from enum import StrEnum
+from functools import partial, wraps
+from inspect import Parameter, Signature, signature
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+from typer import Argument, BadParameter, Option
+
+from cgplan.cli.output import check_outputs, failures_reported, has_ranks, is_first_rank
+
+if TYPE_CHECKING:
+    from cgplan.config import LoadedConfig, Override
+    from cgplan.planning import Plan
+
+YAML = (".yaml", ".yml")
+SHORT_FOR = {  # options by the key that they set
+    "device": "device",
+    "debug": "compilation.debug",
+    "max_graphs": "budget.max_graphs",
+    "memory": "budget.memory",
+    "capture_time": "budget.capture_time",
+}
+PerformanceMode = StrEnum("PerformanceMode", "balanced interactivity throughput")
+Objective = StrEnum("Objective", "mean worst")
+
+
+class EngineName(StrEnum):
+    vllm = "vllm"
+    sglang = "sglang"
+    trtllm = "trtllm"
+    json = "json"
+
+
+def option(words: str, *names: str, default: object = None, kind: Any = Option, **more: Any) -> Any:
+    """A field of a group, with its help in ``words``."""
+    return field(default=default, metadata={"typer": kind(*names, help=words, **more)})
+
+
+def with_options(command: Callable[..., None]) -> Callable[..., None]:
+    """The command as typer takes it: each option of its groups is a parameter, and --traceback.
+    Errors end it with a message and their exit code.
+    """
+    groups: dict[str, Any] = {}
+    parameters: list[Parameter] = []
+    for parameter in signature(command, eval_str=True).parameters.values():
+        if is_dataclass(parameter.annotation):
+            groups[parameter.name] = parameter.annotation
+        else:
+            parameters.append(parameter)
+    for group in (*groups.values(), _Always):
+        for each in fields(group):
+            if each.metadata:
+                parameters.append(
+                    Parameter(
+                        each.name,
+                        Parameter.KEYWORD_ONLY,
+                        default=each.default,
+                        annotation=Annotated[each.type, each.metadata["typer"]],
+                    )
+                )
+
+    @wraps(command)
+    def run(show_traceback: bool, **given: Any) -> None:
+        with failures_reported(show_traceback):
+            for name, group in groups.items():
+                options = [each.name for each in fields(group) if each.name in given]
+                given[name] = group(**{option: given.pop(option) for option in options})
+            command(**given)
+
+    run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    return run
+
+
+@dataclass
+class _Always:
+    show_traceback: bool = option(
+        "On an error, show where it was raised.", "--traceback", default=False
+    )
+
+
+def numbers(text: str) -> tuple[float, ...]:
+    """Numbers above 0 between commas."""
+    try:
+        found = tuple(map(float, text.split(",")))
+    except ValueError:
+        found = (-1.0,)
+    if any(not 0 < number < float("inf") for number in found):
+        raise BadParameter(f"{text!r} is no list of numbers above 0, such as 1,2,4")
+    return found
+
+
+def share(text: str) -> float:
+    """``1%`` or ``0.01``."""
+    try:
+        found = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        found = -1
+    if not 0 <= found < 1:
+        raise BadParameter(f"{text!r} is no share: write 1% or 0.01")
+    return found
+
+
+def traffic_file(text: str) -> tuple[Path, float]:
+    """A file, and how much faster its requests come: ``trace.csv@2x``."""
+    name, _, faster = text.rpartition("@")
+    if name and faster.endswith("x") and not Path(text).exists():
+        return Path(name), numbers(faster[:-1])[0]
+    return Path(text), 1.0
+
+
+# Options of several groups.
+JSON = partial(
+    option, "Print JSON on standard output, and nothing else there.", "--json", default=False
+)
+HTML = partial(option, "Also write it as one HTML file, with charts.", metavar="FILE")
+OUTPUT = partial(
+    option, "Also save the result as JSON in this file.", "--output", "-o", metavar="FILE"
+)
+COSTS = partial(
+    option,
+    "What graphs cost: a capture report or vLLM's log; `estimate`, on the CPU; or `measure`, by a "
+    "few captures.",
+    metavar="SOURCE",
+)
+TRAFFIC = partial(
+    option,
+    "Traffic: a histogram, a trace, a log; FILE@2x: twice as fast. Repeat.",
+    metavar="FILE",
+    parser=traffic_file,
+)
+
+
+@dataclass
+class Shown:
+    as_json: bool = JSON()
+
+
+@dataclass
+class Given:
+    """A configuration, and values that win over it."""
+
+    file: Path | None = option(
+        "The YAML configuration, in place of --config.", metavar="FILE", kind=Argument
+    )
+    config: Path | None = option("The YAML configuration.", "--config", "-c", metavar="FILE")
+    overrides: list[str] | None = option(
+        "Override a value by its dotted key; the value is YAML. May be repeated.",
+        "--set",
+        "-s",
+        metavar="KEY=VALUE",
+    )
+
+    @property
+    def path(self) -> Path:
+        path = self.file or self.config
+        if path is None or path != (self.config or path):
+            raise BadParameter("give one configuration, as FILE or --config FILE")
+        return path
+
+    def settings(self) -> "list[str | Override]":
+        """The values of ``--set``, and of the options that are short for one."""
+        from cgplan.config import Override
+
+        settings: list[str | Override] = list(self.overrides or ())
+        for name, key in SHORT_FOR.items():
+            value = getattr(self, name, None)
+            if value is None or value is False:
+                continue
+            flag = f"--{name.replace('_', '-')}"
+            if value == "":
+                raise BadParameter(f"{flag} is empty; leave it out, or give it a value")
+            settings.append(Override(f"{key}={value}", flag))
+        return settings
+
+
+class Prepared(NamedTuple):
+    """What a capture is made of, before torch is loaded."""
+
+    loaded: "LoadedConfig"
+    plan: "Plan"  # of the configuration, or a saved one
+    target: str  # of the model
+    kwargs: dict[str, Any]
+
+
+@dataclass
+class Request(Given):
+    """A capture, with the options of `doctor`."""
+
+    plan: Path | None = None
+    force: bool = False
+    device: str | None = option(
+        "Short for --set device=DEVICE: auto, cpu, cuda, cuda:N.", metavar="DEVICE"
+    )
+    output: Path | None = OUTPUT()
+    trace: Path | None = None
+    html: Path | None = None
+    as_json: bool = JSON()
+
+    def prepare(self) -> Prepared:
+        """Read the files, and refuse what can be refused before torch is loaded, which takes
+        seconds.
+        """
+        if self.force and self.plan is None:
+            raise BadParameter("--force is about a saved plan: give --plan FILE with it")
+        from cgplan.config import read_config
+
+        path = self.path
+        loaded = read_config(path, self.settings())
+        from cgplan.errors import ConfigError
+        from cgplan.planning import build_plan
+        from cgplan.planning.build import refuse_auto
+        from cgplan.reports import load_plan
+
+        config = loaded.config
+        if self.plan is not None or has_ranks():
+            refuse_auto(config)
+        plan = build_plan(config) if self.plan is None else load_plan(self.plan)
+        target, kwargs = loaded.model_for(str(path))
+        symbols = {extent.symbol for spec in config.tensors.values() for extent in spec.extents}
+        if plan.keys and not any(symbols):
+            raise ConfigError(
+                f"{path}: no input has a dimension that counts the rows of a batch",
+                remedy="Declare the model's inputs, with num_tokens or num_reqs in a shape; "
+                "`cgplan init TARGET` helps.",
+            )
+        if is_first_rank():
+            check_outputs((self.output, self.trace, self.html), (path, self.plan))
+        return Prepared(loaded, plan, target, kwargs)
+
+
+@dataclass
+class AuditRequest(Request):
+    html: Path | None = HTML()
+
+    def settings(self) -> "list[str | Override]":
+        from cgplan.config import Override
+
+        own = ("compilation.audit=report", "compilation.capture_policy=eager")
+        return [*super().settings(), *(Override(setting, "cgplan audit") for setting in own)]
+
+
+@dataclass
+class CaptureRequest(Request):
+    """The options of `capture` and `bench`."""
+
+    plan: Path | None = option(
+        "Capture exactly the keys of this saved plan, or refuse if it is not for this.",
+        metavar="FILE",
+    )
+    force: bool = option(
+        "With --plan: capture it although it was made for something else.",
+        "--force",
+        default=False,
+    )
+    trace: Path | None = option(
+        "Also save a trace of captures and calls, for Perfetto.", metavar="FILE"
+    )
+    html: Path | None = HTML()
+    debug: bool = option("Check everything, slowly (compilation.debug).", "--debug", default=False)
+
+
+@dataclass
+class PlanRequest(Given):
+    file: Path | None = option("", hidden=True)
+    costs: str | None = COSTS()
+    max_graphs: int | None = option("Short for --set budget.max_graphs=N.")
+    memory: str | None = option("Short for --set budget.memory=2GiB.", metavar="BYTES")
+    capture_time: str | None = option("Short for --set budget.capture_time=30s.", metavar="TIME")
+    emit: EngineName | None = option("Print the plan for an engine, and nothing else.")
+    assume_default_times: bool = option(
+        "With --emit: take the default step times, of another model.",
+        "--assume-default-times",
+        default=False,
+    )
+    html: Path | None = HTML()
+    verbose: bool = option(
+        "Show everything: curve, padding, sizes left out.", "--verbose", "-v", default=False
+    )
+    output: Path | None = OUTPUT()
+    as_json: bool = JSON()
+
+
+@dataclass
+class InspectRequest(Given):
+    file: Path | None = option(
+        "A saved report or plan (JSON), shown again; or a YAML file.",
+        metavar="REPORT",
+        kind=Argument,
+    )
+    everything: bool = option("With --config: list the defaults, too.", "--all", default=False)
+    split: bool = option(
+        "With --config: build the model, and show how PIECEWISE would split it.",
+        "--split",
+        default=False,
+    )
+    costs: str | None = COSTS()
+    html: Path | None = HTML()
+    as_json: bool = JSON()
+
+
+@dataclass
+class Loads:
+    """Traffic to plan for, and how it counts; the options of `plan check`."""
+
+    traffic: list[Any] | None = TRAFFIC(default=...)
+    weights: Any = option(
+        "Of several files of traffic, such as 3,1.", metavar="LIST", parser=numbers
+    )
+    scale: Any = option(
+        "These speeds together, such as 1,2,4.", metavar="LIST", parser=numbers, default="1"
+    )
+    replicas: int = option("Servers that share the requests.", metavar="N", min=1, default=1)
+    speedup: float = option(
+        "Requests of a trace arrive X times as fast.", metavar="X", min=1e-6, default=1.0
+    )
+    step_times: Path | None = option("Step times: a bench report, or a table.", metavar="FILE")
+    objective: Objective = Objective.mean
+    insurance: float | None = None
+    from_stats: str | None = None
+
+    @property
+    def files(self) -> list[tuple[Path | str, float]]:
+        """Each with the speed of its requests; an address of metrics is text."""
+        return list(self.traffic or ()) if self.from_stats is None else [(self.from_stats, 1.0)]
+
+    @property
+    def scales(self) -> tuple[float, ...]:
+        return tuple(self.speedup * scaled for scaled in self.scale)
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether they are requests as they were recorded, of which nothing more was said."""
+        said = self.weights or self.insurance is not None or self.objective is Objective.worst
+        speeds = [self.replicas, *self.scales, *(speed for _, speed in self.files)]
+        return not said and set(speeds) == {1}
+
+
+@dataclass
+class PlannedLoads(Loads):
+    """The options of `plan`."""
+
+    traffic: list[Any] | None = TRAFFIC()
+    objective: Objective = option(
+        "Of several loads: the mean step, or the worst regret over them.", default=Objective.mean
+    )
+    insurance: Any = option(
+        "Steps of sizes that traffic need not show: 10%; 0: none.", metavar="SHARE", parser=share
+    )
+    from_stats: str | None = option(
+        "In place of --traffic: the metrics of a runner, or their address.", metavar="URL|FILE"
+    )
+
+
+OF_VLLM = "With --vllm: as vLLM's option."
+
+
+@dataclass
+class VllmOptions:
+    vllm: str | None = option(
+        "What vLLM's --compilation-config takes; {} is its default.", metavar="JSON"
+    )
+    max_num_seqs: int | None = option(OF_VLLM)
+    max_num_batched_tokens: int | None = option(OF_VLLM)
+    num_speculative_tokens: int | None = option("With --vllm: of vLLM's --speculative-config.")
+    max_loras: int | None = option("With --vllm: as vLLM's option, for --enable-lora.")
+    specialize_active_lora: bool = option(OF_VLLM, "--specialize-active-lora", default=False)
+    performance_mode: PerformanceMode | None = option(OF_VLLM)
+    blackwell: bool = option(
+        "With --vllm: on a GPU of compute capability 10.x.", "--blackwell", default=False
+    )
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The options beside ``--vllm``, which make sense with it alone."""
+        options = {
+            name: value
+            for name, value in vars(self).items()
+            if name != "vllm" and value is not None and value is not False
+        }
+        if options and self.vllm is None:
+            raise BadParameter(
+                "--max-num-seqs and the like are vLLM's options: give --vllm JSON with them"
+            )
+        return options

@@ -1,0 +1,132 @@
+"""Calls in files: a kind of calls as a configuration, and the target that calls a model as it was
+called.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import yaml
+from torch import Tensor, nn
+
+from cgplan.drop_in.call_form import CONSTANTS, ByName, arguments_by_name, call_form
+from cgplan.drop_in.kinds import Kind
+from cgplan.errors import ConfigError
+from cgplan.models.loading import load_model
+
+# settings of graphed that a session has no use for
+_OF_GRAPHED = ("capture_policy", "strict", "ignore", "verify", "address_check")
+
+
+class Name(str):
+    """Of a tensor, in its place."""
+
+
+def as_called(
+    target: str, call: Mapping[str, Any], kwargs: Mapping[str, Any] = MappingProxyType({})
+) -> nn.Module:
+    """A model of tensors by name, from one with other arguments: the target in files that
+    ``save_config`` writes.
+
+    ``call`` has the arguments: constants, lists, mappings, `{$tuple: [...]}`, and `$name` for the
+    tensor of that name. Raises ModelError as ``load_model`` does.
+    """
+    model = load_model(target, kwargs, device=torch.get_default_device()).forward
+    marks = dict[str, Tensor]()
+
+    def filled(value: Any) -> Any:
+        if isinstance(value, str) and value.startswith("$"):
+            return marks.setdefault(value[1:], torch.empty(0))
+        if isinstance(value, list):
+            return [filled(item) for item in value]
+        if not isinstance(value, dict):
+            return value
+        items = {name: filled(item) for name, item in value.items()}
+        return tuple(items["$tuple"]) if items.keys() == {"$tuple"} else items
+
+    signature = inspect.signature(getattr(model, "forward", model))
+    arguments = OrderedDict((name, filled(value)) for name, value in call.items())
+    given = inspect.BoundArguments(signature, arguments)
+    form, ordered = call_form(given.args, given.kwargs)
+    made = ByName(model, len(given.args), list(given.kwargs), tuple(form))
+    name_of = {id(mark): name for name, mark in marks.items()}
+    made.names = tuple(name_of[id(tensor)] for tensor in ordered)
+    return made
+
+
+def written(value: Any, path: str) -> Any:
+    """An argument as ``as_called`` reads it. Raises ConfigError where YAML has no form for it."""
+    kind = type(value)
+    if isinstance(value, Name):
+        return f"${value}"
+    if kind in (list, tuple):
+        items = [written(item, f"{path}.{at}") for at, item in enumerate(value)]
+        return items if kind is list else {"$tuple": items}
+    if kind is dict and all(type(key) is str and not key.startswith("$") for key in value):
+        return {key: written(item, f"{path}.{key}") for key, item in value.items()}
+    if kind in CONSTANTS and not str(value).startswith("$"):
+        return value
+    raise ConfigError(
+        f"argument {path} is {value!r:.80}, of {kind.__name__}, which a YAML file cannot hold",
+        remedy="Save a model that is called with tensors, numbers, text, and lists, tuples and "
+        "dicts by name of them: `graphed` a function that makes the argument itself.",
+    )
+
+
+def target_of(model: object) -> str | None:
+    """The target that makes such a model: its class, if that is importable and asks for no
+    arguments.
+    """
+    kind = type(model)
+    found = getattr(sys.modules[kind.__module__], kind.__qualname__, None)
+    if found is not kind or kind.__module__ == "__main__" or not isinstance(model, nn.Module):
+        return None
+    takes_none = kind.__init__ is nn.Module.__init__ or not inspect.signature(kind).parameters
+    return f"{kind.__module__}:{kind.__qualname__}" if takes_none else None
+
+
+def config_text(
+    kind: Kind, signature: inspect.Signature, target: str | None, kwargs: Mapping[str, Any] | None
+) -> str:
+    """The configuration of a kind with a runner, see ``Graphed.config_text``."""
+    if kind.autocast:
+        raise ConfigError(
+            "calls were made under torch.autocast, of which a file knows nothing",
+            remedy="Enter torch.autocast in the model's forward, and call it outside.",
+        )
+    assert kind.runner is not None
+    config = kind.runner.config
+    values = config.model_dump(
+        mode="json", exclude_defaults=True, exclude={"dims": {"__all__": {"name"}}}
+    )
+    made_by = dict[str, Any]()
+    if target:
+        made_by["target"] = target
+    if kwargs:
+        made_by["kwargs"] = dict(kwargs)
+    args, keywords = kind.forward.arguments(map(Name, kind.specs))
+    call = arguments_by_name(signature, args, keywords)
+    key = "model.target"
+    if list(call.items()) != [(name, name) for name in kind.specs]:
+        if target is not None and target.partition(":")[0].endswith(".py"):
+            made_by["target"] = str(Path(target).resolve())
+        made_by["call"] = {name: written(value, name) for name, value in call.items()}
+        made_by = {"target": "cgplan.drop_in:as_called", "kwargs": made_by}
+        key = "model.kwargs.target"
+    values["model"] = {**made_by, **values.get("model", {})}
+    for name in _OF_GRAPHED:
+        values["compilation"].pop(name, None)
+    notes = ["Written by cgplan.graphed, which inferred:", *kind.notes]
+    if target is None:
+        notes.append(
+            f"To fill in: {key}, a function that returns the model, such as my_model.py:build"
+        )
+    text = "".join(f"# {note}\n" for note in notes)
+    return text + yaml.safe_dump(values, sort_keys=False, default_flow_style=None, width=110)
