@@ -1,36 +1,33 @@
 """Who owns the memory that captured graphs point to.
 
 Note [Owners]
-    Each word of a node that is an address is looked up in this order: tensors that the model's
-    state holds, by their path, and static buffers; blocks of graph pools; then, for memory of
-    neither, everything that can be reached from the runner, closures and caches included, by
-    Python's garbage collector. What is left has no owner: memory that the allocator holds as free,
-    memory that only others hold, and addresses where no memory is any more. A replay reads or
-    writes there what belongs to somebody else, or will. Memory that no Python object holds and that
-    is taken belongs to PyTorch or a library, such as the state of a random generator.
+    Each word of a node that is an address is looked up in this order: tensors that the walk over
+    the model finds, by their path, and static buffers; blocks of graph pools; then what torch's
+    allocator says of the block, and whether a tensor of this process lies there. A replay reads or
+    writes memory of somebody else, or will, where the allocator has freed the block, where no
+    memory is any more, where only another runner's pool holds it, and where the model held a tensor
+    at capture and others alone hold it now. Memory that no Python object holds and that is taken
+    belongs to PyTorch or a library, such as the state of a random generator. What other tensors
+    hold is the model's, by ways that the walk does not enter: sets, or compiled code.
 """
 
 from __future__ import annotations
 
 import gc
 import time
-from collections import Counter, deque
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
-from typing import Any, NamedTuple, get_args
-from weakref import ReferenceType
+from functools import cached_property
+from typing import Generic, NamedTuple, TypeVar, get_args
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from cgplan.backends.graph_nodes import Block, GraphNodes, Launch
 from cgplan.captures.model_graphs import ModelGraphs
 from cgplan.errors import AuditError
-from cgplan.graphs.fingerprint import Fingerprint
-from cgplan.graphs.watch import Watch
 from cgplan.modes import Key
 from cgplan.reports.records import (
     AuditedKey,
@@ -43,24 +40,13 @@ from cgplan.reports.records import (
 )
 from cgplan.units import counted, format_bytes
 
+T = TypeVar("T")
 # words below are numbers, and those above are no addresses of a process
-_ADDRESSES = 1 << 32, 1 << 47
-_RECORDS = (Fingerprint, Watch)  # they hold the tensors of the capture, which the model may not
-_NOT_ENTERED = (
-    type,
-    ModuleType,
-    FrameType,
-    ReferenceType,
-    str,
-    bytes,
-    int,
-    float,
-    BuiltinFunctionType,
-    *_RECORDS,
-)
+_LEAST = 1 << 32
+_LEAST_ON_HOST = 1 << 16  # some interpreters have their heap below 4 GiB
+_MOST = 1 << 47
 _TABLE = "the table of other ranks' buffers"  # as a node
 _SHOWN = 10
-_STEPS = 4  # of the path to an object
 _PROBLEMS: tuple[Problem, ...] = get_args(Problem)
 
 
@@ -70,132 +56,91 @@ class _Owner(NamedTuple):
     nbytes: int | None = None
 
 
-class _Ranges:
+class _Graph(NamedTuple):
+    """A graph of a key, with its number among the key's graphs."""
+
+    key: Key
+    number: int
+    nodes: GraphNodes
+    launches: Sequence[Launch]
+
+
+class _Word(NamedTuple):
+    graph: _Graph
+    node: int
+    is_certain: bool
+    address: int
+
+
+class _Stretches(Generic[T]):
     """Stretches of memory with something for each. Of several that hold an address the innermost
     counts; of those that are alike the first.
     """
 
-    def __init__(self, rows: Iterable[tuple[int, int, Any]]) -> None:
-        first = dict[tuple[int, int], Any]()
+    def __init__(self, rows: Iterable[tuple[int, int, T]]) -> None:
+        first = dict[tuple[int, int], T]()
         for start, end, value in rows:
             if end > start:
                 first.setdefault((start, -end), value)
-        ordered = sorted(first)
-        self._starts = np.array([start for start, _ in ordered], np.uint64)
-        self._ends = np.array([-end for _, end in ordered], np.uint64)
-        self.values, around = [first[place] for place in ordered], list[int]()
-        self._around = np.full(len(ordered) + 1, -1)  # of each the next larger one that may hold it
-        for index, (start, _) in enumerate(ordered):
+        self._starts = list[int]()
+        self._ends = list[int]()
+        self._values = list[T]()
+        self._around = list[int]()  # of each the next larger one that may hold it, or -1
+        around = list[int]()
+        for index, (start, minus_end) in enumerate(sorted(first)):
             while around and self._ends[around[-1]] <= start:
                 around.pop()
-            self._around[index] = around[-1] if around else -1
+            self._around.append(around[-1] if around else -1)
             around.append(index)
+            self._starts.append(start)
+            self._ends.append(-minus_end)
+            self._values.append(first[start, minus_end])
 
     def spans(self, address: int) -> bool:
         """Whether an address lies between the first and the last of them."""
-        return bool(len(self._starts) and self._starts[0] <= address < self._ends.max())
+        return bool(self._starts) and self._starts[0] <= address < max(self._ends)
 
-    def find(self, addresses: NDArray[np.uint64]) -> NDArray[np.int64]:
-        """For each address the index of its value, -1 where there is none."""
-        at = np.searchsorted(self._starts, addresses, "right") - 1
-        ends = np.append(self._ends, np.uint64(0))
-        while (missed := (at >= 0) & (addresses >= ends[at])).any():
-            at = np.where(missed, self._around[at], at)
-        return at
+    def find(self, address: int) -> T | None:
+        index = bisect_right(self._starts, address) - 1
+        while index >= 0 and self._ends[index] <= address:
+            index = self._around[index]
+        return self._values[index] if index >= 0 else None
 
 
-@dataclass(slots=True)
-class _Words:
-    """All words of some graphs that may be addresses, and each address once.
-
-    Attributes:
-        graphs: Key, number among the key's graphs, nodes and logged operators of each graph.
-        keys: Each key once.
-        graph, node, certain: Of each word: the index of its graph, of the node in it, and whether
-            it is certain.
-        address: Of each word, as an index of ``addresses``.
-        key: Of each word, as an index of ``keys``.
-    """
-
-    graphs: list[tuple[Key, int, GraphNodes, Sequence[Launch]]]
-    keys: list[Key]
-    graph: NDArray[np.int64]
-    node: NDArray[np.int64]
-    certain: NDArray[np.bool_]
-    key: NDArray[np.int64]
-    addresses: NDArray[np.uint64]
-    address: NDArray[np.int64]
-
-    @classmethod
-    def of(cls, graphs: list[tuple[Key, int, GraphNodes, Sequence[Launch]]]) -> _Words:
-        keys = list(dict.fromkeys(key for key, *_ in graphs))
-        nodes = [nodes for _, _, nodes, _ in graphs]
-        words = np.concatenate([np.zeros(0, np.uint64), *(n.words for n in nodes)])
-        kept = (words >= _ADDRESSES[0]) & (words < _ADDRESSES[1])
-        graph = np.repeat(np.arange(len(graphs)), [len(n.words) for n in nodes])[kept]
-        addresses, address = np.unique(words[kept], return_inverse=True)
-        return cls(
-            graphs=graphs,
-            keys=keys,
-            graph=graph,
-            node=np.concatenate([np.zeros(0, np.int64), *(n.nodes for n in nodes)])[kept],
-            certain=np.concatenate([np.zeros(0, np.bool_), *(n.certain for n in nodes)])[kept],
-            key=np.array([keys.index(key) for key, *_ in graphs], np.int64)[graph],
-            addresses=addresses,
-            address=address,
-        )
-
-
-def audit(graphed: ModelGraphs, environment: Environment) -> AuditReport:
+def audit(graphs: ModelGraphs, environment: Environment) -> AuditReport:
     """Look up every pointer of the graphs that are captured now, see Note [Owners]. Findings have
     operators and lines where the graphs were captured with ``compilation.audit``. Raises
     BackendError where nodes cannot be read.
     """
-    start, backend = time.perf_counter(), graphed.backend
-    graphs = [
-        (key, number, backend.nodes(graph), graph.launches)
-        for key, entry in graphed.captured()
-        for number, graph in enumerate(entry.segments)
-    ]
-    if graphs and (rows := graphed.peer_memory().addresses):
-        words = np.array(rows, np.uint64)
-        table = GraphNodes(
-            (_TABLE,), 0, words, np.zeros(len(words), np.int64), np.ones(len(words), np.bool_)
-        )
-        graphs.append((graphs[0][0], len(graphs), table, ()))
-    found = _Words.of(graphs)
+    start = time.perf_counter()
+    captured = _captured(graphs)
+    least = _LEAST if graphs.backend.device.type == "cuda" else _LEAST_ON_HOST
+    words = _words(captured, least)
     read = time.perf_counter()
-    lookup = _Lookup(graphed, found)
-    owners, owner = lookup.owners, lookup.owner_of[found.address]
-    findings, unproven = list[Finding](), dict[OwnerKind, int]()
-    for place in np.flatnonzero(
-        np.isin(owner, [i for i, o in enumerate(owners) if o.kind in _PROBLEMS])
-    ):
-        known = owners[owner[place]]
-        if (finding := _finding(found, int(place), known)) is not None:
-            findings.append(finding)
-        else:
-            owner[place] = unproven.setdefault(known.kind, len(owners))
-            if owner[place] == len(owners):
-                owners.append(_Owner("unproven", f"looks like {known.kind}"))
-    opaque = sum(nodes.opaque for _, _, nodes, _ in graphs)
-    notes = [f"{counted(opaque, 'node')} cannot be read"] * (opaque > 0)
+    owners = _Owners(graphs, captured, words)
+    findings = list[Finding]()
+    counts = {graph.key: Counter[_Owner]() for graph in captured}
+    for word in words:
+        owner = owners.of[word.address]
+        if owner is None:
+            continue
+        if owner.kind in _PROBLEMS:
+            finding = _finding(word, owner)
+            if finding is None:
+                owner = _Owner("unproven", f"looks like {owner.kind}")
+            else:
+                findings.append(finding)
+        counts[word.graph.key][owner] += 1
+    opaque = sum(graph.nodes.opaque for graph in captured)
+    notes = list[str]()
+    if opaque:
+        notes.append(f"{counted(opaque, 'node')} cannot be read")
     if any(finding.operator is None for finding in findings):
         notes.append("for operators and lines capture with compilation.audit: report")
-    counts = np.zeros((len(found.keys), len(owners)), np.int64)
-    is_known = owner >= 0
-    np.add.at(counts, (found.key[is_known], owner[is_known]), 1)
-    records = [
-        OwnerRecord(kind=o.kind, name=o.name, nbytes=o.nbytes, words=int(words), keys=int(keys))
-        for o, words, keys in zip(owners, counts.sum(0), (counts > 0).sum(0), strict=True)
-        if words
-    ]
     return AuditReport(
         environment=environment,
-        keys=tuple(
-            _audited(found, key, owners, counts[index]) for index, key in enumerate(found.keys)
-        ),
-        owners=tuple(sorted(records, key=lambda row: -row.words)),
+        keys=tuple(_audited(captured, key, of_key) for key, of_key in counts.items()),
+        owners=_owner_records(counts.values()),
         findings=tuple(findings),
         read_seconds=read - start,
         classify_seconds=time.perf_counter() - read,
@@ -205,10 +150,10 @@ def audit(graphed: ModelGraphs, environment: Environment) -> AuditReport:
 
 def audit_error(report: AuditReport) -> AuditError:
     """The error of a report with findings."""
-    first = dict.fromkeys(finding.text for finding in report.findings)
-    lines = "".join(f"\n  {text}" for text in [*first][:_SHOWN]) + "\n  and more" * (
-        len(first) > _SHOWN
-    )
+    texts = list(dict.fromkeys(finding.text for finding in report.findings))
+    lines = "".join(f"\n  {text}" for text in texts[:_SHOWN])
+    if len(texts) > _SHOWN:
+        lines += "\n  and more"
     return AuditError(
         f"{counted(len(report.findings), 'pointer')} of captured graphs into memory that is not "
         f"the runner's:{lines}",
@@ -217,190 +162,232 @@ def audit_error(report: AuditReport) -> AuditError:
     )
 
 
-def _audited(
-    found: _Words, key: Key, owners: Sequence[_Owner], counts: NDArray[np.int64]
-) -> AuditedKey:
-    nodes = [nodes for other, _, nodes, _ in found.graphs if other == key]
+def _captured(graphs: ModelGraphs) -> list[_Graph]:
+    """The graphs that are captured now; the table of other ranks' buffers counts as one."""
+    found = list[_Graph]()
+    for key, entry in graphs.captured():
+        for number, graph in enumerate(entry.segments):
+            found.append(_Graph(key, number, graphs.backend.nodes(graph), graph.launches))
+    rows = graphs.peer_memory().addresses
+    if found and rows:
+        words = np.array(rows, np.uint64)
+        nodes = np.zeros(len(words), np.int64)
+        certain = np.ones(len(words), np.bool_)
+        table = GraphNodes((_TABLE,), 0, words, nodes, certain)
+        found.append(_Graph(found[0].key, len(found), table, ()))
+    return found
+
+
+def _words(captured: Iterable[_Graph], least: int) -> list[_Word]:
+    """Words that may be addresses, from ``least`` on."""
+    found = list[_Word]()
+    for graph in captured:
+        nodes = graph.nodes
+        columns = (nodes.nodes.tolist(), nodes.certain.tolist(), nodes.words.tolist())
+        for node, is_certain, word in zip(*columns, strict=True):
+            if least <= word < _MOST:
+                found.append(_Word(graph, node, is_certain, word))
+    return found
+
+
+def _audited(captured: Iterable[_Graph], key: Key, counts: Counter[_Owner]) -> AuditedKey:
+    mine = [graph.nodes for graph in captured if graph.key == key]
     kinds = Counter[OwnerKind]()
-    for owner, count in zip(owners, counts.tolist(), strict=True):
+    kernels = Counter[str]()
+    for owner, count in counts.items():
         kinds[owner.kind] += count
+    for nodes in mine:
+        kernels.update(nodes.names)
     return AuditedKey(
         mode=key[0],
         descriptor=key[1],
-        graphs=len(nodes),
-        nodes=sum(len(n.names) for n in nodes),
-        opaque=sum(n.opaque for n in nodes),
-        words=int(counts.sum()),
-        kinds={kind: count for kind, count in kinds.most_common() if count},
-        kernels=dict(Counter(name for n in nodes for name in n.names).most_common()),
+        graphs=len(mine),
+        nodes=kernels.total(),
+        opaque=sum(nodes.opaque for nodes in mine),
+        words=counts.total(),
+        kinds=dict(kinds.most_common()),
+        kernels=dict(kernels.most_common()),
     )
 
 
-def _finding(found: _Words, place: int, owner: _Owner) -> Finding | None:
+def _owner_records(counts: Iterable[Mapping[_Owner, int]]) -> tuple[OwnerRecord, ...]:
+    words = Counter[_Owner]()
+    keys = Counter[_Owner]()
+    for of_key in counts:
+        words.update(of_key)
+        keys.update(of_key.keys())
+    return tuple(
+        OwnerRecord(
+            kind=owner.kind,
+            name=owner.name,
+            nbytes=owner.nbytes,
+            words=count,
+            keys=keys[owner],
+        )
+        for owner, count in words.most_common()
+    )
+
+
+def _finding(word: _Word, owner: _Owner) -> Finding | None:
     """None where nothing proves that the node uses the word."""
-    (mode, descriptor), number, nodes, launches = found.graphs[found.graph[place]]
-    node, address = int(found.node[place]), int(found.addresses[found.address[place]])
-    # a tape adds the step later
-    made = [one for one in launches if one.first <= node < max(one.end, one.first + 1)]
-    launch = next(
-        (one for one in made if one.operator == nodes.names[node]), made[-1] if made else None
-    )
-    if not found.certain[place] and (launch is None or address not in launch.operands):
+    graph = word.graph
+    node = word.node
+    name = graph.nodes.names[node]
+    found = None
+    for launch in graph.launches:
+        end = max(launch.end, launch.first + 1)  # a tape adds the step later
+        if launch.first <= node < end and (found is None or found.operator != name):
+            found = launch
+    if not word.is_certain and (found is None or word.address not in found.operands):
         return None
     return Finding(
-        mode=mode,
-        descriptor=descriptor,
+        mode=graph.key[0],
+        descriptor=graph.key[1],
         problem=owner.kind,  # type: ignore[arg-type]  # the caller looked
-        graph=number,
+        graph=graph.number,
         node=node,
-        kernel=nodes.names[node],
-        operator=launch and launch.operator,
-        line=launch and launch.line,
-        address=address,
+        kernel=name,
+        operator=None if found is None else found.operator,
+        line=None if found is None else found.line,
+        address=word.address,
         detail=owner.name,
     )
 
 
-class _Lookup:
+class _Owners:
     """Finds the owner of each address.
 
     Attributes:
-        owners: Each owner once.
-        owner_of: Of each address, as an index of ``owners``; -1 for words that are no addresses.
+        of: By address; None for words that are no addresses.
     """
 
-    def __init__(self, graphed: ModelGraphs, found: _Words) -> None:
-        self._graphed, self._found = graphed, found
-        self._ids: dict[_Owner, int] = {}
-        self.owner_of = np.full(len(found.addresses), -1)
-        self._captured_at = graphed.captured_addresses()
-        self._in_state()
-        blocks = _Ranges((block.start, block.end, block) for block in graphed.backend.blocks())
-        at = blocks.find(found.addresses)
-        suspects = self._in_blocks(blocks, at) | self._outside(blocks, at)
-        if suspects:
-            self._in_python(suspects)
+    def __init__(
+        self, graphs: ModelGraphs, captured: Sequence[_Graph], words: Iterable[_Word]
+    ) -> None:
+        self._graphs = graphs
+        self._captured = captured
+        self._at_capture = graphs.addresses.at_capture()
+        self._state = _Stretches(_state(graphs))
+        blocks = graphs.backend.blocks()
+        self._blocks = _Stretches((block.start, block.end, block) for block in blocks)
+        keys = dict[int, set[Key]]()
+        certain = set[int]()
+        for word in words:
+            keys.setdefault(word.address, set()).add(word.graph.key)
+            if word.is_certain:
+                certain.add(word.address)
+        self.of = dict[int, _Owner | None]()
+        for address, users in keys.items():
+            turns = "one key" if len(users) == 1 else "several keys in turn"
+            self.of[address] = self._find(address, turns, is_certain=address in certain)
 
-    @property
-    def owners(self) -> list[_Owner]:
-        return list(self._ids)
+    def _find(self, address: int, turns: str, *, is_certain: bool) -> _Owner | None:
+        owner = self._state.find(address)
+        block = self._blocks.find(address)
+        if block is None:
+            return self._outside(address, owner, is_certain=is_certain)
+        if any(block.pool is pool for pool in self._graphs.pools.handles):
+            taken = "free" if block.is_free else "taken"
+            return owner or _Owner("graph pool", f"{taken} ({turns})")
+        if owner is not None and not block.is_free:
+            return owner
+        if block.pool == "library":
+            return _Owner("library", "workspaces of cuBLAS")
+        return self._held(address, block)
 
-    def _set(self, places: Any, owner: _Owner) -> None:
-        self.owner_of[places] = self._ids.setdefault(owner, len(self._ids))
+    def _outside(self, address: int, owner: _Owner | None, *, is_certain: bool) -> _Owner | None:
+        """The owner of an address outside of the allocator's memory."""
+        kind = self._graphs.backend.memory_at(address)
+        if kind is None:
+            if owner is None and not (is_certain and self._blocks.spans(address)):
+                return None
+            was = self._was(address, address + 1, address)
+            return _Owner("unmapped", f"no memory is there now{was}")
+        if owner is not None:
+            return owner
+        if kind == "device":
+            return _Owner("library", "memory outside of PyTorch's allocator")
+        return self._held(address, None)
 
-    def _in_state(self) -> None:
-        state = _Ranges(_state(self._graphed))
-        at = state.find(self._found.addresses)
-        for index in np.unique(at[at >= 0]):
-            self._set(at == index, state.values[index])
+    def _held(self, address: int, block: Block | None) -> _Owner:
+        """The owner of memory that is neither known state nor a graph pool's of this runner."""
+        holder = self._living.find(address)
+        is_free = False
+        in_pool = False
+        line = ""
+        if block is None:
+            start, end = holder or (address, address + 1)
+            detail = "host memory"
+        else:
+            start = block.start
+            end = block.end
+            is_free = block.is_free
+            line = block.line
+            detail = f"{format_bytes(end - start)} of the device"
+            in_pool = block.pool is not None
+        if in_pool:
+            detail += " in another graph pool"
+        was = self._was(start, end, address)
+        detail += was
+        if line:
+            detail += f", allocated at {line}"
+        if is_free or (holder is None and (block is None or in_pool)):
+            return _Owner("free block", f"{detail}; nobody holds it")
+        if holder is None:
+            return _Owner("library", "memory that no Python object holds")
+        if in_pool:
+            return _Owner("another runner's pool", detail)
+        if was:
+            return _Owner("unowned block", f"{detail}; the model no longer holds it")
+        kind: OwnerKind = "host memory" if block is None else "state"
+        return _Owner(kind, "tensors that the walk over the model does not find")
 
-    def _in_blocks(self, blocks: _Ranges, at: NDArray[np.int64]) -> dict[int, Block | None]:
-        """Addresses in memory of the allocator; returns those whose owner has to be found yet, by
-        their block.
-        """
-        found, pools, suspects = self._found, self._graphed.pools.handles, dict[int, Block | None]()
-        first, last = np.full(len(at), len(found.keys)), np.full(len(at), -1)
-        np.minimum.at(first, found.address, found.key)
-        np.maximum.at(last, found.address, found.key)
-        for index in np.unique(at[at >= 0]):
-            block: Block = blocks.values[index]
-            places = (at == index) & ((self.owner_of < 0) | block.is_free)
-            if any(block.pool is pool for pool in pools):
-                taken = "free" if block.is_free else "taken"
-                places &= self.owner_of < 0
-                self._set(places & (first == last), _Owner("graph pool", f"{taken} (one key)"))
-                self._set(
-                    places & (first < last), _Owner("graph pool", f"{taken} (several keys in turn)")
-                )
-            elif block.pool == "library":
-                self._set(places, _Owner("library", "workspaces of cuBLAS"))
-            else:
-                suspects |= dict.fromkeys(np.flatnonzero(places).tolist(), block)
-        return suspects
+    @cached_property
+    def _living(self) -> _Stretches[tuple[int, int]]:
+        """Where the tensors of this process lie, but for those that graphs keep."""
+        of_graphs = set[int]()
+        for graph in self._captured:
+            of_graphs.update(map(id, graph.nodes.tensors))
+        found = list[tuple[int, int, tuple[int, int]]]()
+        for item in gc.get_objects():
+            if issubclass(type(item), Tensor) and id(item) not in of_graphs:
+                span = _span(item)
+                if span is not None:
+                    found.append((*span, span))
+        return _Stretches(found)
 
-    def _outside(self, blocks: _Ranges, at: NDArray[np.int64]) -> dict[int, Block | None]:
-        """Addresses outside of the allocator's memory; returns those on the host."""
-        found, backend, suspects = self._found, self._graphed.backend, dict[int, Block | None]()
-        certain = np.zeros(len(at), np.bool_)
-        certain[found.address[found.certain]] = True
-        for index in np.flatnonzero(at < 0).tolist():
-            address, is_known = int(found.addresses[index]), self.owner_of[index] >= 0
-            kind = backend.memory_at(address)
-            if kind is None and (is_known or (certain[index] and blocks.spans(address))):
-                self._set(
-                    index,
-                    _Owner("unmapped", f"no memory is there now{self._was(address, address)}"),
-                )
-            elif kind == "device" and not is_known:
-                self._set(index, _Owner("library", "memory outside of PyTorch's allocator"))
-            elif kind == "host" and not is_known:
-                suspects[index] = None
-        return suspects
-
-    def _in_python(self, suspects: Mapping[int, Block | None]) -> None:
-        """Memory that is neither known state nor a graph pool's: by the tensors that lie there."""
-        reached, living = _held_in_python(
-            self._graphed,
-            [tensor for _, _, nodes, _ in self._found.graphs for tensor in nodes.tensors],
-        )
-        addresses = self._found.addresses[np.fromiter(suspects, np.int64)]
-        for (index, block), mine, others in zip(
-            suspects.items(), reached.find(addresses), living.find(addresses), strict=True
-        ):
-            address = int(self._found.addresses[index])
-            detail = (
-                "host memory"
-                if block is None
-                else f"{format_bytes(block.end - block.start)} of the device"
-            )
-            if block is not None and block.pool is not None:
-                detail += " in another graph pool"
-            detail += self._was(address if block is None else block.start, address)
-            detail += f", allocated at {block.line}" if block is not None and block.line else ""
-            is_free, in_pool = (
-                block is not None and block.is_free,
-                block is not None and block.pool is not None,
-            )
-            if mine >= 0 and not is_free:
-                self._set(index, reached.values[mine])
-            elif is_free or (others < 0 and (block is None or in_pool)):
-                self._set(index, _Owner("free block", f"{detail}; nobody holds it"))
-            elif others < 0:
-                self._set(index, _Owner("library", "memory that no Python object holds"))
-            elif in_pool:
-                self._set(index, _Owner("another runner's pool", detail))
-            else:
-                self._set(
-                    index,
-                    _Owner(
-                        "unowned block",
-                        f"{detail}; nothing that a run of the model can reach holds it",
-                    ),
-                )
-
-    def _was(self, start: int, address: int) -> str:
-        """What lay at an address at capture, or next before it from ``start`` on."""
-        near = max(
-            (place for place in self._captured_at if start <= place <= address), default=None
-        )
-        return "" if near is None else f", where {self._captured_at[near]} lay at capture"
+    def _was(self, start: int, end: int, address: int) -> str:
+        """Which tensor lay between ``start`` and ``end`` at capture, the next one to an address."""
+        places = [place for place in self._at_capture if start <= place < end]
+        if not places:
+            return ""
+        near = min(places, key=lambda place: abs(place - address))
+        return f", where {self._at_capture[near]} lay at capture"
 
 
-def _state(graphed: ModelGraphs) -> Iterator[tuple[int, int, _Owner]]:
+def _state(graphs: ModelGraphs) -> Iterator[tuple[int, int, _Owner]]:
     """Where the tensors of the model's state and the static buffers lie."""
-    places = Fingerprint.of(graphed.roots, graphed.backend.device).places
-    modules = [place.value for place in places.values() if isinstance(place.value, torch.nn.Module)]
-    declared = {
-        id(t) for m in modules for held in (m._parameters, m._buffers) for t in held.values()
-    }
+    places = graphs.record().places
+    device = graphs.backend.device.type
+    declared = set[int]()
+    for place in places.values():
+        if isinstance(place.value, torch.nn.Module):
+            held = vars(place.value)
+            for name in ("_parameters", "_buffers"):
+                declared.update(map(id, held.get(name, {}).values()))
     for path, place in places.items():
-        if isinstance(place.value, Tensor) and (span := _span(place.value)) is not None:
-            kind: OwnerKind = "parameter or buffer" if id(place.value) in declared else "state"
-            kind = kind if place.value.device.type == graphed.backend.device.type else "host memory"
-            yield *span, _Owner(kind, path, span[1] - span[0])
-    for start, end, name in graphed.peer_memory().mapped:
+        if not isinstance(place.value, Tensor):
+            continue
+        span = _span(place.value)
+        if span is None:
+            continue
+        kind: OwnerKind = "parameter or buffer" if id(place.value) in declared else "state"
+        if place.value.device.type != device:
+            kind = "host memory"
+        yield *span, _Owner(kind, path, span[1] - span[0])
+    for start, end, name in graphs.peer_memory().mapped:
         yield start, end, _Owner("peer", name, end - start)
-    for sizes, buffers in graphed.buffers.items():
+    for sizes, buffers in graphs.buffers.items():
         box = f" of {'x'.join(map(str, sizes))}" if sizes else ""
         for name, buffer in buffers.buffers.items():
             span = _span(buffer.tensor)
@@ -415,72 +402,3 @@ def _span(tensor: Tensor) -> tuple[int, int] | None:
         return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
     except (RuntimeError, NotImplementedError):  # sparse tensors, and subclasses without memory
         return None
-
-
-def _held_in_python(graphed: ModelGraphs, by_graphs: Sequence[Tensor]) -> tuple[_Ranges, _Ranges]:
-    """Memory of tensors that can be reached from the runner, with their paths; and of all living
-    tensors.
-    """
-    excepted = set(map(id, by_graphs))
-    reached, seen, above = list[tuple[int, int, _Owner]](), {id(graphed)}, dict[int, Any]()
-    seen.add(id(graphed.written))  # a record, too
-    waiting = deque([graphed.__dict__])
-    while waiting:
-        item = waiting.popleft()
-        if isinstance(item, Tensor) and (span := _span(item)) is not None:
-            kind: OwnerKind = (
-                "state" if graphed.backend.device.type == item.device.type else "host memory"
-            )
-            reached.append((*span, _Owner(kind, _path(item, above), span[1] - span[0])))
-        for inner in _inside(item):
-            if (
-                id(inner) not in seen
-                and id(inner) not in excepted
-                and not issubclass(type(inner), _NOT_ENTERED)
-            ):
-                seen.add(id(inner))
-                above[id(inner)] = item
-                waiting.append(inner)
-    living = (o for o in gc.get_objects() if issubclass(type(o), Tensor) and id(o) not in excepted)
-    return _Ranges(reached), _Ranges(
-        (*span, None) for o in living if (span := _span(o)) is not None
-    )
-
-
-def _inside(item: Any) -> list[Any]:
-    """The objects that an object holds; of a function not all globals, but those that its code
-    names.
-    """
-    if type(item) is not FunctionType:
-        return gc.get_referents(item)
-    from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
-
-    names, codes = set[str](), [item.__code__]
-    # it grows by inner functions, and by what Dynamo compiled in the function's place
-    for code in codes:
-        names.update(code.co_names)
-        codes += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
-        codes += [entry.code for entry in _debug_get_cache_entry_list(code)]
-    named = [item.__globals__[name] for name in names if name in item.__globals__]
-    return [item.__closure__, item.__defaults__, item.__kwdefaults__, item.__dict__, *named]
-
-
-def _path(item: Any, above: Mapping[int, Any]) -> str:
-    """The last steps from the runner to an object, by names and indices."""
-    steps = list[str]()
-    while (holder := above.get(id(item))) is not None and len(steps) < _STEPS:
-        pairs: Iterable[tuple[Any, Any]] = ()
-        if isinstance(holder, dict):
-            pairs = holder.items()
-        elif isinstance(holder, list | tuple):
-            pairs = enumerate(holder)
-        elif hasattr(holder, "__dict__"):
-            pairs = vars(holder).items()
-        steps.append(
-            next(
-                (f"[{key!r:.40}]" for key, value in pairs if value is item),
-                f"<{type(holder).__name__}>",
-            )
-        )
-        item = holder
-    return "".join(reversed(steps))

@@ -10,14 +10,14 @@ Note [Captures between batches]
 
 Note [Giving a key up]
     A pool gives no segment back while one of its graphs lives. So where a key that is given up has
-    made the pool grow, all graphs are freed, and those before it are captured again into a new
+    made the pool grow, all graphs are freed, and the keys before it are captured again into a new
     pool.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,6 +35,7 @@ from cgplan.errors import (
     BudgetError,
     CaptureError,
     CaptureMemoryError,
+    CgplanError,
     ConfigError,
     ModelError,
     RankFailedError,
@@ -63,7 +64,7 @@ class CapturedKeys:
     """The keys of a model that have graphs, and those that could not be captured.
 
     Args:
-        graphed: The model with its buffers; nothing is captured yet. Its ``plan`` is what is
+        graphs: The model with its buffers; nothing is captured yet. Its ``plan`` is what is
             captured now.
         asked: The plan that the user asked for.
         wanted: The part of it that may be captured; the budget does not pay for the rest.
@@ -81,24 +82,28 @@ class CapturedKeys:
 
     def __init__(
         self,
-        graphed: ModelGraphs,
+        graphs: ModelGraphs,
         asked: Plan,
         wanted: Plan,
         before: MemoryReading,
         together: RankSync = SINGLE_RANK,
         progress: Progress | None = None,
     ) -> None:
-        self.graphed, self.asked, self.wanted = graphed, asked, wanted
+        self.graphs = graphs
+        self.asked = asked
+        self.wanted = wanted
         self.failed: dict[Key, FailedKey] = {}
         self.history: list[GraphRecord] = []
         self._records: dict[Key, GraphRecord] = {}
-        self.guard = BudgetGuard(graphed, self._records, before)
-        self._before, self._together, self._progress = before, together, progress
-        self._environment = describe_environment(graphed.backend, asked.config_hash)
-        left_out = [key for key in asked.keys if key not in set(wanted.keys)]
-        self._left_out = sorted(
-            left_out, key=lambda key: (-key[1].num_tokens, key[0] is CUDAGraphMode.FULL)
-        )
+        self.guard = BudgetGuard(graphs, self._records, before, together)
+        self._before = before
+        self._together = together
+        self._progress = progress
+        self._environment = describe_environment(graphs.backend, asked.config_hash)
+        in_plan = set(wanted.keys)
+        self._left_out = [key for key in asked.keys if key not in in_plan]
+        # the largest first
+        self._left_out.sort(key=lambda key: (-key[1].num_tokens, key[0] is CUDAGraphMode.FULL))
         self._loaded_bytes: int | None = None  # that the driver took for kernels
         self._workspace_bytes: int | None = None  # None: nothing was ever captured
         self._seconds = 0.0
@@ -106,7 +111,7 @@ class CapturedKeys:
 
     @property
     def keys(self) -> tuple[Key, ...]:
-        return self.graphed.plan.keys
+        return self.graphs.plan.keys
 
     def reason_against(self, key: Key) -> MissReason:
         """Why a wanted key has no graph."""
@@ -119,73 +124,165 @@ class CapturedKeys:
     @property
     def is_lazy(self) -> bool:
         """Whether keys are captured when they are first met."""
-        return self.graphed.config.compilation.capture_policy == "lazy"
+        return self.graphs.config.compilation.capture_policy == "lazy"
 
-    def check(self, key: Key | None = None) -> None:
+    def check_addresses(self, key: Key | None = None) -> None:
         """Raise AddressError if the model's memory has moved since the captures: older graphs are
         of no use then.
         """
-        self.graphed.check_valid()
+        addresses = self.graphs.addresses
+        addresses.refuse_invalid()
         if self.keys:
-            self.graphed.check_addresses(*(key or self.keys[0]), again=True)
+            addresses.check(key or self.keys[0], again=True)
 
     # --- captures ---------------------------------------------------------------------------------
 
-    def capture_first(self, keys: Sequence[Key], start: float) -> None:
-        """Capture these keys until the budget stops it, on all ranks, and write the report. A key
-        that cannot be captured is an error, but for memory that runs out where there is a budget.
+    def capture_all(
+        self, keys: Sequence[Key], *, in_service: bool = False, again: bool = False
+    ) -> None:
+        """Warm up and capture keys in this order: the one loop of captures.
+
+        At start-up the budget ends the loop, and a key that cannot be captured raises, except that
+        memory may run out where there is a budget. In service, a refused or failed key is
+        remembered in ``failed``, and the next one is tried. ``again``: the keys were captured
+        before.
         """
-        graphed, backend = self.graphed, self.graphed.backend
+        guard = self.guard
+        pool_bytes = self.graphs.pools.nbytes
+        for index, key in enumerate(keys):
+            remaining = 0 if in_service else len(keys) - index - 1
+            if not guard.before(key):
+                if not in_service:
+                    return
+                self._remember_refusal(key)
+                continue
+            if self._progress is not None:
+                self._progress(CaptureProgress(index, len(keys), *key))
+            try:
+                record = self._records[key] = self._capture_one(key, in_service=in_service)
+                stays = guard.after(key, remaining)
+            except BaseException as error:
+                stays = False
+                if not self._survives(key, error, in_service=in_service):
+                    if in_service:
+                        self._give_up(key)
+                    raise
+            if stays:
+                self.history.append(record)
+                pool_bytes += record.pool_growth
+            elif self._goes_on_without(key, pool_bytes, in_service=in_service, again=again):
+                pool_bytes = self.graphs.pools.nbytes
+            else:
+                return
+
+    def _goes_on_without(self, key: Key, pool_bytes: int, *, in_service: bool, again: bool) -> bool:
+        """Give a key up, see Note [Giving a key up]; whether the loop goes on. ``pool_bytes``: of
+        the pools before it.
+        """
+        if in_service and key not in self.failed:
+            self._remember_refusal(key)
+        self._give_up(key)
+        before = capture_order(self._records)
+        pools = self.graphs.pools
+        has_grown = pools.is_private and pools.nbytes > pool_bytes
+        if not in_service or (before and has_grown):
+            self._free_all()
+            self._together.dropped()
+            if before and not again:
+                self.capture_all(before, in_service=in_service, again=not in_service)
+        return in_service or not before
+
+    def _capture_one(self, key: Key, *, in_service: bool) -> GraphRecord:
+        mode, descriptor = key
+        with span(f"{mode} {descriptor}", num_tokens=descriptor.num_tokens) as shown:
+            record = self.graphs.capture_key(key, in_service=in_service)
+            for name in ("pool_growth", "driver_bytes", "nodes", "graphs"):
+                shown[name] = getattr(record, name)
+        return record
+
+    def _survives(self, key: Key, error: BaseException, *, in_service: bool) -> bool:
+        """Whether the loop goes on after an error: in service it is remembered, and at start-up
+        memory may run out, here or on another rank, where there is a budget.
+        """
+        expected: tuple[type[CgplanError], ...] = ()
+        if in_service:
+            expected = (CaptureError, ModelError, ConfigError)
+        elif self.guard.active:
+            expected = (CaptureMemoryError, RankFailedError)
+        if not isinstance(error, expected):
+            return False
+        drop_locals(error)
+        if in_service:
+            self._remember(key, type(error).__name__, error.message)
+        else:
+            self.guard.ran_out(key, error)
+        return True
+
+    def _remember_refusal(self, key: Key) -> None:
+        stop = self.guard.stops[-1]
+        self._remember(key, BudgetError.__name__, f"{stop.limit}: {stop.detail}")
+
+    def _remember(self, key: Key, error: str, detail: str) -> None:
+        self.failed[key] = FailedKey(mode=key[0], descriptor=key[1], error=error, detail=detail)
+
+    def _give_up(self, key: Key) -> None:
+        self._evict([key])
+        self.graphs.backend.release_cached()
+
+    def _evict(self, keys: Collection[Key]) -> None:
+        self.graphs.evict(keys)
+        for key in keys:
+            self._records.pop(key, None)
+
+    def _free_all(self) -> None:
+        """Begin a new generation, with no graph yet."""
+        self._evict(tuple(self._records))
+        self.graphs.pools.renew()
+        self.history.clear()
+
+    def start_up(self, keys: Sequence[Key], began: float) -> None:
+        """Capture these keys on all ranks, and write the report. ``began``: the time that the
+        report counts from. Raises as ``capture_all``, and AuditError.
+        """
+        graphs = self.graphs
+        backend = self.graphs.backend
         if keys:
             self._capture_at_start(keys)
         self._together.end()
-        self._seconds = time.perf_counter() - start
+        self._seconds = time.perf_counter() - began
         if keys and not self._records and not self.is_lazy:  # the buffers are of no use either
-            graphed.allocate_buffers(())
+            graphs.allocate_buffers(())
         backend.release_cached()
         taken = driver_bytes(backend, self._before, backend.memory())
         if taken is not None:
-            self._loaded_bytes = taken - sum(
-                record.driver_bytes or 0 for record in self._records.values()
-            )
+            self._loaded_bytes = taken - self._driver_bytes_of(self._records.values())
         if self._records:
             self._note_workspace()
-        graphed.seal()
+        graphs.seal()
         self._audit()
         self._write_report()
         self.report = self._together.completed(self.report)
 
     def _capture_at_start(self, keys: Sequence[Key]) -> None:
-        graphed, backend, guard = self.graphed, self.graphed.backend, self.guard
+        graphs = self.graphs
+        backend = self.graphs.backend
         with (
             span("capture session"),
-            graphed.keeping_state() as kept,
+            graphs.rehearsing() as rehearsal,
             backend.session(),
             torch.no_grad(),
         ):
-            guard.go_on(from_zero=True)
+            self.guard.go_on(from_zero=True)
             try:
-                self._capture(keys)
+                self.capture_all(keys)
             except BaseException:  # no graph stays
-                kept.forget_captures()
+                rehearsal.kept.forget_captures()
                 raise
-            guard.rest()
-            if graphed.real_rows is not None:
-                graphed.buffers.clear_all()
-            graphed.buffers.restore()
+            self.guard.rest()
+            if graphs.real_rows is not None:
+                graphs.buffers.clear_all()
+            graphs.buffers.restore()
             backend.synchronize()
-
-    def _audit(self) -> None:
-        setting = self.graphed.config.compilation.audit
-        self._audited = None if setting == "off" else self.audit()
-        if self._audited is not None and self._audited.findings and setting == "error":
-            raise audit_error(self._audited)
-
-    def audit(self) -> AuditReport:
-        """Who owns the memory that the graphs point to now. Raises BackendError where nodes cannot
-        be read.
-        """
-        return audit(self.graphed, self._environment)
 
     def capture(
         self,
@@ -206,11 +303,16 @@ class CapturedKeys:
 
         Returns:
             The keys that were captured.
+
+        Raises:
+            AuditError: ``compilation.audit`` is ``error``, and a graph points to other memory than
+                the runner's; the new keys are given up then.
         """
         start = time.perf_counter()
         self.guard.go_on(from_zero=from_zero)
+        new: tuple[Key, ...] = ()
         try:
-            with self.graphed.captures_again():
+            with self.graphs.captures_again():
                 if self._workspace_bytes is None:
                     self.guard.start_in_service()
                 if renew:
@@ -219,7 +321,10 @@ class CapturedKeys:
                     self._evict(evicted)
                 wanted = set(self.wanted.keys) - set(self.failed) - set(self._records)
                 new = capture_order(key for key in keys if key in wanted)
-                self._capture(new, in_service=True)
+                self.capture_all(new, in_service=True)
+                if self._workspace_bytes is None and self._records:
+                    self.graphs.backend.release_cached()
+                    self._note_workspace()
             self._audit()
         except AuditError:
             self._evict(new)
@@ -230,164 +335,102 @@ class CapturedKeys:
             self._write_report()
         return tuple(key for key in new if key in self._records)
 
-    def _capture(
-        self, keys: Sequence[Key], *, in_service: bool = False, again: bool = False
-    ) -> None:
-        # In service a key that cannot be captured, or that the budget refuses, is remembered in
-        # `failed` and the next one tried. Else its error is raised, and the budget ends the loop.
-        # `again`: they were captured before.
-        pools = self.graphed.pools
-        for index, key in enumerate(keys):
-            if self._together.any_refuses(self.guard.stop_before(key)):
-                if not in_service:
-                    return
-                self._refuse(key)
-                continue
-            if self._progress is not None:
-                self._progress(CaptureProgress(index, len(keys), *key))
-            grown = pools.nbytes
-            try:
-                if self._capture_one(key, len(keys) - index - 1, in_service=in_service):
-                    continue
-            except BaseException:
-                if in_service:
-                    self._give_up(key)
-                raise
-            self._give_up(key)
-            before = capture_order(self._records)
-            # Note [Giving a key up]
-            if not in_service or (before and pools.is_private and pools.nbytes > grown):
-                self._free_all()
-                self._together.dropped()
-                if before and not again:
-                    self._capture(before, in_service=in_service, again=not in_service)
-            if before and not in_service:
-                return
+    def _audit(self) -> None:
+        setting = self.graphs.config.compilation.audit
+        self._audited = None if setting == "off" else self.audit()
+        if self._audited is not None and self._audited.findings and setting == "error":
+            raise audit_error(self._audited)
 
-    def _capture_one(self, key: Key, remaining: int, *, in_service: bool) -> bool:
-        """Whether a key was captured, and the budget lets it stay."""
-        try:
-            with span("{} {}".format(*key), num_tokens=key[1].num_tokens) as shown:
-                record = self._records[key] = self.graphed.capture_key(key, in_service=in_service)
-                shown |= {
-                    name: getattr(record, name)
-                    for name in ("pool_growth", "driver_bytes", "nodes", "graphs")
-                }
-        except (CaptureError, ModelError, ConfigError, RankFailedError) as error:
-            # here, or on another rank
-            ran_out = isinstance(error, CaptureMemoryError | RankFailedError)
-            if in_service and not isinstance(error, RankFailedError):
-                self._fail(key, type(error).__name__, error.message)
-            elif in_service or not (ran_out and self.guard.active):
-                raise
-            drop_locals(error)
-            if not in_service:
-                if isinstance(error, CaptureMemoryError):
-                    self.guard.ran_out(key)
-                self._together.any_refuses(True, because=error)
-            return False
-        if self._together.any_refuses(self.guard.overshoots(key, 0 if in_service else remaining)):
-            if in_service:
-                self._refuse(key)
-            return False
-        self.history.append(record)
-        if in_service and self._workspace_bytes is None:
-            self.graphed.backend.release_cached()
-            self._note_workspace()
-        return True
-
-    def _refuse(self, key: Key) -> None:
-        stop = self.guard.stops[-1]
-        self._fail(key, BudgetError.__name__, f"{stop.limit}: {stop.detail}")
-
-    def _fail(self, key: Key, error: str, detail: str) -> None:
-        self.failed[key] = FailedKey(mode=key[0], descriptor=key[1], error=error, detail=detail)
-
-    def _give_up(self, key: Key) -> None:
-        self._evict([key])
-        self.graphed.backend.release_cached()
-
-    def _evict(self, keys: Collection[Key]) -> None:
-        self.graphed.evict(keys)
-        for key in keys:
-            self._records.pop(key, None)
-
-    def _free_all(self) -> None:
-        """Begin a new generation, with no graph yet."""
-        self._evict(tuple(self._records))
-        self.graphed.pools.renew()
-        self.history.clear()
+    def audit(self) -> AuditReport:
+        """Who owns the memory that the graphs point to now. Raises BackendError where nodes cannot
+        be read.
+        """
+        return audit(self.graphs, self._environment)
 
     # --- the report -------------------------------------------------------------------------------
 
+    @staticmethod
+    def _driver_bytes_of(records: Iterable[GraphRecord]) -> int:
+        return sum(record.driver_bytes or 0 for record in records)
+
     def _note_workspace(self) -> None:
-        outside = self.guard.outside_bytes() if self.graphed.backend.supports("driver_bytes") else 0
-        self._workspace_bytes = max(outside - self.graphed.buffers.nbytes, 0)
+        backend = self.graphs.backend
+        outside = 0
+        if backend.supports("driver_bytes"):
+            outside = self.guard.outside_bytes() - self.graphs.buffers.nbytes
+        self._workspace_bytes = max(outside, 0)
 
     def _write_report(self) -> None:
         """Bring plan and report up to date with the graphs that are there."""
-        graphed, guard = self.graphed, self.guard
-        backend, pools, compilation = graphed.backend, graphed.pools, graphed.config.compilation
-        plan = restricted(self.wanted, tuple(self._records), graphed.config)
-        if (
-            plan.predicted is not None
-            and plan.keys
-            and graphed.most_tokens != plan.max_capture_size
-        ):
-            predicted = plan.predicted.model_copy(update={"static_bytes": graphed.buffers.nbytes})
-            plan = plan.model_copy(update={"predicted": predicted})
-        graphed.plan = plan
+        graphs = self.graphs
+        guard = self.guard
+        graphs.plan = plan = self._plan()
         records = tuple(self._records[key] for key in plan.keys)
         missing = tuple(key for key in self.wanted.keys if key not in self._records)
-        skipped = () if self.is_lazy else missing
-        no_graph = (NO_GRAPH,) if (self._left_out or skipped) and not records else ()
-        driver = (
-            None
-            if self._loaded_bytes is None
-            else self._loaded_bytes + sum(r.driver_bytes or 0 for r in records)
-        )
+        left_out = self._left_out
+        skipped = missing
+        waiting = 0
+        if self.is_lazy:
+            skipped = ()
+            waiting = sum(key not in self.failed for key in missing)
+        warnings = [*plan.warnings, *self._warnings()]
+        if not records and (left_out or skipped):
+            warnings.append(NO_GRAPH)
+        driver = self._loaded_bytes
+        if driver is not None:
+            driver += self._driver_bytes_of(records)
         report = CaptureReport(
             environment=self._environment,
             plan=plan,
             records=records,
-            pool_bytes=pools.nbytes,
-            static_bytes=graphed.buffers.nbytes,
+            pool_bytes=graphs.pools.nbytes,
+            static_bytes=graphs.buffers.nbytes,
             workspace_bytes=self._workspace_bytes or 0,
             driver_bytes=driver,
             free_before=self._before.free,
-            free_after=backend.memory().free,
+            free_after=graphs.backend.memory().free,
             session_seconds=self._seconds,
-            inspection_seconds=graphed.inspection_seconds,
-            split=graphed.route.describe() if graphed.most_tokens else None,
+            inspection_seconds=graphs.inspection_seconds,
+            split=graphs.route.describe() if graphs.most_tokens else None,
             borrowed_outputs=True,
-            capture_policy=compilation.capture_policy,
-            pool=pools.policy,
-            generation=pools.generation,
-            waiting=sum(key not in self.failed for key in missing) if self.is_lazy else 0,
+            capture_policy=graphs.config.compilation.capture_policy,
+            pool=graphs.pools.policy,
+            generation=graphs.pools.generation,
+            waiting=waiting,
             failed=tuple(self.failed.values()),
-            warnings=(*plan.warnings, *self._warnings(), *no_graph),
-            looked_at=graphed.looked_at,
-            state=graphed.state,
+            warnings=tuple(warnings),
+            looked_at=graphs.looked_at,
+            state=graphs.places,
             audit=self._audited,
         )
         if guard.active:
-            budget = guard.record(self._left_out, skipped, report.graph_bytes - guard.shared_bytes)
+            budget = guard.record(left_out, skipped, report.graph_bytes - guard.shared_bytes)
             report = report.model_copy(update={"budget": budget})
         self.report = report
 
+    def _plan(self) -> Plan:
+        """The plan of what is captured."""
+        graphs = self.graphs
+        plan = restricted(self.wanted, tuple(self._records), graphs.config)
+        predicted = plan.predicted
+        if predicted is None or not plan.keys or graphs.most_tokens == plan.max_capture_size:
+            return plan
+        predicted = predicted.model_copy(update={"static_bytes": graphs.buffers.nbytes})
+        return plan.model_copy(update={"predicted": predicted})
+
     def _warnings(self) -> list[str]:
-        graphed, warnings = self.graphed, list[str]()
-        if empty := [record.descriptor for record in self._records.values() if record.nodes == 0]:
-            names = ", ".join(map(str, empty))
+        graphs = self.graphs
+        warnings = list[str]()
+        empty = [str(record.descriptor) for record in self._records.values() if record.nodes == 0]
+        if empty:
             warnings.append(
-                f"graphs without any kernel: {names}; does the model run on this device?"
+                f"graphs without any kernel: {', '.join(empty)}; does the model run on this device?"
             )
-        if graphed.returns_nothing:
+        if graphs.returns_nothing:
             warnings.append("the model returned no tensor: is there a return in its forward?")
-        if isinstance(graphed.model, torch.nn.Module) and graphed.model.training:
+        if isinstance(graphs.model, torch.nn.Module) and graphs.model.training:
             warnings.append(
                 "the model is in training mode: dropout and batch norm run as in training; call "
-                ".eval() before the "
-                "capture"
+                ".eval() before the capture"
             )
-        return warnings + graphed.route.warnings() + graphed.notes
+        return warnings + graphs.route.warnings() + graphs.facts.notes

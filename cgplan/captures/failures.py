@@ -38,7 +38,8 @@ def drop_locals(error: BaseException) -> None:
     """Clear the locals of all frames that an error and its causes passed: they hold tensors, and so
     memory.
     """
-    passed, waiting = list[BaseException](), [error]
+    passed = list[BaseException]()
+    waiting = [error]
     while waiting:
         found = waiting.pop()
         if not any(found is other for other in passed):  # an error can be its own cause
@@ -66,7 +67,8 @@ def explain_failure(
         host_sync: The operator that needs the host, as the look ahead of the capture named it.
         all_freed: Whether the failure ends a session, which gives up what it captured before.
     """
-    where, text = blamed_line(error.__traceback__), first_line(error)
+    where = blamed_line(error.__traceback__)
+    text = first_line(error)
     if isinstance(error, torch.OutOfMemoryError) or is_out_of_memory(error):
         freed = "; everything captured in this session was freed" if all_freed else ""
         had = "" if free is None else f" with {format_bytes(free)} free on the device"

@@ -61,7 +61,7 @@ def calibrate(
     keys = representative_keys(plan.keys, plan.max_num_seqs)
     backend.release_cached()
     reserved = backend.memory().reserved
-    graphed = ModelGraphs(
+    graphs = ModelGraphs(
         restricted(plan, keys, config),
         config,
         model,
@@ -73,32 +73,32 @@ def calibrate(
     workspace = 0
     once = 0.0
     try:
-        with graphed.keeping_state(), backend.session(), torch.no_grad():
+        with graphs.rehearsing(), backend.session(), torch.no_grad():
             for key in keys:
-                captured = graphed.capture_key(key)
+                captured = graphs.capture_key(key)
                 first = captured.seconds
-                graphed.drop_all()
+                graphs.drop_all()
                 if backend.supports("driver_bytes"):
                     taken = backend.memory().reserved - reserved
-                    own = graphed.buffers.nbytes + graphed.copied_bytes
+                    own = graphs.buffers.nbytes + graphs.copied_bytes
                     workspace = max(workspace, taken - own)
-                captured = graphed.capture_key(key)
+                captured = graphs.capture_key(key)
                 seconds[key] = captured.seconds
                 nodes[key] = captured.nodes
                 once += max(first - seconds[key], 0.0)
                 mode, descriptor = key
                 size = descriptor.elements
                 most = pools[mode].get(size, 0)  # of the LoRA cases
-                pools[mode][size] = max(most, graphed.pools.nbytes)
-                graphed.drop_all()
-            rates = _driver_rates(graphed, keys)
-            graphed.buffers.restore()
+                pools[mode][size] = max(most, graphs.pools.nbytes)
+                graphs.drop_all()
+            rates = _driver_rates(graphs, keys)
+            graphs.buffers.restore()
             backend.synchronize()
     except BaseException as error:
         drop_locals(error)
         raise
     finally:
-        graphed.free()
+        graphs.free()
     environment = describe_environment(backend, plan.config_hash)
     measured = []
     for key in keys:
@@ -122,12 +122,12 @@ def calibrate(
     )
 
 
-def _driver_rates(graphed: ModelGraphs, keys: Sequence[Key]) -> dict[CUDAGraphMode, float]:
+def _driver_rates(graphs: ModelGraphs, keys: Sequence[Key]) -> dict[CUDAGraphMode, float]:
     """For each mode the driver memory of a node, or of a key where nodes are not counted; 0 without
     a driver.
     """
-    backend = graphed.backend
-    scope = graphed.scope
+    backend = graphs.backend
+    scope = graphs.scope
     held = list[CUDAGraphEntry]()
     rates = {mode: 0.0 for mode, _ in keys}
     if not backend.supports("driver_bytes"):
@@ -145,13 +145,13 @@ def _driver_rates(graphed: ModelGraphs, keys: Sequence[Key]) -> dict[CUDAGraphMo
                 if chunks >= FEWEST_CHUNKS and since >= FEWEST_CAPTURES:
                     break
                 # Wrappers capture a key again for another scope; the pool is the same.
-                graphed.scope = CaptureScope(
+                graphs.scope = CaptureScope(
                     scope.pool,
                     backend,
                     address_check=scope.address_check,
                 )
-                captured = graphed.capture_key(key)
-                held += graphed.scope.entries
+                captured = graphs.capture_key(key)
+                held += graphs.scope.entries
                 growth = max(captured.driver_bytes or 0, 0)
                 nodes += captured.nodes or 1
                 nbytes += growth
@@ -161,12 +161,12 @@ def _driver_rates(graphed: ModelGraphs, keys: Sequence[Key]) -> dict[CUDAGraphMo
             rates[mode] = bytes_per_node(readings)
         return rates
     finally:
-        graphed.drop_all()  # wrappers know the last graphs alone
+        graphs.drop_all()  # wrappers know the last graphs alone
         for entry in held:
             for graph in entry.segments:
                 backend.reset(graph)
         backend.release_cached()
-        graphed.scope = scope
+        graphs.scope = scope
 
 
 def bytes_per_node(readings: Sequence[tuple[int, int]]) -> float:

@@ -27,7 +27,8 @@ from cgplan.backends import GraphBackend
 from cgplan.buffers.compare import differences
 from cgplan.buffers.static import example_batch
 from cgplan.captures.failures import drop_locals
-from cgplan.captures.model_graphs import BeforeKey
+from cgplan.captures.model_graphs import ModelGraphs
+from cgplan.captures.model_runs import BeforeKey
 from cgplan.config import CompilationConfig, Config
 from cgplan.errors import CaptureError, ConfigError, ModeError, ModelError, PlanError
 from cgplan.graphs.ambient import random_state_kept
@@ -36,7 +37,7 @@ from cgplan.piecewise.split import refuse_unknown_ops
 from cgplan.planning import Plan, build_plan
 from cgplan.planning.plan import PlanChange
 from cgplan.reports.records import CoverageRecord, DoctorReport
-from cgplan.runner.replan import REPEATS, time_on_padding
+from cgplan.runner.replan import REPEATS, on_padding, time_on_padding
 from cgplan.runner.runner import GraphRunner
 from cgplan.runner.session import CaptureSession
 from cgplan.units import format_seconds
@@ -47,12 +48,17 @@ LEAST_GAIN = 1.02  # times as fast as eager; below it graphs are not worth their
 _MOST_TRIES = 8  # each leaves one module more out of the graphs
 
 
-class _Way(NamedTuple):
-    """A way to capture the model: its settings, times, and the bytes of its graph pool."""
+class Candidate(NamedTuple):
+    """A way to capture the model, and what it brings.
+
+    Attributes:
+        gains: Eager time over graph time in each round, ascending, by tokens.
+        nbytes: Of its graph pool.
+    """
 
     name: str
     compilation: CompilationConfig
-    gains: dict[int, list[float]]  # eager time / graph time in each round, ascending, by tokens
+    gains: dict[int, list[float]]
     nbytes: int
 
     def mean(self, pick: Callable[[list[float]], float] = median) -> float:
@@ -62,22 +68,23 @@ class _Way(NamedTuple):
     @property
     def worth(self) -> int:
         """The largest size at which it brings 2%; 0: none."""
-        return max(
-            (size for size, gains in self.gains.items() if median(gains) >= LEAST_GAIN), default=0
-        )
+        sizes = [size for size, gains in self.gains.items() if median(gains) >= LEAST_GAIN]
+        return max(sizes, default=0)
 
-    def is_tie(self, other: _Way) -> bool:
-        """Whether this way is less than 2% faster, or the median of each lies inside the other's
+    def is_tie(self, other: Candidate) -> bool:
+        """Whether this one is less than 2% faster, or the median of each lies inside the other's
         rounds; and the other is worth it as far.
         """
-        inside = self.mean(min) <= other.mean() and self.mean() <= other.mean(max)
-        return other.worth >= self.worth and (inside or self.mean() <= LEAST_GAIN * other.mean())
+        if other.worth < self.worth:
+            return False
+        if self.mean() <= LEAST_GAIN * other.mean():
+            return True
+        return self.mean(min) <= other.mean() and self.mean() <= other.mean(max)
 
     def __str__(self) -> str:
-        figures = [
-            f"{median(g):.3g}x at {size} ({g[0]:.3g} to {g[-1]:.3g})"
-            for size, g in sorted(self.gains.items())
-        ]
+        figures = list[str]()
+        for size, gains in sorted(self.gains.items()):
+            figures.append(f"{median(gains):.3g}x at {size} ({gains[0]:.3g} to {gains[-1]:.3g})")
         return f"{self.name}, against eager steps {', '.join(figures)} tokens, in {REPEATS} rounds"
 
 
@@ -111,96 +118,125 @@ def choose_mode(
         ModelError: the model itself fails.
     """
     refuse_unknown_ops(config.compilation.splitting_ops)
-    plan, start, notes = build_plan(config), time.perf_counter(), list[str]()
+    start = time.perf_counter()
+    plan = build_plan(config)
+    notes = list[str]()
     probes = tuple(sorted(_timed_sizes(plan, config)))
-    limit, ways = config.budget.capture_time, list[_Way]()
-    for name, compilation in _ways(config.compilation, backend):
+    limit = config.budget.capture_time
+    candidates = list[Candidate]()
+    asked = config.compilation
+    for name, compilation in _ways(asked, backend):
         is_full = compilation.cudagraph_mode is CUDAGraphMode.FULL
+        words = ""
         for _ in range(_MOST_TRIES):
             rest = None if limit is None else limit - (time.perf_counter() - start)
             if notes and rest is not None and rest <= 0:
-                notes.append(
-                    f"AUTO: {name} not tried{' again' if is_full else ''}: budget.capture_time "
-                    "was spent"
-                )
+                notes.append(f"AUTO: {name} not tried{words}: budget.capture_time was spent")
                 break
-            probed = {"cudagraph_capture_sizes": probes, "max_cudagraph_capture_size": None}
-            tried = compilation.model_copy(update={**probed, "capture_policy": "eager"})
-            budget = config.budget.model_copy(update={"capture_time": rest})
-            probe = config.model_copy(update={"compilation": tried, "budget": budget})
+            failed = list[str]()
+            probe = _probe(config, compilation, probes, rest)
             try:
-                with _failing_module(model) as failed:
-                    runner = CaptureSession(
+                with _failing_module(model, failed):
+                    session = CaptureSession(
                         build_plan(probe), model, backend, probe, state=state, before_key=before_key
-                    ).run()
-                # Timed without the hook, which slows eager steps down. One block: the model is
-                # looked at once.
-                with closing(runner), runner._graphed.keeping_state():
-                    nbytes, apart = runner.report.pool_bytes, _apart(runner)
-                    way = _Way(name, compilation, {} if apart else _gains(runner), nbytes)
-                if apart:
-                    notes.append(f"AUTO: {name} left out: on example batches {apart}")
-                elif way.gains:
-                    ways.append(way)
-                    notes.append(f"AUTO: {way}")
-                else:
-                    notes.append(
-                        f"AUTO: {name} has no graphs: the configuration or its budget leaves all "
-                        "of them out"
                     )
+                    runner = session.run()
+                # Timed without the hook, which slows eager steps down.
+                candidate, note = _tried(runner, name, compilation)
+                notes.append(f"AUTO: {note}")
+                if candidate is not None:
+                    candidates.append(candidate)
                 break
             except (CaptureError, ConfigError, ModeError, ModelError, PlanError) as error:
                 if not notes and isinstance(error, ModelError):  # FULL runs the model's own code
                     raise
-                if (
-                    isinstance(error, ConfigError)
-                    and compilation.compiler == config.compilation.compiler
-                ):
-                    raise  # of the user's settings
+                is_of_the_user = compilation.compiler == asked.compiler
+                if isinstance(error, ConfigError) and is_of_the_user:
+                    raise
                 drop_locals(error)
                 notes.append(f"AUTO: {name} failed: {error.message}. {error.remedy}")
             if not is_full or not failed or failed[0] in compilation.splitting_modules:
                 break
             modules = (*compilation.splitting_modules, *failed)
             name = f"PIECEWISE without {', '.join(modules)}"
-            by_modules = {"cudagraph_mode": CUDAGraphMode.PIECEWISE, "piecewise": "modules"}
-            compilation = compilation.model_copy(
-                update={**by_modules, "splitting_modules": modules}
-            )
-    chosen, reason = _fastest(config.compilation, ways, plan.capture_sizes, anyway=anyway)
+            words = " again"
+            update = {
+                "cudagraph_mode": CUDAGraphMode.PIECEWISE,
+                "piecewise": "modules",
+                "splitting_modules": modules,
+            }
+            compilation = compilation.model_copy(update=update)
+    chosen, reason = _fastest(asked, candidates, plan.capture_sizes, anyway=anyway)
     logger.info("cudagraph_mode AUTO -> %s: %s", chosen.cudagraph_mode, reason)
-    asked, settings = (part.model_dump(mode="json") for part in (config.compilation, chosen))
-    changed = json.dumps({name: value for name, value in settings.items() if value != asked[name]})
     took = format_seconds(time.perf_counter() - start)
     notes.append(
-        f"AUTO took {took}. To keep this choice without it, write into compilation: {changed}"
+        f"AUTO took {took}. To keep this choice without it, write into compilation: "
+        f"{json.dumps(_changed(asked, chosen))}"
     )
     config = config.model_copy(update={"compilation": chosen})
     plan = build_plan(config)
     change = PlanChange(requested=AUTO, resolved=chosen.cudagraph_mode, reason=reason)
-    return config, plan.model_copy(
+    update = {
+        "requested_mode": AUTO,
+        "changes": (change, *plan.changes),
+        "notes": (*plan.notes, *notes),
+    }
+    return config, plan.model_copy(update=update)
+
+
+def _probe(
+    config: Config, compilation: CompilationConfig, sizes: tuple[int, ...], seconds: float | None
+) -> Config:
+    """The configuration of one try: a few sizes, within these seconds."""
+    tried = compilation.model_copy(
         update={
-            "requested_mode": AUTO,
-            "changes": (change, *plan.changes),
-            "notes": (*plan.notes, *notes),
+            "cudagraph_capture_sizes": sizes,
+            "max_cudagraph_capture_size": None,
+            "capture_policy": "eager",
         }
     )
+    budget = config.budget.model_copy(update={"capture_time": seconds})
+    return config.model_copy(update={"compilation": tried, "budget": budget})
+
+
+def _tried(
+    runner: GraphRunner, name: str, compilation: CompilationConfig
+) -> tuple[Candidate | None, str]:
+    """What a runner brings, and a note on it; the runner is closed."""
+    # One block: the model is looked at once.
+    with closing(runner), runner.graphs.rehearsing():
+        nbytes = runner.report.pool_bytes
+        difference = _first_difference(runner)
+        if difference is not None:
+            return None, f"{name} left out: on example batches {difference}"
+        candidate = Candidate(name, compilation, _gains(runner), nbytes)
+    if candidate.gains:
+        return candidate, str(candidate)
+    return None, f"{name} has no graphs: the configuration or its budget leaves all of them out"
+
+
+def _changed(asked: CompilationConfig, chosen: CompilationConfig) -> dict[str, Any]:
+    """Settings that AUTO chose."""
+    before = asked.model_dump(mode="json")
+    changed = dict[str, Any]()
+    for name, value in chosen.model_dump(mode="json").items():
+        if value != before[name]:
+            changed[name] = value
+    return changed
 
 
 def _ways(
     asked: CompilationConfig, backend: GraphBackend
 ) -> Iterator[tuple[str, CompilationConfig]]:
     """What may be tried, by name: settings that the user wrote stay."""
-    given = asked.model_fields_set
-    compilers = [asked.compiler] if "compiler" in given else ["eager"]
-    if (
-        "compiler" not in given
-        and backend.device.type == "cuda"
-        and asked.piecewise in ("auto", "ops")
-    ):
+    is_given = "compiler" in asked.model_fields_set
+    is_traced = asked.piecewise in ("auto", "ops")
+    compilers = [asked.compiler if is_given else "eager"]
+    if not is_given and is_traced and backend.device.type == "cuda":
         compilers.append("inductor")
-    by_ops = asked.piecewise in ("auto", "ops") and not asked.splitting_modules
-    route = "operators" if by_ops else asked.piecewise.replace("auto", "modules")
+    route = asked.piecewise.replace("auto", "modules")
+    if is_traced and not asked.splitting_modules:
+        route = "operators"
     for compiler in compilers:
         words = "" if compiler == "eager" else f" with {compiler}"
         for mode, name in (
@@ -212,27 +248,27 @@ def _ways(
 
 
 @contextmanager
-def _failing_module(model: Callable[..., Any]) -> Iterator[list[str]]:
-    """A block; its list then holds the innermost module of the model whose forward raised the last
-    error, if any.
+def _failing_module(model: Callable[..., Any], failed: list[str]) -> Iterator[None]:
+    """A block; ``failed`` then holds the innermost module of the model whose forward raised the
+    last error, if any.
     """
-    named = model.named_modules() if isinstance(model, torch.nn.Module) else ()
-    names, failed, last = (
-        {id(module): name for name, module in named if name},
-        list[str](),
-        list[BaseException](),
-    )
+    names = dict[int, str]()
+    last = list[BaseException]()
+    if isinstance(model, torch.nn.Module):
+        names = {id(module): name for name, module in model.named_modules() if name}
 
     def note(module: torch.nn.Module, args: Any, output: Any) -> None:  # noqa: ARG001
         error = sys.exc_info()[1]
-        if error is not None and not any(error is one for one in last) and id(module) in names:
+        if error is None or id(module) not in names:
+            return
+        if not any(error is one for one in last):
             last[:] = [error]
             # in all layers alike
             failed[:] = [re.sub(r"(?<![^.])\d+(?![^.])", "*", names[id(module)])]
 
     handle = register_module_forward_hook(note, always_call=True)
     try:
-        yield failed
+        yield
     finally:
         handle.remove()
         last.clear()  # its frames hold tensors
@@ -241,12 +277,11 @@ def _failing_module(model: Callable[..., Any]) -> Iterator[list[str]]:
 def _timed_sizes(plan: Plan, config: Config) -> set[int]:
     """Capture sizes that are timed."""
     sizes = plan.capture_sizes
+    asked = set[int]()
+    for size in config.report.sizes or ():
+        if size <= plan.max_capture_size:
+            asked.add(sizes[bisect_left(sizes, size)])
     served = [size for size in sizes if size <= plan.max_num_seqs]
-    asked = {
-        sizes[bisect_left(sizes, size)]
-        for size in config.report.sizes or ()
-        if size <= plan.max_capture_size
-    }
     return asked or {*sizes[:1], *served[-1:], *sizes[-1:]}
 
 
@@ -255,30 +290,30 @@ def _timed_keys(runner: GraphRunner) -> list[Key]:
     return [key for key in runner.plan.keys if key[1].num_tokens in sizes]
 
 
-def _apart(runner: GraphRunner) -> str | None:
+def _first_difference(runner: GraphRunner) -> str | None:
     """Where the outputs of graphs lie further from those of the model's own code than rounding puts
     them, on example batches, in three calls in a row: Python code of the model may change what it
     computes from call to call.
     """
-    graphed, config, device = runner._graphed, runner.config, runner.backend.device
-    with graphed.keeping_state() as kept, torch.no_grad(), graphed.buffers.on_padding():
+    graphs = runner.graphs
+    config = runner.config
+    device = runner.backend.device
+    with on_padding(graphs) as rehearsal:
         for mode, descriptor in _timed_keys(runner):
-            graphed.look(mode, descriptor)
-            views, reqs = graphed.views(descriptor), graphed.padded_reqs(descriptor)
+            rehearsal.look(mode, descriptor)
+            views = graphs.views(descriptor)
+            reqs = graphs.padded_reqs(descriptor)
             specs = config.tensors_at(descriptor.sizes)
             for name, tensor in example_batch(specs, descriptor.num_tokens, reqs, device).items():
                 views[name].copy_(tensor)
             outputs = list[list[Any]]()
-            for run in (
-                partial(graphed.run_eager, descriptor),
-                partial(graphed.run_graphed, mode, descriptor),
-            ):
-                kept.restore(between_keys=True)
-                graphed.announce(mode, descriptor)
-                with random_state_kept(device, graphed.generators):
-                    outputs.append(
-                        [tree_map_only(Tensor, torch.clone, run(views)) for _ in range(3)]
-                    )
+            eager = partial(graphs.run_eager, descriptor, views)
+            replay = partial(graphs.run_graphed, mode, descriptor, views)
+            for run in (eager, replay):
+                rehearsal.kept.restore(between_keys=True)
+                rehearsal.announce(mode, descriptor)
+                with random_state_kept(device, graphs.generators):
+                    outputs.append([tree_map_only(Tensor, torch.clone, run()) for _ in range(3)])
             for found in differences(outputs[1], outputs[0], is_coarse=True):
                 if found.is_wrong and found.largest is not None:
                     return f"at {descriptor.num_tokens} tokens: {found}"
@@ -286,38 +321,46 @@ def _apart(runner: GraphRunner) -> str | None:
 
 
 def _gains(runner: GraphRunner) -> dict[int, list[float]]:
+    """Of the key with the least gain, by tokens."""
     found = dict[int, list[float]]()
-    for (_, descriptor), times in time_on_padding(runner._graphed, _timed_keys(runner)).items():
-        gains = sorted(map(truediv, *times))
-        found[descriptor.num_tokens] = min(
-            found.get(descriptor.num_tokens, gains), gains, key=median
-        )
+    times_of = time_on_padding(runner.graphs, _timed_keys(runner))
+    for (_, descriptor), (eager, replays) in times_of.items():
+        gains = sorted(map(truediv, eager, replays))
+        size = descriptor.num_tokens
+        if size not in found or median(gains) < median(found[size]):
+            found[size] = gains
     return found
 
 
 def _fastest(
-    asked: CompilationConfig, ways: Sequence[_Way], sizes: Sequence[int], *, anyway: bool
+    asked: CompilationConfig,
+    candidates: Sequence[Candidate],
+    sizes: Sequence[int],
+    *,
+    anyway: bool,
 ) -> tuple[CompilationConfig, str]:
-    """The settings, and why: the way with the highest gain on average, up to the last size where it
-    is worth it.
+    """The settings, and why: the candidate with the highest gain on average, up to the last size
+    where it is worth it.
     """
     none = asked.model_copy(update={"cudagraph_mode": CUDAGraphMode.NONE})
-    if not ways:
+    if not candidates:
         return none, "no way to capture the model was found"
-    best = max(ways, key=_Way.mean)
-    ties = [way for way in ways if best.is_tie(way)]
-    way = min(ties, key=lambda way: way.nbytes >> 20)  # within a MiB the first
-    said, chosen = str(way), way.compilation
-    if not way.worth:
+    best = max(candidates, key=Candidate.mean)
+    ties = [candidate for candidate in candidates if best.is_tie(candidate)]
+    taken = min(ties, key=lambda candidate: candidate.nbytes >> 20)  # within a MiB the first
+    said = str(taken)
+    chosen = taken.compilation
+    worth = taken.worth
+    if not worth:
         return chosen if anyway else none, f"graphs bring less than 2%: {said}"
-    if others := ", ".join(other.name for other in ties if other is not way):
+    others = ", ".join(candidate.name for candidate in ties if candidate is not taken)
+    if others:
         said += f"; a tie with {others}: its pool is no larger"
-    if way.worth < max(way.gains):
-        kept = tuple(size for size in sizes if size <= way.worth)
-        chosen = chosen.model_copy(
-            update={"cudagraph_capture_sizes": kept, "max_cudagraph_capture_size": None}
-        )
-        said += f"; beyond {way.worth} tokens graphs bring less than 2%"
+    if worth < max(taken.gains):
+        kept = tuple(size for size in sizes if size <= worth)
+        update = {"cudagraph_capture_sizes": kept, "max_cudagraph_capture_size": None}
+        chosen = chosen.model_copy(update=update)
+        said += f"; beyond {worth} tokens graphs bring less than 2%"
     return chosen, said
 
 
@@ -328,33 +371,41 @@ def check_up(runner: GraphRunner) -> DoctorReport:
     Times are medians in microseconds, from an idle device; graphs alone are launched one after the
     other.
     """
-    graphed, backend = runner._graphed, runner.backend
-    rows, outside = list[CoverageRecord](), Counter[str]()
-    for (mode, descriptor), times in time_on_padding(runner._graphed, _timed_keys(runner)).items():
-        eager, step = map(median, times)
-        entry = graphed.entry((mode, descriptor))
+    graphs = runner.graphs
+    rows = list[CoverageRecord]()
+    outside = Counter[str]()
+    for key, (eager, replays) in time_on_padding(graphs, _timed_keys(runner)).items():
+        entry = graphs.entry(key)
+        step = median(replays)
         if entry is None:  # the model's own code runs between its graphs
             continue
-        pieces = entry.graph.eager_pieces if entry.eager_pieces else ()
         inside = step
-        if pieces:
+        if entry.eager_pieces:
+            pieces = entry.graph.eager_pieces
             outside = Counter(f"{piece.name}, at {piece.line}" for piece in pieces)
-            replays, rounds = [backend.launcher(graph) for graph in entry.segments], list[float]()
-            with graphed.keeping_state() as kept, graphed.buffers.on_padding():
-                graphed.look(mode, descriptor)
-                for _ in range(REPEATS):
-                    kept.restore(between_keys=True)  # positions do not run past a cache
-                    rounds.append(sum(backend.time_calls(replay, 1)[0][0] for replay in replays))
-            inside = min(median(rounds), step)
+            inside = min(_time_inside(graphs, key, entry.segments), step)
         rows.append(
             CoverageRecord(
-                mode=mode,
-                descriptor=descriptor,
+                mode=key[0],
+                descriptor=key[1],
                 step_us=step,
-                eager_us=eager,
+                eager_us=median(eager),
                 inside_us=inside,
             )
         )
     return DoctorReport(
         capture=runner.report, rows=tuple(rows), outside=dict(outside.most_common())
     )
+
+
+def _time_inside(graphs: ModelGraphs, key: Key, segments: Sequence[Any]) -> float:
+    """Microseconds of a key's graphs alone."""
+    backend = graphs.backend
+    rounds = list[float]()
+    replays = [backend.launcher(graph) for graph in segments]
+    with graphs.rehearsing() as rehearsal, graphs.buffers.on_padding():
+        rehearsal.look(*key)
+        for _ in range(REPEATS):
+            rehearsal.kept.restore(between_keys=True)  # positions do not run past a cache
+            rounds.append(sum(backend.time_calls(replay, 1)[0][0] for replay in replays))
+    return median(rounds)

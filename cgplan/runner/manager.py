@@ -10,7 +10,7 @@ from typing import Any
 
 from cgplan.backends import GraphBackend, select_backend
 from cgplan.captures.captured_keys import Progress
-from cgplan.captures.model_graphs import BeforeKey
+from cgplan.captures.model_runs import BeforeKey
 from cgplan.config import Config
 from cgplan.errors import BackendError, CgplanError
 from cgplan.graphs.pools import GraphPool, check_pools
@@ -121,7 +121,9 @@ class CudaGraphManager:
                 "all its members.",
             )
         check_pools(config.compilation.pool, pool)
-        self.config, self.backend, self.name = config, backend, name
+        self.config = config
+        self.backend = backend
+        self.name = name
         self.plan = build_plan(config) if plan is None else plan
         self.pool = GraphPool(backend) if pool is None else pool
         given = self.pool if pool is not None or config.compilation.pool == "shared" else None

@@ -104,32 +104,30 @@ class PreparedCall:
         route: RoutedBatch,
         count: BatchCount,
         values: Values | None,
-        graphed: ModelGraphs,
+        graphs: ModelGraphs,
         copier: Copier | None,
     ) -> PreparedCall:
         """Prepare calls with such tensors; ``values=None``: with a batch that is written into the
         static buffers.
         """
-        mode, descriptor, tokens, reqs = (
-            route.mode,
-            route.descriptor,
-            route.batch.num_tokens,
-            route.batch.num_reqs,
-        )
-        outputs = graphed.outputs
+        mode = route.mode
+        descriptor = route.descriptor
+        tokens = route.batch.num_tokens
+        reqs = route.batch.num_reqs
+        outputs = graphs.outputs
         if mode is CUDAGraphMode.NONE:
-            return cls(route, count, *_runs_eagerly(route, graphed), needs_check=False)
+            return cls(route, count, *_runs_eagerly(route, graphs), needs_check=False)
         assert copier is not None, "there are static buffers for each key"
-        padded_reqs = graphed.padded_reqs(descriptor)
+        padded_reqs = graphs.padded_reqs(descriptor)
         copy = copier.prepare(tokens, reqs or 0, descriptor.num_tokens, padded_reqs)
         copy_in = copy.pad if values is None else copy.path(values)
-        entry = graphed.entry((mode, descriptor))
+        entry = graphs.entry((mode, descriptor))
         if entry is not None:
             is_full = mode is CUDAGraphMode.FULL
             replay = (
-                graphed.backend.launcher(entry.graph)
+                graphs.backend.launcher(entry.graph)
                 if is_full
-                else _pieces(entry, route, graphed, copier)
+                else _pieces(entry, route, graphs, copier)
             )
             return cls(
                 route,
@@ -144,7 +142,7 @@ class PreparedCall:
         def run_padded() -> None:
             before = copier.buffers.versions()
             try:
-                held[:] = [graphed.run_graphed(mode, descriptor, graphed.views(descriptor))]
+                held[:] = [graphs.run_graphed(mode, descriptor, graphs.views(descriptor))]
             finally:
                 copier.note_writes(before)
             outputs.check(held[0], descriptor, padded_reqs)
@@ -160,21 +158,19 @@ class PreparedCall:
 
 
 def _runs_eagerly(
-    route: RoutedBatch, graphed: ModelGraphs
+    route: RoutedBatch, graphs: ModelGraphs
 ) -> tuple[CopyIn, Callable[[], None], Callable[[], Any]]:
     held: list[Any] = []  # the tensors until it runs, then the output until that is asked for
-    device, names, clone = (
-        graphed.backend.device,
-        tuple(graphed.config.tensors),
-        graphed.outputs.clone,
-    )
+    device = graphs.backend.device
+    names = tuple(graphs.config.tensors)
+    clone = graphs.outputs.clone
 
     def take(values: Values, stream: int, known: bool) -> None:  # noqa: ARG001
         held[:] = [values]
 
     def run() -> None:
         tensors = dict(zip(names, on_device(held.pop(), device), strict=True))
-        held[:] = [graphed.run_eager(route.unpadded, tensors)]
+        held[:] = [graphs.run_eager(route.unpadded, tensors)]
 
     def output() -> Any:
         return tree_map_only(Tensor, torch.clone, held.pop()) if clone else held.pop()
@@ -183,19 +179,18 @@ def _runs_eagerly(
 
 
 def _pieces(
-    entry: CUDAGraphEntry, route: RoutedBatch, graphed: ModelGraphs, copier: Copier
+    entry: CUDAGraphEntry, route: RoutedBatch, graphs: ModelGraphs, copier: Copier
 ) -> Callable[[], None]:
     """The replay of a PIECEWISE key: its eager pieces read the forward context and may write into
     static buffers.
     """
-    mode, descriptor, scope, replay = (
-        route.mode,
-        route.descriptor,
-        graphed.scope,
-        entry.graph.replay,
-    )
+    mode = route.mode
+    descriptor = route.descriptor
+    scope = graphs.scope
+    replay = entry.graph.replay
     tensors = [buffer.tensor for buffer in copier.buffers.buffers.values()]
-    views, names = graphed.views(descriptor), tuple(graphed.config.metadata)
+    views = graphs.views(descriptor)
+    names = tuple(graphs.config.metadata)
     metadata = [views[name] for name in names]
     version = operator.attrgetter("_version")
 

@@ -1,22 +1,21 @@
-"""Graphs on demand: a key captured when a batch first asks for it, and others planned for what
-batches asked for.
+"""Replanning: other graphs for the batches that a runner was asked for, and runs on padding that
+time steps.
 """
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from statistics import median
-from typing import Any
 
 import torch
 
-from cgplan.backends.context import is_capture_allowed
 from cgplan.captures.captured_keys import CapturedKeys
 from cgplan.captures.model_graphs import ModelGraphs
-from cgplan.config import Config
+from cgplan.captures.rehearsal import Rehearsal
 from cgplan.errors import CaptureMemoryError, CgplanError
 from cgplan.graphs.ambient import random_state_kept
 from cgplan.modes import CUDAGraphMode, Key
@@ -27,8 +26,6 @@ from cgplan.planning.difference import compare
 from cgplan.planning.plan import capture_config, config_hash
 from cgplan.pricing.measured import MeasuredCosts
 from cgplan.reports.records import ReplanReport, Way, uncapturable
-from cgplan.runner.prepared import Values
-from cgplan.runner.routing import RoutedBatch
 from cgplan.runner.stats import Mark, RunnerStats
 from cgplan.traffic.histogram import Traffic
 from cgplan.traffic.step_times import StepTimes
@@ -40,8 +37,18 @@ Points = dict[tuple[CUDAGraphMode, int], dict[int, float]]
 Reopen = Callable[[Plan], CapturedKeys]
 
 
+@contextmanager
+def on_padding(graphs: ModelGraphs) -> Iterator[Rehearsal]:
+    """A block of runs on padding between calls: the model, torch's random numbers and the static
+    buffers are afterwards as they were.
+    """
+    random = random_state_kept(graphs.backend.device, graphs.generators)
+    with graphs.rehearsing() as rehearsal, torch.no_grad(), graphs.buffers.on_padding(), random:
+        yield rehearsal
+
+
 def time_on_padding(
-    graphed: ModelGraphs, keys: Sequence[Key]
+    graphs: ModelGraphs, keys: Sequence[Key]
 ) -> dict[Key, tuple[list[float], list[float]]]:
     """Microseconds of eager steps and of graphs by key, from an idle device, in rounds: both run in
     turns.
@@ -50,204 +57,203 @@ def time_on_padding(
     kernels take, except attention over long sequences: padding has none.
     """
     found = dict[Key, tuple[list[float], list[float]]]()
-    backend = graphed.backend
     if not keys:
         return found
-    random = random_state_kept(backend.device, graphed.generators)
-    with graphed.keeping_state() as kept, torch.no_grad(), graphed.buffers.on_padding(), random:
+    with on_padding(graphs) as rehearsal:
         for mode, descriptor in keys:
-            graphed.look(mode, descriptor)
-            views = graphed.views(descriptor)
-            ways: tuple[Callable[[], Any], ...] = (
-                partial(graphed.run_eager, descriptor, views),
-                partial(graphed.run_graphed, mode, descriptor, views),
-            )
-            times = found[mode, descriptor] = ([], [])
-            for call, rounds in (1 + REPEATS) * list(zip(ways, times, strict=True)):  # in turns
-                kept.restore(between_keys=True)
-                graphed.announce(mode, descriptor)
-                rounds += backend.time_calls(call, 1)[0]
-            for rounds in times:
-                del rounds[0]  # it warmed up
+            rehearsal.look(mode, descriptor)
+            views = graphs.views(descriptor)
+            eager = partial(graphs.run_eager, descriptor, views)
+            replay = partial(graphs.run_graphed, mode, descriptor, views)
+            times: tuple[list[float], list[float]] = ([], [])
+            found[mode, descriptor] = times
+            for is_timed in (False, *REPEATS * [True]):  # the first round warms up
+                for run, rounds in zip((eager, replay), times, strict=True):
+                    rehearsal.kept.restore(between_keys=True)
+                    rehearsal.announce(mode, descriptor)
+                    [microseconds] = graphs.backend.time_calls(run, 1)[0]
+                    if is_timed:
+                        rounds.append(microseconds)
     return found
 
 
-class OnDemand:
-    """When a runner may capture while it serves, and other graphs for what it served."""
+class Replanner:
+    """Makes other graphs for what a runner served, from one time to the next.
 
-    def __init__(self, live: CapturedKeys, stats: RunnerStats) -> None:
-        self.live = live
+    Args:
+        stats: The runner's counts.
+    """
+
+    def __init__(self, stats: RunnerStats) -> None:
         self._stats = stats
-        self._forbidden = 0
-        self._mark: Mark | None = None
+        self._mark: Mark | None = None  # the counts when graphs were exchanged last
         self._points: Points = {}
-
-    @property
-    def config(self) -> Config:
-        return self.live.graphed.config
-
-    @contextmanager
-    def forbidden(self) -> Iterator[None]:
-        self._forbidden += 1
-        try:
-            yield
-        finally:
-            self._forbidden -= 1
-
-    def is_open(self, route: RoutedBatch) -> bool:
-        """Whether the batch may get another graph later, so that its way must not be remembered."""
-        return route.wanted is not None and route.wanted not in self.live.failed
-
-    def may_capture(self, route: RoutedBatch) -> bool:
-        return not self._forbidden and is_capture_allowed() and self.is_open(route)
-
-    def safe(self, values: Values) -> Values:
-        """Tensors of a batch that a capture leaves alone: outputs of an earlier call lie where it
-        captures.
-        """
-        device, buffers = self.live.graphed.backend.device, self.live.graphed.buffers
-        return [
-            value.clone() if value.device == device and not buffers.owns(value) else value
-            for value in values
-        ]
 
     def replan(
         self,
+        captured: CapturedKeys,
         traffic: Traffic | None,
         times: StepTimes | None,
         costs: GraphCosts | None,
-        reopen: Reopen,
-        *,
-        apply: bool,
+        reopen: Reopen | None = None,
     ) -> ReplanReport:
         """See GraphRunner.replan; the runner's lock is held. ``reopen`` gives all memory back, and
-        makes static buffers for a plan.
+        makes static buffers for a plan; without it nothing is exchanged.
         """
-        policy = self.config.compilation.capture_policy
+        graphs = captured.graphs
+        policy = graphs.config.compilation.capture_policy
         if policy != "adaptive":
             raise CgplanError(
                 f"the runner cannot be replanned: compilation.capture_policy is {policy}",
                 remedy="Set compilation.capture_policy: adaptive.",
             )
-        if self._forbidden:
-            raise CgplanError(
-                "replan inside runner.no_capture()", remedy="Call it after the block."
-            )
-        start, stats, live = time.perf_counter(), self._stats, self.live
-        old, before, known = live.graphed.plan, live.graphed.pools.nbytes, set(live.failed)
-        live.check()
-        lost = uncapturable(live.failed.values())
+        start = time.perf_counter()
+        stats = self._stats
+        plan = graphs.plan
+        pool_bytes = graphs.pools.nbytes
+        failed = set(captured.failed)
+        captured.check_addresses()
+        lost = uncapturable(captured.failed.values())
         if traffic is None:
             traffic = stats.traffic(self._mark)
         if times is None:
-            times = self._step_times()
-        if costs is None and live.history:
-            costs = self._costs()
-        wanted = self._proposal(traffic, times, costs)
+            times = self._step_times(graphs)
+        if costs is None and captured.history:
+            costs = _costs(captured)
+        wanted = _proposal(captured, traffic, times, costs)
         way: Way = "proposed"
         new: tuple[Key, ...] = ()
         evicted: tuple[Key, ...] = ()
-        if apply:
+        if reopen is not None:
             self._mark = stats.mark()
-            way, new = self._exchange(wanted, reopen)
-            live = self.live
-            evicted = tuple(key for key in old.keys if key not in set(live.keys))
+            captured, way, new = _exchange(captured, wanted, reopen)
+            kept = set(captured.keys)
+            evicted = tuple(key for key in plan.keys if key not in kept)
             stats.captures += len(new)
             stats.evictions += len(evicted)
-            stats.failures += len(set(live.failed) - known)
+            stats.failures += len(set(captured.failed) - failed)
         told = {*wanted.keys, *lost}
+        old = set(plan.keys)
         return ReplanReport(
-            difference=compare(old, wanted),
+            difference=compare(plan, wanted),
             way=way,
-            captured=tuple(key for key in new if key not in set(old.keys)),
+            captured=tuple(key for key in new if key not in old),
             evicted=evicted,
-            recaptured=sum(key in set(old.keys) for key in new),
-            failed=tuple(why for key, why in live.failed.items() if key in told),
-            pool_bytes=(before, live.graphed.pools.nbytes),
+            recaptured=len(old.intersection(new)),
+            failed=tuple(why for key, why in captured.failed.items() if key in told),
+            pool_bytes=(pool_bytes, captured.graphs.pools.nbytes),
             seconds=time.perf_counter() - start,
         )
 
-    def _proposal(self, traffic: Traffic, times: StepTimes, costs: GraphCosts | None) -> Plan:
-        """The plan that the traffic deserves, with batches bounded to the largest size that may be
-        captured.
-        """
-        config, limited = self.config, self.config
-        most, tokens = (
-            config.compilation.max_cudagraph_capture_size,
-            config.scheduler.max_num_batched_tokens,
-        )
-        if most is not None and most < tokens:
-            bounds = config.scheduler.model_copy(update={"max_num_batched_tokens": most})
-            limited = config.model_copy(update={"scheduler": bounds})
-        plan = propose(limited, traffic, times, costs, uncapturable(self.live.failed.values())).plan
-        made = {"config_hash": config_hash(config), "config": capture_config(config)}
-        return plan.model_copy(update={"max_num_batched_tokens": tokens, **made})
-
-    def _step_times(self) -> StepTimes:
-        graphed = self.live.graphed
-        keys = representative_keys(graphed.plan.keys, graphed.plan.max_num_seqs)
-        for (mode, descriptor), both in time_on_padding(graphed, keys).items():
-            for way, rounds in zip((CUDAGraphMode.NONE, mode), both, strict=True):
+    def _step_times(self, graphs: ModelGraphs) -> StepTimes:
+        keys = representative_keys(graphs.plan.keys, graphs.plan.max_num_seqs)
+        for (mode, descriptor), (eager, replays) in time_on_padding(graphs, keys).items():
+            for way, rounds in ((CUDAGraphMode.NONE, eager), (mode, replays)):
                 by_size = self._points.setdefault((way, descriptor.num_active_loras), {})
                 by_size[descriptor.num_tokens] = median(rounds)
         if not self._points:
             return StepTimes.default()
-        notes, times = ["attention over real sequences takes longer"], dict(self._points)
-        full, piecewise = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
+        notes = ["attention over real sequences takes longer"]
+        times = dict(self._points)
+        full = CUDAGraphMode.FULL
+        piecewise = CUDAGraphMode.PIECEWISE
+        timed = {mode for mode, _ in self._points}
         for mode, other in ((full, piecewise), (piecewise, full)):
-            if not any(name[0] is mode for name in times):  # no graph of it is captured
-                times |= {
-                    (mode, case): found
-                    for (other_mode, case), found in self._points.items()
-                    if other_mode is other
-                }
-                notes.append(f"{mode} steps were not timed: {other} steps stand in")
+            if mode in timed or other not in timed:
+                continue
+            notes.append(f"{mode} steps were not timed: {other} steps stand in")
+            for (timed_mode, loras), by_size in self._points.items():
+                if timed_mode is other:
+                    times[mode, loras] = by_size
         return StepTimes.measured(times, "the runner, on padding", notes)
 
-    def _costs(self) -> GraphCosts:
-        report = self.live.report.model_copy(update={"records": tuple(self.live.history)})
-        return MeasuredCosts.from_report(report, self.config)
 
-    def _exchange(self, wanted: Plan, reopen: Reopen) -> tuple[Way, tuple[Key, ...]]:
-        live = self.live
-        keys = tuple(key for key in wanted.keys if key not in live.failed)
-        if wanted.max_capture_size > live.graphed.most_tokens:
-            failed, before = dict(live.failed), live.graphed.plan
-            try:
-                self.live = reopen(wanted)
-            except CaptureMemoryError:
-                self.live = reopen(before)
-                self.live.capture(before.keys, from_zero=True)
-                raise
-            finally:
-                self.live.failed.update(failed)
-            return "new buffers", self.live.capture(keys, from_zero=True)
-        evicted = tuple(key for key in live.keys if key not in set(keys))
-        added = tuple(key for key in keys if key not in set(live.keys))
-        live.asked = live.wanted = wanted
-        if self._is_worth_moving(keys, evicted, added):
-            return "new generation", live.capture(keys, renew=True, from_zero=True)
-        if evicted or added:
-            return "exchanged", live.capture(added, evicted=evicted, from_zero=True)
-        return "exchanged", ()
+def _costs(captured: CapturedKeys) -> GraphCosts:
+    """Costs of graphs by the captures of this generation."""
+    report = captured.report.model_copy(update={"records": tuple(captured.history)})
+    return MeasuredCosts.from_report(report, captured.graphs.config)
 
-    def _is_worth_moving(
-        self, keys: tuple[Key, ...], evicted: tuple[Key, ...], added: tuple[Key, ...]
-    ) -> bool:
-        """Whether a new generation takes less memory than an exchange inside the pools, see Note
-        [Generations].
-        """
-        pools, history = self.live.graphed.pools, self.live.history
-        if pools.policy == "per_graph" or not pools.is_private or not (evicted or added):
-            return False
-        if evicted and set(evicted) == set(self.live.keys):  # the pools are free then
-            return True
-        if not history:
-            return False
-        largest: dict[CUDAGraphMode, int] = {}
-        for record in history:
-            largest[record.mode] = max(largest.get(record.mode, 0), record.descriptor.num_tokens)
-        if any(descriptor.num_tokens > largest.get(mode, 0) for mode, descriptor in added):
-            return True
-        needed = sum(cost.pool_bytes for cost in self._costs().of(keys).keys)
-        return pools.nbytes - needed > WORTH_MOVING * pools.nbytes
+
+def _proposal(
+    captured: CapturedKeys, traffic: Traffic, times: StepTimes, costs: GraphCosts | None
+) -> Plan:
+    """The plan that the traffic deserves, with batches bounded to the largest size that may be
+    captured.
+    """
+    config = limited = captured.graphs.config
+    most = config.compilation.max_cudagraph_capture_size
+    tokens = config.scheduler.max_num_batched_tokens
+    if most is not None and most < tokens:
+        bounds = config.scheduler.model_copy(update={"max_num_batched_tokens": most})
+        limited = config.model_copy(update={"scheduler": bounds})
+    lost = uncapturable(captured.failed.values())
+    plan = propose(limited, traffic, times, costs, lost).plan
+    return plan.model_copy(
+        update={
+            "max_num_batched_tokens": tokens,
+            "config_hash": config_hash(config),
+            "config": capture_config(config),
+        }
+    )
+
+
+def _exchange(
+    captured: CapturedKeys, wanted: Plan, reopen: Reopen
+) -> tuple[CapturedKeys, Way, tuple[Key, ...]]:
+    """Exchange graphs for those of a plan: what is captured now, in which way, and the keys that
+    were captured for it.
+    """
+    keys = tuple(key for key in wanted.keys if key not in captured.failed)
+    if wanted.max_capture_size > captured.graphs.most_tokens:
+        captured = _with_new_buffers(captured, wanted, reopen)
+        return captured, "new buffers", captured.capture(keys, from_zero=True)
+    old = set(captured.keys)
+    new = set(keys)
+    evicted = tuple(key for key in captured.keys if key not in new)
+    added = tuple(key for key in keys if key not in old)
+    captured.asked = captured.wanted = wanted
+    if not evicted and not added:
+        return captured, "exchanged", ()
+    if _is_worth_moving(captured, keys, evicted, added):
+        return captured, "new generation", captured.capture(keys, renew=True, from_zero=True)
+    return captured, "exchanged", captured.capture(added, evicted=evicted, from_zero=True)
+
+
+def _with_new_buffers(captured: CapturedKeys, wanted: Plan, reopen: Reopen) -> CapturedKeys:
+    failed = dict(captured.failed)
+    before = captured.graphs.plan
+    try:
+        captured = reopen(wanted)
+    except CaptureMemoryError:
+        captured = reopen(before)
+        captured.capture(before.keys, from_zero=True)
+        raise
+    finally:
+        captured.failed.update(failed)
+    return captured
+
+
+def _is_worth_moving(
+    captured: CapturedKeys,
+    keys: Sequence[Key],
+    evicted: Sequence[Key],
+    added: Sequence[Key],
+) -> bool:
+    """Whether a new generation takes less memory than an exchange inside the pools, see Note
+    [Generations].
+    """
+    pools = captured.graphs.pools
+    history = captured.history
+    if pools.policy == "per_graph" or not pools.is_private:
+        return False
+    if evicted and set(evicted) == set(captured.keys):  # the pools are free then
+        return True
+    if not history:
+        return False
+    largest = Counter[CUDAGraphMode]()
+    for record in history:
+        largest[record.mode] = max(largest[record.mode], record.descriptor.num_tokens)
+    if any(descriptor.num_tokens > largest[mode] for mode, descriptor in added):
+        return True
+    needed = sum(cost.pool_bytes for cost in _costs(captured).of(keys).keys)
+    return pools.nbytes - needed > WORTH_MOVING * pools.nbytes

@@ -46,7 +46,8 @@ class RoutedBatch:
     @property
     def unpadded(self) -> BatchDescriptor:
         """The batch as an eager forward sees it."""
-        tokens, reqs = self.batch.num_tokens, self.batch.num_reqs
+        tokens = self.batch.num_tokens
+        reqs = self.batch.num_reqs
         uniform = self.uniform and reqs is not None
         return BatchDescriptor(
             tokens,
@@ -77,7 +78,9 @@ class BatchRouter:
         reason_against: Callable[[Key], MissReason],
         planned: Plan | None,
     ) -> None:
-        self._plan, self._most_tokens, self._reason_against = plan, most_tokens, reason_against
+        self._plan = plan
+        self._most_tokens = most_tokens
+        self._reason_against = reason_against
         self._captured = CudagraphDispatcher(plan)
         self._wanted = None if wanted is None else CudagraphDispatcher(wanted)
         self._planned = None if planned is None else CudagraphDispatcher(planned)
@@ -97,7 +100,8 @@ class BatchRouter:
         each ``query_len`` tokens where the batch is said to be uniform. Elsewhere they have to be
         given if an input counts them. Raises InputError.
         """
-        q, num_tokens = self._plan.query_len, operator.index(num_tokens)
+        q = self._plan.query_len
+        num_tokens = operator.index(num_tokens)
         self.check_size(num_tokens)
         if not counts_reqs:
             return Batch(num_tokens, None)
@@ -128,12 +132,10 @@ class BatchRouter:
     def route(
         self, batch: Batch, uniform_decode: bool | None, num_active_loras: int, invalid_modes: Modes
     ) -> RoutedBatch:
-        q, reqs, tokens, most = (
-            self._plan.query_len,
-            batch.num_reqs,
-            batch.num_tokens,
-            self._plan.max_num_seqs,
-        )
+        q = self._plan.query_len
+        reqs = batch.num_reqs
+        tokens = batch.num_tokens
+        most = self._plan.max_num_seqs
         num_active_loras = operator.index(num_active_loras)
         if uniform_decode is None:
             uniform_decode = q == 1 and (reqs is None or reqs == tokens)
@@ -173,9 +175,11 @@ class BatchRouter:
 
     def reason_for_none(self, route: RoutedBatch, on_miss: str) -> MissReason:
         """Why no graph serves a batch. Raises DispatchMissError where ``on_miss`` is ``error``."""
-        tokens, sizes = route.batch.num_tokens, route.batch.sizes
+        tokens = route.batch.num_tokens
+        sizes = route.batch.sizes
         asked = tokens, route.uniform, route.num_active_loras, None, route.invalid_modes, sizes
-        missing, plan = route.wanted, self._plan
+        missing = route.wanted
+        plan = self._plan
         if missing is None and self._planned is not None:
             planned = self._planned.dispatch(*asked)
             missing = None if planned[0] is CUDAGraphMode.NONE else planned

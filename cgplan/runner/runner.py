@@ -7,20 +7,21 @@ from __future__ import annotations
 import logging
 import operator
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from threading import get_ident
 from time import perf_counter_ns
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from cgplan.backends import GraphBackend
 from cgplan.backends.backend import Trace, span
+from cgplan.backends.context import is_capture_allowed
 from cgplan.buffers.batch import Batch, BatchReader
+from cgplan.buffers.copier import Copier
 from cgplan.captures.captured_keys import CapturedKeys
+from cgplan.captures.model_graphs import ModelGraphs
 from cgplan.config import Config
 from cgplan.errors import CgplanError, DispatchMissError, InputError
 from cgplan.graphs.pools import PoolUse
@@ -30,19 +31,20 @@ from cgplan.planning.costs import GraphCosts
 from cgplan.planning.dispatcher import Modes, set_of_modes
 from cgplan.reports.layout import describe_sizes
 from cgplan.reports.records import AuditReport, CaptureReport, ReplanReport, VerifyRecord
+from cgplan.runner.launcher import Launcher
 from cgplan.runner.prepared import PreparedCall, Values, alike, on_device
-from cgplan.runner.replan import OnDemand
+from cgplan.runner.replan import Replanner
 from cgplan.runner.routing import BatchRouter, RoutedBatch
 from cgplan.runner.staging import StagedBuffers
 from cgplan.runner.stats import RunnerStats
-from cgplan.runner.verifier import Verifier
 from cgplan.traffic.histogram import Traffic
 from cgplan.traffic.step_times import StepTimes
 from cgplan.units import counted, format_bytes
 
 # kinds of calls that are kept ready; the one that was prepared first goes first
 MOST_PREPARED = 4096
-_shape, _dtype = operator.attrgetter("shape"), operator.attrgetter("dtype")
+_shape = operator.attrgetter("shape")
+_dtype = operator.attrgetter("dtype")
 _device = Tensor.get_device  # -1 for the host; made and compared sooner than a torch.device
 # of missing inputs, nested tensors, no tensors
 _NOT_MET = (LookupError, RuntimeError, AttributeError, TypeError)
@@ -58,60 +60,51 @@ class GraphRunner:
     from another stream is an error while the stream of the last call still has work.
 
     Args:
-        live: The model with its graphs.
+        captured: The model with its graphs.
         capture: Captures a plan, of its keys those given; None: as a session does.
         use: The lock and the stream of its pools; runners that share a pool share it.
         name: What messages call the runner.
 
     Attributes:
         stats: What calls were answered with so far.
+        graphs: The model with its static buffers and graphs, for other parts of cgplan; others when
+            all is captured again.
     """
+
+    graphs: ModelGraphs
 
     def __init__(
         self,
-        live: CapturedKeys,
+        captured: CapturedKeys,
         capture: Callable[[Plan, Collection[Key] | None], CapturedKeys],
         use: PoolUse,
         name: str,
     ) -> None:
-        graphed = live.graphed
-        self.stats = RunnerStats(graphed.plan)
-        self._capture_plan, self._use, self._name = capture, use, name
-        self._reader = BatchReader(
-            graphed.config.tensors, graphed.config.dim_names, graphed.backend.device
-        )
-        names = self._reader.names
-        self._num_inputs = len(names)
-        self._pick: Callable[[Mapping[str, Any]], tuple[Any, ...]] = (
-            operator.itemgetter(*names)
-            if len(names) > 1
-            else lambda given: tuple(map(given.__getitem__, names))
-        )
-        # without an argument it answers for CUDA, in half the time
-        kind = graphed.backend.device.type
-        self._is_autocast = (
-            torch.is_autocast_enabled
-            if kind == "cuda"
-            else partial(torch.is_autocast_enabled, kind)
-        )
+        graphs = captured.graphs
+        config = graphs.config
+        self.stats = RunnerStats(graphs.plan)
+        self._capture_plan = capture
+        self._use = use
+        self._name = name
+        self._reader = BatchReader(config.tensors, config.dim_names, graphs.backend.device)
+        self._num_inputs = len(self._reader.names)
+        self._pick = _picker(self._reader.names)
         self._asked_ns = 0  # when the call that is under way was made, while a trace is on
+        self._forbidden = 0  # blocks of `no_capture` that are open
         self._handed: weakref.WeakSet[StagedBuffers] = weakref.WeakSet()
-        self._demand = OnDemand(live, self.stats)
-        self._open()
+        self._replanner = Replanner(self.stats)
+        self._open(captured)
 
-    def _open(self) -> None:
-        self._graphed = graphed = self._demand.live.graphed
-        compilation = graphed.config.compilation
-        copies = compilation.cudagraph_copy_inputs
-        self._copiers = {
-            sizes: graphed.backend.copier(buffers, copy_inputs=copies)
-            for sizes, buffers in graphed.buffers.items()
-        }
-        self._current_stream = graphed.backend.stream_getter()
-        self._verifier = Verifier(graphed)
-        self._checks_once = compilation.address_policy != "always"
-        self._is_plain = False  # whether a call without autocast has passed
-        self._forget_calls()
+    def _open(self, captured: CapturedKeys) -> None:
+        self._captured = captured
+        self.graphs = captured.graphs
+        graphs = captured.graphs
+        self._copiers = dict[tuple[int, ...], Copier]()
+        copies = graphs.config.compilation.cudagraph_copy_inputs
+        for sizes, buffers in graphs.buffers.items():
+            self._copiers[sizes] = graphs.backend.copier(buffers, copy_inputs=copies)
+        self._launcher = Launcher(graphs, self._use, self._name)
+        self._follow_plan()
         self._state: Literal["open", "suspended", "closed"] = "open"
 
     def _forget_calls(self) -> None:
@@ -121,33 +114,33 @@ class GraphRunner:
         self._calls: dict[tuple[Any, ...], PreparedCall] = {}
         self._staged: dict[tuple[Any, ...], StagedBuffers] = {}
         self._last: PreparedCall | None = None
-        self._last_staged: StagedBuffers | None = None
-        live = self._demand.live
-        wanted = live.wanted if live.is_lazy else None
-        planned = None if live.asked is wanted or live.asked.keys == self.plan.keys else live.asked
-        self._router = BatchRouter(
-            self.plan, live.graphed.most_tokens, wanted, live.reason_against, planned
-        )
+        self._launcher.last_staged = None
+
+    def _follow_plan(self) -> None:
+        """Route batches by what is captured now."""
+        self._forget_calls()
         self.stats.plan = self.plan
+        captured = self._captured
+        wanted = captured.wanted if captured.is_lazy else None
+        planned: Plan | None = captured.asked
+        if planned is wanted or captured.asked.keys == self.plan.keys:
+            planned = None
+        most = self.graphs.most_tokens
+        self._router = BatchRouter(self.plan, most, wanted, captured.reason_against, planned)
 
     def __str__(self) -> str:
         """What is captured, and how batches ran; six lines."""
-        plan, cost, inputs = (
-            self.plan,
-            format_bytes(self.report.total_bytes),
-            ", ".join(self.config.tensors),
-        )
-        sizes = (
-            f"{counted(len(plan.keys), 'graph')}, sizes {describe_sizes(plan.capture_sizes)}; "
-            f"{cost}"
-        )
+        plan = self.plan
+        cost = format_bytes(self.report.total_bytes)
+        graphs = counted(len(plan.keys), "graph")
+        sizes = f"{graphs}, sizes {describe_sizes(plan.capture_sizes)}; {cost}"
         head = f"{self._name} on {self.backend.device} ({self._state}): {plan.mode}, {sizes}"
-        return f"{head}\ninputs: {inputs}\n{self.stats}"
+        return f"{head}\ninputs: {', '.join(self.config.tensors)}\n{self.stats}"
 
     @property
     def report(self) -> CaptureReport:
         """What the captures cost, those since the session included."""
-        return self._demand.live.report
+        return self._captured.report
 
     def audit(self) -> AuditReport:
         """Who owns the memory that each pointer in each captured graph points to. Pointers into
@@ -159,32 +152,32 @@ class GraphRunner:
             CgplanError: the runner is closed.
         """
         self._check_open()
-        return self._demand.live.audit()
+        return self._captured.audit()
 
     @property
     def plan(self) -> Plan:
         """What is captured now."""
-        return self._graphed.plan
+        return self.graphs.plan
 
     @property
     def wanted(self) -> Plan:
         """What may be captured: with ``capture_policy: lazy`` all that batches can ask for,
         elsewhere ``plan``.
         """
-        return self._demand.live.wanted if self._demand.live.is_lazy else self.plan
+        return self._captured.wanted if self._captured.is_lazy else self.plan
 
     @property
     def config(self) -> Config:
-        return self._graphed.config
+        return self.graphs.config
 
     @property
     def model(self) -> Callable[..., Any]:
         """The model as it was given; callers set the forward context that it may read."""
-        return self._graphed.model
+        return self.graphs.model
 
     @property
     def backend(self) -> GraphBackend:
-        return self._graphed.backend
+        return self.graphs.backend
 
     @property
     def is_closed(self) -> bool:
@@ -232,18 +225,17 @@ class GraphRunner:
         else:
             self._use.wait(self._name)
         try:
-            stats, began = self.stats, 0
+            stats = self.stats
+            began = 0
             if stats.until_timed:
                 stats.until_timed -= 1
             else:
                 began = perf_counter_ns()
             if invalid_modes is not None:
                 invalid_modes = set_of_modes(invalid_modes) or None
-            flags, call, known = (
-                (uniform_decode, num_active_loras, invalid_modes),
-                self._last,
-                False,
-            )
+            flags = (uniform_decode, num_active_loras, invalid_modes)
+            call = self._last
+            known = False
             try:
                 values: Values = self._pick(inputs)
                 if len(inputs) != self._num_inputs:
@@ -261,7 +253,7 @@ class GraphRunner:
             elif call is self._last and not known:
                 call.is_alike = alike(values)
             self._last = call
-            self._launch(call, values, known)
+            self._launcher.launch(call, values, known)
             output = call.output()
             if began:
                 stats.add_time(perf_counter_ns() - began)
@@ -284,51 +276,67 @@ class GraphRunner:
     def _prepare(
         self, inputs: Mapping[str, Any], *flags: *tuple[bool | None, int, Modes]
     ) -> tuple[PreparedCall, Values]:
-        route, demand = self.route(inputs, *flags), self._demand
+        route = self.route(inputs, *flags)
         values: Values = [inputs[name] for name in self._reader.names]
-        if demand.may_capture(route):
-            values = demand.safe(values)
+        if self._may_capture(route):
+            values = self._safe(values)
             self._capture_for(route)
             route = self.route(inputs, *flags)
         call = self._prepared(route, values)
-        if not demand.is_open(route):
-            call.flags, call.is_alike = flags, alike(values)
-            _keep(
-                self._calls,
-                (*map(_shape, values), *map(_dtype, values), *map(_device, values), *flags),
-                call,
-            )
+        if not self._is_open(route):
+            call.flags = flags
+            call.is_alike = alike(values)
+            kind = (*map(_shape, values), *map(_dtype, values), *map(_device, values), *flags)
+            _keep(self._calls, kind, call)
         return call, values
+
+    def _is_open(self, route: RoutedBatch) -> bool:
+        """Whether the batch may get another graph later, so that its way must not be remembered."""
+        return route.wanted is not None and route.wanted not in self._captured.failed
+
+    def _may_capture(self, route: RoutedBatch) -> bool:
+        return not self._forbidden and is_capture_allowed() and self._is_open(route)
+
+    def _safe(self, values: Values) -> Values:
+        """Tensors of a batch that a capture leaves alone: outputs of an earlier call lie where it
+        captures.
+        """
+        device = self.backend.device
+        buffers = self.graphs.buffers
+        found = list[Tensor]()
+        for value in values:
+            is_at_risk = value.device == device and not buffers.owns(value)
+            found.append(value.clone() if is_at_risk else value)
+        return found
 
     def _prepared(self, route: RoutedBatch, values: Values | None) -> PreparedCall:
         """Calls of a kind, ready; ``values=None``: for batches that are staged. Raises
         DispatchMissError.
         """
-        reason, mode = None, route.mode
+        reason = None
+        mode = route.mode
         if mode is CUDAGraphMode.NONE:
             reason = self._router.reason_for_none(route, self.config.compilation.on_miss)
         logger.debug(
             "%s: %s runs as %s %s", self._name, route.batch, mode, reason or route.descriptor
         )
         count = self.stats.count_of(route, reason)
-        call = PreparedCall.of(
-            route, count, values, self._graphed, self._copiers.get(route.descriptor.sizes)
-        )
-        self._verifier.schedule(call)
+        copier = self._copiers.get(route.descriptor.sizes)
+        call = PreparedCall.of(route, count, values, self.graphs, copier)
+        self._launcher.verifier.schedule(call)
         if self.config.report.nvtx or Trace.current is not None:
             self._show(call, staged=values is None)
         return call
 
     def _show(self, call: PreparedCall, *, staged: bool) -> None:
         """Let profilers of the device and the trace, whichever are on, see calls of a kind."""
-        copy_in, replay, trace, route, began = (
-            call.copy_in,
-            call.replay,
-            Trace.current,
-            call.route,
-            0,
-        )
-        name, batch = f"{route.mode} {route.descriptor}", route.batch
+        copy_in = call.copy_in
+        replay = call.replay
+        trace = Trace.current
+        route = call.route
+        began = 0
+        name = f"{route.mode} {route.descriptor}"
+        batch = route.batch
         annotate = self.backend.annotate if self.config.report.nvtx else nullcontext
 
         def copied(values: Values, stream: int, known: bool) -> None:
@@ -346,7 +354,8 @@ class GraphRunner:
             if trace is not None and trace is Trace.current:
                 trace.add(name, began, {"num_tokens": batch.num_tokens, "num_reqs": batch.num_reqs})
 
-        call.copy_in, call.replay = copied, shown
+        call.copy_in = copied
+        call.replay = shown
 
     @contextmanager
     def trace(self) -> Iterator[Trace]:
@@ -361,56 +370,40 @@ class GraphRunner:
             return pick(given)
 
         with nullcontext(Trace.current) if Trace.current else Trace().on() as trace:
-            self._last, self._calls, self._staged, self._pick = None, {}, {}, asked
+            self._last = None
+            self._calls = {}
+            self._staged = {}
+            self._pick = asked
             try:
                 yield trace
             finally:
-                self._last, self._calls, self._staged, self._pick = None, {}, {}, pick
-
-    def _launch(self, call: PreparedCall, values: Values, known: bool = False) -> None:
-        stream, use = self._current_stream(), self._use
-        if stream != use.stream or use.user is not self._name:
-            use.take_stream(stream, self._name, self.backend)
-        if not self._is_plain or self._is_autocast():
-            self._graphed.check_autocast()
-            self._is_plain = not self._is_autocast()
-        if call.needs_check and not self._graphed.holds():
-            self._graphed.check_addresses(call.route.mode, call.route.descriptor)
-            call.needs_check = not self._checks_once
-        call.copy_in(values, stream, known)
-        call.count.calls += 1
-        due = call.due
-        due.left -= 1
-        if due.left:
-            call.replay()
-        else:
-            self._verifier.replay(call, values)
-
-    def _take_stream(self) -> None:
-        self._use.take_stream(self._current_stream(), self._name, self.backend)
+                self._last = None
+                self._calls = {}
+                self._staged = {}
+                self._pick = pick
 
     @contextmanager
     def _changing(self) -> Iterator[CapturedKeys]:
         """A block that exchanges graphs, which the stats count; the lock is held."""
-        self._take_stream()
-        self._graphed.check_autocast()
+        self._launcher.take_stream()
+        self.graphs.check_autocast()
         # prepared calls hold outputs, and a graph that is evicted waits for its own
         self._forget_calls()
         before = set(self.plan.keys)
         try:
-            yield self._demand.live
+            yield self._captured
         finally:
-            self._verifier.forget(before ^ set(self.plan.keys))
+            self._launcher.verifier.forget(before ^ set(self.plan.keys))
             self.stats.evictions += len(before - set(self.plan.keys))
             self.stats.captures += len(set(self.plan.keys) - before)
-            self._forget_calls()
+            self._follow_plan()
 
     def _capture_for(self, route: RoutedBatch) -> None:
         assert route.wanted is not None
-        with self._changing() as live:
-            live.check(route.wanted)
-            live.capture([route.wanted])
-            if (failed := live.failed.get(route.wanted)) is not None:
+        with self._changing() as captured:
+            captured.check_addresses(route.wanted)
+            captured.capture([route.wanted])
+            if (failed := captured.failed.get(route.wanted)) is not None:
                 self.stats.failures += 1
                 logger.debug(
                     "%s: %s %s was not captured: %s", self._name, *route.wanted, failed.detail
@@ -451,21 +444,20 @@ class GraphRunner:
             return known
         self._check_open()
         self._refuse_sizes()
-        counts_reqs, flags, demand = "num_reqs" in self._reader.symbols, counts[2:], self._demand
+        counts_reqs = "num_reqs" in self._reader.symbols
+        flags = counts[2:]
         batch = self._router.staged(num_tokens, num_reqs, uniform_decode, counts_reqs=counts_reqs)
         route = self._router.route(batch, *flags)
         # not inside another block, whose rows are written
-        if demand.may_capture(route) and self._use.acquire(False):
+        if self._may_capture(route) and self._use.acquire(False):
             try:
                 self._capture_for(route)
             finally:
                 self._use.release()
             route = self._router.route(batch, *flags)
-        views = self._graphed.buffers[()].views(route.batch.num_tokens, route.batch.num_reqs or 0)
-        late = not self._graphed.outputs.clone
-        staged = StagedBuffers(self, self._prepared(route, None), views, late=late)
+        staged = StagedBuffers(self._launcher, self._prepared(route, None))
         self._handed.add(staged)
-        if not demand.is_open(route):
+        if not self._is_open(route):
             _keep(self._staged, counts, staged)
         return staged
 
@@ -487,7 +479,7 @@ class GraphRunner:
         self._check_open()
         batch = Batch(operator.index(num_tokens), None, sizes)
         route = self._router.route(batch, uniform_decode, num_active_loras, None)
-        wanted = route.wanted if self._demand.may_capture(route) else None
+        wanted = route.wanted if self._may_capture(route) else None
         mode, descriptor = wanted or (route.mode, route.descriptor)
         return None if mode is CUDAGraphMode.NONE else descriptor.num_tokens
 
@@ -507,23 +499,25 @@ class GraphRunner:
         if tensors:
             inputs = self._by_name(tensors, inputs)
         with self._use.held(self._name):
-            route, graphed = self.route(inputs, uniform_decode, num_active_loras), self._graphed
-            self._take_stream()
-            tokens, reqs = route.batch.num_tokens, route.batch.num_reqs
+            route = self.route(inputs, uniform_decode, num_active_loras)
+            graphs = self.graphs
+            self._launcher.take_stream()
             values = self._pick(inputs)
+            batch = route.batch
+            key = route.descriptor
             if route.mode is CUDAGraphMode.NONE or not padded:
                 named = zip(self._reader.names, on_device(values, self.backend.device), strict=True)
-                return graphed.run_eager(route.unpadded, dict(named))
-            key = route.descriptor
+                return graphs.run_eager(route.unpadded, dict(named))
             copier = self._copiers[key.sizes]
-            copy = copier.prepare(tokens, reqs or 0, key.num_tokens, graphed.padded_reqs(key))
-            copy.path(values)(values, self._current_stream(), False)
+            reqs = graphs.padded_reqs(key)
+            copy = copier.prepare(batch.num_tokens, batch.num_reqs or 0, key.num_tokens, reqs)
+            copy.path(values)(values, self._launcher.stream(), False)
             before = copier.buffers.versions()
             try:
-                output = graphed.run_eager(key, graphed.views(key))
+                output = graphs.run_eager(key, graphs.views(key))
             finally:
                 copier.note_writes(before)
-            return graphed.outputs.cut(output, route.batch)
+            return graphs.outputs.cut(output, batch)
 
     def verify(
         self,
@@ -547,15 +541,15 @@ class GraphRunner:
         if tensors:
             inputs = self._by_name(tensors, inputs)
         with self._use.held(self._name):
-            self._take_stream()
+            self._launcher.take_stream()
             call, values = self._prepare(inputs, uniform_decode, num_active_loras, None)
             if call.route.mode is CUDAGraphMode.NONE:
                 raise DispatchMissError(
                     f"no graph serves the batch: {call.count.reason}",
                     remedy="Pass a batch that a graph serves.",
                 )
-            call.copy_in(values, self._current_stream(), False)
-            return self._verifier.verify(call, values, leaves=False)[0]
+            call.copy_in(values, self._launcher.stream(), False)
+            return self._launcher.verifier.verify(call, values, leaves=False)[0]
 
     def route(
         self,
@@ -589,11 +583,11 @@ class GraphRunner:
                 f"{num_tokens} tokens are 1 to {most} requests, asked for {reqs}",
                 remedy="Ask for fewer, or raise scheduler.max_num_seqs.",
             )
-        return self._graphed.buffers[()].expose(num_tokens, reqs)
+        return self.graphs.buffers[()].expose(num_tokens, reqs)
 
     def graph(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> Any:
         """The backend's graph of a FULL key, to replay bare. None if the key has none."""
-        entry = self._graphed.entry((mode, descriptor)) if mode is CUDAGraphMode.FULL else None
+        entry = self.graphs.entry((mode, descriptor)) if mode is CUDAGraphMode.FULL else None
         return None if entry is None else entry.graph
 
     def invalidate(self, name: str) -> None:
@@ -604,7 +598,7 @@ class GraphRunner:
         with that name.
         """
         self._check_open()
-        self._graphed.invalidate(name)
+        self.graphs.addresses.invalidate(name)
         for call in (*self._calls.values(), *(staged.call for staged in self._handed)):
             # an eager run has no addresses
             if call is not None and call.route.mode is not CUDAGraphMode.NONE:
@@ -621,13 +615,12 @@ class GraphRunner:
         with self._use.held(self._name):
             if self._state != "suspended":
                 self._check_open()
-            live = self._demand.live
-            keys = live.keys if live.is_lazy else None
+            captured = self._captured
+            keys = captured.keys if captured.is_lazy else None
             self._free()
             self._state = "suspended"
             try:
-                self._demand.live = self._capture_plan(live.asked, keys)
-                self._open()
+                self._open(self._capture_plan(captured.asked, keys))
             except BaseException:
                 self._state = "closed"
                 raise
@@ -640,23 +633,26 @@ class GraphRunner:
         """
         with self._use.held(self._name):
             self._check_open()
-            with self._changing() as live:
-                live.capture(captured, evicted=evicted)
+            with self._changing() as keys:
+                keys.capture(captured, evicted=evicted)
 
     @contextmanager
     def no_capture(self) -> Iterator[None]:
         """A block in which no call captures: a batch whose graph is not there runs by a larger one,
         or eagerly.
         """
-        with self._demand.forbidden():
+        self._forbidden += 1
+        try:
             yield
+        finally:
+            self._forbidden -= 1
 
     def retry_failed(self) -> None:
         """Forget which keys could not be captured (``report.failed``): the next batch that asks for
         one tries again. Raises CgplanError if a call is under way.
         """
         with self._use.held(self._name):
-            self._demand.live.failed.clear()
+            self._captured.failed.clear()
             self._forget_calls()
 
     def replan(
@@ -688,22 +684,26 @@ class GraphRunner:
         """
         with self._use.held(self._name):
             self._check_open()
+            if self._forbidden:
+                raise CgplanError(
+                    "replan inside runner.no_capture()", remedy="Call it after the block."
+                )
+            self._launcher.take_stream()
+            self.graphs.check_autocast()
+            if not apply:
+                return self._replanner.replan(self._captured, traffic, times, costs)
+            # prepared calls hold outputs, and evicted graphs wait for theirs
+            self._forget_calls()
             try:
-                self._take_stream()
-                self._graphed.check_autocast()
-                if apply:
-                    # prepared calls hold outputs, and evicted graphs wait for theirs
-                    self._forget_calls()
-                return self._demand.replan(traffic, times, costs, self._reopen, apply=apply)
+                return self._replanner.replan(self._captured, traffic, times, costs, self._reopen)
             finally:
-                if self._demand.live.graphed is not self._graphed:
-                    self._open()
-                if apply:
-                    self._forget_calls()
+                self._follow_plan()
 
     def _reopen(self, plan: Plan) -> CapturedKeys:
+        """Give all memory back, and make static buffers for a plan."""
         self._free()
-        return self._capture_plan(plan, ())
+        self._open(self._capture_plan(plan, ()))
+        return self._captured
 
     def close(self) -> None:
         """Free graphs, pools and static buffers, for good. Outputs that were handed out are no
@@ -731,7 +731,7 @@ class GraphRunner:
         self._forget_calls()
         while self._copiers:  # which hold static buffers
             self._copiers.popitem()[1].close()
-        self._graphed.free()
+        self.graphs.free()
 
     def _refuse_sizes(self) -> None:
         if names := self.config.dim_names[1:]:
@@ -753,3 +753,14 @@ def _keep(prepared: dict[tuple[Any, ...], Any], key: tuple[Any, ...], value: Any
     if len(prepared) >= MOST_PREPARED:
         prepared.pop(next(iter(prepared)))
     prepared[key] = value
+
+
+def _picker(names: Sequence[str]) -> Callable[[Mapping[str, Any]], tuple[Any, ...]]:
+    """A function that takes the tensors of these names out of a call's arguments."""
+    if len(names) > 1:
+        return operator.itemgetter(*names)
+
+    def pick(given: Mapping[str, Any]) -> tuple[Any, ...]:
+        return tuple(map(given.__getitem__, names))
+
+    return pick

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from cgplan.backends import GraphBackend, select_backend
 from cgplan.captures.budget import fitting
 from cgplan.captures.captured_keys import CapturedKeys, Progress
 from cgplan.captures.failures import drop_locals, explain_eager_failure
-from cgplan.captures.model_graphs import BeforeKey, ModelGraphs, RealRows
+from cgplan.captures.model_graphs import ModelGraphs
+from cgplan.captures.model_runs import BeforeKey, RealRows
 from cgplan.captures.rank_sync import SINGLE_RANK, RankSync
 from cgplan.config import Config
 from cgplan.errors import ConfigError, PlanError
@@ -23,6 +25,7 @@ from cgplan.reports.records import SplitRecord
 from cgplan.runner.runner import GraphRunner
 
 
+@dataclass(eq=False, repr=False)
 class CaptureSession:
     """Captures the keys of a plan, as far as the configuration's budget goes, and returns a sealed
     runner.
@@ -48,27 +51,22 @@ class CaptureSession:
         ConfigError: ``cudagraph_mode`` is AUTO, which ``choose_mode`` decides.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        model: Callable[..., Any],
-        backend: GraphBackend,
-        config: Config,
-        *,
-        progress: Progress | None = None,
-        pool: GraphPool | None = None,
-        name: str = "runner",
-        together: RankSync = SINGLE_RANK,
-        state: Sequence[object] | Mapping[str, object] | None = None,
-        before_key: BeforeKey | None = None,
-        began: float | None = None,
-        real_rows: RealRows | None = None,
-    ) -> None:
-        refuse_auto(config)
-        self._plan, self._model, self._backend, self._config = plan, model, backend, config
-        self._progress, self._pool, self._name = progress, pool, name
-        self._together, self._state, self._before, self._began = together, state, before_key, began
-        self._real_rows = real_rows
+    plan: Plan
+    model: Callable[..., Any]
+    backend: GraphBackend
+    config: Config
+    _: KW_ONLY
+    progress: Progress | None = None
+    pool: GraphPool | None = None
+    name: str = "runner"
+    together: RankSync = SINGLE_RANK
+    state: Sequence[object] | Mapping[str, object] | None = None
+    before_key: BeforeKey | None = None
+    began: float | None = None
+    real_rows: RealRows | None = None
+
+    def __post_init__(self) -> None:
+        refuse_auto(self.config)
 
     def run(self) -> GraphRunner:
         """Capture all keys that the budget pays for. The runner's plan holds those that were
@@ -89,62 +87,70 @@ class CaptureSession:
             DistributedError: with other ranks, one of them failed; all raise it.
             CgplanError: a call of another member of the pool is under way.
         """
-        config, use = self._config, PoolUse() if self._pool is None else self._pool.use
-        made, own, policy = (
-            self._plan.config_hash,
-            config_hash(config),
-            config.compilation.capture_policy,
-        )
-        ranks = self._together is not SINGLE_RANK
+        self._refuse_misfits()
+        keys = () if self.config.compilation.capture_policy == "lazy" else None
+        use = PoolUse() if self.pool is None else self.pool.use
+        with use.held(self.name):
+            captured = self._capture(self.plan, keys)
+            return GraphRunner(captured, self._capture, use, self.name)
+
+    def _refuse_misfits(self) -> None:
+        made = self.plan.config_hash
+        own = config_hash(self.config)
+        policy = self.config.compilation.capture_policy
+        has_ranks = self.together is not SINGLE_RANK
+        if made != own and has_ranks:
+            raise PlanError(
+                f"the plan of all ranks was made from configuration {made}; this rank has {own}",
+                remedy="Start all ranks from one file; agree_on_setup(), called before "
+                "agree_on_plan(), names the setting that differs.",
+            )
         if made != own:
             raise PlanError(
-                f"the plan {'of all ranks ' * ranks}was made from configuration {made}; this "
-                f"{'rank' if ranks else 'session'} has {own}",
-                remedy="Start all ranks from one file; agree_on_setup(), called before "
-                "agree_on_plan(), names the "
-                "setting that differs."
-                if ranks
-                else "Pass build_plan(config) of the same configuration.",
+                f"the plan was made from configuration {made}; this session has {own}",
+                remedy="Pass build_plan(config) of the same configuration.",
             )
-        if policy != "eager" and ranks:
+        if policy != "eager" and has_ranks:
             raise ConfigError(
                 f"capture_policy is {policy}, and several ranks capture together",
                 remedy="Set compilation.capture_policy: eager; ranks capture the same graphs in "
                 "the same order.",
             )
-        with use.held(self._name):
-            captured = self._captured(self._plan, () if policy == "lazy" else None)
-            return GraphRunner(captured, self._captured, use, self._name)
 
-    def _captured(self, asked: Plan, keys: Collection[Key] | None) -> CapturedKeys:
+    def _capture(self, asked: Plan, keys: Collection[Key] | None) -> CapturedKeys:
         """Make buffers for the plan, and capture these keys; None: shrink the plan to the budget,
         capture it all.
         """
-        backend, config, together = self._backend, self._config, self._together
-        graphed: ModelGraphs | None = None
+        backend = self.backend
+        config = self.config
+        together = self.together
+        graphs: ModelGraphs | None = None
         try:
             backend.release_cached()
-            before, start, self._began = backend.memory(), self._began or time.perf_counter(), None
+            began = self.began or time.perf_counter()
+            self.began = None
+            before = backend.memory()
             free = together.begin(asked, before.free)
             plan = fitting(asked, config, free) if keys is None else asked
-            graphed = ModelGraphs(
+            graphs = ModelGraphs(
                 plan,
                 config,
-                self._model,
+                self.model,
                 backend,
-                self._pool,
-                self._state,
-                together,
-                self._before,
-                self._real_rows,
+                state=self.state,
+                before_key=self.before_key,
+                real_rows=self.real_rows,
+                pool=self.pool,
+                together=together,
             )
-            captured = CapturedKeys(graphed, asked, plan, before, together, self._progress)
-            captured.capture_first([key for key in plan.keys if keys is None or key in keys], start)
+            captured = CapturedKeys(graphs, asked, plan, before, together, self.progress)
+            first = [key for key in plan.keys if keys is None or key in keys]
+            captured.start_up(first, began)
         except BaseException as error:
             drop_locals(error)
             failure = together.failed(error)
-            if graphed is not None:
-                graphed.free()
+            if graphs is not None:
+                graphs.free()
             if failure is error:
                 raise
             raise failure from error
@@ -176,20 +182,18 @@ def describe_split(
     if not config.compilation.use_inductor_graph_partition:
         compilation = config.compilation.model_copy(update={"compiler": "eager"})
         config = config.model_copy(update={"compilation": compilation})
-    graphed = ModelGraphs(plan, config, model, backend or select_backend(config.device))
+    graphs = ModelGraphs(plan, config, model, backend or select_backend(config.device))
     mode, smallest = piecewise[-1]
     try:
-        if graphed.route.splitter is not None:
-            with (
-                graphed.keeping_state(),
-                random_state_kept(graphed.backend.device, graphed.generators),
-            ):
-                graphed.look(mode, smallest)
-                graphed.warm_up(mode, smallest)
-        return graphed.route.describe()
+        if graphs.route.splitter is not None:
+            random = random_state_kept(graphs.backend.device, graphs.generators)
+            with graphs.rehearsing() as rehearsal, random:
+                rehearsal.look(mode, smallest)
+                graphs.warm_up(mode, smallest)
+        return graphs.route.describe()
     except Exception as error:
         failure = explain_eager_failure(error, f"{mode} {smallest}")
         drop_locals(error)
         raise failure from (error if failure is not error else error.__cause__)
     finally:
-        graphed.free()
+        graphs.free()

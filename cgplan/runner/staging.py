@@ -5,19 +5,18 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from cgplan.buffers.batch import unknown_input
 from cgplan.errors import CgplanError, InputError
 from cgplan.modes import CUDAGraphMode
+from cgplan.runner.launcher import Launcher
 from cgplan.runner.prepared import PreparedCall
 
-if TYPE_CHECKING:
-    from cgplan.runner.runner import GraphRunner
-
-_NO_OUTPUT, _UNREAD = object(), object()
+_NO_OUTPUT = object()
+_UNREAD = object()
 
 
 class StagedBuffers(Mapping[str, Tensor]):
@@ -36,36 +35,36 @@ class StagedBuffers(Mapping[str, Tensor]):
             raises the errors of a call.
     """
 
-    __slots__ = ("__weakref__", "_entered", "_is_late", "_output", "_runner", "_views", "call")
+    __slots__ = ("__weakref__", "_entered", "_launcher", "_output", "_views", "call")
     __hash__ = object.__hash__
 
-    def __init__(
-        self, runner: GraphRunner, call: PreparedCall, views: dict[str, Tensor], *, late: bool
-    ) -> None:
-        self._runner = weakref.ref(runner)  # which holds this object
+    def __init__(self, launcher: Launcher, call: PreparedCall) -> None:
+        batch = call.route.batch
+        buffers = launcher.graphs.buffers[()]
+        self._launcher = weakref.ref(launcher)  # of the runner, which holds this object
         self.call: PreparedCall | None = call
-        self._views = views
-        self._entered: GraphRunner | None = None  # holds the lock, inside the block
-        # the output stays as it is until the next call, so it is read when somebody asks
-        self._is_late = late
+        self._views = buffers.views(batch.num_tokens, batch.num_reqs or 0)
+        self._entered: Launcher | None = None  # its lock is held, inside the block
         self._output: Any = _NO_OUTPUT
 
     def __enter__(self) -> StagedBuffers:
-        runner, call = self._runner(), self.call
-        if runner is None or call is None:
+        launcher = self._launcher()
+        call = self.call
+        if launcher is None or call is None:
             raise CgplanError(
                 "the graphs that these buffers were staged for are gone",
                 remedy="Call runner.stage(...) again.",
             )
-        runner._use.take(runner._name)
+        launcher.use.take(launcher.name)
         try:
-            runner._take_stream()
+            launcher.take_stream()
             if call.route.mode is CUDAGraphMode.NONE:  # it resets no padding
-                self._mark_written(runner, call)
+                self._mark_written(launcher, call)
         except BaseException:
-            runner._use.release()
+            launcher.use.release()
             raise
-        self._output, self._entered = _NO_OUTPUT, runner
+        self._output = _NO_OUTPUT
+        self._entered = launcher
         return self
 
     def __exit__(
@@ -74,32 +73,38 @@ class StagedBuffers(Mapping[str, Tensor]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        runner, call, is_run = self._entered, self.call, False
-        if runner is None or call is None:
+        launcher = self._entered
+        call = self.call
+        is_run = False
+        if launcher is None or call is None:
             raise self._ended()
         try:
             if kind is None:
-                # the model may change these very tensor objects
-                eager = call.route.mode is CUDAGraphMode.NONE
-                runner._launch(
-                    call, [view.detach() for view in self._views.values()] if eager else ()
-                )
-                self._output = _UNREAD if self._is_late else call.output()
+                self._run(launcher, call)
                 is_run = True
         finally:
             if not is_run:
-                self._mark_written(runner, call)
+                self._mark_written(launcher, call)
             self._entered = None
-            runner._use.release()
-        last, runner._last_staged = runner._last_staged, self
+            launcher.use.release()
+        last = launcher.last_staged
+        launcher.last_staged = self
         if last is not None and last is not self:
-            last._output = _NO_OUTPUT  # it would keep memory that nobody may ask for
+            last.drop_output()
+
+    def _run(self, launcher: Launcher, call: PreparedCall) -> None:
+        values = list[Tensor]()
+        if call.route.mode is CUDAGraphMode.NONE:
+            # the model may change these very tensor objects
+            values = [view.detach() for view in self._views.values()]
+        launcher.launch(call, values)
+        # the output stays as it is until the next call, so it is read when somebody asks
+        self._output = call.output() if launcher.graphs.outputs.clone else _UNREAD
 
     @staticmethod
-    def _mark_written(runner: GraphRunner, call: PreparedCall) -> None:
-        runner._graphed.buffers[()].marks.extend(
-            call.route.batch.num_tokens, call.route.batch.num_reqs or 0
-        )
+    def _mark_written(launcher: Launcher, call: PreparedCall) -> None:
+        batch = call.route.batch
+        launcher.graphs.buffers[()].marks.extend(batch.num_tokens, batch.num_reqs or 0)
 
     @property
     def output(self) -> Any:
@@ -118,8 +123,15 @@ class StagedBuffers(Mapping[str, Tensor]):
             )
         return self._output
 
+    def drop_output(self) -> None:
+        """Hold no output, which nobody may ask for any more."""
+        self._output = _NO_OUTPUT
+
     def retire(self) -> None:
-        self.call, self._views, self._output = None, {}, _NO_OUTPUT
+        """Hold nothing of the graphs, which are gone."""
+        self.call = None
+        self._views = {}
+        self._output = _NO_OUTPUT
 
     def __getitem__(self, name: str) -> Tensor:
         if self._entered is None:

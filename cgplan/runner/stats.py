@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
@@ -99,7 +99,9 @@ class RunnerStats:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.captures, self.evictions, self.failures = len(plan.keys), 0, 0
+        self.captures = len(plan.keys)
+        self.evictions = 0
+        self.failures = 0
         self.timed_calls = self.timed_nanoseconds = self._resets = 0
         self._counts: dict[Asked, BatchCount] = {}
         self.time_every = 16
@@ -127,10 +129,14 @@ class RunnerStats:
         """
         batch = route.batch
         asked: Asked = (
-            batch.num_tokens, batch.num_reqs, route.uniform, route.num_active_loras, route.mode,
+            batch.num_tokens,
+            batch.num_reqs,
+            route.uniform,
+            route.num_active_loras,
+            route.mode,
             route.descriptor,
             reason,
-        )  # fmt: skip
+        )
         if asked not in self._counts and len(self._counts) >= MOST_BATCHES:
             asked = (batch.num_tokens, None, *asked[2:])
         return self._counts.setdefault(asked, BatchCount(*asked))
@@ -207,24 +213,26 @@ class RunnerStats:
         vLLM empties its counts after each table, so the planner adds up all tables of a file: where
         several are logged, call ``reset`` after each.
         """
-        rows = _added(
-            ((c.num_tokens, c.descriptor.num_tokens, c.mode), c.calls) for c in self.counts
-        )
-        cells = [
-            COLUMNS,
-            *(
-                tuple(map(str, (tokens, padded, padded - tokens, mode, calls)))
-                for (tokens, padded, mode), calls in sorted(
-                    rows.items(), key=lambda row: (-row[1], row[0][:2])
-                )
-            ),
-        ]
+        rows = Counter[tuple[int, int, CUDAGraphMode]]()
+        for count in self.counts:
+            rows[count.num_tokens, count.descriptor.num_tokens, count.mode] += count.calls
+        cells: list[Sequence[str]] = [COLUMNS]
+        by_calls = sorted(rows.items(), key=lambda row: (-row[1], row[0][:2]))
+        for (tokens, padded, mode), calls in by_calls:
+            cells.append(tuple(map(str, (tokens, padded, padded - tokens, mode, calls))))
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         lines = ["| " + " | ".join(map(str.ljust, row, widths)) + " |" for row in cells]
         lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
-        settings = f"- Mode: {self.plan.mode}\n- Capture sizes: {list(self.plan.capture_sizes)}"
-        head = f"**CUDAGraph Config Settings:**\n\n{settings}\n\n**CUDAGraph Stats:**\n\n"
-        return head + "\n".join(lines) + "\n"
+        head = [
+            "**CUDAGraph Config Settings:**",
+            "",
+            f"- Mode: {self.plan.mode}",
+            f"- Capture sizes: {list(self.plan.capture_sizes)}",
+            "",
+            "**CUDAGraph Stats:**",
+            "",
+        ]
+        return "\n".join([*head, *lines, ""])
 
     def record(self) -> StatsRecord:
         """The numbers as they are now."""
@@ -273,7 +281,8 @@ class RunnerStats:
         Raises:
             TrafficError: nothing was called.
         """
-        found, notes = [], []
+        found = []
+        notes = []
         resets, marked = since or (0, {})
         earlier = marked if resets == self._resets else {}
         for asked, count in list(self._counts.items()):
@@ -316,37 +325,40 @@ def _added(pairs: Iterable[tuple[T, int]]) -> Counter[T]:
     return total
 
 
-_COUNTERS: tuple[
-    tuple[
-        str, str, tuple[str, ...], Callable[[RunnerStats], Iterable[tuple[Sequence[object], int]]]
-    ],
-    ...,
-]
-_COUNTERS = (  # name, description, labels beside `runner`, and (values of these labels, count)
-    (
-        "replays", "Calls that a graph served, by its key.",
+_COUNTERS = {  # descriptions, and labels beside `runner`
+    "replays": (
+        "Calls that a graph served, by its key.",
         ("mode", "num_tokens", "num_reqs", "uniform", "num_active_loras"),
-        lambda stats: (
-            ((m, d.num_tokens, d.num_reqs or "", str(d.uniform).lower(), d.num_active_loras), n)
-            for (m, d), n in stats.replays.items()
-        ),
     ),
-    (
-        "batches", "Calls by the batch that was asked for; mixed ones of over 512 tokens as the "
-                   "next multiple of 64.",
+    "batches": (
+        "Calls by the batch that was asked for; mixed ones of over 512 tokens as the next multiple "
+        "of 64.",
         ("num_tokens", "uniform", "num_active_loras"),
-        lambda stats: stats.exposed_batches().items(),
     ),
-    ("eager_calls", "Calls that ran eagerly, by the reason.", ("reason",),
-     lambda stats: (((reason,), n) for reason, n in stats.eager.items())),
-    ("tokens", "Tokens of batches, and rows of padding besides.", ("kind",),
-     lambda stats: ((("real",), stats.real_tokens), (("padding",), stats.padded_rows))),
-    ("captures", "Keys that were captured.", (), lambda stats: (((), stats.captures),)),
-    ("evictions", "Captured keys whose graphs were "
-                  "freed.", (), lambda stats: (((), stats.evictions),)),
-    ("capture_failures", "Keys that could not be "
-                         "captured.", (), lambda stats: (((), stats.failures),)),
-)  # fmt: skip
+    "eager_calls": ("Calls that ran eagerly, by the reason.", ("reason",)),
+    "tokens": ("Tokens of batches, and rows of padding besides.", ("kind",)),
+    "captures": ("Keys that were captured.", ()),
+    "evictions": ("Captured keys whose graphs were freed.", ()),
+    "capture_failures": ("Keys that could not be captured.", ()),
+}
+
+
+def _samples(stats: RunnerStats) -> dict[str, Iterable[tuple[Sequence[object], int]]]:
+    """Values of the labels, and the count, of each sample by counter."""
+    replays = list[tuple[Sequence[object], int]]()
+    for (mode, key), calls in stats.replays.items():
+        uniform = str(key.uniform).lower()
+        labels = (mode, key.num_tokens, key.num_reqs or "", uniform, key.num_active_loras)
+        replays.append((labels, calls))
+    return {
+        "replays": replays,
+        "batches": stats.exposed_batches().items(),
+        "eager_calls": [((reason,), calls) for reason, calls in stats.eager.items()],
+        "tokens": [(("real",), stats.real_tokens), (("padding",), stats.padded_rows)],
+        "captures": [((), stats.captures)],
+        "evictions": [((), stats.evictions)],
+        "capture_failures": [((), stats.failures)],
+    }
 
 
 class StatsCollector:
@@ -377,12 +389,13 @@ class StatsCollector:
 
     def collect(self) -> Iterator[Metric]:
         """All families; sizes and modes are labels."""
-        for name, about, labels, rows in _COUNTERS:
+        samples = {runner: _samples(stats) for runner, stats in self._runners.items()}
+        for name, (about, labels) in _COUNTERS.items():
             family = self._core.CounterMetricFamily(
                 f"cgplan_{name}", about, labels=["runner", *labels]
             )
-            for runner, stats in self._runners.items():
-                for values, count in rows(stats):
+            for runner, found in samples.items():
+                for values, count in found[name]:
                     family.add_metric([runner, *map(str, values)], count)
             yield family
         host = self._core.SummaryMetricFamily(

@@ -176,7 +176,7 @@ def parts(device, tokens):
     backend, on_device, on_host = runner.backend, batch(tokens, runner.backend.device), batch(tokens, "cpu")
     for inputs in (on_device, on_host) * 2:
         runner(**inputs)
-    stream = backend.stream_getter()
+    stream, launch = backend.stream_getter(), runner._launcher.launch
 
     def empty(**inputs):
         return inputs
@@ -188,7 +188,7 @@ def parts(device, tokens):
         pieces[f"like the call before, {name}"] = lambda call=call, values=values: call.is_alike(*values)
         pieces[f"copies, {name}"] = lambda call=call, values=values: call.copy_in(values, 0, True)
         pieces[f"copies, layout not known, {name}"] = lambda call=call, values=values: call.copy_in(values, 0, False)
-        pieces[f"copies and replay, {name}"] = lambda call=call, values=values: runner._launch(call, values, True)
+        pieces[f"copies and replay, {name}"] = lambda call=call, values=values: launch(call, values, True)
         pieces[f"the output, {name}"] = call.output
     runner.stats.time_every = 1
     pieces["a call, each one timed"] = lambda: runner(**on_device)

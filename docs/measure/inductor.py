@@ -50,7 +50,7 @@ def main(path, sizes, partition, layers):
     start = time.perf_counter()
     runner = CaptureSession(build_plan(config), built.forward, backend, config).run()
     seconds, records = time.perf_counter() - start, runner.report.records
-    compiled = len(runner._graphed.route.splitter.compiled)
+    compiled = len(runner.graphs.route.splitter.compiled)
     print(f"{runner.report.environment.device}, torch {torch.__version__}; {path}")
     print(
         f"cgplan: {len(records)} sizes of {records[0].graphs} graphs, {compiled} compilations for all of them, "

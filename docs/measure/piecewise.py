@@ -67,15 +67,15 @@ def host(backend, call):
 
 def by_hand(runner, route):
     """The loop that one would write: the graphs of a key and the pieces of the last step, in turns."""
-    captures = [w.entries[route.descriptor].graph for w in dict.fromkeys(runner._graphed.scope.wrappers)]
+    captures = [w.entries[route.descriptor].graph for w in dict.fromkeys(runner.graphs.scope.wrappers)]
     graphs = [g for c in captures for g in getattr(c, "graphs", (c,))]
     pieces = [*calls, None]
-    views = runner._graphed.views(route.descriptor)
+    views = runner.graphs.views(route.descriptor)
     metadata = {name: views[name] for name in runner.config.metadata}
     replay = runner.backend.replay
 
     def step():
-        with forward_context(route.mode, route.descriptor, metadata, scope=runner._graphed.scope):
+        with forward_context(route.mode, route.descriptor, metadata, scope=runner.graphs.scope):
             for graph, piece in zip(graphs, pieces, strict=True):
                 replay(graph)
                 if piece is not None:

@@ -193,8 +193,8 @@ def test_graphs_go_while_others_stay_and_memory_is_written_over(backend: GraphBa
     wanted = kept(x=x).clone()
     gone.close()
     keys = kept.plan.keys
-    with kept._graphed.captures_again():
-        kept._graphed.evict([key for key in keys if key[1].num_tokens == 256])
+    with kept.graphs.captures_again():
+        kept.graphs.evict([key for key in keys if key[1].num_tokens == 256])
     backend.release_cached()
     noise = [torch.full((MIB,), float("nan"), device=backend.device) for _ in range(64)]
     for _ in range(3):

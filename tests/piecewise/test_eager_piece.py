@@ -342,7 +342,7 @@ def test_segments_read_state_that_a_piece_binds(backend: GraphBackend, way: str)
             x = randn(backend, 4, 4, seed=seed)
             same(runner(x=x), other(x))
         kept = model.s.kept if way == "attribute" else model.s.buffer
-        assert not backend.in_pool(kept, runner._graphed.scope.pool)
+        assert not backend.in_pool(kept, runner.graphs.scope.pool)
 
 
 class Leaves:

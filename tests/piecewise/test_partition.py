@@ -99,7 +99,7 @@ def test_inductor_compiles_each_segment_once_for_all_sizes(mode: str, partition:
     model = Attends(layers=4).to(backend.device)
     options = {"use_inductor_graph_partition": partition, "compile_shapes": "dynamic"}
     runner = open_runner(backend, model, cudagraph_mode=mode, compiler="inductor", **options)
-    splitter = runner._graphed.route.splitter
+    splitter = runner.graphs.route.splitter
     assert splitter is not None
     # Twice, as one row is a trace of its own: the first segment, those between two attentions, the last one; or the
     # forward as a whole, which FULL compiles.

@@ -321,7 +321,7 @@ def test_a_splitting_op_may_be_a_function_that_is_no_operator(backend: GraphBack
     )
     x = rows_of(backend, 2)
     assert torch.equal(runner(x=x), F.softsign(x * 2) + 1)
-    assert [piece.eager for piece in runner._graphed.route.pieces] == [False, True, False]
+    assert [piece.eager for piece in runner.graphs.route.pieces] == [False, True, False]
     runner.close()
     for name in ("aten::softmax.int", "aten::__add__", "python::getitem", "higher_order::cond"):
         lazy(backend, Softmax(backend.device), name).close()  # may occur in other models

@@ -383,7 +383,7 @@ def test_a_model_that_branches_on_the_number_of_rows_is_captured_right(
         return x.softmax(-1) * 2 if branch(x.shape[0]) else (x + 1).softmax(-1) * 3
 
     runner = open_runner(backend, model, splitting_ops=["aten::softmax"])
-    assert len(runner._graphed.route.splitter.traces) <= traces  # type: ignore[union-attr]
+    assert len(runner.graphs.route.splitter.traces) <= traces  # type: ignore[union-attr]
     for rows in (8, 1, 4, 2, 4, 8, 2, 1, 9):
         x = torch.randn(rows, 8).to(backend.device)
         torch.testing.assert_close(runner(x=x), model(x))
@@ -396,7 +396,7 @@ def test_sizes_share_a_trace_or_have_their_own(
 ) -> None:
     model = Model(backend).eval()
     with closing(open_model(backend, model, cudagraph_mode=mode, compile_shapes=shapes)) as runner:
-        splitter = runner._graphed.route.splitter
+        splitter = runner.graphs.route.splitter
         assert splitter is not None
         assert len(splitter.traces) == traces
         assert all(record.compile_seconds > 0 for record in runner.report.records[: traces - 1])
@@ -418,7 +418,7 @@ def test_inductor_compiles_sizes_together_or_alone(mode: str, shapes: str, trace
                 backend, model, cudagraph_mode=mode, compiler="inductor", compile_shapes=shapes
             )
         ) as runner:
-            assert len(runner._graphed.route.splitter.traces) == traces  # type: ignore[union-attr]
+            assert len(runner.graphs.route.splitter.traces) == traces  # type: ignore[union-attr]
             cached.append(sum(record.cached for record in runner.report.records))
             for rows in (1, 3, 8, 16):
                 x = rows_of(backend, rows)
@@ -445,7 +445,7 @@ def test_sizes_beyond_the_time_to_compile_share_a_trace(backend: GraphBackend) -
     )
     with closing(CaptureSession(build_plan(config), model, backend, config).run()) as runner:
         assert runner.plan.capture_sizes == (2, 4, 8, 16)
-        assert len(runner._graphed.route.splitter.traces) == 2  # type: ignore[union-attr]
+        assert len(runner.graphs.route.splitter.traces) == 2  # type: ignore[union-attr]
         said = "budget.compile_time pays for no more traces of one size: 8, 4, 2 tokens share one (one row may not)"
         assert said in runner.report.warnings
         for rows in (1, 16):
@@ -512,7 +512,7 @@ def test_a_function_under_vmap_stays_whole(backend: GraphBackend) -> None:
     runner = open_runner(
         backend, model, splitting_ops=["aten::softmax"], cudagraph_capture_sizes=[1, 4]
     )
-    assert [piece.eager for piece in runner._graphed.route.pieces] == [
+    assert [piece.eager for piece in runner.graphs.route.pieces] == [
         False,
         True,
         False,
@@ -868,7 +868,7 @@ def test_models_of_transformers_by_operators(backend: GraphBackend, kind: str) -
         },
         device=backend.device.type,
     )
-    assert len(runner._graphed.route.splitter.traces) == 2  # type: ignore[union-attr]
+    assert len(runner.graphs.route.splitter.traces) == 2  # type: ignore[union-attr]
     layers = sizes["num_hidden_layers"]
     assert {(r.graphs, r.eager_pieces) for r in runner.report.records} == {(layers + 1, layers)}
     for rows in (4, 3, 1, 2, 4):

@@ -203,7 +203,7 @@ def test_a_session_with_a_breakable_model(backend: GraphBackend, mode: str) -> N
     with (
         pytest.raises(SealedError),
         torch.no_grad(),
-        forward_context(PIECEWISE, BatchDescriptor(5), scope=runner._graphed.scope),
+        forward_context(PIECEWISE, BatchDescriptor(5), scope=runner.graphs.scope),
     ):
         wrapper(randn(backend, 5, 6))
     runner.close()

@@ -1,0 +1,128 @@
+"""AddressChecks: whether the model's memory lies where it lay when its graphs were captured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+
+from cgplan.backends.context import AddressPolicy
+from cgplan.errors import AddressError
+from cgplan.graphs.fingerprint import Fingerprint
+from cgplan.graphs.watch import Watch
+from cgplan.modes import Key
+
+
+def _never() -> bool:
+    return False
+
+
+class AddressChecks:
+    """Compares addresses of the model's tensors with those at the end of the captures.
+
+    Args:
+        roots: The objects that hold the model's memory, by name.
+        device: Of the tensors whose addresses count.
+        policy: See ``compilation.address_check``.
+
+    Attributes:
+        holds: Whether nothing has moved, as far as each call looks; else ``check`` decides.
+        reads: Paths of the model's tensors that graphs read.
+        volatile: Paths that each run binds again; they are not compared.
+        is_outdated: Whether graphs were captured since ``seal``.
+    """
+
+    def __init__(self, roots: dict[str, Any], device: torch.device, policy: AddressPolicy) -> None:
+        self._roots = roots
+        self._device = device
+        self._policy = policy
+        self.reads = set[str]()
+        self.volatile = set[str]()
+        self.is_outdated = True
+        self.holds: Callable[[], bool] = _never
+        self._sealed: Fingerprint | None = None
+        self._watch: Watch | None = None
+        self._checked = set[Key]()
+        self._moved: str | None = None
+
+    def seal(self, known: Fingerprint | None = None) -> None:
+        """Compare with the model as it is now from now on, if graphs were captured since the last
+        time. ``known``: a record of the model that may still be true.
+        """
+        is_needed = self.is_outdated or self._sealed is None
+        if not is_needed or self._policy == "off":
+            return
+        if known is None or known.changes():
+            known = Fingerprint.of(self._roots, self._device)
+        sealed = known
+        sealed.volatile |= self.volatile
+        sealed.narrow(self.reads)
+        self.forget_all()
+        self._sealed = sealed
+        self.is_outdated = False
+        if self._policy == "first":
+            sealed.let_go()  # each check is a walk
+            return
+        watched = sealed.checked()
+        for place in sealed.steady():
+            if issubclass(type(place.value), torch.Generator):
+                watched.append(place)
+        modules, held = sealed.modules()
+        self._watch = Watch(sealed, [*watched, *modules], held)
+        self.holds = self._watch.holds
+
+    def check(self, key: Key, *, again: bool = False) -> None:
+        """Raise AddressError if a tensor has moved: at the first replay of each graph, or on each
+        call, as the policy says, or ``again``.
+        """
+        self.refuse_invalid()
+        if self._sealed is None:
+            return
+        if self._watch is None:
+            holds = key in self._checked and not again
+        else:
+            holds = self._watch.holds_all()
+        if holds:
+            return
+        mode, descriptor = key
+        self._sealed.refuse_moved(f"{mode} {descriptor}", self._roots, may_grow=True)
+        self._checked.add(key)
+        if self._watch is not None:  # something was exchanged that no graph reads
+            self.is_outdated = True
+            self.seal()
+
+    def invalidate(self, name: str) -> None:
+        """Refuse replays from now on, because ``name`` has moved."""
+        self._moved = name
+        self.forget_all()  # the records may hold the old memory
+
+    def refuse_invalid(self) -> None:
+        """Raise AddressError after ``invalidate``."""
+        if self._moved is not None:
+            raise AddressError(
+                f"the model was captured before {self._moved!r} moved: a replay would use the old "
+                "memory",
+                remedy="Call runner.recapture().",
+            )
+
+    def forget(self, keys: Collection[Key]) -> None:
+        """Check these keys again: their graphs are gone."""
+        self._checked.difference_update(keys)
+
+    def forget_all(self) -> None:
+        """Hold nothing of the model."""
+        self._sealed = None
+        self._watch = None
+        self.holds = _never
+
+    def at_capture(self) -> dict[int, str]:
+        """Paths of the model's tensors by their addresses when the captures ended; empty without
+        an address check.
+        """
+        found = dict[int, str]()
+        if self._sealed is not None:
+            for path, place in self._sealed.places.items():
+                if place.address is not None:
+                    found[place.address] = path
+        return found

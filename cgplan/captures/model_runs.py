@@ -1,0 +1,201 @@
+"""ModelRuns: a model beside its static buffers, and the ways to run it on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import InitVar, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cgplan.backends import GraphBackend
+from cgplan.backends.backend import autocast_cache
+from cgplan.backends.context import CaptureScope, forward_context
+from cgplan.buffers.static import StaticBoxes, StaticBuffers, Tensors
+from cgplan.config import Config
+from cgplan.errors import InputError
+from cgplan.graphs.ambient import number_of
+from cgplan.graphs.fingerprint import Fingerprint, is_within
+from cgplan.graphs.put_back import PutBack
+from cgplan.modes import BatchDescriptor, CUDAGraphMode, Key
+from cgplan.piecewise.routes import SplitRoute
+from cgplan.planning import Plan
+from cgplan.planning.costs import widest
+
+BeforeKey = Callable[[CUDAGraphMode, BatchDescriptor, Tensors], object]
+
+
+class _Metadata(dict[str, Any]):
+    def __missing__(self, name: str) -> Any:
+        raise InputError(
+            f"the model reads metadata {name!r}, which is not declared",
+            remedy=f"Declare it under `metadata`; declared are {', '.join(self) or 'none'}.",
+        )
+
+
+@dataclass(frozen=True)
+class RealRows:
+    """Captures and comparisons run on rows of real batches, not on padding.
+
+    Attributes:
+        fill: Fills the static rows of a key with real rows, and copies of them behind.
+        meant_padding: Inputs whose padding means something: it is not exchanged for copies of real
+            rows.
+    """
+
+    fill: Callable[[Tensors], None]
+    meant_padding: Collection[str] = ()
+
+
+@dataclass
+class ForwardFacts:
+    """What captures found of the forward, for as long as its graphs live.
+
+    Attributes:
+        told: Modes in which packages are told that a capture is under way.
+        aside: Paths that eager pieces change.
+        written: The model's tensors that graphs write, by path.
+        overwritten: Ids of the storages that each run overwrites at places given by inputs, and
+            does not read before.
+        changes_python: Whether runs change Python: eager pieces may.
+        is_coarse: Whether something is computed in half precision or TensorFloat32.
+        notes: Warnings for the report.
+    """
+
+    told: set[CUDAGraphMode] = field(default_factory=set)
+    aside: set[str] = field(default_factory=set)
+    written: dict[str, Tensor] = field(default_factory=dict)
+    overwritten: set[int] = field(default_factory=set)
+    changes_python: bool = False
+    is_coarse: bool = False
+    notes: list[str] = field(default_factory=list)
+
+    def note(self, warnings: Iterable[str]) -> None:
+        self.notes = list(dict.fromkeys([*self.notes, *warnings]))
+
+
+@dataclass(eq=False, repr=False)
+class ModelRuns:
+    """The model, its static buffers, and runs on them.
+
+    Args:
+        state: The objects whose state counts; absent: the model.
+        before_key, real_rows: See CaptureSession.
+
+    Attributes:
+        plan: The keys that may be captured, and later those that are.
+        most_tokens: Tokens of the largest key that the static buffers hold.
+        roots: The objects that are looked at for state, by name.
+        generators: The random generators that the model draws from, but for the default one.
+        scope: The pool of the key that is captured, its entries, and whether capturing is still
+            allowed.
+        route: How PIECEWISE segments come about.
+    """
+
+    plan: Plan
+    config: Config
+    model: Callable[..., Any]
+    backend: GraphBackend
+    state: InitVar[Sequence[object] | Mapping[str, object] | None] = None
+    before_key: BeforeKey | None = None
+    real_rows: RealRows | None = None
+    route: SplitRoute = field(init=False)
+
+    def __post_init__(self, state: Sequence[object] | Mapping[str, object] | None) -> None:
+        policy = self.config.compilation.address_policy
+        self.scope = CaptureScope(None, self.backend, address_check=policy)
+        self.allocate_buffers(self.plan.keys)
+        self.generators: tuple[torch.Generator, ...] = ()
+        self.facts = ForwardFacts()
+        self.roots: dict[str, Any] = {"model": self.model}
+        if isinstance(state, Mapping):
+            self.roots = dict(state)
+        elif state is not None:
+            self.roots = {f"state[{index}]": item for index, item in enumerate(state)}
+            for name, item in self.roots.items():
+                if not Fingerprint.of({name: item}, self.backend.device).tensors:
+                    self.facts.notes.append(
+                        f"{name} ({type(item).__name__}) holds no tensor: `state` lists the "
+                        "objects whose tensors the model uses"
+                    )
+
+    def allocate_buffers(self, keys: Sequence[Key]) -> None:
+        """Make static buffers for the batches of these keys. Raises CaptureMemoryError and
+        BackendError.
+        """
+        config = self.config
+        most = widest(keys)
+        self.most_tokens = max(most.values(), default=0)
+        self.buffers = StaticBoxes()
+        if not most:
+            most = {(1,) * (len(config.dim_names) - 1): 0}
+        for sizes, tokens in most.items():
+            reqs = min(tokens, self.plan.max_num_seqs)
+            specs = config.tensors_at(sizes)
+            self.buffers[sizes] = StaticBuffers(specs, tokens, reqs, self.backend.device)
+
+    def fingerprint(self) -> Fingerprint:
+        """What the model holds now, without random generators of the host."""
+        return Fingerprint.of(self.roots, self.backend.device)
+
+    def use_generators(self, found: Iterable[torch.Generator]) -> None:
+        """Let graphs draw from these generators."""
+        known = {number_of(generator) for generator in self.generators}
+        for generator in found:
+            if number_of(generator) not in known:
+                self.generators += (generator,)
+                self.backend.register_generator(generator)
+
+    def padded_reqs(self, descriptor: BatchDescriptor) -> int:
+        """Requests of a key; PIECEWISE keys leave the number open, then as many as there can be."""
+        if descriptor.num_reqs is not None:
+            return descriptor.num_reqs
+        return min(descriptor.num_tokens, self.plan.max_num_seqs)
+
+    def views(self, descriptor: BatchDescriptor) -> dict[str, Tensor]:
+        """The tensors that the key's graph reads, by name."""
+        buffers = self.buffers[descriptor.sizes]
+        reqs = self.padded_reqs(descriptor)
+        return buffers.views(descriptor.num_tokens, reqs)
+
+    def of_graphs(self, mode: CUDAGraphMode, paths: Iterable[str]) -> list[str]:
+        """Paths that code in graphs changed: eager pieces, and code between wrappers, run on each
+        replay.
+        """
+        if mode is CUDAGraphMode.PIECEWISE and self.route.name == "wrappers":
+            return []
+        return [path for path in paths if not is_within(path, self.facts.aside)]
+
+    @contextmanager
+    def in_context(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> Iterator[None]:
+        """A block in the context that ``before_key`` sets; it is put back after the block."""
+        if self.before_key is None:
+            yield
+            return
+        kept = PutBack(self.fingerprint(), 0)
+        try:
+            self.before_key(mode, descriptor, self.views(descriptor))
+            yield
+        finally:
+            kept.restore_python(())
+
+    def run_eager(self, descriptor: BatchDescriptor, tensors: Tensors) -> Any:
+        """The model's own code on these tensors; parts under torch.compile find the code that
+        warm-ups compiled.
+        """
+        with autocast_cache(on=self.route.name == "wrappers"):
+            return self.run(self.model, CUDAGraphMode.NONE, descriptor, tensors)
+
+    def run(
+        self,
+        call: Callable[..., Any],
+        mode: CUDAGraphMode,
+        descriptor: BatchDescriptor,
+        tensors: Tensors,
+    ) -> Any:
+        """``call`` with the inputs among these tensors, and the metadata in the forward context."""
+        metadata = _Metadata((name, tensors[name]) for name in self.config.metadata)
+        with torch.no_grad(), forward_context(mode, descriptor, metadata, scope=self.scope):
+            return call(**{name: tensors[name] for name in self.config.inputs})

@@ -1,0 +1,71 @@
+"""Launcher: the part of a call that all calls of a runner share, whatever prepared them."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from cgplan.captures.model_graphs import ModelGraphs
+from cgplan.graphs.pools import PoolUse
+from cgplan.runner.prepared import PreparedCall, Values
+from cgplan.runner.verifier import Verifier
+
+
+class Launcher:
+    """Launches prepared calls on the graphs of one runner, until it captures all of them again.
+
+    Args:
+        use: The lock and the stream of its pools.
+        name: What messages call the runner.
+
+    Attributes:
+        stream: Returns the handle of the current stream.
+        last_staged: The StagedBuffers that ran last.
+    """
+
+    def __init__(self, graphs: ModelGraphs, use: PoolUse, name: str) -> None:
+        self.graphs = graphs
+        self.verifier = Verifier(graphs)
+        self.use = use
+        self.name = name
+        self.stream = graphs.backend.stream_getter()
+        self.last_staged: Any = None
+        self._addresses = graphs.addresses
+        self._checks_once = graphs.config.compilation.address_policy != "always"
+        self._is_plain = False  # whether a call without autocast has passed
+        # without an argument torch answers for CUDA, in half the time
+        kind = graphs.backend.device.type
+        self._is_autocast = torch.is_autocast_enabled
+        if kind != "cuda":
+            self._is_autocast = partial(torch.is_autocast_enabled, kind)
+
+    def take_stream(self) -> None:
+        """Work on the current stream from now on; the lock is held. Raises CgplanError if another
+        stream still has work.
+        """
+        self.use.take_stream(self.stream(), self.name, self.graphs.backend)
+
+    def launch(self, call: PreparedCall, values: Values, known: bool = False) -> None:
+        """Copy a batch in and replay; the lock is held. ``known``: the tensors are like those of
+        the call before.
+        """
+        stream = self.stream()
+        use = self.use
+        if stream != use.stream or use.user is not self.name:
+            use.take_stream(stream, self.name, self.graphs.backend)
+        if not self._is_plain or self._is_autocast():
+            self.graphs.check_autocast()
+            self._is_plain = not self._is_autocast()
+        if call.needs_check and not self._addresses.holds():
+            self._addresses.check((call.route.mode, call.route.descriptor))
+            call.needs_check = not self._checks_once
+        call.copy_in(values, stream, known)
+        call.count.calls += 1
+        due = call.due
+        due.left -= 1
+        if due.left:
+            call.replay()
+        else:
+            self.verifier.replay(call, values)
