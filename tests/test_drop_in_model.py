@@ -7,6 +7,7 @@ import gc
 import inspect
 import logging
 import pickle
+import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -718,3 +719,21 @@ def test_a_change_that_a_comparison_finds_is_not_blamed_on_padding(backend: Grap
     assert "captured again: model.table (its contents)" in g.explain()
     assert "2 times graphs were freed, as the model had changed: model.table" in g.explain()
     assert sizes(g) == {4}
+
+
+def test_outputs_that_change_their_structure_end_no_call(backend: GraphBackend) -> None:
+    """A flag that Python keeps where no walk enters: the second graph of a kind finds another structure."""
+    hidden = threading.local()
+    hidden.both = False
+
+    def forward(x: Tensor) -> Any:
+        return (x * 2, x + 1) if hidden.both else x * 2
+
+    g, x = cgplan.graphed(forward, dynamic={}), rows(backend, 3)
+    for _ in range(2):
+        close(g(x), x * 2)
+    hidden.both = True
+    for _ in range(4):
+        found = g(x)
+        assert isinstance(found, tuple)
+        close(found[1], x + 1)

@@ -195,7 +195,7 @@ class Request(Given):
     plan: Path | None = None
     force: bool = False
     device: str | None = option(
-        "Short for --set device=DEVICE: auto, cpu, cuda, cuda:N.", metavar="DEVICE"
+        "Short for --set device=DEVICE: auto, cpu, cuda, cuda:N.", "--device", metavar="DEVICE"
     )
     output: Path | None = OUTPUT()
     trace: Path | None = None

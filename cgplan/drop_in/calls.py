@@ -306,10 +306,7 @@ class Calls:
         output, sizes = error.output, kind.sizes_of(tensors)
         route = kind.runner.route(kind.inputs(tensors))
         padded = (route.descriptor.num_tokens, *route.descriptor.sizes)
-        seen = dict(kind.forward.outputs)  # by the model's own code as it is now
-        if not self.holds():  # neither the graph nor padding is to blame
-            kind.forward.outputs |= seen
-        elif self._relearn(kind):
+        if self._relearn(kind):
             pass
         elif padded != tuple(sizes.values()):
             self._give_up(kind, error.message)
@@ -465,9 +462,14 @@ class Calls:
             kind.asks = tuple(leaf.requires_grad for leaf in leaves)
 
     def _relearn(self, kind: Kind) -> bool:
-        """Whether an output has another size than was taken for it; the kind's graphs are then
-        freed. Raises OutputShapeError where sizes do not follow and ``strict`` asks for it.
+        """Whether the model has changed, or an output has another size than was taken for it; the
+        kind's graphs are then freed. Raises OutputShapeError where sizes do not follow and
+        ``strict`` asks for it.
         """
+        seen = dict(kind.forward.outputs)  # by the model's own code as it is now
+        if self._watch is not None and not self.holds():
+            kind.forward.outputs |= seen
+            return True
         try:
             if not kind.relearn():
                 return False
@@ -582,7 +584,8 @@ class Calls:
         captured. Raises the error where ``strict`` asks for it.
         """
         if self._relearn(kind):
-            return self._prepare(kind, tensors) if kind in self.kinds else error.message
+            goes_on = kind.why is None and kind.calls >= WATCHED and kind in self.kinds
+            return self._prepare(kind, tensors) if goes_on else kind.why or error.message
         if self._settings.strict:
             raise error
         is_padding = isinstance(error, ModelError | OutputShapeError)
