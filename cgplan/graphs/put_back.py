@@ -91,6 +91,7 @@ class PutBack:
         self._places = self._storages(before)
         self._last: dict[str, Change] = {}  # after the last run
         self._first = dict[str, Any]()  # what the first run that changed a path left there
+        self._count = 0  # of runs
         self._runs = Counter[str]()  # that changed a path
         self._captured = set[str]()  # paths that a capture was the first to change
         self._made_stays = True
@@ -127,6 +128,7 @@ class PutBack:
             self._adopt_fresh(changed)
             for written in self._written.values():
                 written.count_run(captures=captures)
+            self._count += 1
             self._runs.update(changed.keys())
             for path, change in changed.items():
                 self._first.setdefault(path, change.now)
@@ -283,6 +285,8 @@ class PutBack:
         """Undo the changes. May be called again; the device is idle. ``between_keys``: large
         storages wait.
         """
+        if self._count < 2:  # none left alone what it changed
+            self._made_stays = False
         self.outcome.clear()  # a place that stayed after one key may be put back after the next
         for written in self._written.values():
             nbytes = written.storage.nbytes()

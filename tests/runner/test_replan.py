@@ -958,6 +958,30 @@ def test_step_times_are_measured_on_padding(backend: GraphBackend) -> None:
     runner.close()
 
 
+class Remembers(Net):
+    """Counts its calls in a buffer, and keeps its last result."""
+
+    def __init__(self, backend: GraphBackend) -> None:
+        super().__init__(backend)
+        self.register_buffer("count", torch.zeros(4, device=backend.device))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.last = super().forward(x)
+        self.count.add_(1)
+        return self.last + self.count[0]
+
+
+def test_steps_that_are_timed_leave_the_models_state(backend: GraphBackend) -> None:
+    """One run is looked at, then steps are timed: no later run tells what the first one made."""
+    model = Remembers(backend)
+    runner = open_runner(backend, "adaptive", model, sizes=(8, 64), cudagraph_num_of_warmups=0)
+    runner(x=rows(backend, 5))
+    for apply in (False, True):
+        runner.replan(apply=apply)
+        assert model.count.tolist() == [1, 1, 1, 1]
+    runner.close()
+
+
 def test_who_may_replan() -> None:
     backend = TapeBackend()
     for policy in ("eager", "lazy"):
