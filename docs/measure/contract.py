@@ -16,7 +16,7 @@ import cgplan
 
 
 class Model(torch.nn.Module):
-    """A sum with some tensors, and the others unread by a kernel of their own: one kernel for each would hide the host's time."""
+    """Reads all of its tensors in few kernels: one kernel for each would hide the host's time."""
 
     def __init__(self, tensors):
         super().__init__()
