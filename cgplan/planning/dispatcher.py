@@ -120,12 +120,12 @@ class _RunnerV2:
             if mode not in modes or at == len(keys) or num_tokens <= 0:
                 continue
             key = keys[at]
-            if key.uniform and key.uniform_query_len != uniform_query_len:
-                continue
+            fits = not key.uniform or key.uniform_query_len == uniform_query_len
             if key.max_query_len is not None:
-                if max_query_len is None or max_query_len > key.max_query_len:
-                    continue
-            if key.num_reqs is None or num_reqs is None or num_reqs <= key.num_reqs:
+                fits = max_query_len is not None and max_query_len <= key.max_query_len
+            if key.num_reqs is not None and num_reqs is not None:
+                fits = fits and num_reqs <= key.num_reqs
+            if fits:
                 return mode, key
         return CUDAGraphMode.NONE, BatchDescriptor(num_tokens, num_reqs, False, case > 0, case)
 

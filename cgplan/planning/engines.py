@@ -119,14 +119,13 @@ def read_vllm(
         "scheduler": {name: value for name, value in bounds.items() if value is not None},
     }
     if num_speculative_tokens:
-        data["speculative"] = {"num_speculative_tokens": num_speculative_tokens}
-        if speculative_method not in (None, *_METHODS_OF_V1):
-            data["speculative"]["method"] = speculative_method
-        elif speculative_method is None and runner == "v2":
-            notes.append(
-                "the speculative method was not given: graphs of a draft model, which eagle and "
-                "mtp have, are not counted"
-            )
+        method = None if speculative_method in _METHODS_OF_V1 else speculative_method
+        data["speculative"] = {"num_speculative_tokens": num_speculative_tokens, "method": method}
+    if num_speculative_tokens and speculative_method is None and runner == "v2":
+        notes.append(
+            "the speculative method was not given: graphs of a draft model, which eagle and mtp "
+            "have, are not counted"
+        )
     if max_loras is not None:
         data["lora"] = {"max_loras": max_loras, "specialize_active_lora": specialize_active_lora}
     origins = _origins(data, asked)
