@@ -93,6 +93,7 @@ class BatchDescriptor(NamedTuple):
         num_active_loras: How many distinct adapters the graph serves (0 without LoRA).
         sizes: Of the other named dimensions, padded, in the order of ``Config.dim_names`` behind
             the first.
+        max_query_len: Tokens of each request at most; None where the graph does not depend on it.
     """
 
     num_tokens: int
@@ -101,6 +102,7 @@ class BatchDescriptor(NamedTuple):
     has_lora: bool = False
     num_active_loras: int = 0
     sizes: tuple[int, ...] = ()
+    max_query_len: int | None = None
 
     @property
     def box(self) -> tuple[int, ...]:
@@ -118,7 +120,7 @@ class BatchDescriptor(NamedTuple):
         return "x".join(map(str, self.box))
 
     @property
-    def query_len(self) -> int | None:
+    def uniform_query_len(self) -> int | None:
         """Tokens of each request in a uniform batch, None in any other."""
         if not self.uniform or not self.num_reqs:
             return None
@@ -130,6 +132,8 @@ class BatchDescriptor(NamedTuple):
             parts.append(f"num_reqs={self.num_reqs}")
         if self.uniform:
             parts.append("uniform")
+        if self.max_query_len is not None:
+            parts.append(f"max_query_len={self.max_query_len}")
         if self.has_lora:
             parts.append(f"num_active_loras={self.num_active_loras}")
         return " ".join(parts)

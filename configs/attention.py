@@ -84,7 +84,7 @@ def _requests_and_visible(context: ForwardContext, num_tokens: int) -> tuple[Ten
     int64.
     """
     seq_lens = _tensor(context, "seq_lens", 1)
-    num_reqs, query_len = seq_lens.shape[0], context.descriptor.query_len
+    num_reqs, query_len = seq_lens.shape[0], context.descriptor.uniform_query_len
     tokens = torch.arange(num_tokens, dtype=torch.int32, device=seq_lens.device)
     if query_len and query_len * num_reqs == num_tokens:
         requests = (tokens // query_len).long()

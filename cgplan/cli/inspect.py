@@ -151,9 +151,11 @@ def check_vllm(read: VllmConfig, file: Path | None) -> None:
         said = log.said()
     for line in read.notes:
         note(f"note: {line}")
+    drafts = len(plan.draft_keys)
+    draft = f" ({drafts} of them of the draft model)" if drafts else ""
     head = (
-        f"vLLM captures {counted(len(plan.keys), 'graph')} in mode {plan.mode}, sizes in "
-        f"tokens: {describe_sizes(plan.capture_sizes)}"
+        f"vLLM captures {counted(len(plan.keys) + drafts, 'graph')}{draft} in mode {plan.mode}, "
+        f"sizes in tokens: {describe_sizes(plan.capture_sizes)}"
     )
     typer.echo(wrapped("\n".join((head, *describe_batches(plan), *said))))
     if read.lost:

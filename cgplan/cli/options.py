@@ -27,6 +27,8 @@ SHORT_FOR = {  # options by the key that they set
     "capture_time": "budget.capture_time",
 }
 PerformanceMode = StrEnum("PerformanceMode", "balanced interactivity throughput")
+SpeculativeMethod = StrEnum("SpeculativeMethod", "eagle mtp ngram draft_model suffix custom_class")
+Runner = StrEnum("Runner", "v1 v2")
 Objective = StrEnum("Objective", "mean worst")
 
 
@@ -368,6 +370,10 @@ class VllmOptions:
     max_num_seqs: int | None = option(OF_VLLM)
     max_num_batched_tokens: int | None = option(OF_VLLM)
     num_speculative_tokens: int | None = option("With --vllm: of vLLM's --speculative-config.")
+    speculative_method: SpeculativeMethod | None = option(
+        "With --vllm: method of vLLM's --speculative-config."
+    )
+    runner: Runner | None = option("With --vllm: its model runner; v2 if it can be.")
     max_loras: int | None = option("With --vllm: as vLLM's option, for --enable-lora.")
     specialize_active_lora: bool = option(OF_VLLM, "--specialize-active-lora", default=False)
     performance_mode: PerformanceMode | None = option(OF_VLLM)

@@ -422,6 +422,10 @@ class CompilationConfig(Section):
     writes into the static buffers itself (`runner.input_views`) and passes those views; other
     tensors are refused.
     """
+    key_rules: Literal["vllm_v1", "vllm_v2"] = "vllm_v1"
+    """Which graphs there are for the capture sizes, and which of them runs a batch: as in vLLM's
+    model runner V1, which captures follow, or V2, the default of vLLM 0.33, for plans alone.
+    """
     cudagraph_specialize_lora: Flag = True
     """Capture graphs without adapters beside those with; false: one graph serves both."""
     splitting_ops: tuple[str, ...] | None = None
@@ -581,11 +585,22 @@ class SpeculativeConfig(Section):
 
     num_speculative_tokens: CountOrZero = 0
     """Draft tokens for each request; the query length of uniform decode is 1 more."""
+    method: Literal["eagle", "mtp", "ngram", "draft_model"] | None = None
+    """What drafts. With key_rules: vllm_v2 plans have the draft's graphs (eagle, mtp)."""
+    varlen_decode: Flag = False
+    """Whether decode graphs take requests of 1 to 1 + num_speculative_tokens tokens (key_rules:
+    vllm_v2): vLLM's adaptive verification.
+    """
     accepted_tokens: Annotated[float, Field(strict=True, ge=1)] | None = None
     """Tokens that a request advances in a decode step on average, from 1 to 1 +
     num_speculative_tokens; simulated traffic counts with it, a capture does not. Absent: all drafts
     are accepted.
     """
+
+    @property
+    def has_draft_graphs(self) -> bool:
+        """Whether vLLM's model runner V2 captures graphs of a draft model."""
+        return self.num_speculative_tokens > 0 and self.method in ("eagle", "mtp")
 
     @model_validator(mode="after")
     def _not_more_than_drafted(self) -> SpeculativeConfig:

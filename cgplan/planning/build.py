@@ -206,7 +206,8 @@ def resolve_sizes(config: Config, mode: CUDAGraphMode) -> CaptureSizes:
     else:
         found = ladder_sizes(config, given or "vllm")
     q = config.query_len
-    if mode.decode_mode() is CUDAGraphMode.FULL and q > 1:
+    is_rounded = config.compilation.key_rules == "vllm_v1"
+    if mode.decode_mode() is CUDAGraphMode.FULL and q > 1 and is_rounded:
         # Padded batches have whole requests. As in vLLM, no size is rounded beyond the largest one.
         maximum = max(found.sizes, default=0)
         sizes = set()
@@ -290,7 +291,8 @@ def lora_cases(config: Config) -> Sizes:
         return (0,)
     most = config.lora.max_loras
     if not config.compilation.cudagraph_specialize_lora:
-        return (most + 1,)
+        is_v2 = config.compilation.key_rules == "vllm_v2"
+        return (0, most + 1) if is_v2 else (most + 1,)
     if not config.lora.specialize_active_lora:
         return (0, most + 1)
     powers = [1 << k for k in range(most.bit_length())]
@@ -308,7 +310,21 @@ def build_plan(config: Config) -> Plan:
     mode, changes = resolve_mode(config)
     sizes = resolve_sizes(config, mode)
     cases = lora_cases(config)
-    keys = _keys(config, mode, sizes.sizes, cases)
+    rules = config.compilation.key_rules
+    speculative = config.speculative
+    draft_prefill: tuple[Key, ...] = ()
+    draft_decode: tuple[Key, ...] = ()
+    if rules == "vllm_v1":
+        keys = _keys(config, mode, sizes.sizes, cases)
+    else:
+        widest = config.query_len if speculative.varlen_decode else None
+        keys = _v2_keys(config, mode, sizes.sizes, cases, max_query_len=widest)
+        if speculative.has_draft_graphs:
+            draft_prefill = _v2_keys(config, mode, sizes.sizes, (0,))
+        if speculative.has_draft_graphs and speculative.num_speculative_tokens > 1:
+            full = mode.decode_mode() is CUDAGraphMode.FULL
+            draft_mode = CUDAGraphMode.FULL_DECODE_ONLY if full else CUDAGraphMode.NONE
+            draft_decode = _v2_keys(config, draft_mode, sizes.sizes, (0,), query_len=1)
     unused = _unused(config, mode, sizes.sizes, keys)
     return Plan(
         requested_mode=config.compilation.cudagraph_mode,
@@ -318,6 +334,9 @@ def build_plan(config: Config) -> Plan:
         capture_sizes=sizes.sizes,
         sizes_source=sizes.source,
         keys=keys,
+        key_rules=rules,
+        draft_prefill_keys=draft_prefill,
+        draft_decode_keys=draft_decode,
         lora_cases=cases,
         query_len=config.query_len,
         max_num_seqs=config.scheduler.max_num_seqs,
@@ -360,6 +379,51 @@ def _keys(
     return capture_order(keys)
 
 
+def _v2_keys(
+    config: Config,
+    mode: CUDAGraphMode,
+    sizes: Sequence[int],
+    cases: Sequence[int],
+    *,
+    query_len: int | None = None,
+    max_query_len: int | None = None,
+) -> tuple[Key, ...]:
+    """What vLLM's model runner V2 captures, in its order: decode graphs for whole requests of
+    ``query_len`` tokens, or for requests of up to ``max_query_len``; mixed graphs for the sizes as
+    they are.
+    """
+    if len(config.dim_names) > 1:
+        raise ConfigError(
+            f"key_rules vllm_v2 know one dimension; dims names {', '.join(config.dim_names)}",
+            remedy="Use key_rules: vllm_v1 for batches with several sizes.",
+        )
+    seqs, q = config.scheduler.max_num_seqs, query_len or config.query_len
+    mixed, decode = mode.mixed_mode(), mode.decode_mode()
+    decodes_apart = mode.separate_routine() and decode is CUDAGraphMode.FULL
+    keys = dict[Key, None]()  # in order; two sizes may round up to the same
+    for tokens, case in product(sizes, cases):
+        if decodes_apart and max_query_len is not None and tokens <= q * seqs:
+            reqs = min(tokens, seqs)
+            descriptor = BatchDescriptor(
+                tokens, reqs, False, case > 0, case, max_query_len=max_query_len
+            )
+            keys[decode, descriptor] = None
+        elif decodes_apart and max_query_len is None:
+            reqs = -(-tokens // q)
+            if reqs <= seqs and reqs * q <= sizes[-1]:
+                descriptor = BatchDescriptor(reqs * q, reqs, True, case > 0, case)
+                keys[decode, descriptor] = None
+        if mixed is not CUDAGraphMode.NONE:
+            most = min(tokens, seqs) if mixed is CUDAGraphMode.FULL else None
+            keys[mixed, BatchDescriptor(tokens, most, False, case > 0, case)] = None
+    return tuple(sorted(keys, key=_v2_place))
+
+
+def _v2_place(key: Key) -> tuple[bool, int]:
+    mode, descriptor = key
+    return mode is CUDAGraphMode.FULL, -descriptor.num_tokens
+
+
 def _boxes(config: Config, sizes: Sequence[int]) -> Sequence[tuple[int, ...]]:
     """The boxes to capture. Raises ConfigError where they are too many, or span too many."""
     given = config.compilation.boxes
@@ -395,7 +459,8 @@ def _unused(
 ) -> Iterator[str]:
     compilation, seqs = config.compilation, config.scheduler.max_num_seqs
     captured = {descriptor.num_tokens for _, descriptor in keys}
-    unused = sorted(set(sizes) - captured)
+    q = config.query_len
+    unused = [size for size in sizes if captured.isdisjoint({size, -(-size // q) * q})]
     if unused and isinstance(compilation.cudagraph_capture_sizes, tuple):
         yield (
             f"capture sizes {', '.join(map(str, unused))} have no graph: a decode batch has at "

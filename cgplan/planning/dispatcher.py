@@ -93,6 +93,43 @@ class _Row(dict[int | Box, Answer]):
         return answer
 
 
+class _RunnerV2:
+    """Answers of vLLM's model runner V2: of the smallest FULL graph that has the tokens, if it
+    takes the batch, then of the smallest PIECEWISE graph.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._cases = sorted(plan.lora_cases)
+        ordered = sorted(plan.keys, key=_preference)
+        self._keys = grouped(((mode, key.num_active_loras), key) for mode, key in ordered)
+
+    def answer(
+        self,
+        num_tokens: int,
+        num_reqs: int | None,
+        uniform_query_len: int | None,
+        max_query_len: int | None,
+        num_active_loras: int,
+        modes: Collection[CUDAGraphMode],
+    ) -> Answer:
+        at = bisect_left(self._cases, num_active_loras)
+        case = self._cases[min(at, len(self._cases) - 1)]
+        for mode in (CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE):
+            keys = self._keys.get((mode, case), ())
+            at = bisect_left(keys, num_tokens, key=_num_tokens)
+            if mode not in modes or at == len(keys) or num_tokens <= 0:
+                continue
+            key = keys[at]
+            fits = not key.uniform or key.uniform_query_len == uniform_query_len
+            if key.max_query_len is not None:
+                fits = max_query_len is not None and max_query_len <= key.max_query_len
+            if key.num_reqs is not None and num_reqs is not None:
+                fits = fits and num_reqs <= key.num_reqs
+            if fits:
+                return mode, key
+        return CUDAGraphMode.NONE, BatchDescriptor(num_tokens, num_reqs, False, case > 0, case)
+
+
 class CudagraphDispatcher:
     """Answers for every batch, from a plan. Immutable in effect: equal questions get equal answers
     on every rank.
@@ -109,6 +146,7 @@ class CudagraphDispatcher:
         # all of uniform decode or all of mixed batches.
         ordered = sorted(plan.keys, key=_preference)
         self._lanes = grouped((Lane.of(*key), key) for key in ordered)
+        self._v2 = _RunnerV2(plan) if plan.key_rules == "vllm_v2" else None
         most = max(plan.lora_cases, default=0)
         self._cases = range(most + 1)
         self._by_lanes: dict[tuple[Lane, ...], _Row] = {}
@@ -133,6 +171,10 @@ class CudagraphDispatcher:
         valid_modes: Modes = None,
         invalid_modes: Modes = None,
         sizes: tuple[int, ...] = (),
+        *,
+        num_reqs: int | None = None,
+        uniform_query_len: int | None = None,
+        max_query_len: int | None = None,
     ) -> Answer:
         """Runtime mode and descriptor for a batch. With several dimensions: of the boxes that hold
         it, the one with the fewest elements.
@@ -145,11 +187,23 @@ class CudagraphDispatcher:
                 possible.
             invalid_modes: Runtime modes that may not be chosen.
             sizes: In the other named dimensions, unpadded, see BatchDescriptor.
+            num_reqs: Requests of the batch. This and what follows decides with key_rules vllm_v2
+                alone.
+            uniform_query_len: Tokens of each request, where all have as many; of a uniform decode
+                ``plan.query_len``.
+            max_query_len: Of each request at most, in a batch without prefill.
 
         Returns:
             FULL or PIECEWISE with its key, else NONE with the unpadded descriptor (``explain`` says
             why).
         """
+        if self._v2 is not None:
+            if uniform_decode:
+                uniform_query_len = max_query_len = self.plan.query_len
+            modes = _allowed(valid_modes, invalid_modes)
+            return self._v2.answer(
+                num_tokens, num_reqs, uniform_query_len, max_query_len, num_active_loras, modes
+            )
         asked = (num_tokens, *sizes) if sizes else num_tokens
         if valid_modes is None and invalid_modes is None:
             try:
@@ -158,11 +212,7 @@ class CudagraphDispatcher:
                 return self._eager[asked]
         if num_active_loras not in self._cases:
             return self._eager[asked]
-        allowed = _GRAPHS
-        if valid_modes is not None:
-            allowed &= set_of_modes(valid_modes)
-        if invalid_modes is not None:
-            allowed -= set_of_modes(invalid_modes)
+        allowed = _allowed(valid_modes, invalid_modes)
         return self._row(uniform_decode, num_active_loras, allowed)[asked]
 
     def explain(
@@ -219,6 +269,19 @@ class CudagraphDispatcher:
         if asked not in self._by_lanes:
             self._by_lanes[asked] = _Row(keys, self._num_sizes)
         return self._by_lanes[asked]
+
+
+def _allowed(valid: Modes, invalid: Modes) -> frozenset[CUDAGraphMode]:
+    allowed = _GRAPHS
+    if valid is not None:
+        allowed &= set_of_modes(valid)
+    if invalid is not None:
+        allowed -= set_of_modes(invalid)
+    return allowed
+
+
+def _num_tokens(descriptor: BatchDescriptor) -> int:
+    return descriptor.num_tokens
 
 
 def _preference(key: Key) -> tuple[Any, ...]:

@@ -64,6 +64,9 @@ _OTHER_GRAPHS = (
 )
 # vLLM's ceiling of its own ladder on GPUs of compute capability 10.x (config/vllm.py).
 _LARGEST_ON_BLACKWELL = 1024
+# of vLLM's speculative methods, those that its model runner V2 does not have (config/vllm.py)
+_METHODS_OF_V1 = ("suffix", "custom_class")
+Method = Literal["eagle", "mtp", "ngram", "draft_model", "suffix", "custom_class"]
 _MODES = ("NONE", "STOCK_TORCH_COMPILE", "DYNAMO_TRACE_ONCE", "VLLM_COMPILE")
 
 
@@ -85,6 +88,8 @@ def read_vllm(
     max_num_seqs: int | None = None,
     max_num_batched_tokens: int | None = None,
     num_speculative_tokens: int = 0,
+    speculative_method: Method | None = None,
+    runner: Literal["v1", "v2"] | None = None,
     max_loras: int | None = None,
     specialize_active_lora: bool = False,
     performance_mode: Literal["balanced", "interactivity", "throughput"] = "balanced",
@@ -95,24 +100,32 @@ def read_vllm(
 
     ``text`` is its ``--compilation-config``, a JSON object. Absent bounds are cgplan's defaults,
     with a note, because vLLM's depend on the GPU. ``max_loras`` is None without ``--enable-lora``.
+    ``runner`` is vLLM's model runner: V2, unless it does not have the speculative method.
     ``blackwell`` is of a GPU of compute capability 10.x. ``overrides`` win over all of these.
 
     Raises:
         ConfigError: the text is not JSON, or names a key that vLLM does not have, or a value that
-            cannot be.
+            cannot be; the model runner does not have the speculative method.
         PlanError: no capture size is left.
     """
     given = _parse(text)
-    notes = list(_ignored(given))
+    runner, said = _runner(runner, speculative_method)
+    notes = [said, *_ignored(given)]
     asked = {name: given[name] for name in _TAKEN_OVER if given.get(name) is not None}
-    compilation = {**_DEFAULTS, **asked}
+    compilation = {**_DEFAULTS, **asked, "key_rules": f"vllm_{runner}"}
     bounds = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
     data: dict[str, dict[str, Any]] = {
         "compilation": compilation,
         "scheduler": {name: value for name, value in bounds.items() if value is not None},
     }
     if num_speculative_tokens:
-        data["speculative"] = {"num_speculative_tokens": num_speculative_tokens}
+        method = None if speculative_method in _METHODS_OF_V1 else speculative_method
+        data["speculative"] = {"num_speculative_tokens": num_speculative_tokens, "method": method}
+    if num_speculative_tokens and speculative_method is None and runner == "v2":
+        notes.append(
+            "the speculative method was not given: graphs of a draft model, which eagle and mtp "
+            "have, are not counted"
+        )
     if max_loras is not None:
         data["lora"] = {"max_loras": max_loras, "specialize_active_lora": specialize_active_lora}
     origins = _origins(data, asked)
@@ -156,16 +169,27 @@ def read_vllm(
             f"{level}"
         )
     plan = build_plan(loaded.config)
-    if plan.query_len > 1 and plan.mode.decode_mode() is CUDAGraphMode.FULL:
-        notes.append(
-            "sizes are multiples of a request's tokens; vLLM's Model Runner V2 does not round "
-            "those of mixed batches"
-        )
     notes.append(
         "vLLM lowers the mode where its attention backend cannot be captured: that is taken not "
         "to happen"
     )
     return VllmConfig(loaded, tuple(notes), tuple(_lost(config, plan)))
+
+
+def _runner(
+    asked: Literal["v1", "v2"] | None, method: Method | None
+) -> tuple[Literal["v1", "v2"], str]:
+    """The model runner that vLLM takes, and why."""
+    if method in _METHODS_OF_V1:
+        if asked == "v2":
+            raise ConfigError(
+                f"vLLM's model runner V2 has no speculative method {method}",
+                remedy="Leave out --runner, or give --runner v1.",
+            )
+        return "v1", f"graphs are those of model runner V1: V2 has no speculative method {method}"
+    if asked == "v1":
+        return "v1", "graphs are those of model runner V1 (VLLM_USE_V2_MODEL_RUNNER=0)"
+    return "v2", "graphs are those of model runner V2, vLLM's default; V1's: --runner v1"
 
 
 def _ignored(given: Mapping[str, Any]) -> Iterator[str]:
@@ -187,6 +211,9 @@ def _origins(data: Mapping[str, Mapping[str, Any]], asked: Mapping[str, Any]) ->
         for name in values:
             found[f"{section}.{name}"] = f"--{name.replace('_', '-')}"
     for name in data["compilation"]:
+        if name == "key_rules":
+            found["compilation.key_rules"] = "--runner"
+            continue
         found[f"compilation.{name}"] = OPTION if name in asked else "vLLM's default"
     return found
 
@@ -200,7 +227,9 @@ def _lost(asked: Config, plan: Plan) -> Iterator[str]:
     top, q, tokens = plan.max_capture_size, plan.query_len, plan.max_num_batched_tokens
     captured = {descriptor.num_tokens for _, descriptor in plan.keys}
     sizes = _unique(given) if isinstance(given, tuple) and captured else []
+    decodes = {key.num_tokens for _, key in plan.keys if key.uniform}
     for size in sizes:
+        rounded = -(-size // q) * q
         if size > tokens:
             yield f"size {size} is dropped: --max-num-batched-tokens is {tokens}"
         elif size > top:
@@ -208,7 +237,12 @@ def _lost(asked: Config, plan: Plan) -> Iterator[str]:
                 f"size {size} is dropped: as a multiple of {q} tokens, a request's, it is above "
                 "the largest size"
             )
-        elif captured.isdisjoint({size, -(-size // q) * q}):
+        elif decodes and top < rounded <= q * plan.max_num_seqs:
+            yield (
+                f"size {size} has no decode graph: as a multiple of {q} tokens, a request's, it is "
+                "above the largest size"
+            )
+        elif captured.isdisjoint({size, rounded}):
             yield (
                 f"size {size} has no graph: a decode batch has at most {plan.max_num_seqs} "
                 f"requests, {q} tokens each"
@@ -325,9 +359,12 @@ def emit(plan: Plan, engine: Engine) -> Emission:
 
 def _vllm(plan: Plan) -> Emission:
     mode, q, most = _captured_mode(plan), plan.query_len, plan.max_loras or 0
-    sizes = _unique(key.num_tokens for _, key in plan.keys)
+    is_v2 = plan.key_rules == "vllm_v2"
+    sizes = list(plan.capture_sizes)
     notes = []
-    if q > 1 and mode.decode_mode() is CUDAGraphMode.FULL:
+    if not is_v2:
+        sizes = _unique(key.num_tokens for _, key in plan.keys)
+    if not is_v2 and q > 1 and mode.decode_mode() is CUDAGraphMode.FULL:
         # vLLM itself would drop sizes that round up past its maximum
         limit = plan.max_num_batched_tokens // q * q
         rounded = _unique(min(-(-size // q) * q, limit) for size in sizes if limit)
@@ -349,6 +386,7 @@ def _vllm(plan: Plan) -> Emission:
         max_num_seqs=plan.max_num_seqs,
         max_num_batched_tokens=plan.max_num_batched_tokens,
         num_speculative_tokens=q - 1,
+        runner="v2" if is_v2 else "v1",
         max_loras=plan.max_loras,
         specialize_active_lora=by_count,
     )
@@ -367,6 +405,8 @@ def _vllm(plan: Plan) -> Emission:
         options += " --specialize-active-lora"
     if q > 1:
         options += f" and {q - 1} speculative tokens"
+    if not is_v2 and (q > 1 or "cudagraph_specialize_lora" in config):
+        options += " and VLLM_USE_V2_MODEL_RUNNER=0"  # else both runners capture the same
     notes.append(f"made for {options}")
     return Emission(f"--compilation-config {shlex.quote(text)}", tuple(notes))
 

@@ -39,6 +39,8 @@ def _as_json(descriptor: BatchDescriptor) -> dict[str, Any]:
     fields = descriptor._asdict()
     if not descriptor.sizes:
         del fields["sizes"]
+    if descriptor.max_query_len is None:
+        del fields["max_query_len"]
     return fields
 
 
@@ -123,6 +125,9 @@ class Plan(Record):
         capture_sizes: In tokens, ascending: those of all lanes together. A lane may lack some of
             them.
         keys: In capture order, see ``capture_order``.
+        key_rules: Of ``compilation.key_rules``.
+        draft_prefill_keys, draft_decode_keys: Those of the draft model, which an engine captures
+            besides.
         lora_cases: Numbers of active adapters that graphs are captured for; (0,) without LoRA.
         query_len: Tokens of each request in a uniform decode batch.
         max_loras: None: no LoRA.
@@ -149,6 +154,9 @@ class Plan(Record):
     capture_sizes: tuple[int, ...]
     sizes_source: str
     keys: tuple[Key, ...]
+    key_rules: Literal["vllm_v1", "vllm_v2"] = "vllm_v1"
+    draft_prefill_keys: tuple[Key, ...] = ()
+    draft_decode_keys: tuple[Key, ...] = ()
     lora_cases: tuple[int, ...]
     query_len: int = Field(ge=1)
     max_num_seqs: int = Field(ge=1)
@@ -170,6 +178,10 @@ class Plan(Record):
     def max_capture_size(self) -> int:
         """Largest capture size in tokens, 0 if nothing is captured."""
         return self.capture_sizes[-1] if self.capture_sizes else 0
+
+    @property
+    def draft_keys(self) -> tuple[Key, ...]:
+        return self.draft_prefill_keys + self.draft_decode_keys
 
     @property
     def expected_us(self) -> float | None:

@@ -95,6 +95,12 @@ class CaptureSession:
             return GraphRunner(captured, self._capture, use, self.name)
 
     def _refuse_misfits(self) -> None:
+        rules = self.plan.key_rules
+        if rules != "vllm_v1":
+            raise ConfigError(
+                f"compilation.key_rules is {rules}, which plans alone follow",
+                remedy="Set compilation.key_rules: vllm_v1 for a capture.",
+            )
         made = self.plan.config_hash
         own = config_hash(self.config)
         policy = self.config.compilation.capture_policy

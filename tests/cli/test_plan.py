@@ -611,7 +611,7 @@ def test_plan_for_vllm_without_a_configuration(home: Path) -> None:
     command = (*vllm, *bounds, "--step-times", "times.csv", "--costs", str(START))
     plan = plan_of(*command)
     assert (plan.capture_sizes, plan.max_num_seqs, plan.budget) == ((2, 7), 8, {"max_graphs": 2})
-    assert plan.notes[0] == "backend does not change what is captured"
+    assert plan.notes[1] == "backend does not change what is captured"
     assert plan.predicted is not None
     assert plan.predicted.estimated
     emitted = good(*command, "--emit", "vllm")
@@ -641,7 +641,7 @@ def test_vllm_check(home: Path) -> None:
         "6",
     )
     result = cgplan_command(
-        "vllm", "check", "--vllm", '{"max_cudagraph_capture_size": 42}', *bounds
+        "vllm", "check", "--vllm", '{"max_cudagraph_capture_size": 42}', *bounds, "--runner", "v1"
     )
     assert result.exit_code == errors.PlanError.exit_code
     assert (
@@ -649,11 +649,14 @@ def test_vllm_check(home: Path) -> None:
         in result.stdout
     )
     assert "max_cudagraph_capture_size 42 is truncated to 35" in unwrapped(result.stderr)
-    shown = unwrapped(good("vllm", "check", *bounds, "--log", str(START)).stdout)
+    v1 = unwrapped(good("vllm", "check", *bounds, "--runner", "v1").stdout)
     assert (
         "vLLM captures 16 graphs in mode FULL_AND_PIECEWISE, sizes in tokens: 7 to 56 by 7, 70, 77\n"
-        in shown
+        in v1
     )
+    drafted = (*bounds, "--speculative-method", "mtp")
+    shown = unwrapped(good("vllm", "check", *drafted, "--log", str(START)).stdout)
+    assert "vLLM captures 49 graphs (26 of them of the draft model) in mode" in shown
     assert "by the log the graphs took 512 MiB and 3 s" in shown
     refused_log = cgplan_command("vllm", "check", *bounds, "--log", "good.yaml")
     assert refused_log.exit_code == errors.ReportError.exit_code

@@ -1,4 +1,6 @@
-"""The answers that vLLM 0.33.0's own dispatcher gives, for 100 configurations and 4,000 dispatches."""
+"""The answers that vLLM 0.33.0's own dispatchers give: of its model runner V1 for 100 configurations and 4,000 dispatches, of V2
+for 60 and 1,800.
+"""
 
 import json
 from pathlib import Path
@@ -12,11 +14,16 @@ from cgplan.planning import CudagraphDispatcher, build_plan
 
 DATA = Path(__file__).parents[1] / "data"
 FILES = ("dispatch_vllm_0_33.jsonl", "dispatch_vllm_0_33_maxima.jsonl")
+OMITTED = ("sizes", "max_query_len")  # which V1 does not know
 VECTORS = [json.loads(line) for name in FILES for line in (DATA / name).read_text().splitlines()]
 
 
-def to_config(peer: dict[str, Any]) -> Config:
+V2 = [json.loads(line) for line in (DATA / "runner_v2_vllm_0_33.jsonl").read_text().splitlines()]
+
+
+def to_config(peer: dict[str, Any], **more: Any) -> Config:
     compilation = {
+        **more,
         "cudagraph_mode": peer["cudagraph_mode"],
         "cudagraph_capture_sizes": peer["user_capture_sizes"],
         "max_cudagraph_capture_size": peer["user_max_capture_size"],
@@ -30,7 +37,11 @@ def to_config(peer: dict[str, Any]) -> Config:
         {
             "compilation": compilation,
             "scheduler": {k: peer[k] for k in ("max_num_seqs", "max_num_batched_tokens")},
-            "speculative": {"num_speculative_tokens": peer["num_speculative_tokens"]},
+            "speculative": {
+                "num_speculative_tokens": peer["num_speculative_tokens"],
+                "varlen_decode": peer.get("varlen_decode", False),
+                "method": "eagle" if more else None,
+            },
             "lora": None if peer["max_loras"] is None else lora,
         }
     )
@@ -42,8 +53,8 @@ def test_all_vectors_are_there() -> None:
 
 
 def vllm_fields(descriptor: BatchDescriptor) -> dict[str, Any]:
-    assert descriptor.sizes == ()
-    return {name: value for name, value in descriptor._asdict().items() if name != "sizes"}
+    assert not any(getattr(descriptor, name) for name in OMITTED)
+    return {name: value for name, value in descriptor._asdict().items() if name not in OMITTED}
 
 
 @pytest.mark.parametrize("vector", VECTORS, ids=range(len(VECTORS)))
@@ -64,3 +75,41 @@ def test_plan_and_dispatch_equal_the_peer(vector: dict[str, Any]) -> None:
         assert (mode is CUDAGraphMode.NONE) == (
             dispatcher.explain(*batch, invalid_modes=invalid) is not None
         )
+
+
+def v2_fields(mode: CUDAGraphMode, descriptor: BatchDescriptor) -> list[Any]:
+    return [
+        mode.name,
+        descriptor.num_tokens,
+        descriptor.num_reqs,
+        descriptor.uniform_query_len,
+        descriptor.max_query_len,
+        descriptor.num_active_loras,
+    ]
+
+
+def test_all_vectors_of_v2_are_there() -> None:
+    assert len(V2) == 60
+    assert sum(len(vector["dispatch"]) for vector in V2) == 1800
+    assert any(vector["draft_decode_descs"] for vector in V2)
+    assert any(vector["config"]["varlen_decode"] for vector in V2)
+
+
+@pytest.mark.parametrize("vector", V2, ids=range(len(V2)))
+def test_plan_and_dispatch_equal_those_of_runner_v2(vector: dict[str, Any]) -> None:
+    plan = build_plan(to_config(vector["config"], key_rules="vllm_v2"))
+    assert list(plan.capture_sizes) == vector["capture_sizes"]
+    assert list(plan.lora_cases) == vector["lora_cases"]
+    assert [v2_fields(*key) for key in plan.keys] == vector["capture_descs"]
+    assert [v2_fields(*key) for key in plan.draft_prefill_keys] == vector["draft_prefill_descs"]
+    assert [v2_fields(*key) for key in plan.draft_decode_keys] == vector["draft_decode_descs"]
+    dispatcher = CudagraphDispatcher(plan)
+    for asked in vector["dispatch"]:
+        found = dispatcher.dispatch(
+            asked["num_tokens"],
+            num_reqs=asked["num_reqs"],
+            uniform_query_len=asked["uniform_token_count"],
+            max_query_len=asked["max_query_len"],
+            num_active_loras=asked["num_active_loras"],
+        )
+        assert v2_fields(*found) == asked["answer"], asked

@@ -34,6 +34,7 @@ def read_back(plan: Plan) -> Plan:
         max_num_seqs=plan.max_num_seqs,
         max_num_batched_tokens=plan.max_num_batched_tokens,
         num_speculative_tokens=plan.query_len - 1,
+        runner=plan.key_rules.removeprefix("vllm_"),
         max_loras=plan.max_loras,
         specialize_active_lora=any(0 < case <= (plan.max_loras or 0) for case in plan.lora_cases),
     )
@@ -125,7 +126,12 @@ def test_vllm_is_asked_for_the_graphs_that_are_left(plan: Plan, mode: str) -> No
     ("lora", "specialize", "given", "options"),
     [
         ({"max_loras": 4}, True, None, "--enable-lora --max-loras 4"),
-        ({"max_loras": 4}, False, False, "--enable-lora --max-loras 4"),
+        (
+            {"max_loras": 4},
+            False,
+            False,
+            "--enable-lora --max-loras 4 and VLLM_USE_V2_MODEL_RUNNER=0",
+        ),
         (
             {"max_loras": 4, "specialize_active_lora": True},
             True,
@@ -297,7 +303,7 @@ def test_given_keys_win_over_vllms_defaults() -> None:
         "FULL_DECODE_ONLY",
         (4, 8),
         2,
-        (5,),
+        (0, 5),
     )
 
 
@@ -322,14 +328,47 @@ def test_modes_are_vllms_and_piecewise_graphs_need_its_compilation(text: str, mo
     )
 
 
+@pytest.mark.parametrize(
+    ("options", "rules", "words"),
+    [
+        ({}, "vllm_v2", "model runner V2, vLLM's default"),
+        ({"runner": "v1"}, "vllm_v1", "VLLM_USE_V2_MODEL_RUNNER=0"),
+        ({"speculative_method": "suffix"}, "vllm_v1", "V2 has no speculative method suffix"),
+        ({"speculative_method": "eagle"}, "vllm_v2", "model runner V2"),
+    ],
+)
+def test_the_model_runner_and_why(options: dict[str, Any], rules: str, words: str) -> None:
+    found = read("{}", num_speculative_tokens=3, **options)
+    assert build_plan(found.loaded.config).key_rules == rules
+    assert words in found.notes[0]
+
+
+def test_a_runner_without_the_speculative_method_is_refused() -> None:
+    with pytest.raises(ConfigError, match="V2 has no speculative method suffix"):
+        read("{}", runner="v2", num_speculative_tokens=3, speculative_method="suffix")
+
+
+def test_graphs_of_a_draft_model_are_those_of_eagle_and_mtp() -> None:
+    for method, has_drafts in (
+        ("eagle", True),
+        ("mtp", True),
+        ("ngram", False),
+        ("draft_model", False),
+    ):
+        options = {"num_speculative_tokens": 3, "speculative_method": method}
+        assert bool(build_plan(read("{}", **options).loaded.config).draft_keys) == has_drafts
+    unknown = read("{}", num_speculative_tokens=3)
+    assert any("graphs of a draft model" in note for note in unknown.notes)
+
+
 def test_keys_without_effect_and_absent_bounds_are_noted() -> None:
     notes = read_vllm('{"backend": "inductor", "pass_config": {"fuse_norm_quant": true}}').notes
-    assert notes[:2] == (
+    assert notes[1:3] == (
         "backend does not change what is captured",
         "pass_config does not change what is captured",
     )
-    assert "--max-num-seqs was not given: 256 was taken" in notes[2]
-    assert "--max-num-batched-tokens was not given: 8192 was taken" in notes[3]
+    assert "--max-num-seqs was not given: 256 was taken" in notes[3]
+    assert "--max-num-batched-tokens was not given: 8192 was taken" in notes[4]
 
 
 @pytest.mark.parametrize(
@@ -370,14 +409,19 @@ def test_the_ladder_depends_on_the_performance_mode_and_the_gpu(
     ("text", "options", "lost"),
     [
         # vLLM pull 37865: 42 tokens were asked for, and the 6th request ran eagerly
-        ({"max_cudagraph_capture_size": 42}, {"max_num_seqs": 6, "num_speculative_tokens": 6},
+        ({"max_cudagraph_capture_size": 42}, {"max_num_seqs": 6, "num_speculative_tokens": 6, "runner": "v1"},
          ["size 42 is truncated to 35: vLLM's own sizes end at 40, and the last multiple of 7 tokens, a request's"]),
         ({"cudagraph_capture_sizes": [7, 42]}, {"max_num_seqs": 6, "num_speculative_tokens": 6}, []),
         ({"max_cudagraph_capture_size": 100}, {}, ["size 100 is truncated to 64: --max-num-batched-tokens is 64"]),
         ({"cudagraph_capture_sizes": [4, 20], "cudagraph_mode": "FULL_DECODE_ONLY"}, {},
          ["size 20 has no graph: a decode batch has at most 8 requests"]),
-        ({"cudagraph_capture_sizes": [4, 16, 70]}, {"num_speculative_tokens": 2},
+        ({"cudagraph_capture_sizes": [4, 16, 70]}, {"num_speculative_tokens": 2, "runner": "v1"},
          ["size 16 is dropped: as a multiple of 3 tokens", "size 70 is dropped: --max-num-batched-tokens is 64"]),
+        # V2 captures it for mixed batches
+        ({"max_cudagraph_capture_size": 42}, {"max_num_seqs": 6, "num_speculative_tokens": 6},
+         ["size 42 is truncated to 40: vLLM's own sizes end at 40"]),
+        ({"cudagraph_capture_sizes": [4, 16, 70]}, {"num_speculative_tokens": 2},
+         ["size 16 has no decode graph: as a multiple of 3 tokens", "size 70 is dropped: --max-num-batched-tokens is 64"]),
         ({}, {"max_num_seqs": 2048}, []),
         ({"max_cudagraph_capture_size": 42, "cudagraph_mode": "NONE"}, {}, []),
     ],
@@ -406,7 +450,7 @@ def test_batches_are_described_by_their_graphs() -> None:
 
 def test_graphs_of_encoders_and_of_decoder_replay_are_known() -> None:
     notes = read('{"cudagraph_decoder_replay": false, "decoder_replay_trim_threshold": 300}').notes
-    assert notes[0].startswith(
+    assert notes[1].startswith(
         "cudagraph_decoder_replay and decoder_replay_trim_threshold: graphs of encoders and"
     )
 

@@ -54,5 +54,5 @@ def test_descriptors_print_what_matters() -> None:
         str(BatchDescriptor(8, 4, True, True, 3))
         == "num_tokens=8 num_reqs=4 uniform num_active_loras=3"
     )
-    assert BatchDescriptor(8, 4, True).query_len == 2
-    assert BatchDescriptor(8, 4).query_len is None
+    assert BatchDescriptor(8, 4, True).uniform_query_len == 2
+    assert BatchDescriptor(8, 4).uniform_query_len is None
