@@ -173,7 +173,9 @@ class TimeCurve(Record):
         size, value, height = 0, 1.0, 1.0
         for tokens, time in raw:
             if raised[tokens] / time > height / value:
-                size, value, height = tokens, time, raised[tokens]
+                size = tokens
+                value = time
+                height = raised[tokens]
         if height > value * (1 + WORTH_A_NOTE):
             yield (
                 f"{name} at {size} tokens took {value:.0f} us, a smaller batch {height:.0f} us: "
