@@ -219,7 +219,19 @@ class _Queue:
         Adds their adapters to ``adapters``: NO_ADAPTER, and the loaded ones.
         """
         if self.next_arrival <= now:
-            self._arrive(now)
+            if not self.waiting:
+                self.last_empty = self.last_step
+                self.arrived_before = self.arrived
+            came = bisect_right(self.times, now)
+            for index in range(self.arrived, came):
+                adapter = self.requests[index].adapter
+                self.waiting.setdefault(adapter, deque()).append(index)
+            self.arrived = came
+            if came < len(self.times):
+                self.next_arrival = self.times[came]
+            else:
+                self.next_arrival = NEVER
+                self.length = sum(map(len, self.waiting.values()))
         admitted: list[Request] = []
         while self.waiting and tokens > 0 and len(admitted) < most:
             names: Iterable[int] = self.waiting
@@ -241,21 +253,6 @@ class _Queue:
             self.longest_wait = max(self.longest_wait, now - self.times[first])
             self.last_admission = now
         return admitted
-
-    def _arrive(self, now: int) -> None:
-        if not self.waiting:
-            self.last_empty = self.last_step
-            self.arrived_before = self.arrived
-        arrived = bisect_right(self.times, now, self.arrived)
-        for index in range(self.arrived, arrived):
-            adapter = self.requests[index].adapter
-            self.waiting.setdefault(adapter, deque()).append(index)
-        self.arrived = arrived
-        if arrived < len(self.times):
-            self.next_arrival = self.times[arrived]
-        else:
-            self.next_arrival = NEVER
-            self.length = sum(map(len, self.waiting.values()))
 
     def overload(self) -> list[str]:
         """A warning if requests came faster than they were served, as ``simulate`` defines it."""

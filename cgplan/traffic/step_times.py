@@ -279,7 +279,11 @@ class StepTimes(Record):
         return cls.parse(load.read_text(path, StepTimeError, REMEDY), path)
 
     @classmethod
-    def parse(cls, text: str, path: str | Path) -> StepTimes:
+    def parse(
+        cls,
+        text: str,
+        path: str | Path,
+    ) -> StepTimes:
         """``load`` from the text of the file; ``path`` names it in messages."""
         steps = grouped(logged_steps(text))
         if steps:
@@ -305,7 +309,10 @@ class StepTimes(Record):
             return cls.measured(_longest(runs), str(path))
         return _saved(text, path)
 
-    def notes_for(self, mode: CUDAGraphMode) -> tuple[str, ...]:
+    def notes_for(
+        self,
+        mode: CUDAGraphMode,
+    ) -> tuple[str, ...]:
         """The notes, less those on PIECEWISE graphs if the resolved mode has none."""
         if mode.has_mode(CUDAGraphMode.PIECEWISE):
             return self.notes
@@ -365,7 +372,11 @@ class StepTimes(Record):
             found[piecewise, full] = case
         return tuple(found.values())
 
-    def _curve_of(self, mode: CUDAGraphMode, case: int) -> tuple[TimeCurve | None, float]:
+    def _curve_of(
+        self,
+        mode: CUDAGraphMode,
+        case: int,
+    ) -> tuple[TimeCurve | None, float]:
         """The curve that tells the times of a LoRA case, and their factor."""
         curves = {}
         for curve in self.curves:
@@ -481,7 +492,10 @@ _SAVED: TypeAdapter[StepTimes | _Bench] = TypeAdapter(
 )
 
 
-def _saved(text: str, path: str | Path) -> StepTimes:
+def _saved(
+    text: str,
+    path: str | Path,
+) -> StepTimes:
     try:
         found = _SAVED.validate_json(text)
     except ValidationError as error:
