@@ -1,4 +1,4 @@
-"""Values of the configuration: parsers for each kind of field, with messages for other values."""
+"""Values of the configuration: a parser for each kind of field."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ LARGEST = {  # torch.finfo(...).max
 
 
 def is_value_of(dtype: str, value: float) -> bool:
-    """Whether a tensor of that dtype can hold the number, rounded where it is floating point."""
+    """Whether a tensor of that dtype can hold the number, rounded if it is floating point."""
     is_finite = isinstance(value, int) or math.isfinite(value)
     if dtype in LARGEST:
         return not is_finite or abs(value) <= LARGEST[dtype]
@@ -168,9 +168,7 @@ def _amount(
     example: str,
     most: float,
 ) -> Callable[[object], float]:
-    """Parser of amounts such as ``2GiB``: a number of the base ``unit``, or text with one of
-    ``units``, in any case.
-    """
+    """Parser of amounts: a number of the base ``unit``, or text with one of ``units``."""
     factors = {"": 1.0}
     for name, factor in units.items():
         factors[name.lower()] = factor
