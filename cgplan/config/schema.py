@@ -31,8 +31,8 @@ from cgplan.config.values import (
     DType,
     Flag,
     LadderName,
-    Length,
     Mode,
+    Off,
     Seconds,
     SecondsToSpend,
     Symbol,
@@ -161,13 +161,13 @@ class TrafficConfig(Section):
     """Requests per second on average."""
     num_requests: Annotated[int, Field(strict=True, ge=1, le=1 << 20)] = 10_000
     """Requests to simulate."""
-    prompt_median: Length
+    prompt_median: BatchBound
     """Tokens of a prompt: the median."""
-    prompt_p95: Length
+    prompt_p95: BatchBound
     """Tokens of a prompt: the 95th percentile."""
-    output_median: Length
+    output_median: BatchBound
     """Tokens generated for a request: the median."""
-    output_p95: Length
+    output_p95: BatchBound
     """Tokens generated for a request: the 95th percentile."""
     lora_share: Annotated[float, Field(strict=True, ge=0, le=1)] = 0.0
     """Share of the requests with a LoRA adapter, from 0 to 1."""
@@ -178,11 +178,9 @@ class TrafficConfig(Section):
 
     @model_validator(mode="after")
     def _percentiles_ascend(self) -> TrafficConfig:
-        lengths = {
-            "prompt": (self.prompt_median, self.prompt_p95),
-            "output": (self.output_median, self.output_p95),
-        }
-        for name, (median, p95) in lengths.items():
+        for name in ("prompt", "output"):
+            median = getattr(self, f"{name}_median")
+            p95 = getattr(self, f"{name}_p95")
             if p95 < median:
                 raise ValueError(
                     f"{name}_p95 is {p95}, which is below {name}_median = {median}; exchange the "
@@ -443,8 +441,7 @@ class CompilationConfig(Section):
     """
     address_check: Annotated[
         Literal["off", "first", "always"],
-        # YAML reads the word off as false
-        BeforeValidator(lambda value: "off" if value is False else value),
+        Off,
     ] = "always"
     """When the addresses of tensors that graphs read are checked. always: on each call, by Python's
     own notes of changed modules and by some addresses in rotation. first: on each graph's first
@@ -457,7 +454,7 @@ class CompilationConfig(Section):
     """
     verify: Annotated[
         Literal["off", "first", "rarely", "always"],
-        BeforeValidator(lambda value: "off" if value is False else value),
+        Off,
     ] = "first"
     """When replays are compared with the model's own code: real rows, and the tensors that the
     graph writes, within rounding. first: each graph's first replay, also with copies of real rows
@@ -476,7 +473,7 @@ class CompilationConfig(Section):
     """
     audit: Annotated[
         Literal["off", "report", "error"],
-        BeforeValidator(lambda value: "off" if value is False else value),
+        Off,
     ] = "off"
     """Whether captures end with a look at the owner of each pointer in each graph. report: the
     report says what was found. error: a pointer into memory that is not the runner's is an error.

@@ -61,7 +61,7 @@ Attention = Annotated[
 DIMENSION = {"anyOf": [{"type": "integer"}, {"type": "string"}]}
 Count = Annotated[int, Field(strict=True, ge=1)]
 CountOrZero = Annotated[int, Field(strict=True, ge=0)]
-# a ladder lists every size up to it
+# of a batch, because a ladder lists every size up to it; of a prompt and an output
 BatchBound = Annotated[
     int,
     Field(
@@ -70,15 +70,9 @@ BatchBound = Annotated[
         le=1 << 20,
     ),
 ]
-Length = Annotated[
-    int,
-    Field(
-        strict=True,
-        ge=1,
-        le=1 << 20,
-    ),
-]  # of a prompt or an output, in tokens
 Flag = Annotated[bool, Field(strict=True)]
+# YAML reads the word off as false
+Off = BeforeValidator(lambda value: "off" if value is False else value)
 
 
 def check_pad(value: object) -> object:

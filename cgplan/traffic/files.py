@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from http.client import HTTPException
+from itertools import takewhile
 from operator import le
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -155,28 +156,16 @@ class RequestForm(Form[R]):
     fails: bool = False
 
 
+def _named(*columns: str) -> dict[str, str]:
+    """Columns by the first fields of ``_RequestRow``."""
+    return dict(zip(_RequestRow.model_fields, columns, strict=False))
+
+
 HISTOGRAM = Form("a histogram", _StepRow)
-_AZURE = {
-    "arrival": "TIMESTAMP",
-    "context_tokens": "ContextTokens",
-    "generated_tokens": "GeneratedTokens",
-    "adapter": "Adapter",
-}
-_BURST = {
-    "arrival": "Timestamp",
-    "context_tokens": "Request tokens",
-    "generated_tokens": "Response tokens",
-}
-_MOONCAKE = {
-    "arrival": "timestamp",
-    "context_tokens": "input_length",
-    "generated_tokens": "output_length",
-}
-_SGLANG = {
-    "arrival": "request_received_ts",
-    "context_tokens": "prompt_tokens",
-    "generated_tokens": "completion_tokens",
-}
+_AZURE = _named("TIMESTAMP", "ContextTokens", "GeneratedTokens", "Adapter")
+_BURST = _named("Timestamp", "Request tokens", "Response tokens")
+_MOONCAKE = _named("timestamp", "input_length", "output_length")
+_SGLANG = _named("request_received_ts", "prompt_tokens", "completion_tokens")
 REQUESTS: tuple[RequestForm[Any], ...] = (
     # AzurePublicDataset, AzureLLMInferenceDataset2023.md and 2024.md.
     RequestForm("a request trace", _DatedRow, _AZURE, microseconds=1.0),
@@ -559,7 +548,8 @@ def _requests(
             continue
         held = row.cached_tokens
         if row.hash_ids:
-            held = max(held, form.block * _known_blocks(row.hash_ids, brought))
+            known = list(takewhile(brought.__contains__, row.hash_ids))
+            held = max(held, form.block * len(known))
             brought.update(row.hash_ids)
         held = min(held, prompt - 1)
         prompts += prompt
@@ -582,14 +572,6 @@ def _requests(
         notes += _unit_note(requests, is_in_milliseconds=form.microseconds == 1e3)
     source = f"{path.name}: {len(requests)} requests"
     return RequestTrace(requests, source, tuple(notes), bool(cached))
-
-
-def _known_blocks(blocks: Sequence[int], brought: set[int]) -> int:
-    """How many first blocks of a prompt earlier ones have brought."""
-    for number, block in enumerate(blocks):
-        if block not in brought:
-            return number
-    return len(blocks)
 
 
 def _unit_note(requests: Sequence[Request], *, is_in_milliseconds: bool) -> Iterator[str]:
