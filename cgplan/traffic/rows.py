@@ -275,8 +275,8 @@ def _json_rows(
 ) -> Iterator[RawRow]:
     document = whole_object(text)
     if document is not None:  # perhaps over several lines
-        number, _ = first_line(text)
-        yield f"{path}:{number}", tuple(document), list(document.values())
+        where = f"{path}:{first_line(text)[0]}"
+        yield where, tuple(document), list(document.values())
         return
     remedy = "Give one JSON object a line."
     for number, line in enumerate(text.split("\n"), start=1):
@@ -286,7 +286,13 @@ def _json_rows(
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as failure:  # ValueError: too many digits, too
-            raise error(f"{where}: not JSON: {failure}", remedy=remedy) from None
+            raise error(
+                f"{where}: not JSON: {failure}",
+                remedy=remedy,
+            ) from None
         if not isinstance(row, dict):
-            raise error(f"{where}: {short(row)} is not an object", remedy=remedy)
+            raise error(
+                f"{where}: {short(row)} is not an object",
+                remedy=remedy,
+            )
         yield where, tuple(row), list(row.values())

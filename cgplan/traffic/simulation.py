@@ -148,10 +148,10 @@ def simulate(trace: RequestTrace, bounds: SchedulerBounds, step_time: StepTime) 
     advances each request evenly, by ``accepted_tokens`` a step; steps follow each other at once.
     The clock counts whole nanoseconds.
 
-    The traffic has a warning of an overload, by the fluid approximation of a queue, which grows at
-    the difference of the two rates: it has not been empty for half of the arrivals, and at the last
-    one it holds 5% of those since then, and more than three standard deviations of a Poisson count.
-    The capacity is the rate at which it then drains.
+    The traffic has a warning of an overload if the queue has not been empty for half of the
+    arrivals, and at the last one holds 5% of those since then, and more than three standard
+    deviations of a Poisson count. The capacity is the rate at which the queue then drains: above
+    it a queue grows at the difference of the two rates.
 
     Args:
         trace: Requests in any order; equal arrivals keep theirs.
