@@ -1,4 +1,4 @@
-"""How batches are run: CUDA graph modes, and what a model's attention can be captured in."""
+"""CUDA graph modes, the support of attention for them, and the key of a graph."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from cgplan.errors import ConfigError, did_you_mean
 
 
 class _Named:
-    """An enum whose members are read by name."""
-
     @classmethod
     def parse(cls, value: object) -> Self:
         """Member by name, in any case. Raises ConfigError with the nearest valid name."""
@@ -38,9 +36,9 @@ _SETTINGS = {
 
 
 class CUDAGraphMode(_Named, Enum):
-    """Which graphs run a batch. The first three are runtime modes; the next two pair one for
-    uniform decode batches with one for mixed batches. AUTO is decided by measuring; a plan without
-    a device takes it for FULL.
+    """The graphs that run a batch. The first three are runtime modes; the next two pair one for
+    uniform decode batches with one for mixed batches. Measuring decides AUTO; a plan without a
+    device takes it for FULL.
     """
 
     NONE = 0
@@ -63,7 +61,7 @@ class CUDAGraphMode(_Named, Enum):
         return CUDAGraphMode(self.value[1]) if isinstance(self.value, tuple) else self
 
     def has_mode(self, mode: CUDAGraphMode) -> bool:
-        """Whether this mode runs some batches in the runtime mode ``mode``."""
+        """Whether some batches run in this runtime mode."""
         return mode in (self.decode_mode(), self.mixed_mode())
 
 
@@ -71,7 +69,7 @@ RUNTIME_MODES = (CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
 
 
 class AttentionSupport(_Named, IntEnum):
-    """Batches for which the model's attention can stand inside a graph, from none to all."""
+    """The batches whose attention can stand inside a graph."""
 
     NEVER = 0
     UNIFORM_SINGLE_TOKEN_DECODE = 1
@@ -80,20 +78,18 @@ class AttentionSupport(_Named, IntEnum):
 
 
 class BatchDescriptor(NamedTuple):
-    """What a batch looks like to a graph; together with the runtime mode it is the graph's key.
+    """A batch as a graph sees it; with the runtime mode it is the graph's key.
 
-    A named tuple, because it is hashed on the way to every replay and tuples hash in C.
+    A named tuple, because each replay hashes it, and tuples hash in C.
 
     Attributes:
-        num_tokens: Rows of the batch (tokens), padded to a capture size.
-        num_reqs: Requests of the batch, padded; None where the graph does not depend on it
-            (PIECEWISE, eager).
-        uniform: Whether every request has the same query length ``1 + num_speculative_tokens``.
+        num_tokens: Rows of the batch, padded to a capture size.
+        num_reqs: Requests, padded; None where the graph does not depend on them (PIECEWISE, eager).
+        uniform: Whether each request has the query length ``1 + num_speculative_tokens``.
         has_lora: Whether the graph runs LoRA adapters.
-        num_active_loras: How many distinct adapters the graph serves (0 without LoRA).
-        sizes: Of the other named dimensions, padded, in the order of ``Config.dim_names`` behind
-            the first.
-        max_query_len: Tokens of each request at most; None where the graph does not depend on it.
+        num_active_loras: Distinct adapters that the graph serves; 0 without LoRA.
+        sizes: Of the dimensions of ``Config.dim_names`` behind the first, padded.
+        max_query_len: Of each request at most; None where the graph does not depend on it.
     """
 
     num_tokens: int
@@ -111,8 +107,8 @@ class BatchDescriptor(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """The product of the sizes, which costs of graphs follow."""
-        return prod(self.box)
+        """The product of the sizes, on which costs depend."""
+        return self.num_tokens * prod(self.sizes)
 
     @property
     def size(self) -> str:
@@ -121,7 +117,7 @@ class BatchDescriptor(NamedTuple):
 
     @property
     def uniform_query_len(self) -> int | None:
-        """Tokens of each request in a uniform batch, None in any other."""
+        """Tokens of each request in a uniform batch, else None."""
         if not self.uniform or not self.num_reqs:
             return None
         return self.num_tokens // self.num_reqs
@@ -139,5 +135,4 @@ class BatchDescriptor(NamedTuple):
         return " ".join(parts)
 
 
-Key = tuple[CUDAGraphMode, BatchDescriptor]
-"""Runtime mode (FULL or PIECEWISE) and batch descriptor of one graph."""
+Key = tuple[CUDAGraphMode, BatchDescriptor]  # of one graph, FULL or PIECEWISE

@@ -1,6 +1,4 @@
-"""Numbers as people read them: no more digits than are true. And lists: shortened, counted, in
-groups.
-"""
+"""Numbers and lists as people read them, and values in groups."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ V = TypeVar("V")
 
 
 def grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
-    """Values by their key; keys, and the values of each, in the order of the pairs."""
+    """Values by their key, in the order of the pairs."""
     groups: dict[K, list[V]] = {}
     for key, value in pairs:
         groups.setdefault(key, []).append(value)
@@ -20,7 +18,7 @@ def grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
 
 
 def listed(values: Sequence[object], most: int = 6) -> str:
-    """``1, 2, 4 and 3 more``: the first values, and the number of the others."""
+    """``1, 2, 4 and 3 more``."""
     shown = ", ".join(map(str, values[:most]))
     others = len(values) - most
     if others > 0:
@@ -34,7 +32,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def format_bytes(value: int | None) -> str:
-    """``1536`` -> ``1.5 KiB``. None, where nothing was measured, is a dash."""
+    """``1536`` -> ``1.5 KiB``; None is a dash."""
     if value is None:
         return "-"
     size = float(value)
@@ -42,19 +40,22 @@ def format_bytes(value: int | None) -> str:
         if abs(size) < 1024 or unit == "GiB":
             break
         size /= 1024
-    is_whole = unit == "B" or abs(size) >= 100
-    return f"{size:.0f} {unit}" if is_whole else f"{size:.1f} {unit}"
+    digits = 0 if unit == "B" or abs(size) >= 100 else 1
+    return f"{size:.{digits}f} {unit}"
 
 
 def format_microseconds(value: float | None) -> str:
     """``1234.5`` -> ``1.23 ms``; three significant digits."""
     if value is None:
         return "-"
-    number, unit = value, "us"
+    number = value
+    unit = "us"
     if value >= 1e6:
-        number, unit = value / 1e6, "s"
+        number = value / 1e6
+        unit = "s"
     elif value >= 1000:
-        number, unit = value / 1e3, "ms"
+        number = value / 1e3
+        unit = "ms"
     digits = 2
     if number >= 99.95:
         digits = 0
@@ -72,4 +73,5 @@ def format_ratio(value: float | None) -> str:
     """``1.234`` -> ``1.23x``."""
     if value is None:
         return "-"
-    return f"{value:.2f}x" if value < 10 else f"{value:.1f}x"
+    digits = 2 if value < 10 else 1
+    return f"{value:.{digits}f}x"

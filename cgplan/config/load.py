@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import yaml
 from pydantic import ValidationError
 
-from cgplan.config.messages import Path_, explain
+from cgplan.config.messages import NOWHERE, Path_, explain
 from cgplan.config.schema import Config
 from cgplan.errors import CgplanError, ConfigError, ConfigFileError, did_you_mean
 from cgplan.units import format_bytes
 
-LONGEST_NUMBER = 1000  # in characters: `1:1:1`, to the base of 60, takes their square to read
-MOST_VALUES = 10_000  # of a document, those behind aliases counted each time
+LONGEST_NUMBER = 1000  # characters; the time to read `1:1:1`, to the base of 60, is their square
+MOST_VALUES = 10_000  # of a document; each alias counts
 MOST_BYTES = 1 << 20
 DEEPEST = 50
 
@@ -28,9 +27,8 @@ def read_text(
     remedy: str,
     most: int | None = None,
 ) -> str:
-    """Text of a UTF-8 file, without a byte order mark. Raises ``error`` if it is missing, a folder,
-    a device, not readable, of more than ``most`` bytes, or not UTF-8 text; ``remedy`` says which
-    file to give instead.
+    """Text of a UTF-8 file, without a byte order mark. Raises ``error`` if it cannot be read, is a
+    device, not UTF-8, or larger than ``most`` bytes; ``remedy`` says which file to give.
     """
     path = Path(path)
     try:
@@ -42,10 +40,8 @@ def read_text(
         if most is not None and len(data) > most:
             raise error(f"{path} holds more than {format_bytes(most)}", remedy=remedy)
     except FileNotFoundError:
-        names = []
-        if path.parent.is_dir():
-            names = [beside.name for beside in path.parent.iterdir()]
-        hint = did_you_mean(path.name, names)
+        beside = path.parent.glob("*")
+        hint = did_you_mean(path.name, [other.name for other in beside])
         raise error(f"no such file: {path}", remedy=hint + remedy) from None
     except OSError as failure:
         raise error(f"cannot read {path}: {failure.strerror or failure}", remedy=remedy) from None
@@ -54,14 +50,13 @@ def read_text(
     except UnicodeDecodeError as failure:
         line = data.count(b"\n", 0, failure.start) + 1
         raise error(
-            f"{path}:{line}: not UTF-8 text", remedy=f"Unpack it, or save it as UTF-8. {remedy}"
+            f"{path}:{line}: not UTF-8 text",
+            remedy=f"Unpack it, or save it as UTF-8. {remedy}",
         ) from None
 
 
 class Override(NamedTuple):
-    """A value that wins over the file: ``dotted.key=value``, the value in YAML, and the option that
-    gave it.
-    """
+    """``dotted.key=value``, the value in YAML, and the option that gave it."""
 
     text: str
     option: str = "--set"
@@ -77,16 +72,14 @@ class LoadedConfig:
     base_dir: Path  # against which file targets are resolved
 
     def origin(self, path: str) -> str:
-        """Where the value at a dotted path came from; values inside a given section count as given
-        with it.
-        """
+        """Where the value at a dotted path came from: it, or a section that holds it."""
         while path not in self.origins and "." in path:
             path = path.rpartition(".")[0]
         return self.origins.get(path, "default")
 
     def model_for(self, purpose: str) -> tuple[str, dict[str, Any]]:
-        """Target and kwargs of the model. Raises ConfigError, which begins with ``purpose``, where
-        it has no target.
+        """Target and kwargs of the model. Raises ConfigError, which begins with ``purpose``, if
+        there is no target.
         """
         model = self.config.model
         if model is None or model.target is None:
@@ -99,17 +92,19 @@ class LoadedConfig:
 
 
 def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
-    """Read a YAML configuration file; ``overrides`` (``dotted.key=value``, the value in YAML) win
-    over it.
+    """Read a YAML file; ``overrides`` (``dotted.key=value``, the value in YAML) win over it.
 
-    Raises ConfigFileError if the file is missing, unreadable or not YAML, ConfigError for an
-    unknown key, a wrong type, or values that contradict each other.
+    Raises ConfigFileError if the file cannot be read or is not YAML, ConfigError for an unknown
+    key, a wrong type, or values that contradict each other.
     """
     return read_config(path, overrides).config
 
 
-def read_config(path: str | Path, overrides: Iterable[str | Override] = ()) -> LoadedConfig:
-    """As load_config, with the origin of each value; messages name the option of an Override."""
+def read_config(
+    path: str | Path,
+    overrides: Iterable[str | Override] = (),
+) -> LoadedConfig:
+    """As load_config, with the origin of each value."""
     path = Path(path)
     remedy = "Give a readable YAML file; `cgplan init` writes a starting configuration."
     text = read_text(path, ConfigFileError, remedy, MOST_BYTES)
@@ -129,18 +124,18 @@ def loaded_config(
     overrides: Iterable[str | Override],
     origins: Mapping[str, str],
     base_dir: Path = Path(),
-    lines: Mapping[Path_, int] = MappingProxyType({}),
+    lines: Mapping[Path_, int] = NOWHERE,
 ) -> LoadedConfig:
-    """The configuration of a document, to which the overrides are applied; ``source`` names it in
-    messages, ``origins`` and ``lines`` tell where its keys stand. Raises ConfigError.
+    """The configuration of a document with overrides, which are applied to ``data``. Raises
+    ConfigError.
+
+    ``source`` names the document in messages; ``origins`` and ``lines`` are those of its keys.
     """
     found = dict(origins)
     for given in overrides:
         override = Override(given) if isinstance(given, str) else given
         dotted = _override(data, override)
-        for key in list(found):
-            if key.startswith(f"{dotted}."):
-                del found[key]
+        found = {key: at for key, at in found.items() if not key.startswith(f"{dotted}.")}
         found[dotted] = override.option
     try:
         config = Config.model_validate(data)
@@ -149,15 +144,15 @@ def loaded_config(
         raise explain(error, data, source, Config, lines, others) from None
     branches: set[str] = set()
     for key in found:
-        parts = key.split(".")
-        for depth in range(1, len(parts)):
-            branches.add(".".join(parts[:depth]))
+        while key:
+            key = key.rpartition(".")[0]
+            branches.add(key)
     leaves = {key: at for key, at in found.items() if key not in branches}
     return LoadedConfig(config, leaves, base_dir)
 
 
 def validate_config(data: Mapping[str, Any]) -> Config:
-    """Config from a mapping, with cgplan's error messages. Raises ConfigError."""
+    """Config from a mapping. Raises ConfigError."""
     try:
         return Config.model_validate(data)
     except ValidationError as error:
@@ -165,13 +160,14 @@ def validate_config(data: Mapping[str, Any]) -> Config:
 
 
 class _Loader(yaml.SafeLoader):
-    """A SafeLoader that refuses keys that stand twice, and documents that are, or that aliases
-    make, too large.
+    """A SafeLoader that refuses keys that stand twice, and documents that are too large, with
+    aliases counted.
     """
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
-        self._depth = self._values = 0
+        self._depth = 0
+        self._values = 0
         self._sizes: dict[yaml.Node, int] = {}
 
     def compose_node(
@@ -204,12 +200,15 @@ class _Loader(yaml.SafeLoader):
         kind = node.tag.rpartition(":")[2]
         is_scalar = isinstance(node, yaml.ScalarNode) and kind != "str"
         if is_scalar and len(node.value) > LONGEST_NUMBER:
-            raise _refusal(f"{kind} of more than {LONGEST_NUMBER:,} characters", node.start_mark)
+            raise _refusal(
+                f"{kind} of more than {LONGEST_NUMBER:,} characters",
+                node.start_mark,
+            )
         try:
             return super().construct_object(node, deep)
         except yaml.YAMLError:
             raise
-        # PyYAML's constructors raise anything: IndexError for `!!int ''`, say
+        # PyYAML raises IndexError for `!!int ''`, say
         except Exception as error:
             shown = str(node.value)[:100]
             raise _refusal(f"{shown!r} is no {kind}: {error}", node.start_mark) from None
@@ -221,7 +220,8 @@ class _Loader(yaml.SafeLoader):
             name = str(key.value)
             if name in lines:
                 raise _refusal(
-                    f"the key {name!r} stands twice (first in line {lines[name]})", key.start_mark
+                    f"the key {name!r} stands twice (first in line {lines[name]})",
+                    key.start_mark,
                 )
             lines[name] = key.start_mark.line + 1
         return node
@@ -231,15 +231,22 @@ def _refusal(problem: str, mark: yaml.Mark) -> yaml.MarkedYAMLError:
     return yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
 
 
-def read_yaml(text: str, option: str, remedy: str) -> Any:
-    """The value of an option that is written in YAML. Raises ConfigError, which begins with
-    ``option``.
-    """
+def _problem(error: Exception) -> object:
+    return getattr(error, "problem", None) or error
+
+
+def read_yaml(
+    text: str,
+    option: str,
+    remedy: str,
+) -> Any:
+    """The value of an option in YAML. Raises ConfigError, which begins with ``option``."""
     try:
         return yaml.load(text, Loader=_Loader)
     except Exception as error:  # as in _parse
         raise ConfigError(
-            f"{option} is not YAML: {getattr(error, 'problem', None) or error}", remedy=remedy
+            f"{option} is not YAML: {_problem(error)}",
+            remedy=remedy,
         ) from None
 
 
@@ -254,7 +261,7 @@ def _parse(text: str, path: Path) -> tuple[dict[str, Any], dict[Path_, int]]:
         mark = getattr(error, "problem_mark", None)
         where = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
         raise ConfigFileError(
-            f"{path}{where}: not valid YAML: {getattr(error, 'problem', None) or error}",
+            f"{path}{where}: not valid YAML: {_problem(error)}",
             remedy="Correct that line: its indentation, quotes, or a key that stands twice.",
         ) from None
     if not isinstance(data, dict):
@@ -267,9 +274,7 @@ def _parse(text: str, path: Path) -> tuple[dict[str, Any], dict[Path_, int]]:
 
 
 def _lines(node: yaml.Node | None, path: Path_) -> Iterator[tuple[Path_, int]]:
-    """Lines below a constructed node: merged keys stand before its own, and the last line
-    counts.
-    """
+    """Lines below a constructed node. Merged keys come before its own; the last line counts."""
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
             inner = (*path, key.value)
@@ -283,7 +288,7 @@ def _lines(node: yaml.Node | None, path: Path_) -> Iterator[tuple[Path_, int]]:
 
 
 def _override(data: dict[str, Any], override: Override) -> str:
-    """Apply one override to the parsed document; returns the dotted key."""
+    """Apply an override; returns its dotted key."""
     text, option = override
     dotted, equals, value = text.partition("=")
     dotted = dotted.strip()
@@ -301,8 +306,12 @@ def _override(data: dict[str, Any], override: Override) -> str:
         if below is None:
             below = {}
         if not isinstance(below, dict):
-            raise ConfigError(f"{where}: {parent} is not a section", remedy="Check the dotted key.")
-        data[parent] = dict(below)  # a copy: a YAML alias shares one mapping between several keys
+            raise ConfigError(
+                f"{where}: {parent} is not a section",
+                remedy="Check the dotted key.",
+            )
+        # a copy, because keys may share a mapping by an alias
+        data[parent] = dict(below)
         data = data[parent]
     data[last] = parsed
     return dotted

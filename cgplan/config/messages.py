@@ -1,6 +1,4 @@
-"""Messages for values that pydantic refused: the line, the key, the allowed values, the nearest
-name.
-"""
+"""Messages for values that pydantic refused."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from cgplan.errors import ConfigError, did_you_mean
 from cgplan.units import grouped
 
 Path_ = tuple[str | int, ...]
-_NOWHERE: Mapping[Any, Any] = MappingProxyType({})
+NOWHERE: Mapping[Any, Any] = MappingProxyType({})
 
 
 def explain(
@@ -25,21 +23,21 @@ def explain(
     data: Any,
     source: str,
     root: type[BaseModel],
-    lines: Mapping[Path_, int] = _NOWHERE,
-    origins: Mapping[str, str] = _NOWHERE,
+    lines: Mapping[Path_, int] = NOWHERE,
+    origins: Mapping[str, str] = NOWHERE,
 ) -> ConfigError:
-    """A ConfigError with one message a key, for a ValidationError of ``data`` from a file or class,
-    ``source``.
+    """A ConfigError with one message a key, for ``data`` of a file or class, ``source``.
 
-    The fields of ``root`` are the valid names; ``lines`` and ``origins`` tell where each key
-    stands.
+    Fields of ``root`` are the valid names; ``lines`` and ``origins`` are those of the keys.
     """
     # a union complains several times about one value
     by_path = grouped((_real_path(detail, data), detail) for detail in error.errors())
-    messages, is_unknown = [], False
+    messages = []
+    is_unknown = False
     for path, details in by_path.items():
         kinds = {detail["type"] for detail in details}
-        is_unknown = is_unknown or "extra_forbidden" in kinds
+        if "extra_forbidden" in kinds:
+            is_unknown = True
         below = [other for other in by_path if other != path and other[: len(path)] == path]
         if "value_error" in kinds or not below:
             messages.append(_message(path, details, root, lines, origins))
@@ -59,9 +57,7 @@ def explain(
 
 
 def first_problem(error: ValidationError) -> str:
-    """The first of pydantic's complaints: where, and what, as in
-    ``records.0.mode: Field required``.
-    """
+    """Pydantic's first complaint, as ``records.0.mode: Field required``."""
     first = error.errors()[0]
     where = ".".join(map(str, first["loc"]))
     what = _problem(first)
@@ -73,7 +69,7 @@ def _problem(detail: ErrorDetails) -> str:
 
 
 def _real_path(detail: ErrorDetails, data: Any) -> Path_:
-    """pydantic's location without the names of union members that it mixes in."""
+    """pydantic's location without the names of union members."""
     real: list[str | int] = []
     for part in detail["loc"]:
         if isinstance(data, dict):
@@ -95,7 +91,8 @@ def _message(
     lines: Mapping[Path_, int],
     origins: Mapping[str, str],
 ) -> str:
-    where, key = "", ".".join(map(str, path))
+    where = ""
+    key = ".".join(map(str, path))
     above = [path[: depth + 1] for depth in range(len(path))]
     for at in above:  # the innermost line counts
         if at in lines:
@@ -104,8 +101,9 @@ def _message(
         option = origins.get(".".join(map(str, at)), "")
         if option == "--set":
             where = "--set "
-        elif option.startswith("--"):  # it has one key, and stands for that
-            where, key = "", option
+        elif option.startswith("--"):  # it stands for its one key
+            where = ""
+            key = option
     for detail in details:
         if detail["type"] == "value_error":
             return f"{where}{key}{': ' if key else ''}{_problem(detail)}"
@@ -126,12 +124,10 @@ def _message(
 
 
 def _nearest(path: Path_, root: type[BaseModel]) -> str:
-    """The name that an unknown key may have been meant to be, its right section, or the names
-    allowed there.
-    """
+    """The nearest name to an unknown key, its right section, or the names allowed there."""
     *parents, name = path
     model = root
-    for parent in parents:  # the names in a mapping of sections are fields of none
+    for parent in parents:  # a name in a mapping of sections is no field
         if parent in model.model_fields:
             field = model.model_fields[str(parent)]
             model = _model_in(field.annotation) or model
@@ -148,9 +144,7 @@ def _nearest(path: Path_, root: type[BaseModel]) -> str:
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:
-    """The pydantic model that an annotation such as ``dict[str, Input]`` or ``LoRAConfig | None``
-    mentions.
-    """
+    """The model in an annotation such as ``dict[str, Input]`` or ``LoRAConfig | None``."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     for inner in typing.get_args(annotation):

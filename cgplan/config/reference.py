@@ -1,6 +1,4 @@
-"""The reference of all keys, generated from the models: markdown for people, JSON schema for
-editors.
-"""
+"""The reference of all keys: markdown for people, JSON schema for editors."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ _COLUMNS = "| Key | Type | Default | Meaning |\n| --- | --- | --- | --- |"
 
 
 class _NamedDefaults(GenerateJsonSchema):
-    """Enums stand in YAML by name, so their defaults do here."""
+    """Defaults of enums are names, as in YAML."""
 
     def encode_default(self, dft: Any) -> Any:
         if isinstance(dft, Enum):
@@ -42,9 +40,7 @@ class _NamedDefaults(GenerateJsonSchema):
 
 
 def json_schema() -> str:
-    """JSON schema of a configuration, for completion and checks in an editor. Ends with a
-    newline.
-    """
+    """JSON schema of a configuration. Ends with a newline."""
     schema = {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         **_schema(),
@@ -67,9 +63,7 @@ def markdown() -> str:
 
 
 def _schema() -> dict[str, Any]:
-    """The schema of Config, each description in one line. Fields get their docstrings here: at
-    import it takes long.
-    """
+    """The schema of Config. Fields get their docstrings here, because that is slow."""
     for node in ast.parse(getsource(models)).body:
         if not isinstance(node, ast.ClassDef):
             continue
@@ -93,15 +87,19 @@ def _model(node: Node, schema: Node) -> Node:
     return schema["$defs"][found[1]] if found else {}
 
 
-def _section(title: str, model: Node, schema: Node) -> Iterator[str]:
+def _section(
+    title: str,
+    model: Node,
+    schema: Node,
+) -> Iterator[str]:
     yield f"## {title}\n\n{model['description']}\n\n{_COLUMNS}"
     for name, node in model["properties"].items():
-        required = name in model.get("required", ())
         # pydantic leaves a description out where it equals that of the section
-        meaning = node.get("description")
-        if meaning is None:
-            meaning = _model(node, schema).get("description", "")
-        default = "required" if required else _default(node)
+        of_section = _model(node, schema).get("description", "")
+        meaning = node.get("description", of_section)
+        default = _default(node)
+        if name in model.get("required", ()):
+            default = "required"
         row = (f"`{name}`", _words(node), default, meaning)
         cells = [cell.replace("|", "\\|") for cell in row]
         yield f"| {' | '.join(cells)} |"
@@ -114,15 +112,16 @@ def _default(node: Node) -> str:
     value = node["default"]
     if value is None:
         return "absent"
-    return f"`{value}`" if isinstance(value, str) else f"`{json.dumps(value)}`"
+    if not isinstance(value, str):
+        value = json.dumps(value)
+    return f"`{value}`"
 
 
 def _words(node: Node, plural: str = "") -> str:
-    """A JSON schema as a reader of YAML would say it; ``plural`` ends the names of numbers."""
+    """A JSON schema in words; ``plural`` ends the names of numbers."""
     if "anyOf" in node:
         options = node["anyOf"]
         types = {option.get("type") for option in options}
-        # a number says whole numbers, too
         left_out = {"null", "integer"} if "number" in types else {"null"}
         shown = [option for option in options if option.get("type") not in left_out]
         words = [_words(option, plural) for option in shown]
@@ -140,15 +139,16 @@ def _words(node: Node, plural: str = "") -> str:
     if node["type"] == "array":
         return f"list of {_words(node['items'], 's').replace(', or ', ' or ')}"
     if node["type"] == "object":
-        section = isinstance(node.get("additionalProperties"), Mapping)
-        return "mapping from names to sections" if section else "mapping"
+        has_sections = isinstance(node.get("additionalProperties"), Mapping)
+        return "mapping from names to sections" if has_sections else "mapping"
     names = {
         "integer": f"whole number{plural}",
         "number": f"number{plural}",
         "string": "text",
     }
     word = names.get(node["type"], "true or false")
-    for sign, bound in ((">", "exclusiveMinimum"), (">=", "minimum")):
-        if bound in node:
-            word = f"{word} {sign} {node[bound]}"
+    if "exclusiveMinimum" in node:
+        return f"{word} > {node['exclusiveMinimum']}"
+    if "minimum" in node:
+        return f"{word} >= {node['minimum']}"
     return word

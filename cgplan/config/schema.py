@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, cast
 
 from pydantic import (
@@ -31,8 +31,8 @@ from cgplan.config.values import (
     DType,
     Flag,
     LadderName,
-    Length,
     Mode,
+    Off,
     Seconds,
     SecondsToSpend,
     Symbol,
@@ -55,13 +55,11 @@ _EXTENT = re.compile(
 
 @dataclass(frozen=True)
 class Extent:
-    """How long one dimension of a tensor is: ``factor * symbol + offset``, or just ``offset``
-    without a symbol.
-    """
+    """The length of a dimension: ``factor * symbol + offset``, or ``offset`` without a symbol."""
 
-    symbol: str | None  # ``num_tokens``, ``num_reqs``, a name of ``dims``, or None for a fixed size
-    factor: int  # rows of the input for each row of the batch
-    offset: int  # rows that every batch has besides (the 1 in ``num_reqs + 1``)
+    symbol: str | None  # ``num_tokens``, ``num_reqs``, or a name of ``dims``
+    factor: int
+    offset: int
     is_most: bool = False  # whether tensors may be shorter, without a symbol
 
     @classmethod
@@ -69,22 +67,20 @@ class Extent:
         """From YAML: ``224``, ``up to 16``, ``num_tokens``, ``num_reqs + 1``, ``2 * length``.
         Raises ValueError.
         """
-        if (
-            isinstance(value, str)
-            and value.startswith(_UP_TO)
-            and value.removeprefix(_UP_TO).isdecimal()
-        ):
-            return replace(cls.parse(int(value.removeprefix(_UP_TO))), is_most=True)
-        if isinstance(value, int) and value < 1:
-            raise ValueError(f"a dimension must be at least 1, found {value}")
+        most = str(value).removeprefix(_UP_TO)
+        is_most = str(value).startswith(_UP_TO) and most.isdecimal()
+        if is_most:
+            value = int(most)
         if isinstance(value, int):
-            return cls(None, 0, value)
+            if value < 1:
+                raise ValueError(f"a dimension must be at least 1, found {value}")
+            return cls(None, 0, value, is_most)
         match = _EXTENT.fullmatch(value.strip())
         if match is None:
             raise ValueError(
                 f"cannot read the dimension {value!r}; allowed are a number, `up to 16`, "
-                "num_tokens, num_reqs, "
-                "num_reqs + 1, 2 * num_tokens and the like, and names that `dims` declares"
+                "num_tokens, num_reqs, num_reqs + 1, 2 * num_tokens and the like, and names that "
+                "`dims` declares"
             )
         factor = int(match["factor"] or 1)
         if factor < 1:
@@ -92,31 +88,30 @@ class Extent:
         return cls(match["symbol"], factor, int(match["offset"] or 0))
 
     def size(self, num_tokens: int, num_reqs: int) -> int:
-        """Rows of this dimension in a batch of ``num_tokens`` tokens and ``num_reqs`` requests."""
+        """Its length in a batch of these tokens and requests."""
         return self.at({"num_tokens": num_tokens, "num_reqs": num_reqs})
 
     def at(self, sizes: Mapping[str, int]) -> int:
-        """Rows of this dimension where the names have these sizes."""
-        return (
-            self.offset if self.symbol is None else self.factor * sizes[self.symbol] + self.offset
-        )
+        """Its length, where the names have these sizes."""
+        if self.symbol is None:
+            return self.offset
+        return self.factor * sizes[self.symbol] + self.offset
 
     def takes(self, size: int) -> bool:
-        """Whether a tensor may have ``size`` rows there; for a dimension without a symbol."""
+        """Whether a tensor may have this length; for a dimension without a symbol."""
         return size <= self.offset if self.is_most else size == self.offset
 
     def count(self, size: int) -> int | None:
-        """The symbol's value for which this dimension has ``size`` rows, None if there is none."""
+        """The symbol's value for this length, None if there is none."""
         rest = size - self.offset
-        return (
-            rest // self.factor if self.symbol and rest >= 0 and rest % self.factor == 0 else None
-        )
+        if self.symbol is None or rest < 0 or rest % self.factor:
+            return None
+        return rest // self.factor
 
 
 class UpTo(str):
-    """A dimension of an input that may be narrower than its static buffer, such as block tables:
-    ``UpTo(16)``, in YAML ``up to 16``. Calls pad it with the input's ``pad``; eager runs get it as
-    it is.
+    """A dimension of an input that may be narrower than its static buffer: ``UpTo(16)``, in YAML
+    ``up to 16``. Calls pad it with the input's ``pad``; eager runs do not.
     """
 
     def __new__(cls, most: int) -> UpTo:
@@ -124,9 +119,7 @@ class UpTo(str):
 
 
 class _TypedErrors(ModelMetaclass):
-    """Makes ``Input(...)`` and the like raise ConfigError, as the file does; validation inside
-    pydantic is as ever.
-    """
+    """Makes ``Input(...)`` and the like raise ConfigError, as the file does."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:  # noqa: N805  (of a metaclass)
         try:
@@ -136,64 +129,58 @@ class _TypedErrors(ModelMetaclass):
 
 
 class Section(BaseModel, metaclass=_TypedErrors):
-    """A part of the configuration: frozen, unknown keys refused."""
+    """A part of the configuration."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
 
 class DistributedConfig(Section):
-    """Several processes under torchrun, one rank each; without torchrun nothing of it is used."""
+    """Several processes under torchrun, one rank each."""
 
     timeout: Annotated[Seconds, Field(gt=0)] = 60.0
-    """How long ranks wait for one another, with a unit as in `30s`: at the start, at each common
-    step, and in each all-reduce.
+    """How long ranks wait for one another, as in `30s`: at the start, at each common step, and in
+    each all-reduce.
     """
     all_reduce_max_size: Bytes = 8 << 20
-    """Largest tensor that the custom and symm_mem all-reduce take, in the units of `budget.memory`;
-    larger ones go to NCCL. Two staging buffers of this size are kept on each rank.
+    """Largest tensor of the custom and symm_mem all-reduce, in the units of `budget.memory`; NCCL
+    takes larger ones. Each rank keeps two staging buffers of this size.
     """
     table_rows: Count = 1 << 14
-    """Rows of the device pointer table: captured all-reduces at most, in all graphs of a runner."""
+    """Rows of the device pointer table: captured all-reduces of a runner at most."""
     data_parallel_sync: Flag = False
-    """Before each batch ranks agree on one graph, by a small all-reduce: the largest padded size
-    and the weakest mode (`cgplan.distributed.in_step`). Needed where ranks run different batches
-    and exchange data inside.
+    """Before each batch ranks agree on the largest padded size and the weakest mode, by a small
+    all-reduce (`cgplan.distributed.in_step`). Needed if ranks run different batches and exchange
+    data inside.
     """
 
 
 class TrafficConfig(Section):
-    """Synthetic traffic: Poisson arrivals, lognormal lengths. A file of traffic on the command line
-    wins over it.
-    """
+    """Synthetic traffic: Poisson arrivals, lognormal lengths. A file on the command line wins."""
 
     request_rate: Annotated[float, Field(strict=True, ge=0.001, le=1e6)]
-    """Requests per second on average; the times between them are exponentially distributed."""
+    """Requests per second on average."""
     num_requests: Annotated[int, Field(strict=True, ge=1, le=1 << 20)] = 10_000
     """Requests to simulate."""
-    prompt_median: Length
-    """Tokens of a prompt: the median of a lognormal distribution."""
-    prompt_p95: Length
+    prompt_median: BatchBound
+    """Tokens of a prompt: the median."""
+    prompt_p95: BatchBound
     """Tokens of a prompt: the 95th percentile."""
-    output_median: Length
-    """Tokens generated for a request: the median of a lognormal distribution."""
-    output_p95: Length
+    output_median: BatchBound
+    """Tokens generated for a request: the median."""
+    output_p95: BatchBound
     """Tokens generated for a request: the 95th percentile."""
     lora_share: Annotated[float, Field(strict=True, ge=0, le=1)] = 0.0
-    """Share of the requests that use a LoRA adapter, from 0 to 1."""
+    """Share of the requests with a LoRA adapter, from 0 to 1."""
     num_adapters: Count | None = None
-    """Distinct adapters among all requests, each as likely as the others. Absent:
-    lora.max_loras.
-    """
+    """Distinct adapters among all requests, equally likely. Absent: lora.max_loras."""
     seed: CountOrZero = 0
     """Of the random numbers; equal seeds give equal traffic."""
 
     @model_validator(mode="after")
     def _percentiles_ascend(self) -> TrafficConfig:
-        lengths = {
-            "prompt": (self.prompt_median, self.prompt_p95),
-            "output": (self.output_median, self.output_p95),
-        }
-        for name, (median, p95) in lengths.items():
+        for name in ("prompt", "output"):
+            median = getattr(self, f"{name}_median")
+            p95 = getattr(self, f"{name}_p95")
             if p95 < median:
                 raise ValueError(
                     f"{name}_p95 is {p95}, which is below {name}_median = {median}; exchange the "
@@ -206,26 +193,23 @@ class BudgetConfig(Section):
     """Limits on the cost of graphs: of the plan, and of the capture."""
 
     memory: BytesToSpend | None = None
-    """Device memory for all graphs together, their static buffers included: whole bytes, or with a
-    unit (B, kB, MB, GB, KiB, MiB, GiB), as in `2GiB`. Absent: no bound.
+    """Device memory for all graphs and static buffers: whole bytes, or with a unit (B, kB, MB, GB,
+    KiB, MiB, GiB), as in `2GiB`. Absent: no bound.
     """
     capture_time: SecondsToSpend | None = None
-    """Start-up time for all captures together, warm-ups included: seconds, or with a unit (ms, s,
-    min), as in `30s`. Absent: no bound.
+    """Start-up time for all captures and warm-ups: seconds, or with a unit (ms, s, min), as in
+    `30s`. Absent: no bound.
     """
     compile_time: SecondsToSpend | None = None
-    """Time for compilations that serve one size each (`compilation.compile_shapes`), as in `30s`:
-    the first is made in any case, and a size whose compilation would end beyond it shares a trace.
-    Absent: no bound.
+    """Time for compilations of one size each (`compilation.compile_shapes`), as in `30s`. The first
+    is made in any case; sizes beyond the bound share a trace. Absent: no bound.
     """
     max_graphs: Count | None = None
-    """Graphs at most. Without traffic to choose by, the largest sizes stay and those with which
-    batches of all sizes are padded least. Absent: no bound.
+    """Graphs at most. Without traffic the largest sizes stay, and those that pad batches of all
+    sizes least. Absent: no bound.
     """
     reserve: Bytes | None = None
-    """Device memory that a capture leaves free, in the units of `memory`. Absent: nothing is kept
-    free.
-    """
+    """Device memory that a capture leaves free, in the units of `memory`. Absent: none."""
 
 
 Shape = Annotated[
@@ -239,12 +223,12 @@ class Dim(Section):
     """A size of the batch that varies: its rows, the length of texts, the height of pictures."""
 
     name: Annotated[str, Field(pattern=r"^([a-z_][a-z0-9_]*)?$")] = ""
-    """In a file the key; the name that shapes of inputs have."""
+    """Its name in shapes of inputs; in a file the key."""
     min: Count = 1
     """Smallest size."""
     max: BatchBound
-    """Largest size that has a graph, rounded up to multiple_of. Batches beyond run eagerly, or are
-    an error (`compilation.on_miss`).
+    """Largest size with a graph, rounded up to multiple_of. `compilation.on_miss` is for batches
+    beyond.
     """
     multiple_of: Count = 1
     """Capture sizes are multiples of this number."""
@@ -261,9 +245,12 @@ class Dim(Section):
                 f"min is {self.min}, which is above max = {self.max}; exchange the two"
             )
         given = self.sizes if isinstance(self.sizes, tuple) else ()
-        if wrong := [n for n in given if not self.min <= n <= self.top or n % self.multiple_of]:
-            bounds = f"{self.min} to {self.top} and multiples of {self.multiple_of} are allowed"
-            raise ValueError(f"size {wrong[0]} cannot be captured; {bounds}")
+        for size in given:
+            if not self.min <= size <= self.top or size % self.multiple_of:
+                raise ValueError(
+                    f"size {size} cannot be captured; {self.min} to {self.top} and multiples of "
+                    f"{self.multiple_of} are allowed"
+                )
         return self
 
     @property
@@ -274,29 +261,29 @@ class Dim(Section):
 
 class Input(Section):
     """A tensor that the model reads: an argument of its forward, or an entry of the forward
-    context's metadata. In short `[shape, dtype, pad]`, such as `[num_tokens, int32, -1]` or
+    context's metadata. In short `[shape, dtype, pad]`, as in `[num_tokens, int32, -1]` or
     `[[num_tokens, 8], float32, 0]`.
     """
 
     shape: Shape
-    """Dimensions in order: numbers, `up to 16` where tensors may be narrower, names that `dims`
-    declares, and at most one that counts rows of the batch: `num_tokens`, `num_reqs`, or such as
-    `num_reqs + 1` and `2 * num_tokens`.
+    """Dimensions in order: numbers, `up to 16` if tensors may be narrower, names of `dims`, and at
+    most one that counts rows of the batch: `num_tokens`, `num_reqs`, or `num_reqs + 1`, `2 *
+    num_tokens` and the like.
     """
     dtype: Annotated[DType, BeforeValidator(lambda value: str(value).removeprefix("torch."))]
     """Element type, by torch's name."""
     pad: Annotated[float | int | bool | Literal["last"], BeforeValidator(check_pad)]
     """Content of the padding rows: a number, or `last` to repeat the batch's last row (for
-    cumulative offsets). There is no default, because 0 is wrong as often as right.
+    cumulative offsets). No default: 0 is wrong as often as right.
     """
     example: Annotated[
         float | int | Literal["normal", "arange", "spread"] | tuple[int, int] | None,
         BeforeValidator(check_example),
     ] = None
-    """Values that bench runs on: a number, `normal` (standard normal), `arange` (0, 1, 2, ... over
-    all elements), `spread` (offsets that spread num_tokens evenly over the requests), or `[low,
-    high]` for random whole numbers from low to high - 1. Absent: `normal` for floating point, the
-    padding value otherwise.
+    """Values for bench: a number, `normal` (standard normal), `arange` (0, 1, 2, ... over all
+    elements), `spread` (offsets that spread num_tokens evenly over the requests), or `[low, high]`
+    for random whole numbers from low to high - 1. Absent: `normal` for floating point, else the
+    padding value.
     """
 
     @classmethod
@@ -340,10 +327,11 @@ class Input(Section):
 
     @property
     def row_dim(self) -> int | None:
-        """Index of the dimension that counts tokens or requests, None if the input has a fixed
-        shape.
-        """
-        return next((i for i, extent in enumerate(self.extents) if extent.symbol in SYMBOLS), None)
+        """Index of the dimension that counts tokens or requests, None if there is none."""
+        for dim, extent in enumerate(self.extents):
+            if extent.symbol in SYMBOLS:
+                return dim
+        return None
 
 
 def _from_short(value: object) -> object:
@@ -365,62 +353,58 @@ class ModelConfig(Section):
     """The model that is captured."""
 
     target: str | None = None
-    """`package.module:callable` or `path/to/file.py:callable`, called with kwargs; it returns an
-    nn.Module or another callable. The word `transformers` builds a Hugging Face causal LM. Absent
-    where the model is given from Python.
+    """`package.module:callable` or `path/to/file.py:callable`, called with kwargs; returns an
+    nn.Module or another callable. `transformers` builds a Hugging Face causal LM. Absent if the
+    model is given from Python.
     """
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the target."""
     output_rows: Symbol = "num_tokens"
-    """Rows that dimension 0 of each output counts, `num_tokens` or `num_reqs`; padding is sliced
-    off there.
-    """
+    """What dimension 0 of each output counts: `num_tokens` or `num_reqs`. Padding is cut there."""
     output_shapes: tuple[Shape, ...] | None = None
-    """Shapes of the outputs in order, written as those of inputs; padding is sliced off each
-    dimension with a name. Needed where `dims` declares more than one name; absent: output_rows says
-    all.
+    """Shapes of the outputs in order, as those of inputs; padding is cut from each dimension with a
+    name. Needed if `dims` has more than one name. Absent: output_rows says all.
     """
 
 
 class CompilationConfig(Section):
-    """Which graphs are captured, and how a batch that none serves is run."""
+    """The graphs that are captured, and how they are."""
 
     cudagraph_mode: Mode = CUDAGraphMode.FULL
     """NONE, PIECEWISE, FULL, FULL_DECODE_ONLY (FULL for uniform decode, eager for mixed batches),
     FULL_AND_PIECEWISE (FULL for uniform decode, PIECEWISE for mixed batches) or AUTO (a capture
-    tries FULL, leaves modules that fail out, times it beside PIECEWISE, inductor and eager steps,
-    and keeps the fastest; nothing if graphs bring less than 2%).
+    times FULL, without modules that fail, PIECEWISE, inductor and eager steps, and keeps the
+    fastest; no graphs if they save less than 2%).
     """
     cudagraph_capture_sizes: Annotated[
         tuple[Count, ...] | LadderName | None, BeforeValidator(check_sizes)
     ] = None
-    """Sizes in tokens, or a ladder's name. Absent: the vllm ladder, or that of the first of `dims`
-    in their place.
+    """Sizes in tokens, or a ladder's name. Absent: the vllm ladder, or the sizes of the first of
+    `dims`.
     """
     boxes: tuple[tuple[Count, ...], ...] | None = None
-    """With `dims`: the combinations of sizes to capture, each in the order of `dims` (behind
-    num_tokens, where inputs count it). Absent: all combinations.
+    """With `dims`: combinations of sizes, each in the order of `dims` (behind num_tokens, if inputs
+    count it). Absent: all.
     """
     max_cudagraph_capture_size: BatchBound | None = None
     """Largest capture size in tokens. Absent: min(2 * query length * max_num_seqs, 512), at most
     max_num_batched_tokens.
     """
     capture_policy: Literal["eager", "lazy", "adaptive"] = "eager"
-    """When keys are captured. eager: all of the plan at once. lazy: each when a batch first asks
-    for it, at most one in a call. adaptive: the plan at once, and `runner.replan()` exchanges keys
-    for those that the batches since asked for.
+    """When keys are captured. eager: all at once. lazy: each when a batch first asks for it, at
+    most one in a call. adaptive: all at once, and `runner.replan()` exchanges keys for those that
+    recent batches asked for.
     """
     pool: Literal["shared", "per_mode", "per_graph"] = "shared"
-    """Which graphs share a memory pool. shared: all of a runner, which never run at once. per_mode:
-    those of one runtime mode. per_graph: none, so that an output lasts until the next replay of its
-    own graph, and an evicted graph gives its memory back at once; takes the most memory.
+    """Which graphs share a memory pool. shared: all of a runner. per_mode: those of one runtime
+    mode. per_graph: none; an output lasts until the next replay of its own graph, and an evicted
+    graph gives its memory back at once, but this takes the most memory.
     """
     cudagraph_num_of_warmups: CountOrZero = 1
-    """Eager runs of each key on the capture stream before it is captured."""
+    """Eager runs of each key on the capture stream before its capture."""
     cudagraph_copy_inputs: Flag = True
-    """true: a call copies its tensors into static buffers that cgplan owns. false: the caller
-    writes into the static buffers itself (`runner.input_views`) and passes those views; other
-    tensors are refused.
+    """true: a call copies its tensors into static buffers. false: the caller writes into the static
+    buffers (`runner.input_views`) and passes those views; other tensors are refused.
     """
     key_rules: Literal["vllm_v1", "vllm_v2"] = "vllm_v1"
     """Which graphs there are for the capture sizes, and which of them runs a batch: as in vLLM's
@@ -430,84 +414,77 @@ class CompilationConfig(Section):
     """Capture graphs without adapters beside those with; false: one graph serves both."""
     splitting_ops: tuple[str, ...] | None = None
     """Operators kept out of PIECEWISE segments, as `namespace::name`; Python's operators by
-    PyTorch's names for them (`aten::matmul` for `@`, `aten::slice` for `x[:, :4]`). Absent:
-    PyTorch's attention operators and cgplan::attention, and with piecewise: modules none; empty:
-    nothing to split at.
+    PyTorch's names (`aten::matmul` for `@`, `aten::slice` for `x[:, :4]`). Absent: PyTorch's
+    attention operators and cgplan::attention, with piecewise: modules none. Empty: nothing to split
+    at.
     """
     splitting_modules: tuple[str, ...] = ()
     """Modules kept out of PIECEWISE segments, by dotted name with `*` for one part, as in
-    `layers.*.self_attn`. The capture breaks there, and at splitting_ops if they are given; nothing
-    is traced.
+    `layers.*.self_attn`. The capture breaks there, and at splitting_ops if given; nothing is
+    traced.
     """
     piecewise: Literal["auto", "ops", "modules", "wrappers"] = "auto"
-    """How PIECEWISE segments come about. ops: the traced forward is split at splitting_ops.
-    modules: the capture breaks at splitting_modules, at splitting_ops, and at functions under
-    eager_break_during_capture. wrappers: the model
-    itself holds CUDAGraphWrappers. auto: modules if splitting_modules are given, or no
-    splitting_ops and the model calls such functions; else ops.
+    """How PIECEWISE segments are made. ops: the traced forward is split at splitting_ops. modules:
+    the capture breaks at splitting_modules, at splitting_ops, and at functions under
+    eager_break_during_capture. wrappers: the model itself holds CUDAGraphWrappers. auto: modules if
+    splitting_modules are given, or no splitting_ops and the model calls such functions; else ops.
     """
     compiler: Literal["eager", "inductor"] = "eager"
     """How a segment of a traced forward runs: its operators as they are, or compiled by inductor,
-    each distinct segment of a trace once (needs a GPU). inductor traces the model in every mode.
+    each distinct segment of a trace once (needs a GPU). inductor traces in every mode.
     """
     compile_shapes: Literal["auto", "dynamic", "static"] = "auto"
-    """How many sizes a trace of the forward serves. dynamic: all; one row has another trace.
-    static: one size, for which inductor then chooses its kernels. auto: with compiler: inductor
-    static for the four sizes with the most
-    steps of the plan's traffic, without traffic for the smallest and the largest; dynamic for all
-    others.
+    """Sizes that a trace of the forward serves. dynamic: all; one row has another trace. static:
+    one size, for which inductor chooses its kernels. auto: with compiler: inductor static for the
+    four sizes with the most steps of the plan's traffic, without traffic for the smallest and the
+    largest; else dynamic.
     """
     use_inductor_graph_partition: Flag = False
-    """With compiler: inductor, compile the forward as a whole and let inductor cut it, at
-    splitting_ops and at operators tagged cudagraph_unsafe. false: the traced forward is split
-    first.
+    """With compiler: inductor, compile the whole forward and let inductor cut it, at splitting_ops
+    and at operators tagged cudagraph_unsafe. false: the traced forward is split first.
     """
     address_check: Annotated[
         Literal["off", "first", "always"],
-        # YAML reads the word off as false
-        BeforeValidator(lambda value: "off" if value is False else value),
+        Off,
     ] = "always"
-    """Whether the tensors that graphs read are checked to be where they were at capture. always: on
-    each call, by what Python tells of changes of modules and by some addresses in rotation. first:
-    on each graph's first replay. off: never.
+    """When the addresses of tensors that graphs read are checked. always: on each call, by Python's
+    own notes of changed modules and by some addresses in rotation. first: on each graph's first
+    replay. off: never.
     """
     state_copy: Bytes | None = None
-    """Device memory that copies of the model's state may take while graphs are captured, in the
-    units of `budget.memory`: a capture puts back the state that its warm-ups wrote. Copies beyond
-    it go to host memory. Absent: a quarter of the free device memory.
+    """Device memory for copies of the model's state during captures, in the units of
+    `budget.memory`: a capture puts back the state that its warm-ups wrote. Host memory takes copies
+    beyond. Absent: a quarter of the free device memory.
     """
     verify: Annotated[
         Literal["off", "first", "rarely", "always"],
-        BeforeValidator(lambda value: "off" if value is False else value),
+        Off,
     ] = "first"
     """When replays are compared with the model's own code: real rows, and the tensors that the
-    graph writes, within rounding. first: at each graph's first replay, also with copies of real
-    rows in the padding. rarely: at its replays 1, 2, 4, 8, ... always: at each. off: only when
-    `runner.verify(batch)` is called. A comparison takes an eager step's time and memory.
+    graph writes, within rounding. first: each graph's first replay, also with copies of real rows
+    in the padding. rarely: its replays 1, 2, 4, 8, ... always: each. off: `runner.verify(batch)`
+    alone. A comparison takes an eager step's time and memory.
     """
     strict: Flag = False
-    """Whether a change of Python that each run of the forward makes (a counter, a list that grows,
-    a text) is an error, not a warning: replays do not make it.
+    """Whether a change of Python that each run makes (a counter, a list that grows, a text) is an
+    error, not a warning: replays do not make it.
     """
     ignore: tuple[str, ...] = ()
-    """Paths of Python values that decide nothing, such as `model.calls`: each run may change them.
-    `*` stands for one part of a path.
-    """
+    """Paths of Python values that each run may change, such as `model.calls`; `*` is one part."""
     debug: Flag = False
-    """Check everything, slowly: `verify: always`, addresses on every replay, and outputs are copies
+    """Check everything, slowly: `verify: always`, addresses on each replay, and outputs are copies
     that the next call fills with NaN.
     """
     audit: Annotated[
         Literal["off", "report", "error"],
-        BeforeValidator(lambda value: "off" if value is False else value),
+        Off,
     ] = "off"
-    """Whether each pointer in each graph is looked up when captures are over, those on demand too:
-    into memory of the model, the runner, its pools, or of nobody. report: the report says what was
-    found. error: a pointer into memory that is not the runner's is an error. Captures note
-    operators and lines for it, which takes time.
+    """Whether captures end with a look at the owner of each pointer in each graph. report: the
+    report says what was found. error: a pointer into memory that is not the runner's is an error.
+    Captures note operators and lines for it, which takes time.
     """
     attention_support: Attention = AttentionSupport.ALWAYS
-    """Batches for which the model's attention can stand inside a FULL graph: ALWAYS, UNIFORM_BATCH,
+    """Batches whose attention can stand inside a FULL graph: ALWAYS, UNIFORM_BATCH,
     UNIFORM_SINGLE_TOKEN_DECODE or NEVER.
     """
     outputs: Literal["borrow", "clone"] = "borrow"
@@ -517,26 +494,26 @@ class CompilationConfig(Section):
     hide_capture_from: tuple[Annotated[str, BeforeValidator(check_package)], ...] = (
         "transformers",
     )
-    """Packages whose code runs in captures as in eager calls: where it asks
-    `torch.cuda.is_current_stream_capturing()`, it is told no, unless a look ahead of the captures
-    saw that it then needs the host. `[]`: all are told the truth.
+    """Packages whose code runs in captures as in eager calls:
+    `torch.cuda.is_current_stream_capturing()` answers no, unless a look ahead of the captures saw
+    that the code then needs the host. `[]`: none.
     """
     all_reduce: Literal["auto", "custom", "nccl", "symm_mem"] = "auto"
-    """How ranks sum tensors, in models that are split over several processes. custom: cgplan's
-    kernels over registered graph buffers (shared memory on the CPU). nccl: torch.distributed (gloo
-    on the CPU). symm_mem: PyTorch's symmetric memory. auto: custom where it can work, else nccl.
+    """How ranks sum tensors. custom: cgplan's kernels over registered graph buffers (shared memory
+    on the CPU). nccl: torch.distributed (gloo on the CPU). symm_mem: PyTorch's symmetric memory.
+    auto: custom if it can work, else nccl.
     """
     on_miss: Literal["eager", "error"] = "eager"
-    """A batch that no graph serves is run eagerly, or is an error."""
+    """What happens to a batch that no graph serves."""
 
     @property
     def verify_policy(self) -> Literal["off", "first", "rarely", "always"]:
-        """When replays are compared: verify, and always in debug mode."""
+        """``verify``, and always in debug mode."""
         return "always" if self.debug else self.verify
 
     @property
     def address_policy(self) -> Literal["off", "first", "always"]:
-        """How often addresses are checked: address_check, and always in debug mode."""
+        """``address_check``, and always in debug mode."""
         return "always" if self.debug else self.address_check
 
     @model_validator(mode="after")
@@ -547,8 +524,8 @@ class CompilationConfig(Section):
         if isinstance(sizes, tuple) and maximum is not None and max(sizes) != maximum:
             raise ValueError(
                 f"max_cudagraph_capture_size is {maximum}, but the largest of "
-                f"cudagraph_capture_sizes is {max(sizes)}; "
-                "remove one of the two, or take one back with --set KEY=null"
+                f"cudagraph_capture_sizes is {max(sizes)}; remove one of the two, or take one back "
+                "with --set KEY=null"
             )
         return self
 
@@ -562,8 +539,7 @@ class SchedulerConfig(Section):
     """Tokens in one batch at most."""
     mixed_batches: Flag = True
     """Whether a simulated batch may hold prefill and decode, as in vLLM. false: one of them,
-    prefill first, as in SGLang; max_num_batched_tokens is its chunked-prefill-size then. A capture
-    does not count with it.
+    prefill first, as in SGLang, whose chunked-prefill-size is max_num_batched_tokens.
     """
 
 
@@ -571,20 +547,18 @@ class LoRAConfig(Section):
     """LoRA adapters that a batch may use."""
 
     max_loras: Count
-    """Distinct adapters in one batch at most; a call may say one more, which stands for any
-    number.
-    """
+    """Distinct adapters in one batch at most; a call may say one more, for any number."""
     rank: Count = 16
-    """Rank of the adapters; informs the model's builder and reports."""
+    """Rank of the adapters, for the model's builder and reports."""
     specialize_active_lora: Flag = False
-    """Capture one graph for each power of two of active adapters up to max_loras."""
+    """Capture a graph for each power of two of active adapters up to max_loras."""
 
 
 class SpeculativeConfig(Section):
     """Speculative decoding."""
 
     num_speculative_tokens: CountOrZero = 0
-    """Draft tokens for each request; the query length of uniform decode is 1 more."""
+    """Draft tokens of each request; the query length of uniform decode is 1 more."""
     method: Literal["eagle", "mtp", "ngram", "draft_model"] | None = None
     """What drafts. With key_rules: vllm_v2 plans have the draft's graphs (eagle, mtp)."""
     varlen_decode: Flag = False
@@ -592,9 +566,8 @@ class SpeculativeConfig(Section):
     vllm_v2): vLLM's adaptive verification.
     """
     accepted_tokens: Annotated[float, Field(strict=True, ge=1)] | None = None
-    """Tokens that a request advances in a decode step on average, from 1 to 1 +
-    num_speculative_tokens; simulated traffic counts with it, a capture does not. Absent: all drafts
-    are accepted.
+    """Tokens that a request advances in a simulated decode step on average, from 1 to 1 +
+    num_speculative_tokens. Absent: all drafts are accepted.
     """
 
     @property
@@ -604,14 +577,11 @@ class SpeculativeConfig(Section):
 
     @model_validator(mode="after")
     def _not_more_than_drafted(self) -> SpeculativeConfig:
-        if (
-            self.accepted_tokens is not None
-            and not self.accepted_tokens <= 1 + self.num_speculative_tokens
-        ):
+        most = 1 + self.num_speculative_tokens
+        if self.accepted_tokens is not None and not self.accepted_tokens <= most:
             raise ValueError(
                 f"accepted_tokens is {self.accepted_tokens:g}, but with "
-                f"{self.num_speculative_tokens} draft tokens a "
-                f"request advances by {1 + self.num_speculative_tokens} at most"
+                f"{self.num_speculative_tokens} draft tokens a request advances by {most} at most"
             )
         return self
 
@@ -620,9 +590,8 @@ class ReportConfig(Section):
     """Sizes and repeats of measurements, and names for profilers."""
 
     sizes: tuple[Count, ...] | None = None
-    """Batch sizes to measure, in tokens. Absent: bench measures every captured size,
-    `cudagraph_mode: AUTO` and `cgplan doctor` the smallest, the largest, and the one for all
-    requests.
+    """Batch sizes to measure, in tokens. Absent: bench measures all captured sizes,
+    `cudagraph_mode: AUTO` and `cgplan doctor` the smallest, the largest, and that of all requests.
     """
     repeats: Count = 30
     """Timed calls of each size and way of running."""
@@ -645,16 +614,14 @@ def _named(value: object) -> object:
 
 
 class Config(Section):
-    """Everything that one YAML file says. `model` and `inputs` may be absent where nothing is
-    captured.
-    """
+    """All that one YAML file says. `model` and `inputs` may be absent if nothing is captured."""
 
     model: ModelConfig | None = None
     """The model that is captured."""
     device: Device = "auto"
     """`auto` (a GPU if there is one), `cuda`, `cuda:N`, or `cpu` (the tape backend)."""
     dims: Annotated[dict[str, Dim], BeforeValidator(_named)] = Field(default_factory=dict)
-    """Sizes of a batch that vary, by name, beside num_tokens and num_reqs. Where no input counts
+    """Sizes of a batch that vary, by name, beside num_tokens and num_reqs. If no input counts
     those, the first one stands for num_tokens.
     """
     inputs: dict[str, _Declared] = Field(default_factory=dict)
@@ -674,7 +641,7 @@ class Config(Section):
     report: ReportConfig = Field(default_factory=ReportConfig)
     """Sizes and repeats of bench."""
     traffic: TrafficConfig | None = None
-    """Synthetic traffic to plan for; absent: none, traffic comes from a file."""
+    """Synthetic traffic to plan for; absent: none."""
     budget: BudgetConfig = Field(default_factory=BudgetConfig)
     """Limits on the cost of graphs."""
 
@@ -715,8 +682,8 @@ class Config(Section):
                     f"input {name!r} has {first!r} twice; only one dimension may count rows"
                 )
         given = self.model.output_shapes if self.model else None
-        for i, shape in enumerate(given or ()):
-            self._symbols_of(f"output {i}", map(Extent.parse, shape))
+        for index, shape in enumerate(given or ()):
+            self._symbols_of(f"output {index}", map(Extent.parse, shape))
         if len(self.dim_names) > 1 and self.tensors and given is None:
             raise ValueError(
                 "`dims` declares more than one name: write the shapes of outputs into "
@@ -736,22 +703,19 @@ class Config(Section):
         return symbols
 
     def _check_boxes(self) -> None:
-        for box in self.compilation.boxes or ():
+        boxes = self.compilation.boxes or ()
+        for box in boxes:
             for name, size in zip(self.dim_names, box, strict=False):
                 if name in self.dims and size > self.dims[name].top:
                     raise ValueError(
                         f"compilation.boxes: {size} is above the max of {name}, "
                         f"{self.dims[name].top}"
                     )
-        if (
-            self.dim_names[0] in self.dims
-            and self.compilation.max_cudagraph_capture_size is not None
-        ):
-            raise ValueError(
-                f"max_cudagraph_capture_size counts tokens; write dims.{self.dim_names[0]}.max"
-            )
-        widths = {len(box) for box in self.compilation.boxes or ()} - {len(self.dim_names)}
-        if widths or (self.compilation.boxes and not self.dims):
+        first, *_ = self.dim_names
+        if first in self.dims and self.compilation.max_cudagraph_capture_size is not None:
+            raise ValueError(f"max_cudagraph_capture_size counts tokens; write dims.{first}.max")
+        widths = {len(box) for box in boxes} - {len(self.dim_names)}
+        if widths or (boxes and not self.dims):
             raise ValueError(
                 f"compilation.boxes has sizes of {', '.join(self.dim_names)} each, in this order"
             )
@@ -763,33 +727,37 @@ class Config(Section):
 
     @property
     def dim_names(self) -> tuple[str, ...]:
-        """Names of the sizes of a batch: first what ``num_tokens`` of a descriptor counts, then
-        those of ``sizes``.
-        """
-        if not self.dims or any(
-            e.symbol in SYMBOLS for spec in self.tensors.values() for e in spec.extents
-        ):
+        """Names of the sizes of a batch, as in the ``box`` of a descriptor."""
+        counted = [spec.row_dim is not None for spec in self.tensors.values()]
+        if not self.dims or any(counted):
             return ("num_tokens", *self.dims)
         return tuple(self.dims)
 
     def shape_at(self, shape: tuple[int | str, ...], sizes: Sequence[int]) -> tuple[int | str, ...]:
         """A shape in terms of num_tokens and num_reqs, for these sizes of the other dimensions."""
         first, *others = self.dim_names
-        at, found = dict(zip(others, sizes, strict=True)), list[int | str]()
-        for given, extent in zip(shape, map(Extent.parse, shape), strict=True):
-            renamed = re.sub(first, "num_tokens", str(given)) if extent.symbol == first else given
-            found.append(extent.at(at) if extent.symbol in at else renamed)
+        at = dict(zip(others, sizes, strict=True))
+        found: list[int | str] = []
+        for given in shape:
+            extent = Extent.parse(given)
+            if extent.symbol in at:
+                found.append(extent.at(at))
+            elif extent.symbol == first:
+                found.append(str(given).replace(first, "num_tokens"))
+            else:
+                found.append(given)
         return tuple(found)
 
     def tensors_at(self, sizes: Sequence[int] = ()) -> dict[str, Input]:
-        """Inputs and metadata, their shapes as ``shape_at`` gives them."""
+        """Inputs and metadata, with the shapes of ``shape_at``."""
         tensors = self.tensors
         if not self.dims:
             return tensors
-        return {
-            n: s.model_copy(update={"shape": self.shape_at(s.shape, sizes)})
-            for n, s in tensors.items()
-        }
+        found = {}
+        for name, spec in tensors.items():
+            shape = self.shape_at(spec.shape, sizes)
+            found[name] = spec.model_copy(update={"shape": shape})
+        return found
 
     @property
     def query_len(self) -> int:

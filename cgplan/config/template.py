@@ -10,9 +10,7 @@ import yaml
 
 
 class InputGuess(NamedTuple):
-    """An argument of a model's forward as an input: fields as in Input, and the reason for them in
-    a few words.
-    """
+    """An argument of a model's forward; fields as in Input."""
 
     name: str
     required: bool  # without a default; others are written as comments
@@ -25,11 +23,12 @@ class InputGuess(NamedTuple):
 
 def starting_yaml(target: str, kwargs: Mapping[str, Any], inputs: Sequence[InputGuess]) -> str:
     """A commented configuration that loads and plans as it is. Ends with a newline."""
-    model: dict[str, Any] = {"target": target, **({"kwargs": dict(kwargs)} if kwargs else {})}
+    model: dict[str, Any] = {"target": target}
+    hint = "  # kwargs: {hidden_size: 64}       # keyword arguments of the target\n"
+    if kwargs:
+        model["kwargs"] = dict(kwargs)
+        hint = ""
     text = yaml.safe_dump({"model": model}, sort_keys=False, width=100, allow_unicode=True)
-    hint = (
-        "" if kwargs else "  # kwargs: {hidden_size: 64}       # keyword arguments of the target\n"
-    )
     head = "inputs:\n"
     if not any(guess.required for guess in inputs):
         head = "inputs: {}\n  # {} because the forward has no argument without a default\n"
@@ -37,14 +36,9 @@ def starting_yaml(target: str, kwargs: Mapping[str, Any], inputs: Sequence[Input
 
 
 def inline_yaml(value: Any) -> str:
-    """A value in one line of YAML; a name that YAML would take for something else (`y`, `on`) is
-    quoted.
-    """
-    return (
-        yaml.safe_dump(value, default_flow_style=True, width=10**6)
-        .removesuffix("\n")
-        .removesuffix("\n...")
-    )
+    """A value in one line of YAML; names such as `y` and `on` are quoted."""
+    text = yaml.safe_dump(value, default_flow_style=True, width=10**6)
+    return text.removesuffix("\n").removesuffix("\n...")
 
 
 def _input(guess: InputGuess) -> str:
@@ -64,9 +58,9 @@ def _input(guess: InputGuess) -> str:
                 "random values for warm-up and bench: from, below",
             )
         )
-    text = "".join(
-        f"{line:<33} # {comment}\n" if comment else f"{line}\n" for line, comment in lines
-    )
+    text = ""
+    for line, comment in lines:
+        text += f"{line:<33} # {comment}\n" if comment else f"{line}\n"
     return indent(text, "  " if guess.required else "  # ")
 
 

@@ -1,4 +1,4 @@
-"""Values of the configuration: parsers for each kind of field, with messages for other values."""
+"""Values of the configuration: a parser for each kind of field."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ Attention = Annotated[
 DIMENSION = {"anyOf": [{"type": "integer"}, {"type": "string"}]}
 Count = Annotated[int, Field(strict=True, ge=1)]
 CountOrZero = Annotated[int, Field(strict=True, ge=0)]
-# a ladder lists every size up to it
+# of a batch, because a ladder lists every size up to it; of a prompt and an output
 BatchBound = Annotated[
     int,
     Field(
@@ -70,15 +70,9 @@ BatchBound = Annotated[
         le=1 << 20,
     ),
 ]
-Length = Annotated[
-    int,
-    Field(
-        strict=True,
-        ge=1,
-        le=1 << 20,
-    ),
-]  # of a prompt or an output, in tokens
 Flag = Annotated[bool, Field(strict=True)]
+# YAML reads the word off as false
+Off = BeforeValidator(lambda value: "off" if value is False else value)
 
 
 def check_pad(value: object) -> object:
@@ -144,7 +138,7 @@ LARGEST = {  # torch.finfo(...).max
 
 
 def is_value_of(dtype: str, value: float) -> bool:
-    """Whether a tensor of that dtype can hold the number, rounded where it is floating point."""
+    """Whether a tensor of that dtype can hold the number, rounded if it is floating point."""
     is_finite = isinstance(value, int) or math.isfinite(value)
     if dtype in LARGEST:
         return not is_finite or abs(value) <= LARGEST[dtype]
@@ -168,9 +162,7 @@ def _amount(
     example: str,
     most: float,
 ) -> Callable[[object], float]:
-    """Parser of amounts such as ``2GiB``: a number of the base ``unit``, or text with one of
-    ``units``, in any case.
-    """
+    """Parser of amounts: a number of the base ``unit``, or text with one of ``units``."""
     factors = {"": 1.0}
     for name, factor in units.items():
         factors[name.lower()] = factor

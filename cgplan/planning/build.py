@@ -1,4 +1,4 @@
-"""From a configuration to its plan: the keys of a list of sizes, or of a ladder."""
+"""From a configuration to its plan."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from math import prod
-from types import MappingProxyType
 
 from cgplan.config import Config, Dim
 from cgplan.errors import ConfigError, ModeError, PlanError
@@ -42,19 +41,15 @@ Ladder = Callable[[int], Sizes]
 
 
 def attention_is_split(splitting_ops: tuple[str, ...] | None) -> bool:
-    """Whether attention stands outside the graph segments. An operator counts as attention by its
-    name.
-    """
+    """Whether attention, by the names of operators, stands outside the graph segments."""
     ops = DEFAULT_SPLITTING_OPS if splitting_ops is None else splitting_ops
     return any("attention" in op or "attn" in op for op in ops)
 
 
 def resolve_mode(config: Config) -> tuple[CUDAGraphMode, tuple[PlanChange, ...]]:
-    """The mode that can be captured, and the changes that led there, in order: nothing is
-    downgraded in silence.
+    """The mode that can be captured, and the changes that led there, in order.
 
-    Raises:
-        ModeError: mixed batches are to run as FULL graphs, and the attention supports none.
+    Raises ModeError if mixed batches are to run as FULL graphs, and the attention supports none.
     """
     compilation = config.compilation
     mode: CUDAGraphMode = compilation.cudagraph_mode
@@ -108,7 +103,7 @@ def resolve_mode(config: Config) -> tuple[CUDAGraphMode, tuple[PlanChange, ...]]
 
 
 def refuse_auto(config: Config) -> None:
-    """Raise ConfigError where the mode is AUTO, and has to be known already."""
+    """Raise ConfigError if the mode is AUTO."""
     if config.compilation.cudagraph_mode is CUDAGraphMode.AUTO:
         raise ConfigError(
             "cudagraph_mode is AUTO, and the graphs have to be known here before the model is "
@@ -120,27 +115,18 @@ def refuse_auto(config: Config) -> None:
 
 
 def vllm(maximum: int) -> Sizes:
-    """1, 2, 4, then 8..255 by 8, then from 256 by 16. The maximum itself only if it is on the
-    stride.
-    """
+    """1, 2, 4, 8..255 by 8, and from 256 by 16; the maximum only if it is on the stride."""
     return _by_strides(maximum, {8: 8, 256: 16})
 
 
 def sglang(maximum: int) -> Sizes:
-    """SGLang's decode ladder: 1, 2, 4, 8, 12, 16..256 by 8, 272..496 by 16, from 512 by 32, and the
-    maximum.
-    """
-    strides = {
-        8: 4,
-        16: 8,
-        256: 16,
-        512: 32,
-    }
+    """1, 2, 4, 8, 12, 16..256 by 8, 272..496 by 16, from 512 by 32, and the maximum."""
+    strides = {8: 4, 16: 8, 256: 16, 512: 32}
     return _with(maximum, _by_strides(maximum, strides))
 
 
 def trtllm(maximum: int) -> Sizes:
-    """TensorRT-LLM's ladder: 1, 2, 4, 8..128 by 8, then by 64, and the maximum."""
+    """1, 2, 4, 8..128 by 8, from 128 by 64, and the maximum."""
     return _with(maximum, _by_strides(maximum, {8: 8, 128: 64}))
 
 
@@ -150,8 +136,11 @@ def powers_of_two(maximum: int) -> Sizes:
     return _with(maximum, powers)
 
 
-def _by_strides(maximum: int, strides: Mapping[int, int]) -> Sizes:
-    """1, 2, 4, and then by a stride from each first size on, up to the next."""
+def _by_strides(
+    maximum: int,
+    strides: Mapping[int, int],
+) -> Sizes:
+    """1, 2, 4, and from each first size by its stride, up to the next."""
     sizes = [1, 2, 4]
     firsts = [*strides, max(maximum, *strides) + 1]
     for first, end in pairwise(firsts):
@@ -163,14 +152,12 @@ def _with(maximum: int, sizes: Sequence[int]) -> Sizes:
     return tuple(sorted({*sizes, maximum}))
 
 
-LADDERS: Mapping[str, Ladder] = MappingProxyType(
-    {
-        "vllm": vllm,
-        "sglang": sglang,
-        "trtllm": trtllm,
-        "powers_of_two": powers_of_two,
-    }
-)
+LADDERS: Mapping[str, Ladder] = {
+    "vllm": vllm,
+    "sglang": sglang,
+    "trtllm": trtllm,
+    "powers_of_two": powers_of_two,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,9 +165,9 @@ class CaptureSizes:
     """The capture sizes of a plan.
 
     Attributes:
-        sizes: In tokens, ascending; empty where nothing is captured.
-        source: Where they come from, in words.
-        warnings: Sizes that were dropped or changed on the way, and why.
+        sizes: In tokens, ascending; empty if nothing is captured.
+        source: In words.
+        warnings: Sizes that were dropped or changed, and why.
     """
 
     sizes: Sizes
@@ -189,12 +176,11 @@ class CaptureSizes:
 
 
 def resolve_sizes(config: Config, mode: CUDAGraphMode) -> CaptureSizes:
-    """Capture sizes for a configuration in the resolved mode. Raises PlanError where none is
-    left.
-    """
+    """Capture sizes in the resolved mode. Raises PlanError if none is left."""
     if mode is CUDAGraphMode.NONE:
         return CaptureSizes((), "cudagraph_mode is NONE")
-    given, boxes = config.compilation.cudagraph_capture_sizes, config.compilation.boxes
+    given = config.compilation.cudagraph_capture_sizes
+    boxes = config.compilation.boxes
     lead = config.dims.get(config.dim_names[0])
     if boxes is not None:
         sizes = {box[0] for box in boxes}
@@ -208,13 +194,10 @@ def resolve_sizes(config: Config, mode: CUDAGraphMode) -> CaptureSizes:
     q = config.query_len
     is_rounded = config.compilation.key_rules == "vllm_v1"
     if mode.decode_mode() is CUDAGraphMode.FULL and q > 1 and is_rounded:
-        # Padded batches have whole requests. As in vLLM, no size is rounded beyond the largest one.
+        # as in vLLM, no size is rounded beyond the largest one
         maximum = max(found.sizes, default=0)
-        sizes = set()
-        for size in found.sizes:
-            rounded = -(-size // q) * q
-            if rounded <= maximum:
-                sizes.add(rounded)
+        rounded = {-(-size // q) * q for size in found.sizes}
+        sizes = {size for size in rounded if size <= maximum}
         if not sizes and q <= maximum:
             sizes = {q}
         source = f"{found.source}, rounded up to multiples of {q}"
@@ -238,7 +221,10 @@ def sizes_of(dim: Dim) -> Sizes:
     return tuple(size for size in sizes if size >= dim.min)
 
 
-def _given(config: Config, given: Sizes) -> CaptureSizes:
+def _given(
+    config: Config,
+    given: Sizes,
+) -> CaptureSizes:
     limit = config.scheduler.max_num_batched_tokens
     sizes = sorted(set(given))
     kept = tuple(size for size in sizes if size <= limit)
@@ -257,9 +243,7 @@ def ladder_sizes(
     largest: int = LARGEST_DEFAULT_SIZE,
     every: int = 0,
 ) -> CaptureSizes:
-    """Sizes of a ladder, up to ``largest`` where no maximum is given, and with each size up to
-    ``every``.
-    """
+    """Sizes of a ladder, at most ``largest`` if no maximum is given, with each up to ``every``."""
     q = config.query_len
     seqs = config.scheduler.max_num_seqs
     tokens = config.scheduler.max_num_batched_tokens
@@ -286,7 +270,7 @@ def ladder_sizes(
 
 
 def lora_cases(config: Config) -> Sizes:
-    """Numbers of active adapters to capture for; max_loras + 1 stands for any number of them."""
+    """Numbers of active adapters to capture for; max_loras + 1 stands for any number."""
     if config.lora is None:
         return (0,)
     most = config.lora.max_loras
@@ -300,7 +284,7 @@ def lora_cases(config: Config) -> Sizes:
 
 
 def build_plan(config: Config) -> Plan:
-    """Plan for a configuration, without torch and without a device.
+    """The plan of a configuration; nothing runs.
 
     Raises:
         ModeError: the mode cannot be captured with the model's attention.
@@ -360,9 +344,11 @@ def _keys(
     sizes: Sequence[int],
     cases: Sequence[int],
 ) -> tuple[Key, ...]:
-    seqs, q = config.scheduler.max_num_seqs, config.query_len
+    seqs = config.scheduler.max_num_seqs
+    q = config.query_len
     boxes = _boxes(config, sizes)
-    mixed, decode = mode.mixed_mode(), mode.decode_mode()
+    mixed = mode.mixed_mode()
+    decode = mode.decode_mode()
     decodes_apart = mode.separate_routine() and decode is CUDAGraphMode.FULL
     keys: list[Key] = []
     for case in cases:
@@ -425,7 +411,7 @@ def _v2_place(key: Key) -> tuple[bool, int]:
 
 
 def _boxes(config: Config, sizes: Sequence[int]) -> Sequence[tuple[int, ...]]:
-    """The boxes to capture. Raises ConfigError where they are too many, or span too many."""
+    """The boxes to capture. Raises ConfigError if they are too many, or span too many."""
     given = config.compilation.boxes
     axes: dict[str, Sequence[int]] = {config.dim_names[0]: sizes}
     for dim, name in enumerate(config.dim_names[1:], start=1):
@@ -457,7 +443,8 @@ def _unused(
     sizes: Sequence[int],
     keys: Sequence[Key],
 ) -> Iterator[str]:
-    compilation, seqs = config.compilation, config.scheduler.max_num_seqs
+    compilation = config.compilation
+    seqs = config.scheduler.max_num_seqs
     captured = {descriptor.num_tokens for _, descriptor in keys}
     q = config.query_len
     unused = [size for size in sizes if captured.isdisjoint({size, -(-size // q) * q})]

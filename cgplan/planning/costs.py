@@ -1,6 +1,4 @@
-"""Costs of graphs: device memory and start-up time of a list of keys, before anything is
-captured.
-"""
+"""Costs of graphs: device memory and start-up time, before anything is captured."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from cgplan.modes import CUDAGraphMode, Key
 
 
 class Record(BaseModel):
-    """A frozen value that refuses fields it does not know."""
+    """A frozen value that refuses unknown fields."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -32,7 +30,7 @@ class KeyCost:
 
     Attributes:
         pool_bytes: Growth of the graph pool.
-        driver_bytes: Device memory that the driver takes for its nodes, 0 on the tape.
+        driver_bytes: The driver's memory for its nodes, 0 on the tape.
         seconds: Of warm-ups and the capture.
     """
 
@@ -45,11 +43,11 @@ class Predicted(Record):
     """The predicted cost of capturing a list of keys.
 
     Attributes:
-        keys: Of each key, in capture order.
-        static_bytes: Static buffers for the largest key, which all keys share.
-        workspace_bytes: Library workspaces and other memory that the first graph takes once.
+        keys: In capture order.
+        static_bytes: Of the static buffers, which all keys share.
+        workspace_bytes: What the first graph takes once: library workspaces and more.
         estimated: Whether no figure was measured on the device.
-        notes: Why the figures may not be those of the configuration that is planned for.
+        notes: Why the configuration that is planned for may have other figures.
     """
 
     keys: tuple[KeyCost, ...]
@@ -61,10 +59,8 @@ class Predicted(Record):
 
     @property
     def total_bytes(self) -> int:
-        total = self.static_bytes + self.workspace_bytes
-        for cost in self.keys:
-            total += cost.pool_bytes + cost.driver_bytes
-        return total
+        of_keys = sum(cost.pool_bytes + cost.driver_bytes for cost in self.keys)
+        return self.static_bytes + self.workspace_bytes + of_keys
 
     @property
     def seconds(self) -> float:
@@ -72,16 +68,13 @@ class Predicted(Record):
 
 
 class GraphCosts(ABC):
-    """Predicts the cost of keys. They share one pool: a key costs the memory that it adds to those
-    captured before it.
+    """Predicts the cost of keys that share one pool.
 
     Attributes:
-        source, estimated, notes, workspace_bytes: As in the predictions.
-        config: Its inputs are what static buffers hold.
-        bends: Sizes between which driver bytes and seconds lie on lines, where they may fall as
-            sizes grow.
-        once_seconds: Time that the first capture takes longer than a second one would: tracing,
-            loading kernels.
+        source, estimated, notes, workspace_bytes: As in ``Predicted``.
+        config: Its inputs are in the static buffers.
+        bends: Sizes between which driver bytes and seconds are linear; they may fall.
+        once_seconds: Extra time of the first capture: tracing, loading kernels.
     """
 
     config: Config
@@ -93,12 +86,14 @@ class GraphCosts(ABC):
     bends: Sequence[int] = ()
 
     @abstractmethod
-    def pool_bytes(self, mode: CUDAGraphMode, num_tokens: int) -> int:
-        """Bytes of a pool into which graphs of that mode up to that size (with `dims` the elements
-        of a box) have been captured, largest first.
-
-        Nondecreasing in the size. The graphs of several modes share one pool, so it has the largest
-        of their bytes.
+    def pool_bytes(
+        self,
+        mode: CUDAGraphMode,
+        num_tokens: int,
+    ) -> int:
+        """Bytes of a pool after captures of that mode up to that size (with `dims` the elements of
+        a box), largest first. Nondecreasing in the size. A pool of several modes has the largest of
+        their bytes.
         """
 
     def static_bytes(
@@ -106,23 +101,19 @@ class GraphCosts(ABC):
         num_tokens: int,
         sizes: tuple[int, ...] = (),
     ) -> int:
-        """Bytes of the static buffers, where ``num_tokens`` is the largest size with such others;
-        exact.
-        """
+        """As the function ``static_bytes``."""
         return static_bytes(self.config, num_tokens, sizes)
 
     @abstractmethod
     def driver_bytes(self, key: Key) -> int:
-        """Device memory that the driver takes for one key."""
+        """The driver's memory for one key."""
 
     @abstractmethod
     def seconds(self, key: Key) -> float:
         """Warm-ups and capture of one key."""
 
     def of(self, keys: Sequence[Key]) -> Predicted:
-        """Cost of capturing these keys, in this order, into one pool. ``once_seconds`` count for
-        the first one.
-        """
+        """Cost of capturing these keys, in this order, into one pool."""
         held = 0
         costs: list[KeyCost] = []
         seconds = self.once_seconds
@@ -146,8 +137,10 @@ class GraphCosts(ABC):
         )
 
 
-def widest(keys: Iterable[Key]) -> dict[tuple[int, ...], int]:
-    """The most tokens with each ``sizes``: what static buffers are for."""
+def widest(
+    keys: Iterable[Key],
+) -> dict[tuple[int, ...], int]:
+    """The most tokens with each ``sizes``, for which static buffers are made."""
     found: dict[tuple[int, ...], int] = {}
     for _, descriptor in keys:
         most = found.get(descriptor.sizes, 0)
@@ -160,27 +153,30 @@ def static_bytes(
     num_tokens: int,
     sizes: tuple[int, ...] = (),
 ) -> int:
-    """Bytes of the static buffers of all inputs and metadata, where ``num_tokens`` is the largest
-    capture size with such ``sizes`` in the dimensions behind the first; exact.
+    """Bytes of the static buffers of all inputs and metadata; exact, as
+    ``buffers.static.StaticBuffers`` allocates them.
 
-    The arithmetic of ``buffers.static.StaticBuffers``, without allocating them.
+    ``num_tokens`` is the largest capture size with ``sizes`` in the dimensions behind the first.
     """
     reqs = min(num_tokens, config.scheduler.max_num_seqs)
     total = 0
     for spec in config.tensors_at(sizes).values():
-        bits = re.search(r"\d+", spec.dtype)  # the first number in a dtype's name; bool has none
+        bits = re.search(r"\d+", spec.dtype)  # bool has none
         itemsize = int(bits[0]) // 8 if bits else 1
         lengths = [extent.size(num_tokens, reqs) for extent in spec.extents]
         total += itemsize * prod(lengths)
     return total
 
 
-def representative_keys(keys: Sequence[Key], max_num_seqs: int) -> tuple[Key, ...]:
+def representative_keys(
+    keys: Sequence[Key],
+    max_num_seqs: int,
+) -> tuple[Key, ...]:
     """Keys whose costs tell those of the others, in capture order.
 
-    Of each mode, without and with LoRA adapters: the largest size, a small one, and between them
-    the largest in which every token can be a request, because costs bend there. The small one is
-    not of size 1 if there is another: kernels for a single row differ from those for more.
+    Of each mode, without and with LoRA adapters: the largest size, the largest in which every token
+    can be a request, because costs bend there, and the smallest. Kernels for a single row differ
+    from others, so it is above 1 if possible.
     """
     lanes: dict[tuple[CUDAGraphMode, bool], dict[int, Key]] = {}
     # of the LoRA cases, the one for the most stays
@@ -191,10 +187,8 @@ def representative_keys(keys: Sequence[Key], max_num_seqs: int) -> tuple[Key, ..
         by_size[descriptor.elements] = key
     chosen: set[Key] = set()
     for by_size in lanes.values():
-        several = [size for size in by_size if size > 1]
-        small = min(several, default=1)
-        one_token_each = [size for size in by_size if size <= max_num_seqs]
-        bend = max(one_token_each, default=small)
+        small = min((size for size in by_size if size > 1), default=1)
+        bend = max((size for size in by_size if size <= max_num_seqs), default=small)
         for size in (small, bend, max(by_size)):
             chosen.add(by_size[size])
     return tuple(key for key in keys if key in chosen)

@@ -1,6 +1,4 @@
-"""Differences of two plans, and of a saved plan and the configuration that it is to be captured
-with.
-"""
+"""Differences of two plans, and of a saved plan and a configuration."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ from cgplan.planning.plan import (
     config_hash,
 )
 
-# Settings that a plan decides itself; what the configuration says of them does not change its keys.
+# Settings that a plan decides, whatever the configuration says.
 DECIDED_BY_THE_PLAN = (
     "compilation.cudagraph_mode",
     "compilation.cudagraph_capture_sizes",
@@ -38,18 +36,14 @@ _COMPARED = {
 
 
 class FieldChange(Record):
-    """A setting that differs: its dotted name and both values as JSON has them, None where it is
-    absent.
-    """
+    """A setting that differs: its dotted name and both values in JSON; None: absent."""
 
     name: str
     old: Any
     new: Any
 
     def said(self, form: str) -> str:
-        """``form`` with ``{name}``, ``{old}`` and ``{new}`` as JSON writes them, text without
-        quotes.
-        """
+        """``form`` with ``{name}``, ``{old}`` and ``{new}`` in JSON, text without quotes."""
         return form.format(
             name=self.name,
             old=_shown(self.old),
@@ -89,10 +83,9 @@ class PlanDifference(Record):
 
     Attributes:
         memory: Predicted, in bytes; ``seconds`` of start-up likewise.
-        expected_us: Expected microseconds of a step over the traffic.
-        failed: Keys that could not be captured and that the new plan leaves out, with their errors.
-        settings: Other differences: the resolved mode, the configurations, the budgets, the
-            machines.
+        expected_us: Microseconds of a step.
+        failed: Keys that the new plan leaves out because they could not be captured, with errors.
+        settings: Of the resolved mode, the configurations, the budgets and the machines.
         notes: Why figures may not be comparable.
     """
 
@@ -112,17 +105,17 @@ class PlanDifference(Record):
 
 
 def compare(old: Plan, new: Plan) -> PlanDifference:
-    """The changes that capturing ``new`` instead of ``old`` brings."""
+    """The changes from ``old`` to ``new``."""
     before, after = old.lanes(), new.lanes()
     lanes = []
     for lane in sorted({*before, *after}, key=_by_name):
-        had = before.get(lane, ())
-        has = after.get(lane, ())
+        had = set(before.get(lane, ()))
+        has = set(after.get(lane, ()))
         change = LaneChange(
             **lane._asdict(),
-            added=tuple(size for size in has if size not in had),
-            removed=tuple(size for size in had if size not in has),
-            kept=tuple(size for size in has if size in had),
+            added=tuple(sorted(has - had)),
+            removed=tuple(sorted(had - has)),
+            kept=tuple(sorted(has & had)),
         )
         lanes.append(change)
     failed = (new.evidence or {}).get("failed", ())
@@ -142,7 +135,11 @@ def _by_name(lane: Lane) -> tuple[str, bool, int]:
     return lane.mode.name, lane.uniform, lane.num_active_loras
 
 
-def _predicted(old: Plan, new: Plan, name: str) -> Figure:
+def _predicted(
+    old: Plan,
+    new: Plan,
+    name: str,
+) -> Figure:
     return Figure(
         old=getattr(old.predicted, name, None),
         new=getattr(new.predicted, name, None),
@@ -156,22 +153,19 @@ def mismatches(
 ) -> tuple[FieldChange, ...]:
     """Settings of a saved plan (old) and of the present configuration (new) that differ.
 
-    Settings that the plan decides itself do not count, nor does the device, which does not change a
-    plan. The present machine is compared where the plan's figures were measured on one.
+    The device and the settings that the plan decides do not count. The present ``machine`` is
+    compared if the plan's figures were measured on one.
     """
-    found = []
-    for change in _changes(plan.config, capture_config(config)):
-        if change.name not in (*DECIDED_BY_THE_PLAN, "device"):
-            found.append(change)
+    changes = _changes(plan.config, capture_config(config))
+    ignored = *DECIDED_BY_THE_PLAN, "device"
+    found = [change for change in changes if change.name not in ignored]
     if plan.machine is not None and machine is not None:
         found += machine_changes(plan.machine, machine)
     return tuple(found)
 
 
 def unused_settings(plan: Plan, config: Config) -> tuple[FieldChange, ...]:
-    """Settings of the configuration (new) that the plan decides otherwise than the one it was made
-    from (old).
-    """
+    """Settings that the plan decides, and that the configuration (new) changes."""
     changes = _changes(plan.config, capture_config(config))
     return tuple(change for change in changes if change.name in DECIDED_BY_THE_PLAN)
 
@@ -184,10 +178,10 @@ def fitted(
     force: bool = False,
     file: str | None = None,
 ) -> Plan:
-    """The plan with its keys as they are, ready to be captured with a configuration.
+    """The plan, to be captured with a configuration; ``file`` is the one that it was read from.
 
-    With ``force`` a plan that does not match gets a warning instead of a PlanMismatchError that
-    names each field; ``file`` is the one that it was read from, for messages.
+    Raises PlanMismatchError, which names each setting, if they do not match; with ``force`` the
+    plan has a warning instead.
     """
     wrong = mismatches(plan, config, machine)
     # the plan decides which graphs, not if
@@ -200,7 +194,8 @@ def fitted(
             ),
         )
     described = [change.said("{name}: {old} in the plan, {new} now") for change in wrong]
-    problem, warnings = "the plan was made for something else", plan.warnings
+    problem = "the plan was made for something else"
+    warnings = plan.warnings
     if wrong and not force:
         raise PlanMismatchError(
             problem + "".join(f"\n  - {line}" for line in described),
@@ -224,18 +219,17 @@ def machine_changes(old: Machine, new: Machine) -> list[FieldChange]:
 
 
 def named(changes: Sequence[FieldChange]) -> str:
-    """Settings that differ, the first few of them, as
-    ``scheduler.max_num_seqs was 256, is 64 here``.
-    """
-    shown = []
-    for change in changes[:MOST_NAMED]:
-        shown.append(change.said("{name} was {old}, is {new} here"))
+    """The first changes, as ``scheduler.max_num_seqs was 256, is 64 here``."""
+    shown = [change.said("{name} was {old}, is {new} here") for change in changes[:MOST_NAMED]]
     if len(changes) > MOST_NAMED:
         shown.append(f"and {len(changes) - MOST_NAMED} more")
     return "; ".join(shown)
 
 
-def _settings(old: Plan, new: Plan) -> Iterator[FieldChange]:
+def _settings(
+    old: Plan,
+    new: Plan,
+) -> Iterator[FieldChange]:
     if new.mode is not old.mode:
         yield FieldChange(name="mode", old=str(old.mode), new=str(new.mode))
     for change in _changes(old.config, new.config):
@@ -267,8 +261,10 @@ def _notes(old: Plan, new: Plan) -> Iterator[str]:
             )
 
 
-def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[FieldChange]:
-    """Leaves that differ, in the order of ``new``."""
+def _changes(
+    old: Mapping[str, Any],
+    new: Mapping[str, Any],
+) -> list[FieldChange]:
     before = dict(leaves(old))
     after = dict(leaves(new))
     found = []
@@ -276,17 +272,19 @@ def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[FieldChange
         was = before.get(name)
         now = after.get(name)
         if was != now:
-            found.append(
-                FieldChange(
-                    name=name,
-                    old=was,
-                    new=now,
-                )
+            change = FieldChange(
+                name=name,
+                old=was,
+                new=now,
             )
+            found.append(change)
     return found
 
 
-def leaves(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(
+    value: Mapping[str, Any],
+    prefix: str = "",
+) -> Iterator[tuple[str, Any]]:
     """Dotted names and values of a nested mapping."""
     for name, inner in value.items():
         if isinstance(inner, Mapping):

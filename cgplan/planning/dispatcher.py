@@ -1,4 +1,4 @@
-"""Dispatch: which graph runs this batch. Precomputed, so that a call is one table look-up."""
+"""Dispatch: the graph that runs a batch, by one look-up in a table."""
 
 from __future__ import annotations
 
@@ -34,18 +34,21 @@ class MissReason(StrEnum):
 
 
 def set_of_modes(given: Collection[CUDAGraphMode]) -> frozenset[CUDAGraphMode]:
-    """Runtime modes of a call, which may be given by name. Raises InputError for a string."""
+    """Runtime modes, which may be given by name. Raises InputError for a string."""
     if isinstance(given, str):
-        raise InputError("modes is a string; pass a set", remedy=f"Pass {{CUDAGraphMode.{given}}}.")
+        raise InputError(
+            "modes is a string; pass a set",
+            remedy=f"Pass {{CUDAGraphMode.{given}}}.",
+        )
     return frozenset(map(CUDAGraphMode.parse, given))
 
 
 class _Row(dict[int | Box, Answer]):
     """Answers by the sizes of a batch, rows first (a number where rows alone vary).
 
-    An answer is the first of ``keys``, in order of preference, whose box holds the batch. It is
-    found ahead for each corner of the grid that the boxes span; a batch goes up to the next corner.
-    An eager batch gets (NONE, unpadded descriptor); as in vLLM, that descriptor holds sizes alone.
+    An answer is the first of ``keys`` whose box holds the batch. It is known for each corner of the
+    grid that the boxes span; a batch goes up to the next corner. An eager batch gets (NONE,
+    unpadded descriptor); as in vLLM, that descriptor holds sizes alone.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class _Row(dict[int | Box, Answer]):
         super().__init__()
         self._keys = keys
         self._num_sizes = num_sizes
+        none = len(keys)
         ranks: dict[Box, int] = {}
         for rank, (_, descriptor) in enumerate(keys):
             ranks.setdefault(descriptor.box, rank)
@@ -66,11 +70,12 @@ class _Row(dict[int | Box, Answer]):
         places = [reversed(range(len(axis))) for axis in self._axes]
         for corner in product(*places):  # the largest one first
             box = tuple(map(getitem, self._axes, corner))
-            best = ranks.get(box, len(keys))
-            for dim, place in enumerate(corner):
-                before, behind = corner[:dim], corner[dim + 1 :]
-                above = (*before, place + 1, *behind)
-                best = min(best, self._corners.get(above, len(keys)))
+            best = ranks.get(box, none)
+            for dim in range(len(corner)):
+                above = list(corner)
+                above[dim] += 1
+                found = self._corners.get(tuple(above), none)
+                best = min(best, found)
             self._corners[corner] = best
 
     def __missing__(self, asked: int | Box) -> Answer:
@@ -80,15 +85,17 @@ class _Row(dict[int | Box, Answer]):
                 f"the batch has {counted(len(box), 'size')}; the plan has {self._num_sizes}",
                 remedy="Pass `sizes`: one number for each name of `dims` behind the first.",
             )
-        rank = len(self._keys)
+        none = len(self._keys)
+        rank = none
         if min(box) > 0:
             corner = tuple(map(bisect_left, self._axes, box))
-            rank = self._corners.get(corner, rank)
-        if rank < len(self._keys):
+            rank = self._corners.get(corner, none)
+        if rank < none:
             answer = self._keys[rank]
         else:
             rows, *others = box
-            answer = CUDAGraphMode.NONE, BatchDescriptor(rows, sizes=tuple(others))
+            descriptor = BatchDescriptor(rows, sizes=tuple(others))
+            answer = CUDAGraphMode.NONE, descriptor
         self[asked] = answer
         return answer
 
@@ -131,19 +138,16 @@ class _RunnerV2:
 
 
 class CudagraphDispatcher:
-    """Answers for every batch, from a plan. Immutable in effect: equal questions get equal answers
-    on every rank.
+    """Answers for every batch, from a plan alone: the same ones on every rank.
 
-    A batch goes to the first of these that holds it: FULL graphs (those of uniform decode only if
-    it is uniform), then PIECEWISE graphs; of each kind those for the fewest adapters that are
-    enough; there the smallest size. The table has a row for each (uniform, active adapters, modes
-    allowed); a row is indexed by the sizes of the batch.
+    The first of these that holds a batch runs it: FULL graphs (those of uniform decode only if it
+    is uniform), then PIECEWISE graphs; of each kind those for the fewest adapters that are enough;
+    of these the smallest size.
     """
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        # Keys by lane, lanes in the order in which they are asked. FULL graphs of a plan are either
-        # all of uniform decode or all of mixed batches.
+        # FULL graphs of a plan are either all of uniform decode or all of mixed batches
         ordered = sorted(plan.keys, key=_preference)
         self._lanes = grouped((Lane.of(*key), key) for key in ordered)
         self._v2 = _RunnerV2(plan) if plan.key_rules == "vllm_v2" else None
@@ -176,26 +180,20 @@ class CudagraphDispatcher:
         uniform_query_len: int | None = None,
         max_query_len: int | None = None,
     ) -> Answer:
-        """Runtime mode and descriptor for a batch. With several dimensions: of the boxes that hold
-        it, the one with the fewest elements.
+        """FULL or PIECEWISE and the descriptor of its key; else NONE with the unpadded descriptor,
+        and ``explain`` says why. Of several boxes, the one with the fewest elements.
 
         Args:
             num_tokens: Unpadded.
             uniform_decode: Whether each request has ``plan.query_len`` tokens.
             num_active_loras: Distinct adapters in the batch.
-            valid_modes: The runtime modes that may be chosen; all if absent. NONE is always
-                possible.
-            invalid_modes: Runtime modes that may not be chosen.
-            sizes: In the other named dimensions, unpadded, see BatchDescriptor.
+            valid_modes: The modes that may be chosen, beside NONE; absent: all.
+            invalid_modes: The modes that may not.
+            sizes: In the other named dimensions, unpadded.
             num_reqs: Requests of the batch. This and what follows decides with key_rules vllm_v2
                 alone.
-            uniform_query_len: Tokens of each request, where all have as many; of a uniform decode
-                ``plan.query_len``.
+            uniform_query_len: Tokens of each request, where all have as many.
             max_query_len: Of each request at most, in a batch without prefill.
-
-        Returns:
-            FULL or PIECEWISE with its key, else NONE with the unpadded descriptor (``explain`` says
-            why).
         """
         if self._v2 is not None:
             if uniform_decode:
@@ -224,30 +222,30 @@ class CudagraphDispatcher:
         invalid_modes: Modes = None,
         sizes: tuple[int, ...] = (),
     ) -> MissReason | None:
-        """Why ``dispatch`` answers this question with NONE; None if a graph serves the batch."""
+        """Why ``dispatch`` answers with NONE; None if a graph serves the batch."""
         asked = num_tokens, uniform_decode, num_active_loras
-        mode, _ = self.dispatch(*asked, valid_modes, invalid_modes, sizes)
+        mode, _ = self.dispatch(
+            *asked,
+            valid_modes,
+            invalid_modes,
+            sizes,
+        )
         if mode is not CUDAGraphMode.NONE:
             return None
         if not self.plan.keys:
             return MissReason.NOTHING_CAPTURED
         if num_active_loras not in self._cases:
             return MissReason.NO_LORA_CASE
-        is_held = False
-        for _, descriptor in self.plan.keys:
-            is_held = is_held or all(map(ge, descriptor.sizes, sizes))
-        if num_tokens > self.plan.max_capture_size or not is_held:
+        held = [all(map(ge, descriptor.sizes, sizes)) for _, descriptor in self.plan.keys]
+        if num_tokens > self.plan.max_capture_size or not any(held):
             return MissReason.TOO_LARGE
         mode, _ = self.dispatch(*asked, sizes=sizes)
         if mode is not CUDAGraphMode.NONE:
             return MissReason.MODE_EXCLUDED
-        serving = []
-        for lane in self._lanes:
-            if uniform_decode or not lane.uniform:
-                serving.append(lane.num_active_loras)
+        serving = [lane for lane in self._lanes if uniform_decode or not lane.uniform]
         if not serving:
             return MissReason.NO_GRAPH_FOR_MIXED
-        if max(serving) < num_active_loras:
+        if max(lane.num_active_loras for lane in serving) < num_active_loras:
             return MissReason.NO_LORA_CASE
         return MissReason.TOO_LARGE
 
@@ -257,12 +255,12 @@ class CudagraphDispatcher:
         num_active_loras: int,
         modes: Collection[CUDAGraphMode],
     ) -> _Row:
-        """Answers of the first lane that holds a batch, by its smallest box that does."""
         keys: list[Key] = []
         lanes: list[Lane] = []
         for lane, own in self._lanes.items():
-            is_served = uniform or not lane.uniform
-            if is_served and lane.mode in modes and lane.num_active_loras >= num_active_loras:
+            is_kind = uniform or not lane.uniform
+            has_adapters = lane.num_active_loras >= num_active_loras
+            if is_kind and has_adapters and lane.mode in modes:
                 lanes.append(lane)
                 keys += own
         asked = tuple(lanes)

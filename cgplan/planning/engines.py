@@ -1,9 +1,7 @@
-"""Plans as options and files of vLLM, SGLang and TensorRT-LLM; and vLLM's options as a
-configuration.
+"""Plans as options of vLLM, SGLang and TensorRT-LLM; vLLM's options as a configuration.
 
-The names are those of vLLM 0.33.0 (config/compilation.py, config/vllm.py, engine/arg_utils.py),
-SGLang 0.5.23 (srt/arg_groups/fields/exec_.py) and TensorRT-LLM 1.4.0rc1 (its LLM API reference);
-tests hold them to recorded lists.
+Names are of vLLM 0.33.0 (config/compilation.py, config/vllm.py, engine/arg_utils.py), SGLang 0.5.23
+(srt/arg_groups/fields/exec_.py) and TensorRT-LLM 1.4.0rc1 (its LLM API reference).
 """
 
 from __future__ import annotations
@@ -30,8 +28,7 @@ _DEFAULTS: Mapping[str, Any] = {
     "cudagraph_specialize_lora": True,
 }
 _TAKEN_OVER = (*_DEFAULTS, "cudagraph_capture_sizes", "max_cudagraph_capture_size", "splitting_ops")
-# Keys that change the compilation of kernels, but no graph; the last two are of releases before
-# 0.33.
+# Keys that change kernels, but no graph; the last two are of releases before 0.33.
 _WITHOUT_EFFECT = (
     "backend",
     "cache_dir",
@@ -51,8 +48,7 @@ _WITHOUT_EFFECT = (
     "compile_ranges_split_points",
     "use_inductor",
 )
-# Keys of graphs that are captured besides those of the decoder's batches: of encoders, and of a
-# YOCO model's replay.
+# Keys of other graphs: of encoders, and of a YOCO model's replay.
 _OTHER_GRAPHS = (
     "cudagraph_mm_encoder",
     "encoder_cudagraph_max_frames_per_batch",
@@ -62,7 +58,7 @@ _OTHER_GRAPHS = (
     "decoder_replay_cudagraph_capture_sizes",
     "decoder_replay_trim_threshold",
 )
-# vLLM's ceiling of its own ladder on GPUs of compute capability 10.x (config/vllm.py).
+# of vLLM's ladder on GPUs of compute capability 10.x (config/vllm.py)
 _LARGEST_ON_BLACKWELL = 1024
 # of vLLM's speculative methods, those that its model runner V2 does not have (config/vllm.py)
 _METHODS_OF_V1 = ("suffix", "custom_class")
@@ -71,10 +67,9 @@ _MODES = ("NONE", "STOCK_TORCH_COMPILE", "DYNAMO_TRACE_ONCE", "VLLM_COMPILE")
 
 
 class VllmConfig(NamedTuple):
-    """vLLM's settings as a configuration, with the origin of each value, and notes on what was left
-    out or assumed.
+    """vLLM's settings as a configuration, and notes on what was left out or assumed.
 
-    ``lost`` says which of the sizes that were asked for vLLM does not capture.
+    ``lost``: sizes that were asked for and that vLLM does not capture.
     """
 
     loaded: LoadedConfig
@@ -99,13 +94,13 @@ def read_vllm(
     """The configuration that captures for the same batches as vLLM with these options.
 
     ``text`` is its ``--compilation-config``, a JSON object. Absent bounds are cgplan's defaults,
-    with a note, because vLLM's depend on the GPU. ``max_loras`` is None without ``--enable-lora``.
-    ``runner`` is vLLM's model runner: V2, unless it does not have the speculative method.
-    ``blackwell`` is of a GPU of compute capability 10.x. ``overrides`` win over all of these.
+    because vLLM's depend on the GPU. ``max_loras`` is None without ``--enable-lora``; ``runner`` is
+    V2, unless it lacks the speculative method; ``blackwell`` is compute capability 10.x;
+    ``overrides`` win.
 
     Raises:
-        ConfigError: the text is not JSON, or names a key that vLLM does not have, or a value that
-            cannot be; the model runner does not have the speculative method.
+        ConfigError: the text is not JSON, has a key that vLLM does not have, or a wrong value;
+            the model runner lacks the speculative method.
         PlanError: no capture size is left.
     """
     given = _parse(text)
@@ -205,7 +200,6 @@ def _ignored(given: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _origins(data: Mapping[str, Mapping[str, Any]], asked: Mapping[str, Any]) -> dict[str, str]:
-    """The option that each value came from."""
     found = {}
     for section, values in data.items():
         for name in values:
@@ -219,9 +213,7 @@ def _origins(data: Mapping[str, Mapping[str, Any]], asked: Mapping[str, Any]) ->
 
 
 def _lost(asked: Config, plan: Plan) -> Iterator[str]:
-    """Sentences on the sizes and the maximum that were asked for and that vLLM does not capture,
-    with the reason.
-    """
+    """Sentences on the sizes and the maximum that vLLM does not capture, with the reason."""
     given = asked.compilation.cudagraph_capture_sizes
     largest = asked.compilation.max_cudagraph_capture_size
     top, q, tokens = plan.max_capture_size, plan.query_len, plan.max_num_batched_tokens
@@ -258,7 +250,7 @@ def _lost(asked: Config, plan: Plan) -> Iterator[str]:
 
 
 def describe_batches(plan: Plan) -> Iterator[str]:
-    """Sentences on which batches run in which graphs, and which eagerly."""
+    """Sentences on the batches that run in graphs, and eagerly."""
     q, tokens = plan.query_len, plan.max_num_batched_tokens
     decode = _modes_of(plan, q, min(plan.max_num_seqs, tokens // q), uniform=True)
     yield f"decode batches, by requests of {counted(q, 'token')}: {decode}"
@@ -266,11 +258,8 @@ def describe_batches(plan: Plan) -> Iterator[str]:
 
 
 def _modes_of(plan: Plan, each: int, most: int, *, uniform: bool) -> str:
-    """``1 to 8 in FULL graphs, 9 to 256 eagerly``: batches of 1 to ``most`` times ``each``
-    tokens.
-    """
+    """``1 to 8 in FULL graphs, 9 to 256 eagerly``, in units of ``each`` tokens."""
     dispatcher = CudagraphDispatcher(plan)
-    # those above the largest graph are alike
     tried = range(1, min(most, plan.max_capture_size + 1) + 1)
     spans: list[tuple[int, CUDAGraphMode]] = []  # the first batch of each
     for number in tried:
@@ -334,9 +323,7 @@ Engine = Literal["vllm", "sglang", "trtllm", "json"]
 
 
 class Emission(NamedTuple):
-    """A plan as an engine takes it: options or a file, and how the engine's graphs differ from the
-    plan's.
-    """
+    """A plan as an engine's options or file, and how the engine's graphs differ from it."""
 
     text: str
     notes: tuple[str, ...] = ()
@@ -345,8 +332,8 @@ class Emission(NamedTuple):
 def emit(plan: Plan, engine: Engine) -> Emission:
     """A plan as an engine reads it.
 
-    The engines have one list of sizes for a kind of batch, whatever the LoRA case; vLLM has one for
-    all. Where the plan's lanes differ, their union is emitted, and a note tells its cost.
+    Engines have one list of sizes for a kind of batch, vLLM one for all. If the plan's lanes
+    differ, their union is emitted, with a note.
 
     Args:
         engine: ``vllm``: the option ``--compilation-config``, quoted for a shell. ``sglang``: its
@@ -478,7 +465,7 @@ def _json(plan: Plan) -> Emission:
 
 
 def _captured_mode(plan: Plan) -> CUDAGraphMode:
-    """The mode with the plan's graphs and no others: a lane may have lost all of its sizes."""
+    """The mode with the plan's graphs alone: a lane may have no size."""
     lanes = plan.lanes()
     piecewise = any(lane.mode is CUDAGraphMode.PIECEWISE for lane in lanes)
     full = {lane.uniform for lane in lanes if lane.mode is CUDAGraphMode.FULL}
@@ -494,9 +481,7 @@ def _piecewise_sizes(plan: Plan) -> list[int]:
 
 
 def _requests(plan: Plan) -> list[int]:
-    """Sizes of decode batches in requests, by the graphs that serve them: the FULL ones, else the
-    PIECEWISE ones.
-    """
+    """Sizes of decode batches in requests: of FULL graphs, else of PIECEWISE ones."""
     full = [key.num_tokens for mode, key in plan.keys if mode is CUDAGraphMode.FULL]
     tokens = full or _piecewise_sizes(plan)
     return _unique(min(-(-size // plan.query_len), plan.max_num_seqs) for size in tokens)

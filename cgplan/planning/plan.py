@@ -1,6 +1,4 @@
-"""The plan: the ordered list of graphs to capture. It can be printed, saved, reloaded and
-compared.
-"""
+"""The plan: the graphs to capture, in order."""
 
 from __future__ import annotations
 
@@ -16,15 +14,16 @@ from cgplan.config.values import Mode as Mode
 from cgplan.errors import ReportError
 from cgplan.modes import BatchDescriptor, CUDAGraphMode
 from cgplan.planning.costs import Predicted, Record
-from cgplan.units import counted
+from cgplan.units import counted, grouped
 
 PLAN_SCHEMA_VERSION = 2
 PLANNED_FOR = "planned for"  # how the source of sizes begins that were chosen for traffic
+# Settings that decide how requests become batches, and no capture.
 SIMULATED: dict[str, set[str]] = {
     "scheduler": {"mixed_batches"},
     "speculative": {"accepted_tokens"},
 }
-# Settings that do not decide a capture: of reports, of planning, of serving.
+# Settings of reports, planning and serving.
 _NOT_CAPTURED: dict[str, bool | set[str]] = {
     "report": True,
     "traffic": True,
@@ -52,7 +51,7 @@ Key = tuple[Mode, Descriptor]
 
 
 class PlanChange(Record):
-    """One step of mode resolution: the mode before and after it, and why."""
+    """One step of mode resolution."""
 
     requested: Mode
     resolved: Mode
@@ -60,20 +59,22 @@ class PlanChange(Record):
 
 
 class Lane(NamedTuple):
-    """The keys of one runtime mode, uniform or not, and one LoRA case; they differ in size
-    alone.
-    """
+    """The keys that differ in size alone."""
 
     mode: CUDAGraphMode
     uniform: bool
     num_active_loras: int
 
     @classmethod
-    def of(cls, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> Lane:
+    def of(
+        cls,
+        mode: CUDAGraphMode,
+        descriptor: BatchDescriptor,
+    ) -> Lane:
         return cls(mode, descriptor.uniform, descriptor.num_active_loras)
 
     def __str__(self) -> str:
-        """``FULL uniform, 2 adapters``, as tables and messages have it."""
+        """``FULL uniform, 2 adapters``."""
         name = f"{self.mode} uniform" if self.uniform else str(self.mode)
         if self.num_active_loras:
             name = f"{name}, {counted(self.num_active_loras, 'adapter')}"
@@ -97,8 +98,7 @@ class LeftOut(LaneRecord):
 
     Attributes:
         reason: "no batch would run in it"; "no gain" (steps would be less than 0.01% shorter); the
-            limits that one of these keys more would break, such as "budget.max_graphs"; or another
-            sentence.
+            limits that one more key would break, such as "budget.max_graphs"; or another sentence.
     """
 
     sizes: tuple[int, ...]
@@ -106,9 +106,7 @@ class LeftOut(LaneRecord):
 
 
 class Machine(Record):
-    """The machine that a plan's figures were measured on: name of the GPU, versions of its driver
-    and of torch.
-    """
+    """The machine that figures were measured on."""
 
     gpu: str
     driver: str | None
@@ -119,29 +117,21 @@ class Plan(Record):
     """The graphs to capture, in order.
 
     Attributes:
-        requested_mode, mode: cudagraph_mode as asked for, and as resolved.
-        changes: Each step from the one to the other, with its reason.
+        requested_mode, mode: cudagraph_mode as asked for, and as resolved by ``changes``.
         dim_names: What the sizes of a descriptor's ``box`` count.
-        capture_sizes: In tokens, ascending: those of all lanes together. A lane may lack some of
-            them.
+        capture_sizes: In tokens, ascending, of all lanes together; a lane may lack some.
         keys: In capture order, see ``capture_order``.
-        key_rules: Of ``compilation.key_rules``.
-        draft_prefill_keys, draft_decode_keys: Those of the draft model, which an engine captures
-            besides.
-        lora_cases: Numbers of active adapters that graphs are captured for; (0,) without LoRA.
+        key_rules: Those of ``compilation.key_rules``.
+        draft_prefill_keys, draft_decode_keys: What an engine captures besides for a draft model.
+        lora_cases: Numbers of active adapters; (0,) without LoRA.
         query_len: Tokens of each request in a uniform decode batch.
         max_loras: None: no LoRA.
-        warnings: Settings that were dropped or changed.
         config: The settings that decide a capture, in JSON; ``config_hash`` is their digest.
-        predicted: The cost of capturing the keys, where it is known.
-        machine: The machine that the figures were measured on, if they were.
         evidence: Why the planner chose these keys; None where a list or ladder did.
         budget: The limits that the configuration sets, in JSON.
-        simulated: The settings that decide how requests become batches, and no capture, in JSON;
-            absent are defaults.
-        notes, lint: Notes and warnings of a plan that was not made for traffic; the evidence of
-            other plans has them. Once it is captured: how its budget differs from the one that
-            bounds the capture.
+        simulated: The settings of ``SIMULATED`` that are not defaults, in JSON.
+        notes, lint: Of a plan that was not made for traffic; other plans have them in the evidence.
+            Once it is captured: how its budget differs from the one that bounds the capture.
         file: The file that a saved plan was read from.
     """
 
@@ -185,24 +175,16 @@ class Plan(Record):
 
     @property
     def expected_us(self) -> float | None:
-        """Expected time of a step over the traffic that the plan was made for, in microseconds,
-        from the evidence.
-        """
+        """Expected microseconds of a step over the traffic that the plan was made for."""
         expected = (self.evidence or {}).get("expected_us")
         return expected and float(expected["plan"])
 
     def lanes(self) -> dict[Lane, tuple[int, ...]]:
-        """Capture sizes of each lane, ascending, in tokens; lanes in the order of their first
-        key.
-        """
-        found: dict[Lane, set[int]] = {}
-        for mode, descriptor in self.keys:
-            lane = Lane.of(mode, descriptor)
-            found.setdefault(lane, set()).add(descriptor.num_tokens)
-        return {lane: tuple(sorted(sizes)) for lane, sizes in found.items()}
+        """Capture sizes of each lane, ascending, in tokens."""
+        found = grouped((Lane.of(*key), key[1].num_tokens) for key in self.keys)
+        return {lane: tuple(sorted(set(sizes))) for lane, sizes in found.items()}
 
     def __str__(self) -> str:
-        """A line for each lane, with its sizes in tokens."""
         lines = [f"{self.mode}, {len(self.keys)} graphs"]
         for lane, sizes in self.lanes().items():
             lines.append(f"  {lane}: {', '.join(map(str, sizes))} tokens")
@@ -210,9 +192,7 @@ class Plan(Record):
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """Plan from its JSON form (``model_dump_json``). Raises ReportError for another schema or
-        another document.
-        """
+        """Plan from its JSON form (``model_dump_json``). Raises ReportError for anything else."""
         try:
             data = json.loads(text)
             version = data.get("schema_version") if isinstance(data, dict) else None
@@ -230,7 +210,7 @@ class Plan(Record):
 
 
 def budget_of(config: Config) -> dict[str, Any]:
-    """The limits that are set: bytes, seconds, and a number of graphs."""
+    """The limits that are set, in bytes, seconds and graphs."""
     return config.budget.model_dump(mode="json", exclude_none=True)
 
 
@@ -240,20 +220,13 @@ def capture_config(config: Config) -> dict[str, Any]:
 
 
 def config_hash(config: Config) -> str:
-    """Digest of ``capture_config``: the first 12 hexadecimal digits of the SHA-256 of its sorted
-    JSON.
-
-    A bench and a capture of the same graphs have the same digest, whatever their `report` sections
-    say.
-    """
+    """The first 12 hexadecimal digits of the SHA-256 of ``capture_config`` as sorted JSON."""
     text = json.dumps(capture_config(config), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def capture_order(keys: Iterable[Key]) -> tuple[Key, ...]:
-    """Keys in capture order: PIECEWISE before FULL, largest first, so that later graphs fit into
-    the pool memory that the first one reserved.
-    """
+    """PIECEWISE before FULL, largest first: later graphs fit into the pool of the first one."""
     return tuple(sorted(keys, key=_place))
 
 

@@ -1,9 +1,7 @@
-"""What vLLM's own log says of its graphs: how many, how much memory, how many seconds, and how long
-steps took.
+"""vLLM's own log: the number, memory and seconds of its graphs, and the times of its steps.
 
-The lines are those of vLLM 0.33.0: v1/worker/gpu_model_runner.py and v1/worker/gpu/model_runner.py
-(captures and their profile), v1/worker/gpu_worker.py (memory), v1/metrics/loggers.py (iterations).
-Other releases lack some of them.
+Lines of vLLM 0.33.0: v1/worker/gpu_model_runner.py and v1/worker/gpu/model_runner.py (captures and
+their profile), v1/worker/gpu_worker.py (memory), v1/metrics/loggers.py (iterations).
 """
 
 from __future__ import annotations
@@ -13,6 +11,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import itemgetter
 
 from cgplan.modes import CUDAGraphMode
 from cgplan.units import format_bytes
@@ -33,8 +32,7 @@ _BY_MODE = re.compile(
 _OPTION = r"`--kv-cache-memory(?:-bytes)?=(-?\d+)`[^`]*"
 _ADVICE = re.compile(
     r"Free memory on device \(([\d.]+)/([\d.]+) GiB\) on startup\. Desired GPU memory utilization "
-    r"is "
-    rf"\(([\d.]+), [\d.]+ GiB\)\.[^`]*{_OPTION}{_OPTION}Current kv cache memory in use is "
+    rf"is \(([\d.]+), [\d.]+ GiB\)\.[^`]*{_OPTION}{_OPTION}Current kv cache memory in use is "
     r"(-?[\d.]+) GiB"
 )
 _RESERVES = "CUDA graph memory profiling is enabled"
@@ -50,17 +48,15 @@ _STEP = re.compile(
 
 @dataclass(frozen=True)
 class StartLog:
-    """What the log of vLLM's last start says of its graphs; of several ranks the figures of the one
-    that took most.
+    """The graphs of vLLM's last start; of several ranks, those of the one that took most.
 
     Attributes:
         seconds: Of all captures, whole.
         bytes: Device memory that they took, to 0.01 GiB.
-        graphs: (graphs, tokens of the largest) by runtime mode; the second is 0 where the log does
-            not say it.
-        reserved: Bytes that vLLM kept free for the graphs by its own estimate.
-        by_mode: (bytes of the first graph, bytes of each other) by runtime mode, as vLLM's estimate
-            has them: in logs of level DEBUG.
+        graphs: (graphs, tokens of the largest) by runtime mode; the second is 0 if it is not known.
+        reserved: Bytes that vLLM kept free for the graphs.
+        by_mode: Estimated (bytes of the first graph, bytes of each other) by runtime mode, in logs
+            of level DEBUG.
         advice: The numbers of vLLM's line on ``--kv-cache-memory``.
     """
 
@@ -73,41 +69,40 @@ class StartLog:
 
     @classmethod
     def parse(cls, text: str) -> StartLog | None:
-        """None where the log does not tell how long the captures took."""
-        text = text[max(text.rfind(_START), 0) :]
-        finished = [(float(gib), float(seconds)) for seconds, gib in _FINISHED.findall(text)]
-        if not finished:
+        """None if the log does not tell how long the captures took."""
+        start = max(text.rfind(_START), 0)
+        text = text[start:]
+        seconds, taken = [], [0.0]
+        for whole, gib in _FINISHED.findall(text):
+            seconds.append(float(whole))
+            taken.append(float(gib))
+        if not seconds:
             return None
         graphs = {CUDAGraphMode[mode]: (int(count), 0) for mode, count in _BAR.findall(text)}
-        for mode, count, largest in _GROUP.findall("\n".join(_PROFILED.findall(text))):
+        profiles = "\n".join(_PROFILED.findall(text))
+        for mode, count, largest in _GROUP.findall(profiles):
             graphs[CUDAGraphMode[mode]] = int(count), int(largest)
-        reserved = (
-            max(map(float, _ESTIMATED.findall(text)), default=0.0) if _RESERVES in text else 0.0
-        )
-        advice = min(
-            (tuple(map(float, found)) for found in _ADVICE.findall(text)),
-            key=lambda a: a[3],
-            default=(),
-        )
+        reserved = 0.0
+        if _RESERVES in text:
+            reserved = max(map(float, _ESTIMATED.findall(text)), default=0.0)
+        by_mode = {}
+        for mode, first, _, each in _BY_MODE.findall(text):
+            by_mode[CUDAGraphMode[mode]] = float(first) * MIB, float(each) * MIB
+        advice = [tuple(map(float, found)) for found in _ADVICE.findall(text)]
         return cls(
-            seconds=max(seconds for _, seconds in finished),
-            bytes=round(max(0.0, *(gib for gib, _ in finished)) * GIB),
+            seconds=max(seconds),
+            bytes=round(max(taken) * GIB),
             graphs=graphs,
             reserved=round(reserved * GIB),
-            by_mode={
-                CUDAGraphMode[m]: (float(first) * MIB, float(each) * MIB)
-                for m, first, _, each in _BY_MODE.findall(text)
-            },
-            advice=advice,
+            by_mode=by_mode,
+            advice=min(advice, key=itemgetter(3), default=()),
         )
 
     def said(self) -> Iterator[str]:
-        """Sentences on the memory of the graphs, and on the options that give what they leave to
-        the KV cache.
-        """
-        kept = (
-            f", and vLLM kept {format_bytes(self.reserved)} free for them" if self.reserved else ""
-        )
+        """Sentences on the memory of the graphs, and on vLLM's options for the KV cache."""
+        kept = ""
+        if self.reserved:
+            kept = f", and vLLM kept {format_bytes(self.reserved)} free for them"
         yield (
             f"by the log the graphs took {format_bytes(self.bytes)} and {self.seconds:.0f} s{kept}"
         )
@@ -116,18 +111,16 @@ class StartLog:
         free, total, share, fits, whole, used = self.advice
         yield (
             f"the KV cache has {used:.2f} GiB; vLLM itself advises --kv-cache-memory-bytes "
-            f"{fits:.0f} to stay within "
-            f"--gpu-memory-utilization {share:g}, {whole:.0f} to use the whole GPU"
+            f"{fits:.0f} to stay within --gpu-memory-utilization {share:g}, {whole:.0f} to use the "
+            "whole GPU"
         )
         if self.reserved:
             room = self.reserved - GIB // 200  # the log rounds to 0.01 GiB
             better = min(share + (self.reserved - self.bytes) / GIB / total, free / total)
             yield (
                 "that advice takes off the graphs twice, as estimated and as captured: "
-                f"{fits + room:.0f} "
-                f"({(fits + room) / GIB:.2f} GiB) stays within it, too, as does "
-                "--gpu-memory-utilization "
-                f"{int(better * 1e4) / 1e4:.4f}"
+                f"{fits + room:.0f} ({(fits + room) / GIB:.2f} GiB) stays within it, too, as does "
+                f"--gpu-memory-utilization {int(better * 1e4) / 1e4:.4f}"
             )
 
 
@@ -135,23 +128,26 @@ def logged_steps(text: str) -> Iterator[tuple[tuple[CUDAGraphMode, int], float]]
     """((runtime mode, tokens that ran), microseconds) of each step of vLLM's
     ``--enable-logging-iteration-details``.
 
-    The sizes and the mode of the start before it tell which graph ran a step: of one token for each
-    request, the one for decode. Steps before the first start in the log, and those with speculative
-    tokens, are left out.
+    The mode and the sizes of the start before a step tell its graph. Steps before the first start,
+    and those with speculative tokens, are left out.
     """
-    mode, sizes = None, list[int]()
+    mode = None
+    sizes: list[int] = []
     for line in text.splitlines():
-        started, step = _CAPTURES.search(line), _STEP.search(line)
+        started = _CAPTURES.search(line)
+        step = _STEP.search(line)
         if started:
-            mode, sizes = CUDAGraphMode.parse(started[1]), sorted(json.loads(started[2]))
+            mode = CUDAGraphMode.parse(started[1])
+            sizes = sorted(json.loads(started[2]))
         elif mode is not None and step:
             prefilled, prompts, decoding, decoded = map(int, step.groups()[:4])
-            tokens, microseconds = prompts + decoded, float(step[5]) * 1e3
+            tokens = prompts + decoded
             if decoded != decoding or not tokens:
                 continue
             runs = mode.mixed_mode() if prefilled else mode.decode_mode()
             place = bisect_left(sizes, tokens)
-            if runs is CUDAGraphMode.NONE or place == len(sizes):
-                yield (CUDAGraphMode.NONE, tokens), microseconds
-            else:
-                yield (runs, sizes[place]), microseconds
+            if place == len(sizes):
+                runs = CUDAGraphMode.NONE
+            if runs is not CUDAGraphMode.NONE:
+                tokens = sizes[place]
+            yield (runs, tokens), float(step[5]) * 1e3

@@ -1,13 +1,11 @@
-"""The cost of graphs, from recordings of allocations run through a model of PyTorch's caching
-allocator.
-"""
+"""The cost of graphs, from recorded allocations run through a model of PyTorch's allocator."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from operator import attrgetter
 
 from cgplan.config import Config
 from cgplan.modes import CUDAGraphMode, Key
@@ -16,15 +14,16 @@ from cgplan.pricing.allocator import Allocation, CachingPool
 from cgplan.pricing.measured import interpolate, stand_in_notes
 from cgplan.units import grouped
 
-# One H200, driver 580, torch 2.11: what a kernel node takes of the driver's memory, and how long a
-# decoder layer's kernels take to capture and to launch in a warm-up, each divided by their number.
-# Operators stand in for nodes.
+# One H200, driver 580, torch 2.11: the driver's memory of a kernel node, and the seconds that a
+# decoder layer takes to capture and to launch in a warm-up, divided by its kernels. Operators stand
+# in for nodes.
 NODE_BYTES = 2 << 10
 CAPTURE_SECONDS = 15e-6
 WARMUP_SECONDS = 17e-6
 WORKSPACE_BYTES = 32 << 20  # torch's cuBLAS workspace on that GPU; about 8 MiB before Hopper
 
 _GRID = 1.25  # pools are worked out for sizes this factor apart, and interpolated between them
+_Lane = tuple[CUDAGraphMode, bool]  # with adapters or without
 
 
 @dataclass(frozen=True)
@@ -49,167 +48,233 @@ class Recording:
     hidden_in: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, key: Key, operators: int, log: Sequence[Allocation]) -> Recording:
-        """From the log of a pool, whose block numbers are used again once a block is free."""
-        living: dict[int, int] = {}
+    def of(
+        cls,
+        key: Key,
+        operators: int,
+        log: Sequence[Allocation],
+    ) -> Recording:
+        """From the log of a pool, which uses the numbers of free blocks again."""
+        living: dict[int, int] = {}  # new numbers
         taken: list[Allocation] = []
-        order: list[tuple[int, Allocation]] = []  # with the blocks numbered as they were taken
+        renumbered: list[Allocation] = []
+        hidden: set[int] = set()
         for event in log:
             if event.nbytes is not None:
-                living[event.block] = len(taken)
+                number = living[event.block] = len(taken)
                 taken.append(event)
-                order.append((len(taken) - 1, event))
             elif event.block in living:
-                order.append((living.pop(event.block), event))
-        hidden = {
-            n for n, event in order if event.nbytes is None and event.inside and taken[n].inside
-        }
-        changes = (
-            (taken[n].nbytes or 0) * (-1 if event.nbytes is None else 1)
-            for n, event in order
-            if n in hidden
-        )
+                number = living.pop(event.block)
+                if event.inside and taken[number].inside:
+                    hidden.add(number)
+            else:
+                continue
+            renumbered.append(Allocation(number, event.nbytes))
+        events = []
+        held, most = 0, 0
+        for event in renumbered:
+            if event.block not in hidden:
+                events.append(event)
+            elif event.nbytes is None:
+                held -= taken[event.block].nbytes or 0
+            else:
+                held += event.nbytes
+                most = max(most, held)
         mode, descriptor = key
+        names = {taken[number].inside for number in hidden}
         return cls(
             mode,
             descriptor.has_lora,
             descriptor.elements,
             operators,
-            events=tuple(Allocation(n, event.nbytes) for n, event in order if n not in hidden),
-            hidden_bytes=max(accumulate(changes, initial=0)),
-            hidden_in=tuple(sorted({taken[n].inside for n in hidden})),
+            tuple(events),
+            most,
+            tuple(sorted(names)),
         )
 
-    def scaled(self, other: Recording, num_tokens: int) -> list[Allocation]:
-        """The events of another size: each block's bytes on the line through those of the two
-        recordings.
+    @property
+    def lane(self) -> _Lane:
+        return self.mode, self.has_lora
 
-        Where the two did not do the same, this one's bytes in proportion to the size.
+    @property
+    def form(self) -> list[tuple[int, bool]]:
+        """(block, whether it is given back) of each event."""
+        found = []
+        for event in self.events:
+            is_release = event.nbytes is None
+            found.append((event.block, is_release))
+        return found
+
+    def scaled(
+        self,
+        other: Recording,
+        num_tokens: int,
+    ) -> list[Allocation]:
+        """The events of another size: bytes on the line through those of the two recordings.
+
+        Where the two differ in form, this one's bytes in proportion to the size.
         """
         mine, theirs = self.num_tokens, other.num_tokens
-        forms = (
-            [(event.block, event.nbytes is None) for event in one.events] for one in (self, other)
-        )
-        if mine == theirs or next(forms) != next(forms):
-            sizes = [-(-(event.nbytes or 0) * num_tokens // mine) for event in self.events]
-        else:
-            pairs = zip(self.events, other.events, strict=True)
-            sizes = [
-                _between((mine, e.nbytes or 0), (theirs, o.nbytes or 0), num_tokens)
-                for e, o in pairs
-            ]
-        return [
-            e if e.nbytes is None else Allocation(e.block, n)
-            for e, n in zip(self.events, sizes, strict=True)
-        ]
+        is_alike = mine != theirs and self.form == other.form
+        partners = other.events if is_alike else self.events
+        found = []
+        for event, partner in zip(self.events, partners, strict=True):
+            if event.nbytes is None:
+                found.append(event)
+                continue
+            nbytes = -(-event.nbytes * num_tokens // mine)
+            if is_alike:
+                points = (mine, event.nbytes), (theirs, partner.nbytes or 0)
+                nbytes = _between(*points, num_tokens)
+            found.append(Allocation(event.block, nbytes))
+        return found
 
 
 class EstimatedCosts(GraphCosts):
-    """Costs worked out on the CPU. Pool bytes follow from recorded allocations; the rest are
-    figures of one H200.
+    """Costs worked out on the CPU: pool bytes from recorded allocations, the rest from figures of
+    one H200.
 
-    Graphs of which no key was recorded are priced as others are; the notes say so.
-
-    ``recordings`` hold one or more sizes of each mode, with and without adapters; ``note`` is a
-    part of ``source``.
+    Graphs of which no key was recorded are priced as others are; the notes say so. ``recordings``
+    hold one or more sizes of each mode, with and without adapters; ``note`` ends ``source``.
     """
 
     estimated = True
     workspace_bytes = WORKSPACE_BYTES
 
-    def __init__(self, recordings: Sequence[Recording], config: Config, note: str = "") -> None:
+    def __init__(
+        self,
+        recordings: Sequence[Recording],
+        config: Config,
+        note: str = "",
+    ) -> None:
         self.config = config
-        ascending = sorted(recordings, key=lambda r: r.num_tokens)
-        self.bends = sorted({recording.num_tokens for recording in ascending})
-        self._lanes = grouped(
-            ((recording.mode, recording.has_lora), recording) for recording in ascending
-        )
-        self._pools: dict[tuple[CUDAGraphMode, bool, int], int] = {}
-        self.source = _source(recordings, config.compilation.cudagraph_num_of_warmups, note)
+        ascending = sorted(recordings, key=attrgetter("num_tokens"))
+        self._lanes = grouped((recording.lane, recording) for recording in ascending)
+        self._pools: dict[tuple[_Lane, int], int] = {}
+        sizes = {recording.num_tokens for recording in recordings}
+        self.bends = sorted(sizes)
+        warmups = config.compilation.cudagraph_num_of_warmups
+        self.source = _source(recordings, warmups, note)
         self.notes = tuple(stand_in_notes(config, self._lanes))
 
     def pool_bytes(self, mode: CUDAGraphMode, num_tokens: int) -> int:
         """Smaller sizes, each half of the one before, are taken to be captured, too."""
         lanes = [lane for lane in self._lanes if lane[0] is mode] or self._lanes
-        return max((self._pool_bytes(lane, num_tokens) for lane in lanes), default=0)
+        found = [self._pool_bytes(lane, num_tokens) for lane in lanes]
+        return max(found, default=0)
 
     def driver_bytes(self, key: Key) -> int:
         return round(self._operators(key) * NODE_BYTES)
 
     def seconds(self, key: Key) -> float:
         warmups = self.config.compilation.cudagraph_num_of_warmups
-        return self._operators(key) * (CAPTURE_SECONDS + warmups * WARMUP_SECONDS)
+        each = CAPTURE_SECONDS + warmups * WARMUP_SECONDS
+        return self._operators(key) * each
 
     def _operators(self, key: Key) -> float:
         mode, descriptor = key
-        alike = ((mode, descriptor.has_lora), (mode, not descriptor.has_lora), *self._lanes)
-        lane = next((self._lanes[name] for name in alike if name in self._lanes), [])
-        points = [(recording.num_tokens, recording.operators) for recording in lane]
-        return max(interpolate(points, descriptor.elements), 0.0) if points else 0.0
+        own = mode, descriptor.has_lora
+        others = mode, not descriptor.has_lora
+        for lane in (own, others, *self._lanes):
+            if lane in self._lanes:
+                points = []
+                for recording in self._lanes[lane]:
+                    points.append((recording.num_tokens, recording.operators))
+                found = interpolate(points, descriptor.elements)
+                return max(found, 0.0)
+        return 0.0
 
-    def _pool_bytes(self, lane: tuple[CUDAGraphMode, bool], num_tokens: int) -> int:
-        """On the grid worked out, between its sizes interpolated.
+    def _pool_bytes(
+        self,
+        lane: _Lane,
+        num_tokens: int,
+    ) -> int:
+        """Worked out on the grid, interpolated between its sizes.
 
-        A larger size is never taken to need less, although it can: a block of 10 MiB reserves less
-        than one that is a little smaller. The search relies on that.
+        A larger size never needs less here, because the search relies on that. In PyTorch it can: a
+        block of 10 MiB reserves less than one that is a little smaller.
         """
         recorded = [recording.num_tokens for recording in self._lanes[lane]]
         grid = _grid(recorded, num_tokens)
         upper = bisect_left(grid, num_tokens)
-        left = max((self._worked_out(lane, size) for size in grid[:upper]), default=0)
-        right = max(left, self._worked_out(lane, grid[upper]))
-        if upper == 0 or grid[upper] == num_tokens:
+        left = 0
+        for size in grid[:upper]:
+            left = max(left, self._worked_out(lane, size))
+        above = grid[upper]
+        right = max(left, self._worked_out(lane, above))
+        if upper == 0 or above == num_tokens:
             return right
-        return _between((grid[upper - 1], left), (grid[upper], right), num_tokens)
+        below = grid[upper - 1]
+        return _between((below, left), (above, right), num_tokens)
 
-    def _worked_out(self, lane: tuple[CUDAGraphMode, bool], num_tokens: int) -> int:
-        recordings, last, pool, size = (
-            self._lanes[lane],
-            len(self._lanes[lane]) - 1,
-            CachingPool(),
-            num_tokens,
-        )
-        while size and (*lane, num_tokens) not in self._pools:
-            upper = next(
-                (i for i, recording in enumerate(recordings) if recording.num_tokens >= size), last
-            )
-            pool.run(
-                recordings[upper].scaled(recordings[upper - 1 if upper else min(1, last)], size)
-            )
-            size //= 2
-        return self._pools.setdefault((*lane, num_tokens), pool.reserved)
+    def _worked_out(
+        self,
+        lane: _Lane,
+        num_tokens: int,
+    ) -> int:
+        asked = lane, num_tokens
+        if asked not in self._pools:
+            recordings = self._lanes[lane]
+            last = len(recordings) - 1
+            sizes = [recording.num_tokens for recording in recordings]
+            pool = CachingPool()
+            size = num_tokens
+            while size:
+                upper = min(bisect_left(sizes, size), last)
+                neighbour = upper - 1 if upper else min(1, last)
+                events = recordings[upper].scaled(recordings[neighbour], size)
+                pool.run(events)
+                size //= 2
+            self._pools[asked] = pool.reserved
+        return self._pools[asked]
 
 
-def _between(one: tuple[int, int], other: tuple[int, int], at: int) -> int:
+def _between(
+    one: tuple[int, int],
+    other: tuple[int, int],
+    at: int,
+) -> int:
     """The whole number at or above the line through two points; none below 0."""
-    (x, y), (x2, y2) = one, other
-    return max(-(-((y2 - y) * (at - x)) // (x2 - x)) + y, 0) if x2 > x else _between(other, one, at)
+    (left, low), (right, high) = sorted((one, other))
+    falls = (low - high) * (at - left) // (right - left)
+    return max(low - falls, 0)
 
 
 def _grid(recorded: Sequence[int], num_tokens: int) -> list[int]:
     """The recorded sizes, and others a factor apart, up to one that is at least ``num_tokens``."""
-    sizes, size = set(recorded), 1.0
-    while size < max(*recorded, num_tokens) * _GRID:
+    sizes = set(recorded)
+    size = 1.0
+    largest = max(*recorded, num_tokens)
+    while size < largest * _GRID:
         sizes.add(int(size))
         size = max(size * _GRID, size + 1)
-    return sorted({*sizes, int(size)})
+    sizes.add(int(size))
+    return sorted(sizes)
 
 
-def _source(recordings: Sequence[Recording], warmups: int, note: str) -> str:
-    hidden = max((recording.hidden_bytes for recording in recordings), default=0)
-    names = ", ".join(sorted({name for recording in recordings for name in recording.hidden_in}))
+def _source(
+    recordings: Sequence[Recording],
+    warmups: int,
+    note: str,
+) -> str:
     parts = [
         f"allocations of {len(recordings)} keys recorded on the CPU, run through a model of "
         "PyTorch's allocator",
         f"for each operator {NODE_BYTES >> 10} KiB of driver memory, {CAPTURE_SECONDS * 1e6:.0f} "
-        "us of capture and "
-        f"{WARMUP_SECONDS * 1e6:.0f} us of each warm-up ({warmups}), and {WORKSPACE_BYTES >> 20} "
-        "MiB of cuBLAS "
-        "workspace, as on one H200",
+        f"us of capture and {WARMUP_SECONDS * 1e6:.0f} us of each warm-up ({warmups}), and "
+        f"{WORKSPACE_BYTES >> 20} MiB of cuBLAS workspace, as on one H200",
         "what kernels take inside themselves is not seen",
     ]
+    hidden = 0
+    names: set[str] = set()
+    for recording in recordings:
+        hidden = max(hidden, recording.hidden_bytes)
+        names.update(recording.hidden_in)
     if hidden:
         parts.append(
-            f"left out: up to {hidden / 2**20:.1f} MiB that {names} took on the CPU and gave back"
+            f"left out: up to {hidden / 2**20:.1f} MiB that {', '.join(sorted(names))} took on the "
+            "CPU and gave back"
         )
-    return "; ".join([*parts, *([note] if note else [])])
+    if note:
+        parts.append(note)
+    return "; ".join(parts)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, product
+from operator import attrgetter, itemgetter
 from typing import Any
 
 from cgplan.config import Config
@@ -19,24 +20,33 @@ from cgplan.pricing.allocator import unit_of
 from cgplan.units import counted, format_bytes, grouped
 
 _CAPTURED = (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL)
+Points = list[tuple[int, int]]  # tokens, bytes
 
 
-def stand_in_notes(config: Config, priced: Iterable[tuple[CUDAGraphMode, bool]]) -> Iterator[str]:
+def stand_in_notes(
+    config: Config,
+    priced: Iterable[tuple[CUDAGraphMode, bool]],
+) -> Iterator[str]:
     """A note for each kind of graph that the configuration may have and that is not ``priced``,
     (mode, has_lora).
     """
     known = set(priced)
-    measured = [mode for mode in _CAPTURED if any(found is mode for found, _ in known)]
-    mode_of_plan, _ = resolve_mode(config)
-    for mode in filter(mode_of_plan.has_mode, _CAPTURED if known else ()):
-        if mode not in measured:
-            others = " and ".join(map(str, measured))
+    if not known:
+        return
+    modes = {mode for mode, _ in known}
+    others = " and ".join(str(mode) for mode in _CAPTURED if mode in modes)
+    with_lora = {case > 0 for case in lora_cases(config)}
+    planned, _ = resolve_mode(config)
+    for mode in _CAPTURED:
+        if not planned.has_mode(mode):
+            continue
+        if mode not in modes:
             yield (
                 f"there are no figures of {mode} graphs: they are priced as {others} ones of "
                 "the same size"
             )
             continue
-        for has_lora in sorted({case > 0 for case in lora_cases(config)}):
+        for has_lora in sorted(with_lora):
             if (mode, has_lora) not in known:
                 which, instead = ("with", "without") if has_lora else ("without", "with")
                 yield (
@@ -50,8 +60,7 @@ class CaseCost:
     """The saving of a plan without one of its LoRA cases, whose batches then take the next larger
     one.
 
-    ``bytes`` of device memory and ``seconds`` that its ``graphs`` add to those of the other cases;
-    None: not known.
+    ``bytes`` of device memory and ``seconds`` that its ``graphs`` add; None: not known.
     """
 
     num_active_loras: int
@@ -60,33 +69,44 @@ class CaseCost:
     seconds: float | None
 
 
-def case_costs(plan: Plan, costs: GraphCosts | None) -> tuple[CaseCost, ...]:
+def case_costs(
+    plan: Plan,
+    costs: GraphCosts | None,
+) -> tuple[CaseCost, ...]:
     """The marginal cost of each LoRA case, fewest adapters first; empty without LoRA.
 
-    The cases share the pool, the static buffers and the workspaces, so that their marginal costs do
-    not add up to the cost of the plan.
+    They do not add up to the cost of the plan: cases share the pool, the static buffers and the
+    workspaces.
     """
     if plan.max_loras is None:
         return ()
+    whole = None if costs is None else costs.of(plan.keys)
     found = []
     for case in plan.lora_cases:
         rest = [key for key in plan.keys if key[1].num_active_loras != case]
         nbytes, seconds = None, None
-        if costs is not None:
-            whole, others = costs.of(plan.keys), costs.of(rest)
-            nbytes, seconds = whole.total_bytes - others.total_bytes, whole.seconds - others.seconds
-        found.append(CaseCost(case, len(plan.keys) - len(rest), nbytes, seconds))
+        if costs is not None and whole is not None:
+            others = costs.of(rest)
+            nbytes = whole.total_bytes - others.total_bytes
+            seconds = whole.seconds - others.seconds
+        graphs = len(plan.keys) - len(rest)
+        found.append(CaseCost(case, graphs, nbytes, seconds))
     return tuple(found)
 
 
-def interpolate(points: Sequence[tuple[int, float]], at: int) -> float:
+def interpolate(
+    points: Sequence[tuple[int, float]],
+    at: int,
+) -> float:
     """The affine function through neighbouring (tokens, value), extended beyond the outer ones; a
     lone point holds everywhere. Points are ascending.
     """
     if len(points) == 1:
         return points[0][1]
-    upper = next((i for i in range(1, len(points) - 1) if points[i][0] >= at), len(points) - 1)
-    (left, low), (right, high) = points[upper - 1], points[upper]
+    place = bisect_left(points, at, key=itemgetter(0))
+    upper = min(max(place, 1), len(points) - 1)
+    left, low = points[upper - 1]
+    right, high = points[upper]
     return low + (high - low) * (at - left) / (right - left)
 
 
@@ -108,14 +128,13 @@ class MeasuredKey:
 
 
 class MeasuredCosts(GraphCosts):
-    """Costs from captures that were really made; sizes between those that were captured are
-    interpolated.
+    """Costs from captures that were really made, interpolated between the captured sizes.
 
-    Graphs of a mode that was not captured are priced as those of the others, and graphs with
-    adapters as those without where there are no others (or the other way round); the notes say so.
+    A mode that was not captured is priced as the others are. Graphs with adapters are priced as
+    those without if there are no others, and the other way round. The notes say so.
 
     ``pools`` are, for each mode, (num_tokens, bytes of a pool that this size was captured into
-    first), ascending.
+    first).
     """
 
     estimated = False
@@ -136,26 +155,34 @@ class MeasuredCosts(GraphCosts):
         self.workspace_bytes = workspace_bytes
         self.once_seconds = once_seconds
         self._keys = tuple(keys)
-        self.bends = sorted({key.num_tokens for key in self._keys})
-        self.notes = (
-            *notes,
-            *stand_in_notes(config, ((key.mode, key.has_lora) for key in self._keys)),
-        )
-        self._pools: dict[CUDAGraphMode, list[tuple[int, int]]] = {}
-        # a pool into which a size has been captured holds every smaller one
+        sizes = {key.num_tokens for key in self._keys}
+        self.bends = sorted(sizes)
+        priced = [(key.mode, key.has_lora) for key in self._keys]
+        self.notes = (*notes, *stand_in_notes(config, priced))
+        self._pools: dict[CUDAGraphMode, Points] = {}
+        reserved: list[int] = []
         for mode, points in pools.items():
-            sizes, found = zip(*sorted(points), strict=True)
-            self._pools[mode] = list(zip(sizes, accumulate(found, max), strict=True))
-        self._unit = unit_of(nbytes for points in pools.values() for _, nbytes in points)
+            most = 0
+            own = self._pools[mode] = []
+            for size, nbytes in sorted(points):
+                # a pool into which a size has been captured holds every smaller one
+                most = max(most, nbytes)
+                own.append((size, most))
+                reserved.append(nbytes)
+        self._unit = unit_of(reserved)
 
     @classmethod
-    def from_report(cls, report: Any, config: Config, notes: Iterable[str] = ()) -> MeasuredCosts:
-        """Costs from a CaptureReport of the same model, of which ``records``, ``workspace_bytes``
-        and ``origin`` are read; ``notes`` say where it was another model.
+    def from_report(
+        cls,
+        report: Any,
+        config: Config,
+        notes: Iterable[str] = (),
+    ) -> MeasuredCosts:
+        """Costs from a CaptureReport of the same model; ``notes`` say where it was another one.
 
-        Driver memory, which the driver takes in chunks, is spread over the keys of a mode by their
-        nodes. A report says of a mode's largest size alone how large a pool it needs; those of
-        smaller ones are taken in proportion. Raises ReportError for a report of no key.
+        The driver takes memory in chunks: it is spread over the keys of a mode by their nodes. A
+        report tells the pool of a mode's largest size alone; smaller ones are taken in proportion.
+        Raises ReportError for a report of no key.
         """
         records = tuple(report.records)
         if not records:
@@ -164,34 +191,31 @@ class MeasuredCosts(GraphCosts):
                 remedy="Give the report of a capture with `capture_policy: eager`, or --costs "
                 "measure.",
             )
-        by_mode = {
-            mode: [r for r in records if r.mode is mode] for mode in {r.mode for r in records}
-        }
-        per_node = {  # per key where nodes were not counted
-            mode: sum(r.driver_bytes or 0 for r in of_mode)
-            / max(sum(r.nodes or 1 for r in of_mode), 1)
-            for mode, of_mode in by_mode.items()
-        }
-        pools, pool = dict[CUDAGraphMode, tuple[tuple[int, int], ...]](), 0
+        by_mode = grouped((record.mode, record) for record in records)
+        per_node = {}  # per key where nodes were not counted
+        largest = {}
+        for mode, own in by_mode.items():
+            nbytes = sum(record.driver_bytes or 0 for record in own)
+            nodes = sum(record.nodes or 1 for record in own)
+            per_node[mode] = nbytes / max(nodes, 1)
+            largest[mode] = max(record.descriptor.elements for record in own)
+        first, *others = by_mode[records[0].mode]
+        once = max(first.seconds - others[0].seconds, 0.0) if others else 0.0
+        keys, pools = [], {}
+        pool, extra = 0, once
         for record in records:
+            mode = record.mode
             pool += record.pool_growth
-            pools[record.mode] = (
-                (0, 0),
-                (max(r.descriptor.elements for r in by_mode[record.mode]), pool),
+            pools[mode] = [(0, 0), (largest[mode], pool)]
+            key = MeasuredKey(
+                mode=mode,
+                num_active_loras=record.descriptor.num_active_loras,
+                num_tokens=record.descriptor.elements,
+                driver_bytes=per_node[mode] * (record.nodes or 1),
+                seconds=record.seconds - extra,
             )
-        first = [r.seconds for r in by_mode[records[0].mode][:2]]
-        # how much longer the first key took than the next one of its mode
-        once = max(first[0] - first[-1], 0.0)
-        keys = [
-            MeasuredKey(
-                mode=r.mode,
-                num_active_loras=r.descriptor.num_active_loras,
-                num_tokens=r.descriptor.elements,
-                driver_bytes=per_node[r.mode] * (r.nodes or 1),
-                seconds=r.seconds - (0.0 if index else once),
-            )
-            for index, r in enumerate(records)
-        ]
+            keys.append(key)
+            extra = 0.0
         return cls(
             keys,
             pools,
@@ -203,110 +227,138 @@ class MeasuredCosts(GraphCosts):
         )
 
     @classmethod
-    def from_vllm_log(cls, log: StartLog, config: Config, path: str) -> MeasuredCosts:
+    def from_vllm_log(
+        cls,
+        log: StartLog,
+        config: Config,
+        path: str,
+    ) -> MeasuredCosts:
         """Estimates from what vLLM logs of all graphs of one start together. Raises ReportError for
         a log of no graph.
 
         Each graph takes the same seconds. A log of level DEBUG tells the memory of a mode's largest
-        graph from that of each other one; else a graph takes 1 MiB, the least that vLLM itself
+        graph from that of each other one. Else a graph takes 1 MiB, the least that vLLM itself
         expects of the driver, and the pool the rest. A pool is in proportion to its largest size.
         """
         plan = build_plan(config)
-        own = grouped((mode, key.num_tokens) for mode, key in plan.keys)
-        graphs = log.graphs or {mode: (len(sizes), max(sizes)) for mode, sizes in own.items()}
+        planned = grouped((mode, key.num_tokens) for mode, key in plan.keys)
+        graphs = log.graphs
+        if not graphs:
+            graphs = {mode: (len(sizes), max(sizes)) for mode, sizes in planned.items()}
         total = sum(count for count, _ in graphs.values())
         if not total:
             raise ReportError(
                 f"{path}: vLLM captured no graph", remedy="Give the log of a start with graphs."
             )
-        each = min(1 << 20, log.bytes / total)
-        by_mode = {
-            mode: log.by_mode.get(mode, (log.bytes - (total - 1) * each, each)) for mode in graphs
-        }
-        pools = {mode: max(first - other, 0.0) for mode, (first, other) in by_mode.items()}
-        known = max(pools.values()) + sum(
-            by_mode[mode][1] * count for mode, (count, _) in graphs.items()
-        )
+        least = min(1 << 20, log.bytes / total)
+        known = 0.0
+        driver, pools, largest = {}, {}, {}
+        for mode, (count, tokens) in graphs.items():
+            rest = log.bytes - (total - 1) * least
+            first, each = log.by_mode.get(mode, (rest, least))
+            driver[mode] = each
+            known += each * count
+            pools[mode] = max(first - each, 0.0)
+            largest[mode] = tokens or max(planned.get(mode, [plan.max_capture_size]))
+        known += max(pools.values())
         scale = log.bytes / known if known else 0.0  # to what the captures really took
-        largest = {
-            mode: tokens or max(own.get(mode, [plan.max_capture_size]))
-            for mode, (_, tokens) in graphs.items()
-        }
-        keys = [
-            MeasuredKey(mode, case, largest[mode], by_mode[mode][1] * scale, log.seconds / total)
-            for mode, case in product(graphs, lora_cases(config))
-        ]
-        how = (
-            "what vLLM estimates for its mode"
-            if log.by_mode
-            else f"{format_bytes(round(each))}, the pool the rest"
-        )
+        seconds = log.seconds / total
+        keys, points = [], {}
+        for mode in graphs:
+            for case in lora_cases(config):
+                nbytes = driver[mode] * scale
+                key = MeasuredKey(mode, case, largest[mode], nbytes, seconds)
+                keys.append(key)
+            # one pool for all modes
+            top = largest[mode] if log.by_mode else max(largest.values())
+            points[mode] = [(0, 0), (top, round(pools[mode] * scale))]
+        how = f"{format_bytes(round(least))}, the pool the rest"
+        if log.by_mode:
+            how = "what vLLM estimates for its mode"
         notes = [
             f"{path} has the costs of {counted(total, 'graph')} together, "
-            f"{format_bytes(log.bytes)} and "
-            f"{log.seconds:.0f} s: each graph was given the same seconds and, of memory, {how}"
+            f"{format_bytes(log.bytes)} and {log.seconds:.0f} s: each graph was given the same "
+            f"seconds and, of memory, {how}"
         ]
         if total != len(plan.keys):
             notes.append(
                 f"{path} is of a start with {counted(total, 'graph')}, the configuration has "
                 f"{len(plan.keys)}"
             )
-        # one pool for all modes
-        top = largest if log.by_mode else dict.fromkeys(graphs, max(largest.values()))
-        points = {mode: ((0, 0), (top[mode], round(pool * scale))) for mode, pool in pools.items()}
-        costs = cls(keys, points, config, source=f"the log of vLLM, {path}", notes=notes)
+        costs = cls(
+            keys,
+            points,
+            config,
+            source=f"the log of vLLM, {path}",
+            notes=notes,
+        )
         costs.estimated = True
         return costs
 
-    def pool_bytes(self, mode: CUDAGraphMode, num_tokens: int) -> int:
-        """Other sizes than the measured ones lie on the line through their neighbours; smaller ones
-        take at least their share of the smallest. Rounded up to whole segments where pools consist
-        of them.
+    def pool_bytes(
+        self,
+        mode: CUDAGraphMode,
+        num_tokens: int,
+    ) -> int:
+        """Interpolated; sizes below the measured ones take at least their share of the smallest.
+        Rounded up to whole segments if pools have them. A mode that was not measured takes the
+        largest pool of the others.
         """
-        points = self._pools.get(mode)
-        if not points:  # a mode that was not measured: the largest pool of the others
-            return max(
-                (
-                    self.pool_bytes(other, num_tokens)
-                    for other, found in self._pools.items()
-                    if found
-                ),
-                default=0,
-            )
-        above = next((point for point in points if point[0] >= num_tokens), None)
-        if above is not None and above[0] == num_tokens:
-            return above[1]
-        (small, least), unit = points[0], self._unit
-        share = least * num_tokens / small if num_tokens < small else 0.0
-        nbytes = math.ceil(max(interpolate(points, num_tokens), share) / unit) * unit
-        return nbytes if above is None else min(nbytes, above[1])
+        if mode not in self._pools:
+            found = [self.pool_bytes(other, num_tokens) for other in self._pools]
+            return max(found, default=0)
+        points = self._pools[mode]
+        small, least = points[0]
+        nbytes = interpolate(points, num_tokens)
+        if num_tokens < small:
+            nbytes = max(nbytes, least * num_tokens / small)
+        rounded = math.ceil(nbytes / self._unit) * self._unit
+        above = [point for point in points if point[0] >= num_tokens]
+        if not above:
+            return rounded
+        size, most = above[0]
+        return most if size == num_tokens else min(rounded, most)
 
     def driver_bytes(self, key: Key) -> int:
         """On average, because the driver takes memory in chunks."""
-        return max(round(self._of(key, lambda measured: measured.driver_bytes)), 0)
+        found = self._of(key, attrgetter("driver_bytes"))
+        return max(round(found), 0)
 
     def seconds(self, key: Key) -> float:
-        return self._of(key, lambda measured: measured.seconds)
+        return self._of(key, attrgetter("seconds"))
 
-    def _of(self, key: Key, value: Callable[[MeasuredKey], float]) -> float:
-        """A figure of a key: as measured of it, else from those like it, whatever their number of
-        adapters, if they have some; else from those of its mode, else from all.
+    def _of(
+        self,
+        key: Key,
+        value: Callable[[MeasuredKey], float],
+    ) -> float:
+        """A figure of a key: as measured of it, else from those with or without adapters as it is,
+        else from those of its mode, else from all.
 
         No size takes less than the least that was measured: times are noisy, and a line through two
-        of them, drawn beyond them, would end at graphs that cost nothing.
+        of them would end at graphs that cost nothing.
         """
         mode, descriptor = key
-        name = mode, descriptor.num_active_loras, descriptor.elements
-        if itself := [
-            value(k) for k in self._keys if (k.mode, k.num_active_loras, k.num_tokens) == name
-        ]:
-            return sum(itself) / len(itself)
-        alike = [k for k in self._keys if (k.mode, k.has_lora) == (mode, descriptor.has_lora)]
-        alike = alike or [k for k in self._keys if k.mode is mode] or [*self._keys]
-        by_size = grouped((measured.num_tokens, value(measured)) for measured in alike)
-        points = [(size, sum(found) / len(found)) for size, found in sorted(by_size.items())]
-        return (
-            max(interpolate(points, descriptor.elements), min(least for _, least in points))
-            if points
-            else 0.0
-        )
+        size = descriptor.elements
+        same, alike, of_mode = [], [], []
+        for measured in self._keys:
+            if measured.mode is not mode:
+                continue
+            of_mode.append(measured)
+            if measured.has_lora == descriptor.has_lora:
+                alike.append(measured)
+            is_case = measured.num_active_loras == descriptor.num_active_loras
+            if is_case and measured.num_tokens == size:
+                same.append(value(measured))
+        if same:
+            return sum(same) / len(same)
+        chosen = alike or of_mode or self._keys
+        by_size = grouped((measured.num_tokens, value(measured)) for measured in chosen)
+        points = []
+        for tokens, found in sorted(by_size.items()):
+            points.append((tokens, sum(found) / len(found)))
+        if not points:
+            return 0.0
+        least = min(least for _, least in points)
+        figure = interpolate(points, size)
+        return max(figure, least)

@@ -1,7 +1,6 @@
-"""Traffic from files of any form that people have it in, and requests made up from a few figures.
+"""Traffic from files, whose text tells their form, and requests made up from a few figures.
 
-A file's text tells its form. Histograms, logs and saved traffic hold steps; traces hold requests,
-which ``simulate`` turns into steps.
+Histograms, logs and saved traffic hold steps; traces hold requests for ``simulate``.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from http.client import HTTPException
+from itertools import takewhile
 from operator import le
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -53,11 +53,10 @@ _TIMEOUT_SECONDS = 5.0
 _MOST_US = 1e17  # since 1970: the year 5138
 _LEAST_RATE = 1e-6  # requests a second
 _CLOCK_US = 1e14  # arrivals that far from 0 are dates, or seconds since 1970
-# Of the tables that ``--cudagraph-metrics`` writes into a log of vLLM.
+# Of the tables that vLLM logs with ``--cudagraph-metrics``.
 COLUMNS = ("Unpadded Tokens", "Padded Tokens", "Num Paddings", "Runtime Mode", "Count")
 _HEADER = re.compile(r"\|\s*" + r"\s*\|\s*".join(COLUMNS) + r"\s*\|")
-# The logger writes in front of a row, too. A row has 5 cells; one that was cut off begins with a
-# number.
+# a row has 5 cells; one that was cut off begins with a number
 _ROW = re.compile(r"\|((?:[^|]*\|){5}|\s*-?\d+\s*(?:\|.*)?)$")
 _MODE = re.compile(r"- Mode: *(?:CUDAGraphMode\.)?(\w+)\s*$")
 _SIZES = re.compile(r"- Capture sizes: *\[([\d, ]*)\]\s*$")
@@ -74,7 +73,7 @@ def _microseconds(value: object) -> float:
     except ValueError:
         pass
     try:
-        # takes the 7 digits of Azure's traces; the 7th, 100 ns, is cut off
+        # of the 7 digits of Azure's traces the last, 100 ns, is cut off
         moment = datetime.fromisoformat(text)
     except ValueError:
         raise ValueError(
@@ -114,9 +113,7 @@ class _ChatRow(_RequestRow):
 
 
 class _RunRow(Record):
-    """A run of a serving benchmark. An infinite rate is "inf" in vLLM's files and Infinity in
-    SGLang's, that of a trace is "trace".
-    """
+    """A run of a serving benchmark. ``request_rate`` is a number, "inf" or Infinity, or "trace"."""
 
     input_lens: tuple[Whole, ...]
     output_lens: tuple[Whole, ...]
@@ -140,18 +137,18 @@ class _LogRow(Record):
     paddings: Whole
     ran_as: RuntimeMode
     count: Whole
-    mode: str | None = None  # of the server, and its largest size
-    largest: Whole = 0
+    mode: str | None = None  # of the server
+    largest: Whole = 0  # size of the server
 
 
 @dataclass(frozen=True, eq=False)
 class RequestForm(Form[R]):
-    """A form whose rows are requests, or runs of them.
+    """A form of requests.
 
     Attributes:
-        microseconds: Of the unit in which a row tells its arrival.
+        microseconds: Of the unit of arrivals.
         block: Tokens of a hash id.
-        fails: Whether a request without output is one that failed.
+        fails: Whether requests without output have failed.
     """
 
     microseconds: float = 1e6
@@ -159,31 +156,18 @@ class RequestForm(Form[R]):
     fails: bool = False
 
 
+def _named(*columns: str) -> dict[str, str]:
+    """Columns by the first fields of ``_RequestRow``."""
+    return dict(zip(_RequestRow.model_fields, columns, strict=False))
+
+
 HISTOGRAM = Form("a histogram", _StepRow)
-_AZURE = {
-    "arrival": "TIMESTAMP",
-    "context_tokens": "ContextTokens",
-    "generated_tokens": "GeneratedTokens",
-    "adapter": "Adapter",
-}
-_BURST = {
-    "arrival": "Timestamp",
-    "context_tokens": "Request tokens",
-    "generated_tokens": "Response tokens",
-}
-_MOONCAKE = {
-    "arrival": "timestamp",
-    "context_tokens": "input_length",
-    "generated_tokens": "output_length",
-}
-_SGLANG = {
-    "arrival": "request_received_ts",
-    "context_tokens": "prompt_tokens",
-    "generated_tokens": "completion_tokens",
-}
+_AZURE = _named("TIMESTAMP", "ContextTokens", "GeneratedTokens", "Adapter")
+_BURST = _named("Timestamp", "Request tokens", "Response tokens")
+_MOONCAKE = _named("timestamp", "input_length", "output_length")
+_SGLANG = _named("request_received_ts", "prompt_tokens", "completion_tokens")
 REQUESTS: tuple[RequestForm[Any], ...] = (
-    # AzurePublicDataset, AzureLLMInferenceDataset2023.md and 2024.md; the timestamps of 2024 have
-    # a zone, +00:00.
+    # AzurePublicDataset, AzureLLMInferenceDataset2023.md and 2024.md.
     RequestForm("a request trace", _DatedRow, _AZURE, microseconds=1.0),
     # HPMLL/BurstGPT, README.md of release v1.2.
     RequestForm(
@@ -207,8 +191,8 @@ REQUESTS: tuple[RequestForm[Any], ...] = (
     # SGLang 0.5.23, --export-metrics-to-file: srt/observability/request_metrics_exporter.py.
     RequestForm("SGLang's log of requests", _RequestRow, _SGLANG, unused=None, fails=True),
 )
-# vLLM 0.33.0, vllm/benchmarks/serve.py, and SGLang 0.5.23, sglang/benchmark/serving.py, which has
-# no start_times. Failed requests have no output.
+# vLLM 0.33.0, vllm/benchmarks/serve.py; SGLang 0.5.23, sglang/benchmark/serving.py, which has no
+# start_times.
 BENCH = RequestForm(
     "a benchmark's result",
     _RunRow,
@@ -235,33 +219,31 @@ def read_traffic(
     speedup: float = 1.0,
     request_rate: float | None = None,
 ) -> Traffic | RequestTrace:
-    """Steps or requests from a file. Its content tells its form, not its name:
+    """Steps or requests from a file. Its content tells its form:
 
-    - a histogram of steps, as CSV or as one JSON object a line: num_tokens, count, and where they
-      are known num_reqs, uniform and num_active_loras;
+    - a histogram of steps, as CSV or as one JSON object a line: num_tokens, count, and if known
+      num_reqs, uniform and num_active_loras;
     - a request trace, as either: Azure's (TIMESTAMP: a date and time, or seconds; ContextTokens,
-      GeneratedTokens, and where it is known Adapter, a number, empty for none), BurstGPT's,
-      Mooncake's (timestamp: milliseconds), Bailian's, or SGLang's log of requests;
+      GeneratedTokens, and perhaps Adapter, a number, empty for none), BurstGPT's, Mooncake's
+      (timestamp: milliseconds), Bailian's, or SGLang's log of requests;
     - results of vLLM's or SGLang's serving benchmark, with details;
     - ShareGPT's list of conversations;
     - a log of vLLM with its tables of CUDA graph statistics;
-    - Traffic that was saved as JSON, or the statistics of a runner (``runner.stats.json()``);
+    - saved Traffic, or the statistics of a runner (``runner.stats.json()``);
     - metrics of one runner in Prometheus' text format (``runner.stats.prometheus()``).
 
-    Notes of the traffic say how columns that a histogram lacks are guessed, which columns are
-    ignored, and how many tokens of prompts were cached: blocks of ``hash_ids`` that an earlier row
-    brought are not prefilled again.
+    Notes say which columns are guessed or ignored, and how many tokens of prompts were cached:
+    blocks of ``hash_ids`` that an earlier row brought are not prefilled again.
 
     Args:
-        path: UTF-8 text, or an address of it that begins with http. Read once: it may be a pipe.
-        plan: Its bounds of a batch inform the guesses, and its adapters and query length are those
-            of all steps.
-        speedup: Requests come so many times as fast as they were recorded.
-        request_rate: Requests a second of ShareGPT's conversations, which have no times.
+        path: UTF-8 text, or its address, which begins with http. Read once: it may be a pipe.
+        plan: Its bounds of a batch inform the guesses.
+        speedup: Requests come so many times as fast as recorded.
+        request_rate: Requests a second of ShareGPT's conversations.
 
     Raises:
-        TrafficError: the file cannot be read, has none of these forms, holds no batch, or a row
-            makes no sense.
+        TrafficError: the file cannot be read, has none of these forms, holds no batch, or has a
+            wrong row.
     """
     text, path = _text_of(path), Path(str(path).rpartition("://")[2])
     found = _traffic_of(text, path, plan, request_rate)
@@ -288,13 +270,12 @@ def read_traffic(
 
 
 def read_sizes(path: str | Path, dims: Sequence[Dim]) -> SizeCounts:
-    """Batches from CSV, or one JSON object a line: a column for each of ``dims`` by its name, and
-    perhaps ``count`` (``weight``, if a dimension is named count; absent: 1). Batches above a
-    dimension's max are counted apart.
+    """Batches from CSV, or one JSON object a line: a column for each of ``dims``, and perhaps
+    ``count`` (``weight``, if a dimension is named count; absent: 1).
 
     Raises:
-        TrafficError: the file cannot be read, has other columns, holds no batch up to max, or a row
-            makes no sense.
+        TrafficError: the file cannot be read, has other columns, holds no batch up to the max of
+            its dimensions, or has a wrong row.
     """
     path = Path(path)
     names = [dim.name for dim in dims]
@@ -319,9 +300,8 @@ def synthetic_requests(made: TrafficConfig, plan: Plan) -> RequestTrace:
     """Requests made up from the `traffic` section of a configuration.
 
     They arrive as a Poisson process. Lengths are lognormal with the given median and 95th
-    percentile, rounded, and kept between 1 and 2^20 tokens; those of a prompt and its output are
-    independent. The share of requests with an adapter, and the adapters, are drawn independently;
-    without LoRA in the plan none has one. Equal seeds give equal requests.
+    percentile, rounded, between 1 and 2^20 tokens. All draws are independent; equal seeds give
+    equal requests.
     """
     import numpy as np
 
@@ -373,7 +353,6 @@ def _traffic_of(
     plan: Plan,
     request_rate: float | None,
 ) -> Traffic | RequestTrace:
-    """What the file is, and its traffic."""
     first = first_line(text)[1].lstrip()
     if first.startswith("{"):
         document = whole_object(text) or {}
@@ -433,13 +412,12 @@ def _saved(text: str, path: Path) -> Traffic:
 
 
 def log_traffic(text: str, path: Path, plan: Plan) -> Traffic:
-    """Traffic from all tables of a log of vLLM.
+    """Traffic from all tables of a log of vLLM, which empties its counts after each
+    (``CUDAGraphLogging.log`` in vllm/compilation/cuda_graph.py).
 
-    vLLM empties its counts after each table (``CUDAGraphLogging.log`` in
-    vllm/compilation/cuda_graph.py), so the tables are added up. A row does not say whether its
-    batch was uniform decode. Where the server's mode keeps FULL graphs for uniform decode
-    (FULL_DECODE_ONLY, FULL_AND_PIECEWISE), batches that ran FULL were uniform, and others were not,
-    up to the largest capture size. Elsewhere a batch is taken to be uniform if it could be.
+    A row does not say whether its batch was uniform decode. If the server's mode keeps FULL graphs
+    for uniform decode (FULL_DECODE_ONLY, FULL_AND_PIECEWISE), batches that ran FULL were, and
+    others up to the largest capture size were not. Else a batch is taken to be uniform if it could.
     """
     steps = StepCounts(plan)
     told = odd = 0
@@ -471,7 +449,6 @@ def log_traffic(text: str, path: Path, plan: Plan) -> Traffic:
 
 
 def _metrics(text: str, path: Path, plan: Plan) -> Traffic:
-    """Traffic from the counter of batches of a runner, since it began or was reset."""
     steps, runners = StepCounts(plan), set[str]()
     for _, row in METRICS.read(_metric_rows(text, path)):
         cells = dict(row)
@@ -498,9 +475,7 @@ def _metric_rows(text: str, path: Path) -> Iterator[RawRow]:
 
 
 def _log_rows(text: str, path: Path) -> Iterator[RawRow]:
-    """Rows of the tables, with the server's mode and its largest size, as the log tells them
-    before.
-    """
+    """Rows of the tables, with the server's mode and its largest size."""
     in_table, mode, largest = False, "", 0
     for number, line in enumerate(map(str.rstrip, text.split("\n")), start=1):
         if _HEADER.search(line):
@@ -524,8 +499,8 @@ def _log_rows(text: str, path: Path) -> Iterator[RawRow]:
 
 
 def _check_shape(shape: StepShape, path: Path, plan: Plan) -> None:
-    """Raises TrafficError for a shape that no step under this plan can have. A runner counts any
-    number of adapters beyond max_loras as max_loras + 1.
+    """Raise TrafficError for an impossible shape. A runner counts more adapters than max_loras as
+    max_loras + 1.
     """
     if shape.uniform and shape.num_tokens != plan.query_len * shape.num_reqs:
         raise TrafficError(
@@ -573,7 +548,8 @@ def _requests(
             continue
         held = row.cached_tokens
         if row.hash_ids:
-            held = max(held, form.block * _known_blocks(row.hash_ids, brought))
+            known = list(takewhile(brought.__contains__, row.hash_ids))
+            held = max(held, form.block * len(known))
             brought.update(row.hash_ids)
         held = min(held, prompt - 1)
         prompts += prompt
@@ -598,17 +574,9 @@ def _requests(
     return RequestTrace(requests, source, tuple(notes), bool(cached))
 
 
-def _known_blocks(blocks: Sequence[int], brought: set[int]) -> int:
-    """How many of the first blocks of a prompt earlier ones have brought."""
-    for number, block in enumerate(blocks):
-        if block not in brought:
-            return number
-    return len(blocks)
-
-
 def _unit_note(requests: Sequence[Request], *, is_in_milliseconds: bool) -> Iterator[str]:
-    """A note where arrivals in the other unit make a plausible load, and in this one do not: for a
-    server or a fleet, 1 request an hour to 10,000 a second, and 50 tokens a second to 1 million.
+    """A note if arrivals in the other unit make a plausible load, and in this one do not: 1 request
+    an hour to 10,000 a second, and 50 tokens a second to 1 million.
     """
     arrivals = [request.arrival_us for request in requests]
     span = max(arrivals, default=0.0) - min(arrivals, default=0.0)
@@ -638,7 +606,7 @@ def _is_plausible(request_rate: float, token_rate: float) -> bool:
 def _run_requests(
     rows: Iterable[tuple[str, _RunRow]], notes: list[str]
 ) -> Iterator[tuple[str, _RequestRow]]:
-    """Requests of benchmark runs, one run after the other; arrivals in microseconds."""
+    """Requests of benchmark runs, one run after the other."""
     end, said = 0.0, dict[str, None]()
     for where, run in rows:
         number, rate = len(run.input_lens), run.request_rate
@@ -679,7 +647,7 @@ def _conversations(
     plan: Plan,
     request_rate: float | None,
 ) -> RequestTrace:
-    """The first two messages of each conversation, as vLLM's and SGLang's benchmarks take them."""
+    """The first two messages of each conversation, as in vLLM's and SGLang's benchmarks."""
     if request_rate is None or not 0 < request_rate < math.inf:
         raise TrafficError(
             f"{path}: conversations have no times",
@@ -724,8 +692,7 @@ def _poisson(
     rng: np.random.Generator | None = None,
 ) -> list[float]:
     """Arrivals of a Poisson process, in microseconds."""
-    # it takes longer to import than all of planning, which most commands do without
-    import numpy as np
+    import numpy as np  # takes longer than all of planning, and most commands do without
 
     times = (rng or np.random.default_rng(0)).exponential(1e6 / request_rate, number)
     return list(map(float, np.cumsum(times)))

@@ -1,11 +1,10 @@
-"""Traffic: how often which step is run. The planner plans for it."""
+"""Traffic: how often each step runs."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from operator import itemgetter
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from pydantic import ValidationError
@@ -23,7 +22,7 @@ MOST_BATCHED_TOKENS = 1 << 20  # the largest bound that a configuration may stat
 
 
 class StepShape(NamedTuple):
-    """Size of a step's batch in tokens and requests, and the kind of graph that could run it."""
+    """The batch of a step, unpadded."""
 
     num_tokens: int
     num_reqs: int
@@ -35,11 +34,11 @@ class Traffic(Record):
     """A weighted histogram of steps.
 
     Attributes:
-        histogram: (shape, weight), ascending, each shape once, weights above 0. A weight is a
-            number of steps, or any figure in proportion to it.
-        source: Where it came from, in words.
+        histogram: (shape, weight), ascending, each shape once; weights are above 0, in proportion
+            to the number of steps.
+        source: In words.
         notes: Assumptions, and parts of the source that were left out.
-        warnings: What makes a plan for it a bad one, such as a server that cannot keep up.
+        warnings: Why a plan for it is a bad one: the server cannot keep up, say.
         apart: Whether FULL graphs run uniform decode alone, and PIECEWISE ones the other batches
             alone, as in SGLang.
     """
@@ -59,11 +58,10 @@ class Traffic(Record):
         notes: Iterable[str] = (),
         warnings: Iterable[str] = (),
     ) -> Traffic:
-        """Traffic from counts; those of equal shapes are added up, zeros are left out.
+        """Traffic from counts; those of equal shapes are added up.
 
-        Raises:
-            TrafficError: nothing is left, a count is negative or not finite, or a shape cannot be
-                (no token, or fewer tokens than requests).
+        Raises TrafficError if all counts are 0, one is negative or not finite, or a shape is
+        impossible.
         """
         total: dict[StepShape, float] = {}
         pairs = counts.items() if isinstance(counts, Mapping) else counts
@@ -76,7 +74,7 @@ class Traffic(Record):
                     remedy="A batch has at least 1 request, and at least 1 token for each; a "
                     "count is 0 or more.",
                 )
-            if count > 0:
+            if count:
                 total[shape] = total.get(shape, 0.0) + count
         if not total:
             raise TrafficError(
@@ -93,45 +91,36 @@ class Traffic(Record):
 
     @classmethod
     def from_json(cls, text: str) -> Traffic:
-        """Traffic from its JSON form (``model_dump_json``). Raises TrafficError for anything
-        else.
-        """
+        """Traffic from its JSON form (``model_dump_json``). Raises TrafficError for other text."""
         try:
             read = cls.model_validate_json(text)
         except ValidationError as error:
-            remedy = "Give a file that cgplan saved, as it was saved."
             raise TrafficError(
-                f"not saved traffic: {first_problem(error)}", remedy=remedy
+                f"not saved traffic: {first_problem(error)}",
+                remedy="Give a file that cgplan saved, as it was saved.",
             ) from None
         return cls.of(read.histogram, read.source, read.notes, read.warnings)
 
     @cached_property
     def columns(self) -> npt.NDArray[np.float64]:
         """Tokens, requests, whether uniform, adapters and weight of each shape: [5, shapes]."""
-        # it takes longer to import than all of planning, which most commands do without
-        import numpy as np
+        import numpy as np  # takes longer than all of planning, and most commands do without
 
         rows = [(*shape, weight) for shape, weight in self.histogram]
         return np.array(rows, dtype=np.float64).T
 
     @cached_property
     def total(self) -> float:
-        """Sum of all weights: the number of steps, where weights are counts."""
-        weights: Iterable[float] = map(itemgetter(1), self.histogram)
-        return sum(weights)
+        """The sum of all weights."""
+        return sum([weight for _, weight in self.histogram])
 
     @classmethod
     def mixed(cls, parts: Sequence[tuple[Traffic, float]]) -> Traffic:
-        """Traffic of several kinds: each has its weight as a share of the steps, however many it
-        counts.
-        """
+        """Several kinds of traffic; their weights are shares of the steps."""
         if len(parts) == 1:
             return parts[0][0]
-        steps, weights = 0.0, 0.0
-        for part, weight in parts:
-            steps += part.total
-            weights += weight
-        share = steps / weights
+        steps = sum(part.total for part, _ in parts)
+        share = steps / sum(weight for _, weight in parts)
         counts: list[tuple[StepShape, float]] = []
         notes: dict[str, None] = {}
         warnings: dict[str, None] = {}
@@ -145,9 +134,8 @@ class Traffic(Record):
         return made.model_copy(update={"apart": parts[0][0].apart})
 
     def unseen(self, plan: Plan) -> Traffic:
-        """Batches that this traffic need not show: spread evenly in log size, up to
-        ``max_num_seqs`` requests of the plan, in as many steps of each kind (uniform decode or
-        mixed, LoRA case) as there are here.
+        """Batches evenly in log size, up to ``max_num_seqs`` requests of the plan, with as many
+        steps of each kind (uniform or mixed, LoRA case) as there are here.
         """
         shares: dict[tuple[bool, int], float] = {}
         for shape, weight in self.histogram:
@@ -155,28 +143,32 @@ class Traffic(Record):
             shares[kind] = shares.get(kind, 0.0) + weight
         q = plan.query_len
         most = max(min(plan.max_num_seqs, plan.max_num_batched_tokens // q), 1)
-        harmonic = sum(1 / reqs for reqs in range(1, most + 1))
+        sizes = range(1, most + 1)
+        harmonic = sum([1 / reqs for reqs in sizes])
         counts: dict[StepShape, float] = {}
         for (uniform, loras), weight in shares.items():
-            for reqs in range(1, most + 1):
-                counts[StepShape(q * reqs, reqs, uniform, loras)] = weight / reqs / harmonic
+            for reqs in sizes:
+                shape = StepShape(q * reqs, reqs, uniform, loras)
+                counts[shape] = weight / reqs / harmonic
         made = Traffic.of(counts, f"batches of 1 to {most} requests, evenly in log size")
         return made.model_copy(update={"apart": self.apart})
 
 
 class StepCounts:
-    """Counts of steps from a source that may leave out all but their tokens; the rest is guessed
-    for a plan's batches.
-
-    Attributes:
-        counts: Steps of each shape.
+    """Counts of steps of which the tokens may be all that is known; the rest is guessed for a
+    plan's batches.
     """
 
     def __init__(self, plan: Plan) -> None:
         self.counts: dict[StepShape, float] = {}
-        self._query_len, self._max_num_seqs = plan.query_len, plan.max_num_seqs
-        self._without_reqs = self._without_loras = False
-        self._steps = self._tokens = self._uniform = 0  # steps of which ``uniform`` was guessed
+        self._query_len = plan.query_len
+        self._max_num_seqs = plan.max_num_seqs
+        self._without_reqs = False
+        self._without_loras = False
+        # steps of which ``uniform`` was guessed
+        self._steps = 0
+        self._tokens = 0
+        self._uniform = 0
 
     def add(
         self,
@@ -188,7 +180,8 @@ class StepCounts:
         num_active_loras: int | None = None,
     ) -> None:
         """Count steps; fields that are None are guessed."""
-        q, most = self._query_len, self._max_num_seqs
+        q = self._query_len
+        most = self._max_num_seqs
         if uniform is None:
             if num_reqs:
                 uniform = num_tokens == q * num_reqs
@@ -206,9 +199,7 @@ class StepCounts:
         self.counts[shape] = self.counts.get(shape, 0) + count
 
     def notes(self) -> Iterator[str]:
-        """A sentence for each field that was guessed; how many steps depend on the guess that they
-        are uniform.
-        """
+        """A sentence for each field that was guessed."""
         if self._steps:
             yield (
                 f"uniform decode was guessed for {self._steps:,} steps with {self._tokens:,} "
@@ -225,7 +216,7 @@ class StepCounts:
 
 
 class SizeCounts(NamedTuple):
-    """Counts of batches by their sizes in several dimensions."""
+    """Batches by their sizes in several dimensions."""
 
     names: tuple[str, ...]
     counts: Mapping[tuple[int, ...], int]  # ascending, above 0

@@ -1,6 +1,4 @@
-"""Files as typed rows: CSV or JSON lines, columns known by name. Each error names file, line,
-column and the cell.
-"""
+"""Files as typed rows: CSV or JSON lines. Errors name file, line, column and the cell."""
 
 from __future__ import annotations
 
@@ -15,27 +13,25 @@ from typing import Annotated, Any, Generic, TypeVar
 
 from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError, create_model
 
-from cgplan.errors import CgplanError, ConfigError, TrafficError, did_you_mean
+from cgplan.errors import CgplanError, TrafficError, did_you_mean
 from cgplan.modes import RUNTIME_MODES, CUDAGraphMode
 from cgplan.planning.costs import Record
 from cgplan.traffic.histogram import MOST_BATCHED_TOKENS
 
 R = TypeVar("R", bound=Record)
-# Where a row stands, names of the columns, values.
+# place, names of the columns, values
 RawRow = tuple[str, tuple[str, ...], Sequence[Any]]
 
 
 def _runtime_mode(value: object) -> CUDAGraphMode:
-    name = str(value).rpartition(".")[2]  # CUDAGraphMode.FULL, as logs may have it
-    if name.lower() == "eager":
+    # logs may have CUDAGraphMode.FULL
+    name = str(value).rpartition(".")[2].strip().upper()
+    if name == "EAGER":
         return CUDAGraphMode.NONE
-    try:
-        mode = CUDAGraphMode.parse(name)
-    except ConfigError:
-        mode = None
-    if mode not in RUNTIME_MODES:
-        raise ValueError("not one of the runtime modes NONE (or eager), PIECEWISE, FULL")
-    return mode
+    for mode in RUNTIME_MODES:
+        if mode.name == name:
+            return mode
+    raise ValueError("not one of the runtime modes NONE (or eager), PIECEWISE, FULL")
 
 
 Whole = Annotated[int, Field(ge=0, le=1 << 53)]  # which a float counts exactly
@@ -48,13 +44,11 @@ class Form(Generic[R]):
     """A form that a file of rows may have.
 
     Attributes:
-        name: In words.
         row: The type of its rows; each field is a column.
-        names: The names of columns in files, by field; absent: the name of the field.
-        error: Raised for files that break the form.
+        names: Names of columns by field, if they differ.
         remedy: Of errors about the columns; absent: their names.
         row_remedy: Of errors about a cell.
-        unused: Columns that such files have and nothing here needs; None: any others.
+        unused: Other columns that such files have; None: any.
     """
 
     name: str
@@ -67,7 +61,7 @@ class Form(Generic[R]):
 
     @cached_property
     def columns(self) -> dict[str, str]:
-        """The field of each column, by the column's name in files."""
+        """Fields by the names of columns."""
         found = {}
         for own in self.row.model_fields:
             found[self.names.get(own, own)] = own
@@ -75,25 +69,24 @@ class Form(Generic[R]):
 
     @cached_property
     def required(self) -> list[str]:
-        """Names of the columns that each row has."""
-        found = []
-        for column, own in self.columns.items():
-            if self.row.model_fields[own].is_required():
-                found.append(column)
-        return found
+        """Names of columns."""
+        fields = self.row.model_fields
+        return [column for column, own in self.columns.items() if fields[own].is_required()]
 
     @property
     def described(self) -> str:
         """Its columns in words."""
         text = f"{self.name} has {', '.join(self.required)}"
-        optional = [*self.columns]
-        for name in self.required:
-            optional.remove(name)
+        optional = [column for column in self.columns if column not in self.required]
         if optional:
             text = f"{text}, and may have {', '.join(optional)}"
         return text
 
-    def read_text(self, text: str, path: str | Path) -> list[tuple[str, R]]:
+    def read_text(
+        self,
+        text: str,
+        path: str | Path,
+    ) -> list[tuple[str, R]]:
         """``read`` for the text of a file."""
         return self.read(raw_rows(text, path, self.error))
 
@@ -102,11 +95,9 @@ class Form(Generic[R]):
         rows: Iterable[RawRow],
         ignored: dict[str, None] | None = None,
     ) -> list[tuple[str, R]]:
-        """(where it stands, typed row) of each row; ``ignored`` as in ``match``. Blank cells of
-        optional columns are absent.
+        """(place, typed row) of each row; blank cells of optional columns are absent.
 
-        Raises:
-            error: an unknown, missing or repeated column, or a cell that cannot be.
+        ``ignored`` as in ``match``. Raises ``error`` for a wrong column or cell.
         """
         matched: dict[tuple[str, ...], dict[str, int]] = {}
         places: list[str] = []
@@ -120,7 +111,8 @@ class Form(Generic[R]):
             for column, place in matched[names].items():
                 cell = values[place]
                 if cell not in (None, "") or column in self.required:
-                    row[self.columns[column]] = cell
+                    own = self.columns[column]
+                    row[own] = cell
             places.append(where)
             cells.append(row)
         reader = TypeAdapter(list[self.row])  # type: ignore[name-defined]
@@ -128,9 +120,9 @@ class Form(Generic[R]):
             found = reader.validate_python(cells)
         except ValidationError as failure:
             wrong = failure.errors()[0]
-            index, own, *_ = wrong["loc"]
+            index, own, *_ = map(str, wrong["loc"])
             where = places[int(index)]
-            column = self.names.get(str(own), str(own))
+            column = self.names.get(own, own)
             problem = wrong["msg"].removeprefix("Value error, ")
             raise self.error(
                 f"{where}: {column} is {short(wrong['input'])}: {problem}",
@@ -144,11 +136,10 @@ class Form(Generic[R]):
         where: str,
         ignored: dict[str, None] | None = None,
     ) -> dict[str, int]:
-        """The place of each of its columns among names in any case.
+        """The place of each column among names in any case; unknown names are added to ``ignored``.
 
-        Names that it does not know are added to ``ignored``. Raises ``error`` for repeated and
-        missing columns, and for an unknown name without ``ignored``, beside a missing column, or
-        near the name of a column that is not given.
+        Raises ``error`` for repeated and missing columns, and for an unknown name without
+        ``ignored``, beside a missing column, or near the name of one.
         """
         absent = {column.lower(): column for column in self.columns}
         found: dict[str, int] = {}
@@ -160,7 +151,8 @@ class Form(Generic[R]):
                 found[column] = place
             elif name.lower() in map(str.lower, found):
                 raise self.error(
-                    f"{where}: column {name!r} stands twice", remedy="Keep one of them."
+                    f"{where}: column {name!r} stands twice",
+                    remedy="Keep one of them.",
                 )
             elif self.unused is not None and name not in self.unused:
                 unknown.append(name)
@@ -169,10 +161,16 @@ class Form(Generic[R]):
         for name in unknown:
             hint = did_you_mean(name.lower(), absent, " (did you mean {!r}?)")
             if ignored is None or missing or hint:
-                raise self.error(f"{where}: unknown column {short(name)}{hint}", remedy=remedy)
+                raise self.error(
+                    f"{where}: unknown column {short(name)}{hint}",
+                    remedy=remedy,
+                )
             ignored[name] = None
         if missing:
-            raise self.error(f"{where}: column {missing[0]!r} is missing", remedy=remedy)
+            raise self.error(
+                f"{where}: column {missing[0]!r} is missing",
+                remedy=remedy,
+            )
         return found
 
 
@@ -181,8 +179,8 @@ def raw_rows(
     path: str | Path,
     error: type[CgplanError],
 ) -> Iterator[RawRow]:
-    """The rows of JSON lines, of one JSON object, or of CSV, whose header comes first with its
-    names for values. Raises ``error`` for other text, and for too few or too many fields.
+    """Rows of JSON lines, of one JSON object, or of CSV, header included. Raises ``error`` for
+    other text, and for too few or too many fields.
     """
     if text.lstrip().startswith("{"):
         return _json_rows(text, path, error)
@@ -197,16 +195,16 @@ def sized_rows(
     figure: str,
     kind: Any,
 ) -> Iterator[tuple[tuple[int, ...], Any]]:
-    """Sizes and a figure of each row: a column for each of ``names``, and the figure's, of
-    pydantic's ``kind``.
+    """Sizes and a figure of each row, from columns ``names`` and ``figure`` (of pydantic's
+    ``kind``).
     """
-    named = {f"size_{i}": name for i, name in enumerate(names)}
+    named = {f"size_{index}": name for index, name in enumerate(names)}
     fields: dict[str, Any] = dict.fromkeys(named, (Size, ...))
     fields[figure] = kind
     row = create_model("_Row", __base__=Record, **fields)
     form: Form[Any] = Form(f"a table of {figure}", row, named, error)
-    for _, found in form.read_text(text, path):
-        *sizes, value = dict(found).values()
+    for _, typed in form.read_text(text, path):
+        *sizes, value = dict(typed).values()
         yield tuple(sizes), value
 
 
@@ -219,7 +217,7 @@ def first_line(text: str) -> tuple[int, str]:
 
 
 def whole_object(text: str) -> dict[str, Any] | None:
-    """The text as one JSON object, None if it is not one."""
+    """The text as one JSON object, else None."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
@@ -228,9 +226,11 @@ def whole_object(text: str) -> dict[str, Any] | None:
 
 
 def short(value: object) -> str:
-    """A value as a message shows it, cut after 60 characters."""
+    """A value for a message, in at most 60 characters."""
     text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    if len(text) > 60:
+        text = f"{text[:57]}..."
+    return text
 
 
 def _csv_rows(
@@ -238,11 +238,12 @@ def _csv_rows(
     path: str | Path,
     error: type[CgplanError],
 ) -> Iterator[RawRow]:
-    header = first_line(text)[1]
-    separators = [separator for separator in ",\t;|" if separator in header]
+    _, header = first_line(text)
+    separators = [char for char in ",\t;|" if char in header]
+    separator = separators[0] if separators else ","
     reader = csv.reader(
         io.StringIO(text, newline=""),
-        delimiter=separators[0] if separators else ",",
+        delimiter=separator,
         skipinitialspace=True,
     )
     names: tuple[str, ...] = ()
@@ -262,7 +263,8 @@ def _csv_rows(
             yield where, names, values
     except csv.Error as failure:
         raise error(
-            f"{path}:{reader.line_num}: not CSV: {failure}", remedy="Correct that line."
+            f"{path}:{reader.line_num}: not CSV: {failure}",
+            remedy="Correct that line.",
         ) from None
 
 
@@ -273,7 +275,8 @@ def _json_rows(
 ) -> Iterator[RawRow]:
     document = whole_object(text)
     if document is not None:  # perhaps over several lines
-        yield f"{path}:{first_line(text)[0]}", tuple(document), list(document.values())
+        where = f"{path}:{first_line(text)[0]}"
+        yield where, tuple(document), list(document.values())
         return
     remedy = "Give one JSON object a line."
     for number, line in enumerate(text.split("\n"), start=1):
@@ -283,7 +286,13 @@ def _json_rows(
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as failure:  # ValueError: too many digits, too
-            raise error(f"{where}: not JSON: {failure}", remedy=remedy) from None
+            raise error(
+                f"{where}: not JSON: {failure}",
+                remedy=remedy,
+            ) from None
         if not isinstance(row, dict):
-            raise error(f"{where}: {short(row)} is not an object", remedy=remedy)
+            raise error(
+                f"{where}: {short(row)} is not an object",
+                remedy=remedy,
+            )
         yield where, tuple(row), list(row.values())

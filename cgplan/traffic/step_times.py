@@ -1,4 +1,4 @@
-"""Step times: how long one step takes, by its runtime mode and by the size that really runs."""
+"""Step times: how long a step takes, by its runtime mode and the size that runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pydantic import AliasPath, BaseModel, Field, TypeAdapter, ValidationError, 
 from cgplan.config import load
 from cgplan.config.messages import first_problem
 from cgplan.errors import StepTimeError
-from cgplan.modes import RUNTIME_MODES, CUDAGraphMode
+from cgplan.modes import CUDAGraphMode
 from cgplan.planning.costs import Record
 from cgplan.planning.plan import Mode
 from cgplan.planning.vllm_log import logged_steps
@@ -30,7 +30,7 @@ Floats = npt.NDArray[np.float64]
 Time = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 # vLLM measured 9 to 10% for batches without adapters in graphs with LoRA kernels (its pull 25914)
 LORA_OVERHEAD = 0.1
-# of the time that eager takes longer than FULL; 0.10 to 0.22 in the default figures below
+# of the time that eager takes longer than FULL; 0.10 to 0.22 in DEFAULT_POINTS
 PIECEWISE_SHARE = 0.25
 WORTH_A_NOTE = 0.05  # relative change of a measured point
 REMEDY = (
@@ -77,9 +77,8 @@ class _TableRow(Record):
 
 
 class _ServedRow(Record):
-    """A result of ``vllm bench serve`` (vLLM 0.33.0, vllm/benchmarks/serve.py) tells a step time
-    where N requests ran at a time, the next one sent as soon as one had ended, and without
-    speculation.
+    """A result of ``vllm bench serve`` (vLLM 0.33.0, vllm/benchmarks/serve.py) that tells a step
+    time: N requests ran at a time, without speculation.
     """
 
     max_concurrency: Size
@@ -111,9 +110,7 @@ class _Timing(BaseModel):
 
 
 class _BenchRecord(BaseModel):
-    """The parts of a bench's record that step times need. Reports stand below this folder and
-    cannot be imported.
-    """
+    """What step times need of a bench's record; this folder cannot import ``reports``."""
 
     num_tokens: Size
     mode: Mode
@@ -132,11 +129,9 @@ class TimeCurve(Record):
     """Measured points of one runtime mode and LoRA case.
 
     Attributes:
-        mode: NONE (eager), PIECEWISE or FULL.
-        num_active_loras: The LoRA case that ran (0: no adapters).
+        num_active_loras: The LoRA case; 0: no adapters.
         points: (tokens that ran, microseconds), ascending in both: the least nondecreasing values
             that are not below the measured ones, because a larger batch does not take less time.
-            Tile steps stay.
     """
 
     mode: Mode
@@ -151,9 +146,7 @@ class TimeCurve(Record):
         return self
 
     def at(self, num_tokens: Floats) -> Floats:
-        """Microseconds: linear between points, the first one's below them, on with the last slope
-        beyond them.
-        """
+        """Microseconds: linear between points, constant below them, with the last slope beyond."""
         sizes, values = np.array(self.points, dtype=np.float64).T
         beyond = np.maximum(num_tokens - sizes[-1], 0.0)
         between = np.interp(num_tokens, sizes, values)
@@ -161,7 +154,7 @@ class TimeCurve(Record):
 
     @property
     def last_slope(self) -> float:
-        """Microseconds a token between the last two points, 0 if there is only one."""
+        """Microseconds a token; 0 if there is one point."""
         if len(self.points) < 2:
             return 0.0
         (first, below), (last, above) = self.points[-2:]
@@ -172,9 +165,7 @@ class TimeCurve(Record):
         raw: Iterable[tuple[int, float]],
         floor: str,
     ) -> Iterator[str]:
-        """Notes on the measured point that was raised most, and on the times beyond the last
-        one.
-        """
+        """Notes on the ``raw`` point that was raised most, and on the times beyond the last one."""
         name = _name(self.mode)
         if self.num_active_loras:
             name = f"{name} with {self.num_active_loras} adapters"
@@ -182,7 +173,9 @@ class TimeCurve(Record):
         size, value, height = 0, 1.0, 1.0
         for tokens, time in raw:
             if raised[tokens] / time > height / value:
-                size, value, height = tokens, time, raised[tokens]
+                size = tokens
+                value = time
+                height = raised[tokens]
         if height > value * (1 + WORTH_A_NOTE):
             yield (
                 f"{name} at {size} tokens took {value:.0f} us, a smaller batch {height:.0f} us: "
@@ -199,21 +192,19 @@ class TimeCurve(Record):
 
 
 class StepTimes(Record):
-    """Microseconds of one step, by runtime mode, nondecreasing in the tokens that run (padding
-    counts).
+    """Microseconds of a step, by runtime mode; nondecreasing in the tokens that run, with padding.
 
-    Between measured points times are linear. Beyond the last point of a mode they go on with its
-    last slope, and neither eager nor PIECEWISE steps take less than a FULL graph there, which does
-    the same work on the device. A LoRA case takes the time of the next larger case that was
-    measured (else of the largest one below it, else ``1 + lora_overhead`` times that of a step
-    without adapters). PIECEWISE below its first point, or without points, is FULL plus a quarter of
-    the time that eager takes longer, at most the first point.
+    Times are linear between points. Beyond the last point of a mode they have its last slope, and
+    eager and PIECEWISE steps take at least as long as a FULL graph, which does the same work on the
+    device. A LoRA case takes the time of the next larger case that was measured, else of the
+    largest, else ``1 + lora_overhead`` times that without adapters. PIECEWISE below its first
+    point, or without points, is FULL plus a quarter of the time that eager takes longer, at most
+    the first point.
 
     Attributes:
         source: Where the figures come from, in words.
-        curves: The measured points, one curve for each mode and LoRA case.
-        lora_overhead: Extra time of a step with LoRA kernels, as a fraction, where no case of that
-            mode was measured.
+        curves: One for each mode and LoRA case.
+        lora_overhead: Extra time of a step with LoRA kernels, as a fraction.
         notes: Assumptions, and points that were changed.
     """
 
@@ -234,12 +225,10 @@ class StepTimes(Record):
         source: str,
         notes: Iterable[str] = (),
     ) -> StepTimes:
-        """Step times from points by (mode, LoRA case) and tokens; raises a falling point to the
-        largest before it.
-        """
+        """Step times from points; a falling one is raised to the largest before it."""
         modes = {mode for mode, _ in points}
         curves, said = [], list(notes)
-        for mode, case in sorted(points, key=_order):
+        for mode, case in sorted(points, key=lambda key: (key[0].value, key[1])):
             raw = sorted(points[mode, case].items())
             longest, ascending = 0.0, []
             for size, time in raw:
@@ -268,9 +257,7 @@ class StepTimes(Record):
 
     @classmethod
     def default(cls) -> StepTimes:
-        """Measured on one H200 with a small decoder: enough to see the shape of an answer, not to
-        trust its figures.
-        """
+        """``DEFAULT_POINTS``: enough to see the shape of an answer, not to trust its figures."""
         return cls.measured(
             DEFAULT_POINTS,
             "default, of another model: one NVIDIA H200, decoder of 28 layers in Qwen3-0.6B's "
@@ -283,27 +270,24 @@ class StepTimes(Record):
 
     @classmethod
     def load(cls, path: str | Path) -> StepTimes:
-        """Step times from a file: a saved bench, saved step times, a CSV table, or what vLLM
-        measured (its results of ``bench serve``, its log of iterations); its content tells its
-        form.
+        """Step times from a file, whose content tells its form; ``REMEDY`` lists the forms.
 
-        Of a bench (``cgplan bench --output``) they are the medians from an idle device, by the size
-        that ran. A table has the columns mode (eager, PIECEWISE, FULL), num_tokens and
-        microseconds, and num_active_loras where LoRA cases were measured. Raises StepTimeError,
-        which names the file and the row.
+        Of a bench they are the medians from an idle device, by the size that ran. A table has the
+        columns mode (eager, PIECEWISE, FULL), num_tokens, microseconds, and num_active_loras where
+        LoRA cases were measured. Saved step times do, too. Raises StepTimeError with file and row.
         """
         return cls.parse(load.read_text(path, StepTimeError, REMEDY), path)
 
     @classmethod
-    def parse(cls, text: str, path: str | Path) -> StepTimes:
-        """Step times from the text of such a file; ``path`` names it in messages. Raises
-        StepTimeError as ``load``.
-        """
+    def parse(
+        cls,
+        text: str,
+        path: str | Path,
+    ) -> StepTimes:
+        """``load`` from the text of the file; ``path`` names it in messages."""
         steps = grouped(logged_steps(text))
         if steps:
-            medians = []
-            for (mode, size), times in steps.items():
-                medians.append((mode, 0, size, median(times)))
+            medians = [(mode, 0, size, median(times)) for (mode, size), times in steps.items()]
             return cls.measured(_longest(medians), f"the log of vLLM, {path}", [_OF_LOG])
         if "iteration elapsed time:" in text:
             problem = "no start before its iterations, or none without speculative tokens"
@@ -325,14 +309,14 @@ class StepTimes(Record):
             return cls.measured(_longest(runs), str(path))
         return _saved(text, path)
 
-    def notes_for(self, mode: CUDAGraphMode) -> tuple[str, ...]:
-        """The notes, less those on PIECEWISE graphs where a (resolved) cudagraph_mode has none."""
-        piecewise = CUDAGraphMode.PIECEWISE
-        return tuple(
-            note
-            for note in self.notes
-            if mode.has_mode(piecewise) or not note.startswith(f"{piecewise} ")
-        )
+    def notes_for(
+        self,
+        mode: CUDAGraphMode,
+    ) -> tuple[str, ...]:
+        """The notes, less those on PIECEWISE graphs if the resolved mode has none."""
+        if mode.has_mode(CUDAGraphMode.PIECEWISE):
+            return self.notes
+        return tuple(note for note in self.notes if not note.startswith("PIECEWISE "))
 
     def of(
         self,
@@ -340,9 +324,7 @@ class StepTimes(Record):
         num_tokens: int,
         num_active_loras: int = 0,
     ) -> float:
-        """Microseconds of a step in this runtime mode that really runs at ``num_tokens``. Raises as
-        ``at`` does.
-        """
+        """Microseconds of a step that runs ``num_tokens``, padding included. Raises as ``at``."""
         tokens = np.array([num_tokens])
         return float(self.at(mode, tokens, num_active_loras)[0])
 
@@ -352,50 +334,50 @@ class StepTimes(Record):
         tokens: npt.NDArray[Any],
         num_active_loras: int = 0,
     ) -> Floats:
-        """``of`` for an array of numbers of tokens. Raises StepTimeError where no measured curve
-        tells the time.
-        """
+        """``of`` for an array of tokens. Raises StepTimeError if no curve tells the time."""
         curve, factor = self._curve_of(mode, num_active_loras)
-        full, full_factor = self._curve_of(CUDAGraphMode.FULL, num_active_loras)
-        between: Floats | None = None
-        if mode is CUDAGraphMode.PIECEWISE and full is not None:
+        full, _ = self._curve_of(CUDAGraphMode.FULL, num_active_loras)
+        of_full: Floats | None = None
+        if mode is not CUDAGraphMode.FULL and full is not None:
             of_full = self.at(CUDAGraphMode.FULL, tokens, num_active_loras)
+        between: Floats | None = None
+        if mode is CUDAGraphMode.PIECEWISE and of_full is not None:
             of_eager = self.at(CUDAGraphMode.NONE, tokens, num_active_loras)
             between = of_full + PIECEWISE_SHARE * np.maximum(of_eager - of_full, 0.0)
             if curve is None:
                 return between
         if curve is None:
-            modes = dict.fromkeys(_name(curve.mode) for curve in self.curves)
-            measured = ", ".join(modes)
+            name = _name(mode)
+            measured = ", ".join(dict.fromkeys(_name(curve.mode) for curve in self.curves))
             raise StepTimeError(
-                f"{self.source}: no {_name(mode)} step times, found {measured}",
-                remedy=f"Measure {_name(mode)} steps: cgplan bench, or a table with rows of mode "
-                f"{_name(mode)}.",
+                f"{self.source}: no {name} step times, found {measured}",
+                remedy=f"Measure {name} steps: cgplan bench, or a table with rows of mode {name}.",
             )
         found = factor * curve.at(tokens)
         if between is not None:
             first, time = curve.points[0]
             small = np.minimum(between, factor * time)
             found = np.where(tokens < first, small, found)
-        if mode is CUDAGraphMode.FULL or full is None:
+        if of_full is None:
             return found
         last = curve.points[-1][0]
-        large = np.maximum(found, full_factor * full.at(tokens))
-        return np.where(tokens > last, large, found)
+        return np.where(tokens > last, np.maximum(found, of_full), found)
 
     def told_apart(self, cases: Iterable[int]) -> tuple[int, ...]:
-        """The LoRA cases worth planning for: of neighbours whose graphs take the same time, the
-        larger serves more.
-        """
-        found: dict[Any, int] = {}  # the last case with these times
+        """The LoRA cases worth planning for: the largest of those whose graphs take equal times."""
+        found: dict[Any, int] = {}
         for case in sorted(cases):
             piecewise = self._curve_of(CUDAGraphMode.PIECEWISE, case)
             full = self._curve_of(CUDAGraphMode.FULL, case)
             found[piecewise, full] = case
         return tuple(found.values())
 
-    def _curve_of(self, mode: CUDAGraphMode, case: int) -> tuple[TimeCurve | None, float]:
-        """The curve that tells the times of a LoRA case, and a factor for them."""
+    def _curve_of(
+        self,
+        mode: CUDAGraphMode,
+        case: int,
+    ) -> tuple[TimeCurve | None, float]:
+        """The curve that tells the times of a LoRA case, and their factor."""
         curves = {}
         for curve in self.curves:
             if curve.mode is mode:
@@ -420,12 +402,11 @@ class StepSurface(NamedTuple):
     """Microseconds of a step by several sizes, nondecreasing in each: a time is raised to that of
     smaller batches.
 
-    Linear in each size between measured ones; below the first one its time; beyond the last one in
-    proportion.
+    Linear in each size between measured ones, constant below them, in proportion beyond them.
     """
 
     axes: tuple[Floats, ...]  # measured sizes of each dimension, ascending
-    values: Floats  # times of all their combinations, one dimension for each of the axes
+    values: Floats  # times of all their combinations: [sizes of the first axis, ...]
     source: str
 
     @classmethod
@@ -434,9 +415,8 @@ class StepSurface(NamedTuple):
         path: str | Path,
         names: Sequence[str],
     ) -> StepSurface:
-        """From CSV with a column for each name and ``microseconds``, or the JSON file of a bench of
-        a full grid. Of equal sizes the longest time counts. Raises StepTimeError (TrafficError for
-        other JSON).
+        """From CSV with a column for each name and ``microseconds``, or the JSON file of a bench,
+        of a full grid. Of equal sizes the longest time counts. Raises StepTimeError.
         """
         text = load.read_text(path, StepTimeError, REMEDY)
         rows: Iterable[tuple[tuple[int, ...], float]] = []
@@ -498,14 +478,8 @@ def _name(mode: CUDAGraphMode) -> str:
     return "eager" if mode is CUDAGraphMode.NONE else str(mode)
 
 
-def _order(curve: tuple[CUDAGraphMode, int]) -> tuple[int, int]:
-    return RUNTIME_MODES.index(curve[0]), curve[1]
-
-
 def _longest(runs: Iterable[Run]) -> Points:
-    """Points from (mode, LoRA case, size, microseconds); the longest where a size ran several
-    times.
-    """
+    """Points of runs; the longest time where a size ran several times."""
     points: dict[tuple[CUDAGraphMode, int], dict[int, float]] = {}
     for mode, case, size, microseconds in runs:
         times = points.setdefault((mode, case), {})
@@ -518,7 +492,10 @@ _SAVED: TypeAdapter[StepTimes | _Bench] = TypeAdapter(
 )
 
 
-def _saved(text: str, path: str | Path) -> StepTimes:
+def _saved(
+    text: str,
+    path: str | Path,
+) -> StepTimes:
     try:
         found = _SAVED.validate_json(text)
     except ValidationError as error:
