@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import accumulate
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from pydantic import ValidationError
@@ -30,6 +32,41 @@ class StepShape(NamedTuple):
     num_active_loras: int = 0
 
 
+class Percentiles(Record):
+    """Of times in microseconds."""
+
+    p50: float
+    p99: float
+
+    @classmethod
+    def of(cls, nanoseconds: Iterable[tuple[float, int]]) -> Percentiles:
+        """Of times and how often each came: the least time that so many do not exceed."""
+        ordered = sorted(nanoseconds)
+        ends = list(accumulate(count for _, count in ordered))
+        at = [bisect_left(ends, share * ends[-1]) for share in (0.5, 0.99)]
+        p50, p99 = (ordered[place][0] / 1000 for place in at)
+        return cls(p50=p50, p99=p99)
+
+
+class Service(Record):
+    """What simulated requests get.
+
+    Attributes:
+        step_us, decode_us: All steps, and those of uniform decode (None: there is none).
+        ttft_us: From the arrival of a request to its first token.
+        tpot_us: Between two tokens of a request, its mean; None: no request has two.
+        tokens_per_s: Generated tokens, from the first arrival to the last token.
+        preempted: Requests that the KV cache had no room for, and that began again.
+    """
+
+    step_us: Percentiles
+    decode_us: Percentiles | None
+    ttft_us: Percentiles
+    tpot_us: Percentiles | None
+    tokens_per_s: float
+    preempted: int = 0
+
+
 class Traffic(Record):
     """A weighted histogram of steps.
 
@@ -41,6 +78,7 @@ class Traffic(Record):
         warnings: Why a plan for it is a bad one: the server cannot keep up, say.
         apart: Whether FULL graphs run uniform decode alone, and PIECEWISE ones the other batches
             alone, as in SGLang.
+        service: What requests got, where the steps were simulated from them.
     """
 
     kind: Literal["traffic"] = "traffic"
@@ -49,6 +87,7 @@ class Traffic(Record):
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     apart: bool = False
+    service: Service | None = None
 
     @classmethod
     def of(

@@ -18,7 +18,7 @@ from cgplan.errors import TrafficError
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning import CudagraphDispatcher, Plan
 from cgplan.planning.dispatcher import Answer
-from cgplan.traffic.histogram import StepShape, Traffic
+from cgplan.traffic.histogram import Percentiles, Service, StepShape, Traffic
 
 if TYPE_CHECKING:
     from cgplan.traffic.step_times import Floats, StepTimes
@@ -102,6 +102,7 @@ class SchedulerBounds:
             query_len.
         mixes: Whether a step may prefill and decode, as in vLLM. False: it does one of them, as in
             SGLang.
+        kv_tokens: Tokens that the KV cache holds; None: no limit.
     """
 
     max_num_seqs: int
@@ -110,6 +111,7 @@ class SchedulerBounds:
     max_loras: int | None = None
     accepted_tokens: float | None = None
     mixes: bool = True
+    kv_tokens: int | None = None
 
     @classmethod
     def of(
@@ -117,6 +119,7 @@ class SchedulerBounds:
         plan: Plan,
         accepted_tokens: float | None = None,
         mixes: bool = True,
+        kv_tokens: int | None = None,
     ) -> SchedulerBounds:
         """The bounds of a plan's batches."""
         return cls(
@@ -126,6 +129,7 @@ class SchedulerBounds:
             plan.max_loras,
             accepted_tokens,
             mixes,
+            kv_tokens,
         )
 
 
@@ -144,9 +148,12 @@ def simulate(trace: RequestTrace, bounds: SchedulerBounds, step_time: StepTime) 
     prefill, and ``max_num_batched_tokens`` is its --chunked-prefill-size. Else it decodes all
     running requests.
 
-    Assumptions: one engine, a KV cache without limit, no preemption, nothing cancelled; speculation
-    advances each request evenly, by ``accepted_tokens`` a step; steps follow each other at once.
-    The clock counts whole nanoseconds.
+    With ``kv_tokens`` a request is admitted while its prompt, and one step more of all that decode,
+    fit into the KV cache. Where the next decode step does not fit, the request that was admitted
+    last is preempted: it waits again, in front, and all its tokens are its prompt.
+
+    Assumptions: one engine, nothing cancelled; speculation advances each request evenly, by
+    ``accepted_tokens`` a step; steps follow each other at once. The clock counts whole nanoseconds.
 
     The traffic has a warning of an overload if the queue has not been empty for half of the
     arrivals, and at the last one holds 5% of those since then, and more than three standard
@@ -159,12 +166,19 @@ def simulate(trace: RequestTrace, bounds: SchedulerBounds, step_time: StepTime) 
         step_time: Microseconds, above 0, of a step; called once for each distinct shape.
 
     Raises:
-        TrafficError: there is no request.
+        TrafficError: there is no request, or one that the KV cache cannot hold.
     """
     if not trace.requests:
         raise TrafficError(
             f"{trace.source}: there is no request with a prompt",
             remedy="Give at least one request.",
+        )
+    largest = max(request.context_tokens + request.generated_tokens for request in trace.requests)
+    if bounds.kv_tokens is not None and largest + bounds.query_len > bounds.kv_tokens:
+        raise TrafficError(
+            f"{trace.source}: a request of {largest} tokens does not fit into a KV cache of "
+            f"{bounds.kv_tokens} beside a step's {bounds.query_len}",
+            remedy="Give the KV cache of your engine in tokens, as its log says it at the start.",
         )
     queue = _Queue(trace.requests, bounds.max_loras)
     server = _Server(bounds, queue)
@@ -172,12 +186,14 @@ def simulate(trace: RequestTrace, bounds: SchedulerBounds, step_time: StepTime) 
     lasted = max(server.now - queue.times[0], 1)
     apart = "" if bounds.mixes else " apart from decode, prefill first"
     other = "other " if trace.cached else ""
+    memory = "no KV cache limit"
+    if bounds.kv_tokens is not None:
+        memory = f"a KV cache of {bounds.kv_tokens:,} tokens, {server.preempted:,} preemptions"
     notes = [
         *trace.notes,
         f"simulated {len(trace.requests)} requests through continuous batching with chunked "
         f"prefill{apart}, at most {bounds.max_num_seqs} requests and "
-        f"{bounds.max_num_batched_tokens} tokens a step; no KV cache limit, preemption or "
-        f"{other}prefix cache",
+        f"{bounds.max_num_batched_tokens} tokens a step; {memory}, no {other}prefix cache",
         f"the server is busy {server.busy / lasted:.0%} of the time; a request waits "
         f"{queue.longest_wait / 1e9:.3g} s at most",
     ]
@@ -186,7 +202,8 @@ def simulate(trace: RequestTrace, bounds: SchedulerBounds, step_time: StepTime) 
             f"a decode step advances each request by {server.tokens_a_step:g} of "
             f"{bounds.query_len} tokens"
         )
-    return Traffic.of(counts, trace.source, notes, queue.overload())
+    traffic = Traffic.of(counts, trace.source, notes, queue.overload())
+    return traffic.model_copy(update={"service": server.service(lasted)})
 
 
 class _Queue:
@@ -213,8 +230,10 @@ class _Queue:
         tokens: int,
         most: int,
         adapters: set[int],
-    ) -> list[Request]:
-        """At most so many requests that begin to prefill now, until they want the tokens or more.
+        memory: float,
+    ) -> list[int]:
+        """At most so many requests that begin to prefill now, until they want the tokens or more,
+        or ``memory``, in tokens, does not hold the next one.
 
         Adds their adapters to ``adapters``: NO_ADAPTER, and the loaded ones.
         """
@@ -232,7 +251,7 @@ class _Queue:
             else:
                 self.next_arrival = NEVER
                 self.length = sum(map(len, self.waiting.values()))
-        admitted: list[Request] = []
+        admitted: list[int] = []
         while self.waiting and tokens > 0 and len(admitted) < most:
             names: Iterable[int] = self.waiting
             if len(adapters) > self.max_loras:
@@ -243,16 +262,24 @@ class _Queue:
             if first == self.arrived:
                 break
             request = self.requests[first]
+            memory -= request.context_tokens
+            if memory < 0:
+                break
             queue = self.waiting[request.adapter]
             queue.popleft()
             if not queue:
                 del self.waiting[request.adapter]
             adapters.add(request.adapter)
             tokens -= request.context_tokens
-            admitted.append(request)
+            admitted.append(first)
             self.longest_wait = max(self.longest_wait, now - self.times[first])
             self.last_admission = now
         return admitted
+
+    def put_back(self, index: int, request: Request) -> None:
+        """A preempted request waits again, ahead of those that came later."""
+        self.requests[index] = request
+        self.waiting.setdefault(request.adapter, deque()).appendleft(index)
 
     def overload(self) -> list[str]:
         """A warning if requests came faster than they were served, as ``simulate`` defines it."""
@@ -275,14 +302,29 @@ class _Queue:
 
 
 class _Prefill(NamedTuple):
-    """The prompts of a step, and how often it repeats until one of them ends."""
+    """The prompts of a step, by index; those that end with it; and how often it repeats until one
+    of them ends.
+    """
 
-    requests: Sequence[Request] = ()
+    requests: Sequence[int] = ()
+    ending: Sequence[int] = ()
     tokens: int = 0
     repeats: int = NEVER
 
 
 _NO_PREFILL = _Prefill()
+
+
+class _Decoding(NamedTuple):
+    """A request that decodes: the number of its last step, its adapter, its index, the number of
+    steps before its first, and its tokens in the KV cache then.
+    """
+
+    last: int
+    adapter: int
+    index: int
+    before: int
+    tokens: int
 
 
 class _Server:
@@ -304,19 +346,29 @@ class _Server:
             self.places = -(-bounds.max_num_batched_tokens // bounds.query_len)
         self.running = 0
         self.decoded = 0  # steps
-        # a heap of those served: the number of the last step of each, and its adapter
-        self.decoding: list[tuple[int, int]] = []
-        self.standby: deque[Request] = deque()
+        self.decoding: list[_Decoding] = []  # a heap of those served
+        self.standby: deque[int] = deque()
         self.adapters: Counter[int] = Counter()  # of those that decode and are served
-        self.under_way: Request | None = None
+        self.under_way: int | None = None
         self.prompt_left = 0  # tokens of the prompt that is under way
+        self.kv_tokens = math.inf if bounds.kv_tokens is None else bounds.kv_tokens
+        self.prompts = 0  # tokens of requests that are admitted and do not decode yet
+        self.at_start = 0.0  # of those that decode, less what they grew until ``decoded``
+        self.preempted = 0
+        self.counts: Counter[StepShape] = Counter()
+        self.lengths: dict[StepShape, int] = {}  # nanoseconds of a step
+        self.wanted = [max(request.generated_tokens, 1) for request in queue.requests]
+        self.first_token: dict[int, int] = {}  # when it came, of requests that run
+        self.ttft: list[int] = []
+        self.tpot: list[float] = []
 
     def run(self, step_time: StepTime) -> Counter[StepShape]:
         """Run all requests. A turn of the loop is a step and the equal ones after it."""
         bounds, queue = self.bounds, self.queue
-        lengths: dict[StepShape, int] = {}  # nanoseconds
-        counts: Counter[StepShape] = Counter()
         while self.running or queue.waiting or queue.next_arrival < NEVER:
+            while self.decoding and self._steps_in_memory() < 1:
+                self._preempt()
+                self._serve()
             decodes = len(self.decoding)
             tokens = bounds.query_len * decodes
             left = bounds.max_num_batched_tokens
@@ -325,68 +377,69 @@ class _Server:
                 left -= tokens
             adapters = {NO_ADAPTER, *self.adapters}
             prefill = _NO_PREFILL
-            has_prompts = self.under_way or queue.waiting or queue.next_arrival <= self.now
+            has_prompts = (
+                self.under_way is not None or queue.waiting or queue.next_arrival <= self.now
+            )
             if has_prompts or not self.running:
                 prefill = self._prefill(left, adapters)
             queue.last_step = self.now
             if prefill.requests and not bounds.mixes:
                 decodes = tokens = 0
-                adapters = {NO_ADAPTER}.union(r.adapter for r in prefill.requests)
+                adapters = {queue.requests[index].adapter for index in prefill.requests}
+                adapters.add(NO_ADAPTER)
             shape = StepShape(
                 tokens + prefill.tokens,
                 decodes + len(prefill.requests),
                 not prefill.requests and tokens == bounds.query_len * decodes,
                 len(adapters) - 1,
             )
-            if shape not in lengths:
-                lengths[shape] = max(1, round(step_time(shape) * 1000))
-            length = lengths[shape]
+            length = self.lengths.get(shape)
+            if length is None:
+                length = self.lengths[shape] = max(1, round(step_time(shape) * 1000))
 
             repeats = prefill.repeats
             if decodes:
-                last_step, _ = self.decoding[0]
-                repeats = min(repeats, last_step - self.decoded)
+                repeats = min(repeats, self.decoding[0].last - self.decoded)
+                if self.kv_tokens < math.inf:
+                    repeats = min(repeats, int(self._steps_in_memory()))
             if left > prefill.tokens and self.running < bounds.max_num_seqs:
                 # the first step that begins at or after the next arrival is another one
                 until = queue.next_arrival - self.now
                 repeats = min(repeats, -(-until // length))
-            counts[shape] += repeats
+            self.counts[shape] += repeats
             self.now += repeats * length
             self.busy += repeats * length
             self.prompt_left -= (repeats - 1) * prefill.tokens
             if decodes:
                 self.decoded += repeats
-            while self.decoding and self.decoding[0][0] == self.decoded:
-                _, adapter = heapq.heappop(self.decoding)
-                self.running -= 1
-                self.adapters[adapter] -= 1
-                if not self.adapters[adapter]:
-                    del self.adapters[adapter]
-            while self.standby and len(self.decoding) < self.places:
-                request = self.standby.popleft()
-                steps = math.ceil((request.generated_tokens - 1) / self.tokens_a_step)
-                heapq.heappush(self.decoding, (self.decoded + steps, request.adapter))
-                self.adapters[request.adapter] += 1
-        return counts
+            for index in prefill.ending:
+                self._end_prefill(index)
+            while self.decoding and self.decoding[0].last == self.decoded:
+                self._leave(heapq.heappop(self.decoding))
+            self._serve()
+        return self.counts
 
     def _prefill(self, left: int, adapters: set[int]) -> _Prefill:
         """Schedule prompts for the tokens that are left; without a request, wait for the next.
 
         ``adapters``: as in ``admit``.
         """
-        is_idle = not self.running and not self.queue.waiting
-        if is_idle and self.now < self.queue.next_arrival:
-            self.queue.last_step = self.now
-            self.now = self.queue.next_arrival
-        if self.under_way and left:
-            adapters.add(self.under_way.adapter)
+        queue = self.queue
+        is_idle = not self.running and not queue.waiting
+        if is_idle and self.now < queue.next_arrival:
+            queue.last_step = self.now
+            self.now = queue.next_arrival
+        if self.under_way is not None and left:
+            adapters.add(queue.requests[self.under_way].adapter)
         most = self.bounds.max_num_seqs - self.running
-        prompts = self.queue.admit(self.now, left - self.prompt_left, most, adapters)
+        memory = self.kv_tokens - self._held(self.decoded + 1) - self.tokens_a_step
+        prompts = queue.admit(self.now, left - self.prompt_left, most, adapters, memory)
         self.running += len(prompts)
         wanted = self.prompt_left
-        for request in prompts:
-            wanted += request.context_tokens
-        if self.under_way:
+        for index in prompts:
+            wanted += queue.requests[index].context_tokens
+        self.prompts += wanted - self.prompt_left
+        if self.under_way is not None:
             prompts.insert(0, self.under_way)
         if not left or not prompts:
             return _NO_PREFILL
@@ -394,13 +447,89 @@ class _Server:
         self.prompt_left = wanted - tokens
         ending = list(prompts)
         self.under_way = ending.pop() if self.prompt_left else None
-        for request in ending:
-            if request.generated_tokens > 1:
-                self.standby.append(request)
-            else:  # the prefill yields the first token
-                self.running -= 1
         repeats = 1 if ending else (wanted - 1) // tokens
-        return _Prefill(prompts, tokens, repeats)
+        return _Prefill(prompts, ending, tokens, repeats)
+
+    def _end_prefill(self, index: int) -> None:
+        """The step that ended yields the first token, or the next one of a preempted request."""
+        request = self.queue.requests[index]
+        if index not in self.first_token:
+            self.first_token[index] = self.now
+            self.ttft.append(self.now - self.queue.times[index])
+        if request.generated_tokens > 1:
+            self.standby.append(index)
+        else:
+            self.prompts -= request.context_tokens
+            self._end(index)
+
+    def _serve(self) -> None:
+        """Those that stand by decode, while there are places."""
+        while self.standby and len(self.decoding) < self.places:
+            index = self.standby.popleft()
+            request = self.queue.requests[index]
+            steps = math.ceil((request.generated_tokens - 1) / self.tokens_a_step)
+            held = request.context_tokens
+            entry = _Decoding(self.decoded + steps, request.adapter, index, self.decoded, held)
+            heapq.heappush(self.decoding, entry)
+            self.adapters[request.adapter] += 1
+            self.prompts -= held
+            self.at_start += held - self.tokens_a_step * self.decoded
+
+    def _leave(self, entry: _Decoding, *, is_done: bool = True) -> None:
+        """A request decodes no longer."""
+        self.adapters[entry.adapter] -= 1
+        if not self.adapters[entry.adapter]:
+            del self.adapters[entry.adapter]
+        self.at_start -= entry.tokens - self.tokens_a_step * entry.before
+        if is_done:
+            self._end(entry.index)
+
+    def _end(self, index: int) -> None:
+        self.running -= 1
+        lasted = self.now - self.first_token.pop(index)
+        if self.wanted[index] > 1:
+            self.tpot.append(lasted / (self.wanted[index] - 1))
+
+    # --- the KV cache -----------------------------------------------------------------------------
+
+    def _held(self, decoded: int) -> float:
+        """Tokens in the KV cache after so many decode steps."""
+        return self.prompts + self.at_start + self.tokens_a_step * decoded * len(self.decoding)
+
+    def _steps_in_memory(self) -> float:
+        """Decode steps for which the KV cache has room."""
+        free = self.kv_tokens - self._held(self.decoded)
+        return free / (self.tokens_a_step * len(self.decoding))
+
+    def _preempt(self) -> None:
+        """The decoding request that was admitted last waits again."""
+        entry = max(self.decoding, key=lambda each: (each.before, each.index))
+        self.decoding.remove(entry)
+        heapq.heapify(self.decoding)
+        self._leave(entry, is_done=False)
+        request = self.queue.requests[entry.index]
+        made = int(self.tokens_a_step * (self.decoded - entry.before)) + 1
+        again = request._replace(
+            context_tokens=request.context_tokens + made,
+            generated_tokens=request.generated_tokens - made,
+        )
+        self.queue.put_back(entry.index, again)
+        self.running -= 1
+        self.preempted += 1
+
+    def service(self, lasted: int) -> Service:
+        """What requests and steps took, of the whole run of ``lasted`` nanoseconds."""
+        steps = [(self.lengths[shape], count, shape.uniform) for shape, count in self.counts.items()]
+        decodes = [(length, count) for length, count, uniform in steps if uniform]
+        every = [(length, count) for length, count, _ in steps]
+        return Service(
+            step_us=Percentiles.of(every),
+            decode_us=Percentiles.of(decodes) if decodes else None,
+            ttft_us=Percentiles.of((time, 1) for time in self.ttft),
+            tpot_us=Percentiles.of((time, 1) for time in self.tpot) if self.tpot else None,
+            tokens_per_s=sum(self.wanted) / lasted * 1e9,
+            preempted=self.preempted,
+        )
 
 
 def step_clock(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from plans import plan_of
 
 from cgplan.errors import TrafficError
-from cgplan.traffic.histogram import StepShape
+from cgplan.traffic.histogram import Percentiles, StepShape
 from cgplan.traffic.simulation import (
     NO_ADAPTER,
     Request,
@@ -42,26 +42,88 @@ def mixed(tokens: int, reqs: int, loras: int = 0) -> StepShape:
 
 @dataclass
 class Running:
-    adapter: int
+    request: Request
+    index: int
     prompt: int
     decodes: int
+    began: int = 0  # decode steps before its first
+    made: int = 0  # its own decode steps
+
+    @property
+    def adapter(self) -> int:
+        return self.request.adapter
+
+
+@dataclass
+class Served:
+    """What the reference found."""
+
+    counts: Counter[StepShape]
+    times: list[tuple[int, bool]]  # nanoseconds of each step, and whether it was uniform
+    ttft: dict[int, int]
+    tpot: list[float]
+    preempted: int = 0
+    ended: int = 0
+
+
+def percentiles(nanoseconds: list[float] | list[int]) -> Percentiles | None:
+    if not nanoseconds:
+        return None
+    ordered = sorted(nanoseconds)
+    p50, p99 = (ordered[math.ceil(share * len(ordered)) - 1] / 1000 for share in (0.5, 0.99))
+    return Percentiles(p50=p50, p99=p99)
+
+
+def served_of(running: list[Running], bounds: SchedulerBounds) -> list[Running]:
+    """Those that decode in a step: others stand by."""
+    places = bounds.max_num_seqs
+    if bounds.mixes:
+        places = -(-bounds.max_num_batched_tokens // bounds.query_len)
+    return [each for each in running if not each.prompt][:places]
+
+
+def preempt(
+    waiting: list[tuple[int, Request]], running: list[Running], bounds: SchedulerBounds
+) -> bool:
+    """Put back the last request that decodes, if the next step does not fit into the KV cache."""
+    assert bounds.kv_tokens is not None
+    advance = bounds.accepted_tokens or bounds.query_len
+    served = served_of(running, bounds)
+    held = sum(each.request.context_tokens + advance * each.made for each in running)
+    if not served or held + advance * len(served) <= bounds.kv_tokens + 1e-9:
+        return False
+    last = max(served, key=lambda each: (each.began, each.index))
+    running.remove(last)
+    made = int(advance * last.made + 1e-9) + 1
+    again = last.request._replace(
+        context_tokens=last.request.context_tokens + made,
+        generated_tokens=last.request.generated_tokens - made,
+    )
+    waiting.insert(0, (last.index, again))
+    waiting.sort(key=lambda pair: pair[0])
+    return True
 
 
 def one_by_one(
     requests: list[Request], bounds: SchedulerBounds, step_time: StepTime
-) -> dict[StepShape, float]:
+) -> Served:
     """As the scheduler does it: each running request is looked at in each step."""
-    coming = sorted(requests, key=lambda request: round(request.arrival_us * 1000))
-    waiting: list[Request] = []
+    ordered = sorted(requests, key=lambda request: round(request.arrival_us * 1000))
+    coming = list(enumerate(ordered))
+    waiting: list[tuple[int, Request]] = []
     running: list[Running] = []
     counts: Counter[StepShape] = Counter()
-    now = 0
+    found = Served(counts, [], {}, [])
+    first: dict[int, int] = {}
+    now = decoded = 0
     while coming or waiting or running:
-        while coming and round(coming[0].arrival_us * 1000) <= now:
+        while coming and round(coming[0][1].arrival_us * 1000) <= now:
             waiting.append(coming.pop(0))
         if not waiting and not running:
-            now = round(coming[0].arrival_us * 1000)
+            now = round(coming[0][1].arrival_us * 1000)
             continue
+        while bounds.kv_tokens is not None and preempt(waiting, running, bounds):
+            found.preempted += 1
         given = schedule(waiting, running, bounds)
         chunks = [tokens for request, tokens in given if request.prompt]
         every = all(tokens == bounds.query_len for _, tokens in given)
@@ -70,18 +132,32 @@ def one_by_one(
             sum(tokens for _, tokens in given), len(given), every and not chunks, len(loras)
         )
         counts[batch] += 1
-        now += max(1, round(step_time(batch) * 1000))
+        length = max(1, round(step_time(batch) * 1000))
+        found.times.append((length, batch.uniform))
+        now += length
+        decoded += any(not request.prompt for request, _ in given)
         for request, tokens in given:
-            if request.prompt:
-                request.prompt -= tokens
-            else:
+            if not request.prompt:
                 request.decodes -= 1
+                request.made += 1
+                continue
+            request.prompt -= tokens
+            if not request.prompt:
+                request.began = decoded
+                first.setdefault(request.index, now)
+                arrival = round(ordered[request.index].arrival_us * 1000)
+                found.ttft.setdefault(request.index, now - arrival)
+        for request in running:
+            wanted = ordered[request.index].generated_tokens
+            if not request.prompt and not request.decodes and wanted > 1:
+                found.tpot.append((now - first[request.index]) / (wanted - 1))
         running[:] = [request for request in running if request.prompt or request.decodes]
-    return dict(counts)
+    found.ended = now
+    return found
 
 
 def schedule(
-    waiting: list[Request], running: list[Running], bounds: SchedulerBounds
+    waiting: list[tuple[int, Request]], running: list[Running], bounds: SchedulerBounds
 ) -> list[tuple[Running, int]]:
     """Tokens that each running request gets in this step; requests that are admitted join the running ones."""
     left, given = bounds.max_num_batched_tokens, []
@@ -90,7 +166,9 @@ def schedule(
         left -= tokens
         if tokens:
             given.append((request, tokens))
-    for request in list(waiting):
+    advance = bounds.accepted_tokens or bounds.query_len
+    decoding = len(served_of(running, bounds))
+    for index, request in list(waiting):
         if not left or len(running) == bounds.max_num_seqs:
             break
         loaded = [other for other, _ in given] if bounds.mixes else running
@@ -101,10 +179,14 @@ def schedule(
             and len(loras) >= bounds.max_loras
         ):
             continue
-        waiting.remove(request)
-        advance = bounds.accepted_tokens or bounds.query_len
+        held = sum(each.request.context_tokens + advance * each.made for each in running)
+        step = advance * (decoding + 1)
+        if bounds.kv_tokens is not None and held + step + request.context_tokens > bounds.kv_tokens:
+            break
+        waiting.remove((index, request))
         new = Running(
-            request.adapter,
+            request,
+            index,
             request.context_tokens,
             math.ceil(max(request.generated_tokens - 1, 0) / advance),
         )
@@ -128,6 +210,7 @@ def cases(draw: st.DrawFn) -> tuple[list[Request], SchedulerBounds]:
         max_loras=draw(st.none() | st.integers(1, 3)),
         accepted_tokens=draw(st.none() | st.floats(1, query_len)),
         mixes=draw(st.booleans()),
+        kv_tokens=draw(st.none() | st.integers(75, 200)),
     )
     adapters = st.just(NO_ADAPTER) | st.integers(0, 4)
     arrivals = draw(st.lists(GRID | st.floats(0, 3000), max_size=14, min_size=1))
@@ -152,7 +235,19 @@ def test_equal_steps_added_at_once_are_one_step_after_the_other(
     def step_time(batch: StepShape) -> float:
         return fixed + slope * batch.num_tokens
 
-    assert steps_of(requests, bounds, step_time) == one_by_one(requests, bounds, step_time)
+    trace = simulate(RequestTrace(requests), bounds, step_time)
+    expected = one_by_one(requests, bounds, step_time)
+    assert dict(trace.histogram) == dict(expected.counts)
+    service = trace.service
+    assert service is not None
+    assert service.preempted == expected.preempted
+    assert service.ttft_us == percentiles(list(expected.ttft.values()))
+    assert service.tpot_us == percentiles(expected.tpot)
+    assert service.step_us == percentiles([time for time, _ in expected.times])
+    assert service.decode_us == percentiles([time for time, uniform in expected.times if uniform])
+    wanted = sum(max(request.generated_tokens, 1) for request in requests)
+    starts = min(round(request.arrival_us * 1000) for request in requests)
+    assert wanted / service.tokens_per_s * 1e9 == pytest.approx(max(expected.ended - starts, 1))
 
 
 # --- by hand ---------------------------------------------------------------------------------------------------
