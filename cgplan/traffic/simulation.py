@@ -314,7 +314,7 @@ class _Server:
     def run(self, step_time: StepTime) -> Counter[StepShape]:
         """Run all requests. A turn of the loop is a step and the equal ones after it."""
         bounds, queue = self.bounds, self.queue
-        lengths: dict[StepShape, int] = {}  # nanoseconds
+        time_of = cache(step_time)
         counts: Counter[StepShape] = Counter()
         while self.running or queue.waiting or queue.next_arrival < NEVER:
             decodes = len(self.decoding)
@@ -338,9 +338,7 @@ class _Server:
                 not prefill.requests and tokens == bounds.query_len * decodes,
                 len(adapters) - 1,
             )
-            if shape not in lengths:
-                lengths[shape] = max(1, round(step_time(shape) * 1000))
-            length = lengths[shape]
+            length = max(1, round(time_of(shape) * 1000))
 
             repeats = prefill.repeats
             if decodes:
