@@ -140,9 +140,9 @@ def _declared(inputs: Mapping[str, Any]) -> dict[str, Any]:
                 "that is (-1 for slots).",
             )
     if len({tensor.shape[:1] for tensor in examples.values()}) > 1:
-        shapes = [f"{name} {list(tensor.shape)}" for name, tensor in examples.items()]
         raise ConfigError(
-            f"dimension 0 differs: {', '.join(shapes)}",
+            "dimension 0 differs: "
+            f"{', '.join(f'{name} {list(tensor.shape)}' for name, tensor in examples.items())}",
             remedy="Pass examples of one batch, and cgplan.Input(shape=..., dtype=..., pad=...) "
             "for other tensors.",
         )
