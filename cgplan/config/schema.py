@@ -713,9 +713,11 @@ class Config(Section):
     @property
     def dim_names(self) -> tuple[str, ...]:
         """Names of the sizes of a batch, as in the ``box`` of a descriptor."""
-        counted = [spec.row_dim is not None for spec in self.tensors.values()]
-        if not self.dims or any(counted):
-            return ("num_tokens", *self.dims)
+        if not self.dims:
+            return ("num_tokens",)
+        for spec in self.tensors.values():
+            if spec.row_dim is not None:
+                return ("num_tokens", *self.dims)
         return tuple(self.dims)
 
     def shape_at(self, shape: tuple[int | str, ...], sizes: Sequence[int]) -> tuple[int | str, ...]:
