@@ -105,7 +105,8 @@ def capture(
     elif not isinstance(config, Config):
         config = load_config(config)
     config = config.model_copy(update={"device": str(device or config.device)})
-    plan, backend = build_plan(config), select_backend(config.device)
+    plan = build_plan(config)
+    backend = select_backend(config.device)
     if model is None:
         if config.model is None or config.model.target is None:
             raise ModelError(

@@ -516,7 +516,8 @@ class CompilationConfig(Section):
     def _consistent(self) -> CompilationConfig:
         if self.use_inductor_graph_partition and self.compiler != "inductor":
             raise ValueError("use_inductor_graph_partition needs compiler: inductor")
-        sizes, maximum = self.cudagraph_capture_sizes, self.max_cudagraph_capture_size
+        sizes = self.cudagraph_capture_sizes
+        maximum = self.max_cudagraph_capture_size
         if isinstance(sizes, tuple) and maximum is not None and max(sizes) != maximum:
             raise ValueError(
                 f"max_cudagraph_capture_size is {maximum}, but the largest of "

@@ -313,7 +313,8 @@ class _Server:
 
     def run(self, step_time: StepTime) -> Counter[StepShape]:
         """Run all requests. A turn of the loop is a step and the equal ones after it."""
-        bounds, queue = self.bounds, self.queue
+        bounds = self.bounds
+        queue = self.queue
         time_of = cache(step_time)
         counts: Counter[StepShape] = Counter()
         while self.running or queue.waiting or queue.next_arrival < NEVER:
@@ -434,7 +435,8 @@ def step_clock(
         place = bisect_left(plan.capture_sizes, size)
         mode, descriptor = answers(uniform, adapters)[place]
         if mode is not CUDAGraphMode.NONE:
-            size, adapters = descriptor.num_tokens, descriptor.num_active_loras
+            size = descriptor.num_tokens
+            adapters = descriptor.num_active_loras
         return float(table(mode, adapters)[size])
 
     return microseconds

@@ -170,7 +170,9 @@ class TimeCurve(Record):
         if self.num_active_loras:
             name = f"{name} with {self.num_active_loras} adapters"
         raised = dict(self.points)
-        size, value, height = 0, 1.0, 1.0
+        size = 0
+        value = 1.0
+        height = 1.0
         for tokens, time in raw:
             if raised[tokens] / time > height / value:
                 size = tokens
