@@ -227,8 +227,8 @@ class Dim(Section):
     min: Count = 1
     """Smallest size."""
     max: BatchBound
-    """Largest size with a graph, rounded up to multiple_of. `compilation.on_miss` is for batches
-    beyond.
+    """Largest size with a graph, rounded up to multiple_of. Larger batches follow
+    `compilation.on_miss`.
     """
     multiple_of: Count = 1
     """Capture sizes are multiples of this number."""
@@ -368,7 +368,7 @@ class ModelConfig(Section):
 
 
 class CompilationConfig(Section):
-    """The graphs that are captured, and how they are."""
+    """The graphs that are captured, and how."""
 
     cudagraph_mode: Mode = CUDAGraphMode.FULL
     """NONE, PIECEWISE, FULL, FULL_DECODE_ONLY (FULL for uniform decode, eager for mixed batches),
@@ -443,8 +443,8 @@ class CompilationConfig(Section):
         Literal["off", "first", "always"],
         Off,
     ] = "always"
-    """When the addresses of tensors that graphs read are checked. always: on each call, by Python's
-    own notes of changed modules and by some addresses in rotation. first: on each graph's first
+    """When the addresses of tensors that graphs read are checked. always: on each call, changes of
+    modules that Python reports, and some addresses in rotation. first: on each graph's first
     replay. off: never.
     """
     state_copy: Bytes | None = None
@@ -475,9 +475,9 @@ class CompilationConfig(Section):
         Literal["off", "report", "error"],
         Off,
     ] = "off"
-    """Whether captures end with a look at the owner of each pointer in each graph. report: the
-    report says what was found. error: a pointer into memory that is not the runner's is an error.
-    Captures note operators and lines for it, which takes time.
+    """Whether the owner of each pointer in each graph is looked up after captures, also after those
+    on demand. report: the report says what was found. error: a pointer into memory that is not the
+    runner's is an error. Captures note operators and lines for it, which takes time.
     """
     attention_support: Attention = AttentionSupport.ALWAYS
     """Batches whose attention can stand inside a FULL graph: ALWAYS, UNIFORM_BATCH,
@@ -500,7 +500,7 @@ class CompilationConfig(Section):
     auto: custom if it can work, else nccl.
     """
     on_miss: Literal["eager", "error"] = "eager"
-    """What happens to a batch that no graph serves."""
+    """Whether a batch that no graph serves runs eagerly or is an error."""
 
     @property
     def verify_policy(self) -> Literal["off", "first", "rarely", "always"]:
