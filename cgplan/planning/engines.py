@@ -110,8 +110,7 @@ def read_vllm(
     if max_loras is not None:
         data["lora"] = {"max_loras": max_loras, "specialize_active_lora": specialize_active_lora}
     origins = _origins(data, asked)
-    mode = str(compilation["cudagraph_mode"])
-    level = given.get("mode")
+    mode, level = str(compilation["cudagraph_mode"]), given.get("mode")
     is_compiled = level in (None, _MODES.index("VLLM_COMPILE"))
     without_piecewise = not is_compiled and "PIECEWISE" in mode.upper()
     if without_piecewise:
@@ -189,9 +188,7 @@ def _lost(asked: Config, plan: Plan) -> Iterator[str]:
     """Sentences on the sizes and the maximum that vLLM does not capture, with the reason."""
     given = asked.compilation.cudagraph_capture_sizes
     largest = asked.compilation.max_cudagraph_capture_size
-    top = plan.max_capture_size
-    q = plan.query_len
-    tokens = plan.max_num_batched_tokens
+    top, q, tokens = plan.max_capture_size, plan.query_len, plan.max_num_batched_tokens
     captured = {descriptor.num_tokens for _, descriptor in plan.keys}
     sizes = _unique(given) if isinstance(given, tuple) and captured else []
     for size in sizes:
@@ -219,8 +216,7 @@ def _lost(asked: Config, plan: Plan) -> Iterator[str]:
 
 def describe_batches(plan: Plan) -> Iterator[str]:
     """Sentences on the batches that run in graphs, and eagerly."""
-    q = plan.query_len
-    tokens = plan.max_num_batched_tokens
+    q, tokens = plan.query_len, plan.max_num_batched_tokens
     decode = _modes_of(plan, q, min(plan.max_num_seqs, tokens // q), uniform=True)
     yield f"decode batches, by requests of {counted(q, 'token')}: {decode}"
     yield f"mixed batches, by tokens: {_modes_of(plan, 1, tokens, uniform=False)}"
@@ -268,8 +264,7 @@ def _parse(text: str) -> dict[str, Any]:
             remedy="Correct or remove the key. Those that decide what is captured: "
             f"{', '.join(_TAKEN_OVER)}.",
         )
-    number = given.get("cudagraph_mode")
-    level = given.get("mode")
+    number, level = given.get("cudagraph_mode"), given.get("mode")
     if str(number).upper() == "AUTO":
         raise ConfigError(
             f"{OPTION}: vLLM has no cudagraph_mode AUTO",
@@ -315,9 +310,7 @@ def emit(plan: Plan, engine: Engine) -> Emission:
 
 
 def _vllm(plan: Plan) -> Emission:
-    mode = _captured_mode(plan)
-    q = plan.query_len
-    most = plan.max_loras or 0
+    mode, q, most = _captured_mode(plan), plan.query_len, plan.max_loras or 0
     sizes = _unique(key.num_tokens for _, key in plan.keys)
     notes = []
     if q > 1 and mode.decode_mode() is CUDAGraphMode.FULL:
@@ -454,8 +447,7 @@ def _requests(plan: Plan) -> list[int]:
 
 
 def _list_notes(plan: Plan, engine: str, graphs: int) -> list[str]:
-    q = plan.query_len
-    most = plan.max_num_seqs
+    q, most = plan.query_len, plan.max_num_seqs
     notes = []
     if q > 1:
         notes.append(f"decode sizes are in requests of {q} tokens, the plan's in tokens")

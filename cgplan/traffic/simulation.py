@@ -415,7 +415,8 @@ def step_clock(
 
     dispatch = CudagraphDispatcher(plan).dispatch
     # batches between two of these sizes run as the larger one does
-    bounds = sorted({*plan.capture_sizes, plan.max_num_batched_tokens + 1})
+    captured = [descriptor.num_tokens for _, descriptor in plan.keys]
+    bounds = sorted({*captured, plan.max_num_batched_tokens + 1})
     tokens = np.arange(bounds[-1] + 1)
 
     @cache
