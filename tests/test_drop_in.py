@@ -739,6 +739,19 @@ def test_a_length_without_a_mask(backend: GraphBackend) -> None:
     assert "so nothing is padded" in g.explain()
 
 
+def test_static_buffers_are_made_for_the_boxes_that_come(backend: GraphBackend) -> None:
+    """Sizes up to 64 by four names are 343 boxes of 64 rows, the largest of 64 MiB."""
+    dims = {"x": {0: "a", 1: "b", 2: "c", 3: "d"}}
+    g, x = cgplan.graphed(lambda x: x * 2, dynamic=dims), rows(backend, 9, 9, 9, 9)
+    for _ in range(3):
+        close(g(x), x * 2)
+    (runner,) = g.runners
+    assert replays(g) == 1
+    assert runner.report.static_bytes == 64 * 16**3 * x.itemsize
+    close(g(x[:, :3]), x[:, :3] * 2)
+    assert runner.report.static_bytes == 64 * (16 + 4) * 16**2 * x.itemsize
+
+
 def test_masked_padding(backend: GraphBackend) -> None:
     def total(x: Tensor, mask: Tensor) -> Tensor:
         return (x * mask).sum(0)

@@ -5,7 +5,7 @@ graph pool.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -256,8 +256,29 @@ class StaticBuffers:
 
 class StaticBoxes(dict[tuple[int, ...], StaticBuffers]):
     """The static buffers of a model by the sizes of its named dimensions: by ``()`` where only rows
-    vary.
+    vary. Buffers for other sizes are made when they are first asked for.
+
+    Args:
+        rows: Tokens and requests of the largest batch, by sizes.
+        specs_at: The tensors of a batch, by sizes.
     """
+
+    def __init__(
+        self,
+        rows: Mapping[tuple[int, ...], tuple[int, int]],
+        specs_at: Callable[[tuple[int, ...]], Mapping[str, Input]],
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self._rows = rows
+        self._specs_at = specs_at
+        self._device = device
+
+    def __missing__(self, sizes: tuple[int, ...]) -> StaticBuffers:
+        tokens, reqs = self._rows[sizes]
+        made = StaticBuffers(self._specs_at(sizes), tokens, reqs, self._device)
+        self[sizes] = made
+        return made
 
     @property
     def nbytes(self) -> int:

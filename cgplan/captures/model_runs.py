@@ -13,7 +13,7 @@ from torch import Tensor
 from cgplan.backends import GraphBackend
 from cgplan.backends.backend import autocast_cache
 from cgplan.backends.context import CaptureScope, forward_context
-from cgplan.buffers.static import StaticBoxes, StaticBuffers, Tensors
+from cgplan.buffers.static import StaticBoxes, Tensors
 from cgplan.config import Config
 from cgplan.errors import InputError
 from cgplan.graphs.ambient import number_of
@@ -122,19 +122,22 @@ class ModelRuns:
                     )
 
     def allocate_buffers(self, keys: Sequence[Key]) -> None:
-        """Make static buffers for the batches of these keys. Raises CaptureMemoryError and
-        BackendError.
+        """Make static buffers for the batches of these keys, where captures wait for batches as
+        they are first needed. Raises CaptureMemoryError and BackendError.
         """
         config = self.config
         most = widest(keys)
         self.most_tokens = max(most.values(), default=0)
-        self.buffers = StaticBoxes()
         if not most:
             most = {(1,) * (len(config.dim_names) - 1): 0}
+        rows = {}
         for sizes, tokens in most.items():
-            reqs = min(tokens, self.plan.max_num_seqs)
-            specs = config.tensors_at(sizes)
-            self.buffers[sizes] = StaticBuffers(specs, tokens, reqs, self.backend.device)
+            rows[sizes] = tokens, min(tokens, self.plan.max_num_seqs)
+        self.buffers = StaticBoxes(rows, config.tensors_at, self.backend.device)
+        if config.compilation.capture_policy == "lazy":
+            return
+        for sizes in rows:
+            self.buffers[sizes]
 
     def fingerprint(self) -> Fingerprint:
         """What the model holds now, without random generators of the host."""

@@ -2,9 +2,9 @@
 it.
 
 Note [What a form tells apart]
-    Floats are told apart by their bits, 1 and True by their types. An object of another kind, such
-    as a cache, is known by its identity: what it holds is compared by its fingerprint. A dataclass
-    is taken apart into its fields here; torch's registry of pytrees stays as it is.
+    Floats are told apart by their bits, 1 and True by their types. Other objects, such as a cache,
+    are known by their identity; their fingerprint compares what they hold. Dataclasses are taken
+    apart into their fields here; torch's registry of pytrees stays as it is.
 """
 
 from __future__ import annotations
@@ -31,9 +31,7 @@ Shapes = tuple[torch.Size, ...]
 
 
 class ById:
-    """A hashable box of an object, which equals itself alone; it does not keep the object where it
-    can.
-    """
+    """A hashable box of an object, known by its identity, which it does not keep where it can."""
 
     __slots__ = ("_held", "_id")
 
@@ -52,20 +50,19 @@ class ById:
         return self._id
 
     def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, ById)
-            and self._id == other._id
-            and self.value is other.value is not None
-        )
+        if not isinstance(other, ById) or self._id != other._id:
+            return False
+        return self.value is other.value is not None
 
 
 class ByKey:
-    """A hashable box of a value, which equals those of its type with an equal key."""
+    """A hashable box of a value, known by its type and a key."""
 
     __slots__ = ("key", "value")
 
     def __init__(self, value: Any, key: Any) -> None:
-        self.value, self.key = value, (type(value), key)
+        self.value = value
+        self.key = type(value), key
 
     def __hash__(self) -> int:
         try:
@@ -77,7 +74,11 @@ class ByKey:
         return isinstance(other, ByKey) and self.key == other.key
 
 
-def flatten(items: Iterable[Any], form: list[Any], tensors: list[Tensor]) -> None:
+def flatten(
+    items: Iterable[Any],
+    form: list[Any],
+    tensors: list[Tensor],
+) -> None:
     """Append the tensors in values, and a hashable form from which ``rebuild`` makes each value
     again.
     """
@@ -100,6 +101,14 @@ def flatten(items: Iterable[Any], form: list[Any], tensors: list[Tensor]) -> Non
             _flatten_other(value, form, tensors)
 
 
+def taken_apart(value: Any) -> tuple[Form, list[Tensor]]:
+    """The form of one value, and its tensors."""
+    form = list[Any]()
+    tensors = list[Tensor]()
+    flatten([value], form, tensors)
+    return tuple(form), tensors
+
+
 def is_tensor_type(part: Any) -> bool:
     """Whether a part of a form stands for a tensor."""
     return isinstance(part, type) and issubclass(part, Tensor)
@@ -109,9 +118,14 @@ def _key_of(key: Any) -> Any:
     return (type(key), key) if type(key) in CONSTANTS else ById(key)
 
 
-def _flatten_other(value: Any, form: list[Any], tensors: list[Tensor]) -> None:
+def _flatten_other(
+    value: Any,
+    form: list[Any],
+    tensors: list[Tensor],
+) -> None:
     kind = type(value)
     leaves, spec = tree_flatten(value)
+    is_scalar = kind.__module__ == "numpy" and hasattr(value, "item")
     if not spec.is_leaf():
         form += TreeSpec, ByKey(spec, spec)
         flatten(leaves, form, tensors)
@@ -123,36 +137,37 @@ def _flatten_other(value: Any, form: list[Any], tensors: list[Tensor]) -> None:
         form += kind, ByKey(value, repr(value))
     elif isinstance(value, _BY_VALUE):
         form += kind, value
-    elif (
-        kind.__module__ == "numpy" and hasattr(value, "item") and not getattr(value, "shape", (1,))
-    ):
-        form += kind, ByKey(value, (str(value.dtype), value.tobytes()))  # a scalar of NumPy
+    elif is_scalar and not getattr(value, "shape", (1,)):
+        form += kind, ByKey(value, (str(value.dtype), value.tobytes()))
     else:
         form += kind, ById(value)
 
 
-def rebuild(form: Iterator[Any], tensors: Iterator[Any], kind: Any = None) -> Any:
-    """A value again, whose form begins with ``kind``; absent: the next of the form."""
-    kind = kind or next(form)
+def rebuild(
+    form: Iterator[Any],
+    tensors: Iterator[Any],
+) -> Any:
+    """The next value of a form."""
+    kind = next(form)
     if kind is Tensor or is_tensor_type(kind):
         return next(tensors)
-    told = next(form)
+    detail = next(form)
     if kind is float:
-        return float.fromhex(told)
+        return float.fromhex(detail)
     if kind is dict:
-        return {key: rebuild(form, tensors) for key in told.value}
+        return {key: rebuild(form, tensors) for key in detail.value}
     if kind is tuple or kind is list:
-        items = [rebuild(form, tensors) for _ in range(told)]
-        return items if kind is list else tuple(items)
+        return kind(rebuild(form, tensors) for _ in range(detail))
     if kind is TreeSpec:
-        spec = told.value
+        spec = detail.value
         return spec.unflatten([rebuild(form, tensors) for _ in range(spec.num_leaves)])
     if kind is dataclasses.Field:
-        made = object.__new__(told.value[0])
-        for name in told.value[1]:
+        made_of, names = detail.value
+        made = object.__new__(made_of)
+        for name in names:
             object.__setattr__(made, name, rebuild(form, tensors))
         return made
-    return told.value if type(told) in (ById, ByKey) else told
+    return detail.value if type(detail) in (ById, ByKey) else detail
 
 
 def call_form(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], list[Tensor]]:
@@ -170,8 +185,8 @@ class Call:
     """One call of a model, taken apart.
 
     Attributes:
-        form: Of the arguments, and behind it what else decides: whether an argument asks for a
-            gradient, grad mode, the default dtype, autocast.
+        form: Of the arguments; then whether one of them asks for a gradient, grad mode, the default
+            dtype, autocast.
         tensors: Those in the arguments, in the order of the form.
     """
 
@@ -186,18 +201,20 @@ class Call:
         return self.form[-1]
 
     def by_name(self, signature: inspect.Signature) -> dict[str, Any]:
-        """The arguments by name; those of ``**kwargs`` by their own."""
         return arguments_by_name(signature, self.args, self.kwargs)
 
 
 def arguments_by_name(
-    signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+    signature: inspect.Signature,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> dict[str, Any]:
-    """See ``Call.by_name``."""
+    """The arguments by name; those of ``**kwargs`` by their own."""
     try:
         found = dict(signature.bind(*args, **kwargs).arguments)
     except TypeError:  # the signature is not that of the code, which may take them
-        return {**{f"args.{index}": value for index, value in enumerate(args)}, **kwargs}
+        by_position = {f"args.{index}": value for index, value in enumerate(args)}
+        return by_position | kwargs
     for name, parameter in signature.parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:
             found |= found.pop(name, {})
@@ -214,7 +231,9 @@ def object_roots(form: Iterable[Any]) -> dict[str, Any]:
     found = dict[str, Any]()
     for value in objects_in(form):
         name = type(value).__name__
-        found[f"{name}#{len(found) + 1}" if name in found else name] = value
+        if name in found:
+            name = f"{name}#{len(found) + 1}"
+        found[name] = value
     return found
 
 
@@ -224,43 +243,44 @@ def constants_in(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield path, value
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            yield from constants_in(item, f"{path}.{key}" if path else str(key))
+            yield from constants_in(item, _below(path, key))
     elif isinstance(value, list | tuple):
         for index, item in enumerate(value):
             yield from constants_in(item, f"{path}.{index}")
 
 
+def _below(path: str, key: Any) -> str:
+    return f"{path}.{key}" if path else str(key)
+
+
 def tensors_by_name(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
-    """The tensors in nested arguments by their names: ``obs.position`` in a mapping, ``obs.0``
-    elsewhere.
-    """
+    """The tensors in nested arguments: ``obs.position`` in a mapping, ``obs.0`` elsewhere."""
     if isinstance(value, Mapping):
         for key, item in value.items():
-            yield from tensors_by_name(item, f"{path}.{key}" if path else str(key))
+            yield from tensors_by_name(item, _below(path, key))
         return
-    tensors = list[Tensor]()
-    flatten([value], [], tensors)
-    for index, tensor in enumerate(tensors):
-        yield (path if value is tensor else f"{path}.{index}"), tensor
+    for index, tensor in enumerate(taken_apart(value)[1]):
+        name = path if value is tensor else f"{path}.{index}"
+        yield name, tensor
 
 
 def module_of(model: object) -> nn.Module:
-    """The model itself, that whose bound method it is, or an empty one."""
+    """The model itself, the module whose bound method it is, or an empty one."""
     owner = model if isinstance(model, nn.Module) else getattr(model, "__self__", None)
     return owner if isinstance(owner, nn.Module) else nn.Module().eval()
 
 
 def share(module: nn.Module, model: nn.Module) -> None:
     """Give a module the parameters, buffers and modules of another one, under the same names."""
-    held = "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"
-    # scripts have none
-    module.__dict__.update({name: vars(model)[name] for name in held if name in vars(model)})
-    module.__dict__["training"] = getattr(model, "training", False)  # frozen scripts have none
+    own = module.__dict__
+    for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+        if name in vars(model):  # scripts have none
+            own[name] = vars(model)[name]
+    own["training"] = getattr(model, "training", False)  # frozen scripts have none
 
 
 class ByName(nn.Module):
-    """The model as a runner calls it: tensors by name, in the order of the call. A tensor or a
-    tuple of them comes out.
+    """The model as a runner calls it: with tensors by name. It returns a tensor or a tuple of them.
 
     Attributes:
         form: Of the call.
@@ -271,16 +291,24 @@ class ByName(nn.Module):
     """
 
     def __init__(
-        self, model: Callable[..., Any], count: int, keywords: Sequence[str], form: Form
+        self,
+        model: Callable[..., Any],
+        count: int,
+        keywords: Iterable[str],
+        form: Form,
     ) -> None:
         super().__init__()
         share(self, module_of(model))
-        self.form, self._count, self._keywords = form, count, tuple(keywords)
+        self.form = form
+        self._count = count
+        self._keywords = tuple(keywords)
         self.__dict__["wrapped"] = model  # not as a module: it would be there twice
         self.names: tuple[str, ...] = ()
         self.outputs: dict[Shapes, tuple[Form, Shapes]] = {}
-        self.is_plain = set(form[1 + len(keywords) :]) == {Tensor}
-        self.returns_tensor, self.differs = False, False
+        self._values = form[1 + len(self._keywords) :]
+        self.is_plain = set(self._values) == {Tensor}
+        self.returns_tensor = False
+        self.differs = False
         self.returns: Form | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -288,26 +316,22 @@ class ByName(nn.Module):
 
     def arguments(self, tensors: Iterable[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of the call again, with these tensors."""
-        rest, given = iter(self.form[1 + len(self._keywords) :]), iter(tensors)
+        rest = iter(self._values)
+        given = iter(tensors)
         args = tuple(rebuild(rest, given) for _ in range(self._count))
         return args, {name: rebuild(rest, given) for name in self._keywords}
 
-    def note_output(self, tensors: Sequence[Tensor], output: Any) -> tuple[Form, list[Tensor]]:
-        """Form and tensors of an output; what they are for tensors of these shapes is kept."""
-        form, leaves = list[Any](), list[Tensor]()
-        flatten([output], form, leaves)
-        self.outputs[shapes_of(tensors)] = tuple(form), shapes_of(leaves)
-        self.differs |= self.returns not in (None, tuple(form))
-        return tuple(form), leaves
-
     def forward(self, **tensors: Tensor) -> Any:
+        wrapped = self.__dict__["wrapped"]
         if self.is_plain and torch.compiler.is_compiling():  # nothing that a trace would not follow
             given = tuple(tensors.values())
             rest = dict(zip(self._keywords, given[self._count :], strict=True))
-            return self.__dict__["wrapped"](*given[: self._count], **rest)
+            return wrapped(*given[: self._count], **rest)
         values = [tensors[name] for name in self.names or tensors]
         args, kwargs = self.arguments(values)
-        form, leaves = self.note_output(values, self.__dict__["wrapped"](*args, **kwargs))
+        form, leaves = taken_apart(wrapped(*args, **kwargs))
+        self.outputs[shapes_of(values)] = form, shapes_of(leaves)
+        self.differs |= self.returns not in (None, form)
         return leaves[0] if form == (Tensor,) else tuple(leaves)
 
 

@@ -3,14 +3,12 @@
 Note [A call]
     A call like an earlier one costs the runner's call, the flattening of its arguments, one
     look-up, and a look at whether the model is as it was. Each kind of calls (kinds.py) has a
-    configuration and a GraphRunner; all runners share one pool. Where eager is right, eager runs:
-    whatever cannot be captured, or differs from the model's own code, is answered by that code,
-    told once, and counted by ``explain``.
+    configuration and a GraphRunner; all runners share one pool. The model's own code answers where
+    nothing can be captured or a graph differs from it; ``explain`` counts these calls.
 """
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
 import threading
@@ -18,6 +16,7 @@ import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from typing import Any, cast, get_args
 
@@ -34,17 +33,17 @@ from cgplan.drop_in.call_form import (
     Form,
     call_form,
     constants_in,
-    flatten,
     is_tensor_type,
     module_of,
     object_roots,
     objects_in,
     rebuild,
     shapes_of,
+    taken_apart,
 )
-from cgplan.drop_in.gradients import outputs_that_ask
+from cgplan.drop_in.gradients import OwnCode, with_gradients
 from cgplan.drop_in.inference import Inference, Settings
-from cgplan.drop_in.kinds import WATCHED, Family, Kind, without_constants
+from cgplan.drop_in.kinds import CALLS_BEFORE_CAPTURE, Family, Kind, without_constants
 from cgplan.errors import (
     CaptureError,
     CgplanError,
@@ -58,7 +57,7 @@ from cgplan.graphs.ambient import AmbientState
 from cgplan.graphs.fingerprint import Fingerprint
 from cgplan.graphs.footprint import look
 from cgplan.graphs.pools import GraphPool
-from cgplan.graphs.put_back import PutBack
+from cgplan.graphs.put_back import PutBack, version_of
 from cgplan.graphs.watch import Watch
 from cgplan.modes import CUDAGraphMode, Key
 from cgplan.planning import build_plan
@@ -67,9 +66,11 @@ from cgplan.runner.session import CaptureSession
 
 _MOST_CALLS = 4096  # that are found by one look-up
 _MOST_KINDS = 256  # that are remembered
+_EXACT = "so nothing is padded, and each shape has its own graph"
 _traits = attrgetter("shape", "dtype", "layout", "device")
-_asks_grad = attrgetter("requires_grad")
-_dispatch_modes, _tracing = torch._C._len_torch_dispatch_stack, torch._C._get_tracing_state
+_requires_grad = attrgetter("requires_grad")
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_tracing = torch._C._get_tracing_state
 _saving_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _transforms = torch._C._functorch.peek_interpreter_stack
 logger = logging.getLogger(__name__)
@@ -77,10 +78,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class _Served:
-    """What serves calls of one key: the runner of a kind, or the model's own code for a reason."""
+    """What serves calls of one key: the runner of a kind, or the model's own code."""
 
     kind: Kind
-    why: str | None = None
+    eager_reason: str | None = None
 
 
 def _fill(kind: weakref.ref[Kind], views: Mapping[str, Tensor]) -> None:
@@ -92,10 +93,10 @@ class Calls:
     static buffers, not the model.
 
     Attributes:
-        pool: Of all runners, once the device is known, whose type is ``device``.
+        pool: Of all runners; None until the device is known, whose type is ``device``.
         eager: The number of calls by the model's own code, by reason.
         changed: How often graphs were freed because the model had changed, by the first path.
-        told: What was logged once, by what it is about.
+        notices: What was logged, by subject.
     """
 
     __graph_memory__ = True  # no state of a model that holds one
@@ -107,13 +108,17 @@ class Calls:
         settings: Settings,
         name: str,
     ) -> None:
-        self._model, self._module, self._name = model, module_of(model), name
+        self._model = model
+        self._module = module_of(model)
+        self._name = name
         self._has_modes = hasattr(self._module, "training")
-        self._signature, self._settings = signature, settings
+        self._signature = signature
+        self._settings = settings
         self._inference = Inference(model, signature, settings)
         self._lock = threading.RLock()
-        self.eager, self.changed = Counter[str](), Counter[str]()
-        self.told: dict[str, str] = {}
+        self.eager = Counter[str]()
+        self.changed = Counter[str]()
+        self.notices: dict[str, str] = {}
         self._know_nothing()
 
     def _know_nothing(self) -> None:
@@ -147,56 +152,54 @@ class Calls:
         """The model's output for a batch: padded, by a graph, and cut; or by its own code."""
         with self._lock:
             form, tensors = call_form(args, kwargs)
-            grad = torch.is_grad_enabled()
-            asks = grad and (True in map(_asks_grad, tensors) or _saving_hooks(False) is not None)
-            device = self.device
-            autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-            form += asks, grad, torch.get_default_dtype(), autocast
-            if asks or self._is_elsewhere():
-                return self._own(self._why_elsewhere(asks), args, kwargs)
+            ambient = _ambient(self.device)
+            wants_grad = ambient[0] and (
+                True in map(_requires_grad, tensors) or _saving_hooks(False) is not None
+            )
+            reason = self._reason_elsewhere(wants_grad)
+            if reason is not None:
+                return self._own(reason, args, kwargs)
+            form += wants_grad, *ambient
             try:
                 key = (*form, *map(_traits, tensors))
             except RuntimeError:
                 return self._own("an argument is a nested tensor", args, kwargs)
-            served = self._served.get(key, ())
-            if len(served) == 1 and served[0].kind.objects is None:
-                found: _Served | None = served[0]
+            for served in self._served.get(key, ()):
+                # object arguments may be in other states than at any earlier call
+                if served.kind.objects is None or served.kind.has_objects():
+                    break
             else:
-                found = _matching(served)
-            if found is None:
                 return self._slow(key, Call(args, kwargs, tuple(form), tensors))
-            if found.why is not None:
-                return self._own(found.why, args, kwargs)
+            if served.eager_reason is not None:
+                return self._own(served.eager_reason, args, kwargs)
             if self._watch is None or not (self._watch.holds() or self.holds()):
                 return self._slow(key, Call(args, kwargs, tuple(form), tensors))
-            return self._replay(found.kind, tensors, args, kwargs)
+            return self._replay(served.kind, tensors, args, kwargs)
 
-    def _is_elsewhere(self) -> bool:
-        """Whether a call runs by the model's own code, whatever its arguments are."""
-        return (
-            (self._has_modes and self._module.training)
-            or current_forward_context() is not None
-            or _dispatch_modes() > 0
-            or _transforms() is not None
-            or _tracing() is not None
-        )
-
-    def _why_elsewhere(self, asks: bool) -> str:
-        """Why it does."""
+    def _reason_elsewhere(self, wants_grad: bool) -> str | None:
+        """Why a call runs by the model's own code, whatever it knows of graphs."""
         if self._has_modes and self._module.training:
-            why = "the model is in training mode; call .eval() for graphs"
-            self._tell(why)
-            return why
+            reason = "the model is in training mode; call .eval() for graphs"
+            self._log_once(reason)
+            return reason
         if current_forward_context() is not None:
             return "inside the forward of another runner"
-        if _saving_hooks(False) is not None:
-            return "hooks save tensors for backward, as activation checkpointing does"
-        if asks:
+        if wants_grad:
+            if _saving_hooks(False) is not None:
+                return "hooks save tensors for backward, as activation checkpointing does"
             return "a tensor argument asks for a gradient"
-        return "under a dispatch mode, a transform of torch.func, or torch.jit.trace"
+        if _dispatch_modes() > 0 or _transforms() is not None or _tracing() is not None:
+            return "under a dispatch mode, a transform of torch.func, or torch.jit.trace"
+        return None
 
-    def _own(self, why: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.eager[why] += 1
+    def _own(
+        self,
+        reason: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """The output of the model's own code."""
+        self.eager[reason] += 1
         return self._model(*args, **kwargs)
 
     def suspect(self) -> None:
@@ -205,33 +208,40 @@ class Calls:
             self._watch.suspect()
 
     def holds(self) -> bool:
-        """Whether the model is as it was; else its graphs are freed, and that is told."""
+        """Whether the model is as it was; else its graphs are freed."""
         if self._watch is None:
             return False
-        changes = self._watch.changes(self._settings.ignore)
+        changes = list(self._watch.changes(self._settings.ignore).values())
         if not changes:
             return True
-        first, more = next(iter(changes.values())), len(changes) - 1
+        first = changes[0]
         self.changed[first.path] += 1
-        others = f", and {more} more changes" if more else ""
-        self._tell(f"captured again: {first}{others}", first.path)
+        text = f"captured again: {first}"
+        if len(changes) > 1:
+            text += f", and {len(changes) - 1} more changes"
+        self._log_once(text, first.path)
         self._watch.close()
-        self._watch, self._tensors = None, []
+        self._watch = None
+        self._tensors = []
         self._served.clear()
-        is_moved = all(change.is_move for change in changes.values())
+        is_moved = all(change.is_move for change in changes)
         for kind in self.kinds:
             kind.start_again(is_moved=is_moved)
         return False
 
-    def _look_after(self, record: Fingerprint) -> None:
+    def _watch_model(self, record: Fingerprint) -> None:
         """Capture again once the model is not as in this record."""
-        self._watch, self._tensors = Watch(record), record.tensors
+        self._watch = Watch(record)
+        self._tensors = record.tensors
 
     def _slow(self, key: Any, call: Call) -> Any:
         """A call that no earlier one prepared."""
-        args, kwargs, tensors = call.args, call.kwargs, call.tensors
-        if (why := _why_not(call.form, tensors)) is not None:
-            return self._own(why, args, kwargs)
+        args = call.args
+        kwargs = call.kwargs
+        tensors = call.tensors
+        reason = _reason_of_arguments(call.form, tensors)
+        if reason is not None:
+            return self._own(reason, args, kwargs)
         if self.pool is None:
             self._take_device(tensors)
             return self.run(args, kwargs)  # autocast is asked for this device
@@ -242,19 +252,19 @@ class Calls:
             return self._own("an object argument is in another state at each call", args, kwargs)
         kind = self._kind_of(family, call)
         is_eager = self._settings.compilation.capture_policy == "eager"
-        if kind.why is None and kind.calls == 0 and is_eager:
+        if kind.eager_reason is None and kind.calls == 0 and is_eager:
             kind = self._warmed_up(call)
-        if kind.why is None and kind.calls >= WATCHED:
+        if kind.may_capture:
             self.holds()  # ahead of a capture all is compared
-        if kind.why is None and kind.calls < WATCHED:
+        if kind.eager_reason is None and not kind.may_capture:
             self.eager["the first calls of a kind"] += 1
             return self._first_calls(kind, call)
-        why = kind.why or self._prepare(kind, tensors)
+        reason = kind.eager_reason or self._prepare(kind, tensors)
         has_objects = bool(objects_in(call.form))
-        if why is not None:
-            if kind.why is not None and not has_objects:
-                self._remember(key, _Served(kind, why))
-            return self._own(why, args, kwargs)
+        if reason is not None:
+            if kind.eager_reason is not None and not has_objects:
+                self._remember(key, _Served(kind, reason))
+            return self._own(reason, args, kwargs)
         assert kind.runner is not None
         if has_objects:
             kind.take_objects(self.pool.backend.device)
@@ -270,11 +280,13 @@ class Calls:
         self._served[key] = [found, *others]
 
     def _replay(
-        self, kind: Kind, tensors: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        kind: Kind,
+        tensors: list[Tensor],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
-        """The output by a kind's runner, or by the model's own code where the runner found a
-        difference.
-        """
+        """The output by a kind's runner, or by the model's own code where that differs."""
         assert kind.runner is not None
         inputs: dict[str, Any] = dict(zip(kind.specs, tensors, strict=True))
         try:
@@ -287,55 +299,63 @@ class Calls:
             if kind.forward.differs:  # from the outputs before, in structure or in a number
                 self._relearn(kind)
                 kind.return_as_seen(tensors)
-        if kind.asks and torch.is_grad_enabled():
+        if kind.requires_grad and torch.is_grad_enabled():
             again = self._own_code_again(args, kwargs) if self._settings.recomputes else None
-            output = outputs_that_ask(output, kind.asks, again, self._name)
+            output = with_gradients(output, kind.requires_grad, again, self._name)
         if kind.forward.returns_tensor:
             return output
         leaves = output if isinstance(output, tuple) else (output,)
         return rebuild(iter(kind.returns or ()), iter(leaves))
 
-    def _after_a_difference(self, kind: Kind, error: NumbersError, tensors: list[Tensor]) -> Any:
-        """What the model's own code gave. A graph that differs ends; the second one ends its kind,
-        and padding that reaches real rows all graphs with padding. Raises the error where
+    def _after_a_difference(
+        self,
+        kind: Kind,
+        error: NumbersError,
+        tensors: list[Tensor],
+    ) -> Any:
+        """The output of the model's own code. A graph that differs ends; the second one ends its
+        kind, and padding that reaches real rows all graphs with padding. Raises the error where
         ``strict`` asks for it.
         """
         if self._settings.strict:
             raise error
         assert kind.runner is not None
-        output, sizes = error.output, kind.sizes_of(tensors)
+        sizes = kind.sizes_of(tensors)
         route = kind.runner.route(kind.inputs(tensors))
-        padded = (route.descriptor.num_tokens, *route.descriptor.sizes)
-        if self._relearn(kind):
-            pass
-        elif padded != tuple(sizes.values()):
+        key = route.descriptor
+        is_padded = (key.num_tokens, *key.sizes) != tuple(sizes.values())
+        has_changed = self._relearn(kind)
+        if is_padded and not has_changed:
             self._give_up(kind, error.message)
-        else:
+        elif not has_changed:
             kind.failures += 1
-            self._tell(error.message)
+            self._log_once(error.message)
             self._served.clear()
-            kind.runner.exchange(evicted=[(route.mode, route.descriptor)])
+            kind.runner.exchange(evicted=[(route.mode, key)])
             if kind.failures > 1:
                 self._give_up(kind, error.message, keeps_exact=False)
         self.eager["a graph differed from the model's own code"] += 1
         kind.return_as_seen(tensors)
-        return output
+        return error.output
 
     def _own_code_again(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Callable[[], list[Tensor]]:
-        """For ``grad="recompute"``: runs the model with gradients, under the autocast of now. What
-        it does raises GradientError where the model has changed since, or its tensors or those of
-        the arguments were written.
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> OwnCode:
+        """For ``grad="recompute"``: runs the model with gradients, under the autocast of now. It
+        raises GradientError where the model has changed, or its tensors or those of the arguments
+        were written.
         """
         assert self._watch is not None
-        record, ignore = self._watch.record, self._settings.ignore
+        record = self._watch.record
         tensors = [*self._tensors, *call_form(args, kwargs)[1]]
-        versions = list(map(_version_of, tensors))
+        versions = list(map(version_of, tensors))
         ambient = AmbientState.now(self.device)
 
         def run() -> list[Tensor]:
-            if list(map(_version_of, tensors)) != versions or record.changes(ignore):
+            is_written = list(map(version_of, tensors)) != versions
+            if is_written or record.changes(self._settings.ignore):
                 raise GradientError(
                     f"{self._name}, or a tensor that it reads, has changed between its call and "
                     "backward",
@@ -343,9 +363,7 @@ class Calls:
                     "leave arguments as they were.",
                 )
             with ambient._replace(grad=True, inference=False).entered(self.device):
-                form, leaves = list[Any](), list[Tensor]()
-                flatten([self._model(*args, **kwargs)], form, leaves)
-            return leaves
+                return taken_apart(self._model(*args, **kwargs))[1]
 
         return run
 
@@ -366,8 +384,9 @@ class Calls:
         """The kind of a call; the first one makes it."""
         known = self._kinds.setdefault(call.form, [])
         self._kinds.move_to_end(call.form)
+        roots = object_roots(call.form)
         state: Any = ()
-        if roots := object_roots(call.form):
+        if roots:
             state = Fingerprint.of(roots, self.pool.backend.device).as_key()
         family.calls += 1
         for kind in known:
@@ -375,11 +394,12 @@ class Calls:
                 family.misses = 0
                 return kind
         kind = self._new_kind(call)
-        kind.state, kind.autocast = state, call.autocast
+        kind.state = state
+        kind.autocast = call.autocast
         known.append(kind)
         constants = constants_in(call.by_name(self._signature), "")
         for path, count in family.add(constants, holds_objects=bool(state)):
-            self._tell(
+            self._log_once(
                 f"argument `{path}` had {count} values in {count} calls; pass a tensor, or graphs "
                 "serve values that come back",
                 path,
@@ -388,13 +408,14 @@ class Calls:
         return kind
 
     def _new_kind(self, call: Call) -> Kind:
-        device, is_exact = self.pool.backend.device, call.form in self._exact
+        device = self.pool.backend.device
+        is_exact = call.form in self._exact
         try:
             return self._inference.kind(call, device, is_exact=is_exact)
         except InputError as error:
             if self._settings.strict or is_exact:
                 raise
-            self._tell(f"{error.message}; so nothing is padded, and each shape has its own graph")
+            self._log_once(f"{error.message}; {_EXACT}")
             self._exact.add(call.form)
             return self._inference.kind(call, device, is_exact=True)
 
@@ -415,56 +436,67 @@ class Calls:
 
     def _first_calls(self, kind: Kind, call: Call) -> Any:
         """A call by the model's own code, from which a kind is learnt; the second one is
-        watched.
+        fingerprinted.
         """
-        settings, tensors, device = self._settings, call.tensors, self.pool.backend.device
-        sizes, shapes = kind.sizes_of(tensors), shapes_of(tensors)
-        versions = list(map(_version_of, tensors))
+        settings = self._settings
+        tensors = call.tensors
+        sizes = kind.sizes_of(tensors)
+        shapes = shapes_of(tensors)
+        versions = list(map(version_of, tensors))
         records = list[Fingerprint]()
-        if kind.calls == WATCHED - 1:
+        if kind.calls == CALLS_BEFORE_CAPTURE - 1:
+            device = self.pool.backend.device
             records.append(Fingerprint.of({"model": self._model}, device, draws=True))
             records.append(Fingerprint.of(call.by_name(self._signature), device))
         before = _drawn_and_written(records)
         output = self._model(*call.args, **call.kwargs)
         kind.calls += 1
-        paths = [path for record in records for path in record.changes(settings.ignore)]
+        paths = list[str]()
+        for record in records:
+            paths += record.changes(settings.ignore)
         if paths:
-            kind.why = f"each run changes {paths[0]}; ignore=[{paths[0]!r}] if it decides nothing"
+            kind.eager_reason = (
+                f"each run changes {paths[0]}; ignore=[{paths[0]!r}] if it decides nothing"
+            )
         elif records and self._watch is None:
-            self._look_after(records[0].without_draws())
+            self._watch_model(records[0].without_draws())
         for name, tensor, version in zip(kind.specs, tensors, versions, strict=True):
-            if _version_of(tensor) != version:
-                kind.why = f"the forward writes into argument `{name}`"
+            if version_of(tensor) != version:
+                kind.eager_reason = f"the forward writes into argument `{name}`"
                 break
         if shapes_of(tensors) != shapes:
-            kind.why = "the forward changes the shape of an argument"
+            kind.eager_reason = "the forward changes the shape of an argument"
         self._learn(kind, sizes, output)
-        is_asked = settings.recomputes and True in kind.asks
-        if is_asked and _drawn_and_written(records) != before:
-            kind.why = (
+        recomputes = settings.recomputes and True in kind.requires_grad
+        if recomputes and _drawn_and_written(records) != before:
+            kind.eager_reason = (
                 "backward could not run it again: each run draws random numbers, or writes tensors"
             )
-        if kind.why is not None:
-            self._tell(kind.why)
+        if kind.eager_reason is not None:
+            self._log_once(kind.eager_reason)
         return output
 
-    def _learn(self, kind: Kind, sizes: dict[str, int], output: Any) -> None:
+    def _learn(
+        self,
+        kind: Kind,
+        sizes: dict[str, int],
+        output: Any,
+    ) -> None:
         """Learn from an output of the model's own code; where sizes do not follow, nothing varies
         in the kind.
         """
-        form, leaves = list[Any](), list[Tensor]()
-        flatten([output], form, leaves)
+        form, leaves = taken_apart(output)
         try:
-            kind.learn(sizes, tuple(form), shapes_of(leaves))
+            kind.learn(sizes, form, shapes_of(leaves))
         except OutputShapeError as error:
             self._give_up(kind, error.message)
         if torch.is_grad_enabled():
-            kind.asks = tuple(leaf.requires_grad for leaf in leaves)
+            kind.requires_grad = tuple(map(_requires_grad, leaves))
 
     def _relearn(self, kind: Kind) -> bool:
-        """Whether the model has changed, or an output has another size than was taken for it; the
-        kind's graphs are then freed. Raises OutputShapeError where sizes do not follow and
-        ``strict`` asks for it.
+        """Whether the model, or how the sizes of its outputs follow, has changed; the kind's graphs
+        are then freed. Raises OutputShapeError where sizes do not follow and ``strict`` asks for
+        it.
         """
         seen = dict(kind.forward.outputs)  # by the model's own code as it is now
         if self._watch is not None and not self.holds():
@@ -481,17 +513,23 @@ class Calls:
             self._give_up(kind, error.message)
         return True
 
-    def _give_up(self, kind: Kind, why: str, *, keeps_exact: bool = True) -> None:
+    def _give_up(
+        self,
+        kind: Kind,
+        reason: str,
+        *,
+        keeps_exact: bool = True,
+    ) -> None:
         """End a kind's graphs. ``keeps_exact``: if sizes vary in it, kinds in which nothing does
         take its place.
         """
         kind.close()
         self._served.clear()
         if kind.is_exact or not keeps_exact:
-            kind.why = why
-            self._tell(why)
+            kind.eager_reason = reason
+            self._log_once(reason)
             return
-        self._tell(f"{why}; so nothing is padded, and each shape has its own graph")
+        self._log_once(f"{reason}; {_EXACT}")
         for form, kinds in list(self._kinds.items()):
             if kind in kinds:
                 self._exact.add(form)
@@ -504,7 +542,7 @@ class Calls:
         runs, if it does.
         """
         if self._watch is None:
-            self._look_after(Fingerprint.of({"model": self._model}, self.pool.backend.device))
+            self._watch_model(Fingerprint.of({"model": self._model}, self.pool.backend.device))
         inputs = kind.inputs(tensors)
         kind.batch = {name: tensor.clone() for name, tensor in inputs.items()}
         try:
@@ -544,17 +582,18 @@ class Calls:
         """
         kind.close()
         self._served.clear()
+        settings = self._settings
         for name in kind.grows:
             if sizes[name] > kind.dims[name].top:
                 kind.dims[name] = self._inference.dim(kind, name, sizes[name])
-        config = self._config_of(kind, self._settings.compilation)
+        config = self._config_of(kind, settings.compilation)
         plan = build_plan(config)
         held = sum(len(runner.plan.keys) for runner in self.runners)
-        if len(plan.keys) + held > self._settings.max_graphs:
-            lazy = self._settings.compilation.model_copy(update={"capture_policy": "lazy"})
+        if len(plan.keys) + held > settings.max_graphs:
+            lazy = settings.compilation.model_copy(update={"capture_policy": "lazy"})
             config = self._config_of(kind, lazy)
             plan = build_plan(config)
-        fill = functools.partial(_fill, weakref.ref(kind))
+        fill = partial(_fill, weakref.ref(kind))
         session = CaptureSession(
             plan,
             kind.forward,
@@ -563,7 +602,7 @@ class Calls:
             pool=self.pool,
             name=self._name,
             state={"model": self._model, **object_roots(kind.forward.form)},
-            real_rows=RealRows(fill, tuple(self._settings.pad)),
+            real_rows=RealRows(fill, tuple(settings.pad)),
         )
         kind.runner = session.run()
 
@@ -579,46 +618,54 @@ class Calls:
             }
         )
 
-    def _after_a_failure(self, kind: Kind, error: CgplanError, tensors: list[Tensor]) -> str | None:
+    def _after_a_failure(
+        self,
+        kind: Kind,
+        error: CgplanError,
+        tensors: list[Tensor],
+    ) -> str | None:
         """A graph could not be captured; why the model's own code runs, unless a second try has it
         captured. Raises the error where ``strict`` asks for it.
         """
         if self._relearn(kind):
-            goes_on = kind.why is None and kind.calls >= WATCHED and kind in self.kinds
-            return self._prepare(kind, tensors) if goes_on else kind.why or error.message
+            if kind.may_capture and kind in self.kinds:
+                return self._prepare(kind, tensors)
+            return kind.eager_reason or error.message
         if self._settings.strict:
             raise error
         is_padding = isinstance(error, ModelError | OutputShapeError)
         self._give_up(kind, f"no graph could be captured: {error.message}", keeps_exact=is_padding)
-        return kind.why or error.message
+        return kind.eager_reason or error.message
 
     def _has_room(self, kind: Kind, wanted: Key) -> bool:
         """Whether a graph may be captured: there are fewer than ``max_graphs``, or one is used less
         than this batch is asked for, which then goes.
         """
-        graphs = dict[tuple[int, Key], tuple[Kind, Key]]()
+        owners = dict[tuple[int, Key], Kind]()
         uses = dict[tuple[int, Key], int]()
         for other in self.kinds:
-            for key in () if other.runner is None else other.runner.plan.keys:
-                graphs[id(other), key] = other, key
-                uses[id(other), key] = cast(GraphRunner, other.runner).stats.replays[key]
+            if other.runner is None:
+                continue
+            for key in other.runner.plan.keys:
+                owners[id(other), key] = other
+                uses[id(other), key] = other.runner.stats.replays[key]
         most = self._settings.max_graphs
-        if len(graphs) < most:
+        if len(owners) < most:
             return True
         asked, before = self._waiting.pop((id(kind), wanted), (0, uses))
-        since = {name: count - before.get(name, 0) for name, count in uses.items()}
-        least = min(since, key=lambda name: since[name])
+        since = {graph: count - before.get(graph, 0) for graph, count in uses.items()}
+        least = min(since, key=lambda graph: since[graph])
         if asked + 1 <= since[least] or not asked:
             if len(self._waiting) >= _MOST_KINDS:
                 self._waiting.clear()
             self._waiting[id(kind), wanted] = asked + 1, before
             return False
-        self._tell(f"calls ask for more than {most} graphs; the least used go", "max_graphs")
-        least_kind, key = graphs[least]
+        self._log_once(f"calls ask for more than {most} graphs; the least used go", "max_graphs")
+        owner = owners[least]
         self._served.clear()
-        cast(GraphRunner, least_kind.runner).exchange(evicted=[key])
-        if least_kind is not kind and not least_kind.has_graphs:
-            least_kind.close()
+        cast(GraphRunner, owner.runner).exchange(evicted=[least[1]])
+        if owner is not kind and not owner.has_graphs:
+            owner.close()
         return True
 
     def _take_device(self, tensors: Sequence[Tensor]) -> None:
@@ -629,10 +676,11 @@ class Calls:
         self.pool.use.waits = True
         self.device = self.pool.backend.device.type
 
-    def _tell(self, text: str, about: str | None = None) -> None:
-        """Log something once; of several things ``about`` one, the first."""
-        if (about or text) not in self.told:
-            self.told[about or text] = text
+    def _log_once(self, text: str, subject: str | None = None) -> None:
+        """Log a text; of several on one subject, the first."""
+        subject = subject or text
+        if subject not in self.notices:
+            self.notices[subject] = text
             logger.warning("%s: %s", self._name, text)
 
     # --- ahead of calls ---------------------------------------------------------------------------
@@ -641,21 +689,17 @@ class Calls:
         """See ``Graphed.warm_up``."""
         with self._lock:
             form, tensors = call_form(args, kwargs)
-            if self._is_elsewhere():
-                why: str | None = self._why_elsewhere(asks=False)
-            else:
-                why = _why_not(form, tensors)
-            if why is not None:
-                self._tell(why)
+            reason = self._reason_elsewhere(wants_grad=False)
+            reason = reason or _reason_of_arguments(form, tensors)
+            if reason is not None:
+                self._log_once(reason)
                 return
             if self.pool is None:
                 self._take_device(tensors)
-            autocast = torch.is_autocast_enabled(self.device)
-            dtype = autocast and torch.get_autocast_dtype(self.device)
-            form += False, torch.is_grad_enabled(), torch.get_default_dtype(), dtype
+            form += False, *_ambient(self.device)
             call = Call(args, kwargs, tuple(form), tensors)
             self.holds()
-            while (kind := self._warmed_up(call)).why is None:
+            while (kind := self._warmed_up(call)).eager_reason is None:
                 self._prepare(kind, tensors)
                 if kind in self.kinds:  # else one in which nothing varies takes its place
                     break
@@ -676,10 +720,10 @@ class Calls:
 
         while True:
             kind = self._kind_of(Family(), call)
-            if failed or kind.why is not None or kind.calls >= WATCHED:
+            if failed or kind.eager_reason is not None or kind.may_capture:
                 break
             look(first_calls, kept)
-        if failed or kind.why is not None:
+        if failed or kind.eager_reason is not None:
             kept.forget_captures()
         kept.restore()
         if failed:
@@ -687,13 +731,14 @@ class Calls:
         return kind
 
 
-def _matching(served: Sequence[_Served]) -> _Served | None:
-    """What serves a call: object arguments may be in other states than at any earlier one."""
-    return next((found for found in served if found.kind.has_objects()), None)
+def _ambient(device: str) -> tuple[bool, torch.dtype, Any]:
+    """The parts of a form that are no arguments: grad mode, default dtype, autocast."""
+    autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+    return torch.is_grad_enabled(), torch.get_default_dtype(), autocast
 
 
-def _why_not(form: Sequence[Any], tensors: Sequence[Tensor]) -> str | None:
-    """Why a call with these arguments runs by the model's own code; None where it does not."""
+def _reason_of_arguments(form: Sequence[Any], tensors: Sequence[Tensor]) -> str | None:
+    """Why a call with these arguments runs by the model's own code."""
     if not any(tensor.ndim for tensor in tensors) or not all(tensor.numel() for tensor in tensors):
         return "no tensor argument has a dimension, or one is empty"
     odd = set[str]()
@@ -718,14 +763,10 @@ def _drawn_and_written(records: Sequence[Fingerprint]) -> list[Any]:
     if not records:
         return []
     index = records[0].device.index or 0
-    generators = [torch.default_generator, *torch.cuda.default_generators[index:][:1]]
+    generators = [torch.default_generator, *torch.cuda.default_generators[index : index + 1]]
     tensors = list[Tensor]()
     for record in records:
         generators += record.generators
         tensors += record.tensors
     states = [generator.get_state().tolist() for generator in generators]
-    return [states, list(map(_version_of, tensors))]
-
-
-def _version_of(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+    return [states, list(map(version_of, tensors))]

@@ -1,6 +1,4 @@
-"""Graphed: a drop-in for a model. Calls tell what a configuration would say, and replays are
-compared with the model.
-"""
+"""Graphed: a drop-in for a model, learnt from its calls."""
 
 from __future__ import annotations
 
@@ -27,9 +25,7 @@ from cgplan.runner.runner import GraphRunner
 
 
 class _OfMethod:
-    """Where an object keeps the graphs of a decorated method; copies and pickles of the object have
-    none.
-    """
+    """Where an object keeps the graphs of a decorated method; its copies and pickles have none."""
 
     __graph_memory__ = True  # no state of the object
 
@@ -41,14 +37,12 @@ class _OfMethod:
 
 
 def _forward(graphs: weakref.ref[Graphed], *args: Any, **kwargs: Any) -> Any:
-    # The bound method, in the attribute that code asks for its signature, would keep a dropped one
-    # and its graphs.
+    # the bound method, as an attribute, would keep a dropped one and its graphs
     return Graphed.forward(cast(Graphed, graphs()), *args, **kwargs)
 
 
 class Graphed:
-    """A model or a function that runs by captured graphs; ``graphed`` makes it, and says what it
-    promises.
+    """A model or a function that runs by captured graphs, as ``graphed`` promises.
 
     It has the model's attributes. Pickles hold the model and the settings. It owns graphs, pool and
     static buffers, not the model. Calls from several threads run one after the other.
@@ -89,18 +83,18 @@ class Graphed:
         known = self._signature.parameters
         if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
             return
-        given = {"dynamic": self._settings.dynamic or {}, "pad": self._settings.pad}
-        for setting, names in given.items():
-            for name in names:
-                if name.partition(".")[0] not in known:
-                    remedy = did_you_mean(name, known) + f"Arguments are {', '.join(known)}."
-                    raise ConfigError(
-                        f"{setting} names {name!r}, which is no argument of {self._name}",
-                        remedy=remedy,
-                    )
+        given = [("dynamic", name) for name in self._settings.dynamic or ()]
+        given += [("pad", name) for name in self._settings.pad]
+        for setting, name in given:
+            if name.partition(".")[0] not in known:
+                remedy = did_you_mean(name, known) + f"Arguments are {', '.join(known)}."
+                raise ConfigError(
+                    f"{setting} names {name!r}, which is no argument of {self._name}",
+                    remedy=remedy,
+                )
 
     def __get__(self, owner: Any, kind: type | None = None) -> Any:
-        """Of a method in a class body: a set of graphs for each object, which the object holds."""
+        """Of a method in a class body: the graphs of one object, which the object holds."""
         if owner is None or isinstance(self._wrapped, nn.Module | MethodType | staticmethod):
             return self
         bound = MethodType(self._wrapped, owner)
@@ -117,9 +111,7 @@ class Graphed:
         return graphs.made
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output for a batch: padded, by a graph, and cut; or by the model's own
-        code.
-        """
+        """The model's output for a batch, by a graph or by the model's own code."""
         if torch.compiler.is_dynamo_compiling():
             return self._untraced(*args, **kwargs)
         return self._calls.run(args, kwargs)
@@ -130,15 +122,13 @@ class Graphed:
 
     @property
     def runners(self) -> tuple[GraphRunner, ...]:
-        """The runner of each kind of calls, most calls first. Freed graphs close them."""
+        """The runner of each kind of calls, most calls first."""
         found = self._calls.runners
         return tuple(sorted(found, key=lambda runner: runner.stats.calls, reverse=True))
 
     @property
     def report(self) -> CaptureReport:
-        """Memory and time of the graphs, for the kind with the most calls. Raises CgplanError
-        before the third call.
-        """
+        """Of the kind with the most calls. Raises CgplanError before the third call."""
         return cast(GraphRunner, self._busiest().runner).report
 
     def _busiest(self) -> Kind:
@@ -152,36 +142,40 @@ class Graphed:
         return next(kind for kind in self._calls.kinds if kind.runner is runners[0])
 
     def explain(self) -> str:
-        """What was inferred for each kind of calls, and from what; which graphs there are; calls
-        that ran eagerly.
+        """What was inferred for each kind of calls, which graphs there are, and why calls ran
+        eagerly.
         """
-        calls, settings = self._calls, self._settings
+        calls = self._calls
         graphs = sum(len(runner.plan.keys) for runner in calls.runners)
-        lines = [f"{self._name}: {graphs} of {settings.max_graphs} graphs"]
+        lines = [f"{self._name}: {graphs} of {self._settings.max_graphs} graphs"]
         for kind in calls.kinds:
-            if kind.runner is None:
-                continue
-            sizes = ", ".join(key.size for _, key in reversed(kind.runner.plan.keys))
-            lines.append(f"- {kind.runner.stats.calls} calls; graphs of {sizes or 'no size'}")
-            lines += [f"  {note}" for note in kind.notes]
-            for index, shape in enumerate(kind.shapes):
-                is_fixed = not any(isinstance(dim, str) for dim in shape)
-                extents = ", ".join(map(str, shape))
-                lines.append(f"  output {index}: [{extents}]{' (fixed)' * is_fixed}")
-            if True in kind.asks and not settings.recomputes:
-                lines.append("  backward through its outputs raises GradientError")
-        lines += sorted(calls.told.values())
+            lines += self._lines_of(kind)
+        lines += sorted(calls.notices.values())
         for path, count in calls.changed.most_common():
             if count > 1:
                 lines.append(f"{count} times graphs were freed, as the model had changed: {path}")
-        for why, count in calls.eager.most_common():
-            lines.append(f"{count} calls ran eagerly: {why}")
+        for reason, count in calls.eager.most_common():
+            lines.append(f"{count} calls ran eagerly: {reason}")
         return "\n".join(lines)
 
+    def _lines_of(self, kind: Kind) -> list[str]:
+        if kind.runner is None:
+            return []
+        sizes = ", ".join(key.size for _, key in reversed(kind.runner.plan.keys))
+        lines = [f"- {kind.runner.stats.calls} calls; graphs of {sizes or 'no size'}"]
+        lines += [f"  {note}" for note in kind.notes]
+        for index, shape in enumerate(kind.shapes):
+            is_fixed = not any(isinstance(dim, str) for dim in shape)
+            extents = ", ".join(map(str, shape))
+            lines.append(f"  output {index}: [{extents}]{' (fixed)' * is_fixed}")
+        if True in kind.requires_grad and not self._settings.recomputes:
+            lines.append("  backward through its outputs raises GradientError")
+        return lines
+
     def warm_up(self, *args: Any, **kwargs: Any) -> None:
-        """Make the graph for such a call ahead of it: the model's own code runs twice, and is
-        looked at and captured. Tensors and attributes of the model and of arguments, and torch's
-        random numbers, are afterwards as they were. Raises what the model raises.
+        """Make the graph for such a call ahead of it. Tensors and attributes of the model and of
+        arguments, and torch's random numbers, are afterwards as they were. Raises what the model
+        raises.
         """
         self._calls.warm_up(args, kwargs)
 
@@ -192,9 +186,9 @@ class Graphed:
     def config_text(
         self, target: str | None = None, kwargs: Mapping[str, Any] | None = None
     ) -> str:
-        """The configuration of the kind with the most calls, as `cgplan capture --config` takes it;
-        comments say what was inferred, and from what. Arguments that are no tensors stand in
-        ``call``, see ``as_called``.
+        """The configuration of the kind with the most calls, for `cgplan capture --config`, with
+        comments on what was inferred. Arguments that are no tensors stand in ``call``, see
+        ``as_called``.
 
         Args:
             target, kwargs: What makes the model; absent: its class, where that needs no arguments.
@@ -208,9 +202,7 @@ class Graphed:
         return config_text(kind, self._signature, target or target_of(self._wrapped), kwargs)
 
     def recapture(self) -> None:
-        """Free all graphs, and forget what was learnt of calls; they are captured again as calls
-        ask for them.
-        """
+        """Free all graphs, and forget what was learnt of calls."""
         self._calls.recapture()
 
     # --- the model's outside ----------------------------------------------------------------------
@@ -267,7 +259,7 @@ class GraphedModule(Graphed, nn.Module):
         return self
 
     def train(self, mode: bool = True) -> Self:
-        """As the model's; in training mode calls run the model's own code."""
+        """The model's; in training mode calls run its own code."""
         self._module.train(mode)
         self.__dict__["training"] = mode
         self._calls.suspect()
@@ -306,11 +298,11 @@ def graphed(
         g = cgplan.graphed(model, sizes=[1, 4, 16])
         y = g(x)
 
-    What it promises (docs/concepts.md has the whole contract): a call returns what the model
-    returns, within rounding, or runs the model. The first two calls of a kind run the model's own
-    code, the third captures. A graph is used only for a forward that leaves Python as it found it.
-    Weights may change in place, and move: then the next call captures again. Replays 1, 2, 4, 8,
-    ... of a graph are compared with the model's own code.
+    A call returns what the model returns, within rounding, or runs the model (docs/concepts.md has
+    the contract). The first two calls of a kind run the model's own code, the third captures. A
+    graph is used only for a forward that leaves Python as it found it. Weights may change in place;
+    if they move, the next call captures again. Replays 1, 2, 4, 8, ... of a graph are compared with
+    the model's own code.
 
     Arguments may be tensors, numbers, text, None, and dicts, lists, tuples, dataclasses and pytrees
     of them; those that are no tensors are part of the kind of the call. Pass the same cache object
@@ -320,28 +312,26 @@ def graphed(
         model: Absent: a decorator is returned. Of a method in a class body, each object has its own
             graphs.
         sizes: Capture sizes, or a ladder's name; absent: powers of two.
-        max_size: The largest size. A larger batch runs eagerly, or is an error (``on_miss`` in
-            ``compilation``). Absent: that of ``sizes``, or none, and graphs grow with the batches.
+        max_size: A larger batch runs eagerly, or is an error (``on_miss`` in ``compilation``).
+            Absent: that of ``sizes``, or none, and graphs grow with the batches.
         example: Arguments of one call, for ``warm_up``: a tensor, a sequence, or a mapping by name.
         dynamic: Dimensions that vary, by input:
             ``{"x": {0: cgplan.Dim("batch", max=64), 1: "length"}}``; parts of an argument are named
             ``obs.position``. ``{}``: none, each shape has a graph. Absent: dimension 0 of the
             inputs that agree in it.
         pad: Values of padding by input, where it is not 0: those alone have to be harmless.
-        max_graphs: Graphs at most, of all kinds of calls; the least used go.
+        max_graphs: Of all kinds of calls; the least used go.
         device: Absent: the model's, or that of the tensors.
         compilation: More settings of ``compilation``. ``capture_policy: eager``: the first call
             warms up.
-        outputs: ``borrow``: outputs are valid until the next call; ``clone``: they are the
-            caller's.
+        outputs: ``borrow``: valid until the next call; ``clone``: the caller's.
         verify: When replays are compared: ``off``, the ``first`` of each graph, ``rarely`` (1, 2,
             4, 8, ...), or ``always``. A comparison takes an eager run's time and memory.
-        strict: Where the model's own code would answer because a graph cannot be captured or
-            differs, raise.
+        strict: Raise where a graph cannot be captured or differs.
         ignore: Paths of Python values that decide nothing, such as ``model.calls``; ``*`` stands
             for one part.
-        grad: ``recompute``: backward runs the model's own code again, as activation checkpointing
-            does. Absent: it raises GradientError.
+        grad: ``recompute``: backward runs the model's own code again. Absent: it raises
+            GradientError.
 
     Raises ConfigError for a wrong setting. Calls raise what the model raises; with ``strict``
     CaptureError and NumbersError, too.

@@ -21,7 +21,6 @@ from cgplan.drop_in.kinds import Kind
 from cgplan.errors import ConfigError
 from cgplan.models.loading import load_model
 
-# settings of graphed that a session has no use for
 _OF_GRAPHED = ("capture_policy", "strict", "ignore", "verify", "address_check")
 
 
@@ -32,8 +31,8 @@ class Name(str):
 def as_called(
     target: str, call: Mapping[str, Any], kwargs: Mapping[str, Any] = MappingProxyType({})
 ) -> nn.Module:
-    """A model of tensors by name, from one with other arguments: the target in files that
-    ``save_config`` writes.
+    """The target in files that ``save_config`` writes: a model that takes tensors by name, from one
+    with other arguments.
 
     ``call`` has the arguments: constants, lists, mappings, `{$tuple: [...]}`, and `$name` for the
     tensor of that name. Raises ModelError as ``load_model`` does.
@@ -55,7 +54,7 @@ def as_called(
     arguments = OrderedDict((name, filled(value)) for name, value in call.items())
     given = inspect.BoundArguments(signature, arguments)
     form, ordered = call_form(given.args, given.kwargs)
-    made = ByName(model, len(given.args), list(given.kwargs), tuple(form))
+    made = ByName(model, len(given.args), given.kwargs, tuple(form))
     name_of = {id(mark): name for name, mark in marks.items()}
     made.names = tuple(name_of[id(tensor)] for tensor in ordered)
     return made
@@ -81,9 +80,7 @@ def written(value: Any, path: str) -> Any:
 
 
 def target_of(model: object) -> str | None:
-    """The target that makes such a model: its class, if that is importable and asks for no
-    arguments.
-    """
+    """The model's class, if that is importable and takes no arguments."""
     kind = type(model)
     found = getattr(sys.modules[kind.__module__], kind.__qualname__, None)
     if found is not kind or kind.__module__ == "__main__" or not isinstance(model, nn.Module):
@@ -93,7 +90,10 @@ def target_of(model: object) -> str | None:
 
 
 def config_text(
-    kind: Kind, signature: inspect.Signature, target: str | None, kwargs: Mapping[str, Any] | None
+    kind: Kind,
+    signature: inspect.Signature,
+    target: str | None,
+    kwargs: Mapping[str, Any] | None,
 ) -> str:
     """The configuration of a kind with a runner, see ``Graphed.config_text``."""
     if kind.autocast:
@@ -104,7 +104,9 @@ def config_text(
     assert kind.runner is not None
     config = kind.runner.config
     values = config.model_dump(
-        mode="json", exclude_defaults=True, exclude={"dims": {"__all__": {"name"}}}
+        mode="json",
+        exclude_defaults=True,
+        exclude={"dims": {"__all__": {"name"}}},
     )
     made_by = dict[str, Any]()
     if target:
@@ -120,7 +122,7 @@ def config_text(
         made_by["call"] = {name: written(value, name) for name, value in call.items()}
         made_by = {"target": "cgplan.drop_in:as_called", "kwargs": made_by}
         key = "model.kwargs.target"
-    values["model"] = {**made_by, **values.get("model", {})}
+    values["model"] = made_by | values.get("model", {})
     for name in _OF_GRAPHED:
         values["compilation"].pop(name, None)
     notes = ["Written by cgplan.graphed, which inferred:", *kind.notes]
@@ -129,4 +131,9 @@ def config_text(
             f"To fill in: {key}, a function that returns the model, such as my_model.py:build"
         )
     text = "".join(f"# {note}\n" for note in notes)
-    return text + yaml.safe_dump(values, sort_keys=False, default_flow_style=None, width=110)
+    return text + yaml.safe_dump(
+        values,
+        sort_keys=False,
+        default_flow_style=None,
+        width=110,
+    )

@@ -100,9 +100,8 @@ class GraphRunner:
         self.graphs = captured.graphs
         graphs = captured.graphs
         self._copiers = dict[tuple[int, ...], Copier]()
-        copies = graphs.config.compilation.cudagraph_copy_inputs
-        for sizes, buffers in graphs.buffers.items():
-            self._copiers[sizes] = graphs.backend.copier(buffers, copy_inputs=copies)
+        for sizes in graphs.buffers:
+            self._copier(sizes)
         self._launcher = Launcher(graphs, self._use, self._name)
         self._follow_plan()
         self._state: Literal["open", "suspended", "closed"] = "open"
@@ -321,12 +320,21 @@ class GraphRunner:
             "%s: %s runs as %s %s", self._name, route.batch, mode, reason or route.descriptor
         )
         count = self.stats.count_of(route, reason)
-        copier = self._copiers.get(route.descriptor.sizes)
+        copier = None
+        if mode is not CUDAGraphMode.NONE:
+            copier = self._copier(route.descriptor.sizes)
         call = PreparedCall.of(route, count, values, self.graphs, copier)
         self._launcher.verifier.schedule(call)
         if self.config.report.nvtx or Trace.current is not None:
             self._show(call, staged=values is None)
         return call
+
+    def _copier(self, sizes: tuple[int, ...]) -> Copier:
+        if sizes not in self._copiers:
+            buffers = self.graphs.buffers[sizes]
+            copies = self.config.compilation.cudagraph_copy_inputs
+            self._copiers[sizes] = self.backend.copier(buffers, copy_inputs=copies)
+        return self._copiers[sizes]
 
     def _show(self, call: PreparedCall, *, staged: bool) -> None:
         """Let profilers of the device and the trace, whichever are on, see calls of a kind."""
@@ -508,7 +516,7 @@ class GraphRunner:
             if route.mode is CUDAGraphMode.NONE or not padded:
                 named = zip(self._reader.names, on_device(values, self.backend.device), strict=True)
                 return graphs.run_eager(route.unpadded, dict(named))
-            copier = self._copiers[key.sizes]
+            copier = self._copier(key.sizes)
             reqs = graphs.padded_reqs(key)
             copy = copier.prepare(batch.num_tokens, batch.num_reqs or 0, key.num_tokens, reqs)
             copy.path(values)(values, self._launcher.stream(), False)
