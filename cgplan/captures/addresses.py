@@ -27,8 +27,8 @@ class AddressChecks:
 
     Attributes:
         holds: The quick look of each call: True if nothing has moved, else ``check`` decides.
-        reads: Paths of the model's tensors that graphs read.
-        volatile: Paths that each run binds again; they are not compared.
+        reads: Paths of the tensors that graphs read.
+        volatile: Paths that each run binds again; not compared.
         is_outdated: Whether graphs were captured since ``seal``.
     """
 
@@ -46,8 +46,8 @@ class AddressChecks:
         self._moved: str | None = None
 
     def seal(self, known: Fingerprint | None = None) -> None:
-        """Compare with the model of now, if graphs were captured since. ``known``: a record of the
-        model that may still be true.
+        """Compare with the model of now, if graphs were captured since. ``known``: a record that
+        may still be true.
         """
         is_current = self._sealed is not None and not self.is_outdated
         if is_current or self._policy == "off":
@@ -77,8 +77,8 @@ class AddressChecks:
         *,
         again: bool = False,
     ) -> None:
-        """Raise AddressError if a tensor has moved. With the policy ``first`` each key is checked
-        once, unless ``again``.
+        """Raise AddressError if a tensor has moved. The policy ``first`` checks each key once,
+        unless ``again``.
         """
         self.refuse_invalid()
         if self._sealed is None:
@@ -101,7 +101,6 @@ class AddressChecks:
         self.forget_all()
 
     def refuse_invalid(self) -> None:
-        """Raise AddressError after ``invalidate``."""
         if self._moved is not None:
             raise AddressError(
                 f"the model was captured before {self._moved!r} moved: a replay would use the old "
@@ -110,19 +109,15 @@ class AddressChecks:
             )
 
     def forget(self, keys: Collection[Key]) -> None:
-        """Check these keys as new ones."""
         self._checked.difference_update(keys)
 
     def forget_all(self) -> None:
-        """Hold nothing of the model."""
         self._sealed = None
         self._watch = None
         self.holds = _never
 
     def at_capture(self) -> dict[int, str]:
-        """Paths of the model's tensors by their addresses at the end of the captures; empty without
-        an address check.
-        """
+        """Paths of the model's tensors by address at the end of the captures."""
         found = dict[int, str]()
         if self._sealed is None:
             return found

@@ -1,12 +1,11 @@
 """Who owns the memory that captured graphs point to.
 
 Note [Owners]
-    Each word of a node that is an address is looked up among the model's tensors and the static
-    buffers, then among blocks of graph pools, then in torch's allocator and among the tensors of
-    this process. A finding is memory that is free, that is gone, that only another runner's pool
-    holds, or that the model held at capture and only others hold now. Memory that is taken and that
-    no Python object holds belongs to PyTorch or a library, such as the state of a random generator.
-    Other tensors count as the model's, held where the walk does not enter: sets, or compiled code.
+    An address is looked up among the model's tensors and static buffers, graph pools, blocks of
+    torch's allocator, and all tensors of this process. Findings are memory that is free, gone, only
+    another runner's, or the model's at capture and not now. Taken memory without a Python object
+    belongs to PyTorch or a library. Other tensors count as the model's, where the walk does not
+    enter: in sets, or compiled code.
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ from cgplan.reports.records import (
 from cgplan.units import counted, format_bytes
 
 T = TypeVar("T")
-# words below are numbers, and those above are no addresses of a process
+# words outside of these are no addresses
 _LEAST = 1 << 32
-_LEAST_ON_HOST = 1 << 16  # some interpreters have their heap below 4 GiB
+_LEAST_ON_HOST = 1 << 16  # heaps may begin below 4 GiB
 _MOST = 1 << 47
 _TABLE = "the table of other ranks' buffers"  # as a node
 _SHOWN = 10
@@ -58,8 +57,6 @@ class _Owner(NamedTuple):
 
 
 class _Graph(NamedTuple):
-    """A graph of a key, with its number among the key's graphs."""
-
     key: Key
     number: int
     nodes: GraphNodes
@@ -74,8 +71,8 @@ class _Word(NamedTuple):
 
 
 class _Stretches(Generic[T]):
-    """Stretches of memory with a value for each. Of several that hold an address the innermost
-    counts, of equal ones the first.
+    """Stretches of memory with values. The innermost one around an address counts; of equal ones
+    the first.
     """
 
     def __init__(self, rows: Iterable[tuple[int, int, T]]) -> None:
@@ -86,7 +83,7 @@ class _Stretches(Generic[T]):
         self._starts = list[int]()
         self._ends = list[int]()
         self._values = list[T]()
-        self._around = list[int]()  # the index of the next larger one around each, or -1
+        self._around = list[int]()  # the next larger one, or -1
         open_ones = [-1]
         for index, (start, minus_end) in enumerate(sorted(first)):
             while open_ones[-1] >= 0 and self._ends[open_ones[-1]] <= start:
@@ -98,7 +95,6 @@ class _Stretches(Generic[T]):
             self._values.append(first[start, minus_end])
 
     def spans(self, address: int) -> bool:
-        """Whether an address lies between the first and the last of them."""
         return bool(self._starts) and self._starts[0] <= address < max(self._ends)
 
     def find(self, address: int) -> T | None:
@@ -112,9 +108,8 @@ def audit(
     graphs: ModelGraphs,
     environment: Environment,
 ) -> AuditReport:
-    """Look up every pointer of the captured graphs, see Note [Owners]. Findings name operators and
-    lines where ``compilation.audit`` was on at the capture. Raises BackendError where nodes cannot
-    be read.
+    """Look up every pointer of the captured graphs. Findings name operators and lines if
+    ``compilation.audit`` was on at the capture. Raises BackendError where nodes cannot be read.
     """
     start = time.perf_counter()
     captured = _captured(graphs)
@@ -153,7 +148,6 @@ def audit(
 
 
 def audit_error(report: AuditReport) -> AuditError:
-    """The error of a report with findings."""
     texts = list(dict.fromkeys(finding.text for finding in report.findings))
     lines = "".join(f"\n  {text}" for text in texts[:_SHOWN])
     if len(texts) > _SHOWN:
@@ -167,20 +161,24 @@ def audit_error(report: AuditReport) -> AuditError:
 
 
 def _captured(graphs: ModelGraphs) -> list[_Graph]:
-    """The captured graphs; the table of other ranks' buffers counts as one."""
+    """The graphs; the table of other ranks' buffers counts as one."""
     found = list[_Graph]()
     for key, entry in graphs.captured():
         for number, graph in enumerate(entry.segments):
-            found.append(_Graph(key, number, graphs.backend.nodes(graph), graph.launches))
+            found.append(
+                _Graph(
+                    key,
+                    number,
+                    graphs.backend.nodes(graph),
+                    graph.launches,
+                )
+            )
     rows = graphs.together.peer_memory().addresses
     if found and rows:
-        table = GraphNodes(
-            names=(_TABLE,),
-            opaque=0,
-            words=np.array(rows, np.uint64),
-            nodes=np.zeros(len(rows), np.int64),
-            certain=np.ones(len(rows), np.bool_),
-        )
+        words = np.array(rows, np.uint64)
+        nodes = np.zeros(len(rows), np.int64)
+        certain = np.ones(len(rows), np.bool_)
+        table = GraphNodes((_TABLE,), 0, words, nodes, certain)
         found.append(
             _Graph(
                 found[0].key,
@@ -196,7 +194,7 @@ def _words(
     captured: Iterable[_Graph],
     least: int,
 ) -> list[_Word]:
-    """Words that may be addresses, from ``least`` on."""
+    """Words that may be addresses."""
     found = list[_Word]()
     for graph in captured:
         nodes = graph.nodes.nodes.tolist()
@@ -286,7 +284,7 @@ def _finding(
 
 
 class _Owners:
-    """Finds the owner of each address: ``of``, None for words that are no addresses."""
+    """``of``: the owner of each address; None for words that are no addresses."""
 
     def __init__(
         self,
@@ -339,7 +337,7 @@ class _Owners:
         *,
         is_certain: bool,
     ) -> _Owner | None:
-        """The owner of an address outside of the allocator's memory."""
+        """Of an address outside of the allocator's memory."""
         kind = self._graphs.backend.memory_at(address)
         if kind is None:
             if owner is None and not (is_certain and self._blocks.spans(address)):
@@ -364,9 +362,7 @@ class _Owners:
         address: int,
         block: Block,
     ) -> _Owner:
-        """The owner of the allocator's memory that is neither known state nor in a graph pool of
-        this runner.
-        """
+        """Of memory that is neither known state nor in a graph pool of this runner."""
         is_held = self._living.find(address) is not None
         in_pool = block.pool is not None
         was = self._was(block.start, block.end, address)
@@ -406,7 +402,7 @@ class _Owners:
         end: int,
         address: int,
     ) -> str:
-        """The model's tensor, at capture, nearest to an address from ``start`` to ``end``."""
+        """The model's tensor that was nearest to an address at capture."""
         places = [place for place in self._at_capture if start <= place < end]
         if not places:
             return ""
@@ -415,7 +411,7 @@ class _Owners:
 
 
 def _state(graphs: ModelGraphs) -> Iterator[tuple[int, int, _Owner]]:
-    """Memory of the model's tensors, of other ranks, and of static buffers, with its owner."""
+    """Memory of the model's tensors, of other ranks, and of static buffers."""
     places = graphs.record().places
     device = graphs.backend.device.type
     declared = set[int]()
@@ -447,7 +443,7 @@ def _state(graphs: ModelGraphs) -> Iterator[tuple[int, int, _Owner]]:
 
 
 def _span(tensor: Tensor) -> tuple[int, int] | None:
-    """Where a tensor's storage begins and ends; None where it has no memory."""
+    """None where a tensor has no memory."""
     try:
         storage = tensor.untyped_storage()
         start = storage.data_ptr()

@@ -1,10 +1,9 @@
-"""Budgets that hold: which keys a session starts with, and when it stops.
+"""Budgets: which keys a session starts with, and when it stops.
 
 Note [What a budget counts]
-    Memory is static buffers, the graph pool, what the driver takes during captures, and what the
-    first warm-up leaves outside of the pool (library workspaces); not kernels that warm-ups load,
-    which eager calls need, too. A key counts as one graph, in however many segments. Seconds are
-    those of warm-ups and captures, as plans predict them.
+    Memory is static buffers, the graph pool, what the driver takes during captures, and library
+    workspaces outside of the pool; not kernels, which eager calls load, too. A key counts as one
+    graph. Seconds are those of warm-ups and captures.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ def fitting(
     """The plan without keys that are known not to fit the budget; ``free`` is device memory in
     bytes.
 
-    The number of graphs is always known, memory and time where the plan has predictions. The
-    largest sizes go first: they take most of the pool, and graphs gain least there. Of what is
-    left, ``budget.max_graphs`` keeps the largest sizes and those that pad least: Note [Spread].
+    For memory and time, which need predictions, the largest sizes go first: they take most of the
+    pool, and gain least. ``budget.max_graphs`` keeps the largest and those that pad least: Note
+    [Spread].
     """
     most = config.budget.max_graphs
     if most is None:
@@ -69,10 +68,7 @@ def _fits(
 
 
 class BudgetGuard:
-    """Says before and after the capture of each key whether the budgets of all ranks allow it.
-
-    Ranks that capture the same graphs need limits that all of them meet alike: a number of graphs,
-    or memory with the same predictions, not seconds.
+    """Says before and after each capture whether the budgets of all ranks allow the key.
 
     Args:
         records: What is captured now, by key; the caller keeps it up to date.
@@ -81,7 +77,7 @@ class BudgetGuard:
 
     Attributes:
         active: Whether there is any limit.
-        shared_bytes: Bytes that others had captured into the pool before; they do not count.
+        shared_bytes: Bytes of the pool that others captured before.
         stops: Keys that were refused, in order.
     """
 
@@ -93,7 +89,6 @@ class BudgetGuard:
         together: RankSync,
     ) -> None:
         self.budget = graphs.config.budget
-        # the limit of compilations leaves out no key
         self._limits = self.budget.model_dump(exclude={"compile_time"})
         self.active = set(self._limits.values()) != {None}
         self.shared_bytes = graphs.pools.nbytes
@@ -102,24 +97,23 @@ class BudgetGuard:
         self._records = records
         self._together = together
         self._reserved = before.reserved
-        self._outside: int | None = None  # bytes, see outside_bytes
+        self._outside: int | None = None
         self._start = time.perf_counter()
         self._spent = 0.0
         self._predicted = dict[Key, KeyCost]()
-        predicted = graphs.plan.predicted
-        if predicted is not None:
-            self._predicted = dict(zip(graphs.plan.keys, predicted.keys, strict=True))
+        plan = graphs.plan
+        if plan.predicted is not None:
+            self._predicted = dict(zip(plan.keys, plan.predicted.keys, strict=True))
 
     # --- seconds ----------------------------------------------------------------------------------
 
     def go_on(self, *, from_zero: bool = False) -> None:
-        """Count seconds from now on; ``from_zero``: without those before the last ``rest``."""
+        """Count seconds again; ``from_zero``: without those before the last ``rest``."""
         self._start = time.perf_counter()
         if not from_zero:
             self._start -= self._spent
 
     def rest(self) -> None:
-        """Stop counting seconds until ``go_on``."""
         self._spent = self.used_seconds
 
     @property
@@ -129,9 +123,7 @@ class BudgetGuard:
     # --- bytes ------------------------------------------------------------------------------------
 
     def start_in_service(self) -> None:
-        """Nothing was ever captured: all memory that was allocated since the session belongs to
-        others.
-        """
+        """Memory allocated since the session belongs to others: nothing was captured yet."""
         graphs = self._graphs
         graphs.backend.release_cached()
         self._reserved = graphs.backend.memory().reserved - graphs.buffers.nbytes
@@ -139,18 +131,15 @@ class BudgetGuard:
 
     @property
     def used_bytes(self) -> int:
-        graphs = self._graphs
-        used = max(graphs.buffers.nbytes, self._outside or 0)
+        used = max(self._graphs.buffers.nbytes, self._outside or 0)
         if self._records:
-            used += graphs.pools.nbytes - self.shared_bytes
+            used += self._graphs.pools.nbytes - self.shared_bytes
         for record in self._records.values():
             used += _driver(record)
         return used
 
     def outside_bytes(self) -> int:
-        """Bytes that the model holds outside of the pool, static buffers included; caches were
-        given back before.
-        """
+        """Bytes of the model outside of the pool, static buffers included; caches are empty."""
         graphs = self._graphs
         held = graphs.backend.memory().reserved - self._reserved
         pool = graphs.pools.nbytes - self.shared_bytes
@@ -167,11 +156,9 @@ class BudgetGuard:
         key: Key,
         remaining: int,
     ) -> bool:
-        """Whether the budgets of all ranks allow a key to stay, which stands in the records.
-
-        Without predictions, the first key also goes if the ``remaining`` ones pass a limit should
-        the driver take as much for each: better to begin with a smaller size than to end with large
-        ones alone.
+        """Whether the budgets of all ranks allow a captured key to stay. Without predictions, the
+        first key goes if the driver's memory for the ``remaining`` ones would pass a limit: smaller
+        sizes are better than a few large ones.
         """
         return not self._together.any_refuses(self.active and self._overshoots(key, remaining))
 
@@ -180,7 +167,7 @@ class BudgetGuard:
         key: Key,
         error: BaseException,
     ) -> None:
-        """Say to all ranks that memory ran out at a key, here or on another rank."""
+        """Say to all ranks that memory ran out at a key."""
         if isinstance(error, CaptureMemoryError):
             free = format_bytes(self._graphs.backend.memory().free)
             self._stop("device memory", key, f"it ran out, with {free} free on the device")
@@ -228,7 +215,7 @@ class BudgetGuard:
         if len(self._records) == 1 and key not in self._predicted:
             record = self._records[key]
             taken = _driver(record)
-            if record.nodes is not None:  # or less, if it was a chunk for many
+            if record.nodes is not None:  # it may be a chunk for many
                 taken = min(taken, record.nodes * NODE_BYTES)
             rest = remaining * taken
         if rest:
@@ -243,9 +230,8 @@ class BudgetGuard:
         return self._short_of_reserve(key, rest, expected)
 
     def _expected(self, key: Key) -> tuple[int, float]:
-        """Bytes and seconds of a key: predicted, else measured of its mode, else of the session. A
-        larger size left a pool that holds this one. The driver takes memory in chunks, so the most
-        that a key took counts.
+        """Bytes and seconds of a key: predicted, else measured of its mode, else of any. The pool
+        holds it already; the driver takes chunks, so the largest counts.
         """
         cost = self._predicted.get(key)
         if cost is not None:
@@ -270,7 +256,7 @@ class BudgetGuard:
         needed = self.budget.reserve + growth - self._graphs.copied_bytes
         free = backend.memory().free
         if free is not None and free < needed:
-            backend.release_cached()  # what the warm-ups used is free, too
+            backend.release_cached()
             free = backend.memory().free
         if free is None or free >= needed:
             return False
@@ -289,14 +275,13 @@ class BudgetGuard:
         key: Key,
         detail: str,
     ) -> bool:
-        self.stops.append(
-            StopRecord(
-                limit=limit,
-                mode=key[0],
-                descriptor=key[1],
-                detail=detail,
-            )
+        stop = StopRecord(
+            limit=limit,
+            mode=key[0],
+            descriptor=key[1],
+            detail=detail,
         )
+        self.stops.append(stop)
         return True
 
 

@@ -1,10 +1,5 @@
 """CapturedKeys: the keys of a model that are captured, at start-up and between batches.
 
-Note [Captures between batches]
-    Captures run on padding, as static buffers hold a batch and caches hold live requests; buffers
-    get their bytes back. Memory of the pool, outputs of earlier calls included, is overwritten, as
-    by each replay.
-
 Note [Giving a key up]
     A pool gives no segment back while one of its graphs lives. Where a key that is given up made
     the pool grow, all graphs are freed, and the keys before it are captured again into a new pool.
@@ -60,16 +55,16 @@ class CapturedKeys:
     """The keys of a model that have graphs, and those that could not be captured.
 
     Args:
-        graphs: The model with its buffers, without graphs. Its ``plan`` is what is captured now.
-        asked: The plan that the user asked for.
-        wanted: The part of it that may be captured; the budget does not pay for the rest.
+        graphs: The model without graphs. Its ``plan`` is what is captured now.
+        asked: The user's plan.
+        wanted: The part of it that may be captured within the budget.
         before: Device memory before anything of the model was allocated.
         together: The sessions of other ranks.
         progress: Called before each key.
 
     Attributes:
-        failed: Keys that were not captured. They are not tried again until they are taken out.
-        history: Records of this generation's captures in order, evicted keys included.
+        failed: Keys that are not tried again until they are taken out.
+        history: Records of all captures of this generation.
     """
 
     report: CaptureReport
@@ -108,7 +103,6 @@ class CapturedKeys:
         return self.graphs.plan.keys
 
     def reason_against(self, key: Key) -> MissReason:
-        """Why a wanted key has no graph."""
         failed = self.failed.get(key)
         if failed is not None and not failed.is_over_budget:
             return MissReason.CAPTURE_FAILED
@@ -136,10 +130,8 @@ class CapturedKeys:
         *,
         again: bool = False,
     ) -> None:
-        """Warm up and capture keys in this order.
-
-        At start-up the budget ends the loop, and a key that cannot be captured raises, except that
-        memory may run out where there is a budget. In service, a refused or failed key is
+        """Warm up and capture keys in this order. At start-up the budget ends the loop, and a key
+        that fails raises, except where memory runs out within a budget. In service, keys are
         remembered in ``failed``. ``again``: the keys were captured before.
         """
         pool_bytes = self.graphs.pools.nbytes
@@ -186,9 +178,7 @@ class CapturedKeys:
         *,
         again: bool,
     ) -> bool:
-        """Give a key up, see Note [Giving a key up]; whether the loop goes on. ``pool_bytes``: of
-        the pools before it.
-        """
+        """Give a key up; whether the loop goes on. ``pool_bytes``: of the pools before the key."""
         in_service = self._in_service
         if in_service and key not in self.failed:
             self._remember_refusal(key)
@@ -208,7 +198,7 @@ class CapturedKeys:
         key: Key,
         error: BaseException,
     ) -> bool:
-        """Whether the loop goes on after an error, see ``capture_all``."""
+        """Whether the loop goes on after an error."""
         expected: tuple[type[CgplanError], ...] = ()
         if self._in_service:
             expected = (CaptureError, ModelError, ConfigError)
@@ -240,7 +230,7 @@ class CapturedKeys:
             self._records.pop(key, None)
 
     def _free_all(self) -> None:
-        """Begin a new generation, with no graph yet."""
+        """Begin a new generation."""
         self._evict(tuple(self._records))
         self.graphs.pools.renew()
         self.history.clear()
@@ -262,7 +252,7 @@ class CapturedKeys:
         self._in_service = True
         self._together.end()
         self._seconds = time.perf_counter() - began
-        if keys and not self._records and not self.is_lazy:  # the buffers are of no use either
+        if keys and not self._records and not self.is_lazy:
             graphs.allocate_buffers(())
         backend.release_cached()
         taken = driver_bytes(backend, self._before, backend.memory())
@@ -287,7 +277,7 @@ class CapturedKeys:
             self.guard.go_on(from_zero=True)
             try:
                 self.capture_all(keys)
-            except BaseException:  # no graph stays
+            except BaseException:
                 rehearsal.kept.forget_captures()
                 raise
             self.guard.rest()
@@ -305,19 +295,16 @@ class CapturedKeys:
         from_zero: bool = False,
     ) -> tuple[Key, ...]:
         """Capture keys between batches, the largest first, as far as they are ``wanted``, have no
-        graph and have not failed. A key that fails does not raise.
+        graph and have not failed. A key that fails does not raise. Returns those that were
+        captured.
 
         Args:
             evicted: Keys to give up before.
             renew: Give all up, and begin a new generation.
             from_zero: Whether the budget's seconds count from 0 again.
 
-        Returns:
-            The keys that were captured.
-
         Raises:
-            AuditError: ``compilation.audit`` is ``error``, and a graph points to other memory than
-                the runner's. The new keys are given up then.
+            AuditError: with ``compilation.audit: error``; the new keys are given up.
         """
         start = time.perf_counter()
         self.guard.go_on(from_zero=from_zero)
@@ -356,9 +343,7 @@ class CapturedKeys:
             raise audit_error(self._audited)
 
     def audit(self) -> AuditReport:
-        """Who owns the memory that the graphs point to now. Raises BackendError where nodes cannot
-        be read.
-        """
+        """Raises BackendError where nodes cannot be read."""
         return audit(self.graphs, self._environment)
 
     # --- the report -------------------------------------------------------------------------------
@@ -373,7 +358,6 @@ class CapturedKeys:
             self._workspace_bytes = max(outside, 0)
 
     def _write_report(self) -> None:
-        """Bring plan and report up to date with the graphs that are there."""
         graphs = self.graphs
         guard = self.guard
         plan = self._plan()
@@ -421,7 +405,6 @@ class CapturedKeys:
         self.report = report
 
     def _plan(self) -> Plan:
-        """The plan of what is captured."""
         graphs = self.graphs
         plan = restricted(self.wanted, tuple(self._records), graphs.config)
         predicted = plan.predicted

@@ -58,9 +58,9 @@ def explain_failure(
     """The typed error for what was raised while a key was warmed up or captured.
 
     Args:
-        capturing: Whether the capture had begun; before it, the model ran eagerly.
-        free: Free device memory in bytes, None if not known.
-        host_sync: The operator that needs the host, as the look ahead of the capture named it.
+        capturing: Whether the capture had begun.
+        free: Free device memory in bytes, if known.
+        host_sync: The operator that needs the host, as the look named it.
         all_freed: Whether the session gives up what it captured before.
     """
     where = blamed_line(error.__traceback__)
@@ -77,7 +77,7 @@ def explain_failure(
     needs_host = any(phrase in str(error) for phrase in _HOST_PHRASES)
     if isinstance(error, CaptureError):
         told = error
-        # the forward caught the error of the host sync, and launched nothing more
+        # the forward caught the host sync's error
         if type(error) is CaptureError and needs_host and host_sync is not None:
             told = host_sync
         return type(told)(f"capture of {key}: {told.message}", remedy=told.remedy)
@@ -124,7 +124,7 @@ def explain_eager_failure(error: Exception, batch: str) -> CgplanError:
 
 
 def _lacking_dtype(error: Exception, where: str) -> BackendError | None:
-    """The error of an operator that the device lacks for a dtype; None for other errors."""
+    """The error of an operator that the device lacks for a dtype."""
     text = first_line(error)
     found = _NO_KERNEL.search(text)
     if found is None and not _TOO_OLD.search(text):

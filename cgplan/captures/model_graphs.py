@@ -1,6 +1,4 @@
-"""ModelGraphs: a model with its graphs and the memory that they read. A session fills it, a runner
-calls it.
-"""
+"""ModelGraphs: a model with its graphs and the memory that they read."""
 
 from __future__ import annotations
 
@@ -50,7 +48,7 @@ def driver_bytes(
     before: MemoryReading,
     after: MemoryReading,
 ) -> int | None:
-    """Free memory lost in between that torch's allocator did not reserve; None without a driver."""
+    """Bytes of free memory lost in between, but for those that torch's allocator reserved."""
     if not backend.supports("driver_bytes") or after.free is None or before.free is None:
         return None
     lost = before.free - after.free
@@ -59,9 +57,7 @@ def driver_bytes(
 
 
 class _Compilations(NamedTuple):
-    """What torch.compile did in this process: its seconds, answers of torch's caches on disk, and
-    functions that met its limit.
-    """
+    """What torch.compile did in this process; ``stopped``: functions that met its limit."""
 
     seconds: float
     cached: int
@@ -93,14 +89,13 @@ class ModelGraphs(ModelRuns):
     ``pool``.
 
     Args:
-        pool: A pool that other runners use too; absent: pools as ``compilation.pool`` says.
+        pool: A pool that other runners use too; absent: as ``compilation.pool`` says.
         together: The sessions of other ranks.
 
     Attributes:
-        addresses: Whether the model's memory has moved.
         looked_at: One line on what the last captures looked at.
         places: What the last captures wrote of the model, and whether it was put back.
-        inspection_seconds: Time of the captures that went into reading memory and counting nodes.
+        inspection_seconds: Time that captures spent on figures for the report.
         is_alone: Whether no other rank runs the same forwards beside this one.
     """
 
@@ -133,7 +128,7 @@ class ModelGraphs(ModelRuns):
             self.route.whole,
             CUDAGraphMode.FULL,
             backend=backend,
-            # buffers do not move, and `addresses` looks at the model
+            # `addresses` looks at the model
             options=CUDAGraphOptions(address_check="off"),
         )
 
@@ -147,8 +142,8 @@ class ModelGraphs(ModelRuns):
 
     @contextmanager
     def rehearsing(self) -> Iterator[Rehearsal]:
-        """A block of captures, or of other runs that no batch asked for. Afterwards the model is as
-        it was: Note [What is put back] in put_back.py. A block inside a block is part of it.
+        """A block of runs that no batch asked for; the model is put back, see Note [What is put
+        back]. A block inside a block is part of it.
         """
         if self._rehearsal is not None:
             yield self._rehearsal
@@ -164,7 +159,7 @@ class ModelGraphs(ModelRuns):
             lost = ()
         finally:
             self._rehearsal = None
-            with suppress(*lost):  # the error under way says that a device is lost
+            with suppress(*lost):  # a lost device raises its own error
                 self._put_back(kept)
             kept.drop_copies()
 
@@ -189,11 +184,11 @@ class ModelGraphs(ModelRuns):
         for path, tensor in kept.written:
             storage = tensor.untyped_storage()
             nbytes = storage.nbytes()
-            if path in kept.left_by_captures:  # graphs do not overwrite it
+            if path in kept.left_by_captures:
                 facts.overwritten.discard(storage._cdata)
             if nbytes > limit and storage._cdata in facts.overwritten:
                 continue
-            # all of it: other views may have been written, too
+            # all of it, as other views may be written
             whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
             count = nbytes // tensor.itemsize
             facts.written[path] = whole.set_(storage, 0, (count,), (1,))
@@ -206,7 +201,7 @@ class ModelGraphs(ModelRuns):
 
     @property
     def copied_bytes(self) -> int:
-        """Bytes on the device that copies of the model's state take while captures run."""
+        """Device bytes of copies of the model's state, while captures run."""
         return 0 if self._rehearsal is None else self._rehearsal.kept.copied()
 
     def copy_limit(self) -> int:
@@ -219,9 +214,7 @@ class ModelGraphs(ModelRuns):
 
     @contextmanager
     def captures_again(self) -> Iterator[None]:
-        """A block of captures between batches. Static buffers hold padding meanwhile, and torch is
-        in the state of the first captures.
-        """
+        """A block of captures between batches, on padding, in torch's state of the first ones."""
         self.backend.synchronize()
         self.scope.is_open = True
         without_grad = self._ambient._replace(grad=False)
@@ -231,7 +224,7 @@ class ModelGraphs(ModelRuns):
                 with self.backend.session():
                     yield
                 self.backend.synchronize()
-                if self.real_rows is not None:  # they are no writes of the model
+                if self.real_rows is not None:
                     self.buffers.clear_all()
         finally:
             self.seal()
@@ -244,11 +237,10 @@ class ModelGraphs(ModelRuns):
         *,
         in_service: bool = False,
     ) -> GraphRecord:
-        """Look at the forward, warm up and capture one key, inside the backend's session. The model
-        is afterwards as it was; ``scope.entries`` holds the key's graphs until the next one.
-
-        ``in_service``: a failure leaves other keys as they are. Raises CaptureError: the key could
-        not be captured; ModelError: the model failed before its capture began.
+        """Look at the forward, warm up and capture one key, inside the backend's session; the model
+        is put back. ``scope.entries`` then holds the key's graphs. ``in_service``: a failure leaves
+        other keys as they are. Raises CaptureError; ModelError: the model failed before its
+        capture.
         """
         mode, descriptor = key
         backend = self.backend
@@ -265,7 +257,6 @@ class ModelGraphs(ModelRuns):
             try:
                 rehearsal.look(mode, descriptor)
                 is_first = not rehearsal.is_judged(mode)
-                # a capture between two batches does not change later random numbers
                 with random_state_kept(backend.device, self.generators):
                     self._run_warm_ups(rehearsal, key)
                     warm = time.perf_counter()
@@ -357,7 +348,6 @@ class ModelGraphs(ModelRuns):
         compiled: _Compilations,
         warmup_seconds: float,
     ) -> GraphRecord:
-        """The record of the key that was captured last, with the readings before its capture."""
         backend = self.backend
         scope = self.scope
         scope.wrappers = list(dict.fromkeys(scope.wrappers))  # each capture adds its own
@@ -401,10 +391,9 @@ class ModelGraphs(ModelRuns):
         *,
         capturing: bool,
     ) -> AbstractContextManager[None]:
-        """A block in which packages are told of a capture as in the look at the forward."""
         is_told = mode in self.facts.told
         hidden_from = self.config.compilation.hide_capture_from
-        if is_told and capturing:  # eager pieces get torch's own answer
+        if is_told and capturing:  # eager pieces ask torch
             hidden_from = ()
         return answering(hidden_from, lambda _: is_told)
 
@@ -413,12 +402,10 @@ class ModelGraphs(ModelRuns):
         mode: CUDAGraphMode,
         descriptor: BatchDescriptor,
     ) -> Any:
-        """Run what a key captures, without capturing; a trace is made here, or found. Returns the
-        output.
-        """
+        """Run what a key captures, without a capture; finds or makes a trace."""
         is_full = mode is CUDAGraphMode.FULL
         call = self.route.whole if is_full else self.route.warm
-        cache = autocast_cache(on=self.runs_python_again(mode))  # wrappers turn it off themselves
+        cache = autocast_cache(on=self.runs_python_again(mode))
         with cache, self._answering(mode, capturing=False), span("warm-up"):
             return self.run(call, CUDAGraphMode.NONE, descriptor, self.views(descriptor))
 
@@ -428,12 +415,12 @@ class ModelGraphs(ModelRuns):
         descriptor: BatchDescriptor,
         tensors: Tensors,
     ) -> Any:
-        """The model with the graphs of ``mode``, captured on the way if the scope is open."""
+        """Replay the graphs of ``mode``, or capture them while the scope is open."""
         call = self.wrapper if mode is CUDAGraphMode.FULL else self.route.forward
         return self.run(call, mode, descriptor, tensors)
 
     def seal(self) -> None:
-        """End the captures: from now on a missing key, or memory that moved, is an error."""
+        """End the captures: a missing key, or memory that moved, is an error from now on."""
         self.scope.is_open = False
         if self._rehearsal is not None:
             return
@@ -444,16 +431,15 @@ class ModelGraphs(ModelRuns):
         self.addresses.seal(known)
 
     def check_autocast(self) -> None:
-        """Raise CaptureError if autocast is not as at capture: graphs keep its dtypes."""
+        """Raise CaptureError if autocast is not as at capture."""
         done = "traced" if self.route.name == "ops" else "captured"
         self._ambient.refuse_other_autocast(self.backend.device.type, done)
 
     # --- graphs -----------------------------------------------------------------------------------
 
     def entry(self, key: Key) -> CUDAGraphEntry | None:
-        """The entry whose ``graph`` replays a key into ``output``. The eager pieces of a PIECEWISE
-        key need the forward context. None where the key has no graph, or where the model's own code
-        runs between graphs (``piecewise: wrappers``).
+        """The entry whose ``graph`` replays a key into ``output``; eager pieces need the forward
+        context. None without a graph, and with ``piecewise: wrappers``.
         """
         mode, descriptor = key
         wrapper = self.wrapper if mode is CUDAGraphMode.FULL else self.route.chain
@@ -468,10 +454,8 @@ class ModelGraphs(ModelRuns):
                     yield (wrapper.runtime_mode, entry.descriptor), entry
 
     def evict(self, keys: Collection[Key]) -> None:
-        """Free the graphs of these keys; the plan stays as it is.
-
-        A graph whose output somebody holds is freed on the first change after that was dropped. Its
-        numbers are no longer valid all the same.
+        """Free the graphs of these keys. A graph whose output somebody holds is freed at the first
+        change after that; the output's numbers are no longer valid.
         """
         self.backend.synchronize()
         self.scope.entries = []
@@ -479,7 +463,7 @@ class ModelGraphs(ModelRuns):
             mine = {descriptor for mode, descriptor in keys if mode is wrapper.runtime_mode}
             for output, free in wrapper.take_out(self.scope, mine):
                 self._retired.append(([self.backend.watch(tensor) for tensor in output], free))
-                del output  # else the loop below finds it held, by this function
+                del output  # else this function holds it in the loop below
         self.addresses.forget(keys)
         waiting = []
         for held, free in self._retired:
@@ -509,8 +493,8 @@ class ModelGraphs(ModelRuns):
     def free(self) -> None:
         """Free all graphs, pools and static buffers, for good."""
         together = self.together
-        self.together = SINGLE_RANK  # other ranks wait for it once
-        with ExitStack() as stack:  # memory is freed whatever the steps before it raise
+        self.together = SINGLE_RANK
+        with ExitStack() as stack:  # memory is freed whatever raises
             stack.callback(self._free)
             stack.callback(together.release)
             self.backend.synchronize()

@@ -52,13 +52,12 @@ class ForwardFacts:
     """What captures found of the forward, for as long as its graphs live.
 
     Attributes:
-        told: Modes in which packages are told that a capture is under way.
+        told: Modes in which packages are told of captures.
         aside: Paths that eager pieces change.
         written: The model's tensors that graphs write, by path.
-        overwritten: Ids of storages that each run overwrites, at places given by inputs, before it
-            reads them.
+        overwritten: Ids of storages that each run overwrites before it reads them.
         changes_python: Whether runs change Python, as eager pieces may.
-        is_coarse: Whether something is computed in half precision or TensorFloat32.
+        is_coarse: Whether it computes in half precision or TensorFloat32.
         notes: Warnings for the report.
     """
 
@@ -88,7 +87,7 @@ class ModelRuns:
         plan: The keys that may be captured, and later those that are.
         most_tokens: Tokens of the largest key that the static buffers hold.
         roots: The objects whose state counts, by name.
-        generators: The random generators that the model draws from, without the default one.
+        generators: Random generators of the model, without the default one.
         scope: The pool and entries of the key that is captured.
         route: How PIECEWISE segments come about.
     """
@@ -125,9 +124,7 @@ class ModelRuns:
                     )
 
     def allocate_buffers(self, keys: Sequence[Key]) -> None:
-        """Make static buffers for the batches of these keys. Raises CaptureMemoryError and
-        BackendError.
-        """
+        """Make static buffers. Raises CaptureMemoryError and BackendError."""
         config = self.config
         most = widest(keys)
         self.most_tokens = max(most.values(), default=0)
@@ -147,7 +144,6 @@ class ModelRuns:
         return Fingerprint.of(self.roots, self.backend.device)
 
     def use_generators(self, found: Iterable[torch.Generator]) -> None:
-        """Let graphs draw from these generators."""
         known = set(map(number_of, self.generators))
         for generator in found:
             if number_of(generator) not in known:
@@ -155,7 +151,7 @@ class ModelRuns:
                 self.backend.register_generator(generator)
 
     def padded_reqs(self, descriptor: BatchDescriptor) -> int:
-        """Requests of a key; as many as there can be where the key leaves them open."""
+        """Requests of a key; the most there can be if it leaves them open."""
         if descriptor.num_reqs is not None:
             return descriptor.num_reqs
         return min(descriptor.num_tokens, self.plan.max_num_seqs)
@@ -176,7 +172,7 @@ class ModelRuns:
         mode: CUDAGraphMode,
         paths: Iterable[str],
     ) -> list[str]:
-        """The paths, of those that a run changed, that no replay changes."""
+        """Of paths that a run changed, those that no replay changes."""
         if self.runs_python_again(mode):
             return []
         return [path for path in paths if not is_within(path, self.facts.aside)]
@@ -187,7 +183,7 @@ class ModelRuns:
         mode: CUDAGraphMode,
         descriptor: BatchDescriptor,
     ) -> Iterator[None]:
-        """A block in the context that ``before_key`` sets; it is put back after the block."""
+        """A block in the context of ``before_key``, which is put back."""
         if self.before_key is None:
             yield
             return
@@ -203,7 +199,7 @@ class ModelRuns:
         descriptor: BatchDescriptor,
         tensors: Tensors,
     ) -> Any:
-        """The model's own code; parts under torch.compile run as warm-ups compiled them."""
+        """The model's own code; parts under torch.compile run as compiled."""
         with autocast_cache(on=self.route.name == "wrappers"):
             return self.run(self.model, CUDAGraphMode.NONE, descriptor, tensors)
 
@@ -214,7 +210,7 @@ class ModelRuns:
         descriptor: BatchDescriptor,
         tensors: Tensors,
     ) -> Any:
-        """``call`` with the inputs among these tensors, and the metadata in the forward context."""
+        """``call`` with the inputs, and the metadata in the forward context."""
         inputs = {name: tensors[name] for name in self.config.inputs}
         metadata = _Metadata()
         for name in self.config.metadata:

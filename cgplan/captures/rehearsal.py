@@ -1,6 +1,4 @@
-"""Rehearsal: looks, warm-ups and captures of one model, and what they found, until the model gets
-back what they changed.
-"""
+"""Rehearsal: looks, warm-ups and captures of one model, until it is put back."""
 
 from __future__ import annotations
 
@@ -33,22 +31,17 @@ class Rehearsal:
 
     Args:
         runs: The model; ``runs.facts`` gets what stays true of its forward.
-        addresses: Gets the paths of the tensors that graph code read.
+        addresses: Gets the paths of the tensors that graphs read.
         kept: Puts the model back in the end.
     """
 
-    def __init__(
-        self,
-        runs: ModelRuns,
-        addresses: AddressChecks,
-        kept: PutBack,
-    ) -> None:
+    def __init__(self, runs: ModelRuns, addresses: AddressChecks, kept: PutBack) -> None:
         self.kept = kept
         self._runs = runs
         self._addresses = addresses
         self._footprints: dict[CUDAGraphMode, Footprint] = {}
         self._judged = set[CUDAGraphMode]()
-        # operators that a capture met and the look ahead of it did not
+        # operators that only a capture met
         self._late_syncs: dict[CUDAGraphMode, HostSyncError] = {}
 
     # --- looks ------------------------------------------------------------------------------------
@@ -83,12 +76,13 @@ class Rehearsal:
         route = runs.route
         model = runs.model
         split: Iterable[str] = ()
+        breaks = None
         is_piecewise = mode is CUDAGraphMode.PIECEWISE
-        has_breaks = is_piecewise and route.breaks is not None
         if is_piecewise:
             split = self._split_at()
-            if route.breaks is not None:
-                model = partial(route.breaks.forward, model)
+            breaks = route.breaks
+        if breaks is not None:
+            model = partial(breaks.forward, model)
         views = runs.views(descriptor)
         with span("look"):
             found = examine(
@@ -103,7 +97,7 @@ class Rehearsal:
             )
         if found.host_sync is not None and not isinstance(found.host_sync, HostSyncError):
             raise found.host_sync  # tagged as unsafe
-        if has_breaks and found.error is None:
+        if breaks is not None and found.error is None:
             refuse_missing_ops(split, found.names)
         self._footprints[mode] = found
         if is_piecewise and route.name in ("modules", "wrappers"):
@@ -125,7 +119,6 @@ class Rehearsal:
         found: Footprint,
         views: Iterable[Tensor],
     ) -> None:
-        """Keep what outlasts the rehearsal."""
         runs = self._runs
         facts = runs.facts
         addresses = self._addresses
@@ -165,21 +158,16 @@ class Rehearsal:
         device = self._runs.backend.device.type
         if AmbientState.now(device).autocast is not None:
             return True
-        for tensor in tensors:
-            if tensor.dtype in _HALVES:
-                return True
+        if any(tensor.dtype in _HALVES for tensor in tensors):
+            return True
         if device != "cuda":
             return False
         if torch.get_float32_matmul_precision() != "highest":
             return True
         return torch.backends.cudnn.allow_tf32 and any("conv" in name for name in found.names)
 
-    def calls_breaks(
-        self,
-        mode: CUDAGraphMode,
-        descriptor: BatchDescriptor,
-    ) -> bool:
-        """Whether a run of the model calls a function under ``eager_break_during_capture``."""
+    def calls_breaks(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> bool:
+        """Whether a run calls a function under ``eager_break_during_capture``."""
         runs = self._runs
         self.announce(mode, descriptor)
         views = runs.views(descriptor)
@@ -191,13 +179,9 @@ class Rehearsal:
         found = self._footprints.get(mode)
         return None if found is None else found.host_sync
 
-    def looks_again(
-        self,
-        mode: CUDAGraphMode,
-        failure: Any,
-    ) -> bool:
-        """Whether the next look at a mode tells packages of the capture: a capture needed the host,
-        and the look ahead of it did not.
+    def looks_again(self, mode: CUDAGraphMode, failure: Any) -> bool:
+        """Whether the next look at a mode tells packages of the capture: only the capture needed
+        the host.
         """
         found = self._footprints.get(mode)
         if not isinstance(failure, HostSyncError) or found is None:
@@ -209,7 +193,7 @@ class Rehearsal:
         return True
 
     def forget_look(self, mode: CUDAGraphMode) -> None:
-        """Look again at a mode that was not judged: a look and the run after it are of one key."""
+        """Look again at a mode that was not judged: a look and the next run are of one key."""
         if mode not in self._judged:
             self._footprints.pop(mode, None)
 
@@ -222,8 +206,8 @@ class Rehearsal:
         *,
         captures: bool = False,
     ) -> Iterator[None]:
-        """A block of one run of the forward; the first of a mode is compared with the look. Raises
-        as ``footprint.judge``, and CaptureError for changes of Python where ``strict`` is set.
+        """A block of one run; the first of a mode is compared with the look. Raises as
+        ``footprint.judge``, and CaptureError for changes of Python under ``strict``.
         """
         is_first = mode not in self._judged
         with self.kept.run(captures=captures, enters_made=is_first) as changed:
@@ -231,11 +215,7 @@ class Rehearsal:
         if is_first:
             self._judge(mode, changed)
 
-    def _judge(
-        self,
-        mode: CUDAGraphMode,
-        changed: Mapping[str, Change],
-    ) -> None:
+    def _judge(self, mode: CUDAGraphMode, changed: Mapping[str, Change]) -> None:
         runs = self._runs
         facts = runs.facts
         found = self._footprints[mode]
@@ -259,15 +239,13 @@ class Rehearsal:
             )
         self._judged.add(mode)
         if python:
-            words = listed(python)
-            facts.note(f"the forward changes {words}; replays do not, nor do they see it change")
+            facts.note(
+                f"the forward changes {listed(python)}; replays do not, nor do they see it change"
+            )
 
     def is_judged(self, mode: CUDAGraphMode) -> bool:
-        """Whether the look at a mode was compared with the run after it."""
         return mode in self._judged
 
     def refuse_value(self, mode: CUDAGraphMode) -> None:
-        """Raise CaptureError if the first run of a mode asked for a value, and kept what it made
-        of it.
-        """
+        """Raise CaptureError if a mode's first run kept what it made of a value for the host."""
         refuse_value(self._footprints[mode], self.kept)

@@ -1,6 +1,4 @@
-"""cudagraph_mode AUTO: capture a model in several ways, time them beside eager steps, keep the
-fastest.
-"""
+"""cudagraph_mode AUTO: time ways to capture a model beside eager steps, keep the fastest."""
 
 from __future__ import annotations
 
@@ -44,13 +42,13 @@ from cgplan.units import format_seconds
 
 logger = logging.getLogger(__name__)
 AUTO = CUDAGraphMode.AUTO
-LEAST_GAIN = 1.02  # times as fast as eager, else graphs are not worth their memory
-_MOST_TRIES = 8  # each leaves one module more out of the graphs
+LEAST_GAIN = 1.02  # below it graphs are not worth their memory
+_MOST_TRIES = 8  # each leaves out a further module
 
 
 class Candidate(NamedTuple):
-    """A way to capture the model: ``gains`` by tokens (eager time over graph time of each round,
-    ascending), and bytes of its graph pool.
+    """A way to capture the model: ``gains`` by tokens (eager over graph time of each round,
+    ascending), bytes of its pool.
     """
 
     name: str
@@ -59,7 +57,7 @@ class Candidate(NamedTuple):
     nbytes: int
 
     def mean(self, pick: Callable[[list[float]], float] = median) -> float:
-        """The mean gain of all sizes, by the median of their rounds, or another one."""
+        """The mean gain of all sizes."""
         return fmean(map(pick, self.gains.values()))
 
     @property
@@ -73,7 +71,7 @@ class Candidate(NamedTuple):
 
     def is_tie(self, other: Candidate) -> bool:
         """Whether this one is less than 2% faster, or the medians lie inside each other's rounds;
-        and the other one's worth is no smaller.
+        and it is worth no larger sizes.
         """
         if other.worth < self.worth:
             return False
@@ -102,12 +100,11 @@ def choose_mode(
 
     FULL comes first; where it fails, the innermost module that failed runs eagerly, until the rest
     can be captured. PIECEWISE by operators and, on a GPU, inductor follow, as far as
-    ``budget.capture_time`` lasts and the configuration allows. Each is timed against eager steps at
-    the sizes that serve ``report.sizes``; else at the smallest, the largest, and that for all
-    requests. Of ways that are as fast within 2%, or within the spread of their rounds, the one with
-    the smallest pool is chosen. The plan ends at the largest size at which it brings 2%;
-    ``anyway``: also where it brings less. The model is as it was, and all memory is freed.
-    ``before_key`` is as in CaptureSession.
+    ``budget.capture_time`` and the configuration allow. Each is timed against eager steps at the
+    sizes of ``report.sizes``; else at the smallest, the largest, and that for all requests. Of ways
+    as fast within 2%, or within the spread of their rounds, the smallest pool wins. The plan ends
+    at the largest size with a gain of 2%; ``anyway``: also below it. The model is put back, and all
+    memory is freed. ``before_key`` is as in CaptureSession.
 
     Returns:
         The configuration with the chosen settings, and its plan, whose notes say what was tried.
@@ -140,7 +137,7 @@ def choose_mode(
                         build_plan(probe), model, backend, probe, state=state, before_key=before_key
                     )
                     runner = session.run()
-                # Timed without the hook, which slows eager steps down.
+                # without the hook, which slows eager steps down
                 candidate, note = _tried(runner, name, compilation)
                 notes.append(f"AUTO: {note}")
                 if candidate is not None:
@@ -205,8 +202,8 @@ def _tried(
     name: str,
     compilation: CompilationConfig,
 ) -> tuple[Candidate | None, str]:
-    """What a runner brings, and a note on it; the runner is closed."""
-    # one block: the model is looked at once
+    """The candidate, if any, and a note; the runner is closed."""
+    # the model is looked at once
     with closing(runner), runner.graphs.rehearsing():
         nbytes = runner.report.pool_bytes
         difference = _first_difference(runner)
@@ -234,7 +231,7 @@ def _ways(
     asked: CompilationConfig,
     backend: GraphBackend,
 ) -> Iterator[tuple[str, CompilationConfig]]:
-    """What may be tried, by name; the user's settings stay."""
+    """Ways by name; the user's settings stay."""
     is_given = "compiler" in asked.model_fields_set
     is_traced = asked.piecewise in ("auto", "ops")
     compilers = [asked.compiler if is_given else "eager"]
@@ -264,7 +261,11 @@ def _failing_module(
     if isinstance(model, torch.nn.Module):
         names = {id(module): name for name, module in model.named_modules() if name}
 
-    def note(module: torch.nn.Module, args: Any, output: Any) -> None:  # noqa: ARG001
+    def note(
+        module: torch.nn.Module,
+        args: Any,  # noqa: ARG001
+        output: Any,  # noqa: ARG001
+    ) -> None:
         nonlocal last
         error = sys.exc_info()[1]
         if error is None or error is last or id(module) not in names:
@@ -306,8 +307,8 @@ def _timed_keys(runner: GraphRunner) -> list[Key]:
 
 
 def _first_difference(runner: GraphRunner) -> str | None:
-    """Where graphs differ from the model's own code by more than rounding, on example batches, in
-    three calls in a row: Python code may compute something else from call to call.
+    """Where graphs differ by more than rounding from the model's own code, on example batches, in
+    three calls: Python may compute something else in the second.
     """
     graphs = runner.graphs
     device = runner.backend.device
@@ -362,7 +363,7 @@ def _fastest(
     *,
     anyway: bool,
 ) -> tuple[CompilationConfig, str]:
-    """The settings of the candidate with the highest mean gain, up to its worth, and the reason."""
+    """The settings of the candidate with the highest mean gain, and the reason."""
     none = asked.model_copy(update={"cudagraph_mode": CUDAGraphMode.NONE})
     if not candidates:
         return none, "no way to capture the model was found"
@@ -387,7 +388,7 @@ def _fastest(
 
 def check_up(runner: GraphRunner) -> DoctorReport:
     """The part of a step's time inside graphs, for a few of a runner's keys on padding, and what
-    runs outside. Times are medians in microseconds, from an idle device.
+    runs outside. Times are medians in microseconds.
     """
     graphs = runner.graphs
     rows = list[CoverageRecord]()
@@ -429,6 +430,6 @@ def _time_inside(
     with graphs.rehearsing() as rehearsal, graphs.buffers.on_padding():
         rehearsal.look(*key)
         for _ in range(REPEATS):
-            rehearsal.kept.restore(between_keys=True)  # positions do not run past a cache
+            rehearsal.kept.restore(between_keys=True)
             rounds.append(sum(backend.time_calls(replay, 1)[0][0] for replay in replays))
     return median(rounds)

@@ -14,9 +14,7 @@ from cgplan.runner.verifier import Verifier
 
 
 class Launcher:
-    """Launches prepared calls on one set of graphs; ``stream`` returns the current stream's
-    handle.
-    """
+    """Launches prepared calls on one set of graphs. The caller holds the lock."""
 
     def __init__(
         self,
@@ -39,9 +37,7 @@ class Launcher:
             self._is_autocast = partial(torch.is_autocast_enabled, kind)
 
     def take_stream(self) -> None:
-        """Work on the current stream; the lock is held. Raises CgplanError if another stream still
-        has work.
-        """
+        """Work on the current stream. Raises CgplanError if another stream has work."""
         self.use.take_stream(self.stream(), self.name, self.graphs.backend)
 
     def launch(
@@ -50,9 +46,7 @@ class Launcher:
         values: Values,
         known: bool = False,
     ) -> None:
-        """Copy a batch in and replay; the lock is held. ``known``: the tensors are like the last
-        call's.
-        """
+        """Copy a batch in and replay. ``known``: the tensors are like the last call's."""
         stream = self.stream()
         use = self.use
         if stream != use.stream or use.user is not self.name:

@@ -25,12 +25,8 @@ from cgplan.units import format_bytes
 
 @dataclass(frozen=True)
 class PoolReport:
-    """The cost of the members of one pool together; it prints as a table.
-
-    Attributes:
-        parts: The members' captures by name, in order. Their ``pool_bytes`` are those of the whole
-            pool at the end of each, so they do not add up.
-        pool_bytes: The pool now.
+    """The cost of the members of one pool together; it prints as a table. The ``pool_bytes`` of its
+    ``parts`` are those of the whole pool at the end of each, so they do not add up.
     """
 
     parts: Mapping[str, CaptureReport]
@@ -77,7 +73,6 @@ class PoolReport:
 
 class CudaGraphManager:
     """The graphs of one model: planned at once, captured by ``capture``, called like the model.
-
     ``close`` frees the memory, and ``capture`` may follow again. Not for several threads.
 
     Args:
@@ -171,8 +166,8 @@ class CudaGraphManager:
         return self._runner.report
 
     def run(self, *tensors: Any, **batch: Any) -> Any:
-        """Run one batch as GraphRunner's call does. The next call of any member of the pool
-        overwrites the output, unless ``compilation.outputs`` is ``clone``.
+        """Run one batch as GraphRunner does. The next call of any member of the pool overwrites the
+        output, unless ``compilation.outputs`` is ``clone``.
         """
         return self.runner(*tensors, **batch)
 
@@ -181,9 +176,8 @@ class CudaGraphManager:
         return self.runner.replan(**options)
 
     def recapture(self) -> CaptureReport:
-        """Capture the runner's plan again, with the model's memory as it is now. The old graphs are
-        freed first; ``runner`` and ``stats`` stay. Raises as CaptureSession.run; then no graph is
-        left.
+        """Capture the runner's plan again, with the model's memory as it is now; ``stats`` stay.
+        The old graphs are freed first. Raises as CaptureSession.run; then no graph is left.
         """
         if self._runner is None:
             return self.capture()
@@ -191,11 +185,11 @@ class CudaGraphManager:
             self._runner.recapture()
             return self._runner.report
         finally:
-            if self._runner.is_closed:  # a call that was under way changed nothing
+            if self._runner.is_closed:
                 self._runner = None
 
     def close(self) -> None:
-        """Free graphs and static buffers; with the pool's last member, the pool's memory."""
+        """Free graphs and static buffers; with the pool's last member, the pool."""
         if self._runner is not None:
             self._runner.close()
             self._runner = None

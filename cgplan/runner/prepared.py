@@ -1,11 +1,11 @@
 """One size of batch, ready to be called: how it is copied in, run and cut.
 
 Note [The hot path]
-    A small model's decode step takes the device less than a millisecond, so each microsecond of the
-    host counts. A call is looked up, copies by one launch, replays, and returns new tensor objects
-    on known memory. The rest is prepared on the first call of its kind, and kept until graphs are
-    captured or freed. Most calls are like the one before: Dynamo's TensorGuards compare all tensors
-    in one call into C++. (They end the process for nested tensors, which BatchReader refuses.)
+    A small model's decode step takes less than a millisecond, so microseconds of the host count. A
+    call is looked up, copies by one launch, replays, and returns new tensor objects on known
+    memory; all else is prepared once for its kind. Most calls are like the one before: Dynamo's
+    TensorGuards compare all tensors in one call. (They end the process for nested tensors, which
+    BatchReader refuses.)
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from cgplan.runner.stats import BatchCount
 
 try:
     from torch._C._dynamo.guards import TensorGuards
-except ImportError:  # another torch: calls cost about two microseconds more
+except ImportError:  # calls cost two microseconds more
     TensorGuards = None  # type: ignore[assignment,misc]
 
 Values = Sequence[Tensor]
@@ -48,9 +48,7 @@ def never(*_: object) -> bool:
 
 
 def alike(values: Values) -> Callable[..., bool]:
-    """A function that says whether tensors are as these in all but numbers and addresses; ``never``
-    where these have gaps or are lazy.
-    """
+    """Says whether tensors equal these in all but numbers and addresses."""
     if TensorGuards is None:
         return never
     for value in values:
@@ -61,7 +59,7 @@ def alike(values: Values) -> Callable[..., bool]:
 
 @dataclass(slots=True)
 class Due:
-    """Replays until a graph is verified (negative: never), and the last verified one's number."""
+    """Replays until a graph is verified (negative: never); the last verified one's number."""
 
     left: int = NEVER
     replays: int = 0
@@ -72,13 +70,11 @@ class PreparedCall:
     """Calls of one kind: tensors of the same shapes, dtypes and devices.
 
     Attributes:
-        copy_in: Brings the tensors into the static buffers, see BatchCopy.
+        copy_in: Brings the tensors into the static buffers.
         replay: Launches the graph, or its segments and eager pieces; or runs the model itself.
         output: Returns the output of the last replay, without padding.
         needs_check: Whether the next call checks addresses.
         flags: Arguments beside the tensors.
-        is_alike: See ``alike``.
-        due: When its graph is verified.
     """
 
     route: RoutedBatch
@@ -100,7 +96,7 @@ class PreparedCall:
         graphs: ModelGraphs,
         copier: Copier | None,
     ) -> PreparedCall:
-        """Prepare calls with such tensors; ``values=None``: with staged batches."""
+        """Prepare calls with such tensors; ``values=None``: staged batches."""
         mode = route.mode
         descriptor = route.descriptor
         tokens = route.batch.num_tokens
@@ -149,7 +145,11 @@ def _runs_eagerly(
     names = tuple(graphs.config.tensors)
     clone = graphs.outputs.clone
 
-    def take(values: Values, stream: int, known: bool) -> None:  # noqa: ARG001
+    def take(
+        values: Values,
+        stream: int,  # noqa: ARG001
+        known: bool,  # noqa: ARG001
+    ) -> None:
         held[:] = [values]
 
     def run() -> None:
@@ -168,9 +168,7 @@ def _pieces(
     graphs: ModelGraphs,
     copier: Copier,
 ) -> Callable[[], None]:
-    """The replay of a PIECEWISE key, whose eager pieces read the forward context and may write into
-    static buffers.
-    """
+    """The replay of a PIECEWISE key; eager pieces may write into static buffers."""
     mode = route.mode
     descriptor = route.descriptor
     scope = graphs.scope

@@ -53,7 +53,7 @@ def time_on_padding(
     keys: Sequence[Key],
 ) -> dict[Key, Rounds]:
     """Microseconds of eager steps and of graphs by captured key, from an idle device, in rounds of
-    both. Padding has no long sequences, over which attention takes longer. No call is under way.
+    both. Attention over long sequences takes longer than on padding.
     """
     found = dict[Key, Rounds]()
     if not keys:
@@ -92,8 +92,8 @@ class Replanner:
         costs: GraphCosts | None,
         reopen: Reopen | None = None,
     ) -> ReplanReport:
-        """See GraphRunner.replan; the runner's lock is held. ``reopen`` frees all memory, and makes
-        static buffers for a plan; without it nothing is exchanged.
+        """See GraphRunner.replan. ``reopen`` frees all memory, and makes static buffers for a plan;
+        without it nothing is exchanged.
         """
         graphs = captured.graphs
         policy = graphs.config.compilation.capture_policy
@@ -172,7 +172,7 @@ def _without(
 
 
 def _costs(captured: CapturedKeys) -> GraphCosts:
-    """Costs of graphs by the captures of this generation."""
+    """By the captures of this generation."""
     report = captured.report.model_copy(update={"records": tuple(captured.history)})
     return MeasuredCosts.from_report(report, captured.graphs.config)
 
@@ -183,7 +183,6 @@ def _proposal(
     times: StepTimes,
     costs: GraphCosts | None,
 ) -> Plan:
-    """The plan for the traffic, with batches up to the largest size that may be captured."""
     config = captured.graphs.config
     limited = config
     most = config.compilation.max_cudagraph_capture_size
@@ -207,7 +206,7 @@ def _exchange(
     wanted: Plan,
     reopen: Reopen,
 ) -> tuple[CapturedKeys, Way, tuple[Key, ...]]:
-    """What is captured after the exchange for a plan, the way, and the keys that are new."""
+    """What is captured after the exchange, the way, and the new keys."""
     keys = _without(wanted.keys, captured.failed)
     if wanted.max_capture_size > captured.graphs.most_tokens:
         captured = _with_new_buffers(captured, wanted, reopen)

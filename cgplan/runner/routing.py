@@ -26,7 +26,6 @@ class RoutedBatch:
     """A batch, and the dispatcher's answer.
 
     Attributes:
-        uniform: Whether it counts as uniform decode.
         num_active_loras: Distinct adapters in it.
         invalid_modes: Modes that the caller excluded.
         wanted: A better key that has no graph yet, if any.
@@ -62,8 +61,8 @@ class BatchRouter:
     Args:
         plan: What is captured.
         most_tokens: Tokens that the static buffers hold.
-        wanted: Keys that may be captured when a batch asks for them.
-        reason_against: Why a key that is wanted, or was planned, has no graph.
+        wanted: Keys that batches may have captured.
+        reason_against: Why a wanted or planned key has no graph.
         planned: The first plan, where a budget has dropped some of it.
     """
 
@@ -90,8 +89,8 @@ class BatchRouter:
         *,
         counts_reqs: bool,
     ) -> Batch:
-        """A batch that will be written into the static buffers; ``counts_reqs``: an input has a row
-        for each request. Raises InputError where the tokens do not tell ``num_reqs``.
+        """A batch for the static buffers; ``counts_reqs``: an input counts requests. Raises
+        InputError where tokens do not tell ``num_reqs``.
         """
         q = self._plan.query_len
         num_tokens = operator.index(num_tokens)
@@ -165,15 +164,8 @@ class BatchRouter:
             wanted = self._wanted.dispatch(*asked)
             if wanted == (mode, descriptor) or wanted[0] is CUDAGraphMode.NONE:
                 wanted = None
-        return RoutedBatch(
-            batch,
-            uniform,
-            num_active_loras,
-            invalid_modes,
-            mode,
-            descriptor,
-            wanted,
-        )
+        asked_for = batch, uniform, num_active_loras, invalid_modes
+        return RoutedBatch(*asked_for, mode, descriptor, wanted)
 
     def reason_for_none(self, route: RoutedBatch, on_miss: str) -> MissReason:
         """Why no graph serves a batch. Raises DispatchMissError where ``on_miss`` is ``error``."""

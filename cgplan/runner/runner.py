@@ -39,7 +39,7 @@ from cgplan.traffic.histogram import Traffic
 from cgplan.traffic.step_times import StepTimes
 from cgplan.units import counted, format_bytes
 
-# kinds of calls that are kept ready; the oldest goes first
+# calls that are kept ready; the oldest goes first
 MOST_PREPARED = 4096
 _shape = operator.attrgetter("shape")
 _dtype = operator.attrgetter("dtype")
@@ -52,23 +52,22 @@ logger = logging.getLogger(__name__)
 
 
 class GraphRunner:
-    """Runs a model by captured graphs. A CaptureSession makes it; ``close`` frees its memory.
+    """Runs a model by captured graphs, which it owns with their pools and static buffers; ``close``
+    frees them. A CaptureSession makes it.
 
-    It owns the static buffers, the graphs and their pools. Outputs are borrowed unless
-    ``compilation.outputs`` is ``clone``: the next call of this runner overwrites their memory. Not
-    for several threads. A call from another stream is an error while the stream of the last call
-    still has work.
+    Outputs are borrowed unless ``compilation.outputs`` is ``clone``: the next call of this runner
+    overwrites their memory. Not for several threads. A call from another stream is an error while
+    the stream of the last call still has work.
 
     Args:
         captured: The model with its graphs.
         capture: Captures these keys of a plan; None: as a session does.
-        use: The lock and the stream of its pools; runners that share a pool share it.
+        use: The lock and the stream of its pools.
         name: For messages.
 
     Attributes:
-        stats: What calls were answered with so far.
-        graphs: The model with its static buffers and graphs, for other parts of cgplan; replaced
-            when all is captured again.
+        stats: What calls were answered with.
+        graphs: For other parts of cgplan; ``recapture`` replaces it.
     """
 
     graphs: ModelGraphs
@@ -89,7 +88,7 @@ class GraphRunner:
         self._reader = BatchReader(config.tensors, config.dim_names, graphs.backend.device)
         self._num_inputs = len(self._reader.names)
         self._pick = _picker(self._reader.names)
-        self._asked_ns = 0  # while a trace is on, when the call under way was made
+        self._asked_ns = 0  # when the call began, for a trace
         self._forbidden = 0  # open blocks of `no_capture`
         self._handed: weakref.WeakSet[StagedBuffers] = weakref.WeakSet()
         self._replanner = Replanner(self.stats)
@@ -148,13 +147,12 @@ class GraphRunner:
         return self._captured.report
 
     def audit(self) -> AuditReport:
-        """Who owns the memory behind each pointer in the graphs. Findings are pointers into memory
-        that is free, gone, or held by others alone; ``compilation.audit: report`` gives their
-        operators and lines.
+        """Who owns the memory behind each pointer in the graphs. Findings point into memory that is
+        free, gone, or held by others alone; ``compilation.audit: report`` gives their operators and
+        lines.
 
         Raises:
             BackendError: cuda-bindings is missing, or the driver is too old.
-            CgplanError: the runner is closed.
         """
         self._check_open()
         return self._captured.audit()
@@ -175,7 +173,7 @@ class GraphRunner:
 
     @property
     def model(self) -> Callable[..., Any]:
-        """The model as it was given; callers set its forward context."""
+        """The model; callers set its forward context."""
         return self.graphs.model
 
     @property
@@ -184,7 +182,7 @@ class GraphRunner:
 
     @property
     def is_closed(self) -> bool:
-        """Whether it was closed, or failed to capture again. A suspended runner is not closed."""
+        """Whether it was closed, or failed to capture again; not while suspended."""
         return self._state == "closed"
 
     def __call__(
@@ -204,16 +202,15 @@ class GraphRunner:
             uniform_decode: Whether every request has ``plan.query_len`` tokens. Absent: counts tell
                 it for a query length of 1; else the batch is mixed.
             num_active_loras: Distinct adapters in the batch.
-            invalid_modes: Runtime modes that cannot run this batch, such as ``{FULL}`` for cascade
-                attention.
+            invalid_modes: Runtime modes that cannot run this batch.
 
         Returns:
-            The model's output without padding; the class says how long it is valid.
+            The model's output without padding; borrowed, see the class.
 
         Raises:
             InputError: a tensor does not match its declaration; nothing ran.
             CaptureError: autocast is not as it was at capture.
-            AddressError: memory that the graph uses has moved, see ``compilation.address_check``.
+            AddressError: memory that the graph uses has moved.
             DispatchMissError: no graph serves the batch and ``compilation.on_miss`` is ``error``.
             CgplanError: the runner is closed, or another call is under way.
         """
@@ -248,7 +245,7 @@ class GraphRunner:
                 call = None
             if call is None:
                 call, values = self._prepare(inputs, flags)
-            # another layout, or inference mode is on and was off
+            # another layout, or inference mode
             elif call is self._last and not known:
                 call.is_alike = alike(values)
             self._last = call
@@ -304,7 +301,7 @@ class GraphRunner:
         return not self._forbidden and is_capture_allowed() and self._is_open(route)
 
     def _safe(self, values: Values) -> Values:
-        """Tensors that a capture does not overwrite, as it does outputs of earlier calls."""
+        """Copies of tensors that may lie where a capture writes: outputs of earlier calls."""
         device = self.backend.device
         buffers = self.graphs.buffers
         found = list[Tensor]()
@@ -340,7 +337,7 @@ class GraphRunner:
         *,
         staged: bool,
     ) -> None:
-        """Let the device's profiler and the trace, where they are on, see calls of a kind."""
+        """Let the profiler and the trace, where they are on, see calls of a kind."""
         copy_in = call.copy_in
         replay = call.replay
         trace = Trace.current
@@ -371,8 +368,7 @@ class GraphRunner:
     @contextmanager
     def trace(self) -> Iterator[Trace]:
         """A block whose calls, captures and compilations are recorded; ``trace.to_json()`` is for
-        Perfetto. Calls take some microseconds longer. Batches staged before the block have no
-        events.
+        Perfetto. Calls take some microseconds longer; batches staged before have no events.
         """
         pick = self._pick
 
@@ -395,7 +391,7 @@ class GraphRunner:
 
     @contextmanager
     def _changing(self) -> Iterator[CapturedKeys]:
-        """A block that exchanges graphs; the lock is held."""
+        """A block that exchanges graphs."""
         self._launcher.take_stream()
         self.graphs.check_autocast()
         self._forget_calls()  # they hold outputs, for which evicted graphs wait
@@ -436,15 +432,14 @@ class GraphRunner:
             logits = buffers.output
 
         Leaving the block runs the batch, see StagedBuffers. With ``capture_policy: lazy`` its key
-        is captured here, unless another block is open. Other arguments are those of a call.
+        is captured here, unless another block is open. Other arguments and errors as for a call.
 
         Args:
             num_tokens: At most the largest size of the session.
-            num_reqs: Needed where an input counts requests and tokens do not tell their number.
+            num_reqs: Needed where an input counts requests and tokens do not tell them.
 
         Raises:
-            InputError: there cannot be such a batch, or it does not fit into the static buffers.
-            DispatchMissError, CgplanError: As for a call.
+            InputError: there is no such batch, or the static buffers do not hold it.
         """
         if invalid_modes is not None:
             invalid_modes = set_of_modes(invalid_modes) or None
@@ -458,7 +453,7 @@ class GraphRunner:
         flags = counts[2:]
         batch = self._router.staged(num_tokens, num_reqs, uniform_decode, counts_reqs=counts_reqs)
         route = self._router.route(batch, *flags)
-        # not inside another block, whose rows are written
+        # not inside another block
         if self._may_capture(route) and self._use.acquire(False):
             try:
                 self._capture_for(route)
@@ -478,11 +473,9 @@ class GraphRunner:
         uniform_decode: bool | None = None,
         num_active_loras: int = 0,
     ) -> int | None:
-        """Tokens to which a call pads a batch, also where its key is still to be captured; None if
-        the batch would run eagerly. Nothing runs.
-
-        Without ``uniform_decode`` each token counts as a request. ``sizes`` are those of the other
-        named dimensions. Raises InputError as a call does.
+        """Tokens to which a call pads a batch, also by a key that is still to be captured; None if
+        the batch would run eagerly. ``sizes`` are those of the other named dimensions. Each token
+        counts as a request without ``uniform_decode``. Raises InputError.
         """
         self._check_open()
         batch = Batch(operator.index(num_tokens), None, sizes)
@@ -499,8 +492,8 @@ class GraphRunner:
         num_active_loras: int = 0,
         **inputs: Tensor,
     ) -> Any:
-        """As a call, but the model's own code runs on the padded batch: what a replay must equal.
-        ``padded=False`` runs the tensors as they are, outside of the static buffers.
+        """As a call, but by the model's own code on the padded batch: what a replay must equal.
+        ``padded=False`` runs the tensors as they are.
         """
         if tensors:
             inputs = self._by_name(tensors, inputs)
@@ -533,9 +526,8 @@ class GraphRunner:
         num_active_loras: int = 0,
         **inputs: Tensor,
     ) -> VerifyRecord:
-        """Compare the graph that serves a batch with the model's own code, see
-        ``compilation.verify``. The model's tensors are afterwards as they were. Arguments and
-        errors as for a call; DispatchMissError: no graph serves the batch.
+        """Compare the graph that serves a batch with the model's own code; the model's tensors are
+        put back. Arguments and errors as for a call; DispatchMissError: no graph serves the batch.
 
         Returns:
             Differences, tolerance and times in microseconds; ``failure`` says what is wrong.
@@ -572,9 +564,8 @@ class GraphRunner:
         num_reqs: int | None = None,
     ) -> dict[str, Tensor]:
         """Views of the static buffers for a batch, by name, to be written and passed to the call.
-
-        They may be written at any time, so each call resets the padding as far as they reach:
-        prefer ``stage``. The runner owns the memory.
+        Each call resets the padding as far as they reach: prefer ``stage``. The runner owns the
+        memory.
         """
         self._check_open()
         self._refuse_sizes()
@@ -593,15 +584,15 @@ class GraphRunner:
         mode: CUDAGraphMode,
         descriptor: BatchDescriptor,
     ) -> Any:
-        """The backend's graph of a FULL key, to replay bare. None if the key has none."""
+        """The backend's graph of a FULL key, if any, to replay bare."""
         if mode is not CUDAGraphMode.FULL:
             return None
         entry = self.graphs.entry((mode, descriptor))
         return None if entry is None else entry.graph
 
     def invalidate(self, name: str) -> None:
-        """Say that memory which the graphs use has moved, such as a KV cache. Until ``recapture``,
-        calls and staged blocks that a graph would serve raise AddressError with that name.
+        """Say that memory of the graphs, such as a KV cache, has moved. Until ``recapture``, calls
+        and staged blocks raise AddressError with that name; eager ones run.
         """
         self._check_open()
         self.graphs.addresses.invalidate(name)
@@ -610,10 +601,9 @@ class GraphRunner:
             call.needs_check = call.route.mode is not CUDAGraphMode.NONE
 
     def recapture(self) -> None:
-        """Capture the plan again, with the model's memory as it is now, failed keys too.
-
-        The old graphs, pools and static buffers are freed first: outputs and ``input_views`` are no
-        longer valid. Raises as CaptureSession.run does; the runner is then closed. Raises
+        """Capture the plan again, with the model's memory as it is now, failed keys too. Old graphs
+        and static buffers are freed first: outputs and ``input_views`` are no longer valid. If a
+        capture fails, it raises as CaptureSession.run, and the runner is closed. Raises
         CgplanError, and changes nothing, if a call is under way.
         """
         with self._use.held(self._name):
@@ -635,8 +625,8 @@ class GraphRunner:
         captured: Collection[Key] = (),
         evicted: Collection[Key] = (),
     ) -> None:
-        """Free the graphs of some keys, and capture others now, as far as they are ``wanted``.
-        Raises CgplanError if a call is under way.
+        """Free the graphs of some keys, and capture others that are ``wanted``. Raises CgplanError
+        if a call is under way.
         """
         with self._use.held(self._name):
             self._check_open()
@@ -645,7 +635,7 @@ class GraphRunner:
 
     @contextmanager
     def no_capture(self) -> Iterator[None]:
-        """A block in which no call captures: other batches run by a larger graph, or eagerly."""
+        """A block in which no call captures: it uses a larger graph, or runs eagerly."""
         self._forbidden += 1
         try:
             yield
@@ -653,8 +643,8 @@ class GraphRunner:
             self._forbidden -= 1
 
     def retry_failed(self) -> None:
-        """Capture keys of ``report.failed`` again when a batch asks for them. Raises CgplanError if
-        a call is under way.
+        """Capture keys of ``report.failed`` when a batch asks for them. Raises CgplanError if a
+        call is under way.
         """
         with self._use.held(self._name):
             self._captured.failed.clear()
@@ -668,10 +658,8 @@ class GraphRunner:
         costs: GraphCosts | None = None,
         apply: bool = True,
     ) -> ReplanReport:
-        """Plan again for the batches that were asked for, inside the budget, and exchange graphs.
-
-        Outputs are no longer valid. A key that cannot be captured stands in ``report.failed``, and
-        does not raise. See Note [Generations] in pools.py.
+        """Plan again for recent batches, inside the budget, and exchange graphs: Note [Generations]
+        in pools.py. Outputs are no longer valid. A key that fails stands in ``report.failed``.
 
         Args:
             traffic: Absent: the batches since the last replan.
@@ -703,22 +691,20 @@ class GraphRunner:
                 self._follow_plan()
 
     def _reopen(self, plan: Plan) -> CapturedKeys:
-        """Give all memory back, and make static buffers for a plan."""
+        """Free all memory, and make static buffers for a plan."""
         self._free()
         self._open(self._capture_plan(plan, ()))
         return self._captured
 
     def close(self) -> None:
-        """Free graphs, pools and static buffers, for good; outputs are no longer valid. Raises
-        CgplanError if a call is under way.
+        """Free graphs, pools and buffers; outputs are no longer valid. Raises CgplanError if a call
+        is under way.
         """
         with self._use.held(self._name):
             self._free()
 
     def suspend(self) -> None:
-        """Free memory as ``close`` does, until ``recapture``; calls in between raise CgplanError,
-        as this does if a call is under way or the runner is closed.
-        """
+        """Free memory as ``close``, until ``recapture``; calls in between raise CgplanError."""
         with self._use.held(self._name):
             if self._state != "suspended":
                 self._check_open()
@@ -726,10 +712,10 @@ class GraphRunner:
                 self._state = "suspended"
 
     def _free(self) -> None:
-        """Free all; a second time completes what was interrupted."""
+        """A second call completes what was interrupted."""
         self._state = "closed"
         self._forget_calls()
-        while self._copiers:  # which hold static buffers
+        while self._copiers:
             self._copiers.popitem()[1].close()
         self.graphs.free()
 
@@ -760,7 +746,6 @@ def _keep(
 
 
 def _picker(names: Sequence[str]) -> Callable[[Mapping[str, Any]], Kind]:
-    """A function that takes these tensors out of a call's arguments."""
     if len(names) > 1:
         return operator.itemgetter(*names)
 

@@ -32,16 +32,15 @@ class CaptureSession:
     Args:
         model: Any callable or nn.Module; called with the declared inputs by name.
         progress: Called before each key.
-        pool: A pool of the same backend that other runners use too; absent: as
-            ``compilation.pool`` says.
+        pool: A pool of the same backend that other runners use too; absent: as ``compilation.pool``
+            says.
         name: For messages.
         together: The sessions of other ranks that capture the same model.
-        state: The objects whose tensors and attributes the model relies on, where it is a method of
-            a larger one; absent: the model.
-        before_key: Sets the context that an engine's layers read, ahead of each key's look,
-            warm-ups and capture. Called with the runtime mode, the descriptor and the static
-            buffers' rows by name; these hold padding, and the runner owns them.
-        real_rows: Where captures run on rows of real batches; absent: on padding.
+        state: The objects whose tensors and attributes the model relies on; absent: the model.
+        before_key: Sets the context that an engine's layers read, ahead of each key's runs. Called
+            with the runtime mode, the descriptor and the static buffers' rows by name, which hold
+            padding and belong to the runner.
+        real_rows: Captures run on rows of real batches; absent: on padding.
         began: ``time.perf_counter()`` from which the report counts; absent: now.
 
     Raises:
@@ -67,8 +66,8 @@ class CaptureSession:
 
     def run(self) -> GraphRunner:
         """Capture all keys that the budget pays for; none yet with ``capture_policy: lazy``. The
-        runner's plan holds what was captured. With a budget, running out of memory is no error: the
-        keys before it are kept, and the report says where it stopped.
+        runner's plan holds what was captured. With a budget, running out of memory ends the
+        captures without an error.
 
         Raises:
             CaptureError: a key could not be captured (HostSyncError, CaptureMemoryError and
@@ -77,7 +76,7 @@ class CaptureSession:
             BackendError: torch or the device lacks the dtype of an input.
             PlanError: the plan was made from another configuration.
             ConfigError: graphs on demand were asked for with several ranks.
-            DistributedError: another rank failed; all raise it.
+            DistributedError: another rank failed.
             CgplanError: a call of another member of the pool is under way.
         """
         self._refuse_misfits()
@@ -111,7 +110,7 @@ class CaptureSession:
             )
 
     def _capture(self, asked: Plan, keys: Collection[Key] | None) -> CapturedKeys:
-        """Make buffers for the plan, and capture these keys; None: all that the budget allows."""
+        """Make buffers for the plan, and capture these keys; None: within the budget."""
         backend = self.backend
         config = self.config
         together = self.together
@@ -151,10 +150,9 @@ class CaptureSession:
 def describe_split(
     model: Callable[..., Any], config: Config, backend: GraphBackend | None = None
 ) -> SplitRecord | None:
-    """The split that a session's report would show, without a capture.
-
-    By operators, the model is traced: it runs once on padding, and may write to its KV cache where
-    padding writes. By modules nothing runs. The model is left as it was, and all memory is freed.
+    """The split that a session's report would show. By operators, the model runs once on padding,
+    and may write to its KV cache where padding writes; by modules nothing runs. The model is put
+    back, and all memory is freed.
 
     Returns:
         The split; None where the plan has no PIECEWISE keys.

@@ -22,10 +22,9 @@ _UNREAD = object()
 class StagedBuffers(Mapping[str, Tensor]):
     """The rows of one batch in the static buffers, by name; ``GraphRunner.stage`` makes it.
 
-    Inside the block the caller writes inputs and metadata in place, in the shapes of the unpadded
-    batch. Leaving the block runs the batch, and raises as a call; an exception in it runs nothing.
-    Then ``output`` is the batch's output, and the tensors, which the runner owns, are out of reach.
-    A block can be entered again.
+    Inside the block the caller writes the tensors, which the runner owns, in place. Leaving the
+    block runs the batch, and raises as a call; after an exception nothing runs. Then ``output`` is
+    the batch's output, and the tensors are out of reach. A block can be entered again.
 
     Raises:
         InputError: a tensor is put in instead of written in place, or its name is not declared.
@@ -39,7 +38,7 @@ class StagedBuffers(Mapping[str, Tensor]):
     def __init__(self, launcher: Launcher, call: PreparedCall) -> None:
         batch = call.route.batch
         buffers = launcher.graphs.buffers[()]
-        self._launcher = weakref.ref(launcher)  # which holds this object
+        self._launcher = weakref.ref(launcher)
         self.call: PreparedCall | None = call
         self._views = buffers.views(batch.num_tokens, batch.num_reqs or 0)
         self._entered: Launcher | None = None  # its lock is held, inside the block
@@ -93,10 +92,9 @@ class StagedBuffers(Mapping[str, Tensor]):
     def _run(self, launcher: Launcher, call: PreparedCall) -> None:
         values = list[Tensor]()
         if call.route.mode is CUDAGraphMode.NONE:
-            # the model may change tensor objects
             values = [view.detach() for view in self._views.values()]
         launcher.launch(call, values)
-        # the output is read when somebody asks
+        # read on demand
         self._output = call.output() if launcher.graphs.outputs.clone else _UNREAD
 
     @staticmethod
@@ -106,8 +104,8 @@ class StagedBuffers(Mapping[str, Tensor]):
 
     @property
     def output(self) -> Any:
-        """The model's output without padding; valid as long as a call's output is. Raises
-        CgplanError before the end of the block, and after another batch was staged.
+        """The model's output without padding, valid as a call's output. Raises CgplanError before
+        the end of the block, and after another batch was staged.
         """
         if self._output is _UNREAD and self.call is not None:
             self._output = self.call.output()
@@ -119,7 +117,6 @@ class StagedBuffers(Mapping[str, Tensor]):
         return self._output
 
     def drop_output(self) -> None:
-        """Hold no output any more."""
         self._output = _NO_OUTPUT
 
     def retire(self) -> None:

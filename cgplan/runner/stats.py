@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
 Asked = tuple[int, int | None, bool, int, CUDAGraphMode, BatchDescriptor, MissReason | None]
-Mark = tuple[int, Mapping[Asked, int]]  # resets before it, and calls of each batch
-Sample = tuple[Sequence[object], int]  # values of the labels, and the count
+Mark = tuple[int, Mapping[Asked, int]]  # resets so far, calls by batch
+Sample = tuple[Sequence[object], int]  # labels, count
 
 MOST_BATCHES = 100_000
-EXACT_BATCHES = 512  # tokens up to which metrics do not round
+EXACT_BATCHES = 512  # tokens that metrics do not round
 NEVER = 1 << 62
 
 
@@ -36,10 +36,9 @@ class BatchCount:
     """Calls with one batch, answered in the same way.
 
     Attributes:
-        num_tokens, num_reqs: Unpadded; no requests where no input counts them, and after too many
-            batches.
-        mode, descriptor: What answered.
-        reason: Why no graph did, None if one did.
+        num_tokens, num_reqs: Unpadded; requests only where an input counts them, and not after too
+            many batches.
+        reason: Why no graph answered, if none did.
     """
 
     num_tokens: int
@@ -53,7 +52,7 @@ class BatchCount:
 
 
 class KeyHits(Record):
-    """Calls that the graph of one key served."""
+    """Calls of one key's graph."""
 
     mode: Mode
     descriptor: BatchDescriptor
@@ -66,12 +65,11 @@ class StatsRecord(Record):
     Attributes:
         replays: By key, most calls first.
         eager: Calls that ran eagerly, by reason.
-        real_tokens, padding_tokens: Tokens of all batches, and of the padding in graphs.
-        timed_calls, host_microseconds: Calls that were timed on the host, and the sum of their
-            times.
+        real_tokens, padding_tokens: Of all batches, and of the padding in graphs.
+        timed_calls, host_microseconds: Timed calls, and the sum of their times on the host.
         captures, evictions: Keys that were captured, and whose graphs were freed.
         failures: Captures in service that failed, or that the budget refused.
-        batches: (batch, calls) as batches were asked for.
+        batches: (batch, calls).
     """
 
     replays: tuple[KeyHits, ...]
@@ -91,8 +89,8 @@ class RunnerStats:
 
     Attributes:
         captures, evictions, failures: As in StatsRecord.
-        timed_calls: Calls that were timed; staged blocks are not.
-        timed_nanoseconds: The sum of their times on the host, from entry to return.
+        timed_calls: Without staged blocks.
+        timed_nanoseconds: Time of these calls on the host.
         until_timed: Calls until the next one that is timed.
     """
 
@@ -109,9 +107,7 @@ class RunnerStats:
 
     @property
     def time_every(self) -> int:
-        """One call of so many is timed; 1 for all, 0 for none. Timing takes 0.1 to 0.2
-        microseconds.
-        """
+        """One call of so many is timed; 1 for all, 0 for none."""
         return self._time_every
 
     @time_every.setter
@@ -130,7 +126,7 @@ class RunnerStats:
         route: RoutedBatch,
         reason: MissReason | None = None,
     ) -> BatchCount:
-        """What to add calls to. After 100,000 batches, new ones are told apart by tokens alone."""
+        """What to add calls to. After 100,000 batches, tokens alone tell new ones apart."""
         batch = route.batch
         asked: Asked = (
             batch.num_tokens,
@@ -150,8 +146,8 @@ class RunnerStats:
         ran: RoutedBatch,
         asked: RoutedBatch | None,
     ) -> None:
-        """Count the last call, if a graph served it, as one of the smaller batch ``asked`` that was
-        padded to it; not at all if None: all of it was padding.
+        """Count the last call, if a graph served it, as one of the smaller batch ``asked``, or not
+        at all where None: all was padding.
         """
         if ran.mode is CUDAGraphMode.NONE:
             return
@@ -166,13 +162,13 @@ class RunnerStats:
 
     @property
     def counts(self) -> list[BatchCount]:
-        """All batches of calls. Another thread may ask while calls go on."""
+        """All batches of calls; any thread may ask."""
         known = list(self._counts.values())  # copied at once
         return [count for count in known if count.calls]
 
     @property
     def replays(self) -> Counter[tuple[CUDAGraphMode, BatchDescriptor]]:
-        """Calls by (runtime mode, descriptor) of their graph."""
+        """Calls by (runtime mode, descriptor)."""
         total = Counter[tuple[CUDAGraphMode, BatchDescriptor]]()
         for count in self.counts:
             if count.reason is None:
@@ -181,7 +177,7 @@ class RunnerStats:
 
     @property
     def eager(self) -> Counter[MissReason]:
-        """Calls that ran eagerly, by reason."""
+        """Eager calls by reason."""
         total = Counter[MissReason]()
         for count in self.counts:
             if count.reason is not None:
@@ -209,7 +205,7 @@ class RunnerStats:
 
     @property
     def host_microseconds(self) -> float:
-        """Host time of all timed calls together."""
+        """Of all timed calls together."""
         return self.timed_nanoseconds / 1e3
 
     def reset(self) -> None:
@@ -232,8 +228,8 @@ class RunnerStats:
         )
 
     def table(self) -> str:
-        """The settings and the table that vLLM logs, most frequent first; the planner reads it as
-        traffic. It adds up all tables of a file, so call ``reset`` after each.
+        """The settings and the table that vLLM logs; the planner reads it as traffic. Call
+        ``reset`` after each table of a file: the planner adds them up.
         """
         rows = Counter[tuple[int, int, CUDAGraphMode]]()
         for count in self.counts:
@@ -308,8 +304,8 @@ class RunnerStats:
         return self._resets, calls
 
     def traffic(self, since: Mark | None = None) -> Traffic:
-        """The exact batches that were asked for, those that ran eagerly too; ``since``: only those
-        after this ``mark``, or after a later ``reset``. Raises TrafficError: nothing was called.
+        """The exact batches that were asked for, since a ``mark`` or a later ``reset``. Raises
+        TrafficError: nothing was called.
         """
         found = []
         notes = []
@@ -328,16 +324,29 @@ class RunnerStats:
                 ]
         return Traffic.of(found, "runner.stats", notes)
 
-    def exposed_batches(self) -> Counter[tuple[int, str, int]]:
-        """Calls by tokens, uniformity and adapters, few enough for a monitor."""
-        total = Counter[tuple[int, str, int]]()
+    def samples(self) -> dict[str, Iterable[Sample]]:
+        """What metrics show, by counter; batches few enough for a monitor."""
+        replays = list[Sample]()
+        for (mode, key), calls in self.replays.items():
+            uniform = str(key.uniform).lower()
+            reqs = key.num_reqs or ""
+            replays.append(((mode, key.num_tokens, reqs, uniform, key.num_active_loras), calls))
+        batches = Counter[Sequence[object]]()
         for count in self.counts:
-            tokens, _, uniform, loras = self._batch(count)
-            if not uniform and tokens > EXACT_BATCHES:
+            tokens, _, is_uniform, loras = self._batch(count)
+            if not is_uniform and tokens > EXACT_BATCHES:
                 most = max(tokens, self.plan.max_num_batched_tokens)
                 tokens = min(math.ceil(tokens / 64) * 64, most)
-            total[tokens, str(uniform).lower(), loras] += count.calls
-        return total
+            batches[tokens, str(is_uniform).lower(), loras] += count.calls
+        return {
+            "replays": replays,
+            "batches": batches.items(),
+            "eager_calls": [((reason,), calls) for reason, calls in self.eager.items()],
+            "tokens": [(("real",), self.real_tokens), (("padding",), self.padded_rows)],
+            "captures": [((), self.captures)],
+            "evictions": [((), self.evictions)],
+            "capture_failures": [((), self.failures)],
+        }
 
     def _batch(self, count: BatchCount) -> StepShape:
         reqs = count.num_reqs
@@ -367,32 +376,10 @@ _COUNTERS = {  # descriptions, and further labels
 }
 
 
-def _samples(stats: RunnerStats) -> dict[str, Iterable[Sample]]:
-    replays = list[Sample]()
-    for (mode, key), calls in stats.replays.items():
-        uniform = str(key.uniform).lower()
-        labels = (mode, key.num_tokens, key.num_reqs or "", uniform, key.num_active_loras)
-        replays.append((labels, calls))
-    return {
-        "replays": replays,
-        "batches": stats.exposed_batches().items(),
-        "eager_calls": [((reason,), calls) for reason, calls in stats.eager.items()],
-        "tokens": [(("real",), stats.real_tokens), (("padding",), stats.padded_rows)],
-        "captures": [((), stats.captures)],
-        "evictions": [((), stats.evictions)],
-        "capture_failures": [((), stats.failures)],
-    }
-
-
 class StatsCollector:
     """Collects the numbers of runners when a registry asks for them:
-    ``prometheus_client.REGISTRY.register(StatsCollector({"target": runner.stats}))``.
-
-    Args:
-        runners: Their stats by name, the label ``runner``.
-
-    Raises:
-        CgplanError: prometheus_client is not installed.
+    ``prometheus_client.REGISTRY.register(StatsCollector({"target": runner.stats}))``. Raises
+    CgplanError where prometheus_client is not installed.
     """
 
     def __init__(self, runners: Mapping[str, RunnerStats]) -> None:
@@ -408,7 +395,7 @@ class StatsCollector:
         self._core = core
 
     def collect(self) -> Iterator[Metric]:
-        samples = {runner: _samples(stats) for runner, stats in self._runners.items()}
+        samples = {runner: stats.samples() for runner, stats in self._runners.items()}
         for name, (about, labels) in _COUNTERS.items():
             family = self._core.CounterMetricFamily(
                 f"cgplan_{name}", about, labels=["runner", *labels]

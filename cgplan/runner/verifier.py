@@ -1,15 +1,13 @@
 """Verifier: replays compared with the model's own code, from the same state and random numbers.
 
 Note [Verification]
-    A batch runs by the model's own code, then by the graph. Outputs, and tensors that the graph
-    writes, have to agree within rounding.
-    * Calls that teach (``RealRows``): the own code runs the batch without padding. A further replay
-      has copies of real rows in its padding, valid values for the model: real rows have to stay
-      equal to the last bit. Where random numbers are drawn, or few elements differ in half
-      precision, a difference is accepted if the padded batch by the captured code agrees with the
-      graph.
-    * A configuration: the own code runs the padded batch, since attention metadata is made for it.
-      Unless a context tells the model of sizes, the batch without padding runs, too. If it differs,
+    Outputs, and tensors that the graph writes, have to agree within rounding.
+    * Calls that teach (``RealRows``): the model's own code runs without padding. A further replay
+      has copies of real rows in its padding, valid values for the model: real rows stay equal to
+      the bit. Random numbers, and few elements in half precision, may differ if the padded batch by
+      the captured code agrees with the graph.
+    * A configuration: the model's own code runs the padded batch, as attention metadata needs.
+      Unless a context tells the model of sizes, it runs without padding, too: where that differs,
       padding within rows, or copies of real rows that change the output, are at fault.
     Memory that each run overwrites at places given by inputs, such as a KV cache, is not copied.
 """
@@ -39,12 +37,10 @@ from cgplan.reports.records import VerifyRecord
 from cgplan.runner.prepared import NEVER, Due, PreparedCall, Values, on_device
 
 _COPIES = 4  # of the state, at one time
-_FEW = 0.25  # of the elements: those of rows that a router sends elsewhere
+_FEW = 0.25  # of the elements: rows that a router sends elsewhere
 
 
 class Verifier:
-    """Verifies the graphs of one runner, see Note [Verification]."""
-
     def __init__(self, graphs: ModelGraphs) -> None:
         compilation = graphs.config.compilation
         self._graphs = graphs
@@ -57,7 +53,7 @@ class Verifier:
         self._handed: list[Tensor] = []
 
     def schedule(self, call: PreparedCall) -> None:
-        """Set when calls of a kind are verified; padded batches of a key have their own turns."""
+        """Decide when calls of a kind are verified; padded batches have their own turns."""
         mode = call.route.mode
         key = call.route.descriptor
         batch = call.route.batch
@@ -68,16 +64,15 @@ class Verifier:
             call.output = partial(self._expiring, call.output)
 
     def forget(self, keys: Iterable[Key]) -> None:
-        """Verify these keys as new ones."""
         for key in keys:
             self._due.pop((*key, False), None)
             self._due.pop((*key, True), None)
 
     def _expiring(self, output: Callable[[], Any]) -> Any:
-        """A copy of an output, which the next call fills with NaN."""
+        """A copy of an output; the next call fills it with NaN."""
         with torch.no_grad(), torch.inference_mode(False):
             for tensor in self._handed:
-                tensor.detach().fill_(math.nan)  # the caller may have asked for its gradient
+                tensor.detach().fill_(math.nan)  # it may ask for gradients
             found = _copied(output())
         self._handed = []
         for leaf in tree_leaves(found):
@@ -90,8 +85,8 @@ class Verifier:
         call: PreparedCall,
         values: Values,
     ) -> None:
-        """Replay a batch that is in the static buffers, and verify it. Raises NumbersError, with
-        the output of the model's own code.
+        """Replay a batch in the static buffers, and verify it. Raises NumbersError, with the output
+        of the model's own code.
         """
         due = call.due
         record, output = self.verify(call, values)
@@ -120,8 +115,8 @@ class Verifier:
         *,
         leaves: bool = True,
     ) -> tuple[VerifyRecord, Any]:
-        """The comparison of a batch that is in the static buffers, and the output of the model's
-        own code. ``leaves``: the state of the answer stays; else it is put back.
+        """Compare a batch in the static buffers; returns also the output of the model's own code.
+        ``leaves``: the state of the answer stays, else it is put back.
         """
         graphs = self._graphs
         held = _COPIES * sum(tensor.nbytes for tensor in graphs.facts.written.values())
@@ -152,7 +147,7 @@ def _unverified(
 
 @dataclass
 class _Run:
-    """One run of a batch, with copies of the tensors that graphs write."""
+    """``state``: copies of the tensors that graphs write."""
 
     output: Any
     state: list[Tensor]
@@ -160,9 +155,7 @@ class _Run:
 
 
 class _Moment:
-    """Copies of the tensors that graphs write (``state``), of the batch in the static buffers, and
-    of the generators' states (``random``). ``python`` puts attributes back.
-    """
+    """Copies of the tensors that graphs write, of the batch, and of generators' states."""
 
     def __init__(
         self,
@@ -198,7 +191,7 @@ class _Moment:
         return copy
 
     def put_back(self) -> bool:
-        """Put all back; False where Python changed otherwise."""
+        """False where Python changed more than attributes."""
         for storage, copy in self._copies:
             storage.copy_(copy)
         for generator, state in self.random:
@@ -213,7 +206,7 @@ class _Moment:
 
 
 class _Comparison:
-    """One batch, run in several ways from the moment ``begin``."""
+    """One batch, run in several ways from ``begin``."""
 
     def __init__(
         self,
@@ -248,7 +241,7 @@ class _Comparison:
         *,
         leaves: bool,
     ) -> VerifyRecord:
-        """Compare the run that ended, of the model's own code, with a replay."""
+        """Compare the run of the model's own code with a replay."""
         graphs = self._graphs
         route = self._route
         begin = self.begin
@@ -321,7 +314,6 @@ class _Comparison:
         return self._call.output()
 
     def _replay_again(self) -> _Run:
-        """A replay whose state is put back."""
         replayed = self.run(self._replay)
         self.begin.put_back()
         return replayed
@@ -345,7 +337,6 @@ class _Comparison:
             raise failure from (error if failure is not error else error.__cause__)
 
     def _captured_code(self) -> Any:
-        """The padded batch by the code that was captured."""
         graphs = self._graphs
         route = self._route
         with graphs.in_context(route.mode, route.descriptor):
@@ -353,7 +344,6 @@ class _Comparison:
         return graphs.outputs.cut(output, route.batch)
 
     def _unpadded_rows(self) -> dict[str, Tensor]:
-        """Copies of the batch's own rows in the static buffers."""
         batch = self._route.batch
         static = self._graphs.buffers[self._route.descriptor.sizes]
         rows = static.views(batch.num_tokens, batch.num_reqs or 0)
@@ -364,7 +354,7 @@ class _Comparison:
     # --- what padding and rounding do -------------------------------------------------------------
 
     def _padding_tells(self) -> str | None:
-        """Where padding reaches real rows, see Note [Verification]."""
+        """Where padding reaches real rows."""
         if self._has_rows:
             return self._reached()
         graphs = self._graphs
@@ -372,7 +362,7 @@ class _Comparison:
         config = graphs.config
         if graphs.before_key is not None or config.metadata or config.lora:
             return None
-        if not self._can_repeat or not graphs.is_alone:  # ranks run a forward equally often
+        if not self._can_repeat or not graphs.is_alone:
             return None
         is_padded_within = route.batch.sizes != route.descriptor.sizes  # within rows
         if not is_padded_within and not self._padding():
@@ -400,7 +390,7 @@ class _Comparison:
             )
         )
         for part in wrong:
-            if part.largest is None:  # a number beside the tensors, or another structure
+            if part.largest is None:  # another structure, or a plain number
                 return part.where
         if not wrong:
             return None
@@ -409,7 +399,7 @@ class _Comparison:
         return self._reached()
 
     def _reached(self) -> str | None:
-        """What a replay with copies of real rows in the padding changes."""
+        """What copies of real rows in the padding change."""
         padding = self._padding()
         if not padding:
             return None
@@ -424,12 +414,12 @@ class _Comparison:
         if self._unequal(plain, again) is None:
             return where
         if _wrong(self._differences(again, plain)):
-            return None  # each replay gives other numbers, whatever the padding holds
+            return None  # replays differ anyway
         wrong = _wrong(self._differences(copies, plain))
         return wrong[0].where if wrong else None
 
     def _padding(self) -> list[tuple[Tensor, Tensor]]:
-        """Rows of padding, and the real rows that are copied there."""
+        """Rows of padding, and real rows for them."""
         graphs = self._graphs
         key = self._route.descriptor
         batch = self._route.batch
@@ -504,7 +494,7 @@ class _Comparison:
 
 
 def _copied_inputs(graphs: ModelGraphs) -> set[str]:
-    """Inputs whose padding may hold copies of real rows: all, where inputs count nothing else."""
+    """Inputs whose padding may hold copies of real rows."""
     config = graphs.config
     if graphs.real_rows is not None:
         return set(config.inputs) - set(graphs.real_rows.meant_padding)
