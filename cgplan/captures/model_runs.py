@@ -41,39 +41,39 @@ class RealRows:
 
     Attributes:
         fill: Fills the static rows of a key with real rows, and copies of them behind.
-        meant_padding: Inputs whose padding means something: it is not exchanged for copies of real
-            rows.
+        meant_padding: Inputs whose padding copies of real rows never replace.
     """
 
     fill: Callable[[Tensors], None]
     meant_padding: Collection[str] = ()
 
 
-@dataclass
 class ForwardFacts:
     """What captures found of the forward, for as long as its graphs live.
 
     Attributes:
-        told: Modes in which packages are told that a capture is under way.
+        told: Modes in which packages are told of captures.
         aside: Paths that eager pieces change.
         written: The model's tensors that graphs write, by path.
-        overwritten: Ids of the storages that each run overwrites at places given by inputs, and
-            does not read before.
-        changes_python: Whether runs change Python: eager pieces may.
-        is_coarse: Whether something is computed in half precision or TensorFloat32.
+        overwritten: Ids of storages that each run overwrites before it reads them.
+        changes_python: Whether runs change Python, as eager pieces may.
+        is_coarse: Whether it computes in half precision or TensorFloat32.
         notes: Warnings for the report.
     """
 
-    told: set[CUDAGraphMode] = field(default_factory=set)
-    aside: set[str] = field(default_factory=set)
-    written: dict[str, Tensor] = field(default_factory=dict)
-    overwritten: set[int] = field(default_factory=set)
-    changes_python: bool = False
-    is_coarse: bool = False
-    notes: list[str] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.told = set[CUDAGraphMode]()
+        self.aside = set[str]()
+        self.written = dict[str, Tensor]()
+        self.overwritten = set[int]()
+        self.changes_python = False
+        self.is_coarse = False
+        self.notes = list[str]()
 
-    def note(self, warnings: Iterable[str]) -> None:
-        self.notes = list(dict.fromkeys([*self.notes, *warnings]))
+    def note(self, *warnings: str) -> None:
+        for warning in warnings:
+            if warning not in self.notes:
+                self.notes.append(warning)
 
 
 @dataclass(eq=False, repr=False)
@@ -81,16 +81,14 @@ class ModelRuns:
     """The model, its static buffers, and runs on them.
 
     Args:
-        state: The objects whose state counts; absent: the model.
-        before_key, real_rows: See CaptureSession.
+        state, before_key, real_rows: See CaptureSession.
 
     Attributes:
         plan: The keys that may be captured, and later those that are.
         most_tokens: Tokens of the largest key that the static buffers hold.
-        roots: The objects that are looked at for state, by name.
-        generators: The random generators that the model draws from, but for the default one.
-        scope: The pool of the key that is captured, its entries, and whether capturing is still
-            allowed.
+        roots: The objects whose state counts, by name.
+        generators: Random generators of the model, without the default one.
+        scope: The pool and entries of the key that is captured.
         route: How PIECEWISE segments come about.
     """
 
@@ -104,8 +102,11 @@ class ModelRuns:
     route: SplitRoute = field(init=False)
 
     def __post_init__(self, state: Sequence[object] | Mapping[str, object] | None) -> None:
-        policy = self.config.compilation.address_policy
-        self.scope = CaptureScope(None, self.backend, address_check=policy)
+        self.scope = CaptureScope(
+            None,
+            self.backend,
+            address_check=self.config.compilation.address_policy,
+        )
         self.allocate_buffers(self.plan.keys)
         self.generators: tuple[torch.Generator, ...] = ()
         self.facts = ForwardFacts()
@@ -115,8 +116,9 @@ class ModelRuns:
         elif state is not None:
             self.roots = {f"state[{index}]": item for index, item in enumerate(state)}
             for name, item in self.roots.items():
-                if not Fingerprint.of({name: item}, self.backend.device).tensors:
-                    self.facts.notes.append(
+                held = Fingerprint.of({name: item}, self.backend.device)
+                if not held.tensors:
+                    self.facts.note(
                         f"{name} ({type(item).__name__}) holds no tensor: `state` lists the "
                         "objects whose tensors the model uses"
                     )
@@ -144,36 +146,46 @@ class ModelRuns:
         return Fingerprint.of(self.roots, self.backend.device)
 
     def use_generators(self, found: Iterable[torch.Generator]) -> None:
-        """Let graphs draw from these generators."""
-        known = {number_of(generator) for generator in self.generators}
+        known = set(map(number_of, self.generators))
         for generator in found:
             if number_of(generator) not in known:
                 self.generators += (generator,)
                 self.backend.register_generator(generator)
 
     def padded_reqs(self, descriptor: BatchDescriptor) -> int:
-        """Requests of a key; PIECEWISE keys leave the number open, then as many as there can be."""
+        """Requests of a key; the most there can be if it leaves them open."""
         if descriptor.num_reqs is not None:
             return descriptor.num_reqs
         return min(descriptor.num_tokens, self.plan.max_num_seqs)
 
     def views(self, descriptor: BatchDescriptor) -> dict[str, Tensor]:
         """The tensors that the key's graph reads, by name."""
-        buffers = self.buffers[descriptor.sizes]
-        reqs = self.padded_reqs(descriptor)
-        return buffers.views(descriptor.num_tokens, reqs)
+        return self.buffers[descriptor.sizes].views(
+            descriptor.num_tokens,
+            self.padded_reqs(descriptor),
+        )
 
-    def of_graphs(self, mode: CUDAGraphMode, paths: Iterable[str]) -> list[str]:
-        """Paths that code in graphs changed: eager pieces, and code between wrappers, run on each
-        replay.
-        """
-        if mode is CUDAGraphMode.PIECEWISE and self.route.name == "wrappers":
+    def runs_python_again(self, mode: CUDAGraphMode) -> bool:
+        """Whether a replay runs the model's Python, between wrappers."""
+        return mode is CUDAGraphMode.PIECEWISE and self.route.name == "wrappers"
+
+    def frozen(
+        self,
+        mode: CUDAGraphMode,
+        paths: Iterable[str],
+    ) -> list[str]:
+        """Of paths that a run changed, those that no replay changes."""
+        if self.runs_python_again(mode):
             return []
         return [path for path in paths if not is_within(path, self.facts.aside)]
 
     @contextmanager
-    def in_context(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> Iterator[None]:
-        """A block in the context that ``before_key`` sets; it is put back after the block."""
+    def in_context(
+        self,
+        mode: CUDAGraphMode,
+        descriptor: BatchDescriptor,
+    ) -> Iterator[None]:
+        """A block in the context of ``before_key``, which is put back."""
         if self.before_key is None:
             yield
             return
@@ -184,10 +196,12 @@ class ModelRuns:
         finally:
             kept.restore_python(())
 
-    def run_eager(self, descriptor: BatchDescriptor, tensors: Tensors) -> Any:
-        """The model's own code on these tensors; parts under torch.compile find the code that
-        warm-ups compiled.
-        """
+    def run_eager(
+        self,
+        descriptor: BatchDescriptor,
+        tensors: Tensors,
+    ) -> Any:
+        """The model's own code; parts under torch.compile run as compiled."""
         with autocast_cache(on=self.route.name == "wrappers"):
             return self.run(self.model, CUDAGraphMode.NONE, descriptor, tensors)
 
@@ -198,7 +212,18 @@ class ModelRuns:
         descriptor: BatchDescriptor,
         tensors: Tensors,
     ) -> Any:
-        """``call`` with the inputs among these tensors, and the metadata in the forward context."""
-        metadata = _Metadata((name, tensors[name]) for name in self.config.metadata)
-        with torch.no_grad(), forward_context(mode, descriptor, metadata, scope=self.scope):
-            return call(**{name: tensors[name] for name in self.config.inputs})
+        """``call`` with the inputs, and the metadata in the forward context."""
+        inputs = {name: tensors[name] for name in self.config.inputs}
+        metadata = _Metadata()
+        for name in self.config.metadata:
+            metadata[name] = tensors[name]
+        with (
+            torch.no_grad(),
+            forward_context(
+                mode,
+                descriptor,
+                metadata,
+                scope=self.scope,
+            ),
+        ):
+            return call(**inputs)
