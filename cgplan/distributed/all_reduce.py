@@ -4,20 +4,16 @@ implementations.
 ``torch.ops.cgplan.all_reduce(x, group)`` returns the sum of all ranks' ``x``, out of place, bit for
 bit the same on all ranks; ``group`` is an AllReduce's number. All ranks call it in the same order
 with the same shapes, on one stream. Inside it is ``cgplan::all_reduce_row``, one node of a graph
-and one step of a tape. It reads the inputs' addresses from a row of the registry's table, see Note
-[Registration] in registry.py.
+and one step of a tape, which reads the inputs' addresses from a row of the registry's table.
 
 Note [Unfinished sums]
     A rank that raises, or gives up waiting, leaves a sum that other ranks have joined or will join.
-    The next sum would take their part for its own: wrong numbers, or, with gloo and other sizes,
-    the end of the process. So a rank that has left a sum on the CPU does no other, until
-    `begin_pass` on all ranks makes new signals and, where a sum of gloo's was left, a new group.
-    Capture sessions call it when they begin, after a failure that all ranks raise, and where a
-    budget drops graphs. On a GPU the host has only queued the sum. `abort` ends waits of the custom
-    kernels; if the host itself waits for the device, their bound ends them. A sum that waits in
-    NCCL can be given up only by aborting the communicator, whose kernels graphs may hold; torch's
-    watchdog ends the process after the timeout, unless TORCH_NCCL_ASYNC_ERROR_HANDLING says
-    otherwise.
+    The next sum would take their part for its own: wrong numbers or, with gloo and other sizes, the
+    end of the process. So a rank that has left a sum on the CPU does no other, until `begin_pass`
+    on all ranks makes new signals and, for gloo, a new group. Sessions call it at their beginning,
+    after a common failure, and where a budget drops graphs. On a GPU `abort`, or their bound, ends
+    waits of the custom kernels. A sum that waits in NCCL ends only with its communicator, whose
+    kernels graphs may hold; torch's watchdog ends the process after the timeout.
 """
 
 from __future__ import annotations
@@ -67,15 +63,14 @@ class AllReduce(ABC):
     """Sums tensors over ranks, in the graphs of a backend's device.
 
     Args:
-        fallback: Sums the tensors that this one cannot; the log says so, once for each reason.
-            Owned.
+        fallback: Sums the tensors that this one cannot. Owned.
 
     Attributes:
         name: As ``compilation.all_reduce`` has it.
         number: The operator's ``group``.
     """
 
-    __graph_memory__ = True  # its signals and counts are no state of a model
+    __graph_memory__ = True  # no state of a model
 
     name: str
 
@@ -112,16 +107,11 @@ class AllReduce(ABC):
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         if x.numel():
             source, row = self.placed(x.contiguous())
-            torch.ops.cgplan.all_reduce_row(
-                source,
-                out,
-                row,
-                self.number,
-            )
+            torch.ops.cgplan.all_reduce_row(source, out, row, self.number)
         return out
 
     def why_not(self, x: Tensor) -> str:  # noqa: ARG002
-        """Why this tensor goes to ``fallback``; empty if it does not. The same on all ranks."""
+        """Why this tensor goes to ``fallback``, if it does; the same on all ranks."""
         return ""
 
     def peer_memory(self) -> PeerMemory:
@@ -134,7 +124,7 @@ class AllReduce(ABC):
 
     @abstractmethod
     def run(self, x: Tensor, out: Tensor, row: Tensor) -> None:
-        """Write the sum of all ranks' ``x`` to ``out``; the body of ``cgplan::all_reduce_row``."""
+        """Write the sum of all ranks' ``x`` to ``out``: the body of ``cgplan::all_reduce_row``."""
 
     @contextmanager
     def whole_sum(self) -> Iterator[None]:
@@ -157,9 +147,7 @@ class AllReduce(ABC):
             self._fallback.begin_pass()
 
     def end_pass(self) -> Registration:
-        """After captures, on all ranks: register the graphs' buffers. Raises as
-        GraphBufferRegistry.register.
-        """
+        """After captures, on all ranks. Raises as GraphBufferRegistry.register."""
         self.ranks.agree("the capture pass")
         return Registration()
 
@@ -170,17 +158,15 @@ class AllReduce(ABC):
         """End waits of queued kernels. Sums are wrong from then on, until ``begin_pass``."""
 
     def check(self) -> None:  # noqa: B027
-        """Raise AllReduceError if a kernel has given up waiting. Waits for the device."""
+        """Raise AllReduceError if a kernel gave up waiting. Waits for the device."""
 
     @property
     def is_read(self) -> bool:
-        """Whether graphs of a runner that was not closed read the buffers of the last pass."""
+        """Whether graphs of an open runner read the buffers of the last pass."""
         return False
 
     def close(self) -> None:
-        """Free shared memory; graphs that reduce must be gone. A later sum raises
-        DistributedError.
-        """
+        """Free shared memory; graphs that reduce must be gone."""
         self.is_closed = True
         if self._fallback is not None:
             self._fallback.close()
@@ -195,9 +181,7 @@ class AllReduce(ABC):
 
 
 class CollectiveAllReduce(AllReduce):
-    """torch.distributed's all-reduce: NCCL, which a graph captures as its own kernels, and gloo on
-    the CPU.
-    """
+    """torch.distributed's all-reduce: NCCL, whose kernels a graph captures, and gloo on the CPU."""
 
     name = "nccl"
 
@@ -216,11 +200,8 @@ class CollectiveAllReduce(AllReduce):
         return super().reduce(x)
 
     def run(self, x: Tensor, out: Tensor, row: Tensor) -> None:  # noqa: ARG002
-        """Copy, and reduce in place.
-
-        Raises:
-            RankFailedError: on the CPU: a rank is lost, or has failed.
-            AllReduceError: torch's all-reduce failed, now or, on the CPU, earlier.
+        """Raises RankFailedError on the CPU where a rank is lost or failed, AllReduceError where
+        torch's all-reduce failed.
         """
         out.copy_(x)
         on_cpu = x.device.type == "cpu"
@@ -234,14 +215,11 @@ class CollectiveAllReduce(AllReduce):
                     remedy="Every rank has to make the same calls in the same order; look at the "
                     "output of the others.",
                 )
-                if on_cpu:  # no rank has said that it failed: one is gone, or late
+                if on_cpu:  # one is gone, or late
                     self.ranks.leave(error)
                 raise error from failure
 
     def begin_pass(self) -> None:
-        """On the CPU a new group, where a rank has left a sum unfinished; see Note [Unfinished
-        sums].
-        """
         if self.backend.device.type != "cpu":
             return
         if any(self.ranks.agree("torch's groups", value=self._is_unfinished)):
@@ -251,15 +229,13 @@ class CollectiveAllReduce(AllReduce):
 
 
 _SYMMETRIC_DTYPES = (torch.float32, torch.bfloat16)  # of torch's kernels
-_ONE_SHOT_BYTES = 512 << 10  # up to here each rank reads all inputs; beyond it, a part of each
+_ONE_SHOT_BYTES = 512 << 10  # beyond it a rank reads a part of each input
 _ALIGNMENT = 16
 
 
 class SymmetricAllReduce(AllReduce):
-    """Copies each input to a buffer of ``max_bytes`` in symmetric memory, and sums there, without
-    multicast.
-
-    Raises AllReduceError, on all ranks, where the memory cannot be opened.
+    """Sums in a buffer of ``max_bytes`` in symmetric memory, without multicast. Raises
+    AllReduceError, on all ranks, where it cannot be opened.
     """
 
     name = "symm_mem"
@@ -304,8 +280,7 @@ class SymmetricAllReduce(AllReduce):
 
 def _all_reduce(x: Tensor, group: int) -> Tensor:
     found = _at(group)
-    # A look at the forward runs on one rank alone; the others do not come to this all-reduce. A
-    # capture that is made meanwhile has to hold it, though.
+    # A look runs on one rank alone.
     if is_probing() and not found.backend.is_capturing():
         return x.clone()
     return found.reduce(x)
