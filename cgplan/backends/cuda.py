@@ -46,7 +46,7 @@ from cgplan.buffers.static import StaticBuffers
 from cgplan.errors import BackendError, CaptureError, CaptureMemoryError, first_line
 
 
-@dataclass(slots=True, eq=False, weakref_slot=True)
+@dataclass(eq=False)
 class CudaPool:
     """A pool: torch's handles, and the graphs that keep it alive. torch refuses captures into a
     pool without graphs or with a failed capture, so the next one gets a new handle.
@@ -73,7 +73,7 @@ class CudaPool:
         return self.handles[-1]
 
 
-@dataclass(slots=True, eq=False, weakref_slot=True)
+@dataclass(eq=False)
 class CudaGraph:
     pool: CudaPool
     graph: torch.cuda.CUDAGraph
@@ -477,10 +477,12 @@ class CudaBackend(GraphBackend):
     def _forget(self, graph: CudaGraph) -> None:
         """See Note [Failed captures]."""
         pool = graph.pool
+        handle = pool.handles[-1]
+        index = self.device.index
         # raised if capture_end had stopped the recording
         with suppress(RuntimeError):
-            torch._C._cuda_endAllocateToPool(self.device.index, pool.handles[-1])
-            torch._C._cuda_releasePool(self.device.index, pool.handles[-1])
+            torch._C._cuda_endAllocateToPool(index, handle)
+            torch._C._cuda_releasePool(index, handle)
         pool.is_spoiled = True
         graph.drop()
         small = torch.cuda.CUDAGraph()

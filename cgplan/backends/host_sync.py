@@ -273,11 +273,9 @@ def implemented_in_python(func: Any, key: str) -> bool:
     """
     if not isinstance(func, torch._ops.OpOverload) or func.namespace in _BUILTIN:
         return False
-    name = func._schema.name
-    if torch.Tag.cudagraph_unsafe in func.tags or name in _RECORDED_WHOLE:
+    if torch.Tag.cudagraph_unsafe in func.tags or func.name() in _RECORDED_WHOLE:
         return False
-    overload = "" if func._overloadname == "default" else f".{func._overloadname}"
-    registered = name.replace("::", "/") + overload
+    registered = func.name().replace("::", "/")
     kernels = {f"{registered}/{key}", f"{registered}/CompositeExplicitAutograd"}
     return not kernels.isdisjoint(torch.library._impls)
 
@@ -403,10 +401,8 @@ def count_writes(
     """Count an operator's writes in its tensors' versions, which torch does not under a mode for
     operators in Python and ``_foreach_``.
     """
-    counted = []
-    for tensor in written_tensors(func, args, kwargs):
-        if not tensor.is_inference():
-            counted.append(tensor)
+    written = written_tensors(func, args, kwargs)
+    counted = [tensor for tensor in written if not tensor.is_inference()]
     torch.autograd.graph.increment_version(counted)
 
 

@@ -38,7 +38,7 @@ from cgplan.backends.tape_recorder import Recorder, Step, Tape, replay
 from cgplan.errors import CaptureError
 
 
-@dataclass(slots=True, eq=False, weakref_slot=True)
+@dataclass(eq=False)
 class TapeGraph:
     """The steps of a replay; while it records, the tape and the modes to leave."""
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from cgplan.buffers.static import torch_dtype
-from cgplan.config import Extent, Input
+from cgplan.config import Input
 from cgplan.errors import InputError, did_you_mean
 from cgplan.modes import BatchDescriptor
 
@@ -63,7 +63,9 @@ class BatchReader:
             value = given[name]
             self._check(name, value, dtype)
             shape = value.shape
-            if not _fits(shape, extents):
+            known = zip(shape, extents, strict=False)
+            fits = [extent.symbol is not None or extent.takes(n) for n, extent in known]
+            if len(shape) != len(extents) or not all(fits):
                 raise InputError(
                     f"input {name!r} has shape {list(shape)}, declared is {list(spec.shape)}",
                     remedy="Change the tensor, or the shape in the configuration.",
@@ -132,13 +134,3 @@ class BatchReader:
                 f"input {name!r} is on {value.device}, the runner on {self._device}",
                 remedy=f"Move it with .to('{self._device}'), or pass a tensor on the host.",
             )
-
-
-def _fits(shape: Sequence[int], extents: Sequence[Extent]) -> bool:
-    """Whether dimensions that count no rows have their declared sizes."""
-    if len(shape) != len(extents):
-        return False
-    for n, extent in zip(shape, extents, strict=True):
-        if extent.symbol is None and not extent.takes(n):
-            return False
-    return True

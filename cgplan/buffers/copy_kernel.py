@@ -41,7 +41,10 @@ _BATCH_BYTES = _HEAD.size + INPUTS * (8 + _JOB.size)
 _CONFIG = struct.Struct("=7I4xQ16x")
 _STREAM = struct.Struct("=Q")
 _STREAM_AT = 32
-_COUNTS: dict[str | None, int] = {"num_tokens": 1, "num_reqs": 2}
+_COUNTS: dict[str | None, int] = {
+    "num_tokens": 1,
+    "num_reqs": 2,
+}
 _OTHER_CONTEXT = (201, 400)  # CUDA_ERROR_INVALID_CONTEXT, CUDA_ERROR_INVALID_HANDLE
 _address = Tensor.data_ptr
 _is_contiguous = Tensor.is_contiguous
@@ -79,7 +82,10 @@ def load_copy_kernel(index: int) -> CopyKernel | None:
             function = ctypes.c_void_p()
             inline_function = ctypes.c_void_p()
             codes = [driver.cuModuleLoadData(ctypes.byref(module), cubin)]
-            functions = {b"copy_rows": function, b"copy_rows_inline": inline_function}
+            functions = {
+                b"copy_rows": function,
+                b"copy_rows_inline": inline_function,
+            }
             for name, found in functions.items():
                 code = driver.cuModuleGetFunction(ctypes.byref(found), module, name)
                 codes.append(code)
@@ -90,7 +96,11 @@ def load_copy_kernel(index: int) -> CopyKernel | None:
         return None
     launch.argtypes = [ctypes.c_void_p] * 4
     launch.restype = ctypes.c_int
-    return CopyKernel(function.value or 0, inline_function.value or 0, launch)
+    return CopyKernel(
+        function.value or 0,
+        inline_function.value or 0,
+        launch,
+    )
 
 
 def compile_copy_rows(capability: tuple[int, int]) -> bytes:
@@ -106,7 +116,10 @@ def compile_copy_rows(capability: tuple[int, int]) -> bytes:
     source = resources.files("cgplan.buffers").joinpath("copy_rows.cu").read_bytes()
     program = checked(nvrtc.nvrtcCreateProgram(source, b"copy_rows.cu", 0, [], []))
     try:
-        options = [b"--gpu-architecture=sm_%d%d" % capability, b"-DINPUTS=%d" % INPUTS]
+        options = [
+            b"--gpu-architecture=sm_%d%d" % capability,
+            b"-DINPUTS=%d" % INPUTS,
+        ]
         checked(nvrtc.nvrtcCompileProgram(program, len(options), options))
         cubin = bytearray(checked(nvrtc.nvrtcGetCUBINSize(program)))
         checked(nvrtc.nvrtcGetCUBIN(program, cubin))
