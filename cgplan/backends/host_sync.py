@@ -38,7 +38,10 @@ _HOST_METHODS = ("cpu", "numpy", "tolist", "__array__", "__repr__")
 # a replay runs its Python kernel, which waits for other processes
 _RECORDED_WHOLE = ("cgplan::all_reduce_row",)
 _BUILTIN = ("aten", "prim")
-_NEEDS_HOST = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+_NEEDS_HOST = {
+    torch.Tag.dynamic_output_shape,
+    torch.Tag.data_dependent_output,
+}
 ALLOCATIONS = {
     "empty",
     "empty_like",

@@ -89,7 +89,10 @@ class TapeBackend(GraphBackend):
     def begin(self, graph: TapeGraph) -> None:
         assert graph.steps is None, "a graph is captured once"
         if self.is_capturing():
-            raise CaptureError("a capture inside another one", remedy="End the first one before.")
+            raise CaptureError(
+                "a capture inside another one",
+                remedy="End the first one before.",
+            )
         tape = Tape(graph.pool)
         recorder = self._thread.recorder
         with ExitStack() as modes:

@@ -433,7 +433,11 @@ class KernelCopier(Copier):
         for size, target in zip(sizes, self.targets, strict=True):
             blocks = max(blocks, math.ceil(size / target.slices / _BYTES_A_BLOCK))
             slices = max(slices, target.slices)
-        grid = [min(blocks, _MOST_BLOCKS), len(sizes), min(slices, _MOST_BLOCKS)]
+        grid = [
+            min(blocks, _MOST_BLOCKS),
+            len(sizes),
+            min(slices, _MOST_BLOCKS),
+        ]
         packed = _CONFIG.pack(*grid, THREADS, 1, 1, 0, 0)
         return ctypes.create_string_buffer(packed, _CONFIG.size)
 
