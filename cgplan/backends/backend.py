@@ -62,7 +62,9 @@ class Trace:
         args: dict[str, Any],
         ended: int | None = None,
     ) -> None:
-        """``began`` and ``ended``, now if absent, are by ``time.perf_counter_ns()``."""
+        """Add an event; times are those of ``time.perf_counter_ns()``, ``ended`` is now if
+        absent.
+        """
         ended = ended or perf_counter_ns()
         thread = threading.get_native_id()
         self._threads[thread] = threading.current_thread().name
@@ -140,7 +142,7 @@ class GraphBackend(ABC):
 
     @abstractmethod
     def pool_bytes(self, *pools: Pool) -> int:
-        """Bytes that these pools have reserved, taken or free."""
+        """Bytes that these pools have reserved."""
 
     @abstractmethod
     def new_graph(self, pool: Pool) -> Graph:
@@ -153,11 +155,11 @@ class GraphBackend(ABC):
 
     @abstractmethod
     def begin(self, graph: Graph) -> None:
-        """Start capturing in this thread; inside ``session``."""
+        """Capture in this thread; inside ``session``."""
 
     @abstractmethod
     def end(self, graph: Graph) -> None:
-        """Make the graph ready to replay. Raises CaptureError if the capture is not valid."""
+        """Raises CaptureError if the capture is not valid."""
 
     @abstractmethod
     def abort(self, graph: Graph) -> None:
@@ -176,11 +178,11 @@ class GraphBackend(ABC):
         """``replay`` of one graph as a function."""
 
     def copier(self, buffers: StaticBuffers, *, copy_inputs: bool) -> Copier:
-        """The copier of batches into static buffers; the caller owns both."""
+        """The copier of batches into ``buffers``; the caller owns both."""
         return Copier(buffers, copy_inputs=copy_inputs)
 
     def stream_getter(self) -> Callable[[], int]:
-        """A function that returns the current stream's handle; 0 without streams."""
+        """A function for the current stream's handle; 0 without streams."""
         return int
 
     def fetch(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -189,7 +191,6 @@ class GraphBackend(ABC):
         return lambda: copy
 
     def send(self, values: Sequence[int] | Sequence[Sequence[int]]) -> torch.Tensor:
-        """Whole numbers as int64 on the device, without waiting."""
         return torch.tensor(values, dtype=torch.int64, device=self.device)
 
     def is_busy(self, stream: int) -> bool:  # noqa: ARG002
@@ -218,7 +219,7 @@ class GraphBackend(ABC):
 
     @abstractmethod
     def blocks(self) -> list[Block]:
-        """Memory reserved for tensors of all backends, without overlaps."""
+        """Memory reserved for tensors of all backends; blocks do not overlap."""
 
     @abstractmethod
     def memory_at(self, address: int) -> MemoryKind | None:
@@ -240,15 +241,15 @@ class GraphBackend(ABC):
 
     @abstractmethod
     def in_pool(self, tensor: torch.Tensor, pool: Pool) -> bool:
-        """Whether the tensor holds a block of the pool; not asked during a capture."""
+        """Whether the tensor holds a block of the pool; not inside a capture."""
 
     @abstractmethod
     def is_empty(self, graph: Graph) -> bool:
         """Whether a graph has nothing to run; False if unknown."""
 
     def slot(self, value: torch.Tensor) -> torch.Tensor:
-        """Inside a capture: memory of its pool like ``value``, to be written ahead of the graph. A
-        tape computes while it records, so its slot holds the value.
+        """Inside a capture: memory of its pool like ``value``, to be written ahead of the graph. On
+        the tape it holds the value.
         """
         return torch.empty_like(value)
 
@@ -258,9 +259,8 @@ class GraphBackend(ABC):
 
     @abstractmethod
     def session(self) -> AbstractContextManager[None]:
-        """A block of warm-ups and captures without garbage collections; on CUDA on the capture
-        stream. It may be nested. Raises CaptureError as ``gc_paused``, and inside a capture of
-        other CUDA code.
+        """A block of warm-ups and captures, on CUDA on the capture stream. It may be nested. Raises
+        CaptureError as ``gc_paused``, and inside a capture of other CUDA code.
         """
 
     @abstractmethod
@@ -286,10 +286,8 @@ class GraphBackend(ABC):
     @contextmanager
     def capturing(self, graph: Graph) -> Iterator[None]:
         """``begin`` and ``end`` around a block, ``abort`` if it raises. Raises SealedError where
-        ``capture_allowed`` forbids captures.
-
-        Autocast's cache of cast weights is off: a weight cast before would be freed, and one cast
-        inside would lie in the pool, where the next graph overwrites it.
+        ``capture_allowed`` forbids captures. Autocast caches no weights: one cast before would be
+        freed, one cast inside would lie in the pool.
         """
         refuse_forbidden_capture("a graph")
         torch.clear_autocast_cache()
@@ -310,7 +308,7 @@ class GraphBackend(ABC):
 @contextmanager
 def autocast_cache(*, on: bool) -> Iterator[None]:
     """A block with autocast's cache of cast weights on or off, where autocast is on. Dynamo
-    compiles for each state: graph code runs with it off, code between graphs with it on.
+    compiles for each state: graph code has it off, code between graphs on.
     """
     before = torch.is_autocast_cache_enabled()
     uses_autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
@@ -328,9 +326,8 @@ _depth = 0
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """A block of captures without garbage collections, which might free a CUDA tensor inside one;
-    young garbage is collected first. It may be nested. Other threads wait, and raise CaptureError
-    after SESSION_SECONDS.
+    """A block of captures without garbage collections, which might free a CUDA tensor. It may be
+    nested. Other threads wait, and raise CaptureError after SESSION_SECONDS.
     """
     global _depth
     if not _lock.acquire(timeout=SESSION_SECONDS):

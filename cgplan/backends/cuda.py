@@ -418,7 +418,7 @@ class CudaBackend(GraphBackend):
         if torch.cuda.current_stream(self.device) == self._stream:
             yield
             return
-        if torch.cuda.is_current_stream_capturing():  # which to synchronise would end
+        if torch.cuda.is_current_stream_capturing():  # to synchronise would end it
             raise CaptureError("a capture inside another one", remedy="End the first one before.")
         with torch.cuda.device(self.device):
             torch.cuda.synchronize()

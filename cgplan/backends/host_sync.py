@@ -146,8 +146,8 @@ _guarded = _Guarded()
 @contextmanager
 def host_guard(refusals: Refusals) -> Iterator[None]:
     """A block that refuses, in this thread, tensor methods that read a CPU's values past the
-    dispatcher. The methods are replaced: a TorchFunctionMode would keep torch from its fused paths,
-    and would not see into kernels in Python.
+    dispatcher. A TorchFunctionMode would keep torch from fused paths, and would not see into
+    kernels in Python.
     """
     with _methods_replaced(), replaced(_guarded, refusals=refusals):
         yield
@@ -306,7 +306,7 @@ def as_its_caller(
     device: str,
 ) -> Function:
     """The function, in a dispatch mode, with the caller's autocast, unless autocast casts for the
-    operator as a whole. torch turns autocast off for modes, but kernels such as
+    operator as a whole. torch turns it off for modes, but kernels such as
     ``_transformer_encoder_layer_fwd`` call operators that it casts for.
     """
     with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
@@ -325,7 +325,7 @@ def as_its_caller(
 
 class OperatorMode(TorchDispatchMode):
     """A mode under which Dynamo runs what it has compiled, unseen by the mode. ``device``: the kind
-    of device whose autocast counts.
+    whose autocast counts.
     """
 
     supports_higher_order_operators = True

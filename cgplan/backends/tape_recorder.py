@@ -277,7 +277,7 @@ class Tape:
             return schema.name.removeprefix("aten::") not in ALLOCATIONS
         if func.namespace == "aten" or all(r.alias_info for r in schema.returns):
             return False
-        # it may have written to it
+        # it may have written to the argument that it returns
         if func.namespace not in _COLLECTIVES:
             note = f"operator {schema.name} returns an argument, and its schema does not say why"
             self.notes[note] = None

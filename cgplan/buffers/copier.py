@@ -2,9 +2,9 @@
 
 Note [Copying in]
     Sources may have any strides, lie on the host or the device, and overlap the static buffers. A
-    tensor that is its buffer's own view stays. One that lies in a buffer otherwise, as an output
-    that the model passed through, is cloned first. Copies and the replay are queued on the current
-    stream. The caller may write to a host tensor once the call has returned.
+    buffer's own view stays. A tensor that lies in a buffer otherwise is cloned first. Copies and
+    the replay are queued on the current stream. The caller may write to a host tensor once the call
+    has returned.
 """
 
 from __future__ import annotations

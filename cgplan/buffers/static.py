@@ -23,7 +23,7 @@ def torch_dtype(spec: Input) -> torch.dtype:
 
 
 def pad_value(spec: Input) -> float:
-    """The value of padding that is replaced by the last row, too."""
+    """The value of padding; 0 where padding repeats the last row."""
     return 0 if spec.pad == "last" else spec.pad
 
 

@@ -1,19 +1,18 @@
 """The all-reduce of models that are split over ranks: the operator ``cgplan::all_reduce``, and its
 implementations.
 
-``torch.ops.cgplan.all_reduce(x, group)`` returns the sum of all ranks' ``x``, out of place, bit for
-bit the same on all ranks; ``group`` is an AllReduce's number. All ranks call it in the same order
-with the same shapes, on one stream. Inside it is ``cgplan::all_reduce_row``, one node of a graph
-and one step of a tape, which reads the inputs' addresses from a row of the registry's table.
+``torch.ops.cgplan.all_reduce(x, group)`` returns the sum of all ranks' ``x``, bit for bit the same
+on all; ``group`` is an AllReduce's number. All ranks call it in the same order with the same
+shapes, on one stream. Inside it is ``cgplan::all_reduce_row``: one node of a graph, one step of a
+tape.
 
 Note [Unfinished sums]
-    A rank that raises, or gives up waiting, leaves a sum that other ranks have joined or will join.
-    The next sum would take their part for its own: wrong numbers or, with gloo and other sizes, the
-    end of the process. So a rank that has left a sum on the CPU does no other, until `begin_pass`
-    on all ranks makes new signals and, for gloo, a new group. Sessions call it at their beginning,
-    after a common failure, and where a budget drops graphs. On a GPU `abort`, or their bound, ends
-    waits of the custom kernels. A sum that waits in NCCL ends only with its communicator, whose
-    kernels graphs may hold; torch's watchdog ends the process after the timeout.
+    A rank that raises leaves a sum that others have joined or will join. Their next sum would take
+    its part: wrong numbers or, with gloo, the end of the process. So a rank that left a sum on the
+    CPU does no other, until `begin_pass` on all ranks makes new signals and, for gloo, a new group.
+    On a GPU `abort`, or their bound, ends waits of the custom kernels. A sum that waits in NCCL
+    ends only with its communicator, whose kernels graphs may hold; torch's watchdog ends the
+    process after the timeout.
 """
 
 from __future__ import annotations
@@ -60,10 +59,8 @@ _live: WeakValueDictionary[int, AllReduce] = WeakValueDictionary()
 
 
 class AllReduce(ABC):
-    """Sums tensors over ranks, in the graphs of a backend's device.
-
-    Args:
-        fallback: Sums the tensors that this one cannot. Owned.
+    """Sums tensors over ranks, in the graphs of a backend's device. ``fallback`` sums what this one
+    cannot; owned.
 
     Attributes:
         name: As ``compilation.all_reduce`` has it.
@@ -90,7 +87,7 @@ class AllReduce(ABC):
         _live[self.number] = self
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The sum over all ranks, in new memory, by the operator."""
+        """The sum in new memory, by the operator."""
         result: Tensor = torch.ops.cgplan.all_reduce(x, self.number)
         return result
 
@@ -111,7 +108,7 @@ class AllReduce(ABC):
         return out
 
     def why_not(self, x: Tensor) -> str:  # noqa: ARG002
-        """Why this tensor goes to ``fallback``, if it does; the same on all ranks."""
+        """Why this tensor goes to ``fallback``; the same on all ranks."""
         return ""
 
     def peer_memory(self) -> PeerMemory:
@@ -119,12 +116,12 @@ class AllReduce(ABC):
         return PeerMemory(mapped=(), addresses=())
 
     def placed(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The input where other ranks can read it, and the table row with its addresses."""
+        """The input where other ranks can read it, and its table row."""
         return x, self._row
 
     @abstractmethod
     def run(self, x: Tensor, out: Tensor, row: Tensor) -> None:
-        """Write the sum of all ranks' ``x`` to ``out``: the body of ``cgplan::all_reduce_row``."""
+        """Write the sum to ``out``: the body of ``cgplan::all_reduce_row``."""
 
     @contextmanager
     def whole_sum(self) -> Iterator[None]:
@@ -142,7 +139,7 @@ class AllReduce(ABC):
         self._is_unfinished = False
 
     def begin_pass(self) -> None:
-        """Before captures, on all ranks: forget the last pass's buffers and unfinished sums."""
+        """Before captures, on all ranks: forget the last pass."""
         if self._fallback is not None:
             self._fallback.begin_pass()
 
@@ -155,18 +152,18 @@ class AllReduce(ABC):
         """Before graphs are freed, on all ranks."""
 
     def abort(self) -> None:  # noqa: B027
-        """End waits of queued kernels. Sums are wrong from then on, until ``begin_pass``."""
+        """End waits of queued kernels; sums are wrong until ``begin_pass``."""
 
     def check(self) -> None:  # noqa: B027
-        """Raise AllReduceError if a kernel gave up waiting. Waits for the device."""
+        """Raise AllReduceError if a kernel gave up. Waits for the device."""
 
     @property
     def is_read(self) -> bool:
-        """Whether graphs of an open runner read the buffers of the last pass."""
+        """Whether graphs of an open runner read the last pass's buffers."""
         return False
 
     def close(self) -> None:
-        """Free shared memory; graphs that reduce must be gone."""
+        """Graphs that reduce must be gone."""
         self.is_closed = True
         if self._fallback is not None:
             self._fallback.close()
@@ -181,7 +178,7 @@ class AllReduce(ABC):
 
 
 class CollectiveAllReduce(AllReduce):
-    """torch.distributed's all-reduce: NCCL, whose kernels a graph captures, and gloo on the CPU."""
+    """torch.distributed's all-reduce: NCCL, whose kernels a graph captures, or gloo."""
 
     name = "nccl"
 
@@ -190,7 +187,7 @@ class CollectiveAllReduce(AllReduce):
         self._group = ranks.group
 
     def reduce(self, x: Tensor) -> Tensor:
-        """Raises AllReduceError, with nothing begun, for a dtype that gloo does not sum."""
+        """Raises AllReduceError for a dtype that gloo does not sum."""
         if x.device.type == "cpu" and x.dtype not in GLOO_DTYPES:
             raise AllReduceError(
                 f"gloo, torch's all-reduce on the CPU, cannot sum {x.dtype}",
@@ -200,9 +197,7 @@ class CollectiveAllReduce(AllReduce):
         return super().reduce(x)
 
     def run(self, x: Tensor, out: Tensor, row: Tensor) -> None:  # noqa: ARG002
-        """Raises RankFailedError on the CPU where a rank is lost or failed, AllReduceError where
-        torch's all-reduce failed.
-        """
+        """Raises RankFailedError on the CPU for a lost rank, AllReduceError for other failures."""
         out.copy_(x)
         on_cpu = x.device.type == "cpu"
         with self.whole_sum() if on_cpu else nullcontext():
@@ -234,8 +229,8 @@ _ALIGNMENT = 16
 
 
 class SymmetricAllReduce(AllReduce):
-    """Sums in a buffer of ``max_bytes`` in symmetric memory, without multicast. Raises
-    AllReduceError, on all ranks, where it cannot be opened.
+    """Sums in ``max_bytes`` of symmetric memory, without multicast. Raises AllReduceError, on all
+    ranks, where it cannot be opened.
     """
 
     name = "symm_mem"

@@ -34,7 +34,7 @@ from cgplan.units import format_bytes
 logger = logging.getLogger(__name__)
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# of a thread's load; inputs are aligned to it, and their size is a multiple of it
+# one load of a thread; inputs are aligned to it, and their size is a multiple of it
 PACK_BYTES = 16
 # Larger messages are two-shot: a second exchange costs less than reading all inputs.
 ONE_SHOT_BYTES = {
@@ -46,7 +46,7 @@ ONE_SHOT_BYTES = {
 _MOST_BLOCKS = 64  # of one kernel, each with its own signals
 _WARPS = 8
 _BLOCK_BYTES = _WARPS * 32 * PACK_BYTES  # that a block takes at a time
-# A kernel has no clock, so looks bound its waits: system-wide atomics, about a microsecond each.
+# Kernels have no clock: looks, about a microsecond each, bound their waits.
 _LOOKS_PER_SECOND = 1 << 20
 
 _RECORD = 1 + 64  # words: dtype and shape
@@ -57,9 +57,8 @@ _SAME_CALLS = "Every rank has to make the same calls in the same order."  # a re
 class CustomAllReduce(AllReduce):
     """One-shot and two-shot all-reduce over registered buffers; owns its transport.
 
-    In a FULL graph it reads its peers' inputs where their graphs have them. Eagerly, or in a
-    PIECEWISE segment, which runs before anything is registered, it copies its input to a staging
-    buffer.
+    In a FULL graph it reads its peers' inputs in their graphs. Eagerly, or in a PIECEWISE segment,
+    which runs before anything is registered, it copies its input to a staging buffer.
     """
 
     name = "custom"
@@ -120,7 +119,7 @@ class CustomAllReduce(AllReduce):
     def begin_pass(self) -> None:
         """Signals are made new: a rank that failed may have left a barrier early."""
         self.registry.unregister()
-        # an aborted sum may still write a signal to a peer
+        # an aborted sum may still write to a peer
         with self.ranks.step("the end of all sums"):
             self.reset()
         with self.ranks.step("new signals"):
@@ -159,8 +158,8 @@ def _unregistered() -> RegistrationError:
 
 
 class CudaAllReduce(CustomAllReduce):
-    """All-reduce on 2, 4 or 8 GPUs, see triton_kernels.py. A wait ends, with NaN and an error word,
-    after about ``distributed.timeout``.
+    """On 2, 4 or 8 GPUs, see triton_kernels.py. A wait ends, with NaN and an error word, after
+    about ``distributed.timeout``.
     """
 
     def __init__(
@@ -239,11 +238,10 @@ class CudaAllReduce(CustomAllReduce):
 class CpuAllReduce(CustomAllReduce):
     """Sums over table rows on the CPU.
 
-    In a barrier each rank raises its own count, writes it to its place in every rank's signals, and
+    In a barrier each rank raises its count, writes it to its place in every rank's signals, and
     waits until all places in its own are as high. Each place is one aligned word with one writer. A
-    yield, which passes through locks, stands before each write and after each wait, so that data is
-    written before its count on any processor. Behind the counts are records of the ranks' inputs,
-    written before the first barrier, compared before the second.
+    yield, which passes through locks, before each write and after each wait orders data and counts
+    on any processor. Behind the counts are records of the ranks' inputs.
     """
 
     def __init__(
@@ -266,11 +264,9 @@ class CpuAllReduce(CustomAllReduce):
         """Barrier, sum in float32 in the order of the ranks, barrier.
 
         Raises:
-            RankMismatchError: ranks bring tensors of different shapes or dtypes; on all ranks, and
-                sums may go on.
+            RankMismatchError: shapes or dtypes differ; on all ranks, and sums may go on.
             RegistrationError: the graph was replayed before registration.
-            RankFailedError: a rank is lost, or has failed.
-            AllReduceError: a rank did not come within the timeout, now or earlier.
+            RankFailedError, AllReduceError: a rank is lost, failed, or late.
         """
         addresses = row.tolist()
         if not all(addresses):
@@ -353,7 +349,7 @@ def _described(record: list[int]) -> str:
 
 def open_all_reduce(config: Config, ranks: Ranks, backend: GraphBackend) -> AllReduce:
     """The all-reduce that ``compilation.all_reduce`` asks for; a step of all ranks. Raises
-    AllReduceError, on all ranks, where custom or symm_mem was asked for and cannot work.
+    AllReduceError, on all ranks, where it cannot work.
     """
     wanted = config.compilation.all_reduce
     collective = CollectiveAllReduce(ranks, backend)
@@ -381,7 +377,7 @@ def open_all_reduce(config: Config, ranks: Ranks, backend: GraphBackend) -> AllR
 
 
 def _why_not(wanted: str, ranks: Ranks) -> str:
-    """Why this rank cannot take part in a custom or symm_mem all-reduce; empty if it can."""
+    """Why this rank cannot take part; empty if it can."""
     on_cpu = ranks.device.type == "cpu"
     if on_cpu and wanted == "symm_mem":
         return "symmetric memory needs GPUs"

@@ -1,8 +1,7 @@
 """Data-parallel ranks that run one graph: each has its own batch, all have the same size and mode.
 
-Ranks need it that exchange data inside the forward, as for expert parallelism: different graphs
-exchange tensors of different shapes. It is off by default (``distributed.data_parallel_sync``):
-each step costs a small all-reduce on the host.
+Ranks need it that exchange data inside the forward, as for expert parallelism. It is off by default
+(``distributed.data_parallel_sync``): each step costs a small all-reduce on the host.
 """
 
 from __future__ import annotations
@@ -35,11 +34,10 @@ class AgreedBatch:
 
 class DataParallelRunner:
     """A runner whose batches are padded to the size that all ranks agreed on; for one thread. The
-    caller owns ``runner``. Making this object is a step of all ranks.
+    caller owns ``runner``. Making it is a step of all ranks.
 
-    A rank that has nothing to do calls it with tensors of 0 rows: it runs one request of padding,
-    and gets outputs of 0 rows. Statistics count batches with this rank's rows, but none of 0 rows,
-    and none that all ranks run eagerly.
+    An idle rank calls it with tensors of 0 rows: it runs one request of padding, and gets outputs
+    of 0 rows. Statistics count neither those nor batches that all ranks run eagerly.
     """
 
     def __init__(
@@ -67,8 +65,8 @@ class DataParallelRunner:
         """Run one batch as GraphRunner does; the result has this rank's rows.
 
         Raises:
-            RankFailedError: a rank is lost or did not come within the timeout (then there are no
-                more batches), or has refused its batch.
+            RankFailedError: a rank is lost or late (then there are no more batches), or has refused
+                its batch.
         """
         try:
             is_idle = self._is_idle(inputs)
@@ -101,7 +99,7 @@ class DataParallelRunner:
         return tree_map_only(Tensor, lambda t: t[:rows] if t.dim() else t, output)
 
     def _largest(self, *own: int) -> list[int]:
-        """Of each of the ranks' numbers; one small all-reduce on the CPU."""
+        """Of each of the ranks' numbers; one all-reduce on the CPU."""
         self._batches += 1
         self._ranks.check_lost()
         values = torch.tensor(own)
@@ -173,8 +171,8 @@ def _padded(
     have: tuple[int, int],
     want: tuple[int, int],
 ) -> dict[str, Any]:
-    """Each tensor with padding behind its rows; ``have`` and ``want`` are (tokens, reqs). Other
-    tensors stay: GraphRunner.route raises for them.
+    """Tensors with padding behind their rows; ``have`` and ``want`` are (tokens, reqs).
+    GraphRunner.route refuses others.
     """
     found: dict[str, Any] = dict(inputs)
     for name, spec in specs.items():

@@ -1,20 +1,20 @@
 """Ranks: the processes of one run, and the steps that they take together.
 
 Note [Steps]
-    All ranks come to the same steps in the same order. Each brings a value or an error; all get all
-    values, or raise the same error. Answers go through torch's TCPStore. A rank that does not come
-    within the timeout is named, and then there are no more steps. A rank that raises between two
-    steps says so in the store, where CPU sums that wait for its data look. Sums on a GPU, and
-    gloo's, end by their own timeout, for which that rank waits.
+    All ranks come to the same steps in the same order. Each brings a value or an error, through
+    torch's TCPStore; all get all values, or raise the same error. After a rank was late there are
+    no more steps. A rank that raises between two steps says so in the store, where CPU sums that
+    wait for it look. Sums on a GPU, and gloo's, end by their own timeout, for which that rank
+    waits.
 
 Note [Teardown]
     Shared memory is taken down in this order, on error paths too: (1) a step: no rank replays any
         more; (2) each rank closes its handles of the others' memory; (3) a step: no rank reads my
         memory any more; (4) graphs, (5) their pool, (6) the registry's exports, and (7) the group
-        are freed. CUDA IPC leaves memory undefined that is freed while another process has it open,
-        and NCCL waits if its group goes before a graph with its kernels. Where a rank is lost the
-        steps are left out. `ModelGraphs.free` does (1) to (5), `AllReduce.close` (6), `Ranks.close`
-        (7).
+        are freed. Where a rank is lost the steps are left out. CUDA IPC leaves memory undefined
+        that is freed while another process has it open, and NCCL waits if its group goes before a
+        graph with its kernels. `ModelGraphs.free` does (1) to (5), `AllReduce.close` (6),
+        `Ranks.close` (7).
 """
 
 from __future__ import annotations
@@ -52,15 +52,12 @@ class _Answer:
 
 
 class Ranks:
-    """The processes of one run, one rank each; made by ``open_ranks``, ended by ``close`` or a
-    ``with`` block.
+    """The processes of one run; made by ``open_ranks``, ended by ``close`` or a ``with`` block.
 
     Attributes:
-        device: This rank's GPU, or the CPU.
         timeout: Seconds that ranks wait for one another.
         lost: Why there are no more steps.
         agreed_on: The error that the last step raised on all ranks.
-        group: torch's group of all ranks.
     """
 
     __graph_memory__ = True  # no state of a model
@@ -91,24 +88,19 @@ class Ranks:
         self._has_announced = False
 
     def new_group(self) -> Any:
-        """Another gloo group of all ranks; a step of all."""
+        """Another gloo group; a step of all ranks."""
         return dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout))
 
     def agree(
         self, step: str, *, error: BaseException | None = None, value: Any = None
     ) -> list[Any]:
-        """Come to a step; returns every rank's value, once all have come without an error.
-
-        Args:
-            step: Its name, the same on all ranks.
-            error: Why this rank has failed, at any step.
-            value: Is pickled.
+        """Come to a step; returns every rank's value, which is pickled. ``error``: why this rank
+        has failed, at any step.
 
         Raises:
-            RankFailedError: a rank failed, has left, or did not come within the timeout; the same
-                words on all ranks.
+            RankFailedError: a rank failed, has left, or was late; the same words on all ranks.
             RankMismatchError: ranks came to different steps.
-            CgplanError: the given error, where all ranks failed with the same one.
+            CgplanError: the given error, where all ranks failed with it.
             DistributedError: the ranks are closed.
         """
         if self.is_closed:
@@ -141,7 +133,7 @@ class Ranks:
         return [found.value for found in answers]
 
     def announce(self, error: BaseException) -> None:
-        """Tell the others that this rank has failed and brings no data before the next step."""
+        """This rank has failed and brings no data before the next step."""
         if not isinstance(error, DistributedError):
             self._has_announced = True
         with suppress(RuntimeError):
@@ -183,8 +175,8 @@ class Ranks:
             self._store.compare_set("lost", "", self.lost.message)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Leave, with the error that ends this rank, or after the others have come to the end.
-        Raises RankFailedError where one of them failed. See Note [Teardown].
+        """Leave, with the error that ends this rank, or after all have come to the end. Raises
+        RankFailedError where another one failed. See Note [Teardown].
         """
         if self.is_closed:
             return
@@ -256,15 +248,13 @@ class Ranks:
 def open_ranks(
     settings: DistributedConfig, device: str = "auto", *, place: Place | None = None
 ) -> Ranks | None:
-    """Meet the other ranks, and set torch.distributed up: NCCL between GPUs, gloo between hosts. A
-    process group that is there already is used, and stays.
+    """Meet the other ranks, and set torch.distributed up: NCCL between GPUs, gloo between hosts; a
+    process group that is there already is used, and stays. None outside of torchrun and for a
+    single process.
 
     Args:
         device: As ``config.device``: ``cuda`` is the GPU of the local rank.
         place: From torchrun's environment if absent.
-
-    Returns:
-        None outside of torchrun and for a single process.
 
     Raises:
         RendezvousError, RankMismatchError, BackendError, ConfigError: as ``meet`` and

@@ -1,14 +1,13 @@
 """GraphBufferRegistry: where the memory that captured all-reduces read lies for every rank.
 
 Note [Registration]
-    A captured all-reduce cannot know where its peers' inputs lie: they capture at the same time. So
-    its kernel gets the address of a row in a table on the device, one column a rank. `take_row`
-    hands rows out during the captures and notes the input's address. At the end of the pass
-    `register` takes these steps: (1) ranks compare the inputs' shapes and dtypes, because a kernel
-    reads its peers' inputs as its own; (2) handles and offsets of the addresses are exchanged; (3)
-    the peers' handles are opened, once for each allocation; (4) rows are written, and the device is
-    waited for. Then graphs may be replayed. A rank that fails on the way brings its error to the
-    end of the step, so that no rank waits for it.
+    A captured all-reduce cannot know where its peers' inputs lie. So its kernel gets the address of
+    a row in a table on the device, one column a rank. `take_row` hands rows out and notes the
+    input's address. At the end of the pass `register` takes these steps: (1) ranks compare the
+    inputs' shapes and dtypes, because a kernel reads its peers' inputs as its own; (2) handles and
+    offsets are exchanged; (3) the peers' handles are opened, once for each allocation; (4) rows are
+    written, and the device is waited for. Then graphs may be replayed. A rank that fails brings its
+    error to the end of the step.
 """
 
 from __future__ import annotations
@@ -55,12 +54,12 @@ class _Mapped(NamedTuple):
 
 class GraphBufferRegistry:
     """The pointer table of one rank. It owns the table of ``capacity`` rows, and the mappings of
-    peers' memory; the caller owns the transport.
+    peers' memory, not the transport.
 
     Attributes:
         table: [capacity, world_size] int64 on the device: address of each rank's input, as this
-            rank sees it; 0 before it is registered.
-        is_sealed: Whether the rows are written, so that graphs may be replayed.
+            rank sees it; 0 if not registered.
+        is_sealed: Whether the rows are written.
     """
 
     def __init__(
@@ -110,15 +109,12 @@ class GraphBufferRegistry:
         return self.table[self.rows - 1]
 
     def note(self, tensor: Tensor) -> None:
-        """Let ranks compare the input of a captured all-reduce that reads the staging buffer."""
+        """Let ranks compare the input of a captured all-reduce without a row."""
         self._inputs.append(f"{list(tensor.shape)} {tensor.dtype}")
 
     def register(self) -> Registration:
-        """End the pass: make every rank's buffers known to all, or fail on all ranks.
-
-        Raises:
-            RankFailedError: a rank failed.
-            RankMismatchError: ranks captured other all-reduces.
+        """End the pass on all ranks. Raises RankFailedError, and RankMismatchError where ranks
+        captured other all-reduces.
         """
         start = time.perf_counter()
         own_rank = self._ranks.rank
@@ -151,7 +147,7 @@ class GraphBufferRegistry:
         return found
 
     def unregister(self) -> None:
-        """Steps (1) to (3) of Note [Teardown] in ranks.py. Then graphs may be freed."""
+        """Steps (1) to (3) of Note [Teardown] in ranks.py."""
         bases = [mapped.base for mapped in self._opened.values()]
         self._opened.clear()
         try:
@@ -165,9 +161,7 @@ class GraphBufferRegistry:
             self._transport.forget()
 
     def open_block(self, name: str, block: Tensor) -> list[int]:
-        """Where each rank's block lies, as this rank sees it, until the registry is closed. A step
-        of all ranks.
-        """
+        """Where each rank's block lies, as this rank sees it. A step of all ranks."""
         found: list[int] = []
         shared = self._exported(f"exporting the {name}", [block.data_ptr()])
         with self._ranks.step(f"opening the {name}"):
@@ -181,14 +175,14 @@ class GraphBufferRegistry:
         return found
 
     def close(self) -> None:
-        """Close the blocks of ``open_block``, between two steps; then they may be freed."""
+        """Close the blocks of ``open_block``; then they may be freed."""
         self.unregister()
         bases = [mapped.base for mapped in self._blocks]
         self._blocks = []
         self._close_peers(bases, "the end of all reductions", "closing the peers' blocks")
 
     def peer_memory(self) -> PeerMemory:
-        """The other ranks' memory that is mapped here, and the addresses in the table."""
+        """The other ranks' memory that is mapped here, and the table's addresses."""
         addresses = []
         if self.is_sealed:
             addresses = self.table[: self.rows].flatten().tolist()

@@ -1,4 +1,4 @@
-"""How ranks meet: a TCPStore under torchrun's environment, and which rank is missing."""
+"""How ranks meet: a TCPStore under torchrun's environment."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Presence:
 
     @classmethod
     def of(cls, place: Place, device: str) -> tuple[Presence, torch.device]:
-        """This rank on the configured device: the CPU, or the GPU of its local rank."""
+        """This rank on the CPU, or on the GPU of its local rank."""
         host = socket.gethostname()
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -189,7 +189,7 @@ def _connected(place: Place, timeout: float) -> Any:
 
 
 def check_devices(found: Sequence[Presence]) -> None:
-    """Raise BackendError if a rank has no device of its own, RankMismatchError for different
+    """Raise BackendError for a rank without its own device, RankMismatchError for different
     kinds.
     """
     first: dict[tuple[str, str], int] = {}

@@ -1,4 +1,4 @@
-"""The steps that capture sessions of several ranks take together, and the comparisons before."""
+"""The steps that capture sessions of several ranks take together."""
 
 from __future__ import annotations
 
@@ -41,9 +41,8 @@ def agree_on_setup(
     *,
     also: Mapping[str, Any] | None = None,
 ) -> None:
-    """All ranks have rank 0's configuration (but for the device), torch, CUDA, driver, kind of GPU
-    and cgplan. ``also``: other values that have to be the same. Raises RankMismatchError on all
-    ranks.
+    """All ranks have rank 0's configuration (but for the device), versions and kind of GPU.
+    ``also``: other values that have to be the same. Raises RankMismatchError on all ranks.
     """
     found = describe_environment(backend, "")
     own = dict(also or {})
@@ -62,8 +61,8 @@ def agree_on_setup(
 
 
 def agree_on_model(ranks: Ranks, model: Callable[..., Any]) -> None:
-    """All ranks have built the same model: its class, and names, shapes and dtypes of its tensors.
-    Raises RankMismatchError on all ranks.
+    """All ranks have the same model: its class, and names, shapes and dtypes of its tensors. Raises
+    RankMismatchError on all ranks.
     """
     kind = type(model)
     own = {"the model's class": f"{kind.__module__}.{kind.__qualname__}"}
@@ -85,9 +84,7 @@ def agree_on_plan(ranks: Ranks, plan: Plan) -> Plan:
 
 
 class RankedCapture(RankSync):
-    """Each session has one; its graphs read the buffers of ``reducer``. With a budget in
-    ``config``, ranks agree before and after each key.
-    """
+    """Each session has one; its graphs read the buffers of ``reducer``."""
 
     def __init__(self, ranks: Ranks, reducer: AllReduce, config: Config) -> None:
         self._ranks = ranks
@@ -135,7 +132,6 @@ class RankedCapture(RankSync):
         return any(refused for refused, _ in found)
 
     def dropped(self) -> None:
-        """Forget the rows of graphs that were freed, and unfinished sums."""
         self._reducer.begin_pass()
 
     def end(self) -> None:
@@ -181,7 +177,6 @@ class RankedCapture(RankSync):
             )
 
     def completed(self, report: CaptureReport) -> CaptureReport:
-        """Also the stops of all ranks' budgets."""
         rank = self._ranks.rank
         presence = self._ranks.presences[rank]
         own = RankRecord(

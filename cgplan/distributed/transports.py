@@ -1,5 +1,4 @@
-"""Memory of one process that others on the same machine can read: CUDA IPC, and shared memory on
-the CPU.
+"""Memory of one process that others on the same machine can read.
 
 A transport hands out memory (``empty``, [nbytes] uint8, zero, until ``free``), and places tensors
 (``place``, until ``forget``). ``export`` names the allocation that holds an address; ``open`` maps
@@ -35,8 +34,6 @@ _LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
 
 
 class CudaIpcTransport:
-    """Memory of one GPU."""
-
     def __init__(self, device: torch.device) -> None:
         from cuda.bindings import driver, runtime
 

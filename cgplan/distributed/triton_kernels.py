@@ -8,19 +8,18 @@ Note [Signals]
         kernels in the same order with the same number of blocks, so the values of block b are equal
         everywhere.
 
-    Writes are system-scope atomics that release what the block wrote before, waits are system-scope
-    atomics that acquire; `debug_barrier` makes both hold for all threads of the block. The last
-    barrier of the one-shot kernel publishes nothing, so it is not ORDERED, which spares a fence.
+    Writes are system-scope atomics that release what the block wrote before, waits are such that
+    acquire; `debug_barrier` makes both hold for all threads of the block. The last barrier of the
+    one-shot kernel publishes nothing, so it is not ORDERED, which spares a fence.
 
-    A kernel has two barriers. Before the first read all inputs are written. After the last read no
-    rank reads my input any more, so later work may overwrite it; in the two-shot kernel the slices
-    are reduced then, too. The slices lie behind the signals. They are not written again before the
-    first barrier of the next kernel, at which all blocks of this one have ended everywhere.
+    Before the first of two barriers all inputs are written. After the second one no rank reads my
+    input any more, and in the two-shot kernel the slices are reduced. The slices lie behind the
+    signals, and are not written again before the first barrier of the next kernel, when all blocks
+    of this one have ended everywhere.
 
     The error word is 0 while all is well. A host that learns of a failed rank writes it, which ends
-    all waits; so does a wait of LIMIT looks. Sums since then are NaN. The kernel reads the word by
-    atomics, whose result one thread hands to the whole block: threads with different values would
-    part ways in the loop.
+    all waits; so does a wait of LIMIT looks. Sums since then are NaN. One thread reads the word for
+    the whole block: threads with different values would part ways in the loop.
 """
 
 from __future__ import annotations

@@ -2,30 +2,28 @@
 
 Note [Output slots]
     A segment reads an eager piece's result at one address, but a piece may return a fresh tensor
-    each time. So each run copies the result into a slot: memory of the graph pool, allocated at the
-    beginning of the next segment. Arguments and state need no slot, and segments may write to them
-    in place. State is parameters, buffers and tensors in attributes of the modules that the piece
-    was called on or with, if it does not bind them again. State that a piece reaches in another way
-    (a global, a closure, another object) is copied like any result. Results that are views of one
+    each time. So each run copies the result into a slot: memory of the graph pool from the
+    beginning of the next segment. Arguments and state need no slot. State is parameters, buffers
+    and tensors in attributes of the modules that the piece was called on or with, if it does not
+    bind them again; state that it reaches in another way is copied. Results that are views of one
     memory have slots that are views of one block, and so has an expanded tensor.
 
 Note [State that a piece leaves behind]
     Only memory carries values from pieces to segments. An attribute of a module that the piece
     binds to a new tensor holds a slot until the capture ends; the slot follows the attribute as
-    long as shape and dtype stay. A piece is refused that puts values into a list or dict of its
-    arguments, or gives a tensor other memory. The look refuses a piece that reads an attribute
+    long as shape and dtype stay. A piece is refused that puts values into its arguments'
+    containers, or gives a tensor other memory. The look refuses a piece that reads an attribute
     which a segment binds.
 
 Note [Tensor objects]
-    In each run the user's function gets new tensor objects on the memory of the capture, in new
-    containers, so that it may change them (``transpose_``, ``pop``). Operators of a trace get the
-    same objects. ``detach()`` shares the count of writes, by which the runner sees what a piece
-    writes; ``.data`` would not.
+    In each run the user's function gets new tensor objects in new containers, so that it may change
+    them (``transpose_``, ``pop``). Operators of a trace get the same objects. ``detach()`` shares
+    the count of writes, by which the runner sees what a piece writes; ``.data`` would not.
 
 Note [Memory of pieces]
     Memory that a piece makes and does not return lies elsewhere after the next run. So a dispatch
-    mode refuses segments, other pieces and results of forwards that use it. The mode does not see
-    into compiled code.
+    mode, which does not see into compiled code, refuses segments, other pieces and results that use
+    it.
 """
 
 from __future__ import annotations
@@ -71,10 +69,10 @@ class EagerPiece:
 
     Args:
         line: Where the model called it.
-        is_traced: The function is operators of a trace, called with tensors and sizes by position.
+        is_traced: The function is operators of a trace.
 
     Attributes:
-        state: Torch's thread-local state at capture, in which ``run`` is called.
+        state: Torch's thread-local state, in which ``run`` is called.
     """
 
     def __init__(
@@ -195,8 +193,8 @@ class EagerPiece:
         self._sharing = _sharing(self._values, self._shared)
 
     def hand_out(self) -> tuple[Any, Copies]:
-        """The result for the model, and the copies (slot, value) to make before the next segment
-        runs. Called once, inside that segment's capture.
+        """The result for the model, and copies (slot, value) to make before the next segment runs;
+        once, inside its capture.
         """
         blocks = {}
         for address, memory in self._blocks.items():
@@ -222,7 +220,7 @@ class EagerPiece:
             slot = self._borrowed(standing)
             self._bound[attribute] = slot
             copies.append((slot, value.detach()))
-        self._only: Place | None = None  # one leaf or ()
+        self._only: Place | None = None  # of a result that is one leaf, or ()
         if not self._bound and not self._shared:
             if self._spec == _LEAF:
                 self._only = self._results[0]
@@ -241,9 +239,7 @@ class EagerPiece:
         self._standing = []
 
     def run(self) -> None:
-        """Run again, and copy the results to their slots. Raises CaptureError if they are not what
-        they were at capture.
-        """
+        """Raises CaptureError if the results are not what they were at capture."""
         for where, key, make in self._makers:
             where[key] = make()
         result = self._function(*self._args, **self._kwargs)
@@ -311,7 +307,7 @@ class EagerPiece:
                 self._makers.append((where, key, make))
 
     def _maker(self, node: Any) -> Make | None:
-        """A function that makes an argument for each run; None if all runs get the same object."""
+        """Makes an argument for each run; None if all runs get the same object."""
         if type(node) is Tensor and node.layout is torch.strided:
             kept = node
             if self._is_captured(node):
@@ -370,9 +366,6 @@ class PieceMemory(OperatorMode):
     """Refuses segments that read what a piece made, see Note [Memory of pieces], and operators that
     are unsafe in a graph.
 
-    Args:
-        stream: Returns the handle of the current stream.
-
     Attributes:
         piece: The name of the piece that runs.
         in_segment: Whether operators belong to a segment.
@@ -390,8 +383,8 @@ class PieceMemory(OperatorMode):
         self.in_segment = False
         self.made: dict[int, tuple[str, StorageWeakRef]] = {}
         self.side: dict[int, str] = {}
-        self._read: dict[int, weakref.ref[Tensor]] = {}  # by segments
-        self._own = WeakIdKeyDictionary()  # of this capture
+        self._read: dict[int, weakref.ref[Tensor]] = {}  # tensors that segments read
+        self._own = WeakIdKeyDictionary()  # tensors that operators made in this capture
         self._stream = stream
         self._main = stream()
 
@@ -466,7 +459,6 @@ class Place(NamedTuple):
     Attributes:
         slot: Of a fresh tensor; its value until it has a slot.
         memory: Of a tensor in an argument's or a module's memory.
-        value: Of what is no tensor.
     """
 
     slot: Tensor | None = None
@@ -579,7 +571,7 @@ def _sharing(
     which: Sequence[int],
 ) -> list[tuple[Any, ...]]:
     """For each of these values: the first one in the same memory, the distance from it in bytes,
-    and the strides of dimensions of more than one element.
+    and the strides of dimensions of several elements.
     """
     firsts: dict[int, tuple[int, int]] = {}
     found = []

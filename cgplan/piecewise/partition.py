@@ -52,7 +52,7 @@ def compile_for_all_sizes(
     def call(*args: Any) -> Any:
         # An eager piece may give another layout than the trace.
         result = compiled(*map(_in_order, args, orders))
-        # Versions of torch differ in this.
+        # Versions of torch differ in whether one result comes in a tuple.
         if is_alone and isinstance(result, tuple | list):
             return result[0]
         return result

@@ -96,14 +96,14 @@ def split_graph(
 
     Args:
         splitting_ops: ``namespace::name`` or ``namespace::name.overload``, Python's operators by
-            PyTorch's names (``aten::matmul`` for ``@``). None: PyTorch's attention operators and
-            cgplan::attention, of which any may be missing.
+            PyTorch's names (``aten::matmul`` for ``@``). None: attention operators, which may be
+            missing.
 
     Returns:
-        A module that calls one submodule a piece, and the pieces in the order of their calls.
+        A module that calls one submodule a piece, and the pieces in order.
 
     Raises:
-        ConfigError: an operator does not exist, or does not occur in the model.
+        ConfigError: an operator does not exist, or does not occur.
     """
     wanted = frozenset(DEFAULT_SPLITTING_OPS if splitting_ops is None else splitting_ops)
     occurring = set[str]()

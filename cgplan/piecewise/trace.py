@@ -45,9 +45,9 @@ class PiecewiseModel(BreakableCUDAGraphWrapper):
     """A model that is split at operators and captured in mode PIECEWISE; called with the declared
     inputs by name. In other modes, and outside of a forward context, it is just the model.
 
-    For each captured key Dynamo picks the trace whose guards hold, or makes one. One row and more
-    rows are two traces, and each of ``static_sizes`` (in tokens) has its own. A replay enters
-    neither Dynamo nor the model's Python code.
+    For each captured key Dynamo picks the trace whose guards hold, or makes one; one row has its
+    own, and so has each of ``static_sizes`` (in tokens). A replay enters neither Dynamo nor the
+    model's Python code.
 
     Attributes:
         over_budget: Static sizes that share a trace because ``budget.compile_time`` was spent.
@@ -101,12 +101,9 @@ class PiecewiseModel(BreakableCUDAGraphWrapper):
             forget.atexit = False
 
     def __call__(self, **inputs: Tensor) -> Any:
-        """Run the model, or capture or replay it as the forward context says.
-
-        Raises:
-            InputError: outside of a runner, which checks inputs itself: they are not as declared,
-                or have other rows than the descriptor.
-            CaptureError: the model cannot be traced or captured.
+        """Raises InputError outside of a runner, which checks inputs itself: they are not as
+        declared, or have other rows than the descriptor. Raises CaptureError where the model cannot
+        be captured.
         """
         context = current_forward_context()
         is_piecewise = context is not None and context.runtime_mode is CUDAGraphMode.PIECEWISE
@@ -261,8 +258,8 @@ def compile_piecewise(
         backend: Chosen by ``config.device`` if absent.
 
     Raises:
-        ConfigError: the configuration is wrong, or has another route than to split at operators; at
-            the first capture, a splitting op does not occur.
+        ConfigError: the configuration is wrong, or has another route; at the first capture, a
+            splitting op does not occur.
         ModelError: the model comes from compile_piecewise.
         CaptureError: at the first capture, the model cannot be traced.
     """
