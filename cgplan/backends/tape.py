@@ -245,7 +245,8 @@ class TapeBackend(GraphBackend):
     def _stop(self, graph: TapeGraph) -> Tape:
         assert graph.under_way is not None, "no capture is under way in this graph"
         tape, modes = graph.under_way
-        graph.under_way = self._open = None
+        graph.under_way = None
+        self._open = None
         modes.close()
         tape.before.restore()
         return tape

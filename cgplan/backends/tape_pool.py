@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterator
 
@@ -59,7 +60,8 @@ class TapePool:
 
     def take(self, nbytes: int) -> torch.UntypedStorage:
         """A storage of ``nbytes`` bytes, with the block's old contents."""
-        size = max(-(-nbytes // ALIGNMENT), 1) * ALIGNMENT
+        nbytes = max(nbytes, 1)
+        size = math.ceil(nbytes / ALIGNMENT) * ALIGNMENT
         start = None
         for at, length in self._free.items():
             if length >= size and (start is None or length < self._free[start]):
@@ -71,8 +73,7 @@ class TapePool:
             self._free[start + size] = left
         base = max(address for address in self._segments if address <= start)
         first = start - base
-        end = first + max(nbytes, 1)
-        memory = self._segments[base][first:end]
+        memory = self._segments[base][first : first + nbytes]
         storage = torch.from_numpy(memory).untyped_storage()
         alias = torch.from_numpy(memory.view()).untyped_storage()
         key = storage._cdata

@@ -89,7 +89,8 @@ class DataParallelRunner:
                 f"rank {refused - 1} refused its batch",
                 remedy="Look at the error of that rank; the next batch can be run.",
             )
-        agreed = self.last = AgreedBatch(CUDAGraphMode(-weakest), size, adapters)
+        agreed = AgreedBatch(CUDAGraphMode(-weakest), size, adapters)
+        self.last = agreed
         output = self._run(agreed, route, inputs, is_idle)
         rows = route.batch.num_tokens
         if is_idle:

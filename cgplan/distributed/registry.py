@@ -154,7 +154,8 @@ class GraphBufferRegistry:
             if self._has_begun:
                 self._close_peers(bases, "the end of all replays", "closing the peers' handles")
         finally:
-            self._has_begun = self.is_sealed = False
+            self._has_begun = False
+            self.is_sealed = False
             self._addresses.clear()
             self._inputs.clear()
             self.table.zero_()

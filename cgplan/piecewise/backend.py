@@ -77,7 +77,8 @@ class PiecewiseBackend:
         self.pieces.append(pieces)
 
         def forward_of_pieces(*args: Any) -> Any:
-            capture, self.capture = self.capture, None
+            capture = self.capture
+            self.capture = None
             with capture or nullcontext():
                 return split(*args)
 

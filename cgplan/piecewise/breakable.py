@@ -388,7 +388,8 @@ class BreakableCUDAGraphWrapper(CUDAGraphWrapper):
         slots = {}
         with BreakableCUDAGraphCapture(self.backend, pool) as capture:
             for i in copied:
-                given[i] = slots[i] = capture.new_slot(args[i])
+                slots[i] = capture.new_slot(args[i])
+                given[i] = slots[i]
             output = self.runnable(*given, **kwargs)
             capture.refuse_made(output)
         return capture.recorded(output, slots)

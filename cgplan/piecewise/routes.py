@@ -147,9 +147,10 @@ def choose_route(
     is_compiled = compilation.compiler == "inductor"
     name = compilation.piecewise
     if name == "auto":
-        may_break = piecewise and compilation.splitting_ops is None
-        breaks_itself = may_break and not compilation.splitting_modules and calls_breaks()
-        name = "modules" if breaks_itself or compilation.splitting_modules else "ops"
+        by_modules = bool(compilation.splitting_modules)
+        if piecewise and not by_modules and compilation.splitting_ops is None:
+            by_modules = calls_breaks()
+        name = "modules" if by_modules else "ops"
     if is_compiled and piecewise and name != "ops":
         raise ConfigError(
             f"compiler: inductor compiles traced segments, but the segments come from {name}",
