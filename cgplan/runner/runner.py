@@ -332,7 +332,6 @@ class GraphRunner:
             self._show(call, staged=values is None)
         return call
 
-<<<<<<< HEAD
     def _copier(self, sizes: tuple[int, ...]) -> Copier:
         if sizes not in self._copiers:
             buffers = self.graphs.buffers[sizes]
@@ -342,15 +341,6 @@ class GraphRunner:
 
     def _show(self, call: PreparedCall, *, staged: bool) -> None:
         """Let profilers of the device and the trace, whichever are on, see calls of a kind."""
-=======
-    def _show(
-        self,
-        call: PreparedCall,
-        *,
-        staged: bool,
-    ) -> None:
-        """Let the profiler and the trace, where they are on, see calls of a kind."""
->>>>>>> calm-runner
         copy_in = call.copy_in
         replay = call.replay
         trace = Trace.current
@@ -518,16 +508,10 @@ class GraphRunner:
             batch = route.batch
             key = route.descriptor
             if route.mode is CUDAGraphMode.NONE or not padded:
-<<<<<<< HEAD
-                named = zip(self._reader.names, on_device(values, self.backend.device), strict=True)
-                return graphs.run_eager(route.unpadded, dict(named))
-            copier = self._copier(key.sizes)
-=======
                 values = on_device(values, self.backend.device)
                 named = dict(zip(self._reader.names, values, strict=True))
                 return graphs.run_eager(route.unpadded, named)
-            copier = self._copiers[key.sizes]
->>>>>>> calm-runner
+            copier = self._copier(key.sizes)
             reqs = graphs.padded_reqs(key)
             copy = copier.prepare(batch.num_tokens, batch.num_reqs or 0, key.num_tokens, reqs)
             copy.path(values)(values, self._launcher.stream(), False)
