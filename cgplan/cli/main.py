@@ -28,7 +28,7 @@ from cgplan.cli.options import (
     share,
     with_options,
 )
-from cgplan.cli.output import check_outputs, has_ranks, is_first_rank, note, publish, save
+from cgplan.cli.output import check_outputs, has_ranks, is_first_rank, note, publish, save, show
 from cgplan.errors import ConfigError, ConfigFileError, OutputPathError, did_you_mean
 from cgplan.version import __version__
 
@@ -194,7 +194,7 @@ def plan_(context: Context, request: PlanRequest, loads: PlannedLoads, engine: V
         raise BadParameter("give either a configuration or --vllm JSON")
     if loads.traffic and loads.from_stats is not None:
         raise BadParameter("give either --traffic or --from-stats")
-    if request.emit is not None and request.as_json:
+    if request.emit and request.as_json:
         raise BadParameter("give either --emit or --json; --output saves the plan beside either")
     from cgplan.cli.plan import run_plan
 
@@ -209,9 +209,15 @@ def plan_diff(
     shown: Shown,
 ) -> None:
     """Show what changes from one plan to another: sizes, memory, times."""
-    from cgplan.cli.plan import run_diff
+    from cgplan.planning.difference import compare
+    from cgplan.reports import load_plan
+    from cgplan.reports.plan_tables import render_difference
 
-    run_diff(old, new, as_json=shown.as_json)
+    difference = compare(load_plan(old), load_plan(new))
+    if shown.as_json:
+        typer.echo(difference.model_dump_json(indent=2))
+    else:
+        show(render_difference(difference, str(old), str(new)))
 
 
 @command(
@@ -303,12 +309,12 @@ def check(
     check_vllm(vllm, log)
 
 
-@app.command(
-    epilog=example("cgplan schema > cgplan.schema.json")
-    + "\nand in the first line of the YAML file, for editor completion:\n"
-    "  # yaml-language-server: $schema=cgplan.schema.json"
+@command(
+    app,
+    "cgplan schema > cgplan.schema.json",
+    "# in the first line of a YAML file, for editor completion:",
+    "# yaml-language-server: $schema=cgplan.schema.json",
 )
-@with_options
 def schema(
     format_: Annotated[
         SchemaFormat,
@@ -385,8 +391,10 @@ def copy(name: str, folder: Annotated[Path, Argument(metavar="DIR")] = Path()) -
 
     known = [path.stem for path in _EXAMPLES.glob("*.yaml")]
     if name not in known:
-        remedy = f"{did_you_mean(name, known)}See `cgplan examples list`."
-        raise ConfigFileError(f"there is no example {name!r}", remedy=remedy)
+        raise ConfigFileError(
+            f"there is no example {name!r}",
+            remedy=f"{did_you_mean(name, known)}See `cgplan examples list`.",
+        )
     text = read_text(_EXAMPLES / f"{name}.yaml", ConfigFileError, "")
     files = dict.fromkeys((f"{name}.yaml", *findall(r"\b\w+\.py\b", text)))
     for file in files:

@@ -1,13 +1,10 @@
-"""`cgplan plan`, `plan diff` and `plan check`: makes a plan, emits it for an engine, compares two,
-tries other traffic.
-
-torch is loaded for `--costs estimate` and `measure` alone.
-"""
+"""`cgplan plan` and `plan check`; torch is loaded for `--costs estimate` and `measure` alone."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,19 +13,26 @@ import typer
 
 from cgplan.cli.costs import Priced, about, costs_of
 from cgplan.cli.options import Loads, Objective, PlanRequest
-from cgplan.cli.output import check_outputs, note, publish, save, save_html, show
-from cgplan.config import BudgetConfig, Config, LoadedConfig, Override, read_config, validate_config
+from cgplan.cli.output import check_outputs, note, publish, save, save_html
+from cgplan.config import (
+    BudgetConfig,
+    Config,
+    LoadedConfig,
+    Override,
+    read_config,
+    validate_config,
+)
 from cgplan.config.load import read_text
 from cgplan.errors import ConfigError, PlanError, RegretError, StepTimeError, TrafficError
 from cgplan.optimizer.evidence import Evidence, LadderPoint, PlanCheck, SizeUse
 from cgplan.optimizer.subset import within_count
 from cgplan.planning import Plan, build_plan
 from cgplan.planning.build import refuse_auto
-from cgplan.planning.difference import compare, machine_changes, named
+from cgplan.planning.difference import machine_changes, named
 from cgplan.planning.engines import Engine, VllmConfig, emit
 from cgplan.planning.plan import Machine
 from cgplan.reports import load_plan
-from cgplan.reports.plan_tables import brief, render_difference, said
+from cgplan.reports.plan_tables import brief, said
 from cgplan.reports.records import BenchReport, parse_report
 from cgplan.units import counted, format_microseconds
 
@@ -43,15 +47,12 @@ INSURANCE = 0.1  # if none is asked for
 
 
 def run_plan(
-    request: PlanRequest,
-    settings: Sequence[str | Override],
-    loads: Loads,
-    vllm: VllmConfig | None,
+    request: PlanRequest, settings: Sequence[str | Override], loads: Loads, vllm: VllmConfig | None
 ) -> None:
-    """Make a plan and show it: for vLLM's configuration, or that of the request."""
+    """Make a plan of vLLM's configuration, or of that of the request, and show it."""
     engine: Engine | None = None if request.emit is None else request.emit.value
     path = request.path if vllm is None else None
-    loaded = vllm.loaded if vllm is not None else read_config(request.path, settings)
+    loaded = read_config(request.path, settings) if vllm is None else vllm.loaded
     refuse_auto(loaded.config)
     if engine == "sglang" and "scheduler.mixed_batches" not in loaded.origins:
         loaded = _apart(loaded)
@@ -98,29 +99,8 @@ def run_plan(
     typer.echo(emission.text)
 
 
-def run_diff(
-    old: Path,
-    new: Path,
-    *,
-    as_json: bool,
-) -> None:
-    difference = compare(load_plan(old), load_plan(new))
-    if as_json:
-        typer.echo(difference.model_dump_json(indent=2))
-    else:
-        show(render_difference(difference, str(old), str(new)))
-
-
-def run_check(
-    path: Path,
-    loads: Loads,
-    max_regret: float | None,
-    *,
-    as_json: bool,
-) -> None:
-    """Show a plan on other traffic. Raises RegretError where it is farther from the best one than
-    ``max_regret``.
-    """
+def run_check(path: Path, loads: Loads, max_regret: float | None, *, as_json: bool) -> None:
+    """Show a plan on other traffic. Raises RegretError beyond ``max_regret``."""
     plan = load_plan(path)
     if plan.config.get("dims"):
         raise PlanError(
@@ -134,19 +114,22 @@ def run_check(
     rules: dict[str, Any] = {}
     if plan.evidence:
         made = Evidence.model_validate(plan.evidence)
-        rules = {
-            "insurance": made.insurance,
-            "one_list": made.one_list,
-            "apart": made.apart,
-        }
+        rules = {"insurance": made.insurance, "one_list": made.one_list, "apart": made.apart}
+    sources = _sources(config, loads, plan)
     steps = _steps(
-        _sources(config, loads, plan),
+        sources,
         plan,
         times,
         config,
-        rules.get("apart", False),
+        rules,
     )
-    check = _checked(plan, config, steps, times, rules)
+    check = _checked(
+        plan,
+        config,
+        steps,
+        times,
+        rules,
+    )
     publish(check, None, as_json=as_json)
     if max_regret is not None and max(check.regret, check.decode_regret or 0) > max_regret:
         raise RegretError(
@@ -157,7 +140,7 @@ def run_check(
 
 
 def announcements(plan: Plan) -> Iterator[str]:
-    """Lines on differences from the request, for people who do not see the plan itself."""
+    """Changes of the mode, and warnings."""
     for change in plan.changes:
         yield f"note: cudagraph_mode {change.requested} -> {change.resolved}: {change.reason}"
     for warning in plan.warnings:
@@ -191,7 +174,7 @@ def _check_loads(config: Config, loads: Loads) -> None:
 
 
 def _check_times(config: Config, loads: Loads) -> None:
-    """Raise StepTimeError where a plan by the default step times would be emitted."""
+    """Raise StepTimeError rather than emit a plan by the default step times."""
     has_traffic = loads.files or config.traffic is not None
     if loads.step_times is None and has_traffic and not config.dims:
         raise StepTimeError(
@@ -206,20 +189,13 @@ def _check_times(config: Config, loads: Loads) -> None:
 
 
 def _apart(loaded: LoadedConfig) -> LoadedConfig:
-    """The configuration with prefill and decode in batches of their own, as SGLang runs by
-    default.
-    """
+    """With prefill and decode in separate batches, as SGLang runs by default."""
     config = loaded.config
     scheduler = config.scheduler.model_copy(update={"mixed_batches": False})
     return replace(loaded, config=config.model_copy(update={"scheduler": scheduler}))
 
 
-def _by_ladder(
-    config: Config,
-    priced: Priced,
-    one_list: bool,
-) -> Plan:
-    """The plan of a configuration without traffic."""
+def _by_ladder(config: Config, priced: Priced, one_list: bool) -> Plan:
     from cgplan.optimizer.lint import lint_without_traffic  # numpy from here on
 
     plan = within_count(build_plan(config), config, one_list=one_list)
@@ -243,13 +219,7 @@ def _by_ladder(
     return plan.model_copy(update={"notes": (note, *plan.notes), "lint": tuple(lint)})
 
 
-def _for_sizes(
-    config: Config,
-    loads: Loads,
-    priced: Priced,
-    engine: Engine | None,
-) -> Plan:
-    """The plan of a configuration with several sizes."""
+def _for_sizes(config: Config, loads: Loads, priced: Priced, engine: Engine | None) -> Plan:
     file = loads.files[0][0] if len(loads.files) == 1 else None
     if not isinstance(file, Path) or engine or not loads.is_recorded:
         raise ConfigError(
@@ -265,21 +235,12 @@ def _for_sizes(
     surface = None
     if loads.step_times is not None:
         surface = StepSurface.load(loads.step_times, config.dim_names)
-    proposal = propose_boxes(
-        config,
-        read_sizes(file, dims_of(config)),
-        surface,
-        priced.costs,
-    )
+    sizes = read_sizes(file, dims_of(config))
+    proposal = propose_boxes(config, sizes, surface, priced.costs)
     return proposal.plan.model_copy(update={"machine": priced.machine})
 
 
-def _for_traffic(
-    config: Config,
-    loads: Loads,
-    priced: Priced,
-    rules: dict[str, bool],
-) -> Plan:
+def _for_traffic(config: Config, loads: Loads, priced: Priced, rules: dict[str, bool]) -> Plan:
     from cgplan.optimizer.propose import choose, propose  # numpy from here on
     from cgplan.traffic.simulation import RequestTrace
 
@@ -291,7 +252,7 @@ def _for_traffic(
         base,
         times,
         config,
-        rules["apart"],
+        rules,
     )
     options: dict[str, Any] = {
         "insurance": INSURANCE if loads.insurance is None else loads.insurance,
@@ -300,27 +261,33 @@ def _for_traffic(
     }
     known = (times, priced.costs, priced.failed)
     if any(isinstance(source, RequestTrace) for source, _ in sources):
-        # requests make other batches where steps take other times
-        chosen = choose(config, steps, *known, **options).plan
+        # the times of steps change the batches of requests
+        chosen = choose(
+            config,
+            steps,
+            *known,
+            **options,
+        ).plan
         steps = _steps(
             sources,
             chosen,
             times,
             config,
-            rules["apart"],
+            rules,
         )
-    plan = propose(config, steps, *known, **options).plan
+    plan = propose(
+        config,
+        steps,
+        *known,
+        **options,
+    ).plan
     return plan.model_copy(update={"machine": priced.machine})
 
 
 # --- traffic and step times -----------------------------------------------------------------------
 
 
-def _times_of(
-    loads: Loads,
-    config: Config,
-    machine: Machine | None = None,
-) -> StepTimes:
+def _times_of(loads: Loads, config: Config, machine: Machine | None = None) -> StepTimes:
     """Step times of a file, or the default ones; ``machine``: where costs were measured."""
     from cgplan.traffic.step_times import REMEDY, StepTimes
 
@@ -329,48 +296,30 @@ def _times_of(
         return StepTimes.default()
     text = read_text(file, StepTimeError, REMEDY)  # once: it may be a pipe
     times = StepTimes.parse(text, file)
-    notes = (
+    if re.search(r'"kind":\s*"bench"', text) is None:
+        return times
+    report = parse_report(text, file)
+    assert isinstance(report, BenchReport)
+    subject = f"the step times of {file}"
+    environment = report.environment
+    notes = [
         *times.notes,
-        *_about_times(
-            text,
-            file,
+        *about(
+            subject,
+            report.capture.plan,
+            environment,
             config,
-            machine,
         ),
-    )
-    return times.model_copy(update={"notes": notes})
-
-
-def _about_times(
-    text: str,
-    path: Path,
-    config: Config,
-    machine: Machine | None,
-) -> Iterator[str]:
-    """Notes on where step times were measured; ``machine``: where costs were."""
-    if not text.lstrip().startswith("{") or '"kind"' not in text:
-        return
-    report = parse_report(text, path)
-    if not isinstance(report, BenchReport):
-        return
-    yield from about(
-        f"the step times of {path}",
-        report.capture.plan,
-        report.environment,
-        config,
-    )
-    measured_on = report.environment.as_machine
-    if report.environment.driver is not None and machine not in (None, measured_on):
+    ]
+    measured_on = environment.as_machine
+    if environment.driver is not None and machine not in (None, measured_on):
         found = named(machine_changes(machine, measured_on))
-        yield f"the step times of {path} were measured on another machine than the costs: {found}"
+        notes.append(f"{subject} were measured on another machine than the costs: {found}")
+    return times.model_copy(update={"notes": tuple(notes)})
 
 
-def _sources(
-    config: Config,
-    loads: Loads,
-    plan: Plan,
-) -> list[tuple[Source, float]]:
-    """Each load with its weight: a file's, or that of the `traffic` section, at each speed."""
+def _sources(config: Config, loads: Loads, plan: Plan) -> list[tuple[Source, float]]:
+    """(load, weight): each file, or the `traffic` section, at each speed."""
     from cgplan.traffic.files import read_traffic, synthetic_requests
     from cgplan.traffic.simulation import RequestTrace
 
@@ -408,22 +357,19 @@ def _steps(
     plan: Plan,
     times: StepTimes,
     config: Config,
-    apart: bool,
+    rules: Mapping[str, Any],
 ) -> list[tuple[Traffic, float]]:
-    """Steps to plan for; requests are simulated with the step times that they would have under
-    ``plan``.
-    """
+    """Steps to plan for; requests are simulated with the step times of ``plan``."""
     from cgplan.traffic.simulation import RequestTrace, SchedulerBounds, simulate, step_clock
 
-    accepted, mixed = config.speculative.accepted_tokens, config.scheduler.mixed_batches
-    bounds = SchedulerBounds.of(plan, accepted, mixed)
-    clock = step_clock(plan, times, apart=apart)
+    accepted = config.speculative.accepted_tokens
+    bounds = SchedulerBounds.of(plan, accepted, config.scheduler.mixed_batches)
+    clock = step_clock(plan, times, apart=rules.get("apart", False))
     steps: list[tuple[Traffic, float]] = []
     for source, weight in sources:
         if isinstance(source, RequestTrace):
-            steps.append((simulate(source, bounds, clock), weight))
-        else:
-            steps.append((source, weight))
+            source = simulate(source, bounds, clock)
+        steps.append((source, weight))
     return steps
 
 
@@ -446,16 +392,15 @@ def _checked(
     graphs = len(plan.keys)
     uses: list[SizeUse] = []
     for use in run.uses:
-        uses.append(
-            SizeUse(
-                **use.lane._asdict(),
-                size=use.size,
-                share=use.weight / traffic.total,
-                padding=use.padding,
-                step_us=use.microseconds / use.weight,
-                own_us=use.unpadded / use.weight,
-            )
+        found = SizeUse(
+            **use.lane._asdict(),
+            size=use.size,
+            share=use.weight / traffic.total,
+            padding=use.padding,
+            step_us=use.microseconds / use.weight,
+            own_us=use.unpadded / use.weight,
         )
+        uses.append(found)
     own = LadderPoint(
         name="this plan",
         graphs=graphs,
@@ -464,11 +409,21 @@ def _checked(
         padding=run.padding,
         **run.by_kind,
     )
-    anew = propose(config, loads, times, **rules).evidence
+    anew = propose(
+        config,
+        loads,
+        times,
+        **rules,
+    ).evidence
     best = [anew.as_point("planned anew")]
     if graphs and graphs != anew.graphs:
         as_many = config.model_copy(update={"budget": BudgetConfig(max_graphs=graphs)})
-        same = propose(as_many, loads, times, **rules).evidence
+        same = propose(
+            as_many,
+            loads,
+            times,
+            **rules,
+        ).evidence
         best.append(same.as_point(f"best with {graphs}"))
     bounded = plan.budget.keys() & {"max_graphs", "memory", "capture_time"}
     most = max(graphs, plan.budget.get("max_graphs", 0)) if bounded else math.inf
