@@ -153,7 +153,7 @@ def decode_all(args: argparse.Namespace) -> dict[str, Decoded]:
         config.model.kwargs,
         device=backend.device,
         base_dir=Path(args.config).parent,
-    ).module
+    )
     draft_layers = args.draft_layers or max(target.config.num_layers // 2, 1)
     scale_later_layers(target, draft_layers, args.later_layers)
     draft = first_layers(target, draft_layers)

@@ -96,8 +96,7 @@ def _captured(command: str, request: Request, prepared: Prepared) -> Iterator[Gr
         base_dir = prepared.loaded.base_dir
         device = backend.device
         with span("load model"):
-            built = load_model(prepared.target, prepared.kwargs, device=device, base_dir=base_dir)
-        return built.forward
+            return load_model(prepared.target, prepared.kwargs, device=device, base_dir=base_dir)
 
     if has_ranks():
         with _captured_on_ranks(command, request, prepared, load) as runner:

@@ -104,10 +104,10 @@ def _measured(loaded: LoadedConfig) -> Priced:
 
     backend = select_backend(loaded.config.device)
     plan = build_plan(loaded.config)
-    built = load_model(target, kwargs, device=backend.device, base_dir=loaded.base_dir)
+    model = load_model(target, kwargs, device=backend.device, base_dir=loaded.base_dir)
     measured = calibrate(
         loaded.config,
-        built.forward,
+        model,
         backend,
         plan,
     )
@@ -131,7 +131,7 @@ def _estimated(loaded: LoadedConfig) -> GraphCosts:
             kwargs,
             device=device,
             base_dir=loaded.base_dir,
-        ).forward
+        )
 
     config = loaded.config
     plan = build_plan(config)

@@ -36,8 +36,8 @@ def starting_config(target: str, kwargs: dict[str, Any], call: str | None = None
         return _of_hugging_face(target, kwargs)
     with redirect_stdout(sys.stderr):  # a model's prints are not the result
         model = load_model(target, kwargs, device=torch.device("cpu"))
-        layers = {} if model.module is None else _first_layers(model.module)
-        arguments = forward_signature(model.forward)
+        layers = _first_layers(model) if isinstance(model, nn.Module) else {}
+        arguments = forward_signature(model)
     guesses = [_guess(argument, *layers.get(argument.name, ())) for argument in arguments]
     return starting_yaml(target, kwargs, guesses)
 
@@ -45,7 +45,7 @@ def starting_config(target: str, kwargs: dict[str, Any], call: str | None = None
 def _of_call(target: str, kwargs: dict[str, Any], call: str) -> str:
     device = select_backend("auto").device
     with redirect_stdout(sys.stderr):
-        made = load_model(target, kwargs, device=device).forward
+        made = load_model(target, kwargs, device=device)
         example = call_target(call, {}, device=device)
         try:
             graphs: Graphed = graphed(made, example=example)
@@ -83,11 +83,7 @@ def _of_hugging_face(name: str, kwargs: dict[str, Any]) -> str:
         -1,
         (0, places),
     )
-    return starting_yaml(
-        "transformers",
-        kwargs,
-        [tokens, positions],
-    )
+    return starting_yaml("transformers", kwargs, [tokens, positions])
 
 
 def _first_layers(module: nn.Module) -> dict[str, tuple[str, nn.Module]]:

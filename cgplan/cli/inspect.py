@@ -98,13 +98,13 @@ def _split_of(loaded: LoadedConfig) -> RenderableType:
 
     with redirect_stdout(sys.stderr):  # a model's prints are not the result
         backend = select_backend(loaded.config.device)
-        built = load_model(
+        model = load_model(
             target,
             kwargs,
             device=backend.device,
             base_dir=loaded.base_dir,
         )
-        found = describe_split(built.forward, loaded.config, backend)
+        found = describe_split(model, loaded.config, backend)
     if found is None:
         return facts("Split", [("pieces", "none: no PIECEWISE graph is planned")])
     return render(found)

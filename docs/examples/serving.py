@@ -235,7 +235,7 @@ def serve_all(args: argparse.Namespace) -> dict[str, Served]:
     backend = select_backend(config.device)
     model = load_model(
         config.model.target, config.model.kwargs, device=backend.device, base_dir=Path(args.config).parent
-    ).module
+    )
     capacity = min(config.metadata["block_tables"].shape[1], model.config.num_blocks) * model.config.block_size
     times = StepTimes.load(args.step_times) if args.step_times else None
     policy = f"compilation.capture_policy={args.policy}"
