@@ -338,7 +338,11 @@ def _memory(sides: Mapping[str, Parts], source: str) -> Section:
     return Section("Memory", about, source, table_of(rows.values(), formats), charts)
 
 
-def _start_up(keys: Sequence[Key], each: Sequence[Mapping[str, float]], source: str) -> Section:
+def _start_up(
+    keys: Sequence[Key],
+    each: Sequence[Mapping[str, float]],
+    source: str,
+) -> Section:
     """``each``: seconds by phase of each key, in capture order."""
     phases = [phase for phase in each[0] if any(seconds[phase] for seconds in each)]
     rows: list[Row] = []

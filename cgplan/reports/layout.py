@@ -11,7 +11,7 @@ from collections.abc import (
     Sequence,
 )
 from dataclasses import dataclass
-from functools import singledispatch
+from functools import partial, singledispatch
 from io import StringIO
 from itertools import product, zip_longest
 from textwrap import wrap
@@ -25,7 +25,12 @@ from rich.console import (
 )
 from rich.text import Text
 
-from cgplan.units import format_bytes, grouped
+from cgplan.units import (
+    format_bytes,
+    format_microseconds,
+    format_seconds,
+    grouped,
+)
 
 TEXT_WIDTH = 100
 _UNIT = re.compile(r"(?<=\d) (?=(?:[um]?s|[KMG]?i?B)\b)")
@@ -41,12 +46,18 @@ def render(report: Any) -> RenderableType:
     raise TypeError(f"{type(report).__name__} has no tables")
 
 
-def render_text(report: Any, width: int = TEXT_WIDTH) -> str:
+def render_text(
+    report: Any,
+    width: int = TEXT_WIDTH,
+) -> str:
     """A report, plan or other record as text of ``width`` columns, without a last newline."""
     return plain_text(render(report), width)
 
 
-def plain_text(renderable: RenderableType, width: int = TEXT_WIDTH) -> str:
+def plain_text(
+    renderable: RenderableType,
+    width: int = TEXT_WIDTH,
+) -> str:
     file = StringIO()
     console = Console(
         file=file,
@@ -112,7 +123,10 @@ class Column:
         title = self.title.replace("-\n", "-")
         return title.replace("\n", " ")
 
-    def of(self, row: Any) -> Any:
+    def of(
+        self,
+        row: Any,
+    ) -> Any:
         if callable(self.value):
             return self.value(row)
         value = row
@@ -123,9 +137,18 @@ class Column:
             value = value[int(name)] if name.isdigit() else getattr(value, name)
         return value
 
-    def cell(self, row: Any) -> str:
+    def cell(
+        self,
+        row: Any,
+    ) -> str:
         value = self.of(row)
         return "-" if value is None else self.format(value)
+
+
+Bytes = partial(Column, format=format_bytes)
+Microseconds = partial(Column, format=format_microseconds)
+Seconds = partial(Column, format=format_seconds)
+Share = partial(Column, format=percent)
 
 
 class TextColumn(Column):
@@ -165,14 +188,12 @@ class Grid:
             options.max_width,
         )
 
-        def line(words: Iterable[str], style: str = "") -> Text:
+        def line(
+            words: Iterable[str],
+            style: str = "",
+        ) -> Text:
             placed: list[str] = []
-            for column, word, width in zip(
-                columns,
-                words,
-                widths,
-                strict=True,
-            ):
+            for column, word, width in zip(columns, words, widths, strict=True):
                 fill = word.ljust if column.left else word.rjust
                 placed.append(fill(width))
             text = (" " * gap).join(placed)
@@ -185,11 +206,7 @@ class Grid:
         length = sum(widths) + gap * (len(widths) - 1)
         yield _line(("-" * length, ""))
         for row in zip(*cells, strict=True):
-            wrapped = map(
-                _wrapped,
-                row,
-                widths,
-            )
+            wrapped = map(_wrapped, row, widths)
             for words in zip_longest(*wrapped, fillvalue=""):
                 yield line(words)
 
@@ -197,63 +214,44 @@ class Grid:
         self, columns: Sequence[Column], cells: list[Lines], most: int
     ) -> tuple[list[Lines], list[int], int]:
         """Titles, widths, and the gap between columns."""
-        whole: list[Lines] = []
-        broken: list[Lines] = []
+        whole = [column.title.split("\n") for column in columns]
+        broken = [_BREAK.sub("\n", column.title).split("\n") for column in columns]
         every = list(cells)  # must fit: the words of texts
         none = list(cells)  # must fit: numbers; texts run over
         for place, column in enumerate(columns):
-            whole.append(column.title.split("\n"))
-            in_parts = _BREAK.sub("\n", column.title)
-            broken.append(in_parts.split("\n"))
             if column.left:
-                text = "\n".join(cells[place])
-                every[place] = _wrapped(text, 1)
+                every[place] = _wrapped("\n".join(cells[place]), 1)
                 none[place] = []
         none[:1] = cells[:1]
         words = [*cells[:1], *every[1:]]  # the first column stays in one line
         fits = [
-            *product(
-                (self._gap, 1),
-                (cells, words),
-                (whole, broken),
-            ),
+            *product((self._gap, 1), (cells, words), (whole, broken)),
             (1, every, broken),
             (1, none, broken),
         ]
         for gap, kept, titles in fits:
-            least = _widths(titles, kept)
-            wanted = _widths(titles, cells)
+            limits = list(zip(_widths(titles, kept), _widths(titles, cells), strict=True))
             room = most - gap * (len(columns) - 1)
-            for level in range(
-                most,
-                0,
-                -1,
-            ):  # the widest columns give way
-                widths: list[int] = []
-                for low, high in zip(
-                    least,
-                    wanted,
-                    strict=True,
-                ):
-                    widths.append(max(low, min(high, level)))
+            for level in range(most, 0, -1):
+                # the widest columns give way
+                widths = [max(least, min(wanted, level)) for least, wanted in limits]
                 if sum(widths) <= room:
                     return titles, widths, gap
-        return titles, least, gap
+        return titles, widths, gap
 
 
-def _widths(titles: Iterable[Lines], pieces: Iterable[Lines]) -> list[int]:
-    widths: list[int] = []
-    for title, piece in zip(
-        titles,
-        pieces,
-        strict=True,
-    ):
-        lengths = map(len, (*title, *piece))
-        widths.append(max(lengths, default=1))
-    return widths
+def _widths(
+    titles: Iterable[Lines],
+    pieces: Iterable[Lines],
+) -> list[int]:
+    pairs = zip(titles, pieces, strict=True)
+    return [max(1, *map(len, (*title, *piece))) for title, piece in pairs]
 
 
-def _wrapped(text: str, width: int) -> Lines:
+def _wrapped(
+    text: str,
+    width: int,
+) -> Lines:
     """Lines of whole words; a number and its unit stay together."""
     lines: Lines = []
     joined = _UNIT.sub("\xa0", text)
@@ -289,7 +287,10 @@ class Drawing:
         yield from self.draw(options.max_width)
 
 
-def facts(title: str, rows: Iterable[Fact]) -> RenderableType:
+def facts(
+    title: str,
+    rows: Iterable[Fact],
+) -> RenderableType:
     """A title over labelled lines."""
     shown = list(rows)
 
@@ -300,23 +301,25 @@ def facts(title: str, rows: Iterable[Fact]) -> RenderableType:
             style = "yellow" if label == "warning" else ""
             labels = _wrapped(label, widest)
             values = _wrapped(value, width - widest - 4)
-            for left, right in zip_longest(
-                labels,
-                values,
-                fillvalue="",
-            ):
+            for left, right in zip_longest(labels, values, fillvalue=""):
                 head = f"  {left:<{widest}}  "
                 yield _line((head, style or "bold"), (right, style))
 
     return titled(title, Drawing(draw))
 
 
-def memory_text(parts: Mapping[str, int | None], total: int) -> str:
+def memory_text(
+    parts: Mapping[str, int | None],
+    total: int,
+) -> str:
     known = [f"{name} {format_bytes(size)}" for name, size in parts.items() if size is not None]
     return f"{', '.join(known)}; total {format_bytes(total)}"
 
 
-def labelled(label: str, texts: Iterable[str]) -> list[Fact]:
+def labelled(
+    label: str,
+    texts: Iterable[str],
+) -> list[Fact]:
     return [(label, text) for text in texts]
 
 

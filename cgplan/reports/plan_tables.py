@@ -26,15 +26,18 @@ from cgplan.planning.costs import Predicted
 from cgplan.planning.difference import FieldChange, Figure, PlanDifference
 from cgplan.planning.plan import PLANNED_FOR, Lane
 from cgplan.reports.layout import (
+    Bytes,
     Column,
     Fact,
     Grid,
+    Microseconds,
+    Seconds,
+    Share,
     TextColumn,
     describe_sizes,
     facts,
     labelled,
     memory_text,
-    percent,
     render,
     sentences,
     stacked,
@@ -68,9 +71,9 @@ _WHY = TextColumn("why", "reason")
 _SIZES = TextColumn("sizes", "sizes", describe_sizes)
 _LADDER = TextColumn("ladder", "name")
 GRAPHS = Column("graphs")
-STEP = Column("expected step", "expected_us", format_microseconds)
-MEMORY = Column("memory", "bytes", format_bytes)
-START_UP = Column("start-up", "seconds", format_seconds)
+STEP = Microseconds("expected step", "expected_us")
+MEMORY = Bytes("memory", "bytes")
+START_UP = Seconds("start-up", "seconds")
 
 
 def _used(use: SizeUse) -> str:
@@ -79,11 +82,7 @@ def _used(use: SizeUse) -> str:
     return f"{use.lane}: {' x '.join(map(str, (use.size, *use.sizes)))}"
 
 
-USES = (
-    TextColumn("graph", _used),
-    Column("steps", "share", percent),
-    Column("padding", "padding", percent),
-)
+USES = (TextColumn("graph", _used), Share("steps", "share"), Share("padding", "padding"))
 
 
 def brief(plan: Plan) -> RenderableType:
@@ -236,9 +235,9 @@ def lane_table(plan: Plan) -> RenderableType:
         TextColumn("lane", "0"),
         Column("graphs", "1"),
         TextColumn("sizes", "2", describe_sizes),
-        Column("pool", "3", format_bytes),
-        Column("driver", "4", format_bytes),
-        Column("start-up", "5", format_seconds),
+        Bytes("pool", "3"),
+        Bytes("driver", "4"),
+        Seconds("start-up", "5"),
     )
     words = "in capture order; pool: growth beyond the pool that the graphs above have filled"
     return titled("Cost of each lane", table, sentences(words))
@@ -312,7 +311,11 @@ def _padding_table(captured: Sequence[int], beyond: str) -> RenderableType:
 # --- why these graphs -----------------------------------------------------------------------------
 
 
-def _answer(plan: Plan, evidence: Evidence, whole: bool) -> Iterator[RenderableType | None]:
+def _answer(
+    plan: Plan,
+    evidence: Evidence,
+    whole: bool,
+) -> Iterator[RenderableType | None]:
     sizes = "; ".join(f"{part.lane}: {describe_sizes(part.sizes)}" for part in evidence.lanes)
     if len(sizes) > MOST_SIZES and not whole:
         sizes = f"{sizes[:MOST_SIZES].rpartition(', ')[0]}, ...; --verbose shows all"
@@ -332,14 +335,10 @@ def _loads(loads: Sequence[LoadPoint]) -> RenderableType | None:
     if not loads:
         return None
     words = "each as this plan runs it"
-    columns = [
-        TextColumn("load", "source"),
-        STEP,
-        Column("ladder", "ladder_us", format_microseconds),
-    ]
+    columns = [TextColumn("load", "source"), STEP, Microseconds("ladder", "ladder_us")]
     if loads[0].best_us is not None:
         words = "best: the best plan of as many graphs for that load alone"
-        columns.append(Column("best", "best_us", format_microseconds))
+        columns.append(Microseconds("best", "best_us"))
     return titled("Each load", Grid(loads, *columns), sentences(words))
 
 
@@ -483,16 +482,16 @@ def _ladders(evidence: Evidence) -> RenderableType | None:
 
 def _beside(points: Sequence[LadderPoint], *more: Column) -> Grid:
     """Plans and ladders with the figures that are known, then ``more``."""
-    columns = [_LADDER, GRAPHS, Column("step", "expected_us", format_microseconds)]
+    columns = [_LADDER, GRAPHS, Microseconds("step", "expected_us")]
     if any(point.decode_us for point in points) and any(point.mixed_us for point in points):
-        columns.append(Column("decode", "decode_us", format_microseconds))
-        columns.append(Column("mixed", "mixed_us", format_microseconds))
+        columns.append(Microseconds("decode", "decode_us"))
+        columns.append(Microseconds("mixed", "mixed_us"))
     if any(point.bytes for point in points):
         columns += [MEMORY, START_UP]
     return Grid(
         points,
         *columns,
-        Column("padding", "padding", percent),
+        Share("padding", "padding"),
         *more,
     )
 
@@ -516,14 +515,20 @@ def _check(check: PlanCheck) -> RenderableType:
     regrets: list[Column] = []
     for title, figure in figures.items():
         if getattr(own, figure):
-            regrets.append(Column(title, partial(regret, figure), "{:+.1%}".format))
+            regrets.append(
+                Column(
+                    title,
+                    partial(regret, figure),
+                    "{:+.1%}".format,
+                )
+            )
 
     uses = Grid(
         check.uses,
         *USES,
-        Column("step", "step_us", format_microseconds),
-        Column("at own size", "own_us", format_microseconds),
-        Column("lost", lambda use: use.share * (use.step_us - use.own_us) / whole, percent),
+        Microseconds("step", "step_us"),
+        Microseconds("at own size", "own_us"),
+        Share("lost", lambda use: use.share * (use.step_us - use.own_us) / whole),
     )
     regret_words = (
         "regret: how much longer steps of this plan are; of decode, of mixed: those of uniform "
@@ -543,7 +548,11 @@ def _check(check: PlanCheck) -> RenderableType:
 # --- differences ----------------------------------------------------------------------------------
 
 
-def render_difference(difference: PlanDifference, old: str, new: str) -> RenderableType:
+def render_difference(
+    difference: PlanDifference,
+    old: str,
+    new: str,
+) -> RenderableType:
     """Changes from the plan named ``old`` to that named ``new``."""
     rows = [(change.name, _both(change)) for change in difference.settings]
     if not rows:
@@ -556,32 +565,28 @@ def render_difference(difference: PlanDifference, old: str, new: str) -> Rendera
         lanes = Grid(
             difference.changed_lanes,
             _LANE,
-            TextColumn("added", lambda part: part.added or None, describe_sizes),
-            TextColumn("removed", lambda part: part.removed or None, describe_sizes),
-            TextColumn("kept", lambda part: part.kept or None, describe_sizes),
+            TextColumn(
+                "added",
+                lambda part: part.added or None,
+                describe_sizes,
+            ),
+            TextColumn(
+                "removed",
+                lambda part: part.removed or None,
+                describe_sizes,
+            ),
+            TextColumn(
+                "kept",
+                lambda part: part.kept or None,
+                describe_sizes,
+            ),
         )
     figures = Grid(
         [
-            _figure(
-                "graphs",
-                difference.graphs,
-                "{:.0f}".format,
-            ),
-            _figure(
-                "memory",
-                difference.memory,
-                format_bytes,
-            ),
-            _figure(
-                "start-up",
-                difference.seconds,
-                format_seconds,
-            ),
-            _figure(
-                "expected step",
-                difference.expected_us,
-                format_microseconds,
-            ),
+            _figure("graphs", difference.graphs, "{:.0f}".format),
+            _figure("memory", difference.memory, format_bytes),
+            _figure("start-up", difference.seconds, format_seconds),
+            _figure("expected step", difference.expected_us, format_microseconds),
         ],
         TextColumn("", "0"),
         Column("old", "1"),
@@ -589,11 +594,7 @@ def render_difference(difference: PlanDifference, old: str, new: str) -> Rendera
         Column("change", "3"),
         Column("share", "4"),
     )
-    return stacked(
-        facts(f"{old} -> {new}", rows),
-        lanes,
-        figures,
-    )
+    return stacked(facts(f"{old} -> {new}", rows), lanes, figures)
 
 
 def _both(change: FieldChange) -> str:
@@ -643,9 +644,5 @@ def _replan(report: ReplanReport) -> RenderableType:
     before, after = map(format_bytes, report.pool_bytes)
     rows.append(("pools", f"{before} before, {after} after"))
     rows.append(("time", format_seconds(report.seconds)))
-    difference = render_difference(
-        report.difference,
-        "captured",
-        "wanted",
-    )
+    difference = render_difference(report.difference, "captured", "wanted")
     return stacked(difference, facts("Replan", rows))

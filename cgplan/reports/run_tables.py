@@ -14,16 +14,19 @@ from cgplan.modes import CUDAGraphMode
 from cgplan.planning.costs import Predicted
 from cgplan.planning.plan import Key, Lane
 from cgplan.reports.layout import (
+    Bytes,
     Column,
     Fact,
     Grid,
+    Microseconds,
+    Seconds,
+    Share,
     TextColumn,
     describe_lanes,
     describe_sizes,
     facts,
     labelled,
     memory_text,
-    percent,
     render,
     sentences,
     stacked,
@@ -47,7 +50,6 @@ from cgplan.reports.records import (
 from cgplan.units import (
     counted,
     format_bytes,
-    format_microseconds,
     format_ratio,
     format_seconds,
     grouped,
@@ -129,17 +131,14 @@ def _graphs(report: CaptureReport) -> RenderableType:
         columns.append(Column("LoRA", "descriptor.num_active_loras"))
     if any(record.graphs > 1 for record in report.records):
         columns.append(Column("graphs"))
-    columns += [
-        Column(report.environment.node_name, "nodes"),
-        Column("pool growth", "pool_growth", format_bytes),
-    ]
+    columns += [Column(report.environment.node_name, "nodes"), Bytes("pool growth", "pool_growth")]
     if report.driver_bytes is not None:
-        columns.append(Column("driver", "driver_bytes", format_bytes))
-    columns.append(Column("warm-up", "warmup_seconds", format_seconds))
+        columns.append(Bytes("driver", "driver_bytes"))
+    columns.append(Seconds("warm-up", "warmup_seconds"))
     if any(record.compile_seconds for record in report.records):
-        columns.append(Column("compile", "compile_seconds", format_seconds))
+        columns.append(Seconds("compile", "compile_seconds"))
         columns.append(Column("cached"))
-    columns.append(Column("capture", "capture_seconds", format_seconds))
+    columns.append(Seconds("capture", "capture_seconds"))
     return Grid(report.records, *columns)
 
 
@@ -182,7 +181,7 @@ def _state(report: CaptureReport) -> RenderableType | None:
     table = Grid(
         left,
         TextColumn("state", "path"),
-        Column("size", "nbytes", format_bytes),
+        Bytes("size", "nbytes"),
         TextColumn("after the capture", lambda place: words[place.kept]),
     )
     rest = [place.nbytes for place in report.state if place.is_put_back]
@@ -199,21 +198,21 @@ def _prediction(report: CaptureReport) -> Iterator[RenderableType]:
     columns = [
         TextColumn("key", "0.lane"),
         Column("tokens", "0.descriptor.num_tokens"),
-        Column("pool\npredicted", "1.pool_bytes", format_bytes),
-        Column("measured", "0.pool_growth", format_bytes),
+        Bytes("pool\npredicted", "1.pool_bytes"),
+        Bytes("measured", "0.pool_growth"),
     ]
     parts = [
         ("static buffers", predicted.static_bytes, report.static_bytes),
         ("pool", sum(key.pool_bytes for key in predicted.keys), report.pool_bytes),
     ]
     if report.driver_bytes is not None:
-        columns.append(Column("driver\npredicted", "1.driver_bytes", format_bytes))
-        columns.append(Column("measured", "0.driver_bytes", format_bytes))
+        columns.append(Bytes("driver\npredicted", "1.driver_bytes"))
+        columns.append(Bytes("measured", "0.driver_bytes"))
         driver = sum(key.driver_bytes for key in predicted.keys)
         parts.append(("workspaces", predicted.workspace_bytes, report.workspace_bytes))
         parts.append(("driver", driver, report.graph_driver_bytes))
-    columns.append(Column("time\npredicted", "1.seconds", format_seconds))
-    columns.append(Column("measured", "0.seconds", format_seconds))
+    columns.append(Seconds("time\npredicted", "1.seconds"))
+    columns.append(Seconds("measured", "0.seconds"))
     pairs = zip(report.records, predicted.keys, strict=True)
     yield titled("Predicted against measured", Grid(pairs, *columns))
     parts.append(("memory", sum(part[1] for part in parts), report.graph_bytes))
@@ -232,7 +231,11 @@ def _prediction_rows(
     yield "time", _compared(format_seconds, predicted.seconds, seconds)
 
 
-def _compared(text: Callable[[Any], str], predicted: float, measured: float) -> str:
+def _compared(
+    text: Callable[[Any], str],
+    predicted: float,
+    measured: float,
+) -> str:
     error = f": {(predicted - measured) / measured:+.1%}" if measured else ""
     return f"{text(predicted)} predicted, {text(measured)} measured{error}"
 
@@ -295,11 +298,11 @@ def _ranks(ranks: Sequence[RankRecord]) -> RenderableType | None:
         Column("rows"),
         Column("buffers"),
         Column("bases"),
-        Column("mapped", "mapped_bytes", format_bytes),
-        Column("registration", "registration_seconds", format_seconds),
-        Column("pool", "pool_bytes", format_bytes),
-        Column("memory", "total_bytes", format_bytes),
-        Column("session", "session_seconds", format_seconds),
+        Bytes("mapped", "mapped_bytes"),
+        Seconds("registration", "registration_seconds"),
+        Bytes("pool", "pool_bytes"),
+        Bytes("memory", "total_bytes"),
+        Seconds("session", "session_seconds"),
     )
 
 
@@ -404,20 +407,15 @@ def latencies(report: BenchReport) -> Grid:
         Column("tokens", "size"),
         TextColumn("runs as", lambda r: f"{r.mode} {r.descriptor.size}" if r.graph else "eager"),
         Column("padded\nrows", "padded_rows"),
-        Column("eager\nmedian", "eager.median", format_microseconds),
-        Column("eager\np99", "eager.p99", format_microseconds),
-        Column("graph\nmedian", "graph.median", format_microseconds),
-        Column("graph\np99", "graph.p99", format_microseconds),
-        Column("replay\nmedian", "replay.median", format_microseconds),
-        Column(
-            "replay\np99",
-            "replay.p99",
-            format_microseconds,
-            on_page_alone=True,
-        ),
+        Microseconds("eager\nmedian", "eager.median"),
+        Microseconds("eager\np99", "eager.p99"),
+        Microseconds("graph\nmedian", "graph.median"),
+        Microseconds("graph\np99", "graph.p99"),
+        Microseconds("replay\nmedian", "replay.median"),
+        Microseconds("replay\np99", "replay.p99", on_page_alone=True),
         Column("speed-\nup", "speedup", format_ratio),
-        Column("host\neager", "eager_host.median", format_microseconds),
-        Column("host\ngraph", "graph_host.median", format_microseconds),
+        Microseconds("host\neager", "eager_host.median"),
+        Microseconds("host\ngraph", "graph_host.median"),
         gap=1,
         short=True,
     )
@@ -434,10 +432,10 @@ def queued(report: BenchReport) -> Grid | None:
     return Grid(
         rows,
         Column("tokens", "size"),
-        Column("graph median", "graph_queued.median", format_microseconds),
-        Column("graph p99", "graph_queued.p99", format_microseconds),
-        Column("replay median", "replay_queued.median", format_microseconds),
-        Column("replay p99", "replay_queued.p99", format_microseconds),
+        Microseconds("graph median", "graph_queued.median"),
+        Microseconds("graph p99", "graph_queued.p99"),
+        Microseconds("replay median", "replay_queued.median"),
+        Microseconds("replay p99", "replay_queued.p99"),
         Column("graph / replay", ratio, format_ratio),
         short=True,
     )
@@ -476,8 +474,8 @@ def _against_baselines(
     yield Grid(
         measured.ways,
         TextColumn("way", "name"),
-        Column("ready in", "ready_seconds", format_seconds),
-        Column("memory", "memory_bytes", format_bytes),
+        Seconds("ready in", "ready_seconds"),
+        Bytes("memory", "memory_bytes"),
         TextColumn("note", lambda way: f"failed: {way.failure}" if way.failure else way.note or ""),
     )
     if measured.records:
@@ -501,14 +499,14 @@ def baselines(measured: BaselinesRecord) -> Grid:
 
     times: list[Column] = []
     for name in ("device", "latency", "host"):
-        times.append(Column(name, f"{name}.median", format_microseconds))
+        times.append(Microseconds(name, f"{name}.median"))
         times.append(Column(f"{name}\nx", partial(ratio, name), format_ratio))
     return Grid(
         measured.records,
         TextColumn("way", "name"),
         Column("tokens", "num_tokens"),
         *times,
-        Column("first\ncall", "first_call_seconds", format_seconds),
+        Seconds("first\ncall", "first_call_seconds"),
         Column("diff", lambda r: "n/a" if r.deviation is None else f"{r.deviation:.2g}"),
         gap=1,
         short=True,
@@ -530,8 +528,8 @@ def _doctor(report: DoctorReport) -> RenderableType:
         report.rows,
         TextColumn("key", "lane"),
         Column("tokens", "descriptor.num_tokens"),
-        Column("eager", "eager_us", format_microseconds),
-        Column("step", "step_us", format_microseconds),
+        Microseconds("eager", "eager_us"),
+        Microseconds("step", "step_us"),
         Column("speed-up", lambda row: row.eager_us / row.step_us, "{:.2f}x".format),
         Column("inside graphs", "inside", "{:.0%}".format),
     )
@@ -566,16 +564,8 @@ def _audit(report: AuditReport) -> RenderableType:
             _words,
             "{:,}".format,
         ),
-        Column(
-            "share",
-            lambda rows: _words(rows) / words,
-            percent,
-        ),
-        Column(
-            "size",
-            lambda rows: sum(r.nbytes or 0 for r in rows) or None,
-            format_bytes,
-        ),
+        Share("share", lambda rows: _words(rows) / words),
+        Bytes("size", lambda rows: sum(r.nbytes or 0 for r in rows) or None),
         TextColumn("names", lambda rows: listed([r.name for r in rows], 2)),
     )
     keys = Grid(
