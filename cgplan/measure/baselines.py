@@ -1,14 +1,12 @@
 """A runner beside its baselines, other ways to run its model: costs, speed, results.
 
 Note [Graphs of several baselines in one process]
-    Recording inductor's CUDA graphs drops the cuBLAS workspaces of the process, which other graphs
-    may have captured. So ``reduce-overhead`` is prepared while no other graph exists, and stays
-    ready. Resetting Dynamo would drop the traces of runners: a baseline drops its own code alone.
+    Recording inductor's CUDA graphs drops cuBLAS workspaces that other graphs may have captured: so
+    ``reduce-overhead`` is prepared while no other graph exists, and stays ready.
 
 Note [Comparing results]
-    Each compared call starts from the same inputs, state and seed. A model whose own code gives two
-    results from there cannot be compared: it has state that no fingerprint sees, or uses atomics.
-    Padding and inductor's generator change random numbers.
+    Each compared call starts from the same inputs, state and seed. Eager code that then gives two
+    results has state that no fingerprint sees, or atomics. Padding changes random numbers.
 """
 
 from __future__ import annotations
@@ -84,17 +82,27 @@ class BenchBatch:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        return {**self.inputs, **self.metadata}
+        return {
+            **self.inputs,
+            **self.metadata,
+        }
 
-    def run(self, model: Callable[..., Any], tensors: Tensors | None = None) -> Any:
-        """Call a model on the batch, or on ``tensors`` in its place, in a forward context."""
+    def run(
+        self,
+        model: Callable[..., Any],
+        tensors: Tensors | None = None,
+    ) -> Any:
+        """Call a model on the batch, or on ``tensors``, in a forward context."""
         given = self.tensors if tensors is None else tensors
         inputs = {name: given[name] for name in self.inputs}
         metadata = {name: given[name] for name in self.metadata}
         with forward_context(CUDAGraphMode.NONE, self.descriptor, metadata):
             return model(**inputs)
 
-    def given_to(self, runner: GraphRunner) -> dict[str, Tensor]:
+    def given_to(
+        self,
+        runner: GraphRunner,
+    ) -> dict[str, Tensor]:
         """The tensors of a runner's call; filled static buffers for a runner that copies none."""
         is_eager = self.size > runner.wanted.max_capture_size
         if is_eager or runner.config.compilation.cudagraph_copy_inputs:
@@ -109,16 +117,16 @@ class Baseline:
     """One way to run the model, with figures by size.
 
     Attributes:
-        record: Costs, or why it failed.
         undo: Gives memory back.
         calls: Run a batch, whose tensors may get other values.
         first: Seconds of the first call.
         times: Microseconds: device, latency, host.
-        results: For the report.
-        note: For the reader.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(
+        self,
+        name: str,
+    ) -> None:
         self.record = BaselineTiming(name=name)
         self.undo = ExitStack()
         self.calls: dict[int, Call] = {}
@@ -160,15 +168,21 @@ def _in_one_line(error: Exception) -> str:
     return f"{line[: half - 3]} ... {line[2 - half :]}"
 
 
-def ours(bench: Comparison, baseline: Baseline) -> None:
+def ours(
+    bench: Comparison,
+    baseline: Baseline,
+) -> None:
     runner = bench.runner
     baseline.undo.callback(runner.suspend)
     runner.recapture()
 
     def call_of(batch: BenchBatch) -> Call:
         given = batch.given_to(runner)
-        arguments: dict[str, Any] = {**given, **batch.options}
-        pairs = zip(given.values(), batch.tensors.values(), strict=True)
+        arguments: dict[str, Any] = {
+            **given,
+            **batch.options,
+        }
+        pairs = [(given[name], value) for name, value in batch.tensors.items()]
         copies = [(view, value) for view, value in pairs if view is not value]
 
         def run() -> Any:
@@ -181,12 +195,18 @@ def ours(bench: Comparison, baseline: Baseline) -> None:
     bench.first_calls(baseline, call_of)
 
 
-def eager(bench: Comparison, baseline: Baseline) -> None:
+def eager(
+    bench: Comparison,
+    baseline: Baseline,
+) -> None:
     model = bench.runner.model
     bench.first_calls(baseline, lambda batch: partial(batch.run, model))
 
 
-def bare(bench: Comparison, baseline: Baseline) -> None:
+def bare(
+    bench: Comparison,
+    baseline: Baseline,
+) -> None:
     """Graphs by hand, in one pool: copy each tensor into a static one, and replay."""
     backend = bench.runner.backend
     model = bench.runner.model
@@ -215,13 +235,7 @@ def bare(bench: Comparison, baseline: Baseline) -> None:
     def call_of(batch: BenchBatch) -> Call:
         graph, static, output = captured[batch.size]
         replay = backend.launcher(graph)
-        pairs = list(
-            zip(
-                static.values(),
-                batch.tensors.values(),
-                strict=True,
-            )
-        )
+        pairs = list(zip(static.values(), batch.tensors.values(), strict=True))
 
         def run() -> Any:
             for target, value in pairs:
@@ -234,7 +248,10 @@ def bare(bench: Comparison, baseline: Baseline) -> None:
     bench.first_calls(baseline, call_of)
 
 
-def make_graphed_callables(bench: Comparison, baseline: Baseline) -> None:
+def make_graphed_callables(
+    bench: Comparison,
+    baseline: Baseline,
+) -> None:
     """``torch.cuda.make_graphed_callables`` for each size, in one pool, without gradients."""
     graphed = dict[int, Callable[..., Any]]()
     pool = torch.cuda.graph_pool_handle()
@@ -242,22 +259,12 @@ def make_graphed_callables(bench: Comparison, baseline: Baseline) -> None:
     for batch in bench.largest_first():
 
         def forward(*given: Tensor, batch: BenchBatch = batch) -> Any:
-            tensors = dict(
-                zip(
-                    batch.tensors,
-                    given,
-                    strict=True,
-                )
-            )
+            tensors = dict(zip(batch.tensors, given, strict=True))
             with torch.no_grad():
                 return batch.run(bench.runner.model, tensors)
 
         static = tuple(value.clone() for value in batch.tensors.values())
-        graphed[batch.size] = torch.cuda.make_graphed_callables(
-            forward,
-            static,
-            pool=pool,
-        )
+        graphed[batch.size] = torch.cuda.make_graphed_callables(forward, static, pool=pool)
 
     def call_of(batch: BenchBatch) -> Call:
         return partial(graphed[batch.size], *batch.tensors.values())
@@ -265,7 +272,10 @@ def make_graphed_callables(bench: Comparison, baseline: Baseline) -> None:
     bench.first_calls(baseline, call_of)
 
 
-def reduce_overhead(bench: Comparison, baseline: Baseline) -> None:
+def reduce_overhead(
+    bench: Comparison,
+    baseline: Baseline,
+) -> None:
     """``torch.compile(mode="reduce-overhead", dynamic=False)``, from an empty cache.
 
     Tensors of the model are marked static, as parameters are: torch leaves out graphs that write
@@ -280,18 +290,10 @@ def reduce_overhead(bench: Comparison, baseline: Baseline) -> None:
         is_static = isinstance(tensor, torch.nn.Parameter) or hasattr(tensor, _STATIC)
         if tensor.device == device and not is_static:
             torch._dynamo.mark_static_address(tensor, guard=False)
-            baseline.undo.callback(
-                delattr,
-                tensor,
-                _STATIC,
-            )
+            baseline.undo.callback(delattr, tensor, _STATIC)
 
     own = with_own_code(model)
-    compiled = torch.compile(
-        own,
-        mode="reduce-overhead",
-        dynamic=False,
-    )
+    compiled = torch.compile(own, mode="reduce-overhead", dynamic=False)
     baseline.undo.callback(reset_cudagraph_trees)
     baseline.undo.callback(torch._C._dynamo.eval_frame.reset_code, own.__code__)
 
@@ -304,13 +306,12 @@ def reduce_overhead(bench: Comparison, baseline: Baseline) -> None:
 
     counters = torch._dynamo.utils.counters["inductor"]
     before = counters["cudagraph_skips"]
-    limits = {"recompile_limit": 1024, "fail_on_recompile_limit_hit": True}
+    limits = {
+        "recompile_limit": 1024,
+        "fail_on_recompile_limit_hit": True,
+    }
     with torch._dynamo.config.patch(limits), fresh_inductor_cache():
-        bench.first_calls(
-            baseline,
-            call_of,
-            2,
-        )  # compiles, records
+        bench.first_calls(baseline, call_of, 2)  # compiles, records
     skipped = counters["cudagraph_skips"] - before
     if skipped:
         baseline.note = (
@@ -339,14 +340,12 @@ def bench_baselines(
 ) -> BaselinesRecord:
     """Measure a runner and other ways to run its model, on the same tensors.
 
-    First each way is prepared alone, for its costs. Then all are ready and take turns, so that a
-    slow moment hits all alike. The runner is captured again twice, and open afterwards: its earlier
-    outputs and views are not valid any more. A way that fails is a record with the reason. Close
-    other graphs before, see Note [Graphs of several baselines in one process].
+    First each way is prepared alone, for its costs; then all take turns. The runner is captured
+    again twice: its earlier outputs and views are not valid any more. Close other graphs before,
+    see Note [Graphs of several baselines in one process].
 
     Args:
         batches: One for each size.
-        against: Names of BASELINES.
         seed: Of the order; absent: drawn.
         progress: Called with (done, total, name) before each step.
     """
@@ -361,11 +360,7 @@ def bench_baselines(
     def step(text: str) -> None:
         if progress:
             total = 2 * len(baselines) + rounds
-            progress(
-                next(done),
-                total,
-                text,
-            )
+            progress(next(done), total, text)
 
     with torch.no_grad():
         bench = Comparison(
@@ -413,12 +408,8 @@ class Comparison:
     """The results of a runner's model on some batches, see Note [Comparing results].
 
     Args:
-        batches: Run four times each; their values and the model's state stay.
-        seed: Of compared calls.
+        batches: Their values and the model's state stay.
         repeats: Timed calls in a turn.
-
-    Attributes:
-        capture_seconds, keys: Of the runner's capture alone.
     """
 
     capture_seconds: float | None = None
@@ -486,11 +477,17 @@ class Comparison:
             synchronize()
             baseline.first.setdefault(batch.size, time.perf_counter() - start)
 
-    def prepare(self, baseline: Baseline) -> None:
+    def prepare(
+        self,
+        baseline: Baseline,
+    ) -> None:
         self.restore()
         BASELINES[baseline.record.name](self, baseline)
 
-    def price(self, baseline: Baseline) -> None:
+    def price(
+        self,
+        baseline: Baseline,
+    ) -> None:
         """Seconds and memory of the baseline alone."""
         name = baseline.record.name
         backend = self.runner.backend
@@ -528,21 +525,16 @@ class Comparison:
         self.restore()
         for _ in range(2):  # caches hold data of another baseline
             call()
-        device, _ = backend.time_calls(
-            call,
-            self.repeats,
-            queued=True,
-        )
+        device, _ = backend.time_calls(call, self.repeats, queued=True)
         times = baseline.times.setdefault(size, ([], [], []))
         measured = (device, *backend.time_calls(call, self.repeats))
-        for known, more in zip(
-            times,
-            measured,
-            strict=True,
-        ):
+        for known, more in zip(times, measured, strict=True):
             known.extend(more)
 
-    def compare(self, baseline: Baseline) -> None:
+    def compare(
+        self,
+        baseline: Baseline,
+    ) -> None:
         for size in self._outputs:
             difference, reason = self._deviation(size, baseline)
             device, latency, host = baseline.times[size]
@@ -597,11 +589,7 @@ class Comparison:
         for generator in self._generators:
             generator.manual_seed(seed)
         output = call()
-        return tree_map_only(
-            Tensor,
-            Tensor.clone,
-            output,
-        )
+        return tree_map_only(Tensor, Tensor.clone, output)
 
 
 def used_bytes(backend: GraphBackend) -> int:

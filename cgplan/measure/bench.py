@@ -16,7 +16,12 @@ from cgplan.errors import ConfigError
 from cgplan.measure.baselines import BenchBatch, bench_baselines, timing
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning import CudagraphDispatcher
-from cgplan.reports.records import BenchRecord, BenchReport, Timing, check_baselines
+from cgplan.reports.records import (
+    BenchRecord,
+    BenchReport,
+    Timing,
+    check_baselines,
+)
 from cgplan.runner.runner import GraphRunner
 
 
@@ -29,13 +34,12 @@ def bench(
 ) -> BenchReport:
     """Measure the sizes of ``config.report``, or every captured size, on example batches.
 
-    A batch is uniform decode where its size allows that, else mixed; both are measured where the
-    plan has other graphs for them. The runner's stats count these calls.
+    A batch is uniform decode where its size allows that, else mixed; both where the plan has other
+    graphs for them. The runner's stats count these calls.
 
     Args:
         progress: Called with (done, total, name) before each step.
-        against: Other ways to run the model, in turns with the runner, which is captured again:
-            ``eager``, ``bare``, ``make_graphed_callables``, ``reduce-overhead``.
+        against: Other ways to run the model (BASELINE_NAMES); the runner is captured again.
         seed: Of the order of turns; absent: drawn.
 
     Raises:
@@ -196,9 +200,5 @@ def _time(
     with torch.no_grad():
         for _ in range(asked.warmups):
             call()
-        device, host = runner.backend.time_calls(
-            call,
-            asked.repeats,
-            queued=queued,
-        )
+        device, host = runner.backend.time_calls(call, asked.repeats, queued=queued)
     return timing(device), timing(host)

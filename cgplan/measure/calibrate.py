@@ -1,11 +1,10 @@
 """Costs of graphs, measured on the device: a few keys are captured and freed again.
 
 Note [Chunks]
-    The driver takes memory for graphs in chunks: one graph shows nothing, or a whole chunk. So a
-    key is captured again and again, its graphs alive, until several chunks were taken. Between two
-    readings ``n`` nodes and ``b`` bytes apart, a node takes between ``(b - chunk) / n`` and
-    ``(b + chunk) / n`` bytes. Readings before the first chunk do not count: freed graphs may have
-    left room. Of few chunks, another GPU's figure is taken as far as the bounds allow it.
+    The driver takes memory for graphs in chunks. So a key is captured again and again until several
+    chunks were taken. Between two readings ``n`` nodes and ``b`` bytes apart, a node takes
+    ``(b - chunk) / n`` to ``(b + chunk) / n`` bytes. Readings before the first chunk do not count:
+    freed graphs may have left room.
 """
 
 from __future__ import annotations
@@ -42,9 +41,8 @@ def calibrate(
 ) -> MeasuredCosts:
     """Capture the representative keys of a plan, measure them, and free them again.
 
-    Each key is captured twice: the first capture of a process also traces and loads kernels. Loaded
-    kernels and the libraries' workspaces stay for later sessions, whose reports do not count them.
-    The budget plays no part. Raises as CaptureSession.run; everything is freed then, too.
+    Each key is captured twice: the first capture of a process also traces and loads kernels, which
+    stay, as libraries' workspaces do. Raises as CaptureSession.run; nothing is left then.
     """
     keys = representative_keys(plan.keys, plan.max_num_seqs)
     backend.release_cached()

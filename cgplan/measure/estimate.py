@@ -57,15 +57,19 @@ _NEEDS_VALUES = (
 )
 
 
-def estimate(config: Config, model: Function, plan: Plan) -> EstimatedCosts:
+def estimate(
+    config: Config,
+    model: Function,
+    plan: Plan,
+) -> EstimatedCosts:
     """Run representative keys of a plan on fake tensors, and log their allocations.
 
-    A forward's allocations are affine in its rows: the logged sizes give all others. Temporaries
-    inside operators that are not written in Python are not seen.
+    A forward's allocations are affine in its rows. Temporaries of operators that are not written in
+    Python are not seen.
 
     Args:
-        model: On the CPU, or built in a block of ``fake_tensors``, inside which this is called.
-            Real weights stay; a tensor that the forward keeps in the model becomes a fake one.
+        model: On the CPU, or built in the block of ``fake_tensors`` that this is called in. Tensors
+            that the forward keeps in it become fake ones.
 
     Raises:
         CaptureError, ModelError: the model fails, or needs values of tensors.
@@ -75,17 +79,12 @@ def estimate(config: Config, model: Function, plan: Plan) -> EstimatedCosts:
         note = "recorded without inductor, which fuses operators and so needs less"
     with gc_paused(), detect_fake_mode() or fake_tensors() as fake, torch.no_grad():
         keys = representative_keys(plan.keys, plan.max_num_seqs)
-        recorded = [
-            _recorded(
-                config,
-                model,
-                plan,
-                key,
-                fake,
-            )
-            for key in keys
-        ]
-        return EstimatedCosts(recorded, config, note)
+        recorded = [_recorded(config, model, plan, key, fake) for key in keys]
+        return EstimatedCosts(
+            recorded,
+            config,
+            note,
+        )
 
 
 @contextmanager
@@ -105,7 +104,12 @@ class AllocationLog(TorchDispatchMode):
     Of an eager piece only the results are logged: they get slots in the pool.
     """
 
-    def __init__(self, fake: FakeTensorMode, *, refuses: bool = True) -> None:
+    def __init__(
+        self,
+        fake: FakeTensorMode,
+        *,
+        refuses: bool = True,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.events: list[Allocation] = []
         self.operators = 0
@@ -153,12 +157,7 @@ class AllocationLog(TorchDispatchMode):
             if route == "ops":
                 own = with_own_code(model)
                 stack.callback(torch._C._dynamo.eval_frame.reset_code, own.__code__)
-                split = torch.compile(
-                    own,
-                    backend=split_backend,
-                    fullgraph=True,
-                    dynamic=False,
-                )
+                split = torch.compile(own, backend=split_backend, fullgraph=True, dynamic=False)
                 split(**inputs)
                 return
             if route == "full":
@@ -198,12 +197,7 @@ class AllocationLog(TorchDispatchMode):
         if not self.is_recording:
             return func(*args, **kwargs)
         if self._refuses:
-            refuse_host(
-                func,
-                args,
-                kwargs,
-                self.refusals,
-            )
+            refuse_host(func, args, kwargs, self.refusals)
         args, kwargs = tree_map_only(torch.Tensor, self._faked, (args, kwargs))
         # a graph copies constants of Python code
         is_constant = func is torch.ops.aten.lift_fresh.default
@@ -219,19 +213,35 @@ class AllocationLog(TorchDispatchMode):
     def _faked(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if isinstance(tensor, FakeTensor) else self._fake.from_tensor(tensor)
 
-    def _take(self, output: Any, known: set[int]) -> bool:
+    def _take(
+        self,
+        output: Any,
+        known: set[int],
+    ) -> bool:
         """Log storages of an output that are not known; whether there are any."""
         number_before = len(self.events)
         for storage in (tensor.untyped_storage() for tensor in tensors_in(output)):
             if storage._cdata not in known:
                 known.add(storage._cdata)
                 block = next(self._numbers)
-                self.events.append(Allocation(block, storage.nbytes(), self._inside))
+                self.events.append(
+                    Allocation(
+                        block,
+                        storage.nbytes(),
+                        self._inside,
+                    )
+                )
                 weakref.finalize(storage, self._give_back, block).atexit = False
         return len(self.events) > number_before
 
     def _give_back(self, block: int) -> None:
-        self.events.append(Allocation(block, None, self._inside))
+        self.events.append(
+            Allocation(
+                block,
+                None,
+                self._inside,
+            )
+        )
 
 
 def _storages(tree: Any) -> set[int]:
@@ -246,12 +256,7 @@ def _recorded(
     compilation = config.compilation
     device = torch.device("cpu")
     reqs = min(tokens, plan.max_num_seqs) if descriptor.num_reqs is None else descriptor.num_reqs
-    tensors = example_batch(
-        config.tensors_at(descriptor.sizes),
-        tokens,
-        reqs,
-        device,
-    )
+    tensors = example_batch(config.tensors_at(descriptor.sizes), tokens, reqs, device)
     inputs = {name: tensors[name] for name in config.inputs}
     metadata = {name: tensors[name] for name in config.metadata}
     route = compilation.piecewise if mode is CUDAGraphMode.PIECEWISE else "full"
@@ -273,12 +278,7 @@ def _recorded(
                 )
             context.derived = {}
             log = AllocationLog(fake)
-            log.run(
-                route,
-                model,
-                inputs,
-                compilation.splitting_ops,
-            )
+            log.run(route, model, inputs, compilation.splitting_ops)
         except Exception as error:
             cause = getattr(error, "inner_exception", error)
             batch = f"{mode} {descriptor}"

@@ -83,8 +83,7 @@ class _RowLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 class RowDecoder(nn.Module):
     """A causal LM of transformers that decodes one token for each row.
 
-    Row i is request i. A prompt is fed one token a call. A new request takes a row by starting at
-    position 0: a row never sees places behind its position. The tensors of ``cache`` never move.
+    Row i is request i, and begins anew at position 0. The tensors of ``cache`` never move.
     """
 
     def __init__(self, model: Any, max_batch_size: int, max_cache_len: int) -> None:
@@ -225,13 +224,11 @@ def build(
     """A causal LM with random weights on the default device; nothing is downloaded.
 
     Args:
-        config: Contents of a config.json.
-        config_file: Its path, instead.
+        config, config_file: Contents or path of a config.json.
         dtype: Of weights and cache.
         max_cache_len: Tokens of a row.
         max_batch_size: Rows of the cache.
         seed: Of the weights; the caller's random state stays.
-        attn_implementation: ``sdpa`` or ``eager``; absent: sdpa where the architecture has it.
 
     Raises:
         ModelError: no known config, or no causal LM with a KV cache.

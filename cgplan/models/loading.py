@@ -35,23 +35,17 @@ def load_model(
 ) -> Callable[..., Any]:
     """The model that ``target`` returns for ``kwargs``, on the device; a module is in eval mode.
 
-    The call makes tensors on the device. The folder of a file target (for a module target the
-    current folder) stays on ``sys.path``, for imports of neighbours. A file is run at each load.
+    The folder of a file target, else the current one, stays on ``sys.path``. A file is run at each
+    load. The caller owns the model.
 
     Args:
         target: ``package.module:callable``, ``path/to/file.py:callable``, or ``transformers``.
-        base_dir: Where relative paths start, usually the YAML file's folder; then the current one.
+        base_dir: Where relative paths start; then the current folder.
 
     Raises:
-        ModelError: the target is malformed, does not exist, fails, or returns something that cannot
-            be called. An error of the model's own code is the cause.
+        ModelError: no such target, it fails, or returns what cannot be called.
     """
-    model = call_target(
-        target,
-        kwargs,
-        device=device,
-        base_dir=base_dir,
-    )
+    model = call_target(target, kwargs, device=device, base_dir=base_dir)
     if isinstance(model, nn.Module):
         with _blaming(f"moving the model of {target} to {device}"):
             return model.to(device).eval()
@@ -113,7 +107,13 @@ def forward_signature(model: Callable[..., Any]) -> list[ForwardArgument]:
         annotation = ""
         if given.annotation is not given.empty:
             annotation = inspect.formatannotation(given.annotation).strip("'")
-        found.append(ForwardArgument(name, given.default is given.empty, annotation))
+        found.append(
+            ForwardArgument(
+                name,
+                given.default is given.empty,
+                annotation,
+            )
+        )
     return found
 
 

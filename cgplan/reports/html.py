@@ -1,7 +1,7 @@
 """A report as one HTML file: charts, each over a table of its figures, and the report as text.
 
-The file holds Apache ECharts and loads nothing. Its policy runs its own two scripts alone, so a
-name in a report cannot run. `page.js` draws the charts of a section from the rows of its table.
+The file loads nothing, and its policy runs its own two scripts alone, so a name in a report cannot
+run. `page.js` draws the charts of a section from the rows of its table.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Measurements of a run: values to print, save and reload. Bytes, seconds, microseconds (`_us`)."""
+"""Measurements of a run: print, save, reload. Bytes, seconds, microseconds (`_us`)."""
 
 from __future__ import annotations
 
@@ -57,12 +57,10 @@ class VerifyRecord(KeyRecord):
     """A graph compared with the model's own code on one batch; ``print`` shows it as a line.
 
     Attributes:
-        differences: Largest absolute difference of each output and each written tensor, by name;
-            None where it cannot be compared.
+        differences: Largest absolute ones of outputs and written tensors; None: not comparable.
         tolerance: The largest difference that rounding explains.
-        eager_us, graph_us: Time of the model's own code and of the replay, without copies of
-            results.
-        failure: What differs by more than rounding, or None.
+        eager_us, graph_us: The model's own code, the replay.
+        failure: What differs by more than rounding.
         remark: Why a difference was accepted, or nothing compared.
     """
 
@@ -87,9 +85,9 @@ class Environment(Record):
 
     backend: str  # "cuda" or "cpu (tape)"
     machine: str
-    device: str  # name of the GPU or processor
+    device: str
     driver: str | None
-    cuda: str | None  # that torch was built for
+    cuda: str | None
     torch: str
     python: str
     cgplan: str
@@ -114,16 +112,15 @@ class GraphRecord(KeyRecord):
 
     graphs: int  # 1 for FULL, the segments for PIECEWISE
     nodes: int | None  # tape: operators
-    pool_growth: int  # bytes
-    # Device memory that torch did not reserve. The driver takes it in chunks: a key may show 0, and
-    # the next one several. None without a driver.
+    pool_growth: int
+    # outside of torch, in chunks: a key may show 0, the next several; None without a driver
     driver_bytes: int | None
     warmup_seconds: float
-    capture_seconds: float  # from the first begin to the last instantiated graph
+    capture_seconds: float  # until the last graph is instantiated
     eager_pieces: int = 0
-    segment_nodes: tuple[int, ...] = ()  # of each graph; empty where they are not known
+    segment_nodes: tuple[int, ...] = ()
     compile_seconds: float = 0.0  # of the warm-ups, by torch.compile
-    cached: int = 0  # compilations from torch's caches on disk
+    cached: int = 0
 
     @property
     def seconds(self) -> float:
@@ -134,8 +131,8 @@ class StopRecord(KeyRecord):
     """A key that the budget did not allow."""
 
     limit: Limit
-    detail: str  # the figures
-    rank: int | None = None  # whose budget it was
+    detail: str
+    rank: int | None = None
 
 
 class BudgetRecord(Record):
@@ -148,15 +145,15 @@ class BudgetRecord(Record):
     used_bytes: int  # CaptureReport.graph_bytes
     used_seconds: float
     left_out: Keys = ()  # before the first capture, the largest first
-    stops: tuple[StopRecord, ...] = ()  # while capturing, on all ranks
+    stops: tuple[StopRecord, ...] = ()
     skipped: Keys = ()  # other keys without a graph
 
 
 class FailedKey(KeyRecord):
     """A key whose capture failed while batches were served."""
 
-    error: str  # name of the class
-    detail: str  # message
+    error: str
+    detail: str
 
     @property
     def is_over_budget(self) -> bool:
@@ -168,15 +165,14 @@ class FailedKey(KeyRecord):
 
 
 def uncapturable(failed: Iterable[FailedKey]) -> dict[Key, str]:
-    """Keys that no plan should have, and why. Keys over the budget may fit beside other keys."""
+    """Keys that no plan should have, and why."""
     return {failure.key: failure.text for failure in failed if not failure.is_over_budget}
 
 
 class SplitRecord(Record):
     """The captured and the eager parts of one PIECEWISE forward.
 
-    Calls are counted by operator. A model that is not traced counts only operators that pass
-    PyTorch's dispatcher, from its first capture on.
+    Calls by operator; without a trace those that pass PyTorch's dispatcher, after a capture.
     """
 
     route: str  # "ops", "modules" or "wrappers", see compilation.piecewise
@@ -190,9 +186,9 @@ class SplitRecord(Record):
 class StateRecord(Record):
     """State of the model that warm-ups or captures wrote or made."""
 
-    path: str  # layers.0.cache
+    path: str
     nbytes: int
-    # device, host: put back from a copy there; new: stays; not kept: written, not put back
+    # device, host: put back from a copy; new: stays; not kept: not put back
     kept: Literal["device", "host", "new", "not kept"]
 
     @property
@@ -207,8 +203,8 @@ class RankRecord(Record):
     host: str
     device: str  # the GPU's UUID, or "cpu"
     all_reduce: str  # "custom", "nccl" (gloo on the CPU) or "symm_mem"
-    rows: int = 0  # of the pointer table: captured all-reduces that read other ranks' buffers
-    buffers: int = 0  # registered graph buffers
+    rows: int = 0  # of the pointer table
+    buffers: int = 0
     bases: int = 0  # allocations of these buffers
     mapped_bytes: int = 0  # of other ranks, in this process
     registration_seconds: float = 0.0  # after the last capture, before replays are allowed
@@ -239,10 +235,10 @@ class OwnerRecord(Record):
     """Memory that captured graphs point into."""
 
     kind: OwnerKind
-    name: str  # model.layers[0].weight
+    name: str
     nbytes: int | None
-    words: int  # pointers into it
-    keys: int  # with such a pointer
+    words: int
+    keys: int
 
 
 class Finding(KeyRecord):
@@ -253,7 +249,7 @@ class Finding(KeyRecord):
     node: int  # from 0, in capture order
     kernel: str  # or memcpy, memset; on the tape the operator
     operator: str | None = None  # that launched the node; needs compilation.audit
-    line: str | None = None  # of the user's code, likewise
+    line: str | None = None
     address: int
     detail: str
 
@@ -271,8 +267,8 @@ class AuditedKey(KeyRecord):
 
     graphs: int
     nodes: int
-    opaque: int  # nodes that cannot be read
-    words: int  # pointers
+    opaque: int
+    words: int
     kinds: dict[OwnerKind, int]  # pointers by owner
     kernels: dict[str, int]  # nodes by kernel; on the tape by operator
 
@@ -283,10 +279,10 @@ class AuditReport(SavedReport):
     kind: Literal["audit"] = "audit"
     environment: Environment
     keys: tuple[AuditedKey, ...]  # in capture order
-    owners: tuple[OwnerRecord, ...]  # the most pointers first
+    owners: tuple[OwnerRecord, ...]
     findings: tuple[Finding, ...]
-    read_seconds: float  # of nodes
-    classify_seconds: float  # of pointers
+    read_seconds: float
+    classify_seconds: float
     notes: tuple[str, ...] = ()
 
 
@@ -300,22 +296,22 @@ class CaptureReport(SavedReport):
     pool_bytes: int
     static_bytes: int
     workspace_bytes: int = 0  # of libraries, outside of the pool
-    driver_bytes: int | None  # of the whole session, with the kernels that warm-ups loaded
-    free_before: int | None  # device memory, caches given back
+    driver_bytes: int | None  # with kernels that warm-ups loaded
+    free_before: int | None
     free_after: int | None
     session_seconds: float
-    inspection_seconds: float  # of the session, for this report
+    inspection_seconds: float
     split: SplitRecord | None = None
     borrowed_outputs: bool  # later captures reuse the memory of outputs
     budget: BudgetRecord | None = None
     capture_policy: Literal["eager", "lazy", "adaptive"] = "eager"
     pool: Literal["shared", "per_mode", "per_graph"] = "shared"
-    generation: int = 1  # of the pools
+    generation: int = 1
     waiting: int = 0  # keys that no batch has asked for yet
     failed: tuple[FailedKey, ...] = ()
     warnings: tuple[str, ...] = ()
     ranks: tuple[RankRecord, ...] = ()  # other figures are those of rank 0
-    looked_at: str = ""  # the part of the model whose state and addresses are checked
+    looked_at: str = ""  # the checked part of the model
     state: tuple[StateRecord, ...] = ()
     audit: AuditReport | None = None  # with compilation.audit
 
@@ -333,12 +329,12 @@ class CaptureReport(SavedReport):
 
     @property
     def graph_driver_bytes(self) -> int:
-        """Bytes that the driver took for graphs, without loaded kernels."""
+        """``driver_bytes`` without loaded kernels."""
         return sum(r.driver_bytes or 0 for r in self.records)
 
     @property
     def graph_bytes(self) -> int:
-        """Bytes that a budget counts: ``total_bytes`` without loaded kernels."""
+        """What a budget counts: ``total_bytes`` without loaded kernels."""
         return self._own_bytes + self.graph_driver_bytes
 
     @property
@@ -360,18 +356,18 @@ class Timing(Record):
 
 
 class BenchRecord(KeyRecord):
-    """One batch size, run eagerly, by the runner, and as a bare replay; None: no graph serves it.
+    """A batch size, eager, by the runner, and as a bare replay; None: no graph.
 
-    Latencies begin at an idle device and end when it has finished. Queued calls follow one another
-    without waiting. Host times end when the call returns.
+    Latency: from an idle device until it has finished. Queued: calls without waits between them.
+    Host: until the call returned.
     """
 
-    num_tokens: int  # unpadded; mode and descriptor are the key of the runner's graph
-    sizes: tuple[int, ...] = ()  # in the other dimensions, unpadded
+    num_tokens: int  # unpadded
+    sizes: tuple[int, ...] = ()
     padded_rows: int
     eager: Timing
-    graph: Timing | None  # the runner's call: checks, copies, padding, replay
-    replay: Timing | None  # None for PIECEWISE, too
+    graph: Timing | None  # the runner's call
+    replay: Timing | None
     graph_queued: Timing | None
     replay_queued: Timing | None
     eager_host: Timing
@@ -388,7 +384,7 @@ class BenchRecord(KeyRecord):
 
     @property
     def is_slower(self) -> bool:
-        """Whether the bare replay of an unpadded batch takes 5% longer than an eager call."""
+        """Whether the bare replay, unpadded, takes 5% longer than an eager call."""
         if self.replay is None or self.padded_rows:
             return False
         return self.replay.median > 1.05 * self.eager.median
@@ -399,38 +395,38 @@ BASELINE_NAMES = ("eager", "bare", "make_graphed_callables", "reduce-overhead")
 
 
 class BaselineTiming(Record):
-    """Cost of one way to run a model, cgplan or a baseline; None if it failed."""
+    """Cost of cgplan or a baseline; None if it failed."""
 
     name: str
-    ready_seconds: float | None = None  # until each size had its first call, kernels loaded before
-    memory_bytes: int | None = None  # device memory that was gone then; on the tape, of pools
+    ready_seconds: float | None = None  # until each size had its first call
+    memory_bytes: int | None = None  # gone then; on the tape, of pools
     failure: str | None = None
     note: str | None = None
 
 
 class BaselineRecord(Record):
-    """One way to run a batch of one size; all ways have the same tensors."""
+    """One way to run a batch of one size."""
 
     name: str
     num_tokens: int  # unpadded
-    device: Timing  # queued calls
+    device: Timing
     latency: Timing
     host: Timing
-    first_call_seconds: float  # compilation and recording included
-    deviation: float | None  # from the model's own code on equal inputs, state and seed
-    not_comparable: str | None = None  # why there is no deviation
+    first_call_seconds: float
+    deviation: float | None  # from eager code on equal inputs, state, seed
+    not_comparable: str | None = None
 
 
 class BaselinesRecord(Record):
-    """All ways, cgplan first, in one process on the same model and tensors."""
+    """All ways, cgplan first, on the same model and tensors."""
 
-    seed: int  # of the random order
-    rounds: int  # each runs all ways and sizes
-    repeats: int  # in all rounds together
-    capture_seconds: float | None  # cgplan's session, a part of its ready_seconds
-    keys: int  # that cgplan captured; baselines have a graph for each size
+    seed: int
+    rounds: int
+    repeats: int
+    capture_seconds: float | None  # part of its ready_seconds
+    keys: int  # that cgplan captured
     ways: tuple[BaselineTiming, ...]
-    records: tuple[BaselineRecord, ...]  # by size, in the order of ways
+    records: tuple[BaselineRecord, ...]
 
     def of(self, name: str, num_tokens: int) -> BaselineRecord | None:
         for record in self.records:
@@ -455,17 +451,17 @@ class BenchReport(SavedReport):
     kind: Literal["bench"] = "bench"
     environment: Environment
     capture: CaptureReport
-    repeats: int  # of each size and way
+    repeats: int
     records: tuple[BenchRecord, ...]
-    peers: BaselinesRecord | None = None  # with --against
+    peers: BaselinesRecord | None = None
 
 
 class CoverageRecord(KeyRecord):
     """A step of one key on padding: median latency."""
 
     eager_us: float
-    step_us: float  # with graphs
-    inside_us: float  # the graphs alone
+    step_us: float
+    inside_us: float
 
     @property
     def inside(self) -> float:
@@ -474,7 +470,7 @@ class CoverageRecord(KeyRecord):
 
 
 class DoctorReport(SavedReport):
-    """How much of a step runs inside graphs, and what runs outside of them."""
+    """What of a step runs inside graphs."""
 
     kind: Literal["doctor"] = "doctor"
     capture: CaptureReport
@@ -491,12 +487,12 @@ class ReplanReport(ShownRecord):
     kind: Literal["replan"] = "replan"
     difference: PlanDifference  # from the captured plan to the one for recent traffic
     way: Way
-    captured: Keys = ()  # new graphs, in capture order
+    captured: Keys = ()
     evicted: Keys = ()
     recaptured: int = 0  # of the keys that stay
-    failed: tuple[FailedKey, ...] = ()  # of the new plan; and before, see difference.failed
-    pool_bytes: tuple[int, int]  # before, after
-    seconds: float  # to plan, measure and capture
+    failed: tuple[FailedKey, ...] = ()  # also before, see difference
+    pool_bytes: tuple[int, int]
+    seconds: float
 
 
 Report = AuditReport | CaptureReport | BenchReport | DoctorReport | Plan | PlanCheck

@@ -1,11 +1,9 @@
 """SpecDecodeGraphManager: greedy speculative decoding by graphs.
 
 Note [Which tokens]
-    Every token is the most probable one in a pass of the target over 1 + k tokens a request. In
-    exact arithmetic that is plain greedy decoding. In floating point a device may take other
-    kernels for 1 + k tokens than for one, and nearly equal tokens may change places: now and then
-    in bfloat16 and float16, hardly ever in float32. Captured and eager runs of the same passes
-    agree bit for bit.
+    Every token is the most probable one in a pass of the target over 1 + k tokens a request: in
+    exact arithmetic that is plain greedy decoding. Kernels for 1 + k tokens may round otherwise
+    than those for one, and nearly equal tokens change places: now and then in bfloat16 and float16.
 """
 
 from __future__ import annotations
@@ -31,14 +29,7 @@ from cgplan.speculative.plan import check_draft_tokens, plan_speculation
 
 @dataclass(slots=True)
 class SpecStats:
-    """Counts of the steps whose tokens were read.
-
-    Attributes:
-        steps: Steps by number of draft tokens.
-        drafted: Draft tokens of all requests.
-        accepted: Draft tokens that the target agreed with.
-        tokens: New tokens, the target's own included.
-    """
+    """Counts of the steps that were read: ``steps`` by number of draft tokens, and tokens."""
 
     steps: Counter[int] = field(default_factory=Counter)
     drafted: int = 0
@@ -53,26 +44,16 @@ class SpecStats:
 
 @dataclass(slots=True, eq=False)
 class SpecRequest:
-    """A request on the host.
-
-    Attributes:
-        context: Tokens in the target's cache, as of the last step that was read.
-        room: Tokens that its blocks hold.
-    """
-
-    context: int
-    room: int
+    context: int  # tokens in the target's cache after the last step that was read
+    room: int  # tokens that its blocks hold
 
 
 @dataclass(frozen=True, slots=True)
 class SpecStep:
     """A step under way on the device.
 
-    Attributes:
-        slots: The requests, in order.
-        draft_tokens: Tokens drafted for each.
-        tokens: Waits for the step. Returns the new tokens of each request, in the order of
-            ``slots``: 1 to 1 + draft_tokens of them; none for a request that had no block left.
+    ``tokens`` waits for it and returns the new tokens of each request in ``slots``: 1 to
+    1 + draft_tokens of them, none if it had no block left.
     """
 
     slots: tuple[int, ...]
@@ -83,28 +64,22 @@ class SpecStep:
 class SpecDecodeGraphManager:
     """Greedy speculative decoding: a draft proposes k tokens, one pass of the target verifies them.
 
-    The device advances each request: a step is two replays and one small copy back. See Notes
-    [Positions and caches] and [Which tokens]. The engine calls ``prefill``, ``add``, ``step`` and
-    ``remove``. It owns the blocks of the KV cache: both models use the same numbers, each in its
-    own cache. Not for several threads.
+    A step is two replays and one small copy back, see Notes [Positions and caches] and [Which
+    tokens]. The engine calls ``prefill``, ``add``, ``step``, ``remove``, and owns the blocks, whose
+    numbers hold for both models' KV caches. Not for several threads.
 
     Args:
-        config: Of the target: inputs input_ids and positions, metadata of ``cgplan::attention``,
-            ``speculative.num_speculative_tokens``. Its budget limits each part by itself.
-        target, draft: Models on the device, with vocab_size, block_size and num_blocks in their
-            ``config``, or PagedModels. The caller owns them.
-        backend: Absent: the pool's, else of ``config.device``.
+        config: Of the target, with ``speculative.num_speculative_tokens``. The budget limits each
+            part by itself.
+        target, draft: On the device, with vocab_size, block_size, num_blocks in ``config``, or
+            PagedModels. The caller owns them.
         draft_tokens: More numbers of draft tokens that ``step`` takes.
-        pool: Absent: a new one.
-        progress: Called before each key.
 
     Attributes:
-        plan: The graphs, in parts.
-        managers: The parts by name, each with report and stats.
-        stats: Drafted and accepted tokens.
+        managers: The parts of ``plan`` by name, with report and stats.
 
     Raises:
-        ModelError: the draft's vocabulary or blocks do not fit the target's.
+        ModelError: vocabularies or blocks do not fit.
         ConfigError, InputError, PlanError: as plan_speculation.
     """
 
@@ -176,13 +151,9 @@ class SpecDecodeGraphManager:
         return capture_together(list(self.managers.values()))
 
     def prefill(self, **batch: Any) -> Any:
-        """Run both models on prompts or parts of them, given as for a runner's call.
+        """Run both models on (parts of) prompts; arguments and errors are those of a runner.
 
-        Returns:
-            The target's output, valid until the next call.
-
-        Raises:
-            InputError: before anything is launched; other errors as GraphRunner's call.
+        Returns the target's output, valid until the next call.
         """
         self.managers["draft"].run(uniform_decode=False, **batch)
         return self.managers["target"].run(uniform_decode=False, **batch)
@@ -191,14 +162,14 @@ class SpecDecodeGraphManager:
         """Begin to decode a request.
 
         Args:
-            tokens: The prompt and at least one more; both caches hold all but the last.
-            blocks: In order. A step writes to 1 + k positions; those without a block give no token.
+            tokens: The prompt and more; both caches hold all but the last.
+            blocks: In order; positions without a block give no token.
 
         Returns:
-            Its slot, until ``remove``.
+            Its slot.
 
         Raises:
-            InputError: no slot is free, or tokens or blocks do not fit; nothing changed.
+            InputError: no slot is free, or tokens or blocks do not fit.
             CgplanError: the last call's work on another stream is not done.
         """
         most = self.config.scheduler.max_num_seqs
@@ -221,7 +192,11 @@ class SpecDecodeGraphManager:
         self._requests[slot] = SpecRequest(context, len(blocks) * self._target.block_size)
         return slot
 
-    def set_blocks(self, slot: int, blocks: Sequence[int]) -> None:
+    def set_blocks(
+        self,
+        slot: int,
+        blocks: Sequence[int],
+    ) -> None:
         """Give a request other blocks; those that hold its context stay. Raises InputError."""
         request = self._request(slot)
         table = self._table(blocks, request.context)
@@ -229,18 +204,20 @@ class SpecDecodeGraphManager:
         request.room = len(blocks) * self._target.block_size
 
     def remove(self, slot: int) -> None:
-        """End a request. Its blocks are free at once: later steps run behind queued ones."""
+        """End a request. Its blocks are free at once."""
         self._request(slot)
         del self._requests[slot]
 
-    def step(self, slots: Sequence[int] | None = None, draft_tokens: int | None = None) -> SpecStep:
+    def step(
+        self,
+        slots: Sequence[int] | None = None,
+        draft_tokens: int | None = None,
+    ) -> SpecStep:
         """Queue a step for the requests in ``slots`` (absent: all), even if the last is not read.
 
         Raises:
-            InputError: wrong slots or ``draft_tokens`` (see ``plan``; absent: the configuration's),
-                or a request whose blocks are full; nothing was launched.
-            DispatchMissError: no graph serves the requests, see ``compilation.on_miss``; none has
-                changed.
+            InputError: wrong slots or ``draft_tokens``, or full blocks; nothing was launched.
+            DispatchMissError: no graph serves the requests; none has changed.
         """
         chosen = self.slots if slots is None else tuple(slots)
         number = self.plan.draft_tokens[0] if draft_tokens is None else draft_tokens
@@ -267,18 +244,7 @@ class SpecDecodeGraphManager:
             input_ids=proposed.flatten(), rows=self._rows, uniform_decode=True
         )
         fetched = self.backend.fetch(result)  # graphs may overwrite the result behind this copy
-        return SpecStep(
-            chosen,
-            number,
-            cache(
-                partial(
-                    self._read,
-                    number,
-                    requests,
-                    fetched,
-                )
-            ),
-        )
+        return SpecStep(chosen, number, cache(partial(self._read, number, requests, fetched)))
 
     def _read(
         self,
@@ -344,7 +310,11 @@ class SpecDecodeGraphManager:
             )
         return self._requests[slot]
 
-    def _table(self, blocks: Sequence[int], context: int) -> list[int]:
+    def _table(
+        self,
+        blocks: Sequence[int],
+        context: int,
+    ) -> list[int]:
         """The row of the block table; raises InputError."""
         size = self._target.block_size
         most = self._target.num_blocks

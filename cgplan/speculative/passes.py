@@ -10,12 +10,9 @@ Note [Positions and caches]
     3. accepts the longest prefix with d(i+1) = g(i), of a tokens: g0 .. ga are new, ga is the next
        last token, and n grows by a + 1.
 
-    Rejected tokens leave keys behind the new n; the next step writes these positions before a query
-    sees them. Where all are accepted, the draft has not read dk at n + k: so it begins with two
-    tokens, of which the first fills the hole or is written again.
-
-    A position without a block is written nowhere, and gives no token: a request never passes its
-    blocks, even if the host queues steps ahead.
+    The next step overwrites the keys of rejected tokens before a query sees them. Where all are
+    accepted, the draft has not read dk at n + k: so it begins with two tokens. Positions without a
+    block are not written, and give no token.
 """
 
 from __future__ import annotations
@@ -44,12 +41,10 @@ class PagedModel:
     """A language model over a paged KV cache.
 
     Attributes:
-        forward: Takes ``input_ids`` and ``positions`` [num_tokens] int64, reads the metadata of
-            ``cgplan::attention`` from the forward context, returns logits [num_tokens, vocab_size].
-            In the last steps of a request seq_lens may pass the room of its blocks by up to k;
-            these results are dropped. Positions stay below the room of a row of block_tables.
+        forward: Takes ``input_ids`` and ``positions`` [num_tokens] int64 and the metadata of
+            ``cgplan::attention``, returns logits [num_tokens, vocab_size]. seq_lens may pass the
+            room of a request's blocks by up to k; positions stay within block_tables.
         block_size: Tokens in a block.
-        num_blocks: Blocks of the cache.
     """
 
     forward: Callable[..., Tensor]
@@ -75,7 +70,11 @@ class PagedModel:
         return cls(model, *found)
 
 
-def new_state(max_num_seqs: int, max_blocks: int, device: torch.device) -> Tensor:
+def new_state(
+    max_num_seqs: int,
+    max_blocks: int,
+    device: torch.device,
+) -> Tensor:
     """A row for each request, and a last one for padding.
 
     Returns:
@@ -83,12 +82,7 @@ def new_state(max_num_seqs: int, max_blocks: int, device: torch.device) -> Tenso
         blocks, -1: none.
     """
     with torch.inference_mode(False):  # inference tensors are written in that mode alone
-        state = torch.zeros(
-            max_num_seqs + 1,
-            BLOCKS + max_blocks,
-            dtype=torch.int64,
-            device=device,
-        )
+        state = torch.zeros(max_num_seqs + 1, BLOCKS + max_blocks, dtype=torch.int64, device=device)
         state[:, BLOCKS:] = -1
     return state
 
@@ -104,7 +98,11 @@ class _Pass:
         self.draft_tokens = draft_tokens
         self._dtypes = {name: torch_dtype(spec) for name, spec in metadata.items()}
 
-    def slots(self, positions: Tensor, tables: Tensor) -> Tensor:
+    def slots(
+        self,
+        positions: Tensor,
+        tables: Tensor,
+    ) -> Tensor:
         """Cache slot of each position [num_reqs, q], -1: no block."""
         size = self.model.block_size
         columns = tables.shape[1]
@@ -142,7 +140,11 @@ class _Pass:
         # a model's table of positions may end where block tables do; results there are dropped
         room = tables.shape[1] * self.model.block_size
         places = positions.clamp(0, room - 1)
-        descriptor = BatchDescriptor(num_tokens, reqs, uniform=True)
+        descriptor = BatchDescriptor(
+            num_tokens,
+            reqs,
+            uniform=True,
+        )
         with forward_context(CUDAGraphMode.NONE, descriptor, metadata):
             logits = self.model.forward(input_ids=ids.flatten(), positions=places.flatten())
         if logits.shape != (num_tokens, self.model.vocab_size):
@@ -158,9 +160,7 @@ class Propose(_Pass):
     """The draft's loop of ``draft_tokens`` steps."""
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """Last and draft tokens [num_reqs, 1 + draft_tokens] of these rows [num_reqs] of the state.
-        All are int64.
-        """
+        """Last and draft tokens [num_reqs, 1 + draft_tokens] of rows [num_reqs], all int64."""
         state = self.state[rows]
         ids = state[:, :CONTEXT]
         tables = state[:, BLOCKS:]
@@ -215,17 +215,9 @@ class Verify(_Pass):
         agrees = (drafts == chosen[:, :-1]) & has_slot[:, 1:]
         accepted = agrees.long().cumprod(1)
         count = 1 + accepted.sum(1, keepdim=True)
-        new = torch.where(
-            has_slot[:, :1],
-            count,
-            0,
-        )
+        new = torch.where(has_slot[:, :1], count, 0)
         # tokens from position n - 1 on: after `new` more, the last two are at `new`, `new` + 1
         known = torch.cat((state[:, :CONTEXT], chosen), 1)
         advanced = [known.gather(1, new), known.gather(1, new + 1), context + new]
-        self.state[:, :BLOCKS].index_copy_(
-            0,
-            rows,
-            torch.cat(advanced, 1),
-        )
+        self.state[:, :BLOCKS].index_copy_(0, rows, torch.cat(advanced, 1))
         return torch.cat((new, chosen), 1)

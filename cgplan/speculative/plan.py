@@ -11,7 +11,13 @@ from cgplan.errors import ConfigError, InputError
 from cgplan.modes import BatchDescriptor, CUDAGraphMode
 from cgplan.planning import Plan, build_plan
 from cgplan.planning.build import refuse_auto
-from cgplan.reports.layout import Column, Grid, TextColumn, describe_sizes, plain_text
+from cgplan.reports.layout import (
+    Column,
+    Grid,
+    TextColumn,
+    describe_sizes,
+    plain_text,
+)
 
 INPUTS = ("input_ids", "positions")
 METADATA = ("slot_mapping", "block_tables", "seq_lens", "query_start_loc")
@@ -21,14 +27,12 @@ METADATA = ("slot_mapping", "block_tables", "seq_lens", "query_start_loc")
 class SpecPlan:
     """The graphs of speculative decoding, in parts that capture into one pool.
 
-    ``target`` and ``draft`` run mixed batches (prefill). For 3 draft tokens, ``verify k=3`` is the
-    target's pass over 4 tokens a request, and ``propose k=3`` the draft's loop of 3 steps; both
-    have a graph for each number of requests.
+    ``target`` and ``draft`` run mixed batches. ``verify k=3`` is the target's pass over 4 tokens a
+    request, ``propose k=3`` the draft's loop of 3 steps.
 
     Attributes:
-        parts: Plans by name, in capture order.
-        configs: Their configurations.
-        draft_tokens: Numbers of draft tokens, descending.
+        parts, configs: Plans by name in capture order, and their configurations.
+        draft_tokens: Descending.
         num_reqs: Numbers of requests with graphs for decoding, ascending.
     """
 
@@ -60,17 +64,12 @@ class SpecPlan:
 def plan_speculation(config: Config, draft_tokens: Sequence[int] | None = None) -> SpecPlan:
     """The plan for a configuration with ``speculative.num_speculative_tokens``.
 
-    Prefill runs by the mode for mixed batches. Decoding is captured where the mode has FULL graphs
-    for uniform decode, for as many requests as the sizes hold.
-
-    Args:
-        config: Of the target; the draft has the same inputs and metadata.
-        draft_tokens: More numbers of draft tokens, from 1 to the configuration's.
+    Decoding is captured where the mode has FULL graphs for uniform decode, for as many requests as
+    the sizes hold. ``draft_tokens``: more numbers of them, from 1 to the configuration's.
 
     Raises:
-        ConfigError: mode AUTO, no draft tokens, LoRA, several pools, or an input that speculation
-            does not fill.
-        InputError: a number of draft tokens below 1 or above the configuration's.
+        ConfigError: mode AUTO, no draft tokens, LoRA, several pools, or an unknown input.
+        InputError: a number of draft tokens is out of range.
         PlanError: as build_plan.
     """
     _check(config)
@@ -86,20 +85,10 @@ def plan_speculation(config: Config, draft_tokens: Sequence[int] | None = None) 
             if mode is CUDAGraphMode.FULL and count:
                 counts.add(count)
     mixed = _part(config, plan.mode.mixed_mode(), plan.capture_sizes)
-    propose = _decode(
-        config,
-        counts,
-        {},
-        0,
-    )
+    propose = _decode(config, counts, {}, 0)
     configs = {"target": mixed, "draft": mixed}
     for number in numbers:
-        configs[f"verify k={number}"] = _decode(
-            config,
-            counts,
-            {"input_ids": "num_tokens"},
-            number,
-        )
+        configs[f"verify k={number}"] = _decode(config, counts, {"input_ids": "num_tokens"}, number)
         configs[f"propose k={number}"] = propose
     plans = [(name, build_plan(part)) for name, part in configs.items()]
     plans.sort(key=lambda plan: -plan[1].max_capture_size)  # as capture_together does
@@ -177,7 +166,11 @@ def _decode(
     scheduler = config.scheduler
     declared = {name: Input(shape=(rows,), dtype="int64", pad=0) for name, rows in inputs.items()}
     # padding has the last row
-    declared["rows"] = Input(shape=("num_reqs",), dtype="int64", pad=scheduler.max_num_seqs)
+    declared["rows"] = Input(
+        shape=("num_reqs",),
+        dtype="int64",
+        pad=scheduler.max_num_seqs,
+    )
     most = max(scheduler.max_num_batched_tokens, query_len * scheduler.max_num_seqs)
     speculative = {"num_speculative_tokens": draft_tokens, "accepted_tokens": None}
     part = _part(
