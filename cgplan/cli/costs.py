@@ -62,7 +62,12 @@ def costs_of(loaded: LoadedConfig, given: str | None) -> Priced:
     return Priced(costs, machine, uncapturable(report.failed))
 
 
-def about(subject: str, plan: Plan, environment: Environment, config: Config) -> Iterator[str]:
+def about(
+    subject: str,
+    plan: Plan,
+    environment: Environment,
+    config: Config,
+) -> Iterator[str]:
     """Notes on figures that were measured for another ``plan``, or on the tape."""
     found = named(mismatches(plan, config))
     if found:
@@ -74,16 +79,18 @@ def about(subject: str, plan: Plan, environment: Environment, config: Config) ->
         yield f"{subject} are those of {environment.backend}, not of a GPU"
 
 
-def _check_modes(report: CaptureReport, path: str, config: Config) -> None:
+def _check_modes(
+    report: CaptureReport,
+    path: str,
+    config: Config,
+) -> None:
     """Raise ReportError if the report has no graphs of a mode that the plan has."""
     plan = within_count(build_plan(config), config)
     told = {record.mode for record in report.records}
     told.update(mode for mode, _ in uncapturable(report.failed))
-    missing: set[str] = set()
-    for mode, _ in plan.keys:
-        # others stand in where a capture of that mode has no such graph: a budget, lazy captures
-        if mode not in told and not report.plan.mode.has_mode(mode):
-            missing.add(str(mode))
+    # others stand in where a capture of that mode has no such graph: a budget, lazy captures
+    has_mode = report.plan.mode.has_mode
+    missing = {str(mode) for mode, _ in plan.keys if not (mode in told or has_mode(mode))}
     if missing:
         lacking = " and ".join(sorted(missing))
         had = " and ".join(sorted({str(record.mode) for record in report.records}))
@@ -105,12 +112,7 @@ def _measured(loaded: LoadedConfig) -> Priced:
     backend = select_backend(loaded.config.device)
     plan = build_plan(loaded.config)
     model = load_model(target, kwargs, device=backend.device, base_dir=loaded.base_dir)
-    measured = calibrate(
-        loaded.config,
-        model,
-        backend,
-        plan,
-    )
+    measured = calibrate(loaded.config, model, backend, plan)
     machine = describe_environment(backend, plan.config_hash).as_machine
     return Priced(measured, machine if backend.device.type == "cuda" else None)
 
@@ -126,12 +128,7 @@ def _estimated(loaded: LoadedConfig) -> GraphCosts:
 
     def build() -> Callable[..., Any]:
         device = torch.device("cpu")
-        return load_model(
-            target,
-            kwargs,
-            device=device,
-            base_dir=loaded.base_dir,
-        )
+        return load_model(target, kwargs, device=device, base_dir=loaded.base_dir)
 
     config = loaded.config
     plan = build_plan(config)

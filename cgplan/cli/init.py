@@ -24,7 +24,11 @@ _TELLING = (nn.Linear, nn.Embedding, nn.LayerNorm)
 _PASS_THROUGH = (nn.Dropout, nn.Identity, nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid)
 
 
-def starting_config(target: str, kwargs: dict[str, Any], call: str | None = None) -> str:
+def starting_config(
+    target: str,
+    kwargs: dict[str, Any],
+    call: str | None = None,
+) -> str:
     """YAML for a model, from its code or from one call.
 
     ``call`` is a target that returns the arguments of the forward: a tensor, a sequence or a
@@ -42,7 +46,11 @@ def starting_config(target: str, kwargs: dict[str, Any], call: str | None = None
     return starting_yaml(target, kwargs, guesses)
 
 
-def _of_call(target: str, kwargs: dict[str, Any], call: str) -> str:
+def _of_call(
+    target: str,
+    kwargs: dict[str, Any],
+    call: str,
+) -> str:
     device = select_backend("auto").device
     with redirect_stdout(sys.stderr):
         made = load_model(target, kwargs, device=device)
@@ -88,10 +96,8 @@ def _of_hugging_face(name: str, kwargs: dict[str, Any]) -> str:
 
 def _first_layers(module: nn.Module) -> dict[str, tuple[str, nn.Module]]:
     """By argument: path and layer that reads it first; empty for a forward that fx cannot trace."""
-    defaults: dict[str, Any] = {}
-    for name, parameter in inspect.signature(module.forward).parameters.items():
-        if parameter.default is not inspect.Parameter.empty:
-            defaults[name] = parameter.default
+    parameters = inspect.signature(module.forward).parameters.values()
+    defaults = {each.name: each.default for each in parameters if each.default is not each.empty}
     try:
         graph = fx.Tracer().trace(module, concrete_args=defaults)
     except Exception:  # of the model's code
@@ -150,13 +156,7 @@ def _guess(
         shape = (*shape, *layer.normalized_shape)
         reason = f"{kind} over {list(layer.normalized_shape)}"
     elif layer is not None:
-        channels = int(
-            getattr(
-                layer,
-                "in_channels",
-                1,
-            )
-        )
+        channels = int(getattr(layer, "in_channels", 1))
         sides = [_IMAGE_SIDE] * _CONVOLUTIONS[type(layer)]
         shape = (*shape, channels, *sides)
         reason = f"{kind} with in_channels {channels}; the {_IMAGE_SIDE} is only usual"

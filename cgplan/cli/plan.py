@@ -13,7 +13,13 @@ import typer
 
 from cgplan.cli.costs import Priced, about, costs_of
 from cgplan.cli.options import Loads, Objective, PlanRequest
-from cgplan.cli.output import check_outputs, note, publish, save, save_html
+from cgplan.cli.output import (
+    check_outputs,
+    note,
+    publish,
+    save,
+    save_html,
+)
 from cgplan.config import (
     BudgetConfig,
     Config,
@@ -23,7 +29,13 @@ from cgplan.config import (
     validate_config,
 )
 from cgplan.config.load import read_text
-from cgplan.errors import ConfigError, PlanError, RegretError, StepTimeError, TrafficError
+from cgplan.errors import (
+    ConfigError,
+    PlanError,
+    RegretError,
+    StepTimeError,
+    TrafficError,
+)
 from cgplan.optimizer.evidence import Evidence, LadderPoint, PlanCheck, SizeUse
 from cgplan.optimizer.subset import within_count
 from cgplan.planning import Plan, build_plan
@@ -81,13 +93,7 @@ def run_plan(
             note(line)
     if engine is None:
         shown = None if request.verbose else brief(plan)
-        publish(
-            plan,
-            request.output,
-            as_json=request.as_json,
-            html=request.html,
-            shown=shown,
-        )
+        publish(plan, request.output, as_json=request.as_json, html=request.html, shown=shown)
         return
     if request.output is not None:
         save(request.output, plan.model_dump_json(indent=2) + "\n")
@@ -99,7 +105,13 @@ def run_plan(
     typer.echo(emission.text)
 
 
-def run_check(path: Path, loads: Loads, max_regret: float | None, *, as_json: bool) -> None:
+def run_check(
+    path: Path,
+    loads: Loads,
+    max_regret: float | None,
+    *,
+    as_json: bool,
+) -> None:
     """Show a plan on other traffic. Raises RegretError beyond ``max_regret``."""
     plan = load_plan(path)
     if plan.config.get("dims"):
@@ -116,20 +128,8 @@ def run_check(path: Path, loads: Loads, max_regret: float | None, *, as_json: bo
         made = Evidence.model_validate(plan.evidence)
         rules = {"insurance": made.insurance, "one_list": made.one_list, "apart": made.apart}
     sources = _sources(config, loads, plan)
-    steps = _steps(
-        sources,
-        plan,
-        times,
-        config,
-        rules,
-    )
-    check = _checked(
-        plan,
-        config,
-        steps,
-        times,
-        rules,
-    )
+    steps = _steps(sources, plan, times, config, rules)
+    check = _checked(plan, config, steps, times, rules)
     publish(check, None, as_json=as_json)
     if max_regret is not None and max(check.regret, check.decode_regret or 0) > max_regret:
         raise RegretError(
@@ -195,7 +195,11 @@ def _apart(loaded: LoadedConfig) -> LoadedConfig:
     return replace(loaded, config=config.model_copy(update={"scheduler": scheduler}))
 
 
-def _by_ladder(config: Config, priced: Priced, one_list: bool) -> Plan:
+def _by_ladder(
+    config: Config,
+    priced: Priced,
+    one_list: bool,
+) -> Plan:
     from cgplan.optimizer.lint import lint_without_traffic  # numpy from here on
 
     plan = within_count(build_plan(config), config, one_list=one_list)
@@ -219,7 +223,12 @@ def _by_ladder(config: Config, priced: Priced, one_list: bool) -> Plan:
     return plan.model_copy(update={"notes": (note, *plan.notes), "lint": tuple(lint)})
 
 
-def _for_sizes(config: Config, loads: Loads, priced: Priced, engine: Engine | None) -> Plan:
+def _for_sizes(
+    config: Config,
+    loads: Loads,
+    priced: Priced,
+    engine: Engine | None,
+) -> Plan:
     file = loads.files[0][0] if len(loads.files) == 1 else None
     if not isinstance(file, Path) or engine or not loads.is_recorded:
         raise ConfigError(
@@ -240,7 +249,12 @@ def _for_sizes(config: Config, loads: Loads, priced: Priced, engine: Engine | No
     return proposal.plan.model_copy(update={"machine": priced.machine})
 
 
-def _for_traffic(config: Config, loads: Loads, priced: Priced, rules: dict[str, bool]) -> Plan:
+def _for_traffic(
+    config: Config,
+    loads: Loads,
+    priced: Priced,
+    rules: dict[str, bool],
+) -> Plan:
     from cgplan.optimizer.propose import choose, propose  # numpy from here on
     from cgplan.traffic.simulation import RequestTrace
 
@@ -262,12 +276,7 @@ def _for_traffic(config: Config, loads: Loads, priced: Priced, rules: dict[str, 
     known = (times, priced.costs, priced.failed)
     if any(isinstance(source, RequestTrace) for source, _ in sources):
         # the times of steps change the batches of requests
-        chosen = choose(
-            config,
-            steps,
-            *known,
-            **options,
-        ).plan
+        chosen = choose(config, steps, *known, **options).plan
         steps = _steps(
             sources,
             chosen,
@@ -275,19 +284,18 @@ def _for_traffic(config: Config, loads: Loads, priced: Priced, rules: dict[str, 
             config,
             rules,
         )
-    plan = propose(
-        config,
-        steps,
-        *known,
-        **options,
-    ).plan
+    plan = propose(config, steps, *known, **options).plan
     return plan.model_copy(update={"machine": priced.machine})
 
 
 # --- traffic and step times -----------------------------------------------------------------------
 
 
-def _times_of(loads: Loads, config: Config, machine: Machine | None = None) -> StepTimes:
+def _times_of(
+    loads: Loads,
+    config: Config,
+    machine: Machine | None = None,
+) -> StepTimes:
     """Step times of a file, or the default ones; ``machine``: where costs were measured."""
     from cgplan.traffic.step_times import REMEDY, StepTimes
 
@@ -302,15 +310,7 @@ def _times_of(loads: Loads, config: Config, machine: Machine | None = None) -> S
     assert isinstance(report, BenchReport)
     subject = f"the step times of {file}"
     environment = report.environment
-    notes = [
-        *times.notes,
-        *about(
-            subject,
-            report.capture.plan,
-            environment,
-            config,
-        ),
-    ]
+    notes = [*times.notes, *about(subject, report.capture.plan, environment, config)]
     measured_on = environment.as_machine
     if environment.driver is not None and machine not in (None, measured_on):
         found = named(machine_changes(machine, measured_on))
@@ -318,7 +318,11 @@ def _times_of(loads: Loads, config: Config, machine: Machine | None = None) -> S
     return times.model_copy(update={"notes": tuple(notes)})
 
 
-def _sources(config: Config, loads: Loads, plan: Plan) -> list[tuple[Source, float]]:
+def _sources(
+    config: Config,
+    loads: Loads,
+    plan: Plan,
+) -> list[tuple[Source, float]]:
     """(load, weight): each file, or the `traffic` section, at each speed."""
     from cgplan.traffic.files import read_traffic, synthetic_requests
     from cgplan.traffic.simulation import RequestTrace
@@ -326,14 +330,7 @@ def _sources(config: Config, loads: Loads, plan: Plan) -> list[tuple[Source, flo
     rate = config.traffic.request_rate if config.traffic else None
     found: list[Source] = []
     for file, speed in loads.files:
-        found.append(
-            read_traffic(
-                file,
-                plan,
-                speedup=speed,
-                request_rate=rate,
-            )
-        )
+        found.append(read_traffic(file, plan, speedup=speed, request_rate=rate))
     if config.traffic is not None and not found:
         found.append(synthetic_requests(config.traffic, plan))
     sources: list[tuple[Source, float]] = []
@@ -360,7 +357,12 @@ def _steps(
     rules: Mapping[str, Any],
 ) -> list[tuple[Traffic, float]]:
     """Steps to plan for; requests are simulated with the step times of ``plan``."""
-    from cgplan.traffic.simulation import RequestTrace, SchedulerBounds, simulate, step_clock
+    from cgplan.traffic.simulation import (
+        RequestTrace,
+        SchedulerBounds,
+        simulate,
+        step_clock,
+    )
 
     accepted = config.speculative.accepted_tokens
     bounds = SchedulerBounds.of(plan, accepted, config.scheduler.mixed_batches)
@@ -388,11 +390,14 @@ def _checked(
     from cgplan.traffic.histogram import Traffic
 
     traffic = Traffic.mixed(loads).model_copy(update={"apart": rules.get("apart", False)})
-    run = Run(plan.keys, traffic, times)
+    run = Run(
+        plan.keys,
+        traffic,
+        times,
+    )
     graphs = len(plan.keys)
-    uses: list[SizeUse] = []
-    for use in run.uses:
-        found = SizeUse(
+    uses = [
+        SizeUse(
             **use.lane._asdict(),
             size=use.size,
             share=use.weight / traffic.total,
@@ -400,7 +405,8 @@ def _checked(
             step_us=use.microseconds / use.weight,
             own_us=use.unpadded / use.weight,
         )
-        uses.append(found)
+        for use in run.uses
+    ]
     own = LadderPoint(
         name="this plan",
         graphs=graphs,
@@ -409,21 +415,11 @@ def _checked(
         padding=run.padding,
         **run.by_kind,
     )
-    anew = propose(
-        config,
-        loads,
-        times,
-        **rules,
-    ).evidence
+    anew = propose(config, loads, times, **rules).evidence
     best = [anew.as_point("planned anew")]
     if graphs and graphs != anew.graphs:
         as_many = config.model_copy(update={"budget": BudgetConfig(max_graphs=graphs)})
-        same = propose(
-            as_many,
-            loads,
-            times,
-            **rules,
-        ).evidence
+        same = propose(as_many, loads, times, **rules).evidence
         best.append(same.as_point(f"best with {graphs}"))
     bounded = plan.budget.keys() & {"max_graphs", "memory", "capture_time"}
     most = max(graphs, plan.budget.get("max_graphs", 0)) if bounded else math.inf

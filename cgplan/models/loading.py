@@ -45,7 +45,12 @@ def load_model(
     Raises:
         ModelError: no such target, it fails, or returns what cannot be called.
     """
-    model = call_target(target, kwargs, device=device, base_dir=base_dir)
+    model = call_target(
+        target,
+        kwargs,
+        device=device,
+        base_dir=base_dir,
+    )
     if isinstance(model, nn.Module):
         with _blaming(f"moving the model of {target} to {device}"):
             return model.to(device).eval()
@@ -205,11 +210,8 @@ def _blaming(doing: str) -> Iterator[None]:
         raise
     except (Exception, SystemExit) as error:
         installed = tuple(sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib"))
-        frames = [
-            frame
-            for frame in traceback.extract_tb(error.__traceback__)
-            if frame.filename != __file__
-        ]
+        whole = traceback.extract_tb(error.__traceback__)
+        frames = [frame for frame in whole if frame.filename != __file__]
         own = [frame for frame in frames if not frame.filename.startswith((*installed, "<"))]
         last = (own or frames)[-1:]
         where = f"{last[0].filename}:{last[0].lineno}" if last else "a builtin"

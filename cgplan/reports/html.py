@@ -15,8 +15,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jinja2 import Environment as Templates
-from jinja2 import FileSystemLoader, StrictUndefined
+from jinja2 import StrictUndefined, Template
 
 from cgplan.modes import Key
 from cgplan.optimizer.evidence import Evidence, PaddingMap
@@ -54,7 +53,7 @@ from cgplan.units import (
 from cgplan.version import __version__
 
 HERE = Path(__file__).parent
-SCRIPTS = ("vendor/echarts.min.js", "page.js")
+FILES = ("page.html.j2", "vendor/echarts.min.js", "page.js")
 MOST_ROWS = 1000
 MOST_MAPS = 4
 Chart = Mapping[str, Any]  # see ``chart``
@@ -104,10 +103,10 @@ def chart(kind: str, caption: str, x: str, *values: str, **more: Any) -> Chart:
 
 def html_of(page: Page, text: str) -> str:
     """The HTML file; ``text`` is the whole report."""
-    templates = Templates(
-        loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+    page_text, *scripts = [(HERE / name).read_text(encoding="utf-8") for name in FILES]
+    shell: Template = Template(
+        page_text, autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
-    scripts = [(HERE / name).read_text(encoding="utf-8") for name in SCRIPTS]
     drawn: list[Any] = []
     for section in page.sections:
         columns = section.table.columns
@@ -116,7 +115,7 @@ def html_of(page: Page, text: str) -> str:
         for row in section.table.rows if section.charts else ():
             rows.append([(column.cell if column.left else column.of)(row) for column in columns])
         drawn.append((units, rows, section.charts))
-    return templates.get_template("page.html.j2").render(
+    return shell.render(
         page=page,
         scripts=scripts,
         hashes=[b64encode(sha256(script.encode()).digest()).decode() for script in scripts],

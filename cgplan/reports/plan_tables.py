@@ -190,10 +190,8 @@ def head_rows(plan: Plan) -> list[Fact]:
     """The model's target, the mode with its changes, the sizes with their source."""
     target = (plan.config.get("model") or {}).get("target")
     rows = [("model", str(target))] if target else []
-    for change in plan.changes:
-        rows.append(("mode", f"{change.requested} -> {change.resolved}: {change.reason}"))
-    if not plan.changes:
-        rows.append(("mode", str(plan.mode)))
+    modes = [f"{change.requested} -> {change.resolved}: {change.reason}" for change in plan.changes]
+    rows += labelled("mode", modes or [str(plan.mode)])
     return [*rows, ("sizes", _sizes(plan))]
 
 
@@ -555,8 +553,7 @@ def render_difference(
 ) -> RenderableType:
     """Changes from the plan named ``old`` to that named ``new``."""
     rows = [(change.name, _both(change)) for change in difference.settings]
-    if not rows:
-        rows.append(("settings", "the same"))
+    rows = rows or [("settings", "the same")]
     for part in difference.failed:
         rows.append(("left out", f"{part.lane} {describe_sizes(part.sizes)}: {part.reason}"))
     rows += labelled("note", difference.notes)

@@ -485,9 +485,7 @@ def _against_baselines(
         for record in measured.records
         if record.not_comparable
     )
-    rows: list[Fact] = []
-    for (name, reason), sizes in reasons.items():
-        rows.append((f"{name} {describe_sizes(sizes)}", str(reason)))
+    rows = [(f"{name} {describe_sizes(sizes)}", str(why)) for (name, why), sizes in reasons.items()]
     if rows:
         yield facts("Not comparable", rows)
 
