@@ -91,7 +91,11 @@ def run(
 
 
 @contextmanager
-def _captured(command: str, request: Request, prepared: Prepared) -> Iterator[GraphRunner]:
+def _captured(
+    command: str,
+    request: Request,
+    prepared: Prepared,
+) -> Iterator[GraphRunner]:
     def load(backend: GraphBackend) -> Callable[..., Any]:
         base_dir = prepared.loaded.base_dir
         device = backend.device
@@ -105,7 +109,12 @@ def _captured(command: str, request: Request, prepared: Prepared) -> Iterator[Gr
         yield _captured_alone(command, request, prepared, load)
 
 
-def _captured_alone(command: str, request: Request, prepared: Prepared, load: Load) -> GraphRunner:
+def _captured_alone(
+    command: str,
+    request: Request,
+    prepared: Prepared,
+    load: Load,
+) -> GraphRunner:
     config = prepared.loaded.config
     plan = prepared.plan
     backend = select_backend(config.device)
@@ -127,13 +136,7 @@ def _captured_alone(command: str, request: Request, prepared: Prepared, load: Lo
     config, plan = choose_mode(config, model, backend, anyway=bool(failed))
     plan = plan.model_copy(update={"changes": (*failed, *plan.changes)})
     plan = _fitted(plan, config, backend, request)
-    return _run(
-        config,
-        plan,
-        model,
-        backend,
-        began=began,
-    )
+    return _run(config, plan, model, backend, began=began)
 
 
 @contextmanager
@@ -147,7 +150,7 @@ def _captured_on_ranks(
     """
     config = prepared.loaded.config
     ranks = open_ranks(config.distributed, config.device)
-    assert ranks is not None
+    assert ranks
     with ranks:
         backend = select_backend(str(ranks.device))
         agree_on_setup(ranks, config, backend, also={"the command": f"cgplan {command}"})
@@ -190,20 +193,19 @@ def _run(
         return session.run()
 
 
-def _fitted(plan: Plan, config: Config, backend: GraphBackend, request: Request) -> Plan:
+def _fitted(
+    plan: Plan,
+    config: Config,
+    backend: GraphBackend,
+    request: Request,
+) -> Plan:
     """The plan, announced. Raises PlanMismatchError for a saved one that does not fit."""
     path = request.plan
     notes: list[str] = []
-    if path is not None:
+    if path:
         machine = describe_environment(backend, plan.config_hash).as_machine
         try:
-            found = fitted(
-                plan,
-                config,
-                machine,
-                force=request.force,
-                file=str(path),
-            )
+            found = fitted(plan, config, machine, force=request.force, file=str(path))
         except PlanMismatchError as error:
             raise PlanMismatchError(f"{path}: {error.message}", remedy=error.remedy) from None
         for setting in unused_settings(plan, config):

@@ -47,7 +47,7 @@ def costs_of(loaded: LoadedConfig, given: str | None) -> Priced:
 
     text = read_text(given, ReportError, _REMEDY)
     log = StartLog.parse(text)
-    if log is not None:
+    if log:
         return Priced(MeasuredCosts.from_vllm_log(log, loaded.config, given))
     report = parse_report(text, given)
     if report.kind == "bench":

@@ -56,17 +56,17 @@ def inspect_config(request: InspectRequest) -> None:
         from cgplan.cli.costs import costs_of
 
         costs, machine, _ = costs_of(loaded, request.costs)
-        if costs is not None:
+        if costs:
             priced = {"predicted": costs.of(plan.keys), "machine": machine}
             plan = plan.model_copy(update=priced)
     if request.as_json:
-        if costs is not None:
+        if costs:
             for text in costs.notes:
                 note(f"note: {text}")
         typer.echo(plan.model_dump_json(indent=2))
         return
     parts = [render(plan)]
-    if plan.predicted is not None and plan.keys:
+    if plan.predicted and plan.keys:
         parts.append(lane_table(plan))
     if plan.max_loras is not None and plan.keys:
         from cgplan.pricing.measured import case_costs
@@ -98,12 +98,7 @@ def _split_of(loaded: LoadedConfig) -> RenderableType:
 
     with redirect_stdout(sys.stderr):  # a model's prints are not the result
         backend = select_backend(loaded.config.device)
-        model = load_model(
-            target,
-            kwargs,
-            device=backend.device,
-            base_dir=loaded.base_dir,
-        )
+        model = load_model(target, kwargs, device=backend.device, base_dir=loaded.base_dir)
         found = describe_split(model, loaded.config, backend)
     if found is None:
         return facts("Split", [("pieces", "none: no PIECEWISE graph is planned")])
@@ -135,9 +130,9 @@ def check_vllm(read: VllmConfig, file: Path | None) -> None:
 
     plan = build_plan(read.loaded.config)
     said: Iterable[str] = ()
-    if file is not None:
+    if file:
         log = StartLog.parse(read_text(file, ReportError, _LOG))
-        if log is None:
+        if not log:
             raise ReportError(
                 f"{file} has no line `Graph capturing finished in ... secs, took ... GiB`",
                 remedy=_LOG,
@@ -174,7 +169,11 @@ def origin_rows(loaded: LoadedConfig, plan: Plan) -> list[Row]:
     return rows
 
 
-def _rows(section: BaseModel, prefix: str, loaded: LoadedConfig) -> Iterator[Row]:
+def _rows(
+    section: BaseModel,
+    prefix: str,
+    loaded: LoadedConfig,
+) -> Iterator[Row]:
     for name in type(section).model_fields:
         value = getattr(section, name)
         key = f"{prefix}{name}"
@@ -186,11 +185,7 @@ def _rows(section: BaseModel, prefix: str, loaded: LoadedConfig) -> Iterator[Row
                 if isinstance(inner, BaseModel):
                     yield from _rows(inner, f"{path}.", loaded)
                 else:
-                    yield Row(
-                        path,
-                        _text(inner),
-                        loaded.origin(path),
-                    )
+                    yield Row(path, _text(inner), loaded.origin(path))
         else:
             is_given = name in section.model_fields_set
             origin = loaded.origin(key) if is_given else "default"

@@ -258,7 +258,7 @@ def inspect(request: InspectRequest, engine: VllmOptions) -> None:
     run. --json prints the plan alone.
     """
     report = request.file
-    if report is not None and report.suffix in YAML:
+    if report and report.suffix in YAML:
         report = None
     is_configuration = request.config is not None or request.file != report
     if [report is not None, is_configuration, engine.vllm is not None].count(True) != 1:
@@ -271,10 +271,10 @@ def inspect(request: InspectRequest, engine: VllmOptions) -> None:
     for option, value in tables.items():
         if value and request.as_json:
             raise BadParameter(f"{option} shows a table: leave out --json")
-    if request.html is not None and report is None:
+    if request.html and not report:
         raise BadParameter("--html is about a saved report: give its path with it")
     vllm = engine.read()
-    if report is not None:
+    if report:
         from cgplan.reports import load_report
 
         check_outputs((request.html,), (report,))
@@ -282,7 +282,7 @@ def inspect(request: InspectRequest, engine: VllmOptions) -> None:
         return
     from cgplan.cli.inspect import inspect_config, inspect_vllm
 
-    if vllm is None:
+    if not vllm:
         inspect_config(request)
     else:
         inspect_vllm(vllm, as_json=request.as_json)
@@ -305,7 +305,7 @@ def check(
 
     engine.vllm = engine.vllm or "{}"
     vllm = engine.read()
-    assert vllm is not None
+    assert vllm
     check_vllm(vllm, log)
 
 

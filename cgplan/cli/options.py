@@ -154,7 +154,7 @@ class Given:
     @property
     def path(self) -> Path:
         path = self.file or self.config
-        if path is None or path != (self.config or path):
+        if not path or path != (self.config or path):
             raise BadParameter("give one configuration, as FILE or --config FILE")
         return path
 
@@ -197,7 +197,7 @@ class Request(Given):
 
     def prepare(self) -> Prepared:
         """Read the files, and refuse what can be refused before torch is loaded."""
-        if self.force and self.plan is None:
+        if self.force and not self.plan:
             raise BadParameter("--force is about a saved plan: give --plan FILE with it")
         from cgplan.config import read_config
 
@@ -209,7 +209,7 @@ class Request(Given):
         from cgplan.reports import load_plan
 
         config = loaded.config
-        if self.plan is not None or has_ranks():
+        if self.plan or has_ranks():
             refuse_auto(config)
         plan = build_plan(config) if self.plan is None else load_plan(self.plan)
         target, kwargs = loaded.model_for(str(path))
@@ -222,7 +222,12 @@ class Request(Given):
             )
         if is_first_rank():
             check_outputs((self.output, self.trace, self.html), (path, self.plan))
-        return Prepared(loaded, plan, target, kwargs)
+        return Prepared(
+            loaded,
+            plan,
+            target,
+            kwargs,
+        )
 
 
 @dataclass
@@ -291,12 +296,7 @@ class Loads:
     scale: Any = option(
         "These speeds together, such as 1,2,4.", metavar="LIST", parser=numbers, default="1"
     )
-    replicas: int = option(
-        "Servers that share the requests.",
-        metavar="N",
-        min=1,
-        default=1,
-    )
+    replicas: int = option("Servers that share the requests.", metavar="N", min=1, default=1)
     speedup: float = option(
         "Requests of a trace arrive X times as fast.", metavar="X", min=1e-6, default=1.0
     )

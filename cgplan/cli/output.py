@@ -64,9 +64,9 @@ def publish(
 
     text = report.model_dump_json(indent=2) + "\n"
     try:
-        if output is not None:
+        if output:
             save(output, text)
-        if html is not None:
+        if html:
             save_html(html, report)
     finally:
         if as_json:
@@ -91,7 +91,7 @@ def check_outputs(outputs: Iterable[Path | None], inputs: Iterable[Path | str | 
         if given is not None:
             taken[Path(given).resolve()] = "is an input of the command"
     for file in outputs:
-        if file is None:
+        if not file:
             continue
         with _writing(file):
             path = file.resolve()

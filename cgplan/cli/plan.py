@@ -73,10 +73,10 @@ def run_plan(
     inputs = (path, *files, loads.step_times, request.costs)
     check_outputs((request.output, request.html), inputs)
     _check_loads(config, loads)
-    if engine is not None and not request.assume_default_times:
+    if engine and not request.assume_default_times:
         _check_times(config, loads)
     priced = costs_of(loaded, request.costs)
-    has_traffic = bool(files) or config.traffic is not None
+    has_traffic = files or config.traffic
     one_list = engine == "vllm" or (vllm is not None and engine != "sglang")
     if config.dims and (has_traffic or request.costs or engine):
         plan = _for_sizes(config, loads, priced, engine)
@@ -85,19 +85,19 @@ def run_plan(
         plan = _for_traffic(config, loads, priced, rules)
     else:
         plan = _by_ladder(config, priced, one_list)
-    if vllm is not None:
+    if vllm:
         plan = plan.model_copy(update={"notes": (*vllm.notes, *plan.notes)})
-    if engine is not None or request.as_json:
+    if engine or request.as_json:
         remarks = [f"{label}: {text}" for label, text in said(plan)]
         for line in dict.fromkeys((*announcements(plan), *remarks)):
             note(line)
-    if engine is None:
+    if not engine:
         shown = None if request.verbose else brief(plan)
         publish(plan, request.output, as_json=request.as_json, html=request.html, shown=shown)
         return
-    if request.output is not None:
+    if request.output:
         save(request.output, plan.model_dump_json(indent=2) + "\n")
-    if request.html is not None:
+    if request.html:
         save_html(request.html, plan)
     emission = emit(plan, engine)
     for line in emission.notes:
@@ -153,7 +153,7 @@ def announcements(plan: Plan) -> Iterator[str]:
 def _check_loads(config: Config, loads: Loads) -> None:
     """Raise ConfigError for options that the traffic does not fit."""
     is_changed = not loads.is_recorded or loads.step_times is not None
-    if not loads.files and config.traffic is None and is_changed:
+    if not loads.files and not config.traffic and is_changed:
         raise ConfigError(
             "--speedup, --scale, --replicas, --weights, --objective, --insurance and --step-times "
             "are about traffic, and there is none",
@@ -175,8 +175,8 @@ def _check_loads(config: Config, loads: Loads) -> None:
 
 def _check_times(config: Config, loads: Loads) -> None:
     """Raise StepTimeError rather than emit a plan by the default step times."""
-    has_traffic = loads.files or config.traffic is not None
-    if loads.step_times is None and has_traffic and not config.dims:
+    has_traffic = loads.files or config.traffic
+    if not loads.step_times and has_traffic and not config.dims:
         raise StepTimeError(
             "no step times were given, and a plan by the default ones, of another model, is not "
             "emitted",
@@ -242,7 +242,7 @@ def _for_sizes(
     from cgplan.traffic.step_times import StepSurface  # numpy from here on
 
     surface = None
-    if loads.step_times is not None:
+    if loads.step_times:
         surface = StepSurface.load(loads.step_times, config.dim_names)
     sizes = read_sizes(file, dims_of(config))
     proposal = propose_boxes(config, sizes, surface, priced.costs)
@@ -300,11 +300,11 @@ def _times_of(
     from cgplan.traffic.step_times import REMEDY, StepTimes
 
     file = loads.step_times
-    if file is None:
+    if not file:
         return StepTimes.default()
     text = read_text(file, StepTimeError, REMEDY)  # once: it may be a pipe
     times = StepTimes.parse(text, file)
-    if re.search(r'"kind":\s*"bench"', text) is None:
+    if not re.search(r'"kind":\s*"bench"', text):
         return times
     report = parse_report(text, file)
     assert isinstance(report, BenchReport)
@@ -331,7 +331,7 @@ def _sources(
     found: list[Source] = []
     for file, speed in loads.files:
         found.append(read_traffic(file, plan, speedup=speed, request_rate=rate))
-    if config.traffic is not None and not found:
+    if config.traffic and not found:
         found.append(synthetic_requests(config.traffic, plan))
     sources: list[tuple[Source, float]] = []
     weights = loads.weights or [1.0] * len(found)

@@ -291,6 +291,6 @@ def _recorded(
                 ) from error
             failure = explain_eager_failure(cause, batch)
             raise failure from (error if failure is not error else error.__cause__)
-    if log.refusals.first is not None:  # the forward caught it
+    if log.refusals.first:  # the forward caught it
         raise log.refusals.first
     return Recording.of(key, log.operators, log.events)

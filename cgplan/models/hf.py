@@ -163,7 +163,7 @@ def find_config(name: str) -> str:
     """Path of a config.json, in a folder or in Hugging Face's cache. Raises ModelError."""
     with suppress(OSError):
         found = cached_file(name, "config.json", local_files_only=True)
-        if found is not None:
+        if found:
             return str(found)
     raise ModelError(
         f"{name} is neither a target nor a Hugging Face model on this machine",

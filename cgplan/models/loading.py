@@ -189,8 +189,8 @@ def _import_module(source: str) -> ModuleType:
 def _import_file(path: Path) -> ModuleType:
     name = f"cgplan_target_{next(_load_numbers)}_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
+    assert spec
+    assert spec.loader
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # for dataclasses and pickle
     try:

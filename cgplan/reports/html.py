@@ -177,7 +177,7 @@ def _plan(plan: Plan) -> Page:
     graphs = len(plan.keys)
     tiles = [("graphs", str(graphs))]
     lead = f"{plan.mode}, {counted(graphs, 'graph')}."
-    if plan.evidence is not None:
+    if plan.evidence:
         evidence = Evidence.model_validate(plan.evidence)
         lead = f"{evidence.verdict[0].upper()}{evidence.verdict[1:]}."
         expected = evidence.expected_us
@@ -186,7 +186,7 @@ def _plan(plan: Plan) -> Page:
             tiles.append(("step without graphs", format_microseconds(expected.eager)))
     sections = list(_of_plan(plan))
     cost = plan.predicted
-    if cost is not None and plan.keys:
+    if cost and plan.keys:
         tiles += _costs(cost.total_bytes, cost.seconds)
         sides, source = _predicted(plan)
         sections.append(_memory(sides, source))
@@ -238,7 +238,7 @@ def _of_capture(report: CaptureReport) -> Iterator[Section]:
         yield _start_up(keys, seconds, source)
     yield from _segments(report, source)
     yield from _of_plan(report.plan)
-    if report.audit is not None:
+    if report.audit:
         yield from _of_audit(report.audit)
 
 
@@ -282,12 +282,12 @@ def _of_bench(report: BenchReport) -> Iterator[Section]:
         )
         yield Section("Latency", about, source, latencies(report), [drawn])
     waiting = queued(report)
-    if waiting is not None:
+    if waiting:
         title = "Calls that follow one another without waiting"
         drawn = chart("lines", "Time of each call", "tokens", "graph median", "replay median")
         about = "Time of each: the runner's call, and the graph alone."
         yield Section(title, about, source, waiting, [drawn])
-    if report.peers is not None and report.peers.records:
+    if report.peers and report.peers.records:
         about = "Ways to run the same model on the same tensors, in turns."
         charts = [
             chart("lines", "Calls that follow one another", "tokens", "device", by="way"),
@@ -313,7 +313,7 @@ def _parts(
 def _predicted(plan: Plan) -> tuple[dict[str, Parts], str]:
     """The predicted memory and its source, if there are."""
     cost = plan.predicted
-    if cost is None:
+    if not cost:
         return {}, ""
     each = map(attrgetter("pool_bytes", "driver_bytes"), cost.keys)
     parts = _parts(plan.keys, each, cost)
@@ -337,11 +337,7 @@ def _memory(sides: Mapping[str, Parts], source: str) -> Section:
     return Section("Memory", about, source, table_of(rows.values(), formats), charts)
 
 
-def _start_up(
-    keys: Sequence[Key],
-    each: Sequence[Mapping[str, float]],
-    source: str,
-) -> Section:
+def _start_up(keys: Sequence[Key], each: Sequence[Mapping[str, float]], source: str) -> Section:
     """``each``: seconds by phase of each key, in capture order."""
     phases = [phase for phase in each[0] if any(seconds[phase] for seconds in each)]
     rows: list[Row] = []
@@ -370,7 +366,7 @@ def _start_up(
 
 
 def _of_plan(plan: Plan) -> Iterator[Section]:
-    if plan.evidence is not None:
+    if plan.evidence:
         evidence = Evidence.model_validate(plan.evidence)
         source = f"Expected for {evidence.traffic_source}, with step times {evidence.times_source}."
         if evidence.pareto:
@@ -392,7 +388,7 @@ def _of_plan(plan: Plan) -> Iterator[Section]:
                 Grid(evidence.uses, *USES),
                 [drawn],
             )
-        if evidence.padding_map is not None:
+        if evidence.padding_map:
             yield _padding_map(evidence.padding_map, source)
     if plan.keys and not plan.config.get("dims"):
         yield _padding(plan)

@@ -87,7 +87,7 @@ USES = (TextColumn("graph", _used), Share("steps", "share"), Share("padding", "p
 
 def brief(plan: Plan) -> RenderableType:
     """A plan in at most 45 lines of 100 columns."""
-    if plan.evidence is None:
+    if not plan.evidence:
         return facts("Plan", [*_rows(plan), *said(plan, brief=True)])
     evidence = Evidence.model_validate(plan.evidence)
     return stacked(*_answer(plan, evidence, whole=False))
@@ -99,7 +99,7 @@ def _plan(plan: Plan) -> RenderableType:
     padding = None
     if plan.keys and not plan.config.get("dims"):
         padding = _padding(plan)
-    if plan.evidence is None:
+    if not plan.evidence:
         return stacked(facts("Plan", [*rows, *said(plan)]), padding)
     evidence = Evidence.model_validate(plan.evidence)
     return stacked(
@@ -117,7 +117,7 @@ def _rows(plan: Plan) -> Iterator[Fact]:
         yield "LoRA cases", f"{cases} active adapters ({plan.max_loras + 1}: any number)"
     cost = plan.predicted
     machine = plan.machine
-    if cost is None:
+    if not cost:
         return
     parts = {
         "pool": sum(key.pool_bytes for key in cost.keys),
@@ -129,7 +129,7 @@ def _rows(plan: Plan) -> Iterator[Fact]:
     yield "start-up", format_seconds(cost.seconds)
     estimated = " (an estimate: nothing of it was measured on the device)" if cost.estimated else ""
     yield "predicted", f"by {cost.source}{estimated}"
-    if machine is not None:
+    if machine:
         version = f", driver {machine.driver}" if machine.driver else ""
         yield "measured on", f"{machine.gpu}{version}, torch {machine.torch}"
 
@@ -172,15 +172,15 @@ def _headline(plan: Plan, ladders: Sequence[LadderPoint]) -> str:
         whose = "the configured sizes'"
     ladder = next((ladder for ladder in ladders if ladder.name == asked), None)
     graphs = counted(len(plan.keys), "graph")
-    if ladder is not None:
+    if ladder:
         graphs += f" instead of {whose} {ladder.graphs}"
     cost = plan.predicted
-    if cost is None:
+    if not cost:
         hint = "; --costs tells start-up time and memory" if ladder else ""
         return f"Plan: {graphs}{hint}"
     seconds = format_seconds(cost.seconds)
     memory = format_bytes(cost.total_bytes)
-    if ladder is not None and ladder.bytes is not None:
+    if ladder and ladder.bytes is not None:
         seconds += f" instead of {format_seconds(ladder.seconds)}"
         memory += f" instead of {format_bytes(ladder.bytes)}"
     return f"Plan: {graphs}, start-up {seconds}, memory {memory}"
@@ -219,7 +219,7 @@ def _served_by(plan: Plan) -> str:
 
 def lane_table(plan: Plan) -> RenderableType:
     """Predicted cost of each lane; the plan has predictions."""
-    assert plan.predicted is not None
+    assert plan.predicted
     pairs = zip(plan.keys, plan.predicted.keys, strict=True)
     sizes = plan.lanes()
     rows: list[tuple[Any, ...]] = []
@@ -452,7 +452,7 @@ def _reasons(evidence: Evidence) -> Iterator[Fact]:
         binding += f"; {unknown} not looked at, for want of --costs"
     yield "binding", binding
     worth = evidence.next_graph
-    if worth is not None:
+    if worth:
         brings = f"{format_microseconds(worth.microseconds)} a step ({worth.percent:.2g}%)"
         yield "next graph", brings if worth.percent >= 1e-3 else "would bring nothing"
 

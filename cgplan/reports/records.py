@@ -385,7 +385,7 @@ class BenchRecord(KeyRecord):
     @property
     def is_slower(self) -> bool:
         """Whether the bare replay, unpadded, takes 5% longer than an eager call."""
-        if self.replay is None or self.padded_rows:
+        if not self.replay or self.padded_rows:
             return False
         return self.replay.median > 1.05 * self.eager.median
 
@@ -528,7 +528,7 @@ def parse_report(text: str, path: str | Path) -> Report:
             hint = "That is a configuration, it seems, which --config takes. "
         raise ReportError(f"{path}: not JSON: {error}", remedy=f"{hint}{_REMEDY}") from None
     model = _KINDS.get(str(data.get("kind"))) if isinstance(data, dict) else None
-    if model is None:
+    if not model:
         raise ReportError(f"{path}: not a cgplan report", remedy=_REMEDY)
     found = data.get("schema_version")
     version = model.model_fields["schema_version"].default

@@ -66,7 +66,7 @@ def _capture(report: CaptureReport) -> RenderableType:
     if not report.records:
         return stacked(head, facts("Graphs: none", _totals(report)))
     split = None
-    if report.split is not None:
+    if report.split:
         split = facts("Split", [*_split_rows(report.split), *_segment_rows(report)])
     return stacked(
         head,
@@ -193,7 +193,7 @@ def _state(report: CaptureReport) -> RenderableType | None:
 
 def _prediction(report: CaptureReport) -> Iterator[RenderableType]:
     predicted = report.plan.predicted
-    if predicted is None:
+    if not predicted:
         return
     columns = [
         TextColumn("key", "0.lane"),
@@ -266,7 +266,7 @@ def _totals(report: CaptureReport) -> Iterator[Fact]:
         "workspaces": report.workspace_bytes or None,
     }
     yield "memory", memory_text(parts, report.total_bytes)
-    if report.budget is not None:
+    if report.budget:
         yield from _budget(report.budget)
     if report.free_before is not None:
         before, after = format_bytes(report.free_before), format_bytes(report.free_after)
@@ -369,10 +369,10 @@ def _bench(report: BenchReport) -> RenderableType:
         return stacked(head, Text(nothing))
     parts = [head, _ranks(report.capture.ranks), latencies(report)]
     waiting = queued(report)
-    if waiting is not None:
+    if waiting:
         title = "Calls that follow one another without waiting, time of each"
         parts.append(titled(title, waiting))
-    if report.peers is not None:
+    if report.peers:
         parts += _against_baselines(report.peers, report.environment)
     return stacked(*parts)
 

@@ -114,7 +114,7 @@ class SpecDecodeGraphManager:
         self.config = config
         self.stats = SpecStats()
         self.plan = plan_speculation(config, draft_tokens)
-        if pool is None:
+        if not pool:
             pool = GraphPool(select_backend(config.device) if backend is None else backend)
         self.pool = pool
         self.backend = pool.backend

@@ -117,7 +117,7 @@ def _check(config: Config) -> None:
             "speculative.num_speculative_tokens is 0: nothing is drafted",
             remedy="Set it to the largest number of draft tokens for a request, such as 3.",
         )
-    if config.lora is not None:
+    if config.lora:
         raise ConfigError(
             "the configuration has a `lora` section, and speculative decoding fills no adapter "
             "numbers",
@@ -131,7 +131,7 @@ def _check(config: Config) -> None:
         )
     wrong = {*(set(config.inputs) ^ set(INPUTS)), *(set(config.metadata) - set(METADATA))}
     tables = config.metadata.get("block_tables")
-    if tables is None:
+    if not tables:
         wrong.add("block_tables")
     if wrong:
         raise ConfigError(
@@ -139,7 +139,7 @@ def _check(config: Config) -> None:
             remedy=f"Declare the inputs {', '.join(INPUTS)}, the metadata block_tables, and those "
             f"of {', '.join(METADATA)} that the model reads.",
         )
-    if tables is not None and [dim.symbol for dim in tables.extents] != ["num_reqs", None]:
+    if tables and [dim.symbol for dim in tables.extents] != ["num_reqs", None]:
         raise ConfigError(
             f"block_tables has shape {list(tables.shape)}",
             remedy="Declare it as [num_reqs, blocks of a request at most].",
@@ -166,11 +166,7 @@ def _decode(
     scheduler = config.scheduler
     declared = {name: Input(shape=(rows,), dtype="int64", pad=0) for name, rows in inputs.items()}
     # padding has the last row
-    declared["rows"] = Input(
-        shape=("num_reqs",),
-        dtype="int64",
-        pad=scheduler.max_num_seqs,
-    )
+    declared["rows"] = Input(shape=("num_reqs",), dtype="int64", pad=scheduler.max_num_seqs)
     most = max(scheduler.max_num_batched_tokens, query_len * scheduler.max_num_seqs)
     speculative = {"num_speculative_tokens": draft_tokens, "accepted_tokens": None}
     part = _part(
