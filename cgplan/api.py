@@ -114,7 +114,7 @@ def capture(
             )
         model = load_model(
             config.model.target, config.model.kwargs, device=backend.device, base_dir=folder
-        ).forward
+        )
     began = time.perf_counter()
     if config.compilation.cudagraph_mode is CUDAGraphMode.AUTO:
         config, plan = choose_mode(config, model, backend, state, before_key=before_key)

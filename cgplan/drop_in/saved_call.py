@@ -37,7 +37,7 @@ def as_called(
     ``call`` has the arguments: constants, lists, mappings, `{$tuple: [...]}`, and `$name` for the
     tensor of that name. Raises ModelError as ``load_model`` does.
     """
-    model = load_model(target, kwargs, device=torch.get_default_device()).forward
+    model = load_model(target, kwargs, device=torch.get_default_device())
     marks = dict[str, Tensor]()
 
     def filled(value: Any) -> Any:
