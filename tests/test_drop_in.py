@@ -958,6 +958,24 @@ def test_means_in_half_precision(backend: GraphBackend) -> None:
         torch.testing.assert_close(mean(ids), embed(ids).mean(1))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_padding_that_reaches_few_numbers_is_no_rounding(
+    backend: GraphBackend, dtype: torch.dtype
+) -> None:
+    """One number of eight counts the padded length: in half precision few that differ may be rounding."""
+
+    def first_counts(x: Tensor) -> Tensor:
+        y = x * 2
+        y[:, 0] = y.sum(1) / x.shape[1]
+        return y
+
+    g = cgplan.graphed(first_counts, dynamic={"x": {0: "batch", 1: "length"}})
+    for _ in range(8):
+        x = (torch.randn(2, 5, 8, device=backend.device) + 1).to(dtype)
+        torch.testing.assert_close(g(x), first_counts(x), rtol=0.05, atol=0.05)
+    assert "nothing is padded" in g.explain()
+
+
 def test_large_numbers_of_a_mask_hide_no_difference(backend: GraphBackend) -> None:
     def scores(ids: Tensor) -> Tensor:
         low = torch.full((len(ids), 1), torch.finfo(torch.float32).min, device=ids.device)

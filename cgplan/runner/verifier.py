@@ -4,8 +4,8 @@ Note [Verification]
     Outputs, and tensors that the graph writes, have to agree within rounding.
     * Calls that teach (``RealRows``): the model's own code runs without padding. A further replay
       has copies of real rows in its padding, valid values for the model: real rows stay equal to
-      the bit. Random numbers, and few elements in half precision, may differ if the padded batch by
-      the captured code agrees with the graph.
+      the bit. Random numbers may differ if the padded batch by the captured code agrees with the
+      graph; so may few elements in half precision, if they also do where each row comes twice.
     * A configuration: the model's own code runs the padded batch, as attention metadata needs.
       Unless a context tells the model of sizes, it runs without padding, too: where that differs,
       padding within rows, or copies of real rows that change the output, are at fault.
@@ -259,7 +259,7 @@ class _Comparison:
             failure = f"a run changes {changes[0]}"
         elif where is not None:
             failure = f"{where} depends on what the padding holds"
-        elif wrong and self._is_rounding(wrong, replayed):
+        elif wrong and self._is_rounding(wrong, replayed, eager):
             remark = f"{wrong[0]}; the padded batch agrees, so other sizes round or draw otherwise"
         elif wrong:
             failure = str(wrong[0])
@@ -442,15 +442,43 @@ class _Comparison:
         self,
         wrong: Iterable[Difference],
         replayed: _Run,
+        eager: _Run,
     ) -> bool:
-        """Whether the padded batch by the captured code agrees with the graph."""
+        """Whether the padded batch by the captured code agrees with the graph, and padding is not
+        what tells it from the batch.
+        """
         if not self._can_repeat:
             return False
         if not self._has_drawn and not self._are_few(wrong):
             return False
+        key = self._route.descriptor
+        batch = self._route.batch
+        is_padded = (batch.num_tokens, *batch.sizes) != key.box
+        if is_padded and self._has_rows and not self._has_drawn and not self._rounds(eager):
+            return False
         self.begin.put_back()
         captured = self.run(self._captured_code)
         return not _wrong(self._differences(captured, replayed))
+
+    def _rounds(self, eager: _Run) -> bool:
+        """Whether the model's own code rounds a row to something else where each row comes twice,
+        as a router does that sends it elsewhere.
+        """
+        graphs = self._graphs
+        buffers = graphs.buffers[self._route.descriptor.sizes].buffers
+        named = dict[str, Tensor]()
+        values = on_device(self._values, graphs.backend.device)
+        for name, value in zip(graphs.config.tensors, values, strict=True):
+            dim = buffers[name].row_dim
+            named[name] = value.clone() if dim is None else torch.cat([value, value], dim)
+        self.begin.put_back()
+        try:
+            twice = graphs.run_eager(self._route.unpadded, named)
+            rows = graphs.outputs.cut(twice, self._route.batch)
+        except Exception:  # the model takes no such batch
+            return False
+        found = differences(rows, eager.output, is_coarse=self._facts.is_coarse)
+        return any(part.is_wrong and part.largest is not None for part in found)
 
     def _are_few(self, wrong: Iterable[Difference]) -> bool:
         return self._facts.is_coarse and all(part.share < _FEW for part in wrong)
