@@ -111,7 +111,6 @@ class Settings:
 
 
 def _dims_by_input(given: Any) -> dict[str, dict[int, Dim | str]] | None:
-    """``dynamic``, checked."""
     if given is None:
         return None
     found = dict[str, dict[int, Dim | str]]()
@@ -124,20 +123,27 @@ def _dims_by_input(given: Any) -> dict[str, dict[int, Dim | str]] | None:
     return found
 
 
-def _refuse_other(name: str, value: Any, kind: type, remedy: str) -> None:
-    """Refuse a setting of another type, if it was given."""
+def _refuse_other(
+    name: str,
+    value: Any,
+    kind: type,
+    remedy: str,
+) -> None:
     if value is not None and not isinstance(value, kind):
         raise ConfigError(f"{name} is {value!r:.80}, of {type(value).__name__}", remedy=remedy)
 
 
-def _refuse_unknown(name: str, value: Any, allowed: Sequence[str | None]) -> None:
+def _refuse_unknown(
+    name: str,
+    value: Any,
+    allowed: Sequence[str | None],
+) -> None:
     if value not in allowed:
         remedy = f"Choose one of {', '.join(map(str, allowed))}."
         raise ConfigError(f"{name} is {value!r}", remedy=remedy)
 
 
 def _dim_of(given: Any) -> Dim | str:
-    """A dimension of ``dynamic``: a name, or one with its bounds."""
     if isinstance(given, Dim | str):
         return given
     if not (hasattr(given, "__name__") and hasattr(given, "max")):
@@ -173,17 +179,27 @@ class Inference:
         *,
         is_exact: bool,
     ) -> Kind:
-        """The kind of a call; ``is_exact``: nothing varies in it. Raises InputError where sizes of
-        the call contradict what the user has said, and ConfigError for wrong settings.
+        """The kind of a call; ``is_exact``: nothing varies in it. Raises InputError for sizes that
+        contradict the settings, and ConfigError.
         """
-        forward = ByName(self._model, len(call.args), call.kwargs, call.form[:-AMBIENT])
+        forward = ByName(
+            self._model,
+            len(call.args),
+            call.kwargs,
+            call.form[:-AMBIENT],
+        )
         pads = self._settings.pad
-        named = dict(zip(self._names_of(forward, call), call.tensors, strict=True))
+        names = self._names_of(forward, call)
+        named = dict(zip(names, call.tensors, strict=True))
         dynamic = {} if is_exact else self._settings.dynamic
         shapes, note = _shapes_of(named, dynamic)
         specs = dict[str, Input]()
         for name, tensor in named.items():
-            specs[name] = Input(shape=shapes[name], dtype=tensor.dtype, pad=pads.get(name, 0))
+            specs[name] = Input(
+                shape=shapes[name],
+                dtype=tensor.dtype,
+                pad=pads.get(name, 0),
+            )
         kind = Kind(forward, specs, device, note)
         if len(kind.names) == 1:
             for name, spec in specs.items():
@@ -231,10 +247,12 @@ class Inference:
             most = 4 << (size - 1).bit_length()
         return Dim(name, max=most, sizes=sizes)
 
-    def _names_of(self, forward: ByName, call: Call) -> list[str]:
-        """A name for each tensor of a call, in order. Raises ConfigError where settings name
-        others.
-        """
+    def _names_of(
+        self,
+        forward: ByName,
+        call: Call,
+    ) -> list[str]:
+        """A name for each tensor of a call. Raises ConfigError where settings name others."""
         # a tensor may come twice in a call, and a mark does not
         marks = [torch.empty(0) for _ in call.tensors]
         args, kwargs = forward.arguments(marks)
@@ -284,9 +302,9 @@ def _shapes_of(
 
 
 def _batched(named: Mapping[str, Tensor]) -> list[str]:
-    """The inputs whose dimension 0 is the batch: it has the size that most of them have there."""
+    """The inputs whose dimension 0 has the size that most inputs have there."""
     rows = Counter(tensor.shape[0] for tensor in named.values() if tensor.ndim)
-    several = Counter({size: count for size, count in rows.items() if size > 1})
+    several = {size: count for size, count in rows.items() if size > 1}
     counts = several or rows  # one row may be broadcast
     most = max(counts.values())
     votes = [size for size, count in counts.items() if count == most]

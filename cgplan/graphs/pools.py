@@ -73,7 +73,7 @@ class PoolUse:
             self.wait(name)
 
     def wait(self, name: str) -> None:
-        """Take the lock once another thread is done. Raises CgplanError if this thread holds it."""
+        """Take the lock after another thread. Raises CgplanError if this thread holds it."""
         if self.thread == threading.get_ident():
             raise self.under_way(name)
         self.acquire()
@@ -190,16 +190,14 @@ class RunnerPools:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the pools have reserved, also those of earlier generations."""
+        """Bytes that all generations have reserved."""
         return self._backend.pool_bytes(*self._pools.values(), *self._old)
 
     @property
     def handles(self) -> tuple[Any, ...]:
-        """The backend's pools of this generation."""
         return tuple(self._pools.values())
 
     def of(self, key: Key) -> Any:
-        """The pool that a key is captured into."""
         name = {"shared": None, "per_mode": key[0], "per_graph": key}[self.policy]
         if name not in self._pools:
             self._pools[name] = self._backend.new_pool()
@@ -212,7 +210,7 @@ class RunnerPools:
         self._forget_empty()
 
     def renew(self) -> None:
-        """Begin a new generation; the graphs of this one are freed."""
+        """Begin a new generation; this one's graphs are freed."""
         self.generation += 1
         if self._given is None:
             self._old += self._pools.values()
@@ -220,7 +218,7 @@ class RunnerPools:
             self._forget_empty()
 
     def close(self) -> None:
-        """Leave a pool that others use; all graphs are freed."""
+        """Leave a shared pool; all graphs are freed."""
         if self._given is not None:
             self._given.members.discard(self)
 

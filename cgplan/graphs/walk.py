@@ -83,7 +83,7 @@ ReadState = Callable[[], object]
 
 
 class Inside(NamedTuple):
-    """A place in an object; ``step`` is the end of its path."""
+    """A place in an object; ``step`` ends its path."""
 
     container: Any
     key: Any
@@ -165,7 +165,7 @@ class Contents:
 
 @dataclass(slots=True)
 class Found:
-    """What is inside of one object: places, and containers by the step of their path."""
+    """What is inside of one object; containers by the step of their path."""
 
     places: list[Inside] = field(default_factory=list)
     contents: dict[str, Contents] = field(default_factory=dict)
@@ -244,7 +244,7 @@ def _is_state(
 
 
 def _function_of(value: Any) -> Any:
-    """The function of a method or property; other values as they are."""
+    """The function of a method or property; else the value."""
     if type(value) is property:
         return value.fget
     return value.__func__ if type(value) in (staticmethod, classmethod) else value
@@ -254,7 +254,7 @@ def _function_of(value: Any) -> Any:
 
 
 def _names_in(function: Any) -> tuple[str, ...]:
-    """The names in the code of a function, or of the innermost one that it wraps."""
+    """The names in the code of a function, or of the one that it wraps."""
     inner = function.__dict__.get("__wrapped__")
     while type(inner) is types.FunctionType:
         function, inner = inner, inner.__dict__.get("__wrapped__")
@@ -427,7 +427,7 @@ def _enter_function(
     function: types.FunctionType,
     found: Found,
 ) -> None:
-    """Objects that a function refers to; of foreign code, the function that it wraps."""
+    """Of foreign code, enters the function that it wraps."""
     own = function.__dict__
     code = function.__code__
     named = function.__globals__
@@ -458,7 +458,6 @@ def _enter_namespace(
     code: types.CodeType,
     found: Found,
 ) -> None:
-    """What code names of a module of Python, or of a class."""
     held = vars(value)
     its_module = "__module__" if issubclass(type(value), type) else "__name__"
     if _is_foreign(held.get(its_module)):
@@ -500,7 +499,7 @@ def _of_set(value: Any) -> object:
 
 
 def generators_of_the_host(device: torch.device) -> dict[str, ReadState]:
-    """The random generators of Python, NumPy and torch's host, by name."""
+    """Random generators by name."""
     found: dict[str, ReadState] = {"Python's random numbers": random.getstate}
     if "numpy.random" in sys.modules:
         found["NumPy's random numbers"] = _numpy_random

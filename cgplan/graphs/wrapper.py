@@ -57,8 +57,8 @@ class CUDAGraphOptions:
     """How a wrapper captures.
 
     Attributes:
-        borrow_outputs: Outputs do not hold their memory in the pool, and are valid until the next
-            replay of any graph in the pool. False: outputs hold their memory.
+        borrow_outputs: Outputs are valid until the next replay of any graph in the pool. False:
+            they hold their memory.
         num_of_warmups: Eager runs before a capture outside of a session.
         copied_arguments: Positions of arguments that each replay copies into the pool; shape and
             dtype must be those of the capture. All others must keep their addresses.
@@ -225,7 +225,6 @@ class CUDAGraphWrapper:
         return entry.handed()
 
     def _passing(self, context: ForwardContext | None) -> AbstractContextManager[object]:
-        """A block in which the callable runs as it is."""
         look = current_look() if self.runtime_mode is CUDAGraphMode.PIECEWISE else None
         if look is not None:
             return look.in_wrapper(self, is_whole=not self._computes_while_capturing)
@@ -308,7 +307,7 @@ class CUDAGraphWrapper:
         self.runnable(*args, **kwargs)
 
     def _copied_arguments(self, args: Args, pool: Any) -> tuple[int, ...]:  # noqa: ARG002
-        """Positions of the arguments that each replay copies."""
+        """Positions of arguments that replays copy."""
         return self.options.copied_arguments
 
     def _fill(
@@ -316,7 +315,6 @@ class CUDAGraphWrapper:
         entry: CUDAGraphEntry,
         args: Args,
     ) -> None:
-        """Copy arguments to where the graph reads them."""
         for i, slot in entry.slots.items():
             given: Any = args[i] if i < len(args) else None
             fits = isinstance(given, Tensor) and given.shape == slot.shape
@@ -426,7 +424,7 @@ class CUDAGraphWrapper:
             return set(map(id, found.tensors))
 
         def unheld(tensor: Tensor) -> Tensor:
-            """A new tensor object that borrows from the pool; the model's own as they are."""
+            """A new tensor object that borrows from the pool; the model's own stay."""
             in_pool = backend.in_pool(tensor, pool)
             is_plain = type(tensor) is Tensor
             if not in_pool and (not is_plain or id(tensor) in own()):
