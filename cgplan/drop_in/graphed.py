@@ -369,7 +369,7 @@ def graphed(
     Raises ConfigError for a wrong setting. Calls raise what the model raises; with ``strict``
     CaptureError and NumbersError, too.
     """
-    settings = Settings.checked(
+    settings = Settings(
         sizes=sizes,
         max_size=max_size,
         dynamic=dynamic,

@@ -205,10 +205,6 @@ class Kind:
         self.returns = form
         self.forward.returns_tensor = form == (Tensor,)
 
-    def forget_outputs(self) -> None:
-        self._points.clear()
-        self.forward.outputs.clear()
-
     def _extent(
         self,
         index: int,
@@ -278,7 +274,8 @@ class Kind:
         served = self.replays > 1
         self.close()
         if not is_moved:
-            self.forget_outputs()
+            self._points.clear()
+            self.forward.outputs.clear()
             self.returns = None
             self.eager_reason = None
         if self.calls >= CALLS_BEFORE_CAPTURE:

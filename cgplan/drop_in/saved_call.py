@@ -21,13 +21,13 @@ from cgplan.drop_in.kinds import Kind
 from cgplan.errors import ConfigError
 from cgplan.models.loading import load_model
 
-_OF_GRAPHED = (
+_OF_GRAPHED = {
     "capture_policy",
     "strict",
     "ignore",
     "verify",
     "address_check",
-)
+}
 
 
 class Name(str):
@@ -128,6 +128,7 @@ def config_text(
         exclude_defaults=True,
         exclude={
             "dims": {"__all__": {"name"}},
+            "compilation": _OF_GRAPHED,
         },
     )
     made_by = dict[str, Any]()
@@ -147,8 +148,6 @@ def config_text(
         made_by = {"target": "cgplan.drop_in:as_called", "kwargs": made_by}
         key = "model.kwargs.target"
     values["model"] = made_by | values.get("model", {})
-    for name in _OF_GRAPHED:
-        values["compilation"].pop(name, None)
     notes = ["Written by cgplan.graphed, which inferred:", *kind.notes]
     if target is None:
         notes.append(
