@@ -49,7 +49,6 @@ class Kind:
     """One kind of calls, see Note [The life of a kind].
 
     Attributes:
-        forward: The model, called with tensors by name.
         specs: The inputs, in the order of the form; shapes have names where sizes vary.
         dims: Bounds and sizes of the names.
         grows: Names without a bound: for a larger batch the runner is opened again.
@@ -59,11 +58,10 @@ class Kind:
         returns: Form of the output.
         shapes: Of the outputs, in terms of sizes.
         requires_grad: Of each output of the model's own code.
-        state: Of the object arguments, as a key.
-        objects: Watches the object arguments, once there is a graph.
-        autocast: The dtype of autocast around the calls, or False.
-        batch: The present batch, during a capture.
-        failures: Verifications that failed.
+        state, objects: Of the object arguments: a key, and their watch.
+        autocast: Its dtype, or False.
+        batch: During a capture.
+        failures: Of verifications.
     """
 
     def __init__(
@@ -307,9 +305,8 @@ class Family:
     """Kinds of calls that differ in constants and objects alone.
 
     Attributes:
-        calls, kinds: Their numbers.
         values: Of each constant, by the path of its argument.
-        misses: Calls in a row with an object that was in a new state.
+        misses: Calls in a row with an object in a new state.
     """
 
     calls: int = 0

@@ -201,9 +201,8 @@ class Fingerprint:
     walk.py. It holds the objects until ``let_go``, then paths and addresses alone.
 
     Attributes:
-        device: Only tensors on it have an address here.
-        contents: The containers.
-        generators: Random generators of the device, but for the default one.
+        device: Of the tensors with an address.
+        generators: Of the device, but for the default one.
         is_compiled: Whether something is under torch.compile.
         volatile: Paths that each run binds again, which are not compared.
         only: Paths of the tensors whose addresses are compared; None: all.

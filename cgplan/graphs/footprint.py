@@ -9,12 +9,12 @@ Note [The look]
 Note [What the next run tells]
     The first run makes what a model makes on first use, so the run after it decides. A tensor that
     graph code read and that this run binds again (``self.cache = self.cache + x``) is refused: a
-    graph would always read the one of the capture. So is a tensor that the look computed from
-    inputs, which are padding, and that the model keeps.
+    graph would always read the one of the capture. So is a tensor that was computed from padding
+    and that the model keeps.
 
 Note [Random state]
-    A replay draws on from where the generator is; it does not run ``torch.manual_seed``. A
-    generator that is not where the last operator left it was set by the forward.
+    A replay does not run ``torch.manual_seed``. A generator that is not where the last operator
+    left it was set by the forward.
 """
 
 from __future__ import annotations
@@ -82,20 +82,20 @@ class Footprint:
 
     Attributes:
         operators: Calls by part and name, without views and bare allocations.
-        names: Of operators, with and without overloads; not of those in custom operators.
+        names: Of operators, but not of those in custom operators.
         host_sync: The first operator in graph code that needs the host.
         reads: The model's tensors that graph code read, by path.
         seeded: The generator that graph code set, and where.
         breaks: Whether an eager piece was called.
         aside: Paths that eager pieces changed.
         stale: Paths that graph code bound and an eager piece read.
-        error: The first line of what the forward raised.
+        error: What the forward raised.
         packages_that_ask: Those whose graph code asked for a capture.
         capture_visible_because: The host sync for which they see it.
         from_inputs: Storages of what was computed from inputs.
-        value_read: Where the host first needed a value on such a storage.
+        value_read: Where the host first needed a value on one.
         writes_input: Where an operator writes into an argument.
-        overwritten: Ids of storages that operators write at given places, unread before.
+        overwritten: Ids of storages that are written at given places, and not read before.
     """
 
     operators: dict[Part, Counter[str]] = field(default_factory=no_operators)
@@ -126,10 +126,9 @@ class _Random:
 
 
 class Look(TorchDispatchMode):
-    """The mode of a look at a model, whose storages are copied before they are written.
+    """The mode of a look.
 
     Args:
-        kept: Takes the copies.
         part: Of code outside of wrappers and eager pieces.
         eager_ops: Operators that run between segments.
         is_whole: Whether eager pieces are graph code, too.
@@ -533,11 +532,8 @@ def examine(
     kept: PutBack,
     **options: Any,
 ) -> Footprint:
-    """Look at a forward, and once more where a library has to see the capture, see Note [Hidden
-    captures].
-
-    Raises:
-        CaptureError: graph code sets the state of a random generator.
+    """Look at a forward, and again where a library has to see the capture, see Note [Hidden
+    captures]. Raises CaptureError where graph code seeds a generator.
     """
     found = look(call, kept, **options)
     is_hidden = found.capture_visible_because is None
@@ -559,9 +555,8 @@ def judge(
     *,
     runs_again: bool,
 ) -> None:
-    """Compare a look with the run after it, see Note [What the next run tells]. Raises CaptureError
-    where a graph would use tensors of the capture in place of those that each run makes.
-    ``runs_again``: Python code runs on each replay.
+    """Compare a look with the run after it; raises CaptureError, see Note [What the next run
+    tells]. ``runs_again``: Python code runs on each replay.
     """
     if not runs_again:
         _refuse_rebound(found, changed, kept)

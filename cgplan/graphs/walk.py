@@ -1,13 +1,11 @@
 """Walk: what a record of a model enters, and how it reads it without running code of the user.
 
 Note [What is looked at]
-    The walk enters modules with their forward hooks, dicts, lists, tuples, deques, attributes and
-    slots of objects, partials and bound methods; of a function its closure, defaults, attributes
-    and the globals that its code names; of an object ``forward``, ``__call__``, and what these name
-    of its class; of a class that is a value all attributes. It does not enter threads, locks,
-    loggers, code of torch and of Python's library, attributes of tensors, and objects with
-    ``__graph_memory__``. It reads ``__dict__``, slots and cells, so no code of the user runs but
-    ``__tensor_flatten__``.
+    The walk enters modules and their forward hooks, containers, attributes and slots of objects,
+    partials, bound methods; closures, defaults and globals of functions; ``forward``, ``__call__``
+    and what these name of a class; classes that are values. It does not enter threads, locks,
+    loggers, code of torch and Python's library, attributes of tensors, and objects with
+    ``__graph_memory__``. It runs no code of the user but ``__tensor_flatten__``.
 """
 
 from __future__ import annotations
@@ -143,7 +141,7 @@ class Contents:
         base: The type that reads it without code of the user.
         keys: Of a dict.
         owner: The object whose attributes it holds, of the class ``kind``.
-        holds: Items, attributes of an object, or the parameters, buffers or submodules of a module.
+        holds: ``parts``: the parameters, buffers or submodules of a module.
     """
 
     value: Any

@@ -1,12 +1,11 @@
 """Watch: whether a model is still as its fingerprint says, for about a microsecond a call.
 
 Note [Watched dicts]
-    Modules and most objects keep their attributes in dicts, and CPython 3.12 reports changes of a
-    dict. So a call looks at one flag. The callback sets the flag and nothing else: it runs in the
-    middle of other code. A write of the same value may set it, too; the fingerprint then decides.
-    CPython does not report ``.data =`` and changes of lists, slots, cells and classes. Each call
-    compares some of these in rotation; ``changes`` compares all. On Python 3.11, or where no
-    watcher is free, everything is in rotation.
+    CPython 3.12 reports changes of dicts, which hold most attributes. So a call looks at one flag.
+    The callback sets the flag and nothing else: it runs in the middle of other code. A write of the
+    same value may set it, too; the fingerprint then decides. CPython does not report ``.data =``
+    and changes of lists, slots, cells and classes: each call compares some of these in rotation. On
+    Python 3.11, or where no watcher is free, everything is in rotation.
 """
 
 from __future__ import annotations
