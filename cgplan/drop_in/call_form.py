@@ -23,15 +23,33 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 
 from cgplan.errors import OutputShapeError
 
-CONSTANTS = frozenset({int, float, bool, str, type(None)})
-_BY_VALUE = (Enum, type, torch.dtype, torch.device, torch.Size, torch.layout, bytes, complex, range)
+CONSTANTS = frozenset(
+    {
+        int,
+        float,
+        bool,
+        str,
+        type(None),
+    }
+)
+_BY_VALUE = (
+    Enum,
+    type,
+    torch.dtype,
+    torch.device,
+    torch.Size,
+    torch.layout,
+    bytes,
+    complex,
+    range,
+)
 
 Form = tuple[Any, ...]
 Shapes = tuple[torch.Size, ...]
 
 
 class ById:
-    """A hashable box of an object, known by its identity, which it does not keep where it can."""
+    """A hashable box of an object, known by its identity, and weakly held where possible."""
 
     __slots__ = ("_held", "_id")
 
@@ -50,9 +68,9 @@ class ById:
         return self._id
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, ById) or self._id != other._id:
+        if not isinstance(other, ById):
             return False
-        return self.value is other.value is not None
+        return self._id == other._id and self.value is other.value is not None
 
 
 class ByKey:
@@ -60,7 +78,11 @@ class ByKey:
 
     __slots__ = ("key", "value")
 
-    def __init__(self, value: Any, key: Any) -> None:
+    def __init__(
+        self,
+        value: Any,
+        key: Any,
+    ) -> None:
         self.value = value
         self.key = type(value), key
 
@@ -79,9 +101,7 @@ def flatten(
     form: list[Any],
     tensors: list[Tensor],
 ) -> None:
-    """Append the tensors in values, and a hashable form from which ``rebuild`` makes each value
-    again.
-    """
+    """Append the tensors in values, and hashable parts of a form for ``rebuild``."""
     for value in items:
         kind = type(value)
         if kind is Tensor or isinstance(value, Tensor):
@@ -92,7 +112,8 @@ def flatten(
         elif kind in CONSTANTS:
             form += kind, value
         elif kind is dict:
-            form += dict, ByKey(tuple(value), tuple(map(_key_of, value)))
+            keys = tuple(map(_key_of, value))
+            form += dict, ByKey(tuple(value), keys)
             flatten(value.values(), form, tensors)
         elif kind is tuple or kind is list:
             form += kind, len(value)
@@ -102,7 +123,6 @@ def flatten(
 
 
 def taken_apart(value: Any) -> tuple[Form, list[Tensor]]:
-    """The form of one value, and its tensors."""
     form = list[Any]()
     tensors = list[Tensor]()
     flatten([value], form, tensors)
@@ -110,12 +130,13 @@ def taken_apart(value: Any) -> tuple[Form, list[Tensor]]:
 
 
 def is_tensor_type(part: Any) -> bool:
-    """Whether a part of a form stands for a tensor."""
     return isinstance(part, type) and issubclass(part, Tensor)
 
 
 def _key_of(key: Any) -> Any:
-    return (type(key), key) if type(key) in CONSTANTS else ById(key)
+    if type(key) in CONSTANTS:
+        return type(key), key
+    return ById(key)
 
 
 def _flatten_other(
@@ -130,15 +151,19 @@ def _flatten_other(
         form += TreeSpec, ByKey(spec, spec)
         flatten(leaves, form, tensors)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
-        form += dataclasses.Field, ByKey((kind, names), (kind, *names))
-        flatten([getattr(value, name) for name in names], form, tensors)
+        fields = [field.name for field in dataclasses.fields(value)]
+        names = [name for name in fields if hasattr(value, name)]
+        box = ByKey((kind, names), (kind, *names))
+        form += dataclasses.Field, box
+        held = [getattr(value, name) for name in names]
+        flatten(held, form, tensors)
     elif kind is slice:
         form += kind, ByKey(value, repr(value))
     elif isinstance(value, _BY_VALUE):
         form += kind, value
     elif is_scalar and not getattr(value, "shape", (1,)):
-        form += kind, ByKey(value, (str(value.dtype), value.tobytes()))
+        key = str(value.dtype), value.tobytes()
+        form += kind, ByKey(value, key)
     else:
         form += kind, ById(value)
 
@@ -160,18 +185,23 @@ def rebuild(
         return kind(rebuild(form, tensors) for _ in range(detail))
     if kind is TreeSpec:
         spec = detail.value
-        return spec.unflatten([rebuild(form, tensors) for _ in range(spec.num_leaves)])
+        leaves = [rebuild(form, tensors) for _ in range(spec.num_leaves)]
+        return spec.unflatten(leaves)
     if kind is dataclasses.Field:
         made_of, names = detail.value
         made = object.__new__(made_of)
         for name in names:
             object.__setattr__(made, name, rebuild(form, tensors))
         return made
-    return detail.value if type(detail) in (ById, ByKey) else detail
+    if type(detail) in (ById, ByKey):
+        return detail.value
+    return detail
 
 
-def call_form(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], list[Tensor]]:
-    """The form of a call, and its tensors in order."""
+def call_form(
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> tuple[list[Any], list[Tensor]]:
     form: list[Any] = [len(args), *kwargs]
     tensors = list[Tensor]()
     flatten(args, form, tensors)
@@ -185,9 +215,9 @@ class Call:
     """One call of a model, taken apart.
 
     Attributes:
-        form: Of the arguments; then whether one of them asks for a gradient, grad mode, the default
-            dtype, autocast.
-        tensors: Those in the arguments, in the order of the form.
+        form: Of the arguments; then whether a gradient is asked for, grad mode, the default dtype,
+            autocast.
+        tensors: In the order of the form.
     """
 
     args: tuple[Any, ...]
@@ -197,10 +227,13 @@ class Call:
 
     @property
     def autocast(self) -> Any:
-        """The dtype of autocast around the call, or False."""
+        """The dtype of autocast, or False."""
         return self.form[-1]
 
-    def by_name(self, signature: inspect.Signature) -> dict[str, Any]:
+    def by_name(
+        self,
+        signature: inspect.Signature,
+    ) -> dict[str, Any]:
         return arguments_by_name(signature, self.args, self.kwargs)
 
 
@@ -217,17 +250,22 @@ def arguments_by_name(
         return by_position | kwargs
     for name, parameter in signature.parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:
-            found |= found.pop(name, {})
+            rest = found.pop(name, {})
+            found |= rest
     return found
 
 
-def objects_in(form: Iterable[Any]) -> list[Any]:
-    """The objects that a form knows by their identity."""
+def objects_in(
+    form: Iterable[Any],
+) -> list[Any]:
+    """The objects that a form knows by identity."""
     return [box.value for box in form if type(box) is ById]
 
 
-def object_roots(form: Iterable[Any]) -> dict[str, Any]:
-    """The same, each by a name of its own."""
+def object_roots(
+    form: Iterable[Any],
+) -> dict[str, Any]:
+    """The same by name."""
     found = dict[str, Any]()
     for value in objects_in(form):
         name = type(value).__name__
@@ -237,8 +275,11 @@ def object_roots(form: Iterable[Any]) -> dict[str, Any]:
     return found
 
 
-def constants_in(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """The constants in nested arguments, with their paths."""
+def constants_in(
+    value: Any,
+    path: str,
+) -> Iterator[tuple[str, Any]]:
+    """The constants in nested arguments, by path."""
     if type(value) in CONSTANTS:
         yield path, value
     elif isinstance(value, Mapping):
@@ -249,44 +290,61 @@ def constants_in(value: Any, path: str) -> Iterator[tuple[str, Any]]:
             yield from constants_in(item, f"{path}.{index}")
 
 
-def _below(path: str, key: Any) -> str:
+def _below(
+    path: str,
+    key: Any,
+) -> str:
     return f"{path}.{key}" if path else str(key)
 
 
-def tensors_by_name(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
+def tensors_by_name(
+    value: Any,
+    path: str,
+) -> Iterator[tuple[str, Tensor]]:
     """The tensors in nested arguments: ``obs.position`` in a mapping, ``obs.0`` elsewhere."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from tensors_by_name(item, _below(path, key))
         return
-    for index, tensor in enumerate(taken_apart(value)[1]):
+    _, tensors = taken_apart(value)
+    for index, tensor in enumerate(tensors):
         name = path if value is tensor else f"{path}.{index}"
         yield name, tensor
 
 
 def module_of(model: object) -> nn.Module:
-    """The model itself, the module whose bound method it is, or an empty one."""
-    owner = model if isinstance(model, nn.Module) else getattr(model, "__self__", None)
-    return owner if isinstance(owner, nn.Module) else nn.Module().eval()
+    """The model, the module whose method it is, or an empty one."""
+    for owner in (model, getattr(model, "__self__", None)):
+        if isinstance(owner, nn.Module):
+            return owner
+    return nn.Module().eval()
 
 
-def share(module: nn.Module, model: nn.Module) -> None:
-    """Give a module the parameters, buffers and modules of another one, under the same names."""
+def share(
+    module: nn.Module,
+    model: nn.Module,
+) -> None:
+    """Give a module the parameters, buffers and modules of another one."""
     own = module.__dict__
-    for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+    names = (
+        "_parameters",
+        "_buffers",
+        "_modules",
+        "_non_persistent_buffers_set",
+    )
+    for name in names:
         if name in vars(model):  # scripts have none
             own[name] = vars(model)[name]
     own["training"] = getattr(model, "training", False)  # frozen scripts have none
 
 
 class ByName(nn.Module):
-    """The model as a runner calls it: with tensors by name. It returns a tensor or a tuple of them.
+    """The model as a runner calls it: tensors by name come in, a tensor or a tuple goes out.
 
     Attributes:
-        form: Of the call.
         names: Of the tensors, in the order of the form.
-        outputs: Form and shapes of the outputs that were seen, by the shapes of the tensors.
-        returns: The form that is expected of an output.
+        outputs: Form and shapes of the outputs so far, by the shapes of the tensors.
+        returns: The expected form of an output.
         differs: Whether an output had another one.
     """
 
@@ -311,28 +369,38 @@ class ByName(nn.Module):
         self.differs = False
         self.returns: Form | None = None
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(
+        self,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         return self.forward(*args, **kwargs)  # hooks of all modules are the model's to run
 
-    def arguments(self, tensors: Iterable[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of the call again, with these tensors."""
+    def arguments(
+        self,
+        tensors: Iterable[Any],
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         rest = iter(self._values)
         given = iter(tensors)
         args = tuple(rebuild(rest, given) for _ in range(self._count))
-        return args, {name: rebuild(rest, given) for name in self._keywords}
+        kwargs = {name: rebuild(rest, given) for name in self._keywords}
+        return args, kwargs
 
     def forward(self, **tensors: Tensor) -> Any:
         wrapped = self.__dict__["wrapped"]
         if self.is_plain and torch.compiler.is_compiling():  # nothing that a trace would not follow
             given = tuple(tensors.values())
-            rest = dict(zip(self._keywords, given[self._count :], strict=True))
-            return wrapped(*given[: self._count], **rest)
+            count = self._count
+            rest = dict(zip(self._keywords, given[count:], strict=True))
+            return wrapped(*given[:count], **rest)
         values = [tensors[name] for name in self.names or tensors]
         args, kwargs = self.arguments(values)
         form, leaves = taken_apart(wrapped(*args, **kwargs))
         self.outputs[shapes_of(values)] = form, shapes_of(leaves)
         self.differs |= self.returns not in (None, form)
-        return leaves[0] if form == (Tensor,) else tuple(leaves)
+        if form == (Tensor,):
+            return leaves[0]
+        return tuple(leaves)
 
 
 def shapes_of(tensors: Iterable[Tensor]) -> Shapes:

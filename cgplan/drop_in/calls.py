@@ -1,10 +1,9 @@
 """Calls: what is known of the calls of one model, and the graphs that serve them.
 
 Note [A call]
-    A call like an earlier one costs the runner's call, the flattening of its arguments, one
-    look-up, and a look at whether the model is as it was. Each kind of calls (kinds.py) has a
-    configuration and a GraphRunner; all runners share one pool. The model's own code answers where
-    nothing can be captured or a graph differs from it; ``explain`` counts these calls.
+    A call like an earlier one flattens its arguments, looks one key up, checks whether the model is
+    as it was, and calls a runner. Each kind of calls (kinds.py) has a GraphRunner; all runners
+    share one pool. The model's own code answers all other calls, and ``explain`` counts them.
 """
 
 from __future__ import annotations
@@ -75,27 +74,31 @@ _saving_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _transforms = torch._C._functorch.peek_interpreter_stack
 logger = logging.getLogger(__name__)
 
+_Graph = tuple[int, Key]  # the id of its kind, and its key
+
 
 @dataclass
 class _Served:
-    """What serves calls of one key: the runner of a kind, or the model's own code."""
+    """The kind of the calls with one key, or why the model's own code runs."""
 
     kind: Kind
     eager_reason: str | None = None
 
 
-def _fill(kind: weakref.ref[Kind], views: Mapping[str, Tensor]) -> None:
+def _fill(
+    kind: weakref.ref[Kind],
+    views: Mapping[str, Tensor],
+) -> None:
     cast(Kind, kind()).fill(views)  # its runner holds this function, and is freed with the kind
 
 
 class Calls:
-    """The calls of one model, from several threads one after the other. It owns graphs, pool and
-    static buffers, not the model.
+    """The calls of one model, one after the other. It owns graphs, pool and static buffers.
 
     Attributes:
         pool: Of all runners; None until the device is known, whose type is ``device``.
         eager: The number of calls by the model's own code, by reason.
-        changed: How often graphs were freed because the model had changed, by the first path.
+        changed: The number of changes of the model that freed graphs, by the first path.
         notices: What was logged, by subject.
     """
 
@@ -129,13 +132,13 @@ class Calls:
         self._families: dict[Form, Family] = {}
         # by form, shapes and dtypes
         self._served: dict[Any, list[_Served]] = {}
-        # forms of which nothing varies, since padding reached real rows or the model refused it
+        # forms in which nothing varies, as padding failed
         self._exact = set[Form]()
-        # of the model, once a call left it as it was, and the tensors that it held then
+        # of the model, once a call left it as it was
         self._watch: Watch | None = None
         self._tensors: list[Tensor] = []
         # keys without room: how often they were asked for, and the uses of graphs before
-        self._waiting: dict[tuple[int, Key], tuple[int, dict[tuple[int, Key], int]]] = {}
+        self._waiting: dict[_Graph, tuple[int, dict[_Graph, int]]] = {}
 
     def recapture(self) -> None:
         """Free all graphs, and forget what was learnt of calls."""
@@ -148,18 +151,22 @@ class Calls:
 
     # --- a call -----------------------------------------------------------------------------------
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The model's output for a batch: padded, by a graph, and cut; or by its own code."""
+    def run(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """The model's output for a batch, by a graph or by the model's own code."""
         with self._lock:
             form, tensors = call_form(args, kwargs)
-            ambient = _ambient(self.device)
-            wants_grad = ambient[0] and (
+            grad, dtype, autocast = _ambient(self.device)
+            wants_grad = grad and (
                 True in map(_requires_grad, tensors) or _saving_hooks(False) is not None
             )
             reason = self._reason_elsewhere(wants_grad)
             if reason is not None:
                 return self._own(reason, args, kwargs)
-            form += wants_grad, *ambient
+            form += wants_grad, grad, dtype, autocast
             try:
                 key = (*form, *map(_traits, tensors))
             except RuntimeError:
@@ -177,7 +184,7 @@ class Calls:
             return self._replay(served.kind, tensors, args, kwargs)
 
     def _reason_elsewhere(self, wants_grad: bool) -> str | None:
-        """Why a call runs by the model's own code, whatever it knows of graphs."""
+        """Why a call runs by the model's own code, whatever is known of it."""
         if self._has_modes and self._module.training:
             reason = "the model is in training mode; call .eval() for graphs"
             self._log_once(reason)
@@ -198,7 +205,6 @@ class Calls:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """The output of the model's own code."""
         self.eager[reason] += 1
         return self._model(*args, **kwargs)
 
@@ -208,10 +214,11 @@ class Calls:
             self._watch.suspect()
 
     def holds(self) -> bool:
-        """Whether the model is as it was; else its graphs are freed."""
+        """Whether the model is as it was; if not, its graphs are freed."""
         if self._watch is None:
             return False
-        changes = list(self._watch.changes(self._settings.ignore).values())
+        found = self._watch.changes(self._settings.ignore)
+        changes = list(found.values())
         if not changes:
             return True
         first = changes[0]
@@ -229,13 +236,23 @@ class Calls:
             kind.start_again(is_moved=is_moved)
         return False
 
+    def _record(
+        self,
+        roots: Mapping[str, Any],
+        *,
+        draws: bool = False,
+    ) -> Fingerprint:
+        return Fingerprint.of(roots, self.pool.backend.device, draws=draws)
+
     def _watch_model(self, record: Fingerprint) -> None:
-        """Capture again once the model is not as in this record."""
         self._watch = Watch(record)
         self._tensors = record.tensors
 
-    def _slow(self, key: Any, call: Call) -> Any:
-        """A call that no earlier one prepared."""
+    def _slow(
+        self,
+        key: Any,
+        call: Call,
+    ) -> Any:
         args = call.args
         kwargs = call.kwargs
         tensors = call.tensors
@@ -247,7 +264,8 @@ class Calls:
             return self.run(args, kwargs)  # autocast is asked for this device
         if self._watch is not None and not self._watch.holds():
             self.holds()
-        family = self._families.setdefault(without_constants(call.form), Family())
+        family_form = without_constants(call.form)
+        family = self._families.setdefault(family_form, Family())
         if family.is_hopeless():
             return self._own("an object argument is in another state at each call", args, kwargs)
         kind = self._kind_of(family, call)
@@ -273,10 +291,15 @@ class Calls:
         with kind.runner.no_capture():
             return self._replay(kind, tensors, args, kwargs)
 
-    def _remember(self, key: Any, found: _Served) -> None:
+    def _remember(
+        self,
+        key: Any,
+        found: _Served,
+    ) -> None:
         if len(self._served) >= _MOST_CALLS:
             self._served.clear()
-        others = [other for other in self._served.get(key, ()) if other.kind is not found.kind]
+        known = self._served.get(key, ())
+        others = [other for other in known if other.kind is not found.kind]
         self._served[key] = [found, *others]
 
     def _replay(
@@ -304,8 +327,9 @@ class Calls:
             output = with_gradients(output, kind.requires_grad, again, self._name)
         if kind.forward.returns_tensor:
             return output
+        form = iter(kind.returns or ())
         leaves = output if isinstance(output, tuple) else (output,)
-        return rebuild(iter(kind.returns or ()), iter(leaves))
+        return rebuild(form, iter(leaves))
 
     def _after_a_difference(
         self,
@@ -313,9 +337,8 @@ class Calls:
         error: NumbersError,
         tensors: list[Tensor],
     ) -> Any:
-        """The output of the model's own code. A graph that differs ends; the second one ends its
-        kind, and padding that reaches real rows all graphs with padding. Raises the error where
-        ``strict`` asks for it.
+        """The output of the model's own code. A graph that differs ends, and the second one ends
+        its kind; a padded one ends all graphs with padding.
         """
         if self._settings.strict:
             raise error
@@ -323,7 +346,8 @@ class Calls:
         sizes = kind.sizes_of(tensors)
         route = kind.runner.route(kind.inputs(tensors))
         key = route.descriptor
-        is_padded = (key.num_tokens, *key.sizes) != tuple(sizes.values())
+        padded = key.num_tokens, *key.sizes
+        is_padded = padded != tuple(sizes.values())
         has_changed = self._relearn(kind)
         if is_padded and not has_changed:
             self._give_up(kind, error.message)
@@ -343,13 +367,11 @@ class Calls:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> OwnCode:
-        """For ``grad="recompute"``: runs the model with gradients, under the autocast of now. It
-        raises GradientError where the model has changed, or its tensors or those of the arguments
-        were written.
-        """
+        """For ``grad="recompute"``; raises GradientError where the model has changed."""
         assert self._watch is not None
         record = self._watch.record
-        tensors = [*self._tensors, *call_form(args, kwargs)[1]]
+        _, given = call_form(args, kwargs)
+        tensors = [*self._tensors, *given]
         versions = list(map(version_of, tensors))
         ambient = AmbientState.now(self.device)
 
@@ -380,14 +402,17 @@ class Calls:
     def runners(self) -> list[GraphRunner]:
         return [kind.runner for kind in self.kinds if kind.runner is not None]
 
-    def _kind_of(self, family: Family, call: Call) -> Kind:
-        """The kind of a call; the first one makes it."""
+    def _kind_of(
+        self,
+        family: Family,
+        call: Call,
+    ) -> Kind:
         known = self._kinds.setdefault(call.form, [])
         self._kinds.move_to_end(call.form)
         roots = object_roots(call.form)
         state: Any = ()
         if roots:
-            state = Fingerprint.of(roots, self.pool.backend.device).as_key()
+            state = self._record(roots).as_key()
         family.calls += 1
         for kind in known:
             if kind.state == state and kind.fits(call.tensors):
@@ -398,7 +423,8 @@ class Calls:
         kind.autocast = call.autocast
         known.append(kind)
         constants = constants_in(call.by_name(self._signature), "")
-        for path, count in family.add(constants, holds_objects=bool(state)):
+        count = family.calls
+        for path in family.add(constants, holds_objects=bool(state)):
             self._log_once(
                 f"argument `{path}` had {count} values in {count} calls; pass a tensor, or graphs "
                 "serve values that come back",
@@ -422,10 +448,11 @@ class Calls:
     def _forget_old_kinds(self) -> None:
         if len(self._families) > _MOST_KINDS:
             self._families.pop(next(iter(self._families)))
-        more = sum(len(kinds) or 1 for kinds in self._kinds.values()) - _MOST_KINDS
-        if more <= 0:
+        count = sum(len(kinds) or 1 for kinds in self._kinds.values())
+        if count <= _MOST_KINDS:
             return
-        older = [kind for kind in self.kinds[:-1] if not kind.has_graphs][:more]
+        older = [kind for kind in self.kinds[:-1] if not kind.has_graphs]
+        older = older[: count - _MOST_KINDS]
         for kind in older:
             kind.close()
         for form, kinds in list(self._kinds.items()):
@@ -434,10 +461,12 @@ class Calls:
                 del self._kinds[form]
                 self._exact.discard(form)
 
-    def _first_calls(self, kind: Kind, call: Call) -> Any:
-        """A call by the model's own code, from which a kind is learnt; the second one is
-        fingerprinted.
-        """
+    def _first_calls(
+        self,
+        kind: Kind,
+        call: Call,
+    ) -> Any:
+        """A call by the model's own code; around the second one fingerprints are compared."""
         settings = self._settings
         tensors = call.tensors
         sizes = kind.sizes_of(tensors)
@@ -445,9 +474,11 @@ class Calls:
         versions = list(map(version_of, tensors))
         records = list[Fingerprint]()
         if kind.calls == CALLS_BEFORE_CAPTURE - 1:
-            device = self.pool.backend.device
-            records.append(Fingerprint.of({"model": self._model}, device, draws=True))
-            records.append(Fingerprint.of(call.by_name(self._signature), device))
+            arguments = call.by_name(self._signature)
+            records = [
+                self._record({"model": self._model}, draws=True),
+                self._record(arguments),
+            ]
         before = _drawn_and_written(records)
         output = self._model(*call.args, **call.kwargs)
         kind.calls += 1
@@ -482,9 +513,6 @@ class Calls:
         sizes: dict[str, int],
         output: Any,
     ) -> None:
-        """Learn from an output of the model's own code; where sizes do not follow, nothing varies
-        in the kind.
-        """
         form, leaves = taken_apart(output)
         try:
             kind.learn(sizes, form, shapes_of(leaves))
@@ -494,10 +522,7 @@ class Calls:
             kind.requires_grad = tuple(map(_requires_grad, leaves))
 
     def _relearn(self, kind: Kind) -> bool:
-        """Whether the model, or how the sizes of its outputs follow, has changed; the kind's graphs
-        are then freed. Raises OutputShapeError where sizes do not follow and ``strict`` asks for
-        it.
-        """
+        """Whether the model, or how outputs depend on sizes, has changed; graphs are then freed."""
         seen = dict(kind.forward.outputs)  # by the model's own code as it is now
         if self._watch is not None and not self.holds():
             kind.forward.outputs |= seen
@@ -520,9 +545,7 @@ class Calls:
         *,
         keeps_exact: bool = True,
     ) -> None:
-        """End a kind's graphs. ``keeps_exact``: if sizes vary in it, kinds in which nothing does
-        take its place.
-        """
+        """End a kind's graphs; kinds in which nothing varies may take its place."""
         kind.close()
         self._served.clear()
         if kind.is_exact or not keeps_exact:
@@ -537,12 +560,14 @@ class Calls:
 
     # --- captures ---------------------------------------------------------------------------------
 
-    def _prepare(self, kind: Kind, tensors: list[Tensor]) -> str | None:
-        """Have the graph of a batch captured, if there is room for it; why the model's own code
-        runs, if it does.
-        """
+    def _prepare(
+        self,
+        kind: Kind,
+        tensors: list[Tensor],
+    ) -> str | None:
+        """Have the graph of a batch captured; why the model's own code runs, if it does."""
         if self._watch is None:
-            self._watch_model(Fingerprint.of({"model": self._model}, self.pool.backend.device))
+            self._watch_model(self._record({"model": self._model}))
         inputs = kind.inputs(tensors)
         kind.batch = {name: tensor.clone() for name, tensor in inputs.items()}
         try:
@@ -576,10 +601,12 @@ class Calls:
             return f"no graph serves the batch of {batch}"
         return None
 
-    def _open(self, kind: Kind, sizes: dict[str, int]) -> None:
-        """Give a kind its runner, for sizes that hold the present batch. Raises ConfigError for
-        wrong settings.
-        """
+    def _open(
+        self,
+        kind: Kind,
+        sizes: dict[str, int],
+    ) -> None:
+        """Give a kind its runner, for sizes that hold the present batch."""
         kind.close()
         self._served.clear()
         settings = self._settings
@@ -601,12 +628,19 @@ class Calls:
             config,
             pool=self.pool,
             name=self._name,
-            state={"model": self._model, **object_roots(kind.forward.form)},
+            state={
+                "model": self._model,
+                **object_roots(kind.forward.form),
+            },
             real_rows=RealRows(fill, tuple(settings.pad)),
         )
         kind.runner = session.run()
 
-    def _config_of(self, kind: Kind, compilation: Any) -> Config:
+    def _config_of(
+        self,
+        kind: Kind,
+        compilation: Any,
+    ) -> Config:
         return validate_config(
             {
                 "model": {"output_shapes": kind.shapes},
@@ -624,9 +658,7 @@ class Calls:
         error: CgplanError,
         tensors: list[Tensor],
     ) -> str | None:
-        """A graph could not be captured; why the model's own code runs, unless a second try has it
-        captured. Raises the error where ``strict`` asks for it.
-        """
+        """Why the model's own code runs, unless a second try captures the graph."""
         if self._relearn(kind):
             if kind.may_capture and kind in self.kinds:
                 return self._prepare(kind, tensors)
@@ -637,12 +669,14 @@ class Calls:
         self._give_up(kind, f"no graph could be captured: {error.message}", keeps_exact=is_padding)
         return kind.eager_reason or error.message
 
-    def _has_room(self, kind: Kind, wanted: Key) -> bool:
-        """Whether a graph may be captured: there are fewer than ``max_graphs``, or one is used less
-        than this batch is asked for, which then goes.
-        """
-        owners = dict[tuple[int, Key], Kind]()
-        uses = dict[tuple[int, Key], int]()
+    def _has_room(
+        self,
+        kind: Kind,
+        wanted: Key,
+    ) -> bool:
+        """Whether there are fewer than ``max_graphs``, or one that is less asked for can go."""
+        owners = dict[_Graph, Kind]()
+        uses = dict[_Graph, int]()
         for other in self.kinds:
             if other.runner is None:
                 continue
@@ -668,15 +702,27 @@ class Calls:
             owner.close()
         return True
 
-    def _take_device(self, tensors: Sequence[Tensor]) -> None:
-        """Make the pool of all runners, on the device of the model or of the first batch."""
-        held = [*self._module.parameters(), *self._module.buffers(), *tensors]
-        device = next((t.device for t in held if t.device.type != "cpu"), held[0].device)
-        self.pool = GraphPool(select_backend(str(self._settings.device or device)))
+    def _take_device(
+        self,
+        tensors: Sequence[Tensor],
+    ) -> None:
+        held = [
+            *self._module.parameters(),
+            *self._module.buffers(),
+            *tensors,
+        ]
+        devices = [tensor.device for tensor in held if tensor.device.type != "cpu"]
+        devices.append(held[0].device)
+        backend = select_backend(str(self._settings.device or devices[0]))
+        self.pool = GraphPool(backend)
         self.pool.use.waits = True
         self.device = self.pool.backend.device.type
 
-    def _log_once(self, text: str, subject: str | None = None) -> None:
+    def _log_once(
+        self,
+        text: str,
+        subject: str | None = None,
+    ) -> None:
         """Log a text; of several on one subject, the first."""
         subject = subject or text
         if subject not in self.notices:
@@ -685,7 +731,11 @@ class Calls:
 
     # --- ahead of calls ---------------------------------------------------------------------------
 
-    def warm_up(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def warm_up(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
         """See ``Graphed.warm_up``."""
         with self._lock:
             form, tensors = call_form(args, kwargs)
@@ -706,10 +756,10 @@ class Calls:
 
     def _warmed_up(self, call: Call) -> Kind:
         """The kind of a call after its first calls, which are made here and put back."""
-        backend = self.pool.backend
-        roots = {"model": self._model, "arguments": call.by_name(self._signature)}
-        limit = backend.memory().free or 4 << 30
-        kept = PutBack(Fingerprint.of(roots, backend.device), limit)
+        arguments = call.by_name(self._signature)
+        before = self._record({"model": self._model, "arguments": arguments})
+        limit = self.pool.backend.memory().free or 4 << 30
+        kept = PutBack(before, limit)
         failed = list[Exception]()
 
         def first_calls() -> None:
@@ -732,14 +782,16 @@ class Calls:
 
 
 def _ambient(device: str) -> tuple[bool, torch.dtype, Any]:
-    """The parts of a form that are no arguments: grad mode, default dtype, autocast."""
     autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
     return torch.is_grad_enabled(), torch.get_default_dtype(), autocast
 
 
-def _reason_of_arguments(form: Sequence[Any], tensors: Sequence[Tensor]) -> str | None:
-    """Why a call with these arguments runs by the model's own code."""
-    if not any(tensor.ndim for tensor in tensors) or not all(tensor.numel() for tensor in tensors):
+def _reason_of_arguments(
+    form: Sequence[Any],
+    tensors: Sequence[Tensor],
+) -> str | None:
+    has_dimension = any(tensor.ndim for tensor in tensors)
+    if not has_dimension or not all(tensor.numel() for tensor in tensors):
         return "no tensor argument has a dimension, or one is empty"
     odd = set[str]()
     for tensor in tensors:
@@ -755,15 +807,18 @@ def _reason_of_arguments(form: Sequence[Any], tensors: Sequence[Tensor]) -> str 
     for value in objects_in(form):
         if hasattr(value, "__array__"):
             odd.add(type(value).__name__)
-    return f"an argument is of {', '.join(sorted(odd))}" if odd else None
+    if not odd:
+        return None
+    return f"an argument is of {', '.join(sorted(odd))}"
 
 
 def _drawn_and_written(records: Sequence[Fingerprint]) -> list[Any]:
-    """The states of torch's random generators, and the versions of the tensors in records."""
+    """States of torch's random generators; versions of the tensors in records."""
     if not records:
         return []
     index = records[0].device.index or 0
-    generators = [torch.default_generator, *torch.cuda.default_generators[index : index + 1]]
+    of_device = torch.cuda.default_generators[index : index + 1]
+    generators = [torch.default_generator, *of_device]
     tensors = list[Tensor]()
     for record in records:
         generators += record.generators

@@ -83,7 +83,7 @@ def with_gradients(
     again: OwnCode | None,
     name: str,
 ) -> Any:
-    """The output of a runner, a tensor or a tuple, of which these tensors require gradients."""
+    """The output of a runner, of which some tensors require gradients."""
     leaves = list(output) if isinstance(output, tuple) else [output]
     at = [index for index, is_needed in enumerate(requires_grad) if is_needed]
     if not at:
@@ -92,8 +92,7 @@ def with_gradients(
         for index in at:
             leaves[index] = _refusing_gradient(leaves[index], name)
     else:
-        given = (leaves[index] for index in at)
-        made = _OfGraph.apply(_NEEDS_GRADIENT, again, at, *given)  # type: ignore[no-untyped-call]
+        made = _OfGraph.apply(_NEEDS_GRADIENT, again, at, *(leaves[index] for index in at))  # type: ignore[no-untyped-call]
         for index, leaf in zip(at, made, strict=True):
             leaves[index] = leaf
     return tuple(leaves) if isinstance(output, tuple) else leaves[0]

@@ -25,7 +25,7 @@ from cgplan.runner.runner import GraphRunner
 
 
 class _OfMethod:
-    """Where an object keeps the graphs of a decorated method; its copies and pickles have none."""
+    """Holds the graphs of a decorated method for one object; copies and pickles have none."""
 
     __graph_memory__ = True  # no state of the object
 
@@ -36,7 +36,11 @@ class _OfMethod:
         return _OfMethod, ()
 
 
-def _forward(graphs: weakref.ref[Graphed], *args: Any, **kwargs: Any) -> Any:
+def _forward(
+    graphs: weakref.ref[Graphed],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     # the bound method, as an attribute, would keep a dropped one and its graphs
     return Graphed.forward(cast(Graphed, graphs()), *args, **kwargs)
 
@@ -53,7 +57,11 @@ class Graphed:
     _settings: Settings
     _name: str
 
-    def __init__(self, model: Callable[..., Any], settings: Settings) -> None:
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        settings: Settings,
+    ) -> None:
         module = module_of(model)
         called = module.forward if module is model else model
         try:
@@ -83,17 +91,19 @@ class Graphed:
         known = self._signature.parameters
         if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
             return
-        given = [("dynamic", name) for name in self._settings.dynamic or ()]
-        given += [("pad", name) for name in self._settings.pad]
-        for setting, name in given:
-            if name.partition(".")[0] not in known:
-                remedy = did_you_mean(name, known) + f"Arguments are {', '.join(known)}."
-                raise ConfigError(
-                    f"{setting} names {name!r}, which is no argument of {self._name}",
-                    remedy=remedy,
-                )
+        settings = self._settings
+        for setting, names in (("dynamic", settings.dynamic or {}), ("pad", settings.pad)):
+            for name in names:
+                if name.partition(".")[0] not in known:
+                    remedy = did_you_mean(name, known) + f"Arguments are {', '.join(known)}."
+                    what = f"{setting} names {name!r}, which is no argument of {self._name}"
+                    raise ConfigError(what, remedy=remedy)
 
-    def __get__(self, owner: Any, kind: type | None = None) -> Any:
+    def __get__(
+        self,
+        owner: Any,
+        kind: type | None = None,
+    ) -> Any:
         """Of a method in a class body: the graphs of one object, which the object holds."""
         if owner is None or isinstance(self._wrapped, nn.Module | MethodType | staticmethod):
             return self
@@ -110,7 +120,11 @@ class Graphed:
             graphs.made = Graphed(bound, self._settings)
         return graphs.made
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(
+        self,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         """The model's output for a batch, by a graph or by the model's own code."""
         if torch.compiler.is_dynamo_compiling():
             return self._untraced(*args, **kwargs)
@@ -149,7 +163,8 @@ class Graphed:
         graphs = sum(len(runner.plan.keys) for runner in calls.runners)
         lines = [f"{self._name}: {graphs} of {self._settings.max_graphs} graphs"]
         for kind in calls.kinds:
-            lines += self._lines_of(kind)
+            if kind.runner is not None:
+                lines += self._lines_of(kind, kind.runner)
         lines += sorted(calls.notices.values())
         for path, count in calls.changed.most_common():
             if count > 1:
@@ -158,11 +173,13 @@ class Graphed:
             lines.append(f"{count} calls ran eagerly: {reason}")
         return "\n".join(lines)
 
-    def _lines_of(self, kind: Kind) -> list[str]:
-        if kind.runner is None:
-            return []
-        sizes = ", ".join(key.size for _, key in reversed(kind.runner.plan.keys))
-        lines = [f"- {kind.runner.stats.calls} calls; graphs of {sizes or 'no size'}"]
+    def _lines_of(
+        self,
+        kind: Kind,
+        runner: GraphRunner,
+    ) -> list[str]:
+        sizes = ", ".join(key.size for _, key in reversed(runner.plan.keys))
+        lines = [f"- {runner.stats.calls} calls; graphs of {sizes or 'no size'}"]
         lines += [f"  {note}" for note in kind.notes]
         for index, shape in enumerate(kind.shapes):
             is_fixed = not any(isinstance(dim, str) for dim in shape)
@@ -172,7 +189,11 @@ class Graphed:
             lines.append("  backward through its outputs raises GradientError")
         return lines
 
-    def warm_up(self, *args: Any, **kwargs: Any) -> None:
+    def warm_up(
+        self,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
         """Make the graph for such a call ahead of it. Tensors and attributes of the model and of
         arguments, and torch's random numbers, are afterwards as they were. Raises what the model
         raises.
@@ -184,19 +205,18 @@ class Graphed:
         Path(path).write_text(self.config_text(), encoding="utf-8")
 
     def config_text(
-        self, target: str | None = None, kwargs: Mapping[str, Any] | None = None
+        self,
+        target: str | None = None,
+        kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """The configuration of the kind with the most calls, for `cgplan capture --config`, with
-        comments on what was inferred. Arguments that are no tensors stand in ``call``, see
-        ``as_called``.
+        """The configuration of the kind with the most calls, for `cgplan capture --config`.
 
         Args:
-            target, kwargs: What makes the model; absent: its class, where that needs no arguments.
+            target, kwargs: What makes the model; absent: its class, if that takes no arguments.
 
         Raises:
             CgplanError: there are no graphs yet.
-            ConfigError: an argument of the calls has no form in YAML, or they were made under
-                autocast.
+            ConfigError: YAML has no form for an argument, or autocast was on.
         """
         kind = self._busiest()
         return config_text(kind, self._signature, target or target_of(self._wrapped), kwargs)
@@ -210,7 +230,11 @@ class Graphed:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_wrapped"], name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(
+        self,
+        name: str,
+        value: Any,
+    ) -> None:
         setattr(self._wrapped, name, value)  # which the forward may read
         self._calls.suspect()
 
@@ -225,7 +249,11 @@ class Graphed:
 class GraphedModule(Graphed, nn.Module):
     """Graphed of a module, and a module itself: with the model's parameters and ``state_dict``."""
 
-    def __init__(self, model: nn.Module, settings: Settings) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        settings: Settings,
+    ) -> None:
         nn.Module.__init__(self)
         share(self, model)
         super().__init__(model, settings)
@@ -245,15 +273,19 @@ class GraphedModule(Graphed, nn.Module):
         return True  # whether or not the model has a length
 
     def __len__(self) -> int:
-        return len(cast(Any, self._module))
+        return len(self._module)
 
     def __getitem__(self, key: Any) -> Any:
-        return cast(Any, self._module)[key]
+        return self._module[key]
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(cast(Any, self._module))
+        return iter(self._module)
 
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+    def _apply(
+        self,
+        fn: Callable[..., Any],
+        recurse: bool = True,
+    ) -> Self:
         self._module._apply(fn, recurse)
         self._calls.suspect()
         return self
@@ -265,7 +297,11 @@ class GraphedModule(Graphed, nn.Module):
         self._calls.suspect()
         return self
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+    def state_dict(
+        self,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         """The model's."""
         return self._module.state_dict(*args, **kwargs)
 
@@ -298,35 +334,32 @@ def graphed(
         g = cgplan.graphed(model, sizes=[1, 4, 16])
         y = g(x)
 
-    A call returns what the model returns, within rounding, or runs the model (docs/concepts.md has
-    the contract). The first two calls of a kind run the model's own code, the third captures. A
-    graph is used only for a forward that leaves Python as it found it. Weights may change in place;
-    if they move, the next call captures again. Replays 1, 2, 4, 8, ... of a graph are compared with
-    the model's own code.
+    A call returns what the model returns, within rounding, or runs the model; docs/concepts.md has
+    the contract. The first two calls of a kind run the model's own code, the third captures.
+    Weights may change in place; if they move, the next call captures again.
 
     Arguments may be tensors, numbers, text, None, and dicts, lists, tuples, dataclasses and pytrees
-    of them; those that are no tensors are part of the kind of the call. Pass the same cache object
-    in each call; a new one gets graphs of its own.
+    of them; those that are no tensors are part of the kind. Pass the same cache object in each
+    call; a new one gets graphs of its own.
 
     Args:
         model: Absent: a decorator is returned. Of a method in a class body, each object has its own
             graphs.
         sizes: Capture sizes, or a ladder's name; absent: powers of two.
         max_size: A larger batch runs eagerly, or is an error (``on_miss`` in ``compilation``).
-            Absent: that of ``sizes``, or none, and graphs grow with the batches.
+            Absent: that of ``sizes``, or graphs grow with the batches.
         example: Arguments of one call, for ``warm_up``: a tensor, a sequence, or a mapping by name.
         dynamic: Dimensions that vary, by input:
             ``{"x": {0: cgplan.Dim("batch", max=64), 1: "length"}}``; parts of an argument are named
-            ``obs.position``. ``{}``: none, each shape has a graph. Absent: dimension 0 of the
-            inputs that agree in it.
+            ``obs.position``. ``{}``: none. Absent: dimension 0 of the inputs that agree in it.
         pad: Values of padding by input, where it is not 0: those alone have to be harmless.
         max_graphs: Of all kinds of calls; the least used go.
         device: Absent: the model's, or that of the tensors.
         compilation: More settings of ``compilation``. ``capture_policy: eager``: the first call
             warms up.
         outputs: ``borrow``: valid until the next call; ``clone``: the caller's.
-        verify: When replays are compared: ``off``, the ``first`` of each graph, ``rarely`` (1, 2,
-            4, 8, ...), or ``always``. A comparison takes an eager run's time and memory.
+        verify: Which replays are compared with the model's own code, for an eager run's time and
+            memory: ``off``, the ``first``, ``rarely`` (1, 2, 4, 8, ...), or ``always``.
         strict: Raise where a graph cannot be captured or differs.
         ignore: Paths of Python values that decide nothing, such as ``model.calls``; ``*`` stands
             for one part.
@@ -336,7 +369,7 @@ def graphed(
     Raises ConfigError for a wrong setting. Calls raise what the model raises; with ``strict``
     CaptureError and NumbersError, too.
     """
-    settings = Settings.checked(
+    settings = Settings(
         sizes=sizes,
         max_size=max_size,
         dynamic=dynamic,
@@ -362,10 +395,8 @@ def graphed(
                 f"graphed was given {model!r:.80}, which is no model",
                 remedy="Pass a module or a function of tensors.",
             )
-        if isinstance(model, nn.Module):
-            g: Graphed = GraphedModule(model, settings)
-        else:
-            g = Graphed(model, settings)
+        kind: Any = GraphedModule if isinstance(model, nn.Module) else Graphed
+        g: Graphed = kind(model, settings)
         if isinstance(example, Mapping):
             g.warm_up(**example)
         elif isinstance(example, Tensor):

@@ -6,7 +6,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,91 +27,71 @@ _NOTHING_VARIES = "nothing varies: each shape has its graph"
 _DYNAMIC = 'Pass dimensions by input: dynamic={"x": {0: "batch"}}.'
 _COMPILATION = 'Pass settings by name: compilation={"on_miss": "error"}.'
 _PAD = 'Pass values by input: pad={"x": -1}.'
-_VERIFY = ("off", "first", "rarely", "always")
+_SIZES = "Pass a list of sizes, or the name of a ladder: sizes=[1, 2, 4]."
+_IGNORE = 'Pass a list: ignore=["model.calls"].'
 
 Shapes = dict[str, list[int | str]]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Settings:
-    """The arguments of ``graphed``, checked."""
+    """The arguments of ``graphed``. Raises ConfigError where one is wrong."""
 
-    sizes: Sequence[int] | str | None
+    sizes: Any
     max_size: int | None
-    dynamic: Mapping[str, Mapping[int, Dim | str]] | None
-    pad: Mapping[str, float]
+    dynamic: Any  # Mapping[str, Mapping[int, Dim | str]] | None
+    pad: Any
+    max_graphs: Any
     device: str | torch.device | None
-    max_graphs: int
+    compilation: Any
+    outputs: str
+    verify: str
     strict: bool
-    ignore: tuple[str, ...]
-    recomputes: bool  # grad="recompute"
-    compilation: CompilationConfig
+    ignore: Any
+    grad: str | None
 
-    @classmethod
-    def checked(
-        cls,
-        *,
-        sizes: Any,
-        max_size: int | None,
-        dynamic: Any,
-        pad: Any,
-        max_graphs: int,
-        device: Any,
-        compilation: Any,
-        outputs: str,
-        verify: Any,
-        strict: bool,
-        ignore: Any,
-        grad: Any,
-    ) -> Settings:
-        """Raises ConfigError where an argument of ``graphed`` is wrong."""
-        _refuse_other("dynamic", dynamic, Mapping, _DYNAMIC)
-        _refuse_other("pad", pad, Mapping, _PAD)
-        sizes_remedy = "Pass a list of sizes, or the name of a ladder: sizes=[1, 2, 4]."
-        _refuse_other("sizes", sizes, Sequence, sizes_remedy)
-        ignore = (ignore,) if isinstance(ignore, str) else ignore
-        _refuse_other("ignore", ignore, Sequence, 'Pass a list: ignore=["model.calls"].')
-        _refuse_other("compilation", compilation, Mapping, _COMPILATION)
-        _refuse_unknown("verify", verify, _VERIFY)
-        _refuse_unknown("grad", grad, ("recompute", None))
-        if sizes is not None and not isinstance(sizes, str):
-            for size in sizes:
+    def __post_init__(self) -> None:
+        _refuse_other("dynamic", self.dynamic, Mapping, _DYNAMIC)
+        _refuse_other("pad", self.pad, Mapping, _PAD)
+        _refuse_other("sizes", self.sizes, Sequence, _SIZES)
+        if isinstance(self.ignore, str):
+            self.ignore = (self.ignore,)
+        _refuse_other("ignore", self.ignore, Sequence, _IGNORE)
+        _refuse_other("compilation", self.compilation, Mapping, _COMPILATION)
+        if self.grad not in ("recompute", None):
+            raise ConfigError(f"grad is {self.grad!r}", remedy="Choose recompute or None.")
+        if not isinstance(self.sizes, str):
+            for size in self.sizes or ():
                 if not isinstance(size, int):
-                    what = f"sizes has {size!r}, which is no number"
-                    raise ConfigError(what, remedy=sizes_remedy)
-        for name, value in (pad or {}).items():
+                    raise ConfigError(f"sizes has {size!r}, which is no number", remedy=_SIZES)
+        self.pad = dict(self.pad or {})
+        for name, value in self.pad.items():
             _refuse_other("a name of pad", name, str, _PAD)
             if isinstance(value, str):
                 remedy = "Give numbers; cgplan.capture takes `last`."
-                raise ConfigError(f"pad is {pad}", remedy=remedy)
-        if max_graphs is None:
+                raise ConfigError(f"pad is {self.pad}", remedy=remedy)
+        if self.max_graphs is None:
             raise ConfigError("max_graphs is None", remedy="Pass a number: max_graphs=16.")
-        ignored = tuple(ignore or ())
+        self.max_graphs = BudgetConfig(max_graphs=self.max_graphs).max_graphs
+        self.dynamic = _dims_by_input(self.dynamic)
+        self.ignore = tuple(self.ignore or ())
         given = {
             "capture_policy": "lazy",
-            "outputs": outputs,
-            "verify": verify,
-            **(compilation or {}),
+            "outputs": self.outputs,
+            "verify": self.verify,
+            **(self.compilation or {}),
             "strict": True,
-            "ignore": ignored,
+            "ignore": self.ignore,
             "address_check": "off",
         }
-        return cls(
-            sizes=sizes,
-            max_size=max_size,
-            dynamic=_dims_by_input(dynamic),
-            pad=dict(pad or {}),
-            device=device,
-            max_graphs=cast(int, BudgetConfig(max_graphs=max_graphs).max_graphs),
-            strict=strict,
-            ignore=ignored,
-            recomputes=grad is not None,
-            compilation=CompilationConfig(**given),
-        )
+        self.compilation = CompilationConfig(**given)
+
+    @property
+    def recomputes(self) -> bool:
+        return self.grad is not None
 
 
 def _dims_by_input(given: Any) -> dict[str, dict[int, Dim | str]] | None:
-    """``dynamic``, checked."""
     if given is None:
         return None
     found = dict[str, dict[int, Dim | str]]()
@@ -124,20 +104,17 @@ def _dims_by_input(given: Any) -> dict[str, dict[int, Dim | str]] | None:
     return found
 
 
-def _refuse_other(name: str, value: Any, kind: type, remedy: str) -> None:
-    """Refuse a setting of another type, if it was given."""
+def _refuse_other(
+    name: str,
+    value: Any,
+    kind: type,
+    remedy: str,
+) -> None:
     if value is not None and not isinstance(value, kind):
         raise ConfigError(f"{name} is {value!r:.80}, of {type(value).__name__}", remedy=remedy)
 
 
-def _refuse_unknown(name: str, value: Any, allowed: Sequence[str | None]) -> None:
-    if value not in allowed:
-        remedy = f"Choose one of {', '.join(map(str, allowed))}."
-        raise ConfigError(f"{name} is {value!r}", remedy=remedy)
-
-
 def _dim_of(given: Any) -> Dim | str:
-    """A dimension of ``dynamic``: a name, or one with its bounds."""
     if isinstance(given, Dim | str):
         return given
     if not (hasattr(given, "__name__") and hasattr(given, "max")):
@@ -147,7 +124,11 @@ def _dim_of(given: Any) -> Dim | str:
         )
     name = given.__name__
     if type(given.max) is int and name.isidentifier():
-        return Dim(name, min=max(given.min, 1), max=given.max)
+        return Dim(
+            name,
+            min=max(given.min, 1),
+            max=given.max,
+        )
     return str(name)
 
 
@@ -173,17 +154,27 @@ class Inference:
         *,
         is_exact: bool,
     ) -> Kind:
-        """The kind of a call; ``is_exact``: nothing varies in it. Raises InputError where sizes of
-        the call contradict what the user has said, and ConfigError for wrong settings.
+        """The kind of a call; ``is_exact``: nothing varies in it. Raises InputError for sizes that
+        contradict the settings, and ConfigError.
         """
-        forward = ByName(self._model, len(call.args), call.kwargs, call.form[:-AMBIENT])
+        forward = ByName(
+            self._model,
+            len(call.args),
+            call.kwargs,
+            call.form[:-AMBIENT],
+        )
         pads = self._settings.pad
-        named = dict(zip(self._names_of(forward, call), call.tensors, strict=True))
+        names = self._names_of(forward, call)
+        named = dict(zip(names, call.tensors, strict=True))
         dynamic = {} if is_exact else self._settings.dynamic
         shapes, note = _shapes_of(named, dynamic)
         specs = dict[str, Input]()
         for name, tensor in named.items():
-            specs[name] = Input(shape=shapes[name], dtype=tensor.dtype, pad=pads.get(name, 0))
+            specs[name] = Input(
+                shape=shapes[name],
+                dtype=tensor.dtype,
+                pad=pads.get(name, 0),
+            )
         kind = Kind(forward, specs, device, note)
         if len(kind.names) == 1:
             for name, spec in specs.items():
@@ -195,7 +186,12 @@ class Inference:
         kind.is_exact = note == _NOTHING_VARIES
         for name, size in kind.sizes_of(call.tensors).items():
             if kind.is_exact:
-                kind.dims[name] = Dim(name, min=size, max=size, sizes=(size,))
+                kind.dims[name] = Dim(
+                    name,
+                    min=size,
+                    max=size,
+                    sizes=(size,),
+                )
             else:
                 kind.dims[name] = self.dim(kind, name, size)
         return kind
@@ -231,10 +227,12 @@ class Inference:
             most = 4 << (size - 1).bit_length()
         return Dim(name, max=most, sizes=sizes)
 
-    def _names_of(self, forward: ByName, call: Call) -> list[str]:
-        """A name for each tensor of a call, in order. Raises ConfigError where settings name
-        others.
-        """
+    def _names_of(
+        self,
+        forward: ByName,
+        call: Call,
+    ) -> list[str]:
+        """A name for each tensor of a call. Raises ConfigError where settings name others."""
         # a tensor may come twice in a call, and a mark does not
         marks = [torch.empty(0) for _ in call.tensors]
         args, kwargs = forward.arguments(marks)
@@ -284,9 +282,12 @@ def _shapes_of(
 
 
 def _batched(named: Mapping[str, Tensor]) -> list[str]:
-    """The inputs whose dimension 0 is the batch: it has the size that most of them have there."""
-    rows = Counter(tensor.shape[0] for tensor in named.values() if tensor.ndim)
-    several = Counter({size: count for size, count in rows.items() if size > 1})
+    """The inputs whose dimension 0 has the size that most inputs have there."""
+    rows = Counter[int]()
+    for tensor in named.values():
+        if tensor.ndim:
+            rows[tensor.shape[0]] += 1
+    several = {size: count for size, count in rows.items() if size > 1}
     counts = several or rows  # one row may be broadcast
     most = max(counts.values())
     votes = [size for size, count in counts.items() if count == most]

@@ -1,10 +1,9 @@
 """Kinds of calls: what calls have in common that one set of graphs can serve, and the life of each.
 
 Note [The life of a kind]
-    The first two calls of a kind run by the model's own code, and answer with it. What the second
-    one changes of Python, each run changes, and the kind stays with the model's own code. The third
-    call captures. So the user's code runs no more often than it is called, until it is known to
-    leave Python as it found it. The sizes of outputs are learnt from runs that were made anyway.
+    The first two calls of a kind run the model's own code. If the second one changes Python, each
+    run does, and the kind stays with that code; else the third call captures. So the user's code
+    runs no more often than it is called, until it is known to leave Python as it found it.
 """
 
 from __future__ import annotations
@@ -42,8 +41,6 @@ Shape = tuple[int | str, ...]
 
 
 class _Point(NamedTuple):
-    """One run: the sizes of its batch, and the shapes of its outputs."""
-
     sizes: dict[str, int]
     shapes: Shapes
 
@@ -52,22 +49,19 @@ class Kind:
     """One kind of calls, see Note [The life of a kind].
 
     Attributes:
-        forward: The model, called with tensors by name.
         specs: The inputs, in the order of the form; shapes have names where sizes vary.
-        dims: Bounds and sizes of the names; a kind has one size alone where ``min`` is ``max``.
+        dims: Bounds and sizes of the names.
         grows: Names without a bound: for a larger batch the runner is opened again.
         is_exact: Whether nothing varies.
-        calls: Those so far, until the capture.
-        eager_reason: Why the model's own code runs; absent: graphs may.
-        runner: Absent until the third call.
+        calls: Before the capture.
+        eager_reason: Why the model's own code runs.
         returns: Form of the output.
         shapes: Of the outputs, in terms of sizes.
         requires_grad: Of each output of the model's own code.
-        state: Of the object arguments, as a key; another one is another kind.
-        objects: Watches them, once there is a graph.
-        autocast: The dtype of autocast around the calls, or False.
-        batch: The present batch, while its graph is captured.
-        failures: Verifications that failed.
+        state, objects: Of the object arguments: a key, and their watch.
+        autocast: Its dtype, or False.
+        batch: During a capture.
+        failures: Of verifications.
     """
 
     def __init__(
@@ -90,8 +84,7 @@ class Kind:
         self.grows = set[str]()
         self.notes = [note]
         self.is_exact = False
-        self.calls = 0
-        self.failures = 0
+        self.calls = self.failures = 0
         self.eager_reason: str | None = None
         self.runner: GraphRunner | None = None
         self.returns: Form | None = None
@@ -110,33 +103,41 @@ class Kind:
     # --- which calls are of this kind -------------------------------------------------------------
 
     def take_objects(self, device: torch.device) -> None:
-        """Watch the object arguments as they are now."""
+        """Watch the object arguments."""
         roots = object_roots(self.forward.form)
         if roots:
-            self.objects = Watch(Fingerprint.of(roots, device), at_once=True)
+            record = Fingerprint.of(roots, device)
+            self.objects = Watch(record, at_once=True)
 
-    def sizes_of(self, tensors: Sequence[Tensor]) -> dict[str, int]:
+    def sizes_of(
+        self,
+        tensors: Sequence[Tensor],
+    ) -> dict[str, int]:
         """The sizes of a batch by name. Raises InputError for a batch of another kind."""
         batch = self._reader.read(self.inputs(tensors))
-        sizes = dict(zip(self.names, (batch.num_tokens, *batch.sizes), strict=True))
+        counts = batch.num_tokens, *batch.sizes
+        sizes = dict(zip(self.names, counts, strict=True))
         for name, dim in self.dims.items():
             if dim.min == dim.max != sizes[name]:
                 raise InputError(f"{name} is {sizes[name]}, the kind has {dim.max}")
         return sizes
 
     def inputs(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
-        """The tensors of a call by the names of the inputs."""
         return dict(zip(self.specs, tensors, strict=True))
 
-    def fits(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether a call of this form is of this kind."""
+    def fits(
+        self,
+        tensors: Sequence[Tensor],
+    ) -> bool:
         with suppress(InputError):
             return bool(self.sizes_of(tensors))
         return False
 
     def has_objects(self) -> bool:
         """Whether the object arguments are as they were."""
-        return self.objects is None or self.objects.holds() or not self.objects.changes()
+        if self.objects is None or self.objects.holds():
+            return True
+        return not self.objects.changes()
 
     # --- the outputs ------------------------------------------------------------------------------
 
@@ -146,9 +147,7 @@ class Kind:
         form: Form,
         shapes: Shapes,
     ) -> None:
-        """Learn from an output for a batch of these sizes. Raises OutputShapeError where sizes do
-        not follow.
-        """
+        """Learn how outputs follow from sizes. Raises OutputShapeError where they do not."""
         given = objects_in(self.forward.form)
         for value in objects_in(form):
             if not any(value is one for one in given):
@@ -173,12 +172,13 @@ class Kind:
             self._points.append(point)
         found = list[Shape]()
         for index, shape in enumerate(shapes):
-            found.append(tuple(self._extent(index, at) for at in range(len(shape))))
+            extents = [self._extent(index, at) for at in range(len(shape))]
+            found.append(tuple(extents))
         self.shapes = tuple(found)
 
     def relearn(self) -> bool:
-        """Learn from the runs that captures and comparisons made; whether outputs are of another
-        form, or their sizes follow in another way. Raises OutputShapeError as ``learn`` does.
+        """Learn from the runs of captures and comparisons; whether that was news. Raises as
+        ``learn``.
         """
         before = self.returns, self.shapes
         for shapes, (form, outputs) in self.forward.outputs.items():
@@ -190,8 +190,11 @@ class Kind:
             self.learn(sizes, form, outputs)
         return (self.returns, self.shapes) != before
 
-    def return_as_seen(self, tensors: Sequence[Tensor]) -> None:
-        """Give the output the structure that the model's own code gave for such tensors."""
+    def return_as_seen(
+        self,
+        tensors: Sequence[Tensor],
+    ) -> None:
+        """Return outputs as the model's own code did for such tensors."""
         seen = self.forward.outputs.get(shapes_of(tensors))
         if seen is not None:
             self._return(seen[0])
@@ -200,15 +203,12 @@ class Kind:
         self.returns = form
         self.forward.returns_tensor = form == (Tensor,)
 
-    def forget_outputs(self) -> None:
-        """The model has changed: what it returns may be of another form now."""
-        self._points.clear()
-        self.forward.outputs.clear()
-
-    def _extent(self, index: int, at: int) -> int | str:
-        """One dimension of an output, as far as the runs tell: a number, or
-        ``factor * name + offset``.
-        """
+    def _extent(
+        self,
+        index: int,
+        at: int,
+    ) -> int | str:
+        """A dimension of an output: a number, or ``factor * name + offset``."""
         ranks = {len(point.shapes[index]) for point in self._points}
         if len(ranks) > 1:
             raise OutputShapeError(
@@ -219,18 +219,20 @@ class Kind:
         is_fixed = all(value == first for _, value in values)
         for name in self.names:
             by_size = {sizes[name]: value for sizes, value in values}
-            if len(by_size) == 1:  # nothing is known but this size: an equal number is taken for it
+            if len(by_size) == 1:  # an equal number is taken for it
                 if is_fixed and first == sizes[name]:
                     return name
                 continue
             low = min(by_size)
             high = max(by_size)
-            factor, rest = divmod(by_size[high] - by_size[low], high - low)
+            growth = by_size[high] - by_size[low]
+            factor, rest = divmod(growth, high - low)
             offset = by_size[low] - factor * low
             if rest or factor <= 0 or offset < 0:
                 continue
             if all(value == factor * sizes[name] + offset for sizes, value in values):
-                return f"{factor} * " * (factor > 1) + name + f" + {offset}" * (offset > 0)
+                text = name if factor == 1 else f"{factor} * {name}"
+                return f"{text} + {offset}" if offset else text
         if is_fixed:
             return first
         raise OutputShapeError(
@@ -239,11 +241,15 @@ class Kind:
 
     # --- the batch of a capture -------------------------------------------------------------------
 
-    def fill(self, views: Mapping[str, Tensor]) -> None:
+    def fill(
+        self,
+        views: Mapping[str, Tensor],
+    ) -> None:
         """Fill static rows with the present batch, and copies of its rows behind it."""
         for name, view in views.items():
             spec = self.specs[name]
-            view.fill_(0 if spec.pad == "last" else spec.pad)
+            pad = 0 if spec.pad == "last" else spec.pad
+            view.fill_(pad)
             real = self.batch[name]
             target = view
             for at, size in enumerate(view.shape):
@@ -253,19 +259,21 @@ class Kind:
             target.copy_(real)
             for at, extent in enumerate(spec.extents):
                 if extent.symbol == self.names[0]:
-                    rows = torch.arange(view.shape[at], device=view.device) % real.shape[at]
-                    view.copy_(view.index_select(at, rows))
+                    rows = torch.arange(view.shape[at], device=view.device)
+                    copies = view.index_select(at, rows % real.shape[at])
+                    view.copy_(copies)
                     break
 
     def start_again(self, *, is_moved: bool) -> None:
-        """Free the graphs of a model that changed. If tensors moved and nothing else is new, the
-        next call captures; else the next call is a first one. A kind that served no call since its
-        capture begins anew: its model changes too often to be captured each time.
+        """Free the graphs of a model that changed. Where tensors only moved, the next call captures
+        again. A kind that served no call since its capture begins anew: its model changes too often
+        to be captured each time.
         """
         served = self.replays > 1
         self.close()
         if not is_moved:
-            self.forget_outputs()
+            self._points.clear()
+            self.forward.outputs.clear()
             self.returns = None
             self.eager_reason = None
         if self.calls >= CALLS_BEFORE_CAPTURE:
@@ -275,11 +283,15 @@ class Kind:
 
     @property
     def replays(self) -> int:
-        return 0 if self.runner is None else sum(self.runner.stats.replays.values())
+        if self.runner is None:
+            return 0
+        return self.runner.stats.replays.total()
 
     @property
     def has_graphs(self) -> bool:
-        return self.runner is not None and bool(self.runner.plan.keys)
+        if self.runner is None:
+            return False
+        return bool(self.runner.plan.keys)
 
     def close(self) -> None:
         """Free its graphs."""
@@ -293,9 +305,8 @@ class Family:
     """Kinds of calls that differ in constants and objects alone.
 
     Attributes:
-        calls, kinds: Their numbers.
-        values: Those of each constant, by the path of its argument.
-        misses: Calls in a row with an object that was in a new state.
+        values: Of each constant, by the path of its argument.
+        misses: Calls in a row with an object in a new state.
     """
 
     calls: int = 0
@@ -304,9 +315,7 @@ class Family:
     misses: int = 0
 
     def is_hopeless(self) -> bool:
-        """Whether the state of an object changes with each call, as that of a growing cache does;
-        it is looked at again now and then.
-        """
+        """Whether objects change with each call, as growing caches do; sometimes False, to try."""
         if self.misses < 8:
             return False
         self.misses += 1
@@ -317,10 +326,8 @@ class Family:
         constants: Iterator[tuple[str, Any]],
         *,
         holds_objects: bool,
-    ) -> list[tuple[str, int]]:
-        """Count a new kind; the constants that had another value in each call, with the number of
-        calls.
-        """
+    ) -> list[str]:
+        """Count a new kind; returns the constants that had another value in each call."""
         self.kinds += 1
         self.misses += holds_objects
         for path, value in constants:
@@ -329,9 +336,7 @@ class Family:
                 known.add(repr(value))
         if not 4 <= self.kinds == self.calls:
             return []
-        return [
-            (path, self.calls) for path, values in self.values.items() if len(values) == self.calls
-        ]
+        return [path for path, values in self.values.items() if len(values) == self.calls]
 
 
 def without_constants(form: Form) -> Form:

@@ -21,7 +21,13 @@ from cgplan.drop_in.kinds import Kind
 from cgplan.errors import ConfigError
 from cgplan.models.loading import load_model
 
-_OF_GRAPHED = ("capture_policy", "strict", "ignore", "verify", "address_check")
+_OF_GRAPHED = {
+    "capture_policy",
+    "strict",
+    "ignore",
+    "verify",
+    "address_check",
+}
 
 
 class Name(str):
@@ -29,7 +35,9 @@ class Name(str):
 
 
 def as_called(
-    target: str, call: Mapping[str, Any], kwargs: Mapping[str, Any] = MappingProxyType({})
+    target: str,
+    call: Mapping[str, Any],
+    kwargs: Mapping[str, Any] = MappingProxyType({}),
 ) -> nn.Module:
     """The target in files that ``save_config`` writes: a model that takes tensors by name, from one
     with other arguments.
@@ -54,13 +62,21 @@ def as_called(
     arguments = OrderedDict((name, filled(value)) for name, value in call.items())
     given = inspect.BoundArguments(signature, arguments)
     form, ordered = call_form(given.args, given.kwargs)
-    made = ByName(model, len(given.args), given.kwargs, tuple(form))
+    made = ByName(
+        model,
+        len(given.args),
+        given.kwargs,
+        tuple(form),
+    )
     name_of = {id(mark): name for name, mark in marks.items()}
     made.names = tuple(name_of[id(tensor)] for tensor in ordered)
     return made
 
 
-def written(value: Any, path: str) -> Any:
+def written(
+    value: Any,
+    path: str,
+) -> Any:
     """An argument as ``as_called`` reads it. Raises ConfigError where YAML has no form for it."""
     kind = type(value)
     if isinstance(value, Name):
@@ -83,10 +99,13 @@ def target_of(model: object) -> str | None:
     """The model's class, if that is importable and takes no arguments."""
     kind = type(model)
     found = getattr(sys.modules[kind.__module__], kind.__qualname__, None)
-    if found is not kind or kind.__module__ == "__main__" or not isinstance(model, nn.Module):
+    if found is not kind or kind.__module__ == "__main__":
         return None
-    takes_none = kind.__init__ is nn.Module.__init__ or not inspect.signature(kind).parameters
-    return f"{kind.__module__}:{kind.__qualname__}" if takes_none else None
+    if not isinstance(model, nn.Module):
+        return None
+    if kind.__init__ is not nn.Module.__init__ and inspect.signature(kind).parameters:
+        return None
+    return f"{kind.__module__}:{kind.__qualname__}"
 
 
 def config_text(
@@ -106,7 +125,10 @@ def config_text(
     values = config.model_dump(
         mode="json",
         exclude_defaults=True,
-        exclude={"dims": {"__all__": {"name"}}},
+        exclude={
+            "dims": {"__all__": {"name"}},
+            "compilation": _OF_GRAPHED,
+        },
     )
     made_by = dict[str, Any]()
     if target:
@@ -117,14 +139,14 @@ def config_text(
     call = arguments_by_name(signature, args, keywords)
     key = "model.target"
     if list(call.items()) != [(name, name) for name in kind.specs]:
-        if target is not None and target.partition(":")[0].endswith(".py"):
-            made_by["target"] = str(Path(target).resolve())
+        if target is not None:
+            file = target.partition(":")[0]
+            if file.endswith(".py"):
+                made_by["target"] = str(Path(target).resolve())
         made_by["call"] = {name: written(value, name) for name, value in call.items()}
         made_by = {"target": "cgplan.drop_in:as_called", "kwargs": made_by}
         key = "model.kwargs.target"
     values["model"] = made_by | values.get("model", {})
-    for name in _OF_GRAPHED:
-        values["compilation"].pop(name, None)
     notes = ["Written by cgplan.graphed, which inferred:", *kind.notes]
     if target is None:
         notes.append(

@@ -46,7 +46,7 @@ _ABSENT_ERRORS = (LookupError, AttributeError, ValueError)
 
 
 class Form(NamedTuple):
-    """What a graph relies on of a tensor, beside its address."""
+    """What a graph relies on of a tensor."""
 
     dtype: torch.dtype
     shape: torch.Size
@@ -96,7 +96,6 @@ class Place:
 
     @property
     def tensor(self) -> tuple[Any, ...] | None:
-        """What each call compares: address, ``requires_grad``, strides, shape."""
         if self.form is None:
             return None
         return (
@@ -202,9 +201,8 @@ class Fingerprint:
     walk.py. It holds the objects until ``let_go``, then paths and addresses alone.
 
     Attributes:
-        device: Only tensors on it have an address here.
-        contents: The containers.
-        generators: Random generators of the device, but for the default one.
+        device: Of the tensors with an address.
+        generators: Of the device, but for the default one.
         is_compiled: Whether something is under torch.compile.
         volatile: Paths that each run binds again, which are not compared.
         only: Paths of the tensors whose addresses are compared; None: all.
@@ -334,7 +332,7 @@ class Fingerprint:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """All tensors, on any device, each once."""
+        """Each tensor once, on any device."""
         by_id = {id(p.value): p.value for p in self.places.values() if is_tensor(p.value)}
         return list(by_id.values())
 
@@ -378,7 +376,7 @@ class Fingerprint:
         self,
         change: Change,
     ) -> bool:
-        """Whether an attribute of an object, or a part of a module, has changed."""
+        """Whether an object's attribute, or a part of a module, changed."""
         if change.where is None:
             return False
         container, key = change.where
@@ -388,7 +386,7 @@ class Fingerprint:
         return any(one.value is container and one.holds != "items" for one in held)
 
     def as_key(self) -> tuple[Any, ...]:
-        """The record as a hashable key; objects that are not plain values stand by their type."""
+        """A hashable key; objects stand by their type."""
         found = list[Any]()
         for path, place in self.places.items():
             value = place.value
@@ -406,14 +404,14 @@ class Fingerprint:
         return tuple(found)
 
     def without_draws(self) -> Fingerprint:
-        """This record; the random generators of the host, which move between calls, go."""
+        """This record, without the host's random generators."""
         self.draws = []
         return self
 
     # --- addresses --------------------------------------------------------------------------------
 
     def let_go(self) -> Fingerprint:
-        """Drop the model's objects; addresses can still be compared, given the roots."""
+        """Drop the model's objects; with roots, addresses can still be compared."""
         for place in self.places.values():
             place.container = place.key = place.value = None
         self.roots = {}
@@ -425,14 +423,14 @@ class Fingerprint:
         self,
         places: Mapping[str, Place] | None = None,
     ) -> list[Place]:
-        """The places outside of ``volatile`` paths; absent: of this record."""
+        """The places outside of ``volatile`` paths."""
         found = self.places if places is None else places
         if not self.volatile:
             return list(found.values())
         return [place for path, place in found.items() if not is_within(path, self.volatile)]
 
     def checked(self) -> list[Place]:
-        """The places of tensors whose addresses count."""
+        """The places whose addresses count."""
         found = [place for place in self.steady() if place.address is not None]
         return found if self.only is None else [place for place in found if place.path in self.only]
 
@@ -440,7 +438,7 @@ class Fingerprint:
         self,
         read: Collection[str],
     ) -> None:
-        """Compare addresses of parameters, buffers, and of the tensors at these paths alone."""
+        """Compare addresses of parameters, buffers, and at these paths alone."""
         parts = {id(held.value) for held in self.contents.values() if held.holds == "parts"}
         counted = (p for p in self.places.values() if p.path in read or id(p.container) in parts)
         self.only = {place.path for place in counted}
@@ -475,7 +473,7 @@ class Fingerprint:
         return lines
 
     def modules(self) -> tuple[list[Place], list[Contents]]:
-        """The places of modules; the containers of modules and hooks."""
+        """Places of modules; containers of modules and hooks."""
         places = [p for p in self.steady() if issubclass(type(p.value), torch.nn.Module)]
         held = [held for path, held in self.contents.items() if path.endswith(_STRUCTURE)]
         return places, held
@@ -581,7 +579,7 @@ def is_same(
     before: Any,
     now: Any,
 ) -> bool:
-    """Whether both are one object, or equal plain values, tuples of those, or methods."""
+    """Whether both are one object, or equal plain values, tuples, or methods."""
     kind = type(before)
     if before is now or kind is not type(now):
         return before is now
@@ -614,7 +612,6 @@ def is_ignored(
     path: str,
     ignore: Iterable[str],
 ) -> bool:
-    """Whether a pattern names the path or one above it; ``a`` names ``len(a)``, too."""
     plain = path.removeprefix("len(").removesuffix(")")
     return any(_matches(plain, pattern) for pattern in ignore)
 

@@ -1,20 +1,20 @@
 """One look at an eager run of a forward, ahead of its capture.
 
 Note [The look]
-    A dispatch mode sees each operator of one run on padding. Compiled functions run as they are
-    written: under a dispatch mode Dynamo would skip them, then and ever after. Eager pieces run on
-    each replay, so they may read, bind and seed as they like. The look does not see kernels outside
-    of PyTorch's dispatcher, nor the code that a forward runs for other sizes.
+    A dispatch mode sees each operator of one run on padding. Compiled functions run as written:
+    under a dispatch mode Dynamo would skip them, then and ever after. Eager pieces run on each
+    replay, so they may read, bind and seed as they like. The look does not see kernels outside of
+    PyTorch's dispatcher, nor code for other sizes.
 
 Note [What the next run tells]
     The first run makes what a model makes on first use, so the run after it decides. A tensor that
     graph code read and that this run binds again (``self.cache = self.cache + x``) is refused: a
-    graph would always read the one of the capture. So is a tensor that the look computed from
-    inputs, which are padding, and that the model keeps.
+    graph would always read the one of the capture. So is a tensor that was computed from padding
+    and that the model keeps.
 
 Note [Random state]
-    A replay draws on from where the generator is; it does not run ``torch.manual_seed``. A
-    generator that is not where the last operator left it was set by the forward.
+    A replay does not run ``torch.manual_seed``. A generator that is not where the last operator
+    left it was set by the forward.
 """
 
 from __future__ import annotations
@@ -73,7 +73,6 @@ _NOTHING = object()
 
 
 def no_operators() -> dict[Part, Counter[str]]:
-    """Counts for a forward that was not looked at."""
     return {"segment": Counter(), "eager piece": Counter()}
 
 
@@ -83,20 +82,20 @@ class Footprint:
 
     Attributes:
         operators: Calls by part and name, without views and bare allocations.
-        names: Of operators, but not of those that custom operators call; also with overloads.
+        names: Of operators, but not of those in custom operators.
         host_sync: The first operator in graph code that needs the host.
         reads: The model's tensors that graph code read, by path.
         seeded: The generator that graph code set, and where.
         breaks: Whether an eager piece was called.
         aside: Paths that eager pieces changed.
         stale: Paths that graph code bound and an eager piece read.
-        error: The first line of what the forward raised.
-        packages_that_ask: Those that asked in graph code whether a capture is under way.
-        capture_visible_because: The host sync for which these packages see the capture.
-        from_inputs: Storages of what was computed from inputs, by id.
-        value_read: Where the host first needed a value on such a storage.
+        error: What the forward raised.
+        packages_that_ask: Those whose graph code asked for a capture.
+        capture_visible_because: The host sync for which they see it.
+        from_inputs: Storages of what was computed from inputs.
+        value_read: Where the host first needed a value on one.
         writes_input: Where an operator writes into an argument.
-        overwritten: Ids of storages that operators write at given places, and do not read before.
+        overwritten: Ids of storages that are written at given places, and not read before.
     """
 
     operators: dict[Part, Counter[str]] = field(default_factory=no_operators)
@@ -119,7 +118,7 @@ class Footprint:
 
 @dataclass(slots=True)
 class _Random:
-    """A random generator with its states before the look and after the last operator."""
+    """A generator, its state before the look, and after the last operator."""
 
     generator: torch.Generator
     before: torch.Tensor
@@ -127,10 +126,9 @@ class _Random:
 
 
 class Look(TorchDispatchMode):
-    """The mode of a look at a model, whose storages are copied before they are written.
+    """The mode of a look.
 
     Args:
-        kept: Takes the copies.
         part: Of code outside of wrappers and eager pieces.
         eager_ops: Operators that run between segments.
         is_whole: Whether eager pieces are graph code, too.
@@ -200,7 +198,6 @@ class Look(TorchDispatchMode):
         args: Args = (),
         kwargs: Kwargs | None = None,
     ) -> Any:
-        """Note an operator, and run it."""
         kwargs = kwargs or {}
         if not isinstance(func, torch._ops.OpOverload):  # a higher-order operator
             try:
@@ -303,7 +300,7 @@ class Look(TorchDispatchMode):
             self._storages_read |= set(given)
 
     def answer(self, package: str) -> bool:
-        """Whether code of one of ``hidden_from`` that asks sees a capture now."""
+        """Whether a package that asks sees a capture now."""
         if not self.refusals.is_on:
             return False
         self.found.packages_that_ask.add(package)
@@ -316,7 +313,6 @@ class Look(TorchDispatchMode):
         self,
         part: Part,
     ) -> Iterator[None]:
-        """A block that is graph code or runs between graphs."""
         before = self._part
         if part == before:
             yield
@@ -367,7 +363,7 @@ class Look(TorchDispatchMode):
         args: Args,
         kwargs: dict[str, Any],
     ) -> Any:
-        """Run an eager piece; what it returns of the model's state is copied, as for graphs."""
+        """Run an eager piece; what it returns of the model is copied, as for graphs."""
         self.found.breaks = True
         if self._is_whole:
             return function(*args, **kwargs)
@@ -482,7 +478,7 @@ def modules_reached(
     args: Args,
     kwargs: Mapping[str, Any],
 ) -> list[Module]:
-    """The modules that an eager piece is, is a method of, or is given, and those inside."""
+    """The modules in an eager piece or in what it is given."""
     found = list[Module]()
     for module in (function, getattr(function, "__self__", None), *args, *kwargs.values()):
         if isinstance(module, Module):
@@ -502,7 +498,7 @@ def _others(
 
 
 def current_look() -> Look | None:
-    """The look that sees the next operator first: no other mode, such as a tape's, is inside."""
+    """The look, if no other mode, such as a tape's, is inside of it."""
     mode = _get_current_dispatch_mode()
     return mode if isinstance(mode, Look) else None
 
@@ -536,11 +532,8 @@ def examine(
     kept: PutBack,
     **options: Any,
 ) -> Footprint:
-    """Look at a forward, and once more where a library has to see the capture, see Note [Hidden
-    captures].
-
-    Raises:
-        CaptureError: graph code sets the state of a random generator.
+    """Look at a forward, and again where a library has to see the capture, see Note [Hidden
+    captures]. Raises CaptureError where graph code seeds a generator.
     """
     found = look(call, kept, **options)
     is_hidden = found.capture_visible_because is None
@@ -562,12 +555,8 @@ def judge(
     *,
     runs_again: bool,
 ) -> None:
-    """Compare a look with the run after it, see Note [What the next run tells]. ``runs_again``:
-    Python code runs on each replay.
-
-    Raises:
-        CaptureError: a graph would use tensors of the capture in place of those that each run
-            makes.
+    """Compare a look with the run after it; raises CaptureError, see Note [What the next run
+    tells]. ``runs_again``: Python code runs on each replay.
     """
     if not runs_again:
         _refuse_rebound(found, changed, kept)
@@ -580,9 +569,7 @@ def refuse_value(
     found: Footprint,
     kept: PutBack,
 ) -> None:
-    """Raise CaptureError if the first run asked for a value of inputs, and what it made is still
-    there.
-    """
+    """Raise CaptureError if the first run kept what it made of an input's value."""
     if found.value_read and kept.has_made:
         _refuse_first_use(f"a value for the host ({found.value_read})", kept)
 

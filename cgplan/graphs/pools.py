@@ -1,17 +1,15 @@
-"""Pools: which graphs of a runner share one, and what runners that share one must not do at once.
+"""Pools: which graphs share one, and what runners that share one must not do at once.
 
 Note [Sharing a pool]
-    Graphs of one pool reuse one another's memory, so a replay overwrites what another capture left
-    behind. That is safe for graphs that never run at once, such as a target's and its draft's: both
-    fit into the memory that the larger one needs. The pool refuses a call while another member's
-    call or capture is under way, and a call on another stream while the last stream still has work.
-    An output is valid until the next call of any member.
+    A replay overwrites what other graphs of the pool left. That is safe for graphs that never run
+    at once, such as a target's and its draft's: both fit into the memory that the larger one needs.
+    The pool refuses a call during another member's call or capture, and a call on another stream
+    while the last stream has work. An output is valid until the next call of any member.
 
 Note [Generations]
-    A pool gives its memory back when its last graph is freed. Until then later captures reuse what
+    A pool gives its memory back when its last graph is freed; until then captures reuse what
     evicted graphs leave. Where new graphs do not fit, or the pool holds much more than its graphs
-    need, a new generation begins: all graphs are freed, and those that are wanted are captured
-    again into a new pool, the largest first.
+    need, a new generation begins: all graphs are freed, and captured again into a new pool.
 """
 
 from __future__ import annotations
@@ -34,9 +32,9 @@ class PoolUse:
 
     Attributes:
         acquire, unlock: Of the lock that each call takes.
-        thread: The thread that holds the lock, or 0.
-        waits: Whether a call on another stream waits for the last call; else it is an error.
-        stream, user: Of the last call; ``user`` is the runner's name.
+        thread: The holder of the lock, or 0.
+        waits: Whether a call on another stream waits for the last one, or is an error.
+        stream, user: Of the last call; ``user`` names the runner.
         is_shared: Whether several runners use the pool.
     """
 
@@ -66,14 +64,13 @@ class PoolUse:
             self.release()
 
     def take(self, name: str) -> None:
-        """Take the lock, as ``wait`` does where another call holds it."""
         if self.acquire(False):
             self.thread = threading.get_ident()
         else:
             self.wait(name)
 
     def wait(self, name: str) -> None:
-        """Take the lock once another thread is done. Raises CgplanError if this thread holds it."""
+        """Take the lock after another thread. Raises CgplanError if this thread holds it."""
         if self.thread == threading.get_ident():
             raise self.under_way(name)
         self.acquire()
@@ -118,14 +115,13 @@ class PoolUse:
 
 class GraphPool:
     """A graph pool that several runners capture into, see Note [Sharing a pool]. Its memory is free
-    again once all members are closed, in any order.
+    again once all members are closed.
 
     Args:
         backend: The device; all members have to use this very object.
 
     Attributes:
         handle: The backend's pool.
-        use: Who runs its graphs.
         members: The runners that captured into it and are not closed.
 
     Raises:
@@ -145,12 +141,12 @@ class GraphPool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the pool has reserved on the device."""
+        """Bytes that the pool has reserved."""
         return self.backend.pool_bytes(self.handle)
 
 
 def check_pools(policy: PoolPolicy, given: GraphPool | None) -> None:
-    """Raise CgplanError if a pool is given, and the policy asks for several."""
+    """Raise CgplanError if the policy asks for several pools, and one is given."""
     if given is not None and policy != "shared":
         raise CgplanError(
             f"compilation.pool is {policy}, but the runner was given a pool that it shares with "
@@ -160,11 +156,7 @@ def check_pools(policy: PoolPolicy, given: GraphPool | None) -> None:
 
 
 class RunnerPools:
-    """The pools of one runner, made as keys need them.
-
-    Args:
-        policy: See ``compilation.pool``.
-        given: A pool that others use too; the runner then has no other.
+    """The pools of one runner, made as keys need them; or a given one alone.
 
     Attributes:
         generation: From 1; see Note [Generations].
@@ -190,16 +182,14 @@ class RunnerPools:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the pools have reserved, also those of earlier generations."""
+        """Bytes that all generations have reserved."""
         return self._backend.pool_bytes(*self._pools.values(), *self._old)
 
     @property
     def handles(self) -> tuple[Any, ...]:
-        """The backend's pools of this generation."""
         return tuple(self._pools.values())
 
     def of(self, key: Key) -> Any:
-        """The pool that a key is captured into."""
         name = {"shared": None, "per_mode": key[0], "per_graph": key}[self.policy]
         if name not in self._pools:
             self._pools[name] = self._backend.new_pool()
@@ -212,7 +202,7 @@ class RunnerPools:
         self._forget_empty()
 
     def renew(self) -> None:
-        """Begin a new generation; the graphs of this one are freed."""
+        """Begin a new generation; this one's graphs are freed."""
         self.generation += 1
         if self._given is None:
             self._old += self._pools.values()
@@ -220,7 +210,7 @@ class RunnerPools:
             self._forget_empty()
 
     def close(self) -> None:
-        """Leave a pool that others use; all graphs are freed."""
+        """Leave a shared pool; all graphs are freed."""
         if self._given is not None:
             self._given.members.discard(self)
 

@@ -1,12 +1,11 @@
 """PutBack: what runs ahead of a capture change of a model, and what it gets back.
 
 Note [What is put back]
-    Tensors that runs wrote, and attributes that runs bound, get back what they were; other
-    containers of Python do not. What the first run alone changed was made on first use: a table, a
-    flag. The graph was captured with it, so it stays, and so does all else that this run bound.
-    Where no capture succeeds, all is put back. A storage is copied before its first write, on its
-    device up to a limit, then on the host. Small storages get their first values before each run,
-    so that positions do not run past a cache: on a GPU that ends the process.
+    Tensors and attributes get back what they were; other containers of Python do not. What the
+    first run alone changed was made on first use: a table, a flag. The graph was captured with it,
+    so all that this run bound stays, unless no capture succeeds. A storage is copied before its
+    first write, on its device up to a limit, then on the host. Small storages get their first
+    values before each run: positions must not run past a cache.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ Outcome = Literal["device", "host", "new", "not kept"]
 
 
 class _New(NamedTuple):
-    """A storage that a run wrote and the model did not hold; its copy, if it is small."""
+    """A written storage that the model did not hold; its copy, if it is small."""
 
     reference: StorageWeakRef
     copy: torch.UntypedStorage | None
@@ -94,9 +93,8 @@ class PutBack:
         limit: Bytes of copies on the device.
 
     Attributes:
-        outcome: After ``restore``, bytes by path, and whether the place was put back from a copy
-            (on the ``device`` or the ``host``), was made on first use and stays (``new``), or was
-            too large to be copied (``not kept``).
+        outcome: After ``restore``, bytes by path, and where the copy was; ``new``: made on first
+            use; ``not kept``: too large to be copied.
         volatile: Paths that each run binds again.
     """
 
@@ -122,7 +120,7 @@ class PutBack:
 
     @staticmethod
     def _storages(state: Fingerprint) -> dict[int, tuple[str, torch.Tensor]]:
-        """The first path and tensor of each storage, by its address."""
+        """The first path and tensor of each storage."""
         found = dict[int, tuple[str, torch.Tensor]]()
         for place in state.places.values():
             if not is_tensor(place.value):
@@ -173,7 +171,7 @@ class PutBack:
 
     @contextmanager
     def setting_context(self) -> Iterator[None]:
-        """A block of an engine's code: what it binds is put back, and no graph relies on it."""
+        """A block of an engine's code; what it binds is put back."""
         yield
         now = self.before.changes()
         self._of_context |= _differing(self._last, now).keys()
@@ -235,7 +233,7 @@ class PutBack:
         )
 
     def _adopt_new(self) -> None:
-        """Count small tensors that the run made, such as a counter, as the model's."""
+        """Count small tensors that the run made as the model's."""
         new = {key: one for key, one in self._new.items() if not one.reference.expired()}
         if not new:
             return
@@ -263,7 +261,7 @@ class PutBack:
         return written.runs == 1 and self.has_made
 
     def _made_on_first_use(self) -> set[str]:
-        """Paths that one run ahead of the captures changed, and no other."""
+        """Paths that one run ahead of the captures changed."""
         if not self._keeps_first_use:
             return set()
         once = {path for path, runs in self._runs.items() if runs == 1}
@@ -271,19 +269,18 @@ class PutBack:
 
     @property
     def has_made(self) -> bool:
-        """Whether the first run changed what later runs left alone."""
         return bool(self._made_on_first_use())
 
     @property
     def leaves_python(self) -> bool:
-        """Whether ``restore`` does not undo all changes of Python."""
+        """Whether ``restore`` leaves some changes of Python."""
         return not all(map(self.before.is_attribute, self._last.values()))
 
     def made_of(
         self,
         computed: Mapping[int, StorageWeakRef],
     ) -> list[str]:
-        """Paths of tensors on these storages that were made on first use and stay."""
+        """Paths of tensors on these storages that were made on first use."""
         found = list[str]()
         if not self.has_made:
             return found
@@ -322,25 +319,24 @@ class PutBack:
 
     @property
     def written(self) -> list[tuple[str, torch.Tensor]]:
-        """The tensors that runs wrote, with their paths."""
         return [(written.path, written.tensor) for written in self._written.values()]
 
     @property
     def left_by_captures(self) -> set[str]:
-        """Paths of tensors that runs wrote, and captures did not."""
+        """Paths that no capture wrote."""
         return {written.path for written in self._written.values() if not written.captures}
 
     # --- putting back -----------------------------------------------------------------------------
 
     def forget_captures(self) -> None:
-        """Say that no graph stays, so ``restore`` undoes what was made on first use, too."""
+        """Say that no graph stays: ``restore`` undoes all."""
         self._keeps_first_use = False
 
     def copied(
         self,
         where: Outcome = "device",
     ) -> int:
-        """Bytes of copies that are held now, on their own device or on the host."""
+        """Bytes of copies, on their device or on the host."""
         nbytes = 0
         for written in self._written.values():
             if written.copy is not None and written.kept == where:
@@ -352,9 +348,7 @@ class PutBack:
         *,
         between_keys: bool = False,
     ) -> None:
-        """Undo the changes. May be called again; the device is idle. ``between_keys``: large
-        storages wait.
-        """
+        """Undo the changes; between keys, large storages wait. The device is idle."""
         if self._count < 2:  # no second run left alone what the first one changed
             self.forget_captures()
         self.outcome.clear()  # a place that stayed after one key may be put back after the next
@@ -416,7 +410,7 @@ def _differing(
     before: Mapping[str, Change],
     now: Mapping[str, Change],
 ) -> dict[str, Change]:
-    """How changes ``now`` differ from those ``before``, with paths that are as at first again."""
+    """What the run between two records of changes did."""
     found = dict[str, Change]()
     for path, change in now.items():
         known = before.get(path)

@@ -1,13 +1,11 @@
 """Walk: what a record of a model enters, and how it reads it without running code of the user.
 
 Note [What is looked at]
-    The walk enters modules with their forward hooks, dicts, lists, tuples, deques, attributes and
-    slots of objects, partials and bound methods; of a function its closure, defaults, attributes
-    and the globals that its code names; of an object ``forward``, ``__call__``, and what these name
-    of its class; of a class that is a value all attributes. It does not enter threads, locks,
-    loggers, code of torch and of Python's library, attributes of tensors, and objects with
-    ``__graph_memory__``. It reads ``__dict__``, slots and cells, so no code of the user runs but
-    ``__tensor_flatten__``.
+    The walk enters modules and their forward hooks, containers, attributes and slots of objects,
+    partials, bound methods; closures, defaults and globals of functions; ``forward``, ``__call__``
+    and what these name of a class; classes that are values. It does not enter threads, locks,
+    loggers, code of torch and Python's library, attributes of tensors, and objects with
+    ``__graph_memory__``. It runs no code of the user but ``__tensor_flatten__``.
 """
 
 from __future__ import annotations
@@ -83,7 +81,7 @@ ReadState = Callable[[], object]
 
 
 class Inside(NamedTuple):
-    """A place in an object; ``step`` is the end of its path."""
+    """A place in an object; ``step`` ends its path."""
 
     container: Any
     key: Any
@@ -143,7 +141,7 @@ class Contents:
         base: The type that reads it without code of the user.
         keys: Of a dict.
         owner: The object whose attributes it holds, of the class ``kind``.
-        holds: Items, attributes of an object, or the parameters, buffers or submodules of a module.
+        holds: ``parts``: the parameters, buffers or submodules of a module.
     """
 
     value: Any
@@ -165,7 +163,7 @@ class Contents:
 
 @dataclass(slots=True)
 class Found:
-    """What is inside of one object: places, and containers by the step of their path."""
+    """What is inside of one object; containers by the step of their path."""
 
     places: list[Inside] = field(default_factory=list)
     contents: dict[str, Contents] = field(default_factory=dict)
@@ -244,7 +242,7 @@ def _is_state(
 
 
 def _function_of(value: Any) -> Any:
-    """The function of a method or property; other values as they are."""
+    """The function of a method or property; else the value."""
     if type(value) is property:
         return value.fget
     return value.__func__ if type(value) in (staticmethod, classmethod) else value
@@ -254,7 +252,7 @@ def _function_of(value: Any) -> Any:
 
 
 def _names_in(function: Any) -> tuple[str, ...]:
-    """The names in the code of a function, or of the innermost one that it wraps."""
+    """The names in the code of a function, or of the one that it wraps."""
     inner = function.__dict__.get("__wrapped__")
     while type(inner) is types.FunctionType:
         function, inner = inner, inner.__dict__.get("__wrapped__")
@@ -427,7 +425,7 @@ def _enter_function(
     function: types.FunctionType,
     found: Found,
 ) -> None:
-    """Objects that a function refers to; of foreign code, the function that it wraps."""
+    """Of foreign code, enters the function that it wraps."""
     own = function.__dict__
     code = function.__code__
     named = function.__globals__
@@ -458,7 +456,6 @@ def _enter_namespace(
     code: types.CodeType,
     found: Found,
 ) -> None:
-    """What code names of a module of Python, or of a class."""
     held = vars(value)
     its_module = "__module__" if issubclass(type(value), type) else "__name__"
     if _is_foreign(held.get(its_module)):
@@ -500,7 +497,7 @@ def _of_set(value: Any) -> object:
 
 
 def generators_of_the_host(device: torch.device) -> dict[str, ReadState]:
-    """The random generators of Python, NumPy and torch's host, by name."""
+    """Random generators by name."""
     found: dict[str, ReadState] = {"Python's random numbers": random.getstate}
     if "numpy.random" in sys.modules:
         found["NumPy's random numbers"] = _numpy_random

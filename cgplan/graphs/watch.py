@@ -1,12 +1,11 @@
 """Watch: whether a model is still as its fingerprint says, for about a microsecond a call.
 
 Note [Watched dicts]
-    Modules and most objects keep their attributes in dicts, and CPython 3.12 reports changes of a
-    dict. So a call looks at one flag. The callback sets the flag and nothing else: it runs in the
-    middle of other code. A write of the same value may set it, too; the fingerprint then decides.
-    CPython does not report ``.data =`` and changes of lists, slots, cells and classes. Each call
-    compares some of these in rotation; ``changes`` compares all. On Python 3.11, or where no
-    watcher is free, everything is in rotation.
+    CPython 3.12 reports changes of dicts, which hold most attributes. So a call looks at one flag.
+    The callback sets the flag and nothing else: it runs in the middle of other code. A write of the
+    same value may set it, too; the fingerprint then decides. CPython does not report ``.data =``
+    and changes of lists, slots, cells and classes: each call compares some of these in rotation. On
+    Python 3.11, or where no watcher is free, everything is in rotation.
 """
 
 from __future__ import annotations
@@ -49,7 +48,6 @@ _on_event = ctypes.PYFUNCTYPE(
 
 @cache
 def _watcher() -> int | None:
-    """The process's watcher of dicts; None where there is none."""
     if sys.version_info < (3, 12):
         return None
     try:
@@ -60,9 +58,7 @@ def _watcher() -> int | None:
 
 
 class _Extent:
-    """The length of a container, as a place. It is None, too, where the last key, or the class of
-    the owner, is another one.
-    """
+    """The length of a container as a place; None where its last key or owner changed."""
 
     def __init__(self, held: Contents) -> None:
         self._held = held
@@ -147,9 +143,7 @@ class Watch:
         self._stateful = record.stateful if at_once else []
 
     def _watch_dicts(self, counted: set[int]) -> None:
-        """Watch the containers with these ids. Globals of the user's stay in rotation: each
-        assignment in a script would set the flag.
-        """
+        """Watch these dicts; a script's globals, which change often, stay in rotation."""
         watcher = _watcher()
         if watcher is None:
             return
@@ -169,9 +163,7 @@ class Watch:
         return is_steady or id(place.container) in self._dicts
 
     def holds(self) -> bool:
-        """Whether all that this call compares is as it was: watched dicts, and the next places in
-        rotation.
-        """
+        """Whether watched dicts, and the next places in rotation, are as they were."""
         if self._flag[0]:
             return not self._is_whole and self.holds_all()
         for _, read, state in self._stateful:
@@ -192,14 +184,12 @@ class Watch:
         return found
 
     def suspect(self) -> None:
-        """Compare everything at the next call."""
         self._flag[0] = True
 
     def changes(
         self,
         ignore: Iterable[str] = (),
     ) -> dict[str, Change]:
-        """All that differs from the record."""
         self._flag[0] = False  # ahead: another thread may write meanwhile
         found = self.record.changes(ignore)
         if found:

@@ -1,6 +1,4 @@
-"""CUDAGraphWrapper: a callable that captures itself once for each batch descriptor and replays
-afterwards.
-"""
+"""CUDAGraphWrapper: a callable that captures itself once for each descriptor, then replays."""
 
 from __future__ import annotations
 
@@ -57,15 +55,15 @@ class CUDAGraphOptions:
     """How a wrapper captures.
 
     Attributes:
-        borrow_outputs: Outputs do not hold their memory in the pool, and are valid until the next
-            replay of any graph in the pool. False: outputs hold their memory.
+        borrow_outputs: Outputs are valid until the next replay of any graph in the pool. False:
+            they hold their memory.
         num_of_warmups: Eager runs before a capture outside of a session.
         copied_arguments: Positions of arguments that each replay copies into the pool; shape and
             dtype must be those of the capture. All others must keep their addresses.
-        address_check: Whether addresses of arguments and of the forward context's metadata are
-            checked: ``off``, ``first`` (on each graph's first replay) or ``always``. Parameters and
-            buffers of a wrapped module are not. For runners see ``policy``.
-        debug_log_enable: Whether each capture is logged, at level DEBUG.
+        address_check: Whether addresses of arguments and of the context's metadata are checked:
+            ``off``, ``first`` (on each graph's first replay) or ``always``. Those of parameters
+            are not.
+        debug_log_enable: Whether captures are logged, at level DEBUG.
 
     Raises:
         ConfigError: a value is not as described.
@@ -102,18 +100,15 @@ class CUDAGraphEntry:
 
     Attributes:
         graph: The backend's graph, or a breakable capture.
-        output: The result at capture, on graph memory; each replay overwrites it.
-        handed: Returns the output as new tensor objects, which its holder may change.
+        output: On graph memory; each replay overwrites it.
+        handed: Returns the output as new tensor objects.
         slots: Memory of the copied arguments, by position.
-        manifest: Addresses of the other arguments and the metadata at capture; None where they are
-            not checked.
-        is_checked: Whether that was compared once.
+        manifest: Addresses at capture; None where they are not checked.
         capture_seconds: With instantiation.
-        scope: The mark of the session or runner that it belongs to.
+        scope: The mark of its session or runner.
         metadata: Names that its graphs read of the context's metadata, outside of runners.
-        segments: The backend's graphs that it consists of, in order.
-        eager_pieces: The number of functions between them.
-        ambient: Torch's state around the capture.
+        segments: The backend's graphs, in order.
+        eager_pieces: The number of functions between segments.
         pooled: The output's tensors in the pool: while one is held, the graph must not be freed.
     """
 
@@ -204,14 +199,12 @@ class CUDAGraphWrapper:
         entry = self.entries.get(context.descriptor)
         if entry is None or entry.scope is not (scope and scope.mark):
             entry, output = self._capture(context, args, kwargs)
-            # A capture on a GPU computes nothing: replay where the output is read, which FULL's in
-            # a session is not.
+            # a capture on a GPU computes nothing; nobody reads the output of FULL in a session
             is_read = scope is None or self.runtime_mode is not CUDAGraphMode.FULL
             if is_read and not self._computes_while_capturing:
                 self._fill(entry, args)
                 entry.replay()
-            # The output itself, not entry.output: until the caller drops it, later captures must
-            # not take its memory.
+            # not entry.output: later captures must not take its memory while the caller holds it
             return output
         if scope is None:  # a runner compares it once for all its graphs
             entry.ambient.refuse_other_autocast(self.backend.device.type)
@@ -225,7 +218,6 @@ class CUDAGraphWrapper:
         return entry.handed()
 
     def _passing(self, context: ForwardContext | None) -> AbstractContextManager[object]:
-        """A block in which the callable runs as it is."""
         look = current_look() if self.runtime_mode is CUDAGraphMode.PIECEWISE else None
         if look is not None:
             return look.in_wrapper(self, is_whole=not self._computes_while_capturing)
@@ -308,7 +300,7 @@ class CUDAGraphWrapper:
         self.runnable(*args, **kwargs)
 
     def _copied_arguments(self, args: Args, pool: Any) -> tuple[int, ...]:  # noqa: ARG002
-        """Positions of the arguments that each replay copies."""
+        """Positions of arguments that replays copy."""
         return self.options.copied_arguments
 
     def _fill(
@@ -316,7 +308,6 @@ class CUDAGraphWrapper:
         entry: CUDAGraphEntry,
         args: Args,
     ) -> None:
-        """Copy arguments to where the graph reads them."""
         for i, slot in entry.slots.items():
             given: Any = args[i] if i < len(args) else None
             fits = isinstance(given, Tensor) and given.shape == slot.shape
@@ -426,7 +417,7 @@ class CUDAGraphWrapper:
             return set(map(id, found.tensors))
 
         def unheld(tensor: Tensor) -> Tensor:
-            """A new tensor object that borrows from the pool; the model's own as they are."""
+            """A new tensor object that borrows from the pool; the model's own stay."""
             in_pool = backend.in_pool(tensor, pool)
             is_plain = type(tensor) is Tensor
             if not in_pool and (not is_plain or id(tensor) in own()):
