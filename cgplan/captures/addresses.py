@@ -21,12 +21,8 @@ def _never() -> bool:
 class AddressChecks:
     """Compares addresses of the model's tensors with those at the end of the captures.
 
-    Args:
-        roots: The objects that hold the model's memory, by name.
-        device: Tensors elsewhere are not compared.
-
     Attributes:
-        holds: The quick look of each call: True if nothing has moved, else ``check`` decides.
+        holds: The quick look of each call: if False, ``check`` decides.
         reads: Paths of the tensors that graphs read.
         volatile: Paths that each run binds again; not compared.
         is_outdated: Whether graphs were captured since ``seal``.
@@ -46,9 +42,7 @@ class AddressChecks:
         self._moved: str | None = None
 
     def seal(self, known: Fingerprint | None = None) -> None:
-        """Compare with the model of now, if graphs were captured since. ``known``: a record that
-        may still be true.
-        """
+        """Compare with the model of now; ``known``: a record that may still be true."""
         is_current = self._sealed is not None and not self.is_outdated
         if is_current or self._policy == "off":
             return
@@ -77,8 +71,8 @@ class AddressChecks:
         *,
         again: bool = False,
     ) -> None:
-        """Raise AddressError if a tensor has moved. The policy ``first`` checks each key once,
-        unless ``again``.
+        """Raise AddressError if a tensor has moved. The policy ``first`` looks once, unless
+        ``again``.
         """
         self.refuse_invalid()
         if self._sealed is None:
@@ -96,7 +90,7 @@ class AddressChecks:
             self.seal()
 
     def invalidate(self, name: str) -> None:
-        """Refuse replays from now on: ``name`` has moved."""
+        """Refuse replays: ``name`` has moved."""
         self._moved = name
         self.forget_all()
 
@@ -117,7 +111,7 @@ class AddressChecks:
         self.holds = _never
 
     def at_capture(self) -> dict[int, str]:
-        """Paths of the model's tensors by address at the end of the captures."""
+        """Paths of the model's tensors by address."""
         found = dict[int, str]()
         if self._sealed is None:
             return found

@@ -32,12 +32,9 @@ def fitting(
     config: Config,
     free: int | None,
 ) -> Plan:
-    """The plan without keys that are known not to fit the budget; ``free`` is device memory in
-    bytes.
-
-    For memory and time, which need predictions, the largest sizes go first: they take most of the
-    pool, and gain least. ``budget.max_graphs`` keeps the largest and those that pad least: Note
-    [Spread].
+    """The plan without keys that do not fit the budget by its predictions; ``free`` is device
+    memory in bytes. The largest sizes go first: they take most of the pool, and gain least.
+    ``budget.max_graphs`` keeps the largest and those that pad least: Note [Spread].
     """
     most = config.budget.max_graphs
     if most is None:
@@ -69,11 +66,6 @@ def _fits(
 
 class BudgetGuard:
     """Says before and after each capture whether the budgets of all ranks allow the key.
-
-    Args:
-        records: What is captured now, by key; the caller keeps it up to date.
-        before: The device's memory before anything of the model was allocated.
-        together: The sessions of other ranks.
 
     Attributes:
         active: Whether there is any limit.
@@ -123,7 +115,7 @@ class BudgetGuard:
     # --- bytes ------------------------------------------------------------------------------------
 
     def start_in_service(self) -> None:
-        """Memory allocated since the session belongs to others: nothing was captured yet."""
+        """Memory allocated since the session belongs to others."""
         graphs = self._graphs
         graphs.backend.release_cached()
         self._reserved = graphs.backend.memory().reserved - graphs.buffers.nbytes
@@ -139,7 +131,7 @@ class BudgetGuard:
         return used
 
     def outside_bytes(self) -> int:
-        """Bytes of the model outside of the pool, static buffers included; caches are empty."""
+        """Bytes of the model outside of the pool; caches are empty."""
         graphs = self._graphs
         held = graphs.backend.memory().reserved - self._reserved
         pool = graphs.pools.nbytes - self.shared_bytes
@@ -148,7 +140,7 @@ class BudgetGuard:
     # --- keys -------------------------------------------------------------------------------------
 
     def before(self, key: Key) -> bool:
-        """Whether the budgets of all ranks allow to capture a key."""
+        """Whether a key may be captured."""
         return not self._together.any_refuses(self.active and self._refuses(key))
 
     def after(
@@ -156,9 +148,8 @@ class BudgetGuard:
         key: Key,
         remaining: int,
     ) -> bool:
-        """Whether the budgets of all ranks allow a captured key to stay. Without predictions, the
-        first key goes if the driver's memory for the ``remaining`` ones would pass a limit: smaller
-        sizes are better than a few large ones.
+        """Whether a captured key may stay. Without predictions, the first key goes if the driver's
+        memory for the ``remaining`` ones would pass a limit.
         """
         return not self._together.any_refuses(self.active and self._overshoots(key, remaining))
 
@@ -230,8 +221,8 @@ class BudgetGuard:
         return self._short_of_reserve(key, rest, expected)
 
     def _expected(self, key: Key) -> tuple[int, float]:
-        """Bytes and seconds of a key: predicted, else measured of its mode, else of any. The pool
-        holds it already; the driver takes chunks, so the largest counts.
+        """Bytes and seconds: predicted, else measured of the mode, else of any. The driver takes
+        chunks, so the largest counts.
         """
         cost = self._predicted.get(key)
         if cost is not None:

@@ -55,11 +55,10 @@ class CapturedKeys:
     """The keys of a model that have graphs, and those that could not be captured.
 
     Args:
-        graphs: The model without graphs. Its ``plan`` is what is captured now.
+        graphs: Its ``plan`` is what is captured now.
         asked: The user's plan.
-        wanted: The part of it that may be captured within the budget.
+        wanted: What of it may be captured within the budget.
         before: Device memory before anything of the model was allocated.
-        together: The sessions of other ranks.
         progress: Called before each key.
 
     Attributes:
@@ -93,7 +92,7 @@ class CapturedKeys:
         self._left_out = [key for key in asked.keys if key not in in_plan]
         self._left_out.sort(key=lambda key: (-key[1].num_tokens, key[0] is CUDAGraphMode.FULL))
         self._in_service = False  # captures of the start are over
-        self._loaded_bytes: int | None = None  # that the driver took for kernels
+        self._loaded_bytes: int | None = None  # of kernels
         self._workspace_bytes: int | None = None  # None: nothing was ever captured
         self._seconds = 0.0
         self._audited: AuditReport | None = None
@@ -116,7 +115,7 @@ class CapturedKeys:
         return self.graphs.config.compilation.capture_policy == "lazy"
 
     def check_addresses(self, key: Key | None = None) -> None:
-        """Raise AddressError if the model's memory has moved since the captures."""
+        """Raise AddressError if the model's memory has moved."""
         addresses = self.graphs.addresses
         addresses.refuse_invalid()
         if self.keys:
@@ -130,9 +129,9 @@ class CapturedKeys:
         *,
         again: bool = False,
     ) -> None:
-        """Warm up and capture keys in this order. At start-up the budget ends the loop, and a key
-        that fails raises, except where memory runs out within a budget. In service, keys are
-        remembered in ``failed``. ``again``: the keys were captured before.
+        """Warm up and capture keys in this order. At start-up the budget ends the loop, and
+        failures raise, but for a lack of memory within a budget; in service they are remembered.
+        ``again``: the keys were captured before.
         """
         pool_bytes = self.graphs.pools.nbytes
         for index, key in enumerate(keys):
@@ -178,7 +177,7 @@ class CapturedKeys:
         *,
         again: bool,
     ) -> bool:
-        """Give a key up; whether the loop goes on. ``pool_bytes``: of the pools before the key."""
+        """Give a key up; whether the loop goes on."""
         in_service = self._in_service
         if in_service and key not in self.failed:
             self._remember_refusal(key)
@@ -242,8 +241,8 @@ class CapturedKeys:
         keys: Sequence[Key],
         began: float,
     ) -> None:
-        """Capture these keys on all ranks, and write the report, whose time counts from ``began``.
-        Raises as CaptureSession.run, and AuditError.
+        """Capture these keys on all ranks, and write the report. Raises as CaptureSession.run, and
+        AuditError.
         """
         graphs = self.graphs
         backend = graphs.backend
@@ -295,16 +294,9 @@ class CapturedKeys:
         from_zero: bool = False,
     ) -> tuple[Key, ...]:
         """Capture keys between batches, the largest first, as far as they are ``wanted``, have no
-        graph and have not failed. A key that fails does not raise. Returns those that were
-        captured.
-
-        Args:
-            evicted: Keys to give up before.
-            renew: Give all up, and begin a new generation.
-            from_zero: Whether the budget's seconds count from 0 again.
-
-        Raises:
-            AuditError: with ``compilation.audit: error``; the new keys are given up.
+        graph and have not failed; ``renew``: in a new generation. Failures do not raise. Returns
+        the keys that were captured. Raises AuditError with ``compilation.audit: error``; the keys
+        are given up then.
         """
         start = time.perf_counter()
         self.guard.go_on(from_zero=from_zero)

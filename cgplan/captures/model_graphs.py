@@ -57,7 +57,7 @@ def driver_bytes(
 
 
 class _Compilations(NamedTuple):
-    """What torch.compile did in this process; ``stopped``: functions that met its limit."""
+    """What torch.compile did in this process; functions ``stopped`` at its limit."""
 
     seconds: float
     cached: int
@@ -88,15 +88,11 @@ class ModelGraphs(ModelRuns):
     """The model, its graphs, their pools and static buffers. It owns all but the model and a given
     ``pool``.
 
-    Args:
-        pool: A pool that other runners use too; absent: as ``compilation.pool`` says.
-        together: The sessions of other ranks.
-
     Attributes:
         looked_at: One line on what the last captures looked at.
         places: What the last captures wrote of the model, and whether it was put back.
-        inspection_seconds: Time that captures spent on figures for the report.
-        is_alone: Whether no other rank runs the same forwards beside this one.
+        inspection_seconds: Time of captures that served the report.
+        is_alone: Whether no other rank runs the same forwards.
     """
 
     pool: InitVar[GraphPool | None] = None
@@ -142,9 +138,7 @@ class ModelGraphs(ModelRuns):
 
     @contextmanager
     def rehearsing(self) -> Iterator[Rehearsal]:
-        """A block of runs that no batch asked for; the model is put back, see Note [What is put
-        back]. A block inside a block is part of it.
-        """
+        """A block of runs on padding; the model is put back. Blocks may be nested."""
         if self._rehearsal is not None:
             yield self._rehearsal
             return
@@ -188,20 +182,20 @@ class ModelGraphs(ModelRuns):
                 facts.overwritten.discard(storage._cdata)
             if nbytes > limit and storage._cdata in facts.overwritten:
                 continue
-            # all of it, as other views may be written
+            # other views may be written
             whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
             count = nbytes // tensor.itemsize
             facts.written[path] = whole.set_(storage, 0, (count,), (1,))
 
     def record(self) -> Fingerprint:
-        """What the model holds now, without random generators of the host."""
+        """What the model holds now."""
         if self._record is not None and not self._record.changes():
             return self._record
         return self.fingerprint()
 
     @property
     def copied_bytes(self) -> int:
-        """Device bytes of copies of the model's state, while captures run."""
+        """Device bytes of copies of the model's state."""
         return 0 if self._rehearsal is None else self._rehearsal.kept.copied()
 
     def copy_limit(self) -> int:
@@ -214,7 +208,7 @@ class ModelGraphs(ModelRuns):
 
     @contextmanager
     def captures_again(self) -> Iterator[None]:
-        """A block of captures between batches, on padding, in torch's state of the first ones."""
+        """A block of captures between batches, in torch's state of the first ones."""
         self.backend.synchronize()
         self.scope.is_open = True
         without_grad = self._ambient._replace(grad=False)
@@ -237,10 +231,9 @@ class ModelGraphs(ModelRuns):
         *,
         in_service: bool = False,
     ) -> GraphRecord:
-        """Look at the forward, warm up and capture one key, inside the backend's session; the model
-        is put back. ``scope.entries`` then holds the key's graphs. ``in_service``: a failure leaves
-        other keys as they are. Raises CaptureError; ModelError: the model failed before its
-        capture.
+        """Look at the forward, warm up and capture one key, inside the backend's session.
+        ``in_service``: a failure leaves other keys as they are. Raises CaptureError; ModelError:
+        the model failed before its capture.
         """
         mode, descriptor = key
         backend = self.backend
@@ -295,7 +288,7 @@ class ModelGraphs(ModelRuns):
         rehearsal: Rehearsal,
         key: Key,
     ) -> None:
-        """Compile parts, and make tables of first use, ahead of the capture."""
+        """Compile parts, and make tables of first use."""
         kept = rehearsal.kept
         runs = self.config.compilation.cudagraph_num_of_warmups
         if not runs and (kept.before.is_compiled or kept.has_made):
@@ -402,7 +395,7 @@ class ModelGraphs(ModelRuns):
         mode: CUDAGraphMode,
         descriptor: BatchDescriptor,
     ) -> Any:
-        """Run what a key captures, without a capture; finds or makes a trace."""
+        """Run what a key captures, without a capture."""
         is_full = mode is CUDAGraphMode.FULL
         call = self.route.whole if is_full else self.route.warm
         cache = autocast_cache(on=self.runs_python_again(mode))
@@ -420,7 +413,7 @@ class ModelGraphs(ModelRuns):
         return self.run(call, mode, descriptor, tensors)
 
     def seal(self) -> None:
-        """End the captures: a missing key, or memory that moved, is an error from now on."""
+        """End the captures: a missing key, or memory that moved, is an error now."""
         self.scope.is_open = False
         if self._rehearsal is not None:
             return
@@ -438,8 +431,8 @@ class ModelGraphs(ModelRuns):
     # --- graphs -----------------------------------------------------------------------------------
 
     def entry(self, key: Key) -> CUDAGraphEntry | None:
-        """The entry whose ``graph`` replays a key into ``output``; eager pieces need the forward
-        context. None without a graph, and with ``piecewise: wrappers``.
+        """The entry whose ``graph`` replays a key into ``output``. None without a graph, and with
+        ``piecewise: wrappers``.
         """
         mode, descriptor = key
         wrapper = self.wrapper if mode is CUDAGraphMode.FULL else self.route.chain
@@ -447,15 +440,15 @@ class ModelGraphs(ModelRuns):
         return entry if entry is not None and entry.scope is self.scope.mark else None
 
     def captured(self) -> Iterator[tuple[Key, CUDAGraphEntry]]:
-        """All entries by key; with ``piecewise: wrappers`` one for each wrapper."""
+        """All entries by key."""
         for wrapper in self.scope.wrappers:
             for entry in wrapper.entries.values():
                 if entry.scope is self.scope.mark:
                     yield (wrapper.runtime_mode, entry.descriptor), entry
 
     def evict(self, keys: Collection[Key]) -> None:
-        """Free the graphs of these keys. A graph whose output somebody holds is freed at the first
-        change after that; the output's numbers are no longer valid.
+        """Free the graphs of these keys; those with outputs that somebody holds at the first change
+        after these are gone.
         """
         self.backend.synchronize()
         self.scope.entries = []
@@ -478,7 +471,7 @@ class ModelGraphs(ModelRuns):
             self.pools.drop(key)
 
     def drop_all(self) -> None:
-        """Free all graphs and their pools at once; more can be captured."""
+        """Free all graphs and their pools; more can be captured."""
         self.backend.synchronize()
         self._reset()
         self.backend.release_cached()
@@ -491,7 +484,7 @@ class ModelGraphs(ModelRuns):
         self.scope.wrappers = []
 
     def free(self) -> None:
-        """Free all graphs, pools and static buffers, for good."""
+        """Free all, for good."""
         together = self.together
         self.together = SINGLE_RANK
         with ExitStack() as stack:  # memory is freed whatever raises

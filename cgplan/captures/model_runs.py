@@ -40,8 +40,8 @@ class RealRows:
     """Captures and comparisons run on rows of real batches, not on padding.
 
     Attributes:
-        fill: Fills the static rows of a key with real rows, and copies of them behind.
-        meant_padding: Inputs whose padding copies of real rows never replace.
+        fill: Fills static rows with real rows and copies of them.
+        meant_padding: Inputs whose padding such copies never replace.
     """
 
     fill: Callable[[Tensors], None]
@@ -56,9 +56,7 @@ class ForwardFacts:
         aside: Paths that eager pieces change.
         written: The model's tensors that graphs write, by path.
         overwritten: Ids of storages that each run overwrites before it reads them.
-        changes_python: Whether runs change Python, as eager pieces may.
         is_coarse: Whether it computes in half precision or TensorFloat32.
-        notes: Warnings for the report.
     """
 
     def __init__(self) -> None:
@@ -80,16 +78,12 @@ class ForwardFacts:
 class ModelRuns:
     """The model, its static buffers, and runs on them.
 
-    Args:
-        state, before_key, real_rows: See CaptureSession.
-
     Attributes:
         plan: The keys that may be captured, and later those that are.
-        most_tokens: Tokens of the largest key that the static buffers hold.
+        most_tokens: Tokens of the largest key.
         roots: The objects whose state counts, by name.
-        generators: Random generators of the model, without the default one.
+        generators: Of the model, without the default one.
         scope: The pool and entries of the key that is captured.
-        route: How PIECEWISE segments come about.
     """
 
     plan: Plan
@@ -142,7 +136,7 @@ class ModelRuns:
             self.buffers[sizes]
 
     def fingerprint(self) -> Fingerprint:
-        """What the model holds now, without random generators of the host."""
+        """What the model holds now."""
         return Fingerprint.of(self.roots, self.backend.device)
 
     def use_generators(self, found: Iterable[torch.Generator]) -> None:
@@ -153,20 +147,20 @@ class ModelRuns:
                 self.backend.register_generator(generator)
 
     def padded_reqs(self, descriptor: BatchDescriptor) -> int:
-        """Requests of a key; the most there can be if it leaves them open."""
+        """The most requests there can be, if a key leaves them open."""
         if descriptor.num_reqs is not None:
             return descriptor.num_reqs
         return min(descriptor.num_tokens, self.plan.max_num_seqs)
 
     def views(self, descriptor: BatchDescriptor) -> dict[str, Tensor]:
-        """The tensors that the key's graph reads, by name."""
+        """The tensors that the key's graph reads."""
         return self.buffers[descriptor.sizes].views(
             descriptor.num_tokens,
             self.padded_reqs(descriptor),
         )
 
     def runs_python_again(self, mode: CUDAGraphMode) -> bool:
-        """Whether a replay runs the model's Python, between wrappers."""
+        """Whether a replay runs Python between wrappers."""
         return mode is CUDAGraphMode.PIECEWISE and self.route.name == "wrappers"
 
     def frozen(
@@ -174,7 +168,7 @@ class ModelRuns:
         mode: CUDAGraphMode,
         paths: Iterable[str],
     ) -> list[str]:
-        """Of paths that a run changed, those that no replay changes."""
+        """The paths that no replay changes."""
         if self.runs_python_again(mode):
             return []
         return [path for path in paths if not is_within(path, self.facts.aside)]
@@ -185,7 +179,7 @@ class ModelRuns:
         mode: CUDAGraphMode,
         descriptor: BatchDescriptor,
     ) -> Iterator[None]:
-        """A block in the context of ``before_key``, which is put back."""
+        """A block in the context of ``before_key``."""
         if self.before_key is None:
             yield
             return
@@ -201,7 +195,7 @@ class ModelRuns:
         descriptor: BatchDescriptor,
         tensors: Tensors,
     ) -> Any:
-        """The model's own code; parts under torch.compile run as compiled."""
+        """The model's own code."""
         with autocast_cache(on=self.route.name == "wrappers"):
             return self.run(self.model, CUDAGraphMode.NONE, descriptor, tensors)
 
@@ -212,7 +206,7 @@ class ModelRuns:
         descriptor: BatchDescriptor,
         tensors: Tensors,
     ) -> Any:
-        """``call`` with the inputs, and the metadata in the forward context."""
+        """Call with the inputs, and the metadata in the forward context."""
         inputs = {name: tensors[name] for name in self.config.inputs}
         metadata = _Metadata()
         for name in self.config.metadata:

@@ -1,4 +1,4 @@
-"""Steps that capture sessions of several ranks take together; ``distributed/`` implements them."""
+"""Steps that the capture sessions of several ranks take together."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from cgplan.reports.records import CaptureReport
 
 
 class PeerMemory(NamedTuple):
-    """Memory of other ranks in this process's address space: ``mapped`` parts (first address, the
-    one behind the last, name), and ``addresses`` that graphs read from a table.
+    """Memory of other ranks: ``mapped`` parts (first address, the one behind the last, name), and
+    ``addresses`` that graphs read from a table.
     """
 
     mapped: Sequence[tuple[int, int, str]]
@@ -19,14 +19,12 @@ class PeerMemory(NamedTuple):
 
 
 class RankSync:
-    """Steps that all ranks take together; they raise on all ranks if one fails. This class is for a
-    single rank and never waits.
+    """Steps that all ranks take together, and that raise on all if one fails. This class, for a
+    single rank, never waits.
     """
 
     def begin(self, plan: Plan, free: int | None) -> int | None:  # noqa: ARG002
-        """Before anything is allocated: agree on the plan. Returns the least free device memory of
-        all ranks, in bytes.
-        """
+        """Agree on the plan. Returns the least free device memory of all ranks, in bytes."""
         return free
 
     def any_refuses(
@@ -34,7 +32,7 @@ class RankSync:
         refused: bool,
         because: BaseException | None = None,  # noqa: ARG002
     ) -> bool:
-        """Whether any rank's budget refuses a key; ``because``: this rank ran out of memory."""
+        """Whether any rank refuses a key; ``because``: this rank ran out of memory."""
         return refused
 
     def dropped(self) -> None:
@@ -48,14 +46,14 @@ class RankSync:
         return error
 
     def peer_memory(self) -> PeerMemory:
-        """Memory of other ranks that graphs read."""
+        """Memory that graphs read."""
         return PeerMemory(mapped=(), addresses=())
 
     def release(self) -> None:
         """Before graphs and their pool are freed."""
 
     def completed(self, report: CaptureReport) -> CaptureReport:
-        """The report with the other ranks' reports."""
+        """With the other ranks' reports."""
         return report
 
 

@@ -27,12 +27,8 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 class Rehearsal:
-    """Runs ahead of captures, and captures.
-
-    Args:
-        runs: The model; ``runs.facts`` gets what stays true of its forward.
-        addresses: Gets the paths of the tensors that graphs read.
-        kept: Puts the model back in the end.
+    """Runs ahead of captures, and captures. ``runs.facts`` and ``addresses`` get what outlasts it;
+    ``kept`` puts the model back.
     """
 
     def __init__(self, runs: ModelRuns, addresses: AddressChecks, kept: PutBack) -> None:
@@ -66,9 +62,7 @@ class Rehearsal:
         mode: CUDAGraphMode,
         descriptor: BatchDescriptor,
     ) -> None:
-        """Announce a key, and look at the forward once for each mode. Raises as
-        ``footprint.examine``.
-        """
+        """Look at the forward, once for each mode. Raises as ``footprint.examine``."""
         self.announce(mode, descriptor)
         if mode in self._footprints:
             return
@@ -167,7 +161,7 @@ class Rehearsal:
         return torch.backends.cudnn.allow_tf32 and any("conv" in name for name in found.names)
 
     def calls_breaks(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> bool:
-        """Whether a run calls a function under ``eager_break_during_capture``."""
+        """Whether it calls a function under ``eager_break_during_capture``."""
         runs = self._runs
         self.announce(mode, descriptor)
         views = runs.views(descriptor)
@@ -175,14 +169,12 @@ class Rehearsal:
         return look(run, self.kept).breaks
 
     def host_sync(self, mode: CUDAGraphMode) -> CaptureError | None:
-        """The operator that needs the host, as the look at a mode named it."""
+        """The operator that needs the host, as the look named it."""
         found = self._footprints.get(mode)
         return None if found is None else found.host_sync
 
     def looks_again(self, mode: CUDAGraphMode, failure: Any) -> bool:
-        """Whether the next look at a mode tells packages of the capture: only the capture needed
-        the host.
-        """
+        """Whether the next look tells packages of the capture, which alone needed the host."""
         found = self._footprints.get(mode)
         if not isinstance(failure, HostSyncError) or found is None:
             return False
@@ -193,7 +185,7 @@ class Rehearsal:
         return True
 
     def forget_look(self, mode: CUDAGraphMode) -> None:
-        """Look again at a mode that was not judged: a look and the next run are of one key."""
+        """Look again at a mode whose look was not judged."""
         if mode not in self._judged:
             self._footprints.pop(mode, None)
 
@@ -207,7 +199,7 @@ class Rehearsal:
         captures: bool = False,
     ) -> Iterator[None]:
         """A block of one run; the first of a mode is compared with the look. Raises as
-        ``footprint.judge``, and CaptureError for changes of Python under ``strict``.
+        ``footprint.judge``, and CaptureError under ``strict``.
         """
         is_first = mode not in self._judged
         with self.kept.run(captures=captures, enters_made=is_first) as changed:

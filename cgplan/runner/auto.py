@@ -47,8 +47,8 @@ _MOST_TRIES = 8  # each leaves out a further module
 
 
 class Candidate(NamedTuple):
-    """A way to capture the model: ``gains`` by tokens (eager over graph time of each round,
-    ascending), bytes of its pool.
+    """A way to capture the model: ``gains`` by tokens (eager over graph time, ascending), bytes of
+    its pool.
     """
 
     name: str
@@ -70,8 +70,8 @@ class Candidate(NamedTuple):
         return largest
 
     def is_tie(self, other: Candidate) -> bool:
-        """Whether this one is less than 2% faster, or the medians lie inside each other's rounds;
-        and it is worth no larger sizes.
+        """Whether this one is less than 2% faster, or within the rounds of the other; and worth no
+        larger sizes.
         """
         if other.worth < self.worth:
             return False
@@ -98,13 +98,12 @@ def choose_mode(
 ) -> tuple[Config, Plan]:
     """The fastest way to capture a model, for ``cudagraph_mode: AUTO``.
 
-    FULL comes first; where it fails, the innermost module that failed runs eagerly, until the rest
-    can be captured. PIECEWISE by operators and, on a GPU, inductor follow, as far as
-    ``budget.capture_time`` and the configuration allow. Each is timed against eager steps at the
-    sizes of ``report.sizes``; else at the smallest, the largest, and that for all requests. Of ways
-    as fast within 2%, or within the spread of their rounds, the smallest pool wins. The plan ends
-    at the largest size with a gain of 2%; ``anyway``: also below it. The model is put back, and all
-    memory is freed. ``before_key`` is as in CaptureSession.
+    FULL comes first; where it fails, the innermost module that failed runs eagerly. PIECEWISE by
+    operators and, on a GPU, inductor follow, as far as ``budget.capture_time`` and the
+    configuration allow. Each is timed against eager steps at a few sizes (``report.sizes``). Of
+    ways as fast within 2%, or within the spread of their rounds, the smallest pool wins. The plan
+    ends at the largest size with a gain of 2%; ``anyway``: also below it. The model is put back,
+    and all memory is freed. ``before_key`` is as in CaptureSession.
 
     Returns:
         The configuration with the chosen settings, and its plan, whose notes say what was tried.
@@ -202,7 +201,7 @@ def _tried(
     name: str,
     compilation: CompilationConfig,
 ) -> tuple[Candidate | None, str]:
-    """The candidate, if any, and a note; the runner is closed."""
+    """The runner is closed."""
     # the model is looked at once
     with closing(runner), runner.graphs.rehearsing():
         nbytes = runner.report.pool_bytes
@@ -220,11 +219,8 @@ def _changed(
     chosen: CompilationConfig,
 ) -> dict[str, Any]:
     before = asked.model_dump(mode="json")
-    changed = dict[str, Any]()
-    for name, value in chosen.model_dump(mode="json").items():
-        if value != before[name]:
-            changed[name] = value
-    return changed
+    after = chosen.model_dump(mode="json")
+    return {name: value for name, value in after.items() if value != before[name]}
 
 
 def _ways(
@@ -255,7 +251,7 @@ def _failing_module(
     model: Callable[..., Any],
     failed: list[str],
 ) -> Iterator[None]:
-    """A block; ``failed`` gets the innermost module whose forward raised the last error."""
+    """A block; ``failed`` gets the innermost module that raised."""
     names = dict[int, str]()
     last: BaseException | None = None
     if isinstance(model, torch.nn.Module):
@@ -307,8 +303,8 @@ def _timed_keys(runner: GraphRunner) -> list[Key]:
 
 
 def _first_difference(runner: GraphRunner) -> str | None:
-    """Where graphs differ by more than rounding from the model's own code, on example batches, in
-    three calls: Python may compute something else in the second.
+    """Where graphs differ from the model's own code on example batches, in three calls: Python may
+    compute something else in the second.
     """
     graphs = runner.graphs
     device = runner.backend.device
@@ -363,7 +359,7 @@ def _fastest(
     *,
     anyway: bool,
 ) -> tuple[CompilationConfig, str]:
-    """The settings of the candidate with the highest mean gain, and the reason."""
+    """The settings, and the reason."""
     none = asked.model_copy(update={"cudagraph_mode": CUDAGraphMode.NONE})
     if not candidates:
         return none, "no way to capture the model was found"
@@ -387,8 +383,8 @@ def _fastest(
 
 
 def check_up(runner: GraphRunner) -> DoctorReport:
-    """The part of a step's time inside graphs, for a few of a runner's keys on padding, and what
-    runs outside. Times are medians in microseconds.
+    """The part of a step's time inside graphs, for a few keys on padding, and what runs outside.
+    Times are medians in microseconds.
     """
     graphs = runner.graphs
     rows = list[CoverageRecord]()
@@ -423,7 +419,6 @@ def _time_inside(
     key: Key,
     segments: Sequence[Any],
 ) -> float:
-    """Microseconds of a key's graphs alone."""
     backend = graphs.backend
     rounds = list[float]()
     replays = [backend.launcher(graph) for graph in segments]

@@ -76,7 +76,7 @@ class CudaGraphManager:
     ``close`` frees the memory, and ``capture`` may follow again. Not for several threads.
 
     Args:
-        model: Any callable or nn.Module, on the device already. The caller owns it.
+        model: On the device already. The caller owns it.
         backend: Absent: the pool's, or that of ``config.device``.
         pool: Shared with other models; absent: as ``compilation.pool`` says.
         plan: Absent: ``build_plan(config)``.
@@ -176,8 +176,8 @@ class CudaGraphManager:
         return self.runner.replan(**options)
 
     def recapture(self) -> CaptureReport:
-        """Capture the runner's plan again, with the model's memory as it is now; ``stats`` stay.
-        The old graphs are freed first. Raises as CaptureSession.run; then no graph is left.
+        """Capture the runner's plan again, with the model's memory of now; ``stats`` stay. Raises
+        as CaptureSession.run; then no graph is left.
         """
         if self._runner is None:
             return self.capture()
@@ -202,12 +202,10 @@ class CudaGraphManager:
 
 
 def capture_together(managers: Sequence[CudaGraphManager]) -> PoolReport:
-    """Capture several managers that share a pool, all or none. The one with the largest size goes
-    first, and the others fit into its memory.
+    """Capture several managers that share a pool, all or none; the largest size goes first.
 
     Raises:
-        CgplanError: they do not share one pool, two have one name, or one of them is captured
-            already.
+        CgplanError: they do not share one pool, two have one name, or one of them is captured.
         CaptureError, ModelError: as CaptureSession.run; nothing stays captured.
     """
     names = [manager.name for manager in managers]

@@ -1,11 +1,10 @@
 """One size of batch, ready to be called: how it is copied in, run and cut.
 
 Note [The hot path]
-    A small model's decode step takes less than a millisecond, so microseconds of the host count. A
-    call is looked up, copies by one launch, replays, and returns new tensor objects on known
-    memory; all else is prepared once for its kind. Most calls are like the one before: Dynamo's
-    TensorGuards compare all tensors in one call. (They end the process for nested tensors, which
-    BatchReader refuses.)
+    Microseconds of the host count. A call is looked up, copies by one launch, replays, and returns
+    new tensor objects on known memory; all else is prepared once for its kind. Most calls are like
+    the one before: Dynamo's TensorGuards compare all tensors in one call. (They end the process for
+    nested tensors, which BatchReader refuses.)
 """
 
 from __future__ import annotations
@@ -71,7 +70,6 @@ class PreparedCall:
 
     Attributes:
         copy_in: Brings the tensors into the static buffers.
-        replay: Launches the graph, or its segments and eager pieces; or runs the model itself.
         output: Returns the output of the last replay, without padding.
         needs_check: Whether the next call checks addresses.
         flags: Arguments beside the tensors.

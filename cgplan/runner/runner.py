@@ -60,7 +60,6 @@ class GraphRunner:
     the stream of the last call still has work.
 
     Args:
-        captured: The model with its graphs.
         capture: Captures these keys of a plan; None: as a session does.
         use: The lock and the stream of its pools.
         name: For messages.
@@ -109,10 +108,13 @@ class GraphRunner:
         for staged in list(self._handed):
             staged.retire()
         self._handed.clear()
+        self._prepare_anew()
+        self._launcher.last_staged = None
+
+    def _prepare_anew(self) -> None:
         self._calls: dict[Kind, PreparedCall] = {}
         self._staged: dict[Kind, StagedBuffers] = {}
         self._last: PreparedCall | None = None
-        self._launcher.last_staged = None
 
     def _follow_plan(self) -> None:
         """Route batches by what is captured now."""
@@ -279,9 +281,14 @@ class GraphRunner:
         flags: Flags,
     ) -> tuple[PreparedCall, Values]:
         route = self.route(inputs, *flags)
-        values: Values = [inputs[name] for name in self._reader.names]
+        values = [inputs[name] for name in self._reader.names]
         if self._may_capture(route):
-            values = self._safe(values)
+            buffers = self.graphs.buffers
+            device = self.backend.device
+            for index, value in enumerate(values):
+                # captures overwrite outputs of earlier calls
+                if value.device == device and not buffers.owns(value):
+                    values[index] = value.clone()
             self._capture_for(route)
             route = self.route(inputs, *flags)
         call = self._prepared(route, values)
@@ -299,22 +306,12 @@ class GraphRunner:
     def _may_capture(self, route: RoutedBatch) -> bool:
         return not self._forbidden and is_capture_allowed() and self._is_open(route)
 
-    def _safe(self, values: Values) -> Values:
-        """Copies of tensors that may lie where a capture writes: outputs of earlier calls."""
-        device = self.backend.device
-        buffers = self.graphs.buffers
-        found = list[Tensor]()
-        for value in values:
-            is_at_risk = value.device == device and not buffers.owns(value)
-            found.append(value.clone() if is_at_risk else value)
-        return found
-
     def _prepared(
         self,
         route: RoutedBatch,
         values: Values | None,
     ) -> PreparedCall:
-        """Calls of a kind; ``values=None``: staged ones. Raises DispatchMissError."""
+        """``values=None``: staged batches. Raises DispatchMissError."""
         reason = None
         mode = route.mode
         if mode is CUDAGraphMode.NONE:
@@ -371,7 +368,7 @@ class GraphRunner:
     @contextmanager
     def trace(self) -> Iterator[Trace]:
         """A block whose calls, captures and compilations are recorded; ``trace.to_json()`` is for
-        Perfetto. Calls take some microseconds longer; batches staged before have no events.
+        Perfetto.
         """
         pick = self._pick
 
@@ -380,16 +377,12 @@ class GraphRunner:
             return pick(given)
 
         with nullcontext(Trace.current) if Trace.current else Trace().on() as trace:
-            self._last = None
-            self._calls = {}
-            self._staged = {}
+            self._prepare_anew()
             self._pick = asked
             try:
                 yield trace
             finally:
-                self._last = None
-                self._calls = {}
-                self._staged = {}
+                self._prepare_anew()
                 self._pick = pick
 
     @contextmanager
@@ -434,8 +427,8 @@ class GraphRunner:
                 buffers["input_ids"].copy_(ids)
             logits = buffers.output
 
-        Leaving the block runs the batch, see StagedBuffers. With ``capture_policy: lazy`` its key
-        is captured here, unless another block is open. Other arguments and errors as for a call.
+        Leaving the block runs the batch. With ``capture_policy: lazy`` its key is captured here,
+        unless another block is open. Other arguments and errors as for a call.
 
         Args:
             num_tokens: At most the largest size of the session.
@@ -604,10 +597,9 @@ class GraphRunner:
             call.needs_check = call.route.mode is not CUDAGraphMode.NONE
 
     def recapture(self) -> None:
-        """Capture the plan again, with the model's memory as it is now, failed keys too. Old graphs
-        and static buffers are freed first: outputs and ``input_views`` are no longer valid. If a
-        capture fails, it raises as CaptureSession.run, and the runner is closed. Raises
-        CgplanError, and changes nothing, if a call is under way.
+        """Capture the plan again, with the model's memory of now, failed keys too. Outputs and
+        ``input_views`` are no longer valid. If a capture fails, it raises as CaptureSession.run,
+        and the runner is closed. Raises CgplanError, and changes nothing, if a call is under way.
         """
         with self._use.held(self._name):
             if self._state != "suspended":

@@ -30,10 +30,9 @@ class CaptureSession:
     """Captures the keys of a plan, as far as the budget goes, and returns a runner.
 
     Args:
-        model: Any callable or nn.Module; called with the declared inputs by name.
+        model: Called with the declared inputs by name.
         progress: Called before each key.
-        pool: A pool of the same backend that other runners use too; absent: as ``compilation.pool``
-            says.
+        pool: Shared with other runners; absent: as ``compilation.pool`` says.
         name: For messages.
         together: The sessions of other ranks that capture the same model.
         state: The objects whose tensors and attributes the model relies on; absent: the model.
@@ -65,13 +64,11 @@ class CaptureSession:
         refuse_auto(self.config)
 
     def run(self) -> GraphRunner:
-        """Capture all keys that the budget pays for; none yet with ``capture_policy: lazy``. The
-        runner's plan holds what was captured. With a budget, running out of memory ends the
-        captures without an error.
+        """Capture all keys that the budget pays for; none yet with ``capture_policy: lazy``. With a
+        budget, running out of memory ends the captures without an error.
 
         Raises:
-            CaptureError: a key could not be captured (HostSyncError, CaptureMemoryError and
-                OutputShapeError say why); everything of this session is freed.
+            CaptureError: a key could not be captured; everything of this session is freed.
             ModelError: the model failed before its capture began.
             BackendError: torch or the device lacks the dtype of an input.
             PlanError: the plan was made from another configuration.
@@ -156,12 +153,9 @@ class CaptureSession:
 def describe_split(
     model: Callable[..., Any], config: Config, backend: GraphBackend | None = None
 ) -> SplitRecord | None:
-    """The split that a session's report would show. By operators, the model runs once on padding,
-    and may write to its KV cache where padding writes; by modules nothing runs. The model is put
-    back, and all memory is freed.
-
-    Returns:
-        The split; None where the plan has no PIECEWISE keys.
+    """The split that a session's report would show; None without PIECEWISE keys. By operators, the
+    model runs once on padding, and may write to its KV cache where padding writes; by modules
+    nothing runs. The model is put back, and all memory is freed.
 
     Raises:
         ConfigError: a splitting op, or a module pattern, that does not occur in the model.

@@ -22,9 +22,9 @@ _UNREAD = object()
 class StagedBuffers(Mapping[str, Tensor]):
     """The rows of one batch in the static buffers, by name; ``GraphRunner.stage`` makes it.
 
-    Inside the block the caller writes the tensors, which the runner owns, in place. Leaving the
-    block runs the batch, and raises as a call; after an exception nothing runs. Then ``output`` is
-    the batch's output, and the tensors are out of reach. A block can be entered again.
+    Inside the block the caller writes the tensors, which the runner owns, in place. Leaving it runs
+    the batch, and raises as a call. Then ``output`` is the batch's output, and the tensors are out
+    of reach. A block can be entered again.
 
     Raises:
         InputError: a tensor is put in instead of written in place, or its name is not declared.

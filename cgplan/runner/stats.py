@@ -33,12 +33,8 @@ NEVER = 1 << 62
 
 @dataclass(slots=True, eq=False)
 class BatchCount:
-    """Calls with one batch, answered in the same way.
-
-    Attributes:
-        num_tokens, num_reqs: Unpadded; requests only where an input counts them, and not after too
-            many batches.
-        reason: Why no graph answered, if none did.
+    """Calls with one batch, unpadded, answered in the same way; ``reason``: why no graph did.
+    Requests count only where an input counts them.
     """
 
     num_tokens: int
@@ -64,12 +60,11 @@ class StatsRecord(Record):
 
     Attributes:
         replays: By key, most calls first.
-        eager: Calls that ran eagerly, by reason.
+        eager: Calls by reason.
         real_tokens, padding_tokens: Of all batches, and of the padding in graphs.
         timed_calls, host_microseconds: Timed calls, and the sum of their times on the host.
         captures, evictions: Keys that were captured, and whose graphs were freed.
         failures: Captures in service that failed, or that the budget refused.
-        batches: (batch, calls).
     """
 
     replays: tuple[KeyHits, ...]
@@ -85,12 +80,10 @@ class StatsRecord(Record):
 
 
 class RunnerStats:
-    """What calls were answered with.
+    """What calls were answered with; see StatsRecord.
 
     Attributes:
-        captures, evictions, failures: As in StatsRecord.
         timed_calls: Without staged blocks.
-        timed_nanoseconds: Time of these calls on the host.
         until_timed: Calls until the next one that is timed.
     """
 
@@ -126,7 +119,7 @@ class RunnerStats:
         route: RoutedBatch,
         reason: MissReason | None = None,
     ) -> BatchCount:
-        """What to add calls to. After 100,000 batches, tokens alone tell new ones apart."""
+        """After 100,000 batches, tokens alone tell new ones apart."""
         batch = route.batch
         asked: Asked = (
             batch.num_tokens,
@@ -146,8 +139,8 @@ class RunnerStats:
         ran: RoutedBatch,
         asked: RoutedBatch | None,
     ) -> None:
-        """Count the last call, if a graph served it, as one of the smaller batch ``asked``, or not
-        at all where None: all was padding.
+        """Count the last call, if a graph served it, as the smaller batch ``asked``, or not at all:
+        None.
         """
         if ran.mode is CUDAGraphMode.NONE:
             return
@@ -228,8 +221,8 @@ class RunnerStats:
         )
 
     def table(self) -> str:
-        """The settings and the table that vLLM logs; the planner reads it as traffic. Call
-        ``reset`` after each table of a file: the planner adds them up.
+        """The settings and the table that vLLM logs; the planner reads it as traffic, and adds up
+        all tables of a file.
         """
         rows = Counter[tuple[int, int, CUDAGraphMode]]()
         for count in self.counts:
@@ -304,8 +297,8 @@ class RunnerStats:
         return self._resets, calls
 
     def traffic(self, since: Mark | None = None) -> Traffic:
-        """The exact batches that were asked for, since a ``mark`` or a later ``reset``. Raises
-        TrafficError: nothing was called.
+        """The exact batches of calls, since a ``mark`` or a later ``reset``. Raises TrafficError:
+        nothing was called.
         """
         found = []
         notes = []

@@ -3,12 +3,12 @@
 Note [Verification]
     Outputs, and tensors that the graph writes, have to agree within rounding.
     * Calls that teach (``RealRows``): the model's own code runs without padding. A further replay
-      has copies of real rows in its padding, valid values for the model: real rows stay equal to
-      the bit. Random numbers may differ if the padded batch by the captured code agrees with the
-      graph; so may few elements in half precision, if they also do where each row comes twice.
-    * A configuration: the model's own code runs the padded batch, as attention metadata needs.
-      Unless a context tells the model of sizes, it runs without padding, too: where that differs,
-      padding within rows, or copies of real rows that change the output, are at fault.
+      has copies of real rows in its padding: real rows stay equal to the bit. Random numbers
+      may differ if the padded batch by the captured code agrees; so may few elements in half
+      precision, if they also do where each row comes twice.
+    * A configuration: the model's own code runs the padded batch, as attention metadata needs; and,
+      unless a context tells the model of sizes, without padding. Where that differs, padding within
+      rows, or copies of real rows that change the output, are at fault.
     Memory that each run overwrites at places given by inputs, such as a KV cache, is not copied.
 """
 
@@ -53,7 +53,7 @@ class Verifier:
         self._handed: list[Tensor] = []
 
     def schedule(self, call: PreparedCall) -> None:
-        """Decide when calls of a kind are verified; padded batches have their own turns."""
+        """Padded batches of a key have their own turns."""
         mode = call.route.mode
         key = call.route.descriptor
         batch = call.route.batch
@@ -85,9 +85,7 @@ class Verifier:
         call: PreparedCall,
         values: Values,
     ) -> None:
-        """Replay a batch in the static buffers, and verify it. Raises NumbersError, with the output
-        of the model's own code.
-        """
+        """Replay a batch in the static buffers, and verify it. Raises NumbersError."""
         due = call.due
         record, output = self.verify(call, values)
         due.left = 1
@@ -115,7 +113,7 @@ class Verifier:
         *,
         leaves: bool = True,
     ) -> tuple[VerifyRecord, Any]:
-        """Compare a batch in the static buffers; returns also the output of the model's own code.
+        """Compare a batch in the static buffers; also the output of the model's own code.
         ``leaves``: the state of the answer stays, else it is put back.
         """
         graphs = self._graphs
@@ -241,7 +239,6 @@ class _Comparison:
         *,
         leaves: bool,
     ) -> VerifyRecord:
-        """Compare the run of the model's own code with a replay."""
         graphs = self._graphs
         route = self._route
         begin = self.begin
@@ -419,7 +416,6 @@ class _Comparison:
         return wrong[0].where if wrong else None
 
     def _padding(self) -> list[tuple[Tensor, Tensor]]:
-        """Rows of padding, and real rows for them."""
         graphs = self._graphs
         key = self._route.descriptor
         batch = self._route.batch
