@@ -1,9 +1,10 @@
 """The backend protocol: how cgplan captures and replays graphs on a device.
 
 Note [Lifetimes]
-    The last reset of its graphs releases a pool. A tensor made during a capture takes a block of
-    the pool while it is held; then the next capture into the pool may use the block, and a replay
-    of either graph overwrites it. Static buffers lie outside the pool and belong to the runner.
+    A pool is released when its last graph is reset. A tensor made during a capture takes a block of
+    the pool while it is held. Once it is dropped, the next capture into the pool may use the block,
+    and a replay of either graph overwrites it. A borrowed tensor does not hold its block. Static
+    buffers lie outside the pool and belong to the runner.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """The answers of ``torch.cuda.is_current_stream_capturing()`` to packages that ask.
 
 Note [Hidden captures]
-    Inside a capture some libraries leave out a shortcut that might read the host: transformers
-        builds attention masks that mask nothing, and attention takes slower kernels. So captures
-        are hidden, in their thread, from the packages in ``compilation.hide_capture_from``, if the
-        look saw no host sync. After one these packages see a second look and warm-ups as captures,
-        too, so that warm-ups run the graph's code. A tape that records is a capture. Dynamo traces
-        True while a block is open.
+    Inside a capture some libraries leave out a shortcut that might read the host. So transformers
+    builds attention masks that mask nothing, and attention takes slower kernels. Captures are
+    therefore hidden, in their thread, from the packages in ``compilation.hide_capture_from``, if
+    the look saw no host sync. After a host sync these packages see a second look and warm-ups as
+    captures, too, so that warm-ups run the graph's code. A tape that records is a capture. Dynamo
+    traces True while a block is open.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ Note [Workspaces]
 
     So a session begins with a small product, whose workspace goes into a pool for the life of the
     process. When torch drops the workspace, the next session finds it there at the same address. A
-    workspace takes tens of megabytes and belongs to one stream, so streams of gone owners are lent
-    again.
+    workspace takes tens of megabytes and belongs to one stream, so the stream of an owner that is
+    gone is lent again.
 """
 
 from __future__ import annotations

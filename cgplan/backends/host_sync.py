@@ -309,6 +309,8 @@ def as_its_caller(
     operator as a whole. torch turns it off for modes, but kernels such as
     ``_transformer_encoder_layer_fwd`` call operators that it casts for.
     """
+    if isinstance(operator, torch._ops.HigherOrderOperator):  # torch calls its modes from Python
+        return function
     with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
         is_on = torch.is_autocast_enabled(device)
     if not is_on or _is_cast.get():

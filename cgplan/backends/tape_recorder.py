@@ -241,7 +241,13 @@ class Tape:
     ) -> Any:
         given = tensors_in((args, kwargs))
         _refuse_foreign(func, given)
-        self._keep_written(func, args, kwargs)
+        for tensor in written_tensors(func, args, kwargs):
+            storage = tensor.untyped_storage()
+            if self._pool.alias_of(storage) is None:
+                self.before.keep(storage)
+        generator = kwargs.get("generator")
+        if generator is not None:
+            self.before.generators.setdefault(generator, generator.get_state())
         # before the operator changes their layout
         fixed_args, fixed_kwargs = tree_map_only(Tensor, self._fixed, (args, kwargs))
         before = {storage_id(tensor) for tensor in given}
@@ -321,20 +327,6 @@ class Tape:
         """The same memory without a hold on a pool block, deaf to ``.data =``."""
         alias = self._pool.alias_of(tensor.untyped_storage())
         return tensor.detach() if alias is None else tensor_on(alias, tensor)
-
-    def _keep_written(
-        self,
-        func: Any,
-        args: Args,
-        kwargs: Kwargs,
-    ) -> None:
-        for tensor in written_tensors(func, args, kwargs):
-            storage = tensor.untyped_storage()
-            if self._pool.alias_of(storage) is None:
-                self.before.keep(storage)
-        generator = kwargs.get("generator")
-        if generator is not None:
-            self.before.generators.setdefault(generator, generator.get_state())
 
 
 def _refuse_foreign(

@@ -7,12 +7,12 @@ shapes, on one stream. Inside it is ``cgplan::all_reduce_row``: one node of a gr
 tape.
 
 Note [Unfinished sums]
-    A rank that raises leaves a sum that others have joined or will join. Their next sum would take
-    its part: wrong numbers or, with gloo, the end of the process. So a rank that left a sum on the
-    CPU does no other, until `begin_pass` on all ranks makes new signals and, for gloo, a new group.
-    On a GPU `abort`, or their bound, ends waits of the custom kernels. A sum that waits in NCCL
-    ends only with its communicator, whose kernels graphs may hold; torch's watchdog ends the
-    process after the timeout.
+    A rank that raises leaves a sum that others have joined or will join. The next sum would take
+    their parts for its own, which gives wrong numbers or, with gloo, ends the process. So a rank
+    that left a sum on the CPU does no other, until `begin_pass` on all ranks makes new signals and,
+    for gloo, a new group. On a GPU `abort`, or their bound, ends waits of the custom kernels. A sum
+    that waits in NCCL ends only with its communicator, whose kernels graphs may hold; torch's
+    watchdog ends the process after the timeout.
 """
 
 from __future__ import annotations

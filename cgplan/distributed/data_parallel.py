@@ -1,7 +1,8 @@
 """Data-parallel ranks that run one graph: each has its own batch, all have the same size and mode.
 
-Ranks need it that exchange data inside the forward, as for expert parallelism. It is off by default
-(``distributed.data_parallel_sync``): each step costs a small all-reduce on the host.
+It serves ranks that exchange data inside the forward, as for expert parallelism. It is off by
+default (``distributed.data_parallel_sync``), because each step costs a small all-reduce on the
+host.
 """
 
 from __future__ import annotations

@@ -2,19 +2,17 @@
 
 Note [Steps]
     All ranks come to the same steps in the same order. Each brings a value or an error, through
-    torch's TCPStore; all get all values, or raise the same error. After a rank was late there are
-    no more steps. A rank that raises between two steps says so in the store, where CPU sums that
-    wait for it look. Sums on a GPU, and gloo's, end by their own timeout, for which that rank
-    waits.
+    torch's TCPStore; all get all values, or raise the same error. Once a rank is late, there are no
+    more steps. A rank that raises between two steps says so in the store, where CPU sums that wait
+    for it look. Sums on a GPU, and gloo's, end by their own timeout, for which that rank waits.
 
 Note [Teardown]
-    Shared memory is taken down in this order, on error paths too: (1) a step: no rank replays any
-        more; (2) each rank closes its handles of the others' memory; (3) a step: no rank reads my
-        memory any more; (4) graphs, (5) their pool, (6) the registry's exports, and (7) the group
-        are freed. Where a rank is lost the steps are left out. CUDA IPC leaves memory undefined
-        that is freed while another process has it open, and NCCL waits if its group goes before a
-        graph with its kernels. `ModelGraphs.free` does (1) to (5), `AllReduce.close` (6),
-        `Ranks.close` (7).
+    On error paths, too, shared memory is taken down in this order: (1) a step: no rank replays any
+    more; (2) each rank closes its handles of the others' memory; (3) a step: no rank reads my
+    memory any more; (4) graphs, (5) their pool, (6) the registry's exports, and (7) the group are
+    freed. Where a rank is lost the steps are left out. CUDA IPC leaves memory undefined that is
+    freed while another process has it open, and NCCL waits if its group goes before a graph with
+    its kernels. `ModelGraphs.free` does (1) to (5), `AllReduce.close` (6), `Ranks.close` (7).
 """
 
 from __future__ import annotations

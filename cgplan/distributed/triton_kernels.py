@@ -2,15 +2,14 @@
 
 Note [Signals]
     Each rank has signals that its peers can write: [MOST_BLOCKS, WORLD] int32. In a barrier, block
-        b of each rank writes a value to place (b, its rank) of every rank's signals, and waits
-        until all places (b, *) of its own are as high. The kernel raises the value in device
-        memory; values wrap around, and are compared by their difference. All ranks launch the same
-        kernels in the same order with the same number of blocks, so the values of block b are equal
-        everywhere.
+    b of each rank writes a value to place (b, its rank) of every rank's signals, and waits until
+    all places (b, *) of its own are as high. The kernel raises the value in device memory; values
+    wrap around, and are compared by their difference. All ranks launch the same kernels in the same
+    order with the same number of blocks, so the values of block b are equal everywhere.
 
-    Writes are system-scope atomics that release what the block wrote before, waits are such that
-    acquire; `debug_barrier` makes both hold for all threads of the block. The last barrier of the
-    one-shot kernel publishes nothing, so it is not ORDERED, which spares a fence.
+    Writes are system-scope atomics that release what the block wrote before. Waits are system-scope
+    atomics that acquire. `debug_barrier` makes both hold for all threads of the block. The last
+    barrier of the one-shot kernel publishes nothing, so it is not ORDERED, which spares a fence.
 
     Before the first of two barriers all inputs are written. After the second one no rank reads my
     input any more, and in the two-shot kernel the slices are reduced. The slices lie behind the

@@ -108,7 +108,12 @@ class EagerPiece:
         before = _attributes(modules)
         leaves = tree_leaves((args, kwargs))  # held, so that ids stay theirs
         given = list(map(_identity, leaves))
-        self._keep_arguments(args, kwargs)
+        # tensors of the pool are borrowed: each replay writes them before the piece reads them
+        self._args = list(args)
+        self._kwargs = dict(kwargs)
+        self._makers: list[tuple[Any, Any, Make]] = []
+        self._keep(self._args, range(len(args)))
+        self._keep(self._kwargs, kwargs)
         with autocast_cache(on=True):
             result = self._function(*args, **kwargs)
         self._refuse_other_arguments(given, tree_leaves((args, kwargs)))
@@ -180,8 +185,11 @@ class EagerPiece:
         """Find the results that get views of one block."""
         sharing = {}
         for i, place in enumerate(self._results):
-            if place.slot is not None and _can_share(place.slot):
-                sharing[i] = _address(place.slot)
+            slot = place.slot
+            if slot is None or slot.is_conj() or slot.is_neg():
+                continue
+            if slot.numel():
+                sharing[i] = _address(slot)
         counts = Counter(sharing.values())
         self._shared: list[int] = []
         self._blocks: dict[int, Tensor] = {}
@@ -189,7 +197,12 @@ class EagerPiece:
             value = self._values[i]
             if counts[address] > 1 or _repeated(value):
                 self._shared.append(i)
-                self._blocks[address] = _bytes(value)
+                nothing = torch.empty(
+                    0,
+                    dtype=torch.uint8,
+                    device=value.device,
+                )
+                self._blocks[address] = nothing.set_(value.untyped_storage())
         self._sharing = _sharing(self._values, self._shared)
 
     def hand_out(self) -> tuple[Any, Copies]:
@@ -280,18 +293,6 @@ class EagerPiece:
                 copies.append((slot, value))
         if copies:
             fill(copies, together=not self._shared)
-
-    def _keep_arguments(
-        self,
-        args: Args,
-        kwargs: Kwargs,
-    ) -> None:
-        """Tensors of the pool are borrowed: each replay writes them before the piece reads them."""
-        self._args = list(args)
-        self._kwargs = dict(kwargs)
-        self._makers: list[tuple[Any, Any, Make]] = []
-        self._keep(self._args, range(len(args)))
-        self._keep(self._kwargs, kwargs)
 
     def _keep(
         self,
@@ -412,7 +413,7 @@ class PieceMemory(OperatorMode):
         result = self.run(func, args, kwargs)
         for tensor in tensors_in(result):
             self._own[tensor] = None
-        # it may set a tensor to older memory
+        # such an operator may set a tensor object to older memory
         if self.piece is not None and torch.Tag.inplace_view not in tags:
             found = storages_of(tensors_in(result))
             for storage, reference in found.items():
@@ -586,22 +587,6 @@ def _sharing(
                 strides.append(stride)
         found.append((first, begin - begin_of_first, strides))
     return found
-
-
-def _can_share(tensor: Tensor) -> bool:
-    is_lazy = tensor.is_conj() or tensor.is_neg()
-    return tensor.numel() > 0 and not is_lazy
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    """All memory that the tensor is a view of."""
-    storage = tensor.untyped_storage()
-    nothing = torch.empty(
-        0,
-        dtype=torch.uint8,
-        device=tensor.device,
-    )
-    return nothing.set_(storage)
 
 
 def _view_like(memory: Tensor, like: Tensor) -> Tensor:
