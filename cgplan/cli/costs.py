@@ -23,8 +23,7 @@ from cgplan.reports import CaptureReport, Environment
 from cgplan.reports.records import parse_report, uncapturable
 
 _REMEDY = (
-    "Give a file that `cgplan capture --output` wrote, the log of a start of vLLM, or one of the "
-    "words estimate and measure."
+    "Give a capture report, the log of a start of vLLM, or one of the words estimate and measure."
 )
 
 
@@ -59,7 +58,11 @@ def costs_of(loaded: LoadedConfig, given: str | None) -> Priced:
     notes = tuple(about(f"the costs of {given}", report.plan, environment, loaded.config))
     costs = MeasuredCosts.from_report(report, loaded.config, notes)
     _check_modes(report, given, loaded.config)
-    return Priced(costs, machine, uncapturable(report.failed))
+    return Priced(
+        costs,
+        machine,
+        uncapturable(report.failed),
+    )
 
 
 def about(
@@ -71,10 +74,7 @@ def about(
     """Notes on figures that were measured for another ``plan``, or on the tape."""
     found = named(mismatches(plan, config))
     if found:
-        yield (
-            f"{subject} were measured with another configuration, and are taken as they are: "
-            f"{found}"
-        )
+        yield (f"{subject} were measured with another configuration: {found}")
     if environment.driver is None:
         yield f"{subject} are those of {environment.backend}, not of a GPU"
 
@@ -97,8 +97,7 @@ def _check_modes(
         raise ReportError(
             f"{path} has no costs of {lacking} graphs: its graphs are {had}, and the configuration "
             f"has mode {plan.mode}",
-            remedy=f"Give the report of a capture in mode {plan.mode}, --costs measure or --costs "
-            "estimate.",
+            remedy=f"Give a capture in mode {plan.mode}, --costs measure or --costs estimate.",
         )
 
 
@@ -153,6 +152,5 @@ def _estimated(loaded: LoadedConfig) -> GraphCosts:
             raise
         raise CaptureMemoryError(
             f"--costs estimate: the model does not fit into this machine's memory: {error.message}",
-            remedy="Give model.kwargs a smaller KV cache or fewer layers of the same kind, or "
-            "give --costs the report of a capture on the GPU.",
+            remedy="Shrink model.kwargs: KV cache, layers; or give --costs a capture on the GPU.",
         ) from error

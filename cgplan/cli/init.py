@@ -60,8 +60,7 @@ def _of_call(
         except TypeError as error:
             raise ModelError(
                 f"{target} does not take what {call} returns: {error}",
-                remedy="Return a tensor, a sequence or a mapping by name, as the forward takes "
-                "them.",
+                remedy="Return a tensor, a sequence or a mapping by name, for the forward.",
             ) from error
     return graphs.config_text(target, kwargs)
 

@@ -150,9 +150,8 @@ def check_vllm(read: VllmConfig, file: Path | None) -> None:
     if read.lost:
         raise PlanError(
             "vLLM does not capture all that was asked for\n  - " + "\n  - ".join(read.lost),
-            remedy="Give cudagraph_capture_sizes with the sizes that batches have (those of "
-            "decode: requests times "
-            f"{plan.query_len}), the largest one included, and no max_cudagraph_capture_size.",
+            remedy="Give the sizes of batches as cudagraph_capture_sizes, in decode multiples of "
+            f"{plan.query_len}, the largest included, and no max_cudagraph_capture_size.",
         )
 
 
@@ -187,7 +186,11 @@ def _rows(
                 if isinstance(inner, BaseModel):
                     yield from _rows(inner, f"{path}.", loaded)
                 else:
-                    yield Row(path, _text(inner), loaded.origin(path))
+                    yield Row(
+                        path,
+                        _text(inner),
+                        loaded.origin(path),
+                    )
         else:
             is_given = name in section.model_fields_set
             origin = loaded.origin(key) if is_given else "default"

@@ -127,8 +127,7 @@ def bench(
         str | None,
         Option(
             metavar="NAMES",
-            help="Also measure other ways to run the model: eager, bare, make_graphed_callables, "
-            "reduce-overhead.",
+            help="Beside other ways: eager, bare, make_graphed_callables, reduce-overhead.",
         ),
     ] = None,
     seed: Annotated[

@@ -124,8 +124,7 @@ HTML = partial(file_option, "Also write it as one HTML file, with charts.")
 OUTPUT = partial(file_option, "Also save the result as JSON in this file.", "--output", "-o")
 COSTS = partial(
     option,
-    "What graphs cost: a capture report, vLLM's log, `estimate` (on the CPU) or `measure` (a few "
-    "captures).",
+    "What graphs cost: a capture report, vLLM's log, `estimate` or `measure`.",
     metavar="SOURCE",
 )
 TRAFFIC = partial(
@@ -219,8 +218,7 @@ class Request(Given):
         if plan.keys and not any(symbols):
             raise ConfigError(
                 f"{path}: no input has a dimension that counts the rows of a batch",
-                remedy="Declare the model's inputs, with num_tokens or num_reqs in a shape; "
-                "`cgplan init TARGET` helps.",
+                remedy="Declare inputs with num_tokens or num_reqs; `cgplan init TARGET` helps.",
             )
         if is_first_rank():
             check_outputs((self.output, self.trace, self.html), (path, self.plan))

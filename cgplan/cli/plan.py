@@ -129,13 +129,18 @@ def run_check(
         rules = {"insurance": made.insurance, "one_list": made.one_list, "apart": made.apart}
     sources = _sources(config, loads, plan)
     steps = _steps(sources, plan, times, config, rules)
-    check = _checked(plan, config, steps, times, rules)
+    check = _checked(
+        plan,
+        config,
+        steps,
+        times,
+        rules,
+    )
     publish(check, None, as_json=as_json)
     if max_regret is not None and max(check.regret, check.decode_regret or 0) > max_regret:
         raise RegretError(
             f"{path} on {check.traffic_source}: {check.verdict}; --max-regret is {max_regret:.4%}",
-            remedy="Plan for this traffic: `cgplan plan --config FILE --traffic FILE --output "
-            "FILE`.",
+            remedy="Plan for this traffic: `cgplan plan FILE --traffic FILE --output FILE`.",
         )
 
 
@@ -157,8 +162,7 @@ def _check_loads(config: Config, loads: Loads) -> None:
         raise ConfigError(
             "--speedup, --scale, --replicas, --weights, --objective, --insurance and --step-times "
             "are about traffic, and there is none",
-            remedy="Give --traffic FILE, or add a `traffic` section with the request_rate to the "
-            "configuration.",
+            remedy="Give --traffic FILE, or a `traffic` section in the configuration.",
         )
     if loads.weights and len(loads.weights) != len(loads.files):
         raise ConfigError(
@@ -178,10 +182,8 @@ def _check_times(config: Config, loads: Loads) -> None:
     has_traffic = loads.files or config.traffic
     if not loads.step_times and has_traffic and not config.dims:
         raise StepTimeError(
-            "no step times were given, and a plan by the default ones, of another model, is not "
-            "emitted",
-            remedy="Give --step-times FILE, which `cgplan bench --output` writes on your machine; "
-            "or take the default ones for yours, with --assume-default-times.",
+            "a plan by the default step times, of another model, is not emitted",
+            remedy="Give --step-times FILE, of `cgplan bench --output`; or --assume-default-times.",
         )
 
 
@@ -207,8 +209,7 @@ def _by_ladder(
     plan = plan.model_copy(update={"predicted": predicted, "machine": priced.machine})
     note = (
         "there is no traffic to plan for, so nothing was optimised: these are the sizes of the "
-        f"configuration ({plan.sizes_source}). Give --traffic FILE, or a `traffic` section, to "
-        "have them chosen"
+        f"configuration ({plan.sizes_source}). To have them chosen, give --traffic FILE"
     )
     lint = list(lint_without_traffic(plan))
     limits = [
@@ -233,8 +234,7 @@ def _for_sizes(
     if not isinstance(file, Path) or engine or not loads.is_recorded:
         raise ConfigError(
             "boxes of `dims` are planned for one --traffic FILE with a column for each dimension, "
-            "without --speedup, --insurance and the like, --emit, --from-stats and the `traffic` "
-            "section",
+            "without --emit, --from-stats, the `traffic` section, --speedup and the like",
             remedy="Give that, and leave the others out.",
         )
     from cgplan.optimizer.boxes import dims_of, propose_boxes

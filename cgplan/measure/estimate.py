@@ -286,8 +286,7 @@ def _recorded(
                 raise CaptureError(
                     f"an estimate of {batch} runs the model without values of tensors, at "
                     f"{blamed_line(error.__traceback__)}: {type(cause).__name__}: {cause}",
-                    remedy="Give a custom operator a fake kernel with torch.library.register_fake. "
-                    "Where the model reads values on the host, use --costs measure.",
+                    remedy="Use --costs measure, or torch.library.register_fake for an operator.",
                 ) from error
             failure = explain_eager_failure(cause, batch)
             raise failure from (error if failure is not error else error.__cause__)

@@ -86,7 +86,12 @@ class RowDecoder(nn.Module):
     Row i is request i, and begins anew at position 0. The tensors of ``cache`` never move.
     """
 
-    def __init__(self, model: Any, max_batch_size: int, max_cache_len: int) -> None:
+    def __init__(
+        self,
+        model: Any,
+        max_batch_size: int,
+        max_cache_len: int,
+    ) -> None:
         super().__init__()
         self.model = model
         self.max_batch_size = max_batch_size
@@ -100,8 +105,7 @@ class RowDecoder(nn.Module):
         if other or getattr(text, "attention_chunk_size", None) is not None:
             raise ModelError(
                 f"{text.model_type} has layers of kind {', '.join(other) or 'chunked_attention'}",
-                remedy="The transformers target runs layers of kind "
-                f"{' and '.join(_ATTENTION_TYPES)}.",
+                remedy=f"Choose a model with layers of kind {' and '.join(_ATTENTION_TYPES)}.",
             )
         self._windows = {kind: window if kind == "sliding_attention" else None for kind in kinds}
         self._additive = model.config._attn_implementation == "eager"
@@ -167,8 +171,7 @@ def find_config(name: str) -> str:
             return str(found)
     raise ModelError(
         f"{name} is neither a target nor a Hugging Face model on this machine",
-        remedy="Write package.module:callable or path/to/file.py:callable, or name a folder with "
-        "a config.json.",
+        remedy="Write module:callable or file.py:callable, or name a folder with a config.json.",
     )
 
 
@@ -177,8 +180,7 @@ def read_config(config: Mapping[str, Any] | None, config_file: str | None) -> An
     if (config is None) == (config_file is None):
         raise ModelError(
             "the transformers target needs `config` or `config_file`, one of them",
-            remedy="Give model.kwargs.config (with model_type), or the path of a published "
-            "config.json.",
+            remedy="Give model.kwargs.config, or the path of a published config.json.",
         )
     where = "model.kwargs.config"
     if config_file is not None:
@@ -199,8 +201,7 @@ def read_config(config: Mapping[str, Any] | None, config_file: str | None) -> An
     if kind not in CONFIG_MAPPING:
         raise ModelError(
             f"{where} has model_type {kind!r}, which this transformers does not know",
-            remedy="Give model_type as in the model's published config.json, such as qwen3 or "
-            "llama.",
+            remedy="Give the model_type of a published config.json, such as qwen3 or llama.",
         )
     try:
         return CONFIG_MAPPING[kind].from_dict(dict(config))

@@ -181,8 +181,7 @@ def _import_module(source: str) -> ModuleType:
             raise  # something that the module imports is missing
         raise ModelError(
             f"no module named {error.name!r} (model target {source})",
-            remedy="Install it, run from the folder that holds it, or name the file: "
-            "path/to/file.py:callable.",
+            remedy="Install it, run from its folder, or name path/to/file.py:callable.",
         ) from error
 
 

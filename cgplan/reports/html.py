@@ -277,8 +277,7 @@ def _of_bench(report: BenchReport) -> Iterator[Section]:
         series = ("eager median", "graph median", "replay median")
         drawn = chart("lines", "Latency by batch size", "tokens", *series)
         about = (
-            "From an idle device until it has finished: the model's code, the runner's call, and "
-            "the graph alone."
+            "From an idle device until it has finished: eager, the runner's call, the graph alone."
         )
         yield Section("Latency", about, source, latencies(report), [drawn])
     waiting = queued(report)
@@ -334,10 +333,20 @@ def _memory(sides: Mapping[str, Parts], source: str) -> Section:
         "Device memory by part, and in it by the key that made it grow. Keys share one pool, so "
         "the first key takes most of it; the driver takes memory in chunks."
     )
-    return Section("Memory", about, source, table_of(rows.values(), formats), charts)
+    return Section(
+        "Memory",
+        about,
+        source,
+        table_of(rows.values(), formats),
+        charts,
+    )
 
 
-def _start_up(keys: Sequence[Key], each: Sequence[Mapping[str, float]], source: str) -> Section:
+def _start_up(
+    keys: Sequence[Key],
+    each: Sequence[Mapping[str, float]],
+    source: str,
+) -> Section:
     """``each``: seconds by phase of each key, in capture order."""
     phases = [phase for phase in each[0] if any(seconds[phase] for seconds in each)]
     rows: list[Row] = []
@@ -406,10 +415,7 @@ def _curve(evidence: Evidence, source: str) -> Section:
         MEMORY,
         START_UP,
     )
-    about = (
-        "Mean time of a step by the number of graphs: the best plan of each number, this plan, "
-        "and ladders."
-    )
+    about = "Mean time of a step: the best plan of each number of graphs, this plan, and ladders."
     caption = "Expected step by number of graphs"
     drawn = chart(
         "curve",
@@ -500,10 +506,7 @@ def _of_audit(report: AuditReport) -> Iterator[Section]:
         Column("address", "address", hex),
         TextColumn("detail"),
     )
-    about = (
-        "Pointers of the graphs into memory that is not the runner's: a replay reads or writes "
-        "what others do."
-    )
+    about = "Pointers of the graphs into memory that is not the runner's."
     yield Section("Findings", about, source, findings)
     owners = Grid(
         report.owners,

@@ -535,8 +535,7 @@ def parse_report(text: str, path: str | Path) -> Report:
     if found != version:
         raise ReportError(
             f"{path}: schema version {found!r}, this cgplan reads {version}",
-            remedy="Make the report again with this version of cgplan, or read it with the "
-            "version that wrote it.",
+            remedy="Make the report again with this version, or read it with its own.",
         )
     try:
         return model.model_validate(data)

@@ -101,15 +101,13 @@ class SpecDecodeGraphManager:
         if drafter.vocab_size != verifier.vocab_size:
             raise ModelError(
                 f"the draft knows {drafter.vocab_size} tokens, the target {verifier.vocab_size}",
-                remedy="Choose a draft with the target's vocabulary: a token's number has to mean "
-                "the same to both.",
+                remedy="Choose a draft with the target's vocabulary.",
             )
         if drafter.block_size != size or drafter.num_blocks < blocks:
             raise ModelError(
                 f"the draft's cache has {drafter.num_blocks} blocks of {drafter.block_size} "
                 f"tokens, the target's {blocks} of {size}",
-                remedy="Build the draft with the target's block_size and at least its num_blocks: "
-                "they share block tables.",
+                remedy="Take the target's block_size and num_blocks: they share block tables.",
             )
         self.config = config
         self.stats = SpecStats()
@@ -158,7 +156,11 @@ class SpecDecodeGraphManager:
         self.managers["draft"].run(uniform_decode=False, **batch)
         return self.managers["target"].run(uniform_decode=False, **batch)
 
-    def add(self, tokens: Sequence[int], blocks: Sequence[int]) -> int:
+    def add(
+        self,
+        tokens: Sequence[int],
+        blocks: Sequence[int],
+    ) -> int:
         """Begin to decode a request.
 
         Args:
@@ -182,8 +184,7 @@ class SpecDecodeGraphManager:
         if len(last) < 2 or not all(0 <= token < self._target.vocab_size for token in last):
             raise InputError(
                 f"a request of {len(tokens)} tokens ending in {last} cannot be decoded",
-                remedy="Give the prompt and at least one token more, each below "
-                f"{self._target.vocab_size}.",
+                remedy=f"Give at least one token more, below {self._target.vocab_size}.",
             )
         context = len(tokens) - 1
         table = self._table(blocks, context)
@@ -322,8 +323,7 @@ class SpecDecodeGraphManager:
             raise InputError(
                 f"{len(blocks)} blocks of {size} tokens for a request with {context} tokens in "
                 f"the cache; block_tables has {self._max_blocks} columns",
-                remedy="Give it room for one token more at least; declare wider block_tables for "
-                "longer requests.",
+                remedy="Give it room for one token more, in wider block_tables if need be.",
             )
         seen = set[int]()
         for block in blocks:

@@ -119,8 +119,7 @@ def _check(config: Config) -> None:
         )
     if config.lora:
         raise ConfigError(
-            "the configuration has a `lora` section, and speculative decoding fills no adapter "
-            "numbers",
+            "the configuration has a `lora` section, which speculative decoding does not fill",
             remedy="Leave `lora` and `lora_ids` out, or decode without a draft.",
         )
     if config.compilation.pool != "shared":
@@ -166,7 +165,11 @@ def _decode(
     scheduler = config.scheduler
     declared = {name: Input(shape=(rows,), dtype="int64", pad=0) for name, rows in inputs.items()}
     # padding has the last row
-    declared["rows"] = Input(shape=("num_reqs",), dtype="int64", pad=scheduler.max_num_seqs)
+    declared["rows"] = Input(
+        shape=("num_reqs",),
+        dtype="int64",
+        pad=scheduler.max_num_seqs,
+    )
     most = max(scheduler.max_num_batched_tokens, query_len * scheduler.max_num_seqs)
     speculative = {"num_speculative_tokens": draft_tokens, "accepted_tokens": None}
     part = _part(
