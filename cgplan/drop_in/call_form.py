@@ -152,7 +152,8 @@ def _flatten_other(
         flatten(leaves, form, tensors)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = [field.name for field in dataclasses.fields(value)]
-        names = [name for name in fields if hasattr(value, name)]
+        every = dict.fromkeys((*fields, *getattr(value, "__dict__", ())))
+        names = [name for name in every if hasattr(value, name)]
         box = ByKey((kind, names), (kind, *names))
         form += dataclasses.Field, box
         held = [getattr(value, name) for name in names]
@@ -210,13 +211,21 @@ def call_form(
     return form, tensors
 
 
+def same_tensors(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    """For each tensor the place of the first one that is the same; empty where all differ."""
+    if len(tensors) < 2 or len(set(map(id, tensors))) == len(tensors):
+        return ()
+    first = dict[int, int]()
+    return tuple(first.setdefault(id(tensor), at) for at, tensor in enumerate(tensors))
+
+
 @dataclass(slots=True)
 class Call:
     """One call of a model, taken apart.
 
     Attributes:
-        form: Of the arguments; then whether a gradient is asked for, grad mode, the default dtype,
-            autocast.
+        form: Of the arguments; then which of the tensors are the same, whether a gradient is asked
+            for, grad mode, the default dtype, default devices, autocast.
         tensors: In the order of the form.
     """
 
@@ -341,6 +350,9 @@ def share(
 class ByName(nn.Module):
     """The model as a runner calls it: tensors by name come in, a tensor or a tuple goes out.
 
+    Args:
+        same: For each tensor the first one that is the same; empty where all differ.
+
     Attributes:
         names: Of the tensors, in the order of the form.
         outputs: Form and shapes of the outputs so far, by the shapes of the tensors.
@@ -354,6 +366,7 @@ class ByName(nn.Module):
         count: int,
         keywords: Iterable[str],
         form: Form,
+        same: Sequence[int] = (),
     ) -> None:
         super().__init__()
         share(self, module_of(model))
@@ -361,6 +374,7 @@ class ByName(nn.Module):
         self._count = count
         self._keywords = tuple(keywords)
         self.__dict__["wrapped"] = model  # not as a module: it would be there twice
+        self._same = same
         self.names: tuple[str, ...] = ()
         self.outputs: dict[Shapes, tuple[Form, Shapes]] = {}
         self._values = form[1 + len(self._keywords) :]
@@ -388,6 +402,9 @@ class ByName(nn.Module):
 
     def forward(self, **tensors: Tensor) -> Any:
         wrapped = self.__dict__["wrapped"]
+        if self._same:
+            in_order = list(tensors.values())
+            tensors = {name: in_order[at] for name, at in zip(tensors, self._same, strict=True)}
         if self.is_plain and torch.compiler.is_compiling():  # nothing that a trace would not follow
             given = tuple(tensors.values())
             count = self._count

@@ -21,6 +21,9 @@ from typing import Any, cast, get_args
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 from cgplan.backends import select_backend
 from cgplan.backends.context import current_forward_context, is_capture_allowed
@@ -37,6 +40,7 @@ from cgplan.drop_in.call_form import (
     object_roots,
     objects_in,
     rebuild,
+    same_tensors,
     shapes_of,
     taken_apart,
 )
@@ -65,6 +69,7 @@ from cgplan.runner.session import CaptureSession
 
 _MOST_CALLS = 4096  # that are found by one look-up
 _MOST_KINDS = 256  # that are remembered
+_SHARED = "an argument is a tensor of the model, or shares memory that the model writes"
 _EXACT = "so nothing is padded, and each shape has its own graph"
 _traits = attrgetter("shape", "dtype", "layout", "device")
 _requires_grad = attrgetter("requires_grad")
@@ -72,6 +77,7 @@ _dispatch_modes = torch._C._len_torch_dispatch_stack
 _tracing = torch._C._get_tracing_state
 _saving_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _transforms = torch._C._functorch.peek_interpreter_stack
+_function_modes = torch._C._len_torch_function_stack
 logger = logging.getLogger(__name__)
 
 _Graph = tuple[int, Key]  # the id of its kind, and its key
@@ -137,6 +143,7 @@ class Calls:
         # of the model, once a call left it as it was
         self._watch: Watch | None = None
         self._tensors: list[Tensor] = []
+        self._tensor_ids = frozenset[int]()
         # keys without room: how often they were asked for, and the uses of graphs before
         self._waiting: dict[_Graph, tuple[int, dict[_Graph, int]]] = {}
 
@@ -159,14 +166,14 @@ class Calls:
         """The model's output for a batch, by a graph or by the model's own code."""
         with self._lock:
             form, tensors = call_form(args, kwargs)
-            grad, dtype, autocast = _ambient(self.device)
-            wants_grad = grad and (
+            ambient = _ambient(self.device)
+            wants_grad = ambient[0] and (
                 True in map(_requires_grad, tensors) or _saving_hooks(False) is not None
             )
             reason = self._reason_elsewhere(wants_grad)
             if reason is not None:
                 return self._own(reason, args, kwargs)
-            form += wants_grad, grad, dtype, autocast
+            form += same_tensors(tensors), wants_grad, *ambient
             try:
                 key = (*form, *map(_traits, tensors))
             except RuntimeError:
@@ -181,6 +188,8 @@ class Calls:
                 return self._own(served.eager_reason, args, kwargs)
             if self._watch is None or not (self._watch.holds() or self.holds()):
                 return self._slow(key, Call(args, kwargs, tuple(form), tensors))
+            if self._is_shared(served.kind, tensors):
+                return self._own(_SHARED, args, kwargs)
             return self._replay(served.kind, tensors, args, kwargs)
 
     def _reason_elsewhere(self, wants_grad: bool) -> str | None:
@@ -197,6 +206,16 @@ class Calls:
             return "a tensor argument asks for a gradient"
         if _dispatch_modes() > 0 or _transforms() is not None or _tracing() is not None:
             return "under a dispatch mode, a transform of torch.func, or torch.jit.trace"
+        if _function_modes() > 0:
+            modes = _get_current_function_mode_stack()
+            if not all(type(mode) is DeviceContext for mode in modes):
+                return "under a mode of torch functions"
+            if any(mode.device.type == "meta" for mode in modes):
+                return "the default device is meta"
+        if forward_ad._current_level >= 0:
+            return "inside forward-mode differentiation"
+        if self.device == "cuda" and torch.cuda.is_current_stream_capturing():
+            return "inside a capture of the caller's"
         return None
 
     def _own(
@@ -230,6 +249,7 @@ class Calls:
         self._watch.close()
         self._watch = None
         self._tensors = []
+        self._tensor_ids = frozenset()
         self._served.clear()
         is_moved = all(change.is_move for change in changes)
         for kind in self.kinds:
@@ -247,6 +267,18 @@ class Calls:
     def _watch_model(self, record: Fingerprint) -> None:
         self._watch = Watch(record)
         self._tensors = record.tensors
+        self._tensor_ids = frozenset(map(id, record.tensors))
+
+    def _is_shared(
+        self,
+        kind: Kind,
+        tensors: Sequence[Tensor],
+    ) -> bool:
+        """Whether an argument is a tensor of the model, or lies in memory that its graphs write."""
+        if not self._tensor_ids.isdisjoint(map(id, tensors)):
+            return True
+        written = kind.written
+        return bool(written) and not written.isdisjoint(map(_storage_of, tensors))
 
     def _slow(
         self,
@@ -284,6 +316,7 @@ class Calls:
                 self._remember(key, _Served(kind, reason))
             return self._own(reason, args, kwargs)
         assert kind.runner is not None
+        kind.note_written()
         if has_objects:
             kind.take_objects(self.pool.backend.device)
         if kind.runner.route(kind.inputs(tensors)).wanted is None:
@@ -568,6 +601,8 @@ class Calls:
         """Have the graph of a batch captured; why the model's own code runs, if it does."""
         if self._watch is None:
             self._watch_model(self._record({"model": self._model}))
+        if self._is_shared(kind, tensors):
+            return _SHARED
         inputs = kind.inputs(tensors)
         kind.batch = {name: tensor.clone() for name, tensor in inputs.items()}
         try:
@@ -746,7 +781,7 @@ class Calls:
                 return
             if self.pool is None:
                 self._take_device(tensors)
-            form += False, *_ambient(self.device)
+            form += same_tensors(tensors), False, *_ambient(self.device)
             call = Call(args, kwargs, tuple(form), tensors)
             self.holds()
             while (kind := self._warmed_up(call)).eager_reason is None:
@@ -781,9 +816,18 @@ class Calls:
         return kind
 
 
-def _ambient(device: str) -> tuple[bool, torch.dtype, Any]:
+def _ambient(device: str) -> tuple[bool, torch.dtype, tuple[Any, ...], Any]:
+    """Grad mode, the default dtype, the default devices, and the dtype of autocast or False."""
     autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-    return torch.is_grad_enabled(), torch.get_default_dtype(), autocast
+    devices: tuple[Any, ...] = ()
+    if _function_modes() > 0:
+        modes = _get_current_function_mode_stack()
+        devices = tuple(getattr(mode, "device", None) for mode in modes)
+    return torch.is_grad_enabled(), torch.get_default_dtype(), devices, autocast
+
+
+def _storage_of(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _reason_of_arguments(

@@ -30,12 +30,12 @@ class _OfGraph(torch.autograd.Function):
         needs_gradient: Tensor,  # noqa: ARG004
         again: OwnCode,
         at: Sequence[int],
-        *outputs: Tensor,
+        outputs: Sequence[Tensor],  # in a list: as arguments they could not be written in place
     ) -> Any:
         ctx.again = again
         ctx.at = at
         ctx.set_materialize_grads(False)
-        return tuple(output.view_as(output) for output in outputs)
+        return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
@@ -53,7 +53,7 @@ class _OfGraph(torch.autograd.Function):
                 roots.append(outputs[at])
                 given.append(gradient)
         torch.autograd.backward(roots, given)
-        return None, None, None, *(None for _ in gradients)
+        return None, None, None, None
 
 
 def _refuse(name: str, gradient: Tensor) -> None:  # noqa: ARG001
@@ -92,7 +92,7 @@ def with_gradients(
         for index in at:
             leaves[index] = _refusing_gradient(leaves[index], name)
     else:
-        made = _OfGraph.apply(_NEEDS_GRADIENT, again, at, *(leaves[index] for index in at))  # type: ignore[no-untyped-call]
+        made = _OfGraph.apply(_NEEDS_GRADIENT, again, at, [leaves[index] for index in at])  # type: ignore[no-untyped-call]
         for index, leaf in zip(at, made, strict=True):
             leaves[index] = leaf
     return tuple(leaves) if isinstance(output, tuple) else leaves[0]

@@ -162,6 +162,7 @@ class Inference:
             len(call.args),
             call.kwargs,
             call.form[:-AMBIENT],
+            call.form[-AMBIENT],
         )
         pads = self._settings.pad
         names = self._names_of(forward, call)

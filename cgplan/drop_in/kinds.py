@@ -35,7 +35,7 @@ from cgplan.runner.runner import GraphRunner
 
 CALLS_BEFORE_CAPTURE = 2
 _WITH_CONSTANTS = (int, float, bool, str)
-AMBIENT = 4  # parts of a form that are no arguments, at its end
+AMBIENT = 6  # parts of a form that are no arguments, at its end
 
 Shape = tuple[int | str, ...]
 
@@ -61,6 +61,7 @@ class Kind:
         state, objects: Of the object arguments: a key, and their watch.
         autocast: Its dtype, or False.
         batch: During a capture.
+        written: Ids of the storages that its graphs write.
         failures: Of verifications.
     """
 
@@ -94,6 +95,7 @@ class Kind:
         self.state: Any = ()
         self.autocast: Any = False
         self.batch: Mapping[str, Tensor] = {}
+        self.written = frozenset[int]()
         self._points = list[_Point]()
 
     @property
@@ -101,6 +103,13 @@ class Kind:
         return self.eager_reason is None and self.calls >= CALLS_BEFORE_CAPTURE
 
     # --- which calls are of this kind -------------------------------------------------------------
+
+    def note_written(self) -> None:
+        """Take down the storages that the graphs write."""
+        assert self.runner is not None
+        facts = self.runner.graphs.facts
+        written = {tensor.untyped_storage()._cdata for tensor in facts.written.values()}
+        self.written = frozenset(written | facts.overwritten)
 
     def take_objects(self, device: torch.device) -> None:
         """Watch the object arguments."""

@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -43,6 +43,22 @@ _SHOWN = 10
 ABSENT: Any = object()
 _ADDRESS: Any = object()  # stands for the address of a tensor that moved
 _ABSENT_ERRORS = (LookupError, AttributeError, ValueError)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Leaf:
+    """A value in a key."""
+
+    value: Any
+
+    def __eq__(
+        self,
+        other: object,
+    ) -> bool:
+        return isinstance(other, _Leaf) and is_same(self.value, other.value)
+
+    def __hash__(self) -> int:
+        return hash(type(self.value))
 
 
 class Form(NamedTuple):
@@ -242,7 +258,8 @@ class Fingerprint:
         return found
 
     def _walk(self) -> None:
-        layout_of = cache(walk.layout_of)  # classes may change between walks
+        named = dict[str, None]()
+        layout_of = cache(partial(walk.layout_of, named=named))  # classes may change between walks
         seen: dict[int, Any] = {}  # holds the objects, so that no other one gets their ids
         todo: list[tuple[Place | None, int, Inside]] = []
         for name in walk.HOOKS:
@@ -275,6 +292,8 @@ class Fingerprint:
                 self._note_generator(value)
             elif id(value) not in seen:
                 seen[id(value)] = value
+                if issubclass(kind, types.FunctionType):
+                    named |= dict.fromkeys(walk.names_in(value))
                 layout = layout_of(kind)  # type: ignore[arg-type]
                 found = self._enter(value, layout, place.path)
             for inner in reversed(found):
@@ -386,7 +405,7 @@ class Fingerprint:
         return any(one.value is container and one.holds != "items" for one in held)
 
     def as_key(self) -> tuple[Any, ...]:
-        """A hashable key; objects stand by their type."""
+        """A hashable key; objects that the walk enters stand by their type."""
         found = list[Any]()
         for path, place in self.places.items():
             value = place.value
@@ -396,6 +415,8 @@ class Fingerprint:
                 held = repr(value)
             elif issubclass(kind, _FUNCTIONS):
                 held = value
+            elif place.form is None and walk.is_leaf(value):
+                held = _Leaf(value)
             found.append((path, kind, held))
         for path, contents in self.contents.items():
             found.append((path, contents.length))

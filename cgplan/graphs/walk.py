@@ -47,15 +47,18 @@ PLAIN = frozenset(
         slice,
     }
 )
-_STATE = (
-    torch.Tensor,
-    torch.Generator,
-    torch.nn.Module,
-    dict,
-    list,
-    deque,
-    str,
-    *NUMBERS,
+# what a class or a module of Python holds, and is no state
+_CODE = (
+    types.ModuleType,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.MethodDescriptorType,
+    types.WrapperDescriptorType,
+    types.GetSetDescriptorType,
+    types.MemberDescriptorType,
+    property,
+    staticmethod,
+    classmethod,
 )
 _CONTAINERS = (
     OrderedDict,
@@ -193,7 +196,7 @@ class Layout:
     Attributes:
         base: The container that it derives from.
         slots: Names and members.
-        methods, class_values: What the walk enters of the class.
+        methods, class_values: What the walk enters of the class; ``overridden`` of those above it.
         is_entered: Whether an object of it was met.
     """
 
@@ -202,11 +205,17 @@ class Layout:
     slots: list[tuple[str, Any]]
     methods: dict[str, types.FunctionType]
     class_values: dict[str, None]
+    overridden: list[types.FunctionType] = field(default_factory=list)
     is_entered: bool = False
 
 
-def layout_of(kind: type) -> Layout | None:
-    """None for classes that a walk does not enter."""
+def layout_of(
+    kind: type,
+    named: dict[str, None],
+) -> Layout | None:
+    """None for classes that a walk does not enter. ``named``: the names in code that was entered;
+    of a module, methods with these names count.
+    """
     static = dict[str, Any]()
     for owner in reversed(kind.__mro__):
         static.update(vars(owner))
@@ -224,21 +233,45 @@ def layout_of(kind: type) -> Layout | None:
                 slots.append((name, member))
     layout = Layout(is_module, next(bases, None), slots, {}, {})
     names = ["forward", "__call__"]
+    if is_module and not _is_foreign(kind.__module__):
+        names += named
     for name in names:  # it grows by the names that methods name
         value = _function_of(static.get(name))
-        if _is_state(value):
+        if name in static and _is_state(value):
             layout.class_values[name] = None
         elif type(value) is types.FunctionType and name not in layout.methods:
             layout.methods[name] = value
-            names += _names_in(value)
+            inner = names_in(value)
+            names += inner
+            if "super" in inner:
+                layout.overridden += _overridden(kind, name)
+    named.update(dict.fromkeys(names))
     return layout
 
 
-def _is_state(
-    value: Any,
-    *others: type,
-) -> bool:
-    return issubclass(type(value), (*_STATE, type, *others))
+def _overridden(
+    kind: type,
+    name: str,
+) -> list[types.FunctionType]:
+    found = list[types.FunctionType]()
+    for owner in kind.__mro__:
+        value = _function_of(vars(owner).get(name))
+        if type(value) is types.FunctionType:
+            found.append(value)
+    return found[1:]
+
+
+def _is_state(value: Any) -> bool:
+    return not issubclass(type(value), _CODE)
+
+
+def is_leaf(value: Any) -> bool:
+    """Whether a value has nothing inside that the walk would find."""
+    kind = type(value)
+    layout = layout_of(kind, {})
+    if layout is None or issubclass(kind, (str, bytes, *NUMBERS)):
+        return True
+    return layout.base is None and not layout.slots and not kind.__dictoffset__
 
 
 def _function_of(value: Any) -> Any:
@@ -251,7 +284,7 @@ def _function_of(value: Any) -> Any:
 # --- the code of functions ------------------------------------------------------------------------
 
 
-def _names_in(function: Any) -> tuple[str, ...]:
+def names_in(function: Any) -> tuple[str, ...]:
     """The names in the code of a function, or of the one that it wraps."""
     inner = function.__dict__.get("__wrapped__")
     while type(inner) is types.FunctionType:
@@ -380,6 +413,8 @@ def _enter_object(
         if name not in (own or ()):
             in_class = _Via(value, getattr_static, _bind_in_class)
             found.add(in_class, name, f".{name}")
+    for method in layout.overridden:
+        found.add_value(method)
     for name, method in layout.methods.items():
         found.add_value(method)
         if not layout.is_entered:
@@ -462,8 +497,11 @@ def _enter_namespace(
         return
     where = _Via(value, getattr_static, setattr)
     for inner in _names_of(code):
-        if _is_state(held.get(inner), types.FunctionType):
+        now = held.get(inner)
+        if inner in held and (_is_state(now) or type(now) is types.FunctionType):
             found.add(where, inner, f".<{name}.{inner}>")
+        elif type(now) in (staticmethod, classmethod):
+            found.add_value(now.__func__)
 
 
 # --- objects with an inner state ------------------------------------------------------------------
