@@ -211,23 +211,19 @@ def _audited(
     key: Key,
     counts: Counter[_Owner],
 ) -> AuditedKey:
-    graphs = 0
-    opaque = 0
+    mine = [graph.nodes for graph in captured if graph.key == key]
     kinds = Counter[OwnerKind]()
     kernels = Counter[str]()
     for owner, count in counts.items():
         kinds[owner.kind] += count
-    for graph in captured:
-        if graph.key == key:
-            graphs += 1
-            opaque += graph.nodes.opaque
-            kernels.update(graph.nodes.names)
+    for nodes in mine:
+        kernels.update(nodes.names)
     return AuditedKey(
         mode=key[0],
         descriptor=key[1],
-        graphs=graphs,
+        graphs=len(mine),
         nodes=kernels.total(),
-        opaque=opaque,
+        opaque=sum(nodes.opaque for nodes in mine),
         words=counts.total(),
         kinds=dict(kinds.most_common()),
         kernels=dict(kernels.most_common()),
@@ -349,12 +345,12 @@ class _Owners:
         if kind == "device":
             return _Owner("library", "memory outside of PyTorch's allocator")
         holder = self._living.find(address)
-        was = self._was(*(holder or (address, address + 1)), address)
-        detail = f"host memory{was}"
+        start, end = holder or (address, address + 1)
+        was = self._was(start, end, address)
         if holder is None:
-            return _Owner("free block", detail + _UNHELD)
+            return _Owner("free block", f"host memory{was}{_UNHELD}")
         if was:
-            return _Owner("unowned block", detail + _NO_LONGER)
+            return _Owner("unowned block", f"host memory{was}{_NO_LONGER}")
         return _Owner("host memory", _NOT_FOUND)
 
     def _in_block(

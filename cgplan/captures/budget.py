@@ -101,9 +101,8 @@ class BudgetGuard:
 
     def go_on(self, *, from_zero: bool = False) -> None:
         """Count seconds again; ``from_zero``: without those before the last ``rest``."""
-        self._start = time.perf_counter()
-        if not from_zero:
-            self._start -= self._spent
+        spent = 0.0 if from_zero else self._spent
+        self._start = time.perf_counter() - spent
 
     def rest(self) -> None:
         self._spent = self.used_seconds

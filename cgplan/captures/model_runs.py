@@ -206,7 +206,7 @@ class ModelRuns:
         descriptor: BatchDescriptor,
         tensors: Tensors,
     ) -> Any:
-        """Call with the inputs, and the metadata in the forward context."""
+        """``call`` with the inputs, and the metadata in the forward context."""
         inputs = {name: tensors[name] for name in self.config.inputs}
         metadata = _Metadata()
         for name in self.config.metadata:

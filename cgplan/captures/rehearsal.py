@@ -161,7 +161,7 @@ class Rehearsal:
         return torch.backends.cudnn.allow_tf32 and any("conv" in name for name in found.names)
 
     def calls_breaks(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> bool:
-        """Whether it calls a function under ``eager_break_during_capture``."""
+        """Whether a forward calls a function under ``eager_break_during_capture``."""
         runs = self._runs
         self.announce(mode, descriptor)
         views = runs.views(descriptor)

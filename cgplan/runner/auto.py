@@ -201,7 +201,7 @@ def _tried(
     name: str,
     compilation: CompilationConfig,
 ) -> tuple[Candidate | None, str]:
-    """The runner is closed."""
+    """The candidate, if any, and a note; closes the runner."""
     # the model is looked at once
     with closing(runner), runner.graphs.rehearsing():
         nbytes = runner.report.pool_bytes

@@ -158,14 +158,11 @@ class BatchRouter:
             )
         uniform = bool(uniform_decode)
         asked = tokens, uniform, num_active_loras, None, invalid_modes, batch.sizes
-        mode, descriptor = self._captured.dispatch(*asked)
-        wanted: Key | None = None
-        if self._wanted is not None:
-            wanted = self._wanted.dispatch(*asked)
-            if wanted == (mode, descriptor) or wanted[0] is CUDAGraphMode.NONE:
-                wanted = None
-        asked_for = batch, uniform, num_active_loras, invalid_modes
-        return RoutedBatch(*asked_for, mode, descriptor, wanted)
+        answer = self._captured.dispatch(*asked)
+        wanted = None if self._wanted is None else self._wanted.dispatch(*asked)
+        if wanted == answer or (wanted is not None and wanted[0] is CUDAGraphMode.NONE):
+            wanted = None
+        return RoutedBatch(batch, uniform, num_active_loras, invalid_modes, *answer, wanted)
 
     def reason_for_none(self, route: RoutedBatch, on_miss: str) -> MissReason:
         """Why no graph serves a batch. Raises DispatchMissError where ``on_miss`` is ``error``."""

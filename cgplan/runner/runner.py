@@ -56,13 +56,12 @@ class GraphRunner:
     frees them. A CaptureSession makes it.
 
     Outputs are borrowed unless ``compilation.outputs`` is ``clone``: the next call of this runner
-    overwrites their memory. Not for several threads. A call from another stream is an error while
-    the stream of the last call still has work.
+    overwrites their memory. Not for several threads. Calls and methods raise CgplanError while
+    another call is under way; calls also while another stream has work of the last one.
 
     Args:
         capture: Captures these keys of a plan; None: as a session does.
         use: The lock and the stream of its pools.
-        name: For messages.
 
     Attributes:
         stats: What calls were answered with.
@@ -213,7 +212,7 @@ class GraphRunner:
             CaptureError: autocast is not as it was at capture.
             AddressError: memory that the graph uses has moved.
             DispatchMissError: no graph serves the batch and ``compilation.on_miss`` is ``error``.
-            CgplanError: the runner is closed, or another call is under way.
+            CgplanError: the runner is closed.
         """
         if tensors:
             inputs = self._by_name(tensors, inputs)
@@ -336,8 +335,13 @@ class GraphRunner:
             self._copiers[sizes] = self.backend.copier(buffers, copy_inputs=copies)
         return self._copiers[sizes]
 
-    def _show(self, call: PreparedCall, *, staged: bool) -> None:
-        """Let profilers of the device and the trace, whichever are on, see calls of a kind."""
+    def _show(
+        self,
+        call: PreparedCall,
+        *,
+        staged: bool,
+    ) -> None:
+        """Let the profiler and the trace see calls of a kind."""
         copy_in = call.copy_in
         replay = call.replay
         trace = Trace.current
@@ -599,7 +603,7 @@ class GraphRunner:
     def recapture(self) -> None:
         """Capture the plan again, with the model's memory of now, failed keys too. Outputs and
         ``input_views`` are no longer valid. If a capture fails, it raises as CaptureSession.run,
-        and the runner is closed. Raises CgplanError, and changes nothing, if a call is under way.
+        and the runner is closed.
         """
         with self._use.held(self._name):
             if self._state != "suspended":
@@ -620,9 +624,7 @@ class GraphRunner:
         captured: Collection[Key] = (),
         evicted: Collection[Key] = (),
     ) -> None:
-        """Free the graphs of some keys, and capture others that are ``wanted``. Raises CgplanError
-        if a call is under way.
-        """
+        """Free the graphs of some keys, and capture others that are ``wanted``."""
         with self._use.held(self._name):
             self._check_open()
             with self._changing() as keys:
@@ -638,9 +640,7 @@ class GraphRunner:
             self._forbidden -= 1
 
     def retry_failed(self) -> None:
-        """Capture keys of ``report.failed`` when a batch asks for them. Raises CgplanError if a
-        call is under way.
-        """
+        """Capture keys of ``report.failed`` when a batch asks for them."""
         with self._use.held(self._name):
             self._captured.failed.clear()
             self._forget_calls()
@@ -663,8 +663,8 @@ class GraphRunner:
             apply: False: propose only.
 
         Raises:
-            CgplanError: ``compilation.capture_policy`` is not ``adaptive``, a call is under way, or
-                captures are forbidden.
+            CgplanError: ``compilation.capture_policy`` is not ``adaptive``, or captures are
+                forbidden.
             TrafficError: no batch was asked for since.
             BudgetError: the budget does not pay for a single graph.
             AddressError: the model's memory has moved: ``recapture`` first.
@@ -692,9 +692,7 @@ class GraphRunner:
         return self._captured
 
     def close(self) -> None:
-        """Free graphs, pools and buffers; outputs are no longer valid. Raises CgplanError if a call
-        is under way.
-        """
+        """Free graphs, pools and static buffers; outputs are no longer valid."""
         with self._use.held(self._name):
             self._free()
 

@@ -113,7 +113,7 @@ class CaptureSession:
             )
 
     def _capture(self, asked: Plan, keys: Collection[Key] | None) -> CapturedKeys:
-        """Make buffers for the plan, and capture these keys; None: within the budget."""
+        """Make buffers, and capture these keys; None: within the budget."""
         backend = self.backend
         config = self.config
         together = self.together
