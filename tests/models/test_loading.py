@@ -130,9 +130,7 @@ def test_neighbours_in_the_same_folder(tmp_path: Path) -> None:
         write(tmp_path / who, text)
         write(tmp_path / who, f"WHO = {who!r}", "cgplan_test_near.py")
         write(tmp_path / who, "", "cgplan_test_late.py")
-    first, second = (
-        load(f"{tmp_path / who}/model.py:build") for who in ("first", "second")
-    )
+    first, second = (load(f"{tmp_path / who}/model.py:build") for who in ("first", "second"))
     again = load(f"{tmp_path}/first/model.py:build")
     assert [first(), second(), again()] == ["first", "second", "first"]
 
