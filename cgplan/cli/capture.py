@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 from cgplan.backends import GraphBackend, select_backend
@@ -19,6 +18,7 @@ from cgplan.cli.output import (
     has_ranks,
     is_first_rank,
     note,
+    prints_aside,
     progress,
     publish,
     save,
@@ -73,10 +73,10 @@ def run(
     prepared: Prepared,
     make: Callable[[GraphRunner], Report] | None = None,
 ) -> None:
-    """Capture, and publish the report of the command, or what ``make`` makes of the runner."""
+    """Capture, and publish the command's report, or that of ``make``."""
     make = make or REPORTS[command]
     trace = Trace()
-    with redirect_stdout(sys.stderr), ExitStack() as stack:  # a model's prints are not the result
+    with prints_aside(), ExitStack() as stack:
         with trace.on() if request.trace else nullcontext():
             runner = stack.enter_context(_captured(command, request, prepared))
             if request.trace:
@@ -91,11 +91,7 @@ def run(
 
 
 @contextmanager
-def _captured(
-    command: str,
-    request: Request,
-    prepared: Prepared,
-) -> Iterator[GraphRunner]:
+def _captured(command: str, request: Request, prepared: Prepared) -> Iterator[GraphRunner]:
     def load(backend: GraphBackend) -> Callable[..., Any]:
         base_dir = prepared.loaded.base_dir
         device = backend.device
@@ -145,8 +141,7 @@ def _captured_on_ranks(
 ) -> Iterator[GraphRunner]:
     """A block with this rank's runner; what ranks share is taken down at its end.
 
-    Rank 0's plan is captured. Raises DistributedError on all ranks where one is missing, fails, or
-    has another configuration, model or command.
+    Rank 0's plan is captured. Raises DistributedError on all ranks where one fails or differs.
     """
     config = prepared.loaded.config
     ranks = open_ranks(config.distributed, config.device)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import redirect_stdout
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from cgplan.cli.output import note
+from cgplan.cli.output import note, prints_aside
 from cgplan.config import Config, LoadedConfig
 from cgplan.config.load import read_text
 from cgplan.errors import CaptureMemoryError, CgplanError, ModelError, ReportError
@@ -40,7 +38,7 @@ def costs_of(loaded: LoadedConfig, given: str | None) -> Priced:
     if given is None:
         return Priced(None)
     if given in ("estimate", "measure"):
-        with redirect_stdout(sys.stderr):  # a model's prints are not the result
+        with prints_aside():
             return Priced(_estimated(loaded)) if given == "estimate" else _measured(loaded)
     from cgplan.pricing.measured import MeasuredCosts
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import sys
-from contextlib import redirect_stdout
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from cgplan.backends import select_backend
+from cgplan.cli.output import prints_aside
 from cgplan.config.template import InputGuess, starting_yaml
 from cgplan.drop_in import Graphed, graphed
 from cgplan.errors import ModelError
@@ -38,7 +37,7 @@ def starting_config(
         return _of_call(target, kwargs, call)
     if ":" not in target and not target.endswith(".py"):
         return _of_hugging_face(target, kwargs)
-    with redirect_stdout(sys.stderr):  # a model's prints are not the result
+    with prints_aside():
         model = load_model(target, kwargs, device=torch.device("cpu"))
         layers = _first_layers(model) if isinstance(model, nn.Module) else {}
         arguments = forward_signature(model)
@@ -52,7 +51,7 @@ def _of_call(
     call: str,
 ) -> str:
     device = select_backend("auto").device
-    with redirect_stdout(sys.stderr):
+    with prints_aside():
         made = load_model(target, kwargs, device=device)
         example = call_target(call, {}, device=device)
         try:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator
-from contextlib import redirect_stdout
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,7 +12,7 @@ from pydantic import BaseModel
 from rich.console import RenderableType
 
 from cgplan.cli.options import InspectRequest
-from cgplan.cli.output import note, show, wrapped
+from cgplan.cli.output import note, prints_aside, show, wrapped
 from cgplan.config import Config, LoadedConfig, read_config
 from cgplan.config.load import read_text
 from cgplan.config.template import inline_yaml
@@ -96,7 +94,7 @@ def _split_of(loaded: LoadedConfig) -> RenderableType:
     from cgplan.models.loading import load_model
     from cgplan.runner.session import describe_split
 
-    with redirect_stdout(sys.stderr):  # a model's prints are not the result
+    with prints_aside():
         backend = select_backend(loaded.config.device)
         model = load_model(target, kwargs, device=backend.device, base_dir=loaded.base_dir)
         found = describe_split(model, loaded.config, backend)

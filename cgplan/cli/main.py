@@ -155,7 +155,7 @@ def bench(
 def doctor(request: Request) -> None:
     """Capture, and say how much of a step runs inside graphs, and what runs outside.
 
-    Where the capture fails, it shows what cudagraph_mode: AUTO captures instead.
+    Where the capture fails, cudagraph_mode: AUTO is captured instead.
     """
     _run("doctor", request)
 
@@ -253,8 +253,7 @@ def plan_check(
 def inspect(request: InspectRequest, engine: VllmOptions) -> None:
     """Show what would be captured, or a saved report.
 
-    Of a configuration: the plan, and the values that were set, with their lines. The model is not
-    run. --json prints the plan alone.
+    Of a configuration: the plan, and the values that were set. --json prints the plan alone.
     """
     report = request.file
     if report and report.suffix in YAML:
@@ -296,9 +295,9 @@ def check(
     engine: VllmOptions,
     log: Annotated[Path | None, Option(metavar="FILE", help="vLLM's log of a start.")] = None,
 ) -> None:
-    """Say which sizes vLLM leaves out, which batches run eagerly, and what is left to its KV cache.
+    """Say which sizes vLLM leaves out, which batches run eagerly, and what its KV cache gets.
 
-    The exit code is 5 if vLLM does not capture sizes that were asked for.
+    The exit code is 5 if sizes that were asked for are left out.
     """
     from cgplan.cli.inspect import check_vllm
 
@@ -350,9 +349,8 @@ def init(
 ) -> None:
     """Print a commented starting configuration.
 
-    It reads the inputs from the model's forward, built on the CPU; with --call from one call, which
-    also tries whether padding is harmless. A Hugging Face model is an id in the local cache, or a
-    folder; only its config.json is read, and weights are random.
+    Inputs are read from the forward, or with --call from one call, which also tries padding. A
+    Hugging Face model is an id in the local cache, or a folder, and gets random weights.
     """
     made = target or example
     if made is None or (example and not call):

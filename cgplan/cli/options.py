@@ -168,10 +168,10 @@ class Given:
             value = getattr(self, name, None)
             if value is None or value is False:
                 continue
-            flag = f"--{name.replace('_', '-')}"
+            switch = f"--{name.replace('_', '-')}"
             if value == "":
-                raise BadParameter(f"{flag} is empty; leave it out, or give it a value")
-            settings.append(Override(f"{key}={value}", flag))
+                raise BadParameter(f"{switch} is empty; leave it out, or give it a value")
+            settings.append(Override(f"{key}={value}", switch))
         return settings
 
 

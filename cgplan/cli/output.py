@@ -5,10 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import re
+import sys
 import textwrap
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from shutil import get_terminal_size
 from typing import TYPE_CHECKING
@@ -142,7 +143,7 @@ def _writing(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def failures_reported(show_traceback: bool = False) -> Iterator[None]:
+def failures_reported(show_traceback: bool) -> Iterator[None]:
     """Turn any error of the block into a message and an exit code."""
     try:
         yield
@@ -197,6 +198,11 @@ def wrapped(text: str) -> str:
     return "\n".join(lines)
 
 
+def prints_aside() -> AbstractContextManager[object]:
+    """A block whose prints, a model's for example, do not reach standard output."""
+    return redirect_stdout(sys.stderr)
+
+
 def has_ranks() -> bool:
     """Whether torchrun has started more than this process."""
     return os.environ.get("WORLD_SIZE", "1") != "1" and "RANK" in os.environ
@@ -219,7 +225,7 @@ def progress(doing: str) -> Iterator[Step]:
     console = Console(stderr=True)
 
     def line(index: int, total: int, name: str) -> None:
-        first_of_its_tenth = index * PLAIN_LINES // total != (index - 1) * PLAIN_LINES // total
+        first_of_its_tenth = index * PLAIN_LINES % total < PLAIN_LINES
         if doing and (first_of_its_tenth or index == total - 1):
             note(f"{doing} {index + 1}/{total}: {name}")
 

@@ -61,7 +61,7 @@ INSURANCE = 0.1  # if none is asked for
 def run_plan(
     request: PlanRequest, settings: Sequence[str | Override], loads: Loads, vllm: VllmConfig | None
 ) -> None:
-    """Make a plan of vLLM's configuration, or of that of the request, and show it."""
+    """Make a plan of the request, or of vLLM's configuration, and show it."""
     engine: Engine | None = None if request.emit is None else request.emit.value
     path = request.path if vllm is None else None
     loaded = read_config(request.path, settings) if vllm is None else vllm.loaded
