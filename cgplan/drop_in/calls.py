@@ -128,9 +128,9 @@ class Calls:
         self.eager = Counter[str]()
         self.changed = Counter[str]()
         self.notices: dict[str, str] = {}
-        self._know_nothing()
+        self._reset()
 
-    def _know_nothing(self) -> None:
+    def _reset(self) -> None:
         self.pool: Any = None
         self.device = "cpu"
         # by the form of the call; the least recently used go first
@@ -154,7 +154,7 @@ class Calls:
                 kind.close()
             if self._watch is not None:
                 self._watch.close()
-            self._know_nothing()
+            self._reset()
 
     # --- a call -----------------------------------------------------------------------------------
 
@@ -172,24 +172,24 @@ class Calls:
             )
             reason = self._reason_elsewhere(wants_grad)
             if reason is not None:
-                return self._own(reason, args, kwargs)
+                return self._run_model(reason, args, kwargs)
             form += same_tensors(tensors), wants_grad, *ambient
             try:
                 key = (*form, *map(_traits, tensors))
             except RuntimeError:
-                return self._own("an argument is a nested tensor", args, kwargs)
+                return self._run_model("an argument is a nested tensor", args, kwargs)
             for served in self._served.get(key, ()):
                 # object arguments may be in other states than at any earlier call
                 if served.kind.objects is None or served.kind.has_objects():
                     break
             else:
-                return self._slow(key, Call(args, kwargs, tuple(form), tensors))
+                return self._run_unprepared(key, Call(args, kwargs, tuple(form), tensors))
             if served.eager_reason is not None:
-                return self._own(served.eager_reason, args, kwargs)
+                return self._run_model(served.eager_reason, args, kwargs)
             if self._watch is None or not (self._watch.holds() or self.holds()):
-                return self._slow(key, Call(args, kwargs, tuple(form), tensors))
+                return self._run_unprepared(key, Call(args, kwargs, tuple(form), tensors))
             if self._is_shared(served.kind, tensors):
-                return self._own(_SHARED, args, kwargs)
+                return self._run_model(_SHARED, args, kwargs)
             return self._replay(served.kind, tensors, args, kwargs)
 
     def _reason_elsewhere(self, wants_grad: bool) -> str | None:
@@ -218,7 +218,7 @@ class Calls:
             return "inside a capture of the caller's"
         return None
 
-    def _own(
+    def _run_model(
         self,
         reason: str,
         args: tuple[Any, ...],
@@ -280,7 +280,7 @@ class Calls:
         written = kind.written
         return bool(written) and not written.isdisjoint(map(_storage_of, tensors))
 
-    def _slow(
+    def _run_unprepared(
         self,
         key: Any,
         call: Call,
@@ -290,7 +290,7 @@ class Calls:
         tensors = call.tensors
         reason = _reason_of_arguments(call.form, tensors)
         if reason is not None:
-            return self._own(reason, args, kwargs)
+            return self._run_model(reason, args, kwargs)
         if self.pool is None:
             self._take_device(tensors)
             return self.run(args, kwargs)  # autocast is asked for this device
@@ -299,7 +299,9 @@ class Calls:
         family_form = without_constants(call.form)
         family = self._families.setdefault(family_form, Family())
         if family.is_hopeless():
-            return self._own("an object argument is in another state at each call", args, kwargs)
+            return self._run_model(
+                "an object argument is in another state at each call", args, kwargs
+            )
         kind = self._kind_of(family, call)
         is_eager = self._settings.compilation.capture_policy == "eager"
         if kind.eager_reason is None and kind.calls == 0 and is_eager:
@@ -314,7 +316,7 @@ class Calls:
         if reason is not None:
             if kind.eager_reason is not None and not has_objects:
                 self._remember(key, _Served(kind, reason))
-            return self._own(reason, args, kwargs)
+            return self._run_model(reason, args, kwargs)
         assert kind.runner is not None
         kind.note_written()
         if has_objects:

@@ -294,4 +294,5 @@ def _batched(named: Mapping[str, Tensor]) -> list[str]:
     votes = [size for size, count in counts.items() if count == most]
     if len(votes) > 1:
         return []
-    return [name for name, tensor in named.items() if tensor.shape[:1] == (votes[0],)]
+    shape = (votes[0],)
+    return [name for name, tensor in named.items() if tensor.shape[:1] == shape]

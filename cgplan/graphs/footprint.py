@@ -67,7 +67,13 @@ from cgplan.graphs.put_back import PutBack
 Part = Literal["segment", "eager piece"]
 _COMPUTES_NOTHING = ("empty", "new_empty", "_unsafe_view")  # beginnings of names
 # at places given by inputs
-_OVERWRITES = ("index_copy_", "index_put_", "_index_put_impl_", "scatter_", "copy_")
+_OVERWRITES = (
+    "index_copy_",
+    "index_put_",
+    "_index_put_impl_",
+    "scatter_",
+    "copy_",
+)
 _SEED = 0x5EED_0F_A_100C
 _NOTHING = object()
 
