@@ -321,7 +321,7 @@ def autocast_cache(*, on: bool) -> Iterator[None]:
 
 
 SESSION_SECONDS = 1800.0  # as torch's process groups wait
-_lock = threading.RLock()
+captures_lock = threading.RLock()  # held by the thread that captures
 _depth = 0
 
 
@@ -331,7 +331,7 @@ def gc_paused() -> Iterator[None]:
     nested. Other threads wait, and raise CaptureError after SESSION_SECONDS.
     """
     global _depth
-    if not _lock.acquire(timeout=SESSION_SECONDS):
+    if not captures_lock.acquire(timeout=SESSION_SECONDS):
         raise CaptureError(
             f"another thread has been capturing for more than {SESSION_SECONDS:g} s",
             remedy="Captures of a process take turns. Let no eager piece or warm-up wait for a "
@@ -348,7 +348,7 @@ def gc_paused() -> Iterator[None]:
         _depth -= 1
         if was_enabled:
             gc.enable()
-        _lock.release()
+        captures_lock.release()
 
 
 def tensor_on(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:

@@ -31,6 +31,7 @@ from cgplan.backends.backend import (
     Feature,
     GraphBackend,
     MemoryReading,
+    captures_lock,
     foreign_pool,
     gc_paused,
     span,
@@ -420,10 +421,10 @@ class CudaBackend(GraphBackend):
             return
         if torch.cuda.is_current_stream_capturing():  # to synchronise would end it
             raise CaptureError("a capture inside another one", remedy="End the first one before.")
-        with torch.cuda.device(self.device):
+        with torch.cuda.device(self.device), gc_paused():
             torch.cuda.synchronize()
             try:
-                with gc_paused(), torch.cuda.stream(self._stream):
+                with torch.cuda.stream(self._stream):
                     keep_workspaces(self.device)
                     yield
             finally:
@@ -433,7 +434,8 @@ class CudaBackend(GraphBackend):
         return True
 
     def synchronize(self) -> None:
-        torch.cuda.synchronize(self.device)
+        with captures_lock:  # it would end a capture of another thread
+            torch.cuda.synchronize(self.device)
 
     def release_cached(self) -> None:
         torch.cuda.empty_cache()

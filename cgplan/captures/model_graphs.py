@@ -18,6 +18,7 @@ from cgplan.backends.backend import autocast_cache, span
 from cgplan.backends.capture_answers import answering
 from cgplan.backends.context import refuse_forbidden_capture
 from cgplan.backends.graph_nodes import OperatorLog
+from cgplan.backends.host_sync import storages_of
 from cgplan.buffers.outputs import OutputRows
 from cgplan.buffers.static import Tensors
 from cgplan.captures.addresses import AddressChecks
@@ -28,6 +29,7 @@ from cgplan.captures.rehearsal import Rehearsal
 from cgplan.errors import CaptureError
 from cgplan.graphs.ambient import AmbientState, random_state_kept
 from cgplan.graphs.fingerprint import Fingerprint
+from cgplan.graphs.footprint import OutsideLog
 from cgplan.graphs.pools import GraphPool, RunnerPools
 from cgplan.graphs.put_back import PutBack
 from cgplan.graphs.wrapper import CUDAGraphEntry, CUDAGraphOptions, CUDAGraphWrapper
@@ -293,9 +295,16 @@ class ModelGraphs(ModelRuns):
         runs = self.config.compilation.cudagraph_num_of_warmups
         if not runs and (kept.before.is_compiled or kept.has_made):
             runs = 1
+        outside = self.facts.outside
         for _ in range(runs):
-            with rehearsal.judged_run(key[0]):
+            log: Any = nullcontext()
+            if outside:  # the look has seen one size
+                tensors = [*kept.before.tensors, *self.views(key[1]).values()]
+                log = OutsideLog(self.backend.device.type, storages_of(tensors))
+            with rehearsal.judged_run(key[0]), log:
                 self.warm_up(*key)
+            if outside:
+                outside += log.outside.tensors()
         self.backend.synchronize()
 
     def _run_capture(

@@ -57,6 +57,7 @@ class ForwardFacts:
         written: The model's tensors that graphs write, by path.
         overwritten: Ids of storages that each run overwrites before it reads them.
         is_coarse: Whether it computes in half precision or TensorFloat32.
+        outside: Tensors that graphs read, and that others may drop.
     """
 
     def __init__(self) -> None:
@@ -66,6 +67,7 @@ class ForwardFacts:
         self.overwritten = set[int]()
         self.changes_python = False
         self.is_coarse = False
+        self.outside = list[Tensor]()
         self.notes = list[str]()
 
     def note(self, *warnings: str) -> None:

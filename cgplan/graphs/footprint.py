@@ -43,6 +43,7 @@ from cgplan.backends.context import current_forward_context
 from cgplan.backends.host_sync import (
     Args,
     Kwargs,
+    OperatorMode,
     Refusals,
     as_its_caller,
     as_written,
@@ -102,6 +103,7 @@ class Footprint:
         value_read: Where the host first needed a value on one.
         writes_input: Where an operator writes into an argument.
         overwritten: Ids of storages that are written at given places, and not read before.
+        outside: See ``Outside``.
     """
 
     operators: dict[Part, Counter[str]] = field(default_factory=no_operators)
@@ -120,6 +122,71 @@ class Footprint:
     value_read: str | None = None
     writes_input: str | None = None
     overwritten: set[int] = field(default_factory=set)
+    outside: list[torch.Tensor] = field(default_factory=list)
+
+
+class Outside:
+    """Tensors that graphs read and that the walk of the model does not find: those that a run read
+    and did not make, and those that it made and that outlive it, as in an ``lru_cache``.
+
+    Args:
+        known: Ids of the storages of the model and of its inputs.
+    """
+
+    def __init__(self, known: Iterable[int]) -> None:
+        self._known = set(known)
+        self._read = dict[int, torch.Tensor]()
+        self._made = list[weakref.ref[torch.Tensor]]()
+
+    def note(
+        self,
+        given: Iterable[torch.Tensor],
+        results: Iterable[torch.Tensor],
+    ) -> None:
+        for tensor in given:
+            storage = storage_id(tensor)
+            if storage and storage not in self._known:
+                self._read[storage] = tensor
+        for tensor in results:
+            storage = storage_id(tensor)
+            if storage and storage not in self._known:
+                self._known.add(storage)
+                self._made.append(weakref.ref(tensor))
+
+    def tensors(self, model: Collection[int] = ()) -> list[torch.Tensor]:
+        """After the run; ``model``: ids of tensors that it bound in the model."""
+        found = list(self._read.values())
+        for made in self._made:
+            tensor = made()
+            if tensor is not None and id(tensor) not in model:
+                found.append(tensor)
+        return found
+
+
+class OutsideLog(OperatorMode):
+    """Notes ``outside`` of one run."""
+
+    def __init__(
+        self,
+        device: str,
+        known: Iterable[int],
+    ) -> None:
+        super().__init__(device)
+        self.outside = Outside(known)
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Args = (),
+        kwargs: Kwargs | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not isinstance(func, torch._ops.OpOverload):  # a higher-order operator
+            return func(*args, **kwargs)
+        result = self.run(func, args, kwargs)
+        self.outside.note(tensors_in((args, kwargs)), tensors_in(result))
+        return result
 
 
 @dataclass(slots=True)
@@ -177,6 +244,8 @@ class Look(TorchDispatchMode):
             if is_tensor(now):
                 self._names[id(now)] = path
         self._inputs = storages_of(inputs)
+        of_model = storages_of(self._state.tensors)
+        self._outside = Outside((*of_model, *self._inputs))
         self.found.from_inputs |= self._inputs
         self.refusals.watched = self.found.from_inputs
         self._storages_read = set[int]()
@@ -270,6 +339,7 @@ class Look(TorchDispatchMode):
         if found.writes_input is None and ids_written & self._inputs.keys():
             found.writes_input = blamed_line()
         results = [*tensors_in(result), *written]
+        self._outside.note(given, results)
         takes_shape = func._opname.startswith("new_") or func._opname.endswith("_like")
         if not takes_shape and ids_given & found.from_inputs.keys():
             found.from_inputs |= storages_of(results)
@@ -464,6 +534,7 @@ class Look(TorchDispatchMode):
     def finish(self) -> None:
         """Complete the findings, and put generators back."""
         found = self.found
+        found.outside = self._outside.tensors(set(map(id, self._changes().values())))
         if found.error is None:
             self._end_part(self._part)
         for known in self._random.values():

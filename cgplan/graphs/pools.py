@@ -96,7 +96,7 @@ class PoolUse:
         if self.stream not in (None, stream):
             if self.waits:
                 backend.synchronize()
-            if backend.is_busy(self.stream):
+            elif backend.is_busy(self.stream):
                 remedy = "Synchronise the first stream before the second one takes over, or "
                 if self.is_shared and name != self.user:
                     raise CgplanError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import decimal
+import functools
 from dataclasses import dataclass
 from enum import Enum
 from types import SimpleNamespace
@@ -184,3 +185,32 @@ def outputs_that_are_written_before_backward(graphed: Wrap) -> Steps:
 def test_program(case: Program) -> None:
     options = {"grad": "recompute"} if "backward" in case.name else {}
     check(case, lambda model=None, **more: cgplan.graphed(model, **{**options, **more}))
+
+
+@functools.lru_cache(maxsize=1)
+def table(length: int) -> Tensor:
+    return torch.linspace(0, length, length, device=device)
+
+
+def test_tables_that_only_a_cache_of_functions_holds() -> None:
+    """A graph keeps what it reads, and the cache may drop: its memory would be given to others."""
+    layer = nn.Linear(8, 8).to(device).eval()
+    table.cache_clear()
+    inputs = {"x": cgplan.Input(shape=("num_tokens", 16, 8), dtype="float32", pad=0)}
+    sizes = {"cudagraph_capture_sizes": [2, 4]}
+
+    def model(x: Tensor) -> Tensor:
+        return layer(x) + table(x.shape[1])[:, None] + table(x.shape[0])[:, None, None]
+
+    def right(x: Tensor) -> Tensor:
+        rows, length = (torch.linspace(0, n, n, device=device) for n in x.shape[:2])
+        return layer(x) + length[:, None] + rows[:, None, None]
+
+    runner = cgplan.capture(model, inputs, compilation=sizes, device=device)
+    for count in (2, 4, 2, 4):
+        table(1000)
+        junk = [torch.full((n,), -77.0, device=device) for n in (2, 4, 16) for _ in range(64)]
+        x = rows(count, 16, 8)
+        torch.testing.assert_close(runner(x=x), right(x))
+        del junk
+    runner.close()
