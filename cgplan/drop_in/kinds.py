@@ -103,7 +103,6 @@ class Kind:
     # --- which calls are of this kind -------------------------------------------------------------
 
     def take_objects(self, device: torch.device) -> None:
-        """Watch the object arguments."""
         roots = object_roots(self.forward.form)
         if roots:
             record = Fingerprint.of(roots, device)
@@ -134,7 +133,6 @@ class Kind:
         return False
 
     def has_objects(self) -> bool:
-        """Whether the object arguments are as they were."""
         if self.objects is None or self.objects.holds():
             return True
         return not self.objects.changes()
@@ -245,7 +243,6 @@ class Kind:
         self,
         views: Mapping[str, Tensor],
     ) -> None:
-        """Fill static rows with the present batch, and copies of its rows behind it."""
         for name, view in views.items():
             spec = self.specs[name]
             pad = 0 if spec.pad == "last" else spec.pad
@@ -340,7 +337,6 @@ class Family:
 
 
 def without_constants(form: Form) -> Form:
-    """A form without its constants, by which families are known."""
     kept = list[Any]()
     is_value = False
     for part in form:
