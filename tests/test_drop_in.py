@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import inspect
@@ -408,6 +409,49 @@ def test_threads_call_one_after_the_other(backend: GraphBackend, net: Net) -> No
         thread.join()
     assert not wrong
     assert replays(g) == 158
+
+
+def test_threads_with_streams_or_models_of_their_own(backend: GraphBackend) -> None:
+    """A capture in one thread, and a thread that waits for the device, leave each other alone."""
+    nets = [Net().to(backend.device).eval() for _ in range(3)]
+    shared = cgplan.graphed(nets[0])
+    own = [cgplan.graphed(net) for net in nets]
+    wrong = list[BaseException]()
+
+    def call(number: int) -> None:
+        stream: Any = contextlib.nullcontext()
+        if backend.device.type == "cuda":
+            stream = torch.cuda.stream(torch.cuda.Stream())
+        with stream:
+            for turn in range(25):
+                x = rows(backend, 1 + (turn + number) % 5)
+                try:
+                    close(shared(x), nets[0](x))
+                    close(own[number](x), nets[number](x))
+                except BaseException as error:
+                    wrong.append(error)
+
+    threads = [threading.Thread(target=call, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong, wrong[0]
+
+
+@pytest.mark.gpu
+def test_inside_a_capture_of_the_callers_own_the_model_runs() -> None:
+    net = Net().to("cuda").eval()
+    g = cgplan.graphed(net)
+    x = torch.randn(4, 4, device="cuda")
+    for _ in range(4):
+        g(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = g(x)
+    x.copy_(torch.randn(4, 4))
+    graph.replay()
+    close(y, net(x))
 
 
 # --- when the model's own code runs -----------------------------------------------------------------------------------

@@ -251,7 +251,6 @@ def arguments_by_name(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> dict[str, Any]:
-    """The arguments by name; those of ``**kwargs`` by their own."""
     try:
         found = dict(signature.bind(*args, **kwargs).arguments)
     except TypeError:  # the signature is not that of the code, which may take them
@@ -274,7 +273,6 @@ def objects_in(
 def object_roots(
     form: Iterable[Any],
 ) -> dict[str, Any]:
-    """The same by name."""
     found = dict[str, Any]()
     for value in objects_in(form):
         name = type(value).__name__
@@ -288,7 +286,6 @@ def constants_in(
     value: Any,
     path: str,
 ) -> Iterator[tuple[str, Any]]:
-    """The constants in nested arguments, by path."""
     if type(value) in CONSTANTS:
         yield path, value
     elif isinstance(value, Mapping):
@@ -421,7 +418,7 @@ class ByName(nn.Module):
 
 
 def shapes_of(tensors: Iterable[Tensor]) -> Shapes:
-    """The shapes of tensors. Raises OutputShapeError for nested ones, which have none."""
+    """Raises OutputShapeError for nested tensors."""
     try:
         return tuple(tensor.shape for tensor in tensors)
     except RuntimeError as error:

@@ -67,8 +67,8 @@ from cgplan.planning import build_plan
 from cgplan.runner.runner import GraphRunner
 from cgplan.runner.session import CaptureSession
 
-_MOST_CALLS = 4096  # that are found by one look-up
-_MOST_KINDS = 256  # that are remembered
+_MOST_CALLS = 4096
+_MOST_KINDS = 256
 _SHARED = "an argument is a tensor of the model, or shares memory that the model writes"
 _EXACT = "so nothing is padded, and each shape has its own graph"
 _traits = attrgetter("shape", "dtype", "layout", "device")
@@ -138,9 +138,7 @@ class Calls:
         self._families: dict[Form, Family] = {}
         # by form, shapes and dtypes
         self._served: dict[Any, list[_Served]] = {}
-        # forms in which nothing varies, as padding failed
         self._exact = set[Form]()
-        # of the model, once a call left it as it was
         self._watch: Watch | None = None
         self._tensors: list[Tensor] = []
         self._tensor_ids = frozenset[int]()
@@ -148,7 +146,6 @@ class Calls:
         self._waiting: dict[_Graph, tuple[int, dict[_Graph, int]]] = {}
 
     def recapture(self) -> None:
-        """Free all graphs, and forget what was learnt of calls."""
         with self._lock:
             for kind in self.kinds:
                 kind.close()
@@ -228,7 +225,6 @@ class Calls:
         return self._model(*args, **kwargs)
 
     def suspect(self) -> None:
-        """Compare the whole model at the next call."""
         if self._watch is not None:
             self._watch.suspect()
 
@@ -307,7 +303,7 @@ class Calls:
         if kind.eager_reason is None and kind.calls == 0 and is_eager:
             kind = self._warmed_up(call)
         if kind.may_capture:
-            self.holds()  # ahead of a capture all is compared
+            self.holds()
         if kind.eager_reason is None and not kind.may_capture:
             self.eager["the first calls of a kind"] += 1
             return self._first_calls(kind, call)
@@ -580,7 +576,6 @@ class Calls:
         *,
         keeps_exact: bool = True,
     ) -> None:
-        """End a kind's graphs; kinds in which nothing varies may take its place."""
         kind.close()
         self._served.clear()
         if kind.is_exact or not keeps_exact:
@@ -643,7 +638,6 @@ class Calls:
         kind: Kind,
         sizes: dict[str, int],
     ) -> None:
-        """Give a kind its runner, for sizes that hold the present batch."""
         kind.close()
         self._served.clear()
         settings = self._settings
@@ -760,7 +754,6 @@ class Calls:
         text: str,
         subject: str | None = None,
     ) -> None:
-        """Log a text; of several on one subject, the first."""
         subject = subject or text
         if subject not in self.notices:
             self.notices[subject] = text
@@ -792,7 +785,7 @@ class Calls:
                     break
 
     def _warmed_up(self, call: Call) -> Kind:
-        """The kind of a call after its first calls, which are made here and put back."""
+        """The kind after its first calls, which are made here and put back."""
         arguments = call.by_name(self._signature)
         before = self._record({"model": self._model, "arguments": arguments})
         limit = self.pool.backend.memory().free or 4 << 30

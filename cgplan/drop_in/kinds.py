@@ -112,7 +112,6 @@ class Kind:
         self.written = frozenset(written | facts.overwritten)
 
     def take_objects(self, device: torch.device) -> None:
-        """Watch the object arguments."""
         roots = object_roots(self.forward.form)
         if roots:
             record = Fingerprint.of(roots, device)
@@ -143,7 +142,6 @@ class Kind:
         return False
 
     def has_objects(self) -> bool:
-        """Whether the object arguments are as they were."""
         if self.objects is None or self.objects.holds():
             return True
         return not self.objects.changes()
@@ -254,7 +252,6 @@ class Kind:
         self,
         views: Mapping[str, Tensor],
     ) -> None:
-        """Fill static rows with the present batch, and copies of its rows behind it."""
         for name, view in views.items():
             spec = self.specs[name]
             pad = 0 if spec.pad == "last" else spec.pad
@@ -349,7 +346,6 @@ class Family:
 
 
 def without_constants(form: Form) -> Form:
-    """A form without its constants, by which families are known."""
     kept = list[Any]()
     is_value = False
     for part in form:

@@ -122,7 +122,7 @@ class Place:
         )
 
     def enter_tensor(self, device: torch.device) -> list[Inside]:
-        """Record address and form, or return the tensors that a subclass wraps."""
+        """Record address and form, or return what a subclass wraps."""
         tensor = self.value
         kind = type(tensor)
         is_plain = kind in (torch.Tensor, torch.nn.Parameter)
@@ -351,7 +351,6 @@ class Fingerprint:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """Each tensor once, on any device."""
         by_id = {id(p.value): p.value for p in self.places.values() if is_tensor(p.value)}
         return list(by_id.values())
 
@@ -395,7 +394,7 @@ class Fingerprint:
         self,
         change: Change,
     ) -> bool:
-        """Whether an object's attribute, or a part of a module, changed."""
+        """Whether it is of an object's attribute, or of a part of a module."""
         if change.where is None:
             return False
         container, key = change.where
@@ -444,14 +443,12 @@ class Fingerprint:
         self,
         places: Mapping[str, Place] | None = None,
     ) -> list[Place]:
-        """The places outside of ``volatile`` paths."""
         found = self.places if places is None else places
         if not self.volatile:
             return list(found.values())
         return [place for path, place in found.items() if not is_within(path, self.volatile)]
 
     def checked(self) -> list[Place]:
-        """The places whose addresses count."""
         found = [place for place in self.steady() if place.address is not None]
         return found if self.only is None else [place for place in found if place.path in self.only]
 
@@ -494,13 +491,12 @@ class Fingerprint:
         return lines
 
     def modules(self) -> tuple[list[Place], list[Contents]]:
-        """Places of modules; containers of modules and hooks."""
         places = [p for p in self.steady() if issubclass(type(p.value), torch.nn.Module)]
         held = [held for path, held in self.contents.items() if path.endswith(_STRUCTURE)]
         return places, held
 
     def exchanged(self, now: Fingerprint) -> list[str]:
-        """Lines on exchanged modules, and on modules and hooks that came or went."""
+        """Lines on exchanged modules and hooks."""
         lines = list[str]()
         for place in self.modules()[0]:
             new = now.places.get(place.path)
@@ -619,7 +615,7 @@ def is_within(
     path: str,
     heads: Collection[str],
 ) -> bool:
-    """Whether a path is one of ``heads``, or below one; ``len(a)`` is above ``a[0]``."""
+    """Whether a path is one of ``heads``, or below; ``len(a)`` is above ``a[0]``."""
     if path in heads:
         return True
     while (cut := max(path.rfind("."), path.rfind("["))) > 0:

@@ -90,18 +90,14 @@ class Footprint:
     Attributes:
         operators: Calls by part and name, without views and bare allocations.
         names: Of operators, but not of those in custom operators.
-        host_sync: The first operator in graph code that needs the host.
         reads: The model's tensors that graph code read, by path.
         seeded: The generator that graph code set, and where.
-        breaks: Whether an eager piece was called.
         aside: Paths that eager pieces changed.
         stale: Paths that graph code bound and an eager piece read.
-        error: What the forward raised.
         packages_that_ask: Those whose graph code asked for a capture.
         capture_visible_because: The host sync for which they see it.
         from_inputs: Storages of what was computed from inputs.
         value_read: Where the host first needed a value on one.
-        writes_input: Where an operator writes into an argument.
         overwritten: Ids of storages that are written at given places, and not read before.
         outside: See ``Outside``.
     """
@@ -518,7 +514,6 @@ class Look(TorchDispatchMode):
             self._has_drawn |= not torch.equal(before, known.after)
 
     def _find_seeded(self) -> None:
-        """Note a generator that is not where the last operator left it."""
         if self.found.seeded is not None:
             return
         for known in self._random.values():
@@ -585,7 +580,7 @@ def look(
     kept: PutBack,
     **options: Any,
 ) -> Footprint:
-    """Run a forward eagerly, once, by ``call``; for ``kept`` and ``options`` see ``Look``."""
+    """Run a forward eagerly, once; for ``options`` see ``Look``."""
     device = kept.before.device
     with kept.run(), random_state_kept(device), probing(), as_written(), ExitStack() as stack:
         mode = Look(kept, **options)

@@ -141,7 +141,7 @@ class GraphPool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the pool has reserved."""
+        """Bytes that it has reserved."""
         return self.backend.pool_bytes(self.handle)
 
 
@@ -177,7 +177,6 @@ class RunnerPools:
 
     @property
     def is_private(self) -> bool:
-        """Whether no other runner has graphs in the pools."""
         return self._given is None or len(self._given.members) == 1
 
     @property
@@ -196,7 +195,6 @@ class RunnerPools:
         return self._pools[name]
 
     def drop(self, key: Key) -> None:
-        """Say that a key was evicted."""
         if self.policy == "per_graph" and key in self._pools:
             self._old.append(self._pools.pop(key))
         self._forget_empty()

@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from cgplan.backends.host_sync import storage_id, written_tensors
 from cgplan.graphs.fingerprint import ABSENT, Change, Fingerprint, is_same, is_tensor, is_within
 
-_HOST_COPIES = 1 << 30  # bytes that are copied to the host at most
+_HOST_COPIES = 1 << 30  # bytes
 _SMALL = 1 << 20  # bytes
 
 Outcome = Literal["device", "host", "new", "not kept"]
@@ -120,7 +120,6 @@ class PutBack:
 
     @staticmethod
     def _storages(state: Fingerprint) -> dict[int, tuple[str, torch.Tensor]]:
-        """The first path and tensor of each storage."""
         found = dict[int, tuple[str, torch.Tensor]]()
         for place in state.places.values():
             if not is_tensor(place.value):
@@ -183,7 +182,6 @@ class PutBack:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
     ) -> None:
-        """Copy storages of the model ahead of their first write."""
         for tensor in written_tensors(func, args, kwargs):
             try:
                 storage = tensor.untyped_storage()
@@ -233,7 +231,6 @@ class PutBack:
         )
 
     def _adopt_new(self) -> None:
-        """Count small tensors that the run made as the model's."""
         new = {key: one for key, one in self._new.items() if not one.reference.expired()}
         if not new:
             return
@@ -257,7 +254,6 @@ class PutBack:
                 written.put_back()
 
     def _is_from_first_use(self, written: _Written) -> bool:
-        """Whether one run wrote it, which also bound something that stays."""
         return written.runs == 1 and self.has_made
 
     def _made_on_first_use(self) -> set[str]:
@@ -280,7 +276,7 @@ class PutBack:
         self,
         computed: Mapping[int, StorageWeakRef],
     ) -> list[str]:
-        """Paths of tensors on these storages that were made on first use."""
+        """Paths on these storages that were made on first use."""
         found = list[str]()
         if not self.has_made:
             return found
@@ -297,7 +293,7 @@ class PutBack:
         read: Mapping[str, torch.Tensor],
         changed: Mapping[str, Change],
     ) -> list[str]:
-        """Paths of tensors that were read and that a run exchanged."""
+        """Paths of tensors that were read, and that a run exchanged."""
         bound = {path for path, change in changed.items() if change.where is not None}
         within = [path for path in read if is_within(path, bound)]
         found = list[str]()
@@ -351,7 +347,7 @@ class PutBack:
         """Undo the changes; between keys, large storages wait. The device is idle."""
         if self._count < 2:  # no second run left alone what the first one changed
             self.forget_captures()
-        self.outcome.clear()  # a place that stayed after one key may be put back after the next
+        self.outcome.clear()
         for written in self._written.values():
             nbytes = written.storage.nbytes()
             if between_keys and nbytes > _SMALL:
@@ -433,5 +429,5 @@ def _bytes_of(storage: Any) -> torch.Tensor:
 
 
 def version_of(tensor: torch.Tensor) -> int | None:
-    """Torch's count of writes; None for inference tensors, which have none."""
+    """Torch's count of writes; inference tensors have none."""
     return None if tensor.is_inference() else tensor._version

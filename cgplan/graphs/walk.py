@@ -285,7 +285,7 @@ def _function_of(value: Any) -> Any:
 
 
 def names_in(function: Any) -> tuple[str, ...]:
-    """The names in the code of a function, or of the one that it wraps."""
+    """Names in the code of a function, or of the one that it wraps."""
     inner = function.__dict__.get("__wrapped__")
     while type(inner) is types.FunctionType:
         function, inner = inner, inner.__dict__.get("__wrapped__")
@@ -535,7 +535,6 @@ def _of_set(value: Any) -> object:
 
 
 def generators_of_the_host(device: torch.device) -> dict[str, ReadState]:
-    """Random generators by name."""
     found: dict[str, ReadState] = {"Python's random numbers": random.getstate}
     if "numpy.random" in sys.modules:
         found["NumPy's random numbers"] = _numpy_random

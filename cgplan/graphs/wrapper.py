@@ -235,7 +235,6 @@ class CUDAGraphWrapper:
 
     def __getattr__(self, name: str) -> Any:
         """Attributes of the wrapped callable."""
-        # a protocol, such as copying, is the wrapper's own; or nothing is set yet
         is_protocol = name.startswith("__") and name not in _OF_FUNCTIONS
         if is_protocol or name == "runnable":
             raise AttributeError(
@@ -358,7 +357,6 @@ class CUDAGraphWrapper:
                     f"a wrapper on {own.device} inside a session on {given.device}",
                     remedy="Make the wrapper without a backend: it takes the session's.",
                 )
-            # another object of the same device has other pools and another stream
             self._backend = given
         if self.backend.is_capturing():
             raise CaptureError(
