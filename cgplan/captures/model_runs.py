@@ -97,7 +97,10 @@ class ModelRuns:
     real_rows: RealRows | None = None
     route: SplitRoute = field(init=False)
 
-    def __post_init__(self, state: Sequence[object] | Mapping[str, object] | None) -> None:
+    def __post_init__(
+        self,
+        state: Sequence[object] | Mapping[str, object] | None,
+    ) -> None:
         self.scope = CaptureScope(
             None,
             self.backend,

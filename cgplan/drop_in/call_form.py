@@ -216,7 +216,11 @@ def same_tensors(tensors: Sequence[Tensor]) -> tuple[int, ...]:
     if len(tensors) < 2 or len(set(map(id, tensors))) == len(tensors):
         return ()
     first = dict[int, int]()
-    return tuple(first.setdefault(id(tensor), at) for at, tensor in enumerate(tensors))
+    same = list[int]()
+    for at, tensor in enumerate(tensors):
+        place = first.setdefault(id(tensor), at)
+        same.append(place)
+    return tuple(same)
 
 
 @dataclass(slots=True)
@@ -401,11 +405,18 @@ class ByName(nn.Module):
         wrapped = self.__dict__["wrapped"]
         if self._same:
             in_order = list(tensors.values())
-            tensors = {name: in_order[at] for name, at in zip(tensors, self._same, strict=True)}
+            for name, at in zip(tensors, self._same, strict=True):
+                tensors[name] = in_order[at]
         if self.is_plain and torch.compiler.is_compiling():  # nothing that a trace would not follow
             given = tuple(tensors.values())
             count = self._count
-            rest = dict(zip(self._keywords, given[count:], strict=True))
+            rest = dict(
+                zip(
+                    self._keywords,
+                    given[count:],
+                    strict=True,
+                )
+            )
             return wrapped(*given[:count], **rest)
         values = [tensors[name] for name in self.names or tensors]
         args, kwargs = self.arguments(values)

@@ -811,7 +811,9 @@ class Calls:
         return kind
 
 
-def _ambient(device: str) -> tuple[bool, torch.dtype, tuple[Any, ...], Any]:
+def _ambient(
+    device: str,
+) -> tuple[bool, torch.dtype, tuple[Any, ...], Any]:
     """Grad mode, the default dtype, the default devices, and the dtype of autocast or False."""
     autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
     devices: tuple[Any, ...] = ()

@@ -108,8 +108,10 @@ class Kind:
         """Take down the storages that the graphs write."""
         assert self.runner is not None
         facts = self.runner.graphs.facts
-        written = {tensor.untyped_storage()._cdata for tensor in facts.written.values()}
-        self.written = frozenset(written | facts.overwritten)
+        written = set(facts.overwritten)
+        for tensor in facts.written.values():
+            written.add(tensor.untyped_storage()._cdata)
+        self.written = frozenset(written)
 
     def take_objects(self, device: torch.device) -> None:
         roots = object_roots(self.forward.form)

@@ -351,7 +351,10 @@ class Fingerprint:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        by_id = {id(p.value): p.value for p in self.places.values() if is_tensor(p.value)}
+        by_id = dict[int, torch.Tensor]()
+        for place in self.places.values():
+            if is_tensor(place.value):
+                by_id[id(place.value)] = place.value
         return list(by_id.values())
 
     def summary(self) -> str:

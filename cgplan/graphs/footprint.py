@@ -529,15 +529,19 @@ class Look(TorchDispatchMode):
     def finish(self) -> None:
         """Complete the findings, and put generators back."""
         found = self.found
-        found.outside = self._outside.tensors(set(map(id, self._changes().values())))
+        bound = set(map(id, self._changes().values()))
+        found.outside = self._outside.tensors(bound)
         if found.error is None:
             self._end_part(self._part)
         for known in self._random.values():
             known.generator.set_state(known.before)
         found.host_sync = self.refusals.first
         found.value_read = self.refusals.read
-        made = {key: ref for key, ref in found.from_inputs.items() if key not in self._inputs}
-        found.from_inputs = {key: ref for key, ref in made.items() if not ref.expired()}
+        made = dict[int, StorageWeakRef]()
+        for key, ref in found.from_inputs.items():
+            if key not in self._inputs and not ref.expired():
+                made[key] = ref
+        found.from_inputs = made
 
 
 def _is_view(func: Any) -> bool:

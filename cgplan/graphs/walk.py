@@ -231,7 +231,14 @@ def layout_of(
         for name, member in vars(owner).items():
             if type(member) is types.MemberDescriptorType:
                 slots.append((name, member))
-    layout = Layout(is_module, next(bases, None), slots, {}, {})
+    base = next(bases, None)
+    layout = Layout(
+        is_module,
+        base,
+        slots,
+        {},
+        {},
+    )
     names = ["forward", "__call__"]
     if is_module and not _is_foreign(kind.__module__):
         names += named

@@ -197,10 +197,12 @@ class _Moment:
         return self._python is None or self._python.restore_python(self._ignore)
 
     def has_drawn_until(self, other: _Moment) -> bool:
-        for (_, before), (_, after) in zip(self.random, other.random, strict=True):
-            if not torch.equal(before, after):
-                return True
-        return False
+        both = zip(
+            self.random,
+            other.random,
+            strict=True,
+        )
+        return any(not torch.equal(before[1], after[1]) for before, after in both)
 
 
 class _Comparison:
@@ -466,7 +468,10 @@ class _Comparison:
         values = on_device(self._values, graphs.backend.device)
         for name, value in zip(graphs.config.tensors, values, strict=True):
             dim = buffers[name].row_dim
-            named[name] = value.clone() if dim is None else torch.cat([value, value], dim)
+            if dim is None:
+                named[name] = value.clone()
+            else:
+                named[name] = torch.cat([value, value], dim)
         self.begin.put_back()
         try:
             twice = graphs.run_eager(self._route.unpadded, named)
@@ -492,7 +497,12 @@ class _Comparison:
                 is_coarse=is_coarse,
             )
         )
-        states = zip(found.state, wanted.state, self.begin.state, strict=True)
+        states = zip(
+            found.state,
+            wanted.state,
+            self.begin.state,
+            strict=True,
+        )
         for path, (one, other, before) in zip(self._facts.written, states, strict=True):
             parts.append(
                 compare(
