@@ -1,4 +1,4 @@
-"""The short way in: capture a model in one call."""
+"""Capture a model in one call."""
 
 from __future__ import annotations
 
@@ -55,19 +55,14 @@ def capture(
         inputs: ``cgplan.Input`` by name, one for each argument of the forward; in short
             ``(shape, dtype, pad)``, as in ``("num_tokens", torch.int32, -1)``; or an example tensor
             of floating point, whose dimension 0 then counts ``num_tokens``, and whose padding rows
-            hold 0. For other dtypes no value is safe: 0 and -1 may both be an index. Declare them,
-            by ``cgplan.Input.like(tensor, pad=...)``, say.
-        config: A configuration, a mapping like its file, or the file's path, in place of all
-            sections.
-        metadata: ``cgplan.Input`` by name for tensors that the model reads from the forward
-            context.
-        compilation, scheduler, lora, speculative, report, budget: Sections of the configuration, as
-            mappings or models.
+            hold 0. For other dtypes no padding is safe: use ``cgplan.Input.like(tensor, pad=...)``.
+        config: A configuration, a mapping like its file, or the file's path, without sections.
+        metadata: ``cgplan.Input`` by name for tensors in the forward context.
+        compilation, scheduler, lora, speculative, report, budget: Sections, as mappings or models.
         device: ``auto``, ``cuda``, ``cuda:N`` or ``cpu``; absent: the configuration's.
         output_rows: What dimension 0 of each output counts: ``num_tokens`` or ``num_reqs``.
-        state: The objects whose tensors and attributes the model relies on, where it is a method of
-            a larger one, such as
-            ``cgplan.capture(engine.forward_decode, ..., state=[engine.model])``; absent: the model.
+        state: The objects whose tensors and attributes the model reads, if it is a method of a
+            larger one: ``cgplan.capture(engine.forward_decode, ..., state=[engine.model])``.
         progress: Called before each key.
         before_key: Sets an engine's own context ahead of each key, see CaptureSession.
 
@@ -110,7 +105,8 @@ def capture(
     elif not isinstance(config, Config):
         config = load_config(config)
     config = config.model_copy(update={"device": str(device or config.device)})
-    plan, backend = build_plan(config), select_backend(config.device)
+    plan = build_plan(config)
+    backend = select_backend(config.device)
     if model is None:
         if config.model is None or config.model.target is None:
             raise ModelError(
@@ -118,7 +114,7 @@ def capture(
             )
         model = load_model(
             config.model.target, config.model.kwargs, device=backend.device, base_dir=folder
-        ).forward
+        )
     began = time.perf_counter()
     if config.compilation.cudagraph_mode is CUDAGraphMode.AUTO:
         config, plan = choose_mode(config, model, backend, state, before_key=before_key)

@@ -1,8 +1,7 @@
 """The errors of cgplan, each before those that inherit from it.
 
-An error carries a remedy: what to do about it, in one or two sentences. The command line turns it
-into the exit code of its class; docs/troubleshooting.md has a section for each. Exit code 2 is the
-command line's own, for wrong options.
+The command line ends with the exit code of the class, and with 2 for wrong options;
+docs/troubleshooting.md has a section for each.
 """
 
 from collections.abc import Iterable
@@ -11,14 +10,14 @@ from typing import ClassVar
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text; its class where it has none."""
+    """The first line of an error's text, else its class."""
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def did_you_mean(
     name: str, known: Iterable[str], form: str = "Did you mean {!r}? ", most: int = 1
 ) -> str:
-    """The ``most`` nearest of the known names in a sentence, ``form``; empty if none is near."""
+    """The ``most`` nearest names in the sentence ``form``; empty if none is near."""
     near = get_close_matches(name, list(known), most)
     return form.format(" or ".join(near)) if near else ""
 
@@ -27,9 +26,8 @@ class CgplanError(Exception):
     """Base of all errors that cgplan raises on purpose.
 
     Args:
-        message: What is wrong: file, key and line where there are any, what was found, what is
-            allowed.
-        remedy: What the user can do about it.
+        message: File, key and line if there are any, what was found, what is allowed.
+        remedy: What the user can do, in one or two sentences.
     """
 
     exit_code: ClassVar[int] = 1
@@ -44,7 +42,7 @@ class CgplanError(Exception):
 
 
 class ConfigError(CgplanError):
-    """The configuration has an unknown key, a wrong type, or values that contradict each other."""
+    """The configuration has an unknown key, a wrong type, or contradictory values."""
 
     exit_code = 3
 
@@ -56,7 +54,7 @@ class ConfigFileError(ConfigError):
 
 
 class PlanError(CgplanError):
-    """No plan follows from the configuration: no capture size is left, say."""
+    """The configuration gives no plan: no capture size is left, say."""
 
     exit_code = 5
 
@@ -92,13 +90,13 @@ class StepTimeError(CgplanError):
 
 
 class RegretError(CgplanError):
-    """On other traffic, the plan's steps are longer than the best plan's by more than allowed."""
+    """On other traffic the plan's steps are too long, compared with the best plan's."""
 
     exit_code = 24
 
 
 class ModelError(CgplanError):
-    """The model's target does not import, is not callable, or failed while it was built or run."""
+    """The model's target does not import, is not callable, or failed."""
 
     exit_code = 7
 
@@ -178,7 +176,7 @@ class GradientError(CgplanError):
 
 
 class AuditError(CgplanError):
-    """Captured graphs point into memory that is free, gone, or not the runner's; lists them."""
+    """Captured graphs point into memory that is free or not the runner's; lists them."""
 
     exit_code = 25
 

@@ -18,6 +18,7 @@ import argparse
 import random
 import time
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 
 import torch
@@ -27,7 +28,7 @@ from cgplan.backends import GraphBackend, select_backend
 from cgplan.config import Config, load_config
 from cgplan.errors import CgplanError
 from cgplan.models.loading import load_model
-from cgplan.reports.layout import filled, plain_text
+from cgplan.reports.layout import Column, Grid, TextColumn, plain_text
 from cgplan.runner.manager import CudaGraphManager
 from cgplan.speculative.manager import SpecDecodeGraphManager
 from cgplan.speculative.plan import plan_speculation
@@ -152,7 +153,7 @@ def decode_all(args: argparse.Namespace) -> dict[str, Decoded]:
         config.model.kwargs,
         device=backend.device,
         base_dir=Path(args.config).parent,
-    ).module
+    )
     draft_layers = args.draft_layers or max(target.config.num_layers // 2, 1)
     scale_later_layers(target, draft_layers, args.later_layers)
     draft = first_layers(target, draft_layers)
@@ -218,7 +219,9 @@ def table(found: dict[str, Decoded]) -> str:
                 "same": f"{same}/{len(wanted)}",
             }
         )
-    return plain_text(filled(rows, left=("decoding",)))
+    first, *others = rows[0]
+    columns = [Column(name, itemgetter(name)) for name in others]
+    return plain_text(Grid(rows, TextColumn(first, itemgetter(first)), *columns))
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:

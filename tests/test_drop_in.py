@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import inspect
@@ -410,6 +411,49 @@ def test_threads_call_one_after_the_other(backend: GraphBackend, net: Net) -> No
     assert replays(g) == 158
 
 
+def test_threads_with_streams_or_models_of_their_own(backend: GraphBackend) -> None:
+    """A capture in one thread, and a thread that waits for the device, leave each other alone."""
+    nets = [Net().to(backend.device).eval() for _ in range(3)]
+    shared = cgplan.graphed(nets[0])
+    own = [cgplan.graphed(net) for net in nets]
+    wrong = list[BaseException]()
+
+    def call(number: int) -> None:
+        stream: Any = contextlib.nullcontext()
+        if backend.device.type == "cuda":
+            stream = torch.cuda.stream(torch.cuda.Stream())
+        with stream:
+            for turn in range(25):
+                x = rows(backend, 1 + (turn + number) % 5)
+                try:
+                    close(shared(x), nets[0](x))
+                    close(own[number](x), nets[number](x))
+                except BaseException as error:
+                    wrong.append(error)
+
+    threads = [threading.Thread(target=call, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong, wrong[0]
+
+
+@pytest.mark.gpu
+def test_inside_a_capture_of_the_callers_own_the_model_runs() -> None:
+    net = Net().to("cuda").eval()
+    g = cgplan.graphed(net)
+    x = torch.randn(4, 4, device="cuda")
+    for _ in range(4):
+        g(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = g(x)
+    x.copy_(torch.randn(4, 4))
+    graph.replay()
+    close(y, net(x))
+
+
 # --- when the model's own code runs -----------------------------------------------------------------------------------
 
 
@@ -739,6 +783,19 @@ def test_a_length_without_a_mask(backend: GraphBackend) -> None:
     assert "so nothing is padded" in g.explain()
 
 
+def test_static_buffers_are_made_for_the_boxes_that_come(backend: GraphBackend) -> None:
+    """Sizes up to 64 by four names are 343 boxes of 64 rows, the largest of 64 MiB."""
+    dims = {"x": {0: "a", 1: "b", 2: "c", 3: "d"}}
+    g, x = cgplan.graphed(lambda x: x * 2, dynamic=dims), rows(backend, 9, 9, 9, 9)
+    for _ in range(3):
+        close(g(x), x * 2)
+    (runner,) = g.runners
+    assert replays(g) == 1
+    assert runner.report.static_bytes == 64 * 16**3 * x.itemsize
+    close(g(x[:, :3]), x[:, :3] * 2)
+    assert runner.report.static_bytes == 64 * (16 + 4) * 16**2 * x.itemsize
+
+
 def test_masked_padding(backend: GraphBackend) -> None:
     def total(x: Tensor, mask: Tensor) -> Tensor:
         return (x * mask).sum(0)
@@ -943,6 +1000,24 @@ def test_means_in_half_precision(backend: GraphBackend) -> None:
     for length in (64, 64, 64, 40, 40, 40):
         ids = torch.randint(1, 20, (3, length), device=backend.device)
         torch.testing.assert_close(mean(ids), embed(ids).mean(1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_padding_that_reaches_few_numbers_is_no_rounding(
+    backend: GraphBackend, dtype: torch.dtype
+) -> None:
+    """One number of eight counts the padded length: in half precision few that differ may be rounding."""
+
+    def first_counts(x: Tensor) -> Tensor:
+        y = x * 2
+        y[:, 0] = y.sum(1) / x.shape[1]
+        return y
+
+    g = cgplan.graphed(first_counts, dynamic={"x": {0: "batch", 1: "length"}})
+    for _ in range(8):
+        x = (torch.randn(2, 5, 8, device=backend.device) + 1).to(dtype)
+        torch.testing.assert_close(g(x), first_counts(x), rtol=0.05, atol=0.05)
+    assert "nothing is padded" in g.explain()
 
 
 def test_large_numbers_of_a_mask_hide_no_difference(backend: GraphBackend) -> None:

@@ -1,4 +1,4 @@
-"""The devices that capture and replay: the backend protocol, CUDA graphs, and the tape."""
+"""The backend protocol, CUDA graphs, and the tape."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from cgplan.errors import BackendError
 
 
 def select_backend(device: str = "auto") -> GraphBackend:
-    """Backend for ``auto`` (a GPU if torch sees one), ``cuda``, ``cuda:N`` or ``cpu``.
+    """Backend for ``auto`` (a GPU if there is one), ``cuda``, ``cuda:N`` or ``cpu``.
 
-    Raises BackendError for other devices, and if a GPU is asked for and none is there.
+    Raises BackendError for other devices, and for a GPU that is not there.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"

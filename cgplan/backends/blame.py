@@ -34,7 +34,7 @@ _MACHINERY = (
 
 
 def users_line(places: Iterable[tuple[str, int]]) -> str:
-    """``file:line: source`` of the first place, (file, line), outside of torch and cgplan."""
+    """``file:line: source`` of the first (file, line) outside of torch and cgplan."""
     for name, line in places:
         if not name.startswith(_MACHINERY) and not name.endswith("/contextlib.py"):
             return f"{name}:{line}: `{linecache.getline(name, line).strip()}`"
@@ -42,11 +42,8 @@ def users_line(places: Iterable[tuple[str, int]]) -> str:
 
 
 def blamed_line(raised: TracebackType | None = None) -> str:
-    """``file:line: source`` of the innermost frame of the user's code: the one that runs now, or
-    that raised.
-
-    A traced forward runs generated code; the line that the running node was traced from stands for
-    it.
+    """``file:line: source`` of the user's innermost frame that runs now, or raised; of a traced
+    forward, the line that the running node comes from.
     """
     if raised is None:
         frames = traceback.walk_stack(sys._getframe(1))
@@ -57,16 +54,15 @@ def blamed_line(raised: TracebackType | None = None) -> str:
 
 def _places(frames: Iterable[tuple[FrameType, int]]) -> Iterator[tuple[str, int]]:
     for frame, line in frames:
-        if frame.f_code.co_filename.startswith("<eval_with_key>"):  # torch.fx generated it
+        if frame.f_code.co_filename.startswith("<eval_with_key>"):
             yield from _traced_from(frame, line)
         yield frame.f_code.co_filename, line
 
 
 def _traced_from(frame: FrameType, line: int) -> Iterator[tuple[str, int]]:
-    """The places, innermost first, that the node in a line of a GraphModule was traced from."""
     values = frame.f_locals
     module = values.get("self")
-    # before Python 3.13 a copy that stays with the frame, and tensors with it
+    # before Python 3.13 a copy that keeps tensors alive
     if isinstance(values, dict):
         values.clear()
     if not isinstance(module, GraphModule):

@@ -1,14 +1,12 @@
 """The answers of ``torch.cuda.is_current_stream_capturing()`` to packages that ask.
 
 Note [Hidden captures]
-    Some libraries leave out a shortcut inside a capture, because it might read a value on the host:
-    transformers then builds attention masks that mask nothing, and attention with a mask takes
-    slower kernels. A graph may hold a shortcut that does not read the host. So captures are hidden
-    from the packages in ``compilation.hide_capture_from``, in the thread that captures, if the look
-    ahead of the capture saw no host sync. If it saw one, these packages see captures, a second look
-    and warm-ups as captures; warm-ups then run what the graph will hold. Other packages get the
-    true answer, except that Dynamo traces True while a block is open. A tape that records is a
-    capture.
+    Inside a capture some libraries leave out a shortcut that might read the host. So transformers
+    builds attention masks that mask nothing, and attention takes slower kernels. Captures are
+    therefore hidden, in their thread, from the packages in ``compilation.hide_capture_from``, if
+    the look saw no host sync. After a host sync these packages see a second look and warm-ups as
+    captures, too, so that warm-ups run the graph's code. A tape that records is a capture. Dynamo
+    traces True while a block is open.
 """
 
 from __future__ import annotations
@@ -22,11 +20,12 @@ import torch
 
 from cgplan.backends.replacing import replaced, shared
 
+Answer = Callable[[str], bool]
 ALL_OTHERS = ""  # in place of a package
 
 
 class _Answers(threading.local):
-    by_package: Mapping[str, Callable[[str], bool]] = {}
+    by_package: Mapping[str, Answer] = {}
 
 
 _answers = _Answers()
@@ -38,24 +37,27 @@ def _answering_by_package() -> Iterator[None]:
     own_answer = torch.cuda.is_current_stream_capturing
 
     def is_capturing() -> bool:
-        # Dynamo cannot trace what follows; a capture will run the trace
+        # Dynamo cannot trace the rest
         if torch.compiler.is_compiling():
             return True
         package = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
         answers = _answers.by_package
         answer = answers.get(package) or answers.get(ALL_OTHERS)
-        return own_answer() if answer is None else answer(package)
+        if answer is None:
+            return own_answer()
+        return answer(package)
 
     with replaced(torch.cuda, is_current_stream_capturing=is_capturing):
         yield
 
 
 @contextmanager
-def answering(packages: Collection[str], answer: Callable[[str], bool]) -> Iterator[None]:
-    """A block in which code of these packages, in this thread, gets ``answer(package)``, see Note
-    [Hidden captures]. A package is the top-level name of the module that asks. Blocks may be
-    nested.
+def answering(packages: Collection[str], answer: Answer) -> Iterator[None]:
+    """A block in which code of these top-level packages, in this thread, gets
+    ``answer(package)``.
     """
-    answers = {**_answers.by_package, **dict.fromkeys(packages, answer)}
+    answers = dict(_answers.by_package)
+    for package in packages:
+        answers[package] = answer
     with _answering_by_package(), replaced(_answers, by_package=answers):
         yield

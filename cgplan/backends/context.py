@@ -1,4 +1,4 @@
-"""The forward context: information about the batch for a model, beyond its arguments."""
+"""The forward context: what a model learns of its batch beside its arguments."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _bodies: dict[str, Callable[..., Any]] = {}
 
 
 def define_operator(schema: str, body: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    """Register an operator ``cgplan::name`` on CPUs and GPUs, for good. Registering it again, as a
-    model's file does that is loaded twice, exchanges the body.
+    """Register an operator ``cgplan::name`` on CPUs and GPUs, for good. A second call exchanges the
+    body.
     """
     name = schema.partition("(")[0]
     is_new = name not in _bodies
@@ -36,17 +36,16 @@ def define_operator(schema: str, body: Callable[..., Any], fake: Callable[..., A
 
 @dataclass(slots=True)
 class CaptureScope:
-    """The objects that a capture session lends to the graph wrappers inside a model.
+    """What a capture session lends to the graph wrappers inside a model.
 
     Attributes:
-        pool: The graph pool that all captures of the session share.
-        backend: The session's backend; wrappers that were given none take it.
-        is_open: Whether wrappers may capture; in a sealed runner they may not.
-        entries: The entries captured since the session last took them.
-        wrappers: The wrappers that captured; they may outlive the scope, their graphs must not.
-        address_check: The runner's policy, which overrides that of wrappers; None leaves theirs.
-        mark: What entries hold in place of the scope. If they held the scope, only a garbage
-            collection would free graphs.
+        backend: For wrappers without one.
+        is_open: Whether wrappers may capture; False in a sealed runner.
+        entries: Captured since the session last took them.
+        wrappers: They may outlive the scope; their graphs must not.
+        address_check: Overrides that of wrappers, if given.
+        mark: Entries hold it in place of the scope, which would keep graphs until a garbage
+            collection.
     """
 
     pool: Any
@@ -59,7 +58,7 @@ class CaptureScope:
 
 
 class WatchedMetadata(Mapping[str, Any]):
-    """Metadata that notes in ``read`` the names that are read while ``counts()`` is true."""
+    """Metadata that notes in ``read`` the names read while ``counts()`` is true."""
 
     def __init__(self, metadata: Mapping[str, Any], counts: Callable[[], bool]) -> None:
         self._metadata = metadata
@@ -80,17 +79,14 @@ class WatchedMetadata(Mapping[str, Any]):
 
 @dataclass(slots=True)
 class ForwardContext:
-    """One forward pass, as the model and the graph wrappers inside it see it.
+    """One forward pass, as the model and its graph wrappers see it.
 
     Attributes:
-        runtime_mode: NONE, PIECEWISE or FULL.
-        descriptor: The batch; its key where a graph runs it, else its unpadded numbers.
-        metadata: Tensors by name that the model reads besides its arguments (slot mapping, block
-            tables, sequence lengths). Inside a capture they are views of static buffers, owned by
-            cgplan.
-        scope: The capture session or sealed runner that this pass belongs to, None outside of one.
-        derived: Values that a layer computes from the metadata once and later layers reuse; empty
-            at first.
+        descriptor: The key where a graph runs the batch, else its unpadded numbers.
+        metadata: Tensors beside the model's arguments (slot mapping, block tables). Inside a
+            capture they are views of static buffers, owned by cgplan.
+        scope: The capture session or sealed runner, if any.
+        derived: What a layer computed from the metadata for later layers.
     """
 
     runtime_mode: CUDAGraphMode
@@ -100,10 +96,8 @@ class ForwardContext:
     derived: dict[str, Any] = field(default_factory=dict)
 
     def derive(self, key: str, device: torch.device, make: Callable[[], T]) -> T:
-        """``make()``, computed on ``device`` from the metadata, once in a forward: kept in
-        ``derived`` by ``key``.
-        """
-        # The graph did not record what its warm-up derived in the same context.
+        """``make()``, once in a forward."""
+        # A graph did not record what its warm-up derived.
         capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         key = f"{key} {capturing}"
         if key not in self.derived:
@@ -142,16 +136,17 @@ def forward_context(
         yield context
 
 
-# for paths on which a context manager costs too much
-set_context, reset_context = _current.set, _current.reset
+# where a context manager would take too long
+set_context = _current.set
+reset_context = _current.reset
 current_forward_context = _current.get
-"""The forward context that is set here, or None."""
+"""The current forward context, or None."""
 
 
 def get_forward_context() -> ForwardContext:
-    """The forward context that is set here. Raises CgplanError outside of any."""
+    """The current forward context. Raises CgplanError outside of any."""
     if torch.compiler.is_dynamo_compiling():
-        torch._dynamo.graph_break()  # a trace of one graph would keep what it reads of this context
+        torch._dynamo.graph_break()  # a trace would keep what it reads here
     context = _current.get()
     if context is None:
         raise CgplanError(
@@ -164,20 +159,18 @@ def get_forward_context() -> ForwardContext:
 
 _capture_allowed: ContextVar[bool] = ContextVar("cgplan_capture_allowed", default=True)
 is_capture_allowed = _capture_allowed.get
-"""Whether graphs may be captured here, see ``capture_allowed``."""
+"""Whether graphs may be captured here."""
 
 
 def capture_allowed(allowed: bool) -> AbstractContextManager[None]:
-    """A block in which graphs may, or may not, be captured in this thread or task.
-
-    Where they may not, captured graphs still replay; a wrapper, a session, a runner or a breakable
-    capture that would capture another one raises SealedError. The innermost block counts.
+    """A block in which graphs may, or may not, be captured in this thread or task; the innermost
+    block counts. Where they may not, captured graphs replay, and a capture raises SealedError.
     """
     return setting(_capture_allowed, allowed)
 
 
 def refuse_forbidden_capture(graph: str) -> None:
-    """Raise SealedError where no graph may be captured; ``graph`` says which is asked for."""
+    """Raise SealedError inside ``capture_allowed(False)``; ``graph`` names the capture."""
     if not is_capture_allowed():
         raise SealedError(
             f"{graph} is to be captured inside capture_allowed(False), at {blamed_line()}",
@@ -186,9 +179,8 @@ def refuse_forbidden_capture(graph: str) -> None:
 
 
 class RankSum(Protocol):
-    """Sums tensors over ranks, for models that are split; ``cgplan.distributed.AllReduce`` is one.
-
-    ``number`` is the ``group`` of ``torch.ops.cgplan.all_reduce(x, group)``.
+    """Sums tensors over ranks. ``number`` is the ``group`` of ``torch.ops.cgplan.all_reduce(x,
+    group)``.
     """
 
     number: int
@@ -198,9 +190,9 @@ class RankSum(Protocol):
 
 _rank_sum: ContextVar[RankSum | None] = ContextVar("cgplan_rank_sum", default=None)
 current_all_reduce = _rank_sum.get
-"""The all-reduce of the ``all_reduce_by`` block, None outside of one."""
+"""The all-reduce of the ``all_reduce_by`` block, or None."""
 
 
 def all_reduce_by(reducer: RankSum) -> AbstractContextManager[None]:
-    """A block that builds models which sum over ranks by this all-reduce."""
+    """A block that builds models which sum by this all-reduce."""
     return setting(_rank_sum, reducer)

@@ -1,21 +1,16 @@
-"""CUDA graphs through torch.cuda.CUDAGraph: one capture stream, one garbage collection a session.
-
-Captures begin and end without ``torch.cuda.graph``, which collects all garbage, 35 ms, each time.
+"""CUDA graphs through torch.cuda.CUDAGraph, without ``torch.cuda.graph``, whose garbage collections
+take 35 ms each.
 
 Note [Failed captures]
-    When a capture is invalidated, torch's `capture_end` raises at once (seen with torch 2.11), and
-    leaves undone: (1) the allocator goes on serving allocations from the pool, which would swallow
-    all later ones and never be freed; (2) the random generator believes that a capture is under
-    way, and raises at the next random operator; (3) the allocator of pinned memory keeps a function
-    that looks into the graph object, and believes that the pool is captured into: it refuses
-    further captures there ("already recording to mempool_id"). `_forget` makes up for (1) by the
-    two calls that `capture_end` did not come to; for (2) by a small capture that goes well, whose
-    end resets the generator; for (3) by keeping the object for ever, a few hundred bytes for each
-    failure, and by giving the pool another handle, so that later captures take memory of their own.
-    The small capture's graph is kept, too: from torch 2.12 on, to free a graph releases library
-    workspaces that other graphs of the stream still use. `capture_begin` may leave the same behind,
-    so `begin` first checks for cases that it is known to refuse. A capture is ended on the stream
-    that it began on, even if another is current by then.
+    When a capture is invalidated, torch's `capture_end` raises (seen with torch 2.11) and leaves
+    three faults: (1) the allocator goes on serving from the pool; (2) the random generator believes
+    that a capture is under way; (3) the allocator of pinned memory keeps a function that looks into
+    the graph object, and refuses further captures into the pool ("already recording to
+    mempool_id"). `_forget` mends (1) by the two calls that `capture_end` left out, (2) by a small
+    capture, whose end resets the generator, (3) by keeping the graph object for ever, a few hundred
+    bytes, and giving the pool another handle. The small graph is kept, too: from torch 2.12 on,
+    freeing a graph releases library workspaces that others use. `capture_begin` may leave the same
+    faults, so `begin` first checks what it refuses.
 """
 
 from __future__ import annotations
@@ -36,6 +31,7 @@ from cgplan.backends.backend import (
     Feature,
     GraphBackend,
     MemoryReading,
+    captures_lock,
     foreign_pool,
     gc_paused,
     span,
@@ -51,19 +47,14 @@ from cgplan.buffers.static import StaticBuffers
 from cgplan.errors import BackendError, CaptureError, CaptureMemoryError, first_line
 
 
-@dataclass(slots=True, eq=False, weakref_slot=True)
+@dataclass(eq=False)
 class CudaPool:
-    """A pool: torch's handle of it, and the graphs that keep it alive.
-
-    torch forgets a pool with its last graph, and refuses captures into such a pool and into that of
-    a failed capture, see Note [Failed captures]: the next capture gets a new handle. Earlier graphs
-    keep theirs; all are one pool here.
+    """A pool: torch's handles, and the graphs that keep it alive. torch refuses captures into a
+    pool without graphs or with a failed capture, so the next one gets a new handle.
 
     Attributes:
-        backend: The backend that made it.
-        handles: Of all memory that it consists of; captures go into the last one.
-        ranges: Addresses of its segments when ``listed`` was (handles, bytes that torch had ever
-            reserved).
+        handles: Captures go into the last one.
+        ranges: Addresses of its segments when ``listed`` was (handles, bytes ever reserved).
     """
 
     backend: CudaBackend
@@ -74,7 +65,7 @@ class CudaPool:
     is_spoiled: bool = False
 
     def handle(self) -> Any:
-        """The handle to capture into: a new one where torch would refuse the present one."""
+        """The handle to capture into."""
         if not self.graphs:
             self.handles = ()
         if self.is_spoiled or not self.handles:
@@ -83,7 +74,7 @@ class CudaPool:
         return self.handles[-1]
 
 
-@dataclass(slots=True, eq=False, weakref_slot=True)
+@dataclass(eq=False)
 class CudaGraph:
     pool: CudaPool
     graph: torch.cuda.CUDAGraph
@@ -102,9 +93,7 @@ _pools = weakref.WeakSet[CudaPool]()
 
 @cache
 def cuda_runtime() -> Any:
-    """cuda-bindings' runtime module, which torch's CUDA builds depend on; None if it is not
-    installed.
-    """
+    """cuda-bindings' runtime module, if it is installed."""
     try:
         from cuda.bindings import runtime
     except ImportError:
@@ -113,7 +102,7 @@ def cuda_runtime() -> Any:
 
 
 def count_kernels(runtime: Any, graph: Any) -> int:
-    """Kernel nodes of a raw graph, those of child graphs included."""
+    """Those of child graphs count."""
     count = runtime.cudaGraphGetNodes(graph)[2]
     kinds = runtime.cudaGraphNodeType
     total = 0
@@ -126,8 +115,12 @@ def count_kernels(runtime: Any, graph: Any) -> int:
     return total
 
 
+def _raw(graph: CudaGraph) -> Any:
+    return cuda_runtime().cudaGraph_t(graph.graph.raw_cuda_graph())
+
+
 class CudaBackend(GraphBackend):
-    """Graphs on one GPU. Raises BackendError if that GPU is not there."""
+    """Raises BackendError if that GPU is not there."""
 
     name = "cuda"
 
@@ -158,13 +151,15 @@ class CudaBackend(GraphBackend):
         return pool
 
     def pool_bytes(self, *pools: CudaPool) -> int:
-        ranges = self._ranges(*pools)
-        return sum(end - start for start, end in ranges)
+        total = 0
+        for start, end in self._ranges(*pools):
+            total += end - start
+        return total
 
     def new_graph(self, pool: CudaPool) -> CudaGraph:
         if not isinstance(pool, CudaPool):
             raise foreign_pool(pool, self)
-        # kept in host memory: its nodes can be counted
+        # its nodes can be counted
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         return CudaGraph(pool, graph)
 
@@ -183,7 +178,6 @@ class CudaBackend(GraphBackend):
         handle = graph.pool.handle()
         try:
             self._register_generators(graph.graph)
-            # other threads do not spoil it
             graph.graph.capture_begin(
                 pool=handle,
                 capture_error_mode="thread_local",
@@ -199,7 +193,7 @@ class CudaBackend(GraphBackend):
         self._open = graph
 
     def end(self, graph: CudaGraph) -> None:
-        """Raises CaptureMemoryError without memory to instantiate it."""
+        """Raises CaptureMemoryError without memory to instantiate the graph."""
         try:
             self._end_recording(graph)
         except RuntimeError as error:
@@ -252,15 +246,18 @@ class CudaBackend(GraphBackend):
         *,
         copy_inputs: bool,
     ) -> Copier:
-        """One kernel launch for a batch where cuda-bindings is there to compile it, torch's
-        operators elsewhere.
-        """
+        """By one kernel launch where cuda-bindings can compile it."""
         fits = 0 < len(buffers.buffers) <= INPUTS
         kernel = load_copy_kernel(self.device.index) if fits else None
         if kernel is None:
             return Copier(buffers, copy_inputs=copy_inputs)
         blocks = StagingBlocks(partial(fence_behind, device=self.device), self.synchronize)
-        return KernelCopier(buffers, kernel, blocks, copy_inputs=copy_inputs)
+        return KernelCopier(
+            buffers,
+            kernel,
+            blocks,
+            copy_inputs=copy_inputs,
+        )
 
     def stream_getter(self) -> Callable[[], int]:
         return partial(torch._C._cuda_getCurrentRawStream, self.device.index)
@@ -268,7 +265,6 @@ class CudaBackend(GraphBackend):
     def fetch(self, tensor: Tensor) -> Callable[[], Tensor]:
         host = empty_pinned(tensor.shape, tensor.dtype)
         host.copy_(tensor, non_blocking=True)
-        # another device may be the current one
         copied = torch.cuda.current_stream(self.device).record_event()
 
         def wait() -> Tensor:
@@ -281,11 +277,7 @@ class CudaBackend(GraphBackend):
         self,
         values: Sequence[int] | Sequence[Sequence[int]],
     ) -> Tensor:
-        numbers = torch.tensor(
-            values,
-            dtype=torch.int64,
-            device="cpu",
-        )
+        numbers = torch.tensor(values, dtype=torch.int64, device="cpu")
         pinned = empty_pinned(numbers.shape, numbers.dtype).copy_(numbers)
         return pinned.to(self.device, non_blocking=True)
 
@@ -297,15 +289,14 @@ class CudaBackend(GraphBackend):
 
     def reset(self, graph: CudaGraph) -> None:
         graph.drop()
-        if torch.cuda.current_stream(self.device) == self._stream:  # in a session, which goes on
+        if torch.cuda.current_stream(self.device) == self._stream:  # in a session
             keep_workspaces(self.device)
 
     def num_nodes(self, graph: CudaGraph) -> int | None:
         runtime = cuda_runtime()
         if runtime is None or not graph.captured:
             return None
-        raw = runtime.cudaGraph_t(graph.graph.raw_cuda_graph())
-        return count_kernels(runtime, raw)
+        return count_kernels(runtime, _raw(graph))
 
     def open_graph(self) -> tuple[CudaGraph, int] | None:
         runtime = cuda_runtime()
@@ -325,9 +316,11 @@ class CudaBackend(GraphBackend):
         return self._nodes.read(graph.graph.raw_cuda_graph())
 
     def blocks(self) -> list[Block]:
-        owners: dict[Any, Any] = {(0, 0): None, workspace_pool(self.device): "library"}
+        owners: dict[Any, Any] = {(0, 0): None}
+        owners[workspace_pool(self.device)] = "library"
         for pool in _pools:
-            owners |= dict.fromkeys(pool.handles, pool)
+            for handle in pool.handles:
+                owners[handle] = pool
         found = []
         for segment in self._segments():
             handle = segment["segment_pool_id"]
@@ -336,18 +329,18 @@ class CudaBackend(GraphBackend):
                 start = block["address"]
                 end = start + block["size"]
                 is_free = block["state"] == "inactive"
-                frames = block.get("frames") or ()
-                places = [(frame["filename"], frame["line"]) for frame in frames]
+                places = []
+                for frame in block.get("frames") or ():
+                    places.append((frame["filename"], frame["line"]))
                 line = users_line(places) if places else ""
-                found.append(Block(start, end, owner, is_free, line))
+                reserved = Block(start, end, owner, is_free, line)
+                found.append(reserved)
         return found
 
     def _segments(self) -> list[dict[str, Any]]:
-        """The memory that torch has reserved on the device.
-
-        Asked for one pool, or without traces, torch.cuda.memory_snapshot takes a reference too many
-        from the numbers of the pool's handle (pytorch pull request 196366), and the process crashes
-        some time after the 256th pool. So all pools are asked for.
+        """All pools: asked for one, or without traces, torch.cuda.memory_snapshot takes a reference
+        too many (pytorch pull request 196366), and the process crashes some time after the 256th
+        pool.
         """
         index = self.device.index
         segments = torch.cuda.memory._snapshot()["segments"]
@@ -357,7 +350,6 @@ class CudaBackend(GraphBackend):
         self,
         *pools: CudaPool,
     ) -> list[tuple[int, int]]:
-        """Addresses of the segments of some pools: from, to just before."""
         handles: list[Any] = []
         for pool in pools:
             handles += pool.handles
@@ -370,9 +362,7 @@ class CudaBackend(GraphBackend):
         return ranges
 
     def _reserved(self, which: str) -> int:
-        """Bytes that torch has reserved on the device: ``current``, or all that it ever
-        ``allocated``. It takes a quarter of memory_reserved's time.
-        """
+        """``current`` bytes, or all ``allocated`` ever, in a quarter of memory_reserved's time."""
         stats = torch.cuda.memory_stats_as_nested_dict(self.device)
         if not stats:
             return 0
@@ -416,8 +406,8 @@ class CudaBackend(GraphBackend):
         runtime = cuda_runtime()
         if runtime is None or not graph.captured:
             return False
-        raw = runtime.cudaGraph_t(graph.graph.raw_cuda_graph())
-        return int(runtime.cudaGraphGetNodes(raw)[2]) == 0
+        count = runtime.cudaGraphGetNodes(_raw(graph))[2]
+        return int(count) == 0
 
     def memory(self) -> MemoryReading:
         free, total = torch.cuda.mem_get_info(self.device)
@@ -429,12 +419,12 @@ class CudaBackend(GraphBackend):
         if torch.cuda.current_stream(self.device) == self._stream:
             yield
             return
-        if torch.cuda.is_current_stream_capturing():  # to synchronise would end that capture
+        if torch.cuda.is_current_stream_capturing():  # to synchronise would end it
             raise CaptureError("a capture inside another one", remedy="End the first one before.")
-        with torch.cuda.device(self.device):
+        with torch.cuda.device(self.device), gc_paused():
             torch.cuda.synchronize()
             try:
-                with gc_paused(), torch.cuda.stream(self._stream):
+                with torch.cuda.stream(self._stream):
                     keep_workspaces(self.device)
                     yield
             finally:
@@ -444,24 +434,30 @@ class CudaBackend(GraphBackend):
         return True
 
     def synchronize(self) -> None:
-        torch.cuda.synchronize(self.device)
+        with captures_lock:  # it would end a capture of another thread
+            torch.cuda.synchronize(self.device)
 
     def release_cached(self) -> None:
         torch.cuda.empty_cache()
 
     def time_calls(
-        self, call: Callable[[], object], repeats: int, *, queued: bool = False
+        self,
+        call: Callable[[], object],
+        repeats: int,
+        *,
+        queued: bool = False,
     ) -> tuple[Sequence[float], Sequence[float]]:
         host = []
-        with torch.cuda.device(self.device):  # events are recorded on the current one
-            events = [torch.cuda.Event(enable_timing=True) for _ in range(2 * repeats)]
-            starts = events[::2]
-            ends = events[1::2]
+        with torch.cuda.device(self.device):
+            events = []
+            for _ in range(repeats):
+                start = torch.cuda.Event(enable_timing=True)
+                end = torch.cuda.Event(enable_timing=True)
+                events.append((start, end))
             torch.cuda.synchronize()
-            # one call ahead of those that count, so that the first of them is queued too
             if queued:
-                call()
-            for start, end in zip(starts, ends, strict=True):
+                call()  # the first call that counts is queued, too
+            for start, end in events:
                 if not queued:
                     torch.cuda.synchronize()
                 start.record()
@@ -470,9 +466,7 @@ class CudaBackend(GraphBackend):
                 host.append((time.perf_counter_ns() - began) / 1e3)
                 end.record()
             torch.cuda.synchronize()
-            device = [
-                start.elapsed_time(end) * 1e3 for start, end in zip(starts, ends, strict=True)
-            ]
+            device = [start.elapsed_time(end) * 1e3 for start, end in events]
         return device, host
 
     def _register_generators(
@@ -483,14 +477,14 @@ class CudaBackend(GraphBackend):
             graph.register_generator_state(generator)
 
     def _forget(self, graph: CudaGraph) -> None:
-        """Do the work that `capture_end` leaves undone when it raises, see Note [Failed
-        captures].
-        """
+        """See Note [Failed captures]."""
         pool = graph.pool
-        # raised where capture_end had stopped the recording before it failed
+        handle = pool.handles[-1]
+        index = self.device.index
+        # raised if capture_end had stopped the recording
         with suppress(RuntimeError):
-            torch._C._cuda_endAllocateToPool(self.device.index, pool.handles[-1])
-            torch._C._cuda_releasePool(self.device.index, pool.handles[-1])
+            torch._C._cuda_endAllocateToPool(index, handle)
+            torch._C._cuda_releasePool(index, handle)
         pool.is_spoiled = True
         graph.drop()
         small = torch.cuda.CUDAGraph()

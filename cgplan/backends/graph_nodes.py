@@ -1,15 +1,12 @@
-"""The nodes of a captured graph, the addresses among their parameters, and the memory that these
-lie in.
+"""The nodes of a captured graph, and the addresses among their parameters.
 
 Note [Words]
-    A kernel node holds the values of the kernel's parameters. A pointer among them is a word of 8
-    bytes: a parameter of its own, a member of a struct, or an item of an array that is passed by
-    value. Nothing says which words the kernel reads, and what lies behind the items that it does
-    read is left from an earlier launch: a `cat` of two tensors after one of sixty holds the
-    addresses of all sixty. So words are ``certain`` in parameters of at most 64 bytes and at the
-    beginning of larger ones, where a tensor's address stands before its strides, and that of a
-    tensor map. cuBLAS hands over all parameters as one buffer, which it fills with zeros before:
-    its words are certain.
+    A pointer among a kernel's parameters is a word of 8 bytes: a parameter, a member of a struct,
+    or an item of an array that is passed by value. Nothing says which words the kernel reads, and
+    unused items are left from earlier launches: a `cat` of two tensors after one of sixty holds
+    sixty addresses. So words are ``certain`` in parameters of at most 64 bytes and at the beginning
+    of larger ones, where tensors have their address. cuBLAS passes all parameters in one buffer of
+    zeros: its words are certain.
 """
 
 from __future__ import annotations
@@ -25,31 +22,29 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from cgplan.backends.blame import blamed_line
-from cgplan.backends.host_sync import as_its_caller, tensors_in
+from cgplan.backends.host_sync import OperatorMode, as_its_caller, tensors_in
 from cgplan.errors import BackendError
 
 MemoryKind = Literal["device", "host"]
 _SMALL = 64  # bytes of a parameter whose words are all certain
-# CU_LAUNCH_PARAM_BUFFER_SIZE and _POINTER of cuda.h: tags in front of a raw buffer's size, place
+# CU_LAUNCH_PARAM_BUFFER_SIZE and _POINTER of cuda.h
 _SIZE = 2
 _BUFFER = 1
 
 
 @dataclass(frozen=True, slots=True)
 class GraphNodes:
-    """The nodes of one graph in the order of their capture; those of child graphs follow.
+    """The nodes of one graph in the order of their capture, then those of child graphs.
 
     Attributes:
-        names: Of each node: the kernel, ``memcpy``, ``memset``, or another kind; on the tape the
-            operator.
+        names: The kernel, ``memcpy``, ``memset``, or another kind; on the tape the operator.
         opaque: Nodes that work on memory and cannot be read.
-        words: uint64, one for each word that may be an address.
+        words: uint64, which may be addresses.
         nodes: int64, the node of each word.
-        certain: bool, whether the node is certain to use the word; see Note [Words].
-        tensors: Tensors that the graph itself keeps alive.
+        certain: bool, whether the node surely uses the word.
+        tensors: Those that the graph keeps alive.
     """
 
     names: tuple[str, ...]
@@ -61,13 +56,11 @@ class GraphNodes:
 
 
 class Block(NamedTuple):
-    """A stretch of a device's memory that an allocator has reserved, from ``start`` to just before
-    ``end``.
+    """Reserved memory of a device, from ``start`` to before ``end``.
 
     Attributes:
-        pool: The backend's pool, ``library``, or torch's number of another pool; None for memory
-            outside of pools.
-        line: The line that allocated it, where torch records the history of its memory.
+        pool: The backend's pool, ``library``, or torch's number of another pool.
+        line: The line that allocated it, where torch records that.
     """
 
     start: int
@@ -78,11 +71,8 @@ class Block(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """An operator of a capture, and the nodes of the graph that it made, from ``first`` to just
-    before ``end``.
-
-    Attributes:
-        operands: Addresses of the storages that it was given and that it returned.
+    """An operator of a capture and its nodes, from ``first`` to before ``end``. ``operands``:
+    addresses of its arguments' and results' storages.
     """
 
     first: int
@@ -92,26 +82,15 @@ class Launch(NamedTuple):
     operands: frozenset[int]
 
 
-class OperatorLog(TorchDispatchMode):
-    """Notes the operators of captures in the ``launches`` of the graphs that ``open_graph``, that
-    of a backend, gives. Operands are those on the backend's device.
-    """
+class OperatorLog(OperatorMode):
+    """Notes operators in ``launches`` of the graph that captures them."""
 
     def __init__(
         self, open_graph: Callable[[], tuple[Any, int] | None], device: torch.device
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__(device.type)
         self._open_graph = open_graph
         self._device = device
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        return True
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """True: Dynamo runs what it has compiled, as without a mode."""
-        return True
 
     def __torch_dispatch__(
         self,
@@ -122,9 +101,11 @@ class OperatorLog(TorchDispatchMode):
     ) -> Any:
         before = self._open_graph()
         kwargs = kwargs or {}
-        result = as_its_caller(func, func, self._device.type)(*args, **kwargs)
+        result = as_its_caller(func, func, self.device)(*args, **kwargs)
+        if before is None:  # an eager piece, or work of the backend itself
+            return result
         after = self._open_graph()
-        if before is None or after is None or after[0] is not before[0]:
+        if after is None or after[0] is not before[0]:
             return result
         operands = set()
         for tensor in tensors_in((args, kwargs, result)):
@@ -139,9 +120,7 @@ class OperatorLog(TorchDispatchMode):
 
 @cache
 def cuda_driver() -> Any:
-    """cuda-bindings' driver module. Raises BackendError where it is missing, or too old to name
-    kernels' parameters.
-    """
+    """Raises BackendError if cuda-bindings is missing or too old."""
     try:
         from cuda.bindings import driver
     except ImportError:
@@ -159,7 +138,7 @@ def cuda_driver() -> Any:
 
 
 class _Read(NamedTuple):
-    """One node: its name, its words, and a byte for each word, 1 for one that is certain."""
+    """``certain`` has a byte for each word."""
 
     name: str
     words: bytes = b""
@@ -167,9 +146,7 @@ class _Read(NamedTuple):
 
 
 class _Kernel(NamedTuple):
-    """A kernel: the parameters that have words, by number, how many words each has, and a byte for
-    each word, 1 for one that is certain.
-    """
+    """``lengths``: the number of words by parameter. ``certain`` has a byte for each word."""
 
     name: str
     lengths: dict[int, int]
@@ -222,18 +199,18 @@ class CudaNodes:
                 opaque += kind not in self._harmless
                 read = _Read(kind.name.removeprefix("CU_GRAPH_NODE_TYPE_").lower())
             found.append(read)
-        names, words, certain = zip(*found, strict=True) if found else ((), (), ())
-        lengths = [len(flags) for flags in certain]
+        words = b"".join(read.words for read in found)
+        certain = b"".join(read.certain for read in found)
+        lengths = [len(read.certain) for read in found]
         return GraphNodes(
-            names=names,
+            names=tuple(read.name for read in found),
             opaque=opaque,
-            words=np.frombuffer(b"".join(words), np.uint64),
+            words=np.frombuffer(words, np.uint64),
             nodes=np.repeat(np.arange(len(found)), lengths),
-            certain=np.frombuffer(b"".join(certain), np.bool_),
+            certain=np.frombuffer(certain, np.bool_),
         )
 
     def memory_at(self, address: int) -> MemoryKind | None:
-        """The kind of memory that the driver has at an address; None where it has none."""
         attribute = self._driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE
         error, kind = self._driver.cuPointerGetAttribute(attribute, address)
         if int(error):
@@ -241,7 +218,6 @@ class CudaNodes:
         return "host" if kind == 1 else "device"
 
     def _nodes(self, graph: Any) -> list[tuple[Any, Any]]:
-        """The nodes with their kinds."""
         driver = self._driver
         error, _, length = driver.cuGraphGetNodes(graph)
         if int(error):
@@ -297,9 +273,12 @@ class CudaNodes:
 
 
 def _ends(
-    name: str, get_params: Callable[[Any], Any], fields: Sequence[str], node: Any
+    name: str,
+    get_params: Callable[[Any], Any],
+    fields: Sequence[str],
+    node: Any,
 ) -> _Read | None:
-    """A node that reads or writes at the addresses in these fields of its parameters."""
+    """A node that uses the addresses in these fields of its parameters."""
     error, given = get_params(node)
     if int(error):
         return None

@@ -1,6 +1,4 @@
-"""Operators that need the host and so cannot stand inside a graph, and facts of operators that
-dispatch modes need.
-"""
+"""Operators that need the host, and what dispatch modes need to know of operators."""
 
 from __future__ import annotations
 
@@ -17,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from cgplan.backends.blame import blamed_line
@@ -36,9 +35,13 @@ _REMEDY_OF_UNSAFE = (
     "it in an eager piece."
 )
 _HOST_METHODS = ("cpu", "numpy", "tolist", "__array__", "__repr__")
-# its Python kernel waits for other processes, so a replay runs it again
+# a replay runs its Python kernel, which waits for other processes
 _RECORDED_WHOLE = ("cgplan::all_reduce_row",)
 _BUILTIN = ("aten", "prim")
+_NEEDS_HOST = {
+    torch.Tag.dynamic_output_shape,
+    torch.Tag.data_dependent_output,
+}
 ALLOCATIONS = {
     "empty",
     "empty_like",
@@ -55,14 +58,12 @@ class Refusals:
     """Operators that needed the host in one recording or look.
 
     Attributes:
-        raises: Whether such an operator raises an error; else it is noted, and runs.
-        first: The first error, without its frames. On a GPU the capture is invalid although the
-            forward caught it.
+        raises: Whether such an operator raises an error.
+        first: The first error. On a GPU the capture is invalid even if the forward caught it.
         is_on: Whether operators are refused now.
-        constants: Storages of tensors that were computed from numbers of the Python code alone, by
-            their id. On a GPU they lie on the host, where they can be read.
-        watched: Ids of storages, see ``read``.
-        read: The first operation that needed a value of these storages, whatever ``is_on`` says.
+        constants: By id, storages computed from Python numbers alone, which lie on the host.
+        watched: Ids of storages.
+        read: The first operation that needed a value of them, even while not ``is_on``.
     """
 
     raises: bool = True
@@ -77,16 +78,14 @@ class Refusals:
         operation: str,
         tree: Any,
     ) -> None:
-        """Note an operation that needs a value of the tensors in ``tree`` on the host, and raise
-        HostSyncError.
-        """
+        """An operation needs a value of these tensors: HostSyncError."""
         needed = tensors_in(tree) if self.read is None else []
         if any(storage_id(tensor) in self.watched for tensor in needed):
             self.read = f"{operation}, at {blamed_line()}"
         self._refuse(HostSyncError, f"{operation} needs the host", _REMEDY)
 
     def refuse_unsafe(self, operator: str) -> None:
-        """Note an operator that its author keeps out of graphs, and raise CaptureError."""
+        """The operator's author keeps it out of graphs: CaptureError."""
         what = f"operator {operator} is tagged torch.Tag.cudagraph_unsafe"
         self._refuse(CaptureError, what, _REMEDY_OF_UNSAFE)
 
@@ -104,7 +103,7 @@ class Refusals:
             raise kind(message, remedy=remedy)
 
     def is_constant(self, tree: Any) -> bool:
-        """Whether there are tensors in ``tree``, and all of them are constants."""
+        """Whether there are tensors in ``tree``, and all are constants."""
         found = tensors_in(tree) if self.constants else []
         return bool(found) and all(storage_id(tensor) in self.constants for tensor in found)
 
@@ -127,24 +126,18 @@ class Refusals:
 
 
 def storage_id(tensor: Tensor) -> int:
-    """The address of a dense tensor's storage object; 0 for a tensor of another layout."""
+    """The address of a dense tensor's storage object, else 0."""
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
 
 
 def storages_of(tensors: Sequence[Tensor]) -> dict[int, StorageWeakRef]:
-    """The storages of the dense ones among tensors, by ``storage_id``; no other storage gets that
-    id while the reference is held.
-    """
-    storages = {}
-    for tensor in tensors:
-        if tensor.layout is torch.strided:
-            reference = StorageWeakRef(tensor.untyped_storage())
-            storages[storage_id(tensor)] = reference
-    return storages
+    """By ``storage_id``, which is a storage's while its reference lives."""
+    storages = [t.untyped_storage() for t in tensors if t.layout is torch.strided]
+    return {storage._cdata: StorageWeakRef(storage) for storage in storages}
 
 
 class _Guarded(threading.local):
-    refusals: Refusals | None = None  # of the innermost block of this thread
+    refusals: Refusals | None = None
 
 
 _guarded = _Guarded()
@@ -152,12 +145,9 @@ _guarded = _Guarded()
 
 @contextmanager
 def host_guard(refusals: Refusals) -> Iterator[None]:
-    """A block in which this thread may not call tensor methods that, on a CPU, move values to the
-    host without passing the dispatcher.
-
-    The methods are replaced while such a block is open anywhere. A TorchFunctionMode would keep
-    torch from its fused paths, as in nn.TransformerEncoderLayer, and would not see into kernels in
-    Python.
+    """A block that refuses, in this thread, tensor methods that read a CPU's values past the
+    dispatcher. A TorchFunctionMode would keep torch from fused paths, and would not see into
+    kernels in Python.
     """
     with _methods_replaced(), replaced(_guarded, refusals=refusals):
         yield
@@ -176,7 +166,7 @@ def _methods_replaced() -> Iterator[None]:
         if _guarded.refusals is None or num_classes < 0 or tensor.dtype is not torch.int64:
             return plain_one_hot(tensor, num_classes)
         classes = torch.arange(num_classes, device=tensor.device)
-        # on a CPU torch checks the values, on a GPU it does not
+        # on a CPU torch would check the values
         return (tensor.unsqueeze(-1) == classes).long()
 
     methods = {name: _host_method(name) for name in _HOST_METHODS}
@@ -203,21 +193,18 @@ def _host_method(name: str) -> Function:
 
 _is_probing = ContextVar("cgplan_is_probing", default=False)
 is_probing = _is_probing.get
-"""Whether this thread is in a block of ``probing``."""
 
 
 def probing() -> AbstractContextManager[None]:
-    """A block that runs a forward in this process alone, to learn from it: other ranks may not run
-    theirs.
-    """
+    """A block that runs a forward on this rank alone."""
     return setting(_is_probing, True)
 
 
 def as_written() -> AbstractContextManager[None]:
-    """A block in which functions under torch.compile run their own code. Under a dispatch mode
-    Dynamo would skip its compiled code, then and ever after.
+    """A block in which functions under torch.compile run their own code. A dispatch mode would make
+    Dynamo skip its compiled code for good.
     """
-    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and to load it takes seconds
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and the import takes seconds
         return nullcontext()
     stance: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
     return stance
@@ -229,9 +216,7 @@ def refuse_host(
     kwargs: Kwargs,
     refusals: Refusals,
 ) -> None:
-    """Refuse an operator whose result the host would have to wait for, or that is tagged as unsafe
-    in a graph.
-    """
+    """Refuse an operator that the host waits for, or that is unsafe in a graph."""
     name = func._schema.name
     if torch.Tag.cudagraph_unsafe in func.tags:
         refusals.refuse_unsafe(name)
@@ -248,8 +233,7 @@ def refuse_host(
         needs_host = _crosses_to_host(name, args, kwargs)
         detail = " from the device to the host"
     else:
-        has_free_shape = torch.Tag.dynamic_output_shape in func.tags
-        needs_host = has_free_shape or torch.Tag.data_dependent_output in func.tags
+        needs_host = not _NEEDS_HOST.isdisjoint(func.tags)
     if needs_host:
         refusals.refuse(f"operator {name}{detail}", (args, kwargs))
 
@@ -259,9 +243,7 @@ def _has_mask(
     args: Args,
     kwargs: Kwargs,
 ) -> bool:
-    """Whether rows are chosen by a mask. One value that is put through masks is a masked_fill,
-    which needs no host.
-    """
+    """One value put through masks is a masked_fill, which needs no host."""
     dtypes = [index.dtype for index in args[1] if index is not None]
     has_mask = torch.bool in dtypes or torch.uint8 in dtypes
     if not has_mask or name == "aten::index":
@@ -276,7 +258,7 @@ def _crosses_to_host(
     args: Args,
     kwargs: Kwargs,
 ) -> bool:
-    """Whether a copy goes from a device to host memory; one into pinned memory can be captured."""
+    """A copy into pinned memory can be captured."""
     if name == "aten::copy_":
         target, source = args[:2]
         to_host = target.device.type == "cpu" and not target.is_pinned()
@@ -289,17 +271,14 @@ def _crosses_to_host(
 
 @cache
 def implemented_in_python(func: Any, key: str) -> bool:
-    """Whether the operator's kernel for a dispatch key (``CPU``, ``CUDA``) was registered from
-    Python: the operators that it calls pass the dispatcher and can be seen there. One that is
-    tagged as unsafe in a graph counts as a whole.
+    """Whether the operator's kernel for a dispatch key (``CPU``, ``CUDA``) is Python code whose
+    operators may be recorded in its place.
     """
     if not isinstance(func, torch._ops.OpOverload) or func.namespace in _BUILTIN:
         return False
-    name = func._schema.name
-    if torch.Tag.cudagraph_unsafe in func.tags or name in _RECORDED_WHOLE:
+    if torch.Tag.cudagraph_unsafe in func.tags or func.name() in _RECORDED_WHOLE:
         return False
-    overload = "" if func._overloadname == "default" else f".{func._overloadname}"
-    registered = name.replace("::", "/") + overload
+    registered = func.name().replace("::", "/")
     kernels = {f"{registered}/{key}", f"{registered}/CompositeExplicitAutograd"}
     return not kernels.isdisjoint(torch.library._impls)
 
@@ -312,8 +291,8 @@ def _has_kernel(func: Any, key: str) -> bool:
 
 @cache
 def is_composite(func: Any, key: str) -> bool:
-    """Whether the operator is made of others alone on the device of a dispatch key (``CPU``,
-    ``CUDA``); outside of inference mode such ones never reach a mode.
+    """Whether the operator consists of others for a dispatch key. Only inference mode shows it to
+    modes.
     """
     return _has_kernel(func, "CompositeImplicitAutograd") and not _has_kernel(func, key)
 
@@ -326,11 +305,12 @@ def as_its_caller(
     function: Function,
     device: str,
 ) -> Function:
-    """The function, in a dispatch mode, under autocast as an operator's code is outside of modes:
-    on if the caller has it on, unless autocast casts for the operator as a whole. Modes are called
-    with autocast off, and kernels such as that of ``_transformer_encoder_layer_fwd`` call operators
-    that autocast casts for.
+    """The function, in a dispatch mode, with the caller's autocast, unless autocast casts for the
+    operator as a whole. torch turns it off for modes, but kernels such as
+    ``_transformer_encoder_layer_fwd`` call operators that it casts for.
     """
+    if isinstance(operator, torch._ops.HigherOrderOperator):  # torch calls its modes from Python
+        return function
     with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
         is_on = torch.is_autocast_enabled(device)
     if not is_on or _is_cast.get():
@@ -345,18 +325,49 @@ def as_its_caller(
     return call
 
 
+class OperatorMode(TorchDispatchMode):
+    """A mode under which Dynamo runs what it has compiled, unseen by the mode. ``device``: the kind
+    whose autocast counts.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, device: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.device = device
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        return True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def run(
+        self,
+        func: Any,
+        args: Args,
+        kwargs: Kwargs,
+    ) -> Any:
+        """Run an operator; the mode sees the parts of a composite one."""
+        if not is_composite(func, self.device.upper()):
+            return as_its_caller(func, func, self.device)(*args, **kwargs)
+        decompose = as_its_caller(func, func.decompose, self.device)
+        with self:
+            return decompose(*args, **kwargs)
+
+
 @cache
 def names_of(func: Any) -> frozenset[str]:
-    """The names by which a configuration may name an operator: ``namespace::name``, and with its
-    overload.
-    """
+    """``namespace::name``, with and without the overload."""
     return frozenset((func._schema.name, f"{func._schema.name}.{func._overloadname}"))
 
 
 @cache
 def _writes(func: Any) -> tuple[list[str], list[str], list[str]]:
-    """The names of an operator's arguments, of those that it writes, and of those that it writes in
-    training although its schema does not say so: running statistics of batch norm.
+    """The names of an operator's arguments, of those that it writes, and of statistics that it
+    writes in training although its schema does not say so.
     """
     names = []
     written = []
@@ -365,7 +376,7 @@ def _writes(func: Any) -> tuple[list[str], list[str], list[str]]:
         name = argument.name
         alias = argument.alias_info
         names.append(name)
-        # schemas of collectives mark nothing
+        # whose schemas mark nothing
         if func.namespace == "c10d" or (alias is not None and alias.is_write):
             written.append(name)
         elif name in ("running_mean", "running_var"):
@@ -378,7 +389,6 @@ def written_tensors(
     args: Args,
     kwargs: Kwargs,
 ) -> list[Tensor]:
-    """The tensors among its arguments that an operator writes."""
     names, written, statistics = _writes(func)
     if not written and not statistics:
         return []
@@ -393,25 +403,22 @@ def count_writes(
     args: Args,
     kwargs: Kwargs,
 ) -> None:
-    """Count the writes of an operator in its tensors' versions: under a mode torch does not, for an
-    operator written in Python and for ``_foreach_``.
+    """Count an operator's writes in its tensors' versions, which torch does not under a mode for
+    operators in Python and ``_foreach_``.
     """
     written = written_tensors(func, args, kwargs)
-    torch.autograd.graph.increment_version([t for t in written if not t.is_inference()])
+    counted = [tensor for tensor in written if not tensor.is_inference()]
+    torch.autograd.graph.increment_version(counted)
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
-    """All tensors among the leaves of nested arguments."""
     if isinstance(tree, Tensor):
         return [tree]
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def leaves_of(
-    args: Args,
-    kwargs: Kwargs,
-) -> list[Any]:
-    """The leaves of an operator's arguments, which hold lists at most."""
+def leaves_of(args: Args, kwargs: Kwargs) -> list[Any]:
+    """The leaves of an operator's arguments, in lists at most."""
     leaves = []
     for value in (*args, *kwargs.values()):
         if type(value) in (list, tuple):

@@ -1,4 +1,4 @@
-"""Attributes and context variables that have other values inside a block."""
+"""Attributes and context variables with other values inside a block."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ Block = Callable[[], AbstractContextManager[object]]
 
 @contextmanager
 def replaced(owner: Any, **values: Any) -> Iterator[None]:
-    """A block, or a decorator, in which an object has these attributes. Afterwards it has its own
-    again, and inherits those that it inherited before. ``__setattr__`` of a class runs, that of any
-    other object does not.
+    """A block, or a decorator, in which an object has these attributes. ``__setattr__`` runs for a
+    class only.
     """
     attributes = vars(owner)
     write = partial(setattr, owner) if isinstance(owner, type) else attributes.__setitem__
@@ -36,7 +35,6 @@ def replaced(owner: Any, **values: Any) -> Iterator[None]:
 
 @contextmanager
 def setting(variable: ContextVar[T], value: T) -> Iterator[None]:
-    """A block in which a context variable has this value."""
     token = variable.set(value)
     try:
         yield
@@ -45,9 +43,7 @@ def setting(variable: ContextVar[T], value: T) -> Iterator[None]:
 
 
 def shared(block: Block) -> Block:
-    """A block that is open as long as any thread is inside: the first one opens it, the last one
-    closes it. It may be nested.
-    """
+    """A block that the first thread inside opens and the last one closes."""
     lock = threading.Lock()
     opened = ExitStack()
     inside = 0

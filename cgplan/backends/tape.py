@@ -1,9 +1,7 @@
-"""The CPU stand-in: records the operators of a forward and replays them on fixed memory, without
-its Python code.
+"""The CPU stand-in: records the operators of a forward, and replays them on fixed memory.
 
-It has the contract of CUDA graphs, and their hazards: a replay reads the memory that was captured,
-even if the tensor moved; Python branches and numbers are frozen; captured tensors share a pool
-whose blocks are reused; and operators that need the host are refused.
+It has the contract of CUDA graphs: a replay reads the captured memory even if the tensor moved;
+Python branches and numbers are frozen; blocks are reused; operators that need the host are refused.
 """
 
 from __future__ import annotations
@@ -40,9 +38,9 @@ from cgplan.backends.tape_recorder import Recorder, Step, Tape, replay
 from cgplan.errors import CaptureError
 
 
-@dataclass(slots=True, eq=False, weakref_slot=True)
+@dataclass(eq=False)
 class TapeGraph:
-    """One tape: the steps that it replays; while it records, the tape and the modes to leave."""
+    """The steps of a replay; while it records, the tape and the modes to leave."""
 
     pool: TapePool
     steps: list[Step] | None = None
@@ -60,12 +58,7 @@ class _Thread(threading.local):
 
 
 class TapeBackend(GraphBackend):
-    """Graphs on the CPU.
-
-    Args:
-        pool_limit: Bytes that each pool may reserve, None for no limit; beyond it a capture runs
-            out of memory.
-    """
+    """Graphs on the CPU. ``pool_limit``: bytes of each pool, None for no limit."""
 
     name = "cpu (tape)"
 
@@ -96,7 +89,10 @@ class TapeBackend(GraphBackend):
     def begin(self, graph: TapeGraph) -> None:
         assert graph.steps is None, "a graph is captured once"
         if self.is_capturing():
-            raise CaptureError("a capture inside another one", remedy="End the first one before.")
+            raise CaptureError(
+                "a capture inside another one",
+                remedy="End the first one before.",
+            )
         tape = Tape(graph.pool)
         recorder = self._thread.recorder
         with ExitStack() as modes:
@@ -108,9 +104,7 @@ class TapeBackend(GraphBackend):
         self._open = graph
 
     def end(self, graph: TapeGraph) -> None:
-        """Raises HostSyncError for an operator that needed the host, although the forward may have
-        caught the error.
-        """
+        """Raises HostSyncError even if the forward caught it."""
         tape = self._stop(graph)
         if tape.refusals.first is not None:
             self._trim(graph.pool)
@@ -132,7 +126,7 @@ class TapeBackend(GraphBackend):
 
     def reset(self, graph: TapeGraph) -> None:
         graph.steps = None
-        # an eager piece failed inside an operator, and torch put the mode back
+        # torch put the mode back where an eager piece failed inside an operator
         if not self.is_capturing():
             self._thread.recorder.leave()
         graph.pool.graphs.discard(graph)
@@ -152,13 +146,14 @@ class TapeBackend(GraphBackend):
         tensors: list[Tensor] = []
         nodes: list[int] = []
         for index, step in enumerate(steps):
-            used = step.tensors()
-            tensors += used
-            nodes += [index] * len(used)
+            for tensor in step.tensors():
+                tensors.append(tensor)
+                nodes.append(index)
+        addresses = [tensor.data_ptr() for tensor in tensors]
         return GraphNodes(
             names=tuple(step.operator for step in steps),
             opaque=0,
-            words=np.array([tensor.data_ptr() for tensor in tensors], np.uint64),
+            words=np.array(addresses, np.uint64),
             nodes=np.array(nodes, np.int64),
             certain=np.ones(len(tensors), np.bool_),
             tensors=tuple(tensors),
@@ -168,7 +163,8 @@ class TapeBackend(GraphBackend):
         found = []
         for pool in _pools:
             for start, end, is_free in pool.spans():
-                found.append(Block(start, end, pool, is_free, ""))
+                reserved = Block(start, end, pool, is_free, "")
+                found.append(reserved)
         return found
 
     def memory_at(self, address: int) -> MemoryKind | None:  # noqa: ARG002
@@ -182,8 +178,8 @@ class TapeBackend(GraphBackend):
         for pool in self._own_pools:
             alias = pool.alias_of(storage)
             if alias is not None:
-                with _disable_current_modes():  # inside a capture the forward did not call this
-                    # not a view: one of inference mode could be used only there
+                with _disable_current_modes():  # the forward did not call this
+                    # a view of inference mode could be used only there
                     return tensor_on(alias, tensor)
         return tensor
 
@@ -209,13 +205,15 @@ class TapeBackend(GraphBackend):
         free = None
         if "SC_AVPHYS_PAGES" in os.sysconf_names:
             free = os.sysconf("SC_AVPHYS_PAGES") * page
-        total = os.sysconf("SC_PHYS_PAGES") * page
-        reserved = self.pool_bytes(*self._own_pools)
-        return MemoryReading(free, total, reserved)
+        return MemoryReading(
+            free,
+            total=os.sysconf("SC_PHYS_PAGES") * page,
+            reserved=self.pool_bytes(*self._own_pools),
+        )
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        # a dispatch mode's first operator would import it, in the first capture's time
+        # else in the time of the first capture
         import_module("torch._dynamo")
         with gc_paused():
             yield
@@ -247,13 +245,13 @@ class TapeBackend(GraphBackend):
     def _stop(self, graph: TapeGraph) -> Tape:
         assert graph.under_way is not None, "no capture is under way in this graph"
         tape, modes = graph.under_way
-        graph.under_way = self._open = None
+        graph.under_way = None
+        self._open = None
         modes.close()
-        tape.finish()
+        tape.before.restore()
         return tape
 
     def _trim(self, pool: TapePool) -> None:
-        """Drop the pool's memory once no graph can replay on it."""
         if not pool.graphs:
-            gc.collect(0)  # an exception's frames may still hold tensors of a failed capture
+            gc.collect(0)  # frames of an exception may hold tensors of a failed capture
             pool.trim()

@@ -1,9 +1,8 @@
-"""Memory of the tape backend: a private pool whose blocks are reused as soon as they are
-dropped.
-"""
+"""A private pool of the tape."""
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterator
 
@@ -15,21 +14,16 @@ ALIGNMENT = 64  # bytes, as torch's CPU allocator aligns
 
 
 class TapePool:
-    """A pool that hands out blocks of host memory, reuses them, and counts its bytes exactly.
-
-    A block is taken while the storage that ``take`` returned lives: it is free at the moment when
-    the last tensor on it is dropped. ``alias_of`` gives a second storage on the same memory that
-    does not take the block and only keeps the memory itself. A block comes from the smallest free
-    span that holds it, else from a new segment of its own size.
+    """Hands out blocks of host memory, reuses them, and counts its bytes exactly. The last tensor
+    on a block frees it. A block comes from the smallest free span that holds it, else from a new
+    segment.
 
     Args:
-        limit: Bytes that the pool may reserve, None for no limit. Beyond it ``take`` raises
-            torch.OutOfMemoryError, as a GPU would.
-        backend: The backend that makes it.
+        limit: Bytes that the pool may reserve; beyond it ``take`` raises torch.OutOfMemoryError.
 
     Attributes:
-        aliases: The second storage of each block that is taken, by the first one's address.
-        graphs: The graphs that replay on its memory.
+        aliases: A second storage of each taken block, by the first one's address.
+        graphs: Those that replay on its memory.
     """
 
     def __init__(
@@ -41,16 +35,16 @@ class TapePool:
         self.aliases: dict[int, torch.UntypedStorage] = {}
         self.graphs = weakref.WeakSet[object]()
         self._limit = limit
-        self._segments: dict[int, NDArray[np.uint8]] = {}  # by their addresses
-        self._free: dict[int, int] = {}  # addresses of free spans, and their lengths
+        self._segments: dict[int, NDArray[np.uint8]] = {}  # by address
+        self._free: dict[int, int] = {}  # lengths by address
 
     @property
     def nbytes(self) -> int:
-        """Bytes reserved, taken or free."""
+        """Reserved, taken or free."""
         return sum(segment.nbytes for segment in self._segments.values())
 
     def spans(self) -> Iterator[tuple[int, int, bool]]:
-        """Stretches of its memory: first address, end, and whether the stretch is free."""
+        """Stretches of its memory: first address, end, and whether it is free."""
         for start, segment in self._segments.items():
             end = start + segment.nbytes
             at = start
@@ -65,8 +59,9 @@ class TapePool:
                 yield at, end, False
 
     def take(self, nbytes: int) -> torch.UntypedStorage:
-        """A storage of ``nbytes`` bytes on a block of the pool, with the block's old contents."""
-        size = max(-(-nbytes // ALIGNMENT), 1) * ALIGNMENT
+        """A storage of ``nbytes`` bytes, with the block's old contents."""
+        nbytes = max(nbytes, 1)
+        size = math.ceil(nbytes / ALIGNMENT) * ALIGNMENT
         start = None
         for at, length in self._free.items():
             if length >= size and (start is None or length < self._free[start]):
@@ -78,13 +73,12 @@ class TapePool:
             self._free[start + size] = left
         base = max(address for address in self._segments if address <= start)
         first = start - base
-        end = first + max(nbytes, 1)
-        memory = self._segments[base][first:end]
+        memory = self._segments[base][first : first + nbytes]
         storage = torch.from_numpy(memory).untyped_storage()
         alias = torch.from_numpy(memory.view()).untyped_storage()
         key = storage._cdata
         self.aliases[key] = alias
-        # the storage holds this array, and drops it with the last tensor on the block
+        # the storage drops this array with the last tensor on the block
         finalizer = weakref.finalize(
             memory,
             self._give_back,
@@ -99,13 +93,11 @@ class TapePool:
         self,
         storage: torch.UntypedStorage,
     ) -> torch.UntypedStorage | None:
-        """A storage on the same memory that does not take the block; None if ``storage`` takes no
-        block of this pool.
-        """
+        """A storage on the same memory that does not hold the block, if there is one."""
         return self.aliases.get(storage._cdata)
 
     def trim(self) -> None:
-        """Drop the segments of which no block is taken."""
+        """Drop the segments without taken blocks."""
         for start, segment in list(self._segments.items()):
             if self._free.get(start) == segment.nbytes:
                 del self._segments[start], self._free[start]
@@ -116,7 +108,7 @@ class TapePool:
         start: int,
         end: int,
     ) -> None:
-        """Free a block, joined with its free neighbours; segments never touch one another."""
+        """Free a block and join it with free neighbours."""
         del self.aliases[key]
         for at, length in list(self._free.items()):
             if at + length == start:

@@ -1,4 +1,4 @@
-"""The recorder of the tape backend: the operators of a forward, and the memory that they use."""
+"""The operators of a forward on the tape, and the memory that they use."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from cgplan.backends.host_sync import (
 from cgplan.backends.tape_pool import TapePool
 from cgplan.errors import CaptureError
 
-# operators whose ``out=`` overload rounds as the one that returns
+# whose ``out=`` overload rounds alike
 _WRITE_AS_THEY_RETURN = (
     "aten::mm",
     "aten::addmm",
@@ -49,7 +49,7 @@ _WRITE_AS_THEY_RETURN = (
     "aten::index",
 )
 _COLLECTIVES = ("c10d", "_c10d_functional")
-_POSTED = ("c10d::send", "c10d::recv_")  # they may need the operators behind them to finish
+_POSTED = ("c10d::send", "c10d::recv_")  # they may need later operators to finish
 _PLACEMENT = {
     "dtype",
     "layout",
@@ -63,9 +63,8 @@ class Step:
     """One operator of a tape.
 
     Attributes:
-        call: Runs it.
-        copies: Where fresh results go: (index among the flat results, slot).
-        is_posted: Whether it is waited for only ahead of the next step that is not.
+        copies: Fresh results by (index among the flat results, slot).
+        is_posted: Whether only the next step that is not posted waits for it.
     """
 
     operator: str
@@ -74,18 +73,16 @@ class Step:
     is_posted: bool
 
     def tensors(self) -> list[Tensor]:
-        """The tensors that it uses, but for numbers of the Python code."""
+        """Without numbers of the Python code."""
         used = [slot for _, slot in self.copies]
         if self.operator != "aten::lift_fresh":
             used += tensors_in((self.call.args, self.call.keywords))
-        # those without dimensions may be numbers of TorchScript's code
+        # perhaps numbers of TorchScript
         return [tensor for tensor in used if tensor.dim() and tensor.numel()]
 
 
 @dataclass(slots=True)
 class _Before:
-    """What memory and generators held before operators changed them."""
-
     generators: dict[torch.Generator, Tensor]
     memory: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = field(
         default_factory=dict
@@ -103,10 +100,9 @@ class _Before:
 
 
 class Recorder(TorchDispatchMode):
-    """Hands the operators of a thread to the tape that records, and lets them pass while none does.
-
-    A capture may end, and the next one begin, inside an operator or a backward. After these torch
-    puts back the modes from before them, so all tapes of a thread have one mode.
+    """Hands the operators of a thread to the tape that records, if any. A capture may end, and the
+    next one begin, inside an operator, after which torch restores its modes: so all tapes of a
+    thread have one mode.
     """
 
     tape: Tape | None = None
@@ -130,9 +126,7 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def _inside(self) -> Iterator[None]:
-        """A block inside an operator, for which torch took the mode off; a capture may end in
-        it.
-        """
+        """A block inside an operator, for which torch took the mode off."""
         _push_mode(self)
         try:
             yield
@@ -142,15 +136,14 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
-        """Record one operator."""
         kwargs = kwargs or {}
         tape = self.tape
         if tape is None:
             return func(*args, **kwargs)
-        # its Python code must not run again on replay
+        # a replay must not run its Python code
         if implemented_in_python(func, "CPU"):
             return self._look_inside(tape, func, args, kwargs)
-        # in inference mode these come whole, and would hide host reads
+        # else it would hide host reads
         if is_composite(func, "CPU"):
             with self._inside():
                 return as_its_caller(func, func.decompose, "cpu")(*args, **kwargs)
@@ -164,9 +157,7 @@ class Recorder(TorchDispatchMode):
         args: Args,
         kwargs: Kwargs,
     ) -> Any:
-        """Record the operators of one that was written in Python; the whole of it where it needs
-        the host.
-        """
+        """Record the operators of one in Python; the whole of it if it needs the host."""
         refusals = tape.refusals
         name = func._schema.name
         first = refusals.first
@@ -204,15 +195,11 @@ class Recorder(TorchDispatchMode):
 
 
 class Tape:
-    """Runs the operators of a forward once and keeps them as ``steps`` whose tensors lie at fixed
-    addresses.
-
-    Results of operators are placed in the pool. Views make no step, because addresses do not
-    change. ``finish`` gives memory from before the recording its old bytes back, and random
-    generators their old states: on a GPU, too, a capture runs nothing.
+    """Runs the operators of a forward once and keeps them as ``steps`` on fixed memory.
 
     Attributes:
-        notes: What a report should tell, in order.
+        before: Is to be restored at the end: a GPU's capture runs nothing.
+        notes: For the report, in order.
         runs_operator: Whether an operator of the forward runs, not one of the tape's own.
     """
 
@@ -223,14 +210,10 @@ class Tape:
         self.runs_operator = False
         self._pool = pool
         default = torch.default_generator
-        self._before = _Before({default: default.get_state()})
-        # blocks that are taken now may be dropped while this tape records, and then be reused
+        self.before = _Before({default: default.get_state()})
+        # blocks that are taken now may be dropped and reused meanwhile
         for alias in pool.aliases.values():
-            self._before.keep(alias)
-
-    def finish(self) -> None:
-        """Undo the writes of the recording to memory from before it."""
-        self._before.restore()
+            self.before.keep(alias)
 
     def undo_of(
         self,
@@ -238,8 +221,8 @@ class Tape:
         args: Args,
         kwargs: Kwargs,
     ) -> Callable[[], None]:
-        """A function that undoes an operator that comes now, and forgets its steps."""
-        before = _Before({g: g.get_state() for g in self._before.generators})
+        """A function that undoes the next operator and forgets its steps."""
+        before = _Before({g: g.get_state() for g in self.before.generators})
         for tensor in written_tensors(func, args, kwargs):
             before.keep(tensor.untyped_storage())
         first = len(self.steps)
@@ -256,11 +239,16 @@ class Tape:
         args: Args,
         kwargs: Kwargs,
     ) -> Any:
-        """Run an operator and keep it."""
         given = tensors_in((args, kwargs))
         _refuse_foreign(func, given)
-        self._keep_written(func, args, kwargs)
-        # before the operator changes the layout of its arguments
+        for tensor in written_tensors(func, args, kwargs):
+            storage = tensor.untyped_storage()
+            if self._pool.alias_of(storage) is None:
+                self.before.keep(storage)
+        generator = kwargs.get("generator")
+        if generator is not None:
+            self.before.generators.setdefault(generator, generator.get_state())
+        # before the operator changes their layout
         fixed_args, fixed_kwargs = tree_map_only(Tensor, self._fixed, (args, kwargs))
         before = {storage_id(tensor) for tensor in given}
         call = _replayable(func)
@@ -288,25 +276,29 @@ class Tape:
         results: list[Any],
         placed: dict[int, Tensor],
     ) -> bool:
-        """Whether a replay has to run the operator: not for views, and not for bare memory."""
+        """False for views and bare memory."""
         schema = func._schema
         writes = schema.is_mutable and torch.Tag.inplace_view not in func.tags
-        if placed or writes or not any(isinstance(result, Tensor) for result in results):
+        if placed or writes or not tensors_in(results):
             return schema.name.removeprefix("aten::") not in ALLOCATIONS
         if func.namespace == "aten" or all(r.alias_info for r in schema.returns):
             return False
-        # it returns an argument without saying so: it may have written to it
+        # it may have written to the argument that it returns
         if func.namespace not in _COLLECTIVES:
             note = f"operator {schema.name} returns an argument, and its schema does not say why"
             self.notes[note] = None
         return True
 
     def _add_step(
-        self, func: Any, call: partial[Any], placed: dict[int, Tensor], results: int
+        self,
+        func: Any,
+        call: partial[Any],
+        placed: dict[int, Tensor],
+        results: int,
     ) -> None:
         slots = {i: self._fixed(tensor) for i, tensor in placed.items()}
         variant = _out_variant(func) if slots and len(slots) == results else None
-        if variant is not None:  # writes into the slots at once, without a copy
+        if variant is not None:  # it writes into the slots, without a copy
             overload, names, left_out = variant
             keywords = dict(zip(names, slots.values(), strict=True))
             for given, value in call.keywords.items():
@@ -332,26 +324,9 @@ class Tape:
         return tensor_on(block, fresh)
 
     def _fixed(self, tensor: Tensor) -> Tensor:
-        """The tensor as the tape keeps it: the same memory, but no hold on a pool block, and deaf
-        to ``.data =``.
-        """
+        """The same memory without a hold on a pool block, deaf to ``.data =``."""
         alias = self._pool.alias_of(tensor.untyped_storage())
         return tensor.detach() if alias is None else tensor_on(alias, tensor)
-
-    def _keep_written(
-        self,
-        func: Any,
-        args: Args,
-        kwargs: Kwargs,
-    ) -> None:
-        """Keep the bytes and the generator's state that the operator is about to change."""
-        for tensor in written_tensors(func, args, kwargs):
-            storage = tensor.untyped_storage()
-            if self._pool.alias_of(storage) is None:
-                self._before.keep(storage)
-        generator = kwargs.get("generator")
-        if generator is not None:
-            self._before.generators.setdefault(generator, generator.get_state())
 
 
 def _refuse_foreign(
@@ -370,19 +345,14 @@ def _refuse_foreign(
 def _replayable(func: Any) -> Callable[..., Any]:
     """A function that runs an operator now and on each replay."""
     call: Callable[..., Any] = as_its_caller(func, func, "cpu")
-    if func is torch.ops.aten.lift_fresh.default:  # each replay gets a fresh copy of a constant
+    if func is torch.ops.aten.lift_fresh.default:  # each replay copies a constant
         call = torch.ops.aten.clone.default
     elif func.namespace in _COLLECTIVES and func._schema.name not in _POSTED:
         call = partial(_awaited, func)
     return call
 
 
-def _awaited(
-    func: Any,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """Call a collective, and wait for what it returns."""
+def _awaited(func: Any, *args: Any, **kwargs: Any) -> Any:
     result = func(*args, **kwargs)
     _wait(result)
     return result
@@ -397,9 +367,7 @@ def _wait(results: Any) -> None:
 
 
 def replay(steps: list[Step]) -> None:
-    """Run the steps of a tape."""
-    # A capture in inference mode left tensors that may be written to only there. Autocast did its
-    # part while recording.
+    # Tensors of inference mode may be written only there. Autocast did its part while recording.
     with torch.inference_mode(), torch.autocast("cpu", enabled=False):
         posted: list[Any] = []
         for step in steps:
@@ -417,9 +385,7 @@ def replay(steps: list[Step]) -> None:
 
 
 def _is_void(tensor: Tensor) -> bool:
-    """Whether it has no memory: derivatives that are zero, and tensors that an ``out=`` is about to
-    grow.
-    """
+    """Without memory: zero derivatives, and what an ``out=`` is about to grow."""
     storage = tensor.untyped_storage()
     if tensor._is_zerotensor() or storage.device.type == "meta":
         return True
@@ -429,8 +395,7 @@ def _is_void(tensor: Tensor) -> bool:
 @cache
 def _out_variant(func: Any) -> tuple[Any, list[str], set[str]] | None:
     """The overload of ``func`` that writes into given results, the names of these, and of arguments
-    that results decide. None if there is none, or it may grow its results on the way, which memory
-    of the pool cannot, or round in another order.
+    that they replace. None if it is missing, may grow its results, or rounds in another order.
     """
     schema = func._schema
     if schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags:

@@ -1,1 +1,1 @@
-"""Tensors in, tensors out: static buffers, copies into them, results cut out of them."""
+"""Static buffers, copies into them, results cut out of them."""

@@ -1,6 +1,4 @@
-"""From the tensors of a call to the batch that they are: names, shapes and counts are checked
-before anything runs.
-"""
+"""Checks the tensors of a call, and counts their rows."""
 
 from __future__ import annotations
 
@@ -17,9 +15,7 @@ from cgplan.modes import BatchDescriptor
 
 @dataclass(frozen=True)
 class Batch:
-    """Sizes of one call; ``num_reqs`` is None where no input counts requests. ``sizes``: see
-    BatchDescriptor.
-    """
+    """Sizes of one call; ``num_reqs`` is None where no input counts requests."""
 
     num_tokens: int
     num_reqs: int | None
@@ -27,37 +23,32 @@ class Batch:
 
 
 def unknown_input(name: str, declared: Iterable[str]) -> InputError:
-    """The error for a name that is not declared."""
     declared = tuple(declared)
     listed = f"Declared are {', '.join(declared) or 'none'}."
     return InputError(f"unknown input {name!r}", remedy=did_you_mean(name, declared) + listed)
 
 
 class BatchReader:
-    """Checks the tensors of a call against the declared inputs and metadata, and counts their rows.
-    ``dim_names``: see Config.
-    """
+    """Checks the tensors of a call against declared inputs and metadata."""
 
     def __init__(
         self, specs: Mapping[str, Input], dim_names: Sequence[str], device: torch.device
     ) -> None:
-        self._device, self._dim_names = device, dim_names
-        self._specs = {
-            name: (spec, torch_dtype(spec), spec.extents) for name, spec in specs.items()
-        }
-        self.symbols = {
-            extent.symbol for _, _, extents in self._specs.values() for extent in extents
-        }
+        self._device = device
+        self._dim_names = dim_names
+        self._specs = {}
+        self.symbols = set()
+        for name, spec in specs.items():
+            extents = spec.extents
+            self._specs[name] = (spec, torch_dtype(spec), extents)
+            self.symbols |= {extent.symbol for extent in extents}
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The inputs in their order."""
         return tuple(self._specs)
 
     def read(self, given: Mapping[str, torch.Tensor]) -> Batch:
-        """The batch that these tensors are. Raises InputError for a wrong name, dtype, device,
-        shape or row count.
-        """
+        """Raises InputError for a wrong name, dtype, device, shape or row count."""
         if given.keys() != self._specs.keys():
             for name in given:
                 if name not in self._specs:
@@ -66,15 +57,15 @@ class BatchReader:
             raise InputError(
                 f"input {missing!r} is missing", remedy="Pass every declared input by name."
             )
-        counts: dict[str, tuple[int, str]] = {}
+        counts: dict[str, int] = {}
+        counted_by: dict[str, str] = {}
         for name, (spec, dtype, extents) in self._specs.items():
             value = given[name]
             self._check(name, value, dtype)
             shape = value.shape
-            if len(shape) != len(extents) or any(
-                extent.symbol is None and not extent.takes(n)
-                for n, extent in zip(shape, extents, strict=True)
-            ):
+            known = zip(shape, extents, strict=False)
+            fits = [extent.symbol is not None or extent.takes(n) for n, extent in known]
+            if len(shape) != len(extents) or not all(fits):
                 raise InputError(
                     f"input {name!r} has shape {list(shape)}, declared is {list(spec.shape)}",
                     remedy="Change the tensor, or the shape in the configuration.",
@@ -88,15 +79,16 @@ class BatchReader:
                         f"input {name!r} has {n} rows; declared are {declared}",
                         remedy="Check the shape that the configuration declares.",
                     )
-                seen, by = counts.setdefault(extent.symbol, (count, name))
+                by = counted_by.setdefault(extent.symbol, name)
+                seen = counts.setdefault(extent.symbol, count)
                 if seen != count:
                     raise InputError(
                         f"input {name!r} is a batch of {extent.symbol} = {count}, but {by!r} of "
                         f"{seen}",
                         remedy="Give all inputs of a call the same batch.",
                     )
-        reqs, _ = counts.get("num_reqs", (None, ""))
-        tokens, *sizes = (counts.get(name, (reqs or 0, ""))[0] for name in self._dim_names)
+        reqs = counts.get("num_reqs")
+        tokens, *sizes = [counts.get(name, reqs or 0) for name in self._dim_names]
         if 0 in (tokens, reqs, *sizes):
             raise InputError(
                 "the batch has 0 rows", remedy="Do not call the runner for an empty batch."
@@ -104,18 +96,15 @@ class BatchReader:
         return Batch(tokens, reqs, tuple(sizes))
 
     def refuse_other(self, batch: Batch, descriptor: BatchDescriptor) -> None:
-        """Raise InputError if a batch has other rows than its descriptor says, where inputs count
-        them.
-        """
-        counted: dict[str, object] = (
-            {"num_tokens": batch.num_tokens} if self._dim_names[0] in self.symbols else {}
-        )
-        if descriptor.sizes:
-            counted["sizes"] = batch.sizes
-        if batch.num_reqs is not None and descriptor.num_reqs is not None:
-            counted["num_reqs"] = batch.num_reqs
-        for symbol, count in counted.items():
-            if count != (wanted := getattr(descriptor, symbol)):
+        """Raise InputError if a batch has other rows than its descriptor."""
+        counted = ["sizes", "num_reqs"]
+        if self._dim_names[0] in self.symbols:
+            counted.insert(0, "num_tokens")
+        for symbol in counted:
+            count = getattr(batch, symbol)
+            wanted = getattr(descriptor, symbol)
+            is_known = count not in (None, ()) and wanted not in (None, ())
+            if is_known and count != wanted:
                 raise InputError(
                     f"the inputs are a batch of {symbol} = {count}, the forward context's "
                     f"descriptor says {wanted!r}",
@@ -135,9 +124,9 @@ class BatchReader:
                 remedy=f"Convert it with .to({dtype}), or declare its dtype.",
             )
         if value.layout is not torch.strided or value.is_nested:
+            kind = "a nested tensor" if value.is_nested else f"of layout {value.layout}"
             raise InputError(
-                f"input {name!r} is "
-                f"{'a nested tensor' if value.is_nested else f'of layout {value.layout}'}",
+                f"input {name!r} is {kind}",
                 remedy="Pass a dense tensor, such as .to_dense() or .to_padded_tensor() gives.",
             )
         if value.device != self._device and value.device.type != "cpu":

@@ -1,6 +1,4 @@
-"""How far two outputs of a model lie apart, and whether rounding explains it: the one comparison of
-the package.
-"""
+"""How far two outputs of a model lie apart, and whether rounding explains it."""
 
 from __future__ import annotations
 
@@ -13,12 +11,15 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-# Of the largest value, for numbers that other kernels computed; for dtypes that are not here as for
-# half precision.
-TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-3, torch.float16: 1e-2}
-COARSE = 5e-2  # where something was computed in half precision or in TensorFloat32
-_STEPS = 256  # of the dtype's precision at a value, by which sums in another order may differ
-_HUGE = 1e30  # values of masks, which tell nothing of the size of the others
+# Of the largest value; other dtypes have COARSE.
+TOLERANCES = {
+    torch.float64: 1e-9,
+    torch.float32: 2e-3,
+    torch.float16: 1e-2,
+}
+COARSE = 5e-2  # for half precision and TensorFloat32
+_STEPS = 256  # of the dtype's precision, for sums in another order
+_HUGE = 1e30  # values of masks
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +27,9 @@ class Difference:
     """Of one part of two outputs.
 
     Attributes:
-        where: The part, in words.
         largest: The largest absolute difference; None where the parts cannot be compared.
         limit: What rounding explains; 0 for whole numbers.
-        is_wrong: Whether it is more than that.
-        share: The part of the elements for which it is.
+        share: Of the elements that are wrong.
     """
 
     where: str
@@ -49,37 +48,50 @@ class Difference:
 
 
 def deviation(found: Any, wanted: Any) -> float | None:
-    """Largest absolute difference of two outputs, of which any may be nested tuples, lists and
-    dicts of tensors.
+    """Largest absolute difference of two pytrees of tensors.
 
     Returns:
-        0.0 where all tensors are equal (NaN equals NaN), infinity where only one side has a NaN or
-        an infinity. None where the outputs cannot be compared: their structures, shapes, dtypes or
-        values beside tensors differ, or neither holds a tensor.
+        0.0 for equal tensors (NaN equals NaN), infinity where only one side has a NaN or an
+        infinity. None without a tensor, or where structures, shapes, dtypes or other values differ.
     """
-    largest = [difference.largest for difference in differences(found, wanted)]
-    return None if None in largest else max(map(float, largest), default=None)  # type: ignore[arg-type]
+    largest = None
+    for difference in differences(found, wanted):
+        if difference.largest is None:
+            return None
+        largest = max(largest or 0.0, difference.largest)
+    return largest
 
 
-def differences(found: Any, wanted: Any, *, is_coarse: bool = False) -> Iterator[Difference]:
+def differences(
+    found: Any,
+    wanted: Any,
+    *,
+    is_coarse: bool = False,
+) -> Iterator[Difference]:
     """Of each tensor of two outputs, and of each other part that differs. ``is_coarse``: the
-    tolerance is ``COARSE`` at least, and up to half of the whole numbers may differ.
+    tolerance is at least ``COARSE``, and half of the whole numbers may differ.
     """
-    (leaves, spec), (others, other_spec) = tree_flatten(found), tree_flatten(wanted)
+    leaves, spec = tree_flatten(found)
+    others, other_spec = tree_flatten(wanted)
     if spec != other_spec:
         yield Difference("the outputs have different structures", None)
         return
     for index, (one, other) in enumerate(zip(leaves, others, strict=True)):
-        kinds = [
-            f"{t.dtype} {list(t.shape)}" if isinstance(t, Tensor) else "no tensor"
-            for t in (one, other)
-        ]
-        if kinds[0] != kinds[1]:
-            yield Difference(f"output {index}, {kinds[0]} and {kinds[1]}", None)
+        where = f"output {index}"
+        kind = _kind(one)
+        other_kind = _kind(other)
+        if kind != other_kind:
+            yield Difference(f"{where}, {kind} and {other_kind}", None)
         elif isinstance(one, Tensor):
-            yield compare(f"output {index}", one, other, is_coarse=is_coarse)
+            yield compare(where, one, other, is_coarse=is_coarse)
         elif not _is_same(one, other):
-            yield Difference(f"output {index}, {one!r:.100} and {other!r:.100}", None)
+            yield Difference(f"{where}, {one!r:.100} and {other!r:.100}", None)
+
+
+def _kind(leaf: Any) -> str:
+    if isinstance(leaf, Tensor):
+        return f"{leaf.dtype} {list(leaf.shape)}"
+    return "no tensor"
 
 
 def compare(
@@ -92,24 +104,43 @@ def compare(
 ) -> Difference:
     """The difference of two tensors of one shape and dtype. Rounding goes by the largest value that
     differs; of state, that was ``before``, by the largest change, and changes by whole numbers are
-    counts, which do not round.
+    counts.
     """
     if not found.numel():
         return Difference(where, 0.0, is_wrong=False)
     between = apart(found, wanted)
     largest = float(between.max())
-    is_float = wanted.is_floating_point() or wanted.is_complex()
-    if not is_float or (before is not None and _counts(before, wanted)):
-        share = int(between.count_nonzero()) / between.numel()
-        most = 0.5 if is_coarse else 0.0  # rounding may decide which of them an element is
-        return Difference(where, largest, is_wrong=share > most, share=share)
-    tolerance = max(TOLERANCES.get(wanted.dtype, COARSE), COARSE if is_coarse else 0.0)
-    limit = tolerance * _size_of(wanted, between)
+    is_whole = not (wanted.is_floating_point() or wanted.is_complex())
+    if is_whole or (before is not None and _counts(before, wanted)):
+        share = _share(between > 0)
+        most = 0.5 if is_coarse else 0.0  # rounding may decide
+        return Difference(
+            where,
+            largest,
+            is_wrong=share > most,
+            share=share,
+        )
+    tolerance = TOLERANCES.get(wanted.dtype, COARSE)
+    if is_coarse:
+        tolerance = max(tolerance, COARSE)
+    size = _size_of(wanted, between)
+    limit = tolerance * size
     if before is not None and not is_coarse:
-        step = _STEPS * torch.finfo(wanted.dtype).eps * _size_of(wanted, between)
-        limit = min(limit, tolerance * _size_of(apart(wanted, before), between) + step)
-    share = int((between > limit).count_nonzero()) / between.numel()
-    return Difference(where, largest, limit, is_wrong=share > 0, share=share)
+        change = _size_of(apart(wanted, before), between)
+        step = _STEPS * torch.finfo(wanted.dtype).eps * size
+        limit = min(limit, tolerance * change + step)
+    share = _share(between > limit)
+    return Difference(
+        where,
+        largest,
+        limit,
+        is_wrong=share > 0,
+        share=share,
+    )
+
+
+def _share(wrong: Tensor) -> float:
+    return int(wrong.count_nonzero()) / wrong.numel()
 
 
 def _counts(before: Tensor, after: Tensor) -> bool:
@@ -123,29 +154,35 @@ def _size_of(values: Tensor, between: Tensor) -> float:
     wide = torch.complex128 if values.is_complex() else torch.float64  # 8 bits have no abs
     sizes = values.to(wide).abs().nan_to_num(0, 0, 0)
     sizes = sizes.masked_fill(sizes > _HUGE, 0)
-    return float(torch.maximum(sizes.masked_fill(between == 0, 0).max(), sizes.mean()))
+    largest = sizes.masked_fill(between == 0, 0).max()
+    return float(torch.maximum(largest, sizes.mean()))
 
 
 def is_equal(one: Any, other: Any) -> bool:
-    """Whether two outputs are equal, without rounding; NaN equals NaN."""
+    """Without rounding; NaN equals NaN."""
     return all(difference.largest == 0 for difference in differences(one, other))
 
 
 def _is_same(one: Any, other: Any) -> bool:
     kind: Any = type(one)
-    by_identity = kind.__eq__ is object.__eq__  # such an object equals none that another run made
-    return type(other) is kind and (
-        by_identity or bool(one == other or (one != one and other != other))
-    )
+    by_identity = kind.__eq__ is object.__eq__  # such an object equals none of another run
+    if type(other) is not kind:
+        return False
+    if by_identity or one == other:
+        return True
+    return bool(one != one and other != other)
 
 
 def apart(one: Tensor, other: Tensor) -> Tensor:
-    """Absolute differences of each element; NaN equals NaN, and nothing else."""
+    """Absolute differences; NaN equals NaN, and nothing else."""
     is_whole = not (one.is_floating_point() or one.is_complex())
     is_same = one == other
     dtype = torch.complex128 if one.is_complex() else torch.float64
-    one, other = one.to(dtype), other.to(dtype)
-    found = (one - other).abs().masked_fill(one.isnan() & other.isnan() | is_same, 0.0)
+    one = one.to(dtype)
+    other = other.to(dtype)
+    is_same |= one.isnan() & other.isnan()
+    found = (one - other).abs()
     if is_whole:  # float64 rounds large ones
-        found = found.clamp(min=1).masked_fill(is_same, 0.0)
+        found = found.clamp(min=1)
+    found = found.masked_fill(is_same, 0.0)
     return found.nan_to_num(math.inf, posinf=math.inf)

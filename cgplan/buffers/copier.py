@@ -1,12 +1,10 @@
 """From the tensors of a call into the static buffers: copies, and padding behind them.
 
 Note [Copying in]
-    A copier prepares once, for each size of batch, all that does not change from call to call.
-    Sources may have any strides, lie on the host or on the device, and overlap the static buffers.
-    A tensor that is its buffer's own view stays as it is. One that lies in a buffer otherwise, such
-    as an output that the model passed through, is cloned first, because the buffers are written in
-    no particular order. Copies are queued on the current stream, and the replay behind them. The
-    caller may write to a host tensor as soon as the call has returned.
+    Sources may have any strides, lie on the host or the device, and overlap the static buffers. A
+    buffer's own view stays. A tensor that lies in a buffer otherwise is cloned first. Copies and
+    the replay are queued on the current stream. The caller may write to a host tensor once the call
+    has returned.
 """
 
 from __future__ import annotations
@@ -15,12 +13,11 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import cast
 
 import torch
 from torch import Tensor
 
-from cgplan.buffers.static import StaticBuffer, StaticBuffers
+from cgplan.buffers.static import StaticBuffer, StaticBuffers, pad_value
 from cgplan.errors import InputError
 
 CopyIn = Callable[[Sequence[Tensor], int, bool], None]
@@ -28,19 +25,25 @@ Group = tuple[list[Tensor], list[Tensor]]  # targets, sources
 
 
 class BatchCopy:
-    """Brings batches of one size into the static buffers by torch's operators, see Note [Copying
-    in]: one launch for each dtype, one for each input with padding to reset.
+    """Brings batches of one size into the static buffers by torch's operators: one launch for each
+    dtype, one for each input with padding to reset.
 
-    Its functions take the batch's tensors in the order of the buffers, their names, shapes, dtypes
-    and devices checked; the current stream's handle; and whether the tensors are known to be laid
-    out as those that ``path`` was given, without gaps and lazy conjugates.
+    Its functions take the batch's checked tensors in the order of the buffers; the handle of the
+    current stream; and whether the tensors are laid out as those of ``path``, without gaps and lazy
+    conjugates.
     """
 
     def __init__(
-        self, copier: Copier, num_tokens: int, num_reqs: int, padded_tokens: int, padded_reqs: int
+        self,
+        copier: Copier,
+        num_tokens: int,
+        num_reqs: int,
+        padded_tokens: int,
+        padded_reqs: int,
     ) -> None:
         self._static = copier.buffers
         self._copy_inputs = copier.copy_inputs
+        self._names = list(self._static.buffers)
         self._buffers = tuple(self._static.buffers.values())
         self._marks = self._static.marks
         self._tokens = num_tokens
@@ -51,9 +54,7 @@ class BatchCopy:
         self.look_at_writes()
 
     def look_at_writes(self) -> None:
-        """Find the rows up to which padding is due after each batch, whatever came before it; 0 for
-        none.
-        """
+        """Find the rows up to which padding is due after each batch; 0 for none."""
         self._least_rows = list(self._padded_rows)
         for index, buffer in enumerate(self._buffers):
             lasts = buffer.spec.pad != "last" and not buffer.written
@@ -68,18 +69,16 @@ class BatchCopy:
         stream: int,
         known: bool = False,  # noqa: ARG002
     ) -> None:
-        """Copy any batch in, with padding behind it. Raises InputError for tensors that may not be
-        copied.
-        """
+        """Copy any batch in, with padding. Raises InputError for tensors that may not be copied."""
         if not self._views:
             self._views = list(map(StaticBuffer.view, self._buffers, self._rows))
-        # _foreach_copy_ is one launch for tensors of one dtype and device, and a loop over all for
-        # others
+        # _foreach_copy_ is one launch for one dtype and device, a loop over all for others
         groups: dict[tuple[torch.dtype, torch.device], Group] = {}
         for index, value in enumerate(values):
             source = self._source(index, value)
             if source is not None:
-                targets, sources = groups.setdefault((source.dtype, source.device), ([], []))
+                kind = (source.dtype, source.device)
+                targets, sources = groups.setdefault(kind, ([], []))
                 targets.append(self._views[index])
                 sources.append(source)
         for targets, sources in groups.values():
@@ -90,9 +89,8 @@ class BatchCopy:
         self,
         values: Sequence[Tensor],
     ) -> CopyIn:
-        """The quickest function that does the work of ``run`` for tensors on the devices of these.
-        Where they are narrower than the buffers in other dimensions than rows, they are padded
-        there first.
+        """The quickest function like ``run`` for tensors like these. Tensors that are narrower than
+        the buffers, but for rows, are padded first.
         """
         missing = list(map(_missing, self._buffers, values))
         if any(map(any, missing)):
@@ -112,7 +110,7 @@ class BatchCopy:
         wide = list(values)
         for index, widths in enumerate(missing):
             if any(widths):
-                pad = cast(float, self._buffers[index].spec.pad)
+                pad = pad_value(self._buffers[index].spec)
                 wide[index] = torch.nn.functional.pad(values[index], widths, value=pad)
         self.run(wide, stream)
 
@@ -122,16 +120,10 @@ class BatchCopy:
         stream: int,
         known: bool = False,  # noqa: ARG002
     ) -> None:
-        """Reset the padding that needs it, most often none: the caller has written the batch in
-        place.
-        """
+        """Reset the padding that needs it, for a batch that was written in place."""
         marks = self._marks
-        if (
-            marks.tokens > self._tokens
-            or marks.reqs > self._reqs
-            or marks.exposed_tokens
-            or self._always_pads
-        ):
+        is_longer = marks.tokens > self._tokens or marks.reqs > self._reqs
+        if is_longer or marks.exposed_tokens or self._always_pads:
             self._reset_padding(stream)
         marks.tokens = self._tokens
         marks.reqs = self._reqs
@@ -146,20 +138,21 @@ class BatchCopy:
         index: int,
         value: Tensor,
     ) -> Tensor | None:
-        """The tensor to copy; None where the value is its buffer's own view."""
+        """The tensor to copy; None for its buffer's own view."""
         target = self._buffers[index].tensor
         address = value.data_ptr()
         if address == target.data_ptr() and value.stride() == target.stride():
             return None
+        name = self._names[index]
         if not address and value.numel():
             raise InputError(
-                f"input {self._name(index)!r} has no memory: its storage was freed",
+                f"input {name!r} has no memory: its storage was freed",
                 remedy="Pass a tensor that holds its numbers, such as .clone() gives before the "
                 "storage is freed.",
             )
         if not self._copy_inputs:
             raise InputError(
-                f"input {self._name(index)!r} does not lie in its static buffer, and "
+                f"input {name!r} does not lie in its static buffer, and "
                 "cudagraph_copy_inputs is false",
                 remedy="Write into the tensors of runner.stage(...) or runner.input_views(...), "
                 "or set cudagraph_copy_inputs: true.",
@@ -167,17 +160,12 @@ class BatchCopy:
         lies_in_buffer = bisect_right(self._static.bounds, address) % 2
         return value.clone() if lies_in_buffer else value
 
-    def _name(self, index: int) -> str:
-        return list(self._static.buffers)[index]
-
 
 def _missing(
     buffer: StaticBuffer,
     value: Tensor,
 ) -> list[int]:
-    """Elements that are missing at the end of each dimension, as torch.nn.functional.pad takes
-    them.
-    """
+    """Elements that are missing in each dimension, as torch.nn.functional.pad takes them."""
     missing = []
     for dim in reversed(range(value.dim())):
         is_counted = dim == buffer.row_dim
@@ -186,14 +174,10 @@ def _missing(
 
 
 class Copier:
-    """Makes a BatchCopy for each size of batch.
+    """Makes a BatchCopy for each size of batch. The caller owns ``buffers``.
 
     Args:
-        buffers: The targets; the caller owns them.
-        copy_inputs: Whether tensors from elsewhere are copied in; False: they are an InputError.
-
-    Attributes:
-        name: How it copies, for reports.
+        copy_inputs: Whether tensors from elsewhere are copied in, or are an InputError.
     """
 
     name = "torch operators"
@@ -205,7 +189,8 @@ class Copier:
         *,
         copy_inputs: bool,
     ) -> None:
-        self.buffers, self.copy_inputs = buffers, copy_inputs
+        self.buffers = buffers
+        self.copy_inputs = copy_inputs
         self._copies: weakref.WeakSet[BatchCopy] = weakref.WeakSet()
 
     def prepare(
@@ -216,8 +201,8 @@ class Copier:
         return copy
 
     def note_writes(self, before: list[int]) -> None:
-        """Find the buffers that the model has written into since their ``versions`` were
-        ``before``: from now on their padding is reset with every batch.
+        """Reset the padding of buffers with every batch that the model has written into since their
+        ``versions`` were ``before``.
         """
         if self.buffers.note_writes(before):
             for copy in self._copies:

@@ -2,65 +2,66 @@
 padding.
 
 Note [Launching]
-    The kernel is compiled by NVRTC once a process, and launched through the driver. A launch
-    through Triton or a Python binding packs its arguments each time, which costs as much as the
-    slice copies that it would save. Here the arguments lie in memory that is made once for each
-    size of batch; a call writes the addresses of its tensors there and hands the driver four
-    pointers. When it returns, the driver has read it all: a small batch from the host rides in the
-    arguments themselves, and no memory has to be kept until it has arrived.
+    NVRTC compiles the kernel once a process, and the driver launches it. A launch through Triton or
+    a Python binding packs its arguments each time, as costly as the slice copies that it saves.
+    Here the arguments lie in memory for each size of batch: a call writes the addresses of its
+    tensors there and hands the driver four pointers. The driver has read all when it returns, so a
+    small batch from the host rides in the arguments themselves.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 import struct
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from ctypes import Array, c_char
-from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from cgplan.buffers.copier import BatchCopy, Copier, CopyIn
 from cgplan.buffers.pinned import ALIGNMENT, StagingBlocks
-from cgplan.buffers.static import StaticBuffer, StaticBuffers
+from cgplan.buffers.static import StaticBuffer, StaticBuffers, pad_value
 from cgplan.errors import BackendError
 
-INPUTS = 16  # that one launch copies at most
-ARGUMENT_BYTES = 4096  # that a kernel may have at most
+INPUTS = 16  # of one launch
+ARGUMENT_BYTES = 4096  # of a kernel
 THREADS = 256
 _MOST_BLOCKS = 512  # of threads, for one input
 _BYTES_A_BLOCK = THREADS * 64
 _JOB = struct.Struct("=16s4Q6I8x")
 _HEAD = struct.Struct("=4I")
 _BATCH_BYTES = _HEAD.size + INPUTS * (8 + _JOB.size)
-# the driver's CUlaunchConfig: grid, block and shared memory, the stream, no attributes
+# CUlaunchConfig: grid, block and shared memory, the stream, no attributes
 _CONFIG = struct.Struct("=7I4xQ16x")
 _STREAM = struct.Struct("=Q")
 _STREAM_AT = 32
-_COUNTS: dict[str | None, int] = {"num_tokens": 1, "num_reqs": 2}
+_COUNTS: dict[str | None, int] = {
+    "num_tokens": 1,
+    "num_reqs": 2,
+}
 _OTHER_CONTEXT = (201, 400)  # CUDA_ERROR_INVALID_CONTEXT, CUDA_ERROR_INVALID_HANDLE
 _address = Tensor.data_ptr
 _is_contiguous = Tensor.is_contiguous
 _is_conj = Tensor.is_conj
 _is_neg = Tensor.is_neg
 _memcpy = ctypes.CDLL(None).memcpy
-# a few kilobytes are copied before the interpreter's lock has changed hands
+# quicker for a few kilobytes than to release the interpreter's lock
 _memcpy_small = ctypes.PyDLL(None).memcpy
 for _function in (_memcpy, _memcpy_small):
     _function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
     _function.restype = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class CopyKernel:
+class CopyKernel(NamedTuple):
     """The driver's handles of ``copy_rows`` and ``copy_rows_inline``. ``launch`` is
     cuLaunchKernelEx, of (address of a CUlaunchConfig, function, address of the pointers to the
-    arguments, None); it returns the driver's error number.
+    arguments, None).
     """
 
     function: int
@@ -70,25 +71,24 @@ class CopyKernel:
 
 @cache
 def load_copy_kernel(index: int) -> CopyKernel | None:
-    """The kernel on the GPU of this index; None without cuda-bindings, NVRTC, or a new enough
-    driver.
-    """
+    """The kernel on this GPU; None without cuda-bindings, NVRTC, or a new enough driver."""
     try:
         cubin = compile_copy_rows(torch.cuda.get_device_capability(index))
         driver = ctypes.CDLL("libcuda.so.1")
         with torch.cuda.device(index):
-            # makes the context current, whatever this thread did before
+            # makes the context current
             torch.cuda.current_stream().synchronize()
-            module = ctypes.c_void_p()  # stays loaded as long as the process
+            module = ctypes.c_void_p()  # stays loaded
             function = ctypes.c_void_p()
             inline_function = ctypes.c_void_p()
-            codes = (
-                driver.cuModuleLoadData(ctypes.byref(module), cubin),
-                driver.cuModuleGetFunction(ctypes.byref(function), module, b"copy_rows"),
-                driver.cuModuleGetFunction(
-                    ctypes.byref(inline_function), module, b"copy_rows_inline"
-                ),
-            )
+            codes = [driver.cuModuleLoadData(ctypes.byref(module), cubin)]
+            functions = {
+                b"copy_rows": function,
+                b"copy_rows_inline": inline_function,
+            }
+            for name, found in functions.items():
+                code = driver.cuModuleGetFunction(ctypes.byref(found), module, name)
+                codes.append(code)
         launch: Any = driver.cuLaunchKernelEx
     except (ImportError, OSError, RuntimeError, AttributeError):
         return None
@@ -96,13 +96,15 @@ def load_copy_kernel(index: int) -> CopyKernel | None:
         return None
     launch.argtypes = [ctypes.c_void_p] * 4
     launch.restype = ctypes.c_int
-    return CopyKernel(function.value or 0, inline_function.value or 0, launch)
+    return CopyKernel(
+        function.value or 0,
+        inline_function.value or 0,
+        launch,
+    )
 
 
 def compile_copy_rows(capability: tuple[int, int]) -> bytes:
-    """The kernel for GPUs of a compute capability. Raises ImportError without cuda-bindings,
-    RuntimeError of NVRTC.
-    """
+    """Raises ImportError without cuda-bindings, RuntimeError of NVRTC."""
     from cuda.bindings import nvrtc
 
     def checked(result: tuple[Any, ...]) -> Any:
@@ -114,7 +116,10 @@ def compile_copy_rows(capability: tuple[int, int]) -> bytes:
     source = resources.files("cgplan.buffers").joinpath("copy_rows.cu").read_bytes()
     program = checked(nvrtc.nvrtcCreateProgram(source, b"copy_rows.cu", 0, [], []))
     try:
-        options = [b"--gpu-architecture=sm_%d%d" % capability, b"-DINPUTS=%d" % INPUTS]
+        options = [
+            b"--gpu-architecture=sm_%d%d" % capability,
+            b"-DINPUTS=%d" % INPUTS,
+        ]
         checked(nvrtc.nvrtcCompileProgram(program, len(options), options))
         cubin = bytearray(checked(nvrtc.nvrtcGetCUBINSize(program)))
         checked(nvrtc.nvrtcGetCUBIN(program, cubin))
@@ -124,53 +129,58 @@ def compile_copy_rows(capability: tuple[int, int]) -> bytes:
 
 
 class _Arguments:
-    """The arguments of one launch, in memory: the kernel's Batch; or, with offsets of its sources,
-    its InlineBatch.
-    """
+    """The kernel's Batch in memory or, with offsets of its sources, its InlineBatch."""
 
     def __init__(
-        self, kernel: CopyKernel, jobs: Sequence[bytes], offsets: Sequence[int] = ()
+        self,
+        kernel: CopyKernel,
+        jobs: Sequence[bytes],
+        offsets: Sequence[int] = (),
     ) -> None:
-        sources = struct.pack(f"={INPUTS}Q", *offsets, *[0] * (INPUTS - len(offsets)))
-        packed = bytes(_HEAD.size) + sources + b"".join(jobs)
+        sources = struct.pack(f"={len(offsets)}Q", *offsets)
+        head = bytes(_HEAD.size)
+        packed = head + sources.ljust(8 * INPUTS, b"\0") + b"".join(jobs)
         nbytes = ARGUMENT_BYTES if offsets else _BATCH_BYTES
         self.memory = ctypes.create_string_buffer(packed.ljust(_BATCH_BYTES, b"\0"), nbytes)
-        # the list of arguments: there is one
+        # of one argument
         self._pointers = ctypes.c_void_p(ctypes.addressof(self.memory))
         self.at = ctypes.addressof(self._pointers)
         self.function = kernel.inline_function if offsets else kernel.function
 
 
 class _Target:
-    """A static buffer as the kernel sees it: slices of rows of bytes, one slice for each index in
-    front of the rows.
+    """A static buffer as the kernel sees it: a slice of rows of bytes for each index in front of
+    the rows.
     """
 
     def __init__(self, buffer: StaticBuffer) -> None:
         tensor = buffer.tensor
         self.address = tensor.data_ptr()
         self.pads_last = buffer.spec.pad == "last"
-        pad = torch.zeros(
-            1,
+        pad = torch.full(
+            (1,),
+            pad_value(buffer.spec),
             dtype=tensor.dtype,
             device="cpu",
         )
-        if buffer.spec.pad != "last":
-            pad.fill_(buffer.spec.pad)
-        self.pattern = bytes(pad.untyped_storage().tolist()) * (ALIGNMENT // pad.itemsize)
+        copies = ALIGNMENT // pad.itemsize
+        self.pattern = bytes(pad.untyped_storage().tolist()) * copies
         # as in the kernel's Job
         self.slices = 1
         self.row_bytes = tensor.nbytes
         self.counted = (0, 0, 0)
         if buffer.row_dim is not None and buffer.rows is not None:
-            self.slices = tensor.shape[: buffer.row_dim].numel()
-            self.row_bytes = tensor.shape[buffer.row_dim + 1 :].numel() * tensor.itemsize
             rows = buffer.rows
+            row = tensor.shape[buffer.row_dim + 1 :]
+            self.row_bytes = row.numel() * tensor.itemsize
+            self.slices = tensor.shape[: buffer.row_dim].numel()
             self.counted = _COUNTS[rows.symbol], rows.factor, rows.offset
         self.pitch = tensor.nbytes // self.slices
 
     def nbytes(self, rows: int) -> int:
-        return self.slices * self.row_bytes * (rows if self.counted[0] else 1)
+        if not self.counted[0]:
+            rows = 1
+        return self.slices * self.row_bytes * rows
 
     def job(
         self,
@@ -191,13 +201,12 @@ class _Target:
 
 
 class KernelBatchCopy(BatchCopy):
-    """One size of batch. The arguments of its launch lie ready; a call writes the addresses of its
-    tensors there.
+    """The arguments of a launch for one size of batch; a call writes the addresses of its tensors
+    there.
 
-    There are three paths for contiguous tensors, chosen by where they lie: ``_from_device`` reads
-    them where they are, ``_inline_from_host`` takes small ones along in the arguments,
-    ``_staged_from_host`` sends them through pinned memory. ``run`` takes any mixture, and all that
-    overlaps the static buffers.
+    Contiguous tensors have three paths: ``_from_device`` reads them in place, ``_inline_from_host``
+    takes small ones along in the arguments, ``_staged_from_host`` sends them through pinned memory.
+    ``run`` takes any mixture, and all that overlaps the static buffers.
     """
 
     def __init__(
@@ -212,13 +221,13 @@ class KernelBatchCopy(BatchCopy):
         self._may_be_lazy = any(d.is_floating_point or d.is_complex for d in dtypes)
         self._in_place = [target.address for target in self._targets]
         self._write = struct.Struct(f"=4I{len(self._in_place)}Q").pack_into
-        # After a much larger batch far more padding is reset than rows are copied: the grid then
-        # covers whole buffers.
+        # After a much larger batch most work is padding: the grid covers whole buffers.
         self._near = counts[2]
         near = list(map(_Target.nbytes, self._targets, self._padded_rows))
         far = [buffer.tensor.nbytes for buffer in self._buffers]
-        self._configs = copier.config(near), copier.config(far)
-        self._config_at, self._wide_config_at = map(ctypes.addressof, self._configs)
+        self._configs = (copier.config(near), copier.config(far))
+        self._config_at = ctypes.addressof(self._configs[0])
+        self._wide_config_at = ctypes.addressof(self._configs[1])
         self._stream = 0
 
     def look_at_writes(self) -> None:
@@ -231,7 +240,7 @@ class KernelBatchCopy(BatchCopy):
             size = target.nbytes(rows)
             self._sizes.append(size)
             self._places.append(self._staged_bytes)
-            self._staged_bytes += -(-size // ALIGNMENT) * ALIGNMENT
+            self._staged_bytes += math.ceil(size / ALIGNMENT) * ALIGNMENT
             jobs.append(target.job(rows, least))
         kernel = self._copier.kernel
         self._arguments = _Arguments(kernel, jobs)
@@ -251,7 +260,7 @@ class KernelBatchCopy(BatchCopy):
     ) -> None:
         sources = list(self._in_place)
         on_host = []
-        kept = []  # until the launch is queued; later users of its memory are queued behind it
+        kept = []  # until the launch is queued
         with torch.no_grad():
             for index, value in enumerate(values):
                 source = self._source(index, value)
@@ -265,7 +274,9 @@ class KernelBatchCopy(BatchCopy):
         if sources == self._in_place:
             self.pad(values, stream)
             return
-        base = self._copier.blocks.take(self._staged_bytes, stream) if on_host else 0
+        base = 0
+        if on_host:
+            base = self._copier.blocks.take(self._staged_bytes, stream)
         for index in on_host:
             place = base + self._places[index]
             _memcpy(place, sources[index], self._sizes[index])
@@ -289,14 +300,16 @@ class KernelBatchCopy(BatchCopy):
         values: Sequence[Tensor],
         known: bool,
     ) -> list[int] | None:
-        """Where dense tensors lie; None if one is something else, which ``run`` takes care of."""
+        """None unless all are dense: ``run`` takes care of others."""
         if not known:
             if not all(map(_is_contiguous, values)):
                 return None
             if self._may_be_lazy and (any(map(_is_neg, values)) or any(map(_is_conj, values))):
                 return None
-        sources = [*map(_address, values)]
-        return None if 0 in sources else sources
+        sources = list(map(_address, values))
+        if 0 in sources:
+            return None
+        return sources
 
     def _from_device(
         self,
@@ -304,7 +317,8 @@ class KernelBatchCopy(BatchCopy):
         stream: int,
         known: bool,
     ) -> None:
-        sources, bounds = self._addresses(values, known), self._static.bounds
+        sources = self._addresses(values, known)
+        bounds = self._static.bounds
         if sources is None:
             self.run(values, stream)
             return
@@ -373,7 +387,7 @@ class KernelBatchCopy(BatchCopy):
         config_at = self._config_at if near else self._wide_config_at
         launch = self._copier.kernel.launch
         code = launch(config_at, arguments.function, arguments.at, None)
-        # this thread has done nothing with the GPU yet, or works on another one
+        # this thread works on no GPU yet, or on another one
         if code in _OTHER_CONTEXT:
             with torch.cuda.device(self._copier.device):
                 torch.cuda.current_stream().query()  # makes the context current
@@ -389,9 +403,7 @@ class KernelBatchCopy(BatchCopy):
 
 
 class KernelCopier(Copier):
-    """Copies at most INPUTS inputs by ``copy_rows``, host tensors through ``blocks``, see Note
-    [Launching].
-    """
+    """Copies at most INPUTS inputs by ``copy_rows``, host tensors through ``blocks``."""
 
     name = "one kernel"
     batch_copy = KernelBatchCopy
@@ -408,7 +420,8 @@ class KernelCopier(Copier):
         self.kernel = kernel
         self.blocks = blocks
         self.targets = [_Target(buffer) for buffer in buffers.buffers.values()]
-        self.device = next(iter(buffers.buffers.values())).tensor.device
+        first, *_ = buffers.buffers.values()
+        self.device = first.tensor.device
 
     def config(
         self,
@@ -416,13 +429,17 @@ class KernelCopier(Copier):
     ) -> Array[c_char]:
         """A launch that writes so many bytes of each input."""
         blocks = 1
+        slices = 1
         for size, target in zip(sizes, self.targets, strict=True):
-            blocks = max(blocks, -(-size // (_BYTES_A_BLOCK * target.slices)))
-        slices = max(target.slices for target in self.targets)
-        grid = min(blocks, _MOST_BLOCKS), len(sizes), min(slices, _MOST_BLOCKS)
+            blocks = max(blocks, math.ceil(size / target.slices / _BYTES_A_BLOCK))
+            slices = max(slices, target.slices)
+        grid = [
+            min(blocks, _MOST_BLOCKS),
+            len(sizes),
+            min(slices, _MOST_BLOCKS),
+        ]
         packed = _CONFIG.pack(*grid, THREADS, 1, 1, 0, 0)
         return ctypes.create_string_buffer(packed, _CONFIG.size)
 
     def close(self) -> None:
-        """Free the staging blocks."""
         self.blocks.close()

@@ -1,8 +1,8 @@
-"""Which rows of the model's outputs belong to the batch, and which are padding."""
+"""Which rows of the model's outputs belong to the batch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from itertools import cycle
 from typing import Any
@@ -19,10 +19,7 @@ from cgplan.modes import BatchDescriptor
 
 class OutputRows:
     """How outputs are cut: in dimension 0 by ``model.output_rows``, or as ``model.output_shapes``
-    says.
-
-    Attributes:
-        clone: Whether outputs are copied.
+    says. ``clone``: whether they are copied.
     """
 
     def __init__(self, config: Config) -> None:
@@ -31,22 +28,24 @@ class OutputRows:
         self._config = config
         self._rows = model.output_rows if model else "num_tokens"
         self._given = model.output_shapes if model else None
-        self._extents: dict[tuple[int, ...], list[tuple[Extent, ...]]] = {}
+        self._extents: dict[tuple[int, ...], list[list[Extent]]] = {}
 
     def shapes(
         self, batch: Batch | BatchDescriptor, num_reqs: int | None
     ) -> Iterator[tuple[int, ...]]:
-        """Shapes of the outputs in order, each as far as it is known."""
+        """Shapes of the outputs in order, as far as known."""
         tokens = batch.num_tokens
         reqs = tokens // self._config.query_len if num_reqs is None else num_reqs
         sizes = batch.sizes
         if sizes not in self._extents:
-            declared = self._given or ((self._rows,),)
-            shapes = [self._config.shape_at(shape, sizes) for shape in declared]
-            self._extents[sizes] = [tuple(map(Extent.parse, shape)) for shape in shapes]
+            parsed = []
+            for declared in self._given or ((self._rows,),):
+                shape = self._config.shape_at(declared, sizes)
+                parsed.append(list(map(Extent.parse, shape)))
+            self._extents[sizes] = parsed
         extents = self._extents[sizes]
-        for shape in extents if self._given else cycle(extents):
-            yield tuple(extent.size(tokens, reqs) for extent in shape)
+        for each in extents if self._given else cycle(extents):
+            yield tuple(extent.size(tokens, reqs) for extent in each)
 
     def check(
         self,
@@ -54,14 +53,13 @@ class OutputRows:
         descriptor: BatchDescriptor,
         num_reqs: int,
     ) -> None:
-        """Raise OutputShapeError if padding could not be cut off a padded output of this key and so
-        many requests.
-        """
+        """Raise OutputShapeError if padding cannot be cut off an output of this key."""
         shapes = self.shapes(descriptor, num_reqs)
         for index, leaf in enumerate(tree_leaves(output)):
             if isinstance(leaf, Tensor):
                 shape = next(shapes, None)
-                if tuple(leaf.shape[: None if self._given else 1]) == shape:
+                known = leaf.shape if self._given else leaf.shape[:1]
+                if tuple(known) == shape:
                     continue
                 said = f"model.output_shapes says {shape and list(shape)}"
                 if self._given is None:
@@ -87,7 +85,7 @@ class OutputRows:
         output: Any,
         batch: Batch,
     ) -> Any:
-        """The output without its padding: views, or copies where ``clone`` says so."""
+        """Views without padding, or copies where ``clone`` says so."""
         views = self._views(output, batch)
         return tree_map_only(Tensor, torch.clone, views) if self.clone else views
 
@@ -109,33 +107,31 @@ class OutputRows:
         output: Any,
         batch: Batch,
     ) -> Callable[[], Any]:
-        """``cut`` for an output that lies on the same memory each time, as a function: its views
-        are made here, once, and each call returns new tensor objects on that memory, or copies.
-        """
-        # a tensor made in inference mode could be used only there
+        """``cut`` as a function, for an output that is always in the same memory."""
+        # a tensor of inference mode could be used only there
         with torch.inference_mode(False), torch.no_grad():
             views = self._views(output, batch)
         return renewed(views, clone=self.clone)
 
 
 def renewed(
-    output: Any, only: Container[int] | None = None, *, clone: bool = False
+    output: Any,
+    only: Container[int] | None = None,
+    *,
+    clone: bool = False,
 ) -> Callable[[], Any]:
-    """A function that returns an output each time, with new tensor objects (``detach()``) in new
-    lists and dicts, so that callers may change them.
+    """A function that returns an output with new tensor objects in new containers each time.
 
     Args:
-        output: Tensors in any pytree.
-        only: Ids of the tensors that are renewed; the others are returned as they are. Absent: all.
+        only: Ids of the tensors that are renewed; all if absent.
         clone: Copy instead.
     """
     renew = Tensor.clone if clone else Tensor.detach
     leaves, spec = tree_flatten(output)
-    renewed_at = [
-        i
-        for i, leaf in enumerate(leaves)
-        if isinstance(leaf, Tensor) and (only is None or id(leaf) in only)
-    ]
+    renewed_at = []
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and (only is None or id(leaf) in only):
+            renewed_at.append(i)
     if isinstance(output, Tensor) and renewed_at:
         return output.clone if clone else output.detach
 
@@ -149,13 +145,14 @@ def renewed(
 
 
 def hides_tensors(leaf: Any) -> bool:
-    """Whether a leaf for pytree holds tensors after all: their padding would be handed out."""
+    """Whether a leaf for pytree holds tensors after all."""
     if isinstance(leaf, Tensor):
         return False
+    held: Iterable[Any]
     if isinstance(leaf, Mapping):
-        held = list(leaf.values())
-    elif is_dataclass(leaf):  # it may have slots
+        held = leaf.values()
+    elif is_dataclass(leaf):
         held = [getattr(leaf, field.name, None) for field in fields(leaf)]
     else:
-        held = list(getattr(leaf, "__dict__", {}).values())
+        held = getattr(leaf, "__dict__", {}).values()
     return any(isinstance(value, Tensor) for value in held)

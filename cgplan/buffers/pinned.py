@@ -1,6 +1,4 @@
-"""Pinned memory that host tensors pass through on their way to the device, and how long the device
-reads it.
-"""
+"""Pinned memory that host tensors pass through on their way to the device."""
 
 from __future__ import annotations
 
@@ -30,16 +28,13 @@ def stream_at(handle: int, device: torch.device) -> torch.cuda.Stream:
 
 
 def fence_behind(handle: int, device: torch.device) -> torch.cuda.Event:
-    """An event behind all work that is queued on a stream."""
     event = torch.cuda.Event()
     event.record(stream_at(handle, device))
     return event
 
 
 def empty_pinned(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Host memory that copies to and from a device need not wait for. Raises CgplanError if the
-    host has no more.
-    """
+    """Host memory that copies need not wait for. Raises CgplanError if there is no more."""
     try:
         return torch.empty(
             tuple(shape),
@@ -63,17 +58,14 @@ def _release(wait: Callable[[], None], blocks: list[Tensor]) -> None:
 
 
 class StagingBlocks:
-    """Two blocks of pinned memory, written in turns: one is filled while the device may still read
-    the other.
-
-    A block takes as many batches as fit. When it is full, or the stream changes, a fence is put
-    behind the work that reads it, and that fence is waited for before the block is written again:
-    bytes in flight are never overwritten.
+    """Two blocks of pinned memory, written in turns. A block takes as many batches as fit. When it
+    is full, or the stream changes, a fence is put behind the work that reads it, and waited for
+    before the block is written again.
 
     Args:
-        new_fence: Makes a fence behind all work that is queued on a stream, given by its handle.
-        wait: Waits for all work of the device.
-        allocate: Makes a block of so many bytes that the device can read under the host's address.
+        new_fence: Makes a fence behind the work that is queued on a stream, by handle.
+        wait: Waits for the device.
+        allocate: Makes a block that the device reads under the host's address.
     """
 
     def __init__(
@@ -91,8 +83,7 @@ class StagingBlocks:
         self._at = 0
         self._end = 0
         self._stream: int | None = None
-        # torch hands freed blocks out again at once, and the device may still read those of an
-        # owner that was dropped
+        # torch hands freed blocks out at once, but the device may still read them
         weakref.finalize(self, _release, wait, self._blocks).atexit = False
 
     @property

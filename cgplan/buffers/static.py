@@ -1,11 +1,11 @@
-"""Static buffers: the memory that graphs read their inputs from. Owned by the runner, outside the
-graph pool.
+"""Static buffers: memory that graphs read their inputs from, outside the graph pool. The runner
+owns it.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -22,14 +22,15 @@ def torch_dtype(spec: Input) -> torch.dtype:
     return getattr(torch, spec.dtype)  # type: ignore[no-any-return]
 
 
+def pad_value(spec: Input) -> float:
+    """The value of padding; 0 where padding repeats the last row."""
+    return 0 if spec.pad == "last" else spec.pad
+
+
 @dataclass(slots=True)
 class Marks:
-    """How far batches reach into static buffers; rows behind that hold padding.
-
-    Attributes:
-        tokens, reqs: Of the last batch.
-        exposed_tokens, exposed_reqs: Rows that the caller may have written at any time, through
-            ``expose``.
+    """How far batches reach into static buffers; later rows hold padding. Exposed rows the caller
+    may write at any time.
     """
 
     tokens: int = 0
@@ -42,14 +43,12 @@ class Marks:
         num_tokens: int,
         num_reqs: int,
     ) -> None:
-        """Say that the caller may have written the rows of such a batch, and that no padding was
-        reset.
-        """
+        """Such a batch may be there, without padding behind it."""
         self.tokens = max(self.tokens, num_tokens)
         self.reqs = max(self.reqs, num_reqs)
 
     def clear(self) -> None:
-        """Say that all rows but exposed ones hold padding."""
+        """All rows but exposed ones hold padding."""
         self.tokens = 0
         self.reqs = 0
 
@@ -58,16 +57,20 @@ class StaticBuffer:
     """One input's memory for the largest batch.
 
     Attributes:
-        tensor: The memory; its address never changes.
-        row_dim, rows: The dimension that counts rows of the batch, and how; None for a fixed shape.
+        tensor: Its address never changes.
+        row_dim, rows: The dimension that counts rows, and how; None for a fixed shape.
         marks: Shared by the buffers of a model.
-        written: Whether the model itself writes into it, so that padding does not last from one
-            replay to the next.
-        version: torch's count of writes to the memory when it was last all padding.
+        written: Whether the model writes into it, so that padding lasts for one replay.
+        version: torch's count of writes when it was last all padding.
     """
 
     def __init__(
-        self, spec: Input, num_tokens: int, num_reqs: int, device: torch.device, marks: Marks
+        self,
+        spec: Input,
+        num_tokens: int,
+        num_reqs: int,
+        device: torch.device,
+        marks: Marks,
     ) -> None:
         extents = spec.extents
         shape = [extent.size(num_tokens, num_reqs) for extent in extents]
@@ -77,7 +80,7 @@ class StaticBuffer:
         self.marks = marks
         self.written = False
         self._views: dict[int, Tensor] = {}
-        # a tensor made in inference mode could be written to only there
+        # a tensor of inference mode could be written only there
         with torch.inference_mode(False):
             self.tensor = torch.zeros(
                 shape,
@@ -95,14 +98,12 @@ class StaticBuffer:
         return 0 if self.rows is None else self.rows.size(num_tokens, num_reqs)
 
     def view(self, rows: int) -> Tensor:
-        """The first ``rows`` rows; all of a buffer of fixed shape. Views are made once and kept:
-        users get ``view(rows).detach()``, whose shape and strides they may change in place.
-        """
+        """The first ``rows`` rows; all of a fixed shape. Users get ``detach()`` of it."""
         if self.row_dim is None:
             return self.tensor
         view = self._views.get(rows)
         if view is None:
-            with torch.inference_mode(False):  # for the same reason as the memory
+            with torch.inference_mode(False):  # as the memory
                 view = self.tensor.narrow(self.row_dim, 0, rows)
             self._views[rows] = view
         return view
@@ -112,9 +113,7 @@ class StaticBuffer:
         rows: int,
         padded_rows: int,
     ) -> None:
-        """Make the rows behind a batch of ``rows`` rows padding again, as far as an earlier batch
-        reached.
-        """
+        """Make the rows behind a batch of ``rows`` rows padding again."""
         if self.row_dim is None:
             return
         if self.spec.pad == "last":
@@ -132,22 +131,19 @@ class StaticBuffer:
             self.tensor.narrow(self.row_dim, rows, end - rows).fill_(self.spec.pad)
 
     def clear(self) -> None:
-        """Make every row padding again."""
-        pad = self.spec.pad
-        self.tensor.fill_(0 if pad == "last" else pad)
+        """Make every row padding."""
+        self.tensor.fill_(pad_value(self.spec))
         self.version = self.tensor._version
 
     def restore(self) -> None:
-        """The same after warm-ups: a model that wrote into its padding will do so on every
-        replay.
-        """
-        # torch's operators count writes, kernels of others do not
+        """``clear`` after warm-ups; notes whether the model wrote into it."""
+        # only torch's operators count writes
         if self.tensor._version != self.version:
             self.written = True
         before = self.tensor.clone().reshape(-1)
         self.clear()
         now = self.tensor.reshape(-1)
-        # bytes, because NaN equals nothing
+        # as bytes: NaN equals nothing
         if not torch.equal(before.view(torch.uint8), now.view(torch.uint8)):
             self.written = True
 
@@ -156,8 +152,8 @@ class StaticBuffers:
     """All inputs and metadata of a model, by name, for the largest batch.
 
     Attributes:
-        bounds: First address and the one behind the last of each buffer in turns, ascending: an
-            odd number of them is at most an address that lies in a buffer.
+        bounds: Begin and end of each buffer, ascending: an odd number of them is at most an address
+            inside a buffer.
 
     Raises:
         CaptureMemoryError: the device has no memory for them.
@@ -172,10 +168,9 @@ class StaticBuffers:
             for name, spec in specs.items():
                 buffer = StaticBuffer(spec, num_tokens, num_reqs, device, self.marks)
                 self.buffers[name] = buffer
-        except RuntimeError as error:  # a GPU's, or the CPU's
-            if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(
-                error
-            ):
+        except RuntimeError as error:
+            on_cpu = "allocate memory" in str(error)
+            if not on_cpu and not isinstance(error, torch.OutOfMemoryError):
                 raise
             raise CaptureMemoryError(
                 f"no memory for static buffers of {num_tokens} tokens: {first_line(error)}",
@@ -199,9 +194,7 @@ class StaticBuffers:
         num_tokens: int,
         num_reqs: int,
     ) -> dict[str, Tensor]:
-        """The rows that a graph for this batch reads, by name, as new tensor objects that the
-        caller may change.
-        """
+        """The rows that a graph for this batch reads, as new tensor objects."""
         views = {}
         for name, buffer in self.buffers.items():
             views[name] = buffer.view(buffer.count(num_tokens, num_reqs)).detach()
@@ -214,8 +207,8 @@ class StaticBuffers:
         self,
         before: list[int],
     ) -> bool:
-        """Find the buffers that the model has written into since ``versions`` gave ``before``;
-        whether there is a new one.
+        """Note the buffers that the model has written into since ``versions`` gave ``before``;
+        whether one is new.
         """
         is_new = False
         for buffer, version in zip(self.buffers.values(), before, strict=True):
@@ -225,17 +218,11 @@ class StaticBuffers:
         return is_new
 
     def clear(self) -> None:
-        """Make every row padding again: captures after the first batch have to begin with
-        padding.
-        """
         for buffer in self.buffers.values():
             buffer.clear()
         self.marks.clear()
 
     def restore(self) -> None:
-        """The same after warm-ups and captures, and find the buffers into whose padding the model
-        has written.
-        """
         for buffer in self.buffers.values():
             buffer.restore()
         self.marks.clear()
@@ -245,9 +232,7 @@ class StaticBuffers:
         num_tokens: int,
         num_reqs: int,
     ) -> dict[str, Tensor]:
-        """Views for the caller to write into; from now on their rows are never taken for
-        padding.
-        """
+        """Views for the caller to write into; their rows never count as padding again."""
         marks = self.marks
         marks.exposed_tokens = max(marks.exposed_tokens, num_tokens)
         marks.exposed_reqs = max(marks.exposed_reqs, num_reqs)
@@ -256,8 +241,29 @@ class StaticBuffers:
 
 class StaticBoxes(dict[tuple[int, ...], StaticBuffers]):
     """The static buffers of a model by the sizes of its named dimensions: by ``()`` where only rows
-    vary.
+    vary. Buffers for other sizes are made when they are first asked for.
+
+    Args:
+        rows: Tokens and requests of the largest batch, by sizes.
+        specs_at: The tensors of a batch, by sizes.
     """
+
+    def __init__(
+        self,
+        rows: Mapping[tuple[int, ...], tuple[int, int]],
+        specs_at: Callable[[tuple[int, ...]], Mapping[str, Input]],
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self._rows = rows
+        self._specs_at = specs_at
+        self._device = device
+
+    def __missing__(self, sizes: tuple[int, ...]) -> StaticBuffers:
+        tokens, reqs = self._rows[sizes]
+        made = StaticBuffers(self._specs_at(sizes), tokens, reqs, self._device)
+        self[sizes] = made
+        return made
 
     @property
     def nbytes(self) -> int:
@@ -269,20 +275,16 @@ class StaticBoxes(dict[tuple[int, ...], StaticBuffers]):
         return any(bisect_right(buffers.bounds, address) % 2 for buffers in self.values())
 
     def restore(self) -> None:
-        """See StaticBuffers."""
         for buffers in self.values():
             buffers.restore()
 
     def clear_all(self) -> None:
-        """Make all rows padding."""
         for buffers in self.values():
             buffers.clear()
 
     @contextmanager
     def on_padding(self) -> Iterator[None]:
-        """A block for captures between batches: all rows are padding in it, and get their bytes
-        back.
-        """
+        """A block of captures between batches, on padding; afterwards the bytes are as before."""
         marks = []
         kept = []
         for buffers in self.values():
@@ -304,9 +306,7 @@ class StaticBoxes(dict[tuple[int, ...], StaticBuffers]):
 def example_batch(
     specs: Mapping[str, Input], num_tokens: int, num_reqs: int, device: torch.device, seed: int = 0
 ) -> dict[str, Tensor]:
-    """A batch on the device as the `example` keys declare it, for warm-up and bench; equal seeds,
-    equal batches.
-    """
+    """A batch on the device as the `example` keys declare it. Equal seeds give equal batches."""
     generator = torch.Generator(device).manual_seed(seed)
     batch = {}
     for name, spec in specs.items():
@@ -325,17 +325,14 @@ def _example(
     shape = [extent.size(num_tokens, num_reqs) for extent in spec.extents]
     example = spec.example
     if example is None:
-        example = 0 if spec.pad == "last" else spec.pad
+        example = pad_value(spec)
         if dtype.is_floating_point:
             example = "normal"
     if isinstance(example, tuple):
-        low, high = example
-        integers = torch.int64
         return torch.randint(
-            low,
-            high,
+            *example,
             shape,
-            dtype=integers,
+            dtype=torch.int64,
             device=device,
             generator=generator,
         )

@@ -1,4 +1,4 @@
-"""AddressChecks: whether the model's memory lies where it lay when its graphs were captured."""
+"""AddressChecks: whether the model's memory has moved since its graphs were captured."""
 
 from __future__ import annotations
 
@@ -21,15 +21,10 @@ def _never() -> bool:
 class AddressChecks:
     """Compares addresses of the model's tensors with those at the end of the captures.
 
-    Args:
-        roots: The objects that hold the model's memory, by name.
-        device: Of the tensors whose addresses count.
-        policy: See ``compilation.address_check``.
-
     Attributes:
-        holds: Whether nothing has moved, as far as each call looks; else ``check`` decides.
-        reads: Paths of the model's tensors that graphs read.
-        volatile: Paths that each run binds again; they are not compared.
+        holds: The quick look of each call: if False, ``check`` decides.
+        reads: Paths of the tensors that graphs read.
+        volatile: Paths that each run binds again; not compared.
         is_outdated: Whether graphs were captured since ``seal``.
     """
 
@@ -47,15 +42,13 @@ class AddressChecks:
         self._moved: str | None = None
 
     def seal(self, known: Fingerprint | None = None) -> None:
-        """Compare with the model as it is now from now on, if graphs were captured since the last
-        time. ``known``: a record of the model that may still be true.
-        """
-        is_needed = self.is_outdated or self._sealed is None
-        if not is_needed or self._policy == "off":
+        """Compare with the model of now; ``known``: a record that may still be true."""
+        is_current = self._sealed is not None and not self.is_outdated
+        if is_current or self._policy == "off":
             return
-        if known is None or known.changes():
-            known = Fingerprint.of(self._roots, self._device)
         sealed = known
+        if sealed is None or sealed.changes():
+            sealed = Fingerprint.of(self._roots, self._device)
         sealed.volatile |= self.volatile
         sealed.narrow(self.reads)
         self.forget_all()
@@ -72,33 +65,36 @@ class AddressChecks:
         self._watch = Watch(sealed, [*watched, *modules], held)
         self.holds = self._watch.holds
 
-    def check(self, key: Key, *, again: bool = False) -> None:
-        """Raise AddressError if a tensor has moved: at the first replay of each graph, or on each
-        call, as the policy says, or ``again``.
+    def check(
+        self,
+        key: Key,
+        *,
+        again: bool = False,
+    ) -> None:
+        """Raise AddressError if a tensor has moved. The policy ``first`` looks once, unless
+        ``again``.
         """
         self.refuse_invalid()
         if self._sealed is None:
             return
-        if self._watch is None:
-            holds = key in self._checked and not again
-        else:
-            holds = self._watch.holds_all()
-        if holds:
+        if self._watch is not None:
+            if self._watch.holds_all():
+                return
+        elif key in self._checked and not again:
             return
         mode, descriptor = key
         self._sealed.refuse_moved(f"{mode} {descriptor}", self._roots, may_grow=True)
         self._checked.add(key)
-        if self._watch is not None:  # something was exchanged that no graph reads
+        if self._watch is not None:  # what was exchanged is read by no graph
             self.is_outdated = True
             self.seal()
 
     def invalidate(self, name: str) -> None:
-        """Refuse replays from now on, because ``name`` has moved."""
+        """Refuse replays: ``name`` has moved."""
         self._moved = name
-        self.forget_all()  # the records may hold the old memory
+        self.forget_all()
 
     def refuse_invalid(self) -> None:
-        """Raise AddressError after ``invalidate``."""
         if self._moved is not None:
             raise AddressError(
                 f"the model was captured before {self._moved!r} moved: a replay would use the old "
@@ -107,22 +103,19 @@ class AddressChecks:
             )
 
     def forget(self, keys: Collection[Key]) -> None:
-        """Check these keys again: their graphs are gone."""
         self._checked.difference_update(keys)
 
     def forget_all(self) -> None:
-        """Hold nothing of the model."""
         self._sealed = None
         self._watch = None
         self.holds = _never
 
     def at_capture(self) -> dict[int, str]:
-        """Paths of the model's tensors by their addresses when the captures ended; empty without
-        an address check.
-        """
+        """Paths of the model's tensors by address."""
         found = dict[int, str]()
-        if self._sealed is not None:
-            for path, place in self._sealed.places.items():
-                if place.address is not None:
-                    found[place.address] = path
+        if self._sealed is None:
+            return found
+        for path, place in self._sealed.places.items():
+            if place.address is not None:
+                found[place.address] = path
         return found

@@ -1,14 +1,11 @@
 """Who owns the memory that captured graphs point to.
 
 Note [Owners]
-    Each word of a node that is an address is looked up in this order: tensors that the walk over
-    the model finds, by their path, and static buffers; blocks of graph pools; then what torch's
-    allocator says of the block, and whether a tensor of this process lies there. A replay reads or
-    writes memory of somebody else, or will, where the allocator has freed the block, where no
-    memory is any more, where only another runner's pool holds it, and where the model held a tensor
-    at capture and others alone hold it now. Memory that no Python object holds and that is taken
-    belongs to PyTorch or a library, such as the state of a random generator. What other tensors
-    hold is the model's, by ways that the walk does not enter: sets, or compiled code.
+    An address is looked up among the model's tensors and static buffers, graph pools, blocks of
+    torch's allocator, and all tensors of this process. Findings are memory that is free, gone, only
+    another runner's, or the model's at capture and not now. Taken memory without a Python object
+    belongs to PyTorch or a library. Other tensors count as the model's, where the walk does not
+    enter: in sets, or compiled code.
 """
 
 from __future__ import annotations
@@ -41,12 +38,15 @@ from cgplan.reports.records import (
 from cgplan.units import counted, format_bytes
 
 T = TypeVar("T")
-# words below are numbers, and those above are no addresses of a process
+# words outside of these are no addresses
 _LEAST = 1 << 32
-_LEAST_ON_HOST = 1 << 16  # some interpreters have their heap below 4 GiB
+_LEAST_ON_HOST = 1 << 16  # heaps may begin below 4 GiB
 _MOST = 1 << 47
 _TABLE = "the table of other ranks' buffers"  # as a node
 _SHOWN = 10
+_UNHELD = "; nobody holds it"
+_NO_LONGER = "; the model no longer holds it"
+_NOT_FOUND = "tensors that the walk over the model does not find"
 _PROBLEMS: tuple[Problem, ...] = get_args(Problem)
 
 
@@ -57,8 +57,6 @@ class _Owner(NamedTuple):
 
 
 class _Graph(NamedTuple):
-    """A graph of a key, with its number among the key's graphs."""
-
     key: Key
     number: int
     nodes: GraphNodes
@@ -73,8 +71,8 @@ class _Word(NamedTuple):
 
 
 class _Stretches(Generic[T]):
-    """Stretches of memory with something for each. Of several that hold an address the innermost
-    counts; of those that are alike the first.
+    """Stretches of memory with values. The innermost one around an address counts; of equal ones
+    the first.
     """
 
     def __init__(self, rows: Iterable[tuple[int, int, T]]) -> None:
@@ -85,19 +83,18 @@ class _Stretches(Generic[T]):
         self._starts = list[int]()
         self._ends = list[int]()
         self._values = list[T]()
-        self._around = list[int]()  # of each the next larger one that may hold it, or -1
-        around = list[int]()
+        self._around = list[int]()  # the next larger one, or -1
+        open_ones = [-1]
         for index, (start, minus_end) in enumerate(sorted(first)):
-            while around and self._ends[around[-1]] <= start:
-                around.pop()
-            self._around.append(around[-1] if around else -1)
-            around.append(index)
+            while open_ones[-1] >= 0 and self._ends[open_ones[-1]] <= start:
+                open_ones.pop()
+            self._around.append(open_ones[-1])
+            open_ones.append(index)
             self._starts.append(start)
             self._ends.append(-minus_end)
             self._values.append(first[start, minus_end])
 
     def spans(self, address: int) -> bool:
-        """Whether an address lies between the first and the last of them."""
         return bool(self._starts) and self._starts[0] <= address < max(self._ends)
 
     def find(self, address: int) -> T | None:
@@ -107,10 +104,12 @@ class _Stretches(Generic[T]):
         return self._values[index] if index >= 0 else None
 
 
-def audit(graphs: ModelGraphs, environment: Environment) -> AuditReport:
-    """Look up every pointer of the graphs that are captured now, see Note [Owners]. Findings have
-    operators and lines where the graphs were captured with ``compilation.audit``. Raises
-    BackendError where nodes cannot be read.
+def audit(
+    graphs: ModelGraphs,
+    environment: Environment,
+) -> AuditReport:
+    """Look up every pointer of the captured graphs. Findings name operators and lines if
+    ``compilation.audit`` was on at the capture. Raises BackendError where nodes cannot be read.
     """
     start = time.perf_counter()
     captured = _captured(graphs)
@@ -139,7 +138,7 @@ def audit(graphs: ModelGraphs, environment: Environment) -> AuditReport:
         notes.append("for operators and lines capture with compilation.audit: report")
     return AuditReport(
         environment=environment,
-        keys=tuple(_audited(captured, key, of_key) for key, of_key in counts.items()),
+        keys=tuple(_audited(captured, *item) for item in counts.items()),
         owners=_owner_records(counts.values()),
         findings=tuple(findings),
         read_seconds=read - start,
@@ -149,7 +148,6 @@ def audit(graphs: ModelGraphs, environment: Environment) -> AuditReport:
 
 
 def audit_error(report: AuditReport) -> AuditError:
-    """The error of a report with findings."""
     texts = list(dict.fromkeys(finding.text for finding in report.findings))
     lines = "".join(f"\n  {text}" for text in texts[:_SHOWN])
     if len(texts) > _SHOWN:
@@ -163,34 +161,56 @@ def audit_error(report: AuditReport) -> AuditError:
 
 
 def _captured(graphs: ModelGraphs) -> list[_Graph]:
-    """The graphs that are captured now; the table of other ranks' buffers counts as one."""
+    """The graphs; the table of other ranks' buffers counts as one."""
     found = list[_Graph]()
     for key, entry in graphs.captured():
         for number, graph in enumerate(entry.segments):
-            found.append(_Graph(key, number, graphs.backend.nodes(graph), graph.launches))
-    rows = graphs.peer_memory().addresses
+            found.append(
+                _Graph(
+                    key,
+                    number,
+                    graphs.backend.nodes(graph),
+                    graph.launches,
+                )
+            )
+    rows = graphs.together.peer_memory().addresses
     if found and rows:
         words = np.array(rows, np.uint64)
-        nodes = np.zeros(len(words), np.int64)
-        certain = np.ones(len(words), np.bool_)
+        nodes = np.zeros(len(rows), np.int64)
+        certain = np.ones(len(rows), np.bool_)
         table = GraphNodes((_TABLE,), 0, words, nodes, certain)
-        found.append(_Graph(found[0].key, len(found), table, ()))
+        found.append(
+            _Graph(
+                found[0].key,
+                len(found),
+                table,
+                (),
+            )
+        )
     return found
 
 
-def _words(captured: Iterable[_Graph], least: int) -> list[_Word]:
-    """Words that may be addresses, from ``least`` on."""
+def _words(
+    captured: Iterable[_Graph],
+    least: int,
+) -> list[_Word]:
+    """Words that may be addresses."""
     found = list[_Word]()
     for graph in captured:
-        nodes = graph.nodes
-        columns = (nodes.nodes.tolist(), nodes.certain.tolist(), nodes.words.tolist())
-        for node, is_certain, word in zip(*columns, strict=True):
+        nodes = graph.nodes.nodes.tolist()
+        certain = graph.nodes.certain.tolist()
+        words = graph.nodes.words.tolist()
+        for node, is_certain, word in zip(nodes, certain, words, strict=True):
             if least <= word < _MOST:
                 found.append(_Word(graph, node, is_certain, word))
     return found
 
 
-def _audited(captured: Iterable[_Graph], key: Key, counts: Counter[_Owner]) -> AuditedKey:
+def _audited(
+    captured: Iterable[_Graph],
+    key: Key,
+    counts: Counter[_Owner],
+) -> AuditedKey:
     mine = [graph.nodes for graph in captured if graph.key == key]
     kinds = Counter[OwnerKind]()
     kernels = Counter[str]()
@@ -216,19 +236,22 @@ def _owner_records(counts: Iterable[Mapping[_Owner, int]]) -> tuple[OwnerRecord,
     for of_key in counts:
         words.update(of_key)
         keys.update(of_key.keys())
-    return tuple(
-        OwnerRecord(
-            kind=owner.kind,
-            name=owner.name,
-            nbytes=owner.nbytes,
-            words=count,
-            keys=keys[owner],
+    records = list[OwnerRecord]()
+    for owner, count in words.most_common():
+        records.append(
+            OwnerRecord(
+                **owner._asdict(),
+                words=count,
+                keys=keys[owner],
+            )
         )
-        for owner, count in words.most_common()
-    )
+    return tuple(records)
 
 
-def _finding(word: _Word, owner: _Owner) -> Finding | None:
+def _finding(
+    word: _Word,
+    owner: _Owner,
+) -> Finding | None:
     """None where nothing proves that the node uses the word."""
     graph = word.graph
     node = word.node
@@ -236,8 +259,10 @@ def _finding(word: _Word, owner: _Owner) -> Finding | None:
     found = None
     for launch in graph.launches:
         end = max(launch.end, launch.first + 1)  # a tape adds the step later
-        if launch.first <= node < end and (found is None or found.operator != name):
+        if launch.first <= node < end:
             found = launch
+            if launch.operator == name:
+                break
     if not word.is_certain and (found is None or word.address not in found.operands):
         return None
     return Finding(
@@ -255,14 +280,13 @@ def _finding(word: _Word, owner: _Owner) -> Finding | None:
 
 
 class _Owners:
-    """Finds the owner of each address.
-
-    Attributes:
-        of: By address; None for words that are no addresses.
-    """
+    """``of``: the owner of each address; None for words that are no addresses."""
 
     def __init__(
-        self, graphs: ModelGraphs, captured: Sequence[_Graph], words: Iterable[_Word]
+        self,
+        graphs: ModelGraphs,
+        captured: Sequence[_Graph],
+        words: Iterable[_Word],
     ) -> None:
         self._graphs = graphs
         self._captured = captured
@@ -281,22 +305,35 @@ class _Owners:
             turns = "one key" if len(users) == 1 else "several keys in turn"
             self.of[address] = self._find(address, turns, is_certain=address in certain)
 
-    def _find(self, address: int, turns: str, *, is_certain: bool) -> _Owner | None:
+    def _find(
+        self,
+        address: int,
+        turns: str,
+        *,
+        is_certain: bool,
+    ) -> _Owner | None:
         owner = self._state.find(address)
         block = self._blocks.find(address)
         if block is None:
             return self._outside(address, owner, is_certain=is_certain)
-        if any(block.pool is pool for pool in self._graphs.pools.handles):
-            taken = "free" if block.is_free else "taken"
-            return owner or _Owner("graph pool", f"{taken} ({turns})")
+        for pool in self._graphs.pools.handles:
+            if block.pool is pool:
+                taken = "free" if block.is_free else "taken"
+                return owner or _Owner("graph pool", f"{taken} ({turns})")
         if owner is not None and not block.is_free:
             return owner
         if block.pool == "library":
             return _Owner("library", "workspaces of cuBLAS")
-        return self._held(address, block)
+        return self._in_block(address, block)
 
-    def _outside(self, address: int, owner: _Owner | None, *, is_certain: bool) -> _Owner | None:
-        """The owner of an address outside of the allocator's memory."""
+    def _outside(
+        self,
+        address: int,
+        owner: _Owner | None,
+        *,
+        is_certain: bool,
+    ) -> _Owner | None:
+        """Of an address outside of the allocator's memory."""
         kind = self._graphs.backend.memory_at(address)
         if kind is None:
             if owner is None and not (is_certain and self._blocks.spans(address)):
@@ -307,44 +344,43 @@ class _Owners:
             return owner
         if kind == "device":
             return _Owner("library", "memory outside of PyTorch's allocator")
-        return self._held(address, None)
-
-    def _held(self, address: int, block: Block | None) -> _Owner:
-        """The owner of memory that is neither known state nor a graph pool's of this runner."""
         holder = self._living.find(address)
-        is_free = False
-        in_pool = False
-        line = ""
-        if block is None:
-            start, end = holder or (address, address + 1)
-            detail = "host memory"
-        else:
-            start = block.start
-            end = block.end
-            is_free = block.is_free
-            line = block.line
-            detail = f"{format_bytes(end - start)} of the device"
-            in_pool = block.pool is not None
+        start, end = holder or (address, address + 1)
+        was = self._was(start, end, address)
+        if holder is None:
+            return _Owner("free block", f"host memory{was}{_UNHELD}")
+        if was:
+            return _Owner("unowned block", f"host memory{was}{_NO_LONGER}")
+        return _Owner("host memory", _NOT_FOUND)
+
+    def _in_block(
+        self,
+        address: int,
+        block: Block,
+    ) -> _Owner:
+        """Of memory that is neither known state nor in a graph pool of this runner."""
+        is_held = self._living.find(address) is not None
+        in_pool = block.pool is not None
+        was = self._was(block.start, block.end, address)
+        detail = f"{format_bytes(block.end - block.start)} of the device"
         if in_pool:
             detail += " in another graph pool"
-        was = self._was(start, end, address)
         detail += was
-        if line:
-            detail += f", allocated at {line}"
-        if is_free or (holder is None and (block is None or in_pool)):
-            return _Owner("free block", f"{detail}; nobody holds it")
-        if holder is None:
+        if block.line:
+            detail += f", allocated at {block.line}"
+        if block.is_free or (in_pool and not is_held):
+            return _Owner("free block", detail + _UNHELD)
+        if not is_held:
             return _Owner("library", "memory that no Python object holds")
         if in_pool:
             return _Owner("another runner's pool", detail)
         if was:
-            return _Owner("unowned block", f"{detail}; the model no longer holds it")
-        kind: OwnerKind = "host memory" if block is None else "state"
-        return _Owner(kind, "tensors that the walk over the model does not find")
+            return _Owner("unowned block", detail + _NO_LONGER)
+        return _Owner("state", _NOT_FOUND)
 
     @cached_property
     def _living(self) -> _Stretches[tuple[int, int]]:
-        """Where the tensors of this process lie, but for those that graphs keep."""
+        """Memory of this process's tensors, but for those that graphs keep."""
         of_graphs = set[int]()
         for graph in self._captured:
             of_graphs.update(map(id, graph.nodes.tensors))
@@ -356,8 +392,13 @@ class _Owners:
                     found.append((*span, span))
         return _Stretches(found)
 
-    def _was(self, start: int, end: int, address: int) -> str:
-        """Which tensor lay between ``start`` and ``end`` at capture, the next one to an address."""
+    def _was(
+        self,
+        start: int,
+        end: int,
+        address: int,
+    ) -> str:
+        """The model's tensor that was nearest to an address at capture."""
         places = [place for place in self._at_capture if start <= place < end]
         if not places:
             return ""
@@ -366,26 +407,28 @@ class _Owners:
 
 
 def _state(graphs: ModelGraphs) -> Iterator[tuple[int, int, _Owner]]:
-    """Where the tensors of the model's state and the static buffers lie."""
+    """Memory of the model's tensors, of other ranks, and of static buffers."""
     places = graphs.record().places
     device = graphs.backend.device.type
     declared = set[int]()
     for place in places.values():
         if isinstance(place.value, torch.nn.Module):
             held = vars(place.value)
-            for name in ("_parameters", "_buffers"):
-                declared.update(map(id, held.get(name, {}).values()))
+            declared.update(map(id, held.get("_parameters", {}).values()))
+            declared.update(map(id, held.get("_buffers", {}).values()))
     for path, place in places.items():
         if not isinstance(place.value, Tensor):
             continue
         span = _span(place.value)
         if span is None:
             continue
-        kind: OwnerKind = "parameter or buffer" if id(place.value) in declared else "state"
+        kind: OwnerKind = "state"
         if place.value.device.type != device:
             kind = "host memory"
+        elif id(place.value) in declared:
+            kind = "parameter or buffer"
         yield *span, _Owner(kind, path, span[1] - span[0])
-    for start, end, name in graphs.peer_memory().mapped:
+    for start, end, name in graphs.together.peer_memory().mapped:
         yield start, end, _Owner("peer", name, end - start)
     for sizes, buffers in graphs.buffers.items():
         box = f" of {'x'.join(map(str, sizes))}" if sizes else ""
@@ -396,9 +439,10 @@ def _state(graphs: ModelGraphs) -> Iterator[tuple[int, int, _Owner]]:
 
 
 def _span(tensor: Tensor) -> tuple[int, int] | None:
-    """The memory of a tensor's storage; None where it has none."""
+    """None where a tensor has no memory."""
     try:
         storage = tensor.untyped_storage()
-        return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
-    except (RuntimeError, NotImplementedError):  # sparse tensors, and subclasses without memory
+        start = storage.data_ptr()
+    except (RuntimeError, NotImplementedError):  # sparse tensors, and some subclasses
         return None
+    return start, start + storage.nbytes()

@@ -1,11 +1,9 @@
-"""Budgets that hold: which keys a session starts with, and when it stops.
+"""Budgets: which keys a session starts with, and when it stops.
 
 Note [What a budget counts]
-    Memory is static buffers, the graph pool, what the driver takes while graphs are captured, and
-    what the first warm-up leaves outside of the pool (library workspaces). Kernels that warm-ups
-    load are not counted: eager calls need them, too. A key counts as one graph, in however many
-    segments it is captured. Seconds are those of captures with their warm-ups, as plans predict
-    them: not what comes before the first (static buffers, a garbage collection).
+    Memory is static buffers, the graph pool, what the driver takes during captures, and library
+    workspaces outside of the pool; not kernels, which eager calls load, too. A key counts as one
+    graph. Seconds are those of warm-ups and captures.
 """
 
 from __future__ import annotations
@@ -29,13 +27,14 @@ from cgplan.units import format_bytes, format_seconds
 NO_GRAPH = "no graph was captured within this budget: every batch runs eagerly"
 
 
-def fitting(plan: Plan, config: Config, free: int | None) -> Plan:
-    """The plan without the keys that are known not to fit the budget before anything is captured.
-
-    The number of graphs is always known, memory and time where the plan has predictions. For want
-    of memory or time the largest sizes go first: they take most of the pool, and graphs gain least
-    there; of equal sizes, PIECEWISE before FULL. Of what is left, ``budget.max_graphs`` keeps the
-    largest sizes and those that pad least: Note [Spread].
+def fitting(
+    plan: Plan,
+    config: Config,
+    free: int | None,
+) -> Plan:
+    """The plan without keys that do not fit the budget by its predictions; ``free`` is device
+    memory in bytes. The largest sizes go first: they take most of the pool, and gain least.
+    ``budget.max_graphs`` keeps the largest and those that pad least: Note [Spread].
     """
     most = config.budget.max_graphs
     if most is None:
@@ -48,7 +47,11 @@ def fitting(plan: Plan, config: Config, free: int | None) -> Plan:
         del order[0]
 
 
-def _fits(part: Plan, budget: BudgetConfig, free: int | None) -> bool:
+def _fits(
+    part: Plan,
+    budget: BudgetConfig,
+    free: int | None,
+) -> bool:
     cost = part.predicted
     if cost is None:
         return True
@@ -62,20 +65,11 @@ def _fits(part: Plan, budget: BudgetConfig, free: int | None) -> bool:
 
 
 class BudgetGuard:
-    """Watches the captures of a model, and says before and after each key whether the budgets of
-    all ranks allow it.
-
-    Several ranks that must capture the same graphs need limits that all of them meet alike: a
-    number of graphs, or memory with the same predictions, not seconds.
-
-    Args:
-        records: What is captured now, by key; the caller keeps it up to date.
-        before: The device's memory before anything of the model was allocated.
-        together: The sessions of other ranks.
+    """Says before and after each capture whether the budgets of all ranks allow the key.
 
     Attributes:
         active: Whether there is any limit.
-        shared_bytes: Bytes that others had captured into the pool before; they do not count.
+        shared_bytes: Bytes of the pool that others captured before.
         stops: Keys that were refused, in order.
     """
 
@@ -87,9 +81,8 @@ class BudgetGuard:
         together: RankSync,
     ) -> None:
         self.budget = graphs.config.budget
-        # that one leaves out no key
         self._limits = self.budget.model_dump(exclude={"compile_time"})
-        self.active = any(limit is not None for limit in self._limits.values())
+        self.active = set(self._limits.values()) != {None}
         self.shared_bytes = graphs.pools.nbytes
         self.stops: list[StopRecord] = []
         self._graphs = graphs
@@ -99,21 +92,19 @@ class BudgetGuard:
         self._outside: int | None = None
         self._start = time.perf_counter()
         self._spent = 0.0
-        plan = graphs.plan
         self._predicted = dict[Key, KeyCost]()
+        plan = graphs.plan
         if plan.predicted is not None:
             self._predicted = dict(zip(plan.keys, plan.predicted.keys, strict=True))
 
     # --- seconds ----------------------------------------------------------------------------------
 
     def go_on(self, *, from_zero: bool = False) -> None:
-        """Count seconds from now on: captures come. ``from_zero``: without those before the last
-        ``rest``.
-        """
-        self._start = time.perf_counter() - (0.0 if from_zero else self._spent)
+        """Count seconds again; ``from_zero``: without those before the last ``rest``."""
+        spent = 0.0 if from_zero else self._spent
+        self._start = time.perf_counter() - spent
 
     def rest(self) -> None:
-        """Stop counting seconds until ``go_on``: batches are served in between."""
         self._spent = self.used_seconds
 
     @property
@@ -123,9 +114,7 @@ class BudgetGuard:
     # --- bytes ------------------------------------------------------------------------------------
 
     def start_in_service(self) -> None:
-        """Nothing was ever captured: all memory that was allocated since the session is of
-        others.
-        """
+        """Memory allocated since the session belongs to others."""
         graphs = self._graphs
         graphs.backend.release_cached()
         self._reserved = graphs.backend.memory().reserved - graphs.buffers.nbytes
@@ -141,38 +130,44 @@ class BudgetGuard:
         return used
 
     def outside_bytes(self) -> int:
-        """Bytes that the model holds outside of the pool, static buffers included; caches were
-        given back before.
-        """
+        """Bytes of the model outside of the pool; caches are empty."""
         graphs = self._graphs
+        held = graphs.backend.memory().reserved - self._reserved
         pool = graphs.pools.nbytes - self.shared_bytes
-        return graphs.backend.memory().reserved - graphs.copied_bytes - self._reserved - pool
+        return held - graphs.copied_bytes - pool
 
     # --- keys -------------------------------------------------------------------------------------
 
     def before(self, key: Key) -> bool:
-        """Whether the budgets of all ranks allow to capture a key."""
+        """Whether a key may be captured."""
         return not self._together.any_refuses(self.active and self._refuses(key))
 
-    def after(self, key: Key, remaining: int) -> bool:
-        """Whether the budgets of all ranks allow a key to stay, which was captured and stands in
-        the records.
-
-        It goes if it has passed a limit; and if nothing was predicted, it is the first one, and the
-        ``remaining`` keys will pass a limit should the driver take as much for each of them: better
-        to begin with a smaller size than to end with large ones alone.
+    def after(
+        self,
+        key: Key,
+        remaining: int,
+    ) -> bool:
+        """Whether a captured key may stay. Without predictions, the first key goes if the driver's
+        memory for the ``remaining`` ones would pass a limit.
         """
         return not self._together.any_refuses(self.active and self._overshoots(key, remaining))
 
-    def ran_out(self, key: Key, error: BaseException) -> None:
-        """Say to all ranks that memory ran out at a key, here or on another rank."""
+    def ran_out(
+        self,
+        key: Key,
+        error: BaseException,
+    ) -> None:
+        """Say to all ranks that memory ran out at a key."""
         if isinstance(error, CaptureMemoryError):
             free = format_bytes(self._graphs.backend.memory().free)
             self._stop("device memory", key, f"it ran out, with {free} free on the device")
         self._together.any_refuses(True, because=error)
 
     def record(
-        self, left_out: Sequence[Key], skipped: Sequence[Key], used_bytes: int
+        self,
+        left_out: Sequence[Key],
+        skipped: Sequence[Key],
+        used_bytes: int,
     ) -> BudgetRecord:
         return BudgetRecord(
             **self._limits,
@@ -191,24 +186,30 @@ class BudgetGuard:
         growth, seconds = self._expected(key)
         used = self.used_seconds
         if budget.capture_time is not None and used + seconds > budget.capture_time:
-            expected = f", {format_seconds(seconds)} expected for it" if seconds else ""
-            return self._stop("capture_time", key, f"{format_seconds(used)} are used{expected}")
+            detail = f"{format_seconds(used)} are used"
+            if seconds:
+                detail += f", {format_seconds(seconds)} expected for it"
+            return self._stop("capture_time", key, detail)
         expected = f", {format_bytes(growth)} expected for it" if growth else ""
         if budget.memory is not None and self.used_bytes + growth > budget.memory:
-            return self._stop("memory", key, f"{self._used()}{expected}")
+            return self._stop("memory", key, self._used() + expected)
         return self._short_of_reserve(key, growth, expected)
 
-    def _overshoots(self, key: Key, remaining: int) -> bool:
+    def _overshoots(
+        self,
+        key: Key,
+        remaining: int,
+    ) -> bool:
         rest = 0
+        expected = ""
         if len(self._records) == 1 and key not in self._predicted:
             record = self._records[key]
             taken = _driver(record)
-            if record.nodes is not None:  # or less, if it was a chunk for many
+            if record.nodes is not None:  # it may be a chunk for many
                 taken = min(taken, record.nodes * NODE_BYTES)
             rest = remaining * taken
-        expected = (
-            f", {format_bytes(rest)} expected for the {remaining} keys after it" if rest else ""
-        )
+        if rest:
+            expected = f", {format_bytes(rest)} expected for the {remaining} keys after it"
         if self.budget.memory is not None:
             backend = self._graphs.backend
             if self._outside is None and backend.supports("driver_bytes"):
@@ -219,27 +220,33 @@ class BudgetGuard:
         return self._short_of_reserve(key, rest, expected)
 
     def _expected(self, key: Key) -> tuple[int, float]:
-        """Bytes and seconds of a key, as predicted; else as measured of its mode, else of the
-        session. A larger size left a pool that holds this one. The driver takes memory in chunks,
-        so the most that a key took counts.
+        """Bytes and seconds: predicted, else measured of the mode, else of any. The driver takes
+        chunks, so the largest counts.
         """
         cost = self._predicted.get(key)
         if cost is not None:
             return cost.pool_bytes + cost.driver_bytes, cost.seconds
         records = list(self._records.values())
-        alike = [record for record in records if record.mode is key[0]] or records
+        alike = [record for record in records if record.mode is key[0]]
+        if not alike:
+            alike = records
         if not alike:
             return 0, 0.0
         return max(map(_driver, alike)), alike[-1].seconds
 
-    def _short_of_reserve(self, key: Key, growth: int, expected: str) -> bool:
+    def _short_of_reserve(
+        self,
+        key: Key,
+        growth: int,
+        expected: str,
+    ) -> bool:
         if self.budget.reserve is None:
             return False
         backend = self._graphs.backend
         needed = self.budget.reserve + growth - self._graphs.copied_bytes
         free = backend.memory().free
         if free is not None and free < needed:
-            backend.release_cached()  # what the warm-ups used is free, too
+            backend.release_cached()
             free = backend.memory().free
         if free is None or free >= needed:
             return False
@@ -252,8 +259,19 @@ class BudgetGuard:
         has_more = (self._outside or 0) > self._graphs.buffers.nbytes
         return f"the static buffers{' and workspaces' if has_more else ''} take {used}"
 
-    def _stop(self, limit: Limit, key: Key, detail: str) -> bool:
-        self.stops.append(StopRecord(limit=limit, mode=key[0], descriptor=key[1], detail=detail))
+    def _stop(
+        self,
+        limit: Limit,
+        key: Key,
+        detail: str,
+    ) -> bool:
+        stop = StopRecord(
+            limit=limit,
+            mode=key[0],
+            descriptor=key[1],
+            detail=detail,
+        )
+        self.stops.append(stop)
         return True
 
 

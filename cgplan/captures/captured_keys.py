@@ -1,23 +1,14 @@
-"""CapturedKeys: which keys of a model are captured, inside a budget: at start-up, and later between
-batches.
-
-Note [Captures between batches]
-    Static buffers hold the batch that comes next, or rows that the caller is writing; the model's
-    caches hold live requests. So captures run on padding, which the user declared harmless, and the
-    buffers get their bytes back. Captures also overwrite the memory of the pool, outputs of earlier
-    calls included, as each replay does. A key that cannot be captured is remembered with the
-    reason, and the others stay as they are.
+"""CapturedKeys: the keys of a model that are captured, at start-up and between batches.
 
 Note [Giving a key up]
-    A pool gives no segment back while one of its graphs lives. So where a key that is given up has
-    made the pool grow, all graphs are freed, and the keys before it are captured again into a new
-    pool.
+    A pool gives no segment back while one of its graphs lives. Where a key that is given up made
+    the pool grow, all graphs are freed, and the keys before it are captured again into a new pool.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -49,7 +40,7 @@ from cgplan.reports.records import AuditReport, CaptureReport, FailedKey, GraphR
 
 @dataclass(frozen=True)
 class CaptureProgress:
-    """How far a session is: key ``index`` (from 0) of ``total`` comes next."""
+    """Key ``index`` (from 0) of ``total`` is captured next."""
 
     index: int
     total: int
@@ -64,18 +55,15 @@ class CapturedKeys:
     """The keys of a model that have graphs, and those that could not be captured.
 
     Args:
-        graphs: The model with its buffers; nothing is captured yet. Its ``plan`` is what is
-            captured now.
-        asked: The plan that the user asked for.
-        wanted: The part of it that may be captured; the budget does not pay for the rest.
+        graphs: Its ``plan`` is what is captured now.
+        asked: The user's plan.
+        wanted: What of it may be captured within the budget.
         before: Device memory before anything of the model was allocated.
-        together: The sessions of other ranks.
         progress: Called before each key.
 
     Attributes:
-        failed: Keys that were not captured, by key. They are not tried again until they are taken
-            out.
-        history: Records of this generation's captures in order, those of evicted keys included.
+        failed: Keys that are not tried again until they are taken out.
+        history: Records of all captures of this generation.
     """
 
     report: CaptureReport
@@ -102,9 +90,9 @@ class CapturedKeys:
         self._environment = describe_environment(graphs.backend, asked.config_hash)
         in_plan = set(wanted.keys)
         self._left_out = [key for key in asked.keys if key not in in_plan]
-        # the largest first
         self._left_out.sort(key=lambda key: (-key[1].num_tokens, key[0] is CUDAGraphMode.FULL))
-        self._loaded_bytes: int | None = None  # that the driver took for kernels
+        self._in_service = False  # captures of the start are over
+        self._loaded_bytes: int | None = None  # of kernels
         self._workspace_bytes: int | None = None  # None: nothing was ever captured
         self._seconds = 0.0
         self._audited: AuditReport | None = None
@@ -114,12 +102,12 @@ class CapturedKeys:
         return self.graphs.plan.keys
 
     def reason_against(self, key: Key) -> MissReason:
-        """Why a wanted key has no graph."""
         failed = self.failed.get(key)
-        if failed is not None:
-            return MissReason.OVER_BUDGET if failed.is_over_budget else MissReason.CAPTURE_FAILED
-        waits = self.is_lazy and key in self.wanted.keys
-        return MissReason.NOT_CAPTURED_YET if waits else MissReason.OVER_BUDGET
+        if failed is not None and not failed.is_over_budget:
+            return MissReason.CAPTURE_FAILED
+        if failed is None and self.is_lazy and key in self.wanted.keys:
+            return MissReason.NOT_CAPTURED_YET
+        return MissReason.OVER_BUDGET
 
     @property
     def is_lazy(self) -> bool:
@@ -127,58 +115,70 @@ class CapturedKeys:
         return self.graphs.config.compilation.capture_policy == "lazy"
 
     def check_addresses(self, key: Key | None = None) -> None:
-        """Raise AddressError if the model's memory has moved since the captures: older graphs are
-        of no use then.
-        """
+        """Raise AddressError if the model's memory has moved."""
         addresses = self.graphs.addresses
         addresses.refuse_invalid()
         if self.keys:
             addresses.check(key or self.keys[0], again=True)
 
-    # --- captures ---------------------------------------------------------------------------------
+    # --- the loop ---------------------------------------------------------------------------------
 
     def capture_all(
-        self, keys: Sequence[Key], *, in_service: bool = False, again: bool = False
+        self,
+        keys: Sequence[Key],
+        *,
+        again: bool = False,
     ) -> None:
-        """Warm up and capture keys in this order: the one loop of captures.
-
-        At start-up the budget ends the loop, and a key that cannot be captured raises, except that
-        memory may run out where there is a budget. In service, a refused or failed key is
-        remembered in ``failed``, and the next one is tried. ``again``: the keys were captured
-        before.
+        """Warm up and capture keys in this order. At start-up the budget ends the loop, and
+        failures raise, but for a lack of memory within a budget; in service they are remembered.
+        ``again``: the keys were captured before.
         """
-        guard = self.guard
         pool_bytes = self.graphs.pools.nbytes
         for index, key in enumerate(keys):
-            remaining = 0 if in_service else len(keys) - index - 1
-            if not guard.before(key):
-                if not in_service:
+            if not self.guard.before(key):
+                if not self._in_service:
                     return
                 self._remember_refusal(key)
                 continue
             if self._progress is not None:
                 self._progress(CaptureProgress(index, len(keys), *key))
             try:
-                record = self._records[key] = self._capture_one(key, in_service=in_service)
-                stays = guard.after(key, remaining)
+                record = self._records[key] = self._capture_one(key)
+                remaining = 0 if self._in_service else len(keys) - index - 1
+                stays = self.guard.after(key, remaining)
             except BaseException as error:
                 stays = False
-                if not self._survives(key, error, in_service=in_service):
-                    if in_service:
+                if not self._survives(key, error):
+                    if self._in_service:
                         self._give_up(key)
                     raise
             if stays:
                 self.history.append(record)
                 pool_bytes += record.pool_growth
-            elif self._goes_on_without(key, pool_bytes, in_service=in_service, again=again):
+            elif self._goes_on_without(key, pool_bytes, again=again):
                 pool_bytes = self.graphs.pools.nbytes
             else:
                 return
 
-    def _goes_on_without(self, key: Key, pool_bytes: int, *, in_service: bool, again: bool) -> bool:
-        """Give a key up, see Note [Giving a key up]; whether the loop goes on. ``pool_bytes``: of
-        the pools before it.
-        """
+    def _capture_one(self, key: Key) -> GraphRecord:
+        mode, descriptor = key
+        with span(f"{mode} {descriptor}", num_tokens=descriptor.num_tokens) as shown:
+            record = self.graphs.capture_key(key, in_service=self._in_service)
+            shown["pool_growth"] = record.pool_growth
+            shown["driver_bytes"] = record.driver_bytes
+            shown["nodes"] = record.nodes
+            shown["graphs"] = record.graphs
+        return record
+
+    def _goes_on_without(
+        self,
+        key: Key,
+        pool_bytes: int,
+        *,
+        again: bool,
+    ) -> bool:
+        """Give a key up; whether the loop goes on."""
+        in_service = self._in_service
         if in_service and key not in self.failed:
             self._remember_refusal(key)
         self._give_up(key)
@@ -189,30 +189,24 @@ class CapturedKeys:
             self._free_all()
             self._together.dropped()
             if before and not again:
-                self.capture_all(before, in_service=in_service, again=not in_service)
+                self.capture_all(before, again=not in_service)
         return in_service or not before
 
-    def _capture_one(self, key: Key, *, in_service: bool) -> GraphRecord:
-        mode, descriptor = key
-        with span(f"{mode} {descriptor}", num_tokens=descriptor.num_tokens) as shown:
-            record = self.graphs.capture_key(key, in_service=in_service)
-            for name in ("pool_growth", "driver_bytes", "nodes", "graphs"):
-                shown[name] = getattr(record, name)
-        return record
-
-    def _survives(self, key: Key, error: BaseException, *, in_service: bool) -> bool:
-        """Whether the loop goes on after an error: in service it is remembered, and at start-up
-        memory may run out, here or on another rank, where there is a budget.
-        """
+    def _survives(
+        self,
+        key: Key,
+        error: BaseException,
+    ) -> bool:
+        """Whether the loop goes on after an error."""
         expected: tuple[type[CgplanError], ...] = ()
-        if in_service:
+        if self._in_service:
             expected = (CaptureError, ModelError, ConfigError)
         elif self.guard.active:
             expected = (CaptureMemoryError, RankFailedError)
         if not isinstance(error, expected):
             return False
         drop_locals(error)
-        if in_service:
+        if self._in_service:
             self._remember(key, type(error).__name__, error.message)
         else:
             self.guard.ran_out(key, error)
@@ -235,27 +229,34 @@ class CapturedKeys:
             self._records.pop(key, None)
 
     def _free_all(self) -> None:
-        """Begin a new generation, with no graph yet."""
+        """Begin a new generation."""
         self._evict(tuple(self._records))
         self.graphs.pools.renew()
         self.history.clear()
 
-    def start_up(self, keys: Sequence[Key], began: float) -> None:
-        """Capture these keys on all ranks, and write the report. ``began``: the time that the
-        report counts from. Raises as ``capture_all``, and AuditError.
+    # --- at start-up, and later -------------------------------------------------------------------
+
+    def start_up(
+        self,
+        keys: Sequence[Key],
+        began: float,
+    ) -> None:
+        """Capture these keys on all ranks, and write the report. Raises as CaptureSession.run, and
+        AuditError.
         """
         graphs = self.graphs
-        backend = self.graphs.backend
+        backend = graphs.backend
         if keys:
             self._capture_at_start(keys)
+        self._in_service = True
         self._together.end()
         self._seconds = time.perf_counter() - began
-        if keys and not self._records and not self.is_lazy:  # the buffers are of no use either
+        if keys and not self._records and not self.is_lazy:
             graphs.allocate_buffers(())
         backend.release_cached()
         taken = driver_bytes(backend, self._before, backend.memory())
         if taken is not None:
-            self._loaded_bytes = taken - self._driver_bytes_of(self._records.values())
+            self._loaded_bytes = taken - self._driver_bytes()
         if self._records:
             self._note_workspace()
         graphs.seal()
@@ -265,7 +266,7 @@ class CapturedKeys:
 
     def _capture_at_start(self, keys: Sequence[Key]) -> None:
         graphs = self.graphs
-        backend = self.graphs.backend
+        backend = graphs.backend
         with (
             span("capture session"),
             graphs.rehearsing() as rehearsal,
@@ -275,7 +276,7 @@ class CapturedKeys:
             self.guard.go_on(from_zero=True)
             try:
                 self.capture_all(keys)
-            except BaseException:  # no graph stays
+            except BaseException:
                 rehearsal.kept.forget_captures()
                 raise
             self.guard.rest()
@@ -292,21 +293,10 @@ class CapturedKeys:
         renew: bool = False,
         from_zero: bool = False,
     ) -> tuple[Key, ...]:
-        """Capture keys between batches, the largest first, as far as they are among ``wanted``,
-        have no graph and have not failed before. Failures are remembered, and do not raise.
-
-        Args:
-            keys: What to capture.
-            evicted: Keys to give up before.
-            renew: Give all up, and begin a new generation.
-            from_zero: Whether the budget's seconds count from 0 again.
-
-        Returns:
-            The keys that were captured.
-
-        Raises:
-            AuditError: ``compilation.audit`` is ``error``, and a graph points to other memory than
-                the runner's; the new keys are given up then.
+        """Capture keys between batches, the largest first, as far as they are ``wanted``, have no
+        graph and have not failed; ``renew``: in a new generation. Failures do not raise. Returns
+        the keys that were captured. Raises AuditError with ``compilation.audit: error``; the keys
+        are given up then.
         """
         start = time.perf_counter()
         self.guard.go_on(from_zero=from_zero)
@@ -321,7 +311,7 @@ class CapturedKeys:
                     self._evict(evicted)
                 wanted = set(self.wanted.keys) - set(self.failed) - set(self._records)
                 new = capture_order(key for key in keys if key in wanted)
-                self.capture_all(new, in_service=True)
+                self.capture_all(new)
                 if self._workspace_bytes is None and self._records:
                     self.graphs.backend.release_cached()
                     self._note_workspace()
@@ -337,48 +327,45 @@ class CapturedKeys:
 
     def _audit(self) -> None:
         setting = self.graphs.config.compilation.audit
-        self._audited = None if setting == "off" else self.audit()
-        if self._audited is not None and self._audited.findings and setting == "error":
+        self._audited = None
+        if setting == "off":
+            return
+        self._audited = self.audit()
+        if self._audited.findings and setting == "error":
             raise audit_error(self._audited)
 
     def audit(self) -> AuditReport:
-        """Who owns the memory that the graphs point to now. Raises BackendError where nodes cannot
-        be read.
-        """
+        """Raises BackendError where nodes cannot be read."""
         return audit(self.graphs, self._environment)
 
     # --- the report -------------------------------------------------------------------------------
 
-    @staticmethod
-    def _driver_bytes_of(records: Iterable[GraphRecord]) -> int:
-        return sum(record.driver_bytes or 0 for record in records)
+    def _driver_bytes(self) -> int:
+        return sum(record.driver_bytes or 0 for record in self._records.values())
 
     def _note_workspace(self) -> None:
-        backend = self.graphs.backend
-        outside = 0
-        if backend.supports("driver_bytes"):
+        self._workspace_bytes = 0
+        if self.graphs.backend.supports("driver_bytes"):
             outside = self.guard.outside_bytes() - self.graphs.buffers.nbytes
-        self._workspace_bytes = max(outside, 0)
+            self._workspace_bytes = max(outside, 0)
 
     def _write_report(self) -> None:
-        """Bring plan and report up to date with the graphs that are there."""
         graphs = self.graphs
         guard = self.guard
-        graphs.plan = plan = self._plan()
-        records = tuple(self._records[key] for key in plan.keys)
-        missing = tuple(key for key in self.wanted.keys if key not in self._records)
-        left_out = self._left_out
-        skipped = missing
+        plan = self._plan()
+        graphs.plan = plan
+        records = tuple(map(self._records.__getitem__, plan.keys))
+        missing = [key for key in self.wanted.keys if key not in self._records]
         waiting = 0
         if self.is_lazy:
-            skipped = ()
             waiting = sum(key not in self.failed for key in missing)
+            missing = []
         warnings = [*plan.warnings, *self._warnings()]
-        if not records and (left_out or skipped):
+        if not records and (self._left_out or missing):
             warnings.append(NO_GRAPH)
         driver = self._loaded_bytes
         if driver is not None:
-            driver += self._driver_bytes_of(records)
+            driver += self._driver_bytes()
         report = CaptureReport(
             environment=self._environment,
             plan=plan,
@@ -404,12 +391,12 @@ class CapturedKeys:
             audit=self._audited,
         )
         if guard.active:
-            budget = guard.record(left_out, skipped, report.graph_bytes - guard.shared_bytes)
+            used = report.graph_bytes - guard.shared_bytes
+            budget = guard.record(self._left_out, missing, used)
             report = report.model_copy(update={"budget": budget})
         self.report = report
 
     def _plan(self) -> Plan:
-        """The plan of what is captured."""
         graphs = self.graphs
         plan = restricted(self.wanted, tuple(self._records), graphs.config)
         predicted = plan.predicted

@@ -15,26 +15,20 @@ from cgplan.version import __version__
 
 def describe_environment(backend: GraphBackend, config_hash: str) -> Environment:
     """Machine, GPU, driver, versions and the time now."""
-    gpu = backend.device.type == "cuda"
-    cpu = next(
-        (
-            line.partition(":")[2].strip()
-            for line in _lines("/proc/cpuinfo")
-            if line.startswith("model name")
-        ),
-        "",
-    )
-    words = " ".join(_lines("/proc/driver/nvidia/version")).split()
-    # of the kernel module
-    driver = next((word for word in words if word[:1].isdigit() and "." in word), None)
+    if backend.device.type == "cuda":
+        device = torch.cuda.get_device_name(backend.device)
+        driver = _driver_version()
+        cuda = torch.version.cuda
+    else:
+        device = _processor()
+        driver = None
+        cuda = None
     return Environment(
         backend=backend.name,
         machine=f"{platform.system()} {platform.machine()}",
-        device=torch.cuda.get_device_name(backend.device)
-        if gpu
-        else cpu or platform.processor() or platform.machine(),
-        driver=driver if gpu else None,
-        cuda=torch.version.cuda if gpu else None,
+        device=device,
+        driver=driver,
+        cuda=cuda,
         torch=torch.__version__,
         python=platform.python_version(),
         cgplan=__version__,
@@ -43,8 +37,22 @@ def describe_environment(backend: GraphBackend, config_hash: str) -> Environment
     )
 
 
-def _lines(path: str) -> list[str]:
+def _driver_version() -> str | None:
+    for word in _text("/proc/driver/nvidia/version").split():
+        if word[0].isdigit() and "." in word:
+            return word
+    return None
+
+
+def _processor() -> str:
+    for line in _text("/proc/cpuinfo").splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _text(path: str) -> str:
     try:
-        return Path(path).read_text().splitlines()
+        return Path(path).read_text()
     except OSError:
-        return []
+        return ""

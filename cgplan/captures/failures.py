@@ -1,4 +1,4 @@
-"""Errors of a session in words that name the key, the user's line and the remedy."""
+"""Typed errors of a session, with the key, the user's line and the remedy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cgplan.errors import (
 )
 from cgplan.units import format_bytes
 
-# What torch says when a capturing stream is asked for something that needs the host.
+# torch's words where a capturing stream needs the host
 _HOST_PHRASES = ("stream is capturing", "CUDA graph capture", "previous error during capture")
 _NO_KERNEL = re.compile(r'"(?P<operator>\w+)" not implemented for \'(?P<dtype>\w+)\'')
 _TOO_OLD = re.compile(
@@ -35,19 +35,15 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def drop_locals(error: BaseException) -> None:
-    """Clear the locals of all frames that an error and its causes passed: they hold tensors, and so
-    memory.
-    """
-    passed = list[BaseException]()
-    waiting = [error]
+    """Clear the locals of all frames that an error and its causes passed: they hold tensors."""
+    passed = set[int]()
+    waiting: list[BaseException | None] = [error]
     while waiting:
         found = waiting.pop()
-        if not any(found is other for other in passed):  # an error can be its own cause
-            passed.append(found)
+        if found is not None and id(found) not in passed:  # an error can be its own cause
+            passed.add(id(found))
             traceback.clear_frames(found.__traceback__)
-            waiting += [
-                cause for cause in (found.__cause__, found.__context__) if cause is not None
-            ]
+            waiting += [found.__cause__, found.__context__]
 
 
 def explain_failure(
@@ -62,10 +58,10 @@ def explain_failure(
     """The typed error for what was raised while a key was warmed up or captured.
 
     Args:
-        capturing: Whether the capture had begun; before it, the model ran eagerly.
-        free: Bytes of device memory that were free then, None if not known.
-        host_sync: The operator that needs the host, as the look ahead of the capture named it.
-        all_freed: Whether the failure ends a session, which gives up what it captured before.
+        capturing: Whether the capture had begun.
+        free: Free device memory in bytes, if known.
+        host_sync: The operator that needs the host, as the look named it.
+        all_freed: Whether the session gives up what it captured before.
     """
     where = blamed_line(error.__traceback__)
     text = first_line(error)
@@ -80,9 +76,10 @@ def explain_failure(
         )
     needs_host = any(phrase in str(error) for phrase in _HOST_PHRASES)
     if isinstance(error, CaptureError):
-        # a forward that caught the error, and launched nothing more
-        is_plain = type(error) is CaptureError
-        told = host_sync if is_plain and needs_host and host_sync is not None else error
+        told = error
+        # the forward caught the host sync's error
+        if type(error) is CaptureError and needs_host and host_sync is not None:
+            told = host_sync
         return type(told)(f"capture of {key}: {told.message}", remedy=told.remedy)
     if isinstance(error, CgplanError):
         return error
@@ -115,7 +112,8 @@ def explain_eager_failure(error: Exception, batch: str) -> CgplanError:
     if isinstance(error, CgplanError):
         return error
     where = blamed_line(error.__traceback__)
-    if (lacking := _lacking_dtype(error, where)) is not None:
+    lacking = _lacking_dtype(error, where)
+    if lacking is not None:
         return lacking
     return ModelError(
         f"the model failed eagerly on a batch of {batch}, at {where}: {type(error).__name__}: "
@@ -126,16 +124,14 @@ def explain_eager_failure(error: Exception, batch: str) -> CgplanError:
 
 
 def _lacking_dtype(error: Exception, where: str) -> BackendError | None:
-    """The error of an operator that this device does not have for a dtype; None for any other."""
+    """The error of an operator that the device lacks for a dtype."""
     text = first_line(error)
     found = _NO_KERNEL.search(text)
     if found is None and not _TOO_OLD.search(text):
         return None
-    what = (
-        f"has no {found['operator']} for {found['dtype']}"
-        if found
-        else "lacks an operator for a dtype"
-    )
+    what = "lacks an operator for a dtype"
+    if found:
+        what = f"has no {found['operator']} for {found['dtype']}"
     return BackendError(
         f"the device {what}, at {where}: {text}",
         remedy="Convert there to a dtype that it computes in (weight.to(torch.bfloat16) * scale, "

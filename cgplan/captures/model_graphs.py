@@ -1,6 +1,4 @@
-"""ModelGraphs: a model with its graphs and the memory that they read. A session fills it, and a
-runner calls it.
-"""
+"""ModelGraphs: a model with its graphs and the memory that they read."""
 
 from __future__ import annotations
 
@@ -20,16 +18,18 @@ from cgplan.backends.backend import autocast_cache, span
 from cgplan.backends.capture_answers import answering
 from cgplan.backends.context import refuse_forbidden_capture
 from cgplan.backends.graph_nodes import OperatorLog
+from cgplan.backends.host_sync import storages_of
 from cgplan.buffers.outputs import OutputRows
 from cgplan.buffers.static import Tensors
 from cgplan.captures.addresses import AddressChecks
 from cgplan.captures.failures import drop_locals, explain_failure
 from cgplan.captures.model_runs import ModelRuns
-from cgplan.captures.rank_sync import SINGLE_RANK, PeerMemory, RankSync
+from cgplan.captures.rank_sync import SINGLE_RANK, RankSync
 from cgplan.captures.rehearsal import Rehearsal
 from cgplan.errors import CaptureError
 from cgplan.graphs.ambient import AmbientState, random_state_kept
 from cgplan.graphs.fingerprint import Fingerprint
+from cgplan.graphs.footprint import OutsideLog
 from cgplan.graphs.pools import GraphPool, RunnerPools
 from cgplan.graphs.put_back import PutBack
 from cgplan.graphs.wrapper import CUDAGraphEntry, CUDAGraphOptions, CUDAGraphWrapper
@@ -45,23 +45,21 @@ _STOPPED = (
 )
 
 
-def driver_bytes(backend: GraphBackend, before: MemoryReading, after: MemoryReading) -> int | None:
-    """Free memory lost in between that torch's allocator did not reserve; None where there is no
-    driver.
-    """
+def driver_bytes(
+    backend: GraphBackend,
+    before: MemoryReading,
+    after: MemoryReading,
+) -> int | None:
+    """Bytes of free memory lost in between, but for those that torch's allocator reserved."""
     if not backend.supports("driver_bytes") or after.free is None or before.free is None:
         return None
-    return (before.free - after.free) - (after.reserved - before.reserved)
+    lost = before.free - after.free
+    reserved = after.reserved - before.reserved
+    return lost - reserved
 
 
 class _Compilations(NamedTuple):
-    """What torch.compile did in this process.
-
-    Attributes:
-        seconds: Time that it took.
-        cached: Compilations that torch's caches on disk answered.
-        stopped: Functions that met its limit.
-    """
+    """What torch.compile did in this process; functions ``stopped`` at its limit."""
 
     seconds: float
     cached: int
@@ -73,28 +71,30 @@ class _Compilations(NamedTuple):
             return cls(0.0, 0, 0)
         utils = torch._dynamo.utils
         counts = utils.counters
-        of_inductor = counts["inductor"]["fxgraph_cache_hit"]
-        of_autograd = counts["aot_autograd"]["autograd_cache_hit"]
-        stopped = sum("recompile limit" in reason for reason in counts["unimplemented"].elements())
-        seconds = utils.calculate_time_spent().get("total_wall_time", 0.0)
-        return cls(seconds, max(of_inductor, of_autograd), stopped)
+        stopped = 0
+        for reason, times in counts["unimplemented"].items():
+            if "recompile limit" in reason:
+                stopped += times
+        return cls(
+            utils.calculate_time_spent().get("total_wall_time", 0.0),
+            max(
+                counts["inductor"]["fxgraph_cache_hit"],
+                counts["aot_autograd"]["autograd_cache_hit"],
+            ),
+            stopped,
+        )
 
 
 @dataclass(eq=False, repr=False)
 class ModelGraphs(ModelRuns):
-    """The model, its FULL graphs, their pools and static buffers. It owns all but the model and a
-    given ``pool``.
-
-    Args:
-        pool: A pool that other runners use too; absent: pools as ``compilation.pool`` says.
-        together: The sessions of other ranks.
+    """The model, its graphs, their pools and static buffers. It owns all but the model and a given
+    ``pool``.
 
     Attributes:
-        addresses: Whether the model's memory has moved.
         looked_at: One line on what the last captures looked at.
         places: What the last captures wrote of the model, and whether it was put back.
-        inspection_seconds: Time of the captures that went into reading memory and counting nodes.
-        is_alone: Whether no other rank runs the same forwards beside this one.
+        inspection_seconds: Time of captures that served the report.
+        is_alone: Whether no other rank runs the same forwards.
     """
 
     pool: InitVar[GraphPool | None] = None
@@ -107,10 +107,10 @@ class ModelGraphs(ModelRuns):
     ) -> None:
         config = self.config
         backend = self.backend
+        device = backend.device
         self.pools = RunnerPools(config.compilation.pool, backend, pool)
         super().__post_init__(state)
-        policy = config.compilation.address_policy
-        self.addresses = AddressChecks(self.roots, backend.device, policy)
+        self.addresses = AddressChecks(self.roots, device, config.compilation.address_policy)
         self.outputs = OutputRows(config)
         self.returns_nothing = False
         self.looked_at = ""
@@ -120,13 +120,13 @@ class ModelGraphs(ModelRuns):
         self._rehearsal: Rehearsal | None = None  # while captures may change the model
         self._record: Fingerprint | None = None  # of the model after the last rehearsal
         self._retired: list[tuple[list[Callable[[], bool]], Callable[[], None]]] = []
-        self._ambient = AmbientState.now(backend.device.type)
+        self._ambient = AmbientState.now(device.type)
         self.route = choose_route(self.plan, config, self.model, backend, self._calls_breaks)
         self.wrapper = CUDAGraphWrapper(
             self.route.whole,
             CUDAGraphMode.FULL,
             backend=backend,
-            # buffers do not move, and `addresses` looks at the model
+            # `addresses` looks at the model
             options=CUDAGraphOptions(address_check="off"),
         )
 
@@ -136,13 +136,11 @@ class ModelGraphs(ModelRuns):
         with self.rehearsing() as rehearsal:
             return rehearsal.calls_breaks(*self.plan.keys[-1])
 
-    # --- captures ---------------------------------------------------------------------------------
+    # --- the model around captures ----------------------------------------------------------------
 
     @contextmanager
     def rehearsing(self) -> Iterator[Rehearsal]:
-        """A block of captures, or of other runs that no batch asked for: the model is afterwards
-        as it was, see Note [What is put back] in put_back.py. A block inside a block is part of it.
-        """
+        """A block of runs on padding; the model is put back. Blocks may be nested."""
         if self._rehearsal is not None:
             yield self._rehearsal
             return
@@ -157,7 +155,7 @@ class ModelGraphs(ModelRuns):
             lost = ()
         finally:
             self._rehearsal = None
-            with suppress(*lost):  # a device that is lost says so by the error that is under way
+            with suppress(*lost):  # a lost device raises its own error
                 self._put_back(kept)
             kept.drop_copies()
 
@@ -169,10 +167,10 @@ class ModelGraphs(ModelRuns):
         self.looked_at = kept.before.summary()
         self._record = kept.before.without_draws()
         self._note_written(kept)
-        self.places = tuple(
-            StateRecord(path=path, nbytes=nbytes, kept=how)
-            for path, (nbytes, how) in kept.outcome.items()
-        )
+        places = list[StateRecord]()
+        for path, (nbytes, how) in kept.outcome.items():
+            places.append(StateRecord(path=path, nbytes=nbytes, kept=how))
+        self.places = tuple(places)
         if not self.scope.is_open:
             self.seal()
 
@@ -181,36 +179,38 @@ class ModelGraphs(ModelRuns):
         limit = self.copy_limit() if self.real_rows is not None else 0
         for path, tensor in kept.written:
             storage = tensor.untyped_storage()
-            if path in kept.left_by_captures:  # graphs do not overwrite it
+            nbytes = storage.nbytes()
+            if path in kept.left_by_captures:
                 facts.overwritten.discard(storage._cdata)
-            if storage.nbytes() <= limit or storage._cdata not in facts.overwritten:
-                # All of it: other views may have been written, too.
-                whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-                count = storage.nbytes() // tensor.itemsize
-                facts.written[path] = whole.set_(storage, 0, (count,), (1,))
+            if nbytes > limit and storage._cdata in facts.overwritten:
+                continue
+            # other views may be written
+            whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            count = nbytes // tensor.itemsize
+            facts.written[path] = whole.set_(storage, 0, (count,), (1,))
 
     def record(self) -> Fingerprint:
-        """What the model holds now, without random generators of the host."""
+        """What the model holds now."""
         if self._record is not None and not self._record.changes():
             return self._record
         return self.fingerprint()
 
     @property
     def copied_bytes(self) -> int:
-        """Bytes on the device that the copies of the model's state take while captures run."""
+        """Device bytes of copies of the model's state."""
         return 0 if self._rehearsal is None else self._rehearsal.kept.copied()
 
     def copy_limit(self) -> int:
+        """Bytes of the model's state that may be copied."""
         limit = self.config.compilation.state_copy
         if limit is not None:
             return limit
-        return (self.backend.memory().free or 4 << 30) // 4
+        free = self.backend.memory().free or 4 << 30
+        return free // 4
 
     @contextmanager
     def captures_again(self) -> Iterator[None]:
-        """A block in which more keys may be captured, between batches: static buffers hold padding,
-        and afterwards what they held before; torch is in the state of the first captures.
-        """
+        """A block of captures between batches, in torch's state of the first ones."""
         self.backend.synchronize()
         self.scope.is_open = True
         without_grad = self._ambient._replace(grad=False)
@@ -220,50 +220,58 @@ class ModelGraphs(ModelRuns):
                 with self.backend.session():
                     yield
                 self.backend.synchronize()
-                if self.real_rows is not None:  # they are no writes of the model
+                if self.real_rows is not None:
                     self.buffers.clear_all()
         finally:
             self.seal()
 
-    def capture_key(self, key: Key, *, in_service: bool = False) -> GraphRecord:
-        """Warm up and capture one key, inside the backend's session. The model is as it was
-        afterwards, and ``scope.entries`` holds the key's graphs until the next one. ``in_service``:
-        a failure leaves other keys as they are. Raises CaptureError: the key could not be captured;
-        ModelError: the model failed before its capture began.
+    # --- captures ---------------------------------------------------------------------------------
+
+    def capture_key(
+        self,
+        key: Key,
+        *,
+        in_service: bool = False,
+    ) -> GraphRecord:
+        """Look at the forward, warm up and capture one key, inside the backend's session.
+        ``in_service``: a failure leaves other keys as they are. Raises CaptureError; ModelError:
+        the model failed before its capture.
         """
-        (mode, descriptor), scope = key, self.scope
+        mode, descriptor = key
+        backend = self.backend
         refuse_forbidden_capture(f"the graph for {mode} {descriptor}")
-        scope.pool = self.pools.of(key)
-        scope.entries = []
+        self.scope.pool = self.pools.of(key)
+        self.scope.entries = []
         self.addresses.is_outdated = True
-        with self.rehearsing() as rehearsal, ExitStack() as stack:
+        with self.rehearsing() as rehearsal:
             if self.real_rows is not None:
                 self.real_rows.fill(self.views(descriptor))
             began = time.perf_counter()
             compiled = _Compilations.now()
-            before = None
+            is_warm = False
             try:
                 rehearsal.look(mode, descriptor)
-                # A capture between two batches does not change later random numbers.
-                stack.enter_context(random_state_kept(self.backend.device, self.generators))
                 is_first = not rehearsal.is_judged(mode)
-                self._run_warm_ups(rehearsal, key, enters_made=is_first)
-                warm = time.perf_counter()
-                before = self._memory()
-                read = time.perf_counter()
-                output = self._run_capture(rehearsal, key, enters_made=is_first)
+                with random_state_kept(backend.device, self.generators):
+                    self._run_warm_ups(rehearsal, key)
+                    warm = time.perf_counter()
+                    is_warm = True
+                    memory = backend.memory()
+                    pool_bytes = self.pools.nbytes
+                    self.inspection_seconds += time.perf_counter() - warm
+                    output = self._run_capture(rehearsal, key)
                 if is_first:
                     rehearsal.refuse_value(mode)
             except Exception as error:
                 failure = explain_failure(
                     error,
                     f"{mode} {descriptor}",
-                    capturing=before is not None,
-                    free=self.backend.memory().free,
+                    capturing=is_warm,
+                    free=backend.memory().free,
                     host_sync=rehearsal.host_sync(mode),
                     all_freed=not in_service,
                 )
-                if before is not None and rehearsal.looks_again(mode, failure):
+                if is_warm and rehearsal.looks_again(mode, failure):
                     drop_locals(error)
                     rehearsal.kept.restore(between_keys=True)
                     self.evict([key])
@@ -273,35 +281,50 @@ class ModelGraphs(ModelRuns):
             self._check_captured(key, output)
             done = time.perf_counter()
             rehearsal.kept.restore(between_keys=True)
-            record = self._record_of(key, before, compiled, warm - began)
-            self.inspection_seconds += read - warm + time.perf_counter() - done
+            record = self._record_of(key, memory, pool_bytes, compiled, warm - began)
+            self.inspection_seconds += time.perf_counter() - done
             return record
 
-    def _run_warm_ups(self, rehearsal: Rehearsal, key: Key, *, enters_made: bool) -> None:
-        """Parts are compiled, and tables made on first use, by a run ahead of the capture, never in
-        it.
-        """
+    def _run_warm_ups(
+        self,
+        rehearsal: Rehearsal,
+        key: Key,
+    ) -> None:
+        """Compile parts, and make tables of first use."""
         kept = rehearsal.kept
         runs = self.config.compilation.cudagraph_num_of_warmups
         if not runs and (kept.before.is_compiled or kept.has_made):
             runs = 1
+        outside = self.facts.outside
         for _ in range(runs):
-            with kept.run(enters_made=enters_made) as changed:
+            log: Any = nullcontext()
+            if outside:  # the look has seen one size
+                tensors = [*kept.before.tensors, *self.views(key[1]).values()]
+                log = OutsideLog(self.backend.device.type, storages_of(tensors))
+            with rehearsal.judged_run(key[0]), log:
                 self.warm_up(*key)
-            rehearsal.judge(key[0], changed)
+            if outside:
+                outside += log.outside.tensors()
         self.backend.synchronize()
 
-    def _run_capture(self, rehearsal: Rehearsal, key: Key, *, enters_made: bool) -> Any:
+    def _run_capture(
+        self,
+        rehearsal: Rehearsal,
+        key: Key,
+    ) -> Any:
+        mode, descriptor = key
         log: AbstractContextManager[object] = nullcontext()
         if self.config.compilation.audit != "off":
             log = OperatorLog(self.backend.open_graph, self.backend.device)
-        run = rehearsal.kept.run(captures=True, enters_made=enters_made)
-        with run as changed, self._answering(key[0], capturing=True), log:
-            output = self.run_graphed(*key, self.views(key[1]))
-        rehearsal.judge(key[0], changed)
-        return output
+        answers = self._answering(mode, capturing=True)
+        with rehearsal.judged_run(mode, captures=True), answers, log:
+            return self.run_graphed(mode, descriptor, self.views(descriptor))
 
-    def _check_captured(self, key: Key, output: Any) -> None:
+    def _check_captured(
+        self,
+        key: Key,
+        output: Any,
+    ) -> None:
         mode, descriptor = key
         self.returns_nothing = not any(isinstance(leaf, Tensor) for leaf in tree_leaves(output))
         self.outputs.check(output, descriptor, self.padded_reqs(descriptor))
@@ -319,105 +342,106 @@ class ModelGraphs(ModelRuns):
             )
         raise CaptureError(f"nothing in the model captured for {mode} {descriptor}", remedy=remedy)
 
-    def _memory(self) -> tuple[MemoryReading, int]:
-        """Of the device, and bytes of the pools."""
-        return self.backend.memory(), self.pools.nbytes
-
     def _record_of(
         self,
         key: Key,
-        before: tuple[MemoryReading, int],
+        memory: MemoryReading,
+        pool_bytes: int,
         compiled: _Compilations,
         warmup_seconds: float,
     ) -> GraphRecord:
-        """The record of a key that was captured since ``before``."""
         backend = self.backend
         scope = self.scope
         scope.wrappers = list(dict.fromkeys(scope.wrappers))  # each capture adds its own
-        after = self._memory()
+        driver = driver_bytes(backend, memory, backend.memory())
+        growth = self.pools.nbytes - pool_bytes
         compilations = _Compilations.now()
-        nodes = list[int | None]()
-        notes = list[str]()
+        counts = list[int]()
+        graphs = 0
         eager_pieces = 0
         capture_seconds = 0.0
         for entry in scope.entries:
+            graphs += len(entry.segments)
             eager_pieces += entry.eager_pieces
             capture_seconds += entry.capture_seconds
             for graph in entry.segments:
-                nodes.append(backend.num_nodes(graph))
-                notes += backend.notes(graph)
+                nodes = backend.num_nodes(graph)
+                if nodes is not None:
+                    counts.append(nodes)
+                self.facts.note(*backend.notes(graph))
         if compilations.stopped > compiled.stopped:
-            notes.append(_STOPPED)
-        self.facts.note(notes)
-        counts = tuple(count for count in nodes if count is not None)
-        is_counted = len(counts) == len(nodes)
+            self.facts.note(_STOPPED)
+        is_counted = len(counts) == graphs
         return GraphRecord(
             mode=key[0],
             descriptor=key[1],
-            graphs=len(nodes),
+            graphs=graphs,
             nodes=sum(counts) if is_counted else None,
             eager_pieces=eager_pieces,
-            pool_growth=after[1] - before[1],
-            driver_bytes=driver_bytes(backend, before[0], after[0]),
+            pool_growth=growth,
+            driver_bytes=driver,
             warmup_seconds=warmup_seconds,
             capture_seconds=capture_seconds,
-            segment_nodes=counts if is_counted else (),
+            segment_nodes=tuple(counts) if is_counted else (),
             compile_seconds=compilations.seconds - compiled.seconds,
             cached=compilations.cached - compiled.cached,
         )
 
-    def _answering(self, mode: CUDAGraphMode, *, capturing: bool) -> AbstractContextManager[None]:
-        """A block in which packages are told of a capture as in the look at the forward."""
+    def _answering(
+        self,
+        mode: CUDAGraphMode,
+        *,
+        capturing: bool,
+    ) -> AbstractContextManager[None]:
         is_told = mode in self.facts.told
         hidden_from = self.config.compilation.hide_capture_from
-        if is_told and capturing:  # eager pieces hear the truth
+        if is_told and capturing:  # eager pieces ask torch
             hidden_from = ()
         return answering(hidden_from, lambda _: is_told)
 
-    def warm_up(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> Any:
-        """Run what a key captures, without capturing; where a trace is captured, it is found or
-        made here. Returns the output.
-        """
+    def warm_up(
+        self,
+        mode: CUDAGraphMode,
+        descriptor: BatchDescriptor,
+    ) -> Any:
+        """Run what a key captures, without a capture."""
         is_full = mode is CUDAGraphMode.FULL
-        # wrappers turn it off for themselves
-        in_eager = not is_full and self.route.name == "wrappers"
         call = self.route.whole if is_full else self.route.warm
-        with autocast_cache(on=in_eager), self._answering(mode, capturing=False), span("warm-up"):
+        cache = autocast_cache(on=self.runs_python_again(mode))
+        with cache, self._answering(mode, capturing=False), span("warm-up"):
             return self.run(call, CUDAGraphMode.NONE, descriptor, self.views(descriptor))
 
     def run_graphed(
-        self, mode: CUDAGraphMode, descriptor: BatchDescriptor, tensors: Tensors
+        self,
+        mode: CUDAGraphMode,
+        descriptor: BatchDescriptor,
+        tensors: Tensors,
     ) -> Any:
-        """The model with the graphs of ``mode``, captured on the way if the scope is open."""
+        """Replay the graphs of ``mode``, or capture them while the scope is open."""
         call = self.wrapper if mode is CUDAGraphMode.FULL else self.route.forward
         return self.run(call, mode, descriptor, tensors)
 
     def seal(self) -> None:
-        """End the captures: a missing key is an error from now on, and the model's memory must stay
-        where it is.
-        """
-        known: Fingerprint | None = None
+        """End the captures: a missing key, or memory that moved, is an error now."""
         self.scope.is_open = False
-        if self._rehearsal is None:
-            if self.real_rows is None:  # else the record is needed later
-                known = self._record
-                self._record = None
-            self.addresses.seal(known)
+        if self._rehearsal is not None:
+            return
+        known: Fingerprint | None = None
+        if self.real_rows is None:  # else the record is needed later
+            known = self._record
+            self._record = None
+        self.addresses.seal(known)
 
     def check_autocast(self) -> None:
-        """Raise CaptureError if autocast is not as at capture: graphs would give other dtypes than
-        eager calls.
-        """
+        """Raise CaptureError if autocast is not as at capture."""
         done = "traced" if self.route.name == "ops" else "captured"
         self._ambient.refuse_other_autocast(self.backend.device.type, done)
 
     # --- graphs -----------------------------------------------------------------------------------
 
     def entry(self, key: Key) -> CUDAGraphEntry | None:
-        """The entry that serves a key: ``graph`` replays the whole forward into ``output``. For a
-        PIECEWISE key, whose ``graph.replay`` runs eager pieces, the forward context has to be set.
-        None where there is none, or where the model's own code runs between graphs
-        (``piecewise: wrappers``).
+        """The entry whose ``graph`` replays a key into ``output``. None without a graph, and with
+        ``piecewise: wrappers``.
         """
         mode, descriptor = key
         wrapper = self.wrapper if mode is CUDAGraphMode.FULL else self.route.chain
@@ -425,21 +449,15 @@ class ModelGraphs(ModelRuns):
         return entry if entry is not None and entry.scope is self.scope.mark else None
 
     def captured(self) -> Iterator[tuple[Key, CUDAGraphEntry]]:
-        """All entries by key; those of PIECEWISE by wrappers have one for each wrapper."""
+        """All entries by key."""
         for wrapper in self.scope.wrappers:
             for entry in wrapper.entries.values():
                 if entry.scope is self.scope.mark:
                     yield (wrapper.runtime_mode, entry.descriptor), entry
 
-    def peer_memory(self) -> PeerMemory:
-        """Memory of other ranks that the graphs read."""
-        return self.together.peer_memory()
-
     def evict(self, keys: Collection[Key]) -> None:
-        """Free the graphs of these keys; the plan stays as it is.
-
-        A graph whose output somebody still holds is freed on the first change after it was dropped.
-        Its numbers are no longer valid all the same.
+        """Free the graphs of these keys; those with outputs that somebody holds at the first change
+        after these are gone.
         """
         self.backend.synchronize()
         self.scope.entries = []
@@ -447,7 +465,7 @@ class ModelGraphs(ModelRuns):
             mine = {descriptor for mode, descriptor in keys if mode is wrapper.runtime_mode}
             for output, free in wrapper.take_out(self.scope, mine):
                 self._retired.append(([self.backend.watch(tensor) for tensor in output], free))
-                del output  # or the loop below would find it held, by this function
+                del output  # else this function holds it in the loop below
         self.addresses.forget(keys)
         waiting = []
         for held, free in self._retired:
@@ -462,7 +480,7 @@ class ModelGraphs(ModelRuns):
             self.pools.drop(key)
 
     def drop_all(self) -> None:
-        """Free all graphs and their pools at once; more can be captured."""
+        """Free all graphs and their pools; more can be captured."""
         self.backend.synchronize()
         self._reset()
         self.backend.release_cached()
@@ -471,12 +489,14 @@ class ModelGraphs(ModelRuns):
     def _reset(self) -> None:
         for wrapper in self.scope.wrappers:
             wrapper.reset(self.scope)
-        self.scope.entries, self.scope.wrappers = [], []
+        self.scope.entries = []
+        self.scope.wrappers = []
 
     def free(self) -> None:
-        """Free all graphs, pools and static buffers, for good."""
-        together, self.together = self.together, SINGLE_RANK  # other ranks wait for it once
-        with ExitStack() as stack:  # memory is freed whatever the steps before it raise
+        """Free all, for good."""
+        together = self.together
+        self.together = SINGLE_RANK
+        with ExitStack() as stack:  # memory is freed whatever raises
             stack.callback(self._free)
             stack.callback(together.release)
             self.backend.synchronize()
@@ -487,8 +507,10 @@ class ModelGraphs(ModelRuns):
             free()
         self._retired = []
         self.pools.close()
-        self.scope.pool, self.scope.is_open = None, False
+        self.scope.pool = None
+        self.scope.is_open = False
         self.buffers.clear()
         self.addresses.forget_all()
-        self.facts.written, self._record = {}, None
+        self.facts.written = {}
+        self._record = None
         self.backend.release_cached()

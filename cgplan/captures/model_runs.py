@@ -13,7 +13,7 @@ from torch import Tensor
 from cgplan.backends import GraphBackend
 from cgplan.backends.backend import autocast_cache
 from cgplan.backends.context import CaptureScope, forward_context
-from cgplan.buffers.static import StaticBoxes, StaticBuffers, Tensors
+from cgplan.buffers.static import StaticBoxes, Tensors
 from cgplan.config import Config
 from cgplan.errors import InputError
 from cgplan.graphs.ambient import number_of
@@ -40,58 +40,52 @@ class RealRows:
     """Captures and comparisons run on rows of real batches, not on padding.
 
     Attributes:
-        fill: Fills the static rows of a key with real rows, and copies of them behind.
-        meant_padding: Inputs whose padding means something: it is not exchanged for copies of real
-            rows.
+        fill: Fills static rows with real rows and copies of them.
+        meant_padding: Inputs whose padding such copies never replace.
     """
 
     fill: Callable[[Tensors], None]
     meant_padding: Collection[str] = ()
 
 
-@dataclass
 class ForwardFacts:
     """What captures found of the forward, for as long as its graphs live.
 
     Attributes:
-        told: Modes in which packages are told that a capture is under way.
+        told: Modes in which packages are told of captures.
         aside: Paths that eager pieces change.
         written: The model's tensors that graphs write, by path.
-        overwritten: Ids of the storages that each run overwrites at places given by inputs, and
-            does not read before.
-        changes_python: Whether runs change Python: eager pieces may.
-        is_coarse: Whether something is computed in half precision or TensorFloat32.
-        notes: Warnings for the report.
+        overwritten: Ids of storages that each run overwrites before it reads them.
+        is_coarse: Whether it computes in half precision or TensorFloat32.
+        outside: Tensors that graphs read, and that others may drop.
     """
 
-    told: set[CUDAGraphMode] = field(default_factory=set)
-    aside: set[str] = field(default_factory=set)
-    written: dict[str, Tensor] = field(default_factory=dict)
-    overwritten: set[int] = field(default_factory=set)
-    changes_python: bool = False
-    is_coarse: bool = False
-    notes: list[str] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.told = set[CUDAGraphMode]()
+        self.aside = set[str]()
+        self.written = dict[str, Tensor]()
+        self.overwritten = set[int]()
+        self.changes_python = False
+        self.is_coarse = False
+        self.outside = list[Tensor]()
+        self.notes = list[str]()
 
-    def note(self, warnings: Iterable[str]) -> None:
-        self.notes = list(dict.fromkeys([*self.notes, *warnings]))
+    def note(self, *warnings: str) -> None:
+        for warning in warnings:
+            if warning not in self.notes:
+                self.notes.append(warning)
 
 
 @dataclass(eq=False, repr=False)
 class ModelRuns:
     """The model, its static buffers, and runs on them.
 
-    Args:
-        state: The objects whose state counts; absent: the model.
-        before_key, real_rows: See CaptureSession.
-
     Attributes:
         plan: The keys that may be captured, and later those that are.
-        most_tokens: Tokens of the largest key that the static buffers hold.
-        roots: The objects that are looked at for state, by name.
-        generators: The random generators that the model draws from, but for the default one.
-        scope: The pool of the key that is captured, its entries, and whether capturing is still
-            allowed.
-        route: How PIECEWISE segments come about.
+        most_tokens: Tokens of the largest key.
+        roots: The objects whose state counts, by name.
+        generators: Of the model, without the default one.
+        scope: The pool and entries of the key that is captured.
     """
 
     plan: Plan
@@ -103,9 +97,15 @@ class ModelRuns:
     real_rows: RealRows | None = None
     route: SplitRoute = field(init=False)
 
-    def __post_init__(self, state: Sequence[object] | Mapping[str, object] | None) -> None:
-        policy = self.config.compilation.address_policy
-        self.scope = CaptureScope(None, self.backend, address_check=policy)
+    def __post_init__(
+        self,
+        state: Sequence[object] | Mapping[str, object] | None,
+    ) -> None:
+        self.scope = CaptureScope(
+            None,
+            self.backend,
+            address_check=self.config.compilation.address_policy,
+        )
         self.allocate_buffers(self.plan.keys)
         self.generators: tuple[torch.Generator, ...] = ()
         self.facts = ForwardFacts()
@@ -115,62 +115,76 @@ class ModelRuns:
         elif state is not None:
             self.roots = {f"state[{index}]": item for index, item in enumerate(state)}
             for name, item in self.roots.items():
-                if not Fingerprint.of({name: item}, self.backend.device).tensors:
-                    self.facts.notes.append(
+                held = Fingerprint.of({name: item}, self.backend.device)
+                if not held.tensors:
+                    self.facts.note(
                         f"{name} ({type(item).__name__}) holds no tensor: `state` lists the "
                         "objects whose tensors the model uses"
                     )
 
     def allocate_buffers(self, keys: Sequence[Key]) -> None:
-        """Make static buffers for the batches of these keys. Raises CaptureMemoryError and
-        BackendError.
+        """Make static buffers for the batches of these keys, where captures wait for batches as
+        they are first needed. Raises CaptureMemoryError and BackendError.
         """
         config = self.config
         most = widest(keys)
         self.most_tokens = max(most.values(), default=0)
-        self.buffers = StaticBoxes()
         if not most:
             most = {(1,) * (len(config.dim_names) - 1): 0}
+        rows = {}
         for sizes, tokens in most.items():
-            reqs = min(tokens, self.plan.max_num_seqs)
-            specs = config.tensors_at(sizes)
-            self.buffers[sizes] = StaticBuffers(specs, tokens, reqs, self.backend.device)
+            rows[sizes] = tokens, min(tokens, self.plan.max_num_seqs)
+        self.buffers = StaticBoxes(rows, config.tensors_at, self.backend.device)
+        if config.compilation.capture_policy == "lazy":
+            return
+        for sizes in rows:
+            self.buffers[sizes]
 
     def fingerprint(self) -> Fingerprint:
-        """What the model holds now, without random generators of the host."""
+        """What the model holds now."""
         return Fingerprint.of(self.roots, self.backend.device)
 
     def use_generators(self, found: Iterable[torch.Generator]) -> None:
-        """Let graphs draw from these generators."""
-        known = {number_of(generator) for generator in self.generators}
+        known = set(map(number_of, self.generators))
         for generator in found:
             if number_of(generator) not in known:
                 self.generators += (generator,)
                 self.backend.register_generator(generator)
 
     def padded_reqs(self, descriptor: BatchDescriptor) -> int:
-        """Requests of a key; PIECEWISE keys leave the number open, then as many as there can be."""
+        """The most requests there can be, if a key leaves them open."""
         if descriptor.num_reqs is not None:
             return descriptor.num_reqs
         return min(descriptor.num_tokens, self.plan.max_num_seqs)
 
     def views(self, descriptor: BatchDescriptor) -> dict[str, Tensor]:
-        """The tensors that the key's graph reads, by name."""
-        buffers = self.buffers[descriptor.sizes]
-        reqs = self.padded_reqs(descriptor)
-        return buffers.views(descriptor.num_tokens, reqs)
+        """The tensors that the key's graph reads."""
+        return self.buffers[descriptor.sizes].views(
+            descriptor.num_tokens,
+            self.padded_reqs(descriptor),
+        )
 
-    def of_graphs(self, mode: CUDAGraphMode, paths: Iterable[str]) -> list[str]:
-        """Paths that code in graphs changed: eager pieces, and code between wrappers, run on each
-        replay.
-        """
-        if mode is CUDAGraphMode.PIECEWISE and self.route.name == "wrappers":
+    def runs_python_again(self, mode: CUDAGraphMode) -> bool:
+        """Whether a replay runs Python between wrappers."""
+        return mode is CUDAGraphMode.PIECEWISE and self.route.name == "wrappers"
+
+    def frozen(
+        self,
+        mode: CUDAGraphMode,
+        paths: Iterable[str],
+    ) -> list[str]:
+        """The paths that no replay changes."""
+        if self.runs_python_again(mode):
             return []
         return [path for path in paths if not is_within(path, self.facts.aside)]
 
     @contextmanager
-    def in_context(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> Iterator[None]:
-        """A block in the context that ``before_key`` sets; it is put back after the block."""
+    def in_context(
+        self,
+        mode: CUDAGraphMode,
+        descriptor: BatchDescriptor,
+    ) -> Iterator[None]:
+        """A block in the context of ``before_key``."""
         if self.before_key is None:
             yield
             return
@@ -181,10 +195,12 @@ class ModelRuns:
         finally:
             kept.restore_python(())
 
-    def run_eager(self, descriptor: BatchDescriptor, tensors: Tensors) -> Any:
-        """The model's own code on these tensors; parts under torch.compile find the code that
-        warm-ups compiled.
-        """
+    def run_eager(
+        self,
+        descriptor: BatchDescriptor,
+        tensors: Tensors,
+    ) -> Any:
+        """The model's own code."""
         with autocast_cache(on=self.route.name == "wrappers"):
             return self.run(self.model, CUDAGraphMode.NONE, descriptor, tensors)
 
@@ -195,7 +211,18 @@ class ModelRuns:
         descriptor: BatchDescriptor,
         tensors: Tensors,
     ) -> Any:
-        """``call`` with the inputs among these tensors, and the metadata in the forward context."""
-        metadata = _Metadata((name, tensors[name]) for name in self.config.metadata)
-        with torch.no_grad(), forward_context(mode, descriptor, metadata, scope=self.scope):
-            return call(**{name: tensors[name] for name in self.config.inputs})
+        """``call`` with the inputs, and the metadata in the forward context."""
+        inputs = {name: tensors[name] for name in self.config.inputs}
+        metadata = _Metadata()
+        for name in self.config.metadata:
+            metadata[name] = tensors[name]
+        with (
+            torch.no_grad(),
+            forward_context(
+                mode,
+                descriptor,
+                metadata,
+                scope=self.scope,
+            ),
+        ):
+            return call(**inputs)

@@ -1,6 +1,4 @@
-"""The steps that capture sessions of several ranks take together; ``distributed/`` implements them.
-A single rank takes none.
-"""
+"""Steps that the capture sessions of several ranks take together."""
 
 from __future__ import annotations
 
@@ -12,11 +10,8 @@ from cgplan.reports.records import CaptureReport
 
 
 class PeerMemory(NamedTuple):
-    """Memory of other ranks in this process's address space.
-
-    Attributes:
-        mapped: First address, the one behind the last, and the name of each part.
-        addresses: Those that graphs read from a table.
+    """Memory of other ranks: ``mapped`` parts (first address, the one behind the last, name), and
+    ``addresses`` that graphs read from a table.
     """
 
     mapped: Sequence[tuple[int, int, str]]
@@ -24,18 +19,12 @@ class PeerMemory(NamedTuple):
 
 
 class RankSync:
-    """The steps at which a session waits for those of other ranks; this one is for a single rank.
-
-    With several ranks, all of them take each step, and it raises on all of them if one fails.
+    """Steps that all ranks take together, and that raise on all if one fails. This class, for a
+    single rank, never waits.
     """
 
     def begin(self, plan: Plan, free: int | None) -> int | None:  # noqa: ARG002
-        """Before anything is allocated: the ranks capture the same plan, and nothing of an earlier
-        pass is registered.
-
-        Returns:
-            The free device memory, in bytes, that budgets count with: the least of all ranks.
-        """
+        """Agree on the plan. Returns the least free device memory of all ranks, in bytes."""
         return free
 
     def any_refuses(
@@ -43,32 +32,28 @@ class RankSync:
         refused: bool,
         because: BaseException | None = None,  # noqa: ARG002
     ) -> bool:
-        """Whether the budget of any rank refuses a key; ``because`` is the error of this rank,
-        where its memory ran out.
-        """
+        """Whether any rank refuses a key; ``because``: this rank ran out of memory."""
         return refused
 
     def dropped(self) -> None:
-        """All graphs were freed in the middle of a session: the buffers that they read are
-        forgotten.
-        """
+        """All graphs were freed during a session."""
 
     def end(self) -> None:
-        """After the last capture, before any replay: graph buffers are made known to all ranks."""
+        """After the last capture: make graph buffers known to all ranks."""
 
     def failed(self, error: BaseException) -> BaseException:
-        """After a failure: the error to raise, the same on all ranks."""
+        """The error to raise, the same on all ranks."""
         return error
 
     def peer_memory(self) -> PeerMemory:
-        """Memory of other ranks that graphs read."""
+        """Memory that graphs read."""
         return PeerMemory(mapped=(), addresses=())
 
     def release(self) -> None:
-        """Before graphs and their pool are freed, however the session or the runner ends."""
+        """Before graphs and their pool are freed."""
 
     def completed(self, report: CaptureReport) -> CaptureReport:
-        """The report with those of the other ranks."""
+        """With the other ranks' reports."""
         return report
 
 

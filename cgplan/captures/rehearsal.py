@@ -1,12 +1,9 @@
-"""Rehearsal: runs of a forward that no batch asked for, and what they found until they end.
-
-A rehearsal holds the looks ahead of captures, the warm-ups and the captures. Before it ends, the
-model gets back what these runs changed: see Note [What is put back] in put_back.py.
-"""
+"""Rehearsal: looks, warm-ups and captures of one model, until it is put back."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -30,24 +27,26 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 class Rehearsal:
-    """Runs ahead of captures; see the head of this file.
-
-    Args:
-        runs: The model; ``runs.facts`` gets what stays true of its forward.
-        addresses: Gets the paths of the tensors that graph code read.
-        kept: What is put back in the end.
+    """Runs ahead of captures, and captures. ``runs.facts`` and ``addresses`` get what outlasts it;
+    ``kept`` puts the model back.
     """
 
     def __init__(self, runs: ModelRuns, addresses: AddressChecks, kept: PutBack) -> None:
+        self.kept = kept
         self._runs = runs
         self._addresses = addresses
-        self.kept = kept
         self._footprints: dict[CUDAGraphMode, Footprint] = {}
-        self._judged = set[CUDAGraphMode]()  # their look was compared with the run after it
-        # the operator that a capture met, and the look ahead of it did not
+        self._judged = set[CUDAGraphMode]()
+        # operators that only a capture met
         self._late_syncs: dict[CUDAGraphMode, HostSyncError] = {}
 
-    def announce(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> None:
+    # --- looks ------------------------------------------------------------------------------------
+
+    def announce(
+        self,
+        mode: CUDAGraphMode,
+        descriptor: BatchDescriptor,
+    ) -> None:
         """Let ``before_key`` set its context for runs on padding."""
         runs = self._runs
         if runs.before_key is None:
@@ -58,30 +57,33 @@ class Rehearsal:
         except Exception as error:
             raise explain_failure(error, f"{mode} {descriptor}") from error
 
-    def look(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> None:
-        """Announce a key, and look at the forward, once for each mode. Raises as
-        ``footprint.examine``.
-        """
+    def look(
+        self,
+        mode: CUDAGraphMode,
+        descriptor: BatchDescriptor,
+    ) -> None:
+        """Look at the forward, once for each mode. Raises as ``footprint.examine``."""
         self.announce(mode, descriptor)
         if mode in self._footprints:
             return
         runs = self._runs
-        route = self._runs.route
-        is_piecewise = mode is CUDAGraphMode.PIECEWISE
-        views = runs.views(descriptor)
+        route = runs.route
         model = runs.model
-        breaks = route.breaks if is_piecewise else None
+        split: Iterable[str] = ()
+        breaks = None
+        is_piecewise = mode is CUDAGraphMode.PIECEWISE
+        if is_piecewise:
+            split = self._split_at()
+            breaks = route.breaks
         if breaks is not None:
             model = partial(breaks.forward, model)
-        split = self._split_at() if is_piecewise else ()
-        run = partial(runs.run, model, CUDAGraphMode.NONE, descriptor, views)
+        views = runs.views(descriptor)
         with span("look"):
             found = examine(
-                run,
+                partial(runs.run, model, CUDAGraphMode.NONE, descriptor, views),
                 self.kept,
                 inputs=list(views.values()),
-                # Python code between wrappers runs on each replay.
-                part="eager piece" if self._runs_python_again(mode) else "segment",
+                part="eager piece" if runs.runs_python_again(mode) else "segment",
                 eager_ops=split,
                 is_whole=not is_piecewise,
                 hidden_from=runs.config.compilation.hide_capture_from,
@@ -99,24 +101,28 @@ class Rehearsal:
     def _split_at(self) -> Iterable[str]:
         name = self._runs.route.name
         given = self._runs.config.compilation.splitting_ops
+        if name not in ("ops", "modules"):
+            return ()
         if name == "ops" and given is None:
             return DEFAULT_SPLITTING_OPS
-        return (given or ()) if name in ("ops", "modules") else ()
+        return given or ()
 
-    def _runs_python_again(self, mode: CUDAGraphMode) -> bool:
-        return mode is CUDAGraphMode.PIECEWISE and self._runs.route.name == "wrappers"
-
-    def _note_found(self, mode: CUDAGraphMode, found: Footprint, views: Iterable[Tensor]) -> None:
-        """Keep what outlasts the rehearsal."""
+    def _note_found(
+        self,
+        mode: CUDAGraphMode,
+        found: Footprint,
+        views: Iterable[Tensor],
+    ) -> None:
         runs = self._runs
-        facts = self._runs.facts
+        facts = runs.facts
         addresses = self._addresses
-        read = {id(tensor) for tensor in found.reads.values()}
+        read = set(map(id, found.reads.values()))
         of_pieces = set[int]()
-        # without FULL graphs, tensors of eager pieces are read by no graph
+        # without FULL graphs, no graph reads the tensors of eager pieces
         if runs.plan.mode is CUDAGraphMode.PIECEWISE and runs.route.breaks is not None:
             for module in runs.route.breaks.modules.values():
-                of_pieces.update(map(id, (*module.parameters(), *module.buffers())))
+                of_pieces.update(map(id, module.parameters()))
+                of_pieces.update(map(id, module.buffers()))
         addresses.reads |= found.reads.keys()
         unread = set[str]()
         for path, place in self.kept.before.places.items():
@@ -126,21 +132,24 @@ class Rehearsal:
                 unread.add(path)
         addresses.volatile |= unread - addresses.reads
         facts.overwritten |= found.overwritten
+        facts.outside += found.outside
         facts.is_coarse |= self._is_coarse(found, [*views, *found.reads.values()])
         because = found.capture_visible_because
         if because is not None:
             facts.told.add(mode)
             packages = ", ".join(sorted(found.packages_that_ask))
             facts.note(
-                [
-                    f"{packages} is told of captures, and may run slower kernels there than in "
-                    "eager calls (attention with masks that mask nothing): as in eager calls, "
-                    f"{because.message}"
-                ]
+                f"{packages} is told of captures, and may run slower kernels there than in eager "
+                f"calls (attention with masks that mask nothing): as in eager calls, "
+                f"{because.message}"
             )
         runs.use_generators(found.generators.values())
 
-    def _is_coarse(self, found: Footprint, tensors: list[Tensor]) -> bool:
+    def _is_coarse(
+        self,
+        found: Footprint,
+        tensors: list[Tensor],
+    ) -> bool:
         device = self._runs.backend.device.type
         if AmbientState.now(device).autocast is not None:
             return True
@@ -148,69 +157,25 @@ class Rehearsal:
             return True
         if device != "cuda":
             return False
-        convolves = any("conv" in name for name in found.names)
-        has_tf32 = torch.get_float32_matmul_precision() != "highest"
-        return has_tf32 or (torch.backends.cudnn.allow_tf32 and convolves)
+        if torch.get_float32_matmul_precision() != "highest":
+            return True
+        return torch.backends.cudnn.allow_tf32 and any("conv" in name for name in found.names)
 
     def calls_breaks(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> bool:
-        """Whether a run of the model calls a function under ``eager_break_during_capture``."""
+        """Whether a forward calls a function under ``eager_break_during_capture``."""
         runs = self._runs
         self.announce(mode, descriptor)
         views = runs.views(descriptor)
         run = partial(runs.run, runs.model, CUDAGraphMode.NONE, descriptor, views)
         return look(run, self.kept).breaks
 
-    def is_judged(self, mode: CUDAGraphMode) -> bool:
-        """Whether the look at a mode was compared with the run after it."""
-        return mode in self._judged
-
-    def judge(self, mode: CUDAGraphMode, changed: Mapping[str, Change]) -> None:
-        """Compare the look at a mode with the run after it, which changed ``changed``. Raises as
-        ``footprint.judge``, and CaptureError for changes of Python where ``strict`` is set.
-        """
-        if mode in self._judged:
-            return
-        runs = self._runs
-        facts = self._runs.facts
-        found = self._footprints[mode]
-        compilation = runs.config.compilation
-        judge(found, changed, self.kept, runs_again=self._runs_python_again(mode))
-        if compilation.strict and found.writes_input is not None:
-            raise CaptureError(
-                f"the forward writes into an argument, at {found.writes_input}; a graph would "
-                "write into its copy",
-                remedy="Write into a tensor of the model, or return the result.",
-            )
-        python = [path for path in changed if not is_ignored(path, compilation.ignore)]
-        facts.changes_python |= bool(python)
-        facts.aside |= found.aside
-        python = runs.of_graphs(mode, python)
-        if python and compilation.strict:
-            raise CaptureError(
-                f"each run changes {changed[python[0]]}; a replay runs no Python",
-                remedy="Keep it in a tensor, or name it in `ignore` if it decides nothing: "
-                f"ignore=[{python[0]!r}].",
-            )
-        self._judged.add(mode)
-        if python:
-            words = "the forward changes {}; replays do not, nor do they see it change"
-            facts.note([words.format(listed(python))])
-
-    def refuse_value(self, mode: CUDAGraphMode) -> None:
-        """Raise CaptureError if the first run of a mode asked for a value, and kept what it made
-        of it.
-        """
-        refuse_value(self._footprints[mode], self.kept)
-
     def host_sync(self, mode: CUDAGraphMode) -> CaptureError | None:
-        """The operator that needs the host, as the look at a mode named it."""
+        """The operator that needs the host, as the look named it."""
         found = self._footprints.get(mode)
         return None if found is None else found.host_sync
 
     def looks_again(self, mode: CUDAGraphMode, failure: Any) -> bool:
-        """Whether the next look at a mode tells packages of the capture: a capture needed the host,
-        and the look ahead of it did not.
-        """
+        """Whether the next look tells packages of the capture, which alone needed the host."""
         found = self._footprints.get(mode)
         if not isinstance(failure, HostSyncError) or found is None:
             return False
@@ -221,8 +186,59 @@ class Rehearsal:
         return True
 
     def forget_look(self, mode: CUDAGraphMode) -> None:
-        """Look again at a mode, unless it was judged: the look and the run after it are of one
-        key.
-        """
+        """Look again at a mode whose look was not judged."""
         if mode not in self._judged:
             self._footprints.pop(mode, None)
+
+    # --- runs after a look ------------------------------------------------------------------------
+
+    @contextmanager
+    def judged_run(
+        self,
+        mode: CUDAGraphMode,
+        *,
+        captures: bool = False,
+    ) -> Iterator[None]:
+        """A block of one run; the first of a mode is compared with the look. Raises as
+        ``footprint.judge``, and CaptureError under ``strict``.
+        """
+        is_first = mode not in self._judged
+        with self.kept.run(captures=captures, enters_made=is_first) as changed:
+            yield
+        if is_first:
+            self._judge(mode, changed)
+
+    def _judge(self, mode: CUDAGraphMode, changed: Mapping[str, Change]) -> None:
+        runs = self._runs
+        facts = runs.facts
+        found = self._footprints[mode]
+        compilation = runs.config.compilation
+        judge(found, changed, self.kept, runs_again=runs.runs_python_again(mode))
+        if compilation.strict and found.writes_input is not None:
+            raise CaptureError(
+                f"the forward writes into an argument, at {found.writes_input}; a graph would "
+                "write into its copy",
+                remedy="Write into a tensor of the model, or return the result.",
+            )
+        python = [path for path in changed if not is_ignored(path, compilation.ignore)]
+        facts.changes_python |= bool(python)
+        facts.aside |= found.aside
+        python = runs.frozen(mode, python)
+        if python and compilation.strict:
+            raise CaptureError(
+                f"each run changes {changed[python[0]]}; a replay runs no Python",
+                remedy="Keep it in a tensor, or name it in `ignore` if it decides nothing: "
+                f"ignore=[{python[0]!r}].",
+            )
+        self._judged.add(mode)
+        if python:
+            facts.note(
+                f"the forward changes {listed(python)}; replays do not, nor do they see it change"
+            )
+
+    def is_judged(self, mode: CUDAGraphMode) -> bool:
+        return mode in self._judged
+
+    def refuse_value(self, mode: CUDAGraphMode) -> None:
+        """Raise CaptureError if a mode's first run kept what it made of a value for the host."""
+        refuse_value(self._footprints[mode], self.kept)

@@ -1,13 +1,10 @@
-"""`cgplan capture`, `bench`, `doctor` and `audit`, once the files are read: the model is loaded,
-captured, and measured.
-"""
+"""`cgplan capture`, `bench`, `doctor` and `audit`: load the model, capture, measure."""
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 from cgplan.backends import GraphBackend, select_backend
@@ -17,7 +14,15 @@ from cgplan.captures.captured_keys import CaptureProgress
 from cgplan.captures.environment import describe_environment
 from cgplan.captures.rank_sync import SINGLE_RANK, RankSync
 from cgplan.cli.options import Prepared, Request
-from cgplan.cli.output import has_ranks, is_first_rank, note, progress, publish, save
+from cgplan.cli.output import (
+    has_ranks,
+    is_first_rank,
+    note,
+    prints_aside,
+    progress,
+    publish,
+    save,
+)
 from cgplan.cli.plan import announcements
 from cgplan.config import Config
 from cgplan.distributed import (
@@ -53,19 +58,11 @@ REPORTS: dict[str, Callable[[GraphRunner], Report]] = {
 
 
 def run_bench(
-    request: Request,
-    prepared: Prepared,
-    against: Sequence[str],
-    seed: int | None,
+    request: Request, prepared: Prepared, against: Sequence[str], seed: int | None
 ) -> None:
     def measured(runner: GraphRunner) -> Report:
         with progress("bench" if is_first_rank() else "") as step:
-            return bench(
-                runner,
-                progress=step,
-                against=against,
-                seed=seed,
-            )
+            return bench(runner, progress=step, against=against, seed=seed)
 
     run("bench", request, prepared, measured)
 
@@ -76,10 +73,10 @@ def run(
     prepared: Prepared,
     make: Callable[[GraphRunner], Report] | None = None,
 ) -> None:
-    """Capture, and publish the report that the command, or ``make``, makes of the runner."""
+    """Capture, and publish the command's report, or that of ``make``."""
     make = make or REPORTS[command]
     trace = Trace()
-    with redirect_stdout(sys.stderr), ExitStack() as stack:  # a model's prints are not the result
+    with prints_aside(), ExitStack() as stack:
         with trace.on() if request.trace else nullcontext():
             runner = stack.enter_context(_captured(command, request, prepared))
             if request.trace:
@@ -88,33 +85,18 @@ def run(
     if is_first_rank():
         if request.trace:
             save(request.trace, trace.to_json())
-        publish(
-            report,
-            request.output,
-            as_json=request.as_json,
-            html=request.html,
-        )
+        publish(report, request.output, as_json=request.as_json, html=request.html)
     if isinstance(report, AuditReport) and report.findings:
         raise audit_error(report)
 
 
 @contextmanager
-def _captured(
-    command: str,
-    request: Request,
-    prepared: Prepared,
-) -> Iterator[GraphRunner]:
-    """A block with the runner; at its end everything that ranks share is taken down."""
-
+def _captured(command: str, request: Request, prepared: Prepared) -> Iterator[GraphRunner]:
     def load(backend: GraphBackend) -> Callable[..., Any]:
+        base_dir = prepared.loaded.base_dir
+        device = backend.device
         with span("load model"):
-            built = load_model(
-                prepared.target,
-                prepared.kwargs,
-                device=backend.device,
-                base_dir=prepared.loaded.base_dir,
-            )
-        return built.forward
+            return load_model(prepared.target, prepared.kwargs, device=device, base_dir=base_dir)
 
     if has_ranks():
         with _captured_on_ranks(command, request, prepared, load) as runner:
@@ -129,14 +111,16 @@ def _captured_alone(
     prepared: Prepared,
     load: Load,
 ) -> GraphRunner:
-    config, plan = prepared.loaded.config, prepared.plan
+    config = prepared.loaded.config
+    plan = prepared.plan
     backend = select_backend(config.device)
-    failed: tuple[PlanChange, ...] = ()
-    if config.compilation.cudagraph_mode is CUDAGraphMode.AUTO:
-        model, began = load(backend), time.perf_counter()
-    else:
+    is_auto = config.compilation.cudagraph_mode is CUDAGraphMode.AUTO
+    if not is_auto:
         plan = _fitted(plan, config, backend, request)
-        model, began = load(backend), time.perf_counter()
+    model = load(backend)
+    began = time.perf_counter()
+    failed: tuple[PlanChange, ...] = ()
+    if not is_auto:
         try:
             return _run(config, plan, model, backend)
         except CaptureError as error:
@@ -145,12 +129,7 @@ def _captured_alone(
             reason = f"the capture failed: {error.message}"
             change = PlanChange(requested=plan.mode, resolved=CUDAGraphMode.AUTO, reason=reason)
             failed = (change,)
-    config, plan = choose_mode(
-        config,
-        model,
-        backend,
-        anyway=bool(failed),
-    )
+    config, plan = choose_mode(config, model, backend, anyway=bool(failed))
     plan = plan.model_copy(update={"changes": (*failed, *plan.changes)})
     plan = _fitted(plan, config, backend, request)
     return _run(config, plan, model, backend, began=began)
@@ -160,15 +139,13 @@ def _captured_alone(
 def _captured_on_ranks(
     command: str, request: Request, prepared: Prepared, load: Load
 ) -> Iterator[GraphRunner]:
-    """A block with this rank's runner; at its end all is taken down, see Note [Teardown].
+    """A block with this rank's runner; what ranks share is taken down at its end.
 
-    Ranks compare their configuration, model and ``command``, as each command calls the runner in
-    its own way. Rank 0's plan is captured. Raises DistributedError on all ranks where one is
-    missing, differs, or failed.
+    Rank 0's plan is captured. Raises DistributedError on all ranks where one fails or differs.
     """
     config = prepared.loaded.config
     ranks = open_ranks(config.distributed, config.device)
-    assert ranks is not None
+    assert ranks
     with ranks:
         backend = select_backend(str(ranks.device))
         agree_on_setup(ranks, config, backend, also={"the command": f"cgplan {command}"})
@@ -186,7 +163,7 @@ def _captured_on_ranks(
                 yield runner
                 reducer.check()
             except BaseException as error:
-                ranks.leave(error)  # the others are not to wait for this one
+                ranks.leave(error)  # so that the others do not wait
                 raise
             finally:
                 runner.close()
@@ -205,9 +182,10 @@ def _run(
         def show(at: CaptureProgress) -> None:
             step(at.index, at.total, f"{at.mode} {at.descriptor}")
 
-        return CaptureSession(
+        session = CaptureSession(
             plan, model, backend, config, progress=show, together=together, began=began
-        ).run()
+        )
+        return session.run()
 
 
 def _fitted(
@@ -216,21 +194,13 @@ def _fitted(
     backend: GraphBackend,
     request: Request,
 ) -> Plan:
-    """The plan for this configuration and machine, announced; a saved one is checked. Raises
-    PlanMismatchError, unless it is forced.
-    """
+    """The plan, announced. Raises PlanMismatchError for a saved one that does not fit."""
     path = request.plan
     notes: list[str] = []
-    if path is not None:
+    if path:
         machine = describe_environment(backend, plan.config_hash).as_machine
         try:
-            found = fitted(
-                plan,
-                config,
-                machine,
-                force=request.force,
-                file=str(path),
-            )
+            found = fitted(plan, config, machine, force=request.force, file=str(path))
         except PlanMismatchError as error:
             raise PlanMismatchError(f"{path}: {error.message}", remedy=error.remedy) from None
         for setting in unused_settings(plan, config):
@@ -244,7 +214,7 @@ def _fitted(
             if new:
                 present = f"that of the configuration, {new}, bounds this capture"
             notes.append(f"{path} was made for a budget of {old}; {present}")
-        plan = found.model_copy(update={"notes": tuple(notes)})  # its own are about planning
+        plan = found.model_copy(update={"notes": tuple(notes)})
     if is_first_rank():
         for line in (*(f"note: {text}" for text in notes), *announcements(plan)):
             note(line)
@@ -252,7 +222,7 @@ def _fitted(
 
 
 def _limits(budget: dict[str, Any]) -> str:
-    """``2 GiB, 40 graphs``; nothing of the reserve, which no plan is made for."""
+    """``2 GiB, 40 graphs``; no plan is made for a reserve."""
     words = {
         "memory": format_bytes,
         "capture_time": format_seconds,

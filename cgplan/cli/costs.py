@@ -1,14 +1,12 @@
-"""Costs of graphs: from a saved report, estimated on fake tensors, or measured on the device."""
+"""Costs of graphs: saved, estimated or measured."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import redirect_stdout
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from cgplan.cli.output import note
+from cgplan.cli.output import note, prints_aside
 from cgplan.config import Config, LoadedConfig
 from cgplan.config.load import read_text
 from cgplan.errors import CaptureMemoryError, CgplanError, ModelError, ReportError
@@ -23,57 +21,46 @@ from cgplan.reports import CaptureReport, Environment
 from cgplan.reports.records import parse_report, uncapturable
 
 _REMEDY = (
-    "Give a file that `cgplan capture --output` wrote, the log of a start of vLLM, or one of the "
-    "words estimate and measure."
+    "Give a capture report, the log of a start of vLLM, or one of the words estimate and measure."
 )
 
 
 class Priced(NamedTuple):
-    """Costs of graphs, None where nothing is known; their notes are for the caller to show."""
+    """Costs of graphs, if known; the caller shows their notes."""
 
     costs: GraphCosts | None
-    machine: Machine | None = None  # with the GPU that they were measured on
-    # keys that the report says could not be captured, and why
-    failed: Mapping[Key, str] = MappingProxyType({})
+    machine: Machine | None = None  # of the measurement, with a GPU
+    failed: Mapping[Key, str] = MappingProxyType({})  # keys of the report without a graph, and why
 
 
 def costs_of(loaded: LoadedConfig, given: str | None) -> Priced:
-    """Costs of graphs by ``estimate`` (the model runs on fake tensors), ``measure`` (a few keys are
-    captured on the configured device, and freed), or from a capture report or vLLM's log.
-    """
+    """Costs by ``estimate`` or ``measure``, or from a capture report or vLLM's log."""
     if given is None:
         return Priced(None)
     if given in ("estimate", "measure"):
-        with redirect_stdout(sys.stderr):  # a model's prints are not the result
+        with prints_aside():
             return Priced(_estimated(loaded)) if given == "estimate" else _measured(loaded)
     from cgplan.pricing.measured import MeasuredCosts
 
     text = read_text(given, ReportError, _REMEDY)
-    if (log := StartLog.parse(text)) is not None:
-        return Priced(
-            MeasuredCosts.from_vllm_log(
-                log,
-                loaded.config,
-                given,
-            )
-        )
+    log = StartLog.parse(text)
+    if log:
+        return Priced(MeasuredCosts.from_vllm_log(log, loaded.config, given))
     report = parse_report(text, given)
     if report.kind == "bench":
         report = report.capture
     if report.kind != "capture":
         raise ReportError(f"{given} is a {report.kind}, not a capture report", remedy=_REMEDY)
-    machine = None if report.environment.driver is None else report.environment.as_machine
-    notes = tuple(
-        about(
-            f"the costs of {given}",
-            report.plan,
-            report.environment,
-            loaded.config,
-        )
-    )
+    environment = report.environment
+    machine = None if environment.driver is None else environment.as_machine
+    notes = tuple(about(f"the costs of {given}", report.plan, environment, loaded.config))
     costs = MeasuredCosts.from_report(report, loaded.config, notes)
     _check_modes(report, given, loaded.config)
-    return Priced(costs, machine, uncapturable(report.failed))
+    return Priced(
+        costs,
+        machine,
+        uncapturable(report.failed),
+    )
 
 
 def about(
@@ -82,12 +69,10 @@ def about(
     environment: Environment,
     config: Config,
 ) -> Iterator[str]:
-    """Notes on figures that were measured with another configuration's ``plan``, or on the tape."""
-    if found := named(mismatches(plan, config)):
-        yield (
-            f"{subject} were measured with another configuration, and are taken as they are: "
-            f"{found}"
-        )
+    """Notes on figures that were measured for another ``plan``, or on the tape."""
+    found = named(mismatches(plan, config))
+    if found:
+        yield (f"{subject} were measured with another configuration: {found}")
     if environment.driver is None:
         yield f"{subject} are those of {environment.backend}, not of a GPU"
 
@@ -101,20 +86,16 @@ def _check_modes(
     plan = within_count(build_plan(config), config)
     told = {record.mode for record in report.records}
     told.update(mode for mode, _ in uncapturable(report.failed))
-    missing: set[str] = set()
-    for mode, _ in plan.keys:
-        # Where the capture was of such a mode, but has none of those graphs (a budget, graphs on
-        # demand), others stand in.
-        if mode not in told and not report.plan.mode.has_mode(mode):
-            missing.add(str(mode))
+    # others stand in where a capture of that mode has no such graph: a budget, lazy captures
+    has_mode = report.plan.mode.has_mode
+    missing = {str(mode) for mode, _ in plan.keys if not (mode in told or has_mode(mode))}
     if missing:
         lacking = " and ".join(sorted(missing))
         had = " and ".join(sorted({str(record.mode) for record in report.records}))
         raise ReportError(
             f"{path} has no costs of {lacking} graphs: its graphs are {had}, and the configuration "
             f"has mode {plan.mode}",
-            remedy=f"Give the report of a capture in mode {plan.mode}, --costs measure or --costs "
-            "estimate.",
+            remedy=f"Give a capture in mode {plan.mode}, --costs measure or --costs estimate.",
         )
 
 
@@ -125,27 +106,16 @@ def _measured(loaded: LoadedConfig) -> Priced:
     from cgplan.measure.calibrate import calibrate
     from cgplan.models.loading import load_model
 
-    backend, plan = select_backend(loaded.config.device), build_plan(loaded.config)
-    built = load_model(
-        target,
-        kwargs,
-        device=backend.device,
-        base_dir=loaded.base_dir,
-    )
-    measured = calibrate(
-        loaded.config,
-        built.forward,
-        backend,
-        plan,
-    )
+    backend = select_backend(loaded.config.device)
+    plan = build_plan(loaded.config)
+    model = load_model(target, kwargs, device=backend.device, base_dir=loaded.base_dir)
+    measured = calibrate(loaded.config, model, backend, plan)
     machine = describe_environment(backend, plan.config_hash).as_machine
     return Priced(measured, machine if backend.device.type == "cuda" else None)
 
 
 def _estimated(loaded: LoadedConfig) -> GraphCosts:
-    """Costs by runs on fake tensors. Raises CaptureMemoryError where the host has too little memory
-    for the model.
-    """
+    """Raises CaptureMemoryError where the model does not fit into the host's memory."""
     target, kwargs = loaded.model_for("--costs estimate")
     import torch
 
@@ -154,11 +124,11 @@ def _estimated(loaded: LoadedConfig) -> GraphCosts:
     from cgplan.models.loading import load_model
 
     def build() -> Callable[..., Any]:
-        return load_model(
-            target, kwargs, device=torch.device("cpu"), base_dir=loaded.base_dir
-        ).forward
+        device = torch.device("cpu")
+        return load_model(target, kwargs, device=device, base_dir=loaded.base_dir)
 
-    config, plan = loaded.config, build_plan(loaded.config)
+    config = loaded.config
+    plan = build_plan(config)
     note("running forwards of the model on tensors without memory, on the CPU")
     if config.device == "cpu":
         note("note: the estimate is of graphs on a GPU; --costs measure gives the costs here")
@@ -180,7 +150,5 @@ def _estimated(loaded: LoadedConfig) -> GraphCosts:
             raise
         raise CaptureMemoryError(
             f"--costs estimate: the model does not fit into this machine's memory: {error.message}",
-            remedy="Give model.kwargs a smaller KV cache or fewer layers of the same kind, or "
-            "give --costs the "
-            "report of a capture on the GPU.",
+            remedy="Shrink model.kwargs: KV cache, layers; or give --costs a capture on the GPU.",
         ) from error

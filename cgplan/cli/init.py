@@ -1,29 +1,24 @@
-"""`cgplan init`: reads a model's inputs off its forward and writes a starting configuration."""
+"""`cgplan init`: a starting configuration from a model's forward, or from one call."""
 
 from __future__ import annotations
 
 import inspect
-import sys
-from contextlib import redirect_stdout
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from cgplan.backends import select_backend
+from cgplan.cli.output import prints_aside
 from cgplan.config.template import InputGuess, starting_yaml
 from cgplan.drop_in import Graphed, graphed
 from cgplan.errors import ModelError
 from cgplan.models.loading import ForwardArgument, call_target, forward_signature, load_model
 
-# Arguments that hold indices in most models, by the end of their name.
+# ends of the names of arguments that mostly hold indices
 _INDEX_NAMES = ("_ids", "_idx", "_indices", "_index", "_tokens", "_positions", "_lengths", "_lens")
-_IMAGE_SIDE = 224  # pixels, as most vision models take
-_CONVOLUTIONS: dict[type[nn.Module], int] = {
-    nn.Conv1d: 1,
-    nn.Conv2d: 2,
-    nn.Conv3d: 3,
-}
+_IMAGE_SIDE = 224  # pixels
+_CONVOLUTIONS: dict[type[nn.Module], int] = {nn.Conv1d: 1, nn.Conv2d: 2, nn.Conv3d: 3}
 _TELLING = (nn.Linear, nn.Embedding, nn.LayerNorm)
 _PASS_THROUGH = (nn.Dropout, nn.Identity, nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid)
 
@@ -33,18 +28,19 @@ def starting_config(
     kwargs: dict[str, Any],
     call: str | None = None,
 ) -> str:
-    """YAML for a model, from its code, or from one call: of ``call``, a target that returns the
-    arguments of the forward, a tensor, a sequence or a mapping by name. Raises ModelError if the
-    model cannot be built, and what ``graphed`` raises.
+    """YAML for a model, from its code or from one call.
+
+    ``call`` is a target that returns the arguments of the forward: a tensor, a sequence or a
+    mapping by name. Raises ModelError, and what ``graphed`` raises.
     """
     if call is not None:
         return _of_call(target, kwargs, call)
     if ":" not in target and not target.endswith(".py"):
         return _of_hugging_face(target, kwargs)
-    with redirect_stdout(sys.stderr):  # a model's prints are not the result
+    with prints_aside():
         model = load_model(target, kwargs, device=torch.device("cpu"))
-        layers = {} if model.module is None else _first_layers(model.module)
-        arguments = forward_signature(model.forward)
+        layers = _first_layers(model) if isinstance(model, nn.Module) else {}
+        arguments = forward_signature(model)
     guesses = [_guess(argument, *layers.get(argument.name, ())) for argument in arguments]
     return starting_yaml(target, kwargs, guesses)
 
@@ -55,16 +51,15 @@ def _of_call(
     call: str,
 ) -> str:
     device = select_backend("auto").device
-    with redirect_stdout(sys.stderr):
-        made = load_model(target, kwargs, device=device).forward
+    with prints_aside():
+        made = load_model(target, kwargs, device=device)
         example = call_target(call, {}, device=device)
         try:
             graphs: Graphed = graphed(made, example=example)
         except TypeError as error:
             raise ModelError(
                 f"{target} does not take what {call} returns: {error}",
-                remedy="Return a tensor, a sequence or a mapping by name, as the forward takes "
-                "them.",
+                remedy="Return a tensor, a sequence or a mapping by name, for the forward.",
             ) from error
     return graphs.config_text(target, kwargs)
 
@@ -79,23 +74,18 @@ def _of_hugging_face(name: str, kwargs: dict[str, Any]) -> str:
     words = getattr(config, "vocab_size", 1)
     places = kwargs.get("max_cache_len", 512)
     reason = "the target takes one for each row"
-    shape = ("num_tokens",)
+    row = (True, ("num_tokens",), "int64")
     tokens = InputGuess(
         "input_ids",
-        True,
-        shape,
-        "int64",
+        *row,
         reason,
         0,
         (0, words),
     )
-    reason = f"{reason}; -1: padding"
     positions = InputGuess(
         "positions",
-        True,
-        shape,
-        "int64",
-        reason,
+        *row,
+        f"{reason}; -1: padding",
         -1,
         (0, places),
     )
@@ -103,16 +93,12 @@ def _of_hugging_face(name: str, kwargs: dict[str, Any]) -> str:
 
 
 def _first_layers(module: nn.Module) -> dict[str, tuple[str, nn.Module]]:
-    """By argument, the layer of PyTorch that reads it first, and its name in the model; empty where
-    the forward cannot be traced symbolically (it branches on values, say).
-    """
-    defaults: dict[str, Any] = {}
-    for name, parameter in inspect.signature(module.forward).parameters.items():
-        if parameter.default is not inspect.Parameter.empty:
-            defaults[name] = parameter.default
+    """By argument: path and layer that reads it first; empty for a forward that fx cannot trace."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    defaults = {each.name: each.default for each in parameters if each.default is not each.empty}
     try:
         graph = fx.Tracer().trace(module, concrete_args=defaults)
-    except Exception:  # tracing runs the model's own code, which may raise anything
+    except Exception:  # of the model's code
         return {}
     found: dict[str, tuple[str, nn.Module]] = {}
     for node in graph.nodes:
@@ -123,9 +109,7 @@ def _first_layers(module: nn.Module) -> dict[str, tuple[str, nn.Module]]:
 
 
 def _first_layer(node: fx.Node, module: nn.Module) -> tuple[str, nn.Module] | None:
-    """The first layer behind a traced value, seen through layers that change neither shape nor
-    type.
-    """
+    """The first layer behind a value, past layers that keep shape and dtype."""
     for user in node.users:
         if user.op != "call_module":
             continue
@@ -142,7 +126,8 @@ def _guess(
     path: str = "",
     layer: nn.Module | None = None,
 ) -> InputGuess:
-    name, required = argument.name, argument.required
+    name = argument.name
+    required = argument.required
     kind = f"{path} is a {type(layer).__name__}"
     dtype = "float32"
     shape: tuple[int | str, ...] = ("num_tokens",)
@@ -152,13 +137,14 @@ def _guess(
     if isinstance(layer, nn.Embedding):
         rows = layer.num_embeddings
         reason = f"{path} is an Embedding of {rows} rows, one index a row of the batch"
+        pad = layer.padding_idx or 0
         return InputGuess(
             name,
             required,
             shape,
             "int64",
             reason,
-            layer.padding_idx or 0,
+            pad,
             (0, rows),
         )
     if isinstance(layer, nn.Linear):
@@ -182,4 +168,10 @@ def _guess(
         )
     else:
         reason = "nothing in the code told it; correct it"
-    return InputGuess(name, required, shape, dtype, reason)
+    return InputGuess(
+        name,
+        required,
+        shape,
+        dtype,
+        reason,
+    )

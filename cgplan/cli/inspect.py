@@ -1,12 +1,8 @@
-"""`cgplan inspect`: the plan of a configuration and where its values come from, vLLM's plan, or a
-saved report.
-"""
+"""`cgplan inspect` of a configuration or of vLLM's options, and `cgplan vllm check`."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator
-from contextlib import redirect_stdout
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,7 +12,7 @@ from pydantic import BaseModel
 from rich.console import RenderableType
 
 from cgplan.cli.options import InspectRequest
-from cgplan.cli.output import note, show, wrapped
+from cgplan.cli.output import note, prints_aside, show, wrapped
 from cgplan.config import Config, LoadedConfig, read_config
 from cgplan.config.load import read_text
 from cgplan.config.template import inline_yaml
@@ -24,7 +20,14 @@ from cgplan.errors import PlanError, ReportError
 from cgplan.optimizer.subset import within_count
 from cgplan.planning import Plan, build_plan
 from cgplan.reports import render
-from cgplan.reports.layout import Grid, TextColumn, describe_sizes, facts, sentences, titled
+from cgplan.reports.layout import (
+    Grid,
+    TextColumn,
+    describe_sizes,
+    facts,
+    sentences,
+    titled,
+)
 from cgplan.reports.plan_tables import case_table, lane_table
 from cgplan.units import counted
 
@@ -51,20 +54,17 @@ def inspect_config(request: InspectRequest) -> None:
         from cgplan.cli.costs import costs_of
 
         costs, machine, _ = costs_of(loaded, request.costs)
-        if costs is not None:
-            update = {
-                "predicted": costs.of(plan.keys),
-                "machine": machine,
-            }
-            plan = plan.model_copy(update=update)
+        if costs:
+            priced = {"predicted": costs.of(plan.keys), "machine": machine}
+            plan = plan.model_copy(update=priced)
     if request.as_json:
-        if costs is not None:
+        if costs:
             for text in costs.notes:
                 note(f"note: {text}")
         typer.echo(plan.model_dump_json(indent=2))
         return
     parts = [render(plan)]
-    if plan.predicted is not None and plan.keys:
+    if plan.predicted and plan.keys:
         parts.append(lane_table(plan))
     if plan.max_loras is not None and plan.keys:
         from cgplan.pricing.measured import case_costs
@@ -78,20 +78,14 @@ def inspect_config(request: InspectRequest) -> None:
     else:
         is_set = [row for row in rows if row.origin not in ("default", "resolved")]
         rest = sentences(f"and {len(rows) - len(is_set)} defaults, listed with --all")
-        parts.append(
-            titled(
-                f"Values set for {path}",
-                _key_table(is_set, path),
-                rest,
-            )
-        )
+        parts.append(titled(f"Values set for {path}", _key_table(is_set, path), rest))
     show(*parts)
 
 
 def _key_table(rows: Iterable[Row], path: Path = Path()) -> RenderableType:
-    """Lines of the file ``path`` are told by their number."""
+    """Origins in the file ``path`` are numbers of lines."""
     lines = [row._replace(origin=row.origin.replace(f"{path.name}:", "line ")) for row in rows]
-    return Grid(lines, *(TextColumn(name, name) for name in Row._fields))
+    return Grid(lines, *map(TextColumn, Row._fields))
 
 
 def _split_of(loaded: LoadedConfig) -> RenderableType:
@@ -100,15 +94,10 @@ def _split_of(loaded: LoadedConfig) -> RenderableType:
     from cgplan.models.loading import load_model
     from cgplan.runner.session import describe_split
 
-    with redirect_stdout(sys.stderr):  # a model's prints are not the result
+    with prints_aside():
         backend = select_backend(loaded.config.device)
-        built = load_model(
-            target,
-            kwargs,
-            device=backend.device,
-            base_dir=loaded.base_dir,
-        )
-        found = describe_split(built.forward, loaded.config, backend)
+        model = load_model(target, kwargs, device=backend.device, base_dir=loaded.base_dir)
+        found = describe_split(model, loaded.config, backend)
     if found is None:
         return facts("Split", [("pieces", "none: no PIECEWISE graph is planned")])
     return render(found)
@@ -130,20 +119,18 @@ def inspect_vllm(read: VllmConfig, *, as_json: bool) -> None:
 
 
 def check_vllm(read: VllmConfig, file: Path | None) -> None:
-    """Say what vLLM captures with these options, which batches run eagerly, and what a start's log
-    says of memory.
+    """Say what vLLM captures, which batches run eagerly, and what a start's log says of memory.
 
-    Raises PlanError if it does not capture sizes that were asked for, ReportError for a log of no
-    start with graphs.
+    Raises PlanError for sizes that vLLM does not capture, ReportError for another log.
     """
     from cgplan.planning.engines import describe_batches
     from cgplan.planning.vllm_log import StartLog
 
     plan = build_plan(read.loaded.config)
     said: Iterable[str] = ()
-    if file is not None:
+    if file:
         log = StartLog.parse(read_text(file, ReportError, _LOG))
-        if log is None:
+        if not log:
             raise ReportError(
                 f"{file} has no line `Graph capturing finished in ... secs, took ... GiB`",
                 remedy=_LOG,
@@ -161,16 +148,13 @@ def check_vllm(read: VllmConfig, file: Path | None) -> None:
     if read.lost:
         raise PlanError(
             "vLLM does not capture all that was asked for\n  - " + "\n  - ".join(read.lost),
-            remedy="Give cudagraph_capture_sizes with the sizes that batches have (those of "
-            "decode: requests times "
-            f"{plan.query_len}), the largest one included, and no max_cudagraph_capture_size.",
+            remedy="Give the sizes of batches as cudagraph_capture_sizes, in decode multiples of "
+            f"{plan.query_len}, the largest included, and no max_cudagraph_capture_size.",
         )
 
 
 def origin_rows(loaded: LoadedConfig, plan: Plan) -> list[Row]:
-    """Each value with its origin: file and line, `--set`, default, or resolved; a resolved value
-    names its source.
-    """
+    """Each value with its origin: file and line, `--set`, default, or resolved."""
     resolved = _resolved(loaded.config, plan)
     rows: list[Row] = []
     for row in _rows(loaded.config, "", loaded):
@@ -180,13 +164,7 @@ def origin_rows(loaded: LoadedConfig, plan: Plan) -> list[Row]:
         elif row.origin == "default":
             rows.append(Row(row.key, found, "resolved"))
         else:
-            rows.append(
-                Row(
-                    row.key,
-                    f"{row.value} -> {found}",
-                    row.origin,
-                )
-            )
+            rows.append(row._replace(value=f"{row.value} -> {found}"))
     return rows
 
 
@@ -213,10 +191,11 @@ def _rows(
                     )
         else:
             is_given = name in section.model_fields_set
+            origin = loaded.origin(key) if is_given else "default"
             yield Row(
                 key,
                 _text(value),
-                loaded.origin(key) if is_given else "default",
+                origin,
             )
 
 
@@ -229,12 +208,11 @@ def _text(value: Any) -> str:
 
 
 def _resolved(config: Config, plan: Plan) -> dict[str, str]:
-    """Values that planning found or changed, by key, each with its source."""
+    """Values that planning chose or changed, by key."""
     given = config.compilation
     found: dict[str, str] = {}
     sizes = f"{describe_sizes(plan.capture_sizes)} ({len(plan.capture_sizes)})"
     if plan.changes:
-        # the plan has them in full
         reasons = ", ".join(change.reason.partition(":")[0] for change in plan.changes)
         found["compilation.cudagraph_mode"] = f"{plan.mode} (from {reasons})"
     if plan.capture_sizes != given.cudagraph_capture_sizes:

@@ -1,8 +1,9 @@
-"""The commands. Each imports its modules when it runs, so that `--help` answers at once."""
+"""The commands. Each imports its modules when it runs: `--help` answers at once."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
@@ -27,12 +28,13 @@ from cgplan.cli.options import (
     share,
     with_options,
 )
-from cgplan.cli.output import check_outputs, has_ranks, is_first_rank, note, publish, save
+from cgplan.cli.output import check_outputs, has_ranks, is_first_rank, note, publish, save, show
 from cgplan.errors import ConfigError, ConfigFileError, OutputPathError, did_you_mean
 from cgplan.version import __version__
 
 SchemaFormat = StrEnum("SchemaFormat", "json markdown")
-PLAIN: dict[str, Any] = {  # help: quick, and the same on every terminal
+Run = Callable[..., None]
+PLAIN: dict[str, Any] = {  # the same help on every terminal
     "context_settings": {"help_option_names": ["-h", "--help"]},
     "rich_markup_mode": None,
 }
@@ -40,7 +42,7 @@ PLAIN: dict[str, Any] = {  # help: quick, and the same on every terminal
 
 class _Plans(TyperGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """A configuration may stand where the name of a command stands."""
+        """A configuration may stand in the place of a command."""
         if args and args[0].endswith(YAML):
             args = ["--file", *args]
         return super().parse_args(ctx, args)
@@ -48,6 +50,16 @@ class _Plans(TyperGroup):
 
 def example(*lines: str) -> str:
     return "\n  ".join(("\b\nExample:", *lines))
+
+
+def command(group: typer.Typer, *lines: str, name: str | None = None) -> Callable[[Run], Run]:
+    """A command of ``group`` with option groups, and the lines of its example."""
+
+    def add(run: Run) -> Run:
+        group.command(name, epilog=example(*lines))(with_options(run))
+        return run
+
+    return add
 
 
 app = typer.Typer(
@@ -85,46 +97,41 @@ def root(
         typer.echo(context.get_help())
 
 
-def _run(command: str, request: Request) -> None:
+def _run(name: str, request: Request) -> None:
     prepared = request.prepare()
     from cgplan.cli.capture import run
 
-    run(command, request, prepared)
+    run(name, request, prepared)
 
 
-@app.command(
-    epilog=example(
-        "cgplan capture configs/decoder_cpu.yaml --output run.json",
-        "cgplan capture my.yaml --set compilation.cudagraph_mode=FULL --json",
-        "cgplan capture my.yaml --plan plan.json",
-    )
+@command(
+    app,
+    "cgplan capture configs/decoder_cpu.yaml --output run.json",
+    "cgplan capture my.yaml --set compilation.cudagraph_mode=FULL --json",
+    "cgplan capture my.yaml --plan plan.json",
 )
-@with_options
 def capture(request: CaptureRequest) -> None:
     """Capture graphs, and report their memory and time."""
     _run("capture", request)
 
 
-@app.command(
-    epilog=example(
-        "cgplan bench configs/decoder_cpu.yaml",
-        "cgplan bench my.yaml --set report.repeats=100 --output bench.json",
-        "cgplan bench my.yaml --against eager,bare,make_graphed_callables,reduce-overhead",
-    )
+@command(
+    app,
+    "cgplan bench configs/decoder_cpu.yaml",
+    "cgplan bench my.yaml --set report.repeats=100 --output bench.json",
+    "cgplan bench my.yaml --against eager,bare,make_graphed_callables,reduce-overhead",
 )
-@with_options
 def bench(
     request: CaptureRequest,
     against: Annotated[
         str | None,
         Option(
             metavar="NAMES",
-            help="Also measure these ways to run the model, in turns with cgplan: eager, bare, "
-            "make_graphed_callables, reduce-overhead.",
+            help="Beside other ways: eager, bare, make_graphed_callables, reduce-overhead.",
         ),
     ] = None,
     seed: Annotated[
-        int | None, Option(help="With --against: of the random order; drawn and shown if absent.")
+        int | None, Option(help="With --against: of the random order; absent: drawn.")
     ] = None,
 ) -> None:
     """Capture, and time each batch size with and without graphs."""
@@ -144,23 +151,20 @@ def bench(
     run_bench(request, prepared, baselines, seed)
 
 
-@app.command(epilog=example("cgplan doctor my.yaml --set compilation.cudagraph_mode=AUTO"))
-@with_options
+@command(app, "cgplan doctor my.yaml --set compilation.cudagraph_mode=AUTO")
 def doctor(request: Request) -> None:
-    """Capture, and say how much of a step runs inside graphs, what runs outside of them, and why.
+    """Capture, and say how much of a step runs inside graphs, and what runs outside.
 
-    Where the capture fails, it shows what cudagraph_mode: AUTO captures instead.
+    Where the capture fails, cudagraph_mode: AUTO is captured instead.
     """
     _run("doctor", request)
 
 
-@app.command(epilog=example("cgplan audit my.yaml --output audit.json"))
-@with_options
+@command(app, "cgplan audit my.yaml --output audit.json")
 def audit(request: AuditRequest) -> None:
-    """Capture, and say who owns the memory that each pointer in each graph points to.
+    """Capture, and say who owns the memory that the graphs point to.
 
-    Pointers into memory that is free, gone, or held by others alone are findings; the exit code is
-    then 25.
+    Pointers into memory that is free, gone, or held by others are findings: the exit code is 25.
     """
     _run("audit", request)
 
@@ -183,51 +187,43 @@ def plan_(context: Context, request: PlanRequest, loads: PlannedLoads, engine: V
     if context.invoked_subcommand is not None:
         sources = map(context.get_parameter_source, context.params)
         if any(getattr(source, "name", "") == "COMMANDLINE" for source in sources):
-            raise BadParameter(
-                "options stand behind `plan diff` and `plan check`, which have their own: see "
-                "--help"
-            )
+            raise BadParameter("put options behind `plan diff` and `plan check`: see their --help")
         return
     if engine.vllm is not None and (request.file or request.config):
         raise BadParameter("give either a configuration or --vllm JSON")
     if loads.traffic and loads.from_stats is not None:
         raise BadParameter("give either --traffic or --from-stats")
-    if request.emit is not None and request.as_json:
+    if request.emit and request.as_json:
         raise BadParameter("give either --emit or --json; --output saves the plan beside either")
     from cgplan.cli.plan import run_plan
-    from cgplan.planning.engines import read_vllm
 
     settings = request.settings()
-    vllm = None
-    options = engine.given
-    if engine.vllm is not None:
-        vllm = read_vllm(engine.vllm, overrides=settings, **options)
-    run_plan(request, settings, loads, vllm)
+    run_plan(request, settings, loads, engine.read(settings))
 
 
-@plans.command("diff", epilog=example("cgplan plan diff plan-old.json plan.json"))
-@with_options
+@command(plans, "cgplan plan diff plan-old.json plan.json", name="diff")
 def plan_diff(
     old: Annotated[Path, Argument(metavar="OLD", help="A saved plan.")],
     new: Annotated[Path, Argument(metavar="NEW", help="A saved plan.")],
     shown: Shown,
 ) -> None:
-    """Show what changes from one plan to another.
+    """Show what changes from one plan to another: sizes, memory, times."""
+    from cgplan.planning.difference import compare
+    from cgplan.reports import load_plan
+    from cgplan.reports.plan_tables import render_difference
 
-    Sizes by lane, and in sum graphs, bytes, start-up seconds and the expected step time.
-    """
-    from cgplan.cli.plan import run_diff
+    difference = compare(load_plan(old), load_plan(new))
+    if shown.as_json:
+        typer.echo(difference.model_dump_json(indent=2))
+    else:
+        show(render_difference(difference, str(old), str(new)))
 
-    run_diff(old, new, as_json=shown.as_json)
 
-
-@plans.command(
-    "check",
-    epilog=example(
-        "cgplan plan check plan.json --traffic tomorrow.csv --step-times bench.json --max-regret 1%"
-    ),
+@command(
+    plans,
+    "cgplan plan check plan.json --traffic tomorrow.csv --step-times bench.json --max-regret 1%",
+    name="check",
 )
-@with_options
 def plan_check(
     plan: Annotated[Path, Argument(metavar="PLAN", help="A saved plan.")],
     loads: Loads,
@@ -237,40 +233,32 @@ def plan_check(
         Option(
             metavar="SHARE",
             parser=share,
-            help="1%, say: if steps are longer by more, exit with 24.",
+            help="Such as 1%: if steps are longer by more, exit with 24.",
         ),
     ] = None,
 ) -> None:
-    """Try a saved plan on other traffic.
-
-    Shows how much longer steps are than with the best plans for that traffic, and than with the
-    ladders.
-    """
+    """Try a saved plan on other traffic, beside the best plans for it and the ladders."""
     from cgplan.cli.plan import run_check
 
     run_check(plan, loads, max_regret, as_json=shown.as_json)
 
 
-@app.command(
-    epilog=example(
-        "cgplan inspect configs/decoder_cpu.yaml",
-        "cgplan inspect my.yaml --json > plan.json",
-        "cgplan inspect run.json",
-        """cgplan inspect --vllm '{"cudagraph_mode": "FULL"}' --max-num-seqs 64""",
-    )
+@command(
+    app,
+    "cgplan inspect configs/decoder_cpu.yaml",
+    "cgplan inspect my.yaml --json > plan.json",
+    "cgplan inspect run.json",
+    """cgplan inspect --vllm '{"cudagraph_mode": "FULL"}' --max-num-seqs 64""",
 )
-@with_options
 def inspect(request: InspectRequest, engine: VllmOptions) -> None:
     """Show what would be captured, or a saved report.
 
-    With --config FILE: the plan, and the values that were set, with their lines. Nothing is run, no
-    GPU is needed. --json prints the plan alone, which `cgplan inspect` reads again. --costs
-    predicts what the graphs cost, and each LoRA case. With --vllm JSON: what vLLM would capture.
+    Of a configuration: the plan, and the values that were set. --json prints the plan alone.
     """
-    given = request.file
-    is_yaml = given is not None and given.suffix in YAML
-    report = None if is_yaml else given
-    is_configuration = is_yaml or request.config is not None
+    report = request.file
+    if report and report.suffix in YAML:
+        report = None
+    is_configuration = request.config is not None or request.file != report
     if [report is not None, is_configuration, engine.vllm is not None].count(True) != 1:
         raise BadParameter("give one of --config FILE, --vllm JSON, or the path of a saved report")
     tables = {"--split": request.split, "--all": request.everything}
@@ -281,10 +269,10 @@ def inspect(request: InspectRequest, engine: VllmOptions) -> None:
     for option, value in tables.items():
         if value and request.as_json:
             raise BadParameter(f"{option} shows a table: leave out --json")
-    if request.html is not None and report is None:
+    if request.html and not report:
         raise BadParameter("--html is about a saved report: give its path with it")
-    options = engine.given
-    if report is not None:
+    vllm = engine.read()
+    if report:
         from cgplan.reports import load_report
 
         check_outputs((request.html,), (report,))
@@ -292,46 +280,39 @@ def inspect(request: InspectRequest, engine: VllmOptions) -> None:
         return
     from cgplan.cli.inspect import inspect_config, inspect_vllm
 
-    if engine.vllm is None:
+    if not vllm:
         inspect_config(request)
     else:
-        from cgplan.planning.engines import read_vllm
-
-        inspect_vllm(read_vllm(engine.vllm, **options), as_json=request.as_json)
+        inspect_vllm(vllm, as_json=request.as_json)
 
 
-@engines.command(
-    epilog=example(
-        """cgplan vllm check --vllm '{"max_cudagraph_capture_size": 42}' --max-num-seqs 6""",
-        "cgplan vllm check --max-num-seqs 256 --log start.log",
-    )
+@command(
+    engines,
+    """cgplan vllm check --vllm '{"max_cudagraph_capture_size": 42}' --max-num-seqs 6""",
+    "cgplan vllm check --max-num-seqs 256 --log start.log",
 )
-@with_options
 def check(
     engine: VllmOptions,
-    log: Annotated[
-        Path | None, Option(metavar="FILE", help="vLLM's log of a start: memory and seconds.")
-    ] = None,
+    log: Annotated[Path | None, Option(metavar="FILE", help="vLLM's log of a start.")] = None,
 ) -> None:
-    """Say which sizes vLLM leaves out, which batches run eagerly, and what the graphs leave to the
-    KV cache.
+    """Say which sizes vLLM leaves out, which batches run eagerly, and what its KV cache gets.
 
-    The exit code is 5 if vLLM does not capture sizes that were asked for.
+    The exit code is 5 if sizes that were asked for are left out.
     """
     from cgplan.cli.inspect import check_vllm
-    from cgplan.planning.engines import read_vllm
 
-    if engine.vllm is None:
-        engine.vllm = "{}"
-    check_vllm(read_vllm(engine.vllm, **engine.given), log)
+    engine.vllm = engine.vllm or "{}"
+    vllm = engine.read()
+    assert vllm
+    check_vllm(vllm, log)
 
 
-@app.command(
-    epilog=example("cgplan schema > cgplan.schema.json")
-    + "\nand in the first line of the YAML file, for editor completion:\n"
-    "  # yaml-language-server: $schema=cgplan.schema.json"
+@command(
+    app,
+    "cgplan schema > cgplan.schema.json",
+    "# in the first line of a YAML file, for editor completion:",
+    "# yaml-language-server: $schema=cgplan.schema.json",
 )
-@with_options
 def schema(
     format_: Annotated[
         SchemaFormat,
@@ -344,14 +325,12 @@ def schema(
     typer.echo(json_schema() if format_ is SchemaFormat.json else markdown(), nl=False)
 
 
-@app.command(
-    epilog=example(
-        "cgplan init my_model.py:build > my.yaml",
-        "cgplan init my_package.models:Net --kwargs '{hidden_size: 64}' > my.yaml",
-        "cgplan init Qwen/Qwen3-0.6B > my.yaml",
-    )
+@command(
+    app,
+    "cgplan init my_model.py:build > my.yaml",
+    "cgplan init my_package.models:Net --kwargs '{hidden_size: 64}' > my.yaml",
+    "cgplan init Qwen/Qwen3-0.6B > my.yaml",
 )
-@with_options
 def init(
     target: Annotated[
         str | None,
@@ -370,10 +349,8 @@ def init(
 ) -> None:
     """Print a commented starting configuration.
 
-    It builds the model on the CPU and reads the inputs from its forward. With --call it reads them
-    from one call, and tries whether padding is harmless: that configuration captures as it is. A
-    Hugging Face model is an id in the local cache, or a folder. Only its config.json is read, and
-    the configuration builds it with random weights.
+    Inputs are read from the forward, or with --call from one call, which also tries padding. A
+    Hugging Face model is an id in the local cache, or a folder, and gets random weights.
     """
     made = target or example
     if made is None or (example and not call):
@@ -404,20 +381,17 @@ def list_() -> None:
         typer.echo(f"{path.stem:23} {first}")
 
 
-@examples.command(
-    epilog=example("cgplan examples copy vision demo", "cgplan capture demo/vision.yaml")
-)
-@with_options
+@command(examples, "cgplan examples copy vision demo", "cgplan capture demo/vision.yaml")
 def copy(name: str, folder: Annotated[Path, Argument(metavar="DIR")] = Path()) -> None:
-    """Copy an example, and the Python files that it names, into a folder, which is made if it is
-    missing.
-    """
+    """Copy an example and its Python files into a folder, which is made if it is missing."""
     from cgplan.config.load import read_text
 
     known = [path.stem for path in _EXAMPLES.glob("*.yaml")]
     if name not in known:
-        remedy = f"{did_you_mean(name, known)}See `cgplan examples list`."
-        raise ConfigFileError(f"there is no example {name!r}", remedy=remedy)
+        raise ConfigFileError(
+            f"there is no example {name!r}",
+            remedy=f"{did_you_mean(name, known)}See `cgplan examples list`.",
+        )
     text = read_text(_EXAMPLES / f"{name}.yaml", ConfigFileError, "")
     files = dict.fromkeys((f"{name}.yaml", *findall(r"\b\w+\.py\b", text)))
     for file in files:
@@ -425,7 +399,7 @@ def copy(name: str, folder: Annotated[Path, Argument(metavar="DIR")] = Path()) -
             raise OutputPathError(
                 f"there is a {folder / file} already", remedy="Give another folder."
             )
-    with suppress(OSError):  # then nothing can be saved there, and the error says why
+    with suppress(OSError):  # saving says why
         folder.mkdir(parents=True, exist_ok=True)
     for file in files:
         save(folder / file, (_EXAMPLES / file).read_bytes())
@@ -440,6 +414,6 @@ def main() -> None:
     """The console script."""
     try:
         app(prog_name="cgplan")
-    except OSError as error:  # while the help was written; commands report their own errors
+    except OSError as error:  # while the help was written
         note(f"error: cannot write the output: {error.strerror}\n  remedy: Make room there.")
         sys.exit(OutputPathError.exit_code)

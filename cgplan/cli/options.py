@@ -1,8 +1,6 @@
-"""Options of the commands, each declared once. Commands take them in groups: dataclasses whose
-fields hold what typer has to know.
-"""
+"""Options of the commands, in groups: dataclasses whose fields hold what typer has to know."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import StrEnum
 from functools import partial, wraps
@@ -17,6 +15,7 @@ from cgplan.cli.output import check_outputs, failures_reported, has_ranks, is_fi
 if TYPE_CHECKING:
     from cgplan.config import LoadedConfig, Override
     from cgplan.planning import Plan
+    from cgplan.planning.engines import VllmConfig
 
 YAML = (".yaml", ".yml")
 SHORT_FOR = {  # options by the key that they set
@@ -40,13 +39,18 @@ class EngineName(StrEnum):
 
 
 def option(words: str, *names: str, default: object = None, kind: Any = Option, **more: Any) -> Any:
-    """A field of a group, with its help in ``words``."""
+    """A field of a group; ``words`` is its help."""
     return field(default=default, metadata={"typer": kind(*names, help=words, **more)})
 
 
+flag = partial(option, default=False)
+file_option = partial(option, metavar="FILE")
+
+
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """The command as typer takes it: each option of its groups is a parameter, and --traceback.
-    Errors end it with a message and their exit code.
+    """The command with each option of its groups as a parameter, and --traceback.
+
+    An error ends it with a message and an exit code.
     """
     groups: dict[str, Any] = {}
     parameters: list[Parameter] = []
@@ -81,9 +85,7 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
 
 @dataclass
 class _Always:
-    show_traceback: bool = option(
-        "On an error, show where it was raised.", "--traceback", default=False
-    )
+    show_traceback: bool = flag("On an error, show where it was raised.", "--traceback")
 
 
 def numbers(text: str) -> tuple[float, ...]:
@@ -117,23 +119,17 @@ def traffic_file(text: str) -> tuple[Path, float]:
 
 
 # Options of several groups.
-JSON = partial(
-    option, "Print JSON on standard output, and nothing else there.", "--json", default=False
-)
-HTML = partial(option, "Also write it as one HTML file, with charts.", metavar="FILE")
-OUTPUT = partial(
-    option, "Also save the result as JSON in this file.", "--output", "-o", metavar="FILE"
-)
+JSON = partial(flag, "Print JSON on standard output, and nothing else there.", "--json")
+HTML = partial(file_option, "Also write it as one HTML file, with charts.")
+OUTPUT = partial(file_option, "Also save the result as JSON in this file.", "--output", "-o")
 COSTS = partial(
     option,
-    "What graphs cost: a capture report or vLLM's log; `estimate`, on the CPU; or `measure`, by a "
-    "few captures.",
+    "What graphs cost: a capture report, vLLM's log, `estimate` or `measure`.",
     metavar="SOURCE",
 )
 TRAFFIC = partial(
-    option,
+    file_option,
     "Traffic: a histogram, a trace, a log; FILE@2x: twice as fast. Repeat.",
-    metavar="FILE",
     parser=traffic_file,
 )
 
@@ -145,14 +141,12 @@ class Shown:
 
 @dataclass
 class Given:
-    """A configuration, and values that win over it."""
+    """A configuration and overrides."""
 
-    file: Path | None = option(
-        "The YAML configuration, in place of --config.", metavar="FILE", kind=Argument
-    )
-    config: Path | None = option("The YAML configuration.", "--config", "-c", metavar="FILE")
+    file: Path | None = file_option("The YAML configuration, in place of --config.", kind=Argument)
+    config: Path | None = file_option("The YAML configuration.", "--config", "-c")
     overrides: list[str] | None = option(
-        "Override a value by its dotted key; the value is YAML. May be repeated.",
+        "Override a value by its dotted key; the value is YAML. Repeat.",
         "--set",
         "-s",
         metavar="KEY=VALUE",
@@ -161,12 +155,12 @@ class Given:
     @property
     def path(self) -> Path:
         path = self.file or self.config
-        if path is None or path != (self.config or path):
+        if not path or path != (self.config or path):
             raise BadParameter("give one configuration, as FILE or --config FILE")
         return path
 
     def settings(self) -> "list[str | Override]":
-        """The values of ``--set``, and of the options that are short for one."""
+        """Of ``--set``, and of options that are short for one."""
         from cgplan.config import Override
 
         settings: list[str | Override] = list(self.overrides or ())
@@ -174,16 +168,14 @@ class Given:
             value = getattr(self, name, None)
             if value is None or value is False:
                 continue
-            flag = f"--{name.replace('_', '-')}"
+            switch = f"--{name.replace('_', '-')}"
             if value == "":
-                raise BadParameter(f"{flag} is empty; leave it out, or give it a value")
-            settings.append(Override(f"{key}={value}", flag))
+                raise BadParameter(f"{switch} is empty; leave it out, or give it a value")
+            settings.append(Override(f"{key}={value}", switch))
         return settings
 
 
 class Prepared(NamedTuple):
-    """What a capture is made of, before torch is loaded."""
-
     loaded: "LoadedConfig"
     plan: "Plan"  # of the configuration, or a saved one
     target: str  # of the model
@@ -192,7 +184,7 @@ class Prepared(NamedTuple):
 
 @dataclass
 class Request(Given):
-    """A capture, with the options of `doctor`."""
+    """The options of `doctor`."""
 
     plan: Path | None = None
     force: bool = False
@@ -205,10 +197,8 @@ class Request(Given):
     as_json: bool = JSON()
 
     def prepare(self) -> Prepared:
-        """Read the files, and refuse what can be refused before torch is loaded, which takes
-        seconds.
-        """
-        if self.force and self.plan is None:
+        """Read the files, and refuse what can be refused before torch is loaded."""
+        if self.force and not self.plan:
             raise BadParameter("--force is about a saved plan: give --plan FILE with it")
         from cgplan.config import read_config
 
@@ -220,7 +210,7 @@ class Request(Given):
         from cgplan.reports import load_plan
 
         config = loaded.config
-        if self.plan is not None or has_ranks():
+        if self.plan or has_ranks():
             refuse_auto(config)
         plan = build_plan(config) if self.plan is None else load_plan(self.plan)
         target, kwargs = loaded.model_for(str(path))
@@ -228,12 +218,16 @@ class Request(Given):
         if plan.keys and not any(symbols):
             raise ConfigError(
                 f"{path}: no input has a dimension that counts the rows of a batch",
-                remedy="Declare the model's inputs, with num_tokens or num_reqs in a shape; "
-                "`cgplan init TARGET` helps.",
+                remedy="Declare inputs with num_tokens or num_reqs; `cgplan init TARGET` helps.",
             )
         if is_first_rank():
             check_outputs((self.output, self.trace, self.html), (path, self.plan))
-        return Prepared(loaded, plan, target, kwargs)
+        return Prepared(
+            loaded,
+            plan,
+            target,
+            kwargs,
+        )
 
 
 @dataclass
@@ -251,20 +245,11 @@ class AuditRequest(Request):
 class CaptureRequest(Request):
     """The options of `capture` and `bench`."""
 
-    plan: Path | None = option(
-        "Capture exactly the keys of this saved plan, or refuse if it is not for this.",
-        metavar="FILE",
-    )
-    force: bool = option(
-        "With --plan: capture it although it was made for something else.",
-        "--force",
-        default=False,
-    )
-    trace: Path | None = option(
-        "Also save a trace of captures and calls, for Perfetto.", metavar="FILE"
-    )
+    plan: Path | None = file_option("Capture exactly the keys of this saved plan.")
+    force: bool = flag("With --plan: capture a plan that was made for something else.", "--force")
+    trace: Path | None = file_option("Also save a trace of captures and calls, for Perfetto.")
     html: Path | None = HTML()
-    debug: bool = option("Check everything, slowly (compilation.debug).", "--debug", default=False)
+    debug: bool = flag("Check everything, slowly (compilation.debug).", "--debug")
 
 
 @dataclass
@@ -275,15 +260,11 @@ class PlanRequest(Given):
     memory: str | None = option("Short for --set budget.memory=2GiB.", metavar="BYTES")
     capture_time: str | None = option("Short for --set budget.capture_time=30s.", metavar="TIME")
     emit: EngineName | None = option("Print the plan for an engine, and nothing else.")
-    assume_default_times: bool = option(
-        "With --emit: take the default step times, of another model.",
-        "--assume-default-times",
-        default=False,
+    assume_default_times: bool = flag(
+        "With --emit: take the default step times, of another model.", "--assume-default-times"
     )
     html: Path | None = HTML()
-    verbose: bool = option(
-        "Show everything: curve, padding, sizes left out.", "--verbose", "-v", default=False
-    )
+    verbose: bool = flag("Show everything: curve, padding, sizes left out.", "--verbose", "-v")
     output: Path | None = OUTPUT()
     as_json: bool = JSON()
 
@@ -295,11 +276,9 @@ class InspectRequest(Given):
         metavar="REPORT",
         kind=Argument,
     )
-    everything: bool = option("With --config: list the defaults, too.", "--all", default=False)
-    split: bool = option(
-        "With --config: build the model, and show how PIECEWISE would split it.",
-        "--split",
-        default=False,
+    everything: bool = flag("With --config: list the defaults, too.", "--all")
+    split: bool = flag(
+        "With --config: build the model, and show how PIECEWISE would split it.", "--split"
     )
     costs: str | None = COSTS()
     html: Path | None = HTML()
@@ -308,7 +287,7 @@ class InspectRequest(Given):
 
 @dataclass
 class Loads:
-    """Traffic to plan for, and how it counts; the options of `plan check`."""
+    """Traffic; the options of `plan check`."""
 
     traffic: list[Any] | None = TRAFFIC(default=...)
     weights: Any = option(
@@ -321,14 +300,14 @@ class Loads:
     speedup: float = option(
         "Requests of a trace arrive X times as fast.", metavar="X", min=1e-6, default=1.0
     )
-    step_times: Path | None = option("Step times: a bench report, or a table.", metavar="FILE")
+    step_times: Path | None = file_option("Step times: a bench report, or a table.")
     objective: Objective = Objective.mean
     insurance: float | None = None
     from_stats: str | None = None
 
     @property
     def files(self) -> list[tuple[Path | str, float]]:
-        """Each with the speed of its requests; an address of metrics is text."""
+        """(file or address of metrics, speed of its requests)."""
         return list(self.traffic or ()) if self.from_stats is None else [(self.from_stats, 1.0)]
 
     @property
@@ -337,7 +316,7 @@ class Loads:
 
     @property
     def is_recorded(self) -> bool:
-        """Whether they are requests as they were recorded, of which nothing more was said."""
+        """Whether no option changes the traffic."""
         said = self.weights or self.insurance is not None or self.objective is Objective.worst
         speeds = [self.replicas, *self.scales, *(speed for _, speed in self.files)]
         return not said and set(speeds) == {1}
@@ -375,22 +354,22 @@ class VllmOptions:
     )
     runner: Runner | None = option("With --vllm: its model runner; v2 if it can be.")
     max_loras: int | None = option("With --vllm: as vLLM's option, for --enable-lora.")
-    specialize_active_lora: bool = option(OF_VLLM, "--specialize-active-lora", default=False)
+    specialize_active_lora: bool = flag(OF_VLLM, "--specialize-active-lora")
     performance_mode: PerformanceMode | None = option(OF_VLLM)
-    blackwell: bool = option(
-        "With --vllm: on a GPU of compute capability 10.x.", "--blackwell", default=False
-    )
+    blackwell: bool = flag("With --vllm: on a GPU of compute capability 10.x.", "--blackwell")
 
-    @property
-    def given(self) -> dict[str, Any]:
-        """The options beside ``--vllm``, which make sense with it alone."""
-        options = {
-            name: value
-            for name, value in vars(self).items()
-            if name != "vllm" and value is not None and value is not False
-        }
-        if options and self.vllm is None:
+    def read(self, overrides: "Sequence[str | Override]" = ()) -> "VllmConfig | None":
+        """vLLM's configuration; None without ``--vllm``, which the other options need."""
+        options: dict[str, Any] = {}
+        for name, value in vars(self).items():
+            if name != "vllm" and value is not None and value is not False:
+                options[name] = value
+        if self.vllm is not None:
+            from cgplan.planning.engines import read_vllm
+
+            return read_vllm(self.vllm, overrides=overrides, **options)
+        if options:
             raise BadParameter(
                 "--max-num-seqs and the like are vLLM's options: give --vllm JSON with them"
             )
-        return options
+        return None

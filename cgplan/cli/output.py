@@ -1,16 +1,15 @@
-"""Where results go: standard output, files that are written whole or not at all, notes, progress,
-exit codes.
-"""
+"""Standard output, files, notes, progress and exit codes."""
 
 from __future__ import annotations
 
 import errno
 import os
 import re
+import sys
 import textwrap
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from shutil import get_terminal_size
 from typing import TYPE_CHECKING
@@ -31,21 +30,19 @@ Step = Callable[[int, int, str], None]
 
 
 def note(text: str) -> None:
-    """Lines for people; standard output is kept for results."""
-    # files bring anything
+    """Lines for people, on standard error, without control characters."""
     plain = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
     typer.echo(wrapped(plain), err=True)
 
 
 def show(*renderables: RenderableType) -> None:
-    """Print tables: in colour and the terminal's width, or as plain text where there is no
-    terminal. COLUMNS in the environment wins over either's width.
-    """
+    """Print tables: in the terminal's width and colours, or as plain text."""
     from rich.console import Console
 
     from cgplan.reports.layout import TEXT_WIDTH, plain_text
 
-    width, console = get_terminal_size((TEXT_WIDTH, 0)).columns, Console()
+    width = get_terminal_size((TEXT_WIDTH, 0)).columns
+    console = Console()
     for index, renderable in enumerate(renderables):
         if index:
             typer.echo()
@@ -63,16 +60,14 @@ def publish(
     html: Path | None = None,
     shown: RenderableType | None = None,
 ) -> None:
-    """Save a report as JSON and as HTML, and show it, or ``shown`` in its place. A report that
-    could not be saved is shown, so that nothing is lost.
-    """
+    """Save a report as JSON and as HTML, and show it, or ``shown``, even if it cannot be saved."""
     from cgplan.reports import render
 
     text = report.model_dump_json(indent=2) + "\n"
     try:
-        if output is not None:
+        if output:
             save(output, text)
-        if html is not None:
+        if html:
             save_html(html, report)
     finally:
         if as_json:
@@ -90,14 +85,14 @@ def save_html(path: Path, report: Report) -> None:
 
 def check_outputs(outputs: Iterable[Path | None], inputs: Iterable[Path | str | None]) -> None:
     """Raise OutputPathError for a file that is an input, is named twice, or cannot be written."""
-    import tempfile  # it costs 2 ms
+    import tempfile  # 2 ms
 
     taken: dict[Path, str] = {}
     for given in inputs:
         if given is not None:
             taken[Path(given).resolve()] = "is an input of the command"
     for file in outputs:
-        if file is None:
+        if not file:
             continue
         with _writing(file):
             path = file.resolve()
@@ -108,9 +103,9 @@ def check_outputs(outputs: Iterable[Path | None], inputs: Iterable[Path | str | 
             raise OutputPathError(f"{file} {problem}", remedy="Give the path of another file.")
         taken[path] = "is to hold two results"
         with _writing(file):
-            if file.exists():  # without waiting: a pipe may have no reader
+            if file.exists():  # a pipe may have no reader
                 os.close(os.open(file, os.O_WRONLY | os.O_NONBLOCK))
-            if file.is_file() or not file.exists():  # no new file replaces a pipe or device
+            if file.is_file() or not file.exists():
                 tempfile.TemporaryFile(dir=path.parent).close()
 
 
@@ -118,12 +113,12 @@ def save(path: Path, content: str | bytes) -> None:
     """Write a file whole or not at all. Raises OutputPathError."""
     data = content.encode() if isinstance(content, str) else content
     with _writing(path):
-        if path.exists() and not path.is_file():  # a pipe or device, /dev/stdout say
+        if path.exists() and not path.is_file():  # a pipe or device
             path.write_bytes(data)
         else:
             target = path.resolve()  # a link stays a link
             beside = target.with_name(f".{target.name}.{os.urandom(8).hex()}.tmp")
-            file = beside.open("xb")  # a new file: never what somebody put there, or linked to
+            file = beside.open("xb")  # fails for a file or link that is there
             try:
                 with file:
                     file.write(data)
@@ -141,18 +136,17 @@ def save(path: Path, content: str | bytes) -> None:
 def _writing(path: Path) -> Iterator[None]:
     try:
         yield
-    except (OSError, RuntimeError) as error:  # Python 3.11 raises the latter for a loop of links
+    except (OSError, RuntimeError) as error:  # Python 3.11: RuntimeError for a loop of links
         remedy = "Give the path of a file, in a folder that you may write to."
         problem = error.strerror if isinstance(error, OSError) else str(error)
         raise OutputPathError(f"cannot write {path}: {problem}", remedy=remedy) from error
 
 
 @contextmanager
-def failures_reported(show_traceback: bool = False) -> Iterator[None]:
+def failures_reported(show_traceback: bool) -> Iterator[None]:
     """Turn any error of the block into a message and an exit code."""
     try:
         yield
-    # typer ends the program: in silence where a pipe's reader has gone
     except (typer.BadParameter, BrokenPipeError):
         raise
     except (Exception, KeyboardInterrupt, SystemExit) as error:
@@ -175,12 +169,9 @@ def failures_reported(show_traceback: bool = False) -> Iterator[None]:
             message = "interrupted"
             exit_code = INTERRUPTED_EXIT_CODE
         else:
-            advice = (
-                "This is a defect of cgplan. Run the command again with --traceback and report "
-                "what it shows."
-            )
             message = (
-                f"internal error: {type(error).__name__}: {first_line(error)}\n  remedy: {advice}"
+                f"internal error: {type(error).__name__}: {first_line(error)}\n  remedy: This is a "
+                "defect of cgplan. Run the command again with --traceback and report what it shows."
             )
             exit_code = INTERNAL_EXIT_CODE
         note(message)
@@ -188,14 +179,14 @@ def failures_reported(show_traceback: bool = False) -> Iterator[None]:
 
 
 def section_of(error: type[CgplanError]) -> str:
-    """Where the pages of the wheel, or of the checkout, explain an error."""
+    """Where the docs of the wheel or the checkout explain an error."""
     package = Path(__file__).parents[1]
     docs = package / "docs" if (package / "docs").is_dir() else package.parent / "docs"
     return f"{docs}/troubleshooting.md#{error.__name__.lower()}"
 
 
 def wrapped(text: str) -> str:
-    """Lines in the terminal's width, 80 columns where there is none; long paths stay whole."""
+    """Lines in the terminal's width; long paths stay whole."""
     wrapper = textwrap.TextWrapper(
         get_terminal_size().columns, break_long_words=False, break_on_hyphens=False
     )
@@ -207,33 +198,34 @@ def wrapped(text: str) -> str:
     return "\n".join(lines)
 
 
+def prints_aside() -> AbstractContextManager[object]:
+    """A block whose prints, a model's for example, do not reach standard output."""
+    return redirect_stdout(sys.stderr)
+
+
 def has_ranks() -> bool:
     """Whether torchrun has started more than this process."""
     return os.environ.get("WORLD_SIZE", "1") != "1" and "RANK" in os.environ
 
 
 def is_first_rank() -> bool:
-    """Whether this process is the one that prints: rank 0, or the only one."""
+    """Whether this process prints: rank 0, or the only one."""
     return not has_ranks() or os.environ["RANK"] == "0"
 
 
 @contextmanager
 def progress(doing: str) -> Iterator[Step]:
-    """A block that gets ``step(index, total, name)``, to be called before each of ``total`` steps:
-    one changing line on a terminal, about ten lines elsewhere, nothing where ``doing`` (such as
-    "capture") is empty.
+    """A block that calls ``step(index, total, name)`` before each step.
+
+    A terminal shows one changing line, other outputs about ten lines; none if ``doing`` is empty.
     """
     from rich.console import Console
     from rich.text import Text
 
     console = Console(stderr=True)
 
-    def line(
-        index: int,
-        total: int,
-        name: str,
-    ) -> None:
-        first_of_its_tenth = index * PLAIN_LINES // total != (index - 1) * PLAIN_LINES // total
+    def line(index: int, total: int, name: str) -> None:
+        first_of_its_tenth = index * PLAIN_LINES % total < PLAIN_LINES
         if doing and (first_of_its_tenth or index == total - 1):
             note(f"{doing} {index + 1}/{total}: {name}")
 

@@ -1,13 +1,10 @@
-"""`cgplan plan`, `plan diff` and `plan check`: makes a plan, emits it for an engine, compares two,
-tries other traffic.
-
-torch is loaded for `--costs estimate` and `measure` alone.
-"""
+"""`cgplan plan` and `plan check`; torch is loaded for `--costs estimate` and `measure` alone."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,19 +13,38 @@ import typer
 
 from cgplan.cli.costs import Priced, about, costs_of
 from cgplan.cli.options import Loads, Objective, PlanRequest
-from cgplan.cli.output import check_outputs, note, publish, save, save_html, show
-from cgplan.config import BudgetConfig, Config, LoadedConfig, Override, read_config, validate_config
+from cgplan.cli.output import (
+    check_outputs,
+    note,
+    publish,
+    save,
+    save_html,
+)
+from cgplan.config import (
+    BudgetConfig,
+    Config,
+    LoadedConfig,
+    Override,
+    read_config,
+    validate_config,
+)
 from cgplan.config.load import read_text
-from cgplan.errors import ConfigError, PlanError, RegretError, StepTimeError, TrafficError
+from cgplan.errors import (
+    ConfigError,
+    PlanError,
+    RegretError,
+    StepTimeError,
+    TrafficError,
+)
 from cgplan.optimizer.evidence import Evidence, LadderPoint, PlanCheck, SizeUse
 from cgplan.optimizer.subset import within_count
 from cgplan.planning import Plan, build_plan
 from cgplan.planning.build import refuse_auto
-from cgplan.planning.difference import compare, machine_changes, named
+from cgplan.planning.difference import machine_changes, named
 from cgplan.planning.engines import Engine, VllmConfig, emit
 from cgplan.planning.plan import Machine
 from cgplan.reports import load_plan
-from cgplan.reports.plan_tables import brief, render_difference, said
+from cgplan.reports.plan_tables import brief, said
 from cgplan.reports.records import BenchReport, parse_report
 from cgplan.units import counted, format_microseconds
 
@@ -43,15 +59,12 @@ INSURANCE = 0.1  # if none is asked for
 
 
 def run_plan(
-    request: PlanRequest,
-    settings: Sequence[str | Override],
-    loads: Loads,
-    vllm: VllmConfig | None,
+    request: PlanRequest, settings: Sequence[str | Override], loads: Loads, vllm: VllmConfig | None
 ) -> None:
-    """Make a plan and show it: for vLLM's configuration, or that of the request."""
+    """Make a plan of the request, or of vLLM's configuration, and show it."""
     engine: Engine | None = None if request.emit is None else request.emit.value
     path = request.path if vllm is None else None
-    loaded = vllm.loaded if vllm is not None else read_config(request.path, settings)
+    loaded = read_config(request.path, settings) if vllm is None else vllm.loaded
     refuse_auto(loaded.config)
     if engine == "sglang" and "scheduler.mixed_batches" not in loaded.origins:
         loaded = _apart(loaded)
@@ -60,10 +73,10 @@ def run_plan(
     inputs = (path, *files, loads.step_times, request.costs)
     check_outputs((request.output, request.html), inputs)
     _check_loads(config, loads)
-    if engine is not None and not request.assume_default_times:
+    if engine and not request.assume_default_times:
         _check_times(config, loads)
     priced = costs_of(loaded, request.costs)
-    has_traffic = bool(files) or config.traffic is not None
+    has_traffic = files or config.traffic
     one_list = engine == "vllm" or (vllm is not None and engine != "sglang")
     if config.dims and (has_traffic or request.costs or engine):
         plan = _for_sizes(config, loads, priced, engine)
@@ -72,43 +85,24 @@ def run_plan(
         plan = _for_traffic(config, loads, priced, rules)
     else:
         plan = _by_ladder(config, priced, one_list)
-    if vllm is not None:
+    if vllm:
         plan = plan.model_copy(update={"notes": (*vllm.notes, *plan.notes)})
-    if engine is not None or request.as_json:
+    if engine or request.as_json:
         remarks = [f"{label}: {text}" for label, text in said(plan)]
         for line in dict.fromkeys((*announcements(plan), *remarks)):
             note(line)
-    if engine is None:
+    if not engine:
         shown = None if request.verbose else brief(plan)
-        publish(
-            plan,
-            request.output,
-            as_json=request.as_json,
-            html=request.html,
-            shown=shown,
-        )
+        publish(plan, request.output, as_json=request.as_json, html=request.html, shown=shown)
         return
-    if request.output is not None:
+    if request.output:
         save(request.output, plan.model_dump_json(indent=2) + "\n")
-    if request.html is not None:
+    if request.html:
         save_html(request.html, plan)
     emission = emit(plan, engine)
     for line in emission.notes:
         note(f"note: {line}")
     typer.echo(emission.text)
-
-
-def run_diff(
-    old: Path,
-    new: Path,
-    *,
-    as_json: bool,
-) -> None:
-    difference = compare(load_plan(old), load_plan(new))
-    if as_json:
-        typer.echo(difference.model_dump_json(indent=2))
-    else:
-        show(render_difference(difference, str(old), str(new)))
 
 
 def run_check(
@@ -118,9 +112,7 @@ def run_check(
     *,
     as_json: bool,
 ) -> None:
-    """Show a plan on other traffic. Raises RegretError where it is farther from the best one than
-    ``max_regret``.
-    """
+    """Show a plan on other traffic. Raises RegretError beyond ``max_regret``."""
     plan = load_plan(path)
     if plan.config.get("dims"):
         raise PlanError(
@@ -134,30 +126,26 @@ def run_check(
     rules: dict[str, Any] = {}
     if plan.evidence:
         made = Evidence.model_validate(plan.evidence)
-        rules = {
-            "insurance": made.insurance,
-            "one_list": made.one_list,
-            "apart": made.apart,
-        }
-    steps = _steps(
-        _sources(config, loads, plan),
+        rules = {"insurance": made.insurance, "one_list": made.one_list, "apart": made.apart}
+    sources = _sources(config, loads, plan)
+    steps = _steps(sources, plan, times, config, rules)
+    check = _checked(
         plan,
-        times,
         config,
-        rules.get("apart", False),
+        steps,
+        times,
+        rules,
     )
-    check = _checked(plan, config, steps, times, rules)
     publish(check, None, as_json=as_json)
     if max_regret is not None and max(check.regret, check.decode_regret or 0) > max_regret:
         raise RegretError(
             f"{path} on {check.traffic_source}: {check.verdict}; --max-regret is {max_regret:.4%}",
-            remedy="Plan for this traffic: `cgplan plan --config FILE --traffic FILE --output "
-            "FILE`.",
+            remedy="Plan for this traffic: `cgplan plan FILE --traffic FILE --output FILE`.",
         )
 
 
 def announcements(plan: Plan) -> Iterator[str]:
-    """Lines on differences from the request, for people who do not see the plan itself."""
+    """Changes of the mode, and warnings."""
     for change in plan.changes:
         yield f"note: cudagraph_mode {change.requested} -> {change.resolved}: {change.reason}"
     for warning in plan.warnings:
@@ -170,12 +158,11 @@ def announcements(plan: Plan) -> Iterator[str]:
 def _check_loads(config: Config, loads: Loads) -> None:
     """Raise ConfigError for options that the traffic does not fit."""
     is_changed = not loads.is_recorded or loads.step_times is not None
-    if not loads.files and config.traffic is None and is_changed:
+    if not loads.files and not config.traffic and is_changed:
         raise ConfigError(
             "--speedup, --scale, --replicas, --weights, --objective, --insurance and --step-times "
             "are about traffic, and there is none",
-            remedy="Give --traffic FILE, or add a `traffic` section with the request_rate to the "
-            "configuration.",
+            remedy="Give --traffic FILE, or a `traffic` section in the configuration.",
         )
     if loads.weights and len(loads.weights) != len(loads.files):
         raise ConfigError(
@@ -191,14 +178,12 @@ def _check_loads(config: Config, loads: Loads) -> None:
 
 
 def _check_times(config: Config, loads: Loads) -> None:
-    """Raise StepTimeError where a plan by the default step times would be emitted."""
-    has_traffic = loads.files or config.traffic is not None
-    if loads.step_times is None and has_traffic and not config.dims:
+    """Raise StepTimeError rather than emit a plan by the default step times."""
+    has_traffic = loads.files or config.traffic
+    if not loads.step_times and has_traffic and not config.dims:
         raise StepTimeError(
-            "no step times were given, and a plan by the default ones, of another model, is not "
-            "emitted",
-            remedy="Give --step-times FILE, which `cgplan bench --output` writes on your machine; "
-            "or take the default ones for yours, with --assume-default-times.",
+            "a plan by the default step times, of another model, is not emitted",
+            remedy="Give --step-times FILE, of `cgplan bench --output`; or --assume-default-times.",
         )
 
 
@@ -206,9 +191,7 @@ def _check_times(config: Config, loads: Loads) -> None:
 
 
 def _apart(loaded: LoadedConfig) -> LoadedConfig:
-    """The configuration with prefill and decode in batches of their own, as SGLang runs by
-    default.
-    """
+    """With prefill and decode in separate batches, as SGLang runs by default."""
     config = loaded.config
     scheduler = config.scheduler.model_copy(update={"mixed_batches": False})
     return replace(loaded, config=config.model_copy(update={"scheduler": scheduler}))
@@ -219,7 +202,6 @@ def _by_ladder(
     priced: Priced,
     one_list: bool,
 ) -> Plan:
-    """The plan of a configuration without traffic."""
     from cgplan.optimizer.lint import lint_without_traffic  # numpy from here on
 
     plan = within_count(build_plan(config), config, one_list=one_list)
@@ -227,8 +209,7 @@ def _by_ladder(
     plan = plan.model_copy(update={"predicted": predicted, "machine": priced.machine})
     note = (
         "there is no traffic to plan for, so nothing was optimised: these are the sizes of the "
-        f"configuration ({plan.sizes_source}). Give --traffic FILE, or a `traffic` section, to "
-        "have them chosen"
+        f"configuration ({plan.sizes_source}). To have them chosen, give --traffic FILE"
     )
     lint = list(lint_without_traffic(plan))
     limits = [
@@ -249,13 +230,11 @@ def _for_sizes(
     priced: Priced,
     engine: Engine | None,
 ) -> Plan:
-    """The plan of a configuration with several sizes."""
     file = loads.files[0][0] if len(loads.files) == 1 else None
     if not isinstance(file, Path) or engine or not loads.is_recorded:
         raise ConfigError(
             "boxes of `dims` are planned for one --traffic FILE with a column for each dimension, "
-            "without --speedup, --insurance and the like, --emit, --from-stats and the `traffic` "
-            "section",
+            "without --emit, --from-stats, the `traffic` section, --speedup and the like",
             remedy="Give that, and leave the others out.",
         )
     from cgplan.optimizer.boxes import dims_of, propose_boxes
@@ -263,14 +242,10 @@ def _for_sizes(
     from cgplan.traffic.step_times import StepSurface  # numpy from here on
 
     surface = None
-    if loads.step_times is not None:
+    if loads.step_times:
         surface = StepSurface.load(loads.step_times, config.dim_names)
-    proposal = propose_boxes(
-        config,
-        read_sizes(file, dims_of(config)),
-        surface,
-        priced.costs,
-    )
+    sizes = read_sizes(file, dims_of(config))
+    proposal = propose_boxes(config, sizes, surface, priced.costs)
     return proposal.plan.model_copy(update={"machine": priced.machine})
 
 
@@ -291,7 +266,7 @@ def _for_traffic(
         base,
         times,
         config,
-        rules["apart"],
+        rules,
     )
     options: dict[str, Any] = {
         "insurance": INSURANCE if loads.insurance is None else loads.insurance,
@@ -300,14 +275,14 @@ def _for_traffic(
     }
     known = (times, priced.costs, priced.failed)
     if any(isinstance(source, RequestTrace) for source, _ in sources):
-        # requests make other batches where steps take other times
+        # the times of steps change the batches of requests
         chosen = choose(config, steps, *known, **options).plan
         steps = _steps(
             sources,
             chosen,
             times,
             config,
-            rules["apart"],
+            rules,
         )
     plan = propose(config, steps, *known, **options).plan
     return plan.model_copy(update={"machine": priced.machine})
@@ -325,44 +300,22 @@ def _times_of(
     from cgplan.traffic.step_times import REMEDY, StepTimes
 
     file = loads.step_times
-    if file is None:
+    if not file:
         return StepTimes.default()
     text = read_text(file, StepTimeError, REMEDY)  # once: it may be a pipe
     times = StepTimes.parse(text, file)
-    notes = (
-        *times.notes,
-        *_about_times(
-            text,
-            file,
-            config,
-            machine,
-        ),
-    )
-    return times.model_copy(update={"notes": notes})
-
-
-def _about_times(
-    text: str,
-    path: Path,
-    config: Config,
-    machine: Machine | None,
-) -> Iterator[str]:
-    """Notes on where step times were measured; ``machine``: where costs were."""
-    if not text.lstrip().startswith("{") or '"kind"' not in text:
-        return
-    report = parse_report(text, path)
-    if not isinstance(report, BenchReport):
-        return
-    yield from about(
-        f"the step times of {path}",
-        report.capture.plan,
-        report.environment,
-        config,
-    )
-    measured_on = report.environment.as_machine
-    if report.environment.driver is not None and machine not in (None, measured_on):
+    if not re.search(r'"kind":\s*"bench"', text):
+        return times
+    report = parse_report(text, file)
+    assert isinstance(report, BenchReport)
+    subject = f"the step times of {file}"
+    environment = report.environment
+    notes = [*times.notes, *about(subject, report.capture.plan, environment, config)]
+    measured_on = environment.as_machine
+    if environment.driver is not None and machine not in (None, measured_on):
         found = named(machine_changes(machine, measured_on))
-        yield f"the step times of {path} were measured on another machine than the costs: {found}"
+        notes.append(f"{subject} were measured on another machine than the costs: {found}")
+    return times.model_copy(update={"notes": tuple(notes)})
 
 
 def _sources(
@@ -370,22 +323,15 @@ def _sources(
     loads: Loads,
     plan: Plan,
 ) -> list[tuple[Source, float]]:
-    """Each load with its weight: a file's, or that of the `traffic` section, at each speed."""
+    """(load, weight): each file, or the `traffic` section, at each speed."""
     from cgplan.traffic.files import read_traffic, synthetic_requests
     from cgplan.traffic.simulation import RequestTrace
 
     rate = config.traffic.request_rate if config.traffic else None
     found: list[Source] = []
     for file, speed in loads.files:
-        found.append(
-            read_traffic(
-                file,
-                plan,
-                speedup=speed,
-                request_rate=rate,
-            )
-        )
-    if config.traffic is not None and not found:
+        found.append(read_traffic(file, plan, speedup=speed, request_rate=rate))
+    if config.traffic and not found:
         found.append(synthetic_requests(config.traffic, plan))
     sources: list[tuple[Source, float]] = []
     weights = loads.weights or [1.0] * len(found)
@@ -408,22 +354,24 @@ def _steps(
     plan: Plan,
     times: StepTimes,
     config: Config,
-    apart: bool,
+    rules: Mapping[str, Any],
 ) -> list[tuple[Traffic, float]]:
-    """Steps to plan for; requests are simulated with the step times that they would have under
-    ``plan``.
-    """
-    from cgplan.traffic.simulation import RequestTrace, SchedulerBounds, simulate, step_clock
+    """Steps to plan for; requests are simulated with the step times of ``plan``."""
+    from cgplan.traffic.simulation import (
+        RequestTrace,
+        SchedulerBounds,
+        simulate,
+        step_clock,
+    )
 
-    accepted, mixed = config.speculative.accepted_tokens, config.scheduler.mixed_batches
-    bounds = SchedulerBounds.of(plan, accepted, mixed)
-    clock = step_clock(plan, times, apart=apart)
+    accepted = config.speculative.accepted_tokens
+    bounds = SchedulerBounds.of(plan, accepted, config.scheduler.mixed_batches)
+    clock = step_clock(plan, times, apart=rules.get("apart", False))
     steps: list[tuple[Traffic, float]] = []
     for source, weight in sources:
         if isinstance(source, RequestTrace):
-            steps.append((simulate(source, bounds, clock), weight))
-        else:
-            steps.append((source, weight))
+            source = simulate(source, bounds, clock)
+        steps.append((source, weight))
     return steps
 
 
@@ -442,20 +390,23 @@ def _checked(
     from cgplan.traffic.histogram import Traffic
 
     traffic = Traffic.mixed(loads).model_copy(update={"apart": rules.get("apart", False)})
-    run = Run(plan.keys, traffic, times)
+    run = Run(
+        plan.keys,
+        traffic,
+        times,
+    )
     graphs = len(plan.keys)
-    uses: list[SizeUse] = []
-    for use in run.uses:
-        uses.append(
-            SizeUse(
-                **use.lane._asdict(),
-                size=use.size,
-                share=use.weight / traffic.total,
-                padding=use.padding,
-                step_us=use.microseconds / use.weight,
-                own_us=use.unpadded / use.weight,
-            )
+    uses = [
+        SizeUse(
+            **use.lane._asdict(),
+            size=use.size,
+            share=use.weight / traffic.total,
+            padding=use.padding,
+            step_us=use.microseconds / use.weight,
+            own_us=use.unpadded / use.weight,
         )
+        for use in run.uses
+    ]
     own = LadderPoint(
         name="this plan",
         graphs=graphs,

@@ -227,8 +227,8 @@ class Dim(Section):
     min: Count = 1
     """Smallest size."""
     max: BatchBound
-    """Largest size with a graph, rounded up to multiple_of. `compilation.on_miss` is for batches
-    beyond.
+    """Largest size with a graph, rounded up to multiple_of. Larger batches follow
+    `compilation.on_miss`.
     """
     multiple_of: Count = 1
     """Capture sizes are multiples of this number."""
@@ -368,7 +368,7 @@ class ModelConfig(Section):
 
 
 class CompilationConfig(Section):
-    """The graphs that are captured, and how they are."""
+    """The graphs that are captured, and how."""
 
     cudagraph_mode: Mode = CUDAGraphMode.FULL
     """NONE, PIECEWISE, FULL, FULL_DECODE_ONLY (FULL for uniform decode, eager for mixed batches),
@@ -447,8 +447,8 @@ class CompilationConfig(Section):
         Literal["off", "first", "always"],
         Off,
     ] = "always"
-    """When the addresses of tensors that graphs read are checked. always: on each call, by Python's
-    own notes of changed modules and by some addresses in rotation. first: on each graph's first
+    """When the addresses of tensors that graphs read are checked. always: on each call, changes of
+    modules that Python reports, and some addresses in rotation. first: on each graph's first
     replay. off: never.
     """
     state_copy: Bytes | None = None
@@ -479,9 +479,9 @@ class CompilationConfig(Section):
         Literal["off", "report", "error"],
         Off,
     ] = "off"
-    """Whether captures end with a look at the owner of each pointer in each graph. report: the
-    report says what was found. error: a pointer into memory that is not the runner's is an error.
-    Captures note operators and lines for it, which takes time.
+    """Whether the owner of each pointer in each graph is looked up after captures, also after those
+    on demand. report: the report says what was found. error: a pointer into memory that is not the
+    runner's is an error. Captures note operators and lines for it, which takes time.
     """
     attention_support: Attention = AttentionSupport.ALWAYS
     """Batches whose attention can stand inside a FULL graph: ALWAYS, UNIFORM_BATCH,
@@ -504,7 +504,7 @@ class CompilationConfig(Section):
     auto: custom if it can work, else nccl.
     """
     on_miss: Literal["eager", "error"] = "eager"
-    """What happens to a batch that no graph serves."""
+    """Whether a batch that no graph serves runs eagerly or is an error."""
 
     @property
     def verify_policy(self) -> Literal["off", "first", "rarely", "always"]:
@@ -520,7 +520,8 @@ class CompilationConfig(Section):
     def _consistent(self) -> CompilationConfig:
         if self.use_inductor_graph_partition and self.compiler != "inductor":
             raise ValueError("use_inductor_graph_partition needs compiler: inductor")
-        sizes, maximum = self.cudagraph_capture_sizes, self.max_cudagraph_capture_size
+        sizes = self.cudagraph_capture_sizes
+        maximum = self.max_cudagraph_capture_size
         if isinstance(sizes, tuple) and maximum is not None and max(sizes) != maximum:
             raise ValueError(
                 f"max_cudagraph_capture_size is {maximum}, but the largest of "
@@ -728,9 +729,11 @@ class Config(Section):
     @property
     def dim_names(self) -> tuple[str, ...]:
         """Names of the sizes of a batch, as in the ``box`` of a descriptor."""
-        counted = [spec.row_dim is not None for spec in self.tensors.values()]
-        if not self.dims or any(counted):
-            return ("num_tokens", *self.dims)
+        if not self.dims:
+            return ("num_tokens",)
+        for spec in self.tensors.values():
+            if spec.row_dim is not None:
+                return ("num_tokens", *self.dims)
         return tuple(self.dims)
 
     def shape_at(self, shape: tuple[int | str, ...], sizes: Sequence[int]) -> tuple[int | str, ...]:

@@ -1,23 +1,18 @@
 """The all-reduce of models that are split over ranks: the operator ``cgplan::all_reduce``, and its
 implementations.
 
-``torch.ops.cgplan.all_reduce(x, group)`` returns the sum of all ranks' ``x``, out of place, bit for
-bit the same on all ranks; ``group`` is an AllReduce's number. All ranks call it in the same order
-with the same shapes, on one stream. Inside it is ``cgplan::all_reduce_row``, one node of a graph
-and one step of a tape. It reads the inputs' addresses from a row of the registry's table, see Note
-[Registration] in registry.py.
+``torch.ops.cgplan.all_reduce(x, group)`` returns the sum of all ranks' ``x``, bit for bit the same
+on all; ``group`` is an AllReduce's number. All ranks call it in the same order with the same
+shapes, on one stream. Inside it is ``cgplan::all_reduce_row``: one node of a graph, one step of a
+tape.
 
 Note [Unfinished sums]
-    A rank that raises, or gives up waiting, leaves a sum that other ranks have joined or will join.
-    The next sum would take their part for its own: wrong numbers, or, with gloo and other sizes,
-    the end of the process. So a rank that has left a sum on the CPU does no other, until
-    `begin_pass` on all ranks makes new signals and, where a sum of gloo's was left, a new group.
-    Capture sessions call it when they begin, after a failure that all ranks raise, and where a
-    budget drops graphs. On a GPU the host has only queued the sum. `abort` ends waits of the custom
-    kernels; if the host itself waits for the device, their bound ends them. A sum that waits in
-    NCCL can be given up only by aborting the communicator, whose kernels graphs may hold; torch's
-    watchdog ends the process after the timeout, unless TORCH_NCCL_ASYNC_ERROR_HANDLING says
-    otherwise.
+    A rank that raises leaves a sum that others have joined or will join. The next sum would take
+    their parts for its own, which gives wrong numbers or, with gloo, ends the process. So a rank
+    that left a sum on the CPU does no other, until `begin_pass` on all ranks makes new signals and,
+    for gloo, a new group. On a GPU `abort`, or their bound, ends waits of the custom kernels. A sum
+    that waits in NCCL ends only with its communicator, whose kernels graphs may hold; torch's
+    watchdog ends the process after the timeout.
 """
 
 from __future__ import annotations
@@ -64,18 +59,15 @@ _live: WeakValueDictionary[int, AllReduce] = WeakValueDictionary()
 
 
 class AllReduce(ABC):
-    """Sums tensors over ranks, in the graphs of a backend's device.
-
-    Args:
-        fallback: Sums the tensors that this one cannot; the log says so, once for each reason.
-            Owned.
+    """Sums tensors over ranks, in the graphs of a backend's device. ``fallback`` sums what this one
+    cannot; owned.
 
     Attributes:
         name: As ``compilation.all_reduce`` has it.
         number: The operator's ``group``.
     """
 
-    __graph_memory__ = True  # its signals and counts are no state of a model
+    __graph_memory__ = True  # no state of a model
 
     name: str
 
@@ -95,7 +87,7 @@ class AllReduce(ABC):
         _live[self.number] = self
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The sum over all ranks, in new memory, by the operator."""
+        """The sum in new memory, by the operator."""
         result: Tensor = torch.ops.cgplan.all_reduce(x, self.number)
         return result
 
@@ -112,16 +104,11 @@ class AllReduce(ABC):
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         if x.numel():
             source, row = self.placed(x.contiguous())
-            torch.ops.cgplan.all_reduce_row(
-                source,
-                out,
-                row,
-                self.number,
-            )
+            torch.ops.cgplan.all_reduce_row(source, out, row, self.number)
         return out
 
     def why_not(self, x: Tensor) -> str:  # noqa: ARG002
-        """Why this tensor goes to ``fallback``; empty if it does not. The same on all ranks."""
+        """Why this tensor goes to ``fallback``; the same on all ranks."""
         return ""
 
     def peer_memory(self) -> PeerMemory:
@@ -129,12 +116,12 @@ class AllReduce(ABC):
         return PeerMemory(mapped=(), addresses=())
 
     def placed(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The input where other ranks can read it, and the table row with its addresses."""
+        """The input where other ranks can read it, and its table row."""
         return x, self._row
 
     @abstractmethod
     def run(self, x: Tensor, out: Tensor, row: Tensor) -> None:
-        """Write the sum of all ranks' ``x`` to ``out``; the body of ``cgplan::all_reduce_row``."""
+        """Write the sum to ``out``: the body of ``cgplan::all_reduce_row``."""
 
     @contextmanager
     def whole_sum(self) -> Iterator[None]:
@@ -152,14 +139,12 @@ class AllReduce(ABC):
         self._is_unfinished = False
 
     def begin_pass(self) -> None:
-        """Before captures, on all ranks: forget the last pass's buffers and unfinished sums."""
+        """Before captures, on all ranks: forget the last pass."""
         if self._fallback is not None:
             self._fallback.begin_pass()
 
     def end_pass(self) -> Registration:
-        """After captures, on all ranks: register the graphs' buffers. Raises as
-        GraphBufferRegistry.register.
-        """
+        """After captures, on all ranks. Raises as GraphBufferRegistry.register."""
         self.ranks.agree("the capture pass")
         return Registration()
 
@@ -167,20 +152,18 @@ class AllReduce(ABC):
         """Before graphs are freed, on all ranks."""
 
     def abort(self) -> None:  # noqa: B027
-        """End waits of queued kernels. Sums are wrong from then on, until ``begin_pass``."""
+        """End waits of queued kernels; sums are wrong until ``begin_pass``."""
 
     def check(self) -> None:  # noqa: B027
-        """Raise AllReduceError if a kernel has given up waiting. Waits for the device."""
+        """Raise AllReduceError if a kernel gave up. Waits for the device."""
 
     @property
     def is_read(self) -> bool:
-        """Whether graphs of a runner that was not closed read the buffers of the last pass."""
+        """Whether graphs of an open runner read the last pass's buffers."""
         return False
 
     def close(self) -> None:
-        """Free shared memory; graphs that reduce must be gone. A later sum raises
-        DistributedError.
-        """
+        """Graphs that reduce must be gone."""
         self.is_closed = True
         if self._fallback is not None:
             self._fallback.close()
@@ -195,9 +178,7 @@ class AllReduce(ABC):
 
 
 class CollectiveAllReduce(AllReduce):
-    """torch.distributed's all-reduce: NCCL, which a graph captures as its own kernels, and gloo on
-    the CPU.
-    """
+    """torch.distributed's all-reduce: NCCL, whose kernels a graph captures, or gloo."""
 
     name = "nccl"
 
@@ -206,7 +187,7 @@ class CollectiveAllReduce(AllReduce):
         self._group = ranks.group
 
     def reduce(self, x: Tensor) -> Tensor:
-        """Raises AllReduceError, with nothing begun, for a dtype that gloo does not sum."""
+        """Raises AllReduceError for a dtype that gloo does not sum."""
         if x.device.type == "cpu" and x.dtype not in GLOO_DTYPES:
             raise AllReduceError(
                 f"gloo, torch's all-reduce on the CPU, cannot sum {x.dtype}",
@@ -216,12 +197,7 @@ class CollectiveAllReduce(AllReduce):
         return super().reduce(x)
 
     def run(self, x: Tensor, out: Tensor, row: Tensor) -> None:  # noqa: ARG002
-        """Copy, and reduce in place.
-
-        Raises:
-            RankFailedError: on the CPU: a rank is lost, or has failed.
-            AllReduceError: torch's all-reduce failed, now or, on the CPU, earlier.
-        """
+        """Raises RankFailedError on the CPU for a lost rank, AllReduceError for other failures."""
         out.copy_(x)
         on_cpu = x.device.type == "cpu"
         with self.whole_sum() if on_cpu else nullcontext():
@@ -234,14 +210,11 @@ class CollectiveAllReduce(AllReduce):
                     remedy="Every rank has to make the same calls in the same order; look at the "
                     "output of the others.",
                 )
-                if on_cpu:  # no rank has said that it failed: one is gone, or late
+                if on_cpu:  # one is gone, or late
                     self.ranks.leave(error)
                 raise error from failure
 
     def begin_pass(self) -> None:
-        """On the CPU a new group, where a rank has left a sum unfinished; see Note [Unfinished
-        sums].
-        """
         if self.backend.device.type != "cpu":
             return
         if any(self.ranks.agree("torch's groups", value=self._is_unfinished)):
@@ -251,15 +224,13 @@ class CollectiveAllReduce(AllReduce):
 
 
 _SYMMETRIC_DTYPES = (torch.float32, torch.bfloat16)  # of torch's kernels
-_ONE_SHOT_BYTES = 512 << 10  # up to here each rank reads all inputs; beyond it, a part of each
+_ONE_SHOT_BYTES = 512 << 10  # beyond it a rank reads a part of each input
 _ALIGNMENT = 16
 
 
 class SymmetricAllReduce(AllReduce):
-    """Copies each input to a buffer of ``max_bytes`` in symmetric memory, and sums there, without
-    multicast.
-
-    Raises AllReduceError, on all ranks, where the memory cannot be opened.
+    """Sums in ``max_bytes`` of symmetric memory, without multicast. Raises AllReduceError, on all
+    ranks, where it cannot be opened.
     """
 
     name = "symm_mem"
@@ -304,8 +275,7 @@ class SymmetricAllReduce(AllReduce):
 
 def _all_reduce(x: Tensor, group: int) -> Tensor:
     found = _at(group)
-    # A look at the forward runs on one rank alone; the others do not come to this all-reduce. A
-    # capture that is made meanwhile has to hold it, though.
+    # A look runs on one rank alone.
     if is_probing() and not found.backend.is_capturing():
         return x.clone()
     return found.reduce(x)

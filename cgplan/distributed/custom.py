@@ -1,15 +1,11 @@
-"""The custom all-reduce, which reads the peers' graph buffers at their own addresses, and the
-choice of an all-reduce.
-
-On GPUs Triton kernels sum over a row of the registry's table; on the CPU torch operators follow the
-same protocol.
-"""
+"""The custom all-reduce, which reads the peers' graph buffers, and the choice of an all-reduce."""
 
 from __future__ import annotations
 
 import ctypes
 import importlib
 import logging
+import math
 import os
 import time
 from abc import abstractmethod
@@ -40,8 +36,7 @@ logger = logging.getLogger(__name__)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # one load of a thread; inputs are aligned to it, and their size is a multiple of it
 PACK_BYTES = 16
-# Messages up to so many bytes are one-shot: beyond it, reading every input whole costs more than a
-# second exchange.
+# Larger messages are two-shot: a second exchange costs less than reading all inputs.
 ONE_SHOT_BYTES = {
     2: 1 << 20,
     4: 512 << 10,
@@ -51,23 +46,19 @@ ONE_SHOT_BYTES = {
 _MOST_BLOCKS = 64  # of one kernel, each with its own signals
 _WARPS = 8
 _BLOCK_BYTES = _WARPS * 32 * PACK_BYTES  # that a block takes at a time
-# A kernel has no clock that all threads of a block read alike, so a wait is bounded by looks at the
-# signals: atomics over the whole system, about a microsecond each. The bound ends waits that would
-# never end; it measures no time.
+# Kernels have no clock: looks, about a microsecond each, bound their waits.
 _LOOKS_PER_SECOND = 1 << 20
 
-_RECORD = 1 + 64  # words: dtype and shape, of 64 dimensions at most, of a rank's input
-_SPINS = 200  # looks at the signals before the thread yields for longer
+_RECORD = 1 + 64  # words: dtype and shape
+_SPINS = 200  # looks before the thread yields for longer
 _SAME_CALLS = "Every rank has to make the same calls in the same order."  # a remedy
 
 
 class CustomAllReduce(AllReduce):
-    """One-shot and two-shot all-reduce over registered buffers.
+    """One-shot and two-shot all-reduce over registered buffers; owns its transport.
 
-    An all-reduce in a FULL graph reads its peers' inputs where their graphs have them. One that
-    runs eagerly, or in a PIECEWISE segment (which runs while the next one is captured, before
-    anything is registered), copies its input to a staging buffer that was registered at the start.
-    The all-reduce owns its transport.
+    In a FULL graph it reads its peers' inputs in their graphs. Eagerly, or in a PIECEWISE segment,
+    which runs before anything is registered, it copies its input to a staging buffer.
     """
 
     name = "custom"
@@ -86,7 +77,7 @@ class CustomAllReduce(AllReduce):
         self._max_bytes = settings.all_reduce_max_size
         self.registry = GraphBufferRegistry(ranks, transport, backend.device, settings.table_rows)
         self._own = transport.empty(signal_bytes)
-        self._addresses = self.registry.open_block("signals", self._own)  # of all ranks' signals
+        self._addresses = self.registry.open_block("signals", self._own)  # of all ranks
         self._staging = transport.empty(self._max_bytes)
         row = self.registry.open_block("staging buffers", self._staging)
         self._staging_row = torch.tensor(row, dtype=torch.int64, device=backend.device)
@@ -108,7 +99,6 @@ class CustomAllReduce(AllReduce):
         return ""
 
     def placed(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The registered buffer in a FULL graph, else the staging buffer."""
         if x.data_ptr() % PACK_BYTES:  # a slice
             x = x.clone()
         context = current_forward_context()
@@ -127,11 +117,9 @@ class CustomAllReduce(AllReduce):
         return source, row
 
     def begin_pass(self) -> None:
-        """Unregister, and make the signals new: a rank that failed may have left a barrier
-        early.
-        """
+        """Signals are made new: a rank that failed may have left a barrier early."""
         self.registry.unregister()
-        # one that was aborted may still write a signal to a peer
+        # an aborted sum may still write to a peer
         with self.ranks.step("the end of all sums"):
             self.reset()
         with self.ranks.step("new signals"):
@@ -170,10 +158,8 @@ def _unregistered() -> RegistrationError:
 
 
 class CudaAllReduce(CustomAllReduce):
-    """One-shot and two-shot all-reduce on 2, 4 or 8 GPUs, see triton_kernels.py.
-
-    A wait ends, and leaves NaN and an error word, after about ``distributed.timeout``. The slices
-    of the two-shot all-reduce lie behind the signals.
+    """On 2, 4 or 8 GPUs, see triton_kernels.py. A wait ends, with NaN and an error word, after
+    about ``distributed.timeout``.
     """
 
     def __init__(
@@ -186,37 +172,36 @@ class CudaAllReduce(CustomAllReduce):
         self._limit = min(int(ranks.timeout * _LOOKS_PER_SECOND), (1 << 31) - 1)
         self._most = ONE_SHOT_BYTES[ranks.world_size]
         self._signal_bytes = _MOST_BLOCKS * ranks.world_size * 4
-        slice_bytes = (
-            -(-settings.all_reduce_max_size // (PACK_BYTES * ranks.world_size)) * PACK_BYTES
-        )
+        most_packs = math.ceil(settings.all_reduce_max_size / PACK_BYTES / ranks.world_size)
         transport = CudaIpcTransport(ranks.device)
-        nbytes = self._signal_bytes + slice_bytes
+        nbytes = self._signal_bytes + most_packs * PACK_BYTES
         super().__init__(ranks, backend, transport, nbytes, fallback, settings)
         device = ranks.device
         self._signals = torch.tensor(self._addresses, dtype=torch.int64, device=device)
         self._counts = torch.zeros(_MOST_BLOCKS, dtype=torch.int32, device=device)
         self._error = torch.zeros(1, dtype=torch.int32, device=device)
         self._aborted = torch.full((1,), ABORTED, dtype=torch.int32).pin_memory()
-        # for the word that ends a wait on the other streams
+        # not the stream of the kernels that wait
         self._beside = torch.cuda.Stream(device)
 
     def run(self, x: Tensor, out: Tensor, row: Tensor) -> None:
-        world = self.world_size
-        pack = PACK_BYTES // x.itemsize
         packs = x.nbytes // PACK_BYTES
-        block = _BLOCK_BYTES // x.itemsize
         common = {
-            "RANK": self.rank, "WORLD": world, "PACK": pack, "BLOCK": block, "LIMIT": self._limit,
+            "RANK": self.rank,
+            "WORLD": self.world_size,
+            "PACK": PACK_BYTES // x.itemsize,
+            "BLOCK": _BLOCK_BYTES // x.itemsize,
+            "LIMIT": self._limit,
             "num_warps": _WARPS,
-        }  # fmt: skip
+        }
         given = (row, out, self._signals, self._counts, self._error, packs)
         if x.nbytes <= self._most:
-            self._one_shot[self._grid(x.nbytes)](*given, **common)
+            grid = self._grid(x.nbytes)
+            self._one_shot[grid](*given, **common)
         else:
-            slice_packs = -(-packs // world)
-            self._two_shot[self._grid(slice_packs * PACK_BYTES)](
-                *given, slice_packs, SIGNAL_BYTES=self._signal_bytes, **common
-            )
+            slice_packs = math.ceil(packs / self.world_size)
+            grid = self._grid(slice_packs * PACK_BYTES)
+            self._two_shot[grid](*given, slice_packs, SIGNAL_BYTES=self._signal_bytes, **common)
 
     def reset(self) -> None:
         torch.cuda.synchronize(self.ranks.device)
@@ -226,12 +211,10 @@ class CudaAllReduce(CustomAllReduce):
         torch.cuda.synchronize(self.ranks.device)
 
     def abort(self) -> None:
-        """Write the error word beside the kernels that wait."""
         with torch.cuda.device(self.ranks.device), torch.cuda.stream(self._beside):
             self._error.copy_(self._aborted, non_blocking=True)
 
     def check(self) -> None:
-        """Raise the error of the error word. Waits for the device."""
         from cgplan.distributed.triton_kernels import TIMED_OUT, UNREGISTERED
 
         code = int(self._error.item())
@@ -240,26 +223,25 @@ class CudaAllReduce(CustomAllReduce):
         self.ranks.check()
         if code == UNREGISTERED:
             raise _unregistered()
+        ended = "timed out" if code == TIMED_OUT else "was aborted"
         raise AllReduceError(
-            f"an all-reduce on rank {self.rank} "
-            f"{'timed out' if code == TIMED_OUT else 'was aborted'}: a rank "
-            "did not come to it, and sums since then are wrong",
+            f"an all-reduce on rank {self.rank} {ended}: a rank did not come to it, and sums since "
+            "then are wrong",
             remedy=_SAME_CALLS,
         )
 
     def _grid(self, nbytes: int) -> tuple[int]:
-        return (min(-(-nbytes // _BLOCK_BYTES), _MOST_BLOCKS),)
+        blocks = math.ceil(nbytes / _BLOCK_BYTES)
+        return (min(blocks, _MOST_BLOCKS),)
 
 
 class CpuAllReduce(CustomAllReduce):
     """Sums over table rows on the CPU.
 
-    A barrier: each rank adds one to its own count, writes it to its place in every rank's signals,
-    and waits until all places in its signals are as high. Counts only grow, so nothing has to be
-    set back between replays. Each place is one aligned word with one writer; a yield, which passes
-    through locks, stands before each write and after each wait, so that data is written before the
-    count that tells of it, on any processor. Behind the counts is a record for each rank, of its
-    input's dtype and shape, written before the first barrier, compared before the second.
+    In a barrier each rank raises its count, writes it to its place in every rank's signals, and
+    waits until all places in its own are as high. Each place is one aligned word with one writer. A
+    yield, which passes through locks, before each write and after each wait orders data and counts
+    on any processor. Behind the counts are records of the ranks' inputs.
     """
 
     def __init__(
@@ -274,20 +256,17 @@ class CpuAllReduce(CustomAllReduce):
             fallback,
             settings,
         )
-        self._signals: list[Any] = [
-            (ctypes.c_uint64 * words).from_address(address) for address in self._addresses
-        ]
+        signals: Any = ctypes.c_uint64 * words
+        self._signals = [signals.from_address(address) for address in self._addresses]
         self._count = 0
 
     def run(self, x: Tensor, out: Tensor, row: Tensor) -> None:
         """Barrier, sum in float32 in the order of the ranks, barrier.
 
         Raises:
-            RankMismatchError: ranks bring tensors of different shapes or dtypes; on all ranks, and
-                sums may go on.
+            RankMismatchError: shapes or dtypes differ; on all ranks, and sums may go on.
             RegistrationError: the graph was replayed before registration.
-            RankFailedError: a rank is lost, or has failed.
-            AllReduceError: a rank did not come within the timeout, now or earlier.
+            RankFailedError, AllReduceError: a rank is lost, failed, or late.
         """
         addresses = row.tolist()
         if not all(addresses):
@@ -298,16 +277,16 @@ class CpuAllReduce(CustomAllReduce):
             for signals in self._signals:
                 signals[at : at + len(record)] = record
             self._barrier()
-            if (unlike := self._unlike(record)) is None:
-                inputs = [
-                    torch.frombuffer((ctypes.c_char * x.nbytes).from_address(a), dtype=x.dtype)
-                    for a in addresses
-                ]
-                total = inputs[0].to(torch.float32, copy=True)
-                for theirs in inputs[1:]:
+            unlike = self._unlike()
+            if unlike is None:
+                memory = ctypes.c_char * x.nbytes
+                inputs = [memory.from_address(address) for address in addresses]
+                first, *others = [torch.frombuffer(theirs, dtype=x.dtype) for theirs in inputs]
+                total = first.to(torch.float32, copy=True)
+                for theirs in others:
                     total += theirs
                 out.view(-1).copy_(total)
-            # no rank writes its input or record of the next sum before all have read this one
+            # before any rank writes its next input or record
             self._barrier()
         if unlike is not None:
             raise unlike
@@ -317,31 +296,29 @@ class CpuAllReduce(CustomAllReduce):
         self._is_unfinished = False
         self._own.zero_()
 
-    def _unlike(self, own: list[int]) -> RankMismatchError | None:
-        """How the first rank whose record differs from rank 0's does; the same on all ranks."""
-        world = self.world_size
+    def _unlike(self) -> RankMismatchError | None:
+        """The same on all ranks."""
         told = self._signals[self.rank]
-        if all(told[at : at + len(own)] == own for at in range(world, len(told), _RECORD)):
-            return None
-        described = []
-        for at in range(world, len(told), _RECORD):
-            dims, dtype = divmod(told[at], len(DTYPES))
-            described.append(f"{told[at + 1 : at + 1 + dims]} {DTYPES[dtype]}")
-        rank = next(rank for rank, theirs in enumerate(described) if theirs != described[0])
-        return RankMismatchError(
-            f"rank {rank} came to all-reduce {(self._count + 1) // 2} with {described[rank]}, "
-            f"rank 0 with {described[0]}",
-            remedy=SUM_ALIKE,
-        )
+        records = []
+        for at in range(self.world_size, len(told), _RECORD):
+            end = at + 1 + told[at] // len(DTYPES)
+            records.append(told[at:end])
+        for rank, record in enumerate(records):
+            if record != records[0]:
+                return RankMismatchError(
+                    f"rank {rank} came to all-reduce {(self._count + 1) // 2} with "
+                    f"{_described(record)}, rank 0 with {_described(records[0])}",
+                    remedy=SUM_ALIKE,
+                )
+        return None
 
     def _barrier(self) -> None:
-        rank = self.rank
         world = self.world_size
         own = self._signals[self.rank]
         self._count += 1
         time.sleep(0)
         for signals in self._signals:
-            signals[rank] = self._count
+            signals[self.rank] = self._count
         spins = 0
         deadline = time.monotonic() + self.ranks.timeout
         while min(own[:world]) < self._count:
@@ -354,11 +331,10 @@ class CpuAllReduce(CustomAllReduce):
                 continue
             self.ranks.check()
             if time.monotonic() > deadline:
-                late = ", ".join(
-                    str(peer) for peer, count in enumerate(own[:world]) if count < self._count
-                )
+                late = [str(peer) for peer in range(world) if own[peer] < self._count]
                 error = AllReduceError(
-                    f"rank {late} did not come to an all-reduce within {self.ranks.timeout:g} s",
+                    f"rank {', '.join(late)} did not come to an all-reduce within "
+                    f"{self.ranks.timeout:g} s",
                     remedy=_SAME_CALLS,
                 )
                 self.ranks.leave(error)
@@ -366,11 +342,14 @@ class CpuAllReduce(CustomAllReduce):
         time.sleep(0)
 
 
-def open_all_reduce(config: Config, ranks: Ranks, backend: GraphBackend) -> AllReduce:
-    """The all-reduce that ``compilation.all_reduce`` asks for; a step of all ranks.
+def _described(record: list[int]) -> str:
+    first, *shape = record
+    return f"{shape} {DTYPES[first % len(DTYPES)]}"
 
-    Raises:
-        AllReduceError: custom or symm_mem was asked for and cannot work here; on all ranks.
+
+def open_all_reduce(config: Config, ranks: Ranks, backend: GraphBackend) -> AllReduce:
+    """The all-reduce that ``compilation.all_reduce`` asks for; a step of all ranks. Raises
+    AllReduceError, on all ranks, where it cannot work.
     """
     wanted = config.compilation.all_reduce
     collective = CollectiveAllReduce(ranks, backend)
@@ -398,7 +377,7 @@ def open_all_reduce(config: Config, ranks: Ranks, backend: GraphBackend) -> AllR
 
 
 def _why_not(wanted: str, ranks: Ranks) -> str:
-    """Why this rank cannot take part in a custom or symm_mem all-reduce; empty if it can."""
+    """Why this rank cannot take part; empty if it can."""
     on_cpu = ranks.device.type == "cpu"
     if on_cpu and wanted == "symm_mem":
         return "symmetric memory needs GPUs"
@@ -407,21 +386,21 @@ def _why_not(wanted: str, ranks: Ranks) -> str:
     if on_cpu or wanted == "symm_mem":
         return ""
     if ranks.world_size not in ONE_SHOT_BYTES:
-        return (
-            f"{ranks.world_size} ranks, where kernels exist for "
-            f"{', '.join(map(str, ONE_SHOT_BYTES))}"
-        )
-    for module, package in (("triton", "triton"), ("cuda.bindings.runtime", "cuda-bindings")):
+        sizes = ", ".join(map(str, ONE_SHOT_BYTES))
+        return f"{ranks.world_size} ranks, where kernels exist for {sizes}"
+    packages = {"triton": "triton", "cuda.bindings.runtime": "cuda-bindings"}
+    for module, package in packages.items():
         try:
             importlib.import_module(module)
         except ImportError:
             return f"{package} is not installed"
     if uses_expandable_segments():
         return "expandable segments are on, whose memory has no IPC handle"
-    # GPUs that this process does not see are left to the handles.
-    numbers = {
-        str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())
-    }
+    # The handles tell of GPUs that this process does not see.
+    numbers = {}
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        numbers[str(properties.uuid)] = index
     own = ranks.device.index or 0
     for rank, presence in enumerate(ranks.presences):
         peer = numbers.get(presence.device, own)

@@ -1,8 +1,8 @@
 """Data-parallel ranks that run one graph: each has its own batch, all have the same size and mode.
 
-Ranks need it that exchange data inside of the forward, such as those of expert parallelism: with
-different graphs they would exchange tensors of different shapes. It is off by default
-(``distributed.data_parallel_sync``), because each step costs a small all-reduce on the host.
+It serves ranks that exchange data inside the forward, as for expert parallelism. It is off by
+default (``distributed.data_parallel_sync``), because each step costs a small all-reduce on the
+host.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from cgplan.buffers.static import Tensors
+from cgplan.buffers.static import Tensors, pad_value
 from cgplan.config import Input
 from cgplan.distributed.ranks import Ranks
 from cgplan.errors import RankFailedError
@@ -27,71 +27,60 @@ from cgplan.runner.runner import GraphRunner
 
 @dataclass(frozen=True)
 class AgreedBatch:
-    """The size and mode that all ranks run."""
-
-    # the weakest of the modes that the ranks' own batches would run in: NONE, PIECEWISE, FULL
+    # the weakest of the ranks' modes: NONE, PIECEWISE, FULL
     mode: CUDAGraphMode
-    num_tokens: int  # the largest of their padded sizes
-    num_active_loras: int = 0  # the largest of their numbers of adapters
+    num_tokens: int  # the largest padded size
+    num_active_loras: int = 0
 
 
 class DataParallelRunner:
-    """A runner whose batches are padded to the size that all ranks have agreed on. Not for use from
-    several threads.
+    """A runner whose batches are padded to the size that all ranks agreed on; for one thread. The
+    caller owns ``runner``. Making it is a step of all ranks.
 
-    A rank that has nothing to do calls it with tensors of 0 rows: it runs one request of padding,
-    and gets outputs of 0 rows. The runner's statistics count each batch with this rank's rows. They
-    count no batch of 0 rows, and none that all ranks run eagerly.
-
-    The caller owns ``runner``. Making this object is a step of all ranks. ``last`` is the size and
-    mode of the last batch.
+    An idle rank calls it with tensors of 0 rows: it runs one request of padding, and gets outputs
+    of 0 rows. Statistics count neither those nor batches that all ranks run eagerly.
     """
 
-    def __init__(self, runner: GraphRunner, ranks: Ranks) -> None:
+    def __init__(
+        self,
+        runner: GraphRunner,
+        ranks: Ranks,
+    ) -> None:
         self._runner = runner
         self._ranks = ranks
-        # not the one of the data, where a failure may leave a sum unfinished
+        # in the data's group a failure may leave a sum unfinished
         self._group = ranks.new_group()
         self._batches = 0
         self._specs = runner.config.tensors
-        self._by_requests = (
-            runner.config.model is not None and runner.config.model.output_rows == "num_reqs"
-        )
+        model = runner.config.model
+        self._by_requests = model is not None and model.output_rows == "num_reqs"
         self.last: AgreedBatch | None = None
 
     def __call__(
-        self, *, uniform_decode: bool | None = None, num_active_loras: int = 0, **inputs: Tensor
+        self,
+        *,
+        uniform_decode: bool | None = None,
+        num_active_loras: int = 0,
+        **inputs: Tensor,
     ) -> Any:
-        """Run one batch; arguments, result and errors are those of GraphRunner, and the result has
-        this rank's rows.
+        """Run one batch as GraphRunner does; the result has this rank's rows.
 
         Raises:
-            RankFailedError: a rank is lost or did not come within the timeout (then there are no
-                more batches), or has refused its batch.
+            RankFailedError: a rank is lost or late (then there are no more batches), or has refused
+                its batch.
         """
         try:
             is_idle = self._is_idle(inputs)
             if is_idle:
-                inputs = _padded(
-                    inputs,
-                    self._specs,
-                    (0, 0),
-                    (self._runner.plan.query_len, 1),
-                )
-                uniform_decode, num_active_loras = True, 0
+                one_request = (self._runner.plan.query_len, 1)
+                inputs = _padded(inputs, self._specs, (0, 0), one_request)
+                uniform_decode = True
+                num_active_loras = 0
             route = self._runner.route(inputs, uniform_decode, num_active_loras)
-            size = (
-                route.batch.num_tokens
-                if route.mode is CUDAGraphMode.NONE
-                else route.descriptor.num_tokens
-            )
-        except Exception:  # the others' batch would meet this rank's next one
-            self._largest(
-                0,
-                -CUDAGraphMode.FULL.value,
-                0,
-                self._ranks.rank + 1,
-            )
+            is_eager = route.mode is CUDAGraphMode.NONE
+            size = (route.batch if is_eager else route.descriptor).num_tokens
+        except Exception:  # else the others' batch would meet this rank's next
+            self._largest(0, -CUDAGraphMode.FULL.value, 0, self._ranks.rank + 1)
             raise
         size, weakest, adapters, refused = self._largest(
             size, -route.mode.value, route.num_active_loras, 0
@@ -101,19 +90,18 @@ class DataParallelRunner:
                 f"rank {refused - 1} refused its batch",
                 remedy="Look at the error of that rank; the next batch can be run.",
             )
-        agreed = self.last = AgreedBatch(CUDAGraphMode(-weakest), size, adapters)
+        agreed = AgreedBatch(CUDAGraphMode(-weakest), size, adapters)
+        self.last = agreed
         output = self._run(agreed, route, inputs, is_idle)
-        tokens = route.batch.num_tokens
-        reqs = route.batch.num_reqs
-        rows = tokens
+        rows = route.batch.num_tokens
         if is_idle:
             rows = 0
         elif self._by_requests:
-            rows = reqs or tokens
+            rows = route.batch.num_reqs or rows
         return tree_map_only(Tensor, lambda t: t[:rows] if t.dim() else t, output)
 
     def _largest(self, *own: int) -> list[int]:
-        """The largest of each of the ranks' numbers; one small all-reduce on the CPU."""
+        """Of each of the ranks' numbers; one all-reduce on the CPU."""
         self._batches += 1
         self._ranks.check_lost()
         values = torch.tensor(own)
@@ -130,27 +118,26 @@ class DataParallelRunner:
             raise error from failure
         return values.tolist()
 
-    def _run(self, agreed: AgreedBatch, route: RoutedBatch, inputs: Tensors, is_idle: bool) -> Any:
-        """Padding behind a decode batch is requests; tokens of padding in a mixed one belong to no
-        request.
-        """
+    def _run(
+        self,
+        agreed: AgreedBatch,
+        route: RoutedBatch,
+        inputs: Tensors,
+        is_idle: bool,
+    ) -> Any:
+        """Padding behind a decode batch is requests; in a mixed one it belongs to no request."""
         plan = self._runner.plan
         size = agreed.num_tokens
         tokens = route.batch.num_tokens
-        reqs = route.batch.num_reqs or route.batch.num_tokens
+        reqs = route.batch.num_reqs or tokens
+        wanted_reqs = reqs
         more, rest = divmod(size, plan.query_len)
-        uniform = (
-            route.uniform
-            and agreed.mode is CUDAGraphMode.FULL
-            and not rest
-            and more <= plan.max_num_seqs
-        )
-        padded = _padded(
-            inputs,
-            self._specs,
-            (tokens, reqs),
-            (size, more if uniform else reqs),
-        )
+        uniform = route.uniform and agreed.mode is CUDAGraphMode.FULL
+        if rest or more > plan.max_num_seqs:
+            uniform = False
+        if uniform:
+            wanted_reqs = more
+        padded = _padded(inputs, self._specs, (tokens, reqs), (size, wanted_reqs))
         if agreed.mode is CUDAGraphMode.NONE:
             uniform = route.uniform and size == tokens
             loras = route.num_active_loras
@@ -174,22 +161,20 @@ class DataParallelRunner:
 
 
 def in_step(runner: GraphRunner, ranks: Ranks | None) -> GraphRunner | DataParallelRunner:
-    """The runner, in step with those of other ranks where ``distributed.data_parallel_sync`` asks
-    for it.
-    """
+    """The runner, in step with other ranks where ``distributed.data_parallel_sync`` asks for it."""
     if ranks is None or not runner.config.distributed.data_parallel_sync:
         return runner
     return DataParallelRunner(runner, ranks)
 
 
 def _padded(
-    inputs: Tensors, specs: Mapping[str, Input], have: tuple[int, int], want: tuple[int, int]
+    inputs: Tensors,
+    specs: Mapping[str, Input],
+    have: tuple[int, int],
+    want: tuple[int, int],
 ) -> dict[str, Any]:
-    """Each tensor with its declared padding behind its own rows; ``have`` and ``want`` are (tokens,
-    reqs).
-
-    A tensor that no spec names, or that cannot have such rows, stays as it is: GraphRunner.route
-    raises for it.
+    """Tensors with padding behind their rows; ``have`` and ``want`` are (tokens, reqs).
+    GraphRunner.route refuses others.
     """
     found: dict[str, Any] = dict(inputs)
     for name, spec in specs.items():
@@ -197,19 +182,15 @@ def _padded(
         row_dim = spec.row_dim
         if tensor is None or row_dim is None or row_dim >= tensor.dim():
             continue
-        more = spec.extents[row_dim].size(*want) - spec.extents[row_dim].size(*have)
+        rows = spec.extents[row_dim]
+        more = rows.size(*want) - rows.size(*have)
         if more == 0:
             continue
-        shape = [more if dim == row_dim else size for dim, size in enumerate(tensor.shape)]
+        shape = list(tensor.shape)
+        shape[row_dim] = more
         if spec.pad == "last" and tensor.shape[row_dim]:
             padding = tensor.narrow(row_dim, tensor.shape[row_dim] - 1, 1).expand(shape)
         else:
-            value = 0 if spec.pad == "last" else spec.pad
-            padding = torch.full(
-                shape,
-                value,
-                dtype=tensor.dtype,
-                device=tensor.device,
-            )
+            padding = tensor.new_full(shape, pad_value(spec))
         found[name] = torch.cat([tensor, padding], row_dim)
     return found

@@ -1,23 +1,18 @@
 """Ranks: the processes of one run, and the steps that they take together.
 
 Note [Steps]
-    All ranks come to the same steps in the same order. Each brings a value, or the error that it
-    has raised; all get all values, or all raise the same error. Answers go through torch's
-    TCPStore, so a rank that does not come within the timeout is named. That is final: there are no
-    more steps then. A rank that raises between two steps says so in the store before it comes to
-    the next one: CPU sums that wait for its data look there, and end. Sums on a GPU, and gloo's,
-    end by their own timeout; the rank that raised waits for them. torchrun ends the other ranks
-    when one is killed; without torchrun they end after the timeout.
+    All ranks come to the same steps in the same order. Each brings a value or an error, through
+    torch's TCPStore; all get all values, or raise the same error. Once a rank is late, there are no
+    more steps. A rank that raises between two steps says so in the store, where CPU sums that wait
+    for it look. Sums on a GPU, and gloo's, end by their own timeout, for which that rank waits.
 
 Note [Teardown]
-    Shared memory is taken down in this order, on error paths too: (1) a step: no rank replays any
-    more; (2) each rank closes the handles that it has opened of the others' memory; (3) a step: no
-    rank reads my memory any more; (4) graphs, and (5) their pool are freed; (6) the registry's
-    exports: staging, signals, table; (7) the group. Memory that is freed while another process has
-        it open is undefined for CUDA IPC; a process group that is destroyed
-    before a graph with its kernels leaves NCCL waiting. Where a rank is lost the steps are left
-    out, the order stays. `ModelGraphs.free` does (1) to (5) through `RankedCapture.release`,
-    `AllReduce.close` (6), `Ranks.close` (7).
+    On error paths, too, shared memory is taken down in this order: (1) a step: no rank replays any
+    more; (2) each rank closes its handles of the others' memory; (3) a step: no rank reads my
+    memory any more; (4) graphs, (5) their pool, (6) the registry's exports, and (7) the group are
+    freed. Where a rank is lost the steps are left out. CUDA IPC leaves memory undefined that is
+    freed while another process has it open, and NCCL waits if its group goes before a graph with
+    its kernels. `ModelGraphs.free` does (1) to (5), `AllReduce.close` (6), `Ranks.close` (7).
 """
 
 from __future__ import annotations
@@ -45,7 +40,7 @@ _REMEDY = "Look at the output of that rank; start all ranks again."
 
 @dataclass(frozen=True)
 class _Answer:
-    """A rank's part in a step. ``induced``: it failed because another rank had."""
+    """``induced``: the rank failed because another one had."""
 
     step: str
     value: Any = None
@@ -55,19 +50,15 @@ class _Answer:
 
 
 class Ranks:
-    """The processes of one run, one rank each; made by ``open_ranks``, ended by ``close`` or a
-    ``with`` block.
+    """The processes of one run; made by ``open_ranks``, ended by ``close`` or a ``with`` block.
 
     Attributes:
-        device: This rank's GPU, or the CPU.
-        presences: Host and device of each rank.
         timeout: Seconds that ranks wait for one another.
-        lost: Why there are no more steps; None while all ranks are there.
-        agreed_on: The error that the last step has raised on all ranks; None if it ended well.
-        group: torch's group of all ranks.
+        lost: Why there are no more steps.
+        agreed_on: The error that the last step raised on all ranks.
     """
 
-    __graph_memory__ = True  # its counters are no state of a model
+    __graph_memory__ = True  # no state of a model
 
     def __init__(
         self,
@@ -88,40 +79,41 @@ class Ranks:
         self.lost: RankFailedError | None = None
         self.agreed_on: BaseException | None = None
         self.group = dist.group.WORLD
-        self._store, self._owns_group = store, owns_group
+        self.is_closed = False
+        self._store = store
+        self._owns_group = owns_group
         self._steps = 0
-        self._has_announced = self.is_closed = False
+        self._has_announced = False
 
     def new_group(self) -> Any:
-        """Another gloo group of all ranks; a step of all of them."""
+        """Another gloo group; a step of all ranks."""
         return dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout))
 
     def agree(
         self, step: str, *, error: BaseException | None = None, value: Any = None
     ) -> list[Any]:
-        """Come to a step; returns every rank's value, once all have come without an error. See Note
-        [Steps].
-
-        Args:
-            step: Its name, the same on all ranks.
-            error: Why this rank has failed; it may come with it to any step.
-            value: Any value that can be pickled.
+        """Come to a step; returns every rank's value, which is pickled. ``error``: why this rank
+        has failed, at any step.
 
         Raises:
-            RankFailedError: a rank failed, has left, or did not come within the timeout. The same
-                words on all ranks.
+            RankFailedError: a rank failed, has left, or was late; the same words on all ranks.
             RankMismatchError: ranks came to different steps.
-            CgplanError: the given error, where all ranks failed with the same one.
+            CgplanError: the given error, where all ranks failed with it.
             DistributedError: the ranks are closed.
         """
         if self.is_closed:
             raise DistributedError(
                 f"{step}: the ranks are closed", remedy="Keep them open as long as they are used."
             )
-        answer, self.agreed_on = _Answer(step, value), None
+        self.agreed_on = None
+        answer = _Answer(step, value)
         if error is not None:
-            induced = isinstance(error, RankFailedError)
-            answer = _Answer(step, None, _spoken(error), getattr(error, "remedy", ""), induced)
+            answer = _Answer(
+                step,
+                error=_spoken(error),
+                remedy=getattr(error, "remedy", ""),
+                induced=isinstance(error, RankFailedError),
+            )
         packed = pickle.dumps(answer)
         logger.debug("rank %d: step %d, %s %s", self.rank, self._steps, step, answer.error)
         with self._asking(step):
@@ -139,19 +131,16 @@ class Ranks:
         return [found.value for found in answers]
 
     def announce(self, error: BaseException) -> None:
-        """Tell the others that this rank has failed and comes to the next step, so that they do not
-        wait for its data.
-        """
-        self._has_announced = self._has_announced or not isinstance(error, DistributedError)
+        """This rank has failed and brings no data before the next step."""
+        if not isinstance(error, DistributedError):
+            self._has_announced = True
         with suppress(RuntimeError):
             self._store.compare_set(
                 f"{self._steps}/failed", "", f"rank {self.rank} failed: {_spoken(error)}"
             )
 
     def check(self) -> None:
-        """Raise RankFailedError if a rank is lost, or has announced that it failed since the last
-        step.
-        """
+        """Raise RankFailedError if a rank is lost, or announced a failure since the last step."""
         key = f"{self._steps}/failed"
         with self._asking("an all-reduce"):
             self._look_for_lost()
@@ -159,13 +148,13 @@ class Ranks:
                 raise RankFailedError(self._store.get(key).decode(), remedy=_REMEDY)
 
     def check_lost(self) -> None:
-        """Raise RankFailedError if this rank knows that a rank is lost; costs nothing."""
+        """``check`` without asking the others."""
         if self.lost is not None:
             raise RankFailedError(self.lost.message, remedy=self.lost.remedy)
 
     @contextmanager
     def step(self, name: str) -> Iterator[None]:
-        """A block that ends well on all ranks, or raises on all of them. Raises as ``agree``."""
+        """A block that ends well on all ranks, or raises as ``agree`` on all of them."""
         error: BaseException | None = None
         try:
             yield
@@ -174,20 +163,18 @@ class Ranks:
         self.agree(name, error=error)
 
     def leave(self, error: BaseException) -> None:
-        """Take no further step, because of an error; the others raise it at their next step."""
+        """Take no further step; the others raise the error at their next one."""
         if self.lost is None:
-            message, remedy = f"rank {self.rank} has ended: {_spoken(error)}", _REMEDY
+            lost = RankFailedError(f"rank {self.rank} has ended: {_spoken(error)}", remedy=_REMEDY)
             if isinstance(error, DistributedError):  # it names the rank that failed
-                message, remedy = error.message, error.remedy
-            self.lost = RankFailedError(message, remedy=remedy)
+                lost = RankFailedError(error.message, remedy=error.remedy)
+            self.lost = lost
         with suppress(RuntimeError):
             self._store.compare_set("lost", "", self.lost.message)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Leave, with the error that ends this rank or without one; see Note [Teardown] for the
-        steps before.
-
-        Without an error it waits for the others. Raises RankFailedError where one of them failed.
+        """Leave, with the error that ends this rank, or after all have come to the end. Raises
+        RankFailedError where another one failed. See Note [Teardown].
         """
         if self.is_closed:
             return
@@ -199,7 +186,7 @@ class Ranks:
         finally:
             self.is_closed = True
             part(self._store, self.place, min(self.timeout, 2.0 if self.lost else 10.0))
-            del self.group  # its threads would live into the interpreter's end
+            del self.group  # else its threads live into the interpreter's end
             if self._owns_group and dist.is_initialized():
                 with suppress(RuntimeError):
                     # NCCL would wait for the lost rank
@@ -215,26 +202,24 @@ class Ranks:
         self.close(error)
 
     def _exchange(self, step: str, packed: bytes) -> list[_Answer]:
-        """Every rank's answer. The rank that failed first waits longer: the others may wait in a
-        sum for it.
-        """
-        keys, patience = [f"{self._steps}/{rank}" for rank in range(self.world_size)], self.timeout
+        """The rank that failed first waits longer: others may wait in a sum for it."""
+        patience = self.timeout
+        keys = [f"{self._steps}/{rank}" for rank in range(self.world_size)]
         self._store.set(keys[self.rank], packed)
         seconds = 2 * patience if self._has_announced else patience
         absent = absent_from(self._store, keys, seconds, self._look_for_lost)
         if absent:
             error = RankFailedError(
                 f"rank {', '.join(absent)} did not come to {step} within {patience:g} s: it has "
-                "ended, is late, or "
-                f"waits in an all-reduce that rank {self.rank} takes no part in",
+                f"ended, is late, or waits in an all-reduce that rank {self.rank} takes no part in",
                 remedy="Look at the output of that rank. Every rank has to do as many all-reduces "
-                "in each forward as "
-                "the others, in the same order. Raise distributed.timeout if it only takes longer.",
+                "in each forward as the others, in the same order. Raise distributed.timeout if it "
+                "only takes longer.",
             )
             self.leave(error)
             raise error
         answers = [pickle.loads(self._store.get(key)) for key in keys]
-        if self._steps > 1:  # all have read it: they have taken the step after it
+        if self._steps > 1:  # all have read it
             self._store.delete_key(f"{self._steps - 2}/{self.rank}")
         return answers
 
@@ -261,14 +246,13 @@ class Ranks:
 def open_ranks(
     settings: DistributedConfig, device: str = "auto", *, place: Place | None = None
 ) -> Ranks | None:
-    """Meet the other ranks, and set torch.distributed up: NCCL between GPUs, gloo between hosts.
+    """Meet the other ranks, and set torch.distributed up: NCCL between GPUs, gloo between hosts; a
+    process group that is there already is used, and stays. None outside of torchrun and for a
+    single process.
 
-    A process group that is there already is used, and left as it is at the end. ``device`` is as
-    ``config.device``: ``cuda`` is the GPU of the local rank. ``place`` comes from torchrun's
-        environment if absent.
-
-    Returns:
-        The ranks, or None outside of torchrun and for a single process.
+    Args:
+        device: As ``config.device``: ``cuda`` is the GPU of the local rank.
+        place: From torchrun's environment if absent.
 
     Raises:
         RendezvousError, RankMismatchError, BackendError, ConfigError: as ``meet`` and
@@ -301,19 +285,17 @@ def open_ranks(
 
 
 def _failure_of(answers: Sequence[_Answer], error: BaseException | None) -> BaseException | None:
-    """The error of a step with these answers; the same on all ranks. ``error`` is this rank's."""
+    """The same on all ranks. ``error`` is this rank's."""
     failed = [(found.induced, rank) for rank, found in enumerate(answers) if found.error]
     if failed:
-        if (
-            error is not None
-            and len(failed) == len(answers)
-            and len({found.error for found in answers}) == 1
-        ):
+        errors = {found.error for found in answers}
+        if error is not None and len(errors) == 1:  # and so all have failed
             return error
-        found = answers[rank := min(failed)[1]]
-        message = (
-            found.error if found.induced else f"rank {rank} failed in {found.step}: {found.error}"
-        )
+        _, rank = min(failed)
+        found = answers[rank]
+        message = found.error
+        if not found.induced:
+            message = f"rank {rank} failed in {found.step}: {message}"
         return RankFailedError(message, remedy=found.remedy or _REMEDY)
     for rank, found in enumerate(answers):
         if found.step != answers[0].step:
@@ -325,6 +307,5 @@ def _failure_of(answers: Sequence[_Answer], error: BaseException | None) -> Base
 
 
 def _spoken(error: BaseException) -> str:
-    """An error in one line for other ranks, with its class unless another rank caused it."""
     text = " ".join(str(getattr(error, "message", None) or str(error) or "no message").split())
     return text if isinstance(error, RankFailedError) else f"{type(error).__name__}: {text}"

@@ -1,19 +1,13 @@
-"""GraphBufferRegistry: which memory captured all-reduces read, and where it lies in every rank's
-address space.
+"""GraphBufferRegistry: where the memory that captured all-reduces read lies for every rank.
 
 Note [Registration]
-    A captured all-reduce cannot know where its peers' inputs lie: they capture at the same time. So
-    its kernel gets the address of a row in a table on the device, one column a rank, and the row is
-    written later. `take_row` hands rows out during the captures and notes the input's address;
-    nothing is exchanged then. At the end of the pass `register` takes these steps:
-    (1) ranks compare the inputs' shapes and dtypes (also of inputs that need no row, see `note`): a
-        kernel reads its peers' inputs as if they were laid out like its own;
-    (2) handles and offsets of the addresses are exchanged;
-    (3) the peers' handles are opened, once for each allocation;
-    (4) rows are written, and the device is waited for.
-    When all ranks have done that, graphs may be replayed. A rank that fails on the way comes to the
-    end of the step with its error, so that no rank waits for it. A row of zeros is not registered:
-    replaying a graph with it is an error.
+    A captured all-reduce cannot know where its peers' inputs lie. So its kernel gets the address of
+    a row in a table on the device, one column a rank. `take_row` hands rows out and notes the
+    input's address. At the end of the pass `register` takes these steps: (1) ranks compare the
+    inputs' shapes and dtypes, because a kernel reads its peers' inputs as its own; (2) handles and
+    offsets are exchanged; (3) the peers' handles are opened, once for each allocation; (4) rows are
+    written, and the device is waited for. Then graphs may be replayed. A rank that fails brings its
+    error to the end of the step.
 """
 
 from __future__ import annotations
@@ -34,7 +28,6 @@ from cgplan.errors import RankMismatchError, RegistrationError
 
 logger = logging.getLogger(__name__)
 
-# a remedy
 SUM_ALIKE = (
     "Every rank has to sum as many tensors, of the same shapes and dtypes, in the same order."
 )
@@ -45,14 +38,14 @@ class Registration:
     """One rank's registered buffers."""
 
     rows: int = 0  # of the table: captured all-reduces
-    buffers: int = 0  # distinct addresses among their inputs
+    buffers: int = 0  # distinct addresses of their inputs
     bases: int = 0  # allocations that they lie in
-    mapped_bytes: int = 0  # of peers' allocations, mapped into this process
-    registration_seconds: float = 0.0  # from the first step to the last
+    mapped_bytes: int = 0  # of peers' allocations
+    registration_seconds: float = 0.0
 
 
 class _Mapped(NamedTuple):
-    """A peer's allocation, as ``PeerMemory.mapped`` has it."""
+    """As ``PeerMemory.mapped`` has it."""
 
     base: int
     end: int
@@ -60,13 +53,13 @@ class _Mapped(NamedTuple):
 
 
 class GraphBufferRegistry:
-    """The pointer table of one rank, see Note [Registration]. It owns the table of ``capacity``
-    rows on the device, and the mappings of peers' memory; the caller owns the transport.
+    """The pointer table of one rank. It owns the table of ``capacity`` rows, and the mappings of
+    peers' memory, not the transport.
 
     Attributes:
         table: [capacity, world_size] int64 on the device: address of each rank's input, as this
-            rank sees it.
-        is_sealed: Whether the rows are written, so that graphs may be replayed.
+            rank sees it; 0 if not registered.
+        is_sealed: Whether the rows are written.
     """
 
     def __init__(
@@ -86,12 +79,11 @@ class GraphBufferRegistry:
         )
         self.is_sealed = False
         self._addresses: list[int] = []
-        # shape and dtype of each captured all-reduce's input, in order
         self._inputs: list[str] = []
-        # allocations of peers that are mapped here: by (rank, handle), and those of open_block
+        # of peers: by (rank, handle), and those of open_block
         self._opened: dict[tuple[int, object], _Mapped] = {}
         self._blocks: list[_Mapped] = []
-        self._has_begun = False  # to exchange handles, on all ranks alike
+        self._has_begun = False  # to exchange handles
 
     @property
     def rows(self) -> int:
@@ -99,8 +91,8 @@ class GraphBufferRegistry:
         return len(self._addresses)
 
     def take_row(self, tensor: Tensor) -> Tensor:
-        """The table row, [world_size] int64, for an all-reduce that is being captured with this
-        input. Raises RegistrationError if the table is full, or sealed.
+        """The table row, [world_size] int64, for an all-reduce that is captured with this input.
+        Raises RegistrationError if the table is full, or sealed.
         """
         if self.is_sealed:
             raise RegistrationError(
@@ -117,18 +109,12 @@ class GraphBufferRegistry:
         return self.table[self.rows - 1]
 
     def note(self, tensor: Tensor) -> None:
-        """Have ranks compare the input of an all-reduce that is being captured over the staging
-        buffer.
-        """
+        """Let ranks compare the input of a captured all-reduce without a row."""
         self._inputs.append(f"{list(tensor.shape)} {tensor.dtype}")
 
     def register(self) -> Registration:
-        """End the pass: make every rank's buffers known to all, or fail on all ranks alike.
-
-        Raises:
-            RankFailedError: a rank failed.
-            RankMismatchError: one captured another number of all-reduces, or one with another
-                input.
+        """End the pass on all ranks. Raises RankFailedError, and RankMismatchError where ranks
+        captured other all-reduces.
         """
         start = time.perf_counter()
         own_rank = self._ranks.rank
@@ -161,27 +147,22 @@ class GraphBufferRegistry:
         return found
 
     def unregister(self) -> None:
-        """Undo ``register``: steps (1) to (3) of Note [Teardown] in ranks.py. Then graphs may be
-        freed.
-        """
+        """Steps (1) to (3) of Note [Teardown] in ranks.py."""
         bases = [mapped.base for mapped in self._opened.values()]
         self._opened.clear()
         try:
             if self._has_begun:
                 self._close_peers(bases, "the end of all replays", "closing the peers' handles")
         finally:
-            self._has_begun = self.is_sealed = False
+            self._has_begun = False
+            self.is_sealed = False
             self._addresses.clear()
             self._inputs.clear()
             self.table.zero_()
             self._transport.forget()
 
     def open_block(self, name: str, block: Tensor) -> list[int]:
-        """Where each rank's block of that name lies, as this rank sees it. The registry closes it.
-
-        For memory that is there before any capture and as long as the registry: staging, signals. A
-        step of all ranks.
-        """
+        """Where each rank's block lies, as this rank sees it. A step of all ranks."""
         found: list[int] = []
         shared = self._exported(f"exporting the {name}", [block.data_ptr()])
         with self._ranks.step(f"opening the {name}"):
@@ -195,21 +176,20 @@ class GraphBufferRegistry:
         return found
 
     def close(self) -> None:
-        """Close the blocks of ``open_block``, between two steps; then they may be freed."""
+        """Close the blocks of ``open_block``; then they may be freed."""
         self.unregister()
         bases = [mapped.base for mapped in self._blocks]
         self._blocks = []
         self._close_peers(bases, "the end of all reductions", "closing the peers' blocks")
 
     def peer_memory(self) -> PeerMemory:
-        """The other ranks' memory that is mapped here, and the addresses in the table's rows."""
+        """The other ranks' memory that is mapped here, and the table's addresses."""
         addresses = []
         if self.is_sealed:
             addresses = self.table[: self.rows].flatten().tolist()
         return PeerMemory([*self._opened.values(), *self._blocks], addresses)
 
     def _exported(self, step: str, addresses: Sequence[int]) -> list[list[ExportedMemory]]:
-        """Each rank's memory at its addresses."""
         try:
             memories = [self._transport.export(address) for address in addresses]
         except Exception as error:
@@ -227,7 +207,7 @@ class GraphBufferRegistry:
         return _Mapped(base, base + memory.nbytes, name)
 
     def _close_peers(self, bases: Sequence[int], before: str, after: str) -> None:
-        """Close peers' allocations between two steps; without the steps where a rank is lost."""
+        """Between two steps, unless a rank is lost."""
         error: Exception | None = None
         try:
             if self._ranks.lost is None:

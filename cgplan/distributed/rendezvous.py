@@ -1,4 +1,4 @@
-"""How ranks meet: a TCPStore under torchrun's environment, and which rank is missing."""
+"""How ranks meet: a TCPStore under torchrun's environment."""
 
 from __future__ import annotations
 
@@ -25,33 +25,30 @@ from cgplan.errors import (
     first_line,
 )
 
-# By address, port and attempt. A process may open its ranks several times: over one store, each
-# time with other keys.
+# By address, port and attempt; a process may open its ranks again, with other keys.
 _stores: dict[tuple[str, int, int], Any] = {}
 _meetings: Counter[tuple[str, int, int]] = Counter()
 
 
 @dataclass(frozen=True)
 class Place:
-    """One rank's place among the others, as torchrun's environment says it."""
-
     rank: int
     world_size: int
-    local_rank: int  # among the ranks of one machine
+    local_rank: int  # on its machine
     address: str  # where the store listens
     port: int
-    agent_store: bool = False  # torchrun's agent keeps the store, else rank 0 does
-    attempt: int = 0  # how often torchrun has restarted the ranks
+    agent_store: bool = False  # torchrun's agent keeps the store, else rank 0
+    attempt: int = 0  # restarts by torchrun
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Place | None:
-        """From torchrun's variables; None outside of torchrun. Raises ConfigError where one is
-        missing.
-        """
+        """None outside of torchrun. Raises ConfigError where a variable is missing."""
         if "RANK" not in environment or "WORLD_SIZE" not in environment:
             return None
-        rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
-        if unset := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environment]:
+        rank = int(environment["RANK"])
+        world_size = int(environment["WORLD_SIZE"])
+        unset = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environment]
+        if unset:
             raise ConfigError(
                 f"rank {rank} of {world_size}: not set: {', '.join(unset)}",
                 remedy="Start the ranks with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and "
@@ -73,12 +70,8 @@ class Place:
 
     @property
     def keeper(self) -> str:
-        """The process that keeps the store, for messages."""
-        return (
-            "torchrun's agent, which keeps the store,"
-            if self.agent_store
-            else "rank 0, which keeps the store,"
-        )
+        keeper = "torchrun's agent" if self.agent_store else "rank 0"
+        return f"{keeper}, which keeps the store,"
 
 
 @dataclass(frozen=True)
@@ -89,15 +82,19 @@ class Presence:
     device: str  # cpu, or the UUID of its GPU
     problem: str = ""  # why it has no device
 
+    @property
+    def kind(self) -> str:
+        return "the CPU" if self.device == "cpu" else "a GPU"
+
     @classmethod
     def of(cls, place: Place, device: str) -> tuple[Presence, torch.device]:
-        """This rank on the configured device: the CPU, or the GPU of its local rank."""
-        host, wanted = socket.gethostname(), device
-        if wanted == "auto":
-            wanted = "cuda" if torch.cuda.is_available() else "cpu"
-        if wanted == "cpu":
+        """This rank on the CPU, or on the GPU of its local rank."""
+        host = socket.gethostname()
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        if device == "cpu":
             return cls(host, "cpu"), torch.device("cpu")
-        index = int(wanted.partition(":")[2] or place.local_rank)
+        index = int(device.partition(":")[2] or place.local_rank)
         count = torch.cuda.device_count()
         if index >= count:
             problem = f"has no GPU: it wants cuda:{index}, torch sees {count}"
@@ -109,19 +106,17 @@ class Presence:
 def absent_from(
     store: Any, keys: Sequence[str], timeout: float, meanwhile: Callable[[], None] = lambda: None
 ) -> list[str]:
-    """Wait until every rank's key is set; returns the ranks whose key is not set after ``timeout``
-    seconds.
-
-    ``meanwhile`` is called again and again; a CgplanError of it ends the wait, unless all keys have
-    been set by then.
+    """Wait until every rank's key is set; returns the ranks without one after ``timeout`` seconds.
+    A CgplanError of ``meanwhile`` ends the wait.
     """
-    deadline, pause = time.monotonic() + timeout, 0.0005
+    deadline = time.monotonic() + timeout
+    pause = 0.0005
     while not store.check(list(keys)):
         if time.monotonic() > deadline:
             return [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
         try:
             meanwhile()
-        except CgplanError:  # a rank has left: perhaps after this step
+        except CgplanError:  # a rank has left, perhaps after this step
             if store.check(list(keys)):
                 break
             raise
@@ -131,9 +126,7 @@ def absent_from(
 
 
 def part(store: Any, place: Place, seconds: float) -> None:
-    """Tell the others that this rank needs the store no more. The rank that keeps it waits for all
-    to say so.
-    """
+    """This rank needs the store no more; the store's keeper waits for all."""
     with suppress(RuntimeError):
         store.set(f"parted/{place.rank}", "")
         if place.keeps_store:
@@ -141,12 +134,11 @@ def part(store: Any, place: Place, seconds: float) -> None:
 
 
 def meet(place: Place, presence: Presence, timeout: float) -> tuple[Any, list[Presence]]:
-    """The common store, and every rank's presence, once all have come.
+    """The common store, and every rank's presence.
 
     Raises:
         RendezvousError: a rank did not come within the timeout.
-        BackendError, RankMismatchError: a rank has no GPU, or two have the same; on all ranks
-            alike.
+        BackendError, RankMismatchError: as ``check_devices``; on all ranks.
     """
     where = (place.address, place.port, place.attempt)
     if where not in _stores:
@@ -174,7 +166,7 @@ def meet(place: Place, presence: Presence, timeout: float) -> tuple[Any, list[Pr
     try:
         check_devices(found)
     except CgplanError:
-        # ended at once, rank 0 would leave the others without its store
+        # else rank 0 ends with the store of the others
         part(store, place, min(timeout, 10.0))
         raise
     return store, found
@@ -197,7 +189,9 @@ def _connected(place: Place, timeout: float) -> Any:
 
 
 def check_devices(found: Sequence[Presence]) -> None:
-    """Each rank has its own device, all of one kind. Raises BackendError and RankMismatchError."""
+    """Raise BackendError for a rank without its own device, RankMismatchError for different
+    kinds.
+    """
     first: dict[tuple[str, str], int] = {}
     for rank, presence in enumerate(found):
         if presence.problem:
@@ -206,10 +200,9 @@ def check_devices(found: Sequence[Presence]) -> None:
                 remedy="Start as many ranks on a machine as it has GPUs (--nproc-per-node), check "
                 "CUDA_VISIBLE_DEVICES, or set device: cpu.",
             )
-        if (presence.device == "cpu") != (found[0].device == "cpu"):
-            kinds = ["the CPU" if p.device == "cpu" else "a GPU" for p in (presence, found[0])]
+        if presence.kind != found[0].kind:
             raise RankMismatchError(
-                f"rank {rank} runs on {kinds[0]}, rank 0 on {kinds[1]}",
+                f"rank {rank} runs on {presence.kind}, rank 0 on {found[0].kind}",
                 remedy="Set device: cpu or device: cuda for all ranks.",
             )
         other = first.setdefault((presence.host, presence.device), rank)
@@ -217,6 +210,5 @@ def check_devices(found: Sequence[Presence]) -> None:
             raise BackendError(
                 f"ranks {other} and {rank} are on one GPU ({presence.device}) of {presence.host}",
                 remedy="Leave device: cuda without a number, so that each rank takes the GPU of "
-                "its local rank; check "
-                "CUDA_VISIBLE_DEVICES.",
+                "its local rank; check CUDA_VISIBLE_DEVICES.",
             )

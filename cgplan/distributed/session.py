@@ -1,4 +1,4 @@
-"""The steps that capture sessions of several ranks take together, and the comparisons before."""
+"""The steps that capture sessions of several ranks take together."""
 
 from __future__ import annotations
 
@@ -41,12 +41,8 @@ def agree_on_setup(
     *,
     also: Mapping[str, Any] | None = None,
 ) -> None:
-    """All ranks have rank 0's configuration (but for the device), torch, CUDA, driver, kind of GPU
-    and cgplan.
-
-    ``also``: other values that have to be the same, by their names in messages, such as the
-    caller's options. Raises RankMismatchError on all ranks, with the rank, the setting and both
-    values.
+    """All ranks have rank 0's configuration (but for the device), versions and kind of GPU.
+    ``also``: other values that have to be the same. Raises RankMismatchError on all ranks.
     """
     found = describe_environment(backend, "")
     own = dict(also or {})
@@ -65,11 +61,8 @@ def agree_on_setup(
 
 
 def agree_on_model(ranks: Ranks, model: Callable[..., Any]) -> None:
-    """All ranks have built the same model: its class, and names, shapes and dtypes of its
-    parameters and buffers.
-
-    Values are not compared; where a model is split, they differ. Raises RankMismatchError on all
-    ranks.
+    """All ranks have the same model: its class, and names, shapes and dtypes of its tensors. Raises
+    RankMismatchError on all ranks.
     """
     kind = type(model)
     own = {"the model's class": f"{kind.__module__}.{kind.__qualname__}"}
@@ -84,19 +77,14 @@ def agree_on_model(ranks: Ranks, model: Callable[..., Any]) -> None:
 
 
 def agree_on_plan(ranks: Ranks, plan: Plan) -> Plan:
-    """Rank 0's plan, on all ranks; ``RankedCapture`` compares its hash. Raises as
-    ``Ranks.agree``.
-    """
+    """Rank 0's plan, on all ranks. Raises as ``Ranks.agree``."""
     value = plan.model_dump_json() if ranks.rank == 0 else None
     found = ranks.agree("broadcasting the plan", value=value)
     return Plan.from_json(found[0])
 
 
 class RankedCapture(RankSync):
-    """The steps that capture sessions of several ranks take together. Each session has one; its
-    graphs read the buffers of ``reducer``. With a budget in ``config``, ranks agree before and
-    after each key.
-    """
+    """Each session has one; its graphs read the buffers of ``reducer``."""
 
     def __init__(self, ranks: Ranks, reducer: AllReduce, config: Config) -> None:
         self._ranks = ranks
@@ -107,12 +95,8 @@ class RankedCapture(RankSync):
         self._failed = False
 
     def begin(self, plan: Plan, free: int | None) -> int | None:
-        """Unregister the last pass's buffers, and compare the plans.
-
-        Raises:
-            RegistrationError: another runner's graphs are registered: their rows would be
-                overwritten.
-            RankMismatchError: ranks have different plans.
+        """Raises RegistrationError where another runner's graphs are registered, RankMismatchError
+        for different plans.
         """
         self._failed = False
         if self._reducer.is_read:
@@ -136,7 +120,7 @@ class RankedCapture(RankSync):
         return min(readings, default=None)
 
     def any_refuses(self, refused: bool, because: BaseException | None = None) -> bool:
-        """Whether any rank's budget refuses a key; where there is a budget, a step of all ranks."""
+        """Where there is a budget, a step of all ranks."""
         if not self._has_budget:
             return refused
         if because is not None:
@@ -148,24 +132,21 @@ class RankedCapture(RankSync):
         return any(refused for refused, _ in found)
 
     def dropped(self) -> None:
-        """Forget the rows of graphs that were freed, and sums that were not finished."""
         self._reducer.begin_pass()
 
     def end(self) -> None:
-        """Register the graphs' buffers; from now on they may be replayed. Raises as
-        AllReduce.end_pass.
-        """
+        """Raises as AllReduce.end_pass."""
         self._registration = self._reducer.end_pass()
 
     def failed(self, error: BaseException) -> BaseException:
-        """Bring the error to the step at which the others are or will be; returns the error that
-        all ranks raise. An interrupted rank leaves at once.
+        """Bring the error to the others' step; returns what all ranks raise. An interrupted rank
+        leaves.
         """
         self._failed = True
         if not isinstance(error, Exception):
             self._ranks.leave(error)
             return error
-        # by another runner, or by graphs of this pass, whose sums are all finished
+        # by another runner, or by finished graphs of this pass
         is_read = self._reducer.is_read
         if not is_read:
             self._reducer.abort()
@@ -174,7 +155,6 @@ class RankedCapture(RankSync):
                 self._ranks.agree("the capture pass", error=error)
             except Exception as agreed:
                 error = agreed
-        # all ranks are here, and may capture again or run eagerly
         if self._ranks.lost is None and not is_read:
             with suppress(CgplanError):
                 self._reducer.begin_pass()
@@ -184,7 +164,7 @@ class RankedCapture(RankSync):
         return self._reducer.peer_memory()
 
     def release(self) -> None:
-        """Close the peers' handles, between two steps: then graphs may be freed."""
+        """Close the peers' handles, between two steps."""
         try:
             self._reducer.release()
         except DistributedError as error:
@@ -197,7 +177,6 @@ class RankedCapture(RankSync):
             )
 
     def completed(self, report: CaptureReport) -> CaptureReport:
-        """The report with a record of each rank and the stops of all budgets, on all ranks."""
         rank = self._ranks.rank
         presence = self._ranks.presences[rank]
         own = RankRecord(
@@ -226,9 +205,6 @@ class RankedCapture(RankSync):
 
 
 def _compare(found: Sequence[Mapping[str, Any]], remedy: str) -> None:
-    """Raise RankMismatchError, with the rank and both values, where a rank's values by name are not
-    those of rank 0.
-    """
     first = found[0]
     for rank, theirs in enumerate(found):
         unlike = []

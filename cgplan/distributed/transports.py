@@ -1,11 +1,9 @@
-"""Memory of one process that others on the same machine can read: CUDA IPC, and shared memory on
-the CPU.
+"""Memory of one process that others on the same machine can read.
 
-A transport hands out memory that can be exported (``empty``, [nbytes] uint8, zero, until ``free``),
-and places tensors there (``place``, until ``forget``). ``export`` names the allocation that holds
-an address; ``open`` maps another process's allocation and returns where its base lies here;
-``close`` unmaps it, before its owner frees it. No peer may have memory open at ``forget`` and
-``free``. Calls that fail raise RegistrationError.
+A transport hands out memory (``empty``, [nbytes] uint8, zero, until ``free``), and places tensors
+(``place``, until ``forget``). ``export`` names the allocation that holds an address; ``open`` maps
+another process's allocation and returns its base here; ``close`` unmaps it. No peer may have memory
+open at ``forget`` and ``free``. Calls that fail raise RegistrationError.
 """
 
 from __future__ import annotations
@@ -26,18 +24,16 @@ from cgplan.errors import RegistrationError
 class ExportedMemory:
     """An address as another process can reach it."""
 
-    # of the allocation that holds it: plain values, equal for all addresses of one allocation
+    # plain values of the allocation
     handle: Any
-    offset: int  # bytes from the allocation's base to the address
-    nbytes: int  # of the whole allocation, which a peer maps
+    offset: int  # bytes from the allocation's base
+    nbytes: int  # of the whole allocation
 
 
 _LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
 
 
 class CudaIpcTransport:
-    """Memory of one GPU."""
-
     def __init__(self, device: torch.device) -> None:
         from cuda.bindings import driver, runtime
 
@@ -90,20 +86,21 @@ class CudaIpcTransport:
             self._checked(result, "cudaIpcCloseMemHandle")
 
     def forget(self) -> None:
-        """The pool may free these allocations now; the next export asks for new handles."""
         self._handles.clear()
 
     def free(self) -> None:
         self.forget()
         self._own.clear()
 
-    def _checked(self, result: tuple[Any, ...], call: str) -> list[Any]:
+    def _checked(
+        self,
+        result: tuple[Any, ...],
+        call: str,
+    ) -> list[Any]:
         """What a call returned behind its status."""
         status, *values = result
         if int(status) != 0:
-            why = ""
-            if uses_expandable_segments():
-                why = " (torch's expandable segments are on)"
+            why = " (torch's expandable segments are on)" if uses_expandable_segments() else ""
             self._runtime.cudaGetLastError()  # else the next CUDA call of torch would raise it
             raise RegistrationError(
                 f"{call} answered {status.name}{why}",
@@ -115,7 +112,7 @@ class CudaIpcTransport:
 
 
 def uses_expandable_segments() -> bool:
-    """Whether torch's allocator maps memory piece by piece; such memory has no IPC handle."""
+    """Such memory has no IPC handle."""
     settings = torch.cuda.memory._snapshot().get("allocator_settings", {})
     return bool(settings.get("expandable_segments", False))
 
@@ -125,14 +122,11 @@ _ALIGNMENT = 64
 
 
 def _rounded(nbytes: int, unit: int) -> int:
-    parts = math.ceil(nbytes / unit)
-    return parts * unit
+    return math.ceil(nbytes / unit) * unit
 
 
 class _Block:
-    """A file of this process without a name, mapped. Tensors on it keep the mapping. ``used``:
-    bytes handed out.
-    """
+    """A file without a name, mapped while a tensor lies on it. ``used``: bytes handed out."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = _rounded(nbytes, mmap.PAGESIZE)
@@ -144,7 +138,6 @@ class _Block:
         self.base = self.whole.data_ptr()
 
     def take(self, nbytes: int) -> Tensor:
-        """The next [nbytes] uint8."""
         start = self.used
         self.used += _rounded(nbytes, _ALIGNMENT)
         return torch.frombuffer(
@@ -169,7 +162,6 @@ class SharedMemoryTransport:
         return block.take(nbytes)
 
     def place(self, tensor: Tensor) -> Tensor:
-        """Memory in a block, contiguous: an operator's result lies in private memory."""
         nbytes = tensor.nbytes
         block = self._placed[-1] if self._placed else None
         if block is None or block.used + nbytes > block.nbytes:

@@ -1,32 +1,24 @@
-"""Triton kernels of the custom all-reduce: one-shot and two-shot, over a row of the registry's
-pointer table.
+"""Triton kernels of the custom all-reduce, over a row of the registry's pointer table.
 
 Note [Signals]
     Each rank has signals that its peers can write: [MOST_BLOCKS, WORLD] int32. In a barrier, block
     b of each rank writes a value to place (b, its rank) of every rank's signals, and waits until
-    all places (b, *) of its own are as high. The value comes from a count in device memory that the
-    kernel itself raises, so a replayed graph needs nothing from the host; counts wrap around, and
-    are compared by their difference. All ranks launch the same kernels in the same order with the
-    same number of blocks, so the counts of block b are equal everywhere. Blocks wait for no other
-    block of their own rank.
+    all places (b, *) of its own are as high. The kernel raises the value in device memory; values
+    wrap around, and are compared by their difference. All ranks launch the same kernels in the same
+    order with the same number of blocks, so the values of block b are equal everywhere.
 
-    Writes are system-scope atomics that release what the block wrote before, waits are system-scope
-    atomics that acquire; `debug_barrier` makes the one hold for, and the other wait for, all
-    threads of the block. The last barrier of the one-shot kernel publishes nothing: its reads are
-    over, as what was made of them is stored. It is not ORDERED, which spares a fence over the whole
-    system.
+    Writes are system-scope atomics that release what the block wrote before. Waits are system-scope
+    atomics that acquire. `debug_barrier` makes both hold for all threads of the block. The last
+    barrier of the one-shot kernel publishes nothing, so it is not ORDERED, which spares a fence.
 
-    A kernel has two barriers. One-shot: before the first read all inputs are written; after the
-    last one no rank reads my input any more, so that what follows may overwrite it. Two-shot: as
-    before; then after the slices are reduced, which also says that no rank reads my input any more.
-    The slices lie behind the signals, and are not written again before the first barrier of the
-    next kernel, at which all blocks of this kernel have ended everywhere.
+    Before the first of two barriers all inputs are written. After the second one no rank reads my
+    input any more, and in the two-shot kernel the slices are reduced. The slices lie behind the
+    signals, and are not written again before the first barrier of the next kernel, when all blocks
+    of this one have ended everywhere.
 
-    The error word is 0 while all is well. A host that learns that a rank failed writes it, which
-    ends all waits; so does a wait of LIMIT looks. Sums since then are NaN, and the host finds out
-    why when it reads the word (`CudaAllReduce.check`). The kernel reads it by atomics, of which one
-    thread hands the result to the whole block: threads that saw different values would part ways in
-    the loop.
+    The error word is 0 while all is well. A host that learns of a failed rank writes it, which ends
+    all waits; so does a wait of LIMIT looks. Sums since then are NaN. One thread reads the word for
+    the whole block: threads with different values would part ways in the loop.
 """
 
 from __future__ import annotations
@@ -42,11 +34,9 @@ ABORTED = 3
 
 @triton.jit
 def _look(own, zeros, values, ORDERED: tl.constexpr):
-    """How far the rank that is farthest behind is behind; 0 or more once all have come."""
-    if ORDERED:
-        seen = tl.atomic_add(own, zeros, sem="acquire", scope="sys")
-    else:
-        seen = tl.atomic_add(own, zeros, sem="relaxed", scope="sys")
+    """0 or more once all ranks have come."""
+    wait: tl.constexpr = "acquire" if ORDERED else "relaxed"
+    seen = tl.atomic_add(own, zeros, sem=wait, scope="sys")
     return tl.min(seen - values, axis=0)
 
 
@@ -62,21 +52,17 @@ def _barrier(
     ORDERED: tl.constexpr,
 ):
     """Block ``slot`` of all ranks meets: each writes ``value`` to all, and waits for it from all.
-
-    Returns 1, or 0 if it has left without the others: their memory may be gone then, and must not
-    be touched.
+    Returns 0 if it left without the others, whose memory must not be touched then.
     """
     tl.debug_barrier()
     ranks = tl.arange(0, WORLD)
-    values = tl.zeros([WORLD], tl.int32) + value
+    zeros = tl.zeros([WORLD], tl.int32)
+    values = zeros + value
     place = slot * WORLD
     theirs = tl.load(signals + ranks).to(tl.pointer_type(tl.int32)) + place + RANK
-    if ORDERED:
-        tl.atomic_xchg(theirs, values, sem="release", scope="sys")
-    else:
-        tl.atomic_xchg(theirs, values, sem="relaxed", scope="sys")
+    write: tl.constexpr = "release" if ORDERED else "relaxed"
+    tl.atomic_xchg(theirs, values, sem=write, scope="sys")
     own = tl.load(signals + RANK).to(tl.pointer_type(tl.int32)) + place + ranks
-    zeros = tl.zeros([WORLD], tl.int32)
     behind = _look(own, zeros, values, ORDERED)
     looks = 0
     met = 1
@@ -95,22 +81,48 @@ def _barrier(
 
 @triton.jit
 def _addresses(row, WORLD: tl.constexpr):
-    """The row's addresses, which are loaded before a barrier: they do not change, and a barrier
-    empties the cache.
-    """
+    """Loaded before a barrier, which empties the cache."""
     found = ()
     for rank in tl.static_range(WORLD):
-        address = tl.load(row + rank)
-        found = found + (address,)
+        found = found + (tl.load(row + rank),)
     return found
 
 
 @triton.jit
-def _void(out, numel, BLOCK: tl.constexpr):
-    """Write NaN: a sum that was given up must not be taken for one."""
-    first = tl.program_id(0) * BLOCK
+def _elements(address, like):
+    """A pointer to elements as ``like`` points to, aligned to a pack."""
+    return tl.multiple_of(address.to(tl.pointer_type(like.dtype.element_ty)), 16)
+
+
+@triton.jit
+def _sum(
+    inputs,
+    first,
+    end,
+    target,
+    size,
+    WORLD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write the sum of ``size`` elements of each input, from ``first``, to ``target``; the inputs
+    have ``end`` elements from there.
+    """
     step = tl.num_programs(0) * BLOCK
-    for start in range(first, numel, step):
+    for start in range(tl.program_id(0) * BLOCK, size, step):
+        places = start + tl.arange(0, BLOCK)
+        inside = (places < size) & (places < end)
+        total = tl.zeros([BLOCK], tl.float32)
+        for rank in tl.static_range(WORLD):
+            source = _elements(inputs[rank], target) + first
+            total += tl.load(source + places, mask=inside, other=0.0).to(tl.float32)
+        tl.store(target + places, total.to(target.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _void(out, numel, BLOCK: tl.constexpr):
+    """A sum that was given up must not be taken for one."""
+    step = tl.num_programs(0) * BLOCK
+    for start in range(tl.program_id(0) * BLOCK, numel, step):
         places = start + tl.arange(0, BLOCK)
         nothing = tl.full([BLOCK], float("nan"), tl.float32)
         tl.store(out + places, nothing.to(out.dtype.element_ty), mask=places < numel)
@@ -136,9 +148,9 @@ def one_shot(
         row: [WORLD] int64, address of each rank's input.
         out: [packs * PACK], the sum.
         signals: [WORLD] int64, address of each rank's signals.
-        counts: [MOST_BLOCKS] int32, barriers that each block has passed, divided by 2.
+        counts: [MOST_BLOCKS] int32, half of the barriers that each block has passed.
         error: [1] int32, the error word.
-        packs: 16-byte parts of a message; PACK elements are one.
+        packs: 16-byte parts of a message, of PACK elements.
         BLOCK: Elements that a block takes at a time.
         LIMIT: Looks at the signals before a barrier gives up.
     """
@@ -148,37 +160,12 @@ def one_shot(
         tl.atomic_cas(error, 0, 1)
     else:
         count = tl.load(counts + pid)
-        met = _barrier(
-            signals,
-            error,
-            pid,
-            2 * count + 1,
-            RANK,
-            WORLD,
-            LIMIT,
-            True,
-        )
+        first = 2 * count + 1
+        met = _barrier(signals, error, pid, first, RANK, WORLD, LIMIT, True)
         numel = packs * met * PACK
-        for start in range(pid * BLOCK, numel, tl.num_programs(0) * BLOCK):
-            places = start + tl.arange(0, BLOCK)
-            inside = places < numel
-            total = tl.zeros([BLOCK], tl.float32)
-            for rank in tl.static_range(WORLD):
-                source = inputs[rank].to(tl.pointer_type(out.dtype.element_ty))
-                source = tl.multiple_of(source, 16)
-                total += tl.load(source + places, mask=inside, other=0.0).to(tl.float32)
-            tl.store(out + places, total.to(out.dtype.element_ty), mask=inside)
+        _sum(inputs, 0, numel, out, numel, WORLD, BLOCK)
         if met:
-            _barrier(
-                signals,
-                error,
-                pid,
-                2 * count + 2,
-                RANK,
-                WORLD,
-                LIMIT,
-                False,
-            )
+            _barrier(signals, error, pid, first + 1, RANK, WORLD, LIMIT, False)
         else:
             _void(out, packs * PACK, BLOCK)
         tl.store(counts + pid, count + 1)
@@ -215,11 +202,12 @@ def two_shot(
         tl.atomic_cas(error, 0, 1)
     else:
         count = tl.load(counts + pid)
+        first = 2 * count + 1
         met = _barrier(
             signals,
             error,
             pid,
-            2 * count + 1,
+            first,
             RANK,
             WORLD,
             LIMIT,
@@ -227,23 +215,14 @@ def two_shot(
         )
         numel = packs * PACK
         size = slice_packs * met * PACK
-        mine = (slices[RANK] + SIGNAL_BYTES).to(tl.pointer_type(out.dtype.element_ty))
-        mine = tl.multiple_of(mine, 16)
-        for start in range(pid * BLOCK, size, tl.num_programs(0) * BLOCK):
-            places = start + tl.arange(0, BLOCK)
-            inside = (places < size) & (places < numel - RANK * size)
-            total = tl.zeros([BLOCK], tl.float32)
-            for rank in tl.static_range(WORLD):
-                source = inputs[rank].to(tl.pointer_type(out.dtype.element_ty))
-                source = tl.multiple_of(source, 16) + RANK * size
-                total += tl.load(source + places, mask=inside, other=0.0).to(tl.float32)
-            tl.store(mine + places, total.to(out.dtype.element_ty), mask=inside)
+        mine = _elements(slices[RANK] + SIGNAL_BYTES, out)
+        _sum(inputs, RANK * size, numel - RANK * size, mine, size, WORLD, BLOCK)
         if met:
             size = size * _barrier(
                 signals,
                 error,
                 pid,
-                2 * count + 2,
+                first + 1,
                 RANK,
                 WORLD,
                 LIMIT,
@@ -253,8 +232,7 @@ def two_shot(
             places = start + tl.arange(0, BLOCK)
             for rank in tl.static_range(WORLD):
                 inside = (places < size) & (places < numel - rank * size)
-                part = (slices[rank] + SIGNAL_BYTES).to(tl.pointer_type(out.dtype.element_ty))
-                part = tl.multiple_of(part, 16)
+                part = _elements(slices[rank] + SIGNAL_BYTES, out)
                 values = tl.load(part + places, mask=inside)
                 tl.store(out + rank * size + places, values, mask=inside)
         if size == 0:

@@ -3,4 +3,9 @@
 from cgplan.drop_in.graphed import Graphed, GraphedModule, graphed
 from cgplan.drop_in.saved_call import as_called
 
-__all__ = ["Graphed", "GraphedModule", "as_called", "graphed"]
+__all__ = [
+    "Graphed",
+    "GraphedModule",
+    "as_called",
+    "graphed",
+]

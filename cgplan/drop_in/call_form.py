@@ -2,9 +2,9 @@
 it.
 
 Note [What a form tells apart]
-    Floats are told apart by their bits, 1 and True by their types. An object of another kind, such
-    as a cache, is known by its identity: what it holds is compared by its fingerprint. A dataclass
-    is taken apart into its fields here; torch's registry of pytrees stays as it is.
+    Floats are told apart by their bits, 1 and True by their types. Other objects, such as a cache,
+    are known by their identity; their fingerprint compares what they hold. Dataclasses are taken
+    apart into their fields here; torch's registry of pytrees stays as it is.
 """
 
 from __future__ import annotations
@@ -23,17 +23,33 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 
 from cgplan.errors import OutputShapeError
 
-CONSTANTS = frozenset({int, float, bool, str, type(None)})
-_BY_VALUE = (Enum, type, torch.dtype, torch.device, torch.Size, torch.layout, bytes, complex, range)
+CONSTANTS = frozenset(
+    {
+        int,
+        float,
+        bool,
+        str,
+        type(None),
+    }
+)
+_BY_VALUE = (
+    Enum,
+    type,
+    torch.dtype,
+    torch.device,
+    torch.Size,
+    torch.layout,
+    bytes,
+    complex,
+    range,
+)
 
 Form = tuple[Any, ...]
 Shapes = tuple[torch.Size, ...]
 
 
 class ById:
-    """A hashable box of an object, which equals itself alone; it does not keep the object where it
-    can.
-    """
+    """A hashable box of an object, known by its identity, and weakly held where possible."""
 
     __slots__ = ("_held", "_id")
 
@@ -52,20 +68,23 @@ class ById:
         return self._id
 
     def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, ById)
-            and self._id == other._id
-            and self.value is other.value is not None
-        )
+        if not isinstance(other, ById):
+            return False
+        return self._id == other._id and self.value is other.value is not None
 
 
 class ByKey:
-    """A hashable box of a value, which equals those of its type with an equal key."""
+    """A hashable box of a value, known by its type and a key."""
 
     __slots__ = ("key", "value")
 
-    def __init__(self, value: Any, key: Any) -> None:
-        self.value, self.key = value, (type(value), key)
+    def __init__(
+        self,
+        value: Any,
+        key: Any,
+    ) -> None:
+        self.value = value
+        self.key = type(value), key
 
     def __hash__(self) -> int:
         try:
@@ -77,10 +96,12 @@ class ByKey:
         return isinstance(other, ByKey) and self.key == other.key
 
 
-def flatten(items: Iterable[Any], form: list[Any], tensors: list[Tensor]) -> None:
-    """Append the tensors in values, and a hashable form from which ``rebuild`` makes each value
-    again.
-    """
+def flatten(
+    items: Iterable[Any],
+    form: list[Any],
+    tensors: list[Tensor],
+) -> None:
+    """Append the tensors in values, and hashable parts of a form for ``rebuild``."""
     for value in items:
         kind = type(value)
         if kind is Tensor or isinstance(value, Tensor):
@@ -91,7 +112,8 @@ def flatten(items: Iterable[Any], form: list[Any], tensors: list[Tensor]) -> Non
         elif kind in CONSTANTS:
             form += kind, value
         elif kind is dict:
-            form += dict, ByKey(tuple(value), tuple(map(_key_of, value)))
+            keys = tuple(map(_key_of, value))
+            form += dict, ByKey(tuple(value), keys)
             flatten(value.values(), form, tensors)
         elif kind is tuple or kind is list:
             form += kind, len(value)
@@ -100,63 +122,87 @@ def flatten(items: Iterable[Any], form: list[Any], tensors: list[Tensor]) -> Non
             _flatten_other(value, form, tensors)
 
 
+def taken_apart(value: Any) -> tuple[Form, list[Tensor]]:
+    form = list[Any]()
+    tensors = list[Tensor]()
+    flatten([value], form, tensors)
+    return tuple(form), tensors
+
+
 def is_tensor_type(part: Any) -> bool:
-    """Whether a part of a form stands for a tensor."""
     return isinstance(part, type) and issubclass(part, Tensor)
 
 
 def _key_of(key: Any) -> Any:
-    return (type(key), key) if type(key) in CONSTANTS else ById(key)
+    if type(key) in CONSTANTS:
+        return type(key), key
+    return ById(key)
 
 
-def _flatten_other(value: Any, form: list[Any], tensors: list[Tensor]) -> None:
+def _flatten_other(
+    value: Any,
+    form: list[Any],
+    tensors: list[Tensor],
+) -> None:
     kind = type(value)
     leaves, spec = tree_flatten(value)
+    is_scalar = kind.__module__ == "numpy" and hasattr(value, "item")
     if not spec.is_leaf():
         form += TreeSpec, ByKey(spec, spec)
         flatten(leaves, form, tensors)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
-        form += dataclasses.Field, ByKey((kind, names), (kind, *names))
-        flatten([getattr(value, name) for name in names], form, tensors)
+        fields = [field.name for field in dataclasses.fields(value)]
+        every = dict.fromkeys((*fields, *getattr(value, "__dict__", ())))
+        names = [name for name in every if hasattr(value, name)]
+        box = ByKey((kind, names), (kind, *names))
+        form += dataclasses.Field, box
+        held = [getattr(value, name) for name in names]
+        flatten(held, form, tensors)
     elif kind is slice:
         form += kind, ByKey(value, repr(value))
     elif isinstance(value, _BY_VALUE):
         form += kind, value
-    elif (
-        kind.__module__ == "numpy" and hasattr(value, "item") and not getattr(value, "shape", (1,))
-    ):
-        form += kind, ByKey(value, (str(value.dtype), value.tobytes()))  # a scalar of NumPy
+    elif is_scalar and not getattr(value, "shape", (1,)):
+        key = str(value.dtype), value.tobytes()
+        form += kind, ByKey(value, key)
     else:
         form += kind, ById(value)
 
 
-def rebuild(form: Iterator[Any], tensors: Iterator[Any], kind: Any = None) -> Any:
-    """A value again, whose form begins with ``kind``; absent: the next of the form."""
-    kind = kind or next(form)
+def rebuild(
+    form: Iterator[Any],
+    tensors: Iterator[Any],
+) -> Any:
+    """The next value of a form."""
+    kind = next(form)
     if kind is Tensor or is_tensor_type(kind):
         return next(tensors)
-    told = next(form)
+    detail = next(form)
     if kind is float:
-        return float.fromhex(told)
+        return float.fromhex(detail)
     if kind is dict:
-        return {key: rebuild(form, tensors) for key in told.value}
+        return {key: rebuild(form, tensors) for key in detail.value}
     if kind is tuple or kind is list:
-        items = [rebuild(form, tensors) for _ in range(told)]
-        return items if kind is list else tuple(items)
+        return kind(rebuild(form, tensors) for _ in range(detail))
     if kind is TreeSpec:
-        spec = told.value
-        return spec.unflatten([rebuild(form, tensors) for _ in range(spec.num_leaves)])
+        spec = detail.value
+        leaves = [rebuild(form, tensors) for _ in range(spec.num_leaves)]
+        return spec.unflatten(leaves)
     if kind is dataclasses.Field:
-        made = object.__new__(told.value[0])
-        for name in told.value[1]:
+        made_of, names = detail.value
+        made = object.__new__(made_of)
+        for name in names:
             object.__setattr__(made, name, rebuild(form, tensors))
         return made
-    return told.value if type(told) in (ById, ByKey) else told
+    if type(detail) in (ById, ByKey):
+        return detail.value
+    return detail
 
 
-def call_form(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], list[Tensor]]:
-    """The form of a call, and its tensors in order."""
+def call_form(
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> tuple[list[Any], list[Tensor]]:
     form: list[Any] = [len(args), *kwargs]
     tensors = list[Tensor]()
     flatten(args, form, tensors)
@@ -165,14 +211,26 @@ def call_form(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any]
     return form, tensors
 
 
+def same_tensors(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    """For each tensor the place of the first one that is the same; empty where all differ."""
+    if len(tensors) < 2 or len(set(map(id, tensors))) == len(tensors):
+        return ()
+    first = dict[int, int]()
+    same = list[int]()
+    for at, tensor in enumerate(tensors):
+        place = first.setdefault(id(tensor), at)
+        same.append(place)
+    return tuple(same)
+
+
 @dataclass(slots=True)
 class Call:
     """One call of a model, taken apart.
 
     Attributes:
-        form: Of the arguments, and behind it what else decides: whether an argument asks for a
-            gradient, grad mode, the default dtype, autocast.
-        tensors: Those in the arguments, in the order of the form.
+        form: Of the arguments; then which of the tensors are the same, whether a gradient is asked
+            for, grad mode, the default dtype, default devices, autocast.
+        tensors: In the order of the form.
     """
 
     args: tuple[Any, ...]
@@ -182,137 +240,196 @@ class Call:
 
     @property
     def autocast(self) -> Any:
-        """The dtype of autocast around the call, or False."""
+        """The dtype of autocast, or False."""
         return self.form[-1]
 
-    def by_name(self, signature: inspect.Signature) -> dict[str, Any]:
-        """The arguments by name; those of ``**kwargs`` by their own."""
+    def by_name(
+        self,
+        signature: inspect.Signature,
+    ) -> dict[str, Any]:
         return arguments_by_name(signature, self.args, self.kwargs)
 
 
 def arguments_by_name(
-    signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+    signature: inspect.Signature,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> dict[str, Any]:
-    """See ``Call.by_name``."""
     try:
         found = dict(signature.bind(*args, **kwargs).arguments)
     except TypeError:  # the signature is not that of the code, which may take them
-        return {**{f"args.{index}": value for index, value in enumerate(args)}, **kwargs}
+        by_position = {f"args.{index}": value for index, value in enumerate(args)}
+        return by_position | kwargs
     for name, parameter in signature.parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:
-            found |= found.pop(name, {})
+            rest = found.pop(name, {})
+            found |= rest
     return found
 
 
-def objects_in(form: Iterable[Any]) -> list[Any]:
-    """The objects that a form knows by their identity."""
+def objects_in(
+    form: Iterable[Any],
+) -> list[Any]:
+    """The objects that a form knows by identity."""
     return [box.value for box in form if type(box) is ById]
 
 
-def object_roots(form: Iterable[Any]) -> dict[str, Any]:
-    """The same, each by a name of its own."""
+def object_roots(
+    form: Iterable[Any],
+) -> dict[str, Any]:
     found = dict[str, Any]()
     for value in objects_in(form):
         name = type(value).__name__
-        found[f"{name}#{len(found) + 1}" if name in found else name] = value
+        if name in found:
+            name = f"{name}#{len(found) + 1}"
+        found[name] = value
     return found
 
 
-def constants_in(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """The constants in nested arguments, with their paths."""
+def constants_in(
+    value: Any,
+    path: str,
+) -> Iterator[tuple[str, Any]]:
     if type(value) in CONSTANTS:
         yield path, value
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            yield from constants_in(item, f"{path}.{key}" if path else str(key))
+            yield from constants_in(item, _below(path, key))
     elif isinstance(value, list | tuple):
         for index, item in enumerate(value):
             yield from constants_in(item, f"{path}.{index}")
 
 
-def tensors_by_name(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
-    """The tensors in nested arguments by their names: ``obs.position`` in a mapping, ``obs.0``
-    elsewhere.
-    """
+def _below(
+    path: str,
+    key: Any,
+) -> str:
+    return f"{path}.{key}" if path else str(key)
+
+
+def tensors_by_name(
+    value: Any,
+    path: str,
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors in nested arguments: ``obs.position`` in a mapping, ``obs.0`` elsewhere."""
     if isinstance(value, Mapping):
         for key, item in value.items():
-            yield from tensors_by_name(item, f"{path}.{key}" if path else str(key))
+            yield from tensors_by_name(item, _below(path, key))
         return
-    tensors = list[Tensor]()
-    flatten([value], [], tensors)
+    _, tensors = taken_apart(value)
     for index, tensor in enumerate(tensors):
-        yield (path if value is tensor else f"{path}.{index}"), tensor
+        name = path if value is tensor else f"{path}.{index}"
+        yield name, tensor
 
 
 def module_of(model: object) -> nn.Module:
-    """The model itself, that whose bound method it is, or an empty one."""
-    owner = model if isinstance(model, nn.Module) else getattr(model, "__self__", None)
-    return owner if isinstance(owner, nn.Module) else nn.Module().eval()
+    """The model, the module whose method it is, or an empty one."""
+    for owner in (model, getattr(model, "__self__", None)):
+        if isinstance(owner, nn.Module):
+            return owner
+    return nn.Module().eval()
 
 
-def share(module: nn.Module, model: nn.Module) -> None:
-    """Give a module the parameters, buffers and modules of another one, under the same names."""
-    held = "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"
-    # scripts have none
-    module.__dict__.update({name: vars(model)[name] for name in held if name in vars(model)})
-    module.__dict__["training"] = getattr(model, "training", False)  # frozen scripts have none
+def share(
+    module: nn.Module,
+    model: nn.Module,
+) -> None:
+    """Give a module the parameters, buffers and modules of another one."""
+    own = module.__dict__
+    names = (
+        "_parameters",
+        "_buffers",
+        "_modules",
+        "_non_persistent_buffers_set",
+    )
+    for name in names:
+        if name in vars(model):  # scripts have none
+            own[name] = vars(model)[name]
+    own["training"] = getattr(model, "training", False)  # frozen scripts have none
 
 
 class ByName(nn.Module):
-    """The model as a runner calls it: tensors by name, in the order of the call. A tensor or a
-    tuple of them comes out.
+    """The model as a runner calls it: tensors by name come in, a tensor or a tuple goes out.
+
+    Args:
+        same: For each tensor the first one that is the same; empty where all differ.
 
     Attributes:
-        form: Of the call.
         names: Of the tensors, in the order of the form.
-        outputs: Form and shapes of the outputs that were seen, by the shapes of the tensors.
-        returns: The form that is expected of an output.
+        outputs: Form and shapes of the outputs so far, by the shapes of the tensors.
+        returns: The expected form of an output.
         differs: Whether an output had another one.
     """
 
     def __init__(
-        self, model: Callable[..., Any], count: int, keywords: Sequence[str], form: Form
+        self,
+        model: Callable[..., Any],
+        count: int,
+        keywords: Iterable[str],
+        form: Form,
+        same: Sequence[int] = (),
     ) -> None:
         super().__init__()
         share(self, module_of(model))
-        self.form, self._count, self._keywords = form, count, tuple(keywords)
+        self.form = form
+        self._count = count
+        self._keywords = tuple(keywords)
         self.__dict__["wrapped"] = model  # not as a module: it would be there twice
+        self._same = same
         self.names: tuple[str, ...] = ()
         self.outputs: dict[Shapes, tuple[Form, Shapes]] = {}
-        self.is_plain = set(form[1 + len(keywords) :]) == {Tensor}
-        self.returns_tensor, self.differs = False, False
+        self._values = form[1 + len(self._keywords) :]
+        self.is_plain = set(self._values) == {Tensor}
+        self.returns_tensor = False
+        self.differs = False
         self.returns: Form | None = None
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(
+        self,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         return self.forward(*args, **kwargs)  # hooks of all modules are the model's to run
 
-    def arguments(self, tensors: Iterable[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of the call again, with these tensors."""
-        rest, given = iter(self.form[1 + len(self._keywords) :]), iter(tensors)
+    def arguments(
+        self,
+        tensors: Iterable[Any],
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        rest = iter(self._values)
+        given = iter(tensors)
         args = tuple(rebuild(rest, given) for _ in range(self._count))
-        return args, {name: rebuild(rest, given) for name in self._keywords}
-
-    def note_output(self, tensors: Sequence[Tensor], output: Any) -> tuple[Form, list[Tensor]]:
-        """Form and tensors of an output; what they are for tensors of these shapes is kept."""
-        form, leaves = list[Any](), list[Tensor]()
-        flatten([output], form, leaves)
-        self.outputs[shapes_of(tensors)] = tuple(form), shapes_of(leaves)
-        self.differs |= self.returns not in (None, tuple(form))
-        return tuple(form), leaves
+        kwargs = {name: rebuild(rest, given) for name in self._keywords}
+        return args, kwargs
 
     def forward(self, **tensors: Tensor) -> Any:
+        wrapped = self.__dict__["wrapped"]
+        if self._same:
+            in_order = list(tensors.values())
+            for name, at in zip(tensors, self._same, strict=True):
+                tensors[name] = in_order[at]
         if self.is_plain and torch.compiler.is_compiling():  # nothing that a trace would not follow
             given = tuple(tensors.values())
-            rest = dict(zip(self._keywords, given[self._count :], strict=True))
-            return self.__dict__["wrapped"](*given[: self._count], **rest)
+            count = self._count
+            rest = dict(
+                zip(
+                    self._keywords,
+                    given[count:],
+                    strict=True,
+                )
+            )
+            return wrapped(*given[:count], **rest)
         values = [tensors[name] for name in self.names or tensors]
         args, kwargs = self.arguments(values)
-        form, leaves = self.note_output(values, self.__dict__["wrapped"](*args, **kwargs))
-        return leaves[0] if form == (Tensor,) else tuple(leaves)
+        form, leaves = taken_apart(wrapped(*args, **kwargs))
+        self.outputs[shapes_of(values)] = form, shapes_of(leaves)
+        self.differs |= self.returns not in (None, form)
+        if form == (Tensor,):
+            return leaves[0]
+        return tuple(leaves)
 
 
 def shapes_of(tensors: Iterable[Tensor]) -> Shapes:
-    """The shapes of tensors. Raises OutputShapeError for nested ones, which have none."""
+    """Raises OutputShapeError for nested tensors."""
     try:
         return tuple(tensor.shape for tensor in tensors)
     except RuntimeError as error:

@@ -1,5 +1,5 @@
-"""Gradients of graphs: outputs ask for them as the model's own do, and ``backward`` runs its code
-again or raises.
+"""Gradients of graphs: outputs ask for them as the model's own do; ``backward`` runs its code again
+or raises.
 """
 
 from __future__ import annotations
@@ -18,17 +18,24 @@ OwnCode = Callable[[], list[Tensor]]  # runs it with gradients on; the tensors o
 
 _NO_GRADIENT = torch._C._functions.DelayedError(b"an output of a graph has no gradient", 1)
 # one input for all parameters: 300 would cost 365 us a call
-_ASKS = torch.empty(0, requires_grad=True)
+_NEEDS_GRADIENT = torch.empty(0, requires_grad=True)
 
 
 class _OfGraph(torch.autograd.Function):
     """Outputs of a graph whose gradients the model's own code computes."""
 
     @staticmethod
-    def forward(ctx: Any, asks: Tensor, again: OwnCode, at: Sequence[int], *outputs: Tensor) -> Any:  # noqa: ARG004
-        ctx.again, ctx.at = again, at
+    def forward(
+        ctx: Any,
+        needs_gradient: Tensor,  # noqa: ARG004
+        again: OwnCode,
+        at: Sequence[int],
+        outputs: Sequence[Tensor],  # in a list: as arguments they could not be written in place
+    ) -> Any:
+        ctx.again = again
+        ctx.at = at
         ctx.set_materialize_grads(False)
-        return tuple(output.view_as(output) for output in outputs)
+        return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
@@ -39,26 +46,27 @@ class _OfGraph(torch.autograd.Function):
                 remedy="Call the model itself where gradients of gradients are needed.",
             )
         outputs = ctx.again()
-        asked = [
-            (outputs[at], given)
-            for at, given in zip(ctx.at, gradients, strict=True)
-            if given is not None
-        ]
-        torch.autograd.backward([output for output, _ in asked], [given for _, given in asked])
-        return None, None, None, *(None for _ in gradients)
+        roots = list[Tensor]()
+        given = list[Tensor]()
+        for at, gradient in zip(ctx.at, gradients, strict=True):
+            if gradient is not None:
+                roots.append(outputs[at])
+                given.append(gradient)
+        torch.autograd.backward(roots, given)
+        return None, None, None, None
 
 
 def _refuse(name: str, gradient: Tensor) -> None:  # noqa: ARG001
     raise GradientError(
         f"backward through an output of {name}, which a graph computed without gradients",
         remedy='Pass grad="recompute" to cgplan.graphed, which runs the model again in backward; '
-        "or call the "
-        "model itself where gradients are needed, and g under torch.no_grad() elsewhere.",
+        "or call the model itself where gradients are needed, and g under torch.no_grad() "
+        "elsewhere.",
     )
 
 
-def _without_gradient(output: Tensor, name: str) -> Tensor:
-    """The tensor, asking for a gradient that raises. Made in C++, and hooked as ``register_hook``
+def _refusing_gradient(output: Tensor, name: str) -> Tensor:
+    """The tensor, with a gradient that raises. It is made in C++, and hooked as ``register_hook``
     does: a Function of Python would take three times as long.
     """
     output.requires_grad = True
@@ -69,17 +77,22 @@ def _without_gradient(output: Tensor, name: str) -> Tensor:
     return made
 
 
-def outputs_that_ask(output: Any, asks: Sequence[bool], again: OwnCode | None, name: str) -> Any:
-    """The output of a runner, a tensor or a tuple, of which these ask for gradients."""
+def with_gradients(
+    output: Any,
+    requires_grad: Sequence[bool],
+    again: OwnCode | None,
+    name: str,
+) -> Any:
+    """The output of a runner, of which some tensors require gradients."""
     leaves = list(output) if isinstance(output, tuple) else [output]
-    at = [index for index, is_asked in enumerate(asks) if is_asked]
+    at = [index for index, is_needed in enumerate(requires_grad) if is_needed]
     if not at:
         return output
     if again is None:
         for index in at:
-            leaves[index] = _without_gradient(leaves[index], name)
+            leaves[index] = _refusing_gradient(leaves[index], name)
     else:
-        made = _OfGraph.apply(_ASKS, again, at, *(leaves[index] for index in at))  # type: ignore[no-untyped-call]
+        made = _OfGraph.apply(_NEEDS_GRADIENT, again, at, [leaves[index] for index in at])  # type: ignore[no-untyped-call]
         for index, leaf in zip(at, made, strict=True):
             leaves[index] = leaf
     return tuple(leaves) if isinstance(output, tuple) else leaves[0]

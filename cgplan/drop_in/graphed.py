@@ -1,6 +1,4 @@
-"""Graphed: a drop-in for a model. Calls tell what a configuration would say, and replays are
-compared with the model.
-"""
+"""Graphed: a drop-in for a model, learnt from its calls."""
 
 from __future__ import annotations
 
@@ -27,9 +25,7 @@ from cgplan.runner.runner import GraphRunner
 
 
 class _OfMethod:
-    """Where an object keeps the graphs of a decorated method; copies and pickles of the object have
-    none.
-    """
+    """Holds the graphs of a decorated method for one object; copies and pickles have none."""
 
     __graph_memory__ = True  # no state of the object
 
@@ -40,15 +36,17 @@ class _OfMethod:
         return _OfMethod, ()
 
 
-def _forward(graphs: weakref.ref[Graphed], *args: Any, **kwargs: Any) -> Any:
-    # The bound method, in the attribute that code asks for its signature, would keep a dropped one
-    # and its graphs.
+def _forward(
+    graphs: weakref.ref[Graphed],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    # the bound method, as an attribute, would keep a dropped one and its graphs
     return Graphed.forward(cast(Graphed, graphs()), *args, **kwargs)
 
 
 class Graphed:
-    """A model or a function that runs by captured graphs; ``graphed`` makes it, and says what it
-    promises.
+    """A model or a function that runs by captured graphs, as ``graphed`` promises.
 
     It has the model's attributes. Pickles hold the model and the settings. It owns graphs, pool and
     static buffers, not the model. Calls from several threads run one after the other.
@@ -59,7 +57,11 @@ class Graphed:
     _settings: Settings
     _name: str
 
-    def __init__(self, model: Callable[..., Any], settings: Settings) -> None:
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        settings: Settings,
+    ) -> None:
         module = module_of(model)
         called = module.forward if module is model else model
         try:
@@ -89,18 +91,20 @@ class Graphed:
         known = self._signature.parameters
         if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
             return
-        given = {"dynamic": self._settings.dynamic or {}, "pad": self._settings.pad}
-        for setting, names in given.items():
+        settings = self._settings
+        for setting, names in (("dynamic", settings.dynamic or {}), ("pad", settings.pad)):
             for name in names:
                 if name.partition(".")[0] not in known:
                     remedy = did_you_mean(name, known) + f"Arguments are {', '.join(known)}."
-                    raise ConfigError(
-                        f"{setting} names {name!r}, which is no argument of {self._name}",
-                        remedy=remedy,
-                    )
+                    what = f"{setting} names {name!r}, which is no argument of {self._name}"
+                    raise ConfigError(what, remedy=remedy)
 
-    def __get__(self, owner: Any, kind: type | None = None) -> Any:
-        """Of a method in a class body: a set of graphs for each object, which the object holds."""
+    def __get__(
+        self,
+        owner: Any,
+        kind: type | None = None,
+    ) -> Any:
+        """Of a method in a class body: the graphs of one object, which the object holds."""
         if owner is None or isinstance(self._wrapped, nn.Module | MethodType | staticmethod):
             return self
         bound = MethodType(self._wrapped, owner)
@@ -116,10 +120,12 @@ class Graphed:
             graphs.made = Graphed(bound, self._settings)
         return graphs.made
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output for a batch: padded, by a graph, and cut; or by the model's own
-        code.
-        """
+    def forward(
+        self,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """The model's output for a batch, by a graph or by the model's own code."""
         if torch.compiler.is_dynamo_compiling():
             return self._untraced(*args, **kwargs)
         return self._calls.run(args, kwargs)
@@ -130,15 +136,13 @@ class Graphed:
 
     @property
     def runners(self) -> tuple[GraphRunner, ...]:
-        """The runner of each kind of calls, most calls first. Freed graphs close them."""
+        """The runner of each kind of calls, most calls first."""
         found = self._calls.runners
         return tuple(sorted(found, key=lambda runner: runner.stats.calls, reverse=True))
 
     @property
     def report(self) -> CaptureReport:
-        """Memory and time of the graphs, for the kind with the most calls. Raises CgplanError
-        before the third call.
-        """
+        """Of the kind with the most calls. Raises CgplanError before the third call."""
         return cast(GraphRunner, self._busiest().runner).report
 
     def _busiest(self) -> Kind:
@@ -152,36 +156,47 @@ class Graphed:
         return next(kind for kind in self._calls.kinds if kind.runner is runners[0])
 
     def explain(self) -> str:
-        """What was inferred for each kind of calls, and from what; which graphs there are; calls
-        that ran eagerly.
+        """What was inferred for each kind of calls, which graphs there are, and why calls ran
+        eagerly.
         """
-        calls, settings = self._calls, self._settings
+        calls = self._calls
         graphs = sum(len(runner.plan.keys) for runner in calls.runners)
-        lines = [f"{self._name}: {graphs} of {settings.max_graphs} graphs"]
+        lines = [f"{self._name}: {graphs} of {self._settings.max_graphs} graphs"]
         for kind in calls.kinds:
-            if kind.runner is None:
-                continue
-            sizes = ", ".join(key.size for _, key in reversed(kind.runner.plan.keys))
-            lines.append(f"- {kind.runner.stats.calls} calls; graphs of {sizes or 'no size'}")
-            lines += [f"  {note}" for note in kind.notes]
-            for index, shape in enumerate(kind.shapes):
-                is_fixed = not any(isinstance(dim, str) for dim in shape)
-                extents = ", ".join(map(str, shape))
-                lines.append(f"  output {index}: [{extents}]{' (fixed)' * is_fixed}")
-            if True in kind.asks and not settings.recomputes:
-                lines.append("  backward through its outputs raises GradientError")
-        lines += sorted(calls.told.values())
+            if kind.runner is not None:
+                lines += self._lines_of(kind, kind.runner)
+        lines += sorted(calls.notices.values())
         for path, count in calls.changed.most_common():
             if count > 1:
                 lines.append(f"{count} times graphs were freed, as the model had changed: {path}")
-        for why, count in calls.eager.most_common():
-            lines.append(f"{count} calls ran eagerly: {why}")
+        for reason, count in calls.eager.most_common():
+            lines.append(f"{count} calls ran eagerly: {reason}")
         return "\n".join(lines)
 
-    def warm_up(self, *args: Any, **kwargs: Any) -> None:
-        """Make the graph for such a call ahead of it: the model's own code runs twice, and is
-        looked at and captured. Tensors and attributes of the model and of arguments, and torch's
-        random numbers, are afterwards as they were. Raises what the model raises.
+    def _lines_of(
+        self,
+        kind: Kind,
+        runner: GraphRunner,
+    ) -> list[str]:
+        sizes = ", ".join(key.size for _, key in reversed(runner.plan.keys))
+        lines = [f"- {runner.stats.calls} calls; graphs of {sizes or 'no size'}"]
+        lines += [f"  {note}" for note in kind.notes]
+        for index, shape in enumerate(kind.shapes):
+            is_fixed = not any(isinstance(dim, str) for dim in shape)
+            extents = ", ".join(map(str, shape))
+            lines.append(f"  output {index}: [{extents}]{' (fixed)' * is_fixed}")
+        if True in kind.requires_grad and not self._settings.recomputes:
+            lines.append("  backward through its outputs raises GradientError")
+        return lines
+
+    def warm_up(
+        self,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Make the graph for such a call ahead of it. Tensors and attributes of the model and of
+        arguments, and torch's random numbers, are afterwards as they were. Raises what the model
+        raises.
         """
         self._calls.warm_up(args, kwargs)
 
@@ -190,27 +205,24 @@ class Graphed:
         Path(path).write_text(self.config_text(), encoding="utf-8")
 
     def config_text(
-        self, target: str | None = None, kwargs: Mapping[str, Any] | None = None
+        self,
+        target: str | None = None,
+        kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """The configuration of the kind with the most calls, as `cgplan capture --config` takes it;
-        comments say what was inferred, and from what. Arguments that are no tensors stand in
-        ``call``, see ``as_called``.
+        """The configuration of the kind with the most calls, for `cgplan capture --config`.
 
         Args:
-            target, kwargs: What makes the model; absent: its class, where that needs no arguments.
+            target, kwargs: What makes the model; absent: its class, if that takes no arguments.
 
         Raises:
             CgplanError: there are no graphs yet.
-            ConfigError: an argument of the calls has no form in YAML, or they were made under
-                autocast.
+            ConfigError: YAML has no form for an argument, or autocast was on.
         """
         kind = self._busiest()
         return config_text(kind, self._signature, target or target_of(self._wrapped), kwargs)
 
     def recapture(self) -> None:
-        """Free all graphs, and forget what was learnt of calls; they are captured again as calls
-        ask for them.
-        """
+        """Free all graphs, and forget what was learnt of calls."""
         self._calls.recapture()
 
     # --- the model's outside ----------------------------------------------------------------------
@@ -218,7 +230,11 @@ class Graphed:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_wrapped"], name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(
+        self,
+        name: str,
+        value: Any,
+    ) -> None:
         setattr(self._wrapped, name, value)  # which the forward may read
         self._calls.suspect()
 
@@ -233,7 +249,11 @@ class Graphed:
 class GraphedModule(Graphed, nn.Module):
     """Graphed of a module, and a module itself: with the model's parameters and ``state_dict``."""
 
-    def __init__(self, model: nn.Module, settings: Settings) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        settings: Settings,
+    ) -> None:
         nn.Module.__init__(self)
         share(self, model)
         super().__init__(model, settings)
@@ -253,27 +273,35 @@ class GraphedModule(Graphed, nn.Module):
         return True  # whether or not the model has a length
 
     def __len__(self) -> int:
-        return len(cast(Any, self._module))
+        return len(self._module)
 
     def __getitem__(self, key: Any) -> Any:
-        return cast(Any, self._module)[key]
+        return self._module[key]
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(cast(Any, self._module))
+        return iter(self._module)
 
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+    def _apply(
+        self,
+        fn: Callable[..., Any],
+        recurse: bool = True,
+    ) -> Self:
         self._module._apply(fn, recurse)
         self._calls.suspect()
         return self
 
     def train(self, mode: bool = True) -> Self:
-        """As the model's; in training mode calls run the model's own code."""
+        """The model's; in training mode calls run its own code."""
         self._module.train(mode)
         self.__dict__["training"] = mode
         self._calls.suspect()
         return self
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+    def state_dict(
+        self,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         """The model's."""
         return self._module.state_dict(*args, **kwargs)
 
@@ -306,47 +334,42 @@ def graphed(
         g = cgplan.graphed(model, sizes=[1, 4, 16])
         y = g(x)
 
-    What it promises (docs/concepts.md has the whole contract): a call returns what the model
-    returns, within rounding, or runs the model. The first two calls of a kind run the model's own
-    code, the third captures. A graph is used only for a forward that leaves Python as it found it.
-    Weights may change in place, and move: then the next call captures again. Replays 1, 2, 4, 8,
-    ... of a graph are compared with the model's own code.
+    A call returns what the model returns, within rounding, or runs the model; docs/concepts.md has
+    the contract. The first two calls of a kind run the model's own code, the third captures.
+    Weights may change in place; if they move, the next call captures again.
 
     Arguments may be tensors, numbers, text, None, and dicts, lists, tuples, dataclasses and pytrees
-    of them; those that are no tensors are part of the kind of the call. Pass the same cache object
-    in each call; a new one gets graphs of its own.
+    of them; those that are no tensors are part of the kind. Pass the same cache object in each
+    call; a new one gets graphs of its own.
 
     Args:
         model: Absent: a decorator is returned. Of a method in a class body, each object has its own
             graphs.
         sizes: Capture sizes, or a ladder's name; absent: powers of two.
-        max_size: The largest size. A larger batch runs eagerly, or is an error (``on_miss`` in
-            ``compilation``). Absent: that of ``sizes``, or none, and graphs grow with the batches.
+        max_size: A larger batch runs eagerly, or is an error (``on_miss`` in ``compilation``).
+            Absent: that of ``sizes``, or graphs grow with the batches.
         example: Arguments of one call, for ``warm_up``: a tensor, a sequence, or a mapping by name.
         dynamic: Dimensions that vary, by input:
             ``{"x": {0: cgplan.Dim("batch", max=64), 1: "length"}}``; parts of an argument are named
-            ``obs.position``. ``{}``: none, each shape has a graph. Absent: dimension 0 of the
-            inputs that agree in it.
+            ``obs.position``. ``{}``: none. Absent: dimension 0 of the inputs that agree in it.
         pad: Values of padding by input, where it is not 0: those alone have to be harmless.
-        max_graphs: Graphs at most, of all kinds of calls; the least used go.
+        max_graphs: Of all kinds of calls; the least used go.
         device: Absent: the model's, or that of the tensors.
         compilation: More settings of ``compilation``. ``capture_policy: eager``: the first call
             warms up.
-        outputs: ``borrow``: outputs are valid until the next call; ``clone``: they are the
-            caller's.
-        verify: When replays are compared: ``off``, the ``first`` of each graph, ``rarely`` (1, 2,
-            4, 8, ...), or ``always``. A comparison takes an eager run's time and memory.
-        strict: Where the model's own code would answer because a graph cannot be captured or
-            differs, raise.
+        outputs: ``borrow``: valid until the next call; ``clone``: the caller's.
+        verify: Which replays are compared with the model's own code, for an eager run's time and
+            memory: ``off``, the ``first``, ``rarely`` (1, 2, 4, 8, ...), or ``always``.
+        strict: Raise where a graph cannot be captured or differs.
         ignore: Paths of Python values that decide nothing, such as ``model.calls``; ``*`` stands
             for one part.
-        grad: ``recompute``: backward runs the model's own code again, as activation checkpointing
-            does. Absent: it raises GradientError.
+        grad: ``recompute``: backward runs the model's own code again. Absent: it raises
+            GradientError.
 
     Raises ConfigError for a wrong setting. Calls raise what the model raises; with ``strict``
     CaptureError and NumbersError, too.
     """
-    settings = Settings.checked(
+    settings = Settings(
         sizes=sizes,
         max_size=max_size,
         dynamic=dynamic,
@@ -372,10 +395,8 @@ def graphed(
                 f"graphed was given {model!r:.80}, which is no model",
                 remedy="Pass a module or a function of tensors.",
             )
-        if isinstance(model, nn.Module):
-            g: Graphed = GraphedModule(model, settings)
-        else:
-            g = Graphed(model, settings)
+        kind: Any = GraphedModule if isinstance(model, nn.Module) else Graphed
+        g: Graphed = kind(model, settings)
         if isinstance(example, Mapping):
             g.warm_up(**example)
         elif isinstance(example, Tensor):

@@ -6,180 +6,210 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cgplan.config import BudgetConfig, CompilationConfig, Dim, Input
 from cgplan.config.schema import WORDS_OF_A_CALL
-from cgplan.drop_in.call_form import ByName, Call, arguments_by_name, tensors_by_name
+from cgplan.drop_in.call_form import (
+    ByName,
+    Call,
+    arguments_by_name,
+    tensors_by_name,
+)
 from cgplan.drop_in.kinds import AMBIENT, Kind
 from cgplan.errors import ConfigError
 
 BATCH = "batch"
+_NOTHING_VARIES = "nothing varies: each shape has its graph"
 _DYNAMIC = 'Pass dimensions by input: dynamic={"x": {0: "batch"}}.'
 _COMPILATION = 'Pass settings by name: compilation={"on_miss": "error"}.'
 _PAD = 'Pass values by input: pad={"x": -1}.'
-_VERIFY = ("off", "first", "rarely", "always")
+_SIZES = "Pass a list of sizes, or the name of a ladder: sizes=[1, 2, 4]."
+_IGNORE = 'Pass a list: ignore=["model.calls"].'
 
 Shapes = dict[str, list[int | str]]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Settings:
-    """The arguments of ``graphed``, checked."""
+    """The arguments of ``graphed``. Raises ConfigError where one is wrong."""
 
-    sizes: Sequence[int] | str | None
+    sizes: Any
     max_size: int | None
-    dynamic: Mapping[str, Mapping[int, Dim | str]] | None
-    pad: Mapping[str, float]
+    dynamic: Any  # Mapping[str, Mapping[int, Dim | str]] | None
+    pad: Any
+    max_graphs: Any
     device: str | torch.device | None
-    max_graphs: int
+    compilation: Any
+    outputs: str
+    verify: str
     strict: bool
-    ignore: tuple[str, ...]
-    recomputes: bool  # grad="recompute"
-    compilation: CompilationConfig
+    ignore: Any
+    grad: str | None
 
-    @classmethod
-    def checked(
-        cls,
-        *,
-        sizes: Any,
-        max_size: int | None,
-        dynamic: Any,
-        pad: Any,
-        max_graphs: int,
-        device: Any,
-        compilation: Any,
-        outputs: str,
-        verify: Any,
-        strict: bool,
-        ignore: Any,
-        grad: Any,
-    ) -> Settings:
-        """Raises ConfigError where an argument of ``graphed`` is wrong."""
-        _refuse_other("dynamic", dynamic, Mapping, _DYNAMIC)
-        _refuse_other("pad", pad, Mapping, _PAD)
-        sizes_remedy = "Pass a list of sizes, or the name of a ladder: sizes=[1, 2, 4]."
-        _refuse_other("sizes", sizes, Sequence, sizes_remedy)
-        ignore = (ignore,) if isinstance(ignore, str) else ignore
-        _refuse_other("ignore", ignore, Sequence, 'Pass a list: ignore=["model.calls"].')
-        _refuse_other("compilation", compilation, Mapping, _COMPILATION)
-        _refuse_unknown("verify", verify, _VERIFY)
-        _refuse_unknown("grad", grad, ("recompute", None))
-        for size in () if sizes is None or isinstance(sizes, str) else sizes:
-            if not isinstance(size, int):
-                raise ConfigError(f"sizes has {size!r}, which is no number", remedy=sizes_remedy)
-        named = dict[str, dict[int, Dim | str]]()
-        for name, dims in (dynamic or {}).items():
-            _refuse_other("a name of dynamic", name, str, _DYNAMIC)
-            _refuse_other(f"dynamic[{name!r}]", dims, Mapping, _DYNAMIC)
-            for at in dims:
-                _refuse_other(f"a dimension of dynamic[{name!r}]", at, int, _DYNAMIC)
-            named[name] = {at: _dim_of(dim) for at, dim in dims.items()}
-        for name, value in (pad or {}).items():
+    def __post_init__(self) -> None:
+        _refuse_other("dynamic", self.dynamic, Mapping, _DYNAMIC)
+        _refuse_other("pad", self.pad, Mapping, _PAD)
+        _refuse_other("sizes", self.sizes, Sequence, _SIZES)
+        if isinstance(self.ignore, str):
+            self.ignore = (self.ignore,)
+        _refuse_other("ignore", self.ignore, Sequence, _IGNORE)
+        _refuse_other("compilation", self.compilation, Mapping, _COMPILATION)
+        if self.grad not in ("recompute", None):
+            raise ConfigError(f"grad is {self.grad!r}", remedy="Choose recompute or None.")
+        if not isinstance(self.sizes, str):
+            for size in self.sizes or ():
+                if not isinstance(size, int):
+                    raise ConfigError(f"sizes has {size!r}, which is no number", remedy=_SIZES)
+        self.pad = dict(self.pad or {})
+        for name, value in self.pad.items():
             _refuse_other("a name of pad", name, str, _PAD)
             if isinstance(value, str):
                 remedy = "Give numbers; cgplan.capture takes `last`."
-                raise ConfigError(f"pad is {pad}", remedy=remedy)
-        ignored = tuple(ignore or ())
-        if max_graphs is None:
+                raise ConfigError(f"pad is {self.pad}", remedy=remedy)
+        if self.max_graphs is None:
             raise ConfigError("max_graphs is None", remedy="Pass a number: max_graphs=16.")
-        given = {"capture_policy": "lazy", "outputs": outputs, "verify": verify}
-        given |= compilation or {}
-        given |= {"strict": True, "ignore": ignored, "address_check": "off"}
-        return cls(
-            sizes=sizes,
-            max_size=max_size,
-            dynamic=None if dynamic is None else named,
-            pad=dict(pad or {}),
-            device=device,
-            max_graphs=cast(int, BudgetConfig(max_graphs=max_graphs).max_graphs),
-            strict=strict,
-            ignore=ignored,
-            recomputes=grad is not None,
-            compilation=CompilationConfig(**given),
-        )
+        self.max_graphs = BudgetConfig(max_graphs=self.max_graphs).max_graphs
+        self.dynamic = _dims_by_input(self.dynamic)
+        self.ignore = tuple(self.ignore or ())
+        given = {
+            "capture_policy": "lazy",
+            "outputs": self.outputs,
+            "verify": self.verify,
+            **(self.compilation or {}),
+            "strict": True,
+            "ignore": self.ignore,
+            "address_check": "off",
+        }
+        self.compilation = CompilationConfig(**given)
+
+    @property
+    def recomputes(self) -> bool:
+        return self.grad is not None
 
 
-def _refuse_other(name: str, value: Any, kind: type, remedy: str) -> None:
-    """Refuse a setting that is there, and of another type."""
+def _dims_by_input(given: Any) -> dict[str, dict[int, Dim | str]] | None:
+    if given is None:
+        return None
+    found = dict[str, dict[int, Dim | str]]()
+    for name, dims in given.items():
+        _refuse_other("a name of dynamic", name, str, _DYNAMIC)
+        _refuse_other(f"dynamic[{name!r}]", dims, Mapping, _DYNAMIC)
+        for at in dims:
+            _refuse_other(f"a dimension of dynamic[{name!r}]", at, int, _DYNAMIC)
+        found[name] = {at: _dim_of(dim) for at, dim in dims.items()}
+    return found
+
+
+def _refuse_other(
+    name: str,
+    value: Any,
+    kind: type,
+    remedy: str,
+) -> None:
     if value is not None and not isinstance(value, kind):
         raise ConfigError(f"{name} is {value!r:.80}, of {type(value).__name__}", remedy=remedy)
 
 
-def _refuse_unknown(name: str, value: Any, allowed: Sequence[str | None]) -> None:
-    if value not in allowed:
-        remedy = f"Choose one of {', '.join(map(str, allowed))}."
-        raise ConfigError(f"{name} is {value!r}", remedy=remedy)
-
-
 def _dim_of(given: Any) -> Dim | str:
-    """A dimension of ``dynamic``: a name, or one with its bounds."""
     if isinstance(given, Dim | str):
         return given
-    if not hasattr(given, "__name__") or not hasattr(given, "max"):
+    if not (hasattr(given, "__name__") and hasattr(given, "max")):
         raise ConfigError(
             f"dynamic: {given!r} names no dimension",
             remedy="Give cgplan.Dim, torch.export.Dim, or a name.",
         )
-    is_bound = type(given.max) is int and given.__name__.isidentifier()
-    if not is_bound:
-        return str(given.__name__)
-    return Dim(given.__name__, min=max(given.min, 1), max=given.max)
+    name = given.__name__
+    if type(given.max) is int and name.isidentifier():
+        return Dim(
+            name,
+            min=max(given.min, 1),
+            max=given.max,
+        )
+    return str(name)
 
 
 class Inference:
-    """Makes kinds of calls of one model.
-
-    Args:
-        model: What is called.
-        signature: Of it.
-        settings: What the user has said.
-    """
+    """Makes kinds of calls of one model."""
 
     __graph_memory__ = True  # no state of a model that holds one
 
     def __init__(
-        self, model: Callable[..., Any], signature: inspect.Signature, settings: Settings
+        self,
+        model: Callable[..., Any],
+        signature: inspect.Signature,
+        settings: Settings,
     ) -> None:
-        self._model, self._signature, self._settings = model, signature, settings
+        self._model = model
+        self._signature = signature
+        self._settings = settings
 
-    def kind(self, call: Call, device: torch.device, *, is_exact: bool) -> Kind:
-        """The kind of a call; ``is_exact``: nothing varies in it. Raises InputError where sizes of
-        the call contradict what the user has said, and ConfigError for wrong settings.
+    def kind(
+        self,
+        call: Call,
+        device: torch.device,
+        *,
+        is_exact: bool,
+    ) -> Kind:
+        """The kind of a call; ``is_exact``: nothing varies in it. Raises InputError for sizes that
+        contradict the settings, and ConfigError.
         """
-        names, pads = self._names_of(call), self._settings.pad
+        forward = ByName(
+            self._model,
+            len(call.args),
+            call.kwargs,
+            call.form[:-AMBIENT],
+            call.form[-AMBIENT],
+        )
+        pads = self._settings.pad
+        names = self._names_of(forward, call)
         named = dict(zip(names, call.tensors, strict=True))
         dynamic = {} if is_exact else self._settings.dynamic
-        shapes, said = _shapes_of(named, dynamic)
+        shapes, note = _shapes_of(named, dynamic)
         specs = dict[str, Input]()
         for name, tensor in named.items():
-            specs[name] = Input(shape=shapes[name], dtype=tensor.dtype, pad=pads.get(name, 0))
-        symbols = {extent.symbol for spec in specs.values() for extent in spec.extents}
-        if len(symbols - {None}) == 1:
+            specs[name] = Input(
+                shape=shapes[name],
+                dtype=tensor.dtype,
+                pad=pads.get(name, 0),
+            )
+        kind = Kind(forward, specs, device, note)
+        if len(kind.names) == 1:
             for name, spec in specs.items():
                 # copies of a real row are valid for the model, in each dtype
                 if name not in pads and any(extent.symbol for extent in spec.extents):
                     specs[name] = spec.model_copy(update={"pad": "last"})
-        forward = ByName(self._model, len(call.args), list(call.kwargs), call.form[:-AMBIENT])
-        kind = Kind(forward, specs, device, said=said)
         for name, spec in specs.items():
             kind.notes.append(f"{name}: {spec.dtype} [{', '.join(map(str, spec.shape))}]")
-        kind.is_exact = said.startswith("nothing varies")
+        kind.is_exact = note == _NOTHING_VARIES
         for name, size in kind.sizes_of(call.tensors).items():
             if kind.is_exact:
-                kind.dims[name] = Dim(name, min=size, max=size, sizes=(size,))
+                kind.dims[name] = Dim(
+                    name,
+                    min=size,
+                    max=size,
+                    sizes=(size,),
+                )
             else:
                 kind.dims[name] = self.dim(kind, name, size)
         return kind
 
-    def dim(self, kind: Kind, name: str, size: int) -> Dim:
+    def dim(
+        self,
+        kind: Kind,
+        name: str,
+        size: int,
+    ) -> Dim:
         """Bounds and sizes of a name: those given, or that grow with batches."""
-        settings, sizes, most = self._settings, None, None
+        settings = self._settings
+        sizes: Any = None
+        most: int | None = None
         if name == kind.names[0]:
-            sizes, most = settings.sizes, settings.max_size
+            sizes = settings.sizes
+            most = settings.max_size
         for dims in (settings.dynamic or {}).values():
             for given in dims.values():
                 if not isinstance(given, Dim) or given.name != name:
@@ -198,13 +228,14 @@ class Inference:
             most = 4 << (size - 1).bit_length()
         return Dim(name, max=most, sizes=sizes)
 
-    def _names_of(self, call: Call) -> list[str]:
-        """A name for each tensor of a call, in order. Raises ConfigError where settings name
-        others.
-        """
+    def _names_of(
+        self,
+        forward: ByName,
+        call: Call,
+    ) -> list[str]:
+        """A name for each tensor of a call. Raises ConfigError where settings name others."""
         # a tensor may come twice in a call, and a mark does not
         marks = [torch.empty(0) for _ in call.tensors]
-        forward = ByName(self._model, len(call.args), list(call.kwargs), call.form[:-AMBIENT])
         args, kwargs = forward.arguments(marks)
         name_of = dict[int, str]()
         for argument, value in arguments_by_name(self._signature, args, kwargs).items():
@@ -228,14 +259,16 @@ class Inference:
 
 
 def _shapes_of(
-    named: Mapping[str, Tensor], dynamic: Mapping[str, Mapping[int, Dim | str]] | None
+    named: Mapping[str, Tensor],
+    dynamic: Mapping[str, Mapping[int, Dim | str]] | None,
 ) -> tuple[Shapes, str]:
-    """Shapes with names where sizes vary, and why there."""
+    """Shapes with names where sizes vary, and a note on why there."""
     shapes: Shapes = {name: list(tensor.shape) for name, tensor in named.items()}
-    said = "names of dimensions: as dynamic says"
+    note = "names of dimensions: as dynamic says"
     if dynamic is None:
-        dynamic = {name: {0: BATCH} for name in _batched(named)}
-        said = f"{BATCH}: dimension 0 of {', '.join(dynamic)}"
+        batched = _batched(named)
+        dynamic = {name: {0: BATCH} for name in batched}
+        note = f"{BATCH}: dimension 0 of {', '.join(batched)}"
     is_named = False
     for name, shape in shapes.items():
         for at, dim in dynamic.get(name, {}).items():
@@ -243,18 +276,23 @@ def _shapes_of(
                 shape[at] = dim if isinstance(dim, str) else dim.name
                 is_named = True
     if not is_named:
-        next(shape for shape in shapes.values() if shape)[0] = BATCH
-        said = "nothing varies: each shape has its graph"
-    return shapes, said
+        first = next(shape for shape in shapes.values() if shape)
+        first[0] = BATCH
+        note = _NOTHING_VARIES
+    return shapes, note
 
 
 def _batched(named: Mapping[str, Tensor]) -> list[str]:
-    """The inputs whose dimension 0 is the batch: it has the size that most of them have there."""
-    rows = Counter(tensor.shape[0] for tensor in named.values() if tensor.ndim)
-    several = Counter({size: count for size, count in rows.items() if size > 1})
+    """The inputs whose dimension 0 has the size that most inputs have there."""
+    rows = Counter[int]()
+    for tensor in named.values():
+        if tensor.ndim:
+            rows[tensor.shape[0]] += 1
+    several = {size: count for size, count in rows.items() if size > 1}
     counts = several or rows  # one row may be broadcast
     most = max(counts.values())
     votes = [size for size, count in counts.items() if count == most]
     if len(votes) > 1:
         return []
-    return [name for name, tensor in named.items() if tensor.shape[:1] == (votes[0],)]
+    shape = (votes[0],)
+    return [name for name, tensor in named.items() if tensor.shape[:1] == shape]

@@ -21,8 +21,13 @@ from cgplan.drop_in.kinds import Kind
 from cgplan.errors import ConfigError
 from cgplan.models.loading import load_model
 
-# settings of graphed that a session has no use for
-_OF_GRAPHED = ("capture_policy", "strict", "ignore", "verify", "address_check")
+_OF_GRAPHED = {
+    "capture_policy",
+    "strict",
+    "ignore",
+    "verify",
+    "address_check",
+}
 
 
 class Name(str):
@@ -30,15 +35,17 @@ class Name(str):
 
 
 def as_called(
-    target: str, call: Mapping[str, Any], kwargs: Mapping[str, Any] = MappingProxyType({})
+    target: str,
+    call: Mapping[str, Any],
+    kwargs: Mapping[str, Any] = MappingProxyType({}),
 ) -> nn.Module:
-    """A model of tensors by name, from one with other arguments: the target in files that
-    ``save_config`` writes.
+    """The target in files that ``save_config`` writes: a model that takes tensors by name, from one
+    with other arguments.
 
     ``call`` has the arguments: constants, lists, mappings, `{$tuple: [...]}`, and `$name` for the
     tensor of that name. Raises ModelError as ``load_model`` does.
     """
-    model = load_model(target, kwargs, device=torch.get_default_device()).forward
+    model = load_model(target, kwargs, device=torch.get_default_device())
     marks = dict[str, Tensor]()
 
     def filled(value: Any) -> Any:
@@ -55,13 +62,21 @@ def as_called(
     arguments = OrderedDict((name, filled(value)) for name, value in call.items())
     given = inspect.BoundArguments(signature, arguments)
     form, ordered = call_form(given.args, given.kwargs)
-    made = ByName(model, len(given.args), list(given.kwargs), tuple(form))
+    made = ByName(
+        model,
+        len(given.args),
+        given.kwargs,
+        tuple(form),
+    )
     name_of = {id(mark): name for name, mark in marks.items()}
     made.names = tuple(name_of[id(tensor)] for tensor in ordered)
     return made
 
 
-def written(value: Any, path: str) -> Any:
+def written(
+    value: Any,
+    path: str,
+) -> Any:
     """An argument as ``as_called`` reads it. Raises ConfigError where YAML has no form for it."""
     kind = type(value)
     if isinstance(value, Name):
@@ -81,19 +96,23 @@ def written(value: Any, path: str) -> Any:
 
 
 def target_of(model: object) -> str | None:
-    """The target that makes such a model: its class, if that is importable and asks for no
-    arguments.
-    """
+    """The model's class, if that is importable and takes no arguments."""
     kind = type(model)
     found = getattr(sys.modules[kind.__module__], kind.__qualname__, None)
-    if found is not kind or kind.__module__ == "__main__" or not isinstance(model, nn.Module):
+    if found is not kind or kind.__module__ == "__main__":
         return None
-    takes_none = kind.__init__ is nn.Module.__init__ or not inspect.signature(kind).parameters
-    return f"{kind.__module__}:{kind.__qualname__}" if takes_none else None
+    if not isinstance(model, nn.Module):
+        return None
+    if kind.__init__ is not nn.Module.__init__ and inspect.signature(kind).parameters:
+        return None
+    return f"{kind.__module__}:{kind.__qualname__}"
 
 
 def config_text(
-    kind: Kind, signature: inspect.Signature, target: str | None, kwargs: Mapping[str, Any] | None
+    kind: Kind,
+    signature: inspect.Signature,
+    target: str | None,
+    kwargs: Mapping[str, Any] | None,
 ) -> str:
     """The configuration of a kind with a runner, see ``Graphed.config_text``."""
     if kind.autocast:
@@ -104,7 +123,12 @@ def config_text(
     assert kind.runner is not None
     config = kind.runner.config
     values = config.model_dump(
-        mode="json", exclude_defaults=True, exclude={"dims": {"__all__": {"name"}}}
+        mode="json",
+        exclude_defaults=True,
+        exclude={
+            "dims": {"__all__": {"name"}},
+            "compilation": _OF_GRAPHED,
+        },
     )
     made_by = dict[str, Any]()
     if target:
@@ -115,18 +139,23 @@ def config_text(
     call = arguments_by_name(signature, args, keywords)
     key = "model.target"
     if list(call.items()) != [(name, name) for name in kind.specs]:
-        if target is not None and target.partition(":")[0].endswith(".py"):
-            made_by["target"] = str(Path(target).resolve())
+        if target is not None:
+            file = target.partition(":")[0]
+            if file.endswith(".py"):
+                made_by["target"] = str(Path(target).resolve())
         made_by["call"] = {name: written(value, name) for name, value in call.items()}
         made_by = {"target": "cgplan.drop_in:as_called", "kwargs": made_by}
         key = "model.kwargs.target"
-    values["model"] = {**made_by, **values.get("model", {})}
-    for name in _OF_GRAPHED:
-        values["compilation"].pop(name, None)
+    values["model"] = made_by | values.get("model", {})
     notes = ["Written by cgplan.graphed, which inferred:", *kind.notes]
     if target is None:
         notes.append(
             f"To fill in: {key}, a function that returns the model, such as my_model.py:build"
         )
     text = "".join(f"# {note}\n" for note in notes)
-    return text + yaml.safe_dump(values, sort_keys=False, default_flow_style=None, width=110)
+    return text + yaml.safe_dump(
+        values,
+        sort_keys=False,
+        default_flow_style=None,
+        width=110,
+    )

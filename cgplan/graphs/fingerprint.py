@@ -1,11 +1,10 @@
 """Fingerprint: everything that a model holds at one moment, by path, and what has changed since.
 
 Note [What counts as a change]
-    A plain value is another one (floats by their bits, 1 and True by their types), a container has
-    another length, a place holds another object, a tensor lies elsewhere or has another form. Sets,
-    bytearrays and NumPy's arrays change with their contents, random generators of Python and NumPy
-    with their state; an iterator counts as changed by each run. Numbers that are written into
-    tensors in place are no change: graphs see them.
+    Another plain value (floats by their bits, 1 and True by their types), object, length of a
+    container, address or form of a tensor. Sets, bytearrays and NumPy's arrays change with their
+    contents, random generators with their state, iterators in each run. Numbers written into
+    tensors in place are no change: graphs read them.
 """
 
 from __future__ import annotations
@@ -14,29 +13,56 @@ import operator
 import re
 import struct
 import types
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
 
 from cgplan.errors import AddressError
 from cgplan.graphs import walk
-from cgplan.graphs.walk import PLAIN, Contents, Inside, Token
+from cgplan.graphs.walk import PLAIN, Contents, Inside, ReadState
 
-_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType, type)
+_FUNCTIONS = (
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.MethodDescriptorType,
+    type,
+)
 _STRUCTURE = ("._modules", *(f".{name}" for name in walk.HOOKS))
+_KINDS_OF_MOVES = (
+    "changed",
+    "reshaped",
+    "missing",
+    "added",
+)
 _SHOWN = 10
 ABSENT: Any = object()
-_ADDRESS: Any = object()  # of a tensor that moved
-_GONE = (LookupError, AttributeError, ValueError)  # raised where a place is no longer there
+_ADDRESS: Any = object()  # stands for the address of a tensor that moved
+_ABSENT_ERRORS = (LookupError, AttributeError, ValueError)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Leaf:
+    """A value in a key."""
+
+    value: Any
+
+    def __eq__(
+        self,
+        other: object,
+    ) -> bool:
+        return isinstance(other, _Leaf) and is_same(self.value, other.value)
+
+    def __hash__(self) -> int:
+        return hash(type(self.value))
 
 
 class Form(NamedTuple):
-    """What a graph relies on of a tensor, beside its address."""
+    """What a graph relies on of a tensor."""
 
     dtype: torch.dtype
     shape: torch.Size
@@ -45,8 +71,18 @@ class Form(NamedTuple):
     is_neg: bool
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Form:
-        return cls(tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
+    def of(
+        cls,
+        tensor: torch.Tensor,
+    ) -> Form:
+        strides = tensor.stride() if tensor.layout is torch.strided else ()
+        return cls(
+            tensor.dtype,
+            tensor.shape,
+            strides,
+            tensor.is_conj(),
+            tensor.is_neg(),
+        )
 
     def __str__(self) -> str:
         bits = " conjugated" * self.is_conj + " negated" * self.is_neg
@@ -55,17 +91,13 @@ class Form(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Place:
-    """One place in the model and what was there.
+    """One place in the model, such as ``model.layers[0].weight``, and what was there.
 
     Attributes:
-        path: Such as ``model.layers[0].weight``.
-        above: The place that it lies in.
-        home: The id of the object that it lies in, and the last step of the path.
-        container, key: Where it is read; None once the record let go of the model's objects.
-        value: The object there; None after that.
-        address: Of a dense tensor on the device of the record, in bytes.
-        asks: Whether such a tensor asks for a gradient.
-        form: Of such a tensor.
+        above: The place that holds this one.
+        home: The id of the object that holds it, and the last step of the path.
+        container, key, value: None after ``let_go``.
+        address: Of a dense tensor on the record's device, as are the attributes below.
     """
 
     path: str
@@ -75,23 +107,24 @@ class Place:
     key: Any
     value: Any
     address: int | None = None
-    asks: bool = False
+    requires_grad: bool = False
     form: Form | None = None
 
     @property
     def tensor(self) -> tuple[Any, ...] | None:
-        """What each call compares of a tensor beside its identity: address, ``requires_grad``,
-        strides, shape.
-        """
-        if self.address is None or self.form is None:
+        if self.form is None:
             return None
-        return self.address, self.asks, self.form.strides, self.form.shape
+        return (
+            self.address,
+            self.requires_grad,
+            self.form.strides,
+            self.form.shape,
+        )
 
     def enter_tensor(self, device: torch.device) -> list[Inside]:
-        """The tensors that the tensor here wraps, where a class of the user's says so. Of others it
-        is taken down where they lie, if they are dense and on the device.
-        """
-        tensor, kind = self.value, type(self.value)
+        """Record address and form, or return what a subclass wraps."""
+        tensor = self.value
+        kind = type(tensor)
         is_plain = kind in (torch.Tensor, torch.nn.Parameter)
         if not is_plain and hasattr(kind, "__tensor_flatten__"):
             found = list[Inside]()
@@ -103,14 +136,19 @@ class Place:
                 return found
         with suppress(RuntimeError, NotImplementedError):
             if tensor.layout is torch.strided and tensor.device == device:
-                self.address, self.asks = tensor.data_ptr(), tensor.requires_grad
+                self.address = tensor.data_ptr()
+                self.requires_grad = tensor.requires_grad
                 self.form = Form.of(tensor)
         return []
 
     def compare(self, now: Any) -> Change | None:
-        """What has changed, where the place holds ``now``."""
         if now is not self.value and not is_same(self.value, now):
-            return Change(self.path, self.value, now, (self.container, self.key))
+            return Change(
+                self.path,
+                self.value,
+                now,
+                (self.container, self.key),
+            )
         if self.form is None:
             return None
         form = Form.of(now)
@@ -118,22 +156,16 @@ class Place:
             return Change(self.path, str(self.form), str(form))
         if now.data_ptr() != self.address:
             return Change(self.path, _ADDRESS, _ADDRESS)
-        is_asking: bool = now.requires_grad
-        if is_asking != self.asks:
-            return Change(f"{self.path}.requires_grad", self.asks, is_asking)
+        if now.requires_grad != self.requires_grad:
+            path = f"{self.path}.requires_grad"
+            return Change(path, self.requires_grad, now.requires_grad)
         return None
-
-
-class _State(NamedTuple):
-    """Of an object that changes inside."""
-
-    token: object
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What was at a place of a record, and what is there now; ``ABSENT`` is nothing, a tensor that
-    moved an address. ``where``: the container and the key that bind it.
+    """What was at a place, and what is there now; ``where``: the container and the key that bind
+    it.
     """
 
     path: str
@@ -143,53 +175,54 @@ class Change:
 
     @property
     def is_move(self) -> bool:
-        """Whether a tensor like the one that was there is elsewhere."""
-        was, now = self.was, self.now
-        if not (_has_shape(was) and _has_shape(now)):
-            return was is _ADDRESS
-        is_alike = Form.of(was)[:3] == Form.of(now)[:3] and was.device == now.device
+        """Whether a tensor moved, or another one like it is there."""
+        if self.was is _ADDRESS:
+            return True
+        if not self._is_of_tensors:
+            return False
+        was = self.was
+        now = self.now
+        is_alike = Form.of(was) == Form.of(now) and was.device == now.device
         return is_alike and was.requires_grad == now.requires_grad
 
     @property
     def is_reshaped(self) -> bool:
-        """Whether a tensor of another shape is there."""
-        are_both = _has_shape(self.was) and _has_shape(self.now)
-        return are_both and self.was.shape != self.now.shape
+        return self._is_of_tensors and self.was.shape != self.now.shape
+
+    @property
+    def _is_of_tensors(self) -> bool:
+        return _has_shape(self.was) and _has_shape(self.now)
 
     def __str__(self) -> str:
         if self.was is _ADDRESS:
             return f"{self.path} (its memory)"
-        if type(self.was) is _State:
+        if type(self.was) is _Stateful:
             return f"{self.path} (its contents)"
         if self.is_move:
             return f"{self.path} (another tensor)"
-        return f"{self.path} (it was {_words(self.was)} and is {_words(self.now)})"
+        return f"{self.path} (it was {_shown(self.was)} and is {_shown(self.now)})"
 
 
-class _Changing(NamedTuple):
-    """An object that changes inside: its path, a function that gives its state, and that state."""
+class _Stateful(NamedTuple):
+    """An object with an inner state, which ``read`` gives."""
 
     path: str
-    token: Token
-    before: object
+    read: ReadState
+    state: object
 
 
 @dataclass(slots=True, eq=False)
 class Fingerprint:
     """Everything that some objects hold at one moment, by path; see Note [What is looked at] in
-    walk.py. It holds the objects until ``let_go``; afterwards paths and addresses alone.
+    walk.py. It holds the objects until ``let_go``, then paths and addresses alone.
 
     Attributes:
-        roots: The objects by name.
-        device: Tensors elsewhere have no address here.
-        places: All places, in the order of the walk, by path.
-        contents: Containers by path.
-        generators: Random generators of the device, but for the default one.
-        is_compiled: Whether functions or modules under torch.compile were found.
-        volatile: Paths that are not compared: each run of the forward binds another object there.
+        device: Of the tensors with an address.
+        generators: Of the device, but for the default one.
+        is_compiled: Whether something is under torch.compile.
+        volatile: Paths that each run binds again, which are not compared.
         only: Paths of the tensors whose addresses are compared; None: all.
-        count: The number of tensors with an address, each counted once.
-        changing: Objects that change inside.
+        count: Of the tensors with an address.
         draws: Random generators of the host.
     """
 
@@ -202,71 +235,114 @@ class Fingerprint:
     volatile: set[str] = field(default_factory=set)
     only: set[str] | None = None
     count: int = 0
-    changing: list[_Changing] = field(default_factory=list)
-    draws: list[_Changing] = field(default_factory=list)
+    stateful: list[_Stateful] = field(default_factory=list)
+    draws: list[_Stateful] = field(default_factory=list)
 
     @classmethod
     def of(
-        cls, roots: Mapping[str, Any], device: torch.device, *, draws: bool = False
+        cls,
+        roots: Mapping[str, Any],
+        device: torch.device,
+        *,
+        draws: bool = False,
     ) -> Fingerprint:
         """Everything that can be reached from ``roots`` now. ``cuda`` without an index is the
-        current device. ``draws``: and where the random generators of the host are.
+        current device.
         """
         found = cls(dict(roots), torch.empty(0, device=device).device)
         with torch._C.DisableTorchFunctionSubclass():
             found._walk()
-        for name, token in walk.generators_of_the_host(found.device).items() if draws else ():
-            found.draws.append(_Changing(name, token, token()))
+        if draws:
+            for name, read in walk.generators_of_the_host(found.device).items():
+                found.draws.append(_Stateful(name, read, read()))
         return found
 
     def _walk(self) -> None:
-        layout_of: Callable[[type], Any] = cache(walk.layout_of)  # classes may change between walks
-        seen: dict[int, Any] = {}  # holds what was visited, so that ids stay valid
-        of_all_modules = vars(torch.nn.modules.module)
+        named = dict[str, None]()
+        layout_of = cache(partial(walk.layout_of, named=named))  # classes may change between walks
+        seen: dict[int, Any] = {}  # holds the objects, so that no other one gets their ids
         todo: list[tuple[Place | None, int, Inside]] = []
         for name in walk.HOOKS:
-            todo.append((None, 0, Inside(of_all_modules, f"_global{name}", f"torch.nn{name}")))
+            hook = Inside(
+                vars(torch.nn.modules.module),
+                f"_global{name}",
+                f"torch.nn{name}",
+            )
+            todo.append((None, 0, hook))
         for name in reversed(self.roots):
-            todo.append((None, 0, Inside(self.roots, name, name)))
+            root = Inside(self.roots, name, name)
+            todo.append((None, 0, root))
         while todo:
-            above, home, (container, key, step) = todo.pop()
+            above, home, entry = todo.pop()
             try:
-                value = container[key]
-            except _GONE:
+                value = entry.container[entry.key]
+            except _ABSENT_ERRORS:
                 continue
             place = above
-            if step or place is None:  # an empty step (the object of a bound method) has no path
-                path = name = step if above is None else above.path + step
-                number = 1
-                while path in self.places:
-                    number += 1
-                    path = f"{name}#{number}"
-                place = Place(path, above, (home, step), container, key, value)
-                self.places[path] = place
+            if entry.step or above is None:
+                place = self._add_place(above, home, entry, value)
+            assert place is not None
             kind = type(value)
-            found: list[Inside] = []
             if kind in PLAIN:
                 continue
+            found: list[Inside] = []
             if issubclass(kind, torch.Tensor):
                 found = place.enter_tensor(self.device)
             elif issubclass(kind, torch.Generator):
                 self._note_generator(value)
             elif id(value) not in seen:
                 seen[id(value)] = value
-                found = self._enter(value, layout_of(kind), place.path)
-            for entry in reversed(found):
-                todo.append((place, id(value), entry))
-        self.count = len({id(p.value) for p in self.places.values() if p.address is not None})
+                if issubclass(kind, types.FunctionType):
+                    named |= dict.fromkeys(walk.names_in(value))
+                layout = layout_of(kind)  # type: ignore[arg-type]
+                found = self._enter(value, layout, place.path)
+            for inner in reversed(found):
+                todo.append((place, id(value), inner))
+        addressed = (place.value for place in self.places.values() if place.address is not None)
+        self.count = len(set(map(id, addressed)))
+
+    def _add_place(
+        self,
+        above: Place | None,
+        home: int,
+        entry: Inside,
+        value: Any,
+    ) -> Place:
+        container, key, step = entry
+        first = path = step if above is None else above.path + step
+        number = 1
+        while path in self.places:
+            number += 1
+            path = f"{first}#{number}"
+        place = Place(
+            path,
+            above,
+            (home, step),
+            container,
+            key,
+            value,
+        )
+        self.places[path] = place
+        return place
 
     def _note_generator(self, value: torch.Generator) -> None:
-        defaults = (torch.default_generator, *torch.cuda.default_generators)
-        is_default = any(value is default for default in defaults)
-        if value.device == self.device and not is_default and value not in self.generators:
+        known = (
+            torch.default_generator,
+            *torch.cuda.default_generators,
+            *self.generators,
+        )
+        if value.device == self.device and value not in known:
             self.generators += (value,)
 
-    def _enter(self, value: Any, layout: walk.Layout | None, path: str) -> list[Inside]:
-        if (token := walk.token_of(value)) is not None:
-            self.changing.append(_Changing(path, token, token()))
+    def _enter(
+        self,
+        value: Any,
+        layout: walk.Layout | None,
+        path: str,
+    ) -> list[Inside]:
+        read = walk.state_reader(value)
+        if read is not None:
+            self.stateful.append(_Stateful(path, read, read()))
         found = walk.inside(value, layout)
         for step, held in found.contents.items():
             self.contents.setdefault(path + step, held)
@@ -275,116 +351,133 @@ class Fingerprint:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """All tensors, on any device, each once."""
-        return list(
-            {id(p.value): p.value for p in self.places.values() if is_tensor(p.value)}.values()
-        )
+        by_id = dict[int, torch.Tensor]()
+        for place in self.places.values():
+            if is_tensor(place.value):
+                by_id[id(place.value)] = place.value
+        return list(by_id.values())
 
     def summary(self) -> str:
-        """One line on what is looked at."""
         names = ", ".join(f"{name} ({type(value).__name__})" for name, value in self.roots.items())
-        generators = f", {len(self.generators)} random generators" if self.generators else ""
-        return f"{names}: {self.count} tensors in {len(self.places)} places{generators}"
+        text = f"{names}: {self.count} tensors in {len(self.places)} places"
+        if self.generators:
+            text += f", {len(self.generators)} random generators"
+        return text
 
     # --- changes ----------------------------------------------------------------------------------
 
-    def changes(self, ignore: Iterable[str] = ()) -> dict[str, Change]:
-        """What differs from the record now, by path; see Note [What counts as a change]. Paths that
-        ``ignore`` names are left out: ``*`` stands for one part.
+    def changes(
+        self,
+        ignore: Iterable[str] = (),
+    ) -> dict[str, Change]:
+        """What differs from the record now, by path. ``ignore``: patterns of paths that count for
+        nothing, where ``*`` stands for one part.
         """
-        found, is_short = dict[str, Change](), False
+        found = list[Change]()
         with torch._C.DisableTorchFunctionSubclass():
             for place in self.places.values():
                 try:
                     now = place.container[place.key]
-                except _GONE:
-                    now, is_short = ABSENT, True
+                except _ABSENT_ERRORS:
+                    now = ABSENT
                 if now is place.value and place.form is None:
                     continue
                 change = place.compare(now)
                 if change is not None:
-                    found[change.path] = change
+                    found.append(change)
         for path, held in self.contents.items():
-            found |= _changes_of(path, held, is_short=is_short)
-        for path, token, before in (*self.changing, *self.draws):
-            now = token()
-            if now != before:
-                found[path] = Change(path, _State(before), _State(now))
-        return {path: change for path, change in found.items() if not is_ignored(path, ignore)}
+            found += _changes_of(path, held)
+        for before in (*self.stateful, *self.draws):
+            state = before.read()
+            if state != before.state:
+                found.append(Change(before.path, before, before._replace(state=state)))
+        return {change.path: change for change in found if not is_ignored(change.path, ignore)}
 
-    def is_attribute(self, change: Change) -> bool:
-        """Whether it is of an attribute of an object, or of a part of a module."""
+    def is_attribute(
+        self,
+        change: Change,
+    ) -> bool:
+        """Whether it is of an object's attribute, or of a part of a module."""
         if change.where is None:
             return False
         container, key = change.where
         if isinstance(key, types.MemberDescriptorType):  # a slot
             return True
-        held = (c for c in self.contents.values() if c.value is container)
-        return any(contents.holds != "items" for contents in held)
+        held = self.contents.values()
+        return any(one.value is container and one.holds != "items" for one in held)
 
     def as_key(self) -> tuple[Any, ...]:
-        """Plain values, lengths, addresses, functions, and contents as a hashable key; other
-        objects by their type.
-        """
+        """A hashable key; objects that the walk enters stand by their type."""
         found = list[Any]()
         for path, place in self.places.items():
-            value, kind = place.value, type(place.value)
-            held: Any = repr(value) if kind in PLAIN else (place.address, place.form)
-            if issubclass(kind, _FUNCTIONS):
+            value = place.value
+            kind = type(value)
+            held: Any = (place.address, place.form)
+            if kind in PLAIN:
+                held = repr(value)
+            elif issubclass(kind, _FUNCTIONS):
                 held = value
+            elif place.form is None and walk.is_leaf(value):
+                held = _Leaf(value)
             found.append((path, kind, held))
         for path, contents in self.contents.items():
             found.append((path, contents.length))
-        for path, _, before in self.changing:
-            found.append((path, before))
+        for stateful in self.stateful:
+            found.append((stateful.path, stateful.state))
         return tuple(found)
 
     def without_draws(self) -> Fingerprint:
-        """The same, without the random generators of the host, which move between calls."""
+        """This record, without the host's random generators."""
         self.draws = []
         return self
 
     # --- addresses --------------------------------------------------------------------------------
 
     def let_go(self) -> Fingerprint:
-        """Hold nothing of the model any more; addresses can still be compared, given the roots."""
+        """Drop the model's objects; with roots, addresses can still be compared."""
         for place in self.places.values():
             place.container = place.key = place.value = None
-        self.roots, self.contents, self.changing = {}, {}, []
+        self.roots = {}
+        self.contents = {}
+        self.stateful = []
         return self
 
-    def steady(self, places: Mapping[str, Place] | None = None) -> list[Place]:
-        """Places that must stay: not where each run of the forward binds another object, nor
-        below.
-        """
+    def steady(
+        self,
+        places: Mapping[str, Place] | None = None,
+    ) -> list[Place]:
         found = self.places if places is None else places
         if not self.volatile:
             return list(found.values())
         return [place for path, place in found.items() if not is_within(path, self.volatile)]
 
     def checked(self) -> list[Place]:
-        """The places of tensors whose addresses count."""
         found = [place for place in self.steady() if place.address is not None]
         return found if self.only is None else [place for place in found if place.path in self.only]
 
-    def narrow(self, read: Collection[str]) -> None:
-        """Compare addresses of parameters, buffers, and of the tensors at these paths alone."""
-        held = {id(c.value) for c in self.contents.values() if c.holds == "parts"}
-        self.only = set()
-        for path, place in self.places.items():
-            if path in read or id(place.container) in held:
-                self.only.add(path)
+    def narrow(
+        self,
+        read: Collection[str],
+    ) -> None:
+        """Compare addresses of parameters, buffers, and at these paths alone."""
+        parts = {id(held.value) for held in self.contents.values() if held.holds == "parts"}
+        counted = (p for p in self.places.values() if p.path in read or id(p.container) in parts)
+        self.only = {place.path for place in counted}
 
-    def moved(self, now: Fingerprint, *, may_grow: bool = False) -> dict[str, list[str]]:
-        """Lines on tensors that lie elsewhere (``changed``), are in another form (``reshaped``),
-        are gone (``missing``) or came (``added``, unless ``may_grow``: no graph can depend on
-        them), by ``now``, a later record.
+    def moved(
+        self,
+        now: Fingerprint,
+        *,
+        may_grow: bool = False,
+    ) -> dict[str, list[str]]:
+        """Lines on the tensors that a later record has elsewhere, in another form, or not at all,
+        and on new ones, unless the model ``may_grow``: no graph depends on them.
         """
         after = {p.path: p for p in self.steady(now.places) if p.address is not None}
-        others = {p.home: p for p in after.values()}  # reached by another name first
-        lines: dict[str, list[str]] = {k: [] for k in ("changed", "reshaped", "missing", "added")}
+        by_home = {p.home: p for p in after.values()}  # reached by another path first
+        lines: dict[str, list[str]] = {kind: [] for kind in _KINDS_OF_MOVES}
         for old in self.checked():
-            new = after.get(old.path) or others.get(old.home)
+            new = after.get(old.path) or by_home.get(old.home)
             if new is None:
                 lines["missing"].append(old.path)
             elif new.address != old.address:
@@ -392,44 +485,53 @@ class Fingerprint:
                 lines["changed"].append(f"{old.path}: {moved}")
             elif new.form != old.form:
                 lines["reshaped"].append(f"{old.path}: {old.form} at capture, {new.form} now")
-        for path in () if may_grow else after:
+        if may_grow:
+            return lines
+        for path in after:
             known = self.places.get(path)
             if known is None or known.address is None:
                 lines["added"].append(path)
         return lines
 
     def modules(self) -> tuple[list[Place], list[Contents]]:
-        """The places of modules, and the containers of modules and hooks."""
         places = [p for p in self.steady() if issubclass(type(p.value), torch.nn.Module)]
-        held = [c for path, c in self.contents.items() if path.endswith(_STRUCTURE)]
+        held = [held for path, held in self.contents.items() if path.endswith(_STRUCTURE)]
         return places, held
 
     def exchanged(self, now: Fingerprint) -> list[str]:
-        """Lines on modules that are others, and on modules and hooks that came or went."""
+        """Lines on exchanged modules and hooks."""
         lines = list[str]()
         for place in self.modules()[0]:
             new = now.places.get(place.path)
             if new is not None and new.value is not place.value:
-                was, is_now = type(place.value).__name__, type(new.value).__name__
-                lines.append(f"{place.path} is another {is_now}, at capture a {was}")
+                kind = type(new.value).__name__
+                before = type(place.value).__name__
+                lines.append(f"{place.path} is another {kind}, at capture a {before}")
         for path, held in self.contents.items():
             later = now.contents.get(path)
-            if path.endswith(_STRUCTURE) and later is not None and later.length != held.length:
+            if later is None or later.length == held.length:
+                continue
+            if path.endswith(_STRUCTURE):
                 lines.append(f"{path} has {later.length}, at capture {held.length}")
         return lines
 
     def refuse_moved(
-        self, what: str, roots: Mapping[str, Any] | None = None, *, may_grow: bool = False
+        self,
+        what: str,
+        roots: Mapping[str, Any] | None = None,
+        *,
+        may_grow: bool = False,
     ) -> None:
-        """Raise AddressError for all that ``moved`` lists, and for exchanged generators. ``what``
-        is the graph; other objects than those of the record come as ``roots``, such as the
-        arguments of this call.
+        """Raise AddressError for moved tensors, exchanged modules, hooks and generators. ``what``:
+        the graph.
         """
         now = Fingerprint.of(self.roots if roots is None else roots, self.device)
         lines = self.moved(now, may_grow=may_grow)
         if any(lines.values()):
-            raise AddressError(_message(what, lines, self.count), remedy=_remedy(lines))
-        if others := self.exchanged(now):
+            message = _message(what, lines, self.count)
+            raise AddressError(message, remedy=_remedy(lines))
+        others = self.exchanged(now)
+        if others:
             raise AddressError(
                 f"{what} was captured with other modules or hooks than the model has now: "
                 f"{', '.join(others[:_SHOWN])}",
@@ -444,35 +546,44 @@ class Fingerprint:
             )
 
 
-def _changes_of(path: str, held: Contents, *, is_short: bool) -> dict[str, Change]:
-    """What has changed of a container itself, by path; ``is_short``: a place is gone, so that
-    another key may have come where the length is the same.
-    """
+def _changes_of(
+    path: str,
+    held: Contents,
+) -> list[Change]:
     owner = held.owner
     if type(owner) is not held.kind:
-        return {path: Change(path, held.kind.__name__, type(owner).__name__)}
+        return [Change(path, held.kind.__name__, type(owner).__name__)]
     if owner is not None and object.__getattribute__(owner, "__dict__") is not held.value:
-        return {path: Change(path, "its own", "another one")}
+        return [Change(path, "its own", "another one")]
     length = held.base.__len__(held.value)
-    if held.is_dict and (length != held.length or is_short):
-        return _added(path, held)
-    if length != held.length:
-        return {f"len({path})": Change(f"len({path})", held.length, length)}
-    if not all(map(operator.is_, held.keys, held.base.__iter__(held.value))):
-        return {path: Change(path, "in its order", "in another one")}
-    return {}
+    has_length = length == held.length
+    if has_length and all(map(operator.is_, held.keys, held.base.__iter__(held.value))):
+        return []
+    if not held.is_dict:
+        return [Change(f"len({path})", held.length, length)]
+    added = _added(path, held)
+    if has_length and not added:
+        return [Change(path, "in its order", "in another one")]
+    return added
 
 
-def _added(path: str, held: Contents) -> dict[str, Change]:
-    """The keys of a dict that came, by path."""
+def _added(
+    path: str,
+    held: Contents,
+) -> list[Change]:
     known = set(map(id, held.keys))
     head = path if held.holds == "items" else path.rpartition(".")[0]
-    found = dict[str, Change]()
+    step_to = walk.step_to_part if held.holds == "parts" else walk.step
+    found = []
     for key, value in dict.items(held.value):
-        if id(key) in known:
-            continue
-        added = head + (walk.step_to_part(key) if held.holds == "parts" else walk.step(key))
-        found[added] = Change(added, ABSENT, value, (held.value, key))
+        if id(key) not in known:
+            change = Change(
+                head + step_to(key),
+                ABSENT,
+                value,
+                (held.value, key),
+            )
+            found.append(change)
     return found
 
 
@@ -481,14 +592,14 @@ def is_tensor(value: Any) -> bool:
 
 
 def _has_shape(value: Any) -> bool:
-    """Whether it is a tensor that can be asked for its shape."""
     return is_tensor(value) and not (value.is_nested and value.layout is torch.strided)
 
 
-def is_same(before: Any, now: Any) -> bool:
-    """Whether a place holds what it held: the same object, or an equal plain value, tuple of those,
-    or method.
-    """
+def is_same(
+    before: Any,
+    now: Any,
+) -> bool:
+    """Whether both are one object, or equal plain values, tuples, or methods."""
     kind = type(before)
     if before is now or kind is not type(now):
         return before is now
@@ -496,17 +607,18 @@ def is_same(before: Any, now: Any) -> bool:
         return struct.pack("d", before) == struct.pack("d", now)
     if kind is types.MethodType:
         return before.__self__ is now.__self__ and before.__func__ is now.__func__
-    if kind is _State:
-        return bool(before.token == now.token)
+    if kind is _Stateful:
+        return bool(before.state == now.state)
     if kind is tuple:
         return len(before) == len(now) and all(map(is_same, before, now))
     return kind in PLAIN and repr(before) == repr(now)
 
 
-def is_within(path: str, heads: Collection[str]) -> bool:
-    """Whether a path is one of ``heads``, or below one; what a container holds is below its
-    length.
-    """
+def is_within(
+    path: str,
+    heads: Collection[str],
+) -> bool:
+    """Whether a path is one of ``heads``, or below; ``len(a)`` is above ``a[0]``."""
     if path in heads:
         return True
     while (cut := max(path.rfind("."), path.rfind("["))) > 0:
@@ -516,10 +628,10 @@ def is_within(path: str, heads: Collection[str]) -> bool:
     return False
 
 
-def is_ignored(path: str, ignore: Iterable[str]) -> bool:
-    """Whether a pattern names the path, or a part above it: ``model.calls`` also
-    ``len(model.calls)``.
-    """
+def is_ignored(
+    path: str,
+    ignore: Iterable[str],
+) -> bool:
     plain = path.removeprefix("len(").removesuffix(")")
     return any(_matches(plain, pattern) for pattern in ignore)
 
@@ -529,27 +641,36 @@ def _parts(path: str) -> list[str]:
     return re.findall(r"\[[^\]]*\]|[^.\[]+", path)
 
 
-def _matches(path: str, pattern: str) -> bool:
-    parts, wanted = _parts(path), _parts(pattern)
+def _matches(
+    path: str,
+    pattern: str,
+) -> bool:
+    parts = _parts(path)
+    wanted = _parts(pattern)
     if len(parts) < len(wanted):
         return False
-    return all(map(fnmatchcase, parts, (name.replace("[", "[[]") for name in wanted)))
+    literal = (name.replace("[", "[[]") for name in wanted)
+    return all(map(fnmatchcase, parts, literal))
 
 
-def _words(value: Any) -> str:
+def _shown(value: Any) -> str:
     if value is ABSENT:
         return "absent"
     if _has_shape(value):
         return f"a tensor {list(value.shape)}"
-    return repr(value)[:60] if type(value) in PLAIN else f"a {type(value).__name__}"
+    if type(value) in PLAIN:
+        return repr(value)[:60]
+    return f"a {type(value).__name__}"
 
 
-def _message(what: str, lines: dict[str, list[str]], count: int) -> str:
-    counts = list[str]()
-    for kind, found in lines.items():
-        if found or kind != "reshaped":
-            counts.append(f"{len(found)} {kind}")
-    has_moved = any(lines[kind] for kind in ("changed", "missing", "added"))
+def _message(
+    what: str,
+    lines: dict[str, list[str]],
+    count: int,
+) -> str:
+    shown = [kind for kind, found in lines.items() if found or kind != "reshaped"]
+    counts = [f"{len(lines[kind])} {kind}" for kind in shown]
+    has_moved = lines["changed"] or lines["missing"] or lines["added"]
     is_what = "have moved" if has_moved else "are others now"
     text = f"{what} was captured with {count} tensors that {is_what}: {', '.join(counts)}"
     for kind, found in lines.items():
@@ -566,9 +687,11 @@ def _remedy(lines: dict[str, list[str]]) -> str:
         "input so that it is copied into a static buffer, or capture again."
     )
     positions = set[int]()
-    for line in (*lines["changed"], *lines["reshaped"], *lines["missing"], *lines["added"]):
-        if argument := re.match(r"args\[(\d+)\](?::|$)", line):
-            positions.add(int(argument[1]))
+    for found in lines.values():
+        for line in found:
+            argument = re.match(r"args\[(\d+)\](?::|$)", line)
+            if argument:
+                positions.add(int(argument[1]))
     if positions:
         remedy += (
             " Where it is an argument of a CUDAGraphWrapper that eager code makes on each call, "

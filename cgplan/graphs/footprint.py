@@ -1,24 +1,20 @@
-"""One look at an eager run of a forward: what it calls, reads, writes and draws, before anything is
-captured.
+"""One look at an eager run of a forward, ahead of its capture.
 
 Note [The look]
-    A dispatch mode sees each operator of one run on padding. Compiled functions run as they are
-    written: under a dispatch mode Dynamo would skip them, then and ever after. The look is no
-    warm-up: warm-ups come after it and run everything as the capture will. Eager pieces run on each
-    replay, so they may read, bind and seed as they like. Not seen: kernels that do not pass
-    PyTorch's dispatcher, and the code that a forward runs for other sizes.
+    A dispatch mode sees each operator of one run on padding. Compiled functions run as written:
+    under a dispatch mode Dynamo would skip them, then and ever after. Eager pieces run on each
+    replay, so they may read, bind and seed as they like. The look does not see kernels outside of
+    PyTorch's dispatcher, nor code for other sizes.
 
 Note [What the next run tells]
-    The first run may be an exception: it makes what a model makes on first use. So the run after it
-    decides, by the fingerprint around it. A tensor that graph code read and that this run binds
-    again (``self.cache = self.cache + x``) is refused: a graph would always read the one of the
-    capture. So is one that the look computed from inputs, which are padding, and that the model
-    goes on with. Other changes of Python are a warning, or an error where ``strict`` is set: a
-    replay runs no Python.
+    The first run makes what a model makes on first use, so the run after it decides. A tensor that
+    graph code read and that this run binds again (``self.cache = self.cache + x``) is refused: a
+    graph would always read the one of the capture. So is a tensor that was computed from padding
+    and that the model keeps.
 
 Note [Random state]
-    A replay draws on from where the generator is; it does not run ``torch.manual_seed``. A
-    generator that is not where the last operator left it was set by the forward.
+    A replay does not run ``torch.manual_seed``. A generator that is not where the last operator
+    left it was set by the forward.
 """
 
 from __future__ import annotations
@@ -45,6 +41,9 @@ from cgplan.backends.blame import blamed_line
 from cgplan.backends.capture_answers import answering
 from cgplan.backends.context import current_forward_context
 from cgplan.backends.host_sync import (
+    Args,
+    Kwargs,
+    OperatorMode,
     Refusals,
     as_its_caller,
     as_written,
@@ -56,25 +55,31 @@ from cgplan.backends.host_sync import (
     names_of,
     probing,
     refuse_host,
+    storage_id,
     storages_of,
     tensors_in,
     written_tensors,
 )
 from cgplan.errors import CaptureError, first_line
 from cgplan.graphs.ambient import number_of, random_state_kept
-from cgplan.graphs.fingerprint import Change, is_same, is_tensor, is_within
+from cgplan.graphs.fingerprint import Change, Fingerprint, is_same, is_tensor, is_within
 from cgplan.graphs.put_back import PutBack
 
 Part = Literal["segment", "eager piece"]
 _COMPUTES_NOTHING = ("empty", "new_empty", "_unsafe_view")  # beginnings of names
 # at places given by inputs
-_OVERWRITES = ("index_copy_", "index_put_", "_index_put_impl_", "scatter_", "copy_")
+_OVERWRITES = (
+    "index_copy_",
+    "index_put_",
+    "_index_put_impl_",
+    "scatter_",
+    "copy_",
+)
 _SEED = 0x5EED_0F_A_100C
 _NOTHING = object()
 
 
 def no_operators() -> dict[Part, Counter[str]]:
-    """Counts for a forward that was not looked at."""
     return {"segment": Counter(), "eager piece": Counter()}
 
 
@@ -83,30 +88,18 @@ class Footprint:
     """The findings of one look.
 
     Attributes:
-        operators: Calls by name, for code in graphs and code between them; views and bare
-            allocations left out.
-        names: Names of all operators, with and without overloads; not of those that custom
-            operators call.
-        host_sync: The first operator in graph code that needs the host.
-        reads: The model's tensors that graph code read, by path, in order.
-        generators: Random generators that operators were given.
-        random: Where graph code set the state of a random generator.
-        breaks: Whether an eager piece was called.
+        operators: Calls by part and name, without views and bare allocations.
+        names: Of operators, but not of those in custom operators.
+        reads: The model's tensors that graph code read, by path.
+        seeded: The generator that graph code set, and where.
         aside: Paths that eager pieces changed.
-        stale: Paths that graph code bound and an eager piece read: a replay leaves them as they
-            were.
-        error: The first line of what the forward raised.
-        packages_that_ask: Packages of ``hidden_from`` that asked in graph code whether a capture is
-            under way.
-        capture_visible_because: The host sync for which these packages see the capture; absent: it
-            is hidden from them.
-        computed: Storages that hold what was computed from inputs, and that are still there, by the
-            id of the storage.
-        read: The first operator that needed a value on the host that was computed from inputs, with
-            its line.
-        writes_input: Where an operator writes into an argument.
-        overwritten: Ids of the storages that operators overwrite at places that are given, and do
-            not read before.
+        stale: Paths that graph code bound and an eager piece read.
+        packages_that_ask: Those whose graph code asked for a capture.
+        capture_visible_because: The host sync for which they see it.
+        from_inputs: Storages of what was computed from inputs.
+        value_read: Where the host first needed a value on one.
+        overwritten: Ids of storages that are written at given places, and not read before.
+        outside: See ``Outside``.
     """
 
     operators: dict[Part, Counter[str]] = field(default_factory=no_operators)
@@ -114,30 +107,102 @@ class Footprint:
     host_sync: CaptureError | None = None
     reads: dict[str, torch.Tensor] = field(default_factory=dict)
     generators: dict[int, torch.Generator] = field(default_factory=dict)
-    random: str | None = None
+    seeded: str | None = None
     breaks: bool = False
     aside: set[str] = field(default_factory=set)
     stale: set[str] = field(default_factory=set)
     error: str | None = None
     packages_that_ask: set[str] = field(default_factory=set)
     capture_visible_because: CaptureError | None = None
-    computed: dict[int, StorageWeakRef] = field(default_factory=dict)
-    read: str | None = None
+    from_inputs: dict[int, StorageWeakRef] = field(default_factory=dict)
+    value_read: str | None = None
     writes_input: str | None = None
     overwritten: set[int] = field(default_factory=set)
+    outside: list[torch.Tensor] = field(default_factory=list)
+
+
+class Outside:
+    """Tensors that graphs read and that the walk of the model does not find: those that a run read
+    and did not make, and those that it made and that outlive it, as in an ``lru_cache``.
+
+    Args:
+        known: Ids of the storages of the model and of its inputs.
+    """
+
+    def __init__(self, known: Iterable[int]) -> None:
+        self._known = set(known)
+        self._read = dict[int, torch.Tensor]()
+        self._made = list[weakref.ref[torch.Tensor]]()
+
+    def note(
+        self,
+        given: Iterable[torch.Tensor],
+        results: Iterable[torch.Tensor],
+    ) -> None:
+        for tensor in given:
+            storage = storage_id(tensor)
+            if storage and storage not in self._known:
+                self._read[storage] = tensor
+        for tensor in results:
+            storage = storage_id(tensor)
+            if storage and storage not in self._known:
+                self._known.add(storage)
+                self._made.append(weakref.ref(tensor))
+
+    def tensors(self, model: Collection[int] = ()) -> list[torch.Tensor]:
+        """After the run; ``model``: ids of tensors that it bound in the model."""
+        found = list(self._read.values())
+        for made in self._made:
+            tensor = made()
+            if tensor is not None and id(tensor) not in model:
+                found.append(tensor)
+        return found
+
+
+class OutsideLog(OperatorMode):
+    """Notes ``outside`` of one run."""
+
+    def __init__(
+        self,
+        device: str,
+        known: Iterable[int],
+    ) -> None:
+        super().__init__(device)
+        self.outside = Outside(known)
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Args = (),
+        kwargs: Kwargs | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not isinstance(func, torch._ops.OpOverload):  # a higher-order operator
+            return func(*args, **kwargs)
+        result = self.run(func, args, kwargs)
+        self.outside.note(tensors_in((args, kwargs)), tensors_in(result))
+        return result
+
+
+@dataclass(slots=True)
+class _Random:
+    """A generator, its state before the look, and after the last operator."""
+
+    generator: torch.Generator
+    before: torch.Tensor
+    after: torch.Tensor
 
 
 class Look(TorchDispatchMode):
-    """The mode of a look at a model, whose storages are copied before they are written.
+    """The mode of a look.
 
     Args:
-        kept: Takes the copies, and names the model's tensors.
-        part: The part that code outside of wrappers and eager pieces belongs to.
+        part: Of code outside of wrappers and eager pieces.
         eager_ops: Operators that run between segments.
-        is_whole: Whether nothing breaks the capture: eager pieces are graph code, too.
-        inputs: Arguments of the forward; the look follows what is computed from them.
-        hidden_from: Packages that the capture is hidden from in graph code.
-        capture_visible_because: The host sync for which they see it nevertheless.
+        is_whole: Whether eager pieces are graph code, too.
+        inputs: Arguments of the forward.
+        hidden_from: Packages that do not see the capture, unless ``capture_visible_because``.
     """
 
     supports_higher_order_operators = True
@@ -157,43 +222,53 @@ class Look(TorchDispatchMode):
         self.found = Footprint(capture_visible_because=capture_visible_because)
         self.hidden_from = hidden_from
         self.refusals = Refusals(raises=False)
-        self._kept, self._state, self._is_whole = kept, kept.before, is_whole
-        self._names = {
-            id(p.value): p.path for p in reversed(self._state.places.values()) if is_tensor(p.value)
-        }
-        self._seen = self._changes()
-        self._names |= {id(now): path for path, now in self._seen.items() if is_tensor(now)}
+        self._kept = kept
+        self._state: Fingerprint = kept.before
+        self._is_whole = is_whole
         self._part: Part = part
-        self._eager_ops, self._key = frozenset(eager_ops), self._state.device.type.upper()
+        self._eager_ops = frozenset(eager_ops)
+        self._device = self._state.device.type
+        self._key = self._device.upper()  # of the dispatcher
+        self._depth = 0  # of operators in operators
+        self._called_wrappers = set[int]()
+        self._names = dict[int, str]()  # of the model's tensors
+        for place in reversed(self._state.places.values()):
+            if is_tensor(place.value):
+                self._names[id(place.value)] = place.path
+        self._last_changes = self._changes()
+        for path, now in self._last_changes.items():
+            if is_tensor(now):
+                self._names[id(now)] = path
         self._inputs = storages_of(inputs)
-        self.found.computed |= self._inputs
-        self.refusals.watched = self.found.computed
-        self._inside, self._called = 0, set[int]()  # operators in operators; wrappers
-        self._derived: dict[Any, Any] = {}
-        # by eager pieces
-        self._is_aside, self._made = False, dict[int, weakref.ref[torch.Tensor]]()
-        self._given: set[int] = set()  # to the eager piece
-        self._bound: dict[str, object] = {}  # by graph code, by path
+        of_model = storages_of(self._state.tensors)
+        self._outside = Outside((*of_model, *self._inputs))
+        self.found.from_inputs |= self._inputs
+        self.refusals.watched = self.found.from_inputs
+        self._storages_read = set[int]()
+        self._in_piece = False
+        self._of_piece = set[int]()  # ids of its arguments
+        self._made_by_pieces = dict[int, weakref.ref[torch.Tensor]]()
+        self._bound_by_graphs: dict[str, object] = {}
+        self._derived_by_pieces: dict[Any, Any] = {}
+        self._random: dict[int, _Random] = {}
+        self._default = torch.default_generator
+        if self._device == "cuda":
+            self._default = torch.cuda.default_generators[self._state.device.index or 0]
         self._has_drawn = False
-        self._read = set[int]()  # ids of storages
-        # generators, with their states before the look and after an operator
-        self._random: dict[int, list[Any]] = {}
-        cuda = torch.cuda.default_generators if self._key == "CUDA" else ()
-        self._default = cuda[self._state.device.index or 0] if cuda else torch.default_generator
         for generator in (self._default, *self._state.generators):
-            self._know(generator)
+            known = self._know(generator)
             generator.manual_seed(_SEED)  # where no forward would set it
-        self._note_states()
-        self._has_drawn = False
+            known.after = generator.get_state()
+
+    # --- operators --------------------------------------------------------------------------------
 
     def __torch_dispatch__(
         self,
         func: Any,
         types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        args: Args = (),
+        kwargs: Kwargs | None = None,
     ) -> Any:
-        """Note an operator, and run it."""
         kwargs = kwargs or {}
         if not isinstance(func, torch._ops.OpOverload):  # a higher-order operator
             try:
@@ -201,265 +276,315 @@ class Look(TorchDispatchMode):
             finally:
                 self._note_states()
         names = names_of(func)
-        if not self._inside:
+        part = self._part
+        if not self._depth:
             self.found.names |= names
-        is_eager = bool(names & self._eager_ops) and not self._inside
-        part: Part = "eager piece" if is_eager else self._part
+            if names & self._eager_ops:
+                part = "eager piece"
         if implemented_in_python(func, self._key):
             with self.in_part(part), self:
                 self._count(func)
-                self._inside += 1
+                self._depth += 1
                 try:
                     key = getattr(torch._C.DispatchKey, self._key)
-                    redispatched = as_its_caller(func, func.redispatch, self._key.lower())
+                    redispatched = as_its_caller(func, func.redispatch, self._device)
                     return redispatched(torch._C.DispatchKeySet(key), *args, **kwargs)
                 finally:
-                    self._inside -= 1
+                    self._depth -= 1
                     count_writes(func, args, kwargs)
         if is_composite(func, self._key):  # in inference mode these come whole
             with self.in_part(part), self:
-                return as_its_caller(func, func.decompose, self._key.lower())(*args, **kwargs)
-        # A torch function mode, such as a default device of the user's, would see each attribute
-        # that is asked for.
+                return as_its_caller(func, func.decompose, self._device)(*args, **kwargs)
+        # a torch function mode, such as a default device, would see each attribute below
         with self.in_part(part), torch._C.DisableTorchFunction():
             return self._run(func, args, kwargs)
 
-    def _run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def _run(
+        self,
+        func: Any,
+        args: Args,
+        kwargs: Kwargs,
+    ) -> Any:
+        found = self.found
         self._kept.save_written(func, args, kwargs)
-        if (generator := kwargs.get("generator")) is not None:
+        generator = kwargs.get("generator")
+        if generator is not None:
             self._know(generator)
         leaves = leaves_of(args, kwargs)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        draws = torch.Tag.nondeterministic_seeded in func.tags or func.namespace not in (
-            "aten",
-            "prim",
-        )
+        given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        is_foreign = func.namespace not in ("aten", "prim")
+        may_draw = is_foreign or torch.Tag.nondeterministic_seeded in func.tags
         self._count(func)
-        if self._key == "CPU" or any(t.device.type != "cpu" for t in tensors):
+        if self._key == "CPU" or any(tensor.device.type != "cpu" for tensor in given):
             refuse_host(func, args, kwargs, self.refusals)
         if self._part == "segment":
-            self._note(tensors)
-            if draws or self._has_drawn:
-                self._compare()
+            for tensor in given:
+                if id(tensor) in self._names:
+                    found.reads.setdefault(self._names[id(tensor)], tensor)
+            if may_draw or self._has_drawn:
+                self._find_seeded()
         try:
-            result = as_its_caller(func, func, self._key.lower())(*args, **kwargs)
+            result = as_its_caller(func, func, self._device)(*args, **kwargs)
         finally:
-            if draws:
+            if may_draw:
                 self._note_states()
         self.refusals.follow(func, args, kwargs, result)
         written = written_tensors(func, args, kwargs)
-        if self.found.writes_input is None and storages_of(written).keys() & self._inputs.keys():
-            self.found.writes_input = blamed_line()
-        self._follow(func, tensors, [*tensors_in(result), *written])
-        self._note_overwritten(
-            func, leaves, storages_of(tensors).keys(), storages_of(written).keys()
-        )
+        ids_given = storages_of(given).keys()
+        ids_written = storages_of(written).keys()
+        if found.writes_input is None and ids_written & self._inputs.keys():
+            found.writes_input = blamed_line()
+        results = [*tensors_in(result), *written]
+        self._outside.note(given, results)
+        takes_shape = func._opname.startswith("new_") or func._opname.endswith("_like")
+        if not takes_shape and ids_given & found.from_inputs.keys():
+            found.from_inputs |= storages_of(results)
+        if self._in_piece:
+            self._follow_piece(given, results)
+        accumulates = any(leaf is True or type(leaf) is str for leaf in leaves)  # or `reduce`
+        overwrites = func._opname in _OVERWRITES and not accumulates
+        self._note_storages(func, ids_given, ids_written, overwrites)
         if func._opname.startswith("_foreach_"):
             count_writes(func, args, kwargs)
         return result
 
-    def _follow(self, func: Any, given: list[torch.Tensor], results: list[torch.Tensor]) -> None:
-        """Note what an operator computed of the tensors that it was given."""
-        takes_shape = func._opname.startswith("new_") or func._opname.endswith("_like")
-        if self._inputs and not takes_shape:
-            used = {t.untyped_storage()._cdata for t in given if t.layout is torch.strided}
-            if any(key in self.found.computed for key in used):
-                self.found.computed |= storages_of(results)
-        if self._is_aside:
-            read = set(map(id, given)) - self._given
-            self.found.stale |= {path for path, value in self._bound.items() if id(value) in read}
-            known = {t.untyped_storage()._cdata for t in given if id(t) not in self._made}
-            for t in results:
-                if t.untyped_storage()._cdata not in known:
-                    self._made[id(t)] = weakref.ref(t)
+    def _count(self, func: Any) -> None:
+        name = func._opname
+        computes = func.namespace not in ("prim", "profiler")
+        if self._depth or not computes or name.startswith(_COMPUTES_NOTHING):
+            return
+        if torch.Tag.inplace_view not in func.tags and not _is_view(func):
+            self.found.operators[self._part][func._schema.name] += 1
 
-    def _note_overwritten(
-        self, func: Any, leaves: list[Any], given: Collection[int], written: Collection[int]
+    def _note_storages(
+        self,
+        func: Any,
+        given: Collection[int],
+        written: Collection[int],
+        overwrites: bool,
     ) -> None:
-        # `accumulate`, `reduce`
-        accumulates = any(leaf is True or type(leaf) is str for leaf in leaves)
-        if func._opname in _OVERWRITES and not accumulates:
-            self.found.overwritten |= set(written) - self._read
-            self._read |= set(given) - set(written)
+        if overwrites:
+            self.found.overwritten |= set(written) - self._storages_read
+            self._storages_read |= set(given) - set(written)
             return
         self.found.overwritten -= set(written)
-        is_view = (
-            any(r.alias_info is not None for r in func._schema.returns)
-            and not func._schema.is_mutable
-        )
-        if not is_view:
-            self._read |= set(given)
+        if not _is_view(func):
+            self._storages_read |= set(given)
 
     def answer(self, package: str) -> bool:
-        """Whether code of one of ``hidden_from`` that asks sees a capture now."""
+        """Whether a package that asks sees a capture now."""
         if not self.refusals.is_on:
             return False
         self.found.packages_that_ask.add(package)
         return self.found.capture_visible_because is not None
 
-    def _changes(self) -> dict[str, object]:
-        return {path: change.now for path, change in self._state.changes().items()}
-
-    def _note(self, tensors: list[torch.Tensor]) -> None:
-        for tensor in tensors:
-            if id(tensor) in self._names:
-                self.found.reads.setdefault(self._names[id(tensor)], tensor)
-
-    def _count(self, func: Any) -> None:
-        namespace, _, name = func._schema.name.partition("::")
-        returns_alias = any(r.alias_info is not None for r in func._schema.returns)
-        is_view = torch.Tag.inplace_view in func.tags or (
-            returns_alias and not func._schema.is_mutable
-        )
-        if not (
-            self._inside
-            or is_view
-            or namespace in ("prim", "profiler")
-            or name.startswith(_COMPUTES_NOTHING)
-        ):
-            self.found.operators[self._part][func._schema.name] += 1
+    # --- parts ------------------------------------------------------------------------------------
 
     @contextmanager
-    def in_part(self, part: Part) -> Iterator[None]:
-        """A block that is graph code or runs between graphs; a segment inside an eager piece is
-        eager, too.
-        """
+    def in_part(
+        self,
+        part: Part,
+    ) -> Iterator[None]:
         before = self._part
         if part == before:
             yield
             return
         self._end_part(before)
-        self._part, self.refusals.is_on = part, part == "segment"
+        self._enter(part)
         try:
             yield
         finally:
             self._end_part(part)
-            self._part, self.refusals.is_on = before, before == "segment"
+            self._enter(before)
 
-    @contextmanager
-    def in_wrapper(self, wrapper: object, *, is_whole: bool) -> Iterator[None]:
-        """A block that a graph wrapper inside the model captures; counted once, as it is
-        captured.
-        """
-        before, again = self._is_whole, id(wrapper) in self._called
-        self._called.add(id(wrapper))
-        self._is_whole, self._inside = is_whole, self._inside + again
-        try:
-            with self.in_part("segment"):
-                yield
-        finally:
-            self._is_whole, self._inside = before, self._inside - again
+    def _enter(self, part: Part) -> None:
+        self._part = part
+        self.refusals.is_on = part == "segment"
 
     def _end_part(self, part: Part) -> None:
         with _disable_current_modes():
             if part == "segment":
-                self._compare()
+                self._find_seeded()
             self._note_states()
 
+    @contextmanager
+    def in_wrapper(
+        self,
+        wrapper: object,
+        *,
+        is_whole: bool,
+    ) -> Iterator[None]:
+        """A block that a graph wrapper captures; its operators count once."""
+        before = self._is_whole
+        again = id(wrapper) in self._called_wrappers
+        self._called_wrappers.add(id(wrapper))
+        self._is_whole = is_whole
+        self._depth += again
+        try:
+            with self.in_part("segment"):
+                yield
+        finally:
+            self._is_whole = before
+            self._depth -= again
+
+    # --- eager pieces -----------------------------------------------------------------------------
+
     def run_unrecorded(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        function: Callable[..., Any],
+        args: Args,
+        kwargs: dict[str, Any],
     ) -> Any:
-        """Run an eager piece. It is handed copies of what it returns of the model's state, as
-        graphs are.
-        """
+        """Run an eager piece; what it returns of the model is copied, as for graphs."""
         self.found.breaks = True
         if self._is_whole:
             return function(*args, **kwargs)
-        before, self._is_aside = self._is_aside, True
-        if not before:  # a piece inside a piece follows no graph code
-            self._given = set(map(id, tensors_in((args, kwargs))))
-            self._bound |= _others(self._seen, self._changes())
+        was_in_piece = self._in_piece
+        self._in_piece = True
+        if not was_in_piece:  # a piece inside a piece follows no graph code
+            self._of_piece = set(map(id, tensors_in((args, kwargs))))
+            self._bound_by_graphs |= _others(self._last_changes, self._changes())
         context = current_forward_context()
         derived = {} if context is None else context.derived
         if context is not None:  # as a breakable capture: no segment reads what a piece derives
-            context.derived = self._derived
+            context.derived = self._derived_by_pieces
         try:
             with self.in_part("eager piece"):
                 result = function(*args, **kwargs)
         finally:
-            now = self._changes()
-            if not before:
-                self.found.aside |= _others({**self._seen, **self._bound}, now).keys()
-            self._is_aside, self._seen = before, now
-            self._bound = {
-                p: value for p, value in self._bound.items() if is_same(now.get(p, _NOTHING), value)
-            }
+            self._in_piece = was_in_piece
+            self._end_piece()
             if context is not None:
                 context.derived = derived
         # graphs get slots for what is bound there
         for module in modules_reached(function, args, kwargs):
             for value in (*vars(module).values(), *module._buffers.values()):
-                self._made.pop(id(value), None)
+                self._made_by_pieces.pop(id(value), None)
         with _disable_current_modes():
-            copied = self._names.keys() | self._made.keys()
+            copied = self._names.keys() | self._made_by_pieces.keys()
             return tree_map_only(
-                torch.Tensor, lambda t: t.detach() if id(t) in copied else t, result
+                torch.Tensor,
+                lambda tensor: tensor.detach() if id(tensor) in copied else tensor,
+                result,
             )
 
-    def _know(self, generator: torch.Generator) -> None:
+    def _end_piece(self) -> None:
+        now = self._changes()
+        bound = self._bound_by_graphs
+        if not self._in_piece:
+            before = {**self._last_changes, **bound}
+            self.found.aside |= _others(before, now).keys()
+        self._last_changes = now
+        for path, value in list(bound.items()):
+            if not is_same(now.get(path, _NOTHING), value):
+                del bound[path]
+
+    def _follow_piece(
+        self,
+        given: list[torch.Tensor],
+        results: list[torch.Tensor],
+    ) -> None:
+        read = set(map(id, given)) - self._of_piece
+        for path, value in self._bound_by_graphs.items():
+            if id(value) in read:
+                self.found.stale.add(path)
+        known = {storage_id(tensor) for tensor in given if id(tensor) not in self._made_by_pieces}
+        for tensor in results:
+            if storage_id(tensor) not in known:
+                self._made_by_pieces[id(tensor)] = weakref.ref(tensor)
+
+    def _changes(self) -> dict[str, object]:
+        return {path: change.now for path, change in self._state.changes().items()}
+
+    # --- random numbers ---------------------------------------------------------------------------
+
+    def _know(self, generator: torch.Generator) -> _Random:
         key = number_of(generator)
         if key not in self._random:
-            self._random[key] = [generator, generator.get_state(), generator.get_state()]
+            state = generator.get_state()
+            self._random[key] = _Random(generator, state, state)
             if key != number_of(self._default):
                 self.found.generators[key] = generator
+        return self._random[key]
 
     def _note_states(self) -> None:
         for known in self._random.values():
-            before, known[2] = known[2], known[0].get_state()
-            self._has_drawn |= not torch.equal(before, known[2])
+            before = known.after
+            known.after = known.generator.get_state()
+            self._has_drawn |= not torch.equal(before, known.after)
 
-    def _compare(self) -> None:
-        """Note a generator that is not where the last operator left it."""
-        for key, (generator, _, after) in self._random.items() if self.found.random is None else ():
-            if not torch.equal(after, generator.get_state()):
-                is_default = key == number_of(self._default)
-                names = [p.path for p in self._state.places.values() if p.value is generator]
-                names.append("torch's default generator" if is_default else "a torch.Generator")
-                self.found.random = f"{names[0]}, before {blamed_line()}"
+    def _find_seeded(self) -> None:
+        if self.found.seeded is not None:
+            return
+        for known in self._random.values():
+            generator = known.generator
+            if torch.equal(known.after, generator.get_state()):
+                continue
+            name = "a torch.Generator"
+            if number_of(generator) == number_of(self._default):
+                name = "torch's default generator"
+            paths = [p.path for p in self._state.places.values() if p.value is generator]
+            self.found.seeded = f"{[*paths, name][0]}, before {blamed_line()}"
 
-    def finish(self) -> Footprint:
-        """The findings. Generators are where they were before the look."""
+    def finish(self) -> None:
+        """Complete the findings, and put generators back."""
         found = self.found
+        bound = set(map(id, self._changes().values()))
+        found.outside = self._outside.tensors(bound)
         if found.error is None:
             self._end_part(self._part)
-        for generator, before, _ in self._random.values():
-            generator.set_state(before)
-        found.host_sync, found.read = self.refusals.first, self.refusals.read
-        live = {
-            key: ref
-            for key, ref in found.computed.items()
-            if key not in self._inputs and not ref.expired()
-        }
-        found.computed = live
-        return found
+        for known in self._random.values():
+            known.generator.set_state(known.before)
+        found.host_sync = self.refusals.first
+        found.value_read = self.refusals.read
+        made = dict[int, StorageWeakRef]()
+        for key, ref in found.from_inputs.items():
+            if key not in self._inputs and not ref.expired():
+                made[key] = ref
+        found.from_inputs = made
+
+
+def _is_view(func: Any) -> bool:
+    returns_alias = any(value.alias_info is not None for value in func._schema.returns)
+    return returns_alias and not func._schema.is_mutable
 
 
 def modules_reached(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    function: Callable[..., Any],
+    args: Args,
+    kwargs: Mapping[str, Any],
 ) -> list[Module]:
-    """The modules that an eager piece is, is a method of, or is given, and those inside."""
-    reached = (function, getattr(function, "__self__", None), *args, *kwargs.values())
-    return [inner for module in reached if isinstance(module, Module) for inner in module.modules()]
+    """The modules in an eager piece or in what it is given."""
+    found = list[Module]()
+    for module in (function, getattr(function, "__self__", None), *args, *kwargs.values()):
+        if isinstance(module, Module):
+            found += module.modules()
+    return found
 
 
-def _others(before: Mapping[str, object], now: Mapping[str, object]) -> dict[str, object]:
-    return {
-        path: value for path, value in now.items() if not is_same(before.get(path, _NOTHING), value)
-    }
+def _others(
+    before: Mapping[str, object],
+    now: Mapping[str, object],
+) -> dict[str, object]:
+    found = {}
+    for path, value in now.items():
+        if not is_same(before.get(path, _NOTHING), value):
+            found[path] = value
+    return found
 
 
 def current_look() -> Look | None:
-    """The look that sees the next operator first: no other mode is inside of it, such as a tape's
-    that records.
-    """
+    """The look, if no other mode, such as a tape's, is inside of it."""
     mode = _get_current_dispatch_mode()
     return mode if isinstance(mode, Look) else None
 
 
-def look(call: Callable[[], object], kept: PutBack, **options: Any) -> Footprint:
-    """Run a forward eagerly, once, by ``call``; its footprint, with the error that it raised. For
-    ``kept`` and ``options`` see ``Look``.
-    """
+def look(
+    call: Callable[[], object],
+    kept: PutBack,
+    **options: Any,
+) -> Footprint:
+    """Run a forward eagerly, once; for ``options`` see ``Look``."""
     device = kept.before.device
     with kept.run(), random_state_kept(device), probing(), as_written(), ExitStack() as stack:
         mode = Look(kept, **options)
@@ -478,50 +603,57 @@ def look(call: Callable[[], object], kept: PutBack, **options: Any) -> Footprint
     return mode.found
 
 
-def examine(call: Callable[[], object], kept: PutBack, **options: Any) -> Footprint:
-    """Look at a forward ahead of its capture. A second look follows where a library has to see the
-    capture, see Note [Hidden captures]. For ``kept`` and ``options`` see ``Look``.
-
-    Raises:
-        CaptureError: graph code sets the state of a random generator.
+def examine(
+    call: Callable[[], object],
+    kept: PutBack,
+    **options: Any,
+) -> Footprint:
+    """Look at a forward, and again where a library has to see the capture, see Note [Hidden
+    captures]. Raises CaptureError where graph code seeds a generator.
     """
     found = look(call, kept, **options)
     is_hidden = found.capture_visible_because is None
     if is_hidden and found.host_sync is not None and found.packages_that_ask:
-        found = look(call, kept, **{**options, "capture_visible_because": found.host_sync})
-    if found.random is not None:
+        options["capture_visible_because"] = found.host_sync
+        found = look(call, kept, **options)
+    if found.seeded is not None:
         raise CaptureError(
-            f"the forward sets the state of {found.random}; a replay would not",
+            f"the forward sets the state of {found.seeded}; a replay would not",
             remedy="Seed generators outside of the forward, or keep that part in an eager piece.",
         )
     return found
 
 
 def judge(
-    found: Footprint, changed: Mapping[str, Change], kept: PutBack, *, runs_again: bool
+    found: Footprint,
+    changed: Mapping[str, Change],
+    kept: PutBack,
+    *,
+    runs_again: bool,
 ) -> None:
-    """Compare a look with the run after it, which changed ``changed``; see Note [What the next run
-    tells]. ``runs_again``: Python code runs on each replay, and segments are handed what it makes.
-
-    Raises:
-        CaptureError: a graph would use tensors of the capture in place of those that each run
-            makes.
+    """Compare a look with the run after it; raises CaptureError, see Note [What the next run
+    tells]. ``runs_again``: Python code runs on each replay.
     """
     if not runs_again:
         _refuse_rebound(found, changed, kept)
-    if made := listed(kept.made_of(found.computed)):
+    made = listed(kept.made_of(found.from_inputs))
+    if made:
         _refuse_first_use(made, kept)
 
 
-def refuse_value(found: Footprint, kept: PutBack) -> None:
-    """Refuse a capture whose first run asked for a value, if what it made is still there. Raises
-    CaptureError.
-    """
-    if found.read and kept.has_made:
-        _refuse_first_use(f"a value for the host ({found.read})", kept)
+def refuse_value(
+    found: Footprint,
+    kept: PutBack,
+) -> None:
+    """Raise CaptureError if the first run kept what it made of an input's value."""
+    if found.value_read and kept.has_made:
+        _refuse_first_use(f"a value for the host ({found.value_read})", kept)
 
 
-def _refuse_first_use(what: str, kept: PutBack) -> None:
+def _refuse_first_use(
+    what: str,
+    kept: PutBack,
+) -> None:
     remedy = "Run the model on one real batch before the capture."
     if kept.leaves_python:
         remedy = f"Dicts and lists keep what they were given, so make the model anew. {remedy}"
@@ -532,27 +664,28 @@ def _refuse_first_use(what: str, kept: PutBack) -> None:
     )
 
 
-def _refuse_rebound(found: Footprint, changed: Mapping[str, Change], kept: PutBack) -> None:
-    if stale := [path for path in found.stale if path in changed]:
+def _refuse_rebound(
+    found: Footprint,
+    changed: Mapping[str, Change],
+    kept: PutBack,
+) -> None:
+    stale = [path for path in found.stale if path in changed]
+    if stale:
         raise CaptureError(
             f"an eager piece reads {listed(stale)}, which graph code binds on each call; a replay "
             "would not",
             remedy="Pass it to the piece as an argument, or have the piece compute it.",
         )
-    refused = kept.gone(found.reads, changed)
-    refused += [
-        path
-        for path, change in changed.items()
-        if change.is_reshaped and not is_within(path, found.aside)
-    ]
+    refused = kept.exchanged(found.reads, changed)
+    for path, change in changed.items():
+        if change.is_reshaped and not is_within(path, found.aside):
+            refused.append(path)
     if refused:
         raise CaptureError(
             f"the forward reads {listed(refused)} and binds it again on each call; a graph would "
-            "always read what was "
-            "there at capture",
+            "always read what was there at capture",
             remedy="Write in place (self.cache.add_(x), a one-element tensor for a counter), pass "
-            "it as an input, or "
-            "do it outside of the forward.",
+            "it as an input, or do it outside of the forward.",
         )
 
 

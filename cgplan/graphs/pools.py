@@ -1,18 +1,15 @@
-"""Pools: which graphs of a runner share one, and what runners that share one must not do at once.
+"""Pools: which graphs share one, and what runners that share one must not do at once.
 
 Note [Sharing a pool]
-    Graphs of one pool reuse one another's memory: a replay overwrites what another capture left
-    behind. That is safe for graphs that never run at once, such as a target's and its draft's,
-    which wait for each other: both fit into the memory that the larger one needs. The pool refuses
-    a call while another member's call or capture is under way, and a call on another stream while
-    the last stream still has work. An output is valid until the next call of any member.
+    A replay overwrites what other graphs of the pool left. That is safe for graphs that never run
+    at once, such as a target's and its draft's: both fit into the memory that the larger one needs.
+    The pool refuses a call during another member's call or capture, and a call on another stream
+    while the last stream has work. An output is valid until the next call of any member.
 
 Note [Generations]
-    A pool gives its memory back when its last graph is gone, and not before. Until then later
-    captures reuse what evicted graphs leave, so graphs can be exchanged as long as the new ones
-    fit. Where they do not, or the pool holds much more than its graphs need, a new generation
-    begins: all graphs are freed, and the pool with them. Those that are wanted are captured again
-    into a new pool, the largest first.
+    A pool gives its memory back when its last graph is freed; until then captures reuse what
+    evicted graphs leave. Where new graphs do not fit, or the pool holds much more than its graphs
+    need, a new generation begins: all graphs are freed, and captured again into a new pool.
 """
 
 from __future__ import annotations
@@ -35,32 +32,29 @@ class PoolUse:
 
     Attributes:
         acquire, unlock: Of the lock that each call takes.
-        thread: The thread that holds the lock, 0 for none; a call of another thread waits.
-        waits: Whether a call on another stream waits for the last call; else it is an error.
-        stream, user: Handle of the stream of the last call, and the runner's name; None and empty
-            before the first call.
+        thread: The holder of the lock, or 0.
+        waits: Whether a call on another stream waits for the last one, or is an error.
+        stream, user: Of the last call; ``user`` names the runner.
         is_shared: Whether several runners use the pool.
     """
 
     def __init__(self, *, is_shared: bool = False) -> None:
         lock = threading.Lock()
         self.acquire, self.unlock = lock.acquire, lock.release
-        self.thread, self.waits = 0, False
+        self.thread = 0
+        self.waits = False
         self.stream: int | None = None
         self.user = ""
         self.is_shared = is_shared
         self._holder = ""
 
     def release(self) -> None:
-        """Give the lock back."""
         self.thread = 0  # ahead: a stale one would take this thread's next call for a nested one
         self.unlock()
 
     @contextmanager
     def held(self, name: str) -> Iterator[None]:
-        """A block of the runner of that name, without calls. Raises CgplanError if one is under
-        way.
-        """
+        """A block without calls. Raises CgplanError if one is under way."""
         self.take(name)
         self._holder = name
         try:
@@ -70,21 +64,19 @@ class PoolUse:
             self.release()
 
     def take(self, name: str) -> None:
-        """Take the lock; ``wait`` where another call holds it."""
         if self.acquire(False):
             self.thread = threading.get_ident()
         else:
             self.wait(name)
 
     def wait(self, name: str) -> None:
-        """Take the lock once another thread is done. Raises CgplanError if this thread holds it."""
+        """Take the lock after another thread. Raises CgplanError if this thread holds it."""
         if self.thread == threading.get_ident():
             raise self.under_way(name)
         self.acquire()
         self.thread = threading.get_ident()
 
     def under_way(self, name: str) -> CgplanError:
-        """The error of a call inside a call."""
         other = self._holder or self.user
         if self.is_shared and name != other:  # a manager alone in its pool has no other to name
             return CgplanError(
@@ -100,13 +92,11 @@ class PoolUse:
         )
 
     def take_stream(self, stream: int, name: str, backend: GraphBackend) -> None:
-        """Note the stream of a call that holds the lock. Raises CgplanError if another stream still
-        has work.
-        """
+        """Note the stream of a call. Raises CgplanError if another stream still has work."""
         if self.stream not in (None, stream):
             if self.waits:
                 backend.synchronize()
-            if backend.is_busy(self.stream):
+            elif backend.is_busy(self.stream):
                 remedy = "Synchronise the first stream before the second one takes over, or "
                 if self.is_shared and name != self.user:
                     raise CgplanError(
@@ -124,16 +114,15 @@ class PoolUse:
 
 
 class GraphPool:
-    """A graph pool that several runners capture into, see Note [Sharing a pool]. Its memory comes
-    with the first capture and is free again once all members are closed, in any order.
+    """A graph pool that several runners capture into, see Note [Sharing a pool]. Its memory is free
+    again once all members are closed.
 
     Args:
         backend: The device; all members have to use this very object.
 
     Attributes:
         handle: The backend's pool.
-        use: Who runs its graphs.
-        members: The runners that have captured into it and are not closed.
+        members: The runners that captured into it and are not closed.
 
     Raises:
         BackendError: ``backend`` is none.
@@ -152,12 +141,12 @@ class GraphPool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the pool has reserved on the device."""
+        """Bytes that it has reserved."""
         return self.backend.pool_bytes(self.handle)
 
 
 def check_pools(policy: PoolPolicy, given: GraphPool | None) -> None:
-    """Raise CgplanError if a pool is given, and the policy asks for several."""
+    """Raise CgplanError if the policy asks for several pools, and one is given."""
     if given is not None and policy != "shared":
         raise CgplanError(
             f"compilation.pool is {policy}, but the runner was given a pool that it shares with "
@@ -167,15 +156,10 @@ def check_pools(policy: PoolPolicy, given: GraphPool | None) -> None:
 
 
 class RunnerPools:
-    """The pools of one runner, made as keys need them.
-
-    Args:
-        policy: See ``compilation.pool``.
-        backend: The device.
-        given: A pool that others use too; the runner then has no other.
+    """The pools of one runner, made as keys need them; or a given one alone.
 
     Attributes:
-        generation: Number of the present generation, from 1; see Note [Generations].
+        generation: From 1; see Note [Generations].
     """
 
     def __init__(
@@ -193,38 +177,30 @@ class RunnerPools:
 
     @property
     def is_private(self) -> bool:
-        """Whether no other runner has graphs in the pools, so that a new generation gives memory
-        back.
-        """
         return self._given is None or len(self._given.members) == 1
 
     @property
     def nbytes(self) -> int:
-        """Bytes that all pools have reserved, with those of earlier generations that are still in
-        use.
-        """
+        """Bytes that all generations have reserved."""
         return self._backend.pool_bytes(*self._pools.values(), *self._old)
 
     @property
     def handles(self) -> tuple[Any, ...]:
-        """The backend's pools of this generation."""
         return tuple(self._pools.values())
 
     def of(self, key: Key) -> Any:
-        """The pool that a key is captured into."""
         name = {"shared": None, "per_mode": key[0], "per_graph": key}[self.policy]
         if name not in self._pools:
             self._pools[name] = self._backend.new_pool()
         return self._pools[name]
 
     def drop(self, key: Key) -> None:
-        """Say that a key was evicted: a pool of its own is not needed again."""
         if self.policy == "per_graph" and key in self._pools:
             self._old.append(self._pools.pop(key))
         self._forget_empty()
 
     def renew(self) -> None:
-        """Begin a new generation: the graphs of this one were given up."""
+        """Begin a new generation; this one's graphs are freed."""
         self.generation += 1
         if self._given is None:
             self._old += self._pools.values()
@@ -232,7 +208,7 @@ class RunnerPools:
             self._forget_empty()
 
     def close(self) -> None:
-        """Leave a pool that others use: all graphs are freed."""
+        """Leave a shared pool; all graphs are freed."""
         if self._given is not None:
             self._given.members.discard(self)
 

@@ -1,15 +1,11 @@
 """Walk: what a record of a model enters, and how it reads it without running code of the user.
 
 Note [What is looked at]
-    One walk answers for changes of Python, addresses, random generators and what is put back. It
-    enters modules with their forward hooks, dicts, lists, tuples, deques, attributes and slots of
-    objects, partials and bound methods, of builtin ones the object; of a function its closure,
-    defaults, attributes and the globals that its code names, functions and state of other files
-    too; of an object ``forward``, ``__call__``, the methods and properties that these name, and
-    state of the class under such names; of a class of the user that is a value all of its state. It
-    does not enter threads, locks, loggers, functions and classes of torch and Python's library,
-    attributes of tensors, and what belongs to graphs (``__graph_memory__``). It reads ``__dict__``,
-    slots and cells, never a property, so no code of the user runs but ``__tensor_flatten__``.
+    The walk enters modules and their forward hooks, containers, attributes and slots of objects,
+    partials, bound methods; closures, defaults and globals of functions; ``forward``, ``__call__``
+    and what these name of a class; classes that are values. It does not enter threads, locks,
+    loggers, code of torch and Python's library, attributes of tensors, and objects with
+    ``__graph_memory__``. It runs no code of the user but ``__tensor_flatten__``.
 """
 
 from __future__ import annotations
@@ -24,7 +20,7 @@ from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache, partial
 from inspect import getattr_static
@@ -34,29 +30,61 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 NUMBERS = (bool, int, float, complex)
-_OF_TORCH = (torch.dtype, torch.device, torch.Size, torch.layout)
-PLAIN = frozenset({*NUMBERS, *_OF_TORCH, str, bytes, type(None), range, slice})
-_STATE = (torch.Tensor, torch.Generator, torch.nn.Module, dict, list, deque, str, *NUMBERS)
+_OF_TORCH = (
+    torch.dtype,
+    torch.device,
+    torch.Size,
+    torch.layout,
+)
+PLAIN = frozenset(
+    {
+        *NUMBERS,
+        *_OF_TORCH,
+        str,
+        bytes,
+        type(None),
+        range,
+        slice,
+    }
+)
+# what a class or a module of Python holds, and is no state
+_CODE = (
+    types.ModuleType,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.MethodDescriptorType,
+    types.WrapperDescriptorType,
+    types.GetSetDescriptorType,
+    types.MemberDescriptorType,
+    property,
+    staticmethod,
+    classmethod,
+)
+_CONTAINERS = (
+    OrderedDict,
+    dict,
+    list,
+    tuple,
+    deque,
+)
 _OPAQUE = (types.ModuleType, Enum, set, frozenset)
 _OPAQUE_MODULES = re.compile(
     r"(threading|_thread|logging|weakref|cgplan\.graphs|cgplan\.piecewise)(\.|$)|torch\._"
 )
-# packages whose code is not entered
 _FOREIGN = frozenset({"torch", "cgplan", "numpy", "_pytest", *sys.stdlib_module_names})
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-# what torch keeps in the __dict__ of each module
 _IN_EACH_MODULE = frozenset(vars(torch.nn.Module())) - {"training"}
 _MODULE_DICTS = ("_parameters", "_buffers", "_modules")
-_MOST_ITEMS = 100_000  # of one container: a vocabulary, say, is not looked into
+_MOST_ITEMS = 100_000  # of a container that is entered
 _CELL: Any = types.CellType.cell_contents
 _COMPILED = "_torchdynamo_orig_callable"  # where torch.compile keeps a function
 _GLOBAL_READS = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL")
 
-Token = Callable[[], object]  # gives the state of an object that changes inside
+ReadState = Callable[[], object]
 
 
 class Inside(NamedTuple):
-    """A place in an object: what is read, by which key, and the last step of its path."""
+    """A place in an object; ``step`` ends its path."""
 
     container: Any
     key: Any
@@ -65,7 +93,7 @@ class Inside(NamedTuple):
 
 @dataclass(slots=True)
 class _Via:
-    """An object whose places are read and bound by these functions, not by its own code."""
+    """An object that is read and bound by these functions, not by its own code."""
 
     value: Any
     get: Callable[[Any, Any], Any]
@@ -74,22 +102,37 @@ class _Via:
     def __getitem__(self, key: Any) -> Any:
         return self.get(self.value, key)
 
-    def __setitem__(self, key: Any, item: Any) -> None:
+    def __setitem__(
+        self,
+        key: Any,
+        item: Any,
+    ) -> None:
         self.bind(self.value, key, item)
 
 
-def _bind_in_class(value: Any, name: str, item: Any) -> None:
+def _bind_in_class(
+    value: Any,
+    name: str,
+    item: Any,
+) -> None:
     for owner in type(value).__mro__:
         if name in vars(owner):
             type.__setattr__(owner, name, item)
             return
 
 
-def _read_member(value: Any, member: Any) -> Any:
+def _read_member(
+    value: Any,
+    member: Any,
+) -> Any:
     return member.__get__(value)
 
 
-def _bind_member(value: Any, member: Any, item: Any) -> None:
+def _bind_member(
+    value: Any,
+    member: Any,
+    item: Any,
+) -> None:
     member.__set__(value, item)
 
 
@@ -98,62 +141,81 @@ class Contents:
     """A container, as it was.
 
     Attributes:
-        value: The container.
         base: The type that reads it without code of the user.
-        length: Of items.
-        is_dict: Whether it is a dict, whose keys are ``keys``.
+        keys: Of a dict.
         owner: The object whose attributes it holds, of the class ``kind``.
-        holds: Items, attributes of an object, or the parameters, buffers or submodules of a module.
+        holds: ``parts``: the parameters, buffers or submodules of a module.
     """
 
     value: Any
     base: Any
-    length: int
-    is_dict: bool
-    keys: list[Any]
-    owner: Any
-    kind: type
-    holds: Literal["items", "attributes", "parts"]
+    owner: Any = None
+    holds: Literal["items", "attributes", "parts"] = "items"
+    length: int = field(init=False)
+    is_dict: bool = field(init=False)
+    keys: list[Any] = field(init=False)
+    kind: type = field(init=False)
 
-    @classmethod
-    def of(
-        cls,
-        value: Any,
-        base: Any,
-        *,
-        owner: Any = None,
-        holds: Literal["items", "attributes", "parts"] = "items",
-    ) -> Contents:
-        is_dict = issubclass(base, dict)
-        keys = list(base.__iter__(value)) if is_dict else []
-        return cls(value, base, base.__len__(value), is_dict, keys, owner, type(owner), holds)
+    def __post_init__(self) -> None:
+        base = self.base
+        self.length = base.__len__(self.value)
+        self.is_dict = issubclass(base, dict)
+        self.keys = list(base.__iter__(self.value)) if self.is_dict else []
+        self.kind = type(self.owner)
 
 
 @dataclass(slots=True)
 class Found:
-    """What is inside of one object: places, and containers by the step of their path."""
+    """What is inside of one object; containers by the step of their path."""
 
-    places: list[Inside]
-    contents: dict[str, Contents]
-    is_compiled: bool = False  # whether torch.compile made it
+    places: list[Inside] = field(default_factory=list)
+    contents: dict[str, Contents] = field(default_factory=dict)
+    is_compiled: bool = False  # by torch.compile
+
+    def add(
+        self,
+        container: Any,
+        key: Any,
+        step: str,
+    ) -> None:
+        self.places.append(Inside(container, key, step))
+
+    def add_value(
+        self,
+        value: Any,
+        step: str = "",
+    ) -> None:
+        """Add a value that is bound nowhere."""
+        self.add({"": value}, "", step)
 
 
 @dataclass(slots=True)
 class Layout:
-    """How objects of one class are read: the container that it derives from, and what a walk enters
-    of the class.
+    """How objects of one class are read.
+
+    Attributes:
+        base: The container that it derives from.
+        slots: Names and members.
+        methods, class_values: What the walk enters of the class; ``overridden`` of those above it.
+        is_entered: Whether an object of it was met.
     """
 
     is_module: bool
     base: Any
     slots: list[tuple[str, Any]]
     methods: dict[str, types.FunctionType]
-    state: dict[str, None]
-    is_entered: bool = False  # whether an object of it was met
+    class_values: dict[str, None]
+    overridden: list[types.FunctionType] = field(default_factory=list)
+    is_entered: bool = False
 
 
-def layout_of(kind: type) -> Layout | None:
-    """None for classes that a walk does not enter."""
+def layout_of(
+    kind: type,
+    named: dict[str, None],
+) -> Layout | None:
+    """None for classes that a walk does not enter. ``named``: the names in code that was entered;
+    of a module, methods with these names count.
+    """
     static = dict[str, Any]()
     for owner in reversed(kind.__mro__):
         static.update(vars(owner))
@@ -161,27 +223,66 @@ def layout_of(kind: type) -> Layout | None:
     is_foreign = _OPAQUE_MODULES.match(kind.__module__) is not None and not is_module
     if is_foreign or issubclass(kind, _OPAQUE) or "__graph_memory__" in static:
         return None
-    bases = (base for base in (OrderedDict, dict, list, tuple, deque) if issubclass(kind, base))
+    bases = (base for base in _CONTAINERS if issubclass(kind, base))
     slots = list[tuple[str, Any]]()
     for owner in kind.__mro__:
-        for name, member in vars(owner).items() if "__slots__" in vars(owner) else ():
+        if "__slots__" not in vars(owner):
+            continue
+        for name, member in vars(owner).items():
             if type(member) is types.MemberDescriptorType:
                 slots.append((name, member))
-    layout = Layout(is_module, next(bases, None), slots, {}, {})
+    base = next(bases, None)
+    layout = Layout(
+        is_module,
+        base,
+        slots,
+        {},
+        {},
+    )
     names = ["forward", "__call__"]
+    if is_module and not _is_foreign(kind.__module__):
+        names += named
     for name in names:  # it grows by the names that methods name
         value = _function_of(static.get(name))
-        if type(value) is types.FunctionType:
-            if name not in layout.methods:
-                layout.methods[name] = value
-                names += _names_in(value)
-        elif issubclass(type(value), (*_STATE, type)):
-            layout.state[name] = None
+        if name in static and _is_state(value):
+            layout.class_values[name] = None
+        elif type(value) is types.FunctionType and name not in layout.methods:
+            layout.methods[name] = value
+            inner = names_in(value)
+            names += inner
+            if "super" in inner:
+                layout.overridden += _overridden(kind, name)
+    named.update(dict.fromkeys(names))
     return layout
 
 
+def _overridden(
+    kind: type,
+    name: str,
+) -> list[types.FunctionType]:
+    found = list[types.FunctionType]()
+    for owner in kind.__mro__:
+        value = _function_of(vars(owner).get(name))
+        if type(value) is types.FunctionType:
+            found.append(value)
+    return found[1:]
+
+
+def _is_state(value: Any) -> bool:
+    return not issubclass(type(value), _CODE)
+
+
+def is_leaf(value: Any) -> bool:
+    """Whether a value has nothing inside that the walk would find."""
+    kind = type(value)
+    layout = layout_of(kind, {})
+    if layout is None or issubclass(kind, (str, bytes, *NUMBERS)):
+        return True
+    return layout.base is None and not layout.slots and not kind.__dictoffset__
+
+
 def _function_of(value: Any) -> Any:
-    """The function of a method, static method or property; other values as they are."""
+    """The function of a method or property; else the value."""
     if type(value) is property:
         return value.fget
     return value.__func__ if type(value) in (staticmethod, classmethod) else value
@@ -190,12 +291,14 @@ def _function_of(value: Any) -> Any:
 # --- the code of functions ------------------------------------------------------------------------
 
 
-def _names_in(function: Any) -> tuple[str, ...]:
-    """The names in a function's code, and in that of a function of the user that it wraps."""
+def names_in(function: Any) -> tuple[str, ...]:
+    """Names in the code of a function, or of the one that it wraps."""
     inner = function.__dict__.get("__wrapped__")
     while type(inner) is types.FunctionType:
         function, inner = inner, inner.__dict__.get("__wrapped__")
-    return () if _is_foreign(function.__globals__.get("__name__")) else _names_of(function.__code__)
+    if _is_foreign(function.__globals__.get("__name__")):
+        return ()
+    return _names_of(function.__code__)
 
 
 @cache
@@ -209,7 +312,7 @@ def _names_of(code: types.CodeType) -> tuple[str, ...]:
 
 @cache
 def _globals_of(code: types.CodeType) -> tuple[str, ...]:
-    """The globals that code reads or binds; among its names are those of attributes, too."""
+    """The globals that code reads or binds; ``co_names`` has attributes, too."""
     names = dict[str, None]()
     for instruction in dis.get_instructions(code):
         if instruction.opname in _GLOBAL_READS:
@@ -227,10 +330,12 @@ def _is_foreign(module: object) -> bool:
 # --- what is inside of an object ------------------------------------------------------------------
 
 
-def inside(value: Any, layout: Layout | None) -> Found:
-    """The places in an object, and the containers that hold them."""
+def inside(
+    value: Any,
+    layout: Layout | None,
+) -> Found:
     kind = type(value)
-    found = Found([], {})
+    found = Found()
     if layout is None:
         return found
     if issubclass(kind, types.FunctionType):
@@ -239,48 +344,61 @@ def inside(value: Any, layout: Layout | None) -> Found:
         _enter_class(value, found)
     elif issubclass(kind, types.BuiltinMethodType):
         if not issubclass(type(value.__self__), types.ModuleType):
-            found.places.append(Inside({"": value.__self__}, "", ""))
+            found.add_value(value.__self__)
     elif issubclass(kind, types.MethodType):
-        found.places.append(Inside({"": value.__self__}, "", ""))
-        found.places.append(Inside({"": value.__func__}, "", ".__func__"))
+        found.add_value(value.__self__)
+        found.add_value(value.__func__, ".__func__")
     elif issubclass(kind, torch.jit.ScriptModule):
         for name, _ in (*value.named_parameters(), *value.named_buffers()):
-            found.places.append(Inside(_Via(value, _read_path), name, f".{name}"))
+            found.add(_Via(value, _read_path), name, f".{name}")
     else:
         if issubclass(kind, partial):
             for name in ("func", "args", "keywords"):
-                found.places.append(Inside({"": getattr(value, name)}, "", f".{name}"))
+                found.add_value(getattr(value, name), f".{name}")
         if layout.base is not None and layout.base.__len__(value) <= _MOST_ITEMS:
             _enter_container(value, layout.base, found)
         _enter_object(value, layout, found)
     return found
 
 
-def _read_path(value: Any, name: str) -> Any:
+def _read_path(
+    value: Any,
+    name: str,
+) -> Any:
     return attrgetter(name)(value)
 
 
-def _enter_container(value: Any, base: Any, found: Found) -> None:
+def _enter_container(
+    value: Any,
+    base: Any,
+    found: Found,
+) -> None:
     kind = type(value)
     where = value
     if kind is not base:
         where = _Via(value, base.__getitem__, getattr(base, "__setitem__", None))
     if base is not tuple:
-        found.contents[""] = Contents.of(value, base)
+        found.contents[""] = Contents(value, base)
     if issubclass(base, dict):
         for key in dict.keys(value):
-            found.places.append(Inside(where, key, step(key)))
+            found.add(where, key, step(key))
         return
     names = getattr(kind, "_fields", ())
     for index in range(base.__len__(value)):
-        name = f".{names[index]}" if index < len(names) else f"[{index}]"
-        found.places.append(Inside(where, index, name))
+        name = f"[{index}]"
+        if index < len(names):
+            name = f".{names[index]}"
+        found.add(where, index, name)
 
 
-def _enter_object(value: Any, layout: Layout, found: Found) -> None:
-    """Attributes, slots, and what the walk enters of the class."""
+def _enter_object(
+    value: Any,
+    layout: Layout,
+    found: Found,
+) -> None:
     for name, member in layout.slots:
-        found.places.append(Inside(_Via(value, _read_member, _bind_member), member, f".{name}"))
+        slot = _Via(value, _read_member, _bind_member)
+        found.add(slot, member, f".{name}")
     own: Any = None
     if type(value).__dictoffset__:
         # some classes, such as TypeVar of Python 3.12, claim one and have none
@@ -289,110 +407,132 @@ def _enter_object(value: Any, layout: Layout, found: Found) -> None:
     if isinstance(own, dict):
         if layout.is_module:
             _enter_module(own, found)
-        found.contents[".__dict__"] = Contents.of(own, dict, owner=value, holds="attributes")
+        found.contents[".__dict__"] = Contents(
+            own,
+            dict,
+            value,
+            "attributes",
+        )
         for name in own:
             if not (layout.is_module and name in _IN_EACH_MODULE):
-                found.places.append(Inside(own, name, f".{name}"))
-    for name in layout.state:
+                found.add(own, name, f".{name}")
+    for name in layout.class_values:
         if name not in (own or ()):
-            found.places.append(
-                Inside(_Via(value, getattr_static, _bind_in_class), name, f".{name}")
-            )
+            in_class = _Via(value, getattr_static, _bind_in_class)
+            found.add(in_class, name, f".{name}")
+    for method in layout.overridden:
+        found.add_value(method)
     for name, method in layout.methods.items():
-        found.places.append(Inside({"": method}, "", ""))
+        found.add_value(method)
         if not layout.is_entered:
-            where = _Via(type(value), getattr_static, setattr)
-            found.places.append(Inside(where, name, f".<{name}>"))
+            in_class = _Via(type(value), getattr_static, setattr)
+            found.add(in_class, name, f".<{name}>")
     layout.is_entered = True
 
 
-def _enter_class(value: type, found: Found) -> None:
-    """State of a class of the user's, and of those above it."""
+def _enter_class(
+    value: type,
+    found: Found,
+) -> None:
     names = dict[str, None]()
     for owner in value.__mro__:
         if _is_foreign(owner.__module__):
             continue
         for name, held in vars(owner).items():
-            if issubclass(type(held), (*_STATE, type)) and not name.startswith("__"):
+            if _is_state(held) and not name.startswith("__"):
                 names[name] = None
+    where = _Via(value, getattr_static, setattr)
     for name in names:
-        found.places.append(Inside(_Via(value, getattr_static, setattr), name, f".{name}"))
+        found.add(where, name, f".{name}")
 
 
-def _enter_module(own: dict[str, Any], found: Found) -> None:
-    """Parameters, buffers, modules inside, and hooks."""
+def _enter_module(
+    own: dict[str, Any],
+    found: Found,
+) -> None:
     for part in _MODULE_DICTS:
         held = own.get(part, {})
         found.is_compiled |= "_orig_mod" in held
-        found.contents[f".{part}"] = Contents.of(held, type(held), holds="parts")
+        found.contents[f".{part}"] = Contents(held, type(held), holds="parts")
         for name in held:
-            found.places.append(Inside(held, name, step_to_part(name)))
+            found.add(held, name, step_to_part(name))
     for name in HOOKS:
         if name in own:
-            found.contents[f".{name}"] = Contents.of(own[name], type(own[name]))
+            found.contents[f".{name}"] = Contents(own[name], type(own[name]))
         if own.get(name):
-            found.places.append(Inside(own, name, f".{name}"))
+            found.add(own, name, f".{name}")
 
 
-def _enter_function(function: types.FunctionType, found: Found) -> None:
-    """Objects that a function refers to; of a function that is not the user's, only the one that it
-    stands for.
-    """
-    own, code, named = function.__dict__, function.__code__, function.__globals__
+def _enter_function(
+    function: types.FunctionType,
+    found: Found,
+) -> None:
+    """Of foreign code, enters the function that it wraps."""
+    own = function.__dict__
+    code = function.__code__
+    named = function.__globals__
     found.is_compiled |= _COMPILED in own
     if _is_foreign(named.get("__name__")):
         for name in ("__wrapped__", _COMPILED):
             if name in own:
-                found.places.append(Inside(own, name, ""))
+                found.add(own, name, "")
         return
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-        found.places.append(Inside(_Via(cell, _read_member, _bind_member), _CELL, f".<{name}>"))
+        found.add(_Via(cell, _read_member, _bind_member), _CELL, f".<{name}>")
     for name in ("__defaults__", "__kwdefaults__"):
         if getattr(function, name) is not None:
-            found.places.append(Inside(_Via(function, getattr, setattr), name, f".{name}"))
+            found.add(_Via(function, getattr, setattr), name, f".{name}")
     for name in own:
-        found.places.append(Inside(own, name, f".{name}"))
+        found.add(own, name, f".{name}")
     for name in _globals_of(code):
         value = named.get(name)
         if issubclass(type(value), types.ModuleType | type):
             _enter_namespace(value, name, code, found)
         elif name in named:
-            found.places.append(Inside(named, name, f".<{name}>"))
+            found.add(named, name, f".<{name}>")
 
 
-def _enter_namespace(value: Any, name: str, code: types.CodeType, found: Found) -> None:
-    """State and functions of a module of the user's, or of a class, that code names."""
+def _enter_namespace(
+    value: Any,
+    name: str,
+    code: types.CodeType,
+    found: Found,
+) -> None:
     held = vars(value)
-    if _is_foreign(held.get("__module__" if issubclass(type(value), type) else "__name__")):
+    its_module = "__module__" if issubclass(type(value), type) else "__name__"
+    if _is_foreign(held.get(its_module)):
         return
+    where = _Via(value, getattr_static, setattr)
     for inner in _names_of(code):
-        if issubclass(type(held.get(inner)), (*_STATE, type, types.FunctionType)):
-            where = _Via(value, getattr_static, setattr)
-            found.places.append(Inside(where, inner, f".<{name}.{inner}>"))
+        now = held.get(inner)
+        if inner in held and (_is_state(now) or type(now) is types.FunctionType):
+            found.add(where, inner, f".<{name}.{inner}>")
+        elif type(now) in (staticmethod, classmethod):
+            found.add_value(now.__func__)
 
 
-# --- objects that change inside -------------------------------------------------------------------
+# --- objects with an inner state ------------------------------------------------------------------
 
 
-def token_of(value: Any) -> Token | None:
-    """A function that gives the state of an object which changes inside; None for other objects."""
+def state_reader(value: Any) -> ReadState | None:
+    """None for objects without an inner state."""
     kind = type(value)
     package = kind.__module__.partition(".")[0]
     if issubclass(kind, set | frozenset):
         return partial(_of_set, value)
     if issubclass(kind, bytearray | array):
-        return partial(_of_bytes, value)
+        return lambda: memoryview(value).tobytes()
     if issubclass(kind, random.Random):
         return lambda: hash(value.getstate())
     if kind.__module__ == "numpy" and kind.__name__ == "ndarray":
         return lambda: (value.shape, hash(value.tobytes()))
     if kind.__module__.startswith("numpy.random"):
-        state = value.bit_generator if hasattr(value, "bit_generator") else value
-        return lambda: repr(state.__getstate__())
+        bits = getattr(value, "bit_generator", value)
+        return lambda: repr(bits.__getstate__())
     if issubclass(kind, io.StringIO | io.BytesIO):
         return lambda: None if value.closed else value.tell()
     if hasattr(kind, "__next__") and package not in ("_io", "torch", "cgplan"):
-        return object  # another one each time: who asks an iterator moves it on
+        return object  # another one each time: to ask an iterator would move it on
     return None
 
 
@@ -401,13 +541,8 @@ def _of_set(value: Any) -> object:
     return frozenset(value) if is_plain else frozenset(map(id, value))
 
 
-def _of_bytes(value: Any) -> object:
-    return memoryview(value).tobytes()
-
-
-def generators_of_the_host(device: torch.device) -> dict[str, Token]:
-    """The random generators of Python, NumPy and torch's host, by name."""
-    found: dict[str, Token] = {"Python's random numbers": random.getstate}
+def generators_of_the_host(device: torch.device) -> dict[str, ReadState]:
+    found: dict[str, ReadState] = {"Python's random numbers": random.getstate}
     if "numpy.random" in sys.modules:
         found["NumPy's random numbers"] = _numpy_random
     if device.type != "cpu":
@@ -428,9 +563,7 @@ def _host_random() -> object:
 
 
 def step(key: Any) -> str:
-    """The step of a path for a key, without code of the user: ``.name``, ``['a b']``,
-    ``[<Point>]``.
-    """
+    """The step of a path for a key: ``.name``, ``['a b']``, ``[<Point>]``."""
     if type(key) is str and key.isidentifier():
         return f".{key}"
     if isinstance(key, Enum):

@@ -1,13 +1,11 @@
-"""Watch: tells on each call, for about a microsecond, whether a model is still as its fingerprint
-says.
+"""Watch: whether a model is still as its fingerprint says, for about a microsecond a call.
 
 Note [Watched dicts]
-    Modules and most objects keep their attributes in dicts, and CPython 3.12 tells of changes of a
-    dict. So a call looks at one flag. The callback sets the flag and nothing else: it runs in the
-    middle of other code. A dict that is written without a change (3.13 tells of those, too) sets it
-    as well; the fingerprint then decides. Not told are ``.data =``, lists, slots, cells and
-    classes. Those are compared in rotation, some on each call, and all of them whenever ``changes``
-    is asked for. On Python 3.11, or where no watcher is free, everything is compared in rotation.
+    CPython 3.12 reports changes of dicts, which hold most attributes. So a call looks at one flag.
+    The callback sets the flag and nothing else: it runs in the middle of other code. A write of the
+    same value may set it, too; the fingerprint then decides. CPython does not report ``.data =``
+    and changes of lists, slots, cells and classes: each call compares some of these in rotation. On
+    Python 3.11, or where no watcher is free, everything is in rotation.
 """
 
 from __future__ import annotations
@@ -21,14 +19,19 @@ from typing import Any
 from cgplan.graphs.fingerprint import Change, Fingerprint, Place
 from cgplan.graphs.walk import Contents
 
-# tensors and other places that each call compares, with watched dicts and without
-_TOLD, _UNTOLD = (4, 1), (64, 256)
+# tensors and other places that each call compares
+_WITH_WATCHER = (4, 1)
+_WITHOUT_WATCHER = (64, 256)
 _DEALLOCATED = 5
-_Compared = tuple[Any, Any, Any, tuple[Any, ...] | None]  # container, key, value, facts of a tensor
+_Compared = tuple[Any, Any, Any, tuple[Any, ...] | None]  # container, key, value, Place.tensor
 _flags: dict[int, list[list[bool]]] = {}  # by the address of a dict
 
 
-def _note(event: int, address: int, key: int, value: int) -> int:  # noqa: ARG001
+def _note(
+    event: int,
+    address: int,
+    *_: int,  # key and value
+) -> int:
     for flag in _flags.get(address, ()):
         flag[0] = True
     if event == _DEALLOCATED:
@@ -36,12 +39,15 @@ def _note(event: int, address: int, key: int, value: int) -> int:  # noqa: ARG00
     return 0
 
 
-_on_event = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_int, *3 * [ctypes.c_void_p])(_note)
+_on_event = ctypes.PYFUNCTYPE(
+    ctypes.c_int,
+    ctypes.c_int,
+    *3 * [ctypes.c_void_p],
+)(_note)
 
 
 @cache
 def _watcher() -> int | None:
-    """The process's watcher of dicts; None where there is none."""
     if sys.version_info < (3, 12):
         return None
     try:
@@ -52,20 +58,23 @@ def _watcher() -> int | None:
 
 
 class _Extent:
-    """The length of a container, as a place; also another one where its last key, or the class of
-    the object that it belongs to, is another.
-    """
+    """The length of a container as a place; None where its last key or owner changed."""
 
     def __init__(self, held: Contents) -> None:
         self._held = held
 
-    def __getitem__(self, key: int) -> int | None:
+    def __getitem__(
+        self,
+        key: int,
+    ) -> int | None:
         held = self._held
-        if type(held.owner) is not held.kind or held.base.__len__(held.value) != held.length:
+        if type(held.owner) is not held.kind:
+            return None
+        if held.base.__len__(held.value) != held.length:
             return None
         if held.keys and next(held.base.__reversed__(held.value)) is not held.keys[-1]:
             return None
-        return held.length  # the very object, by which places are compared
+        return held.length  # the very object, since places are compared by identity
 
 
 class Watch:
@@ -75,7 +84,7 @@ class Watch:
         record: The model as it was; its objects are held until ``close``.
         places: Those that count, and their containers; absent: all.
         contents: Containers whose length counts beside these places.
-        at_once: Each call compares all that is not told, not some in rotation.
+        at_once: Each call compares all that no watcher reports, not some in rotation.
     """
 
     __graph_memory__ = True  # no state of a model that holds one
@@ -88,65 +97,77 @@ class Watch:
         *,
         at_once: bool = False,
     ) -> None:
-        self.record, self._is_whole = record, places is None
+        self.record = record
+        self._is_whole = places is None
         self._flag = [False]  # whether a watched dict was written since the last comparison
-        counted = list(record.places.values() if places is None else places)
-        if places is not None:
-            ways = {id(place): place for place in counted}
-            for place in counted:  # it grows by the places above
-                if place.above is not None and id(place.above) not in ways:
-                    ways[id(place.above)] = place.above
-                    counted.append(place.above)
-        self._dicts: list[Any] = []
-        extents = list(record.contents.values() if self._is_whole else contents)
-        counts = {id(place.container) for place in counted}
-        counts.update(id(held.value) for held in extents)
-        # Globals of the user's are in rotation: each assignment in a script would tell.
-        values = [held.value for held in record.contents.values()]
-        self._watch(value for value in values if id(value) in counts)
-        told = {id(value) for value in self._dicts}
+        if places is None:
+            places = record.places.values()
+            contents = record.contents.values()
+        counted = _with_those_above(places)
+        extents = list(contents)
+        held = {id(place.container) for place in counted}
+        held.update(id(extent.value) for extent in extents)
+        self._dicts = dict[int, Any]()
+        self._watch_dicts(held)
         self._all = list[_Compared]()
-        rest = list[_Compared]()
+        tensors = list[_Compared]()
+        others = list[_Compared]()
         for place in counted:
             compared = place.container, place.key, place.value, place.tensor
             self._all.append(compared)
-            if not _is_told(place, told):
-                rest.append(compared)
-        for held in extents:
-            self._all.append((_Extent(held), 0, held.length, None))
-            if id(held.value) not in told:
-                rest.append(self._all[-1])
-        tensors = [place for place in rest if place[3] is not None]
-        others = [place for place in rest if place[3] is None]
-        most_tensors, most_others = _TOLD if self._dicts else _UNTOLD
+            if place.address is not None:
+                tensors.append(compared)
+            elif not self._is_reported(place):
+                others.append(compared)
+        for extent in extents:
+            compared = _Extent(extent), 0, extent.length, None
+            self._all.append(compared)
+            if id(extent.value) not in self._dicts:
+                others.append(compared)
+        most_tensors, most_others = _WITH_WATCHER if self._dicts else _WITHOUT_WATCHER
         if at_once:
-            most_tensors, most_others = len(tensors) or 1, len(others) or 1
+            most_tensors = len(tensors)
+            most_others = len(others)
         # Each call compares some of both: where all tensors have moved, it sees that.
+        first = _slices(tensors, most_tensors)
+        second = _slices(others, most_others)
         self._chunks = list[list[_Compared]]()
-        count = max(-(-len(tensors) // most_tensors), -(-len(others) // most_others))
-        for at in range(count):
-            self._chunks.append(_slice(tensors, at, most_tensors) + _slice(others, at, most_others))
+        for at in range(max(len(first), len(second))):
+            chunk = list[_Compared]()
+            for slices in (first, second):
+                if slices:
+                    turn = at % len(slices)
+                    chunk += slices[turn]
+            self._chunks.append(chunk)
         self._at = 0
-        self._tokens = record.changing if at_once else []
+        self._stateful = record.stateful if at_once else []
 
-    def _watch(self, containers: Iterable[Any]) -> None:
+    def _watch_dicts(self, counted: set[int]) -> None:
+        """Watch these dicts; a script's globals, which change often, stay in rotation."""
         watcher = _watcher()
         if watcher is None:
             return
-        found = {id(value): value for value in containers if issubclass(type(value), dict)}
-        for address, value in found.items():
+        for held in self.record.contents.values():
+            value = held.value
+            address = id(value)
+            is_dict = issubclass(type(value), dict)
+            if not is_dict or address not in counted or address in self._dicts:
+                continue
             ctypes.pythonapi.PyDict_Watch(watcher, ctypes.py_object(value))
             _flags.setdefault(address, []).append(self._flag)
-            self._dicts.append(value)
+            self._dicts[address] = value
+
+    def _is_reported(self, place: Place) -> bool:
+        """Whether a change there sets the flag, or never comes."""
+        is_steady = place.above is None or type(place.container) is tuple
+        return is_steady or id(place.container) in self._dicts
 
     def holds(self) -> bool:
-        """Whether nothing that this call compares has changed: what was told, and the next places
-        in rotation.
-        """
+        """Whether watched dicts, and the next places in rotation, are as they were."""
         if self._flag[0]:
             return not self._is_whole and self.holds_all()
-        for _, token, before in self._tokens:
-            if token() != before:
+        for _, read, state in self._stateful:
+            if read() != state:
                 return False
         if not self._chunks:
             return True
@@ -163,11 +184,12 @@ class Watch:
         return found
 
     def suspect(self) -> None:
-        """Compare everything at the next call."""
         self._flag[0] = True
 
-    def changes(self, ignore: Iterable[str] = ()) -> dict[str, Change]:
-        """All that differs from the record; where nothing does, the flag is down again."""
+    def changes(
+        self,
+        ignore: Iterable[str] = (),
+    ) -> dict[str, Change]:
         self._flag[0] = False  # ahead: another thread may write meanwhile
         found = self.record.changes(ignore)
         if found:
@@ -175,18 +197,38 @@ class Watch:
         return found
 
     def close(self) -> None:
-        """Hold nothing of the model any more."""
+        """Drop the model's objects."""
         watcher = _watcher() if self._dicts else None
-        for value in self._dicts:
-            others = [flag for flag in _flags.get(id(value), ()) if flag is not self._flag]
+        for address, value in self._dicts.items():
+            others = [flag for flag in _flags.get(address, ()) if flag is not self._flag]
             if others:
-                _flags[id(value)] = others
-            if not others and _flags.pop(id(value), None) is not None:
+                _flags[address] = others
+            elif _flags.pop(address, None) is not None:
                 ctypes.pythonapi.PyDict_Unwatch(watcher, ctypes.py_object(value))
-        self._dicts, self._chunks, self._all = [], [], []
+        self._dicts = {}
+        self._chunks = []
+        self._all = []
 
     def __del__(self) -> None:
         self.close()
+
+
+def _with_those_above(places: Iterable[Place]) -> list[Place]:
+    found = {id(place): place for place in places}
+    todo = list(found.values())
+    for place in todo:  # it grows
+        above = place.above
+        if above is not None and id(above) not in found:
+            found[id(above)] = above
+            todo.append(above)
+    return todo
+
+
+def _slices(
+    places: list[_Compared],
+    most: int,
+) -> list[list[_Compared]]:
+    return [places[start : start + most] for start in range(0, len(places), most or 1)]
 
 
 def _holds(places: Iterable[_Compared]) -> bool:
@@ -196,24 +238,13 @@ def _holds(places: Iterable[_Compared]) -> bool:
                 return False
             if tensor is None:
                 continue
-            if (value.data_ptr(), value.requires_grad, value.stride(), value.shape) != tensor:
+            if (
+                value.data_ptr(),
+                value.requires_grad,
+                value.stride(),
+                value.shape,
+            ) != tensor:
                 return False
     except (LookupError, AttributeError, ValueError, TypeError):  # it is no longer there
         return False
     return True
-
-
-def _slice(places: list[_Compared], at: int, most: int) -> list[_Compared]:
-    """The places of one call, of which there are at most so many: from the first on again where the
-    last has had its turn.
-    """
-    count = -(-len(places) // most)
-    return places[at % count * most :][:most] if places else []
-
-
-def _is_told(place: Place, told: set[int]) -> bool:
-    """Whether a change there sets the flag: no tensor's address does. Roots are the record's
-    own.
-    """
-    is_steady = place.above is None or type(place.container) is tuple
-    return place.address is None and (is_steady or id(place.container) in told)

@@ -1,6 +1,4 @@
-"""CUDAGraphWrapper: a callable that captures itself once for each batch descriptor and replays
-afterwards.
-"""
+"""CUDAGraphWrapper: a callable that captures itself once for each descriptor, then replays."""
 
 from __future__ import annotations
 
@@ -41,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 class Recorded(NamedTuple):
-    """One captured call; for its parts see CUDAGraphEntry."""
+    """One captured call, see CUDAGraphEntry."""
 
     graph: Any
     output: Any
@@ -57,18 +55,15 @@ class CUDAGraphOptions:
     """How a wrapper captures.
 
     Attributes:
-        borrow_outputs: Hand out outputs that do not hold their memory in the pool, so that later
-            captures reuse it: an output is then valid until the next replay of any graph in the
-            pool. False: outputs hold their memory.
-        num_of_warmups: Eager runs before a capture outside of a session; a session has its own.
-        copied_arguments: Positions of arguments that may lie elsewhere on each call: they get
-            memory in the pool, and each replay copies them there; shape and dtype must be those of
-            the capture. All other arguments must lie where they lay at capture.
-        address_check: Whether that is checked: ``off``, ``first`` (on each graph's first replay) or
-            ``always``, for arguments and what graphs read of the forward context's metadata; not
-            for parameters and buffers of a wrapped module. Inside of a runner its
-            ``compilation.address_check`` counts as well: see ``policy``.
-        debug_log_enable: Whether each capture is logged, at level DEBUG.
+        borrow_outputs: Outputs are valid until the next replay of any graph in the pool. False:
+            they hold their memory.
+        num_of_warmups: Eager runs before a capture outside of a session.
+        copied_arguments: Positions of arguments that each replay copies into the pool; shape and
+            dtype must be those of the capture. All others must keep their addresses.
+        address_check: Whether addresses of arguments and of the context's metadata are checked:
+            ``off``, ``first`` (on each graph's first replay) or ``always``. Those of parameters
+            are not.
+        debug_log_enable: Whether captures are logged, at level DEBUG.
 
     Raises:
         ConfigError: a value is not as described.
@@ -93,9 +88,7 @@ class CUDAGraphOptions:
             raise ConfigError(f"{wrong} is {getattr(self, wrong)!r:.100}", remedy=remedy)
 
     def policy(self, scope: CaptureScope | None) -> AddressPolicy:
-        """How often addresses are checked in a scope: a runner's ``off`` is off, and ``always`` of
-        either is always.
-        """
+        """How often addresses are checked in a scope: its ``off`` and ``always`` come first."""
         if scope is not None and scope.address_check in ("off", "always"):
             return scope.address_check
         return self.address_check
@@ -106,25 +99,17 @@ class CUDAGraphEntry:
     """One captured graph.
 
     Attributes:
-        descriptor: The batch that it serves.
         graph: The backend's graph, or a breakable capture.
-        replay, free: Run it, or give its memory back.
-        output: The result at capture, on graph memory; each replay overwrites it.
-        handed: Returns the output as new tensor objects, which its holder may change.
+        output: On graph memory; each replay overwrites it.
+        handed: Returns the output as new tensor objects.
         slots: Memory of the copied arguments, by position.
-        manifest: Where the other arguments and the metadata lay at capture; None where they are not
-            checked.
-        is_checked: Whether that was compared once.
-        capture_seconds: From begin to the end of the capture, instantiation included.
-        scope: The mark of the session or runner that it belongs to; another one's inputs lie
-            elsewhere, so it is of no use there.
-        metadata: Names that its graphs read of the context's metadata, outside of runners; theirs
-            is checked whole.
-        segments: The backend's graphs that it consists of, in order.
-        eager_pieces: How many functions run eagerly between them.
-        ambient: Torch's state around the capture.
-        pooled: The output's tensors in the pool: while somebody holds one, the graph must not be
-            freed.
+        manifest: Addresses at capture; None where they are not checked.
+        capture_seconds: With instantiation.
+        scope: The mark of its session or runner.
+        metadata: Names that its graphs read of the context's metadata, outside of runners.
+        segments: The backend's graphs, in order.
+        eager_pieces: The number of functions between segments.
+        pooled: The output's tensors in the pool: while one is held, the graph must not be freed.
     """
 
     descriptor: BatchDescriptor
@@ -145,7 +130,6 @@ class CUDAGraphEntry:
     is_checked: bool = False
 
 
-# they describe it
 _OF_FUNCTIONS = frozenset({"__name__", "__qualname__", "__self__", "__wrapped__", "__signature__"})
 _DEFAULTS = CUDAGraphOptions()
 
@@ -154,29 +138,25 @@ class CUDAGraphWrapper:
     """Runs ``runnable`` by graphs where the forward context's runtime mode is the wrapper's, else
     as it is.
 
-    The first call with a new descriptor captures, if capturing is allowed: outside of any runner it
-    is, inside a session it is, and once a runner is sealed it is an error. Later calls replay:
-    arguments are not looked at, so they must lie where they lay at capture, and those that are no
-    tensors stay what they were then. Wrappers can be nested: FULL outside, PIECEWISE inside.
+    The first call with a new descriptor captures; once a runner is sealed, that is an error. Later
+    calls replay: tensors must keep their addresses, and other arguments stay what they were at
+    capture. Wrappers can be nested: FULL outside, PIECEWISE inside.
 
     A wrapper is not an nn.Module: ``parameters()``, ``eval()`` and ``to()`` do not see a module
     that its wrapper alone holds. Hold both:
     ``self.mlp = MLP(); self.run_mlp = CUDAGraphWrapper(self.mlp, ...)``.
 
     Args:
-        runnable: The function or module that is captured.
         runtime_mode: FULL or PIECEWISE.
-        backend: Device outside of any session; that of a GraphPool if absent, else chosen as for
-            ``auto``. A session's captures are made by the session's.
-        pool: Graph pool, or a backend's pool; the session's if absent, and the wrapper's own
-            outside of any session. The wrapper owns its graphs, not the pool.
-        options: How it captures.
+        backend: Device outside of any session; absent: that of a GraphPool, or as for ``auto``.
+        pool: Graph pool, or a backend's pool; absent: the session's, or the wrapper's own. The
+            wrapper owns its graphs, not the pool.
 
     Raises:
         CgplanError: an argument is not what it should be.
     """
 
-    __graph_memory__ = True  # the walk over the model does not look inside
+    __graph_memory__ = True  # no state of a model that holds one
     _computes_while_capturing: ClassVar[bool] = False
 
     def __init__(
@@ -210,9 +190,7 @@ class CUDAGraphWrapper:
         self._own_pool: Any = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Replay, capture or pass through. The result of a replay is the captured output,
-        overwritten.
-        """
+        """Replay, capture or pass through. A replay overwrites the captured output."""
         context = current_forward_context()
         if context is None or context.runtime_mode is not self.runtime_mode:
             with self._passing(context):
@@ -221,14 +199,12 @@ class CUDAGraphWrapper:
         entry = self.entries.get(context.descriptor)
         if entry is None or entry.scope is not (scope and scope.mark):
             entry, output = self._capture(context, args, kwargs)
-            # A capture on a GPU computes nothing: replay where the output is read, which FULL's in
-            # a session is not.
+            # a capture on a GPU computes nothing; nobody reads the output of FULL in a session
             is_read = scope is None or self.runtime_mode is not CUDAGraphMode.FULL
             if is_read and not self._computes_while_capturing:
                 self._fill(entry, args)
                 entry.replay()
-            # The output itself, not entry.output: until the caller drops it, later captures must
-            # not take its memory.
+            # not entry.output: later captures must not take its memory while the caller holds it
             return output
         if scope is None:  # a runner compares it once for all its graphs
             entry.ambient.refuse_other_autocast(self.backend.device.type)
@@ -242,7 +218,6 @@ class CUDAGraphWrapper:
         return entry.handed()
 
     def _passing(self, context: ForwardContext | None) -> AbstractContextManager[object]:
-        """The block in which the callable runs as it is."""
         look = current_look() if self.runtime_mode is CUDAGraphMode.PIECEWISE else None
         if look is not None:
             return look.in_wrapper(self, is_whole=not self._computes_while_capturing)
@@ -253,14 +228,13 @@ class CUDAGraphWrapper:
 
     @property
     def backend(self) -> GraphBackend:
-        """The device that it captures on; inside of sessions it is that of the last one."""
+        """The device; inside of sessions that of the last one."""
         if self._backend is None:
             self._backend = select_backend()
         return self._backend
 
     def __getattr__(self, name: str) -> Any:
-        """Attributes of the wrapped callable, so that a wrapped module still looks like one."""
-        # a protocol, such as copying, is the wrapper's own; or nothing is set yet
+        """Attributes of the wrapped callable."""
         is_protocol = name.startswith("__") and name not in _OF_FUNCTIONS
         if is_protocol or name == "runnable":
             raise AttributeError(
@@ -269,9 +243,7 @@ class CUDAGraphWrapper:
         return getattr(self.runnable, name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A wrapper of a copy of ``runnable`` that has captured nothing; backend and a given pool
-        are shared.
-        """
+        """A wrapper without graphs of a copy of ``runnable``; backend and given pool are shared."""
         made = memo[id(self)] = copy.copy(self)
         made.runnable = copy.deepcopy(self.runnable, memo)
         made.entries = {}
@@ -279,25 +251,23 @@ class CUDAGraphWrapper:
         return made
 
     def unwrap(self) -> Callable[..., Any]:
-        """The wrapped callable itself, without wrappers around it: it captures nothing."""
+        """The innermost wrapped callable: it captures nothing."""
         inner = self.runnable
         return inner.unwrap() if isinstance(inner, CUDAGraphWrapper) else inner
 
     def reset(self, scope: CaptureScope | None = None) -> None:
-        """Free all graphs, or those of one scope. Outputs that were handed out are no longer
-        valid.
-        """
+        """Free all graphs, or those of one scope; their outputs are no longer valid."""
         for key, entry in list(self.entries.items()):
             if scope is None or entry.scope is scope.mark:
                 entry.free()
                 del self.entries[key]
 
     def take_out(
-        self, scope: CaptureScope, descriptors: Collection[BatchDescriptor]
+        self,
+        scope: CaptureScope,
+        descriptors: Collection[BatchDescriptor],
     ) -> list[tuple[Any, Callable[[], None]]]:
-        """Forget the graphs of these batches of one scope; for each its output's tensors in the
-        pool, and a function that frees it.
-        """
+        """Forget the graphs of these batches of one scope; returns each ``pooled`` and ``free``."""
         taken = []
         for key in descriptors:
             entry = self.entries.get(key)
@@ -306,8 +276,12 @@ class CUDAGraphWrapper:
                 del self.entries[key]
         return taken
 
-    def _record(self, pool: Any, args: Args, kwargs: Kwargs) -> Recorded:
-        """Capture one call."""
+    def _record(
+        self,
+        pool: Any,
+        args: Args,
+        kwargs: Kwargs,
+    ) -> Recorded:
         graph = self.backend.new_graph(pool)
         given = list(args)
         slots = {}
@@ -325,11 +299,14 @@ class CUDAGraphWrapper:
         self.runnable(*args, **kwargs)
 
     def _copied_arguments(self, args: Args, pool: Any) -> tuple[int, ...]:  # noqa: ARG002
-        """Positions of the arguments that may lie elsewhere on the next call."""
+        """Positions of arguments that replays copy."""
         return self.options.copied_arguments
 
-    def _fill(self, entry: CUDAGraphEntry, args: Args) -> None:
-        """Copy the arguments that lie anywhere to where the graph reads them."""
+    def _fill(
+        self,
+        entry: CUDAGraphEntry,
+        args: Args,
+    ) -> None:
         for i, slot in entry.slots.items():
             given: Any = args[i] if i < len(args) else None
             fits = isinstance(given, Tensor) and given.shape == slot.shape
@@ -345,9 +322,12 @@ class CUDAGraphWrapper:
                 slot.copy_(args[i])
 
     def _roots(
-        self, entry: CUDAGraphEntry, context: ForwardContext, args: Args, kwargs: Kwargs
+        self,
+        entry: CUDAGraphEntry,
+        context: ForwardContext,
+        args: Args,
+        kwargs: Kwargs,
     ) -> dict[str, Any]:
-        """Roots of the address check."""
         kept = [None if i in entry.slots else arg for i, arg in enumerate(args)]
         roots: dict[str, Any] = {"args": tuple(kept), "kwargs": kwargs}
         if self.runtime_mode is CUDAGraphMode.FULL or context.scope is not None:
@@ -358,7 +338,7 @@ class CUDAGraphWrapper:
         return roots
 
     def _prepare(self, context: ForwardContext, args: Args) -> None:
-        """Take the session's backend. Raises CgplanError where the wrapper may not capture."""
+        """Take the session's backend, or raise CgplanError where the wrapper may not capture."""
         scope = context.scope
         refuse_forbidden_capture(f"the {self.runtime_mode} graph for {context.descriptor}")
         if scope is not None and not scope.is_open:
@@ -377,7 +357,6 @@ class CUDAGraphWrapper:
                     f"a wrapper on {own.device} inside a session on {given.device}",
                     remedy="Make the wrapper without a backend: it takes the session's.",
                 )
-            # another object of the same device has other pools and another stream
             self._backend = given
         if self.backend.is_capturing():
             raise CaptureError(
@@ -436,9 +415,7 @@ class CUDAGraphWrapper:
             return set(map(id, found.tensors))
 
         def unheld(tensor: Tensor) -> Tensor:
-            """A tensor object that no caller changes, without its hold on the pool; the model's own
-            as they are.
-            """
+            """A new tensor object that borrows from the pool; the model's own stay."""
             in_pool = backend.in_pool(tensor, pool)
             is_plain = type(tensor) is Tensor
             if not in_pool and (not is_plain or id(tensor) in own()):
@@ -456,9 +433,7 @@ class CUDAGraphWrapper:
             output = tree_map_only(Tensor, unheld, recorded.output)
             slots = {}
             for i, slot in recorded.slots.items():
-                if backend.in_pool(slot, pool):
-                    slot = backend.borrow(slot)
-                slots[i] = slot
+                slots[i] = backend.borrow(slot) if backend.in_pool(slot, pool) else slot
         kept = recorded._replace(output=output, slots=slots)
         entry = CUDAGraphEntry(
             **kept._asdict(),
@@ -491,7 +466,6 @@ class CUDAGraphWrapper:
         return self._own_pool
 
     def _missing(self, descriptor: BatchDescriptor) -> SealedError:
-        """The error of a key without a graph."""
         return SealedError(
             f"no {self.runtime_mode} graph for {descriptor}, and the runner is sealed",
             remedy="Add the size to cudagraph_capture_sizes, or capture again in a new session.",

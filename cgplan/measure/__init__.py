@@ -1,1 +1,1 @@
-"""Runs of the model that measure it: benchmarks, baselines, calibrated and estimated costs."""
+"""Runs of the model that measure it."""

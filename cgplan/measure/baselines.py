@@ -1,18 +1,12 @@
-"""A runner beside its baselines: other ways to run its model, each with its costs, its speed and
-its results.
+"""A runner beside its baselines, other ways to run its model: costs, speed, results.
 
 Note [Graphs of several baselines in one process]
-    inductor's CUDA graphs drop the process's cuBLAS workspaces around each recording, also those
-    that other graphs were captured with. So ``reduce-overhead`` is prepared while no other graph is
-    there, stays ready, and records nothing later. Dynamo is never reset, which would drop the
-    traces of cgplan's runners: a baseline drops its own code object.
+    Recording inductor's CUDA graphs drops cuBLAS workspaces that other graphs may have captured: so
+    ``reduce-overhead`` is prepared while no other graph exists, and stays ready.
 
 Note [Comparing results]
-    A forward may write into its inputs and its model's tensors, and draw random numbers. So each
-    compared call starts from the same inputs, state and seed. A model whose own code gives other
-    results from there the second time cannot be compared: its state lies where no fingerprint looks
-    (another library's generator, atomics). Random numbers are the same for the same operators on
-    the same shapes; padding, and inductor's generator, change them.
+    Each compared call starts from the same inputs, state and seed. Eager code that then gives two
+    results has state that no fingerprint sees, or atomics. Padding changes random numbers.
 """
 
 from __future__ import annotations
@@ -56,7 +50,7 @@ from cgplan.reports.records import (
 from cgplan.runner.runner import GraphRunner
 
 Call = Callable[[], Any]
-Captured = tuple[Any, dict[str, Tensor], Any]  # a graph, its static tensors and output
+Captured = tuple[Any, dict[str, Tensor], Any]  # graph, static tensors, output
 Times = tuple[list[float], list[float], list[float]]
 MOST_ROUNDS = 5
 LONGEST_REASON = 160  # characters
@@ -68,17 +62,16 @@ _UNLIKE = (
 _UNSTEADY = (
     "the model's own code, run twice from the same inputs, state and seed, gives different results"
 )
-_STATIC = "_dynamo_static_input_type"  # where mark_static_address leaves its mark
+_STATIC = "_dynamo_static_input_type"  # set by mark_static_address
 
 
 @dataclass(frozen=True)
 class BenchBatch:
-    """One batch that is measured: its tensors on the device, and the other arguments of a runner's
-    call.
+    """A batch on the device, and the options of the runner's call.
 
     Attributes:
         size: Tokens, unpadded.
-        descriptor: The batch in an eager forward's context.
+        descriptor: Of the eager forward's context.
     """
 
     size: int
@@ -89,28 +82,28 @@ class BenchBatch:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        return {**self.inputs, **self.metadata}
+        return {
+            **self.inputs,
+            **self.metadata,
+        }
 
     def run(
         self,
         model: Callable[..., Any],
         tensors: Tensors | None = None,
     ) -> Any:
-        """Call a model on the batch, or on other tensors in its place, in the forward context that
-        it may read.
-        """
-        given: Tensors = self.tensors
-        if tensors is not None:
-            given = tensors
+        """Call a model on the batch, or on ``tensors``, in a forward context."""
+        given = self.tensors if tensors is None else tensors
         inputs = {name: given[name] for name in self.inputs}
         metadata = {name: given[name] for name in self.metadata}
         with forward_context(CUDAGraphMode.NONE, self.descriptor, metadata):
             return model(**inputs)
 
-    def given_to(self, runner: GraphRunner) -> dict[str, Tensor]:
-        """The tensors of a runner's call. A runner that copies no inputs gets views of its static
-        buffers, filled.
-        """
+    def given_to(
+        self,
+        runner: GraphRunner,
+    ) -> dict[str, Tensor]:
+        """The tensors of a runner's call; filled static buffers for a runner that copies none."""
         is_eager = self.size > runner.wanted.max_capture_size
         if is_eager or runner.config.compilation.cudagraph_copy_inputs:
             return self.tensors
@@ -121,19 +114,19 @@ class BenchBatch:
 
 
 class Baseline:
-    """One way to run the model, with its figures by size.
+    """One way to run the model, with figures by size.
 
     Attributes:
-        record: Its costs, or why it failed.
-        undo: Gives its memory back.
-        calls: Run a batch; the values of its tensors may change from call to call.
-        first: Seconds of the first call, with the compilation and recording that happen in it.
+        undo: Gives memory back.
+        calls: Run a batch, whose tensors may get other values.
+        first: Seconds of the first call.
         times: Microseconds: device, latency, host.
-        results: Records of a report.
-        note: For the reader of its figures.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(
+        self,
+        name: str,
+    ) -> None:
         self.record = BaselineTiming(name=name)
         self.undo = ExitStack()
         self.calls: dict[int, Call] = {}
@@ -147,9 +140,7 @@ class Baseline:
         return self.record.name == "reduce-overhead"
 
     def attempt(self, action: Callable[..., None], *args: Any) -> None:
-        """Do something with it, unless it failed before. An error frees it and becomes its
-        record.
-        """
+        """Act unless it failed before; an error closes it and becomes its record."""
         if self.record.failure is not None:
             return
         try:
@@ -158,10 +149,7 @@ class Baseline:
             drop_locals(error)
             with suppress(Exception):
                 self.close()
-            self.record = BaselineTiming(
-                name=self.record.name,
-                failure=_in_one_line(error),
-            )
+            self.record = BaselineTiming(name=self.record.name, failure=_in_one_line(error))
 
     def close(self) -> None:
         self.calls.clear()
@@ -176,30 +164,29 @@ def _in_one_line(error: Exception) -> str:
     line = " ".join(words)
     if len(line) <= LONGEST_REASON:
         return line
-    # the reason may stand at either end
-    half = LONGEST_REASON // 2
-    begin = line[: half - 3]
-    end = line[2 - half :]
-    return f"{begin} ... {end}"
+    half = LONGEST_REASON // 2  # the reason may stand at either end
+    return f"{line[: half - 3]} ... {line[2 - half :]}"
 
 
-def ours(bench: Comparison, baseline: Baseline) -> None:
-    """The runner itself, captured again."""
+def ours(
+    bench: Comparison,
+    baseline: Baseline,
+) -> None:
     runner = bench.runner
     baseline.undo.callback(runner.suspend)
     runner.recapture()
 
     def call_of(batch: BenchBatch) -> Call:
         given = batch.given_to(runner)
-        arguments: dict[str, Any] = {**given, **batch.options}
-        copies = []
-        for name, value in batch.tensors.items():
-            view = given[name]
-            if view is not value:
-                copies.append((view, value))
+        arguments: dict[str, Any] = {
+            **given,
+            **batch.options,
+        }
+        pairs = [(given[name], value) for name, value in batch.tensors.items()]
+        copies = [(view, value) for view, value in pairs if view is not value]
 
         def run() -> Any:
-            for view, value in copies:  # batches of other sizes lie on the same memory
+            for view, value in copies:  # sizes share static buffers
                 view.copy_(value)
             return runner(**arguments)
 
@@ -208,16 +195,19 @@ def ours(bench: Comparison, baseline: Baseline) -> None:
     bench.first_calls(baseline, call_of)
 
 
-def eager(bench: Comparison, baseline: Baseline) -> None:
-    """The model's own code."""
+def eager(
+    bench: Comparison,
+    baseline: Baseline,
+) -> None:
     model = bench.runner.model
     bench.first_calls(baseline, lambda batch: partial(batch.run, model))
 
 
-def bare(bench: Comparison, baseline: Baseline) -> None:
-    """Graphs by hand, one for each size in one pool: copy each tensor into a static one, replay,
-    and nothing else.
-    """
+def bare(
+    bench: Comparison,
+    baseline: Baseline,
+) -> None:
+    """Graphs by hand, in one pool: copy each tensor into a static one, and replay."""
     backend = bench.runner.backend
     model = bench.runner.model
     warmups = bench.runner.config.compilation.cudagraph_num_of_warmups
@@ -225,9 +215,7 @@ def bare(bench: Comparison, baseline: Baseline) -> None:
     captured: dict[int, Captured] = {}
     with backend.session():
         for batch in bench.largest_first():
-            static = {}
-            for name, value in batch.tensors.items():
-                static[name] = value.clone()
+            static = {name: value.clone() for name, value in batch.tensors.items()}
             forward = partial(batch.run, model, static)
             for _ in range(warmups):
                 forward()
@@ -237,7 +225,7 @@ def bare(bench: Comparison, baseline: Baseline) -> None:
                     output = forward()
             except CgplanError:
                 raise
-            except Exception as error:  # torch's own, which may name no operator
+            except Exception as error:  # of torch, which may name no operator
                 nothing = Fingerprint.of({}, backend.device)
                 found = look(forward, PutBack(nothing, 0))
                 raise found.host_sync or error from None
@@ -247,9 +235,7 @@ def bare(bench: Comparison, baseline: Baseline) -> None:
     def call_of(batch: BenchBatch) -> Call:
         graph, static, output = captured[batch.size]
         replay = backend.launcher(graph)
-        pairs = []
-        for name, value in batch.tensors.items():
-            pairs.append((static[name], value))
+        pairs = list(zip(static.values(), batch.tensors.values(), strict=True))
 
         def run() -> Any:
             for target, value in pairs:
@@ -262,10 +248,11 @@ def bare(bench: Comparison, baseline: Baseline) -> None:
     bench.first_calls(baseline, call_of)
 
 
-def make_graphed_callables(bench: Comparison, baseline: Baseline) -> None:
-    """``torch.cuda.make_graphed_callables``: one for each size in one pool, without gradients,
-    torch's own warm-ups.
-    """
+def make_graphed_callables(
+    bench: Comparison,
+    baseline: Baseline,
+) -> None:
+    """``torch.cuda.make_graphed_callables`` for each size, in one pool, without gradients."""
     graphed = dict[int, Callable[..., Any]]()
     pool = torch.cuda.graph_pool_handle()
     baseline.undo.callback(graphed.clear)
@@ -277,11 +264,7 @@ def make_graphed_callables(bench: Comparison, baseline: Baseline) -> None:
                 return batch.run(bench.runner.model, tensors)
 
         static = tuple(value.clone() for value in batch.tensors.values())
-        graphed[batch.size] = torch.cuda.make_graphed_callables(
-            forward,
-            static,
-            pool=pool,
-        )
+        graphed[batch.size] = torch.cuda.make_graphed_callables(forward, static, pool=pool)
 
     def call_of(batch: BenchBatch) -> Call:
         return partial(graphed[batch.size], *batch.tensors.values())
@@ -289,12 +272,14 @@ def make_graphed_callables(bench: Comparison, baseline: Baseline) -> None:
     bench.first_calls(baseline, call_of)
 
 
-def reduce_overhead(bench: Comparison, baseline: Baseline) -> None:
-    """``torch.compile(mode="reduce-overhead", dynamic=False)``, with a step marked before each
-    call.
+def reduce_overhead(
+    bench: Comparison,
+    baseline: Baseline,
+) -> None:
+    """``torch.compile(mode="reduce-overhead", dynamic=False)``, from an empty cache.
 
-    Each size is compiled from an empty cache. Tensors that the model holds are marked static, as
-    parameters are: torch leaves out graphs that write into other tensors.
+    Tensors of the model are marked static, as parameters are: torch leaves out graphs that write
+    into other tensors.
     """
     from torch._inductor.cudagraph_trees import reset_cudagraph_trees
     from torch._inductor.utils import fresh_inductor_cache
@@ -302,22 +287,13 @@ def reduce_overhead(bench: Comparison, baseline: Baseline) -> None:
     model = bench.runner.model
     device = bench.runner.backend.device
     for tensor in Fingerprint.of({"model": model}, device).tensors:
-        if isinstance(tensor, torch.nn.Parameter) or hasattr(tensor, _STATIC):
-            continue
-        if tensor.device == device:
+        is_static = isinstance(tensor, torch.nn.Parameter) or hasattr(tensor, _STATIC)
+        if tensor.device == device and not is_static:
             torch._dynamo.mark_static_address(tensor, guard=False)
-            baseline.undo.callback(
-                delattr,
-                tensor,
-                _STATIC,
-            )
+            baseline.undo.callback(delattr, tensor, _STATIC)
 
     own = with_own_code(model)
-    compiled = torch.compile(
-        own,
-        mode="reduce-overhead",
-        dynamic=False,
-    )
+    compiled = torch.compile(own, mode="reduce-overhead", dynamic=False)
     baseline.undo.callback(reset_cudagraph_trees)
     baseline.undo.callback(torch._C._dynamo.eval_frame.reset_code, own.__code__)
 
@@ -335,8 +311,7 @@ def reduce_overhead(bench: Comparison, baseline: Baseline) -> None:
         "fail_on_recompile_limit_hit": True,
     }
     with torch._dynamo.config.patch(limits), fresh_inductor_cache():
-        # the first call compiles and warms up, the second records
-        bench.first_calls(baseline, call_of, 2)
+        bench.first_calls(baseline, call_of, 2)  # compiles, records
     skipped = counters["cudagraph_skips"] - before
     if skipped:
         baseline.note = (
@@ -344,7 +319,7 @@ def reduce_overhead(bench: Comparison, baseline: Baseline) -> None:
         )
 
 
-# Each prepares all sizes, calls each once, and pushes on ``undo`` what gives the memory back.
+# Each prepares all sizes, calls each once, and pushes on ``undo`` what frees memory.
 BASELINES: dict[str, Callable[[Comparison, Baseline], None]] = {
     OURS: ours,
     "eager": eager,
@@ -365,18 +340,14 @@ def bench_baselines(
 ) -> BaselinesRecord:
     """Measure a runner and other ways to run its model, on the same tensors.
 
-    The runner is closed and captured again, twice: first each baseline is prepared with nothing
-    else ready, which gives its costs; then all are ready at once and take turns, so that a slow
-    moment of the machine hits all alike. Outputs and views that the runner handed out before are no
-    longer valid. A baseline that fails is a record with the reason. Other graphs of the process
-    should be closed before, see Note [Graphs of several baselines in one process].
+    First each way is prepared alone, for its costs; then all take turns. The runner is captured
+    again twice: its earlier outputs and views are not valid any more. Close other graphs before,
+    see Note [Graphs of several baselines in one process].
 
     Args:
-        runner: It is open again afterwards, unless its capture failed.
-        batches: Example batches, one for each size.
-        against: Names of BASELINES.
-        seed: Of the order; drawn if absent.
-        progress: Called with (done, total, name of the step) before each step.
+        batches: One for each size.
+        seed: Of the order; absent: drawn.
+        progress: Called with (done, total, name) before each step.
     """
     if seed is None:
         seed = random.SystemRandom().randrange(1 << 16)
@@ -393,10 +364,7 @@ def bench_baselines(
 
     with torch.no_grad():
         bench = Comparison(
-            runner,
-            batches,
-            seed=order.randrange(1 << 16),
-            repeats=math.ceil(repeats / rounds),
+            runner, batches, seed=order.randrange(1 << 16), repeats=math.ceil(repeats / rounds)
         )
         runner.suspend()
         shuffled = order.sample(baselines, len(baselines))
@@ -416,7 +384,7 @@ def bench_baselines(
             order.shuffle(turns)
             for baseline, batch in turns:
                 baseline.attempt(bench.measure, batch.size)
-        for baseline in baselines:  # last: a graph whose memory another one took would show here
+        for baseline in baselines:  # last: a graph whose memory another one took shows here
             baseline.attempt(bench.compare)
         for baseline in baselines[1:]:
             baseline.attempt(Baseline.close)
@@ -437,38 +405,26 @@ def _ready(baselines: Sequence[Baseline]) -> list[Baseline]:
 
 
 class Comparison:
-    """A runner, some batches, and the results of the model's own code on them, see Note [Comparing
-    results].
+    """The results of a runner's model on some batches, see Note [Comparing results].
 
     Args:
-        runner: Knows the model and the device.
-        batches: Run here four times each; afterwards they and the model's state are as before.
-        seed: Of compared calls.
+        batches: Their values and the model's state stay.
         repeats: Timed calls in a turn.
-
-    Attributes:
-        capture_seconds, keys: Of the runner's capture with nothing else ready; None and 0 before.
     """
 
     capture_seconds: float | None = None
     keys = 0
 
     def __init__(
-        self,
-        runner: GraphRunner,
-        batches: Sequence[BenchBatch],
-        seed: int = 0,
-        repeats: int = 1,
+        self, runner: GraphRunner, batches: Sequence[BenchBatch], seed: int = 0, repeats: int = 1
     ) -> None:
         self.runner = runner
         self.batches = batches
         self.repeats = repeats
         self._seed = seed
-        self._inputs = []
+        self._inputs: list[tuple[Tensor, Tensor]] = []
         for batch in batches:
-            for tensor in batch.tensors.values():
-                before = tensor.clone()
-                self._inputs.append((tensor, before))
+            self._inputs += [(tensor, tensor.clone()) for tensor in batch.tensors.values()]
         device = runner.backend.device
         free = runner.backend.memory().free or 4 << 30
         state = Fingerprint.of({"model": runner.model}, device)
@@ -500,18 +456,15 @@ class Comparison:
         return sorted(self.batches, key=lambda batch: -batch.size)
 
     def restore(self) -> None:
-        """Give inputs and state the values of the beginning."""
+        """Give inputs and state their first values."""
         for tensor, before in self._inputs:
             tensor.copy_(before)
         self._state.restore()
 
     def first_calls(
-        self,
-        baseline: Baseline,
-        call_of: Callable[[BenchBatch], Call],
-        times: int = 1,
+        self, baseline: Baseline, call_of: Callable[[BenchBatch], Call], times: int = 1
     ) -> None:
-        """Run each batch as often as it takes until its calls are as they will be from then on."""
+        """Run each batch ``times``, until its calls are as all later ones."""
         synchronize = self.runner.backend.synchronize
         for batch in self.batches:
             call = call_of(batch)
@@ -522,23 +475,27 @@ class Comparison:
             for _ in range(times):
                 call()
             synchronize()
-            seconds = time.perf_counter() - start
-            baseline.first.setdefault(batch.size, seconds)
+            baseline.first.setdefault(batch.size, time.perf_counter() - start)
 
-    def prepare(self, baseline: Baseline) -> None:
+    def prepare(
+        self,
+        baseline: Baseline,
+    ) -> None:
         self.restore()
         BASELINES[baseline.record.name](self, baseline)
 
-    def price(self, baseline: Baseline) -> None:
-        """Seconds and memory with nothing else ready."""
+    def price(
+        self,
+        baseline: Baseline,
+    ) -> None:
+        """Seconds and memory of the baseline alone."""
         name = baseline.record.name
         backend = self.runner.backend
         if name in _NEED_CUDA and backend.device.type != "cuda":
             raise BackendError(
-                f"it needs CUDA, and this is {backend.name}",
-                remedy="Run it on a GPU.",
+                f"it needs CUDA, and this is {backend.name}", remedy="Run it on a GPU."
             )
-        # a capture that fails in it leaves torch's allocator unusable
+        # a capture that fails inside would leave torch's allocator unusable
         if name == "make_graphed_callables":
             trial = Baseline("bare")
             try:
@@ -555,31 +512,29 @@ class Comparison:
             self.capture_seconds = report.session_seconds
             self.keys = len(report.records)
         baseline.record = BaselineTiming(
-            name=name,
-            ready_seconds=seconds,
-            memory_bytes=after - before,
-            note=baseline.note,
+            name=name, ready_seconds=seconds, memory_bytes=after - before, note=baseline.note
         )
 
-    def measure(self, baseline: Baseline, size: int) -> None:
+    def measure(
+        self,
+        baseline: Baseline,
+        size: int,
+    ) -> None:
         call = baseline.calls[size]
         backend = self.runner.backend
         self.restore()
-        for _ in range(2):  # after another baseline, caches hold its data
+        for _ in range(2):  # caches hold data of another baseline
             call()
-        device, _ = backend.time_calls(
-            call,
-            self.repeats,
-            queued=True,
-        )
-        latency, host = backend.time_calls(call, self.repeats)
-        fresh: Times = ([], [], [])
-        times = baseline.times.setdefault(size, fresh)
-        times[0].extend(device)
-        times[1].extend(latency)
-        times[2].extend(host)
+        device, _ = backend.time_calls(call, self.repeats, queued=True)
+        times = baseline.times.setdefault(size, ([], [], []))
+        measured = (device, *backend.time_calls(call, self.repeats))
+        for known, more in zip(times, measured, strict=True):
+            known.extend(more)
 
-    def compare(self, baseline: Baseline) -> None:
+    def compare(
+        self,
+        baseline: Baseline,
+    ) -> None:
         for size in self._outputs:
             difference, reason = self._deviation(size, baseline)
             device, latency, host = baseline.times[size]
@@ -594,8 +549,12 @@ class Comparison:
                 not_comparable=reason,
             )
 
-    def _deviation(self, size: int, baseline: Baseline) -> tuple[float | None, str | None]:
-        """The largest difference of a call's result from the model's own, or why there is none."""
+    def _deviation(
+        self,
+        size: int,
+        baseline: Baseline,
+    ) -> tuple[float | None, str | None]:
+        """The largest difference from the model's own result, or why there is none."""
         if size in self._unsteady:
             return None, _UNSTEADY
         call = baseline.calls[size]
@@ -609,15 +568,22 @@ class Comparison:
             return None, _REDRAWN
         return difference, None
 
-    def _redraws(self, baseline: Baseline, size: int) -> bool:
-        """Whether random numbers are drawn otherwise than by the model's own code."""
+    def _redraws(
+        self,
+        baseline: Baseline,
+        size: int,
+    ) -> bool:
+        """Whether it draws other random numbers than the model's own code."""
         if baseline.record.name != OURS:
             return baseline.stays_ready
         is_padded = size not in self.runner.wanted.capture_sizes
-        compiler = self.runner.config.compilation.compiler
-        return is_padded or compiler != "eager"
+        return is_padded or self.runner.config.compilation.compiler != "eager"
 
-    def _run(self, call: Call, seed: int) -> Any:
+    def _run(
+        self,
+        call: Call,
+        seed: int,
+    ) -> Any:
         self.restore()
         torch.manual_seed(seed)
         for generator in self._generators:
@@ -627,9 +593,7 @@ class Comparison:
 
 
 def used_bytes(backend: GraphBackend) -> int:
-    """Device memory that is taken, once caches are given back; on the tape, what pools have
-    reserved.
-    """
+    """Device memory in use without caches; on the tape, that of pools."""
     backend.synchronize()
     gc.collect()
     backend.release_cached()
@@ -640,9 +604,5 @@ def used_bytes(backend: GraphBackend) -> int:
 
 
 def timing(values: Sequence[float]) -> Timing:
-    """Median and 99th percentile of some times."""
-    median, p99 = np.percentile(values, (50, 99))
-    return Timing(
-        median=float(median),
-        p99=float(p99),
-    )
+    median, p99 = map(float, np.percentile(values, (50, 99)))
+    return Timing(median=median, p99=p99)

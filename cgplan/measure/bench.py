@@ -1,9 +1,10 @@
-"""Latency of a runner, size by size: eager, through the runner, and as a bare replay."""
+"""Latency of a runner by size: eager, through the runner, and as a bare replay."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -15,7 +16,12 @@ from cgplan.errors import ConfigError
 from cgplan.measure.baselines import BenchBatch, bench_baselines, timing
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning import CudagraphDispatcher
-from cgplan.reports.records import BenchRecord, BenchReport, Timing, check_baselines
+from cgplan.reports.records import (
+    BenchRecord,
+    BenchReport,
+    Timing,
+    check_baselines,
+)
 from cgplan.runner.runner import GraphRunner
 
 
@@ -26,20 +32,15 @@ def bench(
     against: Sequence[str] = (),
     seed: int | None = None,
 ) -> BenchReport:
-    """Measure the sizes of ``config.report`` (absent: every size that is or may be captured) on
-    example batches.
+    """Measure the sizes of ``config.report``, or every captured size, on example batches.
 
-    Uniform decode batches are measured where a batch of that size can be one. Mixed batches are
-    measured elsewhere, and beside them where the plan has other graphs for those: so that the
-    planner learns of both.
+    A batch is uniform decode where its size allows that, else mixed; both where the plan has other
+    graphs for them. The runner's stats count these calls.
 
     Args:
-        runner: Its stats count these calls, too.
-        progress: Called with (done, total, name of the step) before each step.
-        against: Other ways to run the model that are measured beside it, see bench_baselines, which
-            captures the runner again: ``eager``, ``bare``, ``make_graphed_callables``,
-            ``reduce-overhead``.
-        seed: Of the random order in which they take turns; drawn if absent.
+        progress: Called with (done, total, name) before each step.
+        against: Other ways to run the model (BASELINE_NAMES); the runner is captured again.
+        seed: Of the order of turns; absent: drawn.
 
     Raises:
         ConfigError: an unknown name in ``against``.
@@ -48,24 +49,23 @@ def bench(
     against = check_baselines(against)
     if against and len(runner.config.dim_names) > 1:
         raise ConfigError(
-            "bench compares with other ways where rows alone vary",
-            remedy="Leave --against out.",
+            "bench compares with other ways where rows alone vary", remedy="Leave --against out."
         )
     boxes = _boxes(runner)
     records = list[BenchRecord]()
     first = list[BenchBatch]()
-    for index, (size, *sizes) in enumerate(boxes):
+    for index, box in enumerate(boxes):
+        name = f"{box[0]} tokens"
         if progress:
-            progress(index, len(boxes), f"{size} tokens")
+            progress(index, len(boxes), name)
         try:
-            batches = examples(runner, size, tuple(sizes))
-            first.append(batches[0])
-            for batch in batches:
-                records.append(_measure(runner, batch))
+            batches = examples(runner, *box)
+            records += [_measure(runner, batch) for batch in batches]
         except Exception as error:
-            failure = explain_eager_failure(error, f"{size} tokens")
+            failure = explain_eager_failure(error, name)
             raise failure from (error if failure is not error else error.__cause__)
-    report = runner.report  # baselines capture the runner again, and change its report
+        first.append(batches[0])
+    report = runner.report  # before baselines change it
     peers = None
     if against:
         peers = bench_baselines(
@@ -84,75 +84,76 @@ def bench(
     )
 
 
-def examples(
-    runner: GraphRunner,
-    size: int,
-    sizes: tuple[int, ...] = (),
-) -> list[BenchBatch]:
-    """Batches of a size, as uniform decode, as a mixed batch, or as both; with all adapters active.
-    ``sizes``: in the other named dimensions.
-    """
+def examples(runner: GraphRunner, size: int, *sizes: int) -> list[BenchBatch]:
+    """Batches of a box: uniform decode, mixed, or both; with all adapters active."""
     plan = runner.plan
     config = runner.config
     loras = 0 if config.lora is None else config.lora.max_loras
     dispatch = CudagraphDispatcher(runner.wanted).dispatch
-    as_mixed = dispatch(size, False, loras, sizes=sizes)
+    as_mixed = dispatch(
+        size,
+        False,
+        loras,
+        sizes=sizes,
+    )
     kinds = [False]
     reqs, rest = divmod(size, plan.query_len)
     if not rest and reqs <= plan.max_num_seqs:
         kinds = [True]
         if as_mixed[0] is CUDAGraphMode.PIECEWISE:
-            as_decode = dispatch(size, True, loras, sizes=sizes)
+            as_decode = dispatch(
+                size,
+                True,
+                loras,
+                sizes=sizes,
+            )
             if as_mixed != as_decode:
                 kinds.append(False)
+    specs = config.tensors_at(sizes)
     batches = []
     for uniform in kinds:
-        reqs = min(size, plan.max_num_seqs)
-        if uniform:
-            reqs = size // plan.query_len
-        specs = config.tensors_at(sizes)
-        tensors = example_batch(specs, size, reqs, runner.backend.device)
-        options: dict[str, Any] = {
-            "uniform_decode": uniform,
-            "num_active_loras": loras,
-        }
-        route = runner.route(tensors, **options)
+        count = reqs if uniform else min(size, plan.max_num_seqs)
+        tensors = example_batch(
+            specs,
+            size,
+            count,
+            runner.backend.device,
+        )
+        options: dict[str, Any] = {"uniform_decode": uniform, "num_active_loras": loras}
         batch = BenchBatch(
             size=size,
             inputs={name: tensors[name] for name in config.inputs},
             metadata={name: tensors[name] for name in config.metadata},
             options=options,
-            descriptor=route.unpadded,
+            descriptor=runner.route(tensors, **options).unpadded,
         )
         batches.append(batch)
     return batches
 
 
 def call_examples(runner: GraphRunner, times: int = 3) -> None:
-    """Call the runner with example batches of each size that is or may be captured, for its
-    trace.
-    """
+    """Call the runner with example batches of each captured size, for its trace."""
     with runner.trace():
-        boxes = {descriptor.box for _, descriptor in runner.wanted.keys}
-        for size, *sizes in sorted(boxes):
-            for batch in examples(runner, size, tuple(sizes)):
+        for box in _captured(runner):
+            for batch in examples(runner, *box):
                 call = _call_of(runner, batch)
                 for _ in range(times):
                     runner(**call)
 
 
+def _captured(runner: GraphRunner) -> list[tuple[int, ...]]:
+    return sorted({descriptor.box for _, descriptor in runner.wanted.keys})
+
+
 def _boxes(runner: GraphRunner) -> list[tuple[int, ...]]:
-    """Sizes to measure: rows, then those of the other named dimensions."""
-    boxes = {descriptor.box for _, descriptor in runner.wanted.keys}
+    """Sizes to measure: rows, then the other dimensions."""
+    boxes = _captured(runner)
     asked = runner.config.report.sizes
     if not asked:
-        return sorted(boxes)
-    others = {box[1:] for box in boxes} or {()}
-    found = []
-    for size in sorted(set(asked)):
-        for rest in sorted(others):
-            found.append((size, *rest))
-    return found
+        return boxes
+    others = sorted({box[1:] for box in boxes} or {()})
+    pairs = product(sorted(set(asked)), others)
+    return [(size, *rest) for size, rest in pairs]
 
 
 def _call_of(runner: GraphRunner, batch: BenchBatch) -> dict[str, Any]:
@@ -164,14 +165,7 @@ def _measure(runner: GraphRunner, batch: BenchBatch) -> BenchRecord:
     if runner.config.compilation.capture_policy == "lazy":
         runner(**call)  # captures its graph
     route = runner.route(batch.tensors, **batch.options)
-    eager, eager_host = _time(
-        runner,
-        partial(
-            runner.run_eagerly,
-            padded=False,
-            **call,
-        ),
-    )
+    eager, eager_host = _time(runner, partial(runner.run_eagerly, padded=False, **call))
     graph = graph_host = graph_queued = None
     replay = replay_queued = None
     if route.mode is not CUDAGraphMode.NONE:
@@ -206,9 +200,5 @@ def _time(
     with torch.no_grad():
         for _ in range(asked.warmups):
             call()
-        device, host = runner.backend.time_calls(
-            call,
-            asked.repeats,
-            queued=queued,
-        )
+        device, host = runner.backend.time_calls(call, asked.repeats, queued=queued)
     return timing(device), timing(host)

@@ -1,13 +1,10 @@
-"""Costs of graphs, calibrated on the device: a few keys are captured, measured and freed again.
+"""Costs of graphs, measured on the device: a few keys are captured and freed again.
 
 Note [Chunks]
-    The driver takes memory for graphs in chunks, so that one graph shows nothing, or a whole chunk.
-    A key is captured again and again, all its graphs alive, until that has happened several times.
-    Between two readings that lie ``n`` nodes and ``b`` bytes apart, a node takes more than
-    ``(b - chunk) / n`` and less than ``(b + chunk) / n`` bytes; each pair of readings narrows it
-    down. Readings before the first chunk do not count: graphs that were freed before may have left
-    room in older ones. Where few chunks were taken, another GPU's figure decides between the
-    bounds.
+    The driver takes memory for graphs in chunks. So a key is captured again and again until several
+    chunks were taken. Between two readings ``n`` nodes and ``b`` bytes apart, a node takes
+    ``(b - chunk) / n`` to ``(b + chunk) / n`` bytes. Readings before the first chunk do not count:
+    freed graphs may have left room.
 """
 
 from __future__ import annotations
@@ -32,6 +29,7 @@ from cgplan.planning import Plan
 from cgplan.planning.costs import representative_keys
 from cgplan.pricing.estimated import NODE_BYTES
 from cgplan.pricing.measured import MeasuredCosts, MeasuredKey
+from cgplan.reports import GraphRecord
 
 FEWEST_CHUNKS = 4
 FEWEST_CAPTURES = 16
@@ -41,51 +39,31 @@ MOST_CAPTURES = 48
 def calibrate(
     config: Config, model: Callable[..., Any], backend: GraphBackend, plan: Plan
 ) -> MeasuredCosts:
-    """Capture the representative keys of a plan in throwaway pools, measure them, and free
-    everything again.
+    """Capture the representative keys of a plan, measure them, and free them again.
 
-    Each key is captured twice by itself, which tells the time that the first capture of a process
-    spends once (traces, loaded kernels). Loaded kernels stay, and the libraries' workspaces for the
-    capture stream: the graphs of a later session with the same backend use them, and its report
-    does not count them again.
-
-    Args:
-        config: Inputs, metadata and how to capture. Its budget plays no part.
-        model: Called with the declared inputs by name, as in a session.
-        backend: The device.
-        plan: Which keys there are.
-
-    Raises:
-        CaptureError, ModelError: as CaptureSession.run; everything is freed then, too.
+    Each key is captured twice: the first capture of a process also traces and loads kernels, which
+    stay, as libraries' workspaces do. Raises as CaptureSession.run; nothing is left then.
     """
     keys = representative_keys(plan.keys, plan.max_num_seqs)
     backend.release_cached()
     reserved = backend.memory().reserved
-    graphs = ModelGraphs(
-        restricted(plan, keys, config),
-        config,
-        model,
-        backend,
-    )
+    graphs = ModelGraphs(restricted(plan, keys, config), config, model, backend)
     pools: dict[CUDAGraphMode, dict[int, int]] = {mode: {} for mode, _ in keys}
-    seconds = dict[Key, float]()
-    nodes = dict[Key, int | None]()
+    records = dict[Key, GraphRecord]()
     workspace = 0
     once = 0.0
     try:
         with graphs.rehearsing(), backend.session(), torch.no_grad():
             for key in keys:
-                captured = graphs.capture_key(key)
-                first = captured.seconds
+                first = graphs.capture_key(key)
                 graphs.drop_all()
                 if backend.supports("driver_bytes"):
                     taken = backend.memory().reserved - reserved
                     own = graphs.buffers.nbytes + graphs.copied_bytes
                     workspace = max(workspace, taken - own)
-                captured = graphs.capture_key(key)
-                seconds[key] = captured.seconds
-                nodes[key] = captured.nodes
-                once += max(first - seconds[key], 0.0)
+                again = graphs.capture_key(key)
+                records[key] = again
+                once += max(first.seconds - again.seconds, 0.0)
                 mode, descriptor = key
                 size = descriptor.elements
                 most = pools[mode].get(size, 0)  # of the LoRA cases
@@ -101,16 +79,18 @@ def calibrate(
         graphs.free()
     environment = describe_environment(backend, plan.config_hash)
     measured = []
-    for key in keys:
-        mode, descriptor = key
-        found = MeasuredKey(
-            mode,
-            descriptor.num_active_loras,
-            descriptor.elements,
-            rates[mode] * (nodes[key] or 1),
-            seconds[key],
+    for (mode, descriptor), record in records.items():
+        driver = rates[mode] * (record.nodes or 1)
+        case = descriptor.num_active_loras
+        measured.append(
+            MeasuredKey(
+                mode,
+                case,
+                descriptor.elements,
+                driver,
+                record.seconds,
+            )
         )
-        measured.append(found)
     return MeasuredCosts(
         measured,
         {mode: sorted(sizes.items()) for mode, sizes in pools.items()},
@@ -123,9 +103,7 @@ def calibrate(
 
 
 def _driver_rates(graphs: ModelGraphs, keys: Sequence[Key]) -> dict[CUDAGraphMode, float]:
-    """For each mode the driver memory of a node, or of a key where nodes are not counted; 0 without
-    a driver.
-    """
+    """Driver memory of a node by mode (of a key without counted nodes); 0 without a driver."""
     backend = graphs.backend
     scope = graphs.scope
     held = list[CUDAGraphEntry]()
@@ -133,8 +111,7 @@ def _driver_rates(graphs: ModelGraphs, keys: Sequence[Key]) -> dict[CUDAGraphMod
     if not backend.supports("driver_bytes"):
         return rates
     try:
-        # The graphs of one mode stay alive while the next is measured: memory that the driver got
-        # back would hide it.
+        # graphs of other modes stay: memory that the driver got back would hide the next mode's
         for mode in rates:
             of_mode = [key for key in keys if key[0] is mode]
             key = min(of_mode, key=lambda key: key[1].elements)
@@ -144,12 +121,8 @@ def _driver_rates(graphs: ModelGraphs, keys: Sequence[Key]) -> dict[CUDAGraphMod
             while len(readings) < MOST_CAPTURES:
                 if chunks >= FEWEST_CHUNKS and since >= FEWEST_CAPTURES:
                     break
-                # Wrappers capture a key again for another scope; the pool is the same.
-                graphs.scope = CaptureScope(
-                    scope.pool,
-                    backend,
-                    address_check=scope.address_check,
-                )
+                # wrappers capture a key again in another scope, here on the same pool
+                graphs.scope = CaptureScope(scope.pool, backend, address_check=scope.address_check)
                 captured = graphs.capture_key(key)
                 held += graphs.scope.entries
                 growth = max(captured.driver_bytes or 0, 0)
@@ -161,7 +134,7 @@ def _driver_rates(graphs: ModelGraphs, keys: Sequence[Key]) -> dict[CUDAGraphMod
             rates[mode] = bytes_per_node(readings)
         return rates
     finally:
-        graphs.drop_all()  # wrappers know the last graphs alone
+        graphs.drop_all()  # wrappers know only the last graphs
         for entry in held:
             for graph in entry.segments:
                 backend.reset(graph)
@@ -170,13 +143,8 @@ def _driver_rates(graphs: ModelGraphs, keys: Sequence[Key]) -> dict[CUDAGraphMod
 
 
 def bytes_per_node(readings: Sequence[tuple[int, int]]) -> float:
-    """Driver memory of a node, see Note [Chunks].
-
-    Args:
-        readings: (nodes captured so far, bytes that the driver has taken since), one for each graph
-            or more.
-    """
-    points = [reading for reading in readings if reading[1]]  # (bytes never shrink)
+    """Driver memory of a node, see Note [Chunks]; readings are (nodes, bytes) so far."""
+    points = [reading for reading in readings if reading[1]]
     if not points:
         return 0.0
     first_nodes, first_bytes = points[0]
@@ -193,7 +161,7 @@ def bytes_per_node(readings: Sequence[tuple[int, int]]) -> float:
         nbytes = after - before
         least = max(least, (nbytes - chunk) / nodes)
         most = min(most, (nbytes + chunk) / nodes)
-    if least > most:  # chunks are not all alike
+    if least > most:  # chunks differ
         return (last_bytes - first_bytes) / (last_nodes - first_nodes)
     if len(growths) < FEWEST_CHUNKS:
         return min(max(NODE_BYTES, least), most)

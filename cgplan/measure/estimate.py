@@ -1,6 +1,4 @@
-"""Costs of graphs without a GPU: a few keys run on fake tensors, and the memory that their forwards
-take is logged.
-"""
+"""Costs of graphs without a GPU: forwards run on fake tensors, and their allocations are logged."""
 
 from __future__ import annotations
 
@@ -56,44 +54,34 @@ _NEEDS_VALUES = (
     fake_tensor.DynamicOutputShapeException,
     fake_tensor.UnsupportedFakeTensorException,
     fake_tensor.UnsupportedOperatorException,
-)  # torch raises these on fake tensors alone
+)
 
 
-def estimate(config: Config, model: Function, plan: Plan) -> EstimatedCosts:
-    """Run the representative keys of a plan, two or three of each mode, on fake tensors, and log
-    their allocations.
+def estimate(
+    config: Config,
+    model: Function,
+    plan: Plan,
+) -> EstimatedCosts:
+    """Run representative keys of a plan on fake tensors, and log their allocations.
 
-    Other sizes follow from the logged ones: a forward's allocations are affine in the number of its
-    rows. Not seen are temporaries inside operators that are not written in Python.
+    A forward's allocations are affine in its rows. Temporaries of operators that are not written in
+    Python are not seen.
 
     Args:
-        config: Inputs, metadata and how to capture. With ``compiler: inductor`` the operators are
-            logged as traced.
-        model: The model, on the CPU, or built inside a block of ``fake_tensors``, in which this is
-            called then. Real weights stay as they are; a tensor that the forward keeps in the model
-            is a fake one afterwards.
-        plan: Which keys there are.
+        model: On the CPU, or built in the block of ``fake_tensors`` that this is called in. Tensors
+            that the forward keeps in it become fake ones.
 
     Raises:
-        CaptureError, ModelError: the model fails, or needs values of tensors, which fake ones do
-            not have.
+        CaptureError, ModelError: the model fails, or needs values of tensors.
     """
     note = ""
     if config.compilation.compiler == "inductor":
         note = "recorded without inductor, which fuses operators and so needs less"
     with gc_paused(), detect_fake_mode() or fake_tensors() as fake, torch.no_grad():
         keys = representative_keys(plan.keys, plan.max_num_seqs)
+        recorded = [_recorded(config, model, plan, key, fake) for key in keys]
         return EstimatedCosts(
-            [
-                _recorded(
-                    config,
-                    model,
-                    plan,
-                    key,
-                    fake,
-                )
-                for key in keys
-            ],
+            recorded,
             config,
             note,
         )
@@ -101,26 +89,27 @@ def estimate(config: Config, model: Function, plan: Plan) -> EstimatedCosts:
 
 @contextmanager
 def fake_tensors() -> Iterator[FakeTensorMode]:
-    """A block in which tensors have no memory and no values; real ones may be mixed with them."""
-    # Module.to exchanges fake parameters, but for those with weak references, which torch itself
-    # keeps of them.
+    """A block in which new tensors have no memory and no values."""
+    # Module.to exchanges no fake parameter with weak references, and torch keeps such
     unseen = SimpleNamespace(getweakrefs=lambda _: ())
     with warnings.catch_warnings(), replaced(torch.utils, weakref=unseen):
-        # Module.to does
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         with FakeTensorMode(allow_non_fake_inputs=True) as fake:
             yield fake
 
 
 class AllocationLog(TorchDispatchMode):
-    """Logs the memory that a forward takes, as a graph pool would see it, and stands in for a
-    breakable capture.
+    """Logs the allocations of a forward in a graph pool; stands in for a breakable capture.
 
-    A block is given back when the last tensor on its storage goes. Of an eager piece only the
-    results are logged: they get slots in the pool.
+    Of an eager piece only the results are logged: they get slots in the pool.
     """
 
-    def __init__(self, fake: FakeTensorMode, *, refuses: bool = True) -> None:
+    def __init__(
+        self,
+        fake: FakeTensorMode,
+        *,
+        refuses: bool = True,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.events: list[Allocation] = []
         self.operators = 0
@@ -139,33 +128,24 @@ class AllocationLog(TorchDispatchMode):
         inputs: dict[str, Any],
         splitting_ops: Sequence[str] | None,
     ) -> None:
-        """Log a forward: ``full``, or with the eager pieces of a route of PIECEWISE graphs."""
+        """Log a forward by ``route``: full, or one of PIECEWISE graphs."""
         wrappers = list[CUDAGraphWrapper]()
         if route == "wrappers":
             holders = model.modules() if isinstance(model, torch.nn.Module) else [model]
-            values = [
-                value for holder in holders for value in getattr(holder, "__dict__", {}).values()
-            ]
-            found = [value for value in values if isinstance(value, CUDAGraphWrapper)]
-            wrappers = [
-                wrapper for wrapper in found if wrapper.runtime_mode is CUDAGraphMode.PIECEWISE
-            ]
+            for holder in holders:
+                for value in getattr(holder, "__dict__", {}).values():
+                    if (
+                        isinstance(value, CUDAGraphWrapper)
+                        and value.runtime_mode is CUDAGraphMode.PIECEWISE
+                    ):
+                        wrappers.append(value)
 
         def split_backend(graph: torch.fx.GraphModule, _: Any) -> Function:
             split, pieces = split_graph(graph, splitting_ops)
             for name in (piece.name for piece in pieces if piece.eager):
                 piece = getattr(split, name)
                 delattr(split, name)  # a submodule's name takes no function
-                setattr(
-                    split,
-                    name,
-                    lambda *args, name=name, piece=piece: self.add_named(
-                        name,
-                        piece,
-                        args,
-                        {},
-                    ),
-                )
+                setattr(split, name, lambda *args, of=piece: self.add_named("", of, args, {}))
 
             def run(*args: Any) -> Any:
                 with self:
@@ -177,19 +157,15 @@ class AllocationLog(TorchDispatchMode):
             if route == "ops":
                 own = with_own_code(model)
                 stack.callback(torch._C._dynamo.eval_frame.reset_code, own.__code__)
-                torch.compile(
-                    own,
-                    backend=split_backend,
-                    fullgraph=True,
-                    dynamic=False,
-                )(**inputs)
+                split = torch.compile(own, backend=split_backend, fullgraph=True, dynamic=False)
+                split(**inputs)
                 return
             if route == "full":
                 stack.enter_context(host_guard(self.refusals))
             elif wrappers:
                 stack.enter_context(replaced(self, is_recording=False))
                 for wrapper in wrappers:
-                    segment = replaced(self, is_recording=True)(wrapper.runnable)  # as a decorator
+                    segment = replaced(self, is_recording=True)(wrapper.runnable)
                     stack.enter_context(replaced(wrapper, runnable=segment))
             else:
                 stack.enter_context(standing_in(self))
@@ -208,7 +184,7 @@ class AllocationLog(TorchDispatchMode):
         self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func.namespace == "prim":  # questions after a device, say
+        if func.namespace == "prim":  # such as a question after the device
             return func(*args, **kwargs)
         if implemented_in_python(func, "CPU"):
             with replaced(self, _inside=self._inside or func._schema.name), self:
@@ -230,27 +206,42 @@ class AllocationLog(TorchDispatchMode):
         is_fresh = self._take(output, given)
         writes = func._schema.is_mutable and torch.Tag.inplace_view not in func.tags
         is_view = not is_fresh and not writes and bool(tensors_in(output))
-        self.operators += (
-            not is_view and func._schema.name.removeprefix("aten::") not in ALLOCATIONS
-        )
+        name = func._schema.name.removeprefix("aten::")
+        self.operators += not is_view and name not in ALLOCATIONS
         return output
 
     def _faked(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if isinstance(tensor, FakeTensor) else self._fake.from_tensor(tensor)
 
-    def _take(self, output: Any, known: set[int]) -> bool:
-        """Log the storages of an output that are not known; whether there are any."""
+    def _take(
+        self,
+        output: Any,
+        known: set[int],
+    ) -> bool:
+        """Log storages of an output that are not known; whether there are any."""
         number_before = len(self.events)
         for storage in (tensor.untyped_storage() for tensor in tensors_in(output)):
             if storage._cdata not in known:
                 known.add(storage._cdata)
                 block = next(self._numbers)
-                self.events.append(Allocation(block, storage.nbytes(), self._inside))
+                self.events.append(
+                    Allocation(
+                        block,
+                        storage.nbytes(),
+                        self._inside,
+                    )
+                )
                 weakref.finalize(storage, self._give_back, block).atexit = False
         return len(self.events) > number_before
 
     def _give_back(self, block: int) -> None:
-        self.events.append(Allocation(block, None, self._inside))
+        self.events.append(
+            Allocation(
+                block,
+                None,
+                self._inside,
+            )
+        )
 
 
 def _storages(tree: Any) -> set[int]:
@@ -265,15 +256,9 @@ def _recorded(
     compilation = config.compilation
     device = torch.device("cpu")
     reqs = min(tokens, plan.max_num_seqs) if descriptor.num_reqs is None else descriptor.num_reqs
-    tensors = example_batch(
-        config.tensors_at(descriptor.sizes),
-        tokens,
-        reqs,
-        device,
-    )
-    inputs, metadata = (
-        {name: tensors[name] for name in names} for names in (config.inputs, config.metadata)
-    )
+    tensors = example_batch(config.tensors_at(descriptor.sizes), tokens, reqs, device)
+    inputs = {name: tensors[name] for name in config.inputs}
+    metadata = {name: tensors[name] for name in config.metadata}
     route = compilation.piecewise if mode is CUDAGraphMode.PIECEWISE else "full"
     with ExitStack() as stack:
         try:
@@ -286,7 +271,7 @@ def _recorded(
             context = stack.enter_context(forward_context(CUDAGraphMode.NONE, descriptor, metadata))
             first = AllocationLog(fake, refuses=route == "full")
             with first, standing_in(first):
-                model(**inputs)  # tensors that a model makes on first use do not lie in the pool
+                model(**inputs)  # tensors made on first use are not in the pool
             if route == "auto":
                 route = (
                     "modules" if compilation.splitting_ops is None and first.eager_pieces else "ops"
@@ -295,19 +280,16 @@ def _recorded(
             log = AllocationLog(fake)
             log.run(route, model, inputs, compilation.splitting_ops)
         except Exception as error:
-            # (of a compile backend)
             cause = getattr(error, "inner_exception", error)
             batch = f"{mode} {descriptor}"
             if isinstance(cause, _NEEDS_VALUES):
                 raise CaptureError(
                     f"an estimate of {batch} runs the model without values of tensors, at "
                     f"{blamed_line(error.__traceback__)}: {type(cause).__name__}: {cause}",
-                    remedy="Give a custom operator a fake kernel with "
-                    "torch.library.register_fake. Where the model "
-                    "reads values on the host, use --costs measure.",
+                    remedy="Use --costs measure, or torch.library.register_fake for an operator.",
                 ) from error
             failure = explain_eager_failure(cause, batch)
             raise failure from (error if failure is not error else error.__cause__)
-    if log.refusals.first is not None:  # the forward caught it
+    if log.refusals.first:  # the forward caught it
         raise log.refusals.first
     return Recording.of(key, log.operators, log.events)

@@ -1,9 +1,4 @@
-"""Any causal language model of transformers, from its config alone, as a model that decodes one
-token per row.
-
-This module needs the extra ``transformers``; `cgplan.models.loading` imports it only for that
-target.
-"""
+"""The target `transformers`: a causal language model from its config, one token for each row."""
 
 from __future__ import annotations
 
@@ -31,12 +26,10 @@ _ATTENTION_TYPES = ("full_attention", "sliding_attention")
 
 
 class _RowLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
-    """KV cache of one layer: one row per request, each row at its own position.
+    """KV cache of one layer, in which each row has a position, unlike in a static layer.
 
-    transformers' static layer keeps one length for all rows, so it cannot hold requests of
-    different lengths. This one takes the rows' positions from ``slots``, which the adapter sets
-    before each forward. Keys and values are [max_rows, heads, max_len + 1, size]; padding rows
-    write to the last place.
+    The adapter sets these positions, ``slots``, before each forward. Keys and values are
+    [max_rows, heads, max_len + 1, size]; padding rows write to the last place.
     """
 
     is_compileable = True
@@ -48,9 +41,7 @@ class _RowLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.slots: Tensor | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate the rows. Heads and sizes are known only here: they differ between
-        architectures.
-        """
+        """Allocate the rows, whose heads and sizes differ between architectures."""
         self.keys, self.values = (
             states.new_zeros(self.max_rows, states.shape[1], self.max_len + 1, states.shape[3])
             for states in (key_states, value_states)
@@ -60,7 +51,7 @@ class _RowLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def update(
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write the new token of rows [0, num_tokens) and return these rows of the cache."""
+        """Write the new token of rows [0, num_tokens), and return these rows."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if self.slots is None:
@@ -68,17 +59,21 @@ class _RowLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                 "the cache was used outside the adapter",
                 remedy="Call the adapter, not its inner model.",
             )
-        keys, values = self.keys[: len(key_states)], self.values[: len(value_states)]  # type: ignore[index]
-        for rows, states in ((keys, key_states), (values, value_states)):
-            rows.scatter_(2, self.slots[:, None, None, None].expand_as(states), states)
-        return keys[:, :, : self.max_len], values[:, :, : self.max_len]
+        places = self.slots[:, None, None, None]
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:  # noqa: ARG002 (transformers passes it by name)
+        def written(cached: Any, states: Tensor) -> Tensor:
+            rows: Tensor = cached[: len(states)]
+            rows.scatter_(2, places.expand_as(states), states)
+            return rows[:, :, : self.max_len]
+
+        return written(self.keys, key_states), written(self.values, value_states)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:  # noqa: ARG002 (passed by name)
         """Length and offset of the keys."""
         return self.max_len, 0
 
     def get_seq_length(self) -> int:
-        """0: no length holds for all rows. The adapter passes positions and masks itself."""
+        """0: rows have no common length. The adapter passes positions and masks."""
         return 0
 
     def get_max_length(self) -> int:
@@ -86,72 +81,64 @@ class _RowLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
 
 class RowDecoder(nn.Module):
-    """A causal LM of transformers that decodes one token for each row, each row at its own
-    position.
+    """A causal LM of transformers that decodes one token for each row.
 
-    Row i is request i. A prompt is fed one token per call. A new request takes a row over by
-    starting at position 0: a row never sees places behind its position.
-
-    Attributes:
-        model: The model of transformers.
-        cache: Its KV cache, allocated while the adapter is built; its tensors never move.
+    Row i is request i, and begins anew at position 0. The tensors of ``cache`` never move.
     """
 
-    def __init__(self, model: Any, max_batch_size: int, max_cache_len: int) -> None:
+    def __init__(
+        self,
+        model: Any,
+        max_batch_size: int,
+        max_cache_len: int,
+    ) -> None:
         super().__init__()
         self.model = model
-        self.max_batch_size, self.max_cache_len = max_batch_size, max_cache_len
+        self.max_batch_size = max_batch_size
+        self.max_cache_len = max_cache_len
         text = model.config.get_text_config(decoder=True)
-        window, kinds = getattr(text, "sliding_window", None), getattr(text, "layer_types", None)
-        kinds = dict.fromkeys(
-            kinds or ["full_attention" if window is None else "sliding_attention"]
-        )
-        # GPT-Neo's way of saying it
-        own = {str(kind) for kind in getattr(text, "attention_layers", None) or ()}
+        window = getattr(text, "sliding_window", None)
+        usual = "full_attention" if window is None else "sliding_attention"
+        kinds = dict.fromkeys(getattr(text, "layer_types", None) or [usual])
+        own = {str(kind) for kind in getattr(text, "attention_layers", None) or ()}  # of GPT-Neo
         other = sorted((set(kinds) - set(_ATTENTION_TYPES)) | (own - {"global"}))
         if other or getattr(text, "attention_chunk_size", None) is not None:
             raise ModelError(
                 f"{text.model_type} has layers of kind {', '.join(other) or 'chunked_attention'}",
-                remedy="The transformers target runs layers of kind "
-                f"{' and '.join(_ATTENTION_TYPES)}.",
+                remedy=f"Choose a model with layers of kind {' and '.join(_ATTENTION_TYPES)}.",
             )
         self._windows = {kind: window if kind == "sliding_attention" else None for kind in kinds}
         self._additive = model.config._attn_implementation == "eager"
-        self._layers = [
-            _RowLayer(max_batch_size, max_cache_len) for _ in range(text.num_hidden_layers)
-        ]
-        self.cache = Cache(layers=list(self._layers))
+        count = text.num_hidden_layers
+        layers: list[Any] = [_RowLayer(max_batch_size, max_cache_len) for _ in range(count)]
+        self.cache: Any = Cache(layers=layers)
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """One decode step.
 
         Args:
-            input_ids: [num_tokens] int64, the next token of rows 0, 1, ...; at most
-                ``max_batch_size``.
-            positions: [num_tokens] int64, each token's position, below ``max_cache_len`` (the
-                device checks this, not the host); -1 marks a padding row, which leaves the cache as
-                it is.
+            input_ids: [num_tokens] int64, the next tokens of rows 0, 1, ...
+            positions: [num_tokens] int64, below ``max_cache_len``, which the device checks; -1 is a
+                padding row, which writes no row of the cache.
 
         Returns:
-            Logits [num_tokens, vocab_size] in the model's dtype; those of padding rows mean
-            nothing. The caller owns them.
+            Logits [num_tokens, vocab_size] in the model's dtype, any of padding rows.
 
         Raises:
-            InputError: There are more tokens than rows.
+            InputError: more tokens than ``max_batch_size``.
         """
         if input_ids.shape[0] > self.max_batch_size:
             raise InputError(
                 f"{input_ids.shape[0]} tokens, but the cache has {self.max_batch_size} rows",
                 remedy="Raise model.kwargs.max_batch_size, or send fewer tokens.",
             )
-        # Padding rows write to the place after the last one. A position that is too large must not
-        # land there: one further on, the index is out of range and the device raises.
-        slots = torch.where(
-            positions < 0, self.max_cache_len, positions + (positions >= self.max_cache_len)
-        )
-        for layer in self._layers:
+        # Padding rows write to the place after the last one. Too large a position is moved one
+        # further, out of range, so that the device raises.
+        end = self.max_cache_len
+        slots = torch.where(positions < 0, end, positions + (positions >= end))
+        for layer in self.cache.layers:
             layer.slots = slots
-        # A padding row sees place 0: a row that sees nothing would give NaN in some kernels.
+        # padding rows see place 0: a row that sees nothing gives NaN in some kernels
         places = positions.clamp(min=0)
         masks = {kind: self._mask(places, window) for kind, window in self._windows.items()}
         output = self.model(
@@ -165,9 +152,7 @@ class RowDecoder(nn.Module):
         return logits
 
     def _mask(self, places: Tensor, window: int | None) -> Tensor:
-        """[num_tokens, 1, 1, max_cache_len]: True (or 0.0) where a row sees a place of its
-        cache.
-        """
+        """[num_tokens, 1, 1, max_cache_len]: True (or 0.0) where a row sees a place."""
         keys = torch.arange(self.max_cache_len, device=places.device)
         seen = keys <= places[:, None]
         if window is not None:
@@ -179,26 +164,23 @@ class RowDecoder(nn.Module):
 
 
 def find_config(name: str) -> str:
-    """Path of the config.json in a folder, or of a model in Hugging Face's cache. Raises
-    ModelError.
-    """
+    """Path of a config.json, in a folder or in Hugging Face's cache. Raises ModelError."""
     with suppress(OSError):
-        if (found := cached_file(name, "config.json", local_files_only=True)) is not None:
+        found = cached_file(name, "config.json", local_files_only=True)
+        if found:
             return str(found)
     raise ModelError(
         f"{name} is neither a target nor a Hugging Face model on this machine",
-        remedy="Write package.module:callable or path/to/file.py:callable, or name a folder with "
-        "a config.json.",
+        remedy="Write module:callable or file.py:callable, or name a folder with a config.json.",
     )
 
 
 def read_config(config: Mapping[str, Any] | None, config_file: str | None) -> Any:
-    """The config object of transformers from the inline values or the file."""
+    """The config object of transformers."""
     if (config is None) == (config_file is None):
         raise ModelError(
             "the transformers target needs `config` or `config_file`, one of them",
-            remedy="Give model.kwargs.config (with model_type), or the path of a published "
-            "config.json.",
+            remedy="Give model.kwargs.config, or the path of a published config.json.",
         )
     where = "model.kwargs.config"
     if config_file is not None:
@@ -219,8 +201,7 @@ def read_config(config: Mapping[str, Any] | None, config_file: str | None) -> An
     if kind not in CONFIG_MAPPING:
         raise ModelError(
             f"{where} has model_type {kind!r}, which this transformers does not know",
-            remedy="Give model_type as in the model's published config.json, such as qwen3 or "
-            "llama.",
+            remedy="Give the model_type of a published config.json, such as qwen3 or llama.",
         )
     try:
         return CONFIG_MAPPING[kind].from_dict(dict(config))
@@ -241,20 +222,17 @@ def build(
     seed: int = 0,
     attn_implementation: str | None = None,
 ) -> RowDecoder:
-    """A causal LM with random weights on the current default device; nothing is downloaded.
+    """A causal LM with random weights on the default device; nothing is downloaded.
 
     Args:
-        config: Contents of a config.json, ``model_type`` included.
-        config_file: Path of a config.json, instead of ``config``.
+        config, config_file: Contents or path of a config.json.
         dtype: Of weights and cache.
-        max_cache_len: Tokens that each row can hold.
-        max_batch_size: Rows of the cache, so the largest batch.
-        seed: Of the random weights; the caller's random state is left as it was.
-        attn_implementation: ``sdpa`` or ``eager``; absent: sdpa where the architecture has it.
+        max_cache_len: Tokens of a row.
+        max_batch_size: Rows of the cache.
+        seed: Of the weights; the caller's random state stays.
 
     Raises:
-        ModelError: The config is missing or unknown, or the architecture is not a causal LM with a
-            KV cache.
+        ModelError: no known config, or no causal LM with a KV cache.
     """
     if attn_implementation not in (None, "sdpa", "eager"):
         raise ModelError(
@@ -283,7 +261,7 @@ def build(
     )
     remedy = "Choose a language model whose layers are attention with a key-value cache."
     try:
-        # one padding row: every layer allocates its cache now, and not inside a capture
+        # each layer allocates its cache now, and not inside a capture
         with torch.no_grad():
             decoder(torch.zeros(1, dtype=torch.int64), torch.full((1,), -1))
     except Exception as error:
@@ -292,7 +270,7 @@ def build(
             f"{error}"
         )
         raise ModelError(failed, remedy=remedy) from error
-    if not any(layer.is_initialized for layer in decoder._layers):
+    if not any(layer.is_initialized for layer in decoder.cache.layers):
         raise ModelError(
             f"{values.model_type} does not use the key-value cache that it was given", remedy=remedy
         )

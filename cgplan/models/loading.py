@@ -1,6 +1,4 @@
-"""From ``model.target`` to a model: import it, call it on the device, and name the user's line if
-that fails.
-"""
+"""From ``model.target`` to a model; errors name the user's line."""
 
 from __future__ import annotations
 
@@ -13,7 +11,6 @@ import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -27,52 +24,26 @@ _load_numbers = itertools.count()
 _SHAPE_OF_TARGET = "Write package.module:callable, path/to/file.py:callable, or transformers."
 
 
-@dataclass(frozen=True)
-class LoadedModel:
-    """A model that is ready to be called.
-
-    Attributes:
-        forward: The model itself; call it.
-        module: The model where it is an ``nn.Module`` (on its device, in eval mode), else None.
-        target: Where it came from.
-    """
-
-    forward: Callable[..., Any]
-    module: nn.Module | None
-    target: str
-
-
 class ForwardArgument(NamedTuple):
-    """One argument of a model's forward; ``annotation`` is text, empty where there is none."""
-
     name: str
     required: bool
-    annotation: str
+    annotation: str  # "": none
 
 
 def load_model(
     target: str, kwargs: Mapping[str, Any], *, device: torch.device, base_dir: Path | None = None
-) -> LoadedModel:
-    """Import ``target``, call it with ``kwargs``, and put the result on the device.
+) -> Callable[..., Any]:
+    """The model that ``target`` returns for ``kwargs``, on the device; a module is in eval mode.
 
-    The call runs under ``with torch.device(device)``, so tensors that it creates are made there.
-    The folder of a file target (or the current folder, for a module target) stays on ``sys.path``,
-    so that the model can import its neighbours, also later. Loading a file again runs it again,
-    under a new module name.
+    The folder of a file target, else the current one, stays on ``sys.path``. A file is run at each
+    load. The caller owns the model.
 
     Args:
         target: ``package.module:callable``, ``path/to/file.py:callable``, or ``transformers``.
-        kwargs: Arguments of the callable.
-        device: Where the model lives.
-        base_dir: Folder that relative paths start from, usually that of the YAML file; then the
-            current one.
-
-    Returns:
-        The model; the caller owns it.
+        base_dir: Where relative paths start; then the current folder.
 
     Raises:
-        ModelError: the target is malformed, does not exist, fails, or returns something that cannot
-            be called. An error of the model's own code is the cause.
+        ModelError: no such target, it fails, or returns what cannot be called.
     """
     model = call_target(
         target,
@@ -80,22 +51,21 @@ def load_model(
         device=device,
         base_dir=base_dir,
     )
-    if not callable(model):
-        raise ModelError(
-            f"{target} returned {type(model).__name__}, which is not callable",
-            remedy="Return an nn.Module or a function that takes the inputs and returns tensors.",
-        )
-    if not isinstance(model, nn.Module):
-        return LoadedModel(model, None, target)
-    with _blaming(f"moving the model of {target} to {device}"):
-        placed = model.to(device).eval()
-    return LoadedModel(placed, placed, target)
+    if isinstance(model, nn.Module):
+        with _blaming(f"moving the model of {target} to {device}"):
+            return model.to(device).eval()
+    if callable(model):
+        return model  # type: ignore[no-any-return]
+    raise ModelError(
+        f"{target} returned {type(model).__name__}, which is not callable",
+        remedy="Return an nn.Module or a function that takes the inputs and returns tensors.",
+    )
 
 
 def call_target(
     target: str, kwargs: Mapping[str, Any], *, device: torch.device, base_dir: Path | None = None
 ) -> Any:
-    """What a target returns. Arguments and errors as for ``load_model``."""
+    """What a target returns; arguments and errors as for ``load_model``."""
     kwargs = dict(kwargs)
     if target == "transformers":
         target = "cgplan.models.hf:build"
@@ -119,7 +89,7 @@ def call_target(
             raise ModelError(
                 f"{target} is {type(found).__name__}, which is not callable", remedy=remedy
             )
-        with suppress(ValueError):  # builtins have no signature; the call itself will tell
+        with suppress(ValueError):  # builtins have no signature
             signature = inspect.signature(found)
             try:
                 signature.bind(**kwargs)
@@ -133,34 +103,33 @@ def call_target(
 
 
 def forward_signature(model: Callable[..., Any]) -> list[ForwardArgument]:
-    """Arguments of a model's forward (of the call, for a function), less ``*args`` and
-    ``**kwargs``.
-    """
+    """Arguments of a function or a module's forward, without ``*args`` and ``**kwargs``."""
+    function = model.forward if isinstance(model, nn.Module) else model
     found = []
-    for name, given in inspect.signature(
-        model.forward if isinstance(model, nn.Module) else model
-    ).parameters.items():
-        if given.kind not in (given.VAR_POSITIONAL, given.VAR_KEYWORD):
-            annotation = (
-                ""
-                if given.annotation is given.empty
-                else inspect.formatannotation(given.annotation)
+    for name, given in inspect.signature(function).parameters.items():
+        if given.kind in (given.VAR_POSITIONAL, given.VAR_KEYWORD):
+            continue
+        annotation = ""
+        if given.annotation is not given.empty:
+            annotation = inspect.formatannotation(given.annotation).strip("'")
+        found.append(
+            ForwardArgument(
+                name,
+                given.default is given.empty,
+                annotation,
             )
-            found.append(ForwardArgument(name, given.default is given.empty, annotation.strip("'")))
+        )
     return found
 
 
 def find_file(name: str, base_dir: Path | None) -> Path:
-    """Absolute path of a file that is named relative to ``base_dir`` or the current folder. Raises
-    ModelError.
-    """
-    places = [
-        folder / Path(name).expanduser() for folder in (base_dir, Path.cwd()) if folder is not None
-    ]
+    """Absolute path of a file in ``base_dir`` or the current folder. Raises ModelError."""
+    folders = (base_dir or Path.cwd(), Path.cwd())
+    places = dict.fromkeys(folder / Path(name).expanduser() for folder in folders)
     for place in places:
         if place.is_file():
             return place.resolve()
-    looked = " and ".join(dict.fromkeys(str(place) for place in places))
+    looked = " and ".join(map(str, places))
     raise ModelError(
         f"no file {name}: looked for {looked}",
         remedy="Paths start from the configuration file's folder.",
@@ -175,16 +144,15 @@ def parse_dtype(name: object) -> torch.dtype:
     return dtype
 
 
-# modules that a target's file imported from its own folder, and that folder
+# modules that targets imported, and their folders
 _neighbours: dict[str, Path] = {}
 
 
 @contextmanager
 def _importable(folder: Path) -> Iterator[None]:
-    """``folder`` first on ``sys.path`` inside the block, and last on it from then on.
+    """``folder`` is first on ``sys.path`` inside the block, and last on it from then on.
 
-    A neighbour of another target's file is forgotten first where this folder has one of the same
-    name: Python would take the old one for it.
+    Modules of other targets are forgotten where this folder has one of the same name.
     """
     importlib.invalidate_caches()
     for name, home in list(_neighbours.items()):
@@ -210,21 +178,20 @@ def _import_module(source: str) -> ModuleType:
         return importlib.import_module(source)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{source}.".startswith(f"{error.name}."):
-            raise  # the module is there; something that it imports is not
+            raise  # something that the module imports is missing
         raise ModelError(
             f"no module named {error.name!r} (model target {source})",
-            remedy="Install it, run from the folder that holds it, or name the file: "
-            "path/to/file.py:callable.",
+            remedy="Install it, run from its folder, or name path/to/file.py:callable.",
         ) from error
 
 
 def _import_file(path: Path) -> ModuleType:
     name = f"cgplan_target_{next(_load_numbers)}_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    # dataclasses and pickle look their module up
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # for dataclasses and pickle
     try:
         spec.loader.exec_module(module)
     except BaseException:
@@ -235,22 +202,17 @@ def _import_file(path: Path) -> ModuleType:
 
 @contextmanager
 def _blaming(doing: str) -> Iterator[None]:
-    """A block of the user's code: its errors become ModelErrors that name the innermost line
-    outside of installed packages.
-    """
+    """Errors of the block become ModelErrors with the innermost line outside of packages."""
     try:
         yield
     except CgplanError:
         raise
     except (Exception, SystemExit) as error:
         installed = tuple(sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib"))
-        frames = [
-            frame
-            for frame in traceback.extract_tb(error.__traceback__)
-            if frame.filename != __file__
-        ]
+        whole = traceback.extract_tb(error.__traceback__)
+        frames = [frame for frame in whole if frame.filename != __file__]
         own = [frame for frame in frames if not frame.filename.startswith((*installed, "<"))]
-        last = (own or frames)[-1:]  # a builtin has no line
+        last = (own or frames)[-1:]
         where = f"{last[0].filename}:{last[0].lineno}" if last else "a builtin"
         if isinstance(error, SyntaxError) and error.filename:
             where = f"{error.filename}:{error.lineno}"

@@ -1,6 +1,4 @@
-"""The torch.compile backend: it splits the forward that Dynamo traced, and its eager pieces break
-open captures.
-"""
+"""The torch.compile backend: it splits the forward that Dynamo traced."""
 
 from __future__ import annotations
 
@@ -30,13 +28,11 @@ class PiecewiseBackend:
     one after the other.
 
     Attributes:
-        traces: The traced forwards, split. Graphs read their constants, so they live as long as the
-            graphs.
-        pieces: The pieces of each trace.
+        traces: Split forwards. Graphs read their constants, so they live as long.
         compiled: Segments that inductor compiled, by structure.
-        capture: The capture that the next forward is recorded into; the forward takes it.
-        codes: The code of all traces: traces that differ in guards alone have the same.
-        missed: The last guard that did not hold, so that Dynamo traced the model again.
+        capture: The capture that the next forward enters.
+        codes: Of all traces; traces that differ in guards alone have the same code.
+        missed: The last guard that did not hold.
     """
 
     def __init__(self, compilation: CompilationConfig, backend: GraphBackend | None = None) -> None:
@@ -59,7 +55,7 @@ class PiecewiseBackend:
             )
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Function:  # noqa: ARG002
-        """Split one traced graph; Dynamo calls the result with the graph's inputs."""
+        """Split one traced graph."""
         if self.backend.is_capturing():
             raise CaptureError(
                 f"Dynamo traces the model again inside a capture: {self.missed or 'no trace fits'}",
@@ -81,19 +77,23 @@ class PiecewiseBackend:
         self.pieces.append(pieces)
 
         def forward_of_pieces(*args: Any) -> Any:
-            capture, self.capture = self.capture, None
+            capture = self.capture
+            self.capture = None
             with capture or nullcontext():
                 return split(*args)
 
         return forward_of_pieces
 
-    def _prepare(self, module: fx.GraphModule, piece: Piece) -> None:
-        """Let the module of an eager piece break captures; compile that of a segment."""
-        # generates it: until then `forward` is a stub that does so on each call
+    def _prepare(
+        self,
+        module: fx.GraphModule,
+        piece: Piece,
+    ) -> None:
+        # generates `forward`, until then a stub
         _ = module.code
         if piece.eager:
             names = [operator_name(node) or "" for node in module.graph.nodes]
-            # operators in place may change the shape of a tensor object (t_)
+            # they may change the shape of a tensor object (t_)
             in_place = any(name.endswith("_") for name in names)
             module.forward = as_eager_piece(
                 module.forward,
@@ -108,7 +108,7 @@ class PiecewiseBackend:
 
 
 class _TraceWrapper(BreakableCUDAGraphWrapper):
-    """One trace of a model under torch.compile, which may choose another trace later."""
+    """One trace of a model under torch.compile, which may choose another later."""
 
     def _missing(self, descriptor: BatchDescriptor) -> SealedError:
         return SealedError(
@@ -125,13 +125,11 @@ def cgplan_backend(gm: fx.GraphModule, example_inputs: Sequence[Any], **given: A
     """``torch.compile(model, backend="cgplan", options={"splitting_ops": [...]})``.
 
     ``options`` are fields of ``compilation``: splitting_ops, compiler, address_check, debug (which
-    is address_check: always here) and use_inductor_graph_partition. The others say which graphs a
-    session captures. Each graph that Dynamo traces is one BreakableCUDAGraphWrapper in mode
-    PIECEWISE.
+    is address_check: always here) and use_inductor_graph_partition. Each graph that Dynamo traces
+    is one BreakableCUDAGraphWrapper in mode PIECEWISE.
 
     Raises:
-        ConfigError: an option that does not exist, has a wrong value, or means nothing here; a
-            ``mode`` of torch's.
+        ConfigError: an option is wrong, or means nothing here; a ``mode`` of torch's.
         BackendError: inductor without a GPU. CaptureError: a new trace inside a capture.
     """
     try:
@@ -149,7 +147,7 @@ def cgplan_backend(gm: fx.GraphModule, example_inputs: Sequence[Any], **given: A
                 "hands over several, and each has to hold the operator. "
                 "torch.compile(..., fullgraph=True) names the line of the break."
             )
-        # torch.compile puts errors inside one of its own, but for this class.
+        # torch.compile wraps other errors
         kind = type(error)
         bases = (kind, torch._dynamo.exc.ShortenTraceback)
         mixed = type(kind.__name__, bases, {"__module__": kind.__module__})

@@ -1,6 +1,4 @@
-"""Breakable capture: one forward as several graph segments with eager pieces between them, and a
-wrapper around it.
-"""
+"""Breakable capture: one forward as graph segments with eager pieces between them."""
 
 from __future__ import annotations
 
@@ -9,7 +7,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from types import TracebackType
 from typing import Any, ClassVar
 
 import torch
@@ -47,21 +44,17 @@ class BreakableCUDAGraphCapture:
             y = head(h)
         capture.replay()                     # y holds the result for what is in x now
 
-    The block behaves as a real forward, once: each segment is replayed as soon as it is captured,
-    so that the next eager piece and the block's results are computed from real values. The block's
-    results lie in the pool, and each replay overwrites them. Eager pieces run on the same stream,
-    in the forward context of the replaying call. A piece may write into the memory of its
-    arguments. The capture owns its graphs, not the pool.
+    The block runs once as a real forward. Its results lie in the pool, and each replay overwrites
+    them. Eager pieces run on the same stream, in the forward context of the replaying call, and may
+    write into their arguments. The capture owns its graphs, not the pool.
 
     Args:
-        backend: The device, inside whose ``session`` the block is entered; that of the pool if
-            absent.
-        pool: Graph pool that the segments and the output slots of eager pieces share; a new one if
-            absent.
+        backend: That of the pool if absent. The block is entered inside its ``session``.
+        pool: Of segments and output slots; a new one if absent.
 
     Raises:
         CaptureError: on entering inside another capture; on leaving if a segment is not valid.
-            After any error the segments are freed, and a new capture may begin.
+            After an error the segments are freed.
     """
 
     def __init__(self, backend: GraphBackend | None = None, pool: Any = None) -> None:
@@ -72,8 +65,8 @@ class BreakableCUDAGraphCapture:
         self._backend = backend
         self._pool = pool.handle if isinstance(pool, GraphPool) else pool
         self._items: list[Any] = []
-        # Graphs without work. They keep the pool alive while no other graph does; and from torch
-        # 2.12 on, to free one would release library workspaces that the others use.
+        # Graphs without work keep the pool alive, and from torch 2.12 on, to free them releases
+        # library workspaces.
         self._empty: list[Any] = []
         self._open: tuple[Any, AbstractContextManager[None]] | None = None
         self._last_piece = ""
@@ -86,14 +79,12 @@ class BreakableCUDAGraphCapture:
 
     @property
     def segments(self) -> tuple[Any, ...]:
-        """The backend's graphs and the eager pieces in the order in which they run, without graphs
-        that do nothing.
-        """
+        """Graphs and eager pieces in order, without empty graphs."""
         return tuple(self._items)
 
     @property
     def graphs(self) -> tuple[Any, ...]:
-        """The backend's graphs, one for each segment."""
+        """One for each segment."""
         return tuple(item for item in self._items if not isinstance(item, EagerPiece))
 
     @property
@@ -113,9 +104,7 @@ class BreakableCUDAGraphCapture:
 
     @property
     def is_recording(self) -> bool:
-        """Whether a segment is being captured: not inside an eager piece, nor before, after or once
-        it has failed.
-        """
+        """Whether a segment is being captured."""
         return self._open is not None
 
     def __enter__(self) -> BreakableCUDAGraphCapture:
@@ -129,14 +118,14 @@ class BreakableCUDAGraphCapture:
                 "this breakable capture was used before", remedy="Make a new one for each capture."
             )
         _active.capture = self
-        self._state = AmbientState.now(self._backend.device.type)
         device = self._backend.device.type
+        self._state = AmbientState.now(device)
         self._memory = PieceMemory(device, self._backend.stream_getter())
         self._modes.enter_context(self._memory)
         self._modes.callback(self._memory.made.clear)
         try:
-            # `with ... as capture` drops what the name held once the block has begun, and a CUDA
-            # graph that is destroyed while another one is captured makes that capture invalid.
+            # `with ... as capture` drops what the name held, and destroying a CUDA graph makes a
+            # capture invalid.
             self._others = list(_living)
             self._begin_segment()
         except BaseException:
@@ -144,17 +133,11 @@ class BreakableCUDAGraphCapture:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *raised: Any) -> None:
         try:
             if kind is not None:
                 if self._open is not None:
-                    with _quiet_about_empty_graphs():
-                        self._open[1].__exit__(kind, error, traceback)
+                    self._leave(kind, *raised)
                 self._discard()
                 return
             if self._open is None:
@@ -174,7 +157,7 @@ class BreakableCUDAGraphCapture:
     def _step(self, item: Any) -> Callable[[], object]:
         if not isinstance(item, EagerPiece):
             return self._backend.launcher(item)
-        if item.state == self._state:  # replay sets it once, around all steps
+        if item.state == self._state:  # replay sets it around all steps
             return item.run
         state = item.state.entered(self._backend.device.type)
         return state(item.run)
@@ -183,26 +166,25 @@ class BreakableCUDAGraphCapture:
         """End the segment, run ``function`` eagerly, and begin the next segment.
 
         Returns:
-            What the function returned, with tensors replaced by their slots in the graph pool;
-            None, and tensors that are memory of an argument, as they are. Results that are not
-            tensors must be the same on each replay.
+            The function's result, with tensors replaced by their slots in the graph pool; None, and
+            tensors in memory of an argument, as they are. Other results must be the same on each
+            replay.
 
         Raises:
-            CaptureError: outside of the block or inside another eager piece; if the segment is not
-                valid; if a result is not a dense tensor on the device of the capture. What the
-                function raises passes.
+            CaptureError: outside of a segment; if the segment is not valid; if a result is not a
+                dense tensor on the device of the capture. Errors of the function pass.
         """
         return self.add_named(name_of(function), function, args, kwargs)
 
     def recorded(self, output: Any, slots: dict[int, torch.Tensor]) -> Recorded:
-        """Of a block that was left, with this output and slots of arguments."""
+        """Of a block that was left."""
         return Recorded(
             self, output, slots, self.replay, self.reset, self.graphs, self.num_eager_breaks
         )
 
     def new_slot(self, value: torch.Tensor) -> torch.Tensor:
-        """Inside the block: memory of the pool that holds ``value`` now, to be written to ahead of
-        each replay.
+        """Inside the block: memory of the pool that holds ``value``, for work ahead of each
+        replay.
         """
         assert self.is_recording
         with torch.inference_mode(False):  # else it could be written to only there
@@ -220,11 +202,9 @@ class BreakableCUDAGraphCapture:
     def replay(self) -> None:
         """Run segments and eager pieces on what is in their memory now.
 
-        Eager pieces see the caller's forward context, with nothing derived in it yet.
-
         Raises:
-            CaptureError: if nothing was captured, or an eager piece returns something else than it
-                did at capture.
+            CaptureError: if nothing was captured, or an eager piece returns something else than at
+                capture.
         """
         if self._steps is None:
             raise CaptureError(
@@ -243,7 +223,7 @@ class BreakableCUDAGraphCapture:
                     step()
 
     def reset(self) -> None:
-        """Free the graphs. The block's results are no longer valid."""
+        """Free the graphs; the block's results are no longer valid."""
         graphs = [*self.graphs, *self._empty]
         self._steps = None
         self._items = []
@@ -261,9 +241,7 @@ class BreakableCUDAGraphCapture:
         *,
         is_traced: bool = False,
     ) -> Any:
-        """As ``add_eager``, under a name for messages; ``is_traced``: the function is operators of
-        a trace.
-        """
+        """As ``add_eager``; ``is_traced``: the function is operators of a trace."""
         line = blamed_line()
         if not self.is_recording:
             raise CaptureError(
@@ -284,7 +262,6 @@ class BreakableCUDAGraphCapture:
             is_traced=is_traced,
         )
         self._items.append(piece)
-        # pieces and segments do not see what the others derived, as in a replay
         with self._memory.in_piece(name), _deriving(self._derived):
             piece.first_run(args, kwargs)
         self._begin_segment()
@@ -301,21 +278,27 @@ class BreakableCUDAGraphCapture:
         self._memory.side.clear()
         self._memory.in_segment = True
 
-    def _end_segment(self, before: str) -> None:
-        """Make a segment of the operators so far, fill the slots that it reads, and run it."""
+    def _leave(self, *raised: Any) -> Any:
+        """Pass what was raised to the open segment; returns its graph."""
         assert self._open is not None
-        (graph, capturing), self._open = self._open, None
+        graph, capturing = self._open
+        self._open = None
+        with warnings.catch_warnings():  # torch warns of a graph without work
+            warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
+            capturing.__exit__(*raised)
+        return graph
+
+    def _end_segment(self, before: str) -> None:
+        """Fill the slots that the segment reads, and run it."""
         self._memory.in_segment = False
         try:
-            with _quiet_about_empty_graphs():
-                capturing.__exit__(None, None, None)
-        except (HostSyncError, CaptureMemoryError):  # they say what is wrong
+            graph = self._leave(None, None, None)
+        except (HostSyncError, CaptureMemoryError):
             raise
         except (CaptureError, torch.AcceleratorError) as error:
-            streams = []
+            used = ""
             for handle, line in self._memory.side.items():
-                streams.append(f"side stream {handle:#x} since {line}")
-            used = f"; the segment runs on {', '.join(streams)}" if streams else ""
+                used += f"; the segment runs on side stream {handle:#x} since {line}"
             raise CaptureError(
                 f"the segment before {before} is not valid: {first_line(error)}{used}",
                 remedy="Let nothing in it wait for the device. Before each eager piece, and at "
@@ -332,9 +315,7 @@ class BreakableCUDAGraphCapture:
             self._backend.replay(graph)
 
     def _close(self) -> None:
-        """End the turn of this capture, and give attributes of modules back what eager pieces bound
-        them to.
-        """
+        """Attributes of modules get their values back."""
         for piece in self.eager_pieces:
             piece.end_capture()
         _active.capture = None
@@ -355,22 +336,18 @@ def recording_capture() -> BreakableCUDAGraphCapture | None:
 
 
 def in_breakable_capture() -> bool:
-    """Whether a breakable capture is open in this thread: in its segments and in its eager pieces,
-    not on replay.
-    """
+    """Whether a breakable capture is open in this thread; also in its eager pieces."""
     return _active.capture is not None
 
 
 def standing_in(capture: Any) -> AbstractContextManager[object]:
-    """A block whose eager pieces go to ``capture.add_named`` while it ``is_recording``, as in a
-    breakable capture.
-    """
+    """A block whose eager pieces go to ``capture.add_named`` while it ``is_recording``."""
     return replaced(_active, capture=capture)
 
 
 @contextmanager
 def _deriving(derived: dict[str, Any]) -> Iterator[None]:
-    """A block in which the forward context, if there is one, has these derived values."""
+    """A block in which the forward context has these derived values."""
     context = current_forward_context()
     if context is None:
         yield
@@ -383,29 +360,13 @@ def _deriving(derived: dict[str, Any]) -> Iterator[None]:
         context.derived = before
 
 
-@contextmanager
-def _quiet_about_empty_graphs() -> Iterator[None]:
-    """torch warns of a graph without work; here such graphs are dropped."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
-        yield
-
-
 def name_of(function: Function) -> str:
-    """The name of a function in messages."""
     return getattr(function, "__qualname__", None) or type(function).__qualname__
 
 
 class BreakableCUDAGraphWrapper(CUDAGraphWrapper):
-    """CUDAGraphWrapper whose graphs break at eager pieces: see there for when it captures and when
-    it replays.
-
-    Entries hold a BreakableCUDAGraphCapture each. A call that captures also computes its result.
-
-    Args:
-        runnable: The forward. Its eager pieces are functions under ``eager_break_during_capture``.
-        runtime_mode: PIECEWISE or FULL.
-        backend, pool, options: As for CUDAGraphWrapper.
+    """CUDAGraphWrapper whose graphs break at functions under ``eager_break_during_capture``. A call
+    that captures also computes its result.
     """
 
     _computes_while_capturing: ClassVar[bool] = True
@@ -419,13 +380,7 @@ class BreakableCUDAGraphWrapper(CUDAGraphWrapper):
         pool: Any = None,
         options: CUDAGraphOptions = _DEFAULTS,
     ) -> None:
-        super().__init__(
-            runnable,
-            runtime_mode,
-            backend=backend,
-            pool=pool,
-            options=options,
-        )
+        super().__init__(runnable, runtime_mode, backend=backend, pool=pool, options=options)
 
     def _record(self, pool: Any, args: Args, kwargs: Kwargs) -> Recorded:
         copied = self._copied_arguments(args, pool)
@@ -433,7 +388,8 @@ class BreakableCUDAGraphWrapper(CUDAGraphWrapper):
         slots = {}
         with BreakableCUDAGraphCapture(self.backend, pool) as capture:
             for i in copied:
-                given[i] = slots[i] = capture.new_slot(args[i])
+                slots[i] = capture.new_slot(args[i])
+                given[i] = slots[i]
             output = self.runnable(*given, **kwargs)
             capture.refuse_made(output)
         return capture.recorded(output, slots)

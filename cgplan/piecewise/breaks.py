@@ -1,12 +1,10 @@
-"""Where a capture breaks: functions under ``eager_break_during_capture``, modules by name, and
-operators by name.
+"""Where a capture breaks: at functions, and at modules and operators by name.
 
 Note [Breaks at operators]
-    A dispatch mode sees the operators of a forward while segments record. It stands above the
-    backend's own modes, so it steps aside where code outside of operators breaks the capture;
-    inside the call of an operator torch has taken it off already. A composite operator
-    (``scaled_dot_product_attention``) reaches no dispatch mode: its kernels do. Below autograd it
-    comes whole, so the forward runs there, and torch raises an error if it computes gradients.
+    A dispatch mode sees the operators of segments. It stands above the backend's own modes, so it
+    steps aside where other code breaks the capture. A composite operator
+    (``scaled_dot_product_attention``) reaches a mode below autograd only, so the forward runs
+    there, and torch raises an error for gradients.
 """
 
 from __future__ import annotations
@@ -20,15 +18,15 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
 from cgplan.backends.host_sync import (
     Args,
     Function,
     Kwargs,
+    OperatorMode,
     as_its_caller,
-    is_composite,
     names_of,
 )
 from cgplan.backends.replacing import replaced
@@ -40,16 +38,16 @@ from cgplan.units import listed
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_NO_FORWARD = nn.Module.forward  # a ModuleList has this one, say
-_decorated = False  # whether any function is
+_NO_FORWARD = nn.Module.forward  # of a ModuleList, say
+_decorated = False
 
 
 def eager_break_during_capture(function: Callable[P, R]) -> Callable[P, R]:
-    """Make a function or method an eager piece of the breakable capture that it is called in.
+    """Make a function or method an eager piece of the breakable capture that it is called in;
+    BreakableCUDAGraphCapture.add_eager says what it may return.
 
-    Outside of a breakable capture, in a FULL capture, inside another eager piece, and where
-    torch.compile traces it (PIECEWISE by operators does), the function runs as it is. See
-    BreakableCUDAGraphCapture.add_eager for what it may return.
+    In a FULL capture, inside another eager piece, and where torch.compile traces it, the function
+    runs as it is.
     """
     global _decorated
     _decorated = True
@@ -57,7 +55,6 @@ def eager_break_during_capture(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def any_breaks() -> bool:
-    """Whether there is any function under ``eager_break_during_capture``."""
     return _decorated
 
 
@@ -67,13 +64,11 @@ def as_eager_piece(
     *,
     is_traced: bool = False,
 ) -> Callable[P, R]:
-    """The function as an eager piece, under a name for messages. ``is_traced``: it is operators of
-    a trace.
-    """
+    """``is_traced``: the function is operators of a trace."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if torch.compiler.is_compiling():  # what follows could not be traced
+        if torch.compiler.is_compiling():
             return function(*args, **kwargs)
         capture = recording_capture()
         if capture is not None:
@@ -93,32 +88,23 @@ def as_eager_piece(
     return call
 
 
-class Breaks(TorchDispatchMode):
+class Breaks(OperatorMode):
     """Modules and operators that are eager pieces of the breakable captures of ``forward``.
-
-    The model's code and modules stay as they are: the modules have another ``forward`` while one is
-    captured, or looked at. For operators see Note [Breaks at operators].
+    Meanwhile the modules have another ``forward``. For operators see Note [Breaks at operators].
 
     Args:
-        patterns: Dotted names of submodules in which ``*``, ``?`` and ``[...]`` stand for parts of
-            one component, such as ``layers.*.self_attn``. Of a module inside another one that
-            matches, too, the outer one is the piece.
+        patterns: Dotted names of submodules, such as ``layers.*.self_attn``; ``*``, ``?`` and
+            ``[...]`` stand for parts of one component. The outermost match is the piece.
         names: Operators, as ``namespace::name`` or ``namespace::name.overload``.
-        device: The kind of device whose autocast counts.
 
     Attributes:
-        modules: The modules by their dotted names.
-        outer: Those of them that have a forward, and are in no other such module: the pieces, if
-            they are called.
-        numbers: Names of operators that were called with numbers during captures: replays pass the
-            same ones.
+        modules: By their dotted names.
+        outer: Names of the outermost ones with a forward.
+        numbers: Operators that captures called with numbers, which replays repeat.
 
     Raises:
-        ConfigError: ``patterns`` for a model that is no module, or a pattern that matches no
-            submodule.
+        ConfigError: ``model`` is no module, or a pattern matches no submodule.
     """
-
-    supports_higher_order_operators = True
 
     def __init__(
         self,
@@ -127,26 +113,19 @@ class Breaks(TorchDispatchMode):
         names: Collection[str],
         device: str,
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__(device)
         self.modules = _matching(model, patterns) if patterns else {}
         self.numbers: dict[str, None] = {}
         self._names = frozenset(names)
-        self._device = device
         called = []
         for name, module in self.modules.items():
             if getattr(module.forward, "__func__", None) is not _NO_FORWARD:
                 called.append(name)
         heads = tuple(f"{name}." for name in called)
-        outer = [name for name in called if not name.startswith(heads)]
-        self.outer = tuple(outer)
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Compiled parts of the model stay compiled."""
-        return True
+        self.outer = [name for name in called if not name.startswith(heads)]
 
     def forward(self, model: Function, *args: Any, **kwargs: Any) -> Any:
-        """Call the model, broken where a breakable capture or a look is under way."""
+        """Call the model, broken in a breakable capture or a look."""
         is_recording = recording_capture() is not None
         if not is_recording and current_look() is None:
             return model(*args, **kwargs)
@@ -156,7 +135,7 @@ class Breaks(TorchDispatchMode):
                 stack.enter_context(replaced(module, forward=piece))
             if self._names:
                 stack.enter_context(torch._C._AutoDispatchBelowAutograd())
-                if is_recording:  # a look knows the operators by itself
+                if is_recording:  # a look finds operators itself
                     stack.enter_context(self)
             return model(*args, **kwargs)
 
@@ -167,23 +146,17 @@ class Breaks(TorchDispatchMode):
         args: Args = (),
         kwargs: Kwargs | None = None,
     ) -> Any:
-        """Break the capture, or run the operator in the segment."""
         kwargs = kwargs or {}
         capture = recording_capture()
         if capture is None or not isinstance(func, torch._ops.OpOverload):
             return func(*args, **kwargs)
-        run = as_its_caller(func, func, self._device)
         if self._names.isdisjoint(names_of(func)):
-            if not is_composite(func, self._device.upper()):
-                return run(*args, **kwargs)
-            decompose = as_its_caller(func, func.decompose, self._device)
-            with self:
-                return decompose(*args, **kwargs)
+            return self.run(func, args, kwargs)
         name = func._schema.name
         for leaf in tree_leaves((args, kwargs)):
             if type(leaf) in (int, float, complex):
                 self.numbers[name] = None
-        # then tensor objects stay as they are
+        run = as_its_caller(func, func, self.device)
         is_traced = torch.Tag.inplace_view not in func.tags
         return capture.add_named(name, run, args, kwargs, is_traced=is_traced)
 
@@ -202,7 +175,6 @@ def _operator_breaks_aside() -> Iterator[None]:
 
 
 def _matching(model: Function, patterns: Sequence[str]) -> dict[str, nn.Module]:
-    """The submodules that patterns name, each once."""
     if not isinstance(model, nn.Module):
         raise ConfigError(
             "compilation.splitting_modules needs an nn.Module",

@@ -1,37 +1,29 @@
-"""Eager pieces: functions that run between two segments, at capture and again on every replay.
+"""Eager pieces: functions that run between two segments, at capture and on every replay.
 
 Note [Output slots]
-    A segment reads the result of an eager piece at the address that it saw at capture, but a piece
-    may return a fresh tensor each time. So the model gets a slot: memory of the graph pool that is
-    allocated at the beginning of the next segment. Each run copies the result into its slot before
-    that segment. Memory of the arguments stays at its address and needs no slot. Neither does
-    state: parameters, buffers and tensors in attributes of the modules that the piece was called
-    on or with, if the piece does not bind them again. Segments may write to both in place. State
-    that a piece reaches in another way (a global, a closure, an object that is not a module) is
-    copied like any other result. Results that are views of one memory have slots that are views of
-    one block: segments may write to one and read another. So has an expanded tensor, whose elements
-    share memory.
+    A segment reads an eager piece's result at one address, but a piece may return a fresh tensor
+    each time. So each run copies the result into a slot: memory of the graph pool from the
+    beginning of the next segment. Arguments and state need no slot. State is parameters, buffers
+    and tensors in attributes of the modules that the piece was called on or with, if it does not
+    bind them again; state that it reaches in another way is copied. Results that are views of one
+    memory have slots that are views of one block, and so has an expanded tensor.
 
 Note [State that a piece leaves behind]
-    The model's Python code runs at capture alone, so only memory carries values from pieces to
-    segments. An attribute of a module that the piece binds to a new tensor has a slot, too. The
-    attribute holds that slot until the capture ends; the slot follows the attribute as long as
-    shape and dtype stay. A piece is refused that puts values into a list or dict that it was given,
-    or that gives a tensor other memory: the segments would go on with the values of the capture.
-    The look refuses a piece that reads an attribute which a segment binds: a replay does not bind
-    it.
+    Only memory carries values from pieces to segments. An attribute of a module that the piece
+    binds to a new tensor holds a slot until the capture ends; the slot follows the attribute as
+    long as shape and dtype stay. A piece is refused that puts values into its arguments'
+    containers, or gives a tensor other memory. The look refuses a piece that reads an attribute
+    which a segment binds.
 
 Note [Tensor objects]
-    In each run a function of the user gets new tensor objects on the memory of the capture, in new
-    tuples, lists and dicts, so that it may change them (``transpose_``, ``pop``). Operators of a
-    trace change no object, and get the same ones each time. ``detach()`` shares the count of
-    writes, which tells the runner what a piece writes into; ``.data`` would not.
+    In each run the user's function gets new tensor objects in new containers, so that it may change
+    them (``transpose_``, ``pop``). Operators of a trace get the same objects. ``detach()`` shares
+    the count of writes, by which the runner sees what a piece writes; ``.data`` would not.
 
 Note [Memory of pieces]
-    What a piece computes and does not hand out lies elsewhere after the next run. So a dispatch
-    mode notes the memory that operators of pieces make. Operators of segments are refused that are
-    given it, and so are other pieces, and forwards that return it. The mode does not see into
-    compiled code.
+    Memory that a piece makes and does not return lies elsewhere after the next run. So a dispatch
+    mode, which does not see into compiled code, refuses segments, other pieces and results that use
+    it.
 """
 
 from __future__ import annotations
@@ -45,7 +37,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import is_namedtuple_instance, tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -56,9 +47,8 @@ from cgplan.backends.host_sync import (
     Args,
     Function,
     Kwargs,
+    OperatorMode,
     Refusals,
-    as_its_caller,
-    is_composite,
     storages_of,
     tensors_in,
 )
@@ -69,24 +59,20 @@ from cgplan.graphs.footprint import modules_reached
 
 _, _LEAF = tree_flatten(None)
 _, _EMPTY = tree_flatten(())
-Copies = list[tuple[Tensor, Tensor]]  # slots and values
+Copies = list[tuple[Tensor, Tensor]]  # (slot, value)
 Attribute = tuple[torch.nn.Module, str]
 Make = Callable[[], Any]
 
 
 class EagerPiece:
-    """One function between two segments, with its arguments and the places of its results.
-
-    It owns no pool memory: slots and captured arguments are borrowed.
+    """One function between two segments. Slots and captured arguments are borrowed.
 
     Args:
-        name: For messages: the function's qualified name, the module's dotted name, or the
-            splitting operator.
         line: Where the model called it.
-        is_traced: The function is operators of a trace, called with tensors and sizes by position.
+        is_traced: The function is operators of a trace.
 
     Attributes:
-        state: Torch's thread-local state at capture; ``run`` expects it.
+        state: Torch's thread-local state, in which ``run`` is called.
     """
 
     def __init__(
@@ -107,18 +93,27 @@ class EagerPiece:
         self._backend = backend
         self._pool = pool
         self._results: list[Place] = []
-        # attributes that the piece binds, with their slots; until hand_out, with their values
+        # attributes that the piece binds: their values, after hand_out their slots
         self._bound: dict[Attribute, Tensor] = {}
-        # during the capture: the slots that stand in attributes, and the values to put back
+        # slots in attributes, and the values to put back
         self._standing: list[tuple[Attribute, Tensor, Tensor]] = []
 
-    def first_run(self, args: Args, kwargs: Kwargs) -> None:
+    def first_run(
+        self,
+        args: Args,
+        kwargs: Kwargs,
+    ) -> None:
         """Run on the arguments of the capture and keep them."""
         modules = modules_reached(self._function, args, kwargs)
         before = _attributes(modules)
-        leaves = tree_leaves((args, kwargs))  # held: no other object gets the id of one
+        leaves = tree_leaves((args, kwargs))  # held, so that ids stay theirs
         given = list(map(_identity, leaves))
-        self._keep_arguments(args, kwargs)
+        # tensors of the pool are borrowed: each replay writes them before the piece reads them
+        self._args = list(args)
+        self._kwargs = dict(kwargs)
+        self._makers: list[tuple[Any, Any, Make]] = []
+        self._keep(self._args, range(len(args)))
+        self._keep(self._kwargs, kwargs)
         with autocast_cache(on=True):
             result = self._function(*args, **kwargs)
         self._refuse_other_arguments(given, tree_leaves((args, kwargs)))
@@ -160,7 +155,7 @@ class EagerPiece:
         given: Iterable[Any],
         leaves: list[Any],
     ) -> None:
-        """A piece may take values out of its lists and dicts, but not put others in."""
+        """A piece may take values out of its containers, but not put others in."""
         rest = iter(given)
         for leaf in leaves:
             if _identity(leaf) not in rest:
@@ -187,11 +182,14 @@ class EagerPiece:
             )
 
     def _find_shared(self) -> None:
-        """Find the results that get views of one block, and the memory of each block."""
+        """Find the results that get views of one block."""
         sharing = {}
         for i, place in enumerate(self._results):
-            if place.slot is not None and _can_share(place.slot):
-                sharing[i] = _address(place.slot)
+            slot = place.slot
+            if slot is None or slot.is_conj() or slot.is_neg():
+                continue
+            if slot.numel():
+                sharing[i] = _address(slot)
         counts = Counter(sharing.values())
         self._shared: list[int] = []
         self._blocks: dict[int, Tensor] = {}
@@ -199,14 +197,17 @@ class EagerPiece:
             value = self._values[i]
             if counts[address] > 1 or _repeated(value):
                 self._shared.append(i)
-                self._blocks[address] = _bytes(value)
+                nothing = torch.empty(
+                    0,
+                    dtype=torch.uint8,
+                    device=value.device,
+                )
+                self._blocks[address] = nothing.set_(value.untyped_storage())
         self._sharing = _sharing(self._values, self._shared)
 
     def hand_out(self) -> tuple[Any, Copies]:
-        """The result for the model, and the copies (slot, value) to make before the next segment
-        runs.
-
-        Called once, inside that segment's capture, see Note [Output slots].
+        """The result for the model, and copies (slot, value) to make before the next segment runs;
+        once, inside its capture.
         """
         blocks = {}
         for address, memory in self._blocks.items():
@@ -232,30 +233,26 @@ class EagerPiece:
             slot = self._borrowed(standing)
             self._bound[attribute] = slot
             copies.append((slot, value.detach()))
-        self._only: Place | None = None  # of a result that is one leaf, or an empty tuple
+        self._only: Place | None = None  # of a result that is one leaf, or ()
         if not self._bound and not self._shared:
             if self._spec == _LEAF:
                 self._only = self._results[0]
             elif self._spec == _EMPTY:
                 self._only = Place(value=())
-        has_parts = len(handed) == self._spec.num_children  # none of them nested
+        has_parts = len(handed) == self._spec.num_children
         self._is_flat = has_parts and self._spec.type is tuple
         del self._values, self._blocks
         return tree_unflatten(handed, self._spec), copies
 
     def end_capture(self) -> None:
-        """Give attributes that hold slots the values back that the piece has bound."""
+        """Give attributes that hold slots the piece's values back."""
         for attribute, slot, value in self._standing:
             if getattr(*attribute, None) is slot:
                 setattr(*attribute, value)
         self._standing = []
 
     def run(self) -> None:
-        """Run again, in ``state``, and bring the results to their slots.
-
-        Raises CaptureError if they are not what they were at capture; the function's own errors
-        pass.
-        """
+        """Raises CaptureError if the results are not what they were at capture."""
         for where, key, make in self._makers:
             where[key] = make()
         result = self._function(*self._args, **self._kwargs)
@@ -297,18 +294,11 @@ class EagerPiece:
         if copies:
             fill(copies, together=not self._shared)
 
-    def _keep_arguments(self, args: Args, kwargs: Kwargs) -> None:
-        """Tensors of the pool are borrowed: later segments reuse their blocks, and each replay
-        writes them before the piece reads them. Other objects are held; a list without captured
-        tensors stays the same list.
-        """
-        self._args = list(args)
-        self._kwargs = dict(kwargs)
-        self._makers: list[tuple[Any, Any, Make]] = []
-        self._keep(self._args, range(len(args)))
-        self._keep(self._kwargs, kwargs)
-
-    def _keep(self, where: Any, keys: Iterable[Any]) -> None:
+    def _keep(
+        self,
+        where: Any,
+        keys: Iterable[Any],
+    ) -> None:
         for key in keys:
             make = self._maker(where[key])
             if make is None:
@@ -318,7 +308,7 @@ class EagerPiece:
                 self._makers.append((where, key, make))
 
     def _maker(self, node: Any) -> Make | None:
-        """A function that makes an argument for each run; None if all runs get the same object."""
+        """Makes an argument for each run; None if all runs get the same object."""
         if type(node) is Tensor and node.layout is torch.strided:
             kept = node
             if self._is_captured(node):
@@ -350,7 +340,7 @@ class EagerPiece:
         return is_here and value.layout is torch.strided
 
     def _new_slot(self, value: Tensor) -> Tensor:
-        # else nothing outside of inference mode could write to it
+        # a tensor of inference mode could be written only there
         with torch.inference_mode(False):
             return self._backend.slot(value)
 
@@ -358,7 +348,11 @@ class EagerPiece:
         with torch.inference_mode(False):
             return self._backend.borrow(slot)
 
-    def _changed(self, found: str, wanted: str) -> CaptureError:
+    def _changed(
+        self,
+        found: str,
+        wanted: str,
+    ) -> CaptureError:
         return CaptureError(
             f"eager piece {self.name} returned {found} on replay; at capture it was {wanted}, at "
             f"{self.line}",
@@ -369,47 +363,31 @@ class EagerPiece:
         )
 
 
-class PieceMemory(TorchDispatchMode):
+class PieceMemory(OperatorMode):
     """Refuses segments that read what a piece made, see Note [Memory of pieces], and operators that
-    are tagged as unsafe in a graph.
-
-    Args:
-        device: The kind of device whose autocast counts.
-        stream: Returns the handle of the current stream.
+    are unsafe in a graph.
 
     Attributes:
-        piece: The name of the piece that runs; None outside of pieces.
+        piece: The name of the piece that runs.
         in_segment: Whether operators belong to a segment.
-        made: The storages that pieces made, by id, each with the piece's name.
-        side: The first line of the segment that ran on each side stream, by handle.
+        made: Ids of storages that pieces made, with the piece's name.
+        side: The line where the segment began to use each side stream, by handle.
     """
-
-    supports_higher_order_operators = True
 
     def __init__(
         self,
         device: str,
         stream: Callable[[], int],
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__(device)
         self.piece: str | None = None
         self.in_segment = False
         self.made: dict[int, tuple[str, StorageWeakRef]] = {}
         self.side: dict[int, str] = {}
-        self._device = device
-        self._read: dict[int, weakref.ref[Tensor]] = {}  # by segments
-        self._own = WeakIdKeyDictionary()  # what operators made since the capture began
+        self._read: dict[int, weakref.ref[Tensor]] = {}  # tensors that segments read
+        self._own = WeakIdKeyDictionary()  # tensors that operators made in this capture
         self._stream = stream
         self._main = stream()
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        return True
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """True: Dynamo runs what it has compiled, as without a mode."""
-        return True
 
     def __torch_dispatch__(
         self,
@@ -419,10 +397,6 @@ class PieceMemory(TorchDispatchMode):
         kwargs: Kwargs | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if is_composite(func, self._device.upper()):  # in inference mode these come whole
-            decompose = as_its_caller(func, func.decompose, self._device)
-            with self:
-                return decompose(*args, **kwargs)
         tensors = tensors_in((args, kwargs))
         given = storages_of(tensors)
         tags = getattr(func, "tags", ())
@@ -436,11 +410,10 @@ class PieceMemory(TorchDispatchMode):
             for tensor in tensors:
                 if tensor not in self._own:
                     self._read[id(tensor)] = weakref.ref(tensor)
-        run = as_its_caller(func, func, self._device)
-        result = run(*args, **kwargs)
+        result = self.run(func, args, kwargs)
         for tensor in tensors_in(result):
             self._own[tensor] = None
-        # an operator that changes a tensor object may set it to memory that is older
+        # such an operator may set a tensor object to older memory
         if self.piece is not None and torch.Tag.inplace_view not in tags:
             found = storages_of(tensors_in(result))
             for storage, reference in found.items():
@@ -469,9 +442,7 @@ class PieceMemory(TorchDispatchMode):
                 )
 
     def refuse_made(self, storages: Iterable[int]) -> None:
-        """Raise CaptureError if a piece made one of these storages, by id: graphs do not see the
-        one that it makes on replay.
-        """
+        """Raise CaptureError if a piece made one of these storages, by id."""
         for storage in storages:
             if storage in self.made:
                 raise CaptureError(
@@ -487,9 +458,8 @@ class Place(NamedTuple):
     """Where a result is on each replay.
 
     Attributes:
-        slot: Of a fresh tensor, which each replay copies there; its value until it has a slot.
-        memory: Of a tensor in memory of an argument, or of a module's state, where it stays.
-        value: Of what is no tensor: the segments were captured with it.
+        slot: Of a fresh tensor; its value until it has a slot.
+        memory: Of a tensor in an argument's or a module's memory.
     """
 
     slot: Tensor | None = None
@@ -530,7 +500,7 @@ def _memory(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def fill(copies: Copies, *, together: bool) -> None:
-    """Copy values into slots; ``together``: in one call, if no two slots lie in one memory."""
+    """Copy values into slots; ``together``: in one call, if no slots share memory."""
     if together and len(copies) > 1:
         slots, values = zip(*copies, strict=True)
         torch._foreach_copy_(slots, [value.detach() for value in values])
@@ -542,14 +512,14 @@ def fill(copies: Copies, *, together: bool) -> None:
 
 
 def _once(tensor: Tensor) -> Tensor:
-    """A view of the elements of an expanded tensor that have memory of their own."""
+    """The elements of an expanded tensor that have memory of their own."""
     for dim in _repeated(tensor):
         tensor = tensor.narrow(dim, 0, 1)
     return tensor
 
 
 def _repeated(tensor: Tensor) -> list[int]:
-    """The expanded dimensions, in which elements share memory: they cannot be copied into."""
+    """The expanded dimensions, which cannot be copied into."""
     found = []
     for dim, stride in enumerate(tensor.stride()):
         if stride == 0 and tensor.shape[dim] > 1:
@@ -562,7 +532,6 @@ def _itself(value: Any) -> Make:
 
 
 def described(value: Any) -> str:
-    """A value in a few words."""
     if isinstance(value, Tensor):
         shape = list(value.shape)
         kind = f"{value.dtype}, {value.layout}"
@@ -584,20 +553,16 @@ def _identity(leaf: Any) -> tuple[int, int]:
 
 
 def _addresses(attributes: dict[Attribute, Any]) -> set[int]:
-    """Memory of the tensors among attributes."""
     found = set()
-    plain = (Tensor, torch.nn.Parameter)  # other classes may have no memory
     for value in attributes.values():
-        if type(value) in plain:
+        if type(value) in (Tensor, torch.nn.Parameter):  # others may have no memory
             found.add(_address(value))
     return found
 
 
 def _address(value: Any) -> int:
-    """Where a tensor's storage begins; 0 for what has no memory."""
-    if not isinstance(value, Tensor):
-        return 0
-    if value.layout is not torch.strided:
+    """Where a tensor's storage begins; 0 without memory."""
+    if not isinstance(value, Tensor) or value.layout is not torch.strided:
         return 0
     return value.untyped_storage().data_ptr()
 
@@ -606,8 +571,8 @@ def _sharing(
     values: Sequence[Any],
     which: Sequence[int],
 ) -> list[tuple[Any, ...]]:
-    """For each of these values: the first one in the same memory, the distance from that one in
-    bytes, and the strides; the stride of a dimension of one element may be any.
+    """For each of these values: the first one in the same memory, the distance from it in bytes,
+    and the strides of dimensions of several elements.
     """
     firsts: dict[int, tuple[int, int]] = {}
     found = []
@@ -624,29 +589,8 @@ def _sharing(
     return found
 
 
-def _can_share(tensor: Tensor) -> bool:
-    """Whether its slot may lie in one block with others'; conjugated views have slots of their
-    own.
-    """
-    if tensor.is_conj() or tensor.is_neg():
-        return False
-    return tensor.numel() > 0
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    """All memory that the tensor is a view of, as bytes."""
-    storage = tensor.untyped_storage()
-    size = (storage.nbytes(),)
-    nothing = torch.empty(
-        0,
-        dtype=torch.uint8,
-        device=tensor.device,
-    )
-    return nothing.set_(storage, 0, size, (1,))
-
-
 def _view_like(memory: Tensor, like: Tensor) -> Tensor:
-    """A view of bytes with the layout that ``like`` has in its own memory."""
+    """A view of bytes with the layout of ``like`` in its memory."""
     count = memory.numel() // like.itemsize
     whole = memory[: count * like.itemsize].view(like.dtype)
     return whole.as_strided(

@@ -1,5 +1,5 @@
-"""Inductor's part: segments that it compiles, and its own graph partition, which compiles the whole
-forward and cuts it at operators that no graph may hold.
+"""Segments that Inductor compiles, and its own graph partition, which compiles the whole forward
+and cuts it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from cgplan.planning.build import DEFAULT_SPLITTING_OPS
 
 Partition = Callable[[list[Any]], Any]
 Order = tuple[int, ...]  # dimensions from the outermost to the innermost
-# What inductor sees of scaled_dot_product_attention.
+# scaled_dot_product_attention as inductor sees it
 _DECOMPOSED_ATTENTION = (
     "aten::_scaled_dot_product_flash_attention",
     "aten::_scaled_dot_product_efficient_attention",
@@ -33,8 +33,8 @@ def compile_for_all_sizes(
     module: fx.GraphModule,
     patches: dict[str, Any] | None = None,
 ) -> Function:
-    """A module that Dynamo is tracing, compiled by Inductor with the number of rows free."""
-    # The tracer's own fake tensors: Inductor would give real ones sizes of their own.
+    """A module that Dynamo is tracing, compiled with the number of rows free."""
+    # Inductor would give real tensors other sizes.
     inputs = []
     for node in module.graph.nodes:
         if node.op == "placeholder":
@@ -50,9 +50,9 @@ def compile_for_all_sizes(
     is_alone = not isinstance(output, tuple | list)
 
     def call(*args: Any) -> Any:
-        # An eager piece may choose another kernel than the trace did, with another layout.
+        # An eager piece may give another layout than the trace.
         result = compiled(*map(_in_order, args, orders))
-        # Whether one result comes alone or in a tuple differs between versions of torch.
+        # Versions of torch differ in whether one result comes in a tuple.
         if is_alone and isinstance(result, tuple | list):
             return result[0]
         return result
@@ -95,9 +95,7 @@ def _in_order(value: Any, order: Order | None) -> Any:
 
 
 def structure_of(module: fx.GraphModule) -> Any:
-    """A key that is equal for segments that compile to the same code: their graphs without
-    names.
-    """
+    """A key of the code that a segment compiles to."""
     index: dict[fx.Node, int] = {}
     parts = []
     for node in module.graph.nodes:
@@ -123,13 +121,10 @@ def structure_of(module: fx.GraphModule) -> Any:
 
 
 class _PartitionWrapper(CUDAGraphWrapper):
-    """Captures one partition, as a user's wrapper captures a segment. ``call`` takes its arguments
-    as Inductor passes them: in a list, several results of an operator in a tuple. The wrapper sees
-    them one by one.
-
-    What Inductor allocates between partitions lies elsewhere on each call, and it does not say
-    which arguments those are. So all are copied that are neither in the pool nor the forward's own
-    (parameters, static buffers).
+    """Captures one partition. ``call`` takes its arguments as Inductor passes them, in a list with
+    tuples; the wrapper sees them one by one. Inductor does not say which arguments it allocates
+    anew, so all are copied that are neither in the pool nor the forward's own (parameters, static
+    buffers).
     """
 
     def __init__(self, partition: Partition, forward: PartitionedForward, **options: Any) -> None:
@@ -176,9 +171,7 @@ class _PartitionWrapper(CUDAGraphWrapper):
 
 
 class PartitionedForward:
-    """A forward that Inductor compiled, its partitions wrapped; ``arguments`` are those of the call
-    under way.
-    """
+    """A forward that Inductor compiled; ``arguments`` are those of this call."""
 
     def __init__(self, backend: GraphBackend, options: CUDAGraphOptions) -> None:
         self.arguments: Args = ()
@@ -191,10 +184,8 @@ class PartitionedForward:
         gm: fx.GraphModule,
         splitting_ops: Sequence[str] | None,
     ) -> tuple[Piece, ...]:
-        """Compile once, for all sizes; partitions are cut at these operators and at those tagged
-        cudagraph_unsafe.
-
-        Returns the partitions, whose operators Inductor has fused, and the operators between them.
+        """Compile for all sizes, cut at these operators and at those tagged cudagraph_unsafe.
+        Returns the partitions, whose operators Inductor has fused, and the operators between.
         """
         wanted = list(DEFAULT_SPLITTING_OPS if splitting_ops is None else splitting_ops)
         captured = []
@@ -228,7 +219,11 @@ class PartitionedForward:
         finally:
             self.arguments = ()
 
-    def _wrap(self, partition: Partition, metadata: Any) -> Partition:
+    def _wrap(
+        self,
+        partition: Partition,
+        metadata: Any,
+    ) -> Partition:
         self._num_partitions = metadata.num_partitions
         wrapper = _PartitionWrapper(
             partition,

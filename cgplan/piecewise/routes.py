@@ -1,6 +1,4 @@
-"""How a model gets its PIECEWISE segments: traced and split, broken at modules, or wrapped by its
-author.
-"""
+"""How a model gets its PIECEWISE segments: traced, broken at modules, or wrapped by its author."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ from cgplan.planning import Plan
 from cgplan.reports.records import SplitRecord
 from cgplan.units import listed
 
-_MOST_STATIC = 4  # sizes, where a plan's traffic says which
+_MOST_STATIC = 4  # sizes of a plan with traffic
 
 
 @dataclass(slots=True, eq=False)
@@ -33,14 +31,11 @@ class SplitRoute:
     """A model made ready for capture.
 
     Attributes:
-        name: ``ops``, ``modules``, ``wrappers``, or ``full`` where there are no segments.
-        forward: What PIECEWISE keys run: the model, or a wrapper around it.
+        name: ``ops``, ``modules``, ``wrappers``, or ``full`` without segments.
+        forward: What PIECEWISE keys run.
         whole: What FULL keys capture, and warm up with.
         warm: What PIECEWISE keys warm up with.
-        chain: ``forward``, if its captures are whole forwards; None where the model's own code, or
-            Inductor's, runs between graphs.
-        splitter: The torch.compile backend that splits the model, where it is traced.
-        breaks: Where it breaks, by route ``modules``.
+        chain: ``forward``, if its captures are whole forwards.
         operators: What a look at a model that is not traced saw, by part.
     """
 
@@ -55,7 +50,7 @@ class SplitRoute:
 
     @property
     def pieces(self) -> Sequence[Piece]:
-        """The parts of a traced model, once it is traced; empty otherwise."""
+        """The parts of a traced model."""
         if self.splitter is None or not self.splitter.pieces:
             return ()
         return self.splitter.pieces[0]
@@ -67,13 +62,13 @@ class SplitRoute:
         return [entry.graph for entry in self.chain.entries.values()]
 
     def describe(self) -> SplitRecord | None:
-        """What ends up where, as far as that is known by now; None where nothing is split."""
+        """What is captured and what is eager; None where nothing is split."""
         if self.name == "full":
             return None
         seen = self.operators or no_operators()
         captured = Counter(seen["segment"])
         eager = Counter(seen["eager piece"])
-        inside = Counter[str]()  # pieces that are modules and functions
+        inside = Counter[str]()  # of modules and functions
         captures = self._captures
         if self.breaks is not None:
             inside = eager
@@ -94,7 +89,7 @@ class SplitRoute:
         )
 
     def warnings(self) -> list[str]:
-        """What the user should know about the split, once keys are captured."""
+        """What the user should know about the split, after captures."""
         found = []
         if isinstance(self.forward, PiecewiseModel) and self.forward.over_budget:
             sizes = ", ".join(map(str, self.forward.over_budget))
@@ -141,10 +136,8 @@ def choose_route(
     backend: GraphBackend,
     calls_breaks: Callable[[], bool],
 ) -> SplitRoute:
-    """The route that the configuration asks for; without PIECEWISE keys nothing is traced or split.
-
-    ``calls_breaks`` says whether the model calls functions under ``eager_break_during_capture``; it
-    may run the model.
+    """The route that the configuration asks for. ``calls_breaks`` says whether the model calls
+    functions under ``eager_break_during_capture``, and may run it.
 
     Raises ConfigError where the route does not fit the model, ModelError for a model that
     compile_piecewise made.
@@ -154,9 +147,10 @@ def choose_route(
     is_compiled = compilation.compiler == "inductor"
     name = compilation.piecewise
     if name == "auto":
-        may_break = piecewise and compilation.splitting_ops is None
-        breaks_itself = may_break and not compilation.splitting_modules and calls_breaks()
-        name = "modules" if breaks_itself or compilation.splitting_modules else "ops"
+        by_modules = bool(compilation.splitting_modules)
+        if piecewise and not by_modules and compilation.splitting_ops is None:
+            by_modules = calls_breaks()
+        name = "modules" if by_modules else "ops"
     if is_compiled and piecewise and name != "ops":
         raise ConfigError(
             f"compiler: inductor compiles traced segments, but the segments come from {name}",
@@ -166,7 +160,7 @@ def choose_route(
     if piecewise and name != "wrappers" and compilation.capture_policy == "lazy":
         refuse_unknown_ops(compilation.splitting_ops)
     if is_compiled or (piecewise and name == "ops"):
-        if not piecewise:  # inductor may fuse across the whole forward
+        if not piecewise:  # inductor may fuse the whole forward
             changes = {"splitting_ops": (), "use_inductor_graph_partition": False}
             compilation = compilation.model_copy(update=changes)
             config = config.model_copy(update={"compilation": compilation})
@@ -197,7 +191,7 @@ def choose_route(
 
 
 def _static_sizes(plan: Plan, compilation: CompilationConfig) -> set[int]:
-    """Sizes in tokens that have a trace of their own, see ``compilation.compile_shapes``."""
+    """Sizes in tokens that have a trace of their own."""
     sizes = {descriptor.num_tokens for _, descriptor in plan.keys}
     shapes = compilation.compile_shapes
     if shapes == "static":

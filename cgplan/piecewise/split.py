@@ -1,6 +1,4 @@
-"""Splitting a traced forward at operators: which nodes stand in graph segments, and which between
-them.
-"""
+"""Splitting a traced forward at operators into graph segments and eager pieces."""
 
 from __future__ import annotations
 
@@ -13,11 +11,11 @@ import torch
 from torch import Tensor, fx
 from torch.fx.passes.split_module import split_module
 
-from cgplan.backends.host_sync import ALLOCATIONS
+from cgplan.backends.host_sync import ALLOCATIONS, tensors_in
 from cgplan.errors import ConfigError, did_you_mean
 from cgplan.planning.build import DEFAULT_SPLITTING_OPS
 
-# PyTorch's names of Python's operators on tensors, where they differ
+# PyTorch's names of Python's operators, where they differ
 _OF_PYTHON = {
     "truediv": "div",
     "floordiv": "floor_divide",
@@ -31,7 +29,7 @@ _OF_PYTHON = {
     "imul": "mul_",
     "itruediv": "div_",
 }
-# where a trace may take functions from that are not operators
+# where a trace takes other functions from
 _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "aten": (
         torch,
@@ -52,9 +50,9 @@ class Piece:
 
     Attributes:
         name: Of the submodule that holds it.
-        eager: Whether it runs between segments (it holds splitting operators) or is captured.
-        operators: Names of its operators, in order.
-        title: For messages: its first splitting operator.
+        eager: Whether it holds splitting operators; else it is captured.
+        operators: Names, in order.
+        title: Its first splitting operator.
     """
 
     name: str
@@ -70,7 +68,7 @@ class _Run:
 
 
 def operator_name(node: fx.Node) -> str | None:
-    """``namespace::name`` of what a node calls; None for a node that calls nothing."""
+    """``namespace::name`` of a node's operator; None for a node that calls nothing."""
     target = node.target
     if node.op == "call_method":
         return f"aten::{target}"
@@ -93,22 +91,19 @@ def split_graph(
 ) -> tuple[fx.GraphModule, tuple[Piece, ...]]:
     """Split a graph at operators.
 
-    Consecutive splitting operators stay in one eager piece. So do nodes between two of them that
-    compute nothing (views, sizes, allocations would leave an empty segment), and all of a function
-    that is transformed (torch.vmap). Nodes keep their order, so mutations do too.
+    Consecutive splitting operators stay in one eager piece, with nodes between them that compute
+    nothing, and with all of a transformed function (torch.vmap). Nodes keep their order.
 
     Args:
-        gm: What Dynamo traced.
         splitting_ops: ``namespace::name`` or ``namespace::name.overload``, Python's operators by
-            PyTorch's names for them (``aten::matmul`` for ``@``, ``aten::slice`` for ``x[:, :4]``);
-            None for PyTorch's attention operators and cgplan::attention, of which any may be
+            PyTorch's names (``aten::matmul`` for ``@``). None: attention operators, which may be
             missing.
 
     Returns:
-        A module that calls one submodule a piece, and the pieces in the order of their calls.
+        A module that calls one submodule a piece, and the pieces in order.
 
     Raises:
-        ConfigError: an operator does not exist, or does not occur in the model.
+        ConfigError: an operator does not exist, or does not occur.
     """
     wanted = frozenset(DEFAULT_SPLITTING_OPS if splitting_ops is None else splitting_ops)
     occurring = set[str]()
@@ -130,7 +125,7 @@ def split_graph(
         run = runs[int(name.removeprefix("submod_"))]
         chosen = [node for node in run.nodes if node in splitting]
         first, *_ = chosen or run.nodes
-        call.stack_trace = first.stack_trace  # messages name the user's line of a piece
+        call.stack_trace = first.stack_trace  # for messages
         operators = []
         for node in getattr(split, name).graph.nodes:
             called = operator_name(node)
@@ -144,7 +139,7 @@ def split_graph(
 
 
 def refuse_missing_ops(wanted: Iterable[str], occurring: Collection[str]) -> None:
-    """Raise ConfigError for a name that is not among those of the model's operators."""
+    """Raise ConfigError for a name that is not among the model's operators."""
     for missing in wanted:
         if missing in occurring:
             continue
@@ -152,32 +147,28 @@ def refuse_missing_ops(wanted: Iterable[str], occurring: Collection[str]) -> Non
         for name in sorted(occurring):
             if not name.endswith(".default") and not name.startswith("python::"):
                 listed.append(name)
-        what = "does not exist"
-        if _exists(missing):
-            what = "does not occur in the model"
+        what = "does not occur in the model" if _exists(missing) else "does not exist"
         then = f"The model's operators are {', '.join(listed)}."
         raise _unusable(missing, what, listed, then)
 
 
 def refuse_unknown_ops(splitting_ops: Sequence[str] | None) -> None:
-    """Raise ConfigError for names that no operator has, before any trace; the trace says whether
-    the others occur.
-
-    Functions of PyTorch count, because Dynamo leaves calls as they were written: ``aten::softsign``
-    is ``F.softsign``.
+    """Raise ConfigError for names that no operator has. Functions of PyTorch count, as Dynamo
+    leaves calls as they are: ``aten::softsign`` is ``F.softsign``.
     """
     for wanted in splitting_ops or ():
         namespace, _, bare = wanted.removesuffix(".default").partition("::")
         homes = _FUNCTIONS.get(namespace, ())
-        if _exists(wanted):
+        if _exists(wanted) or any(hasattr(home, bare) for home in homes):
             continue
-        if any(hasattr(home, bare) for home in homes):
-            continue
-        known = set()
-        for name in torch._C._dispatch_get_all_op_names():
-            known.add(name.partition(".")[0])
+        known = {name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names()}
         then = "Import the library that registers it before the capture."
-        raise _unusable(wanted, "does not exist", known, then)
+        raise _unusable(
+            wanted,
+            "does not exist",
+            known,
+            then,
+        )
 
 
 def _unusable(
@@ -186,10 +177,15 @@ def _unusable(
     known: Collection[str],
     then: str,
 ) -> ConfigError:
-    hint = did_you_mean(wanted, known, "Did you mean {}? ", 2)
-    form = "Operators are named namespace::name, as in aten::softmax. "
-    if _exists(wanted):
-        form = ""
+    hint = did_you_mean(
+        wanted,
+        known,
+        "Did you mean {}? ",
+        2,
+    )
+    form = ""
+    if not _exists(wanted):
+        form = "Operators are named namespace::name, as in aten::softmax. "
     return ConfigError(
         f"compilation.splitting_ops: the operator {wanted!r} {what}",
         remedy=f"{form}{hint}{then}",
@@ -207,7 +203,6 @@ def _exists(name: str) -> bool:
 
 
 def _names(node: fx.Node) -> set[str]:
-    """The names that a splitting op may be given by."""
     name = operator_name(node)
     if name is None:
         return set()
@@ -218,9 +213,7 @@ def _names(node: fx.Node) -> set[str]:
 
 
 def _aten_names(node: fx.Node) -> set[str]:
-    """PyTorch's names of the Python operator of a node that makes a tensor; an index may have
-    several.
-    """
+    """PyTorch's names of the Python operator of a node, several for an index."""
     if not isinstance(_value_of(node), Tensor):
         return set()
     home, _, name = (operator_name(node) or "").partition("::")
@@ -251,19 +244,19 @@ def _runs(
     nodes: Iterable[fx.Node],
     splitting: Collection[fx.Node],
 ) -> list[_Run]:
-    """The nodes in runs that are eager or not, in turns. Runs without work join the eager ones
-    beside them.
+    """The nodes in runs that are eager or not, in turns. Runs without work join eager
+    neighbours.
     """
     runs: list[_Run] = []
     run_of: dict[Any, _Run] = {}
-    depth = 0  # of transforms such as torch.vmap, which switch a state of torch on and off
+    depth = 0  # of transforms such as torch.vmap
     for node in nodes:
         if node.op in ("placeholder", "output", "get_attr"):
             continue
         eager = node in splitting
         run = None
         if node.target is operator.getitem:
-            producer = node.args[0]  # a tuple's items stay with it: tuples do not cross pieces
+            producer = node.args[0]  # a tuple does not cross pieces
             if isinstance(_value_of(producer), tuple | list):
                 run = run_of.get(producer)
         if run is None:
@@ -280,9 +273,8 @@ def _runs(
         run_of[node] = run
     merged: list[_Run] = []
     for run in runs:
-        eager = run.eager
-        if len(runs) > 1 and not any(map(_works, run.nodes)):
-            eager = True
+        is_idle = len(runs) > 1 and not any(map(_works, run.nodes))
+        eager = run.eager or is_idle
         if not merged or merged[-1].eager != eager:
             merged.append(_Run(eager))
         merged[-1].nodes += run.nodes
@@ -290,9 +282,9 @@ def _runs(
 
 
 def _works(node: fx.Node) -> bool:
-    """Whether a node launches something: not a view, a size or an allocation."""
+    """Whether a node launches something."""
     if _value_of(node) is None:
-        return True  # it returns nothing, so it writes somewhere
+        return True  # it returns nothing, so it writes
     _, _, bare = (operator_name(node) or "").partition("::")
     writes = bare.endswith("_") or bare == "setitem"
     if writes or node.kwargs.get("out") is not None:
@@ -306,20 +298,14 @@ def _works(node: fx.Node) -> bool:
 
 
 def _value_of(node: Any) -> Any:
-    """The example value that the tracer left: fake tensors, which share storages where the real
-    ones will.
-    """
+    """The tracer's fake tensors, which share storages as the real ones."""
     return node.meta.get("example_value", node.meta.get("val"))
 
 
 def _storages_of(node: fx.Node) -> set[int]:
-    value = _value_of(node)
     functorch = torch._C._functorch
     found = set()
-    values = value if isinstance(value, tuple | list) else [value]
-    for tensor in values:
-        if not isinstance(tensor, Tensor):
-            continue
+    for tensor in tensors_in(_value_of(node)):
         while functorch.is_functorch_wrapped_tensor(tensor):
             tensor = functorch.get_unwrapped(tensor)
         found.add(tensor.untyped_storage()._cdata)

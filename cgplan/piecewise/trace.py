@@ -1,6 +1,4 @@
-"""PiecewiseModel: a model that Dynamo traces for the sizes that are captured, and that is split at
-operators.
-"""
+"""PiecewiseModel: a model that Dynamo traces, and that is split at operators."""
 
 from __future__ import annotations
 
@@ -20,8 +18,7 @@ from cgplan.backends import GraphBackend, select_backend
 from cgplan.backends.backend import autocast_cache
 from cgplan.backends.blame import users_line
 from cgplan.backends.context import ForwardContext, current_forward_context, get_forward_context
-from cgplan.backends.graph_nodes import OperatorLog
-from cgplan.backends.host_sync import Args, Function, Kwargs
+from cgplan.backends.host_sync import Args, Function, Kwargs, OperatorMode
 from cgplan.buffers.batch import BatchReader
 from cgplan.config import Config, validate_config
 from cgplan.errors import (
@@ -36,28 +33,24 @@ from cgplan.graphs.wrapper import CUDAGraphEntry, CUDAGraphWrapper, Recorded
 from cgplan.modes import CUDAGraphMode
 from cgplan.piecewise.backend import PiecewiseBackend
 from cgplan.piecewise.breakable import BreakableCUDAGraphCapture, BreakableCUDAGraphWrapper
-from cgplan.piecewise.eager_piece import PieceMemory
 
 _OTHERWISE = (
     "or split without a trace: compilation.splitting_modules breaks the capture at modules, "
     "piecewise: modules at functions under eager_break_during_capture."
 )
-_TRIES = 2  # a model that makes something on its first run has another trace in its second
+_TRIES = 2  # a first run may make something, and the second has another trace
 
 
 class PiecewiseModel(BreakableCUDAGraphWrapper):
     """A model that is split at operators and captured in mode PIECEWISE; called with the declared
-    inputs by name.
+    inputs by name. In other modes, and outside of a forward context, it is just the model.
 
-    Dynamo traces it, with guards, for the sizes that are captured: for each key it picks the trace
-    that holds, or makes one. One row and more rows are two traces; a model that branches on the
-    number of rows has more, and so has one with ``static_sizes`` (in tokens), which share no trace.
-    A replay launches what the trace launched: Dynamo, its guards and the model's Python code are
-    not entered. In other modes, and outside of a forward context, it is just the model.
+    For each captured key Dynamo picks the trace whose guards hold, or makes one; one row has its
+    own, and so has each of ``static_sizes`` (in tokens). A replay enters neither Dynamo nor the
+    model's Python code.
 
     Attributes:
-        over_budget: Static sizes that share a trace after all, because ``budget.compile_time`` was
-            spent.
+        over_budget: Static sizes that share a trace because ``budget.compile_time`` was spent.
         splitter: Holds the traces and their pieces.
     """
 
@@ -78,7 +71,7 @@ class PiecewiseModel(BreakableCUDAGraphWrapper):
         super().__init__(model, backend=backend, options=self.splitter.options)
         self._config = config
         specs = config.tensors_at((1,) * (len(config.dim_names) - 1))
-        self._rows: dict[str, int] = {}  # which dimension of each input counts rows
+        self._rows: dict[str, int] = {}  # dimensions that count rows
         for name in config.inputs:
             dim = specs[name].row_dim
             if dim is not None:
@@ -88,7 +81,7 @@ class PiecewiseModel(BreakableCUDAGraphWrapper):
         self._static = set(static_sizes)
         self._compile_seconds = [0.0]  # of each static trace
         self.over_budget: list[int] = []
-        splitter = weakref.ref(self.splitter)  # Dynamo never lets go of what it is given
+        splitter = weakref.ref(self.splitter)  # Dynamo keeps what it is given
 
         def note_miss(failure: Any) -> None:
             found = splitter()
@@ -99,22 +92,18 @@ class PiecewiseModel(BreakableCUDAGraphWrapper):
 
         optimize = torch._dynamo.optimize(self.splitter, nopython=True, guard_fail_fn=note_miss)
         self._traced: dict[bool, Function] = {}
-        # of one code object Dynamo would use the dynamic trace for static sizes, too
+        # for one code object Dynamo would use the dynamic trace for static sizes
         for is_static in (False, True):
             own = with_own_code(model)
             self._traced[is_static] = optimize(own)
-            # The finalizer holds neither this object nor the model. At exit other threads may
-            # still run a trace.
+            # At exit other threads may still run a trace.
             forget = weakref.finalize(self, _forget_trace, own.__code__, self.splitter)
             forget.atexit = False
 
     def __call__(self, **inputs: Tensor) -> Any:
-        """Run the model, or capture or replay it as the forward context says.
-
-        Raises:
-            InputError: outside of a runner, which has looked at them: inputs are not as they are
-                declared, or have other rows than the descriptor of a PIECEWISE forward context.
-            CaptureError: the model cannot be traced or captured.
+        """Raises InputError outside of a runner, which checks inputs itself: they are not as
+        declared, or have other rows than the descriptor. Raises CaptureError where the model cannot
+        be captured.
         """
         context = current_forward_context()
         is_piecewise = context is not None and context.runtime_mode is CUDAGraphMode.PIECEWISE
@@ -122,25 +111,25 @@ class PiecewiseModel(BreakableCUDAGraphWrapper):
             batch = self._reader.read(inputs)
             if context is not None and is_piecewise:
                 self._reader.refuse_other(batch, context.descriptor)
-        if is_piecewise and self.splitter.partition:  # inductor's code calls wrappers of its own
+        if is_piecewise and self.splitter.partition:  # inductor's code calls wrappers
             return self.traced(**inputs)
         return super().__call__(**inputs)
 
     def traced(self, **inputs: Tensor) -> Any:
         """Run the trace that holds for these inputs; make one if there is none."""
         for mode in _get_current_dispatch_mode_stack():
-            # Dynamo runs no trace under a mode that looks at operators
-            if not isinstance(mode, OperatorLog | PieceMemory):
+            # Dynamo runs no trace under other modes
+            if not isinstance(mode, OperatorMode):
                 return self.runnable(**inputs)
-        # one tensor twice would stay one
+        # Dynamo would keep one tensor for two inputs one
         own = {name: tensor.view_as(tensor) for name, tensor in inputs.items()}
         is_static = self._is_static(current_forward_context())
         if not is_static:
             for name, dim in self._rows.items():
                 torch._dynamo.maybe_mark_dynamic(own[name], dim)
         config = torch._dynamo.config
-        # Sizes and numbers in which this model differs from one traced before must not become
-        # variables; and inputs that happen to have equal sizes must not share one.
+        # Sizes and numbers that differ from an earlier trace must not become variables, nor equal
+        # sizes one.
         shapes = torch.fx.experimental._config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
         tracing = config.patch(
             automatic_dynamic_shapes=False,
@@ -156,7 +145,6 @@ class PiecewiseModel(BreakableCUDAGraphWrapper):
             return result
 
     def _run_trace(self, is_static: bool, own: Kwargs, inputs: Kwargs) -> Any:
-        """Errors name the user's line."""
         dynamo = torch._dynamo.exc
         try:
             return self._traced[is_static](**own)
@@ -168,12 +156,12 @@ class PiecewiseModel(BreakableCUDAGraphWrapper):
                 remedy=f"Keep that value the same in all calls, pass it as an input, {_OTHERWISE}",
             ) from error
         except (dynamo.UserError, dynamo.Unsupported, dynamo.InternalTorchDynamoError) as error:
-            if "failed to bind arguments" in str(error):  # Python says it better
+            if "failed to bind arguments" in str(error):
                 return self.runnable(**inputs)
             raise _untraceable(error) from error
         except dynamo.TorchRuntimeError as error:
             try:
-                self.runnable(**inputs)  # Dynamo hides what an operator raised, and the line
+                self.runnable(**inputs)  # Dynamo hides the error of an operator, and its line
             except Exception as own_error:
                 raise own_error from None
             raised = re.search(r": got (\w+\(.*\))$", str(error), re.MULTILINE)
@@ -189,9 +177,7 @@ class PiecewiseModel(BreakableCUDAGraphWrapper):
             raise inner if isinstance(inner, CgplanError) else error from None
 
     def _is_static(self, context: ForwardContext | None) -> bool:
-        """Whether this call's size has a trace of its own; the first call of each key decides
-        within the budget.
-        """
+        """The first call of each key decides within the budget."""
         if context is None:
             return self._config.compilation.compile_shapes == "static"
         size = context.descriptor.num_tokens
@@ -206,16 +192,13 @@ class PiecewiseModel(BreakableCUDAGraphWrapper):
         return size in self._static
 
     def _warm_up(self, args: Args, kwargs: Kwargs) -> None:
-        # the model may write into its inputs
         saved = [(tensor, tensor.clone()) for tensor in kwargs.values()]
         self.traced(*args, **kwargs)
         for tensor, before in saved:
             tensor.copy_(before)
 
     def _record(self, pool: Any, args: Args, kwargs: Kwargs) -> Recorded:
-        """The traced forward enters the capture, so that Dynamo, its guards and a trace stay
-        outside.
-        """
+        """The traced forward enters the capture: Dynamo and its guards stay outside."""
         splitter = self.splitter
         is_first_run = get_forward_context().descriptor not in self._keys
         for _ in range(_TRIES):
@@ -256,7 +239,7 @@ class PiecewiseModel(BreakableCUDAGraphWrapper):
         return roots
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PiecewiseModel:
-        """The same for a copy of the model, which has captured nothing."""
+        """Without captures."""
         runnable = copy.deepcopy(self.runnable, memo)
         made = PiecewiseModel(runnable, self._config, self.backend, self._static)
         memo[id(self)] = made
@@ -269,18 +252,16 @@ def compile_piecewise(
     """A model that is split at ``compilation.splitting_ops`` when it is first captured.
 
     Args:
-        model: Any callable or nn.Module that Dynamo can trace as one graph. A model under
-            torch.compile is split as the model that it holds.
-        config: Its inputs say which dimensions count rows; its compilation says where to split and
-            how to compile. A mapping is validated as a YAML file would be. Sizes and policies of a
-            session mean nothing here.
-        backend: Device of the graphs; chosen by ``config.device`` if absent.
+        model: Any callable or nn.Module that Dynamo can trace as one graph.
+        config: Sizes and policies of a session mean nothing here. A mapping is validated as a YAML
+            file.
+        backend: Chosen by ``config.device`` if absent.
 
     Raises:
-        ConfigError: the configuration is wrong, or asks for another route than to split at
-            operators; at the first capture, for a splitting op that does not occur.
+        ConfigError: the configuration is wrong, or has another route; at the first capture, a
+            splitting op does not occur.
         ModelError: the model comes from compile_piecewise.
-        CaptureError: at the first capture, where the model cannot be traced.
+        CaptureError: at the first capture, the model cannot be traced.
     """
     if isinstance(config, Mapping):
         config = validate_config(dict(config))
@@ -303,10 +284,10 @@ def compile_piecewise(
 
 
 def _forget_trace(code: CodeType, splitter: PiecewiseBackend) -> None:
-    """Drop what Dynamo keeps of a function, where no garbage collector sees it."""
+    """Drop what Dynamo keeps of a function, which no garbage collection does."""
     torch._C._dynamo.eval_frame.reset_code(code)
     backends = torch._dynamo.eval_frame.cached_backends
-    for key, found in backends.copy().items():  # a copy: other threads compile meanwhile
+    for key, found in backends.copy().items():  # other threads compile meanwhile
         if found is splitter:
             backends.pop(key, None)
     splitter.traces.clear()
@@ -314,8 +295,8 @@ def _forget_trace(code: CodeType, splitter: PiecewiseBackend) -> None:
 
 
 def with_own_code(model: Function) -> Function:
-    """A function that calls the model, with a code object of its own: Dynamo keeps its traces
-    there, and after some sessions on one code object would refuse to trace it again.
+    """A function that calls the model, with a code object of its own: Dynamo keeps a limited number
+    of traces there.
     """
 
     def forward(**inputs: Tensor) -> Any:

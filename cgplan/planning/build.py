@@ -308,7 +308,13 @@ def build_plan(config: Config) -> Plan:
         if speculative.has_draft_graphs and speculative.num_speculative_tokens > 1:
             full = mode.decode_mode() is CUDAGraphMode.FULL
             draft_mode = CUDAGraphMode.FULL_DECODE_ONLY if full else CUDAGraphMode.NONE
-            draft_decode = _v2_keys(config, draft_mode, sizes.sizes, (0,), query_len=1)
+            draft_decode = _v2_keys(
+                config,
+                draft_mode,
+                sizes.sizes,
+                (0,),
+                query_len=1,
+            )
     unused = _unused(config, mode, sizes.sizes, keys)
     return Plan(
         requested_mode=config.compilation.cudagraph_mode,
@@ -410,7 +416,10 @@ def _v2_place(key: Key) -> tuple[bool, int]:
     return mode is CUDAGraphMode.FULL, -descriptor.num_tokens
 
 
-def _boxes(config: Config, sizes: Sequence[int]) -> Sequence[tuple[int, ...]]:
+def _boxes(
+    config: Config,
+    sizes: Sequence[int],
+) -> Sequence[tuple[int, ...]]:
     """The boxes to capture. Raises ConfigError if they are too many, or span too many."""
     given = config.compilation.boxes
     axes: dict[str, Sequence[int]] = {config.dim_names[0]: sizes}
@@ -447,7 +456,11 @@ def _unused(
     seqs = config.scheduler.max_num_seqs
     captured = {descriptor.num_tokens for _, descriptor in keys}
     q = config.query_len
-    unused = [size for size in sizes if captured.isdisjoint({size, -(-size // q) * q})]
+    unused = []
+    for size in sizes:
+        rounded = -(-size // q) * q
+        if captured.isdisjoint({size, rounded}):
+            unused.append(size)
     if unused and isinstance(compilation.cudagraph_capture_sizes, tuple):
         yield (
             f"capture sizes {', '.join(map(str, unused))} have no graph: a decode batch has at "

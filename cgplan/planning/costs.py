@@ -123,7 +123,8 @@ class GraphCosts(ABC):
             seconds += self.seconds(key)
             driver = self.driver_bytes(key)
             costs.append(KeyCost(pool - held, driver, seconds))
-            held, seconds = pool, 0.0
+            held = pool
+            seconds = 0.0
         static = 0
         for sizes, tokens in widest(keys).items():
             static += self.static_bytes(tokens, sizes)

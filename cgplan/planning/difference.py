@@ -106,7 +106,8 @@ class PlanDifference(Record):
 
 def compare(old: Plan, new: Plan) -> PlanDifference:
     """The changes from ``old`` to ``new``."""
-    before, after = old.lanes(), new.lanes()
+    before = old.lanes()
+    after = new.lanes()
     lanes = []
     for lane in sorted({*before, *after}, key=_by_name):
         had = set(before.get(lane, ()))
@@ -243,7 +244,8 @@ def _settings(
 
 def _notes(old: Plan, new: Plan) -> Iterator[str]:
     if old.predicted is not None and new.predicted is not None:
-        source, other_source = old.predicted.source, new.predicted.source
+        source = old.predicted.source
+        other_source = new.predicted.source
         if source != other_source:
             yield (f"memory and start-up have other sources: {source} before, {other_source} after")
     for name, words in _COMPARED.items():

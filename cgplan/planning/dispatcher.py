@@ -108,7 +108,11 @@ class _RunnerV2:
     def __init__(self, plan: Plan) -> None:
         self._cases = sorted(plan.lora_cases)
         ordered = sorted(plan.keys, key=_preference)
-        self._keys = grouped(((mode, key.num_active_loras), key) for mode, key in ordered)
+        by_case = []
+        for mode, key in ordered:
+            case = mode, key.num_active_loras
+            by_case.append((case, key))
+        self._keys = grouped(by_case)
 
     def answer(
         self,
@@ -200,7 +204,12 @@ class CudagraphDispatcher:
                 uniform_query_len = max_query_len = self.plan.query_len
             modes = _allowed(valid_modes, invalid_modes)
             return self._v2.answer(
-                num_tokens, num_reqs, uniform_query_len, max_query_len, num_active_loras, modes
+                num_tokens,
+                num_reqs,
+                uniform_query_len,
+                max_query_len,
+                num_active_loras,
+                modes,
             )
         asked = (num_tokens, *sizes) if sizes else num_tokens
         if valid_modes is None and invalid_modes is None:

@@ -16,7 +16,8 @@ from operator import itemgetter
 from cgplan.modes import CUDAGraphMode
 from cgplan.units import format_bytes
 
-GIB, MIB = 1 << 30, 1 << 20
+GIB = 1 << 30
+MIB = 1 << 20
 _START = "Initializing a V1 LLM engine"
 _FINISHED = re.compile(r"Graph capturing finished in (\d+) secs, took (-?[\d.]+) GiB")
 _ESTIMATED = re.compile(
@@ -72,7 +73,8 @@ class StartLog:
         """None if the log does not tell how long the captures took."""
         start = max(text.rfind(_START), 0)
         text = text[start:]
-        seconds, taken = [], [0.0]
+        seconds = []
+        taken = [0.0]
         for whole, gib in _FINISHED.findall(text):
             seconds.append(float(whole))
             taken.append(float(gib))

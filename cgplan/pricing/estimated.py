@@ -71,7 +71,8 @@ class Recording:
                 continue
             renumbered.append(Allocation(number, event.nbytes))
         events = []
-        held, most = 0, 0
+        held = 0
+        most = 0
         for event in renumbered:
             if event.block not in hidden:
                 events.append(event)
@@ -114,7 +115,8 @@ class Recording:
 
         Where the two differ in form, this one's bytes in proportion to the size.
         """
-        mine, theirs = self.num_tokens, other.num_tokens
+        mine = self.num_tokens
+        theirs = other.num_tokens
         is_alike = mine != theirs and self.form == other.form
         partners = other.events if is_alike else self.events
         found = []

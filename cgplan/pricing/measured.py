@@ -84,7 +84,8 @@ def case_costs(
     found = []
     for case in plan.lora_cases:
         rest = [key for key in plan.keys if key[1].num_active_loras != case]
-        nbytes, seconds = None, None
+        nbytes = None
+        seconds = None
         if costs is not None and whole is not None:
             others = costs.of(rest)
             nbytes = whole.total_bytes - others.total_bytes
@@ -201,8 +202,10 @@ class MeasuredCosts(GraphCosts):
             largest[mode] = max(record.descriptor.elements for record in own)
         first, *others = by_mode[records[0].mode]
         once = max(first.seconds - others[0].seconds, 0.0) if others else 0.0
-        keys, pools = [], {}
-        pool, extra = 0, once
+        keys = []
+        pools = {}
+        pool = 0
+        extra = once
         for record in records:
             mode = record.mode
             pool += record.pool_growth
@@ -252,7 +255,9 @@ class MeasuredCosts(GraphCosts):
             )
         least = min(1 << 20, log.bytes / total)
         known = 0.0
-        driver, pools, largest = {}, {}, {}
+        driver = {}
+        pools = {}
+        largest = {}
         for mode, (count, tokens) in graphs.items():
             rest = log.bytes - (total - 1) * least
             first, each = log.by_mode.get(mode, (rest, least))
@@ -263,7 +268,8 @@ class MeasuredCosts(GraphCosts):
         known += max(pools.values())
         scale = log.bytes / known if known else 0.0  # to what the captures really took
         seconds = log.seconds / total
-        keys, points = [], {}
+        keys = []
+        points = {}
         for mode in graphs:
             for case in lora_cases(config):
                 nbytes = driver[mode] * scale
@@ -340,7 +346,9 @@ class MeasuredCosts(GraphCosts):
         """
         mode, descriptor = key
         size = descriptor.elements
-        same, alike, of_mode = [], [], []
+        same = []
+        alike = []
+        of_mode = []
         for measured in self._keys:
             if measured.mode is not mode:
                 continue

@@ -1,9 +1,7 @@
-"""Reports as one HTML file to look at: charts, each over a table of the same figures, and the whole
-report as text.
+"""A report as one HTML file: charts, each over a table of its figures, and the report as text.
 
-The file loads nothing: Apache ECharts and the figures are in it, and its policy lets its own two
-scripts run alone, so that a name in a report cannot. `page.js` draws the charts of a section from
-the rows of its table.
+The file loads nothing, and its policy runs its own two scripts alone, so a name in a report cannot
+run. `page.js` draws the charts of a section from the rows of its table.
 """
 
 from __future__ import annotations
@@ -13,11 +11,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import singledispatch
 from hashlib import sha256
 from itertools import pairwise, zip_longest
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jinja2 import Environment as Templates
-from jinja2 import FileSystemLoader, StrictUndefined
+from jinja2 import StrictUndefined, Template
 
 from cgplan.modes import Key
 from cgplan.optimizer.evidence import Evidence, PaddingMap
@@ -29,11 +27,19 @@ from cgplan.reports.layout import (
     Fact,
     Grid,
     TextColumn,
-    describe_sizes,
+    describe_lanes,
     labelled,
     percent,
 )
-from cgplan.reports.plan_tables import GRAPHS, MEMORY, START_UP, STEP, USES, said
+from cgplan.reports.plan_tables import (
+    GRAPHS,
+    MEMORY,
+    START_UP,
+    STEP,
+    USES,
+    predicted_by,
+    said,
+)
 from cgplan.reports.records import AuditReport, BenchReport, CaptureReport, Environment, KeyRecord
 from cgplan.reports.run_tables import baselines, latencies, queued
 from cgplan.units import (
@@ -47,16 +53,15 @@ from cgplan.units import (
 from cgplan.version import __version__
 
 HERE = Path(__file__).parent
-SCRIPTS = ("vendor/echarts.min.js", "page.js")
+FILES = ("page.html.j2", "vendor/echarts.min.js", "page.js")
 MOST_ROWS = 1000
 MOST_MAPS = 4
 Chart = Mapping[str, Any]  # see ``chart``
-# bytes by part of the memory, and by the key that has them
-Parts = dict[tuple[str, str], int | None]
+Parts = dict[tuple[str, str], int | None]  # bytes by part of the memory and name of the key
 Row = tuple[Any, ...]
 Format = Callable[[Any], str]
 count = "{:,}".format
-UNITS: Mapping[Format, str] = {  # names that page.js has for the formats of charts' columns
+UNITS: Mapping[Format, str] = {  # the units of page.js
     format_bytes: "bytes",
     format_microseconds: "us",
     format_seconds: "s",
@@ -67,7 +72,7 @@ UNITS: Mapping[Format, str] = {  # names that page.js has for the formats of cha
 
 
 class Section(NamedTuple):
-    """One subject. A section without charts is a list: it is open, and can be searched."""
+    """A section without charts is open, and can be searched."""
 
     title: str
     about: str
@@ -77,42 +82,31 @@ class Section(NamedTuple):
 
 
 class Page(NamedTuple):
-    """What a file shows, from the top to the bottom."""
-
     title: str
     lead: str = ""
-    tiles: Sequence[Fact] = ()  # the figures that matter most
+    tiles: Sequence[Fact] = ()
     notes: Sequence[Fact] = ()
     sections: Sequence[Section] = ()
 
 
-def chart(
-    kind: str,
-    caption: str,
-    x: str,
-    *values: str,
-    **more: Any,
-) -> Chart:
-    """Columns ``values`` over column ``x``: lines, bars, treemap, heat, curve, strip. ``more``:
-    ``by`` a column, whose names are series, parts of a treemap or rows of a heat map; ``stack``
-    bars; ``start`` a column, where they begin; ``where`` a column and its value; ``line`` the
-    series of a curve that is one.
+def chart(kind: str, caption: str, x: str, *values: str, **more: Any) -> Chart:
+    """Columns ``values`` over column ``x``.
+
+    Args:
+        kind: lines, bars, treemap, heat, curve or strip.
+        more: ``by``: the column that names series, parts of a treemap or rows of a heat map;
+            ``stack``: bars are; ``start``: the column where bars begin; ``where``: (column, value)
+            of the rows; ``line``: the series of a curve that is drawn as a line.
     """
-    return {
-        "kind": kind,
-        "caption": caption,
-        "x": x,
-        "values": values,
-        **more,
-    }
+    return {"kind": kind, "caption": caption, "x": x, "values": values, **more}
 
 
 def html_of(page: Page, text: str) -> str:
-    """The HTML file; ``text``: the whole report."""
-    templates = Templates(
-        loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+    """The HTML file; ``text`` is the whole report."""
+    page_text, *scripts = [(HERE / name).read_text(encoding="utf-8") for name in FILES]
+    shell: Template = Template(
+        page_text, autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
-    scripts = [(HERE / name).read_text(encoding="utf-8") for name in SCRIPTS]
     drawn: list[Any] = []
     for section in page.sections:
         columns = section.table.columns
@@ -121,7 +115,7 @@ def html_of(page: Page, text: str) -> str:
         for row in section.table.rows if section.charts else ():
             rows.append([(column.cell if column.left else column.of)(row) for column in columns])
         drawn.append((units, rows, section.charts))
-    return templates.get_template("page.html.j2").render(
+    return shell.render(
         page=page,
         scripts=scripts,
         hashes=[b64encode(sha256(script.encode()).digest()).decode() for script in scripts],
@@ -133,7 +127,7 @@ def html_of(page: Page, text: str) -> str:
 
 
 def table_of(rows: Iterable[Any], formats: Mapping[str, Format]) -> Grid:
-    """A table of tuples: each column with its format; ``str`` is text."""
+    """A table of tuples; a column with format ``str`` is text."""
     columns: list[Column] = []
     for place, (title, shown) in enumerate(formats.items()):
         kind = TextColumn if shown is str else Column
@@ -143,7 +137,7 @@ def table_of(rows: Iterable[Any], formats: Mapping[str, Format]) -> Grid:
 
 @singledispatch
 def page_of(report: Any) -> Page:
-    """What is shown of a report; one that has no charts has its text alone."""
+    """The page of a report; one without charts has its text alone."""
     return Page(f"cgplan {report.kind.replace('_', ' ')}")
 
 
@@ -157,14 +151,9 @@ def _capture(report: CaptureReport) -> Page:
         *_costs(report.total_bytes, report.session_seconds),
     ]
     notes = labelled("warning", report.warnings) + labelled("note", report.plan.notes)
+    sections = list(_of_capture(report))
     title = _title("Capture", report.plan)
-    return Page(
-        title,
-        _lead(report.environment),
-        tiles,
-        notes,
-        [*_of_capture(report)],
-    )
+    return Page(title, _lead(report.environment), tiles, notes, sections)
 
 
 @page_of.register
@@ -180,13 +169,7 @@ def _bench(report: BenchReport) -> Page:
     notes = labelled("warning", capture.warnings)
     sections = [*_of_bench(report), *_of_capture(capture)]
     title = _title("Bench", capture.plan)
-    return Page(
-        title,
-        _lead(report.environment),
-        tiles,
-        notes,
-        sections,
-    )
+    return Page(title, _lead(report.environment), tiles, notes, sections)
 
 
 @page_of.register
@@ -194,28 +177,22 @@ def _plan(plan: Plan) -> Page:
     graphs = len(plan.keys)
     tiles = [("graphs", str(graphs))]
     lead = f"{plan.mode}, {counted(graphs, 'graph')}."
-    if plan.evidence is not None:
+    if plan.evidence:
         evidence = Evidence.model_validate(plan.evidence)
         lead = f"{evidence.verdict[0].upper()}{evidence.verdict[1:]}."
         expected = evidence.expected_us
         tiles.append(("expected step", format_microseconds(expected.plan)))
         if expected.eager is not None:
             tiles.append(("step without graphs", format_microseconds(expected.eager)))
-    sections = [*_of_plan(plan)]
+    sections = list(_of_plan(plan))
     cost = plan.predicted
-    if cost is not None and plan.keys:
+    if cost and plan.keys:
         tiles += _costs(cost.total_bytes, cost.seconds)
         sides, source = _predicted(plan)
         sections.append(_memory(sides, source))
         seconds = [{"start-up": key.seconds} for key in cost.keys]
         sections.append(_start_up(plan.keys, seconds, source))
-    return Page(
-        _title("Plan", plan),
-        lead,
-        tiles,
-        said(plan),
-        sections,
-    )
+    return Page(_title("Plan", plan), lead, tiles, said(plan), sections)
 
 
 @page_of.register
@@ -230,13 +207,8 @@ def _audit(report: AuditReport) -> Page:
     ]
     title = f"Audit of {counted(len(keys), 'key')}"
     notes = labelled("note", report.notes)
-    return Page(
-        title,
-        _lead(report.environment),
-        tiles,
-        notes,
-        [*_of_audit(report)],
-    )
+    sections = list(_of_audit(report))
+    return Page(title, _lead(report.environment), tiles, notes, sections)
 
 
 # --- sections -------------------------------------------------------------------------------------
@@ -247,7 +219,7 @@ def _of_capture(report: CaptureReport) -> Iterator[Section]:
     records = report.records
     if records:
         keys = [record.key for record in records]
-        grown = [(record.pool_growth, record.driver_bytes) for record in records]
+        grown = map(attrgetter("pool_growth", "driver_bytes"), records)
         measured = _parts(keys, grown, report)
         pool = sum(record.pool_growth for record in records)
         driver = (report.driver_bytes or 0) - report.graph_driver_bytes
@@ -266,7 +238,7 @@ def _of_capture(report: CaptureReport) -> Iterator[Section]:
         yield _start_up(keys, seconds, source)
     yield from _segments(report, source)
     yield from _of_plan(report.plan)
-    if report.audit is not None:
+    if report.audit:
         yield from _of_audit(report.audit)
 
 
@@ -290,15 +262,7 @@ def _segments(report: CaptureReport, source: str) -> Iterator[Section]:
                 rows.append((keys, place, "eager piece", None))
     if not rows:
         return
-    table = table_of(
-        rows,
-        {
-            "keys": str,
-            "place": count,
-            "piece": str,
-            nodes: count,
-        },
-    )
+    table = table_of(rows, {"keys": str, "place": count, "piece": str, nodes: count})
     about = (
         f"Graph segments, as long as their {nodes}, and the pieces between them that run eagerly, "
         "which have no length. A report counts these pieces without their places."
@@ -313,43 +277,28 @@ def _of_bench(report: BenchReport) -> Iterator[Section]:
         series = ("eager median", "graph median", "replay median")
         drawn = chart("lines", "Latency by batch size", "tokens", *series)
         about = (
-            "From an idle device until it has finished: the model's code, the runner's call, and "
-            "the graph alone."
+            "From an idle device until it has finished: eager, the runner's call, the graph alone."
         )
-        yield Section(
-            "Latency",
-            about,
-            source,
-            latencies(report),
-            [drawn],
-        )
+        yield Section("Latency", about, source, latencies(report), [drawn])
     waiting = queued(report)
-    if waiting is not None:
+    if waiting:
         title = "Calls that follow one another without waiting"
         drawn = chart("lines", "Time of each call", "tokens", "graph median", "replay median")
         about = "Time of each: the runner's call, and the graph alone."
         yield Section(title, about, source, waiting, [drawn])
-    if report.peers is not None and report.peers.records:
+    if report.peers and report.peers.records:
         about = "Ways to run the same model on the same tensors, in turns."
         charts = [
             chart("lines", "Calls that follow one another", "tokens", "device", by="way"),
             chart("lines", "Host, until a call returned", "tokens", "host", by="way"),
         ]
-        yield Section(
-            "Beside other ways",
-            about,
-            source,
-            baselines(report.peers),
-            charts,
-        )
+        yield Section("Beside other ways", about, source, baselines(report.peers), charts)
 
 
 def _parts(
-    keys: Sequence[Key],
-    each: Sequence[tuple[int, int | None]],
-    of: CaptureReport | Predicted,
+    keys: Sequence[Key], each: Iterable[tuple[int, int | None]], of: CaptureReport | Predicted
 ) -> Parts:
-    """``each``: the growth of the pool and the driver's bytes by key."""
+    """``each``: bytes of the pool and of the driver by key."""
     parts: Parts = {
         ("static buffers", "all keys"): of.static_bytes,
         ("workspaces", "all keys"): of.workspace_bytes,
@@ -361,13 +310,13 @@ def _parts(
 
 
 def _predicted(plan: Plan) -> tuple[dict[str, Parts], str]:
-    """The predicted memory, and who predicted it; nothing where nobody did."""
+    """The predicted memory and its source, if there are."""
     cost = plan.predicted
-    if cost is None:
+    if not cost:
         return {}, ""
-    parts = _parts(plan.keys, [(key.pool_bytes, key.driver_bytes) for key in cost.keys], cost)
-    estimated = ", an estimate" if cost.estimated else ""
-    return {"predicted": parts}, f" Prediction: {cost.source}{estimated}."
+    each = map(attrgetter("pool_bytes", "driver_bytes"), cost.keys)
+    parts = _parts(plan.keys, each, cost)
+    return {"predicted": parts}, f" Prediction: {predicted_by(cost)}."
 
 
 def _memory(sides: Mapping[str, Parts], source: str) -> Section:
@@ -375,23 +324,11 @@ def _memory(sides: Mapping[str, Parts], source: str) -> Section:
     charts: list[Chart] = []
     for side, parts in sides.items():
         whole = format_bytes(sum(size or 0 for size in parts.values()))
-        charts.append(
-            chart(
-                "treemap",
-                f"{side}: {whole}",
-                "key",
-                side,
-                by="part",
-            )
-        )
+        charts.append(chart("treemap", f"{side}: {whole}", "key", side, by="part"))
         for row, size in parts.items():
             if size is not None:
                 rows[row] = (*row, *(other.get(row) for other in sides.values()))
-    formats: dict[str, Format] = {
-        "part": str,
-        "key": str,
-        **dict.fromkeys(sides, format_bytes),
-    }
+    formats: dict[str, Format] = {"part": str, "key": str, **dict.fromkeys(sides, format_bytes)}
     about = (
         "Device memory by part, and in it by the key that made it grow. Keys share one pool, so "
         "the first key takes most of it; the driver takes memory in chunks."
@@ -410,28 +347,23 @@ def _start_up(
     each: Sequence[Mapping[str, float]],
     source: str,
 ) -> Section:
-    """Seconds of each key by phase, in the order of the capture."""
+    """``each``: seconds by phase of each key, in capture order."""
     phases = [phase for phase in each[0] if any(seconds[phase] for seconds in each)]
     rows: list[Row] = []
     begin = 0.0
     for key, seconds in zip(keys, each, strict=True):
         rows.append((_name(key), begin, *(seconds[phase] for phase in phases)))
         begin += sum(seconds.values())
-    formats: dict[str, Format] = {
-        "key": str,
-        **dict.fromkeys(("begins after", *phases), format_seconds),
-    }
-    about = (
-        "Time of each key, one after the other from the first on. The time between keys is left "
-        "out."
-    )
+    start = "begins after"
+    formats: dict[str, Format] = {"key": str, **dict.fromkeys((start, *phases), format_seconds)}
+    about = "Keys one after the other, without the time between them."
     drawn = chart(
         "bars",
         "Start-up by key",
         "key",
         *phases,
         stack=True,
-        start="begins after",
+        start=start,
     )
     return Section(
         "Start-up",
@@ -443,25 +375,29 @@ def _start_up(
 
 
 def _of_plan(plan: Plan) -> Iterator[Section]:
-    if plan.evidence is not None:
+    if plan.evidence:
         evidence = Evidence.model_validate(plan.evidence)
         source = f"Expected for {evidence.traffic_source}, with step times {evidence.times_source}."
         if evidence.pareto:
             yield _curve(evidence, source)
         if evidence.uses:
-            about = (
-                "Share of all steps that each graph runs, and of padding in the tokens that it "
-                "runs."
+            title = "Use of each graph"
+            about = "Each graph's share of all steps, and the share of padding in its tokens."
+            drawn = chart(
+                "bars",
+                title,
+                "graph",
+                "steps",
+                "padding",
             )
-            drawn = chart("bars", "Use of each graph", "graph", "steps", "padding")
             yield Section(
-                "Use of each graph",
+                title,
                 about,
                 source,
                 Grid(evidence.uses, *USES),
                 [drawn],
             )
-        if evidence.padding_map is not None:
+        if evidence.padding_map:
             yield _padding_map(evidence.padding_map, source)
     if plan.keys and not plan.config.get("dims"):
         yield _padding(plan)
@@ -469,17 +405,17 @@ def _of_plan(plan: Plan) -> Iterator[Section]:
 
 def _curve(evidence: Evidence, source: str) -> Section:
     best = "the best with so many graphs"
-    points = [
-        evidence.as_point("this plan"),
-        *evidence.ladders,
-        *evidence.pareto,
-    ]
+    points = [evidence.as_point("this plan"), *evidence.ladders, *evidence.pareto]
     name = TextColumn("plan", lambda point: getattr(point, "name", best))
-    table = Grid(points, name, GRAPHS, STEP, MEMORY, START_UP)
-    about = (
-        "Mean time of a step by the number of graphs: the best plan of each number, this plan, "
-        "and ladders."
+    table = Grid(
+        points,
+        name,
+        GRAPHS,
+        STEP,
+        MEMORY,
+        START_UP,
     )
+    about = "Mean time of a step: the best plan of each number of graphs, this plan, and ladders."
     caption = "Expected step by number of graphs"
     drawn = chart(
         "curve",
@@ -489,7 +425,13 @@ def _curve(evidence: Evidence, source: str) -> Section:
         by="plan",
         line=best,
     )
-    return Section("Graphs against step time", about, source, table, [drawn])
+    return Section(
+        "Graphs against step time",
+        about,
+        source,
+        table,
+        [drawn],
+    )
 
 
 def _padding_map(found: PaddingMap, source: str) -> Section:
@@ -499,79 +441,77 @@ def _padding_map(found: PaddingMap, source: str) -> Section:
         for other, share in zip(found.columns, shares, strict=True):
             if share is not None:
                 cells.append((size, other, share))
-    table = table_of(
-        cells,
-        {
-            first: count,
-            second: count,
-            "padding": percent,
-        },
-    )
+    table = table_of(cells, {first: count, second: count, "padding": percent})
     about = "Share of padding in what batches up to each size run. An empty cell had no batch."
-    drawn = chart("heat", "Padding by size", second, "padding", by=first)
-    return Section("Padding", about, source, table, [drawn])
+    drawn = chart(
+        "heat",
+        "Padding by size",
+        second,
+        "padding",
+        by=first,
+    )
+    return Section(
+        "Padding",
+        about,
+        source,
+        table,
+        [drawn],
+    )
 
 
 def _padding(plan: Plan) -> Section:
-    """For each graph its smallest, middle and largest batch."""
     alike = grouped((sizes, str(lane)) for lane, sizes in plan.lanes().items())
     rows: list[Row] = []
     charts: list[Chart] = []
     for sizes, names in alike.items():
         lane = " and ".join(names)
-        charts.append(
-            chart(
-                "heat",
-                lane,
-                "batch",
-                "padding",
-                by="graph",
-                where=("lane", lane),
-            )
+        drawn = chart(
+            "heat",
+            lane,
+            "batch",
+            "padding",
+            by="graph",
+            where=("lane", lane),
         )
+        charts.append(drawn)
         for below, size in pairwise((0, *sizes)):
             for batch in sorted({below + 1, (below + size + 1) // 2, size}):
                 rows.append((lane, batch, size, (size - batch) / size))
-    table = table_of(
-        rows,
-        {
-            "lane": str,
-            "batch": count,
-            "graph": count,
-            "padding": percent,
-        },
-    )
+    table = table_of(rows, {"lane": str, "batch": count, "graph": count, "padding": percent})
     about = (
         "A batch is padded up to the next captured size. For each graph the smallest batch, one "
         "in the middle and the largest: the share of padding in its rows."
     )
     source = f"Computed from the plan's sizes, {plan.sizes_source}."
-    return Section("Padding", about, source, table, charts)
+    return Section(
+        "Padding",
+        about,
+        source,
+        table,
+        charts,
+    )
 
 
 def _of_audit(report: AuditReport) -> Iterator[Section]:
     source = f"Read from the graphs on {_where(report.environment)}."
     findings = Grid(
         report.findings,
-        TextColumn("problem", "problem"),
+        TextColumn("problem"),
         TextColumn("key", lambda finding: _name(finding.key)),
         Column("graph", "graph", count),
         Column("node", "node", count),
-        TextColumn("kernel", "kernel"),
-        TextColumn("operator", "operator"),
-        TextColumn("line", "line"),
+        TextColumn("kernel"),
+        TextColumn("operator"),
+        TextColumn("line"),
         Column("address", "address", hex),
-        TextColumn("detail", "detail"),
+        TextColumn("detail"),
     )
-    about = (
-        "Pointers of the graphs into memory that is not the runner's: a replay reads or writes "
-        "what others do."
-    )
+    about = "Pointers of the graphs into memory that is not the runner's."
     yield Section("Findings", about, source, findings)
     owners = Grid(
         report.owners,
         TextColumn("owner", "name"),
-        TextColumn("kind", "kind"),
+        TextColumn("kind"),
         Column("size", "nbytes", format_bytes),
         Column("pointers", "words", count),
         Column("keys", "keys", count),
@@ -580,14 +520,7 @@ def _of_audit(report: AuditReport) -> Iterator[Section]:
     kinds: list[Row] = []
     for key in report.keys:
         kinds += [(_name(key.key), kind, words) for kind, words in key.kinds.items()]
-    table = table_of(
-        kinds,
-        {
-            "key": str,
-            "kind": str,
-            "pointers": count,
-        },
-    )
+    table = table_of(kinds, {"key": str, "kind": str, "pointers": count})
     about = "Pointers of each key, by the kind of their memory."
     drawn = chart(
         "bars",
@@ -597,7 +530,13 @@ def _of_audit(report: AuditReport) -> Iterator[Section]:
         by="kind",
         stack=True,
     )
-    yield Section("Pointers by kind of owner", about, source, table, [drawn])
+    yield Section(
+        "Pointers by kind of owner",
+        about,
+        source,
+        table,
+        [drawn],
+    )
     yield _kernels(report, source)
 
 
@@ -618,14 +557,7 @@ def _kernels(report: AuditReport, source: str) -> Section:
             )
         )
         rows += [(keys, name, nodes) for name, nodes in kernels]
-    table = table_of(
-        rows,
-        {
-            "keys": str,
-            kernel: str,
-            "nodes": count,
-        },
-    )
+    table = table_of(rows, {"keys": str, kernel: str, "nodes": count})
     about = f"Nodes of a key's graphs, by {kernel}. Keys with equal counts stand together."
     return Section(
         f"Nodes by {kernel}",
@@ -644,11 +576,10 @@ def _name(key: Key) -> str:
 
 
 def _together(records: Sequence[KeyRecord]) -> str:
-    """``FULL uniform: 1, 2, 4, 8 to 256 by 8``; boxes one by one."""
+    """Keys by lane; boxes one by one."""
     if any(record.descriptor.sizes for record in records):
         return ", ".join(_name(record.key) for record in records)
-    lanes = grouped((str(record.lane), record.descriptor.num_tokens) for record in records)
-    return "; ".join(f"{lane}: {describe_sizes(sorted(sizes))}" for lane, sizes in lanes.items())
+    return describe_lanes((record.lane, record.descriptor.num_tokens) for record in records)
 
 
 def _title(kind: str, plan: Plan) -> str:
@@ -665,7 +596,7 @@ def _where(environment: Environment) -> str:
 
 
 def _lead(environment: Environment) -> str:
-    aside = " Bytes and times of the CPU stand-in say little about a GPU."
-    return (
-        f"{_where(environment)}, torch {environment.torch}.{aside if environment.is_tape else ''}"
-    )
+    lead = f"{_where(environment)}, torch {environment.torch}."
+    if environment.is_tape:
+        lead += " Bytes and times of the CPU stand-in say little about a GPU."
+    return lead

@@ -1,6 +1,4 @@
-"""How reports look: tables, labelled facts, plain text. In ASCII, so that they can be piped, logged
-and pasted.
-"""
+"""How reports look: tables, labelled facts, plain text. All in ASCII."""
 
 from __future__ import annotations
 
@@ -13,12 +11,11 @@ from collections.abc import (
     Sequence,
 )
 from dataclasses import dataclass
-from functools import singledispatch
+from functools import partial, singledispatch
 from io import StringIO
 from itertools import product, zip_longest
-from operator import methodcaller
 from textwrap import wrap
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from rich.console import (
     Console,
@@ -28,17 +25,24 @@ from rich.console import (
 )
 from rich.text import Text
 
+from cgplan.units import (
+    format_bytes,
+    format_microseconds,
+    format_seconds,
+    grouped,
+)
+
 TEXT_WIDTH = 100
 _UNIT = re.compile(r"(?<=\d) (?=(?:[um]?s|[KMG]?i?B)\b)")
-_BREAK = re.compile(r"(?<=-)(?=\w)| ")  # where a heading may go on in the next line
+_BREAK = re.compile(r"(?<=-)(?=\w)| ")  # where a heading may break
 Lines = list[str]
-Fact = tuple[str, str]  # a label, and what stands beside it
+Fact = tuple[str, str]  # label, text
 percent = "{:.1%}".format
 
 
 @singledispatch
 def render(report: Any) -> RenderableType:
-    """A report, plan or other record for a rich console."""
+    """A report, plan or other record, for a rich console."""
     raise TypeError(f"{type(report).__name__} has no tables")
 
 
@@ -46,9 +50,7 @@ def render_text(
     report: Any,
     width: int = TEXT_WIDTH,
 ) -> str:
-    """A report, plan or other record as plain text of ``width`` columns, without a newline at the
-    end.
-    """
+    """A report, plan or other record as text of ``width`` columns, without a last newline."""
     return plain_text(render(report), width)
 
 
@@ -70,7 +72,7 @@ def plain_text(
 
 
 def describe_sizes(sizes: Sequence[int]) -> str:
-    """``(1, 2, 4, 8, 16, 24, 32)`` -> ``1, 2, 4, 8 to 32 by 8``; ``none`` if there are none."""
+    """``(1, 2, 4, 8, 16, 24, 32)`` -> ``1, 2, 4, 8 to 32 by 8``; ``()`` -> ``none``."""
     parts: list[str] = []
     first = 0
     while first < len(sizes):
@@ -82,7 +84,7 @@ def describe_sizes(sizes: Sequence[int]) -> str:
                 break
             step = distance
             last = place
-        if last - first < 3:  # a shorter run reads better as it is
+        if last - first < 3:
             last = first
             parts.append(str(sizes[first]))
         else:
@@ -92,66 +94,78 @@ def describe_sizes(sizes: Sequence[int]) -> str:
     return ", ".join(parts) or "none"
 
 
+def describe_lanes(sizes: Iterable[tuple[object, int]]) -> str:
+    """(lane, size) pairs as ``FULL uniform: 8 to 64 by 8; PIECEWISE: 64``."""
+    lanes = grouped(sizes)
+    return "; ".join(f"{lane}: {describe_sizes(sorted(of))}" for lane, of in lanes.items())
+
+
 @dataclass(frozen=True)
 class Column:
-    """A column of a table: numbers, which stand right, in one line."""
+    """Numbers, which stand right, in one line.
 
-    title: str  # may have several lines
-    # dotted path of attributes and indices, or a function of the row; None: a dash
-    value: str | Callable[[Any], Any]
+    Attributes:
+        title: May have several lines.
+        value: Path of attributes and indices, or a function of the row; absent: the title. None is
+            shown as a dash.
+        on_page_alone: In HTML, not in text.
+    """
+
+    title: str
+    value: str | Callable[[Any], Any] = ""
     format: Callable[[Any], str] = str
-    on_page_alone: bool = False  # in HTML, not in text
+    on_page_alone: bool = False
 
     left: ClassVar = False
 
     @property
     def name(self) -> str:
-        """The title in one line."""
         title = self.title.replace("-\n", "-")
         return title.replace("\n", " ")
 
-    def of(self, row: Any) -> Any:
+    def of(
+        self,
+        row: Any,
+    ) -> Any:
         if callable(self.value):
             return self.value(row)
         value = row
-        for name in self.value.split("."):
+        path = self.value or self.title
+        for name in path.split("."):
             if value is None:
                 break
             value = value[int(name)] if name.isdigit() else getattr(value, name)
         return value
 
-    def cell(self, row: Any) -> str:
+    def cell(
+        self,
+        row: Any,
+    ) -> str:
         value = self.of(row)
         return "-" if value is None else self.format(value)
 
 
+Bytes = partial(Column, format=format_bytes)
+Microseconds = partial(Column, format=format_microseconds)
+Seconds = partial(Column, format=format_seconds)
+Share = partial(Column, format=percent)
+
+
 class TextColumn(Column):
-    """Text, which stands left, and may go on in further lines."""
+    """Text, which stands left, in one or more lines."""
 
     left = True
 
 
-class Fit(NamedTuple):
-    """How a table stands in a console."""
-
-    titles: list[Lines]
-    widths: list[int]
-    gap: int  # between columns
-
-
 class Grid:
-    """A table of rows under a ruled heading, for a console and for HTML.
+    """A table of rows, for a console and for HTML.
 
-    A console gets it fitted: where the whole is too wide, headings and then texts go on in further
-    lines, and words stay whole. ``short``: numbers there have no space before their unit.
+    Where a console is too narrow, first headings and then texts break; words stay whole.
+    ``short``: numbers there have no space before their unit.
     """
 
     def __init__(
-        self,
-        rows: Iterable[Any],
-        *columns: Column,
-        gap: int = 2,
-        short: bool = False,
+        self, rows: Iterable[Any], *columns: Column, gap: int = 2, short: bool = False
     ) -> None:
         self.rows = list(rows)
         self.columns = columns
@@ -159,15 +173,25 @@ class Grid:
         self._short = short
 
     def __rich_console__(
-        self,
-        console: Console,
-        options: ConsoleOptions,
+        self, console: Console, options: ConsoleOptions
     ) -> Iterator[RenderableType]:
         columns = [column for column in self.columns if not column.on_page_alone]
-        cells = [self._cells(column) for column in columns]
-        titles, widths, gap = self._fitted(columns, cells, options.max_width)
+        cells: list[Lines] = []
+        for column in columns:
+            texts = [column.cell(row) for row in self.rows]
+            if self._short and not column.left:
+                texts = [text.replace(" ", "") for text in texts]
+            cells.append(texts)
+        titles, widths, gap = self._fitted(
+            columns,
+            cells,
+            options.max_width,
+        )
 
-        def line(words: Iterable[str], style: str = "") -> Text:
+        def line(
+            words: Iterable[str],
+            style: str = "",
+        ) -> Text:
             placed: list[str] = []
             for column, word, width in zip(columns, words, widths, strict=True):
                 fill = word.ljust if column.left else word.rjust
@@ -175,7 +199,7 @@ class Grid:
             text = (" " * gap).join(placed)
             return _line((text, style))
 
-        upward = [reversed(title) for title in titles]  # the last lines stand side by side
+        upward = map(reversed, titles)  # the last lines stand side by side
         heads = list(zip_longest(*upward, fillvalue=""))
         for words in reversed(heads):
             yield line(words, "bold")
@@ -186,69 +210,49 @@ class Grid:
             for words in zip_longest(*wrapped, fillvalue=""):
                 yield line(words)
 
-    def _cells(self, column: Column) -> Lines:
-        cells = [column.cell(row) for row in self.rows]
-        if self._short and not column.left:
-            return [cell.replace(" ", "") for cell in cells]
-        return cells
-
     def _fitted(
-        self,
-        columns: Sequence[Column],
-        cells: list[Lines],
-        most: int,
-    ) -> Fit:
-        whole: list[Lines] = []
-        broken: list[Lines] = []
-        every = list(cells)  # what has to fit into its column: the words of texts,
-        none = list(cells)  # or nothing of a text, which runs over
+        self, columns: Sequence[Column], cells: list[Lines], most: int
+    ) -> tuple[list[Lines], list[int], int]:
+        """Titles, widths, and the gap between columns."""
+        whole = [column.title.split("\n") for column in columns]
+        broken = [_BREAK.sub("\n", column.title).split("\n") for column in columns]
+        every = list(cells)  # must fit: the words of texts
+        none = list(cells)  # must fit: numbers; texts run over
         for place, column in enumerate(columns):
-            whole.append(column.title.split("\n"))
-            in_parts = _BREAK.sub("\n", column.title)
-            broken.append(in_parts.split("\n"))
             if column.left:
-                text = "\n".join(cells[place])
-                every[place] = _wrapped(text, 1)
+                every[place] = _wrapped("\n".join(cells[place]), 1)
                 none[place] = []
         none[:1] = cells[:1]
-        words = [*cells[:1], *every[1:]]  # the first column stays in one line where it can
+        words = [*cells[:1], *every[1:]]  # the first column stays in one line
         fits = [
-            *product(
-                (self._gap, 1),
-                (cells, words),
-                (whole, broken),
-            ),
+            *product((self._gap, 1), (cells, words), (whole, broken)),
             (1, every, broken),
             (1, none, broken),
         ]
         for gap, kept, titles in fits:
-            least = _widths(titles, kept)
-            wanted = _widths(titles, cells)
+            limits = list(zip(_widths(titles, kept), _widths(titles, cells), strict=True))
             room = most - gap * (len(columns) - 1)
-            for level in range(most, 0, -1):  # the widest columns give way
-                widths: list[int] = []
-                for low, high in zip(least, wanted, strict=True):
-                    widths.append(max(low, min(high, level)))
+            for level in range(most, 0, -1):
+                # the widest columns give way
+                widths = [max(least, min(wanted, level)) for least, wanted in limits]
                 if sum(widths) <= room:
-                    return Fit(titles, widths, gap)
-        return Fit(titles, least, gap)
+                    return titles, widths, gap
+        return titles, widths, gap
 
 
 def _widths(
     titles: Iterable[Lines],
     pieces: Iterable[Lines],
 ) -> list[int]:
-    widths: list[int] = []
-    for title, piece in zip(titles, pieces, strict=True):
-        longest = 1
-        for line in (*title, *piece):
-            longest = max(longest, len(line))
-        widths.append(longest)
-    return widths
+    pairs = zip(titles, pieces, strict=True)
+    return [max(1, *map(len, (*title, *piece))) for title, piece in pairs]
 
 
-def _wrapped(text: str, width: int) -> Lines:
-    """Lines of whole words; a number and its unit stay in one."""
+def _wrapped(
+    text: str,
+    width: int,
+) -> Lines:
+    """Lines of whole words; a number and its unit stay together."""
     lines: Lines = []
     joined = _UNIT.sub("\xa0", text)
     for part in joined.split("\n"):
@@ -263,9 +267,7 @@ def _wrapped(text: str, width: int) -> Lines:
 
 
 def _line(*parts: tuple[str, str]) -> Text:
-    """Text and style of each part. What is longer than the console runs over: rich would break a
-    word.
-    """
+    """(text, style) parts; too long a line runs over, as rich would break a word."""
     return Text.assemble(
         *parts,
         no_wrap=True,
@@ -275,29 +277,26 @@ def _line(*parts: tuple[str, str]) -> Text:
 
 @dataclass(frozen=True)
 class Drawing:
-    """Lines that are drawn for the columns that there are."""
+    """Lines drawn for a width."""
 
     draw: Callable[[int], Iterable[Text]]
 
     def __rich_console__(
-        self,
-        console: Console,
-        options: ConsoleOptions,
+        self, console: Console, options: ConsoleOptions
     ) -> Iterator[RenderableType]:
         yield from self.draw(options.max_width)
 
 
-def facts(title: str, rows: Iterable[Fact]) -> RenderableType:
-    """A title over labelled lines; a line that is too long goes on under its own beginning, and
-    words stay whole.
-    """
+def facts(
+    title: str,
+    rows: Iterable[Fact],
+) -> RenderableType:
+    """A title over labelled lines."""
     shown = list(rows)
 
     def draw(width: int) -> Iterator[Text]:
-        widest = 0
-        for label, _ in shown:
-            widest = max(widest, len(label))
-        widest = min(widest, width // 2)
+        lengths = [len(label) for label, _ in shown]
+        widest = min(max(lengths, default=0), width // 2)
         for label, value in shown:
             style = "yellow" if label == "warning" else ""
             labels = _wrapped(label, widest)
@@ -309,19 +308,36 @@ def facts(title: str, rows: Iterable[Fact]) -> RenderableType:
     return titled(title, Drawing(draw))
 
 
-def labelled(label: str, texts: Iterable[str]) -> list[Fact]:
+def memory_text(
+    parts: Mapping[str, int | None],
+    total: int,
+) -> str:
+    known = [f"{name} {format_bytes(size)}" for name, size in parts.items() if size is not None]
+    return f"{', '.join(known)}; total {format_bytes(total)}"
+
+
+def labelled(
+    label: str,
+    texts: Iterable[str],
+) -> list[Fact]:
     return [(label, text) for text in texts]
 
 
 def titled(title: str, *parts: RenderableType | None) -> RenderableType:
-    """Parts below each other under a title; None is left out."""
+    """Parts under a title; None is left out."""
     shown = [part for part in parts if part is not None]
-    head = sentences(title, style="bold", indent="")
-    return Group(head, *shown)
+    return Group(
+        sentences(
+            title,
+            style="bold",
+            indent="",
+        ),
+        *shown,
+    )
 
 
 def stacked(*parts: RenderableType | None) -> RenderableType:
-    """Parts below each other with an empty line between them; None is left out."""
+    """Parts with an empty line between them; None is left out."""
     lines: list[RenderableType] = []
     for part in parts:
         if part is not None:
@@ -329,11 +345,7 @@ def stacked(*parts: RenderableType | None) -> RenderableType:
     return Group(*lines[:-1])
 
 
-def sentences(
-    *lines: str,
-    style: str = "",
-    indent: str = "  ",
-) -> RenderableType:
+def sentences(*lines: str, style: str = "", indent: str = "  ") -> RenderableType:
     text = "\n".join(lines)
 
     def draw(width: int) -> Iterator[Text]:
@@ -341,18 +353,3 @@ def sentences(
             yield _line((indent + line, style))
 
     return Drawing(draw)
-
-
-def filled(
-    rows: Sequence[Mapping[str, object]],
-    left: Sequence[str],
-) -> RenderableType:
-    """A table of rows by column name; the first row has all columns, and those in ``left`` hold
-    text.
-    """
-    columns: list[Column] = []
-    for name in rows[0]:
-        kind = TextColumn if name in left else Column
-        value = methodcaller("get", name)
-        columns.append(kind(name, value))
-    return Grid(rows, *columns)

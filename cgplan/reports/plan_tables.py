@@ -1,4 +1,4 @@
-"""Plans as tables: keys, costs, padding, the evidence for them, and the difference of two plans."""
+"""Plans as tables: keys, costs, padding, evidence, and the difference of two plans."""
 
 from __future__ import annotations
 
@@ -22,47 +22,58 @@ from cgplan.optimizer.evidence import (
     SizeUse,
 )
 from cgplan.planning import Plan
+from cgplan.planning.costs import Predicted
 from cgplan.planning.difference import FieldChange, Figure, PlanDifference
 from cgplan.planning.plan import PLANNED_FOR, Lane
 from cgplan.reports.layout import (
+    Bytes,
     Column,
     Fact,
     Grid,
+    Microseconds,
+    Seconds,
+    Share,
     TextColumn,
     describe_sizes,
     facts,
     labelled,
-    percent,
+    memory_text,
     render,
     sentences,
     stacked,
     titled,
 )
 from cgplan.reports.records import ReplanReport, Way
-from cgplan.units import counted, format_bytes, format_microseconds, format_seconds, grouped
+from cgplan.units import (
+    counted,
+    format_bytes,
+    format_microseconds,
+    format_seconds,
+    grouped,
+)
 
 if TYPE_CHECKING:
     from cgplan.pricing.measured import CaseCost
 
 MOST_PADDING_ROWS = 12
 MOST_POINTS = 12
-MOST_SAID = 4  # warnings of a short report
+MOST_SAID = 4  # in a short report
 MOST_USES = 24
-MOST_SIZES = 150  # characters of its sizes
+MOST_SIZES = 150  # characters
 _WAYS: dict[Way, str] = {
     "proposed": "proposed only: nothing was captured",
     "exchanged": "exchanged inside the pools that were there",
     "new generation": "all captured again: the new graphs need a larger or a much smaller pool",
     "new buffers": "all captured again, into new static buffers, too: the largest size grew",
 }
-_LANE = TextColumn("lane", "lane")
+_LANE = TextColumn("lane")
 _WHY = TextColumn("why", "reason")
 _SIZES = TextColumn("sizes", "sizes", describe_sizes)
 _LADDER = TextColumn("ladder", "name")
-GRAPHS = Column("graphs", "graphs")
-STEP = Column("expected step", "expected_us", format_microseconds)
-MEMORY = Column("memory", "bytes", format_bytes)
-START_UP = Column("start-up", "seconds", format_seconds)
+GRAPHS = Column("graphs")
+STEP = Microseconds("expected step", "expected_us")
+MEMORY = Bytes("memory", "bytes")
+START_UP = Seconds("start-up", "seconds")
 
 
 def _used(use: SizeUse) -> str:
@@ -71,48 +82,28 @@ def _used(use: SizeUse) -> str:
     return f"{use.lane}: {' x '.join(map(str, (use.size, *use.sizes)))}"
 
 
-USES = (
-    TextColumn("graph", _used),
-    Column("steps", "share", percent),
-    Column("padding", "padding", percent),
-)
+USES = (TextColumn("graph", _used), Share("steps", "share"), Share("padding", "padding"))
 
 
 def brief(plan: Plan) -> RenderableType:
-    """The verdict, the ladders and the reasons, in at most 45 lines of 100 columns."""
-    if plan.evidence is None:
+    """A plan in at most 45 lines of 100 columns."""
+    if not plan.evidence:
         return facts("Plan", [*_rows(plan), *said(plan, brief=True)])
-    return stacked(
-        *_answer(
-            plan,
-            Evidence.model_validate(plan.evidence),
-            whole=False,
-        )
-    )
+    evidence = Evidence.model_validate(plan.evidence)
+    return stacked(*_answer(plan, evidence, whole=False))
 
 
 @render.register
 def _plan(plan: Plan) -> RenderableType:
-    padding = _padding(plan) if plan.keys and not plan.config.get("dims") else None
-    if plan.evidence is None:
-        return stacked(
-            facts(
-                "Plan",
-                [
-                    *_rows(plan),
-                    *_more_rows(plan),
-                    *said(plan),
-                ],
-            ),
-            padding,
-        )
+    rows = [*_rows(plan), *_more_rows(plan)]
+    padding = None
+    if plan.keys and not plan.config.get("dims"):
+        padding = _padding(plan)
+    if not plan.evidence:
+        return stacked(facts("Plan", [*rows, *said(plan)]), padding)
     evidence = Evidence.model_validate(plan.evidence)
-    graphs = facts("Graphs", [*_rows(plan), *_more_rows(plan)])
     return stacked(
-        *_answer(plan, evidence, whole=True),
-        graphs,
-        padding,
-        *_details(evidence),
+        *_answer(plan, evidence, whole=True), facts("Graphs", rows), padding, *_details(evidence)
     )
 
 
@@ -124,8 +115,9 @@ def _rows(plan: Plan) -> Iterator[Fact]:
     if plan.max_loras is not None:
         cases = ", ".join(map(str, plan.lora_cases))
         yield "LoRA cases", f"{cases} active adapters ({plan.max_loras + 1}: any number)"
-    cost, machine = plan.predicted, plan.machine
-    if cost is None:
+    cost = plan.predicted
+    machine = plan.machine
+    if not cost:
         return
     parts = {
         "pool": sum(key.pool_bytes for key in cost.keys),
@@ -133,14 +125,18 @@ def _rows(plan: Plan) -> Iterator[Fact]:
         "driver": sum(key.driver_bytes for key in cost.keys),
         "workspaces": cost.workspace_bytes,
     }
-    listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
-    yield "memory", f"{listed}; total {format_bytes(cost.total_bytes)}"
+    yield "memory", memory_text(parts, cost.total_bytes)
     yield "start-up", format_seconds(cost.seconds)
     estimated = " (an estimate: nothing of it was measured on the device)" if cost.estimated else ""
     yield "predicted", f"by {cost.source}{estimated}"
-    if machine is not None:
-        driver = f", driver {machine.driver}" if machine.driver else ""
-        yield "measured on", f"{machine.gpu}{driver}, torch {machine.torch}"
+    if machine:
+        version = f", driver {machine.driver}" if machine.driver else ""
+        yield "measured on", f"{machine.gpu}{version}, torch {machine.torch}"
+
+
+def predicted_by(cost: Predicted) -> str:
+    estimated = ", an estimate" if cost.estimated else ""
+    return f"{cost.source}{estimated}"
 
 
 def _more_rows(plan: Plan) -> Iterator[Fact]:
@@ -153,9 +149,7 @@ def _more_rows(plan: Plan) -> Iterator[Fact]:
 
 
 def said(plan: Plan, brief: bool = False) -> list[Fact]:
-    """Warnings, and then notes of a plan and its evidence, those on costs first; ``brief``: the
-    first few.
-    """
+    """Warnings, then notes of a plan and its evidence; ``brief``: the first few."""
     evidence: dict[str, Any] = plan.evidence or {}
     notes = list(plan.predicted.notes if plan.predicted else ())
     notes += plan.notes
@@ -170,35 +164,34 @@ def said(plan: Plan, brief: bool = False) -> list[Fact]:
 
 
 def _headline(plan: Plan, ladders: Sequence[LadderPoint]) -> str:
-    """Graphs, start-up time and memory of the plan, and of the ladder that it stands in for."""
-    sizes = plan.config.get("compilation", {}).get("cudagraph_capture_sizes")
-    asked = sizes if isinstance(sizes, str) else "configured" if sizes else "vllm"
-    whose = "the configured sizes'" if asked == "configured" else f"the {asked} ladder's"
+    """The plan's costs beside those of the ladder that it replaces."""
+    asked = plan.config.get("compilation", {}).get("cudagraph_capture_sizes") or "vllm"
+    whose = f"the {asked} ladder's"
+    if not isinstance(asked, str):
+        asked = "configured"
+        whose = "the configured sizes'"
     ladder = next((ladder for ladder in ladders if ladder.name == asked), None)
     graphs = counted(len(plan.keys), "graph")
-    if ladder is not None:
+    if ladder:
         graphs += f" instead of {whose} {ladder.graphs}"
     cost = plan.predicted
-    if cost is None:
-        unknown = "; --costs tells start-up time and memory" if ladder else ""
-        return f"Plan: {graphs}{unknown}"
-    seconds, memory = format_seconds(cost.seconds), format_bytes(cost.total_bytes)
-    if ladder is not None and ladder.bytes is not None:
+    if not cost:
+        hint = "; --costs tells start-up time and memory" if ladder else ""
+        return f"Plan: {graphs}{hint}"
+    seconds = format_seconds(cost.seconds)
+    memory = format_bytes(cost.total_bytes)
+    if ladder and ladder.bytes is not None:
         seconds += f" instead of {format_seconds(ladder.seconds)}"
         memory += f" instead of {format_bytes(ladder.bytes)}"
     return f"Plan: {graphs}, start-up {seconds}, memory {memory}"
 
 
 def head_rows(plan: Plan) -> list[Fact]:
-    """The model's target, the mode or each step from the requested one to it, and the sizes with
-    their source.
-    """
+    """The model's target, the mode with its changes, the sizes with their source."""
     target = (plan.config.get("model") or {}).get("target")
     rows = [("model", str(target))] if target else []
-    for change in plan.changes:
-        rows.append(("mode", f"{change.requested} -> {change.resolved}: {change.reason}"))
-    if not plan.changes:
-        rows.append(("mode", str(plan.mode)))
+    modes = [f"{change.requested} -> {change.resolved}: {change.reason}" for change in plan.changes]
+    rows += labelled("mode", modes or [str(plan.mode)])
     return [*rows, ("sizes", _sizes(plan))]
 
 
@@ -216,9 +209,7 @@ def _sizes(plan: Plan) -> str:
 
 
 def _served_by(plan: Plan) -> str:
-    """The modes that run batches: graphs for mixed batches serve uniform decode where it has
-    none.
-    """
+    """The modes of batches; uniform decode without graphs of its own takes those of mixed ones."""
     modes = {lane.uniform: lane.mode for lane in reversed(plan.lanes())}
     mixed = modes.get(False, "eager")
     if not plan.mode.separate_routine():
@@ -227,12 +218,9 @@ def _served_by(plan: Plan) -> str:
 
 
 def lane_table(plan: Plan) -> RenderableType:
-    """Predicted cost of the keys of each lane, for a plan that has predictions."""
-    pairs = zip(
-        plan.keys,
-        plan.predicted.keys if plan.predicted else (),
-        strict=True,
-    )
+    """Predicted cost of each lane; the plan has predictions."""
+    assert plan.predicted
+    pairs = zip(plan.keys, plan.predicted.keys, strict=True)
     sizes = plan.lanes()
     rows: list[tuple[Any, ...]] = []
     for lane, costs in grouped((Lane.of(*key), cost) for key, cost in pairs).items():
@@ -245,17 +233,15 @@ def lane_table(plan: Plan) -> RenderableType:
         TextColumn("lane", "0"),
         Column("graphs", "1"),
         TextColumn("sizes", "2", describe_sizes),
-        Column("pool", "3", format_bytes),
-        Column("driver", "4", format_bytes),
-        Column("start-up", "5", format_seconds),
+        Bytes("pool", "3"),
+        Bytes("driver", "4"),
+        Seconds("start-up", "5"),
     )
     words = "in capture order; pool: growth beyond the pool that the graphs above have filled"
     return titled("Cost of each lane", table, sentences(words))
 
 
 def case_table(cases: Sequence[CaseCost], max_loras: int) -> RenderableType:
-    """Graphs and cost that each LoRA case adds to a plan."""
-
     def adapters(case: CaseCost) -> object:
         return case.num_active_loras if case.num_active_loras <= max_loras else "any number"
 
@@ -279,7 +265,7 @@ def case_table(cases: Sequence[CaseCost], max_loras: int) -> RenderableType:
 
 
 def _padding(plan: Plan) -> RenderableType:
-    """One table for all lanes that have the same sizes."""
+    """A table for each list of sizes."""
     alike = grouped((sizes, lane) for lane, sizes in plan.lanes().items())
     beyond = "no graph" if len(alike) == 1 else "another lane, or no graph"
     tables: list[RenderableType] = []
@@ -296,9 +282,7 @@ def _padding(plan: Plan) -> RenderableType:
 
 
 def _padding_table(captured: Sequence[int], beyond: str) -> RenderableType:
-    """Neighbours of equal distance share a row; in an irregular list, those between two powers of
-    two.
-    """
+    """Sizes of equal distance share a row; too many rows: sizes between two powers of two."""
     pairs = tuple(pairwise((0, *captured)))
     groups = [list(group) for _, group in groupby(pairs, lambda pair: pair[1] - pair[0])]
     if len(groups) > MOST_PADDING_ROWS:
@@ -330,7 +314,6 @@ def _answer(
     evidence: Evidence,
     whole: bool,
 ) -> Iterator[RenderableType | None]:
-    """The verdict, the ladders, and why; ``whole``: with all warnings and notes."""
     sizes = "; ".join(f"{part.lane}: {describe_sizes(part.sizes)}" for part in evidence.lanes)
     if len(sizes) > MOST_SIZES and not whole:
         sizes = f"{sizes[:MOST_SIZES].rpartition(', ')[0]}, ...; --verbose shows all"
@@ -350,24 +333,15 @@ def _loads(loads: Sequence[LoadPoint]) -> RenderableType | None:
     if not loads:
         return None
     words = "each as this plan runs it"
-    columns = [
-        TextColumn("load", "source"),
-        STEP,
-        Column("ladder", "ladder_us", format_microseconds),
-    ]
+    columns = [TextColumn("load", "source"), STEP, Microseconds("ladder", "ladder_us")]
     if loads[0].best_us is not None:
         words = "best: the best plan of as many graphs for that load alone"
-        columns.append(Column("best", "best_us", format_microseconds))
-    return titled(
-        "Each load",
-        Grid(loads, *columns),
-        sentences(words),
-    )
+        columns.append(Microseconds("best", "best_us"))
+    return titled("Each load", Grid(loads, *columns), sentences(words))
 
 
 def _details(evidence: Evidence) -> Iterator[RenderableType]:
     if evidence.pareto:
-        # the curve at powers of two, at the plan and at its ends
         ends = (evidence.pareto[0].graphs, evidence.pareto[-1].graphs, evidence.graphs)
         shown = [
             point
@@ -387,7 +361,7 @@ def _details(evidence: Evidence) -> Iterator[RenderableType]:
             evidence.ladders,
             _LADDER,
             GRAPHS,
-            Column("unused", "unused"),
+            Column("unused"),
             Column("equal", "equal.graphs"),
             Column("within 0.1%", "alike.graphs"),
         )
@@ -402,7 +376,12 @@ def _details(evidence: Evidence) -> Iterator[RenderableType]:
         ]
         yield facts("Could not be captured, so the plan does without", rows)
     if evidence.left_out:
-        table = Grid(evidence.left_out, _LANE, _SIZES, _WHY)
+        table = Grid(
+            evidence.left_out,
+            _LANE,
+            _SIZES,
+            _WHY,
+        )
         words = sentences(
             "each added to the plan by itself; no gain: steps get less than 0.01% shorter, or "
             "longer"
@@ -420,15 +399,13 @@ def _details(evidence: Evidence) -> Iterator[RenderableType]:
         yield _padding_map(evidence.padding_map)
     if evidence.not_worth:
         spans = TextColumn("sizes", lambda part: f"{part.first} to {part.last}")
-        yield titled(
-            "Sizes not worth a graph",
-            Grid(
-                evidence.not_worth,
-                _LANE,
-                spans,
-                _WHY,
-            ),
+        table = Grid(
+            evidence.not_worth,
+            _LANE,
+            spans,
+            _WHY,
         )
+        yield titled("Sizes not worth a graph", table)
 
 
 def _padding_map(found: PaddingMap) -> RenderableType:
@@ -450,10 +427,8 @@ def _padding_map(found: PaddingMap) -> RenderableType:
 def _reasons(evidence: Evidence) -> Iterator[Fact]:
     expected = evidence.expected_us
     yield "traffic", f"{evidence.traffic_source}: {evidence.traffic_weight:,.0f} steps"
-    costs = evidence.costs_source
-    if costs is None:
-        costs = "not known: give --costs"
-    elif evidence.costs_estimated:
+    costs = evidence.costs_source or "not known: give --costs"
+    if evidence.costs_estimated:
         costs += " (an estimate)"
     yield "costs", costs
     yield "rule", evidence.rule
@@ -477,7 +452,7 @@ def _reasons(evidence: Evidence) -> Iterator[Fact]:
         binding += f"; {unknown} not looked at, for want of --costs"
     yield "binding", binding
     worth = evidence.next_graph
-    if worth is not None:
+    if worth:
         brings = f"{format_microseconds(worth.microseconds)} a step ({worth.percent:.2g}%)"
         yield "next graph", brings if worth.percent >= 1e-3 else "would bring nothing"
 
@@ -504,17 +479,17 @@ def _ladders(evidence: Evidence) -> RenderableType | None:
 
 
 def _beside(points: Sequence[LadderPoint], *more: Column) -> Grid:
-    """Plans and ladders below each other: figures that are known, then ``more``."""
-    columns = [_LADDER, GRAPHS, Column("step", "expected_us", format_microseconds)]
+    """Plans and ladders with the figures that are known, then ``more``."""
+    columns = [_LADDER, GRAPHS, Microseconds("step", "expected_us")]
     if any(point.decode_us for point in points) and any(point.mixed_us for point in points):
-        columns.append(Column("decode", "decode_us", format_microseconds))
-        columns.append(Column("mixed", "mixed_us", format_microseconds))
+        columns.append(Microseconds("decode", "decode_us"))
+        columns.append(Microseconds("mixed", "mixed_us"))
     if any(point.bytes for point in points):
         columns += [MEMORY, START_UP]
     return Grid(
         points,
         *columns,
-        Column("padding", "padding", percent),
+        Share("padding", "padding"),
         *more,
     )
 
@@ -528,34 +503,30 @@ def _check(check: PlanCheck) -> RenderableType:
     ]
     rows += labelled("note", check.notes)
     own = check.points[0]
+    whole = own.expected_us
 
     def regret(figure: str, point: LadderPoint) -> float | None:
         theirs = getattr(point, figure)
         return None if point is own or not theirs else getattr(own, figure) / theirs - 1
 
-    regrets = [
-        Column(
-            "regret",
-            partial(regret, "expected_us"),
-            "{:+.1%}".format,
-        )
-    ]
-    for name in ("decode", "mixed"):
-        if getattr(own, f"{name}_us"):
-            longer = partial(regret, f"{name}_us")
-            regrets.append(Column(f"of {name}", longer, "{:+.1%}".format))
-
-    def lost(use: SizeUse) -> float:
-        assert use.step_us is not None
-        assert use.own_us is not None
-        return use.share * (use.step_us - use.own_us) / own.expected_us
+    figures = {"regret": "expected_us", "of decode": "decode_us", "of mixed": "mixed_us"}
+    regrets: list[Column] = []
+    for title, figure in figures.items():
+        if getattr(own, figure):
+            regrets.append(
+                Column(
+                    title,
+                    partial(regret, figure),
+                    "{:+.1%}".format,
+                )
+            )
 
     uses = Grid(
         check.uses,
         *USES,
-        Column("step", "step_us", format_microseconds),
-        Column("at own size", "own_us", format_microseconds),
-        Column("lost", lost, percent),
+        Microseconds("step", "step_us"),
+        Microseconds("at own size", "own_us"),
+        Share("lost", lambda use: use.share * (use.step_us - use.own_us) / whole),
     )
     regret_words = (
         "regret: how much longer steps of this plan are; of decode, of mixed: those of uniform "
@@ -580,10 +551,9 @@ def render_difference(
     old: str,
     new: str,
 ) -> RenderableType:
-    """Changes from one plan to another; ``old`` and ``new`` name them."""
+    """Changes from the plan named ``old`` to that named ``new``."""
     rows = [(change.name, _both(change)) for change in difference.settings]
-    if not rows:
-        rows.append(("settings", "the same"))
+    rows = rows or [("settings", "the same")]
     for part in difference.failed:
         rows.append(("left out", f"{part.lane} {describe_sizes(part.sizes)}: {part.reason}"))
     rows += labelled("note", difference.notes)
@@ -592,18 +562,26 @@ def render_difference(
         lanes = Grid(
             difference.changed_lanes,
             _LANE,
-            TextColumn("added", lambda part: part.added or None, describe_sizes),
-            TextColumn("removed", lambda part: part.removed or None, describe_sizes),
-            TextColumn("kept", lambda part: part.kept or None, describe_sizes),
+            TextColumn(
+                "added",
+                lambda part: part.added or None,
+                describe_sizes,
+            ),
+            TextColumn(
+                "removed",
+                lambda part: part.removed or None,
+                describe_sizes,
+            ),
+            TextColumn(
+                "kept",
+                lambda part: part.kept or None,
+                describe_sizes,
+            ),
         )
     figures = Grid(
         [
             _figure("graphs", difference.graphs, "{:.0f}".format),
-            _figure(
-                "memory",
-                difference.memory,
-                lambda value: format_bytes(int(value)),
-            ),
+            _figure("memory", difference.memory, format_bytes),
             _figure("start-up", difference.seconds, format_seconds),
             _figure("expected step", difference.expected_us, format_microseconds),
         ],
@@ -617,7 +595,6 @@ def render_difference(
 
 
 def _both(change: FieldChange) -> str:
-    """``256 -> 64``, values as JSON has them; limits with their units."""
     formats = {
         "budget.capture_time": format_seconds,
         "budget.memory": format_bytes,
@@ -631,15 +608,18 @@ def _both(change: FieldChange) -> str:
 def _figure(
     name: str,
     figure: Figure,
-    text: Callable[[float], str],
+    text: Callable[[Any], str],
 ) -> tuple[str | None, ...]:
     old = None if figure.old is None else text(figure.old)
     new = None if figure.new is None else text(figure.new)
     if figure.change is None:
         return name, old, new, None, None
-    sign = "+" if figure.change > 0 else "-" if figure.change else ""
+    change = text(abs(figure.change))
+    if figure.change:
+        sign = "+" if figure.change > 0 else "-"
+        change = sign + change
     share = f"{figure.change / figure.old:+.1%}" if figure.old else None
-    return name, old, new, sign + text(abs(figure.change)), share
+    return name, old, new, change, share
 
 
 @render.register
@@ -657,7 +637,7 @@ def _replan(report: ReplanReport) -> RenderableType:
         told.update((part.lane, size) for size in part.sizes)
     for key in report.failed:
         if (key.lane, key.descriptor.num_tokens) not in told:
-            rows.append(("failed", f"{key.mode} {key.descriptor}: {key.text}"))
+            rows.append(("failed", f"{key.label}: {key.text}"))
     before, after = map(format_bytes, report.pool_bytes)
     rows.append(("pools", f"{before} before, {after} after"))
     rows.append(("time", format_seconds(report.seconds)))

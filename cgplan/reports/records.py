@@ -1,6 +1,4 @@
-"""Measurements of a run as values that can be printed, saved and reloaded. Bytes, seconds and
-microseconds.
-"""
+"""Measurements of a run: print, save, reload. Bytes, seconds, microseconds (`_us`)."""
 
 from __future__ import annotations
 
@@ -22,27 +20,33 @@ from cgplan.planning.difference import PlanDifference
 from cgplan.planning.plan import Descriptor, Lane, Machine, Mode
 from cgplan.reports.layout import render_text
 
-REPORT_SCHEMA_VERSION = 1
 Keys = tuple[tuple[Mode, Descriptor], ...]
 Limit = Literal["memory", "capture_time", "max_graphs", "reserve", "device memory"]
 
 
 class ShownRecord(Record):
-    """A record with tables: ``print`` shows them as plain text."""
+    """A record that ``print`` shows as tables."""
 
     def __str__(self) -> str:
         return render_text(self)
 
 
-class KeyRecord(Record):
-    """Figures of one key."""
+class SavedReport(ShownRecord):
+    kind: str
+    schema_version: int = 1
 
+
+class KeyRecord(Record):
     mode: Mode
     descriptor: Descriptor
 
     @property
     def key(self) -> Key:
         return self.mode, self.descriptor
+
+    @property
+    def label(self) -> str:
+        return f"{self.mode} {self.descriptor}"
 
     @property
     def lane(self) -> Lane:
@@ -53,12 +57,10 @@ class VerifyRecord(KeyRecord):
     """A graph compared with the model's own code on one batch; ``print`` shows it as a line.
 
     Attributes:
-        differences: The largest absolute difference of each output and of each tensor that is
-            written, by name; None where they cannot be compared.
+        differences: Largest absolute ones of outputs and written tensors; None: not comparable.
         tolerance: The largest difference that rounding explains.
-        eager_us, graph_us: Microseconds of the model's own code and of the replay, both with the
-            copies of their results left out.
-        failure: What differs by more than rounding; absent: nothing.
+        eager_us, graph_us: The model's own code, the replay.
+        failure: What differs by more than rounding.
         remark: Why a difference was accepted, or nothing compared.
     """
 
@@ -70,13 +72,12 @@ class VerifyRecord(KeyRecord):
     remark: str | None = None
 
     def __str__(self) -> str:
-        largest = max(
-            (value for value in self.differences.values() if value is not None), default=0.0
-        )
+        known = [value for value in self.differences.values() if value is not None]
+        largest = max(known, default=0.0)
         said = self.failure or self.remark or "verified"
         figures = f"largest difference {largest:.3g}, {self.tolerance:.3g} allowed"
         times = f"eager {self.eager_us:.0f} us, graph {self.graph_us:.0f} us"
-        return f"{self.mode} {self.descriptor}: {said}; {figures}; {times}"
+        return f"{self.label}: {said}; {figures}; {times}"
 
 
 class Environment(Record):
@@ -84,13 +85,13 @@ class Environment(Record):
 
     backend: str  # "cuda" or "cpu (tape)"
     machine: str
-    device: str  # name of the GPU or processor
-    driver: str | None  # version of the GPU driver
-    cuda: str | None  # version of CUDA that torch was built for
+    device: str
+    driver: str | None
+    cuda: str | None
     torch: str
     python: str
     cgplan: str
-    date: str  # UTC, ISO 8601, to the second
+    date: str  # UTC, ISO 8601
     config_hash: str
 
     @property
@@ -103,7 +104,6 @@ class Environment(Record):
 
     @property
     def node_name(self) -> str:
-        """What a graph consists of."""
         return "operators" if self.is_tape else "nodes"
 
 
@@ -111,20 +111,16 @@ class GraphRecord(KeyRecord):
     """One captured key."""
 
     graphs: int  # 1 for FULL, the segments for PIECEWISE
-    nodes: int | None  # kernel nodes (tape: operators); None where they could not be counted
-    pool_growth: int  # bytes by which the graph pool grew
-    # Free device memory lost beyond what torch reserved. The driver takes memory in chunks, so a
-    # key may show 0 and the next one several. None without a driver.
+    nodes: int | None  # tape: operators
+    pool_growth: int
+    # outside of torch, in chunks: a key may show 0, the next several; None without a driver
     driver_bytes: int | None
-    warmup_seconds: float  # of the eager warm-ups
-    # from the first begin to the last instantiated graph, eager pieces included
-    capture_seconds: float
-    eager_pieces: int = 0  # functions that run eagerly between the graphs
-    # of each graph, in order; empty where they could not be counted
+    warmup_seconds: float
+    capture_seconds: float  # until the last graph is instantiated
+    eager_pieces: int = 0
     segment_nodes: tuple[int, ...] = ()
-    # the part of the warm-ups in which torch.compile traced and compiled
-    compile_seconds: float = 0.0
-    cached: int = 0  # compilations that torch's caches on disk answered
+    compile_seconds: float = 0.0  # of the warm-ups, by torch.compile
+    cached: int = 0
 
     @property
     def seconds(self) -> float:
@@ -132,36 +128,36 @@ class GraphRecord(KeyRecord):
 
 
 class StopRecord(KeyRecord):
-    """A key that the budget did not allow, with the figures in words."""
+    """A key that the budget did not allow."""
 
-    limit: Limit  # that the key would have passed, or did; "device memory": there was no more
+    limit: Limit
     detail: str
-    rank: int | None = None  # the rank whose budget it was, where several capture together
+    rank: int | None = None
 
 
 class BudgetRecord(Record):
-    """The limits of a budget, in bytes and seconds, and how the capture under it ended."""
+    """The limits of a budget, and how the capture under it ended."""
 
     memory: int | None
     capture_time: float | None
     max_graphs: int | None
     reserve: int | None
-    used_bytes: int  # at the end, see CaptureReport.graph_bytes
-    used_seconds: float  # until the last capture was over and read
-    left_out: Keys = ()  # known not to fit before anything was captured, the largest first
-    stops: tuple[StopRecord, ...] = ()  # limits met on the way; with several ranks those of all
-    skipped: Keys = ()  # the others that have no graph in the end
+    used_bytes: int  # CaptureReport.graph_bytes
+    used_seconds: float
+    left_out: Keys = ()  # before the first capture, the largest first
+    stops: tuple[StopRecord, ...] = ()
+    skipped: Keys = ()  # other keys without a graph
 
 
 class FailedKey(KeyRecord):
-    """A key that was to be captured while batches were served, and has no graph."""
+    """A key whose capture failed while batches were served."""
 
-    error: str  # name of the error's class; BudgetError where the budget did not allow it
-    detail: str  # its message
+    error: str
+    detail: str
 
     @property
     def is_over_budget(self) -> bool:
-        return self.error == BudgetError.__name__  # beside other keys it may fit
+        return self.error == BudgetError.__name__
 
     @property
     def text(self) -> str:
@@ -169,33 +165,30 @@ class FailedKey(KeyRecord):
 
 
 def uncapturable(failed: Iterable[FailedKey]) -> dict[Key, str]:
-    """Keys that no plan should have, and why, for ``propose``."""
+    """Keys that no plan should have, and why."""
     return {failure.key: failure.text for failure in failed if not failure.is_over_budget}
 
 
 class SplitRecord(Record):
-    """Which parts of a PIECEWISE forward are captured and which run eagerly.
+    """The captured and the eager parts of one PIECEWISE forward.
 
-    ``captured`` and ``eager`` count the calls of each operator in one forward; of a model that was
-    not traced only those that pass PyTorch's dispatcher, and none before its first capture. By
-    route ``modules`` ``eager`` counts the modules, and ``eager_operators`` the operators in them.
+    Calls by operator; without a trace those that pass PyTorch's dispatcher, after a capture.
     """
 
     route: str  # "ops", "modules" or "wrappers", see compilation.piecewise
-    segments: int | None  # in one forward of a traced model
+    segments: int | None  # of a traced model
     eager_pieces: int | None
     captured: dict[str, int]
-    eager: dict[str, int]
-    eager_operators: dict[str, int] = Field(default_factory=dict)
+    eager: dict[str, int]  # by module for route "modules"
+    eager_operators: dict[str, int] = Field(default_factory=dict)  # inside these modules
 
 
 class StateRecord(Record):
-    """A place of the model's state that warm-ups or captures wrote, or that appeared in them."""
+    """State of the model that warm-ups or captures wrote or made."""
 
-    path: str  # such as ``layers.0.cache``
+    path: str
     nbytes: int
-    # device, host: put back from a copy in that memory. new: appeared during the capture and stays.
-    # not kept: written and not put back.
+    # device, host: put back from a copy; new: stays; not kept: not put back
     kept: Literal["device", "host", "new", "not kept"]
 
     @property
@@ -204,18 +197,17 @@ class StateRecord(Record):
 
 
 class RankRecord(Record):
-    """One rank of a capture; bytes and seconds as in CaptureReport."""
+    """One rank of a capture."""
 
     rank: int
     host: str
-    device: str  # the GPU by its unique number, or "cpu"
+    device: str  # the GPU's UUID, or "cpu"
     all_reduce: str  # "custom", "nccl" (gloo on the CPU) or "symm_mem"
-    # of the pointer table: captured all-reduces that read the other ranks' graph buffers
-    rows: int = 0
-    buffers: int = 0  # distinct graph buffers that were registered
-    bases: int = 0  # allocations that they lie in
-    mapped_bytes: int = 0  # of other ranks' allocations, mapped into this process
-    registration_seconds: float = 0.0  # from the end of the last capture until replays were allowed
+    rows: int = 0  # of the pointer table
+    buffers: int = 0
+    bases: int = 0  # allocations of these buffers
+    mapped_bytes: int = 0  # of other ranks, in this process
+    registration_seconds: float = 0.0  # after the last capture, before replays are allowed
     pool_bytes: int
     static_bytes: int
     total_bytes: int
@@ -243,98 +235,85 @@ class OwnerRecord(Record):
     """Memory that captured graphs point into."""
 
     kind: OwnerKind
-    name: str  # such as ``model.layers[0].weight``
-    nbytes: int | None  # None where the size is not known
-    words: int  # pointers into it, of all graphs
-    keys: int  # with such a pointer
+    name: str
+    nbytes: int | None
+    words: int
+    keys: int
 
 
 class Finding(KeyRecord):
-    """A pointer of a captured graph into memory that is not the runner's: a replay reads or writes
-    what others do.
-    """
+    """A pointer of a captured graph into memory that is not the runner's."""
 
     problem: Problem
     graph: int  # from 0, of the key's graphs
-    node: int  # from 0, in the order of the capture
+    node: int  # from 0, in capture order
     kernel: str  # or memcpy, memset; on the tape the operator
-    # that launched the node, and its line; None without ``compilation.audit``
-    operator: str | None = None
+    operator: str | None = None  # that launched the node; needs compilation.audit
     line: str | None = None
     address: int
-    detail: str  # what is known of the memory
+    detail: str
 
     @property
     def text(self) -> str:
         launched = f", {self.operator} at {self.line}" if self.operator else ""
         return (
-            f"{self.mode} {self.descriptor}, node {self.node} ({self.kernel}{launched}): "
+            f"{self.label}, node {self.node} ({self.kernel}{launched}): "
             f"{self.problem}, {self.detail}"
         )
 
 
 class AuditedKey(KeyRecord):
-    """Figures of one key's graphs."""
+    """The graphs of one key."""
 
     graphs: int
     nodes: int
-    opaque: int  # nodes whose memory cannot be read
-    words: int  # pointers that were found
-    kinds: dict[OwnerKind, int]  # pointers by the owner of their memory
+    opaque: int
+    words: int
+    kinds: dict[OwnerKind, int]  # pointers by owner
     kernels: dict[str, int]  # nodes by kernel; on the tape by operator
 
 
-class AuditReport(ShownRecord):
-    """Who owns the memory that captured graphs point to. Seconds."""
+class AuditReport(SavedReport):
+    """Who owns the memory that captured graphs point to."""
 
     kind: Literal["audit"] = "audit"
-    schema_version: int = REPORT_SCHEMA_VERSION
     environment: Environment
     keys: tuple[AuditedKey, ...]  # in capture order
-    owners: tuple[OwnerRecord, ...]  # the most pointers first
+    owners: tuple[OwnerRecord, ...]
     findings: tuple[Finding, ...]
-    read_seconds: float  # for the nodes of all graphs
-    classify_seconds: float  # for their pointers
+    read_seconds: float
+    classify_seconds: float
     notes: tuple[str, ...] = ()
 
 
-class CaptureReport(ShownRecord):
-    """Memory (bytes) and time (seconds) that the capture of a plan took; None where a figure is not
-    known.
-    """
+class CaptureReport(SavedReport):
+    """Bytes and seconds that the capture of a plan took; None: not known."""
 
     kind: Literal["capture"] = "capture"
-    schema_version: int = REPORT_SCHEMA_VERSION
     environment: Environment
     plan: Plan
-    records: tuple[GraphRecord, ...]  # one for each key, in capture order
-    pool_bytes: int  # after the last capture
-    static_bytes: int  # static buffers
-    # of libraries, which the first warm-up of a process allocates outside of the pool
-    workspace_bytes: int = 0
-    # taken by the driver over the whole session, with the kernels that warm-ups loaded
-    driver_bytes: int | None
-    free_before: int | None  # free device memory, caches given back
+    records: tuple[GraphRecord, ...]  # in capture order
+    pool_bytes: int
+    static_bytes: int
+    workspace_bytes: int = 0  # of libraries, outside of the pool
+    driver_bytes: int | None  # with kernels that warm-ups loaded
+    free_before: int | None
     free_after: int | None
-    session_seconds: float  # the whole session
-    # the part of it that this report needed: reading memory and counting nodes
+    session_seconds: float
     inspection_seconds: float
-    split: SplitRecord | None = None  # of PIECEWISE keys
-    # outputs leave their memory to later captures; False: each graph holds its own
-    borrowed_outputs: bool
+    split: SplitRecord | None = None
+    borrowed_outputs: bool  # later captures reuse the memory of outputs
     budget: BudgetRecord | None = None
-    # as in the configuration, like pool
     capture_policy: Literal["eager", "lazy", "adaptive"] = "eager"
     pool: Literal["shared", "per_mode", "per_graph"] = "shared"
-    generation: int = 1  # how often the pools were made
-    waiting: int = 0  # keys that are captured when a batch first asks for them
-    failed: tuple[FailedKey, ...] = ()  # keys that were asked for and have no graph
-    warnings: tuple[str, ...] = ()  # for the user
-    # of a capture by several processes, whose other figures are rank 0's
-    ranks: tuple[RankRecord, ...] = ()
-    looked_at: str = ""  # the part of the model whose state and addresses are checked, in one line
-    state: tuple[StateRecord, ...] = ()  # that warm-ups and captures wrote
-    audit: AuditReport | None = None  # of the graphs of the session, with ``compilation.audit``
+    generation: int = 1
+    waiting: int = 0  # keys that no batch has asked for yet
+    failed: tuple[FailedKey, ...] = ()
+    warnings: tuple[str, ...] = ()
+    ranks: tuple[RankRecord, ...] = ()  # other figures are those of rank 0
+    looked_at: str = ""  # the checked part of the model
+    state: tuple[StateRecord, ...] = ()
+    audit: AuditReport | None = None  # with compilation.audit
 
     @property
     def warmup_seconds(self) -> float:
@@ -346,59 +325,57 @@ class CaptureReport(ShownRecord):
 
     @property
     def total_bytes(self) -> int:
-        """Pool, static buffers, workspaces and driver memory together."""
-        return self.pool_bytes + self.static_bytes + self.workspace_bytes + (self.driver_bytes or 0)
+        return self._own_bytes + (self.driver_bytes or 0)
 
     @property
     def graph_driver_bytes(self) -> int:
-        """Memory that the driver took while graphs were captured."""
+        """``driver_bytes`` without loaded kernels."""
         return sum(r.driver_bytes or 0 for r in self.records)
 
     @property
     def graph_bytes(self) -> int:
-        """Memory that a budget counts: as ``total_bytes``, without the kernels that warm-ups
-        loaded.
-        """
-        return self.pool_bytes + self.static_bytes + self.workspace_bytes + self.graph_driver_bytes
+        """What a budget counts: ``total_bytes`` without loaded kernels."""
+        return self._own_bytes + self.graph_driver_bytes
+
+    @property
+    def _own_bytes(self) -> int:
+        return self.pool_bytes + self.static_bytes + self.workspace_bytes
 
     @property
     def origin(self) -> str:
-        made = f"{self.environment.device}, {self.environment.date}"
-        return (
-            f"a capture of {len(self.records)} keys on {made}, config "
-            f"{self.environment.config_hash}"
-        )
+        where = self.environment
+        made = f"{where.device}, {where.date}, config {where.config_hash}"
+        return f"a capture of {len(self.records)} keys on {made}"
 
 
 class Timing(Record):
-    """Microseconds over repeated calls."""
+    """Microseconds of repeated calls."""
 
     median: float
     p99: float
 
 
 class BenchRecord(KeyRecord):
-    """One batch size, run eagerly, through the runner, and as a bare replay. None where no graph
-    serves the batch.
+    """A batch size, eager, by the runner, and as a bare replay; None: no graph.
+
+    Latency: from an idle device until it has finished. Queued: calls without waits between them.
+    Host: until the call returned.
     """
 
-    # unpadded; mode and descriptor: the key that the runner dispatched the batch to
-    num_tokens: int
-    sizes: tuple[int, ...] = ()  # in the other dimensions, unpadded
-    padded_rows: int  # that the graph computed besides
-    eager: Timing  # latency of the model called eagerly: from an idle device until it has finished
-    graph: Timing | None  # of the runner's call: checks, copies, padding, replay
-    replay: Timing | None  # of the bare replay; None for PIECEWISE, too
-    # Per call when calls follow one another without waiting: device time, where the device takes
-    # longer than the host.
+    num_tokens: int  # unpadded
+    sizes: tuple[int, ...] = ()
+    padded_rows: int
+    eager: Timing
+    graph: Timing | None  # the runner's call
+    replay: Timing | None
     graph_queued: Timing | None
     replay_queued: Timing | None
-    eager_host: Timing  # until the call returned
+    eager_host: Timing
     graph_host: Timing | None
 
     @property
     def size(self) -> str:
-        """``3``; with more dimensions ``3x100``."""
+        """``3``, or ``3x100``."""
         return BatchDescriptor(self.num_tokens, sizes=self.sizes).size
 
     @property
@@ -407,14 +384,10 @@ class BenchRecord(KeyRecord):
 
     @property
     def is_slower(self) -> bool:
-        """Whether the bare replay of an unpadded batch takes a twentieth longer than eager,
-        launches included.
-        """
-        return (
-            self.replay is not None
-            and not self.padded_rows
-            and self.replay.median > 1.05 * self.eager.median
-        )
+        """Whether the bare replay, unpadded, takes 5% longer than an eager call."""
+        if not self.replay or self.padded_rows:
+            return False
+        return self.replay.median > 1.05 * self.eager.median
 
 
 OURS = "cgplan"
@@ -422,92 +395,87 @@ BASELINE_NAMES = ("eager", "bare", "make_graphed_callables", "reduce-overhead")
 
 
 class BaselineTiming(Record):
-    """Time and memory until one way of running is ready for all sizes: cgplan, or a baseline. None
-    if it failed.
-    """
+    """Cost of cgplan or a baseline; None if it failed."""
 
     name: str
-    # until each size had its first call, of a process that has loaded its kernels
-    ready_seconds: float | None = None
-    # device memory that was gone then; on the tape, reserved by pools
-    memory_bytes: int | None = None
-    failure: str | None = None  # why there are no figures
-    note: str | None = None  # how to read the figures
+    ready_seconds: float | None = None  # until each size had its first call
+    memory_bytes: int | None = None  # gone then; on the tape, of pools
+    failure: str | None = None
+    note: str | None = None
 
 
 class BaselineRecord(Record):
-    """One way of running a batch of one size, unpadded; all ways have the same tensors."""
+    """One way to run a batch of one size."""
 
     name: str
-    num_tokens: int
-    device: Timing  # of a call, when calls follow one another without waiting
-    latency: Timing  # from an idle device until it has finished
-    host: Timing  # until the call returned
-    first_call_seconds: float  # with the compilation and recording that happen in it
-    # largest difference from the model's own code on equal inputs, state and seed
-    deviation: float | None
-    not_comparable: str | None = None  # why there is no deviation
+    num_tokens: int  # unpadded
+    device: Timing
+    latency: Timing
+    host: Timing
+    first_call_seconds: float
+    deviation: float | None  # from eager code on equal inputs, state, seed
+    not_comparable: str | None = None
 
 
 class BaselinesRecord(Record):
-    """All ways, cgplan first, measured in one process on the same model and tensors."""
+    """All ways, cgplan first, on the same model and tensors."""
 
-    seed: int  # of the random order
-    rounds: int  # in each every way runs every size, in a new order
-    repeats: int  # calls of all rounds together
-    # cgplan's capture session, a part of its ready_seconds; None if it failed
-    capture_seconds: float | None
-    keys: int  # graphs that cgplan captured; baselines made one for each size
+    seed: int
+    rounds: int
+    repeats: int
+    capture_seconds: float | None  # part of its ready_seconds
+    keys: int  # that cgplan captured
     ways: tuple[BaselineTiming, ...]
-    records: tuple[BaselineRecord, ...]  # by size, in the order of ways
+    records: tuple[BaselineRecord, ...]
 
     def of(self, name: str, num_tokens: int) -> BaselineRecord | None:
-        return next((r for r in self.records if (r.name, r.num_tokens) == (name, num_tokens)), None)
+        for record in self.records:
+            if record.name == name and record.num_tokens == num_tokens:
+                return record
+        return None
 
 
 def check_baselines(names: Iterable[str]) -> tuple[str, ...]:
-    """Baselines by name, each once, in the order given. Raises ConfigError for an unknown name."""
+    """Each name once. Raises ConfigError for an unknown one."""
     found = tuple(dict.fromkeys(name.strip() for name in names))
-    if unknown := [name for name in found if name not in BASELINE_NAMES]:
-        remedy = f"Choose among {', '.join(BASELINE_NAMES)}."
-        raise ConfigError(f"unknown baseline {unknown[0]!r} to bench against", remedy=remedy)
+    for name in found:
+        if name not in BASELINE_NAMES:
+            remedy = f"Choose among {', '.join(BASELINE_NAMES)}."
+            raise ConfigError(f"unknown baseline {name!r} to bench against", remedy=remedy)
     return found
 
 
-class BenchReport(ShownRecord):
+class BenchReport(SavedReport):
     """Latency by batch size."""
 
     kind: Literal["bench"] = "bench"
-    schema_version: int = REPORT_SCHEMA_VERSION
     environment: Environment
-    capture: CaptureReport  # memory and time of the graphs
-    repeats: int  # timed calls of each size and way
-    records: tuple[BenchRecord, ...]  # one for each size
-    # other ways to run the same model, where they were asked for
+    capture: CaptureReport
+    repeats: int
+    records: tuple[BenchRecord, ...]
     peers: BaselinesRecord | None = None
 
 
 class CoverageRecord(KeyRecord):
-    """A step of one key on padding: median microseconds from an idle device."""
+    """A step of one key on padding: median latency."""
 
     eager_us: float
-    step_us: float  # with graphs
-    inside_us: float  # the graphs of the step alone
+    step_us: float
+    inside_us: float
 
     @property
     def inside(self) -> float:
-        """The share of the step that is spent inside graphs, from 0 to 1."""
+        """Share of the step inside graphs, 0 to 1."""
         return self.inside_us / self.step_us
 
 
-class DoctorReport(ShownRecord):
-    """How much of a model's time is spent inside graphs, and what runs outside of them."""
+class DoctorReport(SavedReport):
+    """What of a step runs inside graphs."""
 
     kind: Literal["doctor"] = "doctor"
-    schema_version: int = REPORT_SCHEMA_VERSION
     capture: CaptureReport
     rows: tuple[CoverageRecord, ...]
-    outside: dict[str, int]  # calls of eager pieces in a step, by name and line
+    outside: dict[str, int]  # calls of eager pieces, by name and line
 
 
 Way = Literal["proposed", "exchanged", "new generation", "new buffers"]
@@ -517,17 +485,14 @@ class ReplanReport(ShownRecord):
     """Changes that a replan made."""
 
     kind: Literal["replan"] = "replan"
-    # from the plan that was captured to the one that traffic deserves now
-    difference: PlanDifference
-    way: Way  # how the graphs were exchanged
-    captured: Keys = ()  # keys that have a graph now and had none before, in capture order
-    evicted: Keys = ()  # keys that had a graph and have none now
-    recaptured: int = 0  # how many of those that stay were captured again
-    # Keys of the new plan that have no graph; and those that failed before, which the plan does
-    # without: ``difference.failed`` has them by lane.
-    failed: tuple[FailedKey, ...] = ()
-    pool_bytes: tuple[int, int]  # all pools before and after
-    seconds: float  # planning, measuring and capturing together
+    difference: PlanDifference  # from the captured plan to the one for recent traffic
+    way: Way
+    captured: Keys = ()
+    evicted: Keys = ()
+    recaptured: int = 0  # of the keys that stay
+    failed: tuple[FailedKey, ...] = ()  # also before, see difference
+    pool_bytes: tuple[int, int]
+    seconds: float
 
 
 Report = AuditReport | CaptureReport | BenchReport | DoctorReport | Plan | PlanCheck
@@ -538,14 +503,12 @@ _REMEDY = "Give a JSON file that `cgplan ... --output` wrote."
 
 
 def load_report(path: str | Path) -> Report:
-    """A saved report or plan. Raises ReportError for any other file, and for a schema version that
-    is not read.
-    """
+    """A saved report or plan. Raises ReportError for any other file or schema version."""
     return parse_report(read_text(path, ReportError, _REMEDY), path)
 
 
 def load_plan(path: str | Path) -> Plan:
-    """A saved plan. Raises ReportError for any other file, another kind of report too."""
+    """A saved plan. Raises ReportError for any other file."""
     report = load_report(path)
     if not isinstance(report, Plan):
         raise ReportError(
@@ -556,24 +519,23 @@ def load_plan(path: str | Path) -> Plan:
 
 
 def parse_report(text: str, path: str | Path) -> Report:
-    """The same from a text that was read already; ``path`` names it in messages. Raises ReportError
-    likewise.
-    """
+    """As ``load_report``, of a text that was read from ``path``."""
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
-        yaml = Path(path).suffix in (".yaml", ".yml")
-        hint = "That is a configuration, it seems, which --config takes. " if yaml else ""
+        hint = ""
+        if Path(path).suffix in (".yaml", ".yml"):
+            hint = "That is a configuration, it seems, which --config takes. "
         raise ReportError(f"{path}: not JSON: {error}", remedy=f"{hint}{_REMEDY}") from None
     model = _KINDS.get(str(data.get("kind"))) if isinstance(data, dict) else None
-    if model is None:
+    if not model:
         raise ReportError(f"{path}: not a cgplan report", remedy=_REMEDY)
-    found, version = data.get("schema_version"), model.model_fields["schema_version"].default
+    found = data.get("schema_version")
+    version = model.model_fields["schema_version"].default
     if found != version:
         raise ReportError(
             f"{path}: schema version {found!r}, this cgplan reads {version}",
-            remedy="Make the report again with this version of cgplan, or read it with the "
-            "version that wrote it.",
+            remedy="Make the report again with this version, or read it with its own.",
         )
     try:
         return model.model_validate(data)

@@ -1,6 +1,4 @@
-"""Reports of runs as tables: a capture with its graphs, budget and ranks; a bench beside its
-baselines; the doctor; an audit.
-"""
+"""Reports of runs as tables: capture, bench, doctor, audit."""
 
 from __future__ import annotations
 
@@ -16,19 +14,25 @@ from cgplan.modes import CUDAGraphMode
 from cgplan.planning.costs import Predicted
 from cgplan.planning.plan import Key, Lane
 from cgplan.reports.layout import (
+    Bytes,
     Column,
     Fact,
     Grid,
+    Microseconds,
+    Seconds,
+    Share,
     TextColumn,
+    describe_lanes,
     describe_sizes,
     facts,
     labelled,
+    memory_text,
     render,
     sentences,
     stacked,
     titled,
 )
-from cgplan.reports.plan_tables import head_rows
+from cgplan.reports.plan_tables import head_rows, predicted_by
 from cgplan.reports.records import (
     OURS,
     AuditReport,
@@ -46,7 +50,6 @@ from cgplan.reports.records import (
 from cgplan.units import (
     counted,
     format_bytes,
-    format_microseconds,
     format_ratio,
     format_seconds,
     grouped,
@@ -63,7 +66,7 @@ def _capture(report: CaptureReport) -> RenderableType:
     if not report.records:
         return stacked(head, facts("Graphs: none", _totals(report)))
     split = None
-    if report.split is not None:
+    if report.split:
         split = facts("Split", [*_split_rows(report.split), *_segment_rows(report)])
     return stacked(
         head,
@@ -93,7 +96,7 @@ def _capture_rows(report: CaptureReport) -> Iterator[Fact]:
     if report.generation > 1:
         yield "generation", f"the pools were made {report.generation} times"
     for key in report.failed:
-        yield "failed", f"{key.mode} {key.descriptor}: {key.text}"
+        yield "failed", f"{key.label}: {key.text}"
     if environment.is_tape:
         about = "the CPU stand-in, and say little about a GPU"
         yield "note", f"bytes and times are those of {environment.backend}, {about}"
@@ -127,18 +130,15 @@ def _graphs(report: CaptureReport) -> RenderableType:
     if any(record.descriptor.has_lora for record in report.records):
         columns.append(Column("LoRA", "descriptor.num_active_loras"))
     if any(record.graphs > 1 for record in report.records):
-        columns.append(Column("graphs", "graphs"))
-    columns += [
-        Column(report.environment.node_name, "nodes"),
-        Column("pool growth", "pool_growth", format_bytes),
-    ]
+        columns.append(Column("graphs"))
+    columns += [Column(report.environment.node_name, "nodes"), Bytes("pool growth", "pool_growth")]
     if report.driver_bytes is not None:
-        columns.append(Column("driver", "driver_bytes", format_bytes))
-    columns.append(Column("warm-up", "warmup_seconds", format_seconds))
+        columns.append(Bytes("driver", "driver_bytes"))
+    columns.append(Seconds("warm-up", "warmup_seconds"))
     if any(record.compile_seconds for record in report.records):
-        columns.append(Column("compile", "compile_seconds", format_seconds))
-        columns.append(Column("cached", "cached"))
-    columns.append(Column("capture", "capture_seconds", format_seconds))
+        columns.append(Seconds("compile", "compile_seconds"))
+        columns.append(Column("cached"))
+    columns.append(Seconds("capture", "capture_seconds"))
     return Grid(report.records, *columns)
 
 
@@ -152,11 +152,7 @@ def _split_rows(split: SplitRecord) -> Iterator[Fact]:
     yield "by", routes.get(split.route, split.route)
     if split.segments is not None:
         yield "pieces", f"{split.segments} segments, {split.eager_pieces} eager pieces"
-    sides = {
-        "captured": split.captured,
-        "eager": split.eager,
-        "eager calls": split.eager_operators,
-    }
+    sides = {"captured": split.captured, "eager": split.eager, "eager calls": split.eager_operators}
     for name, counts in sides.items():
         if counts:
             yield name, _repeated(counts.items())
@@ -177,7 +173,7 @@ def _repeated(counts: Iterable[tuple[object, int]]) -> str:
 
 
 def _state(report: CaptureReport) -> RenderableType | None:
-    """State that the capture left otherwise than it found it; the other places are counted."""
+    """State that the capture changed for good; the other places are counted."""
     left = [place for place in report.state if not place.is_put_back]
     if not left:
         return None
@@ -185,7 +181,7 @@ def _state(report: CaptureReport) -> RenderableType | None:
     table = Grid(
         left,
         TextColumn("state", "path"),
-        Column("size", "nbytes", format_bytes),
+        Bytes("size", "nbytes"),
         TextColumn("after the capture", lambda place: words[place.kept]),
     )
     rest = [place.nbytes for place in report.state if place.is_put_back]
@@ -197,46 +193,36 @@ def _state(report: CaptureReport) -> RenderableType | None:
 
 def _prediction(report: CaptureReport) -> Iterator[RenderableType]:
     predicted = report.plan.predicted
-    if predicted is None:
+    if not predicted:
         return
-    has_driver = report.driver_bytes is not None
     columns = [
         TextColumn("key", "0.lane"),
         Column("tokens", "0.descriptor.num_tokens"),
-        Column("pool\npredicted", "1.pool_bytes", format_bytes),
-        Column("measured", "0.pool_growth", format_bytes),
-        Column("time\npredicted", "1.seconds", format_seconds),
-        Column("measured", "0.seconds", format_seconds),
+        Bytes("pool\npredicted", "1.pool_bytes"),
+        Bytes("measured", "0.pool_growth"),
     ]
-    if has_driver:
-        columns[4:4] = [
-            Column("driver\npredicted", "1.driver_bytes", format_bytes),
-            Column("measured", "0.driver_bytes", format_bytes),
-        ]
-    table = Grid(
-        zip(report.records, predicted.keys, strict=True),
-        *columns,
-    )
-    yield titled("Predicted against measured", table)
     parts = [
         ("static buffers", predicted.static_bytes, report.static_bytes),
         ("pool", sum(key.pool_bytes for key in predicted.keys), report.pool_bytes),
     ]
-    if has_driver:
+    if report.driver_bytes is not None:
+        columns.append(Bytes("driver\npredicted", "1.driver_bytes"))
+        columns.append(Bytes("measured", "0.driver_bytes"))
         driver = sum(key.driver_bytes for key in predicted.keys)
         parts.append(("workspaces", predicted.workspace_bytes, report.workspace_bytes))
         parts.append(("driver", driver, report.graph_driver_bytes))
+    columns.append(Seconds("time\npredicted", "1.seconds"))
+    columns.append(Seconds("measured", "0.seconds"))
+    pairs = zip(report.records, predicted.keys, strict=True)
+    yield titled("Predicted against measured", Grid(pairs, *columns))
     parts.append(("memory", sum(part[1] for part in parts), report.graph_bytes))
     yield facts("Prediction", _prediction_rows(report, predicted, parts))
 
 
 def _prediction_rows(
-    report: CaptureReport,
-    predicted: Predicted,
-    parts: Sequence[tuple[str, int, int]],
+    report: CaptureReport, predicted: Predicted, parts: Sequence[tuple[str, int, int]]
 ) -> Iterator[Fact]:
-    estimated = ", an estimate" if predicted.estimated else ""
-    yield "from", f"{predicted.source}{estimated}"
+    yield "from", predicted_by(predicted)
     yield from labelled("note", predicted.notes)
     yield from labelled("note", _without_graph(report))
     for name, *figures in parts:
@@ -279,9 +265,8 @@ def _totals(report: CaptureReport) -> Iterator[Fact]:
         "driver": report.driver_bytes,
         "workspaces": report.workspace_bytes or None,
     }
-    memory = [f"{name} {format_bytes(size)}" for name, size in parts.items() if size is not None]
-    yield "memory", f"{', '.join(memory)}; total {format_bytes(report.total_bytes)}"
-    if report.budget is not None:
+    yield "memory", memory_text(parts, report.total_bytes)
+    if report.budget:
         yield from _budget(report.budget)
     if report.free_before is not None:
         before, after = format_bytes(report.free_before), format_bytes(report.free_after)
@@ -297,7 +282,7 @@ def _totals(report: CaptureReport) -> Iterator[Fact]:
 
 
 def _ranks(ranks: Sequence[RankRecord]) -> RenderableType | None:
-    """One row a rank, and one for all: sums of bytes and counts, the longest of the times."""
+    """A row for each rank, and one for all: sums, and the longest times."""
     if not ranks:
         return None
     together: dict[str, Any] = {"rank": "all"}
@@ -308,16 +293,16 @@ def _ranks(ranks: Sequence[RankRecord]) -> RenderableType | None:
     together["all_reduce"] = ", ".join(dict.fromkeys(record.all_reduce for record in ranks))
     return Grid(
         [*ranks, RankRecord.model_construct(**together)],
-        TextColumn("rank", "rank"),
+        TextColumn("rank"),
         TextColumn("all-reduce", "all_reduce"),
-        Column("rows", "rows"),
-        Column("buffers", "buffers"),
-        Column("bases", "bases"),
-        Column("mapped", "mapped_bytes", format_bytes),
-        Column("registration", "registration_seconds", format_seconds),
-        Column("pool", "pool_bytes", format_bytes),
-        Column("memory", "total_bytes", format_bytes),
-        Column("session", "session_seconds", format_seconds),
+        Column("rows"),
+        Column("buffers"),
+        Column("bases"),
+        Bytes("mapped", "mapped_bytes"),
+        Seconds("registration", "registration_seconds"),
+        Bytes("pool", "pool_bytes"),
+        Bytes("memory", "total_bytes"),
+        Seconds("session", "session_seconds"),
     )
 
 
@@ -343,7 +328,6 @@ def _limits(budget: BudgetRecord) -> list[str]:
 
 
 def _budget(budget: BudgetRecord) -> Iterator[Fact]:
-    """Limits and how much of them was used, and the keys that have no graph."""
     limits = _limits(budget)
     yield "budget", "; ".join(limits)
     if budget.left_out:
@@ -363,19 +347,15 @@ def _budget(budget: BudgetRecord) -> Iterator[Fact]:
     if len(by_key) > MOST_STOPS:
         yield "", f"and at {len(by_key) - MOST_STOPS} more keys"
     if budget.skipped:
-        yield (
-            "not captured",
-            f"{_by_lane(budget.skipped)}: padded to other sizes, or run eagerly",
-        )
+        yield ("not captured", f"{_by_lane(budget.skipped)}: padded to other sizes, or run eagerly")
     if budget.left_out or budget.skipped:
         yield "advice", "`cgplan plan` chooses the keys that gain most within the budget"
 
 
 def _by_lane(keys: Sequence[Key]) -> str:
     """``9 keys (FULL uniform: 8 to 64 by 8; PIECEWISE: 64)``."""
-    lanes = grouped((Lane.of(*key), key[1].num_tokens) for key in keys)
-    listed = "; ".join(f"{lane}: {describe_sizes(sorted(sizes))}" for lane, sizes in lanes.items())
-    return f"{counted(len(keys), 'key')} ({listed})"
+    lanes = describe_lanes((Lane.of(*key), key[1].num_tokens) for key in keys)
+    return f"{counted(len(keys), 'key')} ({lanes})"
 
 
 # --- bench and doctor -----------------------------------------------------------------------------
@@ -387,16 +367,12 @@ def _bench(report: BenchReport) -> RenderableType:
     if not report.records:
         nothing = "No size was measured: nothing is captured and report.sizes is absent."
         return stacked(head, Text(nothing))
-    parts = [
-        head,
-        _ranks(report.capture.ranks),
-        latencies(report),
-    ]
+    parts = [head, _ranks(report.capture.ranks), latencies(report)]
     waiting = queued(report)
-    if waiting is not None:
+    if waiting:
         title = "Calls that follow one another without waiting, time of each"
         parts.append(titled(title, waiting))
-    if report.peers is not None:
+    if report.peers:
         parts += _against_baselines(report.peers, report.environment)
     return stacked(*parts)
 
@@ -426,29 +402,26 @@ def _bench_rows(report: BenchReport) -> Iterator[Fact]:
 
 
 def latencies(report: BenchReport) -> Grid:
-    # eleven columns have to fit into a terminal of 80
     return Grid(
         report.records,
         Column("tokens", "size"),
         TextColumn("runs as", lambda r: f"{r.mode} {r.descriptor.size}" if r.graph else "eager"),
         Column("padded\nrows", "padded_rows"),
-        Column("eager\nmedian", "eager.median", format_microseconds),
-        Column("eager\np99", "eager.p99", format_microseconds),
-        Column("graph\nmedian", "graph.median", format_microseconds),
-        Column("graph\np99", "graph.p99", format_microseconds),
-        Column("replay\nmedian", "replay.median", format_microseconds),
-        Column("replay\np99", "replay.p99", format_microseconds, on_page_alone=True),
+        Microseconds("eager\nmedian", "eager.median"),
+        Microseconds("eager\np99", "eager.p99"),
+        Microseconds("graph\nmedian", "graph.median"),
+        Microseconds("graph\np99", "graph.p99"),
+        Microseconds("replay\nmedian", "replay.median"),
+        Microseconds("replay\np99", "replay.p99", on_page_alone=True),
         Column("speed-\nup", "speedup", format_ratio),
-        Column("host\neager", "eager_host.median", format_microseconds),
-        Column("host\ngraph", "graph_host.median", format_microseconds),
+        Microseconds("host\neager", "eager_host.median"),
+        Microseconds("host\ngraph", "graph_host.median"),
         gap=1,
         short=True,
     )
 
 
 def queued(report: BenchReport) -> Grid | None:
-    """Calls that do not wait for one another; None where none was measured."""
-
     def ratio(record: BenchRecord) -> float | None:
         graph, replay = record.graph_queued, record.replay_queued
         return None if graph is None or replay is None else graph.median / replay.median
@@ -459,10 +432,10 @@ def queued(report: BenchReport) -> Grid | None:
     return Grid(
         rows,
         Column("tokens", "size"),
-        Column("graph median", "graph_queued.median", format_microseconds),
-        Column("graph p99", "graph_queued.p99", format_microseconds),
-        Column("replay median", "replay_queued.median", format_microseconds),
-        Column("replay p99", "replay_queued.p99", format_microseconds),
+        Microseconds("graph median", "graph_queued.median"),
+        Microseconds("graph p99", "graph_queued.p99"),
+        Microseconds("replay median", "replay_queued.median"),
+        Microseconds("replay p99", "replay_queued.p99"),
         Column("graph / replay", ratio, format_ratio),
         short=True,
     )
@@ -484,10 +457,7 @@ def _against_baselines(
                 f"until all sizes had their first call, each way alone; memory: {memory} that was "
                 "gone then",
             ),
-            (
-                "capture",
-                f"{OURS}'s own: {own}; the baselines made one graph for each size below",
-            ),
+            ("capture", f"{OURS}'s own: {own}; the baselines made one graph for each size below"),
             (
                 "times",
                 "medians; device: calls that follow one another; latency: from an idle device; "
@@ -504,8 +474,8 @@ def _against_baselines(
     yield Grid(
         measured.ways,
         TextColumn("way", "name"),
-        Column("ready in", "ready_seconds", format_seconds),
-        Column("memory", "memory_bytes", format_bytes),
+        Seconds("ready in", "ready_seconds"),
+        Bytes("memory", "memory_bytes"),
         TextColumn("note", lambda way: f"failed: {way.failure}" if way.failure else way.note or ""),
     )
     if measured.records:
@@ -515,11 +485,8 @@ def _against_baselines(
         for record in measured.records
         if record.not_comparable
     )
-    if reasons:
-        rows = [
-            (f"{name} {describe_sizes(sizes)}", str(reason))
-            for (name, reason), sizes in reasons.items()
-        ]
+    rows = [(f"{name} {describe_sizes(sizes)}", str(why)) for (name, why), sizes in reasons.items()]
+    if rows:
         yield facts("Not comparable", rows)
 
 
@@ -530,20 +497,14 @@ def baselines(measured: BaselinesRecord) -> Grid:
 
     times: list[Column] = []
     for name in ("device", "latency", "host"):
-        times.append(Column(name, f"{name}.median", format_microseconds))
-        times.append(
-            Column(
-                f"{name}\nx",
-                partial(ratio, name),
-                format_ratio,
-            )
-        )
+        times.append(Microseconds(name, f"{name}.median"))
+        times.append(Column(f"{name}\nx", partial(ratio, name), format_ratio))
     return Grid(
         measured.records,
         TextColumn("way", "name"),
         Column("tokens", "num_tokens"),
         *times,
-        Column("first\ncall", "first_call_seconds", format_seconds),
+        Seconds("first\ncall", "first_call_seconds"),
         Column("diff", lambda r: "n/a" if r.deviation is None else f"{r.deviation:.2g}"),
         gap=1,
         short=True,
@@ -565,13 +526,9 @@ def _doctor(report: DoctorReport) -> RenderableType:
         report.rows,
         TextColumn("key", "lane"),
         Column("tokens", "descriptor.num_tokens"),
-        Column("eager", "eager_us", format_microseconds),
-        Column("step", "step_us", format_microseconds),
-        Column(
-            "speed-up",
-            lambda record: record.eager_us / record.step_us,
-            "{:.2f}x".format,
-        ),
+        Microseconds("eager", "eager_us"),
+        Microseconds("step", "step_us"),
+        Column("speed-up", lambda row: row.eager_us / row.step_us, "{:.2f}x".format),
         Column("inside graphs", "inside", "{:.0%}".format),
     )
     return stacked(head, table)
@@ -584,7 +541,7 @@ def _doctor(report: DoctorReport) -> RenderableType:
 def _audit(report: AuditReport) -> RenderableType:
     read, looked_up = format_seconds(report.read_seconds), format_seconds(report.classify_seconds)
     nodes = sum(key.nodes for key in report.keys)
-    words = sum(key.words for key in report.keys)
+    words = _words(report.keys)
     findings = "none"
     if report.findings:
         findings = (
@@ -600,24 +557,20 @@ def _audit(report: AuditReport) -> RenderableType:
     owners = Grid(
         kinds.values(),
         TextColumn("owner", "0.kind"),
-        Column("pointers", _words, "{:,}".format),
         Column(
-            "share",
-            lambda rows: _words(rows) / words,
-            "{:.1%}".format,
+            "pointers",
+            _words,
+            "{:,}".format,
         ),
-        Column(
-            "size",
-            lambda rows: sum(r.nbytes or 0 for r in rows) or None,
-            format_bytes,
-        ),
+        Share("share", lambda rows: _words(rows) / words),
+        Bytes("size", lambda rows: sum(r.nbytes or 0 for r in rows) or None),
         TextColumn("names", lambda rows: listed([r.name for r in rows], 2)),
     )
     keys = Grid(
         report.keys,
-        TextColumn("key", lambda r: f"{r.mode} {r.descriptor}"),
-        Column("graphs", "graphs"),
-        Column("nodes", "nodes"),
+        TextColumn("key", "label"),
+        Column("graphs"),
+        Column("nodes"),
         Column("not read", "opaque"),
         Column("pointers", "words"),
         Column("findings", lambda r: sum(finding.key == r.key for finding in report.findings)),
@@ -630,16 +583,15 @@ def _audit(report: AuditReport) -> RenderableType:
     )
 
 
-def _words(owners: Sequence[Any]) -> int:
-    return sum(owner.words for owner in owners)
+def _words(pointed: Sequence[Any]) -> int:
+    return sum(part.words for part in pointed)
 
 
 def _findings(report: AuditReport) -> RenderableType:
-    """Each address in a line, with the first node that holds it."""
+    """A line for each address, with the first node that holds it."""
     lines: list[str] = []
-    for address, found in grouped(
-        (finding.address, finding) for finding in report.findings
-    ).items():
+    by_address = grouped((finding.address, finding) for finding in report.findings)
+    for address, found in by_address.items():
         more = f"; {counted(len(found) - 1, 'more node')}" if len(found) > 1 else ""
         lines.append(f"{address:#x}: {found[0].text}{more}")
     return titled("Findings", sentences(*lines[:MOST_FINDINGS]))

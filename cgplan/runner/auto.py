@@ -1,6 +1,4 @@
-"""cudagraph_mode AUTO: try the ways to capture a model, time them beside eager steps, and keep the
-fastest.
-"""
+"""cudagraph_mode AUTO: time ways to capture a model beside eager steps, keep the fastest."""
 
 from __future__ import annotations
 
@@ -44,16 +42,13 @@ from cgplan.units import format_seconds
 
 logger = logging.getLogger(__name__)
 AUTO = CUDAGraphMode.AUTO
-LEAST_GAIN = 1.02  # times as fast as eager; below it graphs are not worth their memory
-_MOST_TRIES = 8  # each leaves one module more out of the graphs
+LEAST_GAIN = 1.02  # below it graphs are not worth their memory
+_MOST_TRIES = 8  # each leaves out a further module
 
 
 class Candidate(NamedTuple):
-    """A way to capture the model, and what it brings.
-
-    Attributes:
-        gains: Eager time over graph time in each round, ascending, by tokens.
-        nbytes: Of its graph pool.
+    """A way to capture the model: ``gains`` by tokens (eager over graph time, ascending), bytes of
+    its pool.
     """
 
     name: str
@@ -62,18 +57,21 @@ class Candidate(NamedTuple):
     nbytes: int
 
     def mean(self, pick: Callable[[list[float]], float] = median) -> float:
-        """Of all sizes: the median of the rounds, or another one."""
+        """The mean gain of all sizes."""
         return fmean(map(pick, self.gains.values()))
 
     @property
     def worth(self) -> int:
         """The largest size at which it brings 2%; 0: none."""
-        sizes = [size for size, gains in self.gains.items() if median(gains) >= LEAST_GAIN]
-        return max(sizes, default=0)
+        largest = 0
+        for size, gains in self.gains.items():
+            if median(gains) >= LEAST_GAIN:
+                largest = max(largest, size)
+        return largest
 
     def is_tie(self, other: Candidate) -> bool:
-        """Whether this one is less than 2% faster, or the median of each lies inside the other's
-        rounds; and the other is worth it as far.
+        """Whether this one is less than 2% faster, or within the rounds of the other; and worth no
+        larger sizes.
         """
         if other.worth < self.worth:
             return False
@@ -84,7 +82,8 @@ class Candidate(NamedTuple):
     def __str__(self) -> str:
         figures = list[str]()
         for size, gains in sorted(self.gains.items()):
-            figures.append(f"{median(gains):.3g}x at {size} ({gains[0]:.3g} to {gains[-1]:.3g})")
+            spread = f"{gains[0]:.3g} to {gains[-1]:.3g}"
+            figures.append(f"{median(gains):.3g}x at {size} ({spread})")
         return f"{self.name}, against eager steps {', '.join(figures)} tokens, in {REPEATS} rounds"
 
 
@@ -99,22 +98,18 @@ def choose_mode(
 ) -> tuple[Config, Plan]:
     """The fastest way to capture a model, for ``cudagraph_mode: AUTO``.
 
-    FULL comes first; where it fails, the innermost module that failed runs eagerly, until the rest
-    can be captured. Beside it PIECEWISE by operators and, on a GPU, inductor are captured at a few
-    sizes, as far as ``budget.capture_time`` lasts and the configuration leaves open: those that
-    serve ``report.sizes``, else the smallest, the largest, and that for all requests. Each is timed
-    against eager steps. Of ways that are as fast within 2%, or within the spread of their rounds,
-    the one with the smallest pool is chosen; the plan ends at the largest size at which it brings
-    2%. With ``anyway`` it is chosen where it brings less, too. All memory is given back, and the
-    model is as it was. ``before_key`` is as in CaptureSession.
+    FULL comes first; where it fails, the innermost module that failed runs eagerly. PIECEWISE by
+    operators and, on a GPU, inductor follow, as far as ``budget.capture_time`` and the
+    configuration allow. Each is timed against eager steps at a few sizes (``report.sizes``). Of
+    ways as fast within 2%, or within the spread of their rounds, the smallest pool wins. The plan
+    ends at the largest size with a gain of 2%; ``anyway``: also below it. The model is put back,
+    and all memory is freed. ``before_key`` is as in CaptureSession.
 
     Returns:
-        The configuration with the settings that were chosen, and its plan, whose notes say what was
-        tried.
+        The configuration with the chosen settings, and its plan, whose notes say what was tried.
 
     Raises:
-        ConfigError: an operator of ``splitting_ops`` does not exist, or does not occur in the
-            traced model.
+        ConfigError: an operator of ``splitting_ops`` does not exist, or the model never calls it.
         ModelError: the model itself fails.
     """
     refuse_unknown_ops(config.compilation.splitting_ops)
@@ -141,7 +136,7 @@ def choose_mode(
                         build_plan(probe), model, backend, probe, state=state, before_key=before_key
                     )
                     runner = session.run()
-                # Timed without the hook, which slows eager steps down.
+                # without the hook, which slows eager steps down
                 candidate, note = _tried(runner, name, compilation)
                 notes.append(f"AUTO: {note}")
                 if candidate is not None:
@@ -185,9 +180,11 @@ def choose_mode(
 
 
 def _probe(
-    config: Config, compilation: CompilationConfig, sizes: tuple[int, ...], seconds: float | None
+    config: Config,
+    compilation: CompilationConfig,
+    sizes: tuple[int, ...],
+    seconds: float | None,
 ) -> Config:
-    """The configuration of one try: a few sizes, within these seconds."""
     tried = compilation.model_copy(
         update={
             "cudagraph_capture_sizes": sizes,
@@ -200,10 +197,12 @@ def _probe(
 
 
 def _tried(
-    runner: GraphRunner, name: str, compilation: CompilationConfig
+    runner: GraphRunner,
+    name: str,
+    compilation: CompilationConfig,
 ) -> tuple[Candidate | None, str]:
-    """What a runner brings, and a note on it; the runner is closed."""
-    # One block: the model is looked at once.
+    """The candidate, if any, and a note; closes the runner."""
+    # the model is looked at once
     with closing(runner), runner.graphs.rehearsing():
         nbytes = runner.report.pool_bytes
         difference = _first_difference(runner)
@@ -215,20 +214,20 @@ def _tried(
     return None, f"{name} has no graphs: the configuration or its budget leaves all of them out"
 
 
-def _changed(asked: CompilationConfig, chosen: CompilationConfig) -> dict[str, Any]:
-    """Settings that AUTO chose."""
+def _changed(
+    asked: CompilationConfig,
+    chosen: CompilationConfig,
+) -> dict[str, Any]:
     before = asked.model_dump(mode="json")
-    changed = dict[str, Any]()
-    for name, value in chosen.model_dump(mode="json").items():
-        if value != before[name]:
-            changed[name] = value
-    return changed
+    after = chosen.model_dump(mode="json")
+    return {name: value for name, value in after.items() if value != before[name]}
 
 
 def _ways(
-    asked: CompilationConfig, backend: GraphBackend
+    asked: CompilationConfig,
+    backend: GraphBackend,
 ) -> Iterator[tuple[str, CompilationConfig]]:
-    """What may be tried, by name: settings that the user wrote stay."""
+    """Ways by name; the user's settings stay."""
     is_given = "compiler" in asked.model_fields_set
     is_traced = asked.piecewise in ("auto", "ops")
     compilers = [asked.compiler if is_given else "eager"]
@@ -248,34 +247,47 @@ def _ways(
 
 
 @contextmanager
-def _failing_module(model: Callable[..., Any], failed: list[str]) -> Iterator[None]:
-    """A block; ``failed`` then holds the innermost module of the model whose forward raised the
-    last error, if any.
-    """
+def _failing_module(
+    model: Callable[..., Any],
+    failed: list[str],
+) -> Iterator[None]:
+    """A block; ``failed`` gets the innermost module that raised."""
     names = dict[int, str]()
-    last = list[BaseException]()
+    last: BaseException | None = None
     if isinstance(model, torch.nn.Module):
         names = {id(module): name for name, module in model.named_modules() if name}
 
-    def note(module: torch.nn.Module, args: Any, output: Any) -> None:  # noqa: ARG001
+    def note(
+        module: torch.nn.Module,
+        args: Any,  # noqa: ARG001
+        output: Any,  # noqa: ARG001
+    ) -> None:
+        nonlocal last
         error = sys.exc_info()[1]
-        if error is None or id(module) not in names:
+        if error is None or error is last or id(module) not in names:
             return
-        if not any(error is one for one in last):
-            last[:] = [error]
-            # in all layers alike
-            failed[:] = [re.sub(r"(?<![^.])\d+(?![^.])", "*", names[id(module)])]
+        last = error
+        # in all layers
+        failed[:] = [
+            re.sub(
+                r"(?<![^.])\d+(?![^.])",
+                "*",
+                names[id(module)],
+            )
+        ]
 
     handle = register_module_forward_hook(note, always_call=True)
     try:
         yield
     finally:
         handle.remove()
-        last.clear()  # its frames hold tensors
+        last = None  # its frames hold tensors
 
 
-def _timed_sizes(plan: Plan, config: Config) -> set[int]:
-    """Capture sizes that are timed."""
+def _timed_sizes(
+    plan: Plan,
+    config: Config,
+) -> set[int]:
     sizes = plan.capture_sizes
     asked = set[int]()
     for size in config.report.sizes or ():
@@ -291,20 +303,19 @@ def _timed_keys(runner: GraphRunner) -> list[Key]:
 
 
 def _first_difference(runner: GraphRunner) -> str | None:
-    """Where the outputs of graphs lie further from those of the model's own code than rounding puts
-    them, on example batches, in three calls in a row: Python code of the model may change what it
-    computes from call to call.
+    """Where graphs differ from the model's own code on example batches, in three calls: Python may
+    compute something else in the second.
     """
     graphs = runner.graphs
-    config = runner.config
     device = runner.backend.device
     with on_padding(graphs) as rehearsal:
         for mode, descriptor in _timed_keys(runner):
             rehearsal.look(mode, descriptor)
             views = graphs.views(descriptor)
             reqs = graphs.padded_reqs(descriptor)
-            specs = config.tensors_at(descriptor.sizes)
-            for name, tensor in example_batch(specs, descriptor.num_tokens, reqs, device).items():
+            specs = runner.config.tensors_at(descriptor.sizes)
+            examples = example_batch(specs, descriptor.num_tokens, reqs, device)
+            for name, tensor in examples.items():
                 views[name].copy_(tensor)
             outputs = list[list[Any]]()
             eager = partial(graphs.run_eager, descriptor, views)
@@ -313,7 +324,16 @@ def _first_difference(runner: GraphRunner) -> str | None:
                 rehearsal.kept.restore(between_keys=True)
                 rehearsal.announce(mode, descriptor)
                 with random_state_kept(device, graphs.generators):
-                    outputs.append([tree_map_only(Tensor, torch.clone, run()) for _ in range(3)])
+                    outputs.append(
+                        [
+                            tree_map_only(
+                                Tensor,
+                                torch.clone,
+                                run(),
+                            )
+                            for _ in range(3)
+                        ]
+                    )
             for found in differences(outputs[1], outputs[0], is_coarse=True):
                 if found.is_wrong and found.largest is not None:
                     return f"at {descriptor.num_tokens} tokens: {found}"
@@ -321,7 +341,7 @@ def _first_difference(runner: GraphRunner) -> str | None:
 
 
 def _gains(runner: GraphRunner) -> dict[int, list[float]]:
-    """Of the key with the least gain, by tokens."""
+    """By tokens, of the key with the least gain."""
     found = dict[int, list[float]]()
     times_of = time_on_padding(runner.graphs, _timed_keys(runner))
     for (_, descriptor), (eager, replays) in times_of.items():
@@ -339,14 +359,12 @@ def _fastest(
     *,
     anyway: bool,
 ) -> tuple[CompilationConfig, str]:
-    """The settings, and why: the candidate with the highest gain on average, up to the last size
-    where it is worth it.
-    """
+    """The settings, and the reason."""
     none = asked.model_copy(update={"cudagraph_mode": CUDAGraphMode.NONE})
     if not candidates:
         return none, "no way to capture the model was found"
     best = max(candidates, key=Candidate.mean)
-    ties = [candidate for candidate in candidates if best.is_tie(candidate)]
+    ties = list(filter(best.is_tie, candidates))
     taken = min(ties, key=lambda candidate: candidate.nbytes >> 20)  # within a MiB the first
     said = str(taken)
     chosen = taken.compilation
@@ -365,11 +383,8 @@ def _fastest(
 
 
 def check_up(runner: GraphRunner) -> DoctorReport:
-    """How much of a step's time is spent inside graphs, for a few of a runner's keys on padding,
-    and what runs outside.
-
-    Times are medians in microseconds, from an idle device; graphs alone are launched one after the
-    other.
+    """The part of a step's time inside graphs, for a few keys on padding, and what runs outside.
+    Times are medians in microseconds.
     """
     graphs = runner.graphs
     rows = list[CoverageRecord]()
@@ -381,8 +396,9 @@ def check_up(runner: GraphRunner) -> DoctorReport:
             continue
         inside = step
         if entry.eager_pieces:
-            pieces = entry.graph.eager_pieces
-            outside = Counter(f"{piece.name}, at {piece.line}" for piece in pieces)
+            outside = Counter[str]()
+            for piece in entry.graph.eager_pieces:
+                outside[f"{piece.name}, at {piece.line}"] += 1
             inside = min(_time_inside(graphs, key, entry.segments), step)
         rows.append(
             CoverageRecord(
@@ -398,14 +414,17 @@ def check_up(runner: GraphRunner) -> DoctorReport:
     )
 
 
-def _time_inside(graphs: ModelGraphs, key: Key, segments: Sequence[Any]) -> float:
-    """Microseconds of a key's graphs alone."""
+def _time_inside(
+    graphs: ModelGraphs,
+    key: Key,
+    segments: Sequence[Any],
+) -> float:
     backend = graphs.backend
     rounds = list[float]()
     replays = [backend.launcher(graph) for graph in segments]
     with graphs.rehearsing() as rehearsal, graphs.buffers.on_padding():
         rehearsal.look(*key)
         for _ in range(REPEATS):
-            rehearsal.kept.restore(between_keys=True)  # positions do not run past a cache
+            rehearsal.kept.restore(between_keys=True)
             rounds.append(sum(backend.time_calls(replay, 1)[0][0] for replay in replays))
     return median(rounds)

@@ -1,4 +1,4 @@
-"""Launcher: the part of a call that all calls of a runner share, whatever prepared them."""
+"""Launcher: the part that all calls of a runner share."""
 
 from __future__ import annotations
 
@@ -14,43 +14,39 @@ from cgplan.runner.verifier import Verifier
 
 
 class Launcher:
-    """Launches prepared calls on the graphs of one runner, until it captures all of them again.
+    """Launches prepared calls on one set of graphs. The caller holds the lock."""
 
-    Args:
-        use: The lock and the stream of its pools.
-        name: What messages call the runner.
-
-    Attributes:
-        stream: Returns the handle of the current stream.
-        last_staged: The StagedBuffers that ran last.
-    """
-
-    def __init__(self, graphs: ModelGraphs, use: PoolUse, name: str) -> None:
+    def __init__(
+        self,
+        graphs: ModelGraphs,
+        use: PoolUse,
+        name: str,
+    ) -> None:
         self.graphs = graphs
         self.verifier = Verifier(graphs)
         self.use = use
         self.name = name
         self.stream = graphs.backend.stream_getter()
-        self.last_staged: Any = None
+        self.last_staged: Any = None  # the StagedBuffers that ran last
         self._addresses = graphs.addresses
         self._checks_once = graphs.config.compilation.address_policy != "always"
         self._is_plain = False  # whether a call without autocast has passed
-        # without an argument torch answers for CUDA, in half the time
         kind = graphs.backend.device.type
-        self._is_autocast = torch.is_autocast_enabled
+        self._is_autocast = torch.is_autocast_enabled  # without an argument for CUDA, and faster
         if kind != "cuda":
             self._is_autocast = partial(torch.is_autocast_enabled, kind)
 
     def take_stream(self) -> None:
-        """Work on the current stream from now on; the lock is held. Raises CgplanError if another
-        stream still has work.
-        """
+        """Work on the current stream. Raises CgplanError if another stream has work."""
         self.use.take_stream(self.stream(), self.name, self.graphs.backend)
 
-    def launch(self, call: PreparedCall, values: Values, known: bool = False) -> None:
-        """Copy a batch in and replay; the lock is held. ``known``: the tensors are like those of
-        the call before.
-        """
+    def launch(
+        self,
+        call: PreparedCall,
+        values: Values,
+        known: bool = False,
+    ) -> None:
+        """Copy a batch in and replay. ``known``: the tensors are like the last call's."""
         stream = self.stream()
         use = self.use
         if stream != use.stream or use.user is not self.name:

@@ -1,5 +1,5 @@
-"""CudaGraphManager: the sizes, graphs and pool of one model, for an engine that embeds it alone or
-beside others in one pool; see Note [Sharing a pool] in pools.py.
+"""CudaGraphManager: the graphs of one model in an engine, alone or beside others in one pool: Note
+[Sharing a pool] in pools.py.
 """
 
 from __future__ import annotations
@@ -25,12 +25,8 @@ from cgplan.units import format_bytes
 
 @dataclass(frozen=True)
 class PoolReport:
-    """The cost of the members of one pool together; it prints as a table.
-
-    Attributes:
-        parts: The capture of each member, by name, in order of capture. Their ``pool_bytes`` are
-            those of the whole pool when the capture was over, so they do not add up.
-        pool_bytes: The pool now.
+    """The cost of the members of one pool together; it prints as a table. The ``pool_bytes`` of its
+    ``parts`` are those of the whole pool at the end of each, so they do not add up.
     """
 
     parts: Mapping[str, CaptureReport]
@@ -46,14 +42,13 @@ class PoolReport:
 
     @property
     def outside_bytes(self) -> int:
-        """Bytes outside of the pool: library workspaces, and device memory that the driver took."""
+        """Bytes of library workspaces and of the driver."""
         return sum(
             report.workspace_bytes + (report.driver_bytes or 0) for report in self.parts.values()
         )
 
     @property
     def total_bytes(self) -> int:
-        """Pool, static buffers and memory outside, together."""
         return self.pool_bytes + self.static_bytes + self.outside_bytes
 
     def __str__(self) -> str:
@@ -77,25 +72,22 @@ class PoolReport:
 
 
 class CudaGraphManager:
-    """The graphs of one model: planned at once, captured when told to, then called like the model.
-
-    The plan is there before anything runs, so that an engine can print and approve it; ``capture``
-    fills a pool that may be shared with other models, ``close`` gives the memory back, and
-    ``capture`` may follow again. Not for use from several threads.
+    """The graphs of one model: planned at once, captured by ``capture``, called like the model.
+    ``close`` frees the memory, and ``capture`` may follow again. Not for several threads.
 
     Args:
-        model: Any callable or nn.Module, on the device already. The caller owns it.
-        backend: The device; absent: the pool's, or ``config.device``.
-        pool: Where it captures; absent: a new pool, or several, as ``compilation.pool`` says.
-        plan: What it captures; absent: ``build_plan(config)``.
-        name: What messages and reports call the model.
+        model: On the device already. The caller owns it.
+        backend: Absent: the pool's, or that of ``config.device``.
+        pool: Shared with other models; absent: as ``compilation.pool`` says.
+        plan: Absent: ``build_plan(config)``.
+        name: For messages and reports.
         progress: Called before each key.
         before_key: See CaptureSession.
 
     Raises:
         ConfigError: ``cudagraph_mode`` is AUTO, which ``choose_mode`` decides.
-        PlanError: no plan follows from the configuration.
-        BackendError: the device is not there, or is not the pool's.
+        PlanError: the configuration allows no plan.
+        BackendError: the device is missing, or is not the pool's.
         CgplanError: a pool is given, and ``compilation.pool`` asks for several.
     """
 
@@ -141,10 +133,9 @@ class CudaGraphManager:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Capture sizes in tokens, ascending: planned ones before the capture, captured ones after
-        it.
-        """
-        return self.plan.capture_sizes if self._runner is None else self._runner.plan.capture_sizes
+        """Capture sizes in tokens, ascending: planned ones, then captured ones."""
+        plan = self.plan if self._runner is None else self._runner.plan
+        return plan.capture_sizes
 
     @property
     def is_captured(self) -> bool:
@@ -152,7 +143,7 @@ class CudaGraphManager:
 
     @property
     def runner(self) -> GraphRunner:
-        """The runner behind ``run``. Raises CgplanError before ``capture`` and after ``close``."""
+        """Raises CgplanError before ``capture`` and after ``close``."""
         if self._runner is None:
             raise CgplanError(f"{self.name!r} has no graphs", remedy="Call capture() first.")
         return self._runner
@@ -166,9 +157,7 @@ class CudaGraphManager:
         return self.runner.stats
 
     def capture(self) -> CaptureReport:
-        """Capture the plan. Raises as CaptureSession.run does, and CgplanError if it is captured
-        already.
-        """
+        """Capture the plan. Raises as CaptureSession.run, and CgplanError where it is captured."""
         if self._runner is not None:
             raise CgplanError(
                 f"{self.name!r} is captured already", remedy="Call recapture(), or close() first."
@@ -177,24 +166,18 @@ class CudaGraphManager:
         return self._runner.report
 
     def run(self, *tensors: Any, **batch: Any) -> Any:
-        """Run one batch; arguments, result and errors are those of GraphRunner's call.
-
-        Returns:
-            Valid until the next call of any member of the pool, unless ``compilation.outputs`` is
-            ``clone``.
+        """Run one batch as GraphRunner does. The next call of any member of the pool overwrites the
+        output, unless ``compilation.outputs`` is ``clone``.
         """
         return self.runner(*tensors, **batch)
 
     def replan(self, **options: Any) -> ReplanReport:
-        """Exchange graphs for those that the batches since the last time deserve, see
-        GraphRunner.replan.
-        """
+        """Exchange graphs for those of recent batches, see GraphRunner.replan."""
         return self.runner.replan(**options)
 
     def recapture(self) -> CaptureReport:
-        """Capture the plan of now again, with the model's memory as it is now. The old graphs are
-        freed first; ``runner`` and ``stats`` stay the same. Raises as CaptureSession.run does; then
-        it has no graphs.
+        """Capture the runner's plan again, with the model's memory of now; ``stats`` stay. Raises
+        as CaptureSession.run; then no graph is left.
         """
         if self._runner is None:
             return self.capture()
@@ -202,13 +185,11 @@ class CudaGraphManager:
             self._runner.recapture()
             return self._runner.report
         finally:
-            if self._runner.is_closed:  # unless a call was under way, which changes nothing
+            if self._runner.is_closed:
                 self._runner = None
 
     def close(self) -> None:
-        """Free graphs and static buffers; with the pool's last member, the pool's memory. Twice
-        does no harm.
-        """
+        """Free graphs and static buffers; with the pool's last member, the pool."""
         if self._runner is not None:
             self._runner.close()
             self._runner = None
@@ -221,14 +202,10 @@ class CudaGraphManager:
 
 
 def capture_together(managers: Sequence[CudaGraphManager]) -> PoolReport:
-    """Capture several managers that share a pool, all or none.
-
-    The one with the largest size goes first, so that the others fit into the memory that it
-    reserved.
+    """Capture several managers that share a pool, all or none; the largest size goes first.
 
     Raises:
-        CgplanError: they do not share one pool, two have one name, or one of them is captured
-            already.
+        CgplanError: they do not share one pool, two have one name, or one of them is captured.
         CaptureError, ModelError: as CaptureSession.run; nothing stays captured.
     """
     names = [manager.name for manager in managers]

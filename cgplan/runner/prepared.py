@@ -1,15 +1,10 @@
 """One size of batch, ready to be called: how it is copied in, run and cut.
 
 Note [The hot path]
-    A decode step of a small model takes the device less than a millisecond, so each microsecond
-    that a call costs the host counts. A call therefore looks its batch up, copies by one launch,
-    replays, and returns new tensor objects on memory that is known. The rest is prepared on the
-    first call of its kind, and kept until graphs are captured or freed. Most calls are like the one
-    before: TensorGuards, with which Dynamo compares arguments, tells so in one call into C++ for
-    all tensors. (It ends the process for nested tensors with strides; BatchReader refuses the
-        first one.)
-    Other calls are looked up by shapes, dtypes and devices, and their tensors asked for their
-    layout one by one.
+    Microseconds of the host count. A call is looked up, copies by one launch, replays, and returns
+    new tensor objects on known memory; all else is prepared once for its kind. Most calls are like
+    the one before: Dynamo's TensorGuards compare all tensors in one call. (They end the process for
+    nested tensors, which BatchReader refuses.)
 """
 
 from __future__ import annotations
@@ -33,14 +28,17 @@ from cgplan.runner.stats import BatchCount
 
 try:
     from torch._C._dynamo.guards import TensorGuards
-except ImportError:  # a torch that has moved it: calls then cost about two microseconds more
+except ImportError:  # calls cost two microseconds more
     TensorGuards = None  # type: ignore[assignment,misc]
 
 Values = Sequence[Tensor]
 NEVER = -1
 
 
-def on_device(values: Values, device: torch.device) -> list[Tensor]:
+def on_device(
+    values: Values,
+    device: torch.device,
+) -> list[Tensor]:
     return [value if value.device == device else value.to(device) for value in values]
 
 
@@ -49,24 +47,18 @@ def never(*_: object) -> bool:
 
 
 def alike(values: Values) -> Callable[..., bool]:
-    """A function that says of tensors whether they are as these in all but their numbers and
-    addresses; never, where these have gaps or are lazy.
-    """
+    """Says whether tensors equal these in all but numbers and addresses."""
     if TensorGuards is None:
         return never
-    dense = all(v.is_contiguous() and not v.is_conj() and not v.is_neg() for v in values)
-    return (
-        TensorGuards(*values, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-        if dense
-        else never
-    )
+    for value in values:
+        if not value.is_contiguous() or value.is_conj() or value.is_neg():
+            return never
+    return TensorGuards(*values, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
 
 
 @dataclass(slots=True)
 class Due:
-    """Replays of a graph until it is verified, and the number of the replay at which it was;
-    negative: never.
-    """
+    """Replays until a graph is verified (negative: never); the last verified one's number."""
 
     left: int = NEVER
     replays: int = 0
@@ -74,18 +66,13 @@ class Due:
 
 @dataclass(slots=True, eq=False)
 class PreparedCall:
-    """Calls of one kind: as many rows, tensors of the same shapes, dtypes and devices.
+    """Calls of one kind: tensors of the same shapes, dtypes and devices.
 
     Attributes:
-        copy_in: Brings the tensors into the static buffers, see BatchCopy.
-        replay: Launches the graph, or its segments and eager pieces in turns; or runs the model
-            itself.
-        output: Returns the output of the last replay, without its padding.
-        needs_check: Whether the addresses of the model's memory have to be checked before the next
-            call.
+        copy_in: Brings the tensors into the static buffers.
+        output: Returns the output of the last replay, without padding.
+        needs_check: Whether the next call checks addresses.
         flags: Arguments beside the tensors.
-        is_alike: See ``alike``.
-        due: When its graph is verified.
     """
 
     route: RoutedBatch
@@ -107,9 +94,7 @@ class PreparedCall:
         graphs: ModelGraphs,
         copier: Copier | None,
     ) -> PreparedCall:
-        """Prepare calls with such tensors; ``values=None``: with a batch that is written into the
-        static buffers.
-        """
+        """Prepare calls with such tensors; ``values=None``: staged batches."""
         mode = route.mode
         descriptor = route.descriptor
         tokens = route.batch.num_tokens
@@ -123,20 +108,12 @@ class PreparedCall:
         copy_in = copy.pad if values is None else copy.path(values)
         entry = graphs.entry((mode, descriptor))
         if entry is not None:
-            is_full = mode is CUDAGraphMode.FULL
-            replay = (
-                graphs.backend.launcher(entry.graph)
-                if is_full
-                else _pieces(entry, route, graphs, copier)
-            )
-            return cls(
-                route,
-                count,
-                copy_in,
-                replay,
-                outputs.reader(entry.output, route.batch),
-                needs_check=True,
-            )
+            if mode is CUDAGraphMode.FULL:
+                replay = graphs.backend.launcher(entry.graph)
+            else:
+                replay = _pieces(entry, route, graphs, copier)
+            read = outputs.reader(entry.output, route.batch)
+            return cls(route, count, copy_in, replay, read, needs_check=True)
         held: list[Any] = []
 
         def run_padded() -> None:
@@ -158,14 +135,19 @@ class PreparedCall:
 
 
 def _runs_eagerly(
-    route: RoutedBatch, graphs: ModelGraphs
+    route: RoutedBatch,
+    graphs: ModelGraphs,
 ) -> tuple[CopyIn, Callable[[], None], Callable[[], Any]]:
-    held: list[Any] = []  # the tensors until it runs, then the output until that is asked for
+    held: list[Any] = []  # the tensors, then the output
     device = graphs.backend.device
     names = tuple(graphs.config.tensors)
     clone = graphs.outputs.clone
 
-    def take(values: Values, stream: int, known: bool) -> None:  # noqa: ARG001
+    def take(
+        values: Values,
+        stream: int,  # noqa: ARG001
+        known: bool,  # noqa: ARG001
+    ) -> None:
         held[:] = [values]
 
     def run() -> None:
@@ -179,11 +161,12 @@ def _runs_eagerly(
 
 
 def _pieces(
-    entry: CUDAGraphEntry, route: RoutedBatch, graphs: ModelGraphs, copier: Copier
+    entry: CUDAGraphEntry,
+    route: RoutedBatch,
+    graphs: ModelGraphs,
+    copier: Copier,
 ) -> Callable[[], None]:
-    """The replay of a PIECEWISE key: its eager pieces read the forward context and may write into
-    static buffers.
-    """
+    """The replay of a PIECEWISE key; eager pieces may write into static buffers."""
     mode = route.mode
     descriptor = route.descriptor
     scope = graphs.scope

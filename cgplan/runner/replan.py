@@ -1,12 +1,10 @@
-"""Replanning: other graphs for the batches that a runner was asked for, and runs on padding that
-time steps.
-"""
+"""Replanning: other graphs for recent batches, and runs on padding that time steps."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from statistics import median
@@ -33,56 +31,53 @@ from cgplan.traffic.step_times import StepTimes
 REPEATS = 5
 WORTH_MOVING = 0.25  # of the pools' bytes: what a new generation has to give back
 
+Rounds = tuple[list[float], list[float]]
 Points = dict[tuple[CUDAGraphMode, int], dict[int, float]]
 Reopen = Callable[[Plan], CapturedKeys]
 
 
 @contextmanager
 def on_padding(graphs: ModelGraphs) -> Iterator[Rehearsal]:
-    """A block of runs on padding between calls: the model, torch's random numbers and the static
-    buffers are afterwards as they were.
-    """
-    random = random_state_kept(graphs.backend.device, graphs.generators)
-    with graphs.rehearsing() as rehearsal, torch.no_grad(), graphs.buffers.on_padding(), random:
+    """A block of runs on padding between calls; model, random states and buffers are put back."""
+    with (
+        graphs.rehearsing() as rehearsal,
+        torch.no_grad(),
+        graphs.buffers.on_padding(),
+        random_state_kept(graphs.backend.device, graphs.generators),
+    ):
         yield rehearsal
 
 
 def time_on_padding(
-    graphs: ModelGraphs, keys: Sequence[Key]
-) -> dict[Key, tuple[list[float], list[float]]]:
-    """Microseconds of eager steps and of graphs by key, from an idle device, in rounds: both run in
-    turns.
-
-    The keys, which are captured, are run on padding; no call is under way. That is what their
-    kernels take, except attention over long sequences: padding has none.
+    graphs: ModelGraphs,
+    keys: Sequence[Key],
+) -> dict[Key, Rounds]:
+    """Microseconds of eager steps and of graphs by captured key, from an idle device, in rounds of
+    both. Attention over long sequences takes longer than on padding.
     """
-    found = dict[Key, tuple[list[float], list[float]]]()
+    found = dict[Key, Rounds]()
     if not keys:
         return found
     with on_padding(graphs) as rehearsal:
-        for mode, descriptor in keys:
+        for key in keys:
+            mode, descriptor = key
             rehearsal.look(mode, descriptor)
             views = graphs.views(descriptor)
             eager = partial(graphs.run_eager, descriptor, views)
             replay = partial(graphs.run_graphed, mode, descriptor, views)
-            times: tuple[list[float], list[float]] = ([], [])
-            found[mode, descriptor] = times
-            for is_timed in (False, *REPEATS * [True]):  # the first round warms up
-                for run, rounds in zip((eager, replay), times, strict=True):
+            found[key] = [], []
+            for index in range(1 + REPEATS):
+                for run, rounds in zip((eager, replay), found[key], strict=True):
                     rehearsal.kept.restore(between_keys=True)
                     rehearsal.announce(mode, descriptor)
                     [microseconds] = graphs.backend.time_calls(run, 1)[0]
-                    if is_timed:
+                    if index:  # the first round warms up
                         rounds.append(microseconds)
     return found
 
 
 class Replanner:
-    """Makes other graphs for what a runner served, from one time to the next.
-
-    Args:
-        stats: The runner's counts.
-    """
+    """Makes other graphs for what a runner served since the last time."""
 
     def __init__(self, stats: RunnerStats) -> None:
         self._stats = stats
@@ -97,8 +92,8 @@ class Replanner:
         costs: GraphCosts | None,
         reopen: Reopen | None = None,
     ) -> ReplanReport:
-        """See GraphRunner.replan; the runner's lock is held. ``reopen`` gives all memory back, and
-        makes static buffers for a plan; without it nothing is exchanged.
+        """See GraphRunner.replan. ``reopen`` frees all memory, and makes static buffers for a plan;
+        without it nothing is exchanged.
         """
         graphs = captured.graphs
         policy = graphs.config.compilation.capture_policy
@@ -127,20 +122,20 @@ class Replanner:
         if reopen is not None:
             self._mark = stats.mark()
             captured, way, new = _exchange(captured, wanted, reopen)
-            kept = set(captured.keys)
-            evicted = tuple(key for key in plan.keys if key not in kept)
+            evicted = _without(plan.keys, captured.keys)
             stats.captures += len(new)
             stats.evictions += len(evicted)
             stats.failures += len(set(captured.failed) - failed)
         told = {*wanted.keys, *lost}
+        still_failed = [why for key, why in captured.failed.items() if key in told]
         old = set(plan.keys)
         return ReplanReport(
             difference=compare(plan, wanted),
             way=way,
-            captured=tuple(key for key in new if key not in old),
+            captured=_without(new, old),
             evicted=evicted,
             recaptured=len(old.intersection(new)),
-            failed=tuple(why for key, why in captured.failed.items() if key in told),
+            failed=tuple(still_failed),
             pool_bytes=(pool_bytes, captured.graphs.pools.nbytes),
             seconds=time.perf_counter() - start,
         )
@@ -148,8 +143,9 @@ class Replanner:
     def _step_times(self, graphs: ModelGraphs) -> StepTimes:
         keys = representative_keys(graphs.plan.keys, graphs.plan.max_num_seqs)
         for (mode, descriptor), (eager, replays) in time_on_padding(graphs, keys).items():
+            loras = descriptor.num_active_loras
             for way, rounds in ((CUDAGraphMode.NONE, eager), (mode, replays)):
-                by_size = self._points.setdefault((way, descriptor.num_active_loras), {})
+                by_size = self._points.setdefault((way, loras), {})
                 by_size[descriptor.num_tokens] = median(rounds)
         if not self._points:
             return StepTimes.default()
@@ -168,19 +164,27 @@ class Replanner:
         return StepTimes.measured(times, "the runner, on padding", notes)
 
 
+def _without(
+    keys: Iterable[Key],
+    others: Container[Key],
+) -> tuple[Key, ...]:
+    return tuple(key for key in keys if key not in others)
+
+
 def _costs(captured: CapturedKeys) -> GraphCosts:
-    """Costs of graphs by the captures of this generation."""
+    """By the captures of this generation."""
     report = captured.report.model_copy(update={"records": tuple(captured.history)})
     return MeasuredCosts.from_report(report, captured.graphs.config)
 
 
 def _proposal(
-    captured: CapturedKeys, traffic: Traffic, times: StepTimes, costs: GraphCosts | None
+    captured: CapturedKeys,
+    traffic: Traffic,
+    times: StepTimes,
+    costs: GraphCosts | None,
 ) -> Plan:
-    """The plan that the traffic deserves, with batches bounded to the largest size that may be
-    captured.
-    """
-    config = limited = captured.graphs.config
+    config = captured.graphs.config
+    limited = config
     most = config.compilation.max_cudagraph_capture_size
     tokens = config.scheduler.max_num_batched_tokens
     if most is not None and most < tokens:
@@ -198,28 +202,47 @@ def _proposal(
 
 
 def _exchange(
-    captured: CapturedKeys, wanted: Plan, reopen: Reopen
+    captured: CapturedKeys,
+    wanted: Plan,
+    reopen: Reopen,
 ) -> tuple[CapturedKeys, Way, tuple[Key, ...]]:
-    """Exchange graphs for those of a plan: what is captured now, in which way, and the keys that
-    were captured for it.
-    """
-    keys = tuple(key for key in wanted.keys if key not in captured.failed)
+    """What is captured after the exchange, the way, and the new keys."""
+    keys = _without(wanted.keys, captured.failed)
     if wanted.max_capture_size > captured.graphs.most_tokens:
         captured = _with_new_buffers(captured, wanted, reopen)
         return captured, "new buffers", captured.capture(keys, from_zero=True)
-    old = set(captured.keys)
-    new = set(keys)
-    evicted = tuple(key for key in captured.keys if key not in new)
-    added = tuple(key for key in keys if key not in old)
-    captured.asked = captured.wanted = wanted
+    evicted = _without(captured.keys, keys)
+    added = _without(keys, captured.keys)
+    captured.asked = wanted
+    captured.wanted = wanted
     if not evicted and not added:
         return captured, "exchanged", ()
     if _is_worth_moving(captured, keys, evicted, added):
-        return captured, "new generation", captured.capture(keys, renew=True, from_zero=True)
-    return captured, "exchanged", captured.capture(added, evicted=evicted, from_zero=True)
+        return (
+            captured,
+            "new generation",
+            captured.capture(
+                keys,
+                renew=True,
+                from_zero=True,
+            ),
+        )
+    return (
+        captured,
+        "exchanged",
+        captured.capture(
+            added,
+            evicted=evicted,
+            from_zero=True,
+        ),
+    )
 
 
-def _with_new_buffers(captured: CapturedKeys, wanted: Plan, reopen: Reopen) -> CapturedKeys:
+def _with_new_buffers(
+    captured: CapturedKeys,
+    wanted: Plan,
+    reopen: Reopen,
+) -> CapturedKeys:
     failed = dict(captured.failed)
     before = captured.graphs.plan
     try:
@@ -239,21 +262,22 @@ def _is_worth_moving(
     evicted: Sequence[Key],
     added: Sequence[Key],
 ) -> bool:
-    """Whether a new generation takes less memory than an exchange inside the pools, see Note
-    [Generations].
-    """
+    """Whether a new generation takes less memory than an exchange, see Note [Generations]."""
     pools = captured.graphs.pools
     history = captured.history
     if pools.policy == "per_graph" or not pools.is_private:
         return False
-    if evicted and set(evicted) == set(captured.keys):  # the pools are free then
+    if evicted and len(evicted) == len(captured.keys):  # the pools are free then
         return True
     if not history:
         return False
     largest = Counter[CUDAGraphMode]()
     for record in history:
         largest[record.mode] = max(largest[record.mode], record.descriptor.num_tokens)
-    if any(descriptor.num_tokens > largest[mode] for mode, descriptor in added):
-        return True
-    needed = sum(cost.pool_bytes for cost in _costs(captured).of(keys).keys)
+    for mode, descriptor in added:
+        if descriptor.num_tokens > largest[mode]:
+            return True
+    needed = 0
+    for cost in _costs(captured).of(keys).keys:
+        needed += cost.pool_bytes
     return pools.nbytes - needed > WORTH_MOVING * pools.nbytes

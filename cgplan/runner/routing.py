@@ -1,6 +1,4 @@
-"""From a batch to the graph that serves it: the rules that a batch has to keep, and the
-dispatcher's answer.
-"""
+"""From a batch to the graph that serves it: rules of batches, and the dispatcher's answer."""
 
 from __future__ import annotations
 
@@ -25,14 +23,12 @@ _REMEDIES = {
 
 @dataclass(frozen=True)
 class RoutedBatch:
-    """Where a batch goes.
+    """A batch, and the dispatcher's answer.
 
     Attributes:
-        uniform: Whether it counts as uniform decode.
         num_active_loras: Distinct adapters in it.
         invalid_modes: Modes that the caller excluded.
-        mode, descriptor: The dispatcher's answer.
-        wanted: A better key that has no graph yet; None if there is none.
+        wanted: A better key that has no graph yet, if any.
     """
 
     batch: Batch
@@ -64,10 +60,10 @@ class BatchRouter:
 
     Args:
         plan: What is captured.
-        most_tokens: Tokens that the static buffers hold: graphs may be fewer, and smaller.
-        wanted: Keys that may be captured when a batch asks for them; absent: none.
-        reason_against: Why a key that is wanted, or was planned, has no graph.
-        planned: The first plan, where a budget has dropped some of it; absent: ``plan``.
+        most_tokens: Tokens that the static buffers hold.
+        wanted: Keys that batches may have captured.
+        reason_against: Why a wanted or planned key has no graph.
+        planned: The first plan, where a budget has dropped some of it.
     """
 
     def __init__(
@@ -93,12 +89,8 @@ class BatchRouter:
         *,
         counts_reqs: bool,
     ) -> Batch:
-        """A batch that will be written into the static buffers; ``counts_reqs``: an input has a row
-        for each request.
-
-        Absent ``num_reqs`` follow from the tokens: one for each token of a decode batch, one for
-        each ``query_len`` tokens where the batch is said to be uniform. Elsewhere they have to be
-        given if an input counts them. Raises InputError.
+        """A batch for the static buffers; ``counts_reqs``: an input counts requests. Raises
+        InputError where tokens do not tell ``num_reqs``.
         """
         q = self._plan.query_len
         num_tokens = operator.index(num_tokens)
@@ -118,16 +110,13 @@ class BatchRouter:
         most = self._most_tokens
         if 0 < num_tokens <= most:
             return
-        holds = (
-            f"static buffers hold 1 to {most} tokens"
-            if most
-            else "nothing is captured, so there are no buffers"
-        )
-        fewer = "Ask for fewer, or call the runner with tensors: it runs larger batches eagerly."
-        raise InputError(
-            f"{holds}, asked for {num_tokens}",
-            remedy="Ask for at least one." if num_tokens < 1 else fewer,
-        )
+        holds = "nothing is captured, so there are no buffers"
+        if most:
+            holds = f"static buffers hold 1 to {most} tokens"
+        remedy = "Ask for fewer, or call the runner with tensors: it runs larger batches eagerly."
+        if num_tokens < 1:
+            remedy = "Ask for at least one."
+        raise InputError(f"{holds}, asked for {num_tokens}", remedy=remedy)
 
     def route(
         self, batch: Batch, uniform_decode: bool | None, num_active_loras: int, invalid_modes: Modes
@@ -154,24 +143,26 @@ class BatchRouter:
                 "larger batches.",
             )
         loras = self._plan.max_loras or 0
-        # one more stands for any number, as in descriptors
-        if not 0 <= num_active_loras <= (loras and loras + 1):
+        most_loras = loras + 1 if loras else 0  # one more stands for any number
+        if not 0 <= num_active_loras <= most_loras:
+            allowed = " and no `lora` section allows adapters"
+            if loras:
+                allowed = (
+                    f" lora.max_loras is {loras}: 0 to {loras} are allowed, and {most_loras} for "
+                    "any number of adapters"
+                )
             raise InputError(
-                f"num_active_loras is {num_active_loras}, lora.max_loras is {loras}: 0 to {loras} "
-                "are allowed, and "
-                f"{loras + 1} for any number of adapters"
-                if loras
-                else f"num_active_loras is {num_active_loras}, and no `lora` section allows "
-                "adapters",
+                f"num_active_loras is {num_active_loras},{allowed}",
                 remedy="Pass the number of distinct adapters in the batch; raise lora.max_loras "
                 "in the `lora` section.",
             )
-        asked = tokens, bool(uniform_decode), num_active_loras, None, invalid_modes, batch.sizes
+        uniform = bool(uniform_decode)
+        asked = tokens, uniform, num_active_loras, None, invalid_modes, batch.sizes
         answer = self._captured.dispatch(*asked)
         wanted = None if self._wanted is None else self._wanted.dispatch(*asked)
-        if wanted is not None and (wanted == answer or wanted[0] is CUDAGraphMode.NONE):
+        if wanted == answer or (wanted is not None and wanted[0] is CUDAGraphMode.NONE):
             wanted = None
-        return RoutedBatch(batch, *asked[1:3], invalid_modes, *answer, wanted)
+        return RoutedBatch(batch, uniform, num_active_loras, invalid_modes, *answer, wanted)
 
     def reason_for_none(self, route: RoutedBatch, on_miss: str) -> MissReason:
         """Why no graph serves a batch. Raises DispatchMissError where ``on_miss`` is ``error``."""
@@ -183,12 +174,11 @@ class BatchRouter:
         if missing is None and self._planned is not None:
             planned = self._planned.dispatch(*asked)
             missing = None if planned[0] is CUDAGraphMode.NONE else planned
-        dispatcher = self._wanted or self._planned or self._captured
-        reason = (
-            self._reason_against(missing)
-            if missing is not None
-            else dispatcher.explain(*asked) or MissReason.NOTHING_CAPTURED
-        )
+        if missing is not None:
+            reason = self._reason_against(missing)
+        else:
+            dispatcher = self._wanted or self._planned or self._captured
+            reason = dispatcher.explain(*asked) or MissReason.NOTHING_CAPTURED
         if on_miss != "error":
             return reason
         remedy = _REMEDIES.get(reason)

@@ -1,6 +1,4 @@
-"""GraphRunner: a model with its graphs. A call is looked up, copied in, replayed, and its output is
-cut.
-"""
+"""GraphRunner: a model with its graphs. A call is looked up, copied in, replayed and cut."""
 
 from __future__ import annotations
 
@@ -41,34 +39,33 @@ from cgplan.traffic.histogram import Traffic
 from cgplan.traffic.step_times import StepTimes
 from cgplan.units import counted, format_bytes
 
-# kinds of calls that are kept ready; the one that was prepared first goes first
+# calls that are kept ready; the oldest goes first
 MOST_PREPARED = 4096
 _shape = operator.attrgetter("shape")
 _dtype = operator.attrgetter("dtype")
-_device = Tensor.get_device  # -1 for the host; made and compared sooner than a torch.device
+_device = Tensor.get_device  # -1 for the host; faster than a torch.device
 # of missing inputs, nested tensors, no tensors
 _NOT_MET = (LookupError, RuntimeError, AttributeError, TypeError)
+Flags = tuple[bool | None, int, Modes]
+Kind = tuple[Any, ...]
 logger = logging.getLogger(__name__)
 
 
 class GraphRunner:
-    """Runs a model by captured graphs. A CaptureSession makes it; ``close`` frees its memory.
+    """Runs a model by captured graphs, which it owns with their pools and static buffers; ``close``
+    frees them. A CaptureSession makes it.
 
-    It owns the static buffers, the graphs and their pools. Outputs are borrowed unless
-    ``compilation.outputs`` is ``clone``: new tensor objects on graph memory, which the next call of
-    this runner overwrites. Not for use from several threads, and on one stream at a time: a call
-    from another stream is an error while the stream of the last call still has work.
+    Outputs are borrowed unless ``compilation.outputs`` is ``clone``: the next call of this runner
+    overwrites their memory. Not for several threads. Calls and methods raise CgplanError while
+    another call is under way; calls also while another stream has work of the last one.
 
     Args:
-        captured: The model with its graphs.
-        capture: Captures a plan, of its keys those given; None: as a session does.
-        use: The lock and the stream of its pools; runners that share a pool share it.
-        name: What messages call the runner.
+        capture: Captures these keys of a plan; None: as a session does.
+        use: The lock and the stream of its pools.
 
     Attributes:
-        stats: What calls were answered with so far.
-        graphs: The model with its static buffers and graphs, for other parts of cgplan; others when
-            all is captured again.
+        stats: What calls were answered with.
+        graphs: For other parts of cgplan; ``recapture`` replaces it.
     """
 
     graphs: ModelGraphs
@@ -89,20 +86,19 @@ class GraphRunner:
         self._reader = BatchReader(config.tensors, config.dim_names, graphs.backend.device)
         self._num_inputs = len(self._reader.names)
         self._pick = _picker(self._reader.names)
-        self._asked_ns = 0  # when the call that is under way was made, while a trace is on
-        self._forbidden = 0  # blocks of `no_capture` that are open
+        self._asked_ns = 0  # when the call began, for a trace
+        self._forbidden = 0  # open blocks of `no_capture`
         self._handed: weakref.WeakSet[StagedBuffers] = weakref.WeakSet()
         self._replanner = Replanner(self.stats)
         self._open(captured)
 
     def _open(self, captured: CapturedKeys) -> None:
-        self._captured = captured
-        self.graphs = captured.graphs
         graphs = captured.graphs
+        self._captured = captured
+        self.graphs = graphs
         self._copiers = dict[tuple[int, ...], Copier]()
-        copies = graphs.config.compilation.cudagraph_copy_inputs
-        for sizes, buffers in graphs.buffers.items():
-            self._copiers[sizes] = graphs.backend.copier(buffers, copy_inputs=copies)
+        for sizes in graphs.buffers:
+            self._copier(sizes)
         self._launcher = Launcher(graphs, self._use, self._name)
         self._follow_plan()
         self._state: Literal["open", "suspended", "closed"] = "open"
@@ -111,25 +107,33 @@ class GraphRunner:
         for staged in list(self._handed):
             staged.retire()
         self._handed.clear()
-        self._calls: dict[tuple[Any, ...], PreparedCall] = {}
-        self._staged: dict[tuple[Any, ...], StagedBuffers] = {}
-        self._last: PreparedCall | None = None
+        self._prepare_anew()
         self._launcher.last_staged = None
+
+    def _prepare_anew(self) -> None:
+        self._calls: dict[Kind, PreparedCall] = {}
+        self._staged: dict[Kind, StagedBuffers] = {}
+        self._last: PreparedCall | None = None
 
     def _follow_plan(self) -> None:
         """Route batches by what is captured now."""
         self._forget_calls()
-        self.stats.plan = self.plan
         captured = self._captured
+        plan = self.plan
+        self.stats.plan = plan
         wanted = captured.wanted if captured.is_lazy else None
         planned: Plan | None = captured.asked
-        if planned is wanted or captured.asked.keys == self.plan.keys:
+        if planned is wanted or captured.asked.keys == plan.keys:
             planned = None
-        most = self.graphs.most_tokens
-        self._router = BatchRouter(self.plan, most, wanted, captured.reason_against, planned)
+        self._router = BatchRouter(
+            plan,
+            self.graphs.most_tokens,
+            wanted,
+            captured.reason_against,
+            planned,
+        )
 
     def __str__(self) -> str:
-        """What is captured, and how batches ran; six lines."""
         plan = self.plan
         cost = format_bytes(self.report.total_bytes)
         graphs = counted(len(plan.keys), "graph")
@@ -139,17 +143,16 @@ class GraphRunner:
 
     @property
     def report(self) -> CaptureReport:
-        """What the captures cost, those since the session included."""
+        """What all captures cost so far."""
         return self._captured.report
 
     def audit(self) -> AuditReport:
-        """Who owns the memory that each pointer in each captured graph points to. Pointers into
-        memory that is free, gone, or held by others alone are findings; those have operators and
-        lines with ``compilation.audit: report``.
+        """Who owns the memory behind each pointer in the graphs. Findings point into memory that is
+        free, gone, or held by others alone; ``compilation.audit: report`` gives their operators and
+        lines.
 
         Raises:
-            BackendError: nodes cannot be read: cuda-bindings is missing, or the driver is too old.
-            CgplanError: the runner is closed.
+            BackendError: cuda-bindings is missing, or the driver is too old.
         """
         self._check_open()
         return self._captured.audit()
@@ -161,9 +164,7 @@ class GraphRunner:
 
     @property
     def wanted(self) -> Plan:
-        """What may be captured: with ``capture_policy: lazy`` all that batches can ask for,
-        elsewhere ``plan``.
-        """
+        """What may be captured: ``plan``, or more with ``capture_policy: lazy``."""
         return self._captured.wanted if self._captured.is_lazy else self.plan
 
     @property
@@ -172,7 +173,7 @@ class GraphRunner:
 
     @property
     def model(self) -> Callable[..., Any]:
-        """The model as it was given; callers set the forward context that it may read."""
+        """The model; callers set its forward context."""
         return self.graphs.model
 
     @property
@@ -181,9 +182,7 @@ class GraphRunner:
 
     @property
     def is_closed(self) -> bool:
-        """Whether it was closed, or failed to capture again: for good. One that is suspended, or
-        captures, is not.
-        """
+        """Whether it was closed, or failed to capture again; not while suspended."""
         return self._state == "closed"
 
     def __call__(
@@ -198,25 +197,22 @@ class GraphRunner:
 
         Args:
             tensors: The first inputs, in the order of their declaration.
-            inputs: Every other declared input, and the metadata, by name. All are unpadded, on the
-                runner's device or on the host. Host tensors may be written to as soon as the call
-                has returned.
-            uniform_decode: Whether every request has ``plan.query_len`` tokens. Absent: for a query
-                length of 1 it follows from the counts; for a longer one the batch is taken as
-                mixed.
+            inputs: Other inputs, and the metadata, by name. All are unpadded, on the runner's
+                device or on the host. Host tensors may be written to once the call has returned.
+            uniform_decode: Whether every request has ``plan.query_len`` tokens. Absent: counts tell
+                it for a query length of 1; else the batch is mixed.
             num_active_loras: Distinct adapters in the batch.
-            invalid_modes: Runtime modes that cannot run this batch, such as ``{FULL}`` where its
-                attention cannot be in a graph (cascade attention).
+            invalid_modes: Runtime modes that cannot run this batch.
 
         Returns:
-            The model's output, with the padding sliced off; see the class for how long it is valid.
+            The model's output without padding; borrowed, see the class.
 
         Raises:
-            InputError: a tensor does not match its declaration; nothing was launched.
+            InputError: a tensor does not match its declaration; nothing ran.
             CaptureError: autocast is not as it was at capture.
-            AddressError: memory that the graph uses has moved, see ``compilation.address_check``.
+            AddressError: memory that the graph uses has moved.
             DispatchMissError: no graph serves the batch and ``compilation.on_miss`` is ``error``.
-            CgplanError: the runner is closed, or another call is under way.
+            CgplanError: the runner is closed.
         """
         if tensors:
             inputs = self._by_name(tensors, inputs)
@@ -248,8 +244,8 @@ class GraphRunner:
             except _NOT_MET:
                 call = None
             if call is None:
-                call, values = self._prepare(inputs, *flags)
-            # another layout, or inference mode is on and was off
+                call, values = self._prepare(inputs, flags)
+            # another layout, or inference mode
             elif call is self._last and not known:
                 call.is_alike = alike(values)
             self._last = call
@@ -262,8 +258,13 @@ class GraphRunner:
             self._use.thread = 0
             self._use.unlock()
 
-    def _by_name(self, tensors: Values, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        given = dict(zip(names := self.config.inputs, tensors, strict=False))
+    def _by_name(
+        self,
+        tensors: Values,
+        inputs: dict[str, Tensor],
+    ) -> dict[str, Tensor]:
+        names = self.config.inputs
+        given = dict(zip(names, tensors, strict=False))
         if len(given) < len(tensors) or given.keys() & inputs:
             raise InputError(
                 f"{len(tensors)} tensors by position and {', '.join(inputs) or 'none'} by name do "
@@ -274,45 +275,42 @@ class GraphRunner:
         return given | inputs
 
     def _prepare(
-        self, inputs: Mapping[str, Any], *flags: *tuple[bool | None, int, Modes]
+        self,
+        inputs: Mapping[str, Any],
+        flags: Flags,
     ) -> tuple[PreparedCall, Values]:
         route = self.route(inputs, *flags)
-        values: Values = [inputs[name] for name in self._reader.names]
+        values = [inputs[name] for name in self._reader.names]
         if self._may_capture(route):
-            values = self._safe(values)
+            buffers = self.graphs.buffers
+            device = self.backend.device
+            for index, value in enumerate(values):
+                # captures overwrite outputs of earlier calls
+                if value.device == device and not buffers.owns(value):
+                    values[index] = value.clone()
             self._capture_for(route)
             route = self.route(inputs, *flags)
         call = self._prepared(route, values)
         if not self._is_open(route):
             call.flags = flags
             call.is_alike = alike(values)
-            kind = (*map(_shape, values), *map(_dtype, values), *map(_device, values), *flags)
-            _keep(self._calls, kind, call)
+            key = *map(_shape, values), *map(_dtype, values), *map(_device, values), *flags
+            _keep(self._calls, key, call)
         return call, values
 
     def _is_open(self, route: RoutedBatch) -> bool:
-        """Whether the batch may get another graph later, so that its way must not be remembered."""
+        """Whether the batch may get another graph later."""
         return route.wanted is not None and route.wanted not in self._captured.failed
 
     def _may_capture(self, route: RoutedBatch) -> bool:
         return not self._forbidden and is_capture_allowed() and self._is_open(route)
 
-    def _safe(self, values: Values) -> Values:
-        """Tensors of a batch that a capture leaves alone: outputs of an earlier call lie where it
-        captures.
-        """
-        device = self.backend.device
-        buffers = self.graphs.buffers
-        found = list[Tensor]()
-        for value in values:
-            is_at_risk = value.device == device and not buffers.owns(value)
-            found.append(value.clone() if is_at_risk else value)
-        return found
-
-    def _prepared(self, route: RoutedBatch, values: Values | None) -> PreparedCall:
-        """Calls of a kind, ready; ``values=None``: for batches that are staged. Raises
-        DispatchMissError.
-        """
+    def _prepared(
+        self,
+        route: RoutedBatch,
+        values: Values | None,
+    ) -> PreparedCall:
+        """``values=None``: staged batches. Raises DispatchMissError."""
         reason = None
         mode = route.mode
         if mode is CUDAGraphMode.NONE:
@@ -321,15 +319,29 @@ class GraphRunner:
             "%s: %s runs as %s %s", self._name, route.batch, mode, reason or route.descriptor
         )
         count = self.stats.count_of(route, reason)
-        copier = self._copiers.get(route.descriptor.sizes)
+        copier = None
+        if mode is not CUDAGraphMode.NONE:
+            copier = self._copier(route.descriptor.sizes)
         call = PreparedCall.of(route, count, values, self.graphs, copier)
         self._launcher.verifier.schedule(call)
         if self.config.report.nvtx or Trace.current is not None:
             self._show(call, staged=values is None)
         return call
 
-    def _show(self, call: PreparedCall, *, staged: bool) -> None:
-        """Let profilers of the device and the trace, whichever are on, see calls of a kind."""
+    def _copier(self, sizes: tuple[int, ...]) -> Copier:
+        if sizes not in self._copiers:
+            buffers = self.graphs.buffers[sizes]
+            copies = self.config.compilation.cudagraph_copy_inputs
+            self._copiers[sizes] = self.backend.copier(buffers, copy_inputs=copies)
+        return self._copiers[sizes]
+
+    def _show(
+        self,
+        call: PreparedCall,
+        *,
+        staged: bool,
+    ) -> None:
+        """Let the profiler and the trace see calls of a kind."""
         copy_in = call.copy_in
         replay = call.replay
         trace = Trace.current
@@ -359,43 +371,38 @@ class GraphRunner:
 
     @contextmanager
     def trace(self) -> Iterator[Trace]:
-        """A block whose calls, captures and compilations are recorded; ``trace.to_json()`` is the
-        file for Perfetto. Calls take some microseconds longer. Staged batches have no dispatch,
-        those staged before the block no events.
+        """A block whose calls, captures and compilations are recorded; ``trace.to_json()`` is for
+        Perfetto.
         """
         pick = self._pick
 
-        def asked(given: Mapping[str, Any]) -> tuple[Any, ...]:
+        def asked(given: Mapping[str, Any]) -> Kind:
             self._asked_ns = perf_counter_ns()
             return pick(given)
 
         with nullcontext(Trace.current) if Trace.current else Trace().on() as trace:
-            self._last = None
-            self._calls = {}
-            self._staged = {}
+            self._prepare_anew()
             self._pick = asked
             try:
                 yield trace
             finally:
-                self._last = None
-                self._calls = {}
-                self._staged = {}
+                self._prepare_anew()
                 self._pick = pick
 
     @contextmanager
     def _changing(self) -> Iterator[CapturedKeys]:
-        """A block that exchanges graphs, which the stats count; the lock is held."""
+        """A block that exchanges graphs."""
         self._launcher.take_stream()
         self.graphs.check_autocast()
-        # prepared calls hold outputs, and a graph that is evicted waits for its own
-        self._forget_calls()
+        self._forget_calls()  # they hold outputs, for which evicted graphs wait
         before = set(self.plan.keys)
         try:
             yield self._captured
         finally:
-            self._launcher.verifier.forget(before ^ set(self.plan.keys))
-            self.stats.evictions += len(before - set(self.plan.keys))
-            self.stats.captures += len(set(self.plan.keys) - before)
+            now = set(self.plan.keys)
+            self._launcher.verifier.forget(before ^ now)
+            self.stats.evictions += len(before - now)
+            self.stats.captures += len(now - before)
             self._follow_plan()
 
     def _capture_for(self, route: RoutedBatch) -> None:
@@ -403,7 +410,8 @@ class GraphRunner:
         with self._changing() as captured:
             captured.check_addresses(route.wanted)
             captured.capture([route.wanted])
-            if (failed := captured.failed.get(route.wanted)) is not None:
+            failed = captured.failed.get(route.wanted)
+            if failed is not None:
                 self.stats.failures += 1
                 logger.debug(
                     "%s: %s %s was not captured: %s", self._name, *route.wanted, failed.detail
@@ -417,24 +425,21 @@ class GraphRunner:
         num_active_loras: int = 0,
         invalid_modes: Modes = None,
     ) -> StagedBuffers:
-        """The static buffers' own rows, to be written in place: no copy is made.
+        """The static buffers' own rows, to be written in place without a copy.
 
             with runner.stage(num_tokens=13) as buffers:
                 buffers["input_ids"].copy_(ids)
             logits = buffers.output
 
-        Leaving the block runs the batch, see StagedBuffers. With ``capture_policy: lazy`` its key
-        is captured here, ahead of the block, unless another block is open.
+        Leaving the block runs the batch. With ``capture_policy: lazy`` its key is captured here,
+        unless another block is open. Other arguments and errors as for a call.
 
         Args:
-            num_tokens: At most what the static buffers hold: the largest size of the session. A
-                batch that no graph serves runs eagerly, as in a call.
-            num_reqs: Needed where an input counts requests and it does not follow from the tokens.
-            uniform_decode, num_active_loras, invalid_modes: As for a call.
+            num_tokens: At most the largest size of the session.
+            num_reqs: Needed where an input counts requests and tokens do not tell them.
 
         Raises:
-            InputError: there cannot be such a batch, or it does not fit into the static buffers.
-            DispatchMissError, CgplanError: As for a call.
+            InputError: there is no such batch, or the static buffers do not hold it.
         """
         if invalid_modes is not None:
             invalid_modes = set_of_modes(invalid_modes) or None
@@ -448,7 +453,7 @@ class GraphRunner:
         flags = counts[2:]
         batch = self._router.staged(num_tokens, num_reqs, uniform_decode, counts_reqs=counts_reqs)
         route = self._router.route(batch, *flags)
-        # not inside another block, whose rows are written
+        # not inside another block
         if self._may_capture(route) and self._use.acquire(False):
             try:
                 self._capture_for(route)
@@ -468,13 +473,9 @@ class GraphRunner:
         uniform_decode: bool | None = None,
         num_active_loras: int = 0,
     ) -> int | None:
-        """Tokens of the key that serves a batch, to which a call pads it; None if the batch would
-        run eagerly.
-
-        Nothing runs. With ``capture_policy: lazy`` it is the key that the next such call captures.
-        Without ``uniform_decode`` each token counts as a request. ``sizes`` are those of the other
-        named dimensions, of which ``route`` tells the padded ones. Raises InputError as a call
-        does.
+        """Tokens to which a call pads a batch, also by a key that is still to be captured; None if
+        the batch would run eagerly. ``sizes`` are those of the other named dimensions. Each token
+        counts as a request without ``uniform_decode``. Raises InputError.
         """
         self._check_open()
         batch = Batch(operator.index(num_tokens), None, sizes)
@@ -491,10 +492,8 @@ class GraphRunner:
         num_active_loras: int = 0,
         **inputs: Tensor,
     ) -> Any:
-        """As a call, but the model's own code runs and no graph. Padded as a call pads, it is what
-        a replay must equal.
-
-        ``padded=False`` runs the tensors as they are, outside of the static buffers.
+        """As a call, but by the model's own code on the padded batch: what a replay must equal.
+        ``padded=False`` runs the tensors as they are.
         """
         if tensors:
             inputs = self._by_name(tensors, inputs)
@@ -502,13 +501,14 @@ class GraphRunner:
             route = self.route(inputs, uniform_decode, num_active_loras)
             graphs = self.graphs
             self._launcher.take_stream()
-            values = self._pick(inputs)
+            values: Values = self._pick(inputs)
             batch = route.batch
             key = route.descriptor
             if route.mode is CUDAGraphMode.NONE or not padded:
-                named = zip(self._reader.names, on_device(values, self.backend.device), strict=True)
-                return graphs.run_eager(route.unpadded, dict(named))
-            copier = self._copiers[key.sizes]
+                values = on_device(values, self.backend.device)
+                named = dict(zip(self._reader.names, values, strict=True))
+                return graphs.run_eager(route.unpadded, named)
+            copier = self._copier(key.sizes)
             reqs = graphs.padded_reqs(key)
             copy = copier.prepare(batch.num_tokens, batch.num_reqs or 0, key.num_tokens, reqs)
             copy.path(values)(values, self._launcher.stream(), False)
@@ -526,23 +526,17 @@ class GraphRunner:
         num_active_loras: int = 0,
         **inputs: Tensor,
     ) -> VerifyRecord:
-        """Compare the graph that serves a batch with the model's own code, see
-        ``compilation.verify``. The model's tensors are afterwards as they were. Arguments and
-        errors as for a call.
+        """Compare the graph that serves a batch with the model's own code; the model's tensors are
+        put back. Arguments and errors as for a call; DispatchMissError: no graph serves the batch.
 
         Returns:
-            The key, the largest difference of each output and written tensor, the tolerance, and
-            the times of both runs in microseconds; ``failure`` says what is wrong. It prints as one
-            line.
-
-        Raises:
-            DispatchMissError: no graph serves the batch.
+            Differences, tolerance and times in microseconds; ``failure`` says what is wrong.
         """
         if tensors:
             inputs = self._by_name(tensors, inputs)
         with self._use.held(self._name):
             self._launcher.take_stream()
-            call, values = self._prepare(inputs, uniform_decode, num_active_loras, None)
+            call, values = self._prepare(inputs, (uniform_decode, num_active_loras, None))
             if call.route.mode is CUDAGraphMode.NONE:
                 raise DispatchMissError(
                     f"no graph serves the batch: {call.count.reason}",
@@ -558,20 +552,20 @@ class GraphRunner:
         num_active_loras: int = 0,
         invalid_modes: Modes = None,
     ) -> RoutedBatch:
-        """Check a batch and dispatch it, without running anything. Arguments and errors as for a
-        call.
-        """
+        """Check a batch and dispatch it; nothing runs. Arguments and errors as for a call."""
         self._check_open()
         return self._router.route(
             self._reader.read(inputs), uniform_decode, num_active_loras, invalid_modes
         )
 
-    def input_views(self, num_tokens: int, num_reqs: int | None = None) -> dict[str, Tensor]:
-        """Views of the static buffers for a batch, by name: write into them and pass them to the
-        call.
-
-        They may be written to at any time, so padding behind each batch is reset as far as they
-        reach. ``stage`` does without that, and is to be preferred. The runner owns the memory.
+    def input_views(
+        self,
+        num_tokens: int,
+        num_reqs: int | None = None,
+    ) -> dict[str, Tensor]:
+        """Views of the static buffers for a batch, by name, to be written and passed to the call.
+        Each call resets the padding as far as they reach: prefer ``stage``. The runner owns the
+        memory.
         """
         self._check_open()
         self._refuse_sizes()
@@ -585,32 +579,31 @@ class GraphRunner:
             )
         return self.graphs.buffers[()].expose(num_tokens, reqs)
 
-    def graph(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> Any:
-        """The backend's graph of a FULL key, to replay bare. None if the key has none."""
-        entry = self.graphs.entry((mode, descriptor)) if mode is CUDAGraphMode.FULL else None
+    def graph(
+        self,
+        mode: CUDAGraphMode,
+        descriptor: BatchDescriptor,
+    ) -> Any:
+        """The backend's graph of a FULL key, if any, to replay bare."""
+        if mode is not CUDAGraphMode.FULL:
+            return None
+        entry = self.graphs.entry((mode, descriptor))
         return None if entry is None else entry.graph
 
     def invalidate(self, name: str) -> None:
-        """Say that memory which the graphs use has moved (a KV cache that was allocated again,
-        say).
-
-        Until ``recapture``, calls and staged blocks that a graph would serve raise AddressError
-        with that name.
+        """Say that memory of the graphs, such as a KV cache, has moved. Until ``recapture``, calls
+        and staged blocks raise AddressError with that name; eager ones run.
         """
         self._check_open()
         self.graphs.addresses.invalidate(name)
-        for call in (*self._calls.values(), *(staged.call for staged in self._handed)):
-            # an eager run has no addresses
-            if call is not None and call.route.mode is not CUDAGraphMode.NONE:
-                call.needs_check = True
+        staged = [block.call for block in self._handed if block.call is not None]
+        for call in (*self._calls.values(), *staged):
+            call.needs_check = call.route.mode is not CUDAGraphMode.NONE
 
     def recapture(self) -> None:
-        """Capture the same plan again, with the model's memory as it is now; keys that failed are
-        forgotten.
-
-        The old graphs, pools and static buffers are freed first: outputs and ``input_views`` are no
-        longer valid. Raises as CaptureSession.run does; the runner is then closed. Raises
-        CgplanError, and changes nothing, if a call is under way.
+        """Capture the plan again, with the model's memory of now, failed keys too. Outputs and
+        ``input_views`` are no longer valid. If a capture fails, it raises as CaptureSession.run,
+        and the runner is closed.
         """
         with self._use.held(self._name):
             if self._state != "suspended":
@@ -626,11 +619,12 @@ class GraphRunner:
                 raise
             self.stats.captures += len(self.plan.keys)
 
-    def exchange(self, captured: Collection[Key] = (), evicted: Collection[Key] = ()) -> None:
-        """Free the graphs of some keys, and capture others now, as far as they are ``wanted``. With
-        ``capture_policy: lazy`` a batch that asks for an evicted key has it captured again. Raises
-        CgplanError if a call is under way.
-        """
+    def exchange(
+        self,
+        captured: Collection[Key] = (),
+        evicted: Collection[Key] = (),
+    ) -> None:
+        """Free the graphs of some keys, and capture others that are ``wanted``."""
         with self._use.held(self._name):
             self._check_open()
             with self._changing() as keys:
@@ -638,9 +632,7 @@ class GraphRunner:
 
     @contextmanager
     def no_capture(self) -> Iterator[None]:
-        """A block in which no call captures: a batch whose graph is not there runs by a larger one,
-        or eagerly.
-        """
+        """A block in which no call captures: it uses a larger graph, or runs eagerly."""
         self._forbidden += 1
         try:
             yield
@@ -648,9 +640,7 @@ class GraphRunner:
             self._forbidden -= 1
 
     def retry_failed(self) -> None:
-        """Forget which keys could not be captured (``report.failed``): the next batch that asks for
-        one tries again. Raises CgplanError if a call is under way.
-        """
+        """Capture keys of ``report.failed`` when a batch asks for them."""
         with self._use.held(self._name):
             self._captured.failed.clear()
             self._forget_calls()
@@ -663,21 +653,18 @@ class GraphRunner:
         costs: GraphCosts | None = None,
         apply: bool = True,
     ) -> ReplanReport:
-        """Plan again for the batches that were asked for, inside the budget, and exchange the
-        graphs for those.
-
-        Outputs that were handed out are no longer valid. A key that cannot be captured does not
-        raise: ``report.failed`` of the runner says why. See Note [Generations] in pools.py.
+        """Plan again for recent batches, inside the budget, and exchange graphs: Note [Generations]
+        in pools.py. Outputs are no longer valid. A key that fails stands in ``report.failed``.
 
         Args:
             traffic: Absent: the batches since the last replan.
-            times: Step times; absent: measured now, on padding.
-            costs: Costs of graphs; absent: those of the captures so far.
+            times: Absent: measured now, on padding.
+            costs: Absent: those of the captures so far.
             apply: False: propose only.
 
         Raises:
-            CgplanError: ``compilation.capture_policy`` is not ``adaptive``, a call is under way, or
-                captures are forbidden.
+            CgplanError: ``compilation.capture_policy`` is not ``adaptive``, or captures are
+                forbidden.
             TrafficError: no batch was asked for since.
             BudgetError: the budget does not pay for a single graph.
             AddressError: the model's memory has moved: ``recapture`` first.
@@ -692,33 +679,25 @@ class GraphRunner:
             self.graphs.check_autocast()
             if not apply:
                 return self._replanner.replan(self._captured, traffic, times, costs)
-            # prepared calls hold outputs, and evicted graphs wait for theirs
-            self._forget_calls()
+            self._forget_calls()  # they hold outputs, for which evicted graphs wait
             try:
                 return self._replanner.replan(self._captured, traffic, times, costs, self._reopen)
             finally:
                 self._follow_plan()
 
     def _reopen(self, plan: Plan) -> CapturedKeys:
-        """Give all memory back, and make static buffers for a plan."""
+        """Free all memory, and make static buffers for a plan."""
         self._free()
         self._open(self._capture_plan(plan, ()))
         return self._captured
 
     def close(self) -> None:
-        """Free graphs, pools and static buffers, for good. Outputs that were handed out are no
-        longer valid. Raises CgplanError if a call is under way.
-        """
+        """Free graphs, pools and static buffers; outputs are no longer valid."""
         with self._use.held(self._name):
             self._free()
 
     def suspend(self) -> None:
-        """Give graphs, pools and static buffers back as ``close`` does, until ``recapture``
-        captures again.
-
-        Raises CgplanError as ``close`` does, and of a closed runner. Calls in between raise it,
-        too.
-        """
+        """Free memory as ``close``, until ``recapture``; calls in between raise CgplanError."""
         with self._use.held(self._name):
             if self._state != "suspended":
                 self._check_open()
@@ -726,15 +705,16 @@ class GraphRunner:
                 self._state = "suspended"
 
     def _free(self) -> None:
-        """Free all; once more does no harm, and completes what was interrupted."""
+        """A second call completes what was interrupted."""
         self._state = "closed"
         self._forget_calls()
-        while self._copiers:  # which hold static buffers
+        while self._copiers:
             self._copiers.popitem()[1].close()
         self.graphs.free()
 
     def _refuse_sizes(self) -> None:
-        if names := self.config.dim_names[1:]:
+        names = self.config.dim_names[1:]
+        if names:
             raise InputError(
                 f"batches of {', '.join(names)} cannot be written in place: their padding lies "
                 "between rows",
@@ -742,25 +722,27 @@ class GraphRunner:
             )
 
     def _check_open(self) -> None:
-        if self._state != "open":
-            remedy = (
-                "Call runner.recapture() first." if self._state == "suspended" else "Capture again."
-            )
-            raise CgplanError(f"the runner is {self._state}", remedy=remedy)
+        if self._state == "suspended":
+            raise CgplanError("the runner is suspended", remedy="Call runner.recapture() first.")
+        if self._state == "closed":
+            raise CgplanError("the runner is closed", remedy="Capture again.")
 
 
-def _keep(prepared: dict[tuple[Any, ...], Any], key: tuple[Any, ...], value: Any) -> None:
+def _keep(
+    prepared: dict[Kind, Any],
+    key: Kind,
+    value: Any,
+) -> None:
     if len(prepared) >= MOST_PREPARED:
         prepared.pop(next(iter(prepared)))
     prepared[key] = value
 
 
-def _picker(names: Sequence[str]) -> Callable[[Mapping[str, Any]], tuple[Any, ...]]:
-    """A function that takes the tensors of these names out of a call's arguments."""
+def _picker(names: Sequence[str]) -> Callable[[Mapping[str, Any]], Kind]:
     if len(names) > 1:
         return operator.itemgetter(*names)
 
-    def pick(given: Mapping[str, Any]) -> tuple[Any, ...]:
+    def pick(given: Mapping[str, Any]) -> Kind:
         return tuple(map(given.__getitem__, names))
 
     return pick

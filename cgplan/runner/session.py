@@ -1,4 +1,4 @@
-"""CaptureSession: captures a plan, in order, in one go; frees everything if it fails."""
+"""CaptureSession: captures a plan in one go; frees everything if it fails."""
 
 from __future__ import annotations
 
@@ -27,25 +27,20 @@ from cgplan.runner.runner import GraphRunner
 
 @dataclass(eq=False, repr=False)
 class CaptureSession:
-    """Captures the keys of a plan, as far as the configuration's budget goes, and returns a sealed
-    runner.
+    """Captures the keys of a plan, as far as the budget goes, and returns a runner.
 
     Args:
-        model: Any callable or nn.Module; called with the declared inputs by name.
+        model: Called with the declared inputs by name.
         progress: Called before each key.
-        pool: A pool of the same backend that other runners use too; absent: new ones, as
-            ``compilation.pool`` says.
-        name: What messages call the runner.
-        together: The sessions of other ranks, where several processes capture one model.
-        state: The objects whose tensors and attributes the model relies on, where it is a method of
-            a larger one; absent: the model.
-        before_key: Sets the context that an engine's layers read, ahead of each key's look,
-            warm-ups and capture, at start-up and later: called with the runtime mode, the
-            descriptor and the static buffers' rows by name, which the key's graph reads. They hold
-            padding; the runner owns them. Its errors are raised as the model's own.
-        real_rows: Where captures run on rows of real batches; absent: on padding.
-        began: ``time.perf_counter()`` when the work began that the report's time counts from;
-            absent: now.
+        pool: Shared with other runners; absent: as ``compilation.pool`` says.
+        name: For messages.
+        together: The sessions of other ranks that capture the same model.
+        state: The objects whose tensors and attributes the model relies on; absent: the model.
+        before_key: Sets the context that an engine's layers read, ahead of each key's runs. Called
+            with the runtime mode, the descriptor and the static buffers' rows by name, which hold
+            padding and belong to the runner.
+        real_rows: Captures run on rows of real batches; absent: on padding.
+        began: ``time.perf_counter()`` from which the report counts; absent: now.
 
     Raises:
         ConfigError: ``cudagraph_mode`` is AUTO, which ``choose_mode`` decides.
@@ -69,22 +64,16 @@ class CaptureSession:
         refuse_auto(self.config)
 
     def run(self) -> GraphRunner:
-        """Capture all keys that the budget pays for. The runner's plan holds those that were
-        captured.
-
-        With ``capture_policy: lazy`` nothing is captured yet. Without a budget, a key that cannot
-        be captured is an error. With one, running out of memory is no error: the keys before it are
-        kept, and the report says where it stopped.
+        """Capture all keys that the budget pays for; none yet with ``capture_policy: lazy``. With a
+        budget, running out of memory ends the captures without an error.
 
         Raises:
-            CaptureError: a key could not be captured (HostSyncError, CaptureMemoryError and
-                OutputShapeError say why); everything of this session is freed and the model runs as
-                before.
+            CaptureError: a key could not be captured; everything of this session is freed.
             ModelError: the model failed before its capture began.
             BackendError: torch or the device lacks the dtype of an input.
             PlanError: the plan was made from another configuration.
             ConfigError: graphs on demand were asked for with several ranks.
-            DistributedError: with other ranks, one of them failed; all raise it.
+            DistributedError: another rank failed.
             CgplanError: a call of another member of the pool is under way.
         """
         self._refuse_misfits()
@@ -124,9 +113,7 @@ class CaptureSession:
             )
 
     def _capture(self, asked: Plan, keys: Collection[Key] | None) -> CapturedKeys:
-        """Make buffers for the plan, and capture these keys; None: shrink the plan to the budget,
-        capture it all.
-        """
+        """Make buffers, and capture these keys; None: within the budget."""
         backend = self.backend
         config = self.config
         together = self.together
@@ -166,15 +153,9 @@ class CaptureSession:
 def describe_split(
     model: Callable[..., Any], config: Config, backend: GraphBackend | None = None
 ) -> SplitRecord | None:
-    """What a session's report would say of the split, before any capture.
-
-    By operators, the model is traced, for which it runs on padding values as in a session's
-    warm-up: it may write to its KV cache where padding writes. By modules, the patterns are matched
-    and nothing runs. Either way the model is left as it was, and all memory is given back. Inductor
-    is left out where it does not itself decide on the split.
-
-    Returns:
-        The split; None where the plan has no PIECEWISE keys.
+    """The split that a session's report would show; None without PIECEWISE keys. By operators, the
+    model runs once on padding, and may write to its KV cache where padding writes; by modules
+    nothing runs. The model is put back, and all memory is freed.
 
     Raises:
         ConfigError: a splitting op, or a module pattern, that does not occur in the model.
@@ -185,7 +166,7 @@ def describe_split(
     piecewise = [key for key in plan.keys if key[0] is CUDAGraphMode.PIECEWISE]
     if not piecewise:
         return None
-    if not config.compilation.use_inductor_graph_partition:
+    if not config.compilation.use_inductor_graph_partition:  # else inductor decides on the split
         compilation = config.compilation.model_copy(update={"compiler": "eager"})
         config = config.model_copy(update={"compilation": compilation})
     graphs = ModelGraphs(plan, config, model, backend or select_backend(config.device))

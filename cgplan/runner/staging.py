@@ -22,17 +22,14 @@ _UNREAD = object()
 class StagedBuffers(Mapping[str, Tensor]):
     """The rows of one batch in the static buffers, by name; ``GraphRunner.stage`` makes it.
 
-    Inside the block, each input and metadata tensor has the shape of the unpadded batch, and the
-    caller writes it in place. Leaving the block runs the batch; an exception in the block runs
-    nothing. After it ``output`` is the batch's output, and the tensors are out of reach: their
-    memory belongs to other batches. The runner owns the memory. A block can be entered again.
+    Inside the block the caller writes the tensors, which the runner owns, in place. Leaving it runs
+    the batch, and raises as a call. Then ``output`` is the batch's output, and the tensors are out
+    of reach. A block can be entered again.
 
     Raises:
-        InputError: a tensor is put in, instead of being written to in place; or its name is not
-            declared.
-        CgplanError: it is entered while a call is under way, while another stream still has work of
-            the call before, or after its graphs are gone, or used outside of its block; leaving it
-            raises the errors of a call.
+        InputError: a tensor is put in instead of written in place, or its name is not declared.
+        CgplanError: entered while a call is under way, while another stream has work of the call
+            before, or after its graphs are gone; or used outside of its block.
     """
 
     __slots__ = ("__weakref__", "_entered", "_launcher", "_output", "_views", "call")
@@ -41,7 +38,7 @@ class StagedBuffers(Mapping[str, Tensor]):
     def __init__(self, launcher: Launcher, call: PreparedCall) -> None:
         batch = call.route.batch
         buffers = launcher.graphs.buffers[()]
-        self._launcher = weakref.ref(launcher)  # of the runner, which holds this object
+        self._launcher = weakref.ref(launcher)
         self.call: PreparedCall | None = call
         self._views = buffers.views(batch.num_tokens, batch.num_reqs or 0)
         self._entered: Launcher | None = None  # its lock is held, inside the block
@@ -95,10 +92,9 @@ class StagedBuffers(Mapping[str, Tensor]):
     def _run(self, launcher: Launcher, call: PreparedCall) -> None:
         values = list[Tensor]()
         if call.route.mode is CUDAGraphMode.NONE:
-            # the model may change these very tensor objects
             values = [view.detach() for view in self._views.values()]
         launcher.launch(call, values)
-        # the output stays as it is until the next call, so it is read when somebody asks
+        # read on demand
         self._output = call.output() if launcher.graphs.outputs.clone else _UNREAD
 
     @staticmethod
@@ -108,11 +104,8 @@ class StagedBuffers(Mapping[str, Tensor]):
 
     @property
     def output(self) -> Any:
-        """The model's output for the batch, with the padding sliced off; valid as long as a call's
-        output is.
-
-        Raises:
-            CgplanError: the block has not been left yet, or another batch was staged since.
+        """The model's output without padding, valid as a call's output. Raises CgplanError before
+        the end of the block, and after another batch was staged.
         """
         if self._output is _UNREAD and self.call is not None:
             self._output = self.call.output()
@@ -124,11 +117,10 @@ class StagedBuffers(Mapping[str, Tensor]):
         return self._output
 
     def drop_output(self) -> None:
-        """Hold no output, which nobody may ask for any more."""
         self._output = _NO_OUTPUT
 
     def retire(self) -> None:
-        """Hold nothing of the graphs, which are gone."""
+        """Hold nothing of graphs that are gone."""
         self.call = None
         self._views = {}
         self._output = _NO_OUTPUT

@@ -1,12 +1,13 @@
-"""Counts of a runner's calls: one addition a call, added up when somebody asks."""
+"""Counts of a runner's calls: one addition a call, summed on demand."""
 
 from __future__ import annotations
 
+import math
 import operator
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from cgplan.errors import CgplanError
 from cgplan.modes import BatchDescriptor, CUDAGraphMode
@@ -21,25 +22,19 @@ from cgplan.units import counted, listed
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
-
-T = TypeVar("T")
 Asked = tuple[int, int | None, bool, int, CUDAGraphMode, BatchDescriptor, MissReason | None]
-Mark = tuple[int, Mapping[Asked, int]]  # resets before it, and calls of each batch
+Mark = tuple[int, Mapping[Asked, int]]  # resets so far, calls by batch
+Sample = tuple[Sequence[object], int]  # labels, count
 
 MOST_BATCHES = 100_000
-EXACT_BATCHES = 512  # tokens up to which metrics tell all batches apart
+EXACT_BATCHES = 512  # tokens that metrics do not round
 NEVER = 1 << 62
 
 
 @dataclass(slots=True, eq=False)
 class BatchCount:
-    """Calls with one batch: as many tokens, requests and adapters, answered in the same way.
-
-    Attributes:
-        num_tokens, num_reqs: Unpadded; no requests where no input counts them, and once too many
-            batches were met.
-        mode, descriptor: What answered; its tokens are those that each call computed.
-        reason: Why no graph did, None if one did.
+    """Calls with one batch, unpadded, answered in the same way; ``reason``: why no graph did.
+    Requests count only where an input counts them.
     """
 
     num_tokens: int
@@ -53,7 +48,7 @@ class BatchCount:
 
 
 class KeyHits(Record):
-    """Calls that the graph of one key served."""
+    """Calls of one key's graph."""
 
     mode: Mode
     descriptor: BatchDescriptor
@@ -65,13 +60,11 @@ class StatsRecord(Record):
 
     Attributes:
         replays: By key, most calls first.
-        eager: Calls that ran eagerly, by reason.
-        real_tokens, padding_tokens: Tokens of all batches, and of the padding that graphs computed
-            besides.
-        timed_calls, host_microseconds: Calls whose time on the host was taken, and the sum of it.
-        captures, evictions: Keys that were captured, and captured keys whose graphs were freed.
-        failures: Captures that failed, or that the budget did not allow, while batches were served.
-        batches: (batch, calls) of all batches as they were asked for.
+        eager: Calls by reason.
+        real_tokens, padding_tokens: Of all batches, and of the padding in graphs.
+        timed_calls, host_microseconds: Timed calls, and the sum of their times on the host.
+        captures, evictions: Keys that were captured, and whose graphs were freed.
+        failures: Captures in service that failed, or that the budget refused.
     """
 
     replays: tuple[KeyHits, ...]
@@ -87,13 +80,10 @@ class StatsRecord(Record):
 
 
 class RunnerStats:
-    """What calls were answered with.
+    """What calls were answered with; see StatsRecord.
 
     Attributes:
-        captures, evictions, failures: As in StatsRecord.
-        timed_calls: Calls, not staged blocks, whose time was taken.
-        timed_nanoseconds: The sum of their times on the host: from entry to return, in which the
-            device may lag behind.
+        timed_calls: Without staged blocks.
         until_timed: Calls until the next one that is timed.
     """
 
@@ -102,31 +92,34 @@ class RunnerStats:
         self.captures = len(plan.keys)
         self.evictions = 0
         self.failures = 0
-        self.timed_calls = self.timed_nanoseconds = self._resets = 0
+        self.timed_calls = 0
+        self.timed_nanoseconds = 0
+        self._resets = 0
         self._counts: dict[Asked, BatchCount] = {}
         self.time_every = 16
 
     @property
     def time_every(self) -> int:
-        """One call of so many is timed; 1 for all, 0 for none. Taking the time costs 0.1 to 0.2
-        microseconds.
-        """
+        """One call of so many is timed; 1 for all, 0 for none."""
         return self._time_every
 
     @time_every.setter
     def time_every(self, calls: int) -> None:
         self._time_every = operator.index(calls)
-        self.until_timed = calls - 1 if calls > 0 else NEVER
+        self._untimed = calls - 1 if calls > 0 else NEVER  # calls between two that are timed
+        self.until_timed = self._untimed
 
     def add_time(self, nanoseconds: int) -> None:
         self.timed_calls += 1
         self.timed_nanoseconds += nanoseconds
-        self.until_timed = self._time_every - 1 if self._time_every > 0 else NEVER
+        self.until_timed = self._untimed
 
-    def count_of(self, route: RoutedBatch, reason: MissReason | None = None) -> BatchCount:
-        """What to add calls to. Beyond 100,000 different batches, new ones are told by tokens
-        alone.
-        """
+    def count_of(
+        self,
+        route: RoutedBatch,
+        reason: MissReason | None = None,
+    ) -> BatchCount:
+        """After 100,000 batches, tokens alone tell new ones apart."""
         batch = route.batch
         asked: Asked = (
             batch.num_tokens,
@@ -141,32 +134,48 @@ class RunnerStats:
             asked = (batch.num_tokens, None, *asked[2:])
         return self._counts.setdefault(asked, BatchCount(*asked))
 
-    def recount(self, ran: RoutedBatch, asked: RoutedBatch | None) -> None:
-        """Count the last call, if a graph served it, as one of the smaller batch ``asked`` that was
-        padded to it; None if it was nothing but padding, which counts as no call.
+    def recount(
+        self,
+        ran: RoutedBatch,
+        asked: RoutedBatch | None,
+    ) -> None:
+        """Count the last call, if a graph served it, as the smaller batch ``asked``, or not at all:
+        None.
         """
-        if ran.mode is not CUDAGraphMode.NONE:
-            self.count_of(ran).calls -= 1
-            if asked is not None:
-                self.count_of(replace(asked, mode=ran.mode, descriptor=ran.descriptor)).calls += 1
+        if ran.mode is CUDAGraphMode.NONE:
+            return
+        self.count_of(ran).calls -= 1
+        if asked is not None:
+            served = replace(
+                asked,
+                mode=ran.mode,
+                descriptor=ran.descriptor,
+            )
+            self.count_of(served).calls += 1
 
     @property
     def counts(self) -> list[BatchCount]:
-        """All batches that were met in a call. Another thread may ask while calls go on, as those
-        of metrics do.
-        """
-        # the copy is made in one go
-        return [count for count in list(self._counts.values()) if count.calls]
+        """All batches of calls; any thread may ask."""
+        known = list(self._counts.values())  # copied at once
+        return [count for count in known if count.calls]
 
     @property
     def replays(self) -> Counter[tuple[CUDAGraphMode, BatchDescriptor]]:
-        """Calls by (runtime mode, descriptor) of the graph that served them."""
-        return _added(((c.mode, c.descriptor), c.calls) for c in self.counts if not c.reason)
+        """Calls by (runtime mode, descriptor)."""
+        total = Counter[tuple[CUDAGraphMode, BatchDescriptor]]()
+        for count in self.counts:
+            if count.reason is None:
+                total[count.mode, count.descriptor] += count.calls
+        return total
 
     @property
     def eager(self) -> Counter[MissReason]:
-        """Calls that ran eagerly, by reason."""
-        return _added((c.reason, c.calls) for c in self.counts if c.reason)
+        """Eager calls by reason."""
+        total = Counter[MissReason]()
+        for count in self.counts:
+            if count.reason is not None:
+                total[count.reason] += count.calls
+        return total
 
     @property
     def calls(self) -> int:
@@ -174,18 +183,22 @@ class RunnerStats:
 
     @property
     def real_tokens(self) -> int:
-        return sum(count.calls * count.num_tokens for count in self.counts)
+        tokens = 0
+        for count in self.counts:
+            tokens += count.calls * count.num_tokens
+        return tokens
 
     @property
     def padded_rows(self) -> int:
-        """Tokens of padding that graphs computed besides."""
-        return sum(
-            count.calls * (count.descriptor.num_tokens - count.num_tokens) for count in self.counts
-        )
+        """Tokens of padding in graphs."""
+        rows = 0
+        for count in self.counts:
+            rows += count.calls * (count.descriptor.num_tokens - count.num_tokens)
+        return rows
 
     @property
     def host_microseconds(self) -> float:
-        """Host time of the timed calls together; over ``timed_calls``, that of one."""
+        """Of all timed calls together."""
         return self.timed_nanoseconds / 1e3
 
     def reset(self) -> None:
@@ -193,36 +206,39 @@ class RunnerStats:
         self._resets += 1
         for count in list(self._counts.values()):
             count.calls = 0
-        self.timed_calls = self.timed_nanoseconds = 0
+        self.timed_calls = 0
+        self.timed_nanoseconds = 0
 
     def __str__(self) -> str:
-        """Calls by graph and by the reason for none, and their tokens; four lines."""
-        graphs = listed([f"{mode} {key}: {n}" for (mode, key), n in self.replays.most_common()], 3)
-        reasons = listed([f"{reason}: {n}" for reason, n in self.eager.most_common()], 3)
+        graphs = [f"{mode} {key}: {calls}" for (mode, key), calls in self.replays.most_common()]
+        reasons = [f"{reason}: {calls}" for reason, calls in self.eager.most_common()]
         return (
             f"{counted(self.calls, 'call')}: {self.real_tokens} tokens, and {self.padded_rows} of "
             "padding\n"
-            f"by graphs: {graphs or 'none'}\neagerly: {reasons or 'none'}\n"
+            f"by graphs: {listed(graphs, 3) or 'none'}\n"
+            f"eagerly: {listed(reasons, 3) or 'none'}\n"
             f"keys: {self.captures} captured, {self.evictions} evicted, {self.failures} failed"
         )
 
     def table(self) -> str:
-        """The settings and the table that vLLM logs, most frequent first; the planner reads it as
-        traffic.
-
-        vLLM empties its counts after each table, so the planner adds up all tables of a file: where
-        several are logged, call ``reset`` after each.
+        """The settings and the table that vLLM logs; the planner reads it as traffic, and adds up
+        all tables of a file.
         """
         rows = Counter[tuple[int, int, CUDAGraphMode]]()
         for count in self.counts:
             rows[count.num_tokens, count.descriptor.num_tokens, count.mode] += count.calls
+        by_size = sorted(rows.items(), key=lambda row: row[0][:2])
         cells: list[Sequence[str]] = [COLUMNS]
-        by_calls = sorted(rows.items(), key=lambda row: (-row[1], row[0][:2]))
-        for (tokens, padded, mode), calls in by_calls:
-            cells.append(tuple(map(str, (tokens, padded, padded - tokens, mode, calls))))
+        for (tokens, padded, mode), calls in sorted(by_size, key=lambda row: -row[1]):
+            figures = tokens, padded, padded - tokens, mode, calls
+            cells.append(tuple(map(str, figures)))
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        lines = ["| " + " | ".join(map(str.ljust, row, widths)) + " |" for row in cells]
-        lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
+        lines = list[str]()
+        for row in cells:
+            padded_cells = map(str.ljust, row, widths)
+            lines.append(f"| {' | '.join(padded_cells)} |")
+        rules = ["-" * (width + 2) for width in widths]
+        lines.insert(1, f"|{'|'.join(rules)}|")
         head = [
             "**CUDAGraph Config Settings:**",
             "",
@@ -235,11 +251,20 @@ class RunnerStats:
         return "\n".join([*head, *lines, ""])
 
     def record(self) -> StatsRecord:
-        """The numbers as they are now."""
+        replays = list[KeyHits]()
+        for (mode, descriptor), calls in self.replays.most_common():
+            replays.append(
+                KeyHits(
+                    mode=mode,
+                    descriptor=descriptor,
+                    calls=calls,
+                )
+            )
+        batches = Counter[StepShape]()
+        for count in self.counts:
+            batches[self._batch(count)] += count.calls
         return StatsRecord(
-            replays=tuple(
-                KeyHits(mode=m, descriptor=d, calls=n) for (m, d), n in self.replays.most_common()
-            ),
+            replays=tuple(replays),
             eager=dict(self.eager),
             real_tokens=self.real_tokens,
             padding_tokens=self.padded_rows,
@@ -248,17 +273,15 @@ class RunnerStats:
             captures=self.captures,
             evictions=self.evictions,
             failures=self.failures,
-            batches=tuple(sorted(_added((self._batch(c), c.calls) for c in self.counts).items())),
+            batches=tuple(sorted(batches.items())),
         )
 
     def json(self) -> str:
-        """The numbers as JSON; ``StatsRecord.model_validate_json`` reads it."""
+        """For ``StatsRecord.model_validate_json``."""
         return self.record().model_dump_json(indent=2)
 
     def prometheus(self, runner: str = "runner") -> str:
-        """The numbers in Prometheus' text format, with this name as the label ``runner``. Raises as
-        StatsCollector.
-        """
+        """Prometheus' text format, with the label ``runner``. Raises as StatsCollector."""
         collector = StatsCollector({runner: self})
         from prometheus_client import CollectorRegistry, generate_latest
 
@@ -267,46 +290,56 @@ class RunnerStats:
         return generate_latest(registry).decode()
 
     def mark(self) -> Mark:
-        """The counts as they are now, for ``traffic`` since then."""
-        return self._resets, {asked: count.calls for asked, count in list(self._counts.items())}
+        """The counts now, for ``traffic`` since then."""
+        calls = dict[Asked, int]()
+        for asked, count in list(self._counts.items()):
+            calls[asked] = count.calls
+        return self._resets, calls
 
     def traffic(self, since: Mark | None = None) -> Traffic:
-        """The batches that were asked for, those that ran eagerly too, as the planner reads them:
-        exact.
-
-        Args:
-            since: What ``mark`` returned earlier: only batches since then count; after a ``reset``,
-                those since that.
-
-        Raises:
-            TrafficError: nothing was called.
+        """The exact batches of calls, since a ``mark`` or a later ``reset``. Raises TrafficError:
+        nothing was called.
         """
         found = []
         notes = []
-        resets, marked = since or (0, {})
-        earlier = marked if resets == self._resets else {}
+        earlier: Mapping[Asked, int] = {}
+        if since is not None and since[0] == self._resets:
+            earlier = since[1]
         for asked, count in list(self._counts.items()):
             calls = count.calls - earlier.get(asked, 0)
-            if calls:
-                found.append((self._batch(count), calls))
-                if count.num_reqs is None:
-                    notes = [
-                        "no input counts requests: num_reqs of these batches are as many as their "
-                        "tokens allow"
-                    ]
+            if not calls:
+                continue
+            found.append((self._batch(count), calls))
+            if count.num_reqs is None:
+                notes = [
+                    "no input counts requests: num_reqs of these batches are as many as their "
+                    "tokens allow"
+                ]
         return Traffic.of(found, "runner.stats", notes)
 
-    def exposed_batches(self) -> Counter[tuple[int, str, int]]:
-        """Calls by tokens, uniformity and adapters, in so few different ones that a monitor can
-        keep them all.
-        """
-        found = []
+    def samples(self) -> dict[str, Iterable[Sample]]:
+        """What metrics show, by counter; batches few enough for a monitor."""
+        replays = list[Sample]()
+        for (mode, key), calls in self.replays.items():
+            uniform = str(key.uniform).lower()
+            reqs = key.num_reqs or ""
+            replays.append(((mode, key.num_tokens, reqs, uniform, key.num_active_loras), calls))
+        batches = Counter[Sequence[object]]()
         for count in self.counts:
-            tokens, _, uniform, loras = self._batch(count)
-            if not uniform and tokens > EXACT_BATCHES:
-                tokens = min(-(-tokens // 64) * 64, max(tokens, self.plan.max_num_batched_tokens))
-            found.append(((tokens, str(uniform).lower(), loras), count.calls))
-        return _added(found)
+            tokens, _, is_uniform, loras = self._batch(count)
+            if not is_uniform and tokens > EXACT_BATCHES:
+                most = max(tokens, self.plan.max_num_batched_tokens)
+                tokens = min(math.ceil(tokens / 64) * 64, most)
+            batches[tokens, str(is_uniform).lower(), loras] += count.calls
+        return {
+            "replays": replays,
+            "batches": batches.items(),
+            "eager_calls": [((reason,), calls) for reason, calls in self.eager.items()],
+            "tokens": [(("real",), self.real_tokens), (("padding",), self.padded_rows)],
+            "captures": [((), self.captures)],
+            "evictions": [((), self.evictions)],
+            "capture_failures": [((), self.failures)],
+        }
 
     def _batch(self, count: BatchCount) -> StepShape:
         reqs = count.num_reqs
@@ -318,14 +351,7 @@ class RunnerStats:
         return StepShape(count.num_tokens, reqs, uniform, count.num_active_loras)
 
 
-def _added(pairs: Iterable[tuple[T, int]]) -> Counter[T]:
-    total: Counter[T] = Counter()
-    for thing, calls in pairs:
-        total[thing] += calls
-    return total
-
-
-_COUNTERS = {  # descriptions, and labels beside `runner`
+_COUNTERS = {  # descriptions, and further labels
     "replays": (
         "Calls that a graph served, by its key.",
         ("mode", "num_tokens", "num_reqs", "uniform", "num_active_loras"),
@@ -343,36 +369,10 @@ _COUNTERS = {  # descriptions, and labels beside `runner`
 }
 
 
-def _samples(stats: RunnerStats) -> dict[str, Iterable[tuple[Sequence[object], int]]]:
-    """Values of the labels, and the count, of each sample by counter."""
-    replays = list[tuple[Sequence[object], int]]()
-    for (mode, key), calls in stats.replays.items():
-        uniform = str(key.uniform).lower()
-        labels = (mode, key.num_tokens, key.num_reqs or "", uniform, key.num_active_loras)
-        replays.append((labels, calls))
-    return {
-        "replays": replays,
-        "batches": stats.exposed_batches().items(),
-        "eager_calls": [((reason,), calls) for reason, calls in stats.eager.items()],
-        "tokens": [(("real",), stats.real_tokens), (("padding",), stats.padded_rows)],
-        "captures": [((), stats.captures)],
-        "evictions": [((), stats.evictions)],
-        "capture_failures": [((), stats.failures)],
-    }
-
-
 class StatsCollector:
-    """Collects the numbers of runners at the moment when a registry asks for them; calls pay
-    nothing for it.
-
-    ``prometheus_client.REGISTRY.register(StatsCollector({"target": runner.stats}))`` puts them
-    beside a server's own.
-
-    Args:
-        runners: Their stats by name; the name becomes the label ``runner``.
-
-    Raises:
-        CgplanError: prometheus_client is not installed.
+    """Collects the numbers of runners when a registry asks for them:
+    ``prometheus_client.REGISTRY.register(StatsCollector({"target": runner.stats}))``. Raises
+    CgplanError where prometheus_client is not installed.
     """
 
     def __init__(self, runners: Mapping[str, RunnerStats]) -> None:
@@ -388,8 +388,7 @@ class StatsCollector:
         self._core = core
 
     def collect(self) -> Iterator[Metric]:
-        """All families; sizes and modes are labels."""
-        samples = {runner: _samples(stats) for runner, stats in self._runners.items()}
+        samples = {runner: stats.samples() for runner, stats in self._runners.items()}
         for name, (about, labels) in _COUNTERS.items():
             family = self._core.CounterMetricFamily(
                 f"cgplan_{name}", about, labels=["runner", *labels]

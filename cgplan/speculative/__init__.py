@@ -1,1 +1,1 @@
-"""Speculative decoding: a draft and a target in one pool."""
+"""Speculative decoding."""

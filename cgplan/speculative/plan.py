@@ -1,4 +1,4 @@
-"""The plan of speculative decoding: several parts, from one configuration."""
+"""The plan of speculative decoding, in parts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,13 @@ from cgplan.errors import ConfigError, InputError
 from cgplan.modes import BatchDescriptor, CUDAGraphMode
 from cgplan.planning import Plan, build_plan
 from cgplan.planning.build import refuse_auto
-from cgplan.reports.layout import Column, Grid, TextColumn, describe_sizes, plain_text
+from cgplan.reports.layout import (
+    Column,
+    Grid,
+    TextColumn,
+    describe_sizes,
+    plain_text,
+)
 
 INPUTS = ("input_ids", "positions")
 METADATA = ("slot_mapping", "block_tables", "seq_lens", "query_start_loc")
@@ -21,16 +27,13 @@ METADATA = ("slot_mapping", "block_tables", "seq_lens", "query_start_loc")
 class SpecPlan:
     """The graphs of speculative decoding, in parts that capture into one pool.
 
-    ``target`` and ``draft`` are the models on mixed batches (prefill). For each number of draft
-    tokens, 3 say, ``verify k=3`` is the target's pass over 4 tokens a request, and ``propose k=3``
-    the draft's loop of 3 steps; both have one graph for each number of requests.
+    ``target`` and ``draft`` run mixed batches. ``verify k=3`` is the target's pass over 4 tokens a
+    request, ``propose k=3`` the draft's loop of 3 steps.
 
     Attributes:
-        parts: Plans by name, in order of capture.
-        configs: The configurations that they were made from, by the same names.
-        draft_tokens: The numbers of draft tokens, descending.
-        num_reqs: Numbers of requests that decoding is captured for, ascending; empty where it runs
-            eagerly.
+        parts, configs: Plans by name in capture order, and their configurations.
+        draft_tokens: Descending.
+        num_reqs: Numbers of requests with graphs for decoding, ascending.
     """
 
     parts: Mapping[str, Plan]
@@ -40,7 +43,7 @@ class SpecPlan:
 
     @property
     def keys(self) -> tuple[tuple[str, CUDAGraphMode, BatchDescriptor], ...]:
-        """(part, runtime mode, descriptor) of every graph, in order of capture."""
+        """(part, runtime mode, descriptor) of each graph, in capture order."""
         return tuple((name, *key) for name, plan in self.parts.items() for key in plan.keys)
 
     def __str__(self) -> str:
@@ -59,21 +62,14 @@ class SpecPlan:
 
 
 def plan_speculation(config: Config, draft_tokens: Sequence[int] | None = None) -> SpecPlan:
-    """The plan for a configuration with ``speculative.num_speculative_tokens`` of at least 1.
+    """The plan for a configuration with ``speculative.num_speculative_tokens``.
 
-    Prefill is run as the configuration's mode says for mixed batches. Decoding is captured where
-    that mode has FULL graphs for uniform decode, for as many requests as the configuration's sizes
-    hold.
-
-    Args:
-        config: The target's inputs and metadata, sizes, modes and bounds; the draft has the same.
-        draft_tokens: Numbers of draft tokens to capture for, besides the configuration's; each is
-            from 1 to that.
+    Decoding is captured where the mode has FULL graphs for uniform decode, for as many requests as
+    the sizes hold. ``draft_tokens``: more numbers of them, from 1 to the configuration's.
 
     Raises:
-        ConfigError: mode AUTO, no draft tokens, LoRA, several pools, or an input that speculation
-            does not fill.
-        InputError: a number of draft tokens is below 1 or above the configuration's.
+        ConfigError: mode AUTO, no draft tokens, LoRA, several pools, or an unknown input.
+        InputError: a number of draft tokens is out of range.
         PlanError: as build_plan.
     """
     _check(config)
@@ -89,26 +85,15 @@ def plan_speculation(config: Config, draft_tokens: Sequence[int] | None = None) 
             if mode is CUDAGraphMode.FULL and count:
                 counts.add(count)
     mixed = _part(config, plan.mode.mixed_mode(), plan.capture_sizes)
+    propose = _decode(config, counts, {}, 0)
     configs = {"target": mixed, "draft": mixed}
     for number in numbers:
-        configs[f"verify k={number}"] = _decode(
-            config,
-            counts,
-            {"input_ids": "num_tokens"},
-            number,
-        )
-        configs[f"propose k={number}"] = _decode(
-            config,
-            counts,
-            {},
-            0,
-        )
-    plans = {name: build_plan(part) for name, part in configs.items()}
-    # capture_together has this order
-    order = sorted(plans, key=lambda name: -plans[name].max_capture_size)
-    parts = {name: plans[name] for name in order}
+        configs[f"verify k={number}"] = _decode(config, counts, {"input_ids": "num_tokens"}, number)
+        configs[f"propose k={number}"] = propose
+    plans = [(name, build_plan(part)) for name, part in configs.items()]
+    plans.sort(key=lambda plan: -plan[1].max_capture_size)  # as capture_together does
     return SpecPlan(
-        parts,
+        dict(plans),
         configs,
         tuple(numbers),
         tuple(sorted(counts)),
@@ -116,7 +101,7 @@ def plan_speculation(config: Config, draft_tokens: Sequence[int] | None = None) 
 
 
 def check_draft_tokens(number: int, allowed: Sequence[int]) -> None:
-    """Raise InputError if a number of draft tokens is not among those that are planned for."""
+    """Raise InputError for a number of draft tokens that is not allowed."""
     if number not in allowed:
         possible = ", ".join(map(str, sorted(allowed)))
         raise InputError(
@@ -132,10 +117,9 @@ def _check(config: Config) -> None:
             "speculative.num_speculative_tokens is 0: nothing is drafted",
             remedy="Set it to the largest number of draft tokens for a request, such as 3.",
         )
-    if config.lora is not None:
+    if config.lora:
         raise ConfigError(
-            "the configuration has a `lora` section, and speculative decoding fills no adapter "
-            "numbers",
+            "the configuration has a `lora` section, which speculative decoding does not fill",
             remedy="Leave `lora` and `lora_ids` out, or decode without a draft.",
         )
     if config.compilation.pool != "shared":
@@ -146,7 +130,7 @@ def _check(config: Config) -> None:
         )
     wrong = {*(set(config.inputs) ^ set(INPUTS)), *(set(config.metadata) - set(METADATA))}
     tables = config.metadata.get("block_tables")
-    if tables is None:
+    if not tables:
         wrong.add("block_tables")
     if wrong:
         raise ConfigError(
@@ -154,7 +138,7 @@ def _check(config: Config) -> None:
             remedy=f"Declare the inputs {', '.join(INPUTS)}, the metadata block_tables, and those "
             f"of {', '.join(METADATA)} that the model reads.",
         )
-    if tables is not None and [dim.symbol for dim in tables.extents] != ["num_reqs", None]:
+    if tables and [dim.symbol for dim in tables.extents] != ["num_reqs", None]:
         raise ConfigError(
             f"block_tables has shape {list(tables.shape)}",
             remedy="Declare it as [num_reqs, blocks of a request at most].",
@@ -162,7 +146,7 @@ def _check(config: Config) -> None:
 
 
 def _part(config: Config, mode: CUDAGraphMode, sizes: Sequence[int], **settings: Any) -> Config:
-    """A configuration like this one, with other sizes and ``settings`` of its compilation."""
+    """``settings`` are of the compilation."""
     settings |= {
         "cudagraph_mode": mode,
         "cudagraph_capture_sizes": tuple(sizes) or None,
@@ -176,12 +160,16 @@ def _part(config: Config, mode: CUDAGraphMode, sizes: Sequence[int], **settings:
 def _decode(
     config: Config, counts: set[int], inputs: Mapping[str, str], draft_tokens: int
 ) -> Config:
-    """For graphs of uniform decode that read a row of the requests' state for each request."""
+    """A configuration of uniform decode, with a row of the state for each request."""
     query_len = 1 + draft_tokens
     scheduler = config.scheduler
     declared = {name: Input(shape=(rows,), dtype="int64", pad=0) for name, rows in inputs.items()}
-    # padding has a separate row behind those of the requests
-    declared["rows"] = Input(shape=("num_reqs",), dtype="int64", pad=scheduler.max_num_seqs)
+    # padding has the last row
+    declared["rows"] = Input(
+        shape=("num_reqs",),
+        dtype="int64",
+        pad=scheduler.max_num_seqs,
+    )
     most = max(scheduler.max_num_batched_tokens, query_len * scheduler.max_num_seqs)
     speculative = {"num_speculative_tokens": draft_tokens, "accepted_tokens": None}
     part = _part(
@@ -192,7 +180,7 @@ def _decode(
         compiler="eager",
         use_inductor_graph_partition=False,
         splitting_modules=(),
-        debug=False,  # its comparison runs the forward twice, and these advance the requests
+        debug=False,  # comparing runs a forward twice, and these advance requests
     )
     return part.model_copy(
         update={

@@ -245,7 +245,8 @@ def read_traffic(
         TrafficError: the file cannot be read, has none of these forms, holds no batch, or has a
             wrong row.
     """
-    text, path = _text_of(path), Path(str(path).rpartition("://")[2])
+    text = _text_of(path)
+    path = Path(str(path).rpartition("://")[2])
     found = _traffic_of(text, path, plan, request_rate)
     if isinstance(found, RequestTrace):
         return found.hurried(speedup)
@@ -254,7 +255,8 @@ def read_traffic(
             f"{path} holds counts of steps, which cannot be sped up",
             remedy="Leave the speedup out, or give a request trace.",
         )
-    seqs, tokens = plan.max_num_seqs, plan.max_num_batched_tokens
+    seqs = plan.max_num_seqs
+    tokens = plan.max_num_batched_tokens
     beyond = 0.0
     for shape, weight in found.histogram:
         _check_shape(shape, path, plan)
@@ -305,7 +307,8 @@ def synthetic_requests(made: TrafficConfig, plan: Plan) -> RequestTrace:
     """
     import numpy as np
 
-    rng, number = np.random.default_rng(made.seed), made.num_requests
+    rng = np.random.default_rng(made.seed)
+    number = made.num_requests
 
     def lengths(median: int, p95: int) -> list[int]:
         deviation = math.log(p95 / median) / _P95_DEVIATIONS
@@ -449,7 +452,8 @@ def log_traffic(text: str, path: Path, plan: Plan) -> Traffic:
 
 
 def _metrics(text: str, path: Path, plan: Plan) -> Traffic:
-    steps, runners = StepCounts(plan), set[str]()
+    steps = StepCounts(plan)
+    runners = set[str]()
     for _, row in METRICS.read(_metric_rows(text, path)):
         cells = dict(row)
         runners.add(cells.pop("runner"))
@@ -476,7 +480,9 @@ def _metric_rows(text: str, path: Path) -> Iterator[RawRow]:
 
 def _log_rows(text: str, path: Path) -> Iterator[RawRow]:
     """Rows of the tables, with the server's mode and its largest size."""
-    in_table, mode, largest = False, "", 0
+    in_table = False
+    mode = ""
+    largest = 0
     for number, line in enumerate(map(str.rstrip, text.split("\n")), start=1):
         if _HEADER.search(line):
             in_table = True
@@ -539,7 +545,8 @@ def _requests(
         arrival = row.arrival * form.microseconds
         if math.isnan(start):
             start = arrival
-        prompt, generated = row.context_tokens, row.generated_tokens
+        prompt = row.context_tokens
+        generated = row.generated_tokens
         if not prompt:
             empty += 1
             continue
@@ -587,7 +594,9 @@ def _unit_note(requests: Sequence[Request], *, is_in_milliseconds: bool) -> Iter
     for request in requests:
         total += request.context_tokens + request.generated_tokens
     tokens = rate * total / len(requests)
-    unit, other, factor = "seconds", "milliseconds", 1000.0
+    unit = "seconds"
+    other = "milliseconds"
+    factor = 1000.0
     if is_in_milliseconds:
         unit, other, factor = other, unit, 0.001
     if _is_plausible(rate, tokens) or not _is_plausible(rate * factor, tokens * factor):
@@ -607,9 +616,11 @@ def _run_requests(
     rows: Iterable[tuple[str, _RunRow]], notes: list[str]
 ) -> Iterator[tuple[str, _RequestRow]]:
     """Requests of benchmark runs, one run after the other."""
-    end, said = 0.0, dict[str, None]()
+    end = 0.0
+    said = dict[str, None]()
     for where, run in rows:
-        number, rate = len(run.input_lens), run.request_rate
+        number = len(run.input_lens)
+        rate = run.request_rate
         if {len(run.output_lens), len(run.start_times) or number} != {number}:
             raise TrafficError(
                 f"{where}: {number} input_lens, {len(run.output_lens)} output_lens, "
@@ -623,7 +634,8 @@ def _run_requests(
             if not isinstance(rate, int | float) or not _LEAST_RATE <= rate < math.inf:
                 is_paced = rate == "trace" or run.max_concurrency
                 rate = run.request_throughput if is_paced else math.inf
-            times, how = [0.0] * number, "all at once"
+            times = [0.0] * number
+            how = "all at once"
             if rate != math.inf:
                 times = _poisson(rate, number)
                 how = f"as a Poisson process of {rate:.4g} a second"

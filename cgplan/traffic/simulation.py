@@ -364,7 +364,8 @@ class _Server:
 
     def run(self, step_time: StepTime) -> Counter[StepShape]:
         """Run all requests. A turn of the loop is a step and the equal ones after it."""
-        bounds, queue = self.bounds, self.queue
+        bounds = self.bounds
+        queue = self.queue
         while self.running or queue.waiting or queue.next_arrival < NEVER:
             while self.decoding and self._steps_in_memory() < 1:
                 self._preempt()
@@ -544,17 +545,17 @@ def step_clock(
     import numpy as np  # takes longer than all of planning, and most commands do without
 
     dispatch = CudagraphDispatcher(plan).dispatch
-    most = plan.max_num_batched_tokens + 1
-    tokens = np.arange(most)
+    # batches between two of these sizes run as the larger one does
+    captured = [descriptor.num_tokens for _, descriptor in plan.keys]
+    bounds = sorted({*captured, plan.max_num_batched_tokens + 1})
+    tokens = np.arange(bounds[-1] + 1)
 
     @cache
-    def answers(uniform: bool, adapters: int) -> list[Answer]:
-        """For each capture size, which smaller batches are padded to, and for larger ones."""
+    def answer(size: int, uniform: bool, adapters: int) -> Answer:
         excluded = None
         if apart:
             excluded = {CUDAGraphMode.PIECEWISE if uniform else CUDAGraphMode.FULL}
-        asked = [*plan.capture_sizes, most]
-        return [dispatch(size, uniform, adapters, invalid_modes=excluded) for size in asked]
+        return dispatch(size, uniform, adapters, invalid_modes=excluded)
 
     @cache
     def table(mode: CUDAGraphMode, adapters: int) -> Floats:
@@ -562,10 +563,11 @@ def step_clock(
 
     def microseconds(shape: StepShape) -> float:
         size, _, uniform, adapters = shape
-        place = bisect_left(plan.capture_sizes, size)
-        mode, descriptor = answers(uniform, adapters)[place]
+        bound = bounds[bisect_left(bounds, size)]
+        mode, descriptor = answer(bound, uniform, adapters)
         if mode is not CUDAGraphMode.NONE:
-            size, adapters = descriptor.num_tokens, descriptor.num_active_loras
+            size = descriptor.num_tokens
+            adapters = descriptor.num_active_loras
         return float(table(mode, adapters)[size])
 
     return microseconds

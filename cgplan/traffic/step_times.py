@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise, product
+from itertools import accumulate, pairwise, product
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any, Literal, NamedTuple
@@ -170,7 +170,9 @@ class TimeCurve(Record):
         if self.num_active_loras:
             name = f"{name} with {self.num_active_loras} adapters"
         raised = dict(self.points)
-        size, value, height = 0, 1.0, 1.0
+        size = 0
+        value = 1.0
+        height = 1.0
         for tokens, time in raw:
             if raised[tokens] / time > height / value:
                 size = tokens
@@ -227,13 +229,12 @@ class StepTimes(Record):
     ) -> StepTimes:
         """Step times from points; a falling one is raised to the largest before it."""
         modes = {mode for mode, _ in points}
-        curves, said = [], list(notes)
+        curves = []
+        said = list(notes)
         for mode, case in sorted(points, key=lambda key: (key[0].value, key[1])):
             raw = sorted(points[mode, case].items())
-            longest, ascending = 0.0, []
-            for size, time in raw:
-                longest = max(longest, float(time))
-                ascending.append((size, longest))
+            sizes, times = zip(*raw, strict=True)
+            ascending = zip(sizes, accumulate(times, max), strict=True)
             curve = TimeCurve(
                 mode=mode,
                 num_active_loras=case,
@@ -378,10 +379,7 @@ class StepTimes(Record):
         case: int,
     ) -> tuple[TimeCurve | None, float]:
         """The curve that tells the times of a LoRA case, and their factor."""
-        curves = {}
-        for curve in self.curves:
-            if curve.mode is mode:
-                curves[curve.num_active_loras] = curve
+        curves = {curve.num_active_loras: curve for curve in self.curves if curve.mode is mode}
         if not curves:
             return None, 1.0
         with_adapters = sorted(curves.keys() - {0})
@@ -419,25 +417,20 @@ class StepSurface(NamedTuple):
         of a full grid. Of equal sizes the longest time counts. Raises StepTimeError.
         """
         text = load.read_text(path, StepTimeError, REMEDY)
-        rows: Iterable[tuple[tuple[int, ...], float]] = []
+        rows: list[tuple[tuple[int, ...], float]] = []
         try:
-            records = _Bench.model_validate_json(text).records
-        except ValidationError:
-            figure = "microseconds", (Time, ...)
-            rows = sized_rows(text, Path(path), names, StepTimeError, *figure)
-        else:
-            rows = []
-            for record in records:
+            for record in _Bench.model_validate_json(text).records:
                 if record.graph is not None:
                     ran = record.descriptor
                     sizes = ran.num_tokens, *ran.sizes
                     rows.append((sizes, record.graph.median))
+        except ValidationError:
+            figure = "microseconds", (Time, ...)
+            rows += sized_rows(text, Path(path), names, StepTimeError, *figure)
         longest: dict[tuple[int, ...], float] = {}
         for sizes, time in rows:
             longest[sizes] = max(time, longest.get(sizes, 0.0))
-        axes = []
-        for column in zip(*longest, strict=True):
-            axes.append(sorted(set(column)))
+        axes = [sorted(set(column)) for column in zip(*longest, strict=True)]
         grid = list(product(*axes))
         missing = [f", not {sizes}" for sizes in grid if sizes not in longest]
         if len(axes) != len(names) or missing:
@@ -448,8 +441,7 @@ class StepSurface(NamedTuple):
                 "combination of its sizes.",
             )
         shape = [len(axis) for axis in axes]
-        times = [longest[sizes] for sizes in grid]
-        values = np.array(times).reshape(shape)
+        values = np.array([longest[sizes] for sizes in grid]).reshape(shape)
         for dim in range(len(axes)):
             np.maximum.accumulate(values, axis=dim, out=values)
         measured = tuple(np.array(axis, dtype=np.float64) for axis in axes)

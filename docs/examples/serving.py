@@ -27,6 +27,7 @@ import sys
 import time
 from collections import Counter, deque
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 
 import torch
@@ -36,7 +37,7 @@ from cgplan.backends import select_backend
 from cgplan.config import load_config
 from cgplan.errors import CgplanError, TrafficError
 from cgplan.models.loading import load_model
-from cgplan.reports.layout import describe_sizes, filled, plain_text
+from cgplan.reports.layout import Column, Grid, TextColumn, describe_sizes, plain_text
 from cgplan.runner.manager import CudaGraphManager
 from cgplan.traffic.step_times import StepTimes
 from cgplan.units import format_bytes
@@ -234,7 +235,7 @@ def serve_all(args: argparse.Namespace) -> dict[str, Served]:
     backend = select_backend(config.device)
     model = load_model(
         config.model.target, config.model.kwargs, device=backend.device, base_dir=Path(args.config).parent
-    ).module
+    )
     capacity = min(config.metadata["block_tables"].shape[1], model.config.num_blocks) * model.config.block_size
     times = StepTimes.load(args.step_times) if args.step_times else None
     policy = f"compilation.capture_policy={args.policy}"
@@ -283,7 +284,9 @@ def table(served: dict[str, Served]) -> str:
                 "memory": f"+{format_bytes(found.grown)}" if found.grown >= 0 else f"-{format_bytes(-found.grown)}",
             }
         )
-    return plain_text(filled(rows, left=("mode",)), width=120)
+    first, *others = rows[0]
+    columns = [Column(name, itemgetter(name)) for name in others]
+    return plain_text(Grid(rows, TextColumn(first, itemgetter(first)), *columns), width=120)
 
 
 def on_demand(served: dict[str, Served]) -> str:

@@ -88,9 +88,7 @@ def main(path, *overrides):
     loaded = read_config(path, overrides)
     config, plan = loaded.config, build_plan(loaded.config)
     backend = select_backend(config.device)
-    model = load_model(
-        config.model.target, config.model.kwargs, device=backend.device, base_dir=loaded.base_dir
-    ).forward
+    model = load_model(config.model.target, config.model.kwargs, device=backend.device, base_dir=loaded.base_dir)
     stream = torch.cuda.Stream()  # one for all rounds: each stream has a library workspace of its own
     bare_loop(plan, model, config, backend.device, stream)  # compiles kernels and makes handles
     bare, ours = [], []

@@ -22,7 +22,7 @@ def main(path, *sizes):
     loaded = read_config(path)
     config, backend = loaded.config, select_backend(loaded.config.device)
     model = load_model(config.model.target, config.model.kwargs, device=backend.device, base_dir=loaded.base_dir)
-    runner = CaptureSession(build_plan(config), model.forward, backend, config).run()
+    runner = CaptureSession(build_plan(config), model, backend, config).run()
     for size in map(int, sizes):
         equal, finite, largest = 0, True, 0.0
         for seed in range(SEEDS):

@@ -46,9 +46,9 @@ def main(path, sizes, partition, layers):
     loaded = read_config(path, overrides)
     config = loaded.config
     backend = select_backend(config.device)
-    built = load_model(config.model.target, config.model.kwargs, device=backend.device, base_dir=loaded.base_dir)
+    model = load_model(config.model.target, config.model.kwargs, device=backend.device, base_dir=loaded.base_dir)
     start = time.perf_counter()
-    runner = CaptureSession(build_plan(config), built.forward, backend, config).run()
+    runner = CaptureSession(build_plan(config), model, backend, config).run()
     seconds, records = time.perf_counter() - start, runner.report.records
     compiled = len(runner.graphs.route.splitter.compiled)
     print(f"{runner.report.environment.device}, torch {torch.__version__}; {path}")
@@ -58,14 +58,14 @@ def main(path, sizes, partition, layers):
         flush=True,
     )
     batches = {size: example_batch({**config.inputs, **config.metadata}, size, size, backend.device) for size in sizes}
-    found = {size: graphed(runner, built.forward, backend, batch) for size, batch in batches.items()}
+    found = {size: graphed(runner, model, backend, batch) for size, batch in batches.items()}
     print("tokens                  device us   host us   first call s   largest difference to eager")
     for size, batch in batches.items():
         eager, worst, device, host = found[size]
         print(f"{size:6} cgplan        {device:12.0f}{host:10.1f}{'':15}{worst:16.4f}", flush=True)
         if partition:
             continue
-        peer_device, peer_host, first, worst = peer(built.forward, backend, batch, eager)
+        peer_device, peer_host, first, worst = peer(model, backend, batch, eager)
         print(f"{size:6} reduce-overhead{peer_device:11.0f}{peer_host:10.1f}{first:15.1f}{worst:16.4f}")
         print(f"{size:6} ratio         {device / peer_device:12.2f}{host / peer_host:10.2f}")
 

@@ -107,7 +107,7 @@ def main():
     loaded = read_config(options.config, settings(options))
     config = loaded.config
     plan, backend = build_plan(config), select_backend(config.device)
-    built = load_model(config.model.target, config.model.kwargs, device=backend.device, base_dir=loaded.base_dir)
+    model = load_model(config.model.target, config.model.kwargs, device=backend.device, base_dir=loaded.base_dir)
     modes = [mode for mode, _ in plan.keys]
     counts = {mode.name: modes.count(mode) for mode in dict.fromkeys(modes)}
     print(
@@ -116,8 +116,8 @@ def main():
     print(f"{'':<26}{'seconds':>11}{'warm-ups':>11}{'the rest':>11}{'memory':>14}")
     with torch.no_grad():
         for number in range(options.rounds):
-            show(f"torch.cuda.graph, round {number + 1}", *by_hand(plan, built.forward, config, backend))
-            *figures, report = session(plan, built.forward, config, backend)
+            show(f"torch.cuda.graph, round {number + 1}", *by_hand(plan, model, config, backend))
+            *figures, report = session(plan, model, config, backend)
             show(f"cgplan, round {number + 1}", *figures)
             for mode in counts:
                 records = [r for r in report.records if r.mode.name == mode]

@@ -49,7 +49,7 @@ def load(path, overrides, device):
     loaded = read_config(path, overrides)
     config = loaded.config
     model = load_model(config.model.target, config.model.kwargs, device=device, base_dir=loaded.base_dir)
-    return config, model.forward
+    return config, model
 
 
 def run_eagerly(config, model, plan, device):

@@ -93,10 +93,10 @@ def main():
     loaded = read_config(options.config, options.set)
     config = loaded.config
     backend = select_backend(config.device)
-    built = load_model(config.model.target, config.model.kwargs, device=backend.device, base_dir=loaded.base_dir)
+    model = load_model(config.model.target, config.model.kwargs, device=backend.device, base_dir=loaded.base_dir)
     watch_eager_pieces()
     start = time.perf_counter()
-    runner = CaptureSession(build_plan(config), built.forward, backend, config).run()
+    runner = CaptureSession(build_plan(config), model, backend, config).run()
     report = runner.report
     seconds = time.perf_counter() - start
     one = report.records[0]

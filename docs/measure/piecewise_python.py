@@ -93,8 +93,8 @@ def decoder(route, backend):
     split = ["compilation.splitting_modules=[layers.*.self_attn]"] if route == "modules" else []
     loaded = read_config("configs/decoder_cpu.yaml", [f"model.kwargs.num_layers={LAYERS}", *MODES, *split])
     target = loaded.config.model
-    built = load_model(target.target, target.kwargs, device=backend.device, base_dir=loaded.base_dir)
-    return loaded.config, built.forward
+    model = load_model(target.target, target.kwargs, device=backend.device, base_dir=loaded.base_dir)
+    return loaded.config, model
 
 
 def main():

@@ -124,7 +124,7 @@ def test_plan_says_that_its_costs_are_another_configurations(home: Path) -> None
     for command in (traffic, PLAN):
         (note, _) = predicted(*command, *other).notes
         assert note == (
-            "the costs of run.json were measured with another configuration, and are taken as they are: "
+            "the costs of run.json were measured with another configuration: "
             "model.kwargs.width was absent, is 32 here; "
             "scheduler.max_num_seqs was 256, is 7 here"
         )

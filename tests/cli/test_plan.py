@@ -33,6 +33,7 @@ from cgplan.planning import Plan, build_plan
 from cgplan.reports import load_report, render_text
 from cgplan.reports.layout import plain_text
 from cgplan.reports.plan_tables import brief
+from cgplan.traffic.step_times import StepTimes
 
 PLAN = ("plan", "--config", "good.yaml")
 
@@ -451,6 +452,13 @@ def test_plan_says_whose_step_times_it_uses(home: Path) -> None:
         notes = " ".join(evidence["times_notes"])
         assert "not of a GPU" in notes
         assert ("measured with another configuration" in notes) == told
+
+
+def test_saved_step_times_are_read_again(home: Path) -> None:
+    command = use_traffic(home)
+    times = StepTimes.load("times.csv")
+    (home / "times.json").write_text(times.model_dump_json())
+    assert plan_of(*command[:-1], "times.json").keys == plan_of(*command).keys
 
 
 @contextmanager

@@ -471,6 +471,15 @@ def test_what_counts_as_a_change(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert all(found.is_move is is_tensor_like_before for found in state.changes().values())
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_a_tensor_without_strides_that_was_exchanged_is_named(layout: torch.layout) -> None:
+    held = SimpleNamespace(eye=torch.eye(2).to_sparse(layout=layout))
+    state = holds(held)
+    held.eye = torch.eye(2).to_sparse(layout=layout)
+    assert list(map(str, state.changes().values())) == ["x.eye (another tensor)"]
+
+
 SAME: dict[str, Callable[[Holder], Any]] = {
     "numbers in a tensor": lambda h: h.tensor.add_(1),
     "an equal value": lambda h: setattr(h, "text", "".join(["o", "n"])),

@@ -154,7 +154,7 @@ def test_operators_of_the_decoder(backend: GraphBackend) -> None:
     assert config.model is not None
     model = load_model(
         config.model.target, config.model.kwargs, device=backend.device, base_dir=CONFIGS
-    ).forward
+    )
     with closing(CaptureSession(build_plan(config), model, backend, config).run()) as runner:
         split = split_of(runner)
         assert (

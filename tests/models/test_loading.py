@@ -14,7 +14,7 @@ from torch import nn
 
 from cgplan.backends.context import forward_context
 from cgplan.errors import ModelError
-from cgplan.models.loading import LoadedModel, forward_signature, load_model, parse_dtype
+from cgplan.models.loading import forward_signature, load_model, parse_dtype
 
 CPU = torch.device("cpu")
 
@@ -25,7 +25,7 @@ def _same_imports(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
 
 
-def load(target: str, base_dir: Path | None = None, **kwargs: Any) -> LoadedModel:
+def load(target: str, base_dir: Path | None = None, **kwargs: Any) -> Any:
     return load_model(target, kwargs, device=CPU, base_dir=base_dir)
 
 
@@ -62,16 +62,13 @@ number = 3
 
 def test_module_target() -> None:
     loaded = load("decoder:build", num_layers=1)
-    assert isinstance(loaded.module, decoder.Decoder)
-    assert loaded.forward is loaded.module
-    assert loaded.target == "decoder:build"
-    assert not loaded.module.training
+    assert isinstance(loaded, decoder.Decoder)
+    assert not loaded.training
 
 
 def test_weights_are_made_on_the_device(tmp_path: Path) -> None:
     path = write(tmp_path, GOOD)
-    module = load_model(f"{path}:build", {"width": 3}, device=torch.device("meta")).module
-    assert module is not None
+    module: Any = load_model(f"{path}:build", {"width": 3}, device=torch.device("meta"))
     assert (module.made_on.type, module.layer.weight.device.type) == ("meta", "meta")
 
 
@@ -82,9 +79,9 @@ def test_file_relative_to_the_configuration_then_to_the_current_folder(
     write(tmp_path / "here" / "models", "def build(): return lambda x: 'here'")
     write(tmp_path / "here", "def build(): return lambda x: 'only here'", "other.py")
     monkeypatch.chdir(tmp_path / "here")
-    assert load("models/model.py:build", tmp_path / "yaml").forward(0) == "yaml"
-    assert load("models/model.py:build").forward(0) == "here"
-    assert load("other.py:build", tmp_path / "yaml").forward(0) == "only here"
+    assert load("models/model.py:build", tmp_path / "yaml")(0) == "yaml"
+    assert load("models/model.py:build")(0) == "here"
+    assert load("other.py:build", tmp_path / "yaml")(0) == "only here"
 
 
 def test_modules_of_the_current_folder_and_plain_functions(
@@ -92,16 +89,15 @@ def test_modules_of_the_current_folder_and_plain_functions(
 ) -> None:
     write(tmp_path, GOOD, "cgplan_test_local_module.py")
     monkeypatch.chdir(tmp_path)
-    assert load("cgplan_test_local_module:Zoo.build").module is not None
-    loaded = load(f"{write(tmp_path, 'def build(): return abs')}:build")
-    assert (loaded.forward, loaded.module) == (abs, None)
+    assert isinstance(load("cgplan_test_local_module:Zoo.build"), nn.Module)
+    assert load(f"{write(tmp_path, 'def build(): return abs')}:build") is abs
 
 
 def test_a_file_is_loaded_twice_as_two_modules(tmp_path: Path) -> None:
     path = write(tmp_path, GOOD)
     one, two = load(f"{path}:build"), load(f"{path}:build")
-    assert type(one.module) is not type(two.module)
-    assert sys.modules[type(one.module).__module__].Net is type(one.module)
+    assert type(one) is not type(two)
+    assert sys.modules[type(one).__module__].Net is type(one)
     assert "model" not in sys.modules
 
 
@@ -111,10 +107,10 @@ def test_a_copy_of_the_decoder_is_loaded_beside_the_first(tmp_path: Path) -> Non
     for name in ("decoder.py", "attention.py"):
         shutil.copy(configs / name, tmp_path)
     models = [load("decoder.py:build", folder, num_layers=1) for folder in (configs, tmp_path)]
-    batch = decoder.example_batch(models[0].module, [2, 5], [3, 1])
+    batch = decoder.example_batch(models[0], [2, 5], [3, 1])
     with forward_context(metadata=batch.metadata):
         first, second, again = (
-            model.forward(batch.input_ids, batch.positions) for model in (*models, models[0])
+            model(batch.input_ids, batch.positions) for model in (*models, models[0])
         )
     assert first.equal(second)
     assert first.equal(again)
@@ -124,7 +120,7 @@ def test_a_file_named_like_a_library_does_not_hide_it(tmp_path: Path) -> None:
     path = write(tmp_path, "import json\ndef build(): return json.dumps", "json.py")
     import json
 
-    assert load(f"{path}:build").forward is json.dumps
+    assert load(f"{path}:build") is json.dumps
 
 
 def test_neighbours_in_the_same_folder(tmp_path: Path) -> None:
@@ -134,17 +130,15 @@ def test_neighbours_in_the_same_folder(tmp_path: Path) -> None:
         write(tmp_path / who, text)
         write(tmp_path / who, f"WHO = {who!r}", "cgplan_test_near.py")
         write(tmp_path / who, "", "cgplan_test_late.py")
-    first, second = (
-        load(f"{tmp_path / who}/model.py:build").forward for who in ("first", "second")
-    )
-    again = load(f"{tmp_path}/first/model.py:build").forward
+    first, second = (load(f"{tmp_path / who}/model.py:build") for who in ("first", "second"))
+    again = load(f"{tmp_path}/first/model.py:build")
     assert [first(), second(), again()] == ["first", "second", "first"]
 
 
 def test_dataclasses_and_annotations_work_in_a_file(tmp_path: Path) -> None:
     text = "from __future__ import annotations\nfrom dataclasses import dataclass\n"
     text += "@dataclass\nclass Model:\n    scale: float = 2.0\n    def __call__(self, x): return x * self.scale\n"
-    assert load(f"{write(tmp_path, text)}:Model", scale=3.0).forward(2) == 6.0
+    assert load(f"{write(tmp_path, text)}:Model", scale=3.0)(2) == 6.0
 
 
 # --- mistakes -------------------------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 def load(base_dir: Path | None = None, **kwargs: Any) -> Any:
     values = {"dtype": "float32", "max_cache_len": 16, "max_batch_size": 4, **kwargs}
-    return load_model("transformers", values, device=CPU, base_dir=base_dir).module
+    return load_model("transformers", values, device=CPU, base_dir=base_dir)
 
 
 def step(model: Any, tokens: list[int], positions: list[int]) -> Tensor:
@@ -220,7 +220,7 @@ def test_mistakes(kwargs: dict[str, Any], text: str) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_replay_equals_eager_bit_for_bit(kind: str, dtype: str) -> None:
     kwargs = {"config": KINDS[kind], "dtype": dtype, "max_cache_len": 32, "max_batch_size": 8}
-    model: Any = load_model("transformers", kwargs, device=torch.device("cuda")).module
+    model: Any = load_model("transformers", kwargs, device=torch.device("cuda"))
     tokens = torch.zeros(4, dtype=torch.int64, device="cuda")
     positions = torch.full_like(tokens, -1)
     stream = torch.cuda.Stream()
@@ -256,7 +256,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 
 def vision(dtype: str, device: torch.device = CPU) -> Any:
     kwargs = {"dtype": dtype, "classes": 10, **VIT}
-    return load_model("vit_model.py:build", kwargs, device=device, base_dir=CONFIGS).module
+    return load_model("vit_model.py:build", kwargs, device=device, base_dir=CONFIGS)
 
 
 def test_the_vision_model_is_that_of_transformers() -> None:

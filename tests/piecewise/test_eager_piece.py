@@ -12,6 +12,7 @@ import torch
 from checks import same
 from pieces import Boom, Changing, capture, explode, open_runner, randn
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import flex_attention
 
 import cgplan
 from cgplan import (
@@ -589,3 +590,16 @@ def test_an_eager_piece_that_gives_its_argument_other_memory_is_refused(
         match=r"eager piece setting_memory .* gives a tensor other memory .*: `found = ",
     ):
         open_runner(backend, model, width=4)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_a_higher_order_operator_in_a_piece(backend: GraphBackend) -> None:
+    q = randn(backend, 1, 1, 16, 16)
+    with backend.session(), torch.no_grad(), BreakableCUDAGraphCapture(backend) as recorded:
+        h = recorded.add_eager(lambda q: flex_attention(q, q, q), q * 2)
+        y = h + 1
+    q.copy_(randn(backend, 1, 1, 16, 16))
+    with torch.no_grad():
+        recorded.replay()
+        torch.testing.assert_close(y, flex_attention(q * 2, q * 2, q * 2) + 1)
+    recorded.reset()

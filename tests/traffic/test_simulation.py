@@ -9,9 +9,11 @@ from dataclasses import dataclass, replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plans import plan_of
+from plans import plan_of, plans, plans_with_lanes
 
 from cgplan.errors import TrafficError
+from cgplan.modes import CUDAGraphMode
+from cgplan.planning import CudagraphDispatcher, Plan
 from cgplan.traffic.histogram import Percentiles, StepShape
 from cgplan.traffic.simulation import (
     NO_ADAPTER,
@@ -20,7 +22,9 @@ from cgplan.traffic.simulation import (
     SchedulerBounds,
     StepTime,
     simulate,
+    step_clock,
 )
+from cgplan.traffic.step_times import StepTimes
 
 
 def steps_of(
@@ -434,3 +438,27 @@ def test_replicas_share_requests_by_their_arrival() -> None:
     assert trace.spread(1) == trace
     with pytest.raises(TrafficError, match="0 replicas"):
         trace.spread(0)
+
+
+# --- the clock -------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=100, deadline=None)
+@given(plan=plans() | plans_with_lanes(), apart=st.booleans(), data=st.data())
+def test_a_step_takes_the_time_of_the_graph_that_the_dispatcher_chooses(
+    plan: Plan, apart: bool, data: st.DataObject
+) -> None:
+    times = StepTimes.default()
+    clock = step_clock(plan, times, apart=apart)
+    dispatcher = CudagraphDispatcher(plan)
+    largest = plan.max_num_batched_tokens
+    near = {size + by for size in plan.capture_sizes for by in (-1, 0, 1)}
+    near = {size for size in near if 1 <= size <= largest}
+    for size in [*near, *data.draw(st.lists(st.integers(1, largest), max_size=5))]:
+        uniform = data.draw(st.booleans())
+        adapters = data.draw(st.integers(0, (plan.max_loras or 0) + 1))
+        own = CUDAGraphMode.FULL if uniform else CUDAGraphMode.PIECEWISE
+        mode, ran = dispatcher.dispatch(size, uniform, adapters, {own} if apart else None)
+        case = adapters if mode is CUDAGraphMode.NONE else ran.num_active_loras
+        wanted = times.of(mode, ran.num_tokens, case)
+        assert clock(StepShape(size, 1, uniform, adapters)) == pytest.approx(wanted)
