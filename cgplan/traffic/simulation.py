@@ -279,7 +279,8 @@ class _Queue:
     def put_back(self, index: int, request: Request) -> None:
         """A preempted request waits again, ahead of those that came later."""
         self.requests[index] = request
-        self.waiting.setdefault(request.adapter, deque()).appendleft(index)
+        others = self.waiting.get(request.adapter, ())
+        self.waiting[request.adapter] = deque(sorted((index, *others)))
 
     def overload(self) -> list[str]:
         """A warning if requests came faster than they were served, as ``simulate`` defines it."""
@@ -520,7 +521,9 @@ class _Server:
 
     def service(self, lasted: int) -> Service:
         """What requests and steps took, of the whole run of ``lasted`` nanoseconds."""
-        steps = [(self.lengths[shape], count, shape.uniform) for shape, count in self.counts.items()]
+        steps = [
+            (self.lengths[shape], count, shape.uniform) for shape, count in self.counts.items()
+        ]
         decodes = [(length, count) for length, count, uniform in steps if uniform]
         every = [(length, count) for length, count, _ in steps]
         return Service(

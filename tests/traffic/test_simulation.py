@@ -108,9 +108,7 @@ def preempt(
     return True
 
 
-def one_by_one(
-    requests: list[Request], bounds: SchedulerBounds, step_time: StepTime
-) -> Served:
+def one_by_one(requests: list[Request], bounds: SchedulerBounds, step_time: StepTime) -> Served:
     """As the scheduler does it: each running request is looked at in each step."""
     ordered = sorted(requests, key=lambda request: round(request.arrival_us * 1000))
     coming = list(enumerate(ordered))
@@ -257,6 +255,7 @@ def test_equal_steps_added_at_once_are_one_step_after_the_other(
 # --- by hand ---------------------------------------------------------------------------------------------------
 
 
+BOUNDS = SchedulerBounds(8, 64)
 APART = SchedulerBounds(8, 8, mixes=False)
 PASSING = [Request(0, 1, 3, 0), Request(0, 1, 3, 1), Request(0, 1, 3), Request(0, 1, 3, 0)]
 
@@ -462,3 +461,37 @@ def test_a_step_takes_the_time_of_the_graph_that_the_dispatcher_chooses(
         case = adapters if mode is CUDAGraphMode.NONE else ran.num_active_loras
         wanted = times.of(mode, ran.num_tokens, case)
         assert clock(StepShape(size, 1, uniform, adapters)) == pytest.approx(wanted)
+
+
+def test_what_requests_get_by_hand() -> None:
+    """A prefill of 10 us, and two decode steps; the second request waits for the first step's end."""
+    traffic = simulate(
+        RequestTrace([Request(0, 3, 3), Request(5, 3, 1)]), BOUNDS, lambda batch: 10.0
+    )
+    service = traffic.service
+    assert service is not None
+    assert service.ttft_us == Percentiles(p50=10.0, p99=15.0)
+    assert service.tpot_us == Percentiles(p50=10.0, p99=10.0)
+    assert service.tokens_per_s == pytest.approx(4 / 30e-6)
+    assert service.preempted == 0
+
+
+def test_a_full_kv_cache_preempts_the_last_request() -> None:
+    requests = [Request(0, 10, 10), Request(0, 10, 10)]
+    roomy = simulate(RequestTrace(requests), replace(BOUNDS, kv_tokens=60), lambda batch: 10.0)
+    tight = simulate(RequestTrace(requests), replace(BOUNDS, kv_tokens=30), lambda batch: 10.0)
+    assert roomy.service is not None
+    assert tight.service is not None
+    assert (roomy.service.preempted, tight.service.preempted) == (0, 1)
+    assert tight.service.ttft_us.p99 == roomy.service.ttft_us.p99
+    assert tight.service.tokens_per_s < roomy.service.tokens_per_s
+    assert any("a KV cache of 30 tokens, 1 preemptions" in note for note in tight.notes)
+
+
+def test_a_request_that_no_kv_cache_holds_is_refused() -> None:
+    with pytest.raises(
+        TrafficError, match="a request of 20 tokens does not fit into a KV cache of 20"
+    ):
+        simulate(
+            RequestTrace([Request(0, 10, 10)]), replace(BOUNDS, kv_tokens=20), lambda batch: 10.0
+        )
