@@ -317,13 +317,13 @@ _NO_PREFILL = _Prefill()
 
 
 class _Decoding(NamedTuple):
-    """A request that decodes: the number of its last step, its adapter, its index, the number of
-    steps before its first, and its tokens in the KV cache then.
+    """A request that decodes: the number of its last step, its adapter, its place in the queue, the
+    number of steps before its first, and its tokens in the KV cache then.
     """
 
     last: int
     adapter: int
-    index: int
+    place: int
     before: int
     tokens: int
 
@@ -367,10 +367,15 @@ class _Server:
         """Run all requests. A turn of the loop is a step and the equal ones after it."""
         bounds = self.bounds
         queue = self.queue
+        lengths = self.lengths
+
+        def time_of(shape: StepShape) -> int:
+            if shape not in lengths:
+                lengths[shape] = max(1, round(step_time(shape) * 1000))
+            return lengths[shape]
+
         while self.running or queue.waiting or queue.next_arrival < NEVER:
-            while self.decoding and self._steps_in_memory() < 1:
-                self._preempt()
-                self._serve()
+            self._make_room()
             decodes = len(self.decoding)
             tokens = bounds.query_len * decodes
             left = bounds.max_num_batched_tokens
@@ -395,9 +400,7 @@ class _Server:
                 not prefill.requests and tokens == bounds.query_len * decodes,
                 len(adapters) - 1,
             )
-            length = self.lengths.get(shape)
-            if length is None:
-                length = self.lengths[shape] = max(1, round(step_time(shape) * 1000))
+            length = time_of(shape)
 
             repeats = prefill.repeats
             if decodes:
@@ -435,7 +438,13 @@ class _Server:
             adapters.add(queue.requests[self.under_way].adapter)
         most = self.bounds.max_num_seqs - self.running
         memory = self.kv_tokens - self._held(self.decoded + 1) - self.tokens_a_step
-        prompts = queue.admit(self.now, left - self.prompt_left, most, adapters, memory)
+        prompts = queue.admit(
+            self.now,
+            left - self.prompt_left,
+            most,
+            adapters,
+            memory,
+        )
         self.running += len(prompts)
         wanted = self.prompt_left
         for index in prompts:
@@ -471,7 +480,13 @@ class _Server:
             request = self.queue.requests[index]
             steps = math.ceil((request.generated_tokens - 1) / self.tokens_a_step)
             held = request.context_tokens
-            entry = _Decoding(self.decoded + steps, request.adapter, index, self.decoded, held)
+            entry = _Decoding(
+                self.decoded + steps,
+                request.adapter,
+                index,
+                self.decoded,
+                held,
+            )
             heapq.heappush(self.decoding, entry)
             self.adapters[request.adapter] += 1
             self.prompts -= held
@@ -484,7 +499,7 @@ class _Server:
             del self.adapters[entry.adapter]
         self.at_start -= entry.tokens - self.tokens_a_step * entry.before
         if is_done:
-            self._end(entry.index)
+            self._end(entry.place)
 
     def _end(self, index: int) -> None:
         self.running -= 1
@@ -503,29 +518,37 @@ class _Server:
         free = self.kv_tokens - self._held(self.decoded)
         return free / (self.tokens_a_step * len(self.decoding))
 
+    def _make_room(self) -> None:
+        """Preempt, until the next decode step fits."""
+        while self.decoding and self._steps_in_memory() < 1:
+            self._preempt()
+            self._serve()
+
     def _preempt(self) -> None:
         """The decoding request that was admitted last waits again."""
-        entry = max(self.decoding, key=lambda each: (each.before, each.index))
+        entry = max(self.decoding, key=lambda each: (each.before, each.place))
         self.decoding.remove(entry)
         heapq.heapify(self.decoding)
         self._leave(entry, is_done=False)
-        request = self.queue.requests[entry.index]
+        request = self.queue.requests[entry.place]
         made = int(self.tokens_a_step * (self.decoded - entry.before)) + 1
         again = request._replace(
             context_tokens=request.context_tokens + made,
             generated_tokens=request.generated_tokens - made,
         )
-        self.queue.put_back(entry.index, again)
+        self.queue.put_back(entry.place, again)
         self.running -= 1
         self.preempted += 1
 
     def service(self, lasted: int) -> Service:
         """What requests and steps took, of the whole run of ``lasted`` nanoseconds."""
-        steps = [
-            (self.lengths[shape], count, shape.uniform) for shape, count in self.counts.items()
-        ]
-        decodes = [(length, count) for length, count, uniform in steps if uniform]
-        every = [(length, count) for length, count, _ in steps]
+        every = []
+        decodes = []
+        for shape, count in self.counts.items():
+            step = self.lengths[shape], count
+            every.append(step)
+            if shape.uniform:
+                decodes.append(step)
         return Service(
             step_us=Percentiles.of(every),
             decode_us=Percentiles.of(decodes) if decodes else None,
