@@ -47,6 +47,11 @@ class Percentiles(Record):
         p50, p99 = (ordered[place][0] / 1000 for place in at)
         return cls(p50=p50, p99=p99)
 
+    @classmethod
+    def of_each(cls, nanoseconds: Sequence[float]) -> Percentiles:
+        """Of times that came once each."""
+        return cls.of([(time, 1) for time in nanoseconds])
+
 
 class Service(Record):
     """What simulated requests get.

@@ -63,8 +63,12 @@ class RequestTrace(NamedTuple):
             )
         if speedup == 1:
             return self
+        requests = []
+        for request in self.requests:
+            sooner = request._replace(arrival_us=request.arrival_us / speedup)
+            requests.append(sooner)
         return self._replace(
-            requests=[r._replace(arrival_us=r.arrival_us / speedup) for r in self.requests],
+            requests=requests,
             source=f"{self.source}, {speedup:g} times as fast as recorded",
         )
 
@@ -209,9 +213,16 @@ def simulate(trace: RequestTrace, bounds: SchedulerBounds, step_time: StepTime) 
 class _Queue:
     """Requests until they are admitted. Times are whole nanoseconds."""
 
-    def __init__(self, requests: Sequence[Request], max_loras: int | None) -> None:
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        max_loras: int | None,
+    ) -> None:
         self.max_loras = NEVER if max_loras is None else max_loras
-        timed = [(round(request.arrival_us * 1000), request) for request in requests]
+        timed = []
+        for request in requests:
+            nanoseconds = round(request.arrival_us * 1000)
+            timed.append((nanoseconds, request))
         timed.sort(key=itemgetter(0))
         self.requests = [request for _, request in timed]
         self.times = [time for time, _ in timed]
@@ -367,13 +378,6 @@ class _Server:
         """Run all requests. A turn of the loop is a step and the equal ones after it."""
         bounds = self.bounds
         queue = self.queue
-        lengths = self.lengths
-
-        def time_of(shape: StepShape) -> int:
-            if shape not in lengths:
-                lengths[shape] = max(1, round(step_time(shape) * 1000))
-            return lengths[shape]
-
         while self.running or queue.waiting or queue.next_arrival < NEVER:
             self._make_room()
             decodes = len(self.decoding)
@@ -400,7 +404,7 @@ class _Server:
                 not prefill.requests and tokens == bounds.query_len * decodes,
                 len(adapters) - 1,
             )
-            length = time_of(shape)
+            length = self._length_of(shape, step_time)
 
             repeats = prefill.repeats
             if decodes:
@@ -423,6 +427,15 @@ class _Server:
                 self._leave(heapq.heappop(self.decoding))
             self._serve()
         return self.counts
+
+    def _length_of(
+        self,
+        shape: StepShape,
+        step_time: StepTime,
+    ) -> int:
+        if shape not in self.lengths:
+            self.lengths[shape] = max(1, round(step_time(shape) * 1000))
+        return self.lengths[shape]
 
     def _prefill(self, left: int, adapters: set[int]) -> _Prefill:
         """Schedule prompts for the tokens that are left; without a request, wait for the next.
@@ -511,7 +524,8 @@ class _Server:
 
     def _held(self, decoded: int) -> float:
         """Tokens in the KV cache after so many decode steps."""
-        return self.prompts + self.at_start + self.tokens_a_step * decoded * len(self.decoding)
+        grown = self.tokens_a_step * decoded * len(self.decoding)
+        return self.prompts + self.at_start + grown
 
     def _steps_in_memory(self) -> float:
         """Decode steps for which the KV cache has room."""
@@ -552,8 +566,8 @@ class _Server:
         return Service(
             step_us=Percentiles.of(every),
             decode_us=Percentiles.of(decodes) if decodes else None,
-            ttft_us=Percentiles.of((time, 1) for time in self.ttft),
-            tpot_us=Percentiles.of((time, 1) for time in self.tpot) if self.tpot else None,
+            ttft_us=Percentiles.of_each(self.ttft),
+            tpot_us=Percentiles.of_each(self.tpot) if self.tpot else None,
             tokens_per_s=sum(self.wanted) / lasted * 1e9,
             preempted=self.preempted,
         )
