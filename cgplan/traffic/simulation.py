@@ -540,7 +540,10 @@ class _Server:
 
     def _preempt(self) -> None:
         """The decoding request that was admitted last waits again."""
-        entry = max(self.decoding, key=lambda each: (each.before, each.place))
+        entry = max(
+            self.decoding,
+            key=lambda each: (each.before, each.place),
+        )
         self.decoding.remove(entry)
         heapq.heapify(self.decoding)
         self._leave(entry, is_done=False)
