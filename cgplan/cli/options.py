@@ -1,5 +1,6 @@
 """Options of the commands, in groups: dataclasses whose fields hold what typer has to know."""
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import StrEnum
@@ -11,11 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 from typer import Argument, BadParameter, Option
 
 from cgplan.cli.output import check_outputs, failures_reported, has_ranks, is_first_rank
+from cgplan.units import format_microseconds
 
 if TYPE_CHECKING:
     from cgplan.config import LoadedConfig, Override
     from cgplan.planning import Plan
     from cgplan.planning.engines import VllmConfig
+    from cgplan.traffic.histogram import Service
 
 YAML = (".yaml", ".yml")
 SHORT_FOR = {  # options by the key that they set
@@ -29,6 +32,24 @@ PerformanceMode = StrEnum("PerformanceMode", "balanced interactivity throughput"
 SpeculativeMethod = StrEnum("SpeculativeMethod", "eagle mtp ngram draft_model suffix custom_class")
 Runner = StrEnum("Runner", "v1 v2")
 Objective = StrEnum("Objective", "mean worst")
+ModeChoice = StrEnum("ModeChoice", "keep best")
+GOALS = ("ttft_p50", "ttft_p99", "tpot_p50", "tpot_p99", "step_p50", "step_p99", "decode_p99")
+
+
+class Goal(NamedTuple):
+    """One part of an SLO: ``tpot_p99=30ms``."""
+
+    name: str
+    microseconds: float
+
+    def of(self, service: "Service") -> float | None:
+        """Microseconds that it bounds; None where no request has them."""
+        what, percentile = self.name.split("_")
+        found = getattr(service, f"{what}_us")
+        return None if found is None else float(getattr(found, percentile))
+
+    def __str__(self) -> str:
+        return f"{self.name}={format_microseconds(self.microseconds)}"
 
 
 class EngineName(StrEnum):
@@ -108,6 +129,17 @@ def share(text: str) -> float:
     if not 0 <= found < 1:
         raise BadParameter(f"{text!r} is no share: write 1% or 0.01")
     return found
+
+
+def goal(text: str) -> Goal:
+    """``tpot_p99=30ms``."""
+    found = re.fullmatch(r"(\w+)=([0-9.]+)(us|ms|s)", text)
+    if found is None or found[1] not in GOALS or not 0 < float(found[2]) < float("inf"):
+        raise BadParameter(
+            f"{text!r} is no SLO: write tpot_p99=30ms, with one of {', '.join(GOALS)}"
+        )
+    name, number, unit = found.groups()
+    return Goal(name, float(number) * {"us": 1.0, "ms": 1e3, "s": 1e6}[unit])
 
 
 def traffic_file(text: str) -> tuple[Path, float]:
@@ -304,6 +336,10 @@ class Loads:
     objective: Objective = Objective.mean
     insurance: float | None = None
     from_stats: str | None = None
+    mode: ModeChoice | None = None
+    slo: list[Any] | None = None
+    kv_cache_tokens: int | None = None
+    kv_token_bytes: int | None = None
 
     @property
     def files(self) -> list[tuple[Path | str, float]]:
@@ -336,6 +372,16 @@ class PlannedLoads(Loads):
     from_stats: str | None = option(
         "In place of --traffic: the metrics of a runner, or their address.", metavar="URL|FILE"
     )
+    mode: ModeChoice | None = option(
+        "best: the cudagraph_mode with the shortest steps; with --vllm and --emit vllm, if absent."
+    )
+    slo: list[Any] | None = option(
+        "The fewest graphs that hold it, such as tpot_p99=30ms; several times.",
+        metavar="NAME=TIME",
+        parser=goal,
+    )
+    kv_cache_tokens: int | None = option("Tokens that the KV cache holds; absent: all.", min=1)
+    kv_token_bytes: int | None = option("Bytes of a token in the KV cache.", min=1)
 
 
 OF_VLLM = "With --vllm: as vLLM's option."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from cgplan.cli.costs import Priced, about, costs_of
-from cgplan.cli.options import Loads, Objective, PlanRequest
+from cgplan.cli.options import Loads, ModeChoice, Objective, PlanRequest
 from cgplan.cli.output import (
     check_outputs,
     note,
@@ -27,6 +27,7 @@ from cgplan.config import (
     Override,
     read_config,
     validate_config,
+    with_values,
 )
 from cgplan.config.load import read_text
 from cgplan.errors import (
@@ -36,6 +37,7 @@ from cgplan.errors import (
     StepTimeError,
     TrafficError,
 )
+from cgplan.modes import CUDAGraphMode
 from cgplan.optimizer.evidence import Evidence, LadderPoint, PlanCheck, SizeUse
 from cgplan.optimizer.subset import within_count
 from cgplan.planning import Plan, build_plan
@@ -66,8 +68,7 @@ def run_plan(
     path = request.path if vllm is None else None
     loaded = read_config(request.path, settings) if vllm is None else vllm.loaded
     refuse_auto(loaded.config)
-    if engine == "sglang" and "scheduler.mixed_batches" not in loaded.origins:
-        loaded = _apart(loaded)
+    loaded = _as_engine_runs(loaded, engine, is_read=vllm is not None)
     config = loaded.config
     files = [file for file, _ in loads.files]
     inputs = (path, *files, loads.step_times, request.costs)
@@ -94,6 +95,7 @@ def run_plan(
     if not engine:
         shown = None if request.verbose else brief(plan)
         publish(plan, request.output, as_json=request.as_json, html=request.html, shown=shown)
+        _refuse_missed(plan)
         return
     if request.output:
         save(request.output, plan.model_dump_json(indent=2) + "\n")
@@ -103,6 +105,18 @@ def run_plan(
     for line in emission.notes:
         note(f"note: {line}")
     typer.echo(emission.text)
+    _refuse_missed(plan)
+
+
+def _refuse_missed(plan: Plan) -> None:
+    """Raise RegretError where no plan holds the SLO."""
+    missed = (plan.evidence or {}).get("slo_missed")
+    if missed is not None:
+        raise RegretError(
+            f"no number of graphs holds the SLO: the nearest plan, which is shown, misses it by "
+            f"{missed:.1%}",
+            remedy="Serve fewer requests a replica (--replicas), or loosen the SLO.",
+        )
 
 
 def run_check(
@@ -128,7 +142,16 @@ def run_check(
         made = Evidence.model_validate(plan.evidence)
         rules = {"insurance": made.insurance, "one_list": made.one_list, "apart": made.apart}
     sources = _sources(config, loads, plan)
-    steps = _steps(sources, plan, times, config, rules)
+    from cgplan.cli.decisions import Planner  # numpy from here on
+
+    planner = Planner(
+        loads,
+        times,
+        Priced(None),
+        sources,
+        rules,
+    )
+    steps = planner.steps(config, plan)
     check = _checked(
         plan,
         config,
@@ -190,11 +213,23 @@ def _check_times(config: Config, loads: Loads) -> None:
 # --- the plan -------------------------------------------------------------------------------------
 
 
-def _apart(loaded: LoadedConfig) -> LoadedConfig:
-    """With prefill and decode in separate batches, as SGLang runs by default."""
+def _as_engine_runs(
+    loaded: LoadedConfig,
+    engine: Engine | None,
+    *,
+    is_read: bool,
+) -> LoadedConfig:
+    """The configuration as an engine runs by default; ``is_read``: from the engine's options."""
     config = loaded.config
-    scheduler = config.scheduler.model_copy(update={"mixed_batches": False})
-    return replace(loaded, config=config.model_copy(update={"scheduler": scheduler}))
+    if engine == "sglang" and "scheduler.mixed_batches" not in loaded.origins:
+        config = with_values(config, "scheduler", mixed_batches=False)
+    if engine == "vllm" and not is_read and "compilation.key_rules" not in loaded.origins:
+        config = with_values(config, "compilation", key_rules="vllm_v2")
+    if engine == "trtllm" and build_plan(config).mode.has_mode(CUDAGraphMode.FULL):
+        # it captures no others, unless it compiles the model
+        decode_alone = CUDAGraphMode.FULL_DECODE_ONLY
+        config = with_values(config, "compilation", cudagraph_mode=decode_alone)
+    return replace(loaded, config=config)
 
 
 def _by_ladder(
@@ -255,36 +290,20 @@ def _for_traffic(
     priced: Priced,
     rules: dict[str, bool],
 ) -> Plan:
-    from cgplan.optimizer.propose import choose, propose  # numpy from here on
-    from cgplan.traffic.simulation import RequestTrace
+    from cgplan.cli.decisions import Planner  # numpy from here on
 
     times = _times_of(loads, config, priced.machine)
-    base = build_plan(config)
-    sources = _sources(config, loads, base)
-    steps = _steps(
-        sources,
-        base,
+    sources = _sources(config, loads, build_plan(config))
+    if loads.mode is None and rules["one_list"]:
+        loads.mode = ModeChoice.best
+    planner = Planner(
+        loads,
         times,
-        config,
+        priced,
+        sources,
         rules,
     )
-    options: dict[str, Any] = {
-        "insurance": INSURANCE if loads.insurance is None else loads.insurance,
-        "worst": loads.objective is Objective.worst,
-        **rules,
-    }
-    known = (times, priced.costs, priced.failed)
-    if any(isinstance(source, RequestTrace) for source, _ in sources):
-        # the times of steps change the batches of requests
-        chosen = choose(config, steps, *known, **options).plan
-        steps = _steps(
-            sources,
-            chosen,
-            times,
-            config,
-            rules,
-        )
-    plan = propose(config, steps, *known, **options).plan
+    plan = planner.decide(config)
     return plan.model_copy(update={"machine": priced.machine})
 
 
@@ -347,32 +366,6 @@ def _sources(
                 remedy="Leave out --scale and --replicas, or give a request trace.",
             )
     return sources
-
-
-def _steps(
-    sources: Sequence[tuple[Source, float]],
-    plan: Plan,
-    times: StepTimes,
-    config: Config,
-    rules: Mapping[str, Any],
-) -> list[tuple[Traffic, float]]:
-    """Steps to plan for; requests are simulated with the step times of ``plan``."""
-    from cgplan.traffic.simulation import (
-        RequestTrace,
-        SchedulerBounds,
-        simulate,
-        step_clock,
-    )
-
-    accepted = config.speculative.accepted_tokens
-    bounds = SchedulerBounds.of(plan, accepted, config.scheduler.mixed_batches)
-    clock = step_clock(plan, times, apart=rules.get("apart", False))
-    steps: list[tuple[Traffic, float]] = []
-    for source, weight in sources:
-        if isinstance(source, RequestTrace):
-            source = simulate(source, bounds, clock)
-        steps.append((source, weight))
-    return steps
 
 
 # --- a plan on other traffic ----------------------------------------------------------------------

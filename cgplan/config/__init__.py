@@ -7,6 +7,7 @@ from cgplan.config.load import (
     loaded_config,
     read_config,
     validate_config,
+    with_values,
 )
 from cgplan.config.schema import (
     BudgetConfig,
@@ -46,4 +47,5 @@ __all__ = [
     "loaded_config",
     "read_config",
     "validate_config",
+    "with_values",
 ]

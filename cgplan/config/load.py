@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +30,8 @@ def read_text(
     remedy: str,
     most: int | None = None,
 ) -> str:
-    """Text of a UTF-8 file, without a byte order mark. Raises ``error`` if it cannot be read, is a
+    """Text of a UTF-8 file, without a byte order mark; without ``most`` also one packed by gzip, or
+    by Zstandard, which needs the package zstandard. Raises ``error`` if it cannot be read, is a
     device, not UTF-8, or larger than ``most`` bytes; ``remedy`` says which file to give.
     """
     path = Path(path)
@@ -46,6 +50,14 @@ def read_text(
     except OSError as failure:
         raise error(f"cannot read {path}: {failure.strerror or failure}", remedy=remedy) from None
     try:
+        if most is None:
+            data = _unpacked(data)
+    except (ImportError, EOFError, OSError, zlib.error, ValueError) as failure:
+        raise error(
+            f"{path} cannot be unpacked: {failure}",
+            remedy=f"Unpack it: <(zcat {path}) or <(zstdcat {path}) in place of the file.",
+        ) from None
+    try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as failure:
         line = data.count(b"\n", 0, failure.start) + 1
@@ -53,6 +65,27 @@ def read_text(
             f"{path}:{line}: not UTF-8 text",
             remedy=f"Unpack it, or save it as UTF-8. {remedy}",
         ) from None
+
+
+def with_values(
+    config: Config,
+    section: str,
+    **values: Any,
+) -> Config:
+    """A configuration with other values in one section, which are valid."""
+    changed = getattr(config, section).model_copy(update=values)
+    return config.model_copy(update={section: changed})
+
+
+def _unpacked(data: bytes) -> bytes:
+    """What a gzip or Zstandard file holds; other data as they are."""
+    if data.startswith(b"\x1f\x8b"):
+        return gzip.decompress(data)
+    if data.startswith(b"\x28\xb5\x2f\xfd"):
+        decompressor = import_module("zstandard").ZstdDecompressor()
+        with decompressor.stream_reader(data) as reader:
+            return bytes(reader.read())
+    return data
 
 
 class Override(NamedTuple):

@@ -6,6 +6,7 @@ from typing import Literal
 
 from cgplan.planning.costs import Record
 from cgplan.planning.plan import LaneRecord, LeftOut
+from cgplan.traffic.histogram import Service
 
 NO_BATCH = "no batch would run in it"
 Limit = Literal["max_graphs", "memory", "capture_time"]
@@ -55,6 +56,14 @@ class LadderPoint(ParetoPoint):
     no_gain: bool = False
     decode_us: float | None = None
     mixed_us: float | None = None
+
+
+class ServicePoint(Record):
+    """What requests of the first load get by some graphs."""
+
+    name: str
+    graphs: int
+    service: Service
 
 
 class LoadPoint(Record):
@@ -165,6 +174,9 @@ class Evidence(Record):
         one_list: Whether all lanes have the same sizes, as vLLM captures them.
         apart: Whether FULL graphs run decode alone, and PIECEWISE ones prefill alone, as in SGLang.
         loads: Of several traffics, each.
+        service: Of the plan, of the graphs asked for, and without graphs.
+        decisions: On the mode and the SLO, and what other modes would cost, in sentences.
+        slo_missed: By which share the plan misses an SLO that none holds.
         binding: The limits that the next better plan breaks.
         next_graph: None if the curve ends there.
         pareto: From one graph to where more bring nothing.
@@ -211,6 +223,9 @@ class Evidence(Record):
     one_list: bool = False
     apart: bool = False
     loads: tuple[LoadPoint, ...] = ()
+    service: tuple[ServicePoint, ...] = ()
+    slo_missed: float | None = None
+    decisions: tuple[str, ...] = ()
 
     def as_point(self, name: str) -> LadderPoint:
         """The plan's own figures, as a row beside ladders."""

@@ -21,7 +21,8 @@ PLANNED_FOR = "planned for"  # how the source of sizes begins that were chosen f
 # Settings that decide how requests become batches, and no capture.
 SIMULATED: dict[str, set[str]] = {
     "scheduler": {"mixed_batches"},
-    "speculative": {"accepted_tokens"},
+    "speculative": {"accepted_tokens", "method", "varlen_decode"},
+    "compilation": {"key_rules"},
 }
 # Settings of reports, planning and serving.
 _NOT_CAPTURED: dict[str, bool | set[str]] = {
@@ -29,7 +30,7 @@ _NOT_CAPTURED: dict[str, bool | set[str]] = {
     "traffic": True,
     "budget": True,
     **SIMULATED,
-    "compilation": {"capture_policy"},
+    "compilation": {"capture_policy", "key_rules"},
     "distributed": {"timeout", "data_parallel_sync"},
 }
 

@@ -19,6 +19,7 @@ from cgplan.optimizer.evidence import (
     LoadPoint,
     PaddingMap,
     PlanCheck,
+    ServicePoint,
     SizeUse,
 )
 from cgplan.planning import Plan
@@ -149,18 +150,19 @@ def _more_rows(plan: Plan) -> Iterator[Fact]:
 
 
 def said(plan: Plan, brief: bool = False) -> list[Fact]:
-    """Warnings, then notes of a plan and its evidence; ``brief``: the first few."""
+    """Decisions, warnings, and notes of a plan and its evidence; ``brief``: the first few."""
     evidence: dict[str, Any] = plan.evidence or {}
     notes = list(plan.predicted.notes if plan.predicted else ())
     notes += plan.notes
     for name in ("traffic_notes", "times_notes", "notes"):
         notes += evidence.get(name, ())
     warnings = (*plan.warnings, *plan.lint, *evidence.get("warnings", ()))
+    decided = labelled("decided", evidence.get("decisions", ()))
     told = labelled("warning", warnings) + labelled("note", notes)
     left = len(told) - MOST_SAID
     if not brief or left <= 0:
-        return told
-    return [*told[:MOST_SAID], ("", f"and {left} more, which --verbose shows")]
+        return [*decided, *told]
+    return [*decided, *told[:MOST_SAID], ("", f"and {left} more, which --verbose shows")]
 
 
 def _headline(plan: Plan, ladders: Sequence[LadderPoint]) -> str:
@@ -326,6 +328,7 @@ def _answer(
         yield Text("No graph: every batch runs eagerly.")
     yield _ladders(evidence)
     yield _loads(evidence.loads)
+    yield _service(evidence.service)
     yield facts("Why", [*_reasons(evidence), *said(plan, brief=not whole)])
 
 
@@ -338,6 +341,22 @@ def _loads(loads: Sequence[LoadPoint]) -> RenderableType | None:
         words = "best: the best plan of as many graphs for that load alone"
         columns.append(Microseconds("best", "best_us"))
     return titled("Each load", Grid(loads, *columns), sentences(words))
+
+
+def _service(points: Sequence[ServicePoint]) -> RenderableType | None:
+    if not points:
+        return None
+    columns = [
+        TextColumn("graphs of", "name"),
+        Column("graphs"),
+        Microseconds("TTFT p50", "service.ttft_us.p50"),
+        Microseconds("p99", "service.ttft_us.p99"),
+        Microseconds("TPOT p50", "service.tpot_us.p50"),
+        Microseconds("p99", "service.tpot_us.p99"),
+        Microseconds("decode step p99", "service.decode_us.p99"),
+        Column("tokens/s", lambda point: round(point.service.tokens_per_s)),
+    ]
+    return titled("What requests get", Grid(points, *columns))
 
 
 def _details(evidence: Evidence) -> Iterator[RenderableType]:

@@ -1,0 +1,370 @@
+"""What `cgplan plan` decides besides sizes: the mode, and the fewest graphs that hold an SLO."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from cgplan.cli.costs import Priced
+from cgplan.cli.options import Loads, ModeChoice, Objective
+from cgplan.config import Config, with_values
+from cgplan.errors import BudgetError, ModeError, PlanError, StepTimeError, TrafficError
+from cgplan.modes import CUDAGraphMode
+from cgplan.optimizer.evidence import ServicePoint
+from cgplan.optimizer.propose import ALIKE, choose, propose
+from cgplan.planning import Plan, build_plan
+from cgplan.traffic.histogram import Service, Traffic
+from cgplan.traffic.simulation import (
+    RequestTrace,
+    SchedulerBounds,
+    simulate,
+    step_clock,
+)
+from cgplan.traffic.step_times import StepTimes
+from cgplan.units import counted, format_bytes, format_microseconds
+
+if TYPE_CHECKING:
+    Source = Traffic | RequestTrace
+
+INSURANCE = 0.1  # if none is asked for
+LARGE = 200_000  # requests, beyond which what they get is shown for an SLO alone
+MOST = 128  # graphs that an SLO is tried with
+MODES = (
+    CUDAGraphMode.FULL_DECODE_ONLY,
+    CUDAGraphMode.FULL,
+    CUDAGraphMode.PIECEWISE,
+    CUDAGraphMode.FULL_AND_PIECEWISE,
+)
+
+
+class Planner:
+    """Plans for one set of loads.
+
+    Args:
+        sources: Steps or requests, with their weights.
+        rules: ``one_list`` and ``apart``, as ``choose`` has them.
+    """
+
+    def __init__(
+        self,
+        loads: Loads,
+        times: StepTimes,
+        priced: Priced,
+        sources: Sequence[tuple[Source, float]],
+        rules: dict[str, Any],
+    ) -> None:
+        self._loads = loads
+        self._times = times
+        self._priced = priced
+        self._sources = sources
+        self._rules = rules
+
+    @property
+    def _requests(self) -> RequestTrace | None:
+        """The first load, if it is of requests."""
+        source, _ = self._sources[0]
+        return source if isinstance(source, RequestTrace) else None
+
+    def decide(self, config: Config) -> Plan:
+        """The plan, in the best mode if it may be chosen, with the fewest graphs that hold the SLO.
+
+        Raises TrafficError and StepTimeError where an SLO needs more than was given.
+        """
+        self._check_slo()
+        plan = self.plan(config)
+        notes = list[str]()
+        if self._loads.mode is ModeChoice.best:
+            config, plan, notes = self._best_mode(config, plan)
+        missed = None
+        if self._loads.slo:
+            plan, missed = self._within_slo(config, plan)
+            goals = ", ".join(map(str, self._loads.slo))
+            if missed is None:
+                graphs = counted(len(plan.keys), "graph")
+                notes.append(f"SLO {goals} holds with {graphs}, not with fewer")
+            else:
+                notes.append(f"SLO {goals} is missed by {missed:.1%}, with any number of graphs")
+        return self._with_service(config, plan, notes, missed)
+
+    # --- one plan ---------------------------------------------------------------------------------
+
+    def plan(self, config: Config) -> Plan:
+        """The plan within the budget, which the graphs of a draft model count in."""
+        most = config.budget.max_graphs
+        allowed = most
+        while True:
+            bounded = with_values(config, "budget", max_graphs=allowed)
+            plan = self._plan(bounded)
+            if config.compilation.key_rules == "vllm_v2":
+                plan = self._as_engine_captures(config, plan)
+            graphs = len(plan.keys) + len(plan.draft_keys)
+            if most is None or allowed is None or graphs <= most:
+                budget = dict(plan.budget)
+                if most is not None:
+                    budget["max_graphs"] = most
+                return plan.model_copy(update={"budget": budget})
+            if allowed == 1:
+                raise BudgetError(
+                    f"budget.max_graphs is {most}, and one size takes {graphs} graphs, those of "
+                    "the draft model included",
+                    remedy=f"Allow {graphs} graphs.",
+                )
+            allowed = max(1, min(allowed - 1, allowed * most // graphs))
+
+    def _plan(self, config: Config) -> Plan:
+        loads = self._loads
+        insurance = INSURANCE if loads.insurance is None else loads.insurance
+        options: dict[str, Any] = {
+            "insurance": insurance,
+            "worst": loads.objective is Objective.worst,
+            **self._rules,
+        }
+        priced = self._priced
+        known = self._times, priced.costs, priced.failed
+        steps = self.steps(config, build_plan(config))
+        if any(isinstance(source, RequestTrace) for source, _ in self._sources):
+            # the times of steps change the batches of requests
+            chosen = choose(
+                config,
+                steps,
+                *known,
+                **options,
+            )
+            steps = self.steps(config, chosen.plan)
+        proposal = propose(
+            config,
+            steps,
+            *known,
+            **options,
+        )
+        return proposal.plan
+
+    def _as_engine_captures(
+        self,
+        config: Config,
+        plan: Plan,
+    ) -> Plan:
+        """The graphs that vLLM's model runner V2 captures for the sizes of a plan."""
+        if not plan.capture_sizes:
+            return plan
+        sizes = with_values(
+            config,
+            "compilation",
+            cudagraph_capture_sizes=plan.capture_sizes,
+            max_cudagraph_capture_size=None,
+        )
+        built = build_plan(sizes)
+        costs = self._priced.costs
+        found = {
+            "draft_prefill_keys": built.draft_prefill_keys,
+            "draft_decode_keys": built.draft_decode_keys,
+        }
+        if set(built.keys) != set(plan.keys) and self._rules["one_list"]:
+            predicted = costs and costs.of(built.keys)
+            return plan.model_copy(update={**found, "keys": built.keys, "predicted": predicted})
+        return plan.model_copy(update=found)
+
+    def steps(
+        self,
+        config: Config,
+        plan: Plan,
+    ) -> list[tuple[Traffic, float]]:
+        """Steps to plan for; requests are simulated with the step times of ``plan``."""
+        steps = list[tuple[Traffic, float]]()
+        for source, weight in self._sources:
+            if isinstance(source, RequestTrace):
+                source = self._simulated(config, plan, source)
+            steps.append((source, weight))
+        return steps
+
+    def _simulated(
+        self,
+        config: Config,
+        plan: Plan,
+        requests: RequestTrace,
+    ) -> Traffic:
+        clock = step_clock(
+            plan,
+            self._times,
+            apart=self._rules.get("apart", False),
+        )
+        bounds = SchedulerBounds.of(
+            plan,
+            config.speculative.accepted_tokens,
+            config.scheduler.mixed_batches,
+            self._loads.kv_cache_tokens,
+        )
+        return simulate(requests, bounds, clock)
+
+    # --- the mode ---------------------------------------------------------------------------------
+
+    def _best_mode(
+        self,
+        config: Config,
+        asked: Plan,
+    ) -> tuple[Config, Plan, list[str]]:
+        """The mode with the shortest steps; of those within 0.1% the one with the fewest graphs."""
+        found = [(config, asked)]
+        for mode in MODES:
+            other = with_values(config, "compilation", cudagraph_mode=mode)
+            try:
+                if mode is asked.mode or build_plan(other).mode is not mode:
+                    continue
+                found.append((other, self.plan(other)))
+            except (BudgetError, ModeError, PlanError, StepTimeError):
+                continue  # it cannot be planned
+        least = min(_expected(plan) for _, plan in found)
+        alike = [pair for pair in found if _expected(pair[1]) <= least * (1 + ALIKE)]
+        chosen, best = min(alike, key=lambda pair: len(pair[1].keys) + len(pair[1].draft_keys))
+        notes = list[str]()
+        for _, plan in found:
+            if plan is best:
+                continue
+            longer = _expected(plan) / _expected(best) - 1
+            step = format_microseconds(_expected(plan))
+            graphs = counted(len(plan.keys) + len(plan.draft_keys), "graph")
+            notes.append(f"mode {plan.mode}: {graphs}, {step} a step ({longer:+.2%})")
+        if best is not asked:
+            notes.insert(
+                0,
+                f"mode {best.mode} in place of {asked.mode}, by {self._times.source}: "
+                f"{len(best.keys)} graphs instead of {len(asked.keys)}, steps "
+                f"{_expected(best) / _expected(asked) - 1:+.2%}; --mode keep forbids it",
+            )
+        return chosen, best, notes
+
+    # --- what requests get ------------------------------------------------------------------------
+
+    def _check_slo(self) -> None:
+        if not self._loads.slo:
+            return
+        if self._requests is None:
+            raise TrafficError(
+                "an SLO is about requests, and the traffic counts steps",
+                remedy="Give --traffic FILE with requests: arrivals, prompts, generated tokens.",
+            )
+        if self._loads.step_times is None:
+            raise StepTimeError(
+                "an SLO needs the step times of your model, and the default ones are of another",
+                remedy="Give --step-times FILE: eager steps and graphs by size, at contexts as "
+                "long as your requests'.",
+            )
+
+    def _service(
+        self,
+        config: Config,
+        plan: Plan,
+    ) -> Service | None:
+        requests = self._requests
+        if requests is None:
+            return None
+        return self._simulated(config, plan, requests).service
+
+    def _misses(self, service: Service | None) -> float:
+        """By how much the SLO is missed: the largest share; 0 or less: it holds."""
+        assert service is not None
+        worst = -1.0
+        for goal in self._loads.slo or ():
+            found = goal.of(service)
+            if found is not None:
+                worst = max(worst, found / goal.microseconds - 1)
+        return worst
+
+    def _within_slo(
+        self,
+        config: Config,
+        plan: Plan,
+    ) -> tuple[Plan, float | None]:
+        """The fewest graphs that hold the SLO, by halving; or the nearest plan, and by which share
+        it misses.
+        """
+        tried = dict[int, tuple[float, Plan]]()
+
+        def misses(graphs: int) -> float:
+            if graphs not in tried:
+                bounded = with_values(config, "budget", max_graphs=graphs)
+                try:
+                    made = self.plan(bounded)
+                except BudgetError:
+                    return float("inf")
+                tried[graphs] = self._misses(self._service(config, made)), made
+            return tried[graphs][0]
+
+        most = config.budget.max_graphs or MOST
+        if misses(most) > 0:
+            misses(min(most, len(plan.keys)))
+            missed, nearest = min(tried.values(), key=lambda pair: pair[0])
+            return nearest, missed
+        low, high = 0, most
+        while high - low > 1:
+            middle = (low + high) // 2
+            if misses(middle) > 0:
+                low = middle
+            else:
+                high = middle
+        _, held = tried[high]
+        return held.model_copy(update={"budget": plan.budget}), None
+
+    def _with_service(
+        self,
+        config: Config,
+        plan: Plan,
+        notes: list[str],
+        missed: float | None,
+    ) -> Plan:
+        """The plan with what requests get by it, by the ladder asked for, and without graphs."""
+        evidence = dict(plan.evidence or {})
+        points = [point.model_dump(mode="json") for point in self._points(config, plan)]
+        notes += self._saved(config, plan)
+        if plan.draft_keys:
+            notes.append(
+                f"vLLM captures {counted(len(plan.draft_keys), 'graph')} of the draft model "
+                "besides; max_graphs counts them, costs and step times do not"
+            )
+        evidence["service"] = points
+        evidence["slo_missed"] = missed
+        evidence["decisions"] = notes
+        return plan.model_copy(update={"evidence": evidence})
+
+    def _points(
+        self,
+        config: Config,
+        plan: Plan,
+    ) -> Iterator[ServicePoint]:
+        requests = self._requests
+        if requests is None or (len(requests.requests) > LARGE and not self._loads.slo):
+            return
+        eager = with_values(config, "compilation", cudagraph_mode=CUDAGraphMode.NONE)
+        plans = {"plan": plan, "asked for": build_plan(config), "eager": build_plan(eager)}
+        for name, other in plans.items():
+            service = self._service(config, other)
+            if service is not None:
+                yield ServicePoint(name=name, graphs=len(other.keys), service=service)
+
+    def _saved(
+        self,
+        config: Config,
+        plan: Plan,
+    ) -> Iterator[str]:
+        """What the memory that the plan saves is worth as KV cache."""
+        costs = self._priced.costs
+        each = self._loads.kv_token_bytes
+        if costs is None or each is None or plan.predicted is None:
+            return
+        asked = costs.of(build_plan(config).keys)
+        saved = asked.total_bytes - plan.predicted.total_bytes
+        if saved <= 0:
+            return
+        text = (
+            f"{format_bytes(saved)} less than the graphs asked for are {saved // each:,} tokens of "
+            "KV cache"
+        )
+        if self._loads.kv_cache_tokens:
+            text += f", {saved // each / self._loads.kv_cache_tokens:.1%} more"
+        yield text
+
+
+def _expected(plan: Plan) -> float:
+    expected = plan.expected_us
+    assert expected is not None
+    return expected
