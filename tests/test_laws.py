@@ -31,7 +31,7 @@ WITHOUT_TORCH = FOLDERS[: FOLDERS.index("buffers")]
 EXAMPLES = PACKAGE / "examples"  # there in the wheel alone, from configs/; not held to these laws
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if EXAMPLES not in path.parents)
 TINY: set[str] = set()
-BUDGET = {"tokens": 234_300, "files": 148, "files in a folder": 13}
+BUDGET = {"tokens": 234_300, "files": 151, "files in a folder": 13}
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -30,9 +30,10 @@ from cgplan.optimizer.evidence import (
     ParetoPoint,
     SizeUse,
 )
-from cgplan.optimizer.lanes import Problem, Run, key_of, lanes_of, largest_of, problem_of, stride_of
+from cgplan.optimizer.lanes import Run, lanes_of, largest_of, stride_of
 from cgplan.optimizer.lint import lint
-from cgplan.optimizer.search import MOST, Best, Limits, ListSearch, Search, best_plan, search
+from cgplan.optimizer.problem import Problem, problem_of
+from cgplan.optimizer.search import MOST, Best, Limits, Search, best_plan
 from cgplan.planning.build import LADDERS, build_plan
 from cgplan.planning.costs import GraphCosts, Record
 from cgplan.planning.plan import (
@@ -162,18 +163,19 @@ def choose(
         counts = range(curve.most_of_it(), curve.graphs + 1)
         enough = (graphs for graphs in counts if is_good(curve.keys_of(curve.found.chosen(graphs))))
         limits = Limits(next(enough, None) or curve.last())
-    best = best_plan(curve.problem, limits, slack=WORTH * curve.problem.changeable * bounded)
-    while not is_good(curve.keys_of(best.chosen)) and limits.graphs < curve.graphs:
-        limits = Limits(limits.graphs + 1)  # points of the curve are not searched to the end
-        best = best_plan(curve.problem, limits)
+    slack = WORTH * curve.problem.changeable * bounded
+    if (memory, seconds) == (None, None) and limits.graphs <= curve.graphs:
+        best = curve.found.best(limits.graphs, slack)
+    else:
+        best = best_plan(curve.problem, limits, slack=slack)
     alone: list[float] = []
     if len(loads) > 1 and worst:
         best, alone = _least_regret(curve, best, limits, loads, curve_of)
-    least = curve.problem.cheapest(MOST + 1)
-    has_room = bounded and (budget.max_graphs or MOST + 1) > MOST and math.isfinite(least[0])
+    driver, spent = curve.problem.least(MOST + 1)[:, -1]
+    has_room = bounded and (budget.max_graphs or MOST + 1) > MOST and math.isfinite(driver)
     # The budget has room for more than are planned; or neighbours of sizes that failed, which are
     # not tried, may do.
-    if (has_room and limits.pays_for(MOST, *least)) or failed:
+    if (has_room and limits.pays_for(MOST, driver, spent)) or failed:
         best = replace(
             best, bound=min(best.bound, curve.problem.infinite_us * curve.problem.weight)
         )
@@ -201,6 +203,7 @@ def choose(
         asked,
         insurance,
         worst,
+        one_list,
         [load for load, _ in loads],
         alone,
     )
@@ -224,7 +227,7 @@ def _as_good_as(
     parts += [(curve.seen.unseen(curve.plan), NO_GAIN)] if insurance else []
     goals = []
     for part, share in parts if ladders else ():
-        lanes = [lane.lane for lane in curve.problem.lanes]
+        lanes = [lane for one in curve.problem.lanes for lane in one.lanes]
         changeable = problem_of(lanes, part, curve.times, curve.plan, None).changeable / part.total
         least = min(Run(ladder.keys, part, curve.times).expected_us for ladder in ladders)
         goals.append((part, least + share * changeable))
@@ -288,12 +291,12 @@ def _check_one_graph(limits: Limits, curve: Curve) -> None:
         for index in range(1, lane.sizes.size)
     ]
     paid = [problem.costs_of(single) for single in singles]
-    if not paid or any(limits.pays_for(*cost) for cost in paid):
+    if not paid or any(limits.pays_for(0, *cost[1:]) for cost in paid):
         return
     (_, memory, seconds), single = min(
         zip(paid, singles, strict=True), key=lambda pair: pair[0][1:]
     )
-    ((mode, descriptor),) = curve.keys_of(single)
+    cheapest = " and ".join(f"{mode} {descriptor}" for mode, descriptor in curve.keys_of(single))
     wrong, enough = [], []
     if limits.memory is not None and memory > limits.memory:
         wrong.append(f"budget.memory is {format_bytes(int(limits.memory))}")
@@ -303,11 +306,10 @@ def _check_one_graph(limits: Limits, curve: Curve) -> None:
         enough.append(f"budget.capture_time to {seconds * 1.01:.3g}s")
     assert curve.costs is not None, "without costs a graph costs nothing"
     raise BudgetError(
-        f"{' and '.join(wrong)}, but the cheapest graph that a batch gains by, {mode} "
-        f"{descriptor}, takes "
-        f"{format_bytes(int(memory))} (pool, static buffers, workspaces and driver) and "
-        f"{seconds:.3g} s; by costs "
-        f"{curve.costs.source}, between and beyond whose sizes they are interpolated",
+        f"{' and '.join(wrong)}, but the cheapest graph that a batch gains by, "
+        f"{cheapest}, takes {format_bytes(int(memory))} (pool, static buffers, workspaces and "
+        f"driver) and {seconds:.3g} s; by costs {curve.costs.source}, between and beyond whose "
+        "sizes they are interpolated",
         remedy=f"Raise {' and '.join(enough)} at least, or set compilation.cudagraph_mode: NONE. "
         "`cgplan capture` with "
         "that size alone in compilation.cudagraph_capture_sizes shows what it really takes.",
@@ -334,14 +336,14 @@ class Curve:
     most: int
 
     @cached_property
-    def found(self) -> Search | ListSearch:
+    def found(self) -> Search:
         """The search: of 64 graphs; of 128 where ``most`` is more, or 64 are not as good as a graph
         for each size.
         """
-        found, problem = search(self.problem, Limits(FIRST), curve=True), self.problem
+        found, problem = Search(self.problem, Limits(FIRST)), self.problem
         near = problem.infinite_us * problem.weight + NO_GAIN * problem.changeable
         if found.value[-1] > near or self.most > FIRST:
-            found = search(problem, Limits(LAST), curve=True)
+            found = Search(problem, Limits(LAST))
         return found
 
     @cached_property
@@ -353,11 +355,6 @@ class Curve:
         }
         return [steps[one] for one in chosen]
 
-    @cached_property
-    def _least(self) -> Callable[[int], float]:
-        """Microseconds, times weight, of the best plan of so many graphs, searched to the end."""
-        return cache(lambda graphs: float(search(self.problem, Limits(graphs)).value[-1]))
-
     @property
     def graphs(self) -> int:
         return self.found.value.size - 1
@@ -368,20 +365,10 @@ class Curve:
     def fewest(self, expected_us: float) -> int | None:
         """The fewest graphs with which steps are no longer than that; None if the curve does not
         get there.
-
-        Points of a curve are proven to 0.05%: where a bound leaves it open, fewer graphs are
-        searched to the end.
         """
         goal = expected_us * self.problem.weight * (1 + 1e-9)
         enough = np.flatnonzero(self.found.value <= goal)
-        if not enough.size:
-            return None
-        graphs = int(enough[0])
-        while graphs and self.found.bound[graphs - 1] <= goal:
-            if self._least(graphs - 1) > goal:
-                break
-            graphs -= 1
-        return graphs
+        return int(enough[0]) if enough.size else None
 
     def most_of_it(self) -> int:
         """The fewest graphs that bring 95% of what a graph for every size would; beyond a curve
@@ -396,11 +383,7 @@ class Curve:
         return self.fewest(self.expected_us(self.graphs) + slack) or 0
 
     def keys_of(self, chosen: Iterable[Iterable[int]]) -> tuple[Key, ...]:
-        return capture_order(
-            key_of(lane.lane, int(lane.sizes[index]), self.plan)
-            for lane, picked in zip(self.problem.lanes, chosen, strict=True)
-            for index in picked
-        )
+        return self.problem.keys_of(chosen, self.plan)
 
     def price(self, keys: tuple[Key, ...]) -> dict[str, Any]:
         """``bytes`` and ``seconds`` of keys, in capture order; None where costs are not known."""
@@ -439,6 +422,7 @@ class Case:
     asked: str
     insurance: float
     worst: bool
+    one_list: bool
     loads: Sequence[Traffic]
     best_alone: Sequence[float]
 
@@ -500,7 +484,7 @@ class Case:
             left_out=_by_lane(self._left_out()),
             failed=_by_lane(self.failed.items()),
             insurance=self.insurance,
-            one_list=problem.one_list,
+            one_list=self.one_list,
             apart=run.traffic.apart,
             loads=tuple(self._loads()),
         )
@@ -551,7 +535,7 @@ class Case:
     @property
     def _planned_cases(self) -> tuple[int, ...]:
         cases = self.plan.lora_cases
-        return cases if self.curve.problem.one_list else self.run.times.told_apart(cases)
+        return cases if self.one_list else self.run.times.told_apart(cases)
 
     def _ladder(self, name: str, plan: Plan) -> LadderPoint:
         run, curve = Run(plan.keys, self.run.traffic, self.run.times), self.curve

@@ -173,4 +173,4 @@ def _least_padding(sizes: tuple[int, ...], stride: int, most: int) -> Paths:
     from cgplan.optimizer.paths import best_paths
 
     times = np.array([0, *sizes], dtype=np.float64)
-    return best_paths((times // stride)[None], times, min(most, len(sizes)))[0]
+    return best_paths((times // stride)[None], times[None], min(most, len(sizes)))

@@ -78,8 +78,6 @@ class GraphCosts(ABC):
     Attributes:
         source, estimated, notes, workspace_bytes: As in the predictions.
         config: Its inputs are what static buffers hold.
-        bends: Sizes between which driver bytes and seconds lie on lines, where they may fall as
-            sizes grow.
         once_seconds: Time that the first capture takes longer than a second one would: tracing,
             loading kernels.
     """
@@ -90,7 +88,6 @@ class GraphCosts(ABC):
     notes: tuple[str, ...] = ()
     workspace_bytes: int = 0
     once_seconds: float = 0.0
-    bends: Sequence[int] = ()
 
     @abstractmethod
     def pool_bytes(self, mode: CUDAGraphMode, num_tokens: int) -> int:

@@ -120,7 +120,6 @@ class EstimatedCosts(GraphCosts):
     def __init__(self, recordings: Sequence[Recording], config: Config, note: str = "") -> None:
         self.config = config
         ascending = sorted(recordings, key=lambda r: r.num_tokens)
-        self.bends = sorted({recording.num_tokens for recording in ascending})
         self._lanes = grouped(
             ((recording.mode, recording.has_lora), recording) for recording in ascending
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, product
 from typing import Any
@@ -136,7 +136,10 @@ class MeasuredCosts(GraphCosts):
         self.workspace_bytes = workspace_bytes
         self.once_seconds = once_seconds
         self._keys = tuple(keys)
-        self.bends = sorted({key.num_tokens for key in self._keys})
+        self._measured = grouped(
+            ((key.mode, key.num_active_loras, key.num_tokens), key) for key in self._keys
+        )
+        self._lines: dict[tuple[CUDAGraphMode, bool, str], list[tuple[int, float]]] = {}
         self.notes = (
             *notes,
             *stand_in_notes(config, ((key.mode, key.has_lora) for key in self._keys)),
@@ -283,12 +286,12 @@ class MeasuredCosts(GraphCosts):
 
     def driver_bytes(self, key: Key) -> int:
         """On average, because the driver takes memory in chunks."""
-        return max(round(self._of(key, lambda measured: measured.driver_bytes)), 0)
+        return max(round(self._of(key, "driver_bytes")), 0)
 
     def seconds(self, key: Key) -> float:
-        return self._of(key, lambda measured: measured.seconds)
+        return self._of(key, "seconds")
 
-    def _of(self, key: Key, value: Callable[[MeasuredKey], float]) -> float:
+    def _of(self, key: Key, figure: str) -> float:
         """A figure of a key: as measured of it, else from those like it, whatever their number of
         adapters, if they have some; else from those of its mode, else from all.
 
@@ -297,16 +300,18 @@ class MeasuredCosts(GraphCosts):
         """
         mode, descriptor = key
         name = mode, descriptor.num_active_loras, descriptor.elements
-        if itself := [
-            value(k) for k in self._keys if (k.mode, k.num_active_loras, k.num_tokens) == name
-        ]:
-            return sum(itself) / len(itself)
-        alike = [k for k in self._keys if (k.mode, k.has_lora) == (mode, descriptor.has_lora)]
+        if itself := self._measured.get(name):
+            return float(sum(getattr(k, figure) for k in itself) / len(itself))
+        line = mode, descriptor.has_lora, figure
+        if line not in self._lines:
+            self._lines[line] = self._line(*line)
+        points = self._lines[line]
+        if not points:
+            return 0.0
+        return max(interpolate(points, descriptor.elements), min(least for _, least in points))
+
+    def _line(self, mode: CUDAGraphMode, has_lora: bool, figure: str) -> list[tuple[int, float]]:
+        alike = [k for k in self._keys if (k.mode, k.has_lora) == (mode, has_lora)]
         alike = alike or [k for k in self._keys if k.mode is mode] or [*self._keys]
-        by_size = grouped((measured.num_tokens, value(measured)) for measured in alike)
-        points = [(size, sum(found) / len(found)) for size, found in sorted(by_size.items())]
-        return (
-            max(interpolate(points, descriptor.elements), min(least for _, least in points))
-            if points
-            else 0.0
-        )
+        by_size = grouped((measured.num_tokens, getattr(measured, figure)) for measured in alike)
+        return [(size, sum(found) / len(found)) for size, found in sorted(by_size.items())]
