@@ -46,7 +46,11 @@ NO_TIMES = (
 
 def _held(times: Floats, holds: Bools, weights: Floats) -> Floats:
     """Costs with which no batch is left without a box."""
-    return np.where(holds, times, 2 * times.max() * weights.sum() / weights.min())
+    return np.where(
+        holds,
+        times,
+        2 * times.max() * weights.sum() / weights.min(),
+    )
 
 
 def least_padded(boxes: Ints, graphs: int) -> list[int]:
@@ -57,8 +61,16 @@ def least_padded(boxes: Ints, graphs: int) -> list[int]:
     holds = np.asarray((_grid(axes)[:, None] <= boxes).all(axis=-1))
     held = holds.any(axis=1)
     batches = _grid([np.diff(axis, prepend=0) for axis in axes])[held].prod(axis=1) * 1.0
-    cost = _held(boxes.prod(axis=1) * 1.0, holds[held], batches)
-    return exchanged(cost, batches, Purse.of_graphs(graphs, len(boxes)))
+    cost = _held(
+        boxes.prod(axis=1) * 1.0,
+        holds[held],
+        batches,
+    )
+    return exchanged(
+        cost,
+        batches,
+        Purse.of_graphs(graphs, len(boxes)),
+    )
 
 
 def dims_of(config: Config) -> list[Dim]:
@@ -106,9 +118,13 @@ def propose_boxes(
         return build_plan(config.model_copy(update={"compilation": compilation}))
 
     base = plan_of(tuple(dim.top for dim in dims_of(config)))
-    evidence = _Case(config, traffic, surface, costs, base).evidence(
-        BOXES if most is None else most // len(lanes)
-    )
+    evidence = _Case(
+        config,
+        traffic,
+        surface,
+        costs,
+        base,
+    ).evidence(BOXES if most is None else most // len(lanes))
     plan = plan_of(*((use.size or 0, *use.sizes) for use in evidence.uses))
     plan = plan.model_copy(
         update={
@@ -150,11 +166,20 @@ class _Case:
         self._least = -(-batches // multiples) * multiples  # the smallest box of each batch
         most = round(CANDIDATES ** (1 / len(self._dims)))
         self._sizes = [self._sizes_of(dim, most) for dim in range(len(self._dims))]
-        columns = zip(traffic.names, self._sizes, self._least.T, strict=True)
+        columns = zip(
+            traffic.names,
+            self._sizes,
+            self._least.T,
+            strict=True,
+        )
         self._thinned = [
             name for name, sizes, column in columns if not np.isin(column, sizes).all()
         ]
-        self._rounded, index = np.unique(_up(self._least, self._sizes), axis=0, return_inverse=True)
+        self._rounded, index = np.unique(
+            _up(self._least, self._sizes),
+            axis=0,
+            return_inverse=True,
+        )
         # of ``rounded``
         self._counts: Floats = np.bincount(index.ravel(), self._weights).astype(np.float64)
 
@@ -164,7 +189,11 @@ class _Case:
         """
         sizes, index = np.unique(self._least[:, dim], return_inverse=True)
         most, weights = min(most, sizes.size), np.cumsum([0.0, *np.bincount(index, self._weights)])
-        paths = best_paths(weights[None], np.append(0.0, sizes)[None], most)
+        paths = best_paths(
+            weights[None],
+            np.append(0.0, sizes)[None],
+            most,
+        )
         return np.asarray(sizes[np.array(paths.sizes(most, sizes.size)) - 1])
 
     def _times(self, boxes: Ints) -> Floats:
@@ -185,7 +214,11 @@ class _Case:
         cheaper = (figures < figures[:, index]).any(axis=0)
         some = holds.any(axis=0) & (cheaper | (index == np.arange(len(boxes))))
         boxes, holds, figures = boxes[some], holds[:, some], figures[:, some]
-        _, group = np.unique(boxes[:, 1:], axis=0, return_inverse=True)
+        _, group = np.unique(
+            boxes[:, 1:],
+            axis=0,
+            return_inverse=True,
+        )
         least = [float(np.where(holds, of, inf).min(axis=1).max()) for of in figures[2:]]
         memory, seconds = inf, inf
         if self._costs is not None:
@@ -249,11 +282,20 @@ class _Case:
         cost = self._cost(boxes, holds)
         tight = self._tight(grid, _up(self._least, self._sizes))
         start = [int((boxes == box).all(axis=1).argmax()) for box in tight]
-        chosen, bound = best_columns(cost, self._counts, purse, start)
+        chosen, bound = best_columns(
+            cost,
+            self._counts,
+            purse,
+            start,
+        )
         whole = self._least.max(axis=0)[None]
         found = whole
         if holds[:, chosen].any(axis=1).all():
-            tried = (self._tight(boxes[chosen], self._least), boxes[chosen], whole)
+            tried = (
+                self._tight(boxes[chosen], self._least),
+                boxes[chosen],
+                whole,
+            )
             found = next((some for some in tried if not self._broken(some)), whole)
         if broken := self._broken(found):
             paid = self._price(whole)
@@ -290,7 +332,11 @@ class _Case:
                 continue
             sizes = list(map(self._sizes_of, range(len(shape)), shape))
             for dim in [*range(len(shape))] * ROUNDS:
-                boxes = np.repeat(_up(self._rounded, sizes)[:, None], self._sizes[dim].size, axis=1)
+                boxes = np.repeat(
+                    _up(self._rounded, sizes)[:, None],
+                    self._sizes[dim].size,
+                    axis=1,
+                )
                 boxes[..., dim] = self._sizes[dim]
                 cost = self._cost(boxes, self._rounded[:, [dim]] <= self._sizes[dim])
                 purse = Purse.of_graphs(int(shape[dim]), cost.shape[1])
@@ -374,7 +420,12 @@ class _Case:
             f"{abs(by):.1%} {'longer' if by > 0 else 'shorter'} than with {name}"
             for by, name in changes
         )
-        uses = zip(boxes.tolist(), counts / total, 1 - real / counts / boxes.prod(1), strict=True)
+        uses = zip(
+            boxes.tolist(),
+            counts / total,
+            1 - real / counts / boxes.prod(1),
+            strict=True,
+        )
         return Evidence(
             traffic_source=f"{self._traffic.source}: {' x '.join(self._traffic.names)}",
             traffic_weight=total,

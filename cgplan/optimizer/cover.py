@@ -59,7 +59,16 @@ class Purse:
         """A limit of their number alone."""
         zeros = np.zeros(columns)
         group = np.zeros(columns, dtype=np.int64)
-        return cls(graphs, np.inf, np.inf, zeros, zeros, zeros, zeros, group)
+        return cls(
+            graphs,
+            np.inf,
+            np.inf,
+            zeros,
+            zeros,
+            zeros,
+            zeros,
+            group,
+        )
 
     def pays_beside(self, chosen: Sequence[int]) -> Bools:
         """Whether the limits pay for each column beside the chosen ones."""
@@ -81,7 +90,11 @@ class Purse:
     def _spent(self, chosen: Sequence[int]) -> tuple[float, float, float, Floats]:
         picked = np.array(chosen, dtype=np.int64)
         static = np.zeros(int(self.group.max(initial=0)) + 1)
-        np.maximum.at(static, self.group[picked], self.static[picked])
+        np.maximum.at(
+            static,
+            self.group[picked],
+            self.static[picked],
+        )
         driver, took = float(self.driver[picked].sum()), float(self.took[picked].sum())
         return driver, took, float(self.pool[picked].max(initial=0.0)), static
 
@@ -111,7 +124,12 @@ def best_columns(
     def look_around(chosen: Sequence[int]) -> None:
         nonlocal best, value
         for limits in purses:
-            found = exchanged(cost, weights, limits, chosen)
+            found = exchanged(
+                cost,
+                weights,
+                limits,
+                chosen,
+            )
             total = total_of(cost, weights, found)
             if total < value and purse.pays(found):
                 best, value = found, total
@@ -126,7 +144,16 @@ def best_columns(
     look_around(())
     look_around(start)
     price = np.full(len(cost), cost[:, best].min(axis=1, initial=cost.max()).max())
-    nodes = [(-np.inf, next(number), list[int](), np.arange(cost.shape[1]), price, np.zeros(2))]
+    nodes = [
+        (
+            -np.inf,
+            next(number),
+            list[int](),
+            np.arange(cost.shape[1]),
+            price,
+            np.zeros(2),
+        )
+    ]
     while nodes and effort > 0 and nodes[0][0] < value * (1 - PROVEN):
         low, step, sure, free, price, limits_price = heappop(nodes)
         free = free[purse.pays_beside(sure)[free]]
@@ -137,13 +164,29 @@ def best_columns(
         steps = NODE_STEPS if step else min(STEPS, EFFORT // cost.size)
         part, left = shares[:, free], purse.left(sure)
         graphs = min(purse.graphs - len(sure), max(_number(part, left), 1))
-        relaxed = _Relaxed(cost[:, free], weights, highest, part, left, graphs)
-        dual = relaxed.raised(price, limits_price, value, steps)
+        relaxed = _Relaxed(
+            cost[:, free],
+            weights,
+            highest,
+            part,
+            left,
+            graphs,
+        )
+        dual = relaxed.raised(
+            price,
+            limits_price,
+            value,
+            steps,
+        )
         effort -= free.size * len(cost) * steps
         order = np.argsort(-dual.gains, kind="stable")
         free, gains = free[order], dual.gains[order]
         opened = int((gains[:graphs] > 0).sum())
-        if not step or total_of(cost, weights, [*sure, *free[:opened]]) < value * (1 - PROVEN):
+        if not step or total_of(
+            cost,
+            weights,
+            [*sure, *free[:opened]],
+        ) < value * (1 - PROVEN):
             look_around([*sure, *free[:opened].tolist()])
         bound = max(dual.bound, low)
         if bound < value * (1 - PROVEN):
@@ -151,8 +194,22 @@ def best_columns(
             threshold = max(float(gains[graphs - 1]), 0.0)
             rest = np.delete(free, at)[np.delete(gains, at) > threshold - (value - bound)]
             for some in ([*sure, int(free[at])], sure):
-                heappush(nodes, (bound, next(number), some, rest, dual.rows, dual.limits))
-    return best, min(value, *(node[0] for node in nodes), np.inf)
+                heappush(
+                    nodes,
+                    (
+                        bound,
+                        next(number),
+                        some,
+                        rest,
+                        dual.rows,
+                        dual.limits,
+                    ),
+                )
+    return best, min(
+        value,
+        *(node[0] for node in nodes),
+        np.inf,
+    )
 
 
 def _number(shares: Floats, left: Floats) -> int:
@@ -181,7 +238,16 @@ def exchanged(cost: Floats, weights: Floats, purse: Purse, chosen: Sequence[int]
         whole = idle == 0  # first one more, then one in the place of another
         rest = best if whole else [*best[:turn], *best[turn + 1 :]]
         before = cost[:, rest].min(axis=1, initial=cost.max())
-        gains = np.where(purse.pays_beside(rest), _gains(cost, weights, before, reach), -1.0)
+        gains = np.where(
+            purse.pays_beside(rest),
+            _gains(
+                cost,
+                weights,
+                before,
+                reach,
+            ),
+            -1.0,
+        )
         more = [*rest, int(gains.argmax())]
         least = total_of(cost, weights, best) * (1 - PROVEN)
         if gains.max() > 0 and total_of(cost, weights, more) < least:
@@ -215,16 +281,37 @@ class _Relaxed:
     def raised(self, rows: Floats, limits: Floats, value: float, steps: int) -> Dual:
         """The largest bound that steps from these prices find."""
         reach, length, idle = np.empty_like(self.cost), 1.5, 0
-        best = Dual(-np.inf, rows, limits, self.shares[0])
+        best = Dual(
+            -np.inf,
+            rows,
+            limits,
+            self.shares[0],
+        )
         total = float(self.weights.sum())
         for _ in range(steps):
             rows = np.clip(rows, 0, self.most)
-            gains = _gains(self.cost, self.weights, rows, reach) - limits @ self.shares
+            gains = (
+                _gains(
+                    self.cost,
+                    self.weights,
+                    rows,
+                    reach,
+                )
+                - limits @ self.shares
+            )
             opened = np.argpartition(-gains, self.graphs - 1)[: self.graphs]
             opened = opened[gains[opened] > 0]
             bound = float(self.weights @ rows - limits @ self.left - gains[opened].sum())
             if bound > best.bound:
-                best, idle = Dual(bound, rows, limits, gains), 0
+                best, idle = (
+                    Dual(
+                        bound,
+                        rows,
+                        limits,
+                        gains,
+                    ),
+                    0,
+                )
             else:
                 idle += 1
             slope = 1.0 - np.count_nonzero(reach[:, opened], axis=1)

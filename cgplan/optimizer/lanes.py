@@ -62,7 +62,13 @@ def largest_of(lane: Lane, plan: Plan) -> int:
 def key_of(lane: Lane, num_tokens: int, plan: Plan) -> Key:
     piecewise, case = lane.mode is CUDAGraphMode.PIECEWISE, lane.num_active_loras
     reqs = None if piecewise else min(num_tokens // stride_of(lane, plan), plan.max_num_seqs)
-    return lane.mode, BatchDescriptor(num_tokens, reqs, lane.uniform, case > 0, case)
+    return lane.mode, BatchDescriptor(
+        num_tokens,
+        reqs,
+        lane.uniform,
+        case > 0,
+        case,
+    )
 
 
 @dataclass(frozen=True)
@@ -160,7 +166,14 @@ class Run:
         """An entry for each graph that runs a batch, in the order of lanes and sizes, and last one
         for eager steps.
         """
-        found, per_step = [], (self._tokens, self._time, self._unpadded)
+        found, per_step = (
+            [],
+            (
+                self._tokens,
+                self._time,
+                self._unpadded,
+            ),
+        )
         for lane in (*self._lanes, EAGER):
             runs = self.place == (np.inf if lane is EAGER else place_of(lane))
             for size in (
@@ -170,7 +183,14 @@ class Run:
                 if here.any():
                     weight = self._weight[here]
                     sums = (float(weight @ figures[here]) for figures in per_step)
-                    found.append(Use(lane, size, float(weight.sum()), *sums))
+                    found.append(
+                        Use(
+                            lane,
+                            size,
+                            float(weight.sum()),
+                            *sums,
+                        )
+                    )
         return tuple(found)
 
     def largest_batch(self, lane: Lane) -> int:
@@ -187,7 +207,11 @@ class Run:
         place = place_of(lane)
         worse = (self.place > place) | ((self.place == place) & (self._size > size))
         moved = self._may_run(lane, size) & worse
-        time = self.times.of(lane.mode, size, lane.num_active_loras)
+        time = self.times.of(
+            lane.mode,
+            size,
+            lane.num_active_loras,
+        )
         gain = float(self._weight[moved] @ (self._time[moved] - time))
         return float(self._weight[moved].sum()), gain / float(self._weight.sum())
 

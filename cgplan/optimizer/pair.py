@@ -46,7 +46,11 @@ class Pair:
     def __init__(self, problem: Problem, prices: Prices, spare: Floats) -> None:
         if len(problem.lanes) == 1:
             demands = tuple(replace(demand, lanes=(1,)) for demand in problem.demands)
-            problem = replace(problem, lanes=(NOTHING, *problem.lanes), demands=demands)
+            problem = replace(
+                problem,
+                lanes=(NOTHING, *problem.lanes),
+                demands=demands,
+            )
         self._problem, self._prices = problem, prices
         self._first, self._second = problem.lanes
         served = [demand.lanes for demand in problem.demands]
@@ -54,16 +58,38 @@ class Pair:
         mine = [number for number, lanes in enumerate(served) if lanes == (0,)]
         self._theirs = [number for number, lanes in enumerate(served) if lanes == (1,)]
         graphs = spare.size - 1
-        self._own = problem.paths(0, [*self._both, *mine], graphs, prices)
+        self._own = problem.paths(
+            0,
+            [*self._both, *mine],
+            graphs,
+            prices,
+        )
         self._before = self._own.cost + problem.missed(0, mine)
-        self._after = problem.paths(1, self._theirs, graphs, prices)
+        self._after = problem.paths(
+            1,
+            self._theirs,
+            graphs,
+            prices,
+        )
         self._beyond = self._after.cost + problem.missed(1, self._theirs)
         self._start = np.full(self._beyond.shape, np.inf)
         self._end = np.zeros(self._beyond.shape, dtype=np.int64)
         shared, times = problem.weights(0, self._both), self._second.times[:1, 1:]
-        reach = np.searchsorted(self._first.sizes, self._second.sizes[1:], side="right") - 1
+        reach = (
+            np.searchsorted(
+                self._first.sizes,
+                self._second.sizes[1:],
+                side="right",
+            )
+            - 1
+        )
         for k in range(graphs + 1 if times.size else 0):
-            found = best_start(self._before[k], shared, times, reach)
+            found = best_start(
+                self._before[k],
+                shared,
+                times,
+                reach,
+            )
             self._start[k, 1:], self._end[k, 1:] = found
         self._solve(spare, 0, graphs)
 
@@ -103,10 +129,24 @@ class Pair:
         """[K + 1, ends of the first lane]: the largest end of the second one below it that the
         limits pay for, -1 for none.
         """
-        below = np.searchsorted(self._second.sizes, self._first.sizes, side="right") - 1
+        below = (
+            np.searchsorted(
+                self._second.sizes,
+                self._first.sizes,
+                side="right",
+            )
+            - 1
+        )
         self._room = np.empty((spare.size, below.size), dtype=np.int64)
         for end, most in enumerate(below.tolist()):
-            paid = np.searchsorted(self._taken(end), spare, side="right") - 1
+            paid = (
+                np.searchsorted(
+                    self._taken(end),
+                    spare,
+                    side="right",
+                )
+                - 1
+            )
             self._room[:, end] = np.minimum(paid, most)
 
     def _join(self, high: int) -> None:
@@ -137,7 +177,11 @@ class Pair:
         times = self._second.times
         ran = (weights * times).sum(axis=0) + self._prices.of(self._second)
         for level in range(1, len(self._joined)):
-            least, below = best_below(self._joined[level - 1], weights, times)
+            least, below = best_below(
+                self._joined[level - 1],
+                weights,
+                times,
+            )
             is_less = least + ran < self._joined[level]
             self._joined[level, is_less] = (least + ran)[is_less]
             self._parent[level, is_less] = below[is_less]

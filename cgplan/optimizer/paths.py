@@ -101,7 +101,12 @@ def best_below(before: Floats, weights: Floats, times: Floats) -> tuple[Floats, 
     least = np.full(before.size, np.inf)
     below = np.zeros(before.size, dtype=np.int64)
     if before.size > 1:
-        least[1:], below[1:] = best_start(before, weights, times[:, 1:], np.arange(before.size - 1))
+        least[1:], below[1:] = best_start(
+            before,
+            weights,
+            times[:, 1:],
+            np.arange(before.size - 1),
+        )
     return least, below
 
 
@@ -150,5 +155,9 @@ def min_plus(table: Floats, curve: Floats) -> Floats:
     """The least sums of entries of two [K + 1] whose numbers of graphs add up to k."""
     total = np.full(table.shape, np.inf)
     for graphs, value in enumerate(curve):
-        np.minimum(total[graphs:], table[: table.size - graphs] + value, out=total[graphs:])
+        np.minimum(
+            total[graphs:],
+            table[: table.size - graphs] + value,
+            out=total[graphs:],
+        )
     return total

@@ -65,7 +65,11 @@ class Candidates:
         found = np.full((2, graphs + 1), np.inf)
         found[:, 0] = 0.0
         most = min(int(self.each[1:].sum()), graphs)
-        for row, figure in zip(found, (self.driver, self.seconds), strict=True):
+        for row, figure in zip(
+            found,
+            (self.driver, self.seconds),
+            strict=True,
+        ):
             every = np.sort(np.repeat(figure[1:] / self.each[1:], self.each[1:]))
             row[1 : most + 1] = np.cumsum(every[:most])
         return found
@@ -104,7 +108,11 @@ class Demand:
 
     def below(self, sizes: Ints) -> Ints:
         """How many entries of ``tokens`` each size holds."""
-        return np.searchsorted(self.tokens, sizes, side="right")
+        return np.searchsorted(
+            self.tokens,
+            sizes,
+            side="right",
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,7 +195,13 @@ class Problem:
         """Paths of a lane that has all batches of these demands."""
         lane = self.lanes[n]
         weights = self.weights(n, demands)
-        return best_paths(weights, lane.times, graphs, prices.of(lane), lane.each)
+        return best_paths(
+            weights,
+            lane.times,
+            graphs,
+            prices.of(lane),
+            lane.each,
+        )
 
     def left_to(self, n: int, others: Chosen) -> tuple[Floats, Floats]:
         """The weight of the batches up to each candidate of a lane that others leave to it, by
@@ -252,7 +266,11 @@ class Problem:
             for n in demand.lanes:
                 lane, held = self.lanes[n], self.holds[number][n]
                 picked = np.array([0, *chosen[n]])
-                below = np.searchsorted(picked[1:], np.arange(held.size), side="left")
+                below = np.searchsorted(
+                    picked[1:],
+                    np.arange(held.size),
+                    side="left",
+                )
                 first = np.maximum(held[picked[below]], passed)
                 last = np.maximum(held, first)
                 times = lane.times[min(number, len(lane.times) - 1)]
@@ -284,7 +302,15 @@ class Problem:
         sums, ends = np.zeros(3), np.zeros(2)
         for lane, picked in zip(self.lanes, chosen, strict=True):
             if len(picked):
-                figures = np.stack([lane.each, lane.driver, lane.seconds, lane.pool, lane.static])
+                figures = np.stack(
+                    [
+                        lane.each,
+                        lane.driver,
+                        lane.seconds,
+                        lane.pool,
+                        lane.static,
+                    ]
+                )
                 figures = figures[:, [*picked]]
                 sums += figures[:3].sum(axis=1)
                 ends = np.maximum(ends, figures[3:].max(axis=1))
@@ -324,11 +350,24 @@ def problem_of(
     groups = grouped(
         (
             tuple(index for index, lane in enumerate(lanes) if may_serve(lane, batch, traffic)),
-            (batch.num_tokens, batch.num_active_loras, weight),
+            (
+                batch.num_tokens,
+                batch.num_active_loras,
+                weight,
+            ),
         )
         for batch, weight in traffic.histogram
     )
-    everything = [_demand(on, rows, lanes, times, plan) for on, rows in sorted(groups.items())]
+    everything = [
+        _demand(
+            on,
+            rows,
+            lanes,
+            times,
+            plan,
+        )
+        for on, rows in sorted(groups.items())
+    ]
     demands = tuple(demand for demand in everything if demand.lanes)
     problem = Problem(
         lanes=(),
@@ -340,11 +379,21 @@ def problem_of(
     )
     if not used:
         return problem
-    market = _Market(times, plan, costs, without)
+    market = _Market(
+        times,
+        plan,
+        costs,
+        without,
+    )
     if one_list:
         made, rising = _one_list(lanes, demands, market)
         shared = tuple(replace(demand, lanes=(0,)) for demand in demands)
-        return replace(problem, lanes=(made,), demands=shared, rising=rising)
+        return replace(
+            problem,
+            lanes=(made,),
+            demands=shared,
+            rising=rising,
+        )
     found: list[Candidates] = []
     # where a lane may end depends on those after it
     for index in reversed(range(len(lanes))):
@@ -364,13 +413,21 @@ def _demand(
     sizes, loras, weights = (np.array(column) for column in zip(*rows, strict=True))
     eager = np.zeros(sizes.size)
     for case in np.unique(loras):
-        eager[loras == case] = times.at(CUDAGraphMode.NONE, sizes[loras == case], int(case))
+        eager[loras == case] = times.at(
+            CUDAGraphMode.NONE,
+            sizes[loras == case],
+            int(case),
+        )
     best = eager.copy()
     for lane in (lanes[index] for index in served):
         rounded = _rounded(sizes, stride_of(lane, plan))
         fits = rounded <= largest_of(lane, plan)
         if fits.any():
-            took = times.at(lane.mode, rounded[fits], lane.num_active_loras)
+            took = times.at(
+                lane.mode,
+                rounded[fits],
+                lane.num_active_loras,
+            )
             best[fits] = np.minimum(best[fits], took)
     tokens, at = np.unique(sizes, return_inverse=True)
     slowest = np.zeros(tokens.size)
@@ -414,14 +471,26 @@ class _Market:
             misses.append(np.maximum(demand.slowest, above))
         sizes, at = np.unique(np.concatenate(rounded), return_inverse=True)
         missed = np.zeros(sizes.size)
-        np.maximum.at(missed, at, np.concatenate(misses))
+        np.maximum.at(
+            missed,
+            at,
+            np.concatenate(misses),
+        )
         lost = {key[1].num_tokens for key in self.without if Lane.of(*key) == lane}
         fits = (sizes <= most) & ~np.isin(sizes, [*lost])
         missed = np.maximum.accumulate(missed)[fits]
         sizes = sizes[fits]
-        took = self.times.at(lane.mode, sizes, lane.num_active_loras)
+        took = self.times.at(
+            lane.mode,
+            sizes,
+            lane.num_active_loras,
+        )
         sizes = sizes[: int(np.flatnonzero(took < missed).max(initial=0)) + 1]
-        return self.priced(lane, self.with_cheaper(lane, sizes, stride), stride)
+        return self.priced(
+            lane,
+            self.with_cheaper(lane, sizes, stride),
+            stride,
+        )
 
     def paid(self, lane: Lane, stride: int) -> Floats:
         """[2, sizes] bytes of the driver and seconds of every multiple of ``stride``, from 0 on."""
@@ -450,9 +519,22 @@ class _Market:
             for index, size in enumerate(sizes[1:].tolist(), 1):
                 pool[index] = self.costs.pool_bytes(lane.mode, size)
                 static[index] = self.costs.static_bytes(size)
-        took = self.times.at(lane.mode, sizes, lane.num_active_loras)[None]
+        took = self.times.at(
+            lane.mode,
+            sizes,
+            lane.num_active_loras,
+        )[None]
         each = np.ones(sizes.size, dtype=np.int64)
-        return Candidates((lane,), sizes, took, each, driver, seconds, pool, static)
+        return Candidates(
+            (lane,),
+            sizes,
+            took,
+            each,
+            driver,
+            seconds,
+            pool,
+            static,
+        )
 
 
 def _one_list(
@@ -465,17 +547,34 @@ def _one_list(
     tops = [largest_of(lane, plan) for lane in lanes]
     stride = plan.query_len if any(lane.mode is CUDAGraphMode.FULL for lane in lanes) else 1
     # where fewer lanes hold a size, it is fewer graphs
-    wanted = np.concatenate([[0], np.add(tops, 1), *(demand.tokens for demand in demands)])
+    wanted = np.concatenate(
+        [
+            [0],
+            np.add(tops, 1),
+            *(demand.tokens for demand in demands),
+        ]
+    )
     sizes = np.unique(_rounded(wanted, stride))
     sizes = np.setdiff1d(sizes, [key.num_tokens for _, key in market.without])
     sizes = sizes[sizes <= max(tops)]
     for lane, top in zip(lanes, tops, strict=True):
-        sizes = np.union1d(sizes, market.with_cheaper(lane, sizes[sizes <= top], stride))
+        sizes = np.union1d(
+            sizes,
+            market.with_cheaper(
+                lane,
+                sizes[sizes <= top],
+                stride,
+            ),
+        )
     width = sizes.size
     times = np.zeros((len(demands), width))
     figures = np.zeros((5, width))
     for index, (lane, top) in reversed([*enumerate(zip(lanes, tops, strict=True))]):
-        own = market.priced(lane, sizes[sizes <= top], stride)
+        own = market.priced(
+            lane,
+            sizes[sizes <= top],
+            stride,
+        )
         held = own.sizes.size
         for number, demand in enumerate(demands):
             if index in demand.lanes:

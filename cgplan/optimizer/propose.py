@@ -146,17 +146,50 @@ def choose(
         seen = Traffic.mixed(loads)
         parts = [(seen, 1 - insurance), *([(seen.unseen(base), insurance)] if insurance else [])]
         problem, alone = (
-            problem_of(lanes, part, times, base, costs, failed, one_list=one_list)
+            problem_of(
+                lanes,
+                part,
+                times,
+                base,
+                costs,
+                failed,
+                one_list=one_list,
+            )
             for part in (Traffic.mixed(parts), seen)
         )
-        return Curve(problem, alone, seen, times, base, costs, budget.max_graphs or 0)
+        return Curve(
+            problem,
+            alone,
+            seen,
+            times,
+            base,
+            costs,
+            budget.max_graphs or 0,
+        )
 
     memory, seconds = (budget.memory, budget.capture_time) if costs is not None else (None, None)
-    limits = Limits(min(budget.max_graphs or MOST, MOST), memory, seconds)
-    bounded = (budget.max_graphs, memory, seconds) != (None, None, None)
+    limits = Limits(
+        min(budget.max_graphs or MOST, MOST),
+        memory,
+        seconds,
+    )
+    bounded = (
+        budget.max_graphs,
+        memory,
+        seconds,
+    ) != (
+        None,
+        None,
+        None,
+    )
     curve = curve_of(loads)
     goals = [ladders[name] for name in (asked, "vllm") if name in ladders] or [*ladders.values()]
-    is_good = _as_good_as(() if bounded else goals, curve, [load for load, _ in loads], insurance)
+    is_good = _as_good_as(
+        () if bounded else goals,
+        curve,
+        [load for load, _ in loads],
+        insurance,
+    )
     if bounded:
         _check_one_graph(limits, curve)
     else:
@@ -170,7 +203,13 @@ def choose(
         best = best_plan(curve.problem, limits, slack=slack)
     alone: list[float] = []
     if len(loads) > 1 and worst:
-        best, alone = _least_regret(curve, best, limits, loads, curve_of)
+        best, alone = _least_regret(
+            curve,
+            best,
+            limits,
+            loads,
+            curve_of,
+        )
     driver, spent = curve.problem.least(MOST + 1)[:, -1]
     has_room = bounded and (budget.max_graphs or MOST + 1) > MOST and math.isfinite(driver)
     # The budget has room for more than are planned; or neighbours of sizes that failed, which are
@@ -228,7 +267,16 @@ def _as_good_as(
     goals = []
     for part, share in parts if ladders else ():
         lanes = [lane for one in curve.problem.lanes for lane in one.lanes]
-        changeable = problem_of(lanes, part, curve.times, curve.plan, None).changeable / part.total
+        changeable = (
+            problem_of(
+                lanes,
+                part,
+                curve.times,
+                curve.plan,
+                None,
+            ).changeable
+            / part.total
+        )
         least = min(Run(ladder.keys, part, curve.times).expected_us for ladder in ladders)
         goals.append((part, least + share * changeable))
     return lambda keys: all(
@@ -265,7 +313,11 @@ def _least_regret(
         weights *= np.exp(4 / (1 + step) * apart / max(float(np.abs(apart).max()), EXACT))
         weighed = [(load, float(weight)) for (load, _), weight in zip(loads, weights, strict=True)]
         chosen = best_plan(curve_of(weighed).problem, limits).chosen
-    return Best(found, curve.problem.total_of(found), best.bound), alone
+    return Best(
+        found,
+        curve.problem.total_of(found),
+        best.bound,
+    ), alone
 
 
 def _with_sizes(config: Config, sizes: str | tuple[int, ...], most: int | None = None) -> Config:
@@ -394,7 +446,11 @@ class Curve:
         if graphs is None:
             return None
         keys = self.keys_of(self.found.chosen(graphs))
-        return ParetoPoint(graphs=graphs, expected_us=self.steps[graphs], **self.price(keys))
+        return ParetoPoint(
+            graphs=graphs,
+            expected_us=self.steps[graphs],
+            **self.price(keys),
+        )
 
 
 @dataclass(frozen=True)
@@ -495,7 +551,12 @@ class Case:
         for load, alone in zip(self.loads, best, strict=True) if len(self.loads) > 1 else ():
             theirs = None if ladder is None else Run(ladder.keys, load, self.run.times).expected_us
             mine = Run(self.plan.keys, load, self.run.times).expected_us
-            yield LoadPoint(source=load.source, expected_us=mine, ladder_us=theirs, best_us=alone)
+            yield LoadPoint(
+                source=load.source,
+                expected_us=mine,
+                ladder_us=theirs,
+                best_us=alone,
+            )
 
     @property
     def _exact(self) -> bool:
@@ -538,7 +599,14 @@ class Case:
         return cases if self.one_list else self.run.times.told_apart(cases)
 
     def _ladder(self, name: str, plan: Plan) -> LadderPoint:
-        run, curve = Run(plan.keys, self.run.traffic, self.run.times), self.curve
+        run, curve = (
+            Run(
+                plan.keys,
+                self.run.traffic,
+                self.run.times,
+            ),
+            self.curve,
+        )
         alike = run.expected_us + ALIKE * self._changeable_us
         return LadderPoint(
             name=name,
@@ -662,7 +730,14 @@ class Case:
         for lane in lanes_of(self.plan.mode, self._planned_cases):
             largest, stride = largest_of(lane, self.plan), stride_of(lane, self.plan)
             modes, sizes = (lane.mode, CUDAGraphMode.NONE), np.arange(largest + 1)
-            graph, eager = (self.run.times.at(mode, sizes, lane.num_active_loras) for mode in modes)
+            graph, eager = (
+                self.run.times.at(
+                    mode,
+                    sizes,
+                    lane.num_active_loras,
+                )
+                for mode in modes
+            )
             end = int(np.flatnonzero(graph < eager).max(initial=0)) // stride * stride
             wanted = min(-(-self.run.largest_batch(lane) // stride) * stride, largest)
             if wanted < end:
@@ -671,7 +746,12 @@ class Case:
                     if wanted
                     else NO_BATCH
                 )
-                yield NotWorth(**lane._asdict(), first=wanted + 1, last=end, reason=reason)
+                yield NotWorth(
+                    **lane._asdict(),
+                    first=wanted + 1,
+                    last=end,
+                    reason=reason,
+                )
             if end < largest:
                 yield NotWorth(
                     **lane._asdict(),
@@ -741,6 +821,10 @@ def _by_lane(reasons: Iterable[tuple[Key, str]]) -> tuple[LeftOut, ...]:
     found = grouped(((Lane.of(*key), reason), key[1].num_tokens) for key, reason in reasons)
     ordered = sorted(found.items(), key=lambda item: (item[0][0].mode.name, *item[0][0][1:]))
     return tuple(
-        LeftOut(**lane._asdict(), sizes=tuple(sorted(sizes)), reason=why)
+        LeftOut(
+            **lane._asdict(),
+            sizes=tuple(sorted(sizes)),
+            reason=why,
+        )
         for (lane, why), sizes in ordered
     )

@@ -101,7 +101,11 @@ def best_plan(problem: Problem, limits: Limits, *, slack: float = 0.0) -> Best:
     total = problem.total_of(chosen)
     if pays and total >= problem.total_of(best.chosen) - slack:
         return best
-    return Best(chosen, total, min(max(bound, priced), total))
+    return Best(
+        chosen,
+        total,
+        min(max(bound, priced), total),
+    )
 
 
 def _halved(found: Search, limits: Limits, slack: float) -> Best:
@@ -114,7 +118,13 @@ def _halved(found: Search, limits: Limits, slack: float) -> Best:
 
     def best_of(graphs: int, enough: float) -> tuple[Chosen | None, float]:
         """The best plan of so many graphs, if it takes no longer than that; and a bound."""
-        open_ = [(float(pair.value[graphs]), 0, limits.graphs)]
+        open_ = [
+            (
+                float(pair.value[graphs]),
+                0,
+                limits.graphs,
+            )
+        ]
         bound = -np.inf
         for _ in range(HALVINGS):
             bound, low, high = heappop(open_)
@@ -128,8 +138,19 @@ def _halved(found: Search, limits: Limits, slack: float) -> Best:
             middle = (low + high) // 2
             for first, last in ((low, middle), (middle + 1, high)):
                 if (first, last) not in parts:
-                    parts[first, last] = pair.within(found.spare(first, last), first, last)
-                heappush(open_, (float(parts[first, last].value[graphs]), first, last))
+                    parts[first, last] = pair.within(
+                        found.spare(first, last),
+                        first,
+                        last,
+                    )
+                heappush(
+                    open_,
+                    (
+                        float(parts[first, last].value[graphs]),
+                        first,
+                        last,
+                    ),
+                )
         return None, bound
 
     chosen, bound = best_of(limits.graphs, np.inf)
@@ -152,7 +173,12 @@ def _priced(problem: Problem, limits: Limits) -> tuple[Chosen, float]:
     numbers = range(1, limits.graphs + 1)
     start: Chosen | None = None
     for _ in range(SWEEPS):
-        found = Search(problem, limits, rate=rate, start=start)
+        found = Search(
+            problem,
+            limits,
+            rate=rate,
+            start=start,
+        )
         start = found.chosen(limits.graphs)
         bound = max(bound, float(found.bound[-1]) - found.budget_price)
 
@@ -182,8 +208,17 @@ def exchanged(problem: Problem, chosen: Chosen, limits: Limits) -> Chosen:
         for n, picked in enumerate(before):
             for index in picked:
                 left = tuple(other for other in picked if other != index)
-                some = (*before[:n], left, *before[n + 1 :])
-                other = _filled(problem, some, limits, (n, index))
+                some = (
+                    *before[:n],
+                    left,
+                    *before[n + 1 :],
+                )
+                other = _filled(
+                    problem,
+                    some,
+                    limits,
+                    (n, index),
+                )
                 total = problem.total_of(other)
                 if total < least * (1 - PROVEN):
                     best, least = other, total
@@ -202,11 +237,21 @@ def _filled(
             gains = np.where(paid, gains, -np.inf)
             if without is not None and without[0] == n:
                 gains[without[1]] = -np.inf
-            found.append((float(gains.max()), n, int(gains.argmax())))
+            found.append(
+                (
+                    float(gains.max()),
+                    n,
+                    int(gains.argmax()),
+                )
+            )
         gain, n, index = max(found)
         if gain <= PROVEN * problem.total_of(chosen):
             return chosen
-        chosen = (*chosen[:n], tuple(sorted({*chosen[n], index})), *chosen[n + 1 :])
+        chosen = (
+            *chosen[:n],
+            tuple(sorted({*chosen[n], index})),
+            *chosen[n + 1 :],
+        )
 
 
 class Search:
@@ -242,7 +287,11 @@ class Search:
         self._paths: dict[tuple[int, bytes], Paths] = {}
         self._turns: list[Chosen] = [((),) * len(problem.lanes)]
         if len(problem.lanes) in (1, 2):
-            self.pair = Pair(problem, self.prices, self.spare(0, limits.graphs))
+            self.pair = Pair(
+                problem,
+                self.prices,
+                self.spare(0, limits.graphs),
+            )
             self.value = self.bound = self.pair.value
         else:
             self.value = self._in_turns(start or self._turns[0])
@@ -262,7 +311,11 @@ class Search:
         """
         least = float(self.value[graphs])
         chosen = self.chosen(min(graphs, self.fewest(least * (1 + PROVEN) + slack)))
-        return Best(chosen, min(least, self.problem.total_of(chosen)), float(self.bound[graphs]))
+        return Best(
+            chosen,
+            min(least, self.problem.total_of(chosen)),
+            float(self.bound[graphs]),
+        )
 
     def fewest(self, total: float) -> int:
         """The fewest graphs with a plan that is no dearer; the most if there is none."""
@@ -281,7 +334,14 @@ class Search:
         """
         found = []
         for lane, picked in zip(self.problem.lanes, chosen, strict=True):
-            figures = np.stack([*lane.times, lane.each, lane.driver, lane.seconds])
+            figures = np.stack(
+                [
+                    *lane.times,
+                    lane.each,
+                    lane.driver,
+                    lane.seconds,
+                ]
+            )
             sizes = list(picked)
             for n, (size, above) in enumerate(pairwise(picked)):
                 same = (figures[:, size:above] == figures[:, [size]]).all(axis=0)
@@ -334,7 +394,11 @@ class Search:
                 other = chosen
                 for n, count in lists:
                     turn = turns[n] if other is chosen else self._turn(other, n, count)
-                    other = (*other[:n], turn.sizes(count), *other[n + 1 :])
+                    other = (
+                        *other[:n],
+                        turn.sizes(count),
+                        *other[n + 1 :],
+                    )
                 found = self._total(other)
                 if found < total * (1 - PROVEN):
                     chosen, total = other, found
@@ -345,7 +409,11 @@ class Search:
     def _turn(self, chosen: Chosen, n: int, graphs: int) -> _Turn:
         """The best lists of a lane for what the others' lists leave to it, within the limits."""
         lane = self.problem.lanes[n]
-        others = (*chosen[:n], (), *chosen[n + 1 :])
+        others = (
+            *chosen[:n],
+            (),
+            *chosen[n + 1 :],
+        )
         weights, beyond = self.problem.left_to(n, others)
         name = n, weights.tobytes()
         if name not in self._paths or len(self._paths[name].cost) <= graphs:
@@ -379,7 +447,11 @@ class Search:
             times.append(np.append(lane.times[0], np.inf)[place])
             fixed.append(np.append(lane.pool + lane.static, np.inf)[place])
         driver, seconds = problem.least(graphs)
-        is_paid = self.limits.pays_for(0, np.min(fixed, axis=0) + driver[:, None], seconds[:, None])
+        is_paid = self.limits.pays_for(
+            0,
+            np.min(fixed, axis=0) + driver[:, None],
+            seconds[:, None],
+        )
         longest = max(float(lane.times[0, -1]) for lane in problem.lanes)
         total = np.full(graphs + 1, problem.eager_us)
         for demand in problem.demands:
