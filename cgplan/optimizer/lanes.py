@@ -96,9 +96,7 @@ class Run:
     """Traffic run through graphs, by the rule of the dispatcher.
 
     A batch runs in the first lane with a graph that holds it, at the smallest such size; eagerly if
-    there is none. FULL graphs of uniform decode come first, then FULL graphs of mixed batches, then
-    PIECEWISE ones; of each kind those for the fewest adapters. Raises StepTimeError where times of
-    a mode that runs a batch are missing.
+    there is none. Raises StepTimeError where times of a mode that runs a batch are missing.
 
     Attributes:
         traffic, times: The batches, and how long steps take.

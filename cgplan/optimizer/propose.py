@@ -88,32 +88,23 @@ def choose(
 ) -> Case:
     """The plan with the shortest expected step for this traffic inside ``config.budget``.
 
-    All lanes (modes x LoRA cases) are planned together; a lane without sizes leaves its batches to
-    the next one. With a budget it is the best plan that the budget pays for, less graphs that
-    together bring under 0.01%. Without one it is the one with the fewest graphs that bring 95% of
-    what a graph for every size would, and are as good as the sizes or the ladder that the
-    configuration asks for, and as vLLM's: at most 0.1% longer for each traffic, and with insurance
-    at most 1% for batches that none shows.
+    With a budget it is the best plan that the budget pays for, less graphs that together bring
+    under 0.01%. Without one it has the fewest graphs that bring 95% of what a graph for every size
+    would, and are as good as the configured sizes or ladder and as vLLM's: at most 0.1% longer for
+    each traffic, and with insurance at most 1% for batches that none shows.
 
-    LoRA cases whose step times are not told apart are planned as one, the largest of them. A key
-    counts as one graph, also where it has several segments (PIECEWISE). ``budget.reserve`` bounds a
-    capture, not a plan.
-
-    The capture sizes of ``config`` are only compared with. Without ``costs``, only
-    ``budget.max_graphs`` bounds the plan. Keys in ``failed`` could not be captured, with the
-    reason: the plan does without them, and says so.
+    LoRA cases with the same step times are planned as one, the largest of them. A key counts as one
+    graph, whatever its segments. Without ``costs``, only ``budget.max_graphs`` bounds the plan. The
+    plan does without keys in ``failed``, each with its reason.
 
     Args:
-        traffic: Several traffics with their weights share the steps by these, however many steps
-            each counts.
+        traffic: Several traffics share the steps by their weights.
         insurance: This share of the steps, below 1, is that of ``Traffic.unseen`` while sizes are
-            chosen. Figures of the evidence are of the traffic alone, but for the lower bound and
-            the curve's choice.
+            chosen. Figures of the evidence are of the traffic alone, but for the lower bound.
         worst: Minimise the largest regret over the traffics, that is step over best step of as many
             graphs, not the mean step.
-        one_list: All lanes have the same sizes, as far as they may hold them: an engine with one
-            list captures no others.
-        apart: As in Traffic: for an engine whose graphs of decode and of prefill are apart.
+        one_list: All lanes have the same sizes, as far as they may hold them.
+        apart: As in Traffic.
 
     Raises:
         ModeError, PlanError: as ``build_plan`` does; or batches have several sizes, see
@@ -261,7 +252,7 @@ def propose(*given: Any, **options: Any) -> Proposal:
 def _as_good_as(
     ladders: Sequence[Plan], curve: Curve, loads: Sequence[Traffic], insurance: float
 ) -> Callable[[Iterable[Key]], bool]:
-    """Whether keys are as good as all ladders for each load, and for what none shows."""
+    """Whether keys are as good as all ladders."""
     parts = [(load, ALIKE) for load in loads]
     parts += [(curve.seen.unseen(curve.plan), NO_GAIN)] if insurance else []
     goals = []
@@ -291,9 +282,8 @@ def _least_regret(
     loads: Sequence[tuple[Traffic, float]],
     curve_of: Callable[..., Curve],
 ) -> tuple[Best, list[float]]:
-    """The plan whose largest regret over the loads is least, among those that are best for some
-    weights of them; and the best step of each load. Candidates do not depend on weights, so choices
-    are those of any curve.
+    """The plan with the least largest regret, of those that are best for some weights of the loads;
+    and the best step of each load. Candidates do not depend on weights.
     """
     alone = []
     for load, _ in loads:
@@ -370,12 +360,12 @@ def _check_one_graph(limits: Limits, curve: Curve) -> None:
 
 @dataclass(frozen=True)
 class Curve:
-    """The best plans by their number of graphs, if nothing else is limited; ``plan`` has the bounds
-    of a batch.
+    """The best plans by their number of graphs, if nothing else is limited.
 
     Attributes:
         problem: Of what is planned for, insurance included.
         alone, seen: The problem of the traffic alone, and the traffic.
+        plan: Has the bounds of a batch.
         most: Graphs that the budget allows; 0: any number.
     """
 
@@ -389,9 +379,7 @@ class Curve:
 
     @cached_property
     def found(self) -> Search:
-        """The search: of 64 graphs; of 128 where ``most`` is more, or 64 are not as good as a graph
-        for each size.
-        """
+        """Of 64 graphs; of 128 where the budget allows more, or 64 are not enough."""
         found, problem = Search(self.problem, Limits(FIRST)), self.problem
         near = problem.infinite_us * problem.weight + NO_GAIN * problem.changeable
         if found.value[-1] > near or self.most > FIRST:
@@ -415,9 +403,7 @@ class Curve:
         return float(self.found.value[graphs]) / self.problem.weight
 
     def fewest(self, expected_us: float) -> int | None:
-        """The fewest graphs with which steps are no longer than that; None if the curve does not
-        get there.
-        """
+        """The fewest graphs with which steps are no longer than that."""
         goal = expected_us * self.problem.weight * (1 + 1e-9)
         enough = np.flatnonzero(self.found.value <= goal)
         return int(enough[0]) if enough.size else None
@@ -622,9 +608,7 @@ class Case:
         )
 
     def _fewest(self, expected_us: float) -> int | None:
-        """The fewest graphs of the curve with which steps of the traffic are no longer than
-        that.
-        """
+        """The same of the traffic alone."""
         if not self.insurance:
             return self.curve.fewest(expected_us)
         return next(
@@ -632,11 +616,8 @@ class Case:
         )
 
     def _left_out(self) -> Iterator[tuple[Key, str]]:
-        """Keys of the configured list or ladder that the plan does not have, and why.
-
-        Each is added to the plan by itself: if steps get less than 0.01% shorter, there is no gain,
-        or no batch that would run in it; if they get shorter, the reason is the limits that it
-        would break.
+        """Keys of the configured list or ladder that the plan does not have, and why; each is added
+        to the plan by itself.
         """
         asked, cases = self.ladders.get(self.asked), self._planned_cases
         for key in asked.keys if asked else ():
@@ -724,9 +705,7 @@ class Case:
         )
 
     def _not_worth(self) -> Iterator[NotWorth]:
-        """Sizes of the planned lanes at which a graph brings nothing: no batch would run in it,
-        none that comes there is as large, or eager steps take no longer.
-        """
+        """Sizes of the planned lanes at which a graph brings nothing."""
         for lane in lanes_of(self.plan.mode, self._planned_cases):
             largest, stride = largest_of(lane, self.plan), stride_of(lane, self.plan)
             modes, sizes = (lane.mode, CUDAGraphMode.NONE), np.arange(largest + 1)

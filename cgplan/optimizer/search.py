@@ -258,7 +258,7 @@ class Search:
     """The best plans by their number of graphs: index k means at most k.
 
     Args:
-        limits: If keys of a lane differ in cost, the cheapest counts, see Note [Limits].
+        limits: The cheapest keys of a lane count, see Note [Limits].
         rate: Price on bytes and seconds: of a whole limit, as a share of the microseconds that
             graphs can save.
 
@@ -266,7 +266,8 @@ class Search:
         value: [K + 1] total microseconds (times weight) of the best plan found, with the price of
             its costs.
         bound: [K + 1] no plan is below it.
-        byte, second, budget_price: Prices at the rate; the last one of the whole budget.
+        prices: At the rate.
+        pair: Plans of one lane or two.
     """
 
     def __init__(
