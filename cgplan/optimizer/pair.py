@@ -91,6 +91,11 @@ class Pair:
                 reach,
             )
             self._start[k, 1:], self._end[k, 1:] = found
+        # bytes that follow from where the two lanes end
+        pool = np.maximum.outer(self._first.pool, self._second.pool)
+        static = np.maximum.outer(self._first.static, self._second.static)
+        some = np.add.outer(self._first.sizes, self._second.sizes) > 0
+        self._taken_by = pool + static + problem.workspace * some
         self._solve(spare, 0, graphs)
 
     def within(self, spare: Floats, low: int, high: int) -> Pair:
@@ -105,49 +110,27 @@ class Pair:
         self._find_room(spare)
         self._join(high)
         if both:
-            self._go_on(problem.weights(1, [*both, *self._theirs]))
-        taken, byte = self._taken(0), self._prices.byte
+            least = self._taken_by[0, 1:].min(initial=np.inf)
+            paid = np.flatnonzero(spare >= least).max(initial=0)
+            self._go_on(problem.weights(1, [*both, *self._theirs]), int(paid))
+        taken, byte = self._taken_by[0], self._prices.byte
         missed = problem.missed(1, [*both, *self._theirs]) + problem.eager_us
         self._joined += missed + byte * taken
         self._joined[taken > spare[:, None]] = np.inf
-        least = [self._taken(end)[0] for end in range(self._first.sizes.size)]
-        self._apart += problem.missed(0, both) + problem.eager_us + byte * np.array(least)
+        self._apart += problem.missed(0, both) + problem.eager_us + byte * self._taken_by[:, 0]
         self._apart[self._room < 0] = np.inf
         value = np.minimum(self._joined.min(axis=1), self._apart.min(axis=1))
         self.value = np.minimum.accumulate(value)
-
-    def _taken(self, end: int) -> Floats:
-        """Bytes that follow from where lanes end, by the end of the second one, if the first one
-        ends at ``end``.
-        """
-        pool = np.maximum(self._second.pool, self._first.pool[end])
-        static = np.maximum(self._second.static, self._first.static[end])
-        some = (self._second.sizes > 0) | (end > 0)
-        return np.asarray(pool + static + self._problem.workspace * some)
 
     def _find_room(self, spare: Floats) -> None:
         """[K + 1, ends of the first lane]: the largest end of the second one below it that the
         limits pay for, -1 for none.
         """
-        below = (
-            np.searchsorted(
-                self._second.sizes,
-                self._first.sizes,
-                side="right",
-            )
-            - 1
-        )
+        below = np.searchsorted(self._second.sizes, self._first.sizes, side="right") - 1
         self._room = np.empty((spare.size, below.size), dtype=np.int64)
         for end, most in enumerate(below.tolist()):
-            paid = (
-                np.searchsorted(
-                    self._taken(end),
-                    spare,
-                    side="right",
-                )
-                - 1
-            )
-            self._room[:, end] = np.minimum(paid, most)
+            paid = np.searchsorted(self._taken_by[end, : most + 1], spare, side="right")
+            self._room[:, end] = paid - 1
 
     def _join(self, high: int) -> None:
         """Totals by graphs and the end of the first lane that is the larger one, and by graphs and
@@ -172,11 +155,11 @@ class Pair:
         shared = self._problem.weights(1, self._both)
         self._joined += (shared * self._second.times).sum(axis=0)
 
-    def _go_on(self, weights: Floats) -> None:
-        """Totals by graphs and the last size of the second lane."""
+    def _go_on(self, weights: Floats, graphs: int) -> None:
+        """Totals by graphs, up to so many, and the last size of the second lane."""
         times = self._second.times
         ran = (weights * times).sum(axis=0) + self._prices.of(self._second)
-        for level in range(1, len(self._joined)):
+        for level in range(1, graphs + 1):
             least, below = best_below(
                 self._joined[level - 1],
                 weights,

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any
 
@@ -133,21 +133,15 @@ def choose(
     ladders = dict(_ladders(config))
     asked = "configured" if isinstance(sizes, tuple) else sizes or "vllm"
 
+    limited = costs if (budget.memory, budget.capture_time) != (None, None) else None
+
     def curve_of(loads: Sequence[tuple[Traffic, float]], insurance: float = insurance) -> Curve:
         seen = Traffic.mixed(loads)
-        parts = [(seen, 1 - insurance), *([(seen.unseen(base), insurance)] if insurance else [])]
-        problem, alone = (
-            problem_of(
-                lanes,
-                part,
-                times,
-                base,
-                costs,
-                failed,
-                one_list=one_list,
-            )
-            for part in (Traffic.mixed(parts), seen)
-        )
+        planned = seen
+        if insurance:
+            planned = Traffic.mixed([(seen, 1 - insurance), (seen.unseen(base), insurance)])
+        of = partial(problem_of, lanes, times=times, plan=base, without=failed, one_list=one_list)
+        problem, alone = of(planned, costs=limited), of(seen, costs=None)
         return Curve(
             problem,
             alone,
