@@ -33,7 +33,16 @@ SpeculativeMethod = StrEnum("SpeculativeMethod", "eagle mtp ngram draft_model su
 Runner = StrEnum("Runner", "v1 v2")
 Objective = StrEnum("Objective", "mean worst")
 ModeChoice = StrEnum("ModeChoice", "keep best")
-GOALS = ("ttft_p50", "ttft_p99", "tpot_p50", "tpot_p99", "step_p50", "step_p99", "decode_p99")
+GOALS = (
+    "ttft_p50",
+    "ttft_p99",
+    "tpot_p50",
+    "tpot_p99",
+    "step_p50",
+    "step_p99",
+    "decode_p99",
+)
+MICROSECONDS = {"us": 1.0, "ms": 1e3, "s": 1e6}
 
 
 class Goal(NamedTuple):
@@ -133,13 +142,14 @@ def share(text: str) -> float:
 
 def goal(text: str) -> Goal:
     """``tpot_p99=30ms``."""
-    found = re.fullmatch(r"(\w+)=([0-9.]+)(us|ms|s)", text)
-    if found is None or found[1] not in GOALS or not 0 < float(found[2]) < float("inf"):
+    found = re.fullmatch(r"(\w+)=([0-9]+(?:\.[0-9]+)?)(us|ms|s)", text)
+    is_goal = found is not None and found[1] in GOALS
+    if found is None or not is_goal or float(found[2]) <= 0:
         raise BadParameter(
             f"{text!r} is no SLO: write tpot_p99=30ms, with one of {', '.join(GOALS)}"
         )
     name, number, unit = found.groups()
-    return Goal(name, float(number) * {"us": 1.0, "ms": 1e3, "s": 1e6}[unit])
+    return Goal(name, float(number) * MICROSECONDS[unit])
 
 
 def traffic_file(text: str) -> tuple[Path, float]:

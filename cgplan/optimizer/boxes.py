@@ -1,45 +1,26 @@
 """The best boxes for batches with several sizes, such as batch x length, and full grids beside
 them.
 
-Note [Boxes]
-~~~~~~~~~~~~
-A box is a graph with one size in each dimension; it runs the batches that are no larger in any. To
-choose K boxes is the p-median problem: rows are batches, columns boxes, and a cost is the time of
-the box, or so large that no choice leaves a batch without a box. A box is a candidate if each of
-its sizes is that of a batch which it holds: another one shrinks to such a box, holds the same
-batches, and takes no longer.
-
-Greedy choice and exchanges of one box for another give a plan. A price u(p) for serving each batch
-p gives a bound:
-
-    L(u) = sum of w(p) u(p) - the K largest gains,    gain(j) = sum of w(p) max(u(p) - cost(p, j),
-    0)
-
-is below every plan (Lagrangian relaxation), and subgradient steps raise it. A box whose gain is
-farther from the K-th than the plan from the bound is in all better plans or in none. Branching on
-the others closes the gap, or the effort ends and the gap is reported. The best-known full grid
-comes from exchanges in one dimension at a time.
-
-Budgets of memory and time bound the number of boxes, if all cost what the cheapest do, and leave
-boxes out that they do not pay for alone: of what is left comes the bound. Where its boxes cost too
-much, there are fewer, until they are paid for; then come others that save most and are paid for,
-too.
+A box is a graph with one size in each dimension; it runs the batches that are no larger in any. A
+box is a candidate if each of its sizes is that of a batch which it holds: another one shrinks to
+such a box, holds the same batches, and takes no longer. Where costs are limited, all boxes of the
+grid of sizes are candidates, since a larger one may cost less.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from heapq import heappop, heappush
-from itertools import chain, count, product
-from math import prod
+from itertools import product
+from math import inf, prod
 from operator import itemgetter
 from typing import get_args
 
 import numpy as np
-import numpy.typing as npt
 
 from cgplan.config import Config, Dim
 from cgplan.errors import BudgetError, PlanError
+from cgplan.modes import Key
+from cgplan.optimizer.cover import Bools, Purse, best_columns, exchanged, total_of
 from cgplan.optimizer.evidence import Evidence, Expected, LadderPoint, Limit, PaddingMap, SizeUse
 from cgplan.optimizer.lanes import key_of, lanes_of
 from cgplan.optimizer.paths import Floats, Ints, best_paths
@@ -54,134 +35,22 @@ from cgplan.units import format_bytes
 CANDIDATES = 1600  # boxes to choose among, about
 LIMITS: tuple[Limit, ...] = get_args(Limit)
 BOXES = 32  # where no budget says how many
-EFFORT = 1 << 30  # batches times boxes times subgradient steps, about
-STEPS, NODE_STEPS, PATIENCE = 2000, 60, 20  # at the root, at other nodes, without progress at least
-PROVEN = 1e-9  # relative gap that counts as none
 ROUNDS = 3  # of exchanges in each dimension of a grid
 EVEN = (np.arange(1, 5), np.arange(1, 9))  # steps of a grid of 4 x 8 evenly spaced sizes
-TRIED = 64  # boxes, as one more that the budget may pay for
 MAP_SIZES = 12  # rows and columns of the map of padding
 NO_TIMES = (
     "no step times were given: a step counts 1 us for each element of its box, the product of its "
-    "sizes, so that these "
-    "figures compare padding alone. --step-times FILE gives times"
+    "sizes, so that these figures compare padding alone. --step-times FILE gives times"
 )
-Bools = npt.NDArray[np.bool_]
-
-
-def best_boxes(
-    cost: Floats, weights: Floats, graphs: int, start: Sequence[int] = ()
-) -> tuple[list[int], float]:
-    """At most so many columns with the least total of each row's weight times its least cost, and a
-    bound on it, see Note [Boxes]. The choice is the best one where the bound is its total.
-
-    Args:
-        cost: [rows, columns].
-        weights: [rows], above 0.
-        graphs: At least 1.
-        start: A choice to begin with; what is found is at least as good.
-    """
-
-    best, value, effort, number = list[int](), np.inf, EFFORT, count()
-
-    def look_around(chosen: Sequence[int]) -> None:
-        nonlocal best, value
-        found = _exchanged(cost, weights, graphs, chosen)
-        if (total := _total(cost, weights, found)) < value:
-            best, value = found, total
-
-    look_around(())
-    look_around(start)
-    price = np.full(len(cost), cost[:, best].min(1).max())
-    nodes = [(-np.inf, next(number), list[int](), np.arange(cost.shape[1]), price)]
-    while nodes and effort > 0 and nodes[0][0] < value * (1 - PROVEN):
-        low, step, sure, free, price = heappop(nodes)
-        part, left, steps = (
-            cost[:, free],
-            graphs - len(sure),
-            NODE_STEPS if step else min(STEPS, EFFORT // cost.size),
-        )
-        if not left or free.size <= left:
-            look_around([*sure, *free[:left].tolist()])
-            continue
-        most = cost[:, np.array(sure, dtype=int)].min(1, initial=cost.max())
-        bound, price, gains = _relaxed(part, weights, most, left, value, price, steps)
-        effort -= part.size * steps
-        order = np.argsort(-gains, kind="stable")
-        free, gains = free[order], gains[order]
-        opened = [*sure, *free[:left].tolist()]
-        bound = max(bound, low)
-        if not step or _total(cost, weights, opened) < value * (1 - PROVEN):
-            look_around(opened)
-        if bound < value * (1 - PROVEN):
-            rest = np.delete(free[gains > gains[left - 1] - (value - bound)], left - 1)
-            heappush(nodes, (bound, next(number), [*sure, opened[-1]], rest, price))
-            heappush(nodes, (bound, next(number), sure, rest, price))
-    return best, min(value, *(node[0] for node in nodes), np.inf)
-
-
-def _total(cost: Floats, weights: Floats, chosen: Sequence[int] | Ints) -> float:
-    return float(weights @ cost[:, chosen].min(1))
-
-
-def _gains(cost: Floats, weights: Floats, price: Floats, reach: Floats) -> Floats:
-    """Of each column; ``reach`` takes what each row saves."""
-    return np.asarray(
-        weights @ np.maximum(np.subtract(price[:, None], cost, out=reach), 0, out=reach)
-    )
-
-
-def _exchanged(cost: Floats, weights: Floats, graphs: int, chosen: Sequence[int] = ()) -> list[int]:
-    """Columns chosen one by one for the most gain, then exchanged for others as long as that
-    gains.
-    """
-    best, reach = [*chosen] or [int(cost.max(0).argmin())], np.empty_like(cost)
-    turn = idle = 0
-    while idle < len(best):
-        rest = best if len(best) < graphs else [*best[:turn], *best[turn + 1 :]]
-        before = cost[:, rest].min(1) if rest else np.full(weights.size, cost.max())
-        more = [*rest, int(_gains(cost, weights, before, reach).argmax())]
-        gained = _total(cost, weights, more) < _total(cost, weights, best) * (1 - PROVEN)
-        if not gained and rest is best:
-            break
-        idle = 0 if gained else idle + 1
-        best, turn = (more if gained else best), (turn if gained else turn + 1) % graphs
-    return best
-
-
-def _relaxed(
-    cost: Floats,
-    weights: Floats,
-    most: Floats,
-    graphs: int,
-    value: float,
-    price: Floats,
-    steps: int,
-) -> tuple[float, Floats, Floats]:
-    """The largest bound that was found, its prices, and the gains; a row costs ``most`` without any
-    of the columns.
-    """
-    found, length, idle, reach = (-np.inf, price, price), 1.5, 0, np.empty_like(cost)
-    for _ in range(steps):
-        price = np.clip(price, 0, most)
-        gains = _gains(cost, weights, price, reach)
-        opened = np.argpartition(-gains, graphs - 1)[:graphs]
-        bound = float(weights @ price - gains[opened].sum())
-        found, idle = ((bound, price, gains), 0) if bound > found[0] else (found, idle + 1)
-        slope = 1.0 - np.count_nonzero(reach[:, opened], axis=1)
-        slope[(slope > 0) & (price >= most)] = 0
-        if not slope.any() or bound >= value * (1 - PROVEN):
-            break
-        if idle > max(PATIENCE, steps // 30):
-            price, length, idle = found[1], length / 2, 0
-        else:
-            price = price + length * (value - bound) / (weights @ slope**2) * slope
-    return found
 
 
 def _held(times: Floats, holds: Bools, weights: Floats) -> Floats:
     """Costs with which no batch is left without a box."""
-    return np.where(holds, times, 2 * times.max() * weights.sum() / weights.min())
+    return np.where(
+        holds,
+        times,
+        2 * times.max() * weights.sum() / weights.min(),
+    )
 
 
 def least_padded(boxes: Ints, graphs: int) -> list[int]:
@@ -189,10 +58,19 @@ def least_padded(boxes: Ints, graphs: int) -> list[int]:
     as frequent.
     """
     axes = [np.unique(column) for column in boxes.T]
-    holds = np.asarray((_grid(axes)[:, None] <= boxes).all(-1))
-    held = holds.any(1)
-    batches = _grid([np.diff(axis, prepend=0) for axis in axes])[held].prod(1) * 1.0
-    return _exchanged(_held(boxes.prod(1) * 1.0, holds[held], batches), batches, graphs)
+    holds = np.asarray((_grid(axes)[:, None] <= boxes).all(axis=-1))
+    held = holds.any(axis=1)
+    batches = _grid([np.diff(axis, prepend=0) for axis in axes])[held].prod(axis=1) * 1.0
+    cost = _held(
+        boxes.prod(axis=1) * 1.0,
+        holds[held],
+        batches,
+    )
+    return exchanged(
+        cost,
+        batches,
+        Purse.of_graphs(graphs, len(boxes)),
+    )
 
 
 def dims_of(config: Config) -> list[Dim]:
@@ -240,9 +118,13 @@ def propose_boxes(
         return build_plan(config.model_copy(update={"compilation": compilation}))
 
     base = plan_of(tuple(dim.top for dim in dims_of(config)))
-    evidence = _Case(config, traffic, surface, costs, base).evidence(
-        BOXES if most is None else most // len(lanes)
-    )
+    evidence = _Case(
+        config,
+        traffic,
+        surface,
+        costs,
+        base,
+    ).evidence(BOXES if most is None else most // len(lanes))
     plan = plan_of(*((use.size or 0, *use.sizes) for use in evidence.uses))
     plan = plan.model_copy(
         update={
@@ -284,11 +166,20 @@ class _Case:
         self._least = -(-batches // multiples) * multiples  # the smallest box of each batch
         most = round(CANDIDATES ** (1 / len(self._dims)))
         self._sizes = [self._sizes_of(dim, most) for dim in range(len(self._dims))]
-        columns = zip(traffic.names, self._sizes, self._least.T, strict=True)
+        columns = zip(
+            traffic.names,
+            self._sizes,
+            self._least.T,
+            strict=True,
+        )
         self._thinned = [
             name for name, sizes, column in columns if not np.isin(column, sizes).all()
         ]
-        self._rounded, index = np.unique(_up(self._least, self._sizes), axis=0, return_inverse=True)
+        self._rounded, index = np.unique(
+            _up(self._least, self._sizes),
+            axis=0,
+            return_inverse=True,
+        )
         # of ``rounded``
         self._counts: Floats = np.bincount(index.ravel(), self._weights).astype(np.float64)
 
@@ -298,7 +189,11 @@ class _Case:
         """
         sizes, index = np.unique(self._least[:, dim], return_inverse=True)
         most, weights = min(most, sizes.size), np.cumsum([0.0, *np.bincount(index, self._weights)])
-        (paths,) = best_paths(weights[None], np.append(0.0, sizes), most)
+        paths = best_paths(
+            weights[None],
+            np.append(0.0, sizes)[None],
+            most,
+        )
         return np.asarray(sizes[np.array(paths.sizes(most, sizes.size)) - 1])
 
     def _times(self, boxes: Ints) -> Floats:
@@ -308,21 +203,66 @@ class _Case:
         times = self._times(boxes.reshape(-1, len(self._dims))).reshape(boxes.shape[:-1])
         return _held(times, holds, self._counts)
 
-    def _candidates(self) -> tuple[Ints, Bools]:
-        """Boxes to choose among, and which batches they hold: [batches, boxes]."""
+    def _candidates(self, most: int) -> tuple[Ints, Bools, Purse]:
+        """Boxes to choose among, which batches they hold, [batches, boxes], and what they cost."""
         boxes, batches = _grid(self._sizes), self._rounded[:, None]
-        holds = np.asarray((batches <= boxes).all(-1))
-        tight = np.asarray((holds[..., None] & (batches == boxes)).any(0).all(-1))
-        return boxes[tight], holds[:, tight]
+        holds = np.asarray((batches <= boxes).all(axis=-1))
+        shrunk = np.where(holds[..., None], batches, 0).max(axis=0)
+        places = map(np.searchsorted, self._sizes, shrunk.T)
+        index = np.ravel_multi_index([*places], [sizes.size for sizes in self._sizes])
+        figures = self._figures(boxes)
+        cheaper = (figures < figures[:, index]).any(axis=0)
+        some = holds.any(axis=0) & (cheaper | (index == np.arange(len(boxes))))
+        boxes, holds, figures = boxes[some], holds[:, some], figures[:, some]
+        _, group = np.unique(
+            boxes[:, 1:],
+            axis=0,
+            return_inverse=True,
+        )
+        least = [float(np.where(holds, of, inf).min(axis=1).max()) for of in figures[2:]]
+        memory, seconds = inf, inf
+        if self._costs is not None:
+            if self._budget.memory is not None:
+                memory = self._budget.memory - self._costs.workspace_bytes
+            if self._budget.capture_time is not None:
+                seconds = self._budget.capture_time - self._costs.once_seconds
+        purse = Purse(
+            graphs=most,
+            memory=memory,
+            seconds=seconds,
+            driver=figures[0],
+            took=figures[1],
+            pool=figures[2],
+            static=figures[3],
+            group=group.ravel(),
+            least=(least[0], least[1]),
+        )
+        return boxes, holds, purse
+
+    def _figures(self, boxes: Ints) -> Floats:
+        """[4, boxes] bytes of the driver, seconds, bytes of the pool and of the static buffers."""
+        figures, costs = np.zeros((4, len(boxes))), self._costs
+        if costs is None:
+            return figures
+        for index, (first, *rest) in enumerate(boxes.tolist()):
+            for mode, key in self._keys([(first, *rest)]):
+                figures[0, index] += costs.driver_bytes((mode, key))
+                figures[1, index] += costs.seconds((mode, key))
+                pool = costs.pool_bytes(mode, key.elements)
+                figures[2, index] = max(figures[2, index], pool)
+            figures[3, index] = costs.static_bytes(first, tuple(rest))
+        return figures
+
+    def _keys(self, boxes: Sequence[Sequence[int]]) -> Iterator[Key]:
+        for first, *rest in boxes:
+            for lane in self._lanes:
+                mode, key = key_of(lane, first, self._base)
+                yield mode, key._replace(sizes=tuple(rest))
 
     def _price(self, boxes: Ints) -> Predicted | None:
-        keys = [
-            (key_of(lane, box[0], self._base), box[1:])
-            for box in boxes.tolist()
-            for lane in self._lanes
-        ]
-        sized = ((mode, key._replace(sizes=tuple(sizes))) for (mode, key), sizes in keys)
-        return None if self._costs is None else self._costs.of(capture_order(sized))
+        if self._costs is None:
+            return None
+        return self._costs.of(capture_order(self._keys(boxes.tolist())))
 
     def _broken(self, boxes: Ints) -> tuple[Limit, ...]:
         """The limits that these boxes break."""
@@ -334,105 +274,51 @@ class _Case:
             name for name in LIMITS if name in spent and spent[name] > given.get(name, np.inf)
         )
 
-    def _paid(self, boxes: Ints, most: int) -> tuple[Bools, int]:
-        """Which boxes a plan within the budget may have, and how many it may have at most."""
-        costs, elements = self._costs, boxes.prod(1)
-        if costs is None:
-            return np.ones(len(boxes), dtype=bool), most
-        limits = [
-            np.inf if of is None else of for of in (self._budget.memory, self._budget.capture_time)
-        ]
-        # Where larger boxes cost less, those count: between bends costs lie on lines.
-        ends = np.unique([*elements, *costs.bends, prod(dim.top for dim in self._dims)])
-        keys = [[key_of(lane, end, self._base) for lane in self._lanes] for end in ends.tolist()]
-        each = np.array(
-            [[sum(map(of, some)) for of in (costs.driver_bytes, costs.seconds)] for some in keys]
-        )
-        least = np.minimum.accumulate(each[::-1])[::-1][np.searchsorted(ends, elements)]
-        pools = [
-            max(costs.pool_bytes(lane.mode, n) for lane in self._lanes) for n in elements.tolist()
-        ]
-        static = [costs.static_bytes(first, tuple(rest)) for first, *rest in boxes.tolist()]
-        shared = np.stack(
-            [
-                np.add(pools, static) + costs.workspace_bytes,
-                np.full(len(boxes), costs.once_seconds),
-            ],
-            1,
-        )
-        spent = shared.min(0) + np.cumsum(np.sort(least, axis=0), axis=0)
-        return (shared + least <= limits).all(1), min(most, int((spent <= limits).all(1).sum()))
-
-    def _best(
-        self, most: int, boxes: Ints, holds: Bools, grid: Ints
-    ) -> tuple[Ints, float, tuple[Limit, ...]]:
+    def _best(self, most: int, grid: Ints) -> tuple[Ints, float, tuple[Limit, ...]]:
         """Boxes within the budget, the lower bound, and the limits that the next box would
         break.
         """
-        found = whole = self._least.max(0)[None]
-        chosen, bound = list[int](), np.inf
-        if most and holds.any(1).all():
-            cost, tight = self._cost(boxes, holds), self._tight(grid, _up(self._least, self._sizes))
-            start = [int((boxes == box).all(1).argmax()) for box in tight]
-            chosen, bound = best_boxes(cost, self._counts, most, start)
-        while chosen:
-            if holds[:, chosen].any(1).all() and not self._broken(
-                found := self._tight(boxes[chosen], self._least)
-            ):
-                break
-            chosen, found = (
-                _exchanged(cost, self._counts, len(chosen) - 1) if len(chosen) > 1 else [],
+        boxes, holds, purse = self._candidates(most)
+        cost = self._cost(boxes, holds)
+        tight = self._tight(grid, _up(self._least, self._sizes))
+        start = [int((boxes == box).all(axis=1).argmax()) for box in tight]
+        chosen, bound = best_columns(
+            cost,
+            self._counts,
+            purse,
+            start,
+        )
+        whole = self._least.max(axis=0)[None]
+        found = whole
+        if holds[:, chosen].any(axis=1).all():
+            tried = (
+                self._tight(boxes[chosen], self._least),
+                boxes[chosen],
                 whole,
             )
-        if not chosen and (broken := self._broken(whole)):
+            found = next((some for some in tried if not self._broken(some)), whole)
+        if broken := self._broken(found):
             paid = self._price(whole)
             assert paid is not None, "without costs the number of graphs was looked at before"
             raise BudgetError(
                 f"{' and '.join(f'budget.{limit}' for limit in broken)}: no boxes were found that "
-                "it pays for and that "
-                f"hold all batches; one for all takes {format_bytes(paid.total_bytes)} and "
-                f"{paid.seconds:.3g} s, by "
-                f"costs {paid.source}",
+                "it pays for and that hold all batches; one for all takes "
+                f"{format_bytes(paid.total_bytes)} and {paid.seconds:.3g} s, by costs "
+                f"{paid.source}",
                 remedy="Raise the budget, or lower max in `dims`: larger batches run eagerly.",
             )
-        times = np.where((self._least[:, None] <= boxes).all(-1), self._times(boxes), np.inf)
+        return found, bound, self._binding(found, boxes)
 
-        def tried(some: Ints) -> list[Ints]:
-            """These boxes with one more that then hold all batches, those with the shortest steps
-            first.
-            """
-            each = np.where((self._least[:, None] <= some).all(-1), self._times(some), np.inf).min(
-                1, initial=np.inf
-            )
-            steps, now = (
-                self._weights @ np.minimum(each[:, None], times),
-                self._weights @ each * (1 - PROVEN),
-            )
-            order = np.argsort(steps, kind="stable")[: min(TRIED, np.count_nonzero(steps < now))]
-            return [self._tight(np.concatenate([some, boxes[[n]]]), self._least) for n in order]
-
-        # spend the rest of the budget on the box that saves most, or have it in the place of
-        # another one
-        while True:
-            more = tried(found)
-            binding = self._broken(more[0]) if more else ()
-            others = (
-                np.delete(found, n, 0) for n in range(len(found) if binding and self._costs else 0)
-            )
-            least = self._weights @ self._times(found)[self._runs_in(found)] * (1 - PROVEN)
-            fewer = (
-                some
-                for some in chain(more, chain.from_iterable(map(tried, others)))
-                if len(some) <= most
-            )
-            better = (
-                some
-                for some in fewer
-                if self._weights @ self._times(some)[self._runs_in(some)] < least
-            )
-            if (filled := next((some for some in better if not self._broken(some)), None)) is None:
-                return found, bound, binding
-            found = filled
+    def _binding(self, found: Ints, boxes: Ints) -> tuple[Limit, ...]:
+        """The limits that the box breaks which would save most."""
+        holds = (self._least[:, None] <= boxes).all(axis=-1)
+        times = np.where(holds, self._times(boxes), inf)
+        now = self._times(found)[self._runs_in(found)]
+        steps = self._weights @ np.minimum(now[:, None], times)
+        if steps.min() >= self._weights @ now * (1 - EXACT):
+            return ()
+        more = np.concatenate([found, boxes[[int(steps.argmin())]]])
+        return self._broken(self._tight(more, self._least))
 
     def _best_grid(self, graphs: int) -> Ints:
         """The best full grid that exchanges of the sizes of one dimension at a time find."""
@@ -446,12 +332,17 @@ class _Case:
                 continue
             sizes = list(map(self._sizes_of, range(len(shape)), shape))
             for dim in [*range(len(shape))] * ROUNDS:
-                boxes = np.repeat(_up(self._rounded, sizes)[:, None], self._sizes[dim].size, axis=1)
+                boxes = np.repeat(
+                    _up(self._rounded, sizes)[:, None],
+                    self._sizes[dim].size,
+                    axis=1,
+                )
                 boxes[..., dim] = self._sizes[dim]
                 cost = self._cost(boxes, self._rounded[:, [dim]] <= self._sizes[dim])
-                columns = _exchanged(cost, self._counts, shape[dim])
+                purse = Purse.of_graphs(int(shape[dim]), cost.shape[1])
+                columns = exchanged(cost, self._counts, purse)
                 sizes[dim] = self._sizes[dim][np.sort(columns)]
-            found.append((_total(cost, self._counts, columns), _grid(sizes)))
+            found.append((total_of(cost, self._counts, columns), _grid(sizes)))
         return min(found, key=itemgetter(0))[1]
 
     def _runs_in(self, boxes: Ints) -> Ints:
@@ -499,10 +390,8 @@ class _Case:
         )
 
     def evidence(self, most: int) -> Evidence:
-        boxes, holds = self._candidates()
-        may, most = self._paid(boxes, most)
-        grid = self._best_grid(max(most, 1))
-        boxes, lower, binding = self._best(most, boxes[may], holds[:, may], grid)
+        grid = self._best_grid(most)
+        boxes, lower, binding = self._best(most, grid)
         boxes = boxes[np.argsort(boxes.prod(1), kind="stable")]
         runs, total = self._runs_in(boxes), float(self._weights.sum())
         counts, real = (np.bincount(runs, of) for of in (self._weights, self._real))
@@ -531,7 +420,12 @@ class _Case:
             f"{abs(by):.1%} {'longer' if by > 0 else 'shorter'} than with {name}"
             for by, name in changes
         )
-        uses = zip(boxes.tolist(), counts / total, 1 - real / counts / boxes.prod(1), strict=True)
+        uses = zip(
+            boxes.tolist(),
+            counts / total,
+            1 - real / counts / boxes.prod(1),
+            strict=True,
+        )
         return Evidence(
             traffic_source=f"{self._traffic.source}: {' x '.join(self._traffic.names)}",
             traffic_weight=total,

@@ -13,10 +13,9 @@ Limit = Literal["max_graphs", "memory", "capture_time"]
 
 
 class Expected(Record):
-    """Mean microseconds of a step with the plan's graphs, without graphs (None: not known), and if
-    each batch had a graph of its own size in the best of its modes (no plan is below that
-    ``bound``). ``decode_us``, ``mixed_us``: of the plan's steps of uniform decode alone, and of the
-    others; None where the traffic has none.
+    """Mean microseconds of a step with the plan's graphs, without graphs (None: not known), and
+    with a graph for each size of a batch (``bound``); and of the plan's steps of uniform decode
+    alone, and of the others.
     """
 
     plan: float
@@ -27,8 +26,8 @@ class Expected(Record):
 
 
 class ParetoPoint(Record):
-    """The best plan with so many graphs, if nothing else were limited: mean microseconds of a step,
-    bytes of device memory, and seconds of start-up (both None where costs are not known).
+    """The best plan with so many graphs, if nothing else were limited; bytes of device memory and
+    seconds of start-up are None where costs are not known.
     """
 
     graphs: int
@@ -38,14 +37,14 @@ class ParetoPoint(Record):
 
 
 class LadderPoint(ParetoPoint):
-    """A ladder, or the sizes that the configuration lists, on the same traffic; with its own
-    figures.
+    """A ladder, or the sizes that the configuration lists, on the same traffic.
 
-    ``unused``: graphs that run no batch. ``equal``: the plan with the fewest graphs that is no
-        slower, ``alike`` for a
-    step at most 0.1% longer; None beyond the curve. ``no_gain``: steps are within 1% of the bound.
-    Shares are of the time that the steps take which graphs make faster. ``decode_us``,
-    ``mixed_us``: as in ``Expected``.
+    Attributes:
+        unused: Graphs that run no batch.
+        equal, alike: The plan with the fewest graphs that is no slower, or at most 0.1%; None
+            beyond the curve.
+        no_gain: Steps are within 1% of the bound.
+        decode_us, mixed_us: As in ``Expected``.
     """
 
     name: str
@@ -67,9 +66,8 @@ class ServicePoint(Record):
 
 
 class LoadPoint(Record):
-    """One of several traffics of a plan: mean microseconds of a step with the plan, with the ladder
-    that the configuration asks for (None: no such), and with the best plan for it alone of as many
-    graphs (None: not sought).
+    """One of several traffics of a plan: mean microseconds of a step with the plan, with the
+    configured ladder, and with the best plan of as many graphs for it alone (None: not sought).
     """
 
     source: str
@@ -81,10 +79,11 @@ class LoadPoint(Record):
 class SizeUse(LaneRecord):
     """The steps that one graph of ``size`` tokens runs, or (mode NONE, size None) the eager steps.
 
-    ``share`` of all steps, and ``padding`` as a share of the tokens that it runs, are from 0 to 1.
-    ``sizes``: in the dimensions behind the first one, where batches have several. ``step_us``,
-        ``own_us``: mean microseconds of these
-    steps, and if each ran at its batch's own size; of a check alone.
+    Attributes:
+        share, padding: Of all steps, and of the tokens that it runs; from 0 to 1.
+        sizes: In the dimensions behind the first one.
+        step_us, own_us: Mean microseconds of these steps, and at their batches' own sizes; of a
+            check alone.
     """
 
     size: int | None

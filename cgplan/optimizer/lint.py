@@ -37,7 +37,11 @@ def lint(plan: Plan, run: Run) -> tuple[str, ...]:
 
 def lint_without_traffic(plan: Plan) -> tuple[str, ...]:
     """Warnings about a plan that was not made for traffic: its sizes alone are known."""
-    return (*_uncaptured_decode(plan), *_uneven_sizes(plan), *_sparse_steps(plan))
+    return (
+        *_uncaptured_decode(plan),
+        *_uneven_sizes(plan),
+        *_sparse_steps(plan),
+    )
 
 
 def _uncaptured_decode(plan: Plan) -> Iterator[str]:
@@ -82,7 +86,11 @@ def _traffic_cliffs(plan: Plan, run: Run) -> Iterator[str]:
             if b.uniform is uniform and _lane_for(plan, run, b)
         ]
         if missed and (
-            cliff := _cliff(plan, run, max((b for b, _ in missed), key=lambda b: b.num_tokens))
+            cliff := _cliff(
+                plan,
+                run,
+                max((b for b, _ in missed), key=lambda b: b.num_tokens),
+            )
         ):
             yield (
                 f"{_share(missed, run)} of the steps are {_kind(uniform)} batches that no graph "
@@ -131,8 +139,16 @@ def _cliff(plan: Plan, run: Run, batch: StepShape) -> str | None:
     lane, tokens = _lane_for(plan, run, batch), batch.num_tokens
     if lane is None:
         return None
-    eager = run.times.of(CUDAGraphMode.NONE, tokens, batch.num_active_loras)
-    graph = run.times.of(lane.mode, tokens, lane.num_active_loras)
+    eager = run.times.of(
+        CUDAGraphMode.NONE,
+        tokens,
+        batch.num_active_loras,
+    )
+    graph = run.times.of(
+        lane.mode,
+        tokens,
+        lane.num_active_loras,
+    )
     if eager <= CLIFF * graph:
         return None
     return (
@@ -142,8 +158,16 @@ def _cliff(plan: Plan, run: Run, batch: StepShape) -> str | None:
 
 def _beyond_the_scheduler(plan: Plan, run: Run) -> Iterator[str]:
     for what, name, field in (
-        ("tokens", "num_tokens", "max_num_batched_tokens"),
-        ("requests", "num_reqs", "max_num_seqs"),
+        (
+            "tokens",
+            "num_tokens",
+            "max_num_batched_tokens",
+        ),
+        (
+            "requests",
+            "num_reqs",
+            "max_num_seqs",
+        ),
     ):
         limit = getattr(plan, field)
         if beyond := [

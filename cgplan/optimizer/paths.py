@@ -1,41 +1,20 @@
-"""The optimal capture sizes of one lane, for every number of graphs at once.
+"""The best capture sizes of one lane, for every number of graphs at once.
 
 Note [One lane]
 ~~~~~~~~~~~~~~~
-Candidates c_1 < ... < c_N; a batch of n tokens runs at the smallest chosen size that holds it, and
-takes ``miss(n)`` (eager, or another lane) above the largest one. With T nondecreasing and W(j) the
-weight of the batches up to c_j,
+Candidates c_1 < ... < c_N; a batch runs at the smallest chosen size that holds it. With W(j) the
+weight of the batches up to c_j and T(j) the time of a step there, nondecreasing, the least total of
+the batches up to c_j with at most k sizes, the largest of which is c_j, is
 
     F_k(j) = min over i < j of F_{k-1}(i) + (W(j) - W(i)) T(j) + price(j),    F_k(0) = 0
 
-is the least total of the batches up to c_j with at most k sizes, the largest of which is c_j. The
-whole lane costs min over j of F_k(j) + sum of w(n) miss(n) for n > c_j. This is exact, for each k
-up to K.
-
-The cost of a step (i, j) is Monge, for (W(j) - W(i)) T(j) has the cross difference -(W(i') - W(i))
-(T(j') - T(j)) <= 0 for i < i', j < j', and terms of i or j alone do not matter. So the best i moves
-up with j, and divide and conquer over j finds a level in O(N log N): N / 2 first, then the halves,
-each between the answers that enclose it.
-
-Sums of such costs are Monge, too: several kinds of batches, each with its W and T, may share the
-sizes. A size that is captured for m of them counts as m graphs: F_k(j) takes F_{k-m} of the size
-below, where m is that of c_j.
-
-Note [Candidates]
-~~~~~~~~~~~~~~~~~
-Sizes at which no batch sits (after rounding up to multiples of q) are not needed. Let c be chosen,
-p the chosen size below it, and c' the largest rounded batch up to c. If no batch lies above p, drop
-c. Otherwise p < c' <= c; in place of c, c' runs the same batches, since none lies above it, and
-T(c') <= T(c). Neither step adds a graph or makes one larger; so under a budget as well nothing is
-lost, as long as a smaller graph does not cost more.
-
-The largest size c is not needed if T(c) >= miss(n) for all n <= c: without it, its batches miss,
-and that is no slower. So candidates end at the last c of which that is not true.
+Several kinds of batches, each with its W and T, may share the sizes. A size that counts as m graphs
+takes F_{k-m} of the size below. The cross difference of (W(j) - W(i)) T(j) is at most 0, so the
+best i moves up with j.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,6 +22,7 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+FAN = 8  # rows so many apart are solved first, and bound those between them
 
 
 @dataclass(frozen=True)
@@ -50,24 +30,24 @@ class Paths:
     """F of Note [One lane].
 
     Attributes:
-        cost: [K + 1, N + 1]; inf where there is no path (at least one size, and none chosen).
+        cost: [K + 1, N + 1]; inf where there is no path.
         parent: [K + 1, N + 1]: the size below the largest one, 0 for none.
         each: Graphs of a size: [N + 1].
     """
 
     cost: Floats
-    parent: npt.NDArray[np.int32]
+    parent: Ints
     each: Ints
 
     def sizes(self, graphs: int, last: int) -> list[int]:
-        """Candidates chosen by the best path of at most so many graphs that ends at ``last``,
-        ascending.
-        """
+        """Candidates of the best path of at most so many graphs to ``last``, ascending."""
         chosen: list[int] = []
         while last > 0:
-            chosen.append(last)
-            last, graphs = int(self.parent[graphs, last]), graphs - int(self.each[last])
-        return chosen[::-1]
+            chosen.insert(0, last)
+            below = int(self.parent[graphs, last])
+            graphs -= int(self.each[last])
+            last = below
+        return chosen
 
 
 def best_paths(
@@ -76,91 +56,108 @@ def best_paths(
     graphs: int,
     price: Floats | None = None,
     each: Ints | None = None,
-) -> list[Paths]:
-    """The least cost of every path, see Note [One lane], for several sets of weights.
+) -> Paths:
+    """The least cost of every path, see Note [One lane].
 
     Args:
-        weights: W, cumulative: [sets, N + 1], nondecreasing, 0 at index 0; of several kinds of
-            batches that share sizes: [kinds, sets, N + 1].
-        times: T: [N + 1], or as the weights, nondecreasing; index 0 is not used.
+        weights: W of each kind of batches: [kinds, N + 1], nondecreasing.
+        times: T of each kind: [kinds, N + 1], nondecreasing; index 0 is not used.
         graphs: K.
         price: Of each size: [N + 1]; None: 0.
         each: Graphs that each size counts as: [N + 1]; None: 1.
     """
-    *_, sets, width = weights.shape
-    times = np.broadcast_to(times, weights.shape).reshape(-1, sets, width)
-    weights = weights.reshape(-1, sets, width)
-    each = np.ones(width, dtype=np.int64) if each is None else each
+    width = weights.shape[1]
+    if each is None:
+        each = np.ones(width, dtype=np.int64)
+    cost = np.full((graphs + 1, width), np.inf)
+    cost[:, 0] = 0.0
+    parent = np.zeros((graphs + 1, width), dtype=np.int64)
+    ran = (weights * times).sum(axis=0)
+    if price is not None:
+        ran += price
     counts = np.unique(each[1:]).tolist()
-    cost = np.full((graphs + 1, sets, width), np.inf)
-    cost[:, :, 0] = 0.0
-    parent = np.zeros((graphs + 1, sets, width), dtype=np.int32)
-    rounds = _rounds(width - 1)
     for level in range(1, graphs + 1):
-        for count in counts[: bisect_right(counts, level)]:
-            here = 1 + np.flatnonzero(each[1:] == count)
-            after, below = _level(cost[level - count], weights, times, rounds)
-            cost[level, :, here] = after[:, here].T + (0.0 if price is None else price[here, None])
-            parent[level, :, here] = below[:, here].T
+        for count in counts:
+            if count > level:
+                continue
+            here = each == count
+            here[0] = False
+            least, below = best_below(cost[level - count], weights, times)
+            cost[level, here] = (least + ran)[here]
+            parent[level, here] = below[here]
         before = level - max(counts, default=1)
         if before >= 0 and np.array_equal(cost[level], cost[before]):  # more graphs change nothing
-            cost[level:], parent[level:] = cost[level], parent[level]
+            cost[level:] = cost[level]
+            parent[level:] = parent[level]
             break
-    return [Paths(cost[:, number], parent[:, number], each) for number in range(sets)]
+    return Paths(cost, parent, each)
 
 
-def _rounds(number: int) -> list[tuple[Ints, Ints, Ints]]:
-    """Candidates 1 to N in the order in which they are solved: (these, the solved ones below and
-    above them).
+def best_below(before: Floats, weights: Floats, times: Floats) -> tuple[Floats, Ints]:
+    """Of each size j the least ``before[i]`` less weights(i) times(j) over i < j, and that i.
+
+    inf and 0 where there is no such i.
     """
-    found = []
-    spans = np.array([[1, number]] if number else [], dtype=np.int64).reshape(-1, 2)
-    while spans.size:
-        low, high = spans.T
-        middle = (low + high) // 2
-        found.append((middle, low - 1, high + 1))
-        halves = np.stack([low, middle - 1, middle + 1, high], 1).reshape(-1, 2)  # still ascending
-        spans = halves[halves[:, 0] <= halves[:, 1]]
-    return found
+    least = np.full(before.size, np.inf)
+    below = np.zeros(before.size, dtype=np.int64)
+    if before.size > 1:
+        least[1:], below[1:] = best_start(
+            before,
+            weights,
+            times[:, 1:],
+            np.arange(before.size - 1),
+        )
+    return least, below
 
 
-def _level(
-    before: Floats, weights: Floats, times: Floats, rounds: list[tuple[Ints, Ints, Ints]]
-) -> tuple[Floats, Ints]:
-    """One more graph: [sets, N + 1] costs without prices, and [sets, N + 2] parents.
+def best_start(before: Floats, weights: Floats, times: Floats, last: Ints) -> tuple[Floats, Ints]:
+    """Of each row j the least ``before[i]`` less weights(i) times(j) over i up to ``last[j]``, and
+    that i, which moves up with j.
 
-    In a round, the ranges of smaller sizes that two neighbours have to try share at most their
-    ends. So one pass over the flat arrays serves all of them; a shared end has the upper
-    neighbour's times there and is tried apart.
+    Args:
+        before: [M].
+        weights: [kinds, M], nondecreasing.
+        times: [kinds, rows], nondecreasing.
+        last: [rows], nondecreasing.
     """
-    sets, width = before.shape
-    before, flat = before.ravel(), weights.reshape(len(weights), -1)
-    after = np.full((sets, width), np.inf)
-    parent = np.zeros((sets, width + 1), dtype=np.int64)
-    parent[:, width] = width - 1
-    offsets = np.arange(sets)[:, None] * width
-    for middle, below, above in rounds:
-        number = sets * middle.size
-        # of each size: the first one below it, and the last one
-        spans = np.empty((number, 2), dtype=np.int64)
-        low, high = spans.T
-        low[:] = (parent[:, below] + offsets).ravel()
-        high[:] = (np.minimum(parent[:, above], middle - 1) + offsets).ravel()
-        np.maximum(low, high, out=high)
-        runs = np.append(low[1:], before.size)
-        runs[1:] -= low[1:]
-        owner = np.repeat(np.arange(number), runs)
-        time = times[:, :, middle].reshape(len(times), -1)
-        value, end = before.copy(), before[high]
-        for weight, took in zip(flat, time, strict=True):
-            value -= weight * took.take(owner)  # faster than took[owner]
-            end -= weight[high] * took
-        inner = np.minimum.reduceat(value, spans.ravel())[::2]
-        hits = np.flatnonzero(value == inner.take(owner))[::-1]
-        best = high.copy()
-        best[owner[hits]] = hits  # the first hit of each is written last
-        at_end = (end < inner) | (low == high)
-        parent[:, middle] = np.where(at_end, high, best).reshape(sets, -1) - offsets
-        ran = (weights[:, :, middle] * times[:, :, middle]).sum(axis=0)
-        after[:, middle] = np.where(at_end, end, inner).reshape(sets, -1) + ran
-    return after, parent
+    rows = last.size
+    least = np.empty(rows)
+    stride = 1
+    while stride < rows:
+        stride *= FAN
+    found = np.zeros(rows + stride, dtype=np.int64)
+    found[rows:] = before.size - 1
+    here = np.zeros(1, dtype=np.int64)
+    below, above = here, here + rows
+    while True:
+        first = found[below]
+        counts = np.maximum(np.minimum(found[above], last[here]), first) - first + 1
+        starts = np.cumsum(counts) - counts
+        tried = np.arange(int(counts.sum())) + np.repeat(first - starts, counts)
+        value = before[tried]
+        for weight, took in zip(weights, times, strict=True):
+            value -= weight[tried] * np.repeat(took[here], counts)
+        least[here] = np.minimum.reduceat(value, starts)
+        hits = np.flatnonzero(value == np.repeat(least[here], counts))[::-1]
+        owner = np.searchsorted(starts, hits, side="right") - 1
+        found[here[owner]] = tried[hits]  # the first hit of each row is written last
+        if stride == 1:
+            return least, found[:rows]
+        coarse = stride
+        stride //= FAN
+        here = np.arange(0, rows, stride)
+        here = here[here % coarse > 0]
+        below = here // coarse * coarse
+        above = below + coarse
+
+
+def min_plus(table: Floats, curve: Floats) -> Floats:
+    """The least sums of entries of two [K + 1] whose numbers of graphs add up to k."""
+    total = np.full(table.shape, np.inf)
+    for graphs, value in enumerate(curve):
+        np.minimum(
+            total[graphs:],
+            table[: table.size - graphs] + value,
+            out=total[graphs:],
+        )
+    return total

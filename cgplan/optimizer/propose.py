@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any
 
@@ -30,9 +30,10 @@ from cgplan.optimizer.evidence import (
     ParetoPoint,
     SizeUse,
 )
-from cgplan.optimizer.lanes import Problem, Run, key_of, lanes_of, largest_of, problem_of, stride_of
+from cgplan.optimizer.lanes import Run, lanes_of, largest_of, stride_of
 from cgplan.optimizer.lint import lint
-from cgplan.optimizer.search import MOST, Best, Limits, ListSearch, Search, best_plan, search
+from cgplan.optimizer.problem import Problem, problem_of
+from cgplan.optimizer.search import MOST, Best, Limits, Search, best_plan
 from cgplan.planning.build import LADDERS, build_plan
 from cgplan.planning.costs import GraphCosts, Record
 from cgplan.planning.plan import (
@@ -87,32 +88,23 @@ def choose(
 ) -> Case:
     """The plan with the shortest expected step for this traffic inside ``config.budget``.
 
-    All lanes (modes x LoRA cases) are planned together; a lane without sizes leaves its batches to
-    the next one. With a budget it is the best plan that the budget pays for, less graphs that
-    together bring under 0.01%. Without one it is the one with the fewest graphs that bring 95% of
-    what a graph for every size would, and are as good as the sizes or the ladder that the
-    configuration asks for, and as vLLM's: at most 0.1% longer for each traffic, and with insurance
-    at most 1% for batches that none shows.
+    With a budget it is the best plan that the budget pays for, less graphs that together bring
+    under 0.01%. Without one it has the fewest graphs that bring 95% of what a graph for every size
+    would, and are as good as the configured sizes or ladder and as vLLM's: at most 0.1% longer for
+    each traffic, and with insurance at most 1% for batches that none shows.
 
-    LoRA cases whose step times are not told apart are planned as one, the largest of them. A key
-    counts as one graph, also where it has several segments (PIECEWISE). ``budget.reserve`` bounds a
-    capture, not a plan.
-
-    The capture sizes of ``config`` are only compared with. Without ``costs``, only
-    ``budget.max_graphs`` bounds the plan. Keys in ``failed`` could not be captured, with the
-    reason: the plan does without them, and says so.
+    LoRA cases with the same step times are planned as one, the largest of them. A key counts as one
+    graph, whatever its segments. Without ``costs``, only ``budget.max_graphs`` bounds the plan. The
+    plan does without keys in ``failed``, each with its reason.
 
     Args:
-        traffic: Several traffics with their weights share the steps by these, however many steps
-            each counts.
+        traffic: Several traffics share the steps by their weights.
         insurance: This share of the steps, below 1, is that of ``Traffic.unseen`` while sizes are
-            chosen. Figures of the evidence are of the traffic alone, but for the lower bound and
-            the curve's choice.
+            chosen. Figures of the evidence are of the traffic alone, but for the lower bound.
         worst: Minimise the largest regret over the traffics, that is step over best step of as many
             graphs, not the mean step.
-        one_list: All lanes have the same sizes, as far as they may hold them: an engine with one
-            list captures no others.
-        apart: As in Traffic: for an engine whose graphs of decode and of prefill are apart.
+        one_list: All lanes have the same sizes, as far as they may hold them.
+        apart: As in Traffic.
 
     Raises:
         ModeError, PlanError: as ``build_plan`` does; or batches have several sizes, see
@@ -141,39 +133,73 @@ def choose(
     ladders = dict(_ladders(config))
     asked = "configured" if isinstance(sizes, tuple) else sizes or "vllm"
 
+    limited = costs if (budget.memory, budget.capture_time) != (None, None) else None
+
     def curve_of(loads: Sequence[tuple[Traffic, float]], insurance: float = insurance) -> Curve:
         seen = Traffic.mixed(loads)
-        parts = [(seen, 1 - insurance), *([(seen.unseen(base), insurance)] if insurance else [])]
-        problem, alone = (
-            problem_of(lanes, part, times, base, costs, failed, one_list=one_list)
-            for part in (Traffic.mixed(parts), seen)
+        planned = seen
+        if insurance:
+            planned = Traffic.mixed([(seen, 1 - insurance), (seen.unseen(base), insurance)])
+        of = partial(problem_of, lanes, times=times, plan=base, without=failed, one_list=one_list)
+        problem, alone = of(planned, costs=limited), of(seen, costs=None)
+        return Curve(
+            problem,
+            alone,
+            seen,
+            times,
+            base,
+            costs,
+            budget.max_graphs or 0,
         )
-        return Curve(problem, alone, seen, times, base, costs, budget.max_graphs or 0)
 
     memory, seconds = (budget.memory, budget.capture_time) if costs is not None else (None, None)
-    limits = Limits(min(budget.max_graphs or MOST, MOST), memory, seconds)
-    bounded = (budget.max_graphs, memory, seconds) != (None, None, None)
+    limits = Limits(
+        min(budget.max_graphs or MOST, MOST),
+        memory,
+        seconds,
+    )
+    bounded = (
+        budget.max_graphs,
+        memory,
+        seconds,
+    ) != (
+        None,
+        None,
+        None,
+    )
     curve = curve_of(loads)
     goals = [ladders[name] for name in (asked, "vllm") if name in ladders] or [*ladders.values()]
-    is_good = _as_good_as(() if bounded else goals, curve, [load for load, _ in loads], insurance)
+    is_good = _as_good_as(
+        () if bounded else goals,
+        curve,
+        [load for load, _ in loads],
+        insurance,
+    )
     if bounded:
         _check_one_graph(limits, curve)
     else:
         counts = range(curve.most_of_it(), curve.graphs + 1)
         enough = (graphs for graphs in counts if is_good(curve.keys_of(curve.found.chosen(graphs))))
         limits = Limits(next(enough, None) or curve.last())
-    best = best_plan(curve.problem, limits, slack=WORTH * curve.problem.changeable * bounded)
-    while not is_good(curve.keys_of(best.chosen)) and limits.graphs < curve.graphs:
-        limits = Limits(limits.graphs + 1)  # points of the curve are not searched to the end
-        best = best_plan(curve.problem, limits)
+    slack = WORTH * curve.problem.changeable * bounded
+    if (memory, seconds) == (None, None) and limits.graphs <= curve.graphs:
+        best = curve.found.best(limits.graphs, slack)
+    else:
+        best = best_plan(curve.problem, limits, slack=slack)
     alone: list[float] = []
     if len(loads) > 1 and worst:
-        best, alone = _least_regret(curve, best, limits, loads, curve_of)
-    least = curve.problem.cheapest(MOST + 1)
-    has_room = bounded and (budget.max_graphs or MOST + 1) > MOST and math.isfinite(least[0])
+        best, alone = _least_regret(
+            curve,
+            best,
+            limits,
+            loads,
+            curve_of,
+        )
+    driver, spent = curve.problem.least(MOST + 1)[:, -1]
+    has_room = bounded and (budget.max_graphs or MOST + 1) > MOST and math.isfinite(driver)
     # The budget has room for more than are planned; or neighbours of sizes that failed, which are
     # not tried, may do.
-    if (has_room and limits.pays_for(MOST, *least)) or failed:
+    if (has_room and limits.pays_for(MOST, driver, spent)) or failed:
         best = replace(
             best, bound=min(best.bound, curve.problem.infinite_us * curve.problem.weight)
         )
@@ -201,6 +227,7 @@ def choose(
         asked,
         insurance,
         worst,
+        one_list,
         [load for load, _ in loads],
         alone,
     )
@@ -219,13 +246,22 @@ def propose(*given: Any, **options: Any) -> Proposal:
 def _as_good_as(
     ladders: Sequence[Plan], curve: Curve, loads: Sequence[Traffic], insurance: float
 ) -> Callable[[Iterable[Key]], bool]:
-    """Whether keys are as good as all ladders for each load, and for what none shows."""
+    """Whether keys are as good as all ladders."""
     parts = [(load, ALIKE) for load in loads]
     parts += [(curve.seen.unseen(curve.plan), NO_GAIN)] if insurance else []
     goals = []
     for part, share in parts if ladders else ():
-        lanes = [lane.lane for lane in curve.problem.lanes]
-        changeable = problem_of(lanes, part, curve.times, curve.plan, None).changeable / part.total
+        lanes = [lane for one in curve.problem.lanes for lane in one.lanes]
+        changeable = (
+            problem_of(
+                lanes,
+                part,
+                curve.times,
+                curve.plan,
+                None,
+            ).changeable
+            / part.total
+        )
         least = min(Run(ladder.keys, part, curve.times).expected_us for ladder in ladders)
         goals.append((part, least + share * changeable))
     return lambda keys: all(
@@ -240,9 +276,8 @@ def _least_regret(
     loads: Sequence[tuple[Traffic, float]],
     curve_of: Callable[..., Curve],
 ) -> tuple[Best, list[float]]:
-    """The plan whose largest regret over the loads is least, among those that are best for some
-    weights of them; and the best step of each load. Candidates do not depend on weights, so choices
-    are those of any curve.
+    """The plan with the least largest regret, of those that are best for some weights of the loads;
+    and the best step of each load. Candidates do not depend on weights.
     """
     alone = []
     for load, _ in loads:
@@ -262,7 +297,11 @@ def _least_regret(
         weights *= np.exp(4 / (1 + step) * apart / max(float(np.abs(apart).max()), EXACT))
         weighed = [(load, float(weight)) for (load, _), weight in zip(loads, weights, strict=True)]
         chosen = best_plan(curve_of(weighed).problem, limits).chosen
-    return Best(found, curve.problem.total_of(found), best.bound), alone
+    return Best(
+        found,
+        curve.problem.total_of(found),
+        best.bound,
+    ), alone
 
 
 def _with_sizes(config: Config, sizes: str | tuple[int, ...], most: int | None = None) -> Config:
@@ -288,12 +327,12 @@ def _check_one_graph(limits: Limits, curve: Curve) -> None:
         for index in range(1, lane.sizes.size)
     ]
     paid = [problem.costs_of(single) for single in singles]
-    if not paid or any(limits.pays_for(*cost) for cost in paid):
+    if not paid or any(limits.pays_for(0, *cost[1:]) for cost in paid):
         return
     (_, memory, seconds), single = min(
         zip(paid, singles, strict=True), key=lambda pair: pair[0][1:]
     )
-    ((mode, descriptor),) = curve.keys_of(single)
+    cheapest = " and ".join(f"{mode} {descriptor}" for mode, descriptor in curve.keys_of(single))
     wrong, enough = [], []
     if limits.memory is not None and memory > limits.memory:
         wrong.append(f"budget.memory is {format_bytes(int(limits.memory))}")
@@ -303,11 +342,10 @@ def _check_one_graph(limits: Limits, curve: Curve) -> None:
         enough.append(f"budget.capture_time to {seconds * 1.01:.3g}s")
     assert curve.costs is not None, "without costs a graph costs nothing"
     raise BudgetError(
-        f"{' and '.join(wrong)}, but the cheapest graph that a batch gains by, {mode} "
-        f"{descriptor}, takes "
-        f"{format_bytes(int(memory))} (pool, static buffers, workspaces and driver) and "
-        f"{seconds:.3g} s; by costs "
-        f"{curve.costs.source}, between and beyond whose sizes they are interpolated",
+        f"{' and '.join(wrong)}, but the cheapest graph that a batch gains by, "
+        f"{cheapest}, takes {format_bytes(int(memory))} (pool, static buffers, workspaces and "
+        f"driver) and {seconds:.3g} s; by costs {curve.costs.source}, between and beyond whose "
+        "sizes they are interpolated",
         remedy=f"Raise {' and '.join(enough)} at least, or set compilation.cudagraph_mode: NONE. "
         "`cgplan capture` with "
         "that size alone in compilation.cudagraph_capture_sizes shows what it really takes.",
@@ -316,12 +354,12 @@ def _check_one_graph(limits: Limits, curve: Curve) -> None:
 
 @dataclass(frozen=True)
 class Curve:
-    """The best plans by their number of graphs, if nothing else is limited; ``plan`` has the bounds
-    of a batch.
+    """The best plans by their number of graphs, if nothing else is limited.
 
     Attributes:
         problem: Of what is planned for, insurance included.
         alone, seen: The problem of the traffic alone, and the traffic.
+        plan: Has the bounds of a batch.
         most: Graphs that the budget allows; 0: any number.
     """
 
@@ -334,14 +372,12 @@ class Curve:
     most: int
 
     @cached_property
-    def found(self) -> Search | ListSearch:
-        """The search: of 64 graphs; of 128 where ``most`` is more, or 64 are not as good as a graph
-        for each size.
-        """
-        found, problem = search(self.problem, Limits(FIRST), curve=True), self.problem
+    def found(self) -> Search:
+        """Of 64 graphs; of 128 where the budget allows more, or 64 are not enough."""
+        found, problem = Search(self.problem, Limits(FIRST)), self.problem
         near = problem.infinite_us * problem.weight + NO_GAIN * problem.changeable
         if found.value[-1] > near or self.most > FIRST:
-            found = search(problem, Limits(LAST), curve=True)
+            found = Search(problem, Limits(LAST))
         return found
 
     @cached_property
@@ -353,11 +389,6 @@ class Curve:
         }
         return [steps[one] for one in chosen]
 
-    @cached_property
-    def _least(self) -> Callable[[int], float]:
-        """Microseconds, times weight, of the best plan of so many graphs, searched to the end."""
-        return cache(lambda graphs: float(search(self.problem, Limits(graphs)).value[-1]))
-
     @property
     def graphs(self) -> int:
         return self.found.value.size - 1
@@ -366,22 +397,10 @@ class Curve:
         return float(self.found.value[graphs]) / self.problem.weight
 
     def fewest(self, expected_us: float) -> int | None:
-        """The fewest graphs with which steps are no longer than that; None if the curve does not
-        get there.
-
-        Points of a curve are proven to 0.05%: where a bound leaves it open, fewer graphs are
-        searched to the end.
-        """
+        """The fewest graphs with which steps are no longer than that."""
         goal = expected_us * self.problem.weight * (1 + 1e-9)
         enough = np.flatnonzero(self.found.value <= goal)
-        if not enough.size:
-            return None
-        graphs = int(enough[0])
-        while graphs and self.found.bound[graphs - 1] <= goal:
-            if self._least(graphs - 1) > goal:
-                break
-            graphs -= 1
-        return graphs
+        return int(enough[0]) if enough.size else None
 
     def most_of_it(self) -> int:
         """The fewest graphs that bring 95% of what a graph for every size would; beyond a curve
@@ -396,11 +415,7 @@ class Curve:
         return self.fewest(self.expected_us(self.graphs) + slack) or 0
 
     def keys_of(self, chosen: Iterable[Iterable[int]]) -> tuple[Key, ...]:
-        return capture_order(
-            key_of(lane.lane, int(lane.sizes[index]), self.plan)
-            for lane, picked in zip(self.problem.lanes, chosen, strict=True)
-            for index in picked
-        )
+        return self.problem.keys_of(chosen, self.plan)
 
     def price(self, keys: tuple[Key, ...]) -> dict[str, Any]:
         """``bytes`` and ``seconds`` of keys, in capture order; None where costs are not known."""
@@ -411,7 +426,11 @@ class Curve:
         if graphs is None:
             return None
         keys = self.keys_of(self.found.chosen(graphs))
-        return ParetoPoint(graphs=graphs, expected_us=self.steps[graphs], **self.price(keys))
+        return ParetoPoint(
+            graphs=graphs,
+            expected_us=self.steps[graphs],
+            **self.price(keys),
+        )
 
 
 @dataclass(frozen=True)
@@ -439,6 +458,7 @@ class Case:
     asked: str
     insurance: float
     worst: bool
+    one_list: bool
     loads: Sequence[Traffic]
     best_alone: Sequence[float]
 
@@ -500,7 +520,7 @@ class Case:
             left_out=_by_lane(self._left_out()),
             failed=_by_lane(self.failed.items()),
             insurance=self.insurance,
-            one_list=problem.one_list,
+            one_list=self.one_list,
             apart=run.traffic.apart,
             loads=tuple(self._loads()),
         )
@@ -511,7 +531,12 @@ class Case:
         for load, alone in zip(self.loads, best, strict=True) if len(self.loads) > 1 else ():
             theirs = None if ladder is None else Run(ladder.keys, load, self.run.times).expected_us
             mine = Run(self.plan.keys, load, self.run.times).expected_us
-            yield LoadPoint(source=load.source, expected_us=mine, ladder_us=theirs, best_us=alone)
+            yield LoadPoint(
+                source=load.source,
+                expected_us=mine,
+                ladder_us=theirs,
+                best_us=alone,
+            )
 
     @property
     def _exact(self) -> bool:
@@ -551,10 +576,17 @@ class Case:
     @property
     def _planned_cases(self) -> tuple[int, ...]:
         cases = self.plan.lora_cases
-        return cases if self.curve.problem.one_list else self.run.times.told_apart(cases)
+        return cases if self.one_list else self.run.times.told_apart(cases)
 
     def _ladder(self, name: str, plan: Plan) -> LadderPoint:
-        run, curve = Run(plan.keys, self.run.traffic, self.run.times), self.curve
+        run, curve = (
+            Run(
+                plan.keys,
+                self.run.traffic,
+                self.run.times,
+            ),
+            self.curve,
+        )
         alike = run.expected_us + ALIKE * self._changeable_us
         return LadderPoint(
             name=name,
@@ -570,9 +602,7 @@ class Case:
         )
 
     def _fewest(self, expected_us: float) -> int | None:
-        """The fewest graphs of the curve with which steps of the traffic are no longer than
-        that.
-        """
+        """The same of the traffic alone."""
         if not self.insurance:
             return self.curve.fewest(expected_us)
         return next(
@@ -580,11 +610,8 @@ class Case:
         )
 
     def _left_out(self) -> Iterator[tuple[Key, str]]:
-        """Keys of the configured list or ladder that the plan does not have, and why.
-
-        Each is added to the plan by itself: if steps get less than 0.01% shorter, there is no gain,
-        or no batch that would run in it; if they get shorter, the reason is the limits that it
-        would break.
+        """Keys of the configured list or ladder that the plan does not have, and why; each is added
+        to the plan by itself.
         """
         asked, cases = self.ladders.get(self.asked), self._planned_cases
         for key in asked.keys if asked else ():
@@ -672,13 +699,18 @@ class Case:
         )
 
     def _not_worth(self) -> Iterator[NotWorth]:
-        """Sizes of the planned lanes at which a graph brings nothing: no batch would run in it,
-        none that comes there is as large, or eager steps take no longer.
-        """
+        """Sizes of the planned lanes at which a graph brings nothing."""
         for lane in lanes_of(self.plan.mode, self._planned_cases):
             largest, stride = largest_of(lane, self.plan), stride_of(lane, self.plan)
             modes, sizes = (lane.mode, CUDAGraphMode.NONE), np.arange(largest + 1)
-            graph, eager = (self.run.times.at(mode, sizes, lane.num_active_loras) for mode in modes)
+            graph, eager = (
+                self.run.times.at(
+                    mode,
+                    sizes,
+                    lane.num_active_loras,
+                )
+                for mode in modes
+            )
             end = int(np.flatnonzero(graph < eager).max(initial=0)) // stride * stride
             wanted = min(-(-self.run.largest_batch(lane) // stride) * stride, largest)
             if wanted < end:
@@ -687,7 +719,12 @@ class Case:
                     if wanted
                     else NO_BATCH
                 )
-                yield NotWorth(**lane._asdict(), first=wanted + 1, last=end, reason=reason)
+                yield NotWorth(
+                    **lane._asdict(),
+                    first=wanted + 1,
+                    last=end,
+                    reason=reason,
+                )
             if end < largest:
                 yield NotWorth(
                     **lane._asdict(),
@@ -757,6 +794,10 @@ def _by_lane(reasons: Iterable[tuple[Key, str]]) -> tuple[LeftOut, ...]:
     found = grouped(((Lane.of(*key), reason), key[1].num_tokens) for key, reason in reasons)
     ordered = sorted(found.items(), key=lambda item: (item[0][0].mode.name, *item[0][0][1:]))
     return tuple(
-        LeftOut(**lane._asdict(), sizes=tuple(sorted(sizes)), reason=why)
+        LeftOut(
+            **lane._asdict(),
+            sizes=tuple(sorted(sizes)),
+            reason=why,
+        )
         for (lane, why), sizes in ordered
     )

@@ -3,18 +3,10 @@ allows.
 
 Note [Spread]
     Without traffic, batches of every size up to a lane's largest count as equally frequent. A lane
-    keeps its largest size, so that no batch of its kind loses its graph, and of the others those
-    with which batches are padded to the fewest tokens on average: the optimizer's problem for one
-    lane, with a step time that is the size itself. The least mean of a lane falls by less with each
-    further graph, because its cost is Monge; so graphs that go to the lane where the next one saves
-    most, one by one, are spread best over all lanes. Each lane counts the same; of equal ones
-    decode comes first.
-
-    With several sizes the lanes have as many graphs each, and their boxes are those that pad
-    batches least.
-
-    Where there are fewer graphs than lanes, the lanes stay that serve most kinds of batches: those
-    for more adapters serve batches with fewer, those of mixed batches serve uniform decode.
+    keeps its largest size, and of the others those with which batches are padded least. The next
+    graph goes to the lane where it saves most: a lane's least padding falls by less with each one,
+    so that graphs are spread best. Where there are fewer graphs than lanes, those lanes stay that
+    serve most kinds of batches. With several sizes each lane has as many boxes.
 """
 
 from __future__ import annotations
@@ -82,11 +74,11 @@ def within_count(plan: Plan, config: Config, *, one_list: bool = False) -> Plan:
     most = config.budget.max_graphs
     if most is None or len(plan.keys) <= most or config.compilation.capture_policy == "lazy":
         return plan
-    part = restricted(plan, (_one_list if one_list else spread)(plan, plan.keys, most), config)
+    keep = _one_list if one_list else spread
+    part = restricted(plan, keep(plan, plan.keys, most), config)
     note = (
-        f"budget.max_graphs = {most} keeps {len(part.keys)} of {len(plan.keys)} keys: the "
-        "largest, and those with "
-        "which batches are padded least if all sizes of them are as frequent"
+        f"budget.max_graphs = {most} keeps {len(part.keys)} of {len(plan.keys)} keys: the largest, "
+        "and those with which batches are padded least if all sizes of them are as frequent"
     )
     return part.model_copy(update={"notes": (*part.notes, note)})
 
@@ -97,80 +89,76 @@ def spread(plan: Plan, keys: Sequence[Key], most: int) -> tuple[Key, ...]:
     """
     if len(keys) <= most:
         return tuple(keys)
-    sizes, ends = plan.lanes(), Counter(Lane.of(*key) for key in keys)
-    lanes = sorted(ends, key=lambda lane: (-lane.num_active_loras, lane.uniform))[:most]
+    counts = Counter(Lane.of(*key) for key in keys)
+    lanes = sorted(counts, key=lambda lane: (-lane.num_active_loras, lane.uniform))[:most]
     if len(plan.dim_names) > 1:
-        import numpy as np
-
-        from cgplan.optimizer.boxes import least_padded
-
         picked = set[Key]()
         for lane in lanes:
-            found = [key for key in keys if Lane.of(*key) == lane]
-            boxes = np.array([descriptor.box for _, descriptor in found])
-            picked |= {found[index] for index in least_padded(boxes, most // len(lanes))}
+            picked |= _least_padded_boxes(
+                [key for key in keys if Lane.of(*key) == lane],
+                most // len(lanes),
+            )
         return tuple(key for key in keys if key in picked)
-    strides = {lane: plan.query_len if lane.uniform else 1 for lane in lanes}
-    paths = {lane: _least_padding(sizes[lane], strides[lane], most) for lane in lanes}
+    lists, paths = {}, {}
+    for lane in lanes:
+        stride = plan.query_len if lane.uniform else 1
+        lists[lane] = tuple(size // stride for size in plan.lanes()[lane][: counts[lane]])
+        paths[lane] = _least_padding(lists[lane], min(most, counts[lane]))
 
     def saved(lane: Lane) -> float:
         """Rows of padding that one more graph saves a batch, on average; below 0 where no size is
         left.
         """
-        if numbers[lane] == ends[lane]:
+        number = numbers[lane]
+        if number == counts[lane]:
             return -1.0
-        cost = paths[lane].cost[numbers[lane] : numbers[lane] + 2, ends[lane]]
-        return float(cost[0] - cost[1]) / (sizes[lane][ends[lane] - 1] // strides[lane])
+        cost = paths[lane].cost[:, -1]
+        return float(cost[number] - cost[number + 1]) / lists[lane][-1]
 
     numbers = dict.fromkeys(lanes, 1)
     for _ in range(most - len(lanes)):
-        numbers[max(lanes, key=lambda lane: (saved(lane), lane.uniform))] += 1
-    kept = {
-        (lane, sizes[lane][n - 1])
-        for lane in lanes
-        for n in paths[lane].sizes(numbers[lane], ends[lane])
-    }
+        best = max(lanes, key=lambda lane: (saved(lane), lane.uniform))
+        numbers[best] += 1
+    kept = set[tuple[Lane, int]]()
+    for lane in lanes:
+        sizes = plan.lanes()[lane]
+        for index in paths[lane].sizes(numbers[lane], counts[lane]):
+            kept.add((lane, sizes[index - 1]))
     return tuple(key for key in keys if (Lane.of(*key), key[1].num_tokens) in kept)
 
 
+def _least_padded_boxes(keys: Sequence[Key], most: int) -> set[Key]:
+    import numpy as np
+
+    from cgplan.optimizer.boxes import least_padded
+
+    boxes = np.array([descriptor.box for _, descriptor in keys])
+    return {keys[index] for index in least_padded(boxes, most)}
+
+
 def _one_list(plan: Plan, keys: Sequence[Key], most: int) -> tuple[Key, ...]:
-    sizes, lanes = sorted({key.num_tokens for _, key in keys}), plan.lanes().values()
-    paths = _least_padding(tuple(sizes), 1, most)
-    lists = [
-        {sizes[n - 1] for n in paths.sizes(number, len(sizes))}
-        for number in range(min(most, len(sizes)), 0, -1)
-    ]
-    ends, keys_of = {own[-1] for own in lanes}, Counter(key.num_tokens for _, key in keys)
-    tried = (*(one | ends for one in lists), *lists)
-    kept = next((one for one in tried if sum(keys_of[size] for size in one) <= most), set[int]())
-
-    def saved(size: int) -> float:
-        """Rows of padding that one more size saves a batch, on average, in the lanes that have
-        it.
-        """
-        found = 0.0
-        for own in (own for own in lanes if size in own):
-            below = max((other for other in own if other < size and other in kept), default=0)
-            above = min(
-                (other for other in own if other > size and other in kept), default=2 * size
-            )
-            found += (size - below) * (above - size) / own[-1]
-        return found
-
-    while kept and (
-        more := [
-            s for s in sizes if s not in kept and keys_of[s] + sum(keys_of[k] for k in kept) <= most
-        ]
-    ):
-        kept = kept | {max(more, key=saved)}  # sizes of fewer lanes may fit yet
-    return tuple(key for key in keys if key[1].num_tokens in kept)
-
-
-@lru_cache(64)
-def _least_padding(sizes: tuple[int, ...], stride: int, most: int) -> Paths:
+    """The same of keys whose sizes stay in all lanes that have them, or in none."""
     import numpy as np
 
     from cgplan.optimizer.paths import best_paths
 
-    times = np.array([0, *sizes], dtype=np.float64)
-    return best_paths((times // stride)[None], times, min(most, len(sizes)))[0]
+    lanes_of = Counter(key.num_tokens for _, key in keys)
+    sizes = np.array([0, *sorted(lanes_of)], dtype=np.float64)
+    weights = np.zeros(sizes.size)
+    for own in plan.lanes().values():
+        weights += np.minimum(sizes, own[-1]) / own[-1]
+    each = np.array([lanes_of.get(size, 1) for size in sizes.tolist()])
+    paths = best_paths(weights[None], sizes[None], most, each=each)
+    (ends,) = np.isfinite(paths.cost[most]).nonzero()
+    kept = {int(sizes[index]) for index in paths.sizes(most, int(ends[-1]))}
+    return tuple(key for key in keys if key[1].num_tokens in kept)
+
+
+@lru_cache(64)
+def _least_padding(sizes: tuple[int, ...], most: int) -> Paths:
+    import numpy as np
+
+    from cgplan.optimizer.paths import best_paths
+
+    rows = np.array([[0, *sizes]], dtype=np.float64)
+    return best_paths(rows, rows, most)

@@ -73,7 +73,6 @@ class GraphCosts(ABC):
     Attributes:
         source, estimated, notes, workspace_bytes: As in ``Predicted``.
         config: Its inputs are in the static buffers.
-        bends: Sizes between which driver bytes and seconds are linear; they may fall.
         once_seconds: Extra time of the first capture: tracing, loading kernels.
     """
 
@@ -83,7 +82,6 @@ class GraphCosts(ABC):
     notes: tuple[str, ...] = ()
     workspace_bytes: int = 0
     once_seconds: float = 0.0
-    bends: Sequence[int] = ()
 
     @abstractmethod
     def pool_bytes(

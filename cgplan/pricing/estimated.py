@@ -153,8 +153,6 @@ class EstimatedCosts(GraphCosts):
         ascending = sorted(recordings, key=attrgetter("num_tokens"))
         self._lanes = grouped((recording.lane, recording) for recording in ascending)
         self._pools: dict[tuple[_Lane, int], int] = {}
-        sizes = {recording.num_tokens for recording in recordings}
-        self.bends = sorted(sizes)
         warmups = config.compilation.cudagraph_num_of_warmups
         self.source = _source(recordings, warmups, note)
         self.notes = tuple(stand_in_notes(config, self._lanes))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from typing import Any
 
 from cgplan.config import Config
@@ -156,8 +156,12 @@ class MeasuredCosts(GraphCosts):
         self.workspace_bytes = workspace_bytes
         self.once_seconds = once_seconds
         self._keys = tuple(keys)
-        sizes = {key.num_tokens for key in self._keys}
-        self.bends = sorted(sizes)
+        measured = []
+        for key in self._keys:
+            case = key.mode, key.num_active_loras, key.num_tokens
+            measured.append((case, key))
+        self._measured = grouped(measured)
+        self._lines: dict[tuple[CUDAGraphMode, bool, str], Points] = {}
         priced = [(key.mode, key.has_lora) for key in self._keys]
         self.notes = (*notes, *stand_in_notes(config, priced))
         self._pools: dict[CUDAGraphMode, Points] = {}
@@ -327,16 +331,16 @@ class MeasuredCosts(GraphCosts):
 
     def driver_bytes(self, key: Key) -> int:
         """On average, because the driver takes memory in chunks."""
-        found = self._of(key, attrgetter("driver_bytes"))
+        found = self._of(key, "driver_bytes")
         return max(round(found), 0)
 
     def seconds(self, key: Key) -> float:
-        return self._of(key, attrgetter("seconds"))
+        return self._of(key, "seconds")
 
     def _of(
         self,
         key: Key,
-        value: Callable[[MeasuredKey], float],
+        figure: str,
     ) -> float:
         """A figure of a key: as measured of it, else from those with or without adapters as it is,
         else from those of its mode, else from all.
@@ -345,28 +349,39 @@ class MeasuredCosts(GraphCosts):
         of them would end at graphs that cost nothing.
         """
         mode, descriptor = key
-        size = descriptor.elements
-        same = []
+        case = mode, descriptor.num_active_loras, descriptor.elements
+        same = self._measured.get(case)
+        if same:
+            found = [getattr(measured, figure) for measured in same]
+            return float(sum(found) / len(found))
+        name = mode, descriptor.has_lora, figure
+        if name not in self._lines:
+            self._lines[name] = self._line(*name)
+        points = self._lines[name]
+        if not points:
+            return 0.0
+        least = min(least for _, least in points)
+        return max(interpolate(points, descriptor.elements), least)
+
+    def _line(
+        self,
+        mode: CUDAGraphMode,
+        has_lora: bool,
+        figure: str,
+    ) -> Points:
         alike = []
         of_mode = []
         for measured in self._keys:
             if measured.mode is not mode:
                 continue
             of_mode.append(measured)
-            if measured.has_lora == descriptor.has_lora:
+            if measured.has_lora == has_lora:
                 alike.append(measured)
-            is_case = measured.num_active_loras == descriptor.num_active_loras
-            if is_case and measured.num_tokens == size:
-                same.append(value(measured))
-        if same:
-            return sum(same) / len(same)
-        chosen = alike or of_mode or self._keys
-        by_size = grouped((measured.num_tokens, value(measured)) for measured in chosen)
+        by_size = grouped(
+            (measured.num_tokens, getattr(measured, figure))
+            for measured in alike or of_mode or self._keys
+        )
         points = []
         for tokens, found in sorted(by_size.items()):
             points.append((tokens, sum(found) / len(found)))
-        if not points:
-            return 0.0
-        least = min(least for _, least in points)
-        figure = interpolate(points, size)
-        return max(figure, least)
+        return points
