@@ -1,4 +1,4 @@
-"""The backend protocol, CUDA graphs, and the tape."""
+"""The choice of a backend: CUDA graphs or the tape."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from cgplan.errors import BackendError
 
 
 def select_backend(device: str = "auto") -> GraphBackend:
-    """Backend for ``auto`` (a GPU if there is one), ``cuda``, ``cuda:N`` or ``cpu``.
+    """Choose a backend: ``auto`` (a GPU if there is one), ``cuda``, ``cuda:N`` or ``cpu``.
 
-    Raises BackendError for other devices, and for a GPU that is not there.
+    Raises BackendError for another device or a missing GPU.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"

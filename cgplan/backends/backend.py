@@ -1,10 +1,9 @@
-"""The backend protocol: how cgplan captures and replays graphs on a device.
+"""How cgplan captures and replays graphs on a device.
 
 Note [Lifetimes]
-    A pool is released when its last graph is reset. A tensor made during a capture takes a block of
-    the pool while it is held. Once it is dropped, the next capture into the pool may use the block,
-    and a replay of either graph overwrites it. A borrowed tensor does not hold its block. Static
-    buffers lie outside the pool and belong to the runner.
+    Resetting its last graph releases a pool. A tensor made in a capture holds a block of the pool;
+    once it is dropped, later captures may use the block, and a replay of either graph overwrites
+    it. A borrowed tensor holds no block.
 """
 
 from __future__ import annotations
@@ -35,9 +34,7 @@ Feature = Literal["driver_bytes"]
 
 @dataclass(frozen=True, slots=True)
 class MemoryReading:
-    """Memory of a device, in bytes. ``reserved``: by this process's allocator, or the tape's
-    pools.
-    """
+    """Memory of a device, in bytes. ``reserved``: by this process's allocator, or the tape."""
 
     free: int | None
     total: int
@@ -45,9 +42,7 @@ class MemoryReading:
 
 
 class Trace:
-    """Captures and calls on the host as Chrome trace events, in microseconds, in the order of their
-    ends. ``current`` is the process's trace.
-    """
+    """Chrome trace events of captures and calls. ``current`` is the process's trace."""
 
     current: ClassVar[Trace | None] = None
 
@@ -63,9 +58,7 @@ class Trace:
         args: dict[str, Any],
         ended: int | None = None,
     ) -> None:
-        """Add an event; times are those of ``time.perf_counter_ns()``, ``ended`` is now if
-        absent.
-        """
+        """Times are those of ``time.perf_counter_ns()``."""
         ended = ended or perf_counter_ns()
         thread = threading.get_native_id()
         self._threads[thread] = threading.current_thread().name
@@ -83,7 +76,7 @@ class Trace:
 
     @contextmanager
     def on(self) -> Iterator[Trace]:
-        """Trace a block and its compilations. Raises CgplanError inside another such block."""
+        """Trace a block. Raises CgplanError inside another one."""
         from torch._dynamo.callback import CallbackArgs, callback_handler
 
         if Trace.current is not None:
@@ -108,7 +101,7 @@ class Trace:
             callback_handler.remove_end_callback(ends)
 
     def to_json(self) -> str:
-        """A trace file, for Perfetto."""
+        """For Perfetto."""
         names = [("process_name", 0, "cgplan")]
         names += [("thread_name", *item) for item in self._threads.items()]
         named = [
@@ -121,7 +114,7 @@ class Trace:
 
 @contextmanager
 def span(name: str, **args: Any) -> Iterator[dict[str, Any]]:
-    """A block that is an event of the current trace; it may add arguments."""
+    """A block that is an event of the current trace."""
     trace = Trace.current
     began = perf_counter_ns()
     try:
@@ -132,58 +125,50 @@ def span(name: str, **args: Any) -> Iterator[dict[str, Any]]:
 
 
 class GraphBackend(ABC):
-    """Captures the launches of a function on a device, and replays them."""
-
     name: str
     device: torch.device
 
     @abstractmethod
-    def new_pool(self) -> Pool:
-        """A private memory pool, empty until the first capture."""
+    def new_pool(self) -> Pool: ...
 
     @abstractmethod
     def pool_bytes(self, *pools: Pool) -> int:
-        """Bytes that these pools have reserved."""
+        """Bytes reserved."""
 
     @abstractmethod
     def new_graph(self, pool: Pool) -> Graph:
-        """An empty graph for a capture into ``pool``. Raises BackendError for another backend's
-        pool.
-        """
+        """Raises BackendError for another backend's pool."""
 
     def register_generator(self, generator: torch.Generator) -> None:  # noqa: B027
-        """Let later captures draw from this generator. The default one needs no call."""
+        """Let later captures draw from it."""
 
     @abstractmethod
     def begin(self, graph: Graph) -> None:
-        """Capture in this thread; inside ``session``."""
+        """Inside ``session``."""
 
     @abstractmethod
     def end(self, graph: Graph) -> None:
-        """Raises CaptureError if the capture is not valid."""
+        """Raises CaptureError for an invalid capture."""
 
     @abstractmethod
-    def abort(self, graph: Graph) -> None:
-        """Stop a capture that failed, and free its memory."""
+    def abort(self, graph: Graph) -> None: ...
 
     @abstractmethod
-    def is_capturing(self) -> bool:
-        """Whether launches of this thread go into a graph."""
+    def is_capturing(self) -> bool: ...
 
     def replay(self, graph: Graph) -> None:
-        """Run the graph; CUDA queues it on the current stream."""
+        """CUDA queues it on the current stream."""
         self.launcher(graph)()
 
     @abstractmethod
     def launcher(self, graph: Graph) -> Callable[[], None]:
-        """``replay`` of one graph as a function."""
+        """``replay`` of one graph."""
 
     def copier(self, buffers: StaticBuffers, *, copy_inputs: bool) -> Copier:
-        """The copier of batches into ``buffers``; the caller owns both."""
         return Copier(buffers, copy_inputs=copy_inputs)
 
     def stream_getter(self) -> Callable[[], int]:
-        """A function for the current stream's handle; 0 without streams."""
+        """For the current stream's handle; 0 without streams."""
         return int
 
     def fetch(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -195,100 +180,88 @@ class GraphBackend(ABC):
         return torch.tensor(values, dtype=torch.int64, device=self.device)
 
     def is_busy(self, stream: int) -> bool:  # noqa: ARG002
-        """Whether work that was queued on a stream is not done."""
         return False
 
     def annotate(self, name: str) -> AbstractContextManager[object]:  # noqa: ARG002
-        """A block that the device's profilers show."""
+        """For the device's profilers."""
         return nullcontext()
 
     @abstractmethod
-    def reset(self, graph: Graph) -> None:
-        """Free the graph."""
+    def reset(self, graph: Graph) -> None: ...
 
     @abstractmethod
     def num_nodes(self, graph: Graph) -> int | None:
-        """Kernel nodes, or operators on the tape; None if unknown."""
+        """Kernels, or operators on the tape; None if unknown."""
 
     @abstractmethod
     def open_graph(self) -> tuple[Graph, int] | None:
-        """The graph that this thread captures an operator into, and its nodes so far."""
+        """The graph that this thread captures into, and its nodes so far."""
 
     @abstractmethod
     def nodes(self, graph: Graph) -> GraphNodes:
-        """Raises BackendError where a graph's nodes cannot be read."""
+        """Raises BackendError where nodes cannot be read."""
 
     @abstractmethod
     def blocks(self) -> list[Block]:
-        """Memory reserved for tensors of all backends; blocks do not overlap."""
+        """Memory reserved for tensors of all backends."""
 
     @abstractmethod
     def memory_at(self, address: int) -> MemoryKind | None:
-        """The kind of memory at an address outside of ``blocks``; None for no memory."""
+        """At an address outside of ``blocks``; None for no memory."""
 
     def notes(self, graph: Graph) -> tuple[str, ...]:  # noqa: ARG002
-        """For the report: what is unknown of a captured graph."""
+        """For the report."""
         return ()
 
     @abstractmethod
     def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor on the same memory that does not hold its block, see Note [Lifetimes]."""
+        """The same memory without a hold, see Note [Lifetimes]."""
 
     def watch(self, tensor: torch.Tensor) -> Callable[[], bool]:  # noqa: ARG002
-        """A function: whether this borrowed tensor, or a view of it, is held and would outlive the
-        pool's memory.
-        """
+        """Whether this borrowed tensor, or a view of it, would outlive the pool."""
         return lambda: False
 
     @abstractmethod
     def in_pool(self, tensor: torch.Tensor, pool: Pool) -> bool:
-        """Whether the tensor holds a block of the pool; not inside a capture."""
+        """Not inside a capture."""
 
     @abstractmethod
-    def is_empty(self, graph: Graph) -> bool:
-        """Whether a graph has nothing to run; False if unknown."""
+    def is_empty(self, graph: Graph) -> bool: ...
 
     def slot(self, value: torch.Tensor) -> torch.Tensor:
-        """Inside a capture: memory of its pool like ``value``, to be written ahead of the graph. On
-        the tape it holds the value.
-        """
+        """Inside a capture: memory of its pool like ``value``. On the tape it holds the value."""
         return torch.empty_like(value)
 
     @abstractmethod
-    def memory(self) -> MemoryReading:
-        """Memory of the device now."""
+    def memory(self) -> MemoryReading: ...
 
     @abstractmethod
     def session(self) -> AbstractContextManager[None]:
-        """A block of warm-ups and captures, on CUDA on the capture stream. It may be nested. Raises
-        CaptureError as ``gc_paused``, and inside a capture of other CUDA code.
+        """A block of warm-ups and captures, on CUDA on the capture stream; nestable. Raises
+        CaptureError as ``gc_paused``, and inside a foreign capture.
         """
 
     @abstractmethod
-    def supports(self, feature: Feature) -> bool:
-        """``driver_bytes``: the driver takes device memory for graphs."""
+    def supports(self, feature: Feature) -> bool: ...
 
     @abstractmethod
-    def synchronize(self) -> None:
-        """Wait for all that was queued."""
+    def synchronize(self) -> None: ...
 
     @abstractmethod
-    def release_cached(self) -> None:
-        """Give unused memory back to the device."""
+    def release_cached(self) -> None: ...
 
     @abstractmethod
     def time_calls(
         self, call: Callable[[], object], repeats: int, *, queued: bool = False
     ) -> tuple[Sequence[float], Sequence[float]]:
         """Device and host microseconds of each call. Device time begins when the idle device gets
-        the call or, ``queued``, when the call before is done there.
+        the call or, ``queued``, when it ends the call before.
         """
 
     @contextmanager
     def capturing(self, graph: Graph) -> Iterator[None]:
-        """``begin`` and ``end`` around a block, ``abort`` if it raises. Raises SealedError where
-        ``capture_allowed`` forbids captures. Autocast caches no weights: one cast before would be
-        freed, one cast inside would lie in the pool.
+        """``begin`` and ``end``, or ``abort``. Raises SealedError where ``capture_allowed`` forbids
+        it. Autocast caches nothing: earlier casts would be freed, new ones lie in the pool.
         """
         refuse_forbidden_capture("a graph")
         torch.clear_autocast_cache()
@@ -302,14 +275,13 @@ class GraphBackend(ABC):
                     raise
                 self.end(graph)
         finally:
-            # a forward may have turned it on, and then its casts lie in the pool
             torch.clear_autocast_cache()
 
 
 @contextmanager
 def autocast_cache(*, on: bool) -> Iterator[None]:
-    """A block with autocast's cache of cast weights on or off, where autocast is on. Dynamo
-    compiles for each state: graph code has it off, code between graphs on.
+    """Turn autocast's cache of weights on or off. Dynamo compiles for each state: graph code has it
+    off, code between graphs on.
     """
     before = torch.is_autocast_cache_enabled()
     uses_autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
@@ -320,22 +292,21 @@ def autocast_cache(*, on: bool) -> Iterator[None]:
         torch.set_autocast_cache_enabled(before)
 
 
-SESSION_SECONDS = 1800.0  # as torch's process groups wait
-captures_lock = threading.RLock()  # held by the thread that captures
+SESSION_SECONDS = 1800.0
+captures_lock = threading.RLock()
 _depth = 0
 
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """A block of captures without garbage collections, which might free a CUDA tensor. It may be
-    nested. Other threads wait, and raise CaptureError after SESSION_SECONDS.
+    """A block without garbage collections, which might free a CUDA tensor; nestable. Other threads
+    wait, and raise CaptureError after SESSION_SECONDS.
     """
     global _depth
     if not captures_lock.acquire(timeout=SESSION_SECONDS):
         raise CaptureError(
             f"another thread has been capturing for more than {SESSION_SECONDS:g} s",
-            remedy="Captures of a process take turns. Let no eager piece or warm-up wait for a "
-            "thread that captures.",
+            remedy="Let no eager piece or warm-up wait for a thread that captures.",
         )
     was_enabled = gc.isenabled()
     _depth += 1
@@ -362,5 +333,5 @@ def tensor_on(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor
 def foreign_pool(pool: Any, backend: GraphBackend) -> BackendError:
     return BackendError(
         f"{pool!r:.100} is not a pool of this {backend.name} backend",
-        remedy="Make pools with backend.new_pool(), of the same backend object that captures.",
+        remedy="Make pools with new_pool() of the backend that captures.",
     )

@@ -1,4 +1,4 @@
-"""Which line of the user's code is to blame."""
+"""The line of the user's code that is to blame."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _MACHINERY = (
 
 
 def users_line(places: Iterable[tuple[str, int]]) -> str:
-    """``file:line: source`` of the first (file, line) outside of torch and cgplan."""
+    """Of the first place outside of torch and cgplan."""
     for name, line in places:
         if not name.startswith(_MACHINERY) and not name.endswith("/contextlib.py"):
             return f"{name}:{line}: `{linecache.getline(name, line).strip()}`"
@@ -42,9 +42,7 @@ def users_line(places: Iterable[tuple[str, int]]) -> str:
 
 
 def blamed_line(raised: TracebackType | None = None) -> str:
-    """``file:line: source`` of the user's innermost frame that runs now, or raised; of a traced
-    forward, the line that the running node comes from.
-    """
+    """``users_line`` of the frames that run now, or raised."""
     if raised is None:
         frames = traceback.walk_stack(sys._getframe(1))
     else:
@@ -62,8 +60,7 @@ def _places(frames: Iterable[tuple[FrameType, int]]) -> Iterator[tuple[str, int]
 def _traced_from(frame: FrameType, line: int) -> Iterator[tuple[str, int]]:
     values = frame.f_locals
     module = values.get("self")
-    # before Python 3.13 a copy that keeps tensors alive
-    if isinstance(values, dict):
+    if isinstance(values, dict):  # before Python 3.13 a copy that keeps tensors alive
         values.clear()
     if not isinstance(module, GraphModule):
         return

@@ -1,12 +1,10 @@
-"""The answers of ``torch.cuda.is_current_stream_capturing()`` to packages that ask.
+"""Answers of ``torch.cuda.is_current_stream_capturing()`` by package.
 
 Note [Hidden captures]
-    Inside a capture some libraries leave out a shortcut that might read the host. So transformers
-    builds attention masks that mask nothing, and attention takes slower kernels. Captures are
-    therefore hidden, in their thread, from the packages in ``compilation.hide_capture_from``, if
-    the look saw no host sync. After a host sync these packages see a second look and warm-ups as
-    captures, too, so that warm-ups run the graph's code. A tape that records is a capture. Dynamo
-    traces True while a block is open.
+    Inside captures transformers builds masks that mask nothing, in case a shortcut reads the host,
+    and attention is slower. So captures are hidden from ``compilation.hide_capture_from`` if the
+    look saw no host sync. After one, warm-ups and a second look are captures to these packages,
+    too.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ import torch
 from cgplan.backends.replacing import replaced, shared
 
 Answer = Callable[[str], bool]
-ALL_OTHERS = ""  # in place of a package
+ALL_OTHERS = ""
 
 
 class _Answers(threading.local):
@@ -53,9 +51,7 @@ def _answering_by_package() -> Iterator[None]:
 
 @contextmanager
 def answering(packages: Collection[str], answer: Answer) -> Iterator[None]:
-    """A block in which code of these top-level packages, in this thread, gets
-    ``answer(package)``.
-    """
+    """A block in which these top-level packages get ``answer(package)``, in this thread."""
     answers = dict(_answers.by_package)
     for package in packages:
         answers[package] = answer

@@ -1,4 +1,4 @@
-"""The forward context: what a model learns of its batch beside its arguments."""
+"""What a model learns of its batch beside its arguments."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ _OPERATORS = torch.library.Library("cgplan", "FRAGMENT")
 _bodies: dict[str, Callable[..., Any]] = {}
 
 
-def define_operator(schema: str, body: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    """Register an operator ``cgplan::name`` on CPUs and GPUs, for good. A second call exchanges the
-    body.
-    """
+def define_operator(
+    schema: str,
+    body: Callable[..., Any],
+    fake: Callable[..., Any],
+) -> None:
+    """For good; a second call exchanges the body."""
     name = schema.partition("(")[0]
     is_new = name not in _bodies
     _bodies[name] = body
@@ -36,16 +38,13 @@ def define_operator(schema: str, body: Callable[..., Any], fake: Callable[..., A
 
 @dataclass(slots=True)
 class CaptureScope:
-    """What a capture session lends to the graph wrappers inside a model.
+    """What a session lends to graph wrappers inside a model.
 
     Attributes:
-        backend: For wrappers without one.
-        is_open: Whether wrappers may capture; False in a sealed runner.
+        is_open: False in a sealed runner: wrappers must not capture.
         entries: Captured since the session last took them.
         wrappers: They may outlive the scope; their graphs must not.
-        address_check: Overrides that of wrappers, if given.
-        mark: Entries hold it in place of the scope, which would keep graphs until a garbage
-            collection.
+        mark: Entries hold it in place of the scope, which would keep graphs.
     """
 
     pool: Any
@@ -58,7 +57,7 @@ class CaptureScope:
 
 
 class WatchedMetadata(Mapping[str, Any]):
-    """Metadata that notes in ``read`` the names read while ``counts()`` is true."""
+    """Metadata that notes the names read while ``counts()`` is true."""
 
     def __init__(self, metadata: Mapping[str, Any], counts: Callable[[], bool]) -> None:
         self._metadata = metadata
@@ -79,14 +78,13 @@ class WatchedMetadata(Mapping[str, Any]):
 
 @dataclass(slots=True)
 class ForwardContext:
-    """One forward pass, as the model and its graph wrappers see it.
+    """One forward pass, as the model sees it.
 
     Attributes:
-        descriptor: The key where a graph runs the batch, else its unpadded numbers.
-        metadata: Tensors beside the model's arguments (slot mapping, block tables). Inside a
-            capture they are views of static buffers, owned by cgplan.
-        scope: The capture session or sealed runner, if any.
-        derived: What a layer computed from the metadata for later layers.
+        descriptor: The graph's key, else the batch's unpadded numbers.
+        metadata: Tensors beside the arguments; in captures views of static buffers, owned by
+            cgplan.
+        derived: What layers computed from it for later layers.
     """
 
     runtime_mode: CUDAGraphMode
@@ -95,9 +93,14 @@ class ForwardContext:
     scope: CaptureScope | None = None
     derived: dict[str, Any] = field(default_factory=dict)
 
-    def derive(self, key: str, device: torch.device, make: Callable[[], T]) -> T:
+    def derive(
+        self,
+        key: str,
+        device: torch.device,
+        make: Callable[[], T],
+    ) -> T:
         """``make()``, once in a forward."""
-        # A graph did not record what its warm-up derived.
+        # a warm-up's tensors are not in the graph
         capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         key = f"{key} {capturing}"
         if key not in self.derived:
@@ -118,59 +121,54 @@ def forward_context(
 ) -> Iterator[ForwardContext]:
     """A block with a ForwardContext in this thread or task. Metadata is not copied.
 
-    Raises CgplanError for a mode that is not a runtime mode, or a graph mode without a descriptor.
+    Raises CgplanError for a wrong mode, or a graph mode without a descriptor.
     """
     if runtime_mode not in RUNTIME_MODES:
         raise CgplanError(
             f"forward_context cannot have the runtime mode {runtime_mode!r}",
-            remedy="Pass CUDAGraphMode.NONE, PIECEWISE or FULL, such as "
-            "CudagraphDispatcher.dispatch returned.",
+            remedy="Pass CUDAGraphMode.NONE, PIECEWISE or FULL.",
         )
     if descriptor is None and runtime_mode is not CUDAGraphMode.NONE:
         raise CgplanError(
             f"forward_context with runtime mode {runtime_mode} needs a batch descriptor",
-            remedy="Pass the pair that CudagraphDispatcher.dispatch returned.",
+            remedy="Pass what CudagraphDispatcher.dispatch returned.",
         )
     context = ForwardContext(runtime_mode, descriptor or BatchDescriptor(0), metadata or {}, scope)
     with setting(_current, context):
         yield context
 
 
-# where a context manager would take too long
+# a context manager takes too long
 set_context = _current.set
 reset_context = _current.reset
 current_forward_context = _current.get
-"""The current forward context, or None."""
 
 
 def get_forward_context() -> ForwardContext:
-    """The current forward context. Raises CgplanError outside of any."""
+    """The current context. Raises CgplanError if there is none."""
     if torch.compiler.is_dynamo_compiling():
         torch._dynamo.graph_break()  # a trace would keep what it reads here
     context = _current.get()
     if context is None:
         raise CgplanError(
             f"no forward context is set, at {blamed_line()}",
-            remedy="Call the model inside `with cgplan.forward_context(...)`, or through a "
-            "GraphRunner.",
+            remedy="Call the model inside cgplan.forward_context, or by a GraphRunner.",
         )
     return context
 
 
 _capture_allowed: ContextVar[bool] = ContextVar("cgplan_capture_allowed", default=True)
 is_capture_allowed = _capture_allowed.get
-"""Whether graphs may be captured here."""
 
 
 def capture_allowed(allowed: bool) -> AbstractContextManager[None]:
-    """A block in which graphs may, or may not, be captured in this thread or task; the innermost
-    block counts. Where they may not, captured graphs replay, and a capture raises SealedError.
+    """Allow or forbid captures in a block of this thread or task. Where they are forbidden a
+    capture raises SealedError, and captured graphs replay.
     """
     return setting(_capture_allowed, allowed)
 
 
 def refuse_forbidden_capture(graph: str) -> None:
-    """Raise SealedError inside ``capture_allowed(False)``; ``graph`` names the capture."""
     if not is_capture_allowed():
         raise SealedError(
             f"{graph} is to be captured inside capture_allowed(False), at {blamed_line()}",
@@ -179,9 +177,7 @@ def refuse_forbidden_capture(graph: str) -> None:
 
 
 class RankSum(Protocol):
-    """Sums tensors over ranks. ``number`` is the ``group`` of ``torch.ops.cgplan.all_reduce(x,
-    group)``.
-    """
+    """``number`` is the ``group`` of ``torch.ops.cgplan.all_reduce``."""
 
     number: int
     rank: int
@@ -190,9 +186,8 @@ class RankSum(Protocol):
 
 _rank_sum: ContextVar[RankSum | None] = ContextVar("cgplan_rank_sum", default=None)
 current_all_reduce = _rank_sum.get
-"""The all-reduce of the ``all_reduce_by`` block, or None."""
 
 
 def all_reduce_by(reducer: RankSum) -> AbstractContextManager[None]:
-    """A block that builds models which sum by this all-reduce."""
+    """A block that builds models which sum by it."""
     return setting(_rank_sum, reducer)

@@ -1,16 +1,12 @@
-"""CUDA graphs through torch.cuda.CUDAGraph, without ``torch.cuda.graph``, whose garbage collections
-take 35 ms each.
+"""CUDA graphs, without ``torch.cuda.graph``, whose garbage collections take 35 ms.
 
 Note [Failed captures]
-    When a capture is invalidated, torch's `capture_end` raises (seen with torch 2.11) and leaves
-    three faults: (1) the allocator goes on serving from the pool; (2) the random generator believes
-    that a capture is under way; (3) the allocator of pinned memory keeps a function that looks into
-    the graph object, and refuses further captures into the pool ("already recording to
-    mempool_id"). `_forget` mends (1) by the two calls that `capture_end` left out, (2) by a small
-    capture, whose end resets the generator, (3) by keeping the graph object for ever, a few hundred
-    bytes, and giving the pool another handle. The small graph is kept, too: from torch 2.12 on,
-    freeing a graph releases library workspaces that others use. `capture_begin` may leave the same
-    faults, so `begin` first checks what it refuses.
+    When torch's `capture_end` raises, (1) the allocator goes on serving from the pool, (2) the
+    random generator believes in a capture, and (3) the allocator of pinned memory refuses the pool
+    ("already recording to mempool_id") and looks into the graph object. `_forget` makes the calls
+    that `capture_end` left out, resets the generator by a small capture, keeps both graph objects
+    for ever, and changes the pool's handle. From torch 2.12 on, freeing the small graph would
+    release library workspaces.
 """
 
 from __future__ import annotations
@@ -49,12 +45,11 @@ from cgplan.errors import BackendError, CaptureError, CaptureMemoryError, first_
 
 @dataclass(eq=False)
 class CudaPool:
-    """A pool: torch's handles, and the graphs that keep it alive. torch refuses captures into a
-    pool without graphs or with a failed capture, so the next one gets a new handle.
+    """torch refuses captures into a pool without graphs or with a failed capture: the next one gets
+    a new handle.
 
     Attributes:
-        handles: Captures go into the last one.
-        ranges: Addresses of its segments when ``listed`` was (handles, bytes ever reserved).
+        ranges: Its addresses when ``listed`` was (handles, bytes ever reserved).
     """
 
     backend: CudaBackend
@@ -65,7 +60,6 @@ class CudaPool:
     is_spoiled: bool = False
 
     def handle(self) -> Any:
-        """The handle to capture into."""
         if not self.graphs:
             self.handles = ()
         if self.is_spoiled or not self.handles:
@@ -93,7 +87,6 @@ _pools = weakref.WeakSet[CudaPool]()
 
 @cache
 def cuda_runtime() -> Any:
-    """cuda-bindings' runtime module, if it is installed."""
     try:
         from cuda.bindings import runtime
     except ImportError:
@@ -102,7 +95,7 @@ def cuda_runtime() -> Any:
 
 
 def count_kernels(runtime: Any, graph: Any) -> int:
-    """Those of child graphs count."""
+    """With child graphs."""
     count = runtime.cudaGraphGetNodes(graph)[2]
     kinds = runtime.cudaGraphNodeType
     total = 0
@@ -120,16 +113,13 @@ def _raw(graph: CudaGraph) -> Any:
 
 
 class CudaBackend(GraphBackend):
-    """Raises BackendError if that GPU is not there."""
-
     name = "cuda"
 
     def __init__(self, device: torch.device) -> None:
         if not torch.cuda.is_available():
             raise BackendError(
                 f"device {device} was asked for, but torch sees no GPU",
-                remedy="Set device: auto or device: cpu to use the tape backend, or install a "
-                "CUDA build of torch.",
+                remedy="Set device: auto or device: cpu, or install a CUDA build of torch.",
             )
         index = torch.cuda.current_device() if device.index is None else device.index
         if index >= torch.cuda.device_count():
@@ -159,7 +149,6 @@ class CudaBackend(GraphBackend):
     def new_graph(self, pool: CudaPool) -> CudaGraph:
         if not isinstance(pool, CudaPool):
             raise foreign_pool(pool, self)
-        # its nodes can be counted
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         return CudaGraph(pool, graph)
 
@@ -193,15 +182,14 @@ class CudaBackend(GraphBackend):
         self._open = graph
 
     def end(self, graph: CudaGraph) -> None:
-        """Raises CaptureMemoryError without memory to instantiate the graph."""
+        """Raises CaptureMemoryError without memory to instantiate."""
         try:
             self._end_recording(graph)
         except RuntimeError as error:
             self._forget(graph)
             raise CaptureError(
                 f"the capture is not valid: {first_line(error)}",
-                remedy="Something in the forward synchronised with the device, or a side stream "
-                "was not joined.",
+                remedy="Let nothing in the forward wait for the device, and join side streams.",
             ) from error
         try:
             with span("instantiate"):
@@ -246,7 +234,6 @@ class CudaBackend(GraphBackend):
         *,
         copy_inputs: bool,
     ) -> Copier:
-        """By one kernel launch where cuda-bindings can compile it."""
         fits = 0 < len(buffers.buffers) <= INPUTS
         kernel = load_copy_kernel(self.device.index) if fits else None
         if kernel is None:
@@ -289,7 +276,7 @@ class CudaBackend(GraphBackend):
 
     def reset(self, graph: CudaGraph) -> None:
         graph.drop()
-        if torch.cuda.current_stream(self.device) == self._stream:  # in a session
+        if torch.cuda.current_stream(self.device) == self._stream:
             keep_workspaces(self.device)
 
     def num_nodes(self, graph: CudaGraph) -> int | None:
@@ -338,9 +325,8 @@ class CudaBackend(GraphBackend):
         return found
 
     def _segments(self) -> list[dict[str, Any]]:
-        """All pools: asked for one, or without traces, torch.cuda.memory_snapshot takes a reference
-        too many (pytorch pull request 196366), and the process crashes some time after the 256th
-        pool.
+        """Of all pools: asked for one, or without traces, memory_snapshot takes a reference too
+        many (pytorch pull request 196366), and the 256th pool crashes the process.
         """
         index = self.device.index
         segments = torch.cuda.memory._snapshot()["segments"]
@@ -362,7 +348,7 @@ class CudaBackend(GraphBackend):
         return ranges
 
     def _reserved(self, which: str) -> int:
-        """``current`` bytes, or all ``allocated`` ever, in a quarter of memory_reserved's time."""
+        """In a quarter of memory_reserved's time."""
         stats = torch.cuda.memory_stats_as_nested_dict(self.device)
         if not stats:
             return 0
@@ -396,7 +382,7 @@ class CudaBackend(GraphBackend):
         if tensor.device != self.device or tensor.layout is not torch.strided:
             return False
         now = pool.handles, self._reserved("allocated")
-        if pool.listed != now:  # torch has reserved more
+        if pool.listed != now:
             pool.ranges = self._ranges(pool)
             pool.listed = now
         address = tensor.untyped_storage().data_ptr()
@@ -419,7 +405,7 @@ class CudaBackend(GraphBackend):
         if torch.cuda.current_stream(self.device) == self._stream:
             yield
             return
-        if torch.cuda.is_current_stream_capturing():  # to synchronise would end it
+        if torch.cuda.is_current_stream_capturing():  # synchronising would end it
             raise CaptureError("a capture inside another one", remedy="End the first one before.")
         with torch.cuda.device(self.device), gc_paused():
             torch.cuda.synchronize()
@@ -434,7 +420,7 @@ class CudaBackend(GraphBackend):
         return True
 
     def synchronize(self) -> None:
-        with captures_lock:  # it would end a capture of another thread
+        with captures_lock:  # it would end another thread's capture
             torch.cuda.synchronize(self.device)
 
     def release_cached(self) -> None:
@@ -456,7 +442,7 @@ class CudaBackend(GraphBackend):
                 events.append((start, end))
             torch.cuda.synchronize()
             if queued:
-                call()  # the first call that counts is queued, too
+                call()  # so that the first one that counts is queued
             for start, end in events:
                 if not queued:
                     torch.cuda.synchronize()
@@ -481,7 +467,7 @@ class CudaBackend(GraphBackend):
         pool = graph.pool
         handle = pool.handles[-1]
         index = self.device.index
-        # raised if capture_end had stopped the recording
+        # capture_end may have stopped the recording
         with suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(index, handle)
             torch._C._cuda_releasePool(index, handle)

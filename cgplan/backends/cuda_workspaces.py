@@ -1,15 +1,11 @@
-"""Workspaces of cuBLAS that outlive every graph that was captured with them.
+"""Workspaces of cuBLAS that outlive the graphs that use them.
 
 Note [Workspaces]
-    torch allocates a cuBLAS workspace at the first matrix product of a thread on a stream, and
-    graphs hold its address. Two things can go wrong: (1) without a warm-up it lies in the pool of
-    the first graph, on which later ones rely; (2) from torch 2.12 on, freeing a graph drops the
-    workspaces of its stream (pytorch issue 193402), which other graphs use.
-
-    So a session begins with a small product, whose workspace goes into a pool for the life of the
-    process. When torch drops the workspace, the next session finds it there at the same address. A
-    workspace takes tens of megabytes and belongs to one stream, so the stream of an owner that is
-    gone is lent again.
+    torch allocates a workspace at a stream's first matrix product, and graphs hold its address.
+    Without a warm-up it lies in the first graph's pool; from torch 2.12 on, freeing a graph drops
+    it (pytorch issue 193402). So a session begins with a small product in a pool for the life of
+    the process, where torch finds a dropped workspace again. It takes tens of megabytes, so streams
+    are lent again.
 """
 
 from __future__ import annotations
@@ -29,14 +25,13 @@ _lent: list[torch.cuda.Stream] = []
 def _pool(index: int) -> torch.cuda.MemPool:
     with torch.cuda.device(index):
         pool = torch.cuda.MemPool()
-    # freeing it after a failed capture of other code would abort the process at its exit
+    # freed after a failed foreign capture, it aborts the process at exit
     held = ctypes.py_object(pool)
     ctypes.pythonapi.Py_IncRef(held)
     return pool
 
 
 def workspace_pool(device: torch.device) -> Any:
-    """The number of the pool of a device's workspaces."""
     return _pool(device.index).id
 
 
@@ -50,7 +45,6 @@ def _operands(device: int) -> tuple[torch.Tensor, ...]:
 
 
 def own_stream(owner: object) -> torch.cuda.Stream:
-    """A stream of the current device for captures during the life of ``owner``."""
     index = torch.cuda.current_device()
     taken = set()
     for stream in list(_owners.values()):
@@ -60,7 +54,7 @@ def own_stream(owner: object) -> torch.cuda.Stream:
         if is_here and stream.cuda_stream not in taken:
             break
     else:
-        for _ in range(32):  # torch hands out as many in turn
+        for _ in range(32):
             stream = torch.cuda.Stream()
             if stream.cuda_stream not in taken:
                 break
@@ -71,7 +65,6 @@ def own_stream(owner: object) -> torch.cuda.Stream:
 
 @torch.no_grad()
 def keep_workspaces(device: torch.device) -> None:
-    """Have torch put the current stream's workspaces into their pool."""
     if torch.cuda.is_current_stream_capturing():
         return
     matrix, result = _operands(device.index)

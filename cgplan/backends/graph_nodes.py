@@ -1,12 +1,10 @@
 """The nodes of a captured graph, and the addresses among their parameters.
 
 Note [Words]
-    A pointer among a kernel's parameters is a word of 8 bytes: a parameter, a member of a struct,
-    or an item of an array that is passed by value. Nothing says which words the kernel reads, and
-    unused items are left from earlier launches: a `cat` of two tensors after one of sixty holds
-    sixty addresses. So words are ``certain`` in parameters of at most 64 bytes and at the beginning
-    of larger ones, where tensors have their address. cuBLAS passes all parameters in one buffer of
-    zeros: its words are certain.
+    Any 8 bytes among a kernel's parameters may be a pointer, and unused items of arrays hold
+    addresses of earlier launches. So words are ``certain`` in parameters of at most 64 bytes and at
+    the beginning of larger ones, where tensors have their address. cuBLAS passes one buffer, zero
+    elsewhere: its words are certain.
 """
 
 from __future__ import annotations
@@ -28,23 +26,23 @@ from cgplan.backends.host_sync import OperatorMode, as_its_caller, tensors_in
 from cgplan.errors import BackendError
 
 MemoryKind = Literal["device", "host"]
-_SMALL = 64  # bytes of a parameter whose words are all certain
-# CU_LAUNCH_PARAM_BUFFER_SIZE and _POINTER of cuda.h
+_SMALL = 64  # bytes
+# CU_LAUNCH_PARAM_BUFFER_SIZE, _POINTER
 _SIZE = 2
 _BUFFER = 1
 
 
 @dataclass(frozen=True, slots=True)
 class GraphNodes:
-    """The nodes of one graph in the order of their capture, then those of child graphs.
+    """In order, then those of child graphs.
 
     Attributes:
-        names: The kernel, ``memcpy``, ``memset``, or another kind; on the tape the operator.
+        names: Kernel, ``memcpy``, ``memset``, another kind; on the tape the operator.
         opaque: Nodes that work on memory and cannot be read.
         words: uint64, which may be addresses.
         nodes: int64, the node of each word.
         certain: bool, whether the node surely uses the word.
-        tensors: Those that the graph keeps alive.
+        tensors: Kept alive by the graph.
     """
 
     names: tuple[str, ...]
@@ -56,11 +54,11 @@ class GraphNodes:
 
 
 class Block(NamedTuple):
-    """Reserved memory of a device, from ``start`` to before ``end``.
+    """From ``start`` to before ``end``.
 
     Attributes:
-        pool: The backend's pool, ``library``, or torch's number of another pool.
-        line: The line that allocated it, where torch records that.
+        pool: The backend's, ``library``, or torch's number of another.
+        line: That allocated it, if known.
     """
 
     start: int
@@ -71,9 +69,7 @@ class Block(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """An operator of a capture and its nodes, from ``first`` to before ``end``. ``operands``:
-    addresses of its arguments' and results' storages.
-    """
+    """Nodes from ``first`` to before ``end``. ``operands``: addresses of its storages."""
 
     first: int
     end: int
@@ -102,7 +98,7 @@ class OperatorLog(OperatorMode):
         before = self._open_graph()
         kwargs = kwargs or {}
         result = as_its_caller(func, func, self.device)(*args, **kwargs)
-        if before is None:  # an eager piece, or work of the backend itself
+        if before is None:
             return result
         after = self._open_graph()
         if after is None or after[0] is not before[0]:
@@ -138,15 +134,13 @@ def cuda_driver() -> Any:
 
 
 class _Read(NamedTuple):
-    """``certain`` has a byte for each word."""
-
     name: str
     words: bytes = b""
     certain: bytes = b""
 
 
 class _Kernel(NamedTuple):
-    """``lengths``: the number of words by parameter. ``certain`` has a byte for each word."""
+    """``certain``: a byte for each word."""
 
     name: str
     lengths: dict[int, int]
@@ -158,8 +152,6 @@ def _word_at(address: int) -> int:
 
 
 class CudaNodes:
-    """Reads CUDA graphs by the driver. Raises BackendError as ``cuda_driver``."""
-
     def __init__(self) -> None:
         driver = cuda_driver()
         self._driver = driver
@@ -181,7 +173,7 @@ class CudaNodes:
             ),
         }
         self._child = kinds.CU_GRAPH_NODE_TYPE_GRAPH
-        self._harmless = (  # they touch no memory themselves
+        self._harmless = (
             self._child,
             kinds.CU_GRAPH_NODE_TYPE_EMPTY,
             kinds.CU_GRAPH_NODE_TYPE_WAIT_EVENT,
@@ -189,7 +181,6 @@ class CudaNodes:
         )
 
     def read(self, raw: int) -> GraphNodes:
-        """The nodes of the graph with this handle."""
         found: list[_Read] = []
         opaque = 0
         for kind, node in self._nodes(self._driver.CUgraph(raw)):
@@ -278,7 +269,6 @@ def _ends(
     fields: Sequence[str],
     node: Any,
 ) -> _Read | None:
-    """A node that uses the addresses in these fields of its parameters."""
     error, given = get_params(node)
     if int(error):
         return None

@@ -1,4 +1,4 @@
-"""Operators that need the host, and what dispatch modes need to know of operators."""
+"""Operators that need the host."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ Kwargs = Mapping[str, Any]
 
 _REMEDY = (
     "Keep the value on the device (torch.where, masked_fill, index_select with a fixed number of "
-    "rows), compute it before the graph, or keep this part out of it."
+    "rows), or compute it outside of the graph."
 )
 _REMEDY_OF_UNSAFE = (
     "Run it between graphs: choose PIECEWISE, and name it in compilation.splitting_ops, or call "
     "it in an eager piece."
 )
 _HOST_METHODS = ("cpu", "numpy", "tolist", "__array__", "__repr__")
-# a replay runs its Python kernel, which waits for other processes
+# its Python kernel waits for other processes
 _RECORDED_WHOLE = ("cgplan::all_reduce_row",)
 _BUILTIN = ("aten", "prim")
 _NEEDS_HOST = {
@@ -58,12 +58,10 @@ class Refusals:
     """Operators that needed the host in one recording or look.
 
     Attributes:
-        raises: Whether such an operator raises an error.
-        first: The first error. On a GPU the capture is invalid even if the forward caught it.
-        is_on: Whether operators are refused now.
-        constants: By id, storages computed from Python numbers alone, which lie on the host.
+        first: On a GPU the capture is invalid even if the forward caught it.
+        constants: By id, host storages computed from Python numbers alone.
         watched: Ids of storages.
-        read: The first operation that needed a value of them, even while not ``is_on``.
+        read: The first operation that needed their values, even while not ``is_on``.
     """
 
     raises: bool = True
@@ -78,14 +76,12 @@ class Refusals:
         operation: str,
         tree: Any,
     ) -> None:
-        """An operation needs a value of these tensors: HostSyncError."""
         needed = tensors_in(tree) if self.read is None else []
         if any(storage_id(tensor) in self.watched for tensor in needed):
             self.read = f"{operation}, at {blamed_line()}"
         self._refuse(HostSyncError, f"{operation} needs the host", _REMEDY)
 
     def refuse_unsafe(self, operator: str) -> None:
-        """The operator's author keeps it out of graphs: CaptureError."""
         what = f"operator {operator} is tagged torch.Tag.cudagraph_unsafe"
         self._refuse(CaptureError, what, _REMEDY_OF_UNSAFE)
 
@@ -103,7 +99,7 @@ class Refusals:
             raise kind(message, remedy=remedy)
 
     def is_constant(self, tree: Any) -> bool:
-        """Whether there are tensors in ``tree``, and all are constants."""
+        """Whether ``tree`` has tensors, all constants."""
         found = tensors_in(tree) if self.constants else []
         return bool(found) and all(storage_id(tensor) in self.constants for tensor in found)
 
@@ -114,7 +110,6 @@ class Refusals:
         kwargs: Kwargs,
         result: Any,
     ) -> None:
-        """Note which tensors are constants after an operator."""
         is_drawn = torch.Tag.nondeterministic_seeded in func.tags
         is_lifted = func is torch.ops.aten.lift_fresh.default
         if is_lifted or (self.is_constant((args, kwargs)) and not is_drawn):
@@ -126,12 +121,12 @@ class Refusals:
 
 
 def storage_id(tensor: Tensor) -> int:
-    """The address of a dense tensor's storage object, else 0."""
+    """Of the storage object; 0 if not dense."""
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
 
 
 def storages_of(tensors: Sequence[Tensor]) -> dict[int, StorageWeakRef]:
-    """By ``storage_id``, which is a storage's while its reference lives."""
+    """By ``storage_id``, valid while the reference lives."""
     storages = [t.untyped_storage() for t in tensors if t.layout is torch.strided]
     return {storage._cdata: StorageWeakRef(storage) for storage in storages}
 
@@ -145,9 +140,8 @@ _guarded = _Guarded()
 
 @contextmanager
 def host_guard(refusals: Refusals) -> Iterator[None]:
-    """A block that refuses, in this thread, tensor methods that read a CPU's values past the
-    dispatcher. A TorchFunctionMode would keep torch from fused paths, and would not see into
-    kernels in Python.
+    """Refuse tensor methods that read a CPU's values past the dispatcher. A TorchFunctionMode would
+    cost torch fused paths, and not see into Python kernels.
     """
     with _methods_replaced(), replaced(_guarded, refusals=refusals):
         yield
@@ -166,7 +160,7 @@ def _methods_replaced() -> Iterator[None]:
         if _guarded.refusals is None or num_classes < 0 or tensor.dtype is not torch.int64:
             return plain_one_hot(tensor, num_classes)
         classes = torch.arange(num_classes, device=tensor.device)
-        # on a CPU torch would check the values
+        # on a CPU torch checks the values
         return (tensor.unsqueeze(-1) == classes).long()
 
     methods = {name: _host_method(name) for name in _HOST_METHODS}
@@ -196,15 +190,15 @@ is_probing = _is_probing.get
 
 
 def probing() -> AbstractContextManager[None]:
-    """A block that runs a forward on this rank alone."""
+    """A block that runs on this rank alone."""
     return setting(_is_probing, True)
 
 
 def as_written() -> AbstractContextManager[None]:
-    """A block in which functions under torch.compile run their own code. A dispatch mode would make
-    Dynamo skip its compiled code for good.
+    """A block in which compiled functions run their own code: under a dispatch mode Dynamo would
+    skip its code for good.
     """
-    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and the import takes seconds
+    if "torch._dynamo" not in sys.modules:  # the import takes seconds
         return nullcontext()
     stance: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
     return stance
@@ -216,7 +210,6 @@ def refuse_host(
     kwargs: Kwargs,
     refusals: Refusals,
 ) -> None:
-    """Refuse an operator that the host waits for, or that is unsafe in a graph."""
     name = func._schema.name
     if torch.Tag.cudagraph_unsafe in func.tags:
         refusals.refuse_unsafe(name)
@@ -243,7 +236,7 @@ def _has_mask(
     args: Args,
     kwargs: Kwargs,
 ) -> bool:
-    """One value put through masks is a masked_fill, which needs no host."""
+    """One value through masks is a masked_fill, which needs no host."""
     dtypes = [index.dtype for index in args[1] if index is not None]
     has_mask = torch.bool in dtypes or torch.uint8 in dtypes
     if not has_mask or name == "aten::index":
@@ -271,9 +264,7 @@ def _crosses_to_host(
 
 @cache
 def implemented_in_python(func: Any, key: str) -> bool:
-    """Whether the operator's kernel for a dispatch key (``CPU``, ``CUDA``) is Python code whose
-    operators may be recorded in its place.
-    """
+    """Whether its kernel for ``CPU`` or ``CUDA`` is Python code whose operators may be recorded."""
     if not isinstance(func, torch._ops.OpOverload) or func.namespace in _BUILTIN:
         return False
     if torch.Tag.cudagraph_unsafe in func.tags or func.name() in _RECORDED_WHOLE:
@@ -291,13 +282,11 @@ def _has_kernel(func: Any, key: str) -> bool:
 
 @cache
 def is_composite(func: Any, key: str) -> bool:
-    """Whether the operator consists of others for a dispatch key. Only inference mode shows it to
-    modes.
-    """
+    """Only inference mode shows these to modes."""
     return _has_kernel(func, "CompositeImplicitAutograd") and not _has_kernel(func, key)
 
 
-_is_cast = ContextVar("cgplan_is_cast", default=False)  # inside an operator that autocast casts for
+_is_cast = ContextVar("cgplan_is_cast", default=False)
 
 
 def as_its_caller(
@@ -305,11 +294,10 @@ def as_its_caller(
     function: Function,
     device: str,
 ) -> Function:
-    """The function, in a dispatch mode, with the caller's autocast, unless autocast casts for the
-    operator as a whole. torch turns it off for modes, but kernels such as
-    ``_transformer_encoder_layer_fwd`` call operators that it casts for.
+    """The function with the caller's autocast, unless that casts for the whole operator. torch
+    turns it off in modes, but kernels such as ``_transformer_encoder_layer_fwd`` need it.
     """
-    if isinstance(operator, torch._ops.HigherOrderOperator):  # torch calls its modes from Python
+    if isinstance(operator, torch._ops.HigherOrderOperator):
         return function
     with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
         is_on = torch.is_autocast_enabled(device)
@@ -326,10 +314,6 @@ def as_its_caller(
 
 
 class OperatorMode(TorchDispatchMode):
-    """A mode under which Dynamo runs what it has compiled, unseen by the mode. ``device``: the kind
-    whose autocast counts.
-    """
-
     supports_higher_order_operators = True
 
     def __init__(self, device: str) -> None:
@@ -350,7 +334,7 @@ class OperatorMode(TorchDispatchMode):
         args: Args,
         kwargs: Kwargs,
     ) -> Any:
-        """Run an operator; the mode sees the parts of a composite one."""
+        """The mode sees the parts of a composite operator."""
         if not is_composite(func, self.device.upper()):
             return as_its_caller(func, func, self.device)(*args, **kwargs)
         decompose = as_its_caller(func, func.decompose, self.device)
@@ -366,9 +350,7 @@ def names_of(func: Any) -> frozenset[str]:
 
 @cache
 def _writes(func: Any) -> tuple[list[str], list[str], list[str]]:
-    """The names of an operator's arguments, of those that it writes, and of statistics that it
-    writes in training although its schema does not say so.
-    """
+    """Arguments, those written, and statistics written in training, which no schema marks."""
     names = []
     written = []
     statistics = []
@@ -376,7 +358,7 @@ def _writes(func: Any) -> tuple[list[str], list[str], list[str]]:
         name = argument.name
         alias = argument.alias_info
         names.append(name)
-        # whose schemas mark nothing
+        # c10d's schemas mark nothing
         if func.namespace == "c10d" or (alias is not None and alias.is_write):
             written.append(name)
         elif name in ("running_mean", "running_var"):
@@ -403,9 +385,7 @@ def count_writes(
     args: Args,
     kwargs: Kwargs,
 ) -> None:
-    """Count an operator's writes in its tensors' versions, which torch does not under a mode for
-    operators in Python and ``_foreach_``.
-    """
+    """Under a mode torch counts none of operators in Python and ``_foreach_``."""
     written = written_tensors(func, args, kwargs)
     counted = [tensor for tensor in written if not tensor.is_inference()]
     torch.autograd.graph.increment_version(counted)
@@ -418,7 +398,7 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 
 def leaves_of(args: Args, kwargs: Kwargs) -> list[Any]:
-    """The leaves of an operator's arguments, in lists at most."""
+    """In lists at most."""
     leaves = []
     for value in (*args, *kwargs.values()):
         if type(value) in (list, tuple):

@@ -1,4 +1,4 @@
-"""Attributes and context variables with other values inside a block."""
+"""Attributes and context variables with other values in a block."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ Block = Callable[[], AbstractContextManager[object]]
 
 @contextmanager
 def replaced(owner: Any, **values: Any) -> Iterator[None]:
-    """A block, or a decorator, in which an object has these attributes. ``__setattr__`` runs for a
-    class only.
-    """
+    """``__setattr__`` runs for classes only."""
     attributes = vars(owner)
     write = partial(setattr, owner) if isinstance(owner, type) else attributes.__setitem__
     before = {name: attributes[name] for name in values if name in attributes}
@@ -43,7 +41,7 @@ def setting(variable: ContextVar[T], value: T) -> Iterator[None]:
 
 
 def shared(block: Block) -> Block:
-    """A block that the first thread inside opens and the last one closes."""
+    """The first thread inside opens it, the last one closes it."""
     lock = threading.Lock()
     opened = ExitStack()
     inside = 0

@@ -1,8 +1,4 @@
-"""The CPU stand-in: records the operators of a forward, and replays them on fixed memory.
-
-It has the contract of CUDA graphs: a replay reads the captured memory even if the tensor moved;
-Python branches and numbers are frozen; blocks are reused; operators that need the host are refused.
-"""
+"""The CPU stand-in, with the contract of CUDA graphs."""
 
 from __future__ import annotations
 
@@ -40,8 +36,6 @@ from cgplan.errors import CaptureError
 
 @dataclass(eq=False)
 class TapeGraph:
-    """The steps of a replay; while it records, the tape and the modes to leave."""
-
     pool: TapePool
     steps: list[Step] | None = None
     under_way: tuple[Tape, ExitStack] | None = None
@@ -49,7 +43,7 @@ class TapeGraph:
     launches: list[Launch] = field(default_factory=list)
 
 
-_pools = weakref.WeakSet[TapePool]()  # of all backends
+_pools = weakref.WeakSet[TapePool]()
 
 
 class _Thread(threading.local):
@@ -58,7 +52,7 @@ class _Thread(threading.local):
 
 
 class TapeBackend(GraphBackend):
-    """Graphs on the CPU. ``pool_limit``: bytes of each pool, None for no limit."""
+    """``pool_limit``: bytes of each pool."""
 
     name = "cpu (tape)"
 
@@ -178,8 +172,8 @@ class TapeBackend(GraphBackend):
         for pool in self._own_pools:
             alias = pool.alias_of(storage)
             if alias is not None:
-                with _disable_current_modes():  # the forward did not call this
-                    # a view of inference mode could be used only there
+                with _disable_current_modes():
+                    # a view of inference mode is of use only there
                     return tensor_on(alias, tensor)
         return tensor
 
@@ -196,7 +190,7 @@ class TapeBackend(GraphBackend):
 
     def slot(self, value: Tensor) -> Tensor:
         slot = torch.empty_like(value)
-        with _disable_current_modes():  # the copy is not recorded
+        with _disable_current_modes():
             slot.copy_(value)
         return slot
 
@@ -213,7 +207,7 @@ class TapeBackend(GraphBackend):
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        # else in the time of the first capture
+        # not in the first capture's time
         import_module("torch._dynamo")
         with gc_paused():
             yield
@@ -222,7 +216,7 @@ class TapeBackend(GraphBackend):
         return False
 
     def synchronize(self) -> None:
-        pass  # nothing is ever queued
+        pass
 
     def release_cached(self) -> None:
         for pool in list(self._own_pools):
@@ -253,5 +247,5 @@ class TapeBackend(GraphBackend):
 
     def _trim(self, pool: TapePool) -> None:
         if not pool.graphs:
-            gc.collect(0)  # frames of an exception may hold tensors of a failed capture
+            gc.collect(0)  # frames of an exception hold tensors
             pool.trim()

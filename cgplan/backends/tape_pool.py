@@ -10,20 +10,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-ALIGNMENT = 64  # bytes, as torch's CPU allocator aligns
+ALIGNMENT = 64  # bytes, as torch
 
 
 class TapePool:
-    """Hands out blocks of host memory, reuses them, and counts its bytes exactly. The last tensor
-    on a block frees it. A block comes from the smallest free span that holds it, else from a new
-    segment.
+    """Blocks of host memory, freed by the last tensor on them. A block comes from the smallest free
+    span that holds it, else from a new segment.
 
     Args:
-        limit: Bytes that the pool may reserve; beyond it ``take`` raises torch.OutOfMemoryError.
+        limit: In bytes; beyond it ``take`` raises torch.OutOfMemoryError.
 
     Attributes:
         aliases: A second storage of each taken block, by the first one's address.
-        graphs: Those that replay on its memory.
     """
 
     def __init__(
@@ -44,7 +42,7 @@ class TapePool:
         return sum(segment.nbytes for segment in self._segments.values())
 
     def spans(self) -> Iterator[tuple[int, int, bool]]:
-        """Stretches of its memory: first address, end, and whether it is free."""
+        """First address, end, and whether it is free."""
         for start, segment in self._segments.items():
             end = start + segment.nbytes
             at = start
@@ -59,7 +57,7 @@ class TapePool:
                 yield at, end, False
 
     def take(self, nbytes: int) -> torch.UntypedStorage:
-        """A storage of ``nbytes`` bytes, with the block's old contents."""
+        """With the block's old contents."""
         nbytes = max(nbytes, 1)
         size = math.ceil(nbytes / ALIGNMENT) * ALIGNMENT
         start = None
@@ -78,7 +76,7 @@ class TapePool:
         alias = torch.from_numpy(memory.view()).untyped_storage()
         key = storage._cdata
         self.aliases[key] = alias
-        # the storage drops this array with the last tensor on the block
+        # it dies with the last tensor on the block
         finalizer = weakref.finalize(
             memory,
             self._give_back,
@@ -93,11 +91,10 @@ class TapePool:
         self,
         storage: torch.UntypedStorage,
     ) -> torch.UntypedStorage | None:
-        """A storage on the same memory that does not hold the block, if there is one."""
+        """A storage on the same memory without a hold."""
         return self.aliases.get(storage._cdata)
 
     def trim(self) -> None:
-        """Drop the segments without taken blocks."""
         for start, segment in list(self._segments.items()):
             if self._free.get(start) == segment.nbytes:
                 del self._segments[start], self._free[start]
@@ -108,7 +105,6 @@ class TapePool:
         start: int,
         end: int,
     ) -> None:
-        """Free a block and join it with free neighbours."""
         del self.aliases[key]
         for at, length in list(self._free.items()):
             if at + length == start:

@@ -1,4 +1,4 @@
-"""The operators of a forward on the tape, and the memory that they use."""
+"""Records the operators of a forward, and replays them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from cgplan.backends.host_sync import (
 from cgplan.backends.tape_pool import TapePool
 from cgplan.errors import CaptureError
 
-# whose ``out=`` overload rounds alike
+# their ``out=`` overload rounds alike
 _WRITE_AS_THEY_RETURN = (
     "aten::mm",
     "aten::addmm",
@@ -49,7 +49,7 @@ _WRITE_AS_THEY_RETURN = (
     "aten::index",
 )
 _COLLECTIVES = ("c10d", "_c10d_functional")
-_POSTED = ("c10d::send", "c10d::recv_")  # they may need later operators to finish
+_POSTED = ("c10d::send", "c10d::recv_")
 _PLACEMENT = {
     "dtype",
     "layout",
@@ -60,11 +60,11 @@ _PLACEMENT = {
 
 @dataclass(frozen=True)
 class Step:
-    """One operator of a tape.
+    """One operator.
 
     Attributes:
         copies: Fresh results by (index among the flat results, slot).
-        is_posted: Whether only the next step that is not posted waits for it.
+        is_posted: Only the next step that is not posted waits for it.
     """
 
     operator: str
@@ -73,11 +73,11 @@ class Step:
     is_posted: bool
 
     def tensors(self) -> list[Tensor]:
-        """Without numbers of the Python code."""
+        """Without Python's numbers."""
         used = [slot for _, slot in self.copies]
         if self.operator != "aten::lift_fresh":
             used += tensors_in((self.call.args, self.call.keywords))
-        # perhaps numbers of TorchScript
+        # without dimensions: TorchScript's numbers
         return [tensor for tensor in used if tensor.dim() and tensor.numel()]
 
 
@@ -100,16 +100,14 @@ class _Before:
 
 
 class Recorder(TorchDispatchMode):
-    """Hands the operators of a thread to the tape that records, if any. A capture may end, and the
-    next one begin, inside an operator, after which torch restores its modes: so all tapes of a
-    thread have one mode.
+    """One for all tapes of a thread: a capture may begin inside an operator, after which torch
+    restores its modes.
     """
 
     tape: Tape | None = None
 
     @contextmanager
     def writes_to(self, tape: Tape) -> Iterator[None]:
-        """A block whose operators go to ``tape``."""
         if self not in _get_current_dispatch_mode_stack():
             _push_mode(self)
         self.tape = tape
@@ -120,13 +118,12 @@ class Recorder(TorchDispatchMode):
             self.leave()
 
     def leave(self) -> None:
-        """Take the mode off the stack."""
         if _get_current_dispatch_mode() is self:
             _pop_mode()
 
     @contextmanager
     def _inside(self) -> Iterator[None]:
-        """A block inside an operator, for which torch took the mode off."""
+        """Inside an operator torch took the mode off."""
         _push_mode(self)
         try:
             yield
@@ -140,10 +137,10 @@ class Recorder(TorchDispatchMode):
         tape = self.tape
         if tape is None:
             return func(*args, **kwargs)
-        # a replay must not run its Python code
+        # replays must not run its Python code
         if implemented_in_python(func, "CPU"):
             return self._look_inside(tape, func, args, kwargs)
-        # else it would hide host reads
+        # else it hides host reads
         if is_composite(func, "CPU"):
             with self._inside():
                 return as_its_caller(func, func.decompose, "cpu")(*args, **kwargs)
@@ -157,7 +154,7 @@ class Recorder(TorchDispatchMode):
         args: Args,
         kwargs: Kwargs,
     ) -> Any:
-        """Record the operators of one in Python; the whole of it if it needs the host."""
+        """Records its operators, or the whole if it needs the host."""
         refusals = tape.refusals
         name = func._schema.name
         first = refusals.first
@@ -195,12 +192,11 @@ class Recorder(TorchDispatchMode):
 
 
 class Tape:
-    """Runs the operators of a forward once and keeps them as ``steps`` on fixed memory.
+    """Runs a forward once and keeps its ``steps`` on fixed memory.
 
     Attributes:
-        before: Is to be restored at the end: a GPU's capture runs nothing.
-        notes: For the report, in order.
-        runs_operator: Whether an operator of the forward runs, not one of the tape's own.
+        before: Restored at the end, because a GPU's capture runs nothing.
+        runs_operator: Of the forward, not the tape's own.
     """
 
     def __init__(self, pool: TapePool) -> None:
@@ -211,7 +207,6 @@ class Tape:
         self._pool = pool
         default = torch.default_generator
         self.before = _Before({default: default.get_state()})
-        # blocks that are taken now may be dropped and reused meanwhile
         for alias in pool.aliases.values():
             self.before.keep(alias)
 
@@ -248,7 +243,7 @@ class Tape:
         generator = kwargs.get("generator")
         if generator is not None:
             self.before.generators.setdefault(generator, generator.get_state())
-        # before the operator changes their layout
+        # the operator may change their layout
         fixed_args, fixed_kwargs = tree_map_only(Tensor, self._fixed, (args, kwargs))
         before = {storage_id(tensor) for tensor in given}
         call = _replayable(func)
@@ -283,7 +278,7 @@ class Tape:
             return schema.name.removeprefix("aten::") not in ALLOCATIONS
         if func.namespace == "aten" or all(r.alias_info for r in schema.returns):
             return False
-        # it may have written to the argument that it returns
+        # it may have written to it
         if func.namespace not in _COLLECTIVES:
             note = f"operator {schema.name} returns an argument, and its schema does not say why"
             self.notes[note] = None
@@ -298,7 +293,7 @@ class Tape:
     ) -> None:
         slots = {i: self._fixed(tensor) for i, tensor in placed.items()}
         variant = _out_variant(func) if slots and len(slots) == results else None
-        if variant is not None:  # it writes into the slots, without a copy
+        if variant is not None:
             overload, names, left_out = variant
             keywords = dict(zip(names, slots.values(), strict=True))
             for given, value in call.keywords.items():
@@ -314,7 +309,6 @@ class Tape:
         fresh: Tensor,
         blocks: dict[int, torch.UntypedStorage],
     ) -> Tensor:
-        """A fresh result in the pool; ``blocks`` are those of its operator's storages."""
         source = fresh.untyped_storage()
         block = blocks.get(source._cdata)
         if block is None:
@@ -324,7 +318,7 @@ class Tape:
         return tensor_on(block, fresh)
 
     def _fixed(self, tensor: Tensor) -> Tensor:
-        """The same memory without a hold on a pool block, deaf to ``.data =``."""
+        """Without a hold on its block, deaf to ``.data =``."""
         alias = self._pool.alias_of(tensor.untyped_storage())
         return tensor.detach() if alias is None else tensor_on(alias, tensor)
 
@@ -343,9 +337,8 @@ def _refuse_foreign(
 
 
 def _replayable(func: Any) -> Callable[..., Any]:
-    """A function that runs an operator now and on each replay."""
     call: Callable[..., Any] = as_its_caller(func, func, "cpu")
-    if func is torch.ops.aten.lift_fresh.default:  # each replay copies a constant
+    if func is torch.ops.aten.lift_fresh.default:
         call = torch.ops.aten.clone.default
     elif func.namespace in _COLLECTIVES and func._schema.name not in _POSTED:
         call = partial(_awaited, func)
@@ -367,7 +360,7 @@ def _wait(results: Any) -> None:
 
 
 def replay(steps: list[Step]) -> None:
-    # Tensors of inference mode may be written only there. Autocast did its part while recording.
+    # tensors of inference mode may be written only there; autocast did its part
     with torch.inference_mode(), torch.autocast("cpu", enabled=False):
         posted: list[Any] = []
         for step in steps:
@@ -385,7 +378,7 @@ def replay(steps: list[Step]) -> None:
 
 
 def _is_void(tensor: Tensor) -> bool:
-    """Without memory: zero derivatives, and what an ``out=`` is about to grow."""
+    """Zero derivatives, and what an ``out=`` is about to grow."""
     storage = tensor.untyped_storage()
     if tensor._is_zerotensor() or storage.device.type == "meta":
         return True
@@ -394,8 +387,8 @@ def _is_void(tensor: Tensor) -> bool:
 
 @cache
 def _out_variant(func: Any) -> tuple[Any, list[str], set[str]] | None:
-    """The overload of ``func`` that writes into given results, the names of these, and of arguments
-    that they replace. None if it is missing, may grow its results, or rounds in another order.
+    """An overload that writes into given results and rounds alike, their names, and arguments that
+    they replace.
     """
     schema = func._schema
     if schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags:

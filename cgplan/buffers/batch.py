@@ -15,7 +15,7 @@ from cgplan.modes import BatchDescriptor
 
 @dataclass(frozen=True)
 class Batch:
-    """Sizes of one call; ``num_reqs`` is None where no input counts requests."""
+    """``num_reqs`` is None where no input counts requests."""
 
     num_tokens: int
     num_reqs: int | None
@@ -29,8 +29,6 @@ def unknown_input(name: str, declared: Iterable[str]) -> InputError:
 
 
 class BatchReader:
-    """Checks the tensors of a call against declared inputs and metadata."""
-
     def __init__(
         self, specs: Mapping[str, Input], dim_names: Sequence[str], device: torch.device
     ) -> None:
@@ -96,7 +94,7 @@ class BatchReader:
         return Batch(tokens, reqs, tuple(sizes))
 
     def refuse_other(self, batch: Batch, descriptor: BatchDescriptor) -> None:
-        """Raise InputError if a batch has other rows than its descriptor."""
+        """Raise InputError if the descriptor has other rows."""
         counted = ["sizes", "num_reqs"]
         if self._dim_names[0] in self.symbols:
             counted.insert(0, "num_tokens")
@@ -108,8 +106,7 @@ class BatchReader:
                 raise InputError(
                     f"the inputs are a batch of {symbol} = {count}, the forward context's "
                     f"descriptor says {wanted!r}",
-                    remedy="Pad the inputs to the size of the descriptor, or pass the descriptor "
-                    "that they have.",
+                    remedy="Pad the inputs to the size of the descriptor, or pass theirs.",
                 )
 
     def _check(self, name: str, value: torch.Tensor, dtype: torch.dtype) -> None:
@@ -127,7 +124,7 @@ class BatchReader:
             kind = "a nested tensor" if value.is_nested else f"of layout {value.layout}"
             raise InputError(
                 f"input {name!r} is {kind}",
-                remedy="Pass a dense tensor, such as .to_dense() or .to_padded_tensor() gives.",
+                remedy="Pass a dense tensor: .to_dense(), .to_padded_tensor().",
             )
         if value.device != self._device and value.device.type != "cpu":
             raise InputError(

@@ -1,4 +1,4 @@
-"""How far two outputs of a model lie apart, and whether rounding explains it."""
+"""How far two outputs lie apart, and whether rounding explains it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-# Of the largest value; other dtypes have COARSE.
+# of the largest value; COARSE for other dtypes
 TOLERANCES = {
     torch.float64: 1e-9,
     torch.float32: 2e-3,
     torch.float16: 1e-2,
 }
-COARSE = 5e-2  # for half precision and TensorFloat32
-_STEPS = 256  # of the dtype's precision, for sums in another order
+COARSE = 5e-2  # half precision, TensorFloat32
+_STEPS = 256  # of the precision, for sums in another order
 _HUGE = 1e30  # values of masks
 
 
@@ -27,9 +27,9 @@ class Difference:
     """Of one part of two outputs.
 
     Attributes:
-        largest: The largest absolute difference; None where the parts cannot be compared.
+        largest: Absolute; None where they cannot be compared.
         limit: What rounding explains; 0 for whole numbers.
-        share: Of the elements that are wrong.
+        share: Of wrong elements.
     """
 
     where: str
@@ -48,11 +48,8 @@ class Difference:
 
 
 def deviation(found: Any, wanted: Any) -> float | None:
-    """Largest absolute difference of two pytrees of tensors.
-
-    Returns:
-        0.0 for equal tensors (NaN equals NaN), infinity where only one side has a NaN or an
-        infinity. None without a tensor, or where structures, shapes, dtypes or other values differ.
+    """Largest absolute difference of two pytrees of tensors; NaN equals NaN. Infinity where only
+    one side has a NaN or an infinity, None without a tensor or where something else differs.
     """
     largest = None
     for difference in differences(found, wanted):
@@ -68,8 +65,8 @@ def differences(
     *,
     is_coarse: bool = False,
 ) -> Iterator[Difference]:
-    """Of each tensor of two outputs, and of each other part that differs. ``is_coarse``: the
-    tolerance is at least ``COARSE``, and half of the whole numbers may differ.
+    """Of each tensor, and of each other part that differs. ``is_coarse``: at least ``COARSE``, and
+    half of the whole numbers may differ.
     """
     leaves, spec = tree_flatten(found)
     others, other_spec = tree_flatten(wanted)
@@ -102,9 +99,8 @@ def compare(
     is_coarse: bool = False,
     before: Tensor | None = None,
 ) -> Difference:
-    """The difference of two tensors of one shape and dtype. Rounding goes by the largest value that
-    differs; of state, that was ``before``, by the largest change, and changes by whole numbers are
-    counts.
+    """Of one shape and dtype. Rounding goes by the largest value that differs; of state, by its
+    largest change since ``before``, unless it counts.
     """
     if not found.numel():
         return Difference(where, 0.0, is_wrong=False)
@@ -144,13 +140,13 @@ def _share(wrong: Tensor) -> float:
 
 
 def _counts(before: Tensor, after: Tensor) -> bool:
-    """Whether numbers changed, and each by a whole number."""
+    """Whether numbers changed, all by whole numbers."""
     change = apart(after, before)
     return bool(change.any()) and torch.equal(change, change.round())
 
 
 def _size_of(values: Tensor, between: Tensor) -> float:
-    """The largest of those that differ, or their mean where that is larger."""
+    """Of those that differ, at least the mean."""
     wide = torch.complex128 if values.is_complex() else torch.float64  # 8 bits have no abs
     sizes = values.to(wide).abs().nan_to_num(0, 0, 0)
     sizes = sizes.masked_fill(sizes > _HUGE, 0)
@@ -165,7 +161,7 @@ def is_equal(one: Any, other: Any) -> bool:
 
 def _is_same(one: Any, other: Any) -> bool:
     kind: Any = type(one)
-    by_identity = kind.__eq__ is object.__eq__  # such an object equals none of another run
+    by_identity = kind.__eq__ is object.__eq__  # it equals none of another run
     if type(other) is not kind:
         return False
     if by_identity or one == other:
@@ -174,7 +170,7 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def apart(one: Tensor, other: Tensor) -> Tensor:
-    """Absolute differences; NaN equals NaN, and nothing else."""
+    """Absolute differences; NaN equals NaN."""
     is_whole = not (one.is_floating_point() or one.is_complex())
     is_same = one == other
     dtype = torch.complex128 if one.is_complex() else torch.float64

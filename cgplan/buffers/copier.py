@@ -1,10 +1,8 @@
-"""From the tensors of a call into the static buffers: copies, and padding behind them.
+"""Copies the tensors of a call into the static buffers, and pads them.
 
 Note [Copying in]
-    Sources may have any strides, lie on the host or the device, and overlap the static buffers. A
-    buffer's own view stays. A tensor that lies in a buffer otherwise is cloned first. Copies and
-    the replay are queued on the current stream. The caller may write to a host tensor once the call
-    has returned.
+    Sources may lie anywhere, and overlap the buffers: a buffer's own view stays, other tensors in
+    buffers are cloned first. The caller may write to a host tensor once the call has returned.
 """
 
 from __future__ import annotations
@@ -21,16 +19,14 @@ from cgplan.buffers.static import StaticBuffer, StaticBuffers, pad_value
 from cgplan.errors import InputError
 
 CopyIn = Callable[[Sequence[Tensor], int, bool], None]
-Group = tuple[list[Tensor], list[Tensor]]  # targets, sources
+Group = tuple[list[Tensor], list[Tensor]]
 
 
 class BatchCopy:
-    """Brings batches of one size into the static buffers by torch's operators: one launch for each
-    dtype, one for each input with padding to reset.
+    """For batches of one size.
 
-    Its functions take the batch's checked tensors in the order of the buffers; the handle of the
-    current stream; and whether the tensors are laid out as those of ``path``, without gaps and lazy
-    conjugates.
+    Its functions take the batch's checked tensors in the order of the buffers, the current stream's
+    handle, and whether the layout is that of ``path``'s tensors, without gaps and lazy conjugates.
     """
 
     def __init__(
@@ -54,7 +50,7 @@ class BatchCopy:
         self.look_at_writes()
 
     def look_at_writes(self) -> None:
-        """Find the rows up to which padding is due after each batch; 0 for none."""
+        """Find the rows up to which padding is always due."""
         self._least_rows = list(self._padded_rows)
         for index, buffer in enumerate(self._buffers):
             lasts = buffer.spec.pad != "last" and not buffer.written
@@ -69,10 +65,10 @@ class BatchCopy:
         stream: int,
         known: bool = False,  # noqa: ARG002
     ) -> None:
-        """Copy any batch in, with padding. Raises InputError for tensors that may not be copied."""
+        """Copy and pad. Raises InputError for tensors that may not be copied."""
         if not self._views:
             self._views = list(map(StaticBuffer.view, self._buffers, self._rows))
-        # _foreach_copy_ is one launch for one dtype and device, a loop over all for others
+        # _foreach_copy_ is one launch only for one dtype and device
         groups: dict[tuple[torch.dtype, torch.device], Group] = {}
         for index, value in enumerate(values):
             source = self._source(index, value)
@@ -89,8 +85,8 @@ class BatchCopy:
         self,
         values: Sequence[Tensor],
     ) -> CopyIn:
-        """The quickest function like ``run`` for tensors like these. Tensors that are narrower than
-        the buffers, but for rows, are padded first.
+        """The quickest function like ``run``. Tensors narrower than the buffers, but for rows, are
+        padded.
         """
         missing = list(map(_missing, self._buffers, values))
         if any(map(any, missing)):
@@ -120,7 +116,7 @@ class BatchCopy:
         stream: int,
         known: bool = False,  # noqa: ARG002
     ) -> None:
-        """Reset the padding that needs it, for a batch that was written in place."""
+        """Reset padding behind a batch that was written in place."""
         marks = self._marks
         is_longer = marks.tokens > self._tokens or marks.reqs > self._reqs
         if is_longer or marks.exposed_tokens or self._always_pads:
@@ -138,7 +134,7 @@ class BatchCopy:
         index: int,
         value: Tensor,
     ) -> Tensor | None:
-        """The tensor to copy; None for its buffer's own view."""
+        """None for its buffer's own view."""
         target = self._buffers[index].tensor
         address = value.data_ptr()
         if address == target.data_ptr() and value.stride() == target.stride():
@@ -147,8 +143,7 @@ class BatchCopy:
         if not address and value.numel():
             raise InputError(
                 f"input {name!r} has no memory: its storage was freed",
-                remedy="Pass a tensor that holds its numbers, such as .clone() gives before the "
-                "storage is freed.",
+                remedy="Pass a .clone() from before the storage was freed.",
             )
         if not self._copy_inputs:
             raise InputError(
@@ -165,7 +160,7 @@ def _missing(
     buffer: StaticBuffer,
     value: Tensor,
 ) -> list[int]:
-    """Elements that are missing in each dimension, as torch.nn.functional.pad takes them."""
+    """As torch.nn.functional.pad takes them."""
     missing = []
     for dim in reversed(range(value.dim())):
         is_counted = dim == buffer.row_dim
@@ -174,10 +169,10 @@ def _missing(
 
 
 class Copier:
-    """Makes a BatchCopy for each size of batch. The caller owns ``buffers``.
+    """The caller owns ``buffers``.
 
     Args:
-        copy_inputs: Whether tensors from elsewhere are copied in, or are an InputError.
+        copy_inputs: Else tensors from elsewhere are an InputError.
     """
 
     name = "torch operators"
@@ -194,19 +189,20 @@ class Copier:
         self._copies: weakref.WeakSet[BatchCopy] = weakref.WeakSet()
 
     def prepare(
-        self, num_tokens: int, num_reqs: int, padded_tokens: int, padded_reqs: int
+        self,
+        num_tokens: int,
+        num_reqs: int,
+        padded_tokens: int,
+        padded_reqs: int,
     ) -> BatchCopy:
         copy = self.batch_copy(self, num_tokens, num_reqs, padded_tokens, padded_reqs)
         self._copies.add(copy)
         return copy
 
     def note_writes(self, before: list[int]) -> None:
-        """Reset the padding of buffers with every batch that the model has written into since their
-        ``versions`` were ``before``.
-        """
+        """From now on reset padding that the model has written into since ``before``."""
         if self.buffers.note_writes(before):
             for copy in self._copies:
                 copy.look_at_writes()
 
-    def close(self) -> None:
-        """Free the memory that copies go through."""
+    def close(self) -> None: ...

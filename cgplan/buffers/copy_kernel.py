@@ -1,12 +1,9 @@
-"""Copies by one kernel launch: all inputs of a batch, from the device or the host, and their
-padding.
+"""Copies and pads a batch by one kernel launch.
 
 Note [Launching]
-    NVRTC compiles the kernel once a process, and the driver launches it. A launch through Triton or
-    a Python binding packs its arguments each time, as costly as the slice copies that it saves.
-    Here the arguments lie in memory for each size of batch: a call writes the addresses of its
-    tensors there and hands the driver four pointers. The driver has read all when it returns, so a
-    small batch from the host rides in the arguments themselves.
+    A launch through Triton or a Python binding packs its arguments each time, as costly as the
+    copies that it saves. Here they lie in memory for each size, and a call writes addresses there.
+    The driver has read all when it returns, so a small batch from the host rides in the arguments.
 """
 
 from __future__ import annotations
@@ -29,15 +26,15 @@ from cgplan.buffers.pinned import ALIGNMENT, StagingBlocks
 from cgplan.buffers.static import StaticBuffer, StaticBuffers, pad_value
 from cgplan.errors import BackendError
 
-INPUTS = 16  # of one launch
-ARGUMENT_BYTES = 4096  # of a kernel
+INPUTS = 16
+ARGUMENT_BYTES = 4096
 THREADS = 256
-_MOST_BLOCKS = 512  # of threads, for one input
+_MOST_BLOCKS = 512
 _BYTES_A_BLOCK = THREADS * 64
 _JOB = struct.Struct("=16s4Q6I8x")
 _HEAD = struct.Struct("=4I")
 _BATCH_BYTES = _HEAD.size + INPUTS * (8 + _JOB.size)
-# CUlaunchConfig: grid, block and shared memory, the stream, no attributes
+# CUlaunchConfig
 _CONFIG = struct.Struct("=7I4xQ16x")
 _STREAM = struct.Struct("=Q")
 _STREAM_AT = 32
@@ -45,13 +42,13 @@ _COUNTS: dict[str | None, int] = {
     "num_tokens": 1,
     "num_reqs": 2,
 }
-_OTHER_CONTEXT = (201, 400)  # CUDA_ERROR_INVALID_CONTEXT, CUDA_ERROR_INVALID_HANDLE
+_OTHER_CONTEXT = (201, 400)  # CUDA_ERROR_INVALID_CONTEXT, _HANDLE
 _address = Tensor.data_ptr
 _is_contiguous = Tensor.is_contiguous
 _is_conj = Tensor.is_conj
 _is_neg = Tensor.is_neg
 _memcpy = ctypes.CDLL(None).memcpy
-# quicker for a few kilobytes than to release the interpreter's lock
+# quicker than to release the interpreter's lock
 _memcpy_small = ctypes.PyDLL(None).memcpy
 for _function in (_memcpy, _memcpy_small):
     _function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
@@ -59,9 +56,8 @@ for _function in (_memcpy, _memcpy_small):
 
 
 class CopyKernel(NamedTuple):
-    """The driver's handles of ``copy_rows`` and ``copy_rows_inline``. ``launch`` is
-    cuLaunchKernelEx, of (address of a CUlaunchConfig, function, address of the pointers to the
-    arguments, None).
+    """``launch`` is cuLaunchKernelEx, of (address of a CUlaunchConfig, function, address of
+    pointers to arguments, None).
     """
 
     function: int
@@ -71,7 +67,7 @@ class CopyKernel(NamedTuple):
 
 @cache
 def load_copy_kernel(index: int) -> CopyKernel | None:
-    """The kernel on this GPU; None without cuda-bindings, NVRTC, or a new enough driver."""
+    """None without cuda-bindings, NVRTC, or a new enough driver."""
     try:
         cubin = compile_copy_rows(torch.cuda.get_device_capability(index))
         driver = ctypes.CDLL("libcuda.so.1")
@@ -129,7 +125,7 @@ def compile_copy_rows(capability: tuple[int, int]) -> bytes:
 
 
 class _Arguments:
-    """The kernel's Batch in memory or, with offsets of its sources, its InlineBatch."""
+    """The kernel's Batch or, with offsets of sources, its InlineBatch."""
 
     def __init__(
         self,
@@ -142,16 +138,13 @@ class _Arguments:
         packed = head + sources.ljust(8 * INPUTS, b"\0") + b"".join(jobs)
         nbytes = ARGUMENT_BYTES if offsets else _BATCH_BYTES
         self.memory = ctypes.create_string_buffer(packed.ljust(_BATCH_BYTES, b"\0"), nbytes)
-        # of one argument
         self._pointers = ctypes.c_void_p(ctypes.addressof(self.memory))
         self.at = ctypes.addressof(self._pointers)
         self.function = kernel.inline_function if offsets else kernel.function
 
 
 class _Target:
-    """A static buffer as the kernel sees it: a slice of rows of bytes for each index in front of
-    the rows.
-    """
+    """A static buffer as the kernel's Job."""
 
     def __init__(self, buffer: StaticBuffer) -> None:
         tensor = buffer.tensor
@@ -165,7 +158,6 @@ class _Target:
         )
         copies = ALIGNMENT // pad.itemsize
         self.pattern = bytes(pad.untyped_storage().tolist()) * copies
-        # as in the kernel's Job
         self.slices = 1
         self.row_bytes = tensor.nbytes
         self.counted = (0, 0, 0)
@@ -201,12 +193,8 @@ class _Target:
 
 
 class KernelBatchCopy(BatchCopy):
-    """The arguments of a launch for one size of batch; a call writes the addresses of its tensors
-    there.
-
-    Contiguous tensors have three paths: ``_from_device`` reads them in place, ``_inline_from_host``
-    takes small ones along in the arguments, ``_staged_from_host`` sends them through pinned memory.
-    ``run`` takes any mixture, and all that overlaps the static buffers.
+    """Contiguous tensors are read in place on the device; small ones of the host ride in the
+    arguments, others go through pinned memory. ``run`` takes the rest.
     """
 
     def __init__(
@@ -221,7 +209,7 @@ class KernelBatchCopy(BatchCopy):
         self._may_be_lazy = any(d.is_floating_point or d.is_complex for d in dtypes)
         self._in_place = [target.address for target in self._targets]
         self._write = struct.Struct(f"=4I{len(self._in_place)}Q").pack_into
-        # After a much larger batch most work is padding: the grid covers whole buffers.
+        # after a much larger batch it covers all padding
         self._near = counts[2]
         near = list(map(_Target.nbytes, self._targets, self._padded_rows))
         far = [buffer.tensor.nbytes for buffer in self._buffers]
@@ -232,8 +220,8 @@ class KernelBatchCopy(BatchCopy):
 
     def look_at_writes(self) -> None:
         super().look_at_writes()
-        self._sizes = []  # bytes of each input
-        self._places = []  # where it lies among staged bytes
+        self._sizes = []  # bytes
+        self._places = []  # among staged bytes
         self._staged_bytes = 0
         jobs = []
         for target, rows, least in zip(self._targets, self._rows, self._least_rows, strict=True):
@@ -300,7 +288,7 @@ class KernelBatchCopy(BatchCopy):
         values: Sequence[Tensor],
         known: bool,
     ) -> list[int] | None:
-        """None unless all are dense: ``run`` takes care of others."""
+        """None unless all are dense."""
         if not known:
             if not all(map(_is_contiguous, values)):
                 return None
@@ -324,7 +312,7 @@ class KernelBatchCopy(BatchCopy):
             return
         if max(sources) >= bounds[0] and min(sources) < bounds[-1]:
             for source in sources:
-                if bisect_right(bounds, source) & 1:  # it lies in a static buffer
+                if bisect_right(bounds, source) & 1:
                     self.run(values, stream)
                     return
         self._launch(self._arguments, sources, stream)
@@ -387,7 +375,7 @@ class KernelBatchCopy(BatchCopy):
         config_at = self._config_at if near else self._wide_config_at
         launch = self._copier.kernel.launch
         code = launch(config_at, arguments.function, arguments.at, None)
-        # this thread works on no GPU yet, or on another one
+        # this thread is on no GPU yet, or on another
         if code in _OTHER_CONTEXT:
             with torch.cuda.device(self._copier.device):
                 torch.cuda.current_stream().query()  # makes the context current
@@ -395,16 +383,13 @@ class KernelBatchCopy(BatchCopy):
         if code:
             raise BackendError(
                 f"the driver refused to launch the copy of a batch: error {code}",
-                remedy="An earlier kernel may have failed; run with CUDA_LAUNCH_BLOCKING=1 to see "
-                "which.",
+                remedy="Find an earlier kernel that failed with CUDA_LAUNCH_BLOCKING=1.",
             )
         marks.tokens = self._tokens
         marks.reqs = self._reqs
 
 
 class KernelCopier(Copier):
-    """Copies at most INPUTS inputs by ``copy_rows``, host tensors through ``blocks``."""
-
     name = "one kernel"
     batch_copy = KernelBatchCopy
 
@@ -427,7 +412,7 @@ class KernelCopier(Copier):
         self,
         sizes: Sequence[int],
     ) -> Array[c_char]:
-        """A launch that writes so many bytes of each input."""
+        """By bytes to write of each input."""
         blocks = 1
         slices = 1
         for size, target in zip(sizes, self.targets, strict=True):

@@ -1,4 +1,4 @@
-"""Which rows of the model's outputs belong to the batch."""
+"""Which rows of outputs belong to the batch."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ from cgplan.modes import BatchDescriptor
 
 
 class OutputRows:
-    """How outputs are cut: in dimension 0 by ``model.output_rows``, or as ``model.output_shapes``
-    says. ``clone``: whether they are copied.
-    """
+    """Cuts padding off by ``model.output_rows`` or ``model.output_shapes``."""
 
     def __init__(self, config: Config) -> None:
         model = config.model
@@ -33,7 +31,7 @@ class OutputRows:
     def shapes(
         self, batch: Batch | BatchDescriptor, num_reqs: int | None
     ) -> Iterator[tuple[int, ...]]:
-        """Shapes of the outputs in order, as far as known."""
+        """In order, as far as known."""
         tokens = batch.num_tokens
         reqs = tokens // self._config.query_len if num_reqs is None else num_reqs
         sizes = batch.sizes
@@ -53,7 +51,7 @@ class OutputRows:
         descriptor: BatchDescriptor,
         num_reqs: int,
     ) -> None:
-        """Raise OutputShapeError if padding cannot be cut off an output of this key."""
+        """Raise OutputShapeError if padding cannot be cut off."""
         shapes = self.shapes(descriptor, num_reqs)
         for index, leaf in enumerate(tree_leaves(output)):
             if isinstance(leaf, Tensor):
@@ -70,7 +68,7 @@ class OutputRows:
                     f"{descriptor}",
                     remedy="Return tensors with the batch first, or set output_rows "
                     "(model.output_rows in YAML) to what dimension 0 counts: num_tokens or "
-                    "num_reqs; model.output_shapes says it for each output.",
+                    "num_reqs; or model.output_shapes.",
                 )
             if hides_tensors(leaf):
                 raise OutputShapeError(
@@ -85,7 +83,7 @@ class OutputRows:
         output: Any,
         batch: Batch,
     ) -> Any:
-        """Views without padding, or copies where ``clone`` says so."""
+        """Views without padding, or copies if ``clone``."""
         views = self._views(output, batch)
         return tree_map_only(Tensor, torch.clone, views) if self.clone else views
 
@@ -107,8 +105,8 @@ class OutputRows:
         output: Any,
         batch: Batch,
     ) -> Callable[[], Any]:
-        """``cut`` as a function, for an output that is always in the same memory."""
-        # a tensor of inference mode could be used only there
+        """``cut`` of an output in fixed memory."""
+        # else of use only in inference mode
         with torch.inference_mode(False), torch.no_grad():
             views = self._views(output, batch)
         return renewed(views, clone=self.clone)
@@ -120,11 +118,8 @@ def renewed(
     *,
     clone: bool = False,
 ) -> Callable[[], Any]:
-    """A function that returns an output with new tensor objects in new containers each time.
-
-    Args:
-        only: Ids of the tensors that are renewed; all if absent.
-        clone: Copy instead.
+    """New tensor objects in new containers each time. ``only``: ids of the tensors that are
+    renewed.
     """
     renew = Tensor.clone if clone else Tensor.detach
     leaves, spec = tree_flatten(output)
@@ -145,7 +140,7 @@ def renewed(
 
 
 def hides_tensors(leaf: Any) -> bool:
-    """Whether a leaf for pytree holds tensors after all."""
+    """Whether a leaf for pytree holds tensors."""
     if isinstance(leaf, Tensor):
         return False
     held: Iterable[Any]

@@ -1,4 +1,4 @@
-"""Pinned memory that host tensors pass through on their way to the device."""
+"""Pinned memory between host tensors and the device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LEAST_BYTES = 1 << 16
 
 
 class Fence(Protocol):
-    """A point in the device's work, as torch.cuda.Event."""
+    """As torch.cuda.Event."""
 
     def synchronize(self) -> None: ...
 
@@ -34,7 +34,7 @@ def fence_behind(handle: int, device: torch.device) -> torch.cuda.Event:
 
 
 def empty_pinned(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Host memory that copies need not wait for. Raises CgplanError if there is no more."""
+    """Raises CgplanError if the host has no more."""
     try:
         return torch.empty(
             tuple(shape),
@@ -46,8 +46,7 @@ def empty_pinned(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         raise CgplanError(
             f"no pinned memory on the host for {list(shape)} elements of {dtype}: "
             f"{first_line(error)}",
-            remedy="Free memory of the host; or pass tensors on the device, or write them in "
-            "place (runner.stage).",
+            remedy="Free memory of the host, pass tensors on the device, or use runner.stage.",
         ) from error
 
 
@@ -58,14 +57,13 @@ def _release(wait: Callable[[], None], blocks: list[Tensor]) -> None:
 
 
 class StagingBlocks:
-    """Two blocks of pinned memory, written in turns. A block takes as many batches as fit. When it
-    is full, or the stream changes, a fence is put behind the work that reads it, and waited for
-    before the block is written again.
+    """Two blocks of pinned memory, in turns. A fence behind the work that reads a full block is
+    waited for before the block is written again; another stream begins a new block.
 
     Args:
-        new_fence: Makes a fence behind the work that is queued on a stream, by handle.
-        wait: Waits for the device.
-        allocate: Makes a block that the device reads under the host's address.
+        new_fence: Behind a stream's work, by handle.
+        wait: For the device.
+        allocate: The device reads it under the host's address.
     """
 
     def __init__(
@@ -83,7 +81,7 @@ class StagingBlocks:
         self._at = 0
         self._end = 0
         self._stream: int | None = None
-        # torch hands freed blocks out at once, but the device may still read them
+        # torch hands freed blocks out while the device reads them
         weakref.finalize(self, _release, wait, self._blocks).atexit = False
 
     @property
@@ -95,7 +93,7 @@ class StagingBlocks:
         nbytes: int,
         stream: int,
     ) -> int:
-        """The address of ``nbytes`` bytes to write now and to read on ``stream`` before the next
+        """The address of ``nbytes`` bytes to write, and to read on ``stream``, before the next
         ``take``.
         """
         at = self._at
@@ -105,7 +103,7 @@ class StagingBlocks:
         return at
 
     def close(self) -> None:
-        """Give the blocks back, once the device has read them."""
+        """Waits for the device."""
         _release(self._wait, self._blocks)
         self._fences = [None, None]
         self._at = 0

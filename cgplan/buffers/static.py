@@ -1,6 +1,4 @@
-"""Static buffers: memory that graphs read their inputs from, outside the graph pool. The runner
-owns it.
-"""
+"""Static buffers: memory outside the graph pool that graphs read; the runner owns it."""
 
 from __future__ import annotations
 
@@ -23,15 +21,13 @@ def torch_dtype(spec: Input) -> torch.dtype:
 
 
 def pad_value(spec: Input) -> float:
-    """The value of padding; 0 where padding repeats the last row."""
+    """0 where padding repeats the last row."""
     return 0 if spec.pad == "last" else spec.pad
 
 
 @dataclass(slots=True)
 class Marks:
-    """How far batches reach into static buffers; later rows hold padding. Exposed rows the caller
-    may write at any time.
-    """
+    """How far batches reach into static buffers. The caller may write exposed rows at any time."""
 
     tokens: int = 0
     reqs: int = 0
@@ -43,7 +39,6 @@ class Marks:
         num_tokens: int,
         num_reqs: int,
     ) -> None:
-        """Such a batch may be there, without padding behind it."""
         self.tokens = max(self.tokens, num_tokens)
         self.reqs = max(self.reqs, num_reqs)
 
@@ -58,10 +53,10 @@ class StaticBuffer:
 
     Attributes:
         tensor: Its address never changes.
-        row_dim, rows: The dimension that counts rows, and how; None for a fixed shape.
-        marks: Shared by the buffers of a model.
-        written: Whether the model writes into it, so that padding lasts for one replay.
-        version: torch's count of writes when it was last all padding.
+        row_dim, rows: The dimension that counts rows, and how.
+        marks: Of all buffers of a model.
+        written: The model writes into it: padding lasts for one replay.
+        version: torch's count of writes when it was all padding.
     """
 
     def __init__(
@@ -80,7 +75,7 @@ class StaticBuffer:
         self.marks = marks
         self.written = False
         self._views: dict[int, Tensor] = {}
-        # a tensor of inference mode could be written only there
+        # tensors of inference mode can be written only there
         with torch.inference_mode(False):
             self.tensor = torch.zeros(
                 shape,
@@ -94,16 +89,16 @@ class StaticBuffer:
         num_tokens: int,
         num_reqs: int,
     ) -> int:
-        """Rows of a batch; 0 for a fixed shape."""
+        """0 for a fixed shape."""
         return 0 if self.rows is None else self.rows.size(num_tokens, num_reqs)
 
     def view(self, rows: int) -> Tensor:
-        """The first ``rows`` rows; all of a fixed shape. Users get ``detach()`` of it."""
+        """The first rows; all of a fixed shape. Users get ``detach()`` of it."""
         if self.row_dim is None:
             return self.tensor
         view = self._views.get(rows)
         if view is None:
-            with torch.inference_mode(False):  # as the memory
+            with torch.inference_mode(False):
                 view = self.tensor.narrow(self.row_dim, 0, rows)
             self._views[rows] = view
         return view
@@ -113,7 +108,7 @@ class StaticBuffer:
         rows: int,
         padded_rows: int,
     ) -> None:
-        """Make the rows behind a batch of ``rows`` rows padding again."""
+        """The rows behind a batch."""
         if self.row_dim is None:
             return
         if self.spec.pad == "last":
@@ -131,12 +126,11 @@ class StaticBuffer:
             self.tensor.narrow(self.row_dim, rows, end - rows).fill_(self.spec.pad)
 
     def clear(self) -> None:
-        """Make every row padding."""
         self.tensor.fill_(pad_value(self.spec))
         self.version = self.tensor._version
 
     def restore(self) -> None:
-        """``clear`` after warm-ups; notes whether the model wrote into it."""
+        """``clear``; notes whether the model wrote into it."""
         # only torch's operators count writes
         if self.tensor._version != self.version:
             self.written = True
@@ -149,11 +143,10 @@ class StaticBuffer:
 
 
 class StaticBuffers:
-    """All inputs and metadata of a model, by name, for the largest batch.
+    """All inputs and metadata, for the largest batch.
 
     Attributes:
-        bounds: Begin and end of each buffer, ascending: an odd number of them is at most an address
-            inside a buffer.
+        bounds: Begin and end of each buffer, ascending.
 
     Raises:
         CaptureMemoryError: the device has no memory for them.
@@ -174,8 +167,7 @@ class StaticBuffers:
                 raise
             raise CaptureMemoryError(
                 f"no memory for static buffers of {num_tokens} tokens: {first_line(error)}",
-                remedy="Lower compilation.max_cudagraph_capture_size, or the fixed dimensions "
-                "of the inputs.",
+                remedy="Lower compilation.max_cudagraph_capture_size, or fixed dimensions.",
             ) from error
         self.bounds: list[int] = []
         for buffer in self.buffers.values():
@@ -194,7 +186,7 @@ class StaticBuffers:
         num_tokens: int,
         num_reqs: int,
     ) -> dict[str, Tensor]:
-        """The rows that a graph for this batch reads, as new tensor objects."""
+        """New tensor objects."""
         views = {}
         for name, buffer in self.buffers.items():
             views[name] = buffer.view(buffer.count(num_tokens, num_reqs)).detach()
@@ -207,9 +199,7 @@ class StaticBuffers:
         self,
         before: list[int],
     ) -> bool:
-        """Note the buffers that the model has written into since ``versions`` gave ``before``;
-        whether one is new.
-        """
+        """Whether the model has written into more buffers since ``versions`` gave ``before``."""
         is_new = False
         for buffer, version in zip(self.buffers.values(), before, strict=True):
             if buffer.tensor._version != version and not buffer.written:
@@ -232,7 +222,7 @@ class StaticBuffers:
         num_tokens: int,
         num_reqs: int,
     ) -> dict[str, Tensor]:
-        """Views for the caller to write into; their rows never count as padding again."""
+        """For the caller to write into; never padding again."""
         marks = self.marks
         marks.exposed_tokens = max(marks.exposed_tokens, num_tokens)
         marks.exposed_reqs = max(marks.exposed_reqs, num_reqs)
@@ -240,8 +230,7 @@ class StaticBuffers:
 
 
 class StaticBoxes(dict[tuple[int, ...], StaticBuffers]):
-    """The static buffers of a model by the sizes of its named dimensions: by ``()`` where only rows
-    vary. Buffers for other sizes are made when they are first asked for.
+    """By the sizes of named dimensions, ``()`` without any; made on demand.
 
     Args:
         rows: Tokens and requests of the largest batch, by sizes.
@@ -270,7 +259,7 @@ class StaticBoxes(dict[tuple[int, ...], StaticBuffers]):
         return sum(buffers.nbytes for buffers in self.values())
 
     def owns(self, tensor: Tensor) -> bool:
-        """Whether the tensor begins in one of the buffers."""
+        """Whether the tensor begins in one of them."""
         address = tensor.data_ptr()
         return any(bisect_right(buffers.bounds, address) % 2 for buffers in self.values())
 
@@ -284,7 +273,7 @@ class StaticBoxes(dict[tuple[int, ...], StaticBuffers]):
 
     @contextmanager
     def on_padding(self) -> Iterator[None]:
-        """A block of captures between batches, on padding; afterwards the bytes are as before."""
+        """Captures in the block see padding; afterwards the bytes are as before."""
         marks = []
         kept = []
         for buffers in self.values():
@@ -306,7 +295,7 @@ class StaticBoxes(dict[tuple[int, ...], StaticBuffers]):
 def example_batch(
     specs: Mapping[str, Input], num_tokens: int, num_reqs: int, device: torch.device, seed: int = 0
 ) -> dict[str, Tensor]:
-    """A batch on the device as the `example` keys declare it. Equal seeds give equal batches."""
+    """On the device, by the `example` keys. Equal seeds give equal batches."""
     generator = torch.Generator(device).manual_seed(seed)
     batch = {}
     for name, spec in specs.items():

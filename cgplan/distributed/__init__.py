@@ -1,4 +1,4 @@
-"""Several processes, one rank each: they share graph buffers, sum tensors, and fail together."""
+"""Several processes, one rank each."""
 
 from cgplan.backends.context import all_reduce_by, current_all_reduce
 from cgplan.distributed.all_reduce import AllReduce, CollectiveAllReduce

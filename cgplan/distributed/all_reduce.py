@@ -1,18 +1,15 @@
-"""The all-reduce of models that are split over ranks: the operator ``cgplan::all_reduce``, and its
-implementations.
+"""The operator ``cgplan::all_reduce``, and its implementations.
 
-``torch.ops.cgplan.all_reduce(x, group)`` returns the sum of all ranks' ``x``, bit for bit the same
-on all; ``group`` is an AllReduce's number. All ranks call it in the same order with the same
-shapes, on one stream. Inside it is ``cgplan::all_reduce_row``: one node of a graph, one step of a
-tape.
+``torch.ops.cgplan.all_reduce(x, group)`` returns the sum of all ranks' ``x``, the same bits on all.
+All ranks call it in the same order with the same shapes, on one stream. ``cgplan::all_reduce_row``
+inside it is one node or step.
 
 Note [Unfinished sums]
-    A rank that raises leaves a sum that others have joined or will join. The next sum would take
-    their parts for its own, which gives wrong numbers or, with gloo, ends the process. So a rank
-    that left a sum on the CPU does no other, until `begin_pass` on all ranks makes new signals and,
-    for gloo, a new group. On a GPU `abort`, or their bound, ends waits of the custom kernels. A sum
-    that waits in NCCL ends only with its communicator, whose kernels graphs may hold; torch's
-    watchdog ends the process after the timeout.
+    Where a rank left a sum, the next sum would take the others' parts for its own. So a rank that
+    left a sum on the CPU does no other until `begin_pass` on all ranks makes new signals and, for
+    gloo, a new group. On a GPU `abort`, or their bound, ends waits of custom kernels. A sum that
+    waits in NCCL ends only with its communicator, whose kernels graphs may hold: torch's watchdog
+    ends the process.
 """
 
 from __future__ import annotations
@@ -59,15 +56,14 @@ _live: WeakValueDictionary[int, AllReduce] = WeakValueDictionary()
 
 
 class AllReduce(ABC):
-    """Sums tensors over ranks, in the graphs of a backend's device. ``fallback`` sums what this one
-    cannot; owned.
+    """It owns ``fallback``, which sums what it cannot.
 
     Attributes:
-        name: As ``compilation.all_reduce`` has it.
+        name: As in ``compilation.all_reduce``.
         number: The operator's ``group``.
     """
 
-    __graph_memory__ = True  # no state of a model
+    __graph_memory__ = True
 
     name: str
 
@@ -87,12 +83,11 @@ class AllReduce(ABC):
         _live[self.number] = self
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The sum in new memory, by the operator."""
         result: Tensor = torch.ops.cgplan.all_reduce(x, self.number)
         return result
 
     def reduce(self, x: Tensor) -> Tensor:
-        """The operator's body around ``all_reduce_row``."""
+        """The operator's body."""
         reason = self.why_not(x)
         if reason and self._fallback is not None:
             if self.rank == 0 and reason not in self._logged:
@@ -108,25 +103,25 @@ class AllReduce(ABC):
         return out
 
     def why_not(self, x: Tensor) -> str:  # noqa: ARG002
-        """Why this tensor goes to ``fallback``; the same on all ranks."""
+        """Why ``fallback`` sums it; the same on all ranks."""
         return ""
 
     def peer_memory(self) -> PeerMemory:
-        """The other ranks' memory that captured sums read."""
+        """That captured sums read."""
         return PeerMemory(mapped=(), addresses=())
 
     def placed(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The input where other ranks can read it, and its table row."""
+        """Where other ranks can read it, and its table row."""
         return x, self._row
 
     @abstractmethod
     def run(self, x: Tensor, out: Tensor, row: Tensor) -> None:
-        """Write the sum to ``out``: the body of ``cgplan::all_reduce_row``."""
+        """The body of ``cgplan::all_reduce_row``."""
 
     @contextmanager
     def whole_sum(self) -> Iterator[None]:
-        """A block that sums on the CPU. Raises AllReduceError, or as ``Ranks.check``, if an earlier
-        one was left.
+        """A sum on the CPU. Raises AllReduceError, or as ``Ranks.check``, if an earlier one was
+        left.
         """
         if self._is_unfinished:
             self.ranks.check()
@@ -139,7 +134,7 @@ class AllReduce(ABC):
         self._is_unfinished = False
 
     def begin_pass(self) -> None:
-        """Before captures, on all ranks: forget the last pass."""
+        """Before captures, on all ranks."""
         if self._fallback is not None:
             self._fallback.begin_pass()
 
@@ -152,14 +147,14 @@ class AllReduce(ABC):
         """Before graphs are freed, on all ranks."""
 
     def abort(self) -> None:  # noqa: B027
-        """End waits of queued kernels; sums are wrong until ``begin_pass``."""
+        """End waits of kernels; sums are wrong until ``begin_pass``."""
 
     def check(self) -> None:  # noqa: B027
         """Raise AllReduceError if a kernel gave up. Waits for the device."""
 
     @property
     def is_read(self) -> bool:
-        """Whether graphs of an open runner read the last pass's buffers."""
+        """By graphs of an open runner."""
         return False
 
     def close(self) -> None:
@@ -178,7 +173,7 @@ class AllReduce(ABC):
 
 
 class CollectiveAllReduce(AllReduce):
-    """torch.distributed's all-reduce: NCCL, whose kernels a graph captures, or gloo."""
+    """NCCL, in graphs too, or gloo."""
 
     name = "nccl"
 
@@ -191,8 +186,7 @@ class CollectiveAllReduce(AllReduce):
         if x.device.type == "cpu" and x.dtype not in GLOO_DTYPES:
             raise AllReduceError(
                 f"gloo, torch's all-reduce on the CPU, cannot sum {x.dtype}",
-                remedy="Sum a tensor of another dtype, .to(torch.float32) say, and convert the "
-                "result.",
+                remedy="Sum .to(torch.float32), say, and convert the result.",
             )
         return super().reduce(x)
 
@@ -210,7 +204,7 @@ class CollectiveAllReduce(AllReduce):
                     remedy="Every rank has to make the same calls in the same order; look at the "
                     "output of the others.",
                 )
-                if on_cpu:  # one is gone, or late
+                if on_cpu:
                     self.ranks.leave(error)
                 raise error from failure
 
@@ -223,14 +217,14 @@ class CollectiveAllReduce(AllReduce):
                 self._is_unfinished = False
 
 
-_SYMMETRIC_DTYPES = (torch.float32, torch.bfloat16)  # of torch's kernels
-_ONE_SHOT_BYTES = 512 << 10  # beyond it a rank reads a part of each input
+_SYMMETRIC_DTYPES = (torch.float32, torch.bfloat16)
+_ONE_SHOT_BYTES = 512 << 10  # beyond it two-shot
 _ALIGNMENT = 16
 
 
 class SymmetricAllReduce(AllReduce):
-    """Sums in ``max_bytes`` of symmetric memory, without multicast. Raises AllReduceError, on all
-    ranks, where it cannot be opened.
+    """Without multicast. Raises AllReduceError, on all ranks, where ``max_bytes`` of symmetric
+    memory cannot be opened.
     """
 
     name = "symm_mem"
@@ -275,7 +269,7 @@ class SymmetricAllReduce(AllReduce):
 
 def _all_reduce(x: Tensor, group: int) -> Tensor:
     found = _at(group)
-    # A look runs on one rank alone.
+    # a look runs on one rank alone
     if is_probing() and not found.backend.is_capturing():
         return x.clone()
     return found.reduce(x)
@@ -283,7 +277,7 @@ def _all_reduce(x: Tensor, group: int) -> Tensor:
 
 def _all_reduce_row(x: Tensor, out: Tensor, row: Tensor, group: int) -> None:
     found = _at(group)
-    # a capture runs nothing; a tape's results are lost
+    # a tape loses results
     if x.device.type == "cpu" and found.backend.is_capturing():
         out.copy_(x)
     else:

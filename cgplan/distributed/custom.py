@@ -1,4 +1,4 @@
-"""The custom all-reduce, which reads the peers' graph buffers, and the choice of an all-reduce."""
+"""The custom all-reduce, and the choice of an all-reduce."""
 
 from __future__ import annotations
 
@@ -34,31 +34,31 @@ from cgplan.units import format_bytes
 logger = logging.getLogger(__name__)
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# one load of a thread; inputs are aligned to it, and their size is a multiple of it
+# a load; inputs are aligned to it
 PACK_BYTES = 16
-# Larger messages are two-shot: a second exchange costs less than reading all inputs.
+# larger messages are two-shot
 ONE_SHOT_BYTES = {
     2: 1 << 20,
     4: 512 << 10,
     8: 256 << 10,
 }
 
-_MOST_BLOCKS = 64  # of one kernel, each with its own signals
+_MOST_BLOCKS = 64  # with signals of their own
 _WARPS = 8
-_BLOCK_BYTES = _WARPS * 32 * PACK_BYTES  # that a block takes at a time
-# Kernels have no clock: looks, about a microsecond each, bound their waits.
+_BLOCK_BYTES = _WARPS * 32 * PACK_BYTES
+# a look takes about a microsecond; kernels have no clock
 _LOOKS_PER_SECOND = 1 << 20
 
 _RECORD = 1 + 64  # words: dtype and shape
-_SPINS = 200  # looks before the thread yields for longer
-_SAME_CALLS = "Every rank has to make the same calls in the same order."  # a remedy
+_SPINS = 200
+_SAME_CALLS = "Every rank has to make the same calls in the same order."
 
 
 class CustomAllReduce(AllReduce):
-    """One-shot and two-shot all-reduce over registered buffers; owns its transport.
+    """Sums over registered buffers; owns its transport.
 
-    In a FULL graph it reads its peers' inputs in their graphs. Eagerly, or in a PIECEWISE segment,
-    which runs before anything is registered, it copies its input to a staging buffer.
+    A FULL graph reads peers' inputs in their graphs. Eager calls and PIECEWISE segments, which run
+    before registration, copy inputs to a staging buffer.
     """
 
     name = "custom"
@@ -77,14 +77,14 @@ class CustomAllReduce(AllReduce):
         self._max_bytes = settings.all_reduce_max_size
         self.registry = GraphBufferRegistry(ranks, transport, backend.device, settings.table_rows)
         self._own = transport.empty(signal_bytes)
-        self._addresses = self.registry.open_block("signals", self._own)  # of all ranks
+        self._addresses = self.registry.open_block("signals", self._own)
         self._staging = transport.empty(self._max_bytes)
         row = self.registry.open_block("staging buffers", self._staging)
         self._staging_row = torch.tensor(row, dtype=torch.int64, device=backend.device)
 
     @abstractmethod
     def reset(self) -> None:
-        """Make this rank's signals new; no rank is in a sum."""
+        """New signals; no rank is in a sum."""
 
     def why_not(self, x: Tensor) -> str:
         if x.dtype not in DTYPES:
@@ -117,9 +117,9 @@ class CustomAllReduce(AllReduce):
         return source, row
 
     def begin_pass(self) -> None:
-        """Signals are made new: a rank that failed may have left a barrier early."""
+        """With new signals: a failed rank may have left a barrier early."""
         self.registry.unregister()
-        # an aborted sum may still write to a peer
+        # aborted sums may still write to peers
         with self.ranks.step("the end of all sums"):
             self.reset()
         with self.ranks.step("new signals"):
@@ -152,14 +152,13 @@ class CustomAllReduce(AllReduce):
 def _unregistered() -> RegistrationError:
     return RegistrationError(
         "a graph was replayed before its buffers were registered",
-        remedy="End the capture pass on all ranks first: CaptureSession does, or "
-        "AllReduce.end_pass().",
+        remedy="End the capture pass on all ranks first: AllReduce.end_pass().",
     )
 
 
 class CudaAllReduce(CustomAllReduce):
-    """On 2, 4 or 8 GPUs, see triton_kernels.py. A wait ends, with NaN and an error word, after
-    about ``distributed.timeout``.
+    """On 2, 4 or 8 GPUs. A wait ends, with NaN and an error word, after about
+    ``distributed.timeout``.
     """
 
     def __init__(
@@ -181,7 +180,6 @@ class CudaAllReduce(CustomAllReduce):
         self._counts = torch.zeros(_MOST_BLOCKS, dtype=torch.int32, device=device)
         self._error = torch.zeros(1, dtype=torch.int32, device=device)
         self._aborted = torch.full((1,), ABORTED, dtype=torch.int32).pin_memory()
-        # not the stream of the kernels that wait
         self._beside = torch.cuda.Stream(device)
 
     def run(self, x: Tensor, out: Tensor, row: Tensor) -> None:
@@ -236,12 +234,10 @@ class CudaAllReduce(CustomAllReduce):
 
 
 class CpuAllReduce(CustomAllReduce):
-    """Sums over table rows on the CPU.
-
-    In a barrier each rank raises its count, writes it to its place in every rank's signals, and
-    waits until all places in its own are as high. Each place is one aligned word with one writer. A
-    yield, which passes through locks, before each write and after each wait orders data and counts
-    on any processor. Behind the counts are records of the ranks' inputs.
+    """In a barrier each rank raises its count, writes it to its place in all signals, and waits
+    until its own are as high. Each place is one aligned word with one writer. A yield, which passes
+    through locks, before each write and after each wait orders data and counts on any processor.
+    Behind the counts are records of inputs.
     """
 
     def __init__(
@@ -264,8 +260,8 @@ class CpuAllReduce(CustomAllReduce):
         """Barrier, sum in float32 in the order of the ranks, barrier.
 
         Raises:
-            RankMismatchError: shapes or dtypes differ; on all ranks, and sums may go on.
-            RegistrationError: the graph was replayed before registration.
+            RankMismatchError: shapes or dtypes differ, on all ranks; sums may go on.
+            RegistrationError: replayed before registration.
             RankFailedError, AllReduceError: a rank is lost, failed, or late.
         """
         addresses = row.tolist()
@@ -286,7 +282,7 @@ class CpuAllReduce(CustomAllReduce):
                 for theirs in others:
                     total += theirs
                 out.view(-1).copy_(total)
-            # before any rank writes its next input or record
+            # before any next input or record
             self._barrier()
         if unlike is not None:
             raise unlike
@@ -348,8 +344,8 @@ def _described(record: list[int]) -> str:
 
 
 def open_all_reduce(config: Config, ranks: Ranks, backend: GraphBackend) -> AllReduce:
-    """The all-reduce that ``compilation.all_reduce`` asks for; a step of all ranks. Raises
-    AllReduceError, on all ranks, where it cannot work.
+    """As ``compilation.all_reduce`` says; a step of all ranks. Raises AllReduceError, on all ranks,
+    where it cannot work.
     """
     wanted = config.compilation.all_reduce
     collective = CollectiveAllReduce(ranks, backend)
@@ -377,7 +373,7 @@ def open_all_reduce(config: Config, ranks: Ranks, backend: GraphBackend) -> AllR
 
 
 def _why_not(wanted: str, ranks: Ranks) -> str:
-    """Why this rank cannot take part; empty if it can."""
+    """Empty if this rank can take part."""
     on_cpu = ranks.device.type == "cpu"
     if on_cpu and wanted == "symm_mem":
         return "symmetric memory needs GPUs"
@@ -396,7 +392,7 @@ def _why_not(wanted: str, ranks: Ranks) -> str:
             return f"{package} is not installed"
     if uses_expandable_segments():
         return "expandable segments are on, whose memory has no IPC handle"
-    # The handles tell of GPUs that this process does not see.
+    # presences name GPUs that this process may not see
     numbers = {}
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)

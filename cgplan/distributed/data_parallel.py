@@ -1,9 +1,4 @@
-"""Data-parallel ranks that run one graph: each has its own batch, all have the same size and mode.
-
-It serves ranks that exchange data inside the forward, as for expert parallelism. It is off by
-default (``distributed.data_parallel_sync``), because each step costs a small all-reduce on the
-host.
-"""
+"""Data-parallel ranks that exchange data inside the forward."""
 
 from __future__ import annotations
 
@@ -27,18 +22,18 @@ from cgplan.runner.runner import GraphRunner
 
 @dataclass(frozen=True)
 class AgreedBatch:
-    # the weakest of the ranks' modes: NONE, PIECEWISE, FULL
+    # the weakest: NONE, PIECEWISE, FULL
     mode: CUDAGraphMode
-    num_tokens: int  # the largest padded size
+    num_tokens: int  # the largest
     num_active_loras: int = 0
 
 
 class DataParallelRunner:
-    """A runner whose batches are padded to the size that all ranks agreed on; for one thread. The
-    caller owns ``runner``. Making it is a step of all ranks.
+    """Pads batches to the size that all ranks agreed on; for one thread. The caller owns
+    ``runner``. Making it is a step of all ranks.
 
-    An idle rank calls it with tensors of 0 rows: it runs one request of padding, and gets outputs
-    of 0 rows. Statistics count neither those nor batches that all ranks run eagerly.
+    An idle rank calls it with tensors of 0 rows, and gets 0 rows. Statistics count neither these
+    calls nor batches that all ranks run eagerly.
     """
 
     def __init__(
@@ -48,7 +43,7 @@ class DataParallelRunner:
     ) -> None:
         self._runner = runner
         self._ranks = ranks
-        # in the data's group a failure may leave a sum unfinished
+        # a failure may leave a sum unfinished
         self._group = ranks.new_group()
         self._batches = 0
         self._specs = runner.config.tensors
@@ -63,11 +58,10 @@ class DataParallelRunner:
         num_active_loras: int = 0,
         **inputs: Tensor,
     ) -> Any:
-        """Run one batch as GraphRunner does; the result has this rank's rows.
+        """Run one batch; the result has this rank's rows.
 
         Raises:
-            RankFailedError: a rank is lost or late (then there are no more batches), or has refused
-                its batch.
+            RankFailedError: a rank is lost or late (then for good), or has refused its batch.
         """
         try:
             is_idle = self._is_idle(inputs)
@@ -79,7 +73,7 @@ class DataParallelRunner:
             route = self._runner.route(inputs, uniform_decode, num_active_loras)
             is_eager = route.mode is CUDAGraphMode.NONE
             size = (route.batch if is_eager else route.descriptor).num_tokens
-        except Exception:  # else the others' batch would meet this rank's next
+        except Exception:  # else the others meet this rank's next batch
             self._largest(0, -CUDAGraphMode.FULL.value, 0, self._ranks.rank + 1)
             raise
         size, weakest, adapters, refused = self._largest(
@@ -101,7 +95,7 @@ class DataParallelRunner:
         return tree_map_only(Tensor, lambda t: t[:rows] if t.dim() else t, output)
 
     def _largest(self, *own: int) -> list[int]:
-        """Of each of the ranks' numbers; one all-reduce on the CPU."""
+        """Of each number; one all-reduce on the CPU."""
         self._batches += 1
         self._ranks.check_lost()
         values = torch.tensor(own)
@@ -125,7 +119,7 @@ class DataParallelRunner:
         inputs: Tensors,
         is_idle: bool,
     ) -> Any:
-        """Padding behind a decode batch is requests; in a mixed one it belongs to no request."""
+        """Padding behind a decode batch is requests, in a mixed one of no request."""
         plan = self._runner.plan
         size = agreed.num_tokens
         tokens = route.batch.num_tokens
@@ -161,7 +155,7 @@ class DataParallelRunner:
 
 
 def in_step(runner: GraphRunner, ranks: Ranks | None) -> GraphRunner | DataParallelRunner:
-    """The runner, in step with other ranks where ``distributed.data_parallel_sync`` asks for it."""
+    """As ``distributed.data_parallel_sync`` asks."""
     if ranks is None or not runner.config.distributed.data_parallel_sync:
         return runner
     return DataParallelRunner(runner, ranks)
@@ -173,9 +167,7 @@ def _padded(
     have: tuple[int, int],
     want: tuple[int, int],
 ) -> dict[str, Any]:
-    """Tensors with padding behind their rows; ``have`` and ``want`` are (tokens, reqs).
-    GraphRunner.route refuses others.
-    """
+    """``have`` and ``want`` are (tokens, reqs)."""
     found: dict[str, Any] = dict(inputs)
     for name, spec in specs.items():
         tensor = inputs.get(name)

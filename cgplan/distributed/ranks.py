@@ -1,18 +1,17 @@
-"""Ranks: the processes of one run, and the steps that they take together.
+"""The processes of one run, and their common steps.
 
 Note [Steps]
-    All ranks come to the same steps in the same order. Each brings a value or an error, through
-    torch's TCPStore; all get all values, or raise the same error. Once a rank is late, there are no
-    more steps. A rank that raises between two steps says so in the store, where CPU sums that wait
-    for it look. Sums on a GPU, and gloo's, end by their own timeout, for which that rank waits.
+    All ranks come to the same steps. Each brings a value or an error through torch's TCPStore; all
+    get all values, or raise the same error. After a late rank there are no more steps. A rank that
+    raises between steps says so in the store, where CPU sums look. Sums on a GPU, and gloo's, end
+    by their timeout, which that rank waits out.
 
 Note [Teardown]
-    On error paths, too, shared memory is taken down in this order: (1) a step: no rank replays any
-    more; (2) each rank closes its handles of the others' memory; (3) a step: no rank reads my
-    memory any more; (4) graphs, (5) their pool, (6) the registry's exports, and (7) the group are
-    freed. Where a rank is lost the steps are left out. CUDA IPC leaves memory undefined that is
-    freed while another process has it open, and NCCL waits if its group goes before a graph with
-    its kernels. `ModelGraphs.free` does (1) to (5), `AllReduce.close` (6), `Ranks.close` (7).
+    Shared memory is taken down in this order: (1) a step: no rank replays; (2) each rank closes its
+    handles of others' memory; (3) a step: no rank reads my memory; (4) graphs, (5) their pool, (6)
+    the registry's exports, (7) the group. Where a rank is lost the steps are left out. CUDA IPC
+    leaves memory undefined that is freed while open elsewhere, and NCCL waits if its group goes
+    before its graphs. `ModelGraphs.free` does (1) to (5), `AllReduce.close` (6), `Ranks.close` (7).
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _REMEDY = "Look at the output of that rank; start all ranks again."
 
 @dataclass(frozen=True)
 class _Answer:
-    """``induced``: the rank failed because another one had."""
+    """``induced``: it failed because another rank had."""
 
     step: str
     value: Any = None
@@ -50,7 +49,7 @@ class _Answer:
 
 
 class Ranks:
-    """The processes of one run; made by ``open_ranks``, ended by ``close`` or a ``with`` block.
+    """Made by ``open_ranks``, ended by ``close`` or a ``with`` block.
 
     Attributes:
         timeout: Seconds that ranks wait for one another.
@@ -58,7 +57,7 @@ class Ranks:
         agreed_on: The error that the last step raised on all ranks.
     """
 
-    __graph_memory__ = True  # no state of a model
+    __graph_memory__ = True
 
     def __init__(
         self,
@@ -86,17 +85,17 @@ class Ranks:
         self._has_announced = False
 
     def new_group(self) -> Any:
-        """Another gloo group; a step of all ranks."""
+        """Of gloo; a step of all ranks."""
         return dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout))
 
     def agree(
         self, step: str, *, error: BaseException | None = None, value: Any = None
     ) -> list[Any]:
-        """Come to a step; returns every rank's value, which is pickled. ``error``: why this rank
-        has failed, at any step.
+        """Come to a step; returns every rank's value, pickled. ``error``: this rank has failed, at
+        any step.
 
         Raises:
-            RankFailedError: a rank failed, has left, or was late; the same words on all ranks.
+            RankFailedError: a rank failed, has left, or was late.
             RankMismatchError: ranks came to different steps.
             CgplanError: the given error, where all ranks failed with it.
             DistributedError: the ranks are closed.
@@ -131,7 +130,7 @@ class Ranks:
         return [found.value for found in answers]
 
     def announce(self, error: BaseException) -> None:
-        """This rank has failed and brings no data before the next step."""
+        """This rank brings no data before the next step."""
         if not isinstance(error, DistributedError):
             self._has_announced = True
         with suppress(RuntimeError):
@@ -140,7 +139,7 @@ class Ranks:
             )
 
     def check(self) -> None:
-        """Raise RankFailedError if a rank is lost, or announced a failure since the last step."""
+        """Raise RankFailedError for a lost rank, or a failure since the last step."""
         key = f"{self._steps}/failed"
         with self._asking("an all-reduce"):
             self._look_for_lost()
@@ -154,7 +153,7 @@ class Ranks:
 
     @contextmanager
     def step(self, name: str) -> Iterator[None]:
-        """A block that ends well on all ranks, or raises as ``agree`` on all of them."""
+        """It ends well on all ranks, or raises as ``agree``."""
         error: BaseException | None = None
         try:
             yield
@@ -163,7 +162,7 @@ class Ranks:
         self.agree(name, error=error)
 
     def leave(self, error: BaseException) -> None:
-        """Take no further step; the others raise the error at their next one."""
+        """For good; the others raise the error at their next step."""
         if self.lost is None:
             lost = RankFailedError(f"rank {self.rank} has ended: {_spoken(error)}", remedy=_REMEDY)
             if isinstance(error, DistributedError):  # it names the rank that failed
@@ -173,8 +172,8 @@ class Ranks:
             self._store.compare_set("lost", "", self.lost.message)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Leave, with the error that ends this rank, or after all have come to the end. Raises
-        RankFailedError where another one failed. See Note [Teardown].
+        """Leave with an error, or when all have come to the end. Raises RankFailedError. See Note
+        [Teardown].
         """
         if self.is_closed:
             return
@@ -186,10 +185,10 @@ class Ranks:
         finally:
             self.is_closed = True
             part(self._store, self.place, min(self.timeout, 2.0 if self.lost else 10.0))
-            del self.group  # else its threads live into the interpreter's end
+            del self.group  # else its threads outlive the interpreter's end
             if self._owns_group and dist.is_initialized():
                 with suppress(RuntimeError):
-                    # NCCL would wait for the lost rank
+                    # NCCL waits for a lost rank
                     if self.lost is not None and dist.get_backend() != "gloo":
                         dist.distributed_c10d._abort_process_group()
                     else:
@@ -202,7 +201,7 @@ class Ranks:
         self.close(error)
 
     def _exchange(self, step: str, packed: bytes) -> list[_Answer]:
-        """The rank that failed first waits longer: others may wait in a sum for it."""
+        """A rank that failed waits longer: others may be in a sum."""
         patience = self.timeout
         keys = [f"{self._steps}/{rank}" for rank in range(self.world_size)]
         self._store.set(keys[self.rank], packed)
@@ -212,9 +211,8 @@ class Ranks:
             error = RankFailedError(
                 f"rank {', '.join(absent)} did not come to {step} within {patience:g} s: it has "
                 f"ended, is late, or waits in an all-reduce that rank {self.rank} takes no part in",
-                remedy="Look at the output of that rank. Every rank has to do as many all-reduces "
-                "in each forward as the others, in the same order. Raise distributed.timeout if it "
-                "only takes longer.",
+                remedy="Look at the output of that rank. Every rank has to do the same all-reduces "
+                "in each forward. Raise distributed.timeout if it only takes longer.",
             )
             self.leave(error)
             raise error
@@ -230,7 +228,7 @@ class Ranks:
 
     @contextmanager
     def _asking(self, step: str) -> Iterator[None]:
-        """A block that uses the store; losing it is final."""
+        """Losing the store is final."""
         try:
             yield
         except RuntimeError as failure:
@@ -246,12 +244,11 @@ class Ranks:
 def open_ranks(
     settings: DistributedConfig, device: str = "auto", *, place: Place | None = None
 ) -> Ranks | None:
-    """Meet the other ranks, and set torch.distributed up: NCCL between GPUs, gloo between hosts; a
-    process group that is there already is used, and stays. None outside of torchrun and for a
-    single process.
+    """Meet the other ranks and set torch.distributed up: NCCL between GPUs, gloo between hosts. An
+    existing process group is used, and stays. None without torchrun or for one process.
 
     Args:
-        device: As ``config.device``: ``cuda`` is the GPU of the local rank.
+        device: ``cuda`` is the GPU of the local rank.
         place: From torchrun's environment if absent.
 
     Raises:
@@ -285,11 +282,11 @@ def open_ranks(
 
 
 def _failure_of(answers: Sequence[_Answer], error: BaseException | None) -> BaseException | None:
-    """The same on all ranks. ``error`` is this rank's."""
+    """The same on all ranks."""
     failed = [(found.induced, rank) for rank, found in enumerate(answers) if found.error]
     if failed:
         errors = {found.error for found in answers}
-        if error is not None and len(errors) == 1:  # and so all have failed
+        if error is not None and len(errors) == 1:  # so all have failed
             return error
         _, rank = min(failed)
         found = answers[rank]

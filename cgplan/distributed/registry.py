@@ -1,13 +1,10 @@
-"""GraphBufferRegistry: where the memory that captured all-reduces read lies for every rank.
+"""Where the inputs of captured all-reduces lie for every rank.
 
 Note [Registration]
-    A captured all-reduce cannot know where its peers' inputs lie. So its kernel gets the address of
-    a row in a table on the device, one column a rank. `take_row` hands rows out and notes the
-    input's address. At the end of the pass `register` takes these steps: (1) ranks compare the
-    inputs' shapes and dtypes, because a kernel reads its peers' inputs as its own; (2) handles and
-    offsets are exchanged; (3) the peers' handles are opened, once for each allocation; (4) rows are
-    written, and the device is waited for. Then graphs may be replayed. A rank that fails brings its
-    error to the end of the step.
+    A captured all-reduce cannot know where its peers' inputs lie: its kernel gets a row in a table
+    on the device, one column a rank. `register` compares the inputs' shapes and dtypes (a kernel
+    reads peers' inputs as its own), exchanges handles and offsets, opens each allocation once,
+    writes the rows, and waits for the device.
 """
 
 from __future__ import annotations
@@ -35,31 +32,27 @@ SUM_ALIKE = (
 
 @dataclass(frozen=True)
 class Registration:
-    """One rank's registered buffers."""
+    """Of one rank."""
 
-    rows: int = 0  # of the table: captured all-reduces
-    buffers: int = 0  # distinct addresses of their inputs
-    bases: int = 0  # allocations that they lie in
+    rows: int = 0  # captured all-reduces
+    buffers: int = 0  # distinct inputs
+    bases: int = 0  # their allocations
     mapped_bytes: int = 0  # of peers' allocations
     registration_seconds: float = 0.0
 
 
 class _Mapped(NamedTuple):
-    """As ``PeerMemory.mapped`` has it."""
-
     base: int
     end: int
     name: str
 
 
 class GraphBufferRegistry:
-    """The pointer table of one rank. It owns the table of ``capacity`` rows, and the mappings of
-    peers' memory, not the transport.
+    """Owns the table, and mappings of peers' memory, not the transport.
 
     Attributes:
         table: [capacity, world_size] int64 on the device: address of each rank's input, as this
             rank sees it; 0 if not registered.
-        is_sealed: Whether the rows are written.
     """
 
     def __init__(
@@ -80,20 +73,18 @@ class GraphBufferRegistry:
         self.is_sealed = False
         self._addresses: list[int] = []
         self._inputs: list[str] = []
-        # of peers: by (rank, handle), and those of open_block
+        # by (rank, handle)
         self._opened: dict[tuple[int, object], _Mapped] = {}
         self._blocks: list[_Mapped] = []
-        self._has_begun = False  # to exchange handles
+        self._has_begun = False
 
     @property
     def rows(self) -> int:
-        """Rows that were handed out."""
+        """Handed out."""
         return len(self._addresses)
 
     def take_row(self, tensor: Tensor) -> Tensor:
-        """The table row, [world_size] int64, for an all-reduce that is captured with this input.
-        Raises RegistrationError if the table is full, or sealed.
-        """
+        """[world_size] int64. Raises RegistrationError if the table is full, or sealed."""
         if self.is_sealed:
             raise RegistrationError(
                 "an all-reduce was captured after the graph buffers had been registered",
@@ -109,13 +100,11 @@ class GraphBufferRegistry:
         return self.table[self.rows - 1]
 
     def note(self, tensor: Tensor) -> None:
-        """Let ranks compare the input of a captured all-reduce without a row."""
+        """For the comparison, without a row."""
         self._inputs.append(f"{list(tensor.shape)} {tensor.dtype}")
 
     def register(self) -> Registration:
-        """End the pass on all ranks. Raises RankFailedError, and RankMismatchError where ranks
-        captured other all-reduces.
-        """
+        """A step of all ranks. Raises RankFailedError, RankMismatchError for other all-reduces."""
         start = time.perf_counter()
         own_rank = self._ranks.rank
         _compare(self._ranks.agree("the capture pass", value=self._inputs))
@@ -162,7 +151,7 @@ class GraphBufferRegistry:
             self._transport.forget()
 
     def open_block(self, name: str, block: Tensor) -> list[int]:
-        """Where each rank's block lies, as this rank sees it. A step of all ranks."""
+        """A step of all ranks; each rank's address, as this rank sees it."""
         found: list[int] = []
         shared = self._exported(f"exporting the {name}", [block.data_ptr()])
         with self._ranks.step(f"opening the {name}"):
@@ -176,14 +165,13 @@ class GraphBufferRegistry:
         return found
 
     def close(self) -> None:
-        """Close the blocks of ``open_block``; then they may be freed."""
+        """The blocks of ``open_block`` may then be freed."""
         self.unregister()
         bases = [mapped.base for mapped in self._blocks]
         self._blocks = []
         self._close_peers(bases, "the end of all reductions", "closing the peers' blocks")
 
     def peer_memory(self) -> PeerMemory:
-        """The other ranks' memory that is mapped here, and the table's addresses."""
         addresses = []
         if self.is_sealed:
             addresses = self.table[: self.rows].flatten().tolist()

@@ -1,4 +1,4 @@
-"""How ranks meet: a TCPStore under torchrun's environment."""
+"""How ranks meet: a TCPStore under torchrun."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from cgplan.errors import (
     first_line,
 )
 
-# By address, port and attempt; a process may open its ranks again, with other keys.
+# by address, port, attempt
 _stores: dict[tuple[str, int, int], Any] = {}
 _meetings: Counter[tuple[str, int, int]] = Counter()
 
@@ -34,15 +34,15 @@ _meetings: Counter[tuple[str, int, int]] = Counter()
 class Place:
     rank: int
     world_size: int
-    local_rank: int  # on its machine
-    address: str  # where the store listens
+    local_rank: int
+    address: str
     port: int
-    agent_store: bool = False  # torchrun's agent keeps the store, else rank 0
-    attempt: int = 0  # restarts by torchrun
+    agent_store: bool = False  # torchrun's agent keeps it, else rank 0
+    attempt: int = 0  # restarts
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Place | None:
-        """None outside of torchrun. Raises ConfigError where a variable is missing."""
+        """None outside of torchrun. Raises ConfigError for a missing variable."""
         if "RANK" not in environment or "WORLD_SIZE" not in environment:
             return None
         rank = int(environment["RANK"])
@@ -76,11 +76,9 @@ class Place:
 
 @dataclass(frozen=True)
 class Presence:
-    """Host and device of a rank."""
-
     host: str
-    device: str  # cpu, or the UUID of its GPU
-    problem: str = ""  # why it has no device
+    device: str  # cpu, or a UUID
+    problem: str = ""  # why it has none
 
     @property
     def kind(self) -> str:
@@ -88,7 +86,7 @@ class Presence:
 
     @classmethod
     def of(cls, place: Place, device: str) -> tuple[Presence, torch.device]:
-        """This rank on the CPU, or on the GPU of its local rank."""
+        """On the CPU, or the GPU of its local rank."""
         host = socket.gethostname()
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -106,8 +104,8 @@ class Presence:
 def absent_from(
     store: Any, keys: Sequence[str], timeout: float, meanwhile: Callable[[], None] = lambda: None
 ) -> list[str]:
-    """Wait until every rank's key is set; returns the ranks without one after ``timeout`` seconds.
-    A CgplanError of ``meanwhile`` ends the wait.
+    """Waits for every rank's key; the ranks without one after ``timeout`` seconds. A CgplanError of
+    ``meanwhile`` ends the wait.
     """
     deadline = time.monotonic() + timeout
     pause = 0.0005
@@ -126,7 +124,7 @@ def absent_from(
 
 
 def part(store: Any, place: Place, seconds: float) -> None:
-    """This rank needs the store no more; the store's keeper waits for all."""
+    """The store's keeper waits until all have parted."""
     with suppress(RuntimeError):
         store.set(f"parted/{place.rank}", "")
         if place.keeps_store:
@@ -137,7 +135,7 @@ def meet(place: Place, presence: Presence, timeout: float) -> tuple[Any, list[Pr
     """The common store, and every rank's presence.
 
     Raises:
-        RendezvousError: a rank did not come within the timeout.
+        RendezvousError: a rank did not come in time.
         BackendError, RankMismatchError: as ``check_devices``; on all ranks.
     """
     where = (place.address, place.port, place.attempt)
@@ -166,7 +164,7 @@ def meet(place: Place, presence: Presence, timeout: float) -> tuple[Any, list[Pr
     try:
         check_devices(found)
     except CgplanError:
-        # else rank 0 ends with the store of the others
+        # else rank 0 ends the others' store
         part(store, place, min(timeout, 10.0))
         raise
     return store, found
@@ -189,16 +187,14 @@ def _connected(place: Place, timeout: float) -> Any:
 
 
 def check_devices(found: Sequence[Presence]) -> None:
-    """Raise BackendError for a rank without its own device, RankMismatchError for different
-    kinds.
-    """
+    """BackendError where a rank has no device of its own, RankMismatchError for other kinds."""
     first: dict[tuple[str, str], int] = {}
     for rank, presence in enumerate(found):
         if presence.problem:
             raise BackendError(
                 f"rank {rank} on {presence.host} {presence.problem}",
-                remedy="Start as many ranks on a machine as it has GPUs (--nproc-per-node), check "
-                "CUDA_VISIBLE_DEVICES, or set device: cpu.",
+                remedy="Start one rank a GPU (--nproc-per-node), check CUDA_VISIBLE_DEVICES, or "
+                "set device: cpu.",
             )
         if presence.kind != found[0].kind:
             raise RankMismatchError(
@@ -209,6 +205,5 @@ def check_devices(found: Sequence[Presence]) -> None:
         if presence.device != "cpu" and other != rank:
             raise BackendError(
                 f"ranks {other} and {rank} are on one GPU ({presence.device}) of {presence.host}",
-                remedy="Leave device: cuda without a number, so that each rank takes the GPU of "
-                "its local rank; check CUDA_VISIBLE_DEVICES.",
+                remedy="Set device: cuda without a number; check CUDA_VISIBLE_DEVICES.",
             )

@@ -1,4 +1,4 @@
-"""The steps that capture sessions of several ranks take together."""
+"""Steps of capture sessions on several ranks."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def agree_on_setup(
     *,
     also: Mapping[str, Any] | None = None,
 ) -> None:
-    """All ranks have rank 0's configuration (but for the device), versions and kind of GPU.
-    ``also``: other values that have to be the same. Raises RankMismatchError on all ranks.
+    """All ranks have rank 0's configuration (but for the device), versions, kind of GPU, and values
+    in ``also``. Raises RankMismatchError on all ranks.
     """
     found = describe_environment(backend, "")
     own = dict(also or {})
@@ -61,8 +61,8 @@ def agree_on_setup(
 
 
 def agree_on_model(ranks: Ranks, model: Callable[..., Any]) -> None:
-    """All ranks have the same model: its class, and names, shapes and dtypes of its tensors. Raises
-    RankMismatchError on all ranks.
+    """All ranks have the same class, names, shapes and dtypes. Raises RankMismatchError on all
+    ranks.
     """
     kind = type(model)
     own = {"the model's class": f"{kind.__module__}.{kind.__qualname__}"}
@@ -77,15 +77,13 @@ def agree_on_model(ranks: Ranks, model: Callable[..., Any]) -> None:
 
 
 def agree_on_plan(ranks: Ranks, plan: Plan) -> Plan:
-    """Rank 0's plan, on all ranks. Raises as ``Ranks.agree``."""
+    """Rank 0's plan. Raises as ``Ranks.agree``."""
     value = plan.model_dump_json() if ranks.rank == 0 else None
     found = ranks.agree("broadcasting the plan", value=value)
     return Plan.from_json(found[0])
 
 
 class RankedCapture(RankSync):
-    """Each session has one; its graphs read the buffers of ``reducer``."""
-
     def __init__(self, ranks: Ranks, reducer: AllReduce, config: Config) -> None:
         self._ranks = ranks
         self._reducer = reducer
@@ -96,7 +94,7 @@ class RankedCapture(RankSync):
 
     def begin(self, plan: Plan, free: int | None) -> int | None:
         """Raises RegistrationError where another runner's graphs are registered, RankMismatchError
-        for different plans.
+        for another plan.
         """
         self._failed = False
         if self._reducer.is_read:
@@ -104,7 +102,7 @@ class RankedCapture(RankSync):
                 "graphs of another runner reduce by this all-reduce, and new ones would take "
                 "their rows",
                 remedy="close() that runner first; where it was dropped without close(), or is to "
-                "stay, open another all-reduce for this model: open_all_reduce().",
+                "stay, open another all-reduce: open_all_reduce().",
             )
         self._reducer.begin_pass()
         digest = hashlib.sha256(plan.model_dump_json().encode()).hexdigest()
@@ -120,7 +118,7 @@ class RankedCapture(RankSync):
         return min(readings, default=None)
 
     def any_refuses(self, refused: bool, because: BaseException | None = None) -> bool:
-        """Where there is a budget, a step of all ranks."""
+        """With a budget, a step of all ranks."""
         if not self._has_budget:
             return refused
         if because is not None:
@@ -146,7 +144,7 @@ class RankedCapture(RankSync):
         if not isinstance(error, Exception):
             self._ranks.leave(error)
             return error
-        # by another runner, or by finished graphs of this pass
+        # perhaps by another runner
         is_read = self._reducer.is_read
         if not is_read:
             self._reducer.abort()
@@ -164,7 +162,6 @@ class RankedCapture(RankSync):
         return self._reducer.peer_memory()
 
     def release(self) -> None:
-        """Close the peers' handles, between two steps."""
         try:
             self._reducer.release()
         except DistributedError as error:

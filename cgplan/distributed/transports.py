@@ -1,9 +1,8 @@
 """Memory of one process that others on the same machine can read.
 
-A transport hands out memory (``empty``, [nbytes] uint8, zero, until ``free``), and places tensors
-(``place``, until ``forget``). ``export`` names the allocation that holds an address; ``open`` maps
-another process's allocation and returns its base here; ``close`` unmaps it. No peer may have memory
-open at ``forget`` and ``free``. Calls that fail raise RegistrationError.
+``empty`` allocates, until ``free``; ``place`` copies tensors, until ``forget``; no peer may have
+these open then. ``export`` names an allocation; ``open`` maps another process's, and returns its
+base here. Failures are RegistrationErrors.
 """
 
 from __future__ import annotations
@@ -22,12 +21,10 @@ from cgplan.errors import RegistrationError
 
 @dataclass(frozen=True)
 class ExportedMemory:
-    """An address as another process can reach it."""
-
-    # plain values of the allocation
+    # plain values
     handle: Any
-    offset: int  # bytes from the allocation's base
-    nbytes: int  # of the whole allocation
+    offset: int  # from the allocation's base, in bytes
+    nbytes: int  # of the allocation
 
 
 _LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
@@ -97,22 +94,20 @@ class CudaIpcTransport:
         result: tuple[Any, ...],
         call: str,
     ) -> list[Any]:
-        """What a call returned behind its status."""
         status, *values = result
         if int(status) != 0:
             why = " (torch's expandable segments are on)" if uses_expandable_segments() else ""
-            self._runtime.cudaGetLastError()  # else the next CUDA call of torch would raise it
+            self._runtime.cudaGetLastError()  # else torch's next CUDA call would raise it
             raise RegistrationError(
                 f"{call} answered {status.name}{why}",
-                remedy="Leave expandable_segments out of PYTORCH_ALLOC_CONF, and let the "
-                "containers of all ranks see one another's GPUs; or set compilation.all_reduce: "
-                "nccl.",
+                remedy="Leave expandable_segments out of PYTORCH_ALLOC_CONF, let the containers of "
+                "ranks see one another's GPUs, or set compilation.all_reduce: nccl.",
             )
         return values
 
 
 def uses_expandable_segments() -> bool:
-    """Such memory has no IPC handle."""
+    """Their memory has no IPC handle."""
     settings = torch.cuda.memory._snapshot().get("allocator_settings", {})
     return bool(settings.get("expandable_segments", False))
 
@@ -126,7 +121,7 @@ def _rounded(nbytes: int, unit: int) -> int:
 
 
 class _Block:
-    """A file without a name, mapped while a tensor lies on it. ``used``: bytes handed out."""
+    """A nameless file, mapped while a tensor lies on it."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = _rounded(nbytes, mmap.PAGESIZE)
@@ -149,7 +144,7 @@ class _Block:
 
 
 class SharedMemoryTransport:
-    """Blocks that other processes of this machine can map."""
+    """Blocks that other processes can map."""
 
     def __init__(self) -> None:
         self._own: list[_Block] = []
@@ -203,7 +198,7 @@ class SharedMemoryTransport:
         return base
 
     def close(self, base: int) -> None:
-        del self._opened[base]  # the mapping goes with the last tensor on it
+        del self._opened[base]  # mapped until the last tensor goes
 
     def forget(self) -> None:
         _drop(self._placed)

@@ -1,24 +1,21 @@
-"""Triton kernels of the custom all-reduce, over a row of the registry's pointer table.
+"""Triton kernels of the custom all-reduce.
 
 Note [Signals]
-    Each rank has signals that its peers can write: [MOST_BLOCKS, WORLD] int32. In a barrier, block
-    b of each rank writes a value to place (b, its rank) of every rank's signals, and waits until
-    all places (b, *) of its own are as high. The kernel raises the value in device memory; values
-    wrap around, and are compared by their difference. All ranks launch the same kernels in the same
-    order with the same number of blocks, so the values of block b are equal everywhere.
+    Peers can write a rank's signals: [MOST_BLOCKS, WORLD] int32. In a barrier, block b of each rank
+    writes a value to place (b, its rank) of all signals, and waits until all places (b, *) of its
+    own are as high. The value rises in device memory, and wraps around. All ranks launch the same
+    kernels in the same order with the same number of blocks.
 
-    Writes are system-scope atomics that release what the block wrote before. Waits are system-scope
-    atomics that acquire. `debug_barrier` makes both hold for all threads of the block. The last
-    barrier of the one-shot kernel publishes nothing, so it is not ORDERED, which spares a fence.
+    Writes are system-scope atomics that release, waits ones that acquire; `debug_barrier` makes
+    both hold for all threads of the block. The last barrier of the one-shot kernel publishes
+    nothing: not ORDERED, it spares a fence.
 
-    Before the first of two barriers all inputs are written. After the second one no rank reads my
-    input any more, and in the two-shot kernel the slices are reduced. The slices lie behind the
-    signals, and are not written again before the first barrier of the next kernel, when all blocks
-    of this one have ended everywhere.
+    Slices lie behind the signals. They are written again only after the next kernel's first
+    barrier, when all blocks of this one have ended.
 
-    The error word is 0 while all is well. A host that learns of a failed rank writes it, which ends
-    all waits; so does a wait of LIMIT looks. Sums since then are NaN. One thread reads the word for
-    the whole block: threads with different values would part ways in the loop.
+    The error word is 0 while all is well. A host that learns of a failed rank, or a wait of LIMIT
+    looks, writes it and so ends all waits; sums are then NaN. One thread reads it for the block:
+    threads that read different values would part in the loop.
 """
 
 from __future__ import annotations
@@ -51,9 +48,7 @@ def _barrier(
     LIMIT: tl.constexpr,
     ORDERED: tl.constexpr,
 ):
-    """Block ``slot`` of all ranks meets: each writes ``value`` to all, and waits for it from all.
-    Returns 0 if it left without the others, whose memory must not be touched then.
-    """
+    """0 if it left without the others, whose memory must not be touched then."""
     tl.debug_barrier()
     ranks = tl.arange(0, WORLD)
     zeros = tl.zeros([WORLD], tl.int32)
@@ -90,7 +85,7 @@ def _addresses(row, WORLD: tl.constexpr):
 
 @triton.jit
 def _elements(address, like):
-    """A pointer to elements as ``like`` points to, aligned to a pack."""
+    """As ``like``, aligned to a pack."""
     return tl.multiple_of(address.to(tl.pointer_type(like.dtype.element_ty)), 16)
 
 
@@ -104,9 +99,7 @@ def _sum(
     WORLD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write the sum of ``size`` elements of each input, from ``first``, to ``target``; the inputs
-    have ``end`` elements from there.
-    """
+    """Of ``size`` elements from ``first``; inputs have ``end`` from there."""
     step = tl.num_programs(0) * BLOCK
     for start in range(tl.program_id(0) * BLOCK, size, step):
         places = start + tl.arange(0, BLOCK)
@@ -120,7 +113,7 @@ def _sum(
 
 @triton.jit
 def _void(out, numel, BLOCK: tl.constexpr):
-    """A sum that was given up must not be taken for one."""
+    """A sum that was given up becomes NaN."""
     step = tl.num_programs(0) * BLOCK
     for start in range(tl.program_id(0) * BLOCK, numel, step):
         places = start + tl.arange(0, BLOCK)
@@ -145,14 +138,13 @@ def one_shot(
     """Every rank reads all inputs and writes the whole sum.
 
     Args:
-        row: [WORLD] int64, address of each rank's input.
-        out: [packs * PACK], the sum.
-        signals: [WORLD] int64, address of each rank's signals.
+        row, signals: [WORLD] int64, addresses of each rank's.
+        out: [packs * PACK].
         counts: [MOST_BLOCKS] int32, half of the barriers that each block has passed.
-        error: [1] int32, the error word.
-        packs: 16-byte parts of a message, of PACK elements.
+        error: [1] int32.
+        packs: 16-byte parts, of PACK elements.
         BLOCK: Elements that a block takes at a time.
-        LIMIT: Looks at the signals before a barrier gives up.
+        LIMIT: Looks before a barrier gives up.
     """
     pid = tl.program_id(0)
     inputs = _addresses(row, WORLD)
@@ -187,13 +179,11 @@ def two_shot(
     LIMIT: tl.constexpr,
     SIGNAL_BYTES: tl.constexpr,
 ):
-    """Every rank sums one slice of all inputs, then reads the others' slices.
+    """Every rank sums one slice of all inputs, then reads the others' slices. As ``one_shot``, and:
 
     Args:
-        slice_packs: Packs of a slice: packs / WORLD, rounded up.
+        slice_packs: packs / WORLD, rounded up.
         SIGNAL_BYTES: From a rank's signals to its slice.
-
-    The other arguments are those of ``one_shot``.
     """
     pid = tl.program_id(0)
     inputs = _addresses(row, WORLD)

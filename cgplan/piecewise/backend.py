@@ -1,4 +1,4 @@
-"""The torch.compile backend: it splits the forward that Dynamo traced."""
+"""The torch.compile backend."""
 
 from __future__ import annotations
 
@@ -24,14 +24,13 @@ _OPTIONS = ("splitting_ops", "compiler", "address_check", "debug", "use_inductor
 
 
 class PiecewiseBackend:
-    """A torch.compile backend that splits what Dynamo traced; outside of a capture the pieces run
-    one after the other.
+    """Splits what Dynamo traced; outside of a capture the pieces run one after the other.
 
     Attributes:
-        traces: Split forwards. Graphs read their constants, so they live as long.
+        traces: They live as long as graphs, which read their constants.
         compiled: Segments that inductor compiled, by structure.
-        capture: The capture that the next forward enters.
-        codes: Of all traces; traces that differ in guards alone have the same code.
+        capture: The next forward enters it.
+        codes: Equal for traces that differ in guards alone.
         missed: The last guard that did not hold.
     """
 
@@ -49,13 +48,12 @@ class PiecewiseBackend:
         self.missed = ""
         if self.compiler == "inductor" and self.backend.device.type == "cpu":
             raise BackendError(
-                "compiler: inductor on the tape: its kernels do not pass PyTorch's dispatcher and "
-                "cannot be recorded",
+                "the tape cannot record compiler: inductor, whose kernels do not pass PyTorch's "
+                "dispatcher",
                 remedy="Set compilation.compiler: eager where there is no GPU.",
             )
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Function:  # noqa: ARG002
-        """Split one traced graph."""
         if self.backend.is_capturing():
             raise CaptureError(
                 f"Dynamo traces the model again inside a capture: {self.missed or 'no trace fits'}",
@@ -72,7 +70,7 @@ class PiecewiseBackend:
         split, pieces = split_graph(gm, self.splitting_ops)
         for piece in pieces:
             self._prepare(getattr(split, piece.name), piece)
-        _ = split.code  # as in _prepare
+        _ = split.code
         self.traces.append(split)
         self.pieces.append(pieces)
 
@@ -89,11 +87,11 @@ class PiecewiseBackend:
         module: fx.GraphModule,
         piece: Piece,
     ) -> None:
-        # generates `forward`, until then a stub
+        # generates `forward`
         _ = module.code
         if piece.eager:
             names = [operator_name(node) or "" for node in module.graph.nodes]
-            # they may change the shape of a tensor object (t_)
+            # they may change a tensor object's shape (t_)
             in_place = any(name.endswith("_") for name in names)
             module.forward = as_eager_piece(
                 module.forward,
@@ -108,29 +106,26 @@ class PiecewiseBackend:
 
 
 class _TraceWrapper(BreakableCUDAGraphWrapper):
-    """One trace of a model under torch.compile, which may choose another later."""
-
     def _missing(self, descriptor: BatchDescriptor) -> SealedError:
         return SealedError(
             f"torch.compile answers {descriptor} by a trace that has captured no PIECEWISE graph "
             "for it",
-            remedy="Capture the model itself, without torch.compile: a runner finds the trace of "
-            "each size when it captures. Or let one trace serve all sizes: call "
-            "torch._dynamo.maybe_mark_dynamic(x, 0) on each input before the compiled call, or "
-            "pass dynamic=True where no size equals another dimension.",
+            remedy="Capture the model itself, without torch.compile. Or let one trace serve all "
+            "sizes: call torch._dynamo.maybe_mark_dynamic(x, 0) on each input before the compiled "
+            "call, or pass dynamic=True where no size equals another dimension.",
         )
 
 
 def cgplan_backend(gm: fx.GraphModule, example_inputs: Sequence[Any], **given: Any) -> Function:
     """``torch.compile(model, backend="cgplan", options={"splitting_ops": [...]})``.
 
-    ``options`` are fields of ``compilation``: splitting_ops, compiler, address_check, debug (which
-    is address_check: always here) and use_inductor_graph_partition. Each graph that Dynamo traces
-    is one BreakableCUDAGraphWrapper in mode PIECEWISE.
+    ``options`` are fields of ``compilation``: splitting_ops, compiler, address_check, debug,
+    use_inductor_graph_partition. Each traced graph is one BreakableCUDAGraphWrapper.
 
     Raises:
-        ConfigError: an option is wrong, or means nothing here; a ``mode`` of torch's.
-        BackendError: inductor without a GPU. CaptureError: a new trace inside a capture.
+        ConfigError: a wrong option, or torch's ``mode``.
+        BackendError: inductor without a GPU.
+        CaptureError: a new trace inside a capture.
     """
     try:
         devices = [value.device for value in example_inputs if isinstance(value, torch.Tensor)]
@@ -143,8 +138,7 @@ def cgplan_backend(gm: fx.GraphModule, example_inputs: Sequence[Any], **given: A
     except CgplanError as error:
         if isinstance(error, ConfigError) and "does not occur" in error.message:
             error.remedy += (
-                " Those are the operators of one graph: where Dynamo breaks the model's graph it "
-                "hands over several, and each has to hold the operator. "
+                " Where Dynamo breaks the model's graph, each part has to hold the operator; "
                 "torch.compile(..., fullgraph=True) names the line of the break."
             )
         # torch.compile wraps other errors

@@ -1,4 +1,4 @@
-"""Breakable capture: one forward as graph segments with eager pieces between them."""
+"""Breakable capture: graph segments with eager pieces between them."""
 
 from __future__ import annotations
 
@@ -42,19 +42,19 @@ class BreakableCUDAGraphCapture:
             h = stem(x)
             h = capture.add_eager(attention, h)
             y = head(h)
-        capture.replay()                     # y holds the result for what is in x now
+        capture.replay()  # y holds the result for what is in x now
 
-    The block runs once as a real forward. Its results lie in the pool, and each replay overwrites
-    them. Eager pieces run on the same stream, in the forward context of the replaying call, and may
-    write into their arguments. The capture owns its graphs, not the pool.
+    The block runs once as a real forward. The results lie in the pool; each replay overwrites them.
+    Eager pieces run in the replaying call's stream and forward context, and may write into their
+    arguments. The capture owns its graphs, not the pool.
 
     Args:
-        backend: That of the pool if absent. The block is entered inside its ``session``.
-        pool: Of segments and output slots; a new one if absent.
+        backend: The pool's if absent; the block is inside its ``session``.
+        pool: A new one if absent.
 
     Raises:
-        CaptureError: on entering inside another capture; on leaving if a segment is not valid.
-            After an error the segments are freed.
+        CaptureError: on entering inside another capture; on leaving if a segment is not valid. An
+            error frees the segments.
     """
 
     def __init__(self, backend: GraphBackend | None = None, pool: Any = None) -> None:
@@ -65,8 +65,7 @@ class BreakableCUDAGraphCapture:
         self._backend = backend
         self._pool = pool.handle if isinstance(pool, GraphPool) else pool
         self._items: list[Any] = []
-        # Graphs without work keep the pool alive, and from torch 2.12 on, to free them releases
-        # library workspaces.
+        # they keep the pool; from torch 2.12 on, freeing one releases library workspaces
         self._empty: list[Any] = []
         self._open: tuple[Any, AbstractContextManager[None]] | None = None
         self._last_piece = ""
@@ -79,12 +78,12 @@ class BreakableCUDAGraphCapture:
 
     @property
     def segments(self) -> tuple[Any, ...]:
-        """Graphs and eager pieces in order, without empty graphs."""
+        """Graphs and eager pieces, in order."""
         return tuple(self._items)
 
     @property
     def graphs(self) -> tuple[Any, ...]:
-        """One for each segment."""
+        """One a segment."""
         return tuple(item for item in self._items if not isinstance(item, EagerPiece))
 
     @property
@@ -111,7 +110,7 @@ class BreakableCUDAGraphCapture:
         if _active.capture is not None or self._backend.is_capturing():
             raise CaptureError(
                 f"a breakable capture inside another one, at {blamed_line()}",
-                remedy="Capture the outer forward alone: it breaks wherever the inner one would.",
+                remedy="Capture the outer forward alone: it breaks where the inner one would.",
             )
         if self._items or self._steps is not None:
             raise CaptureError(
@@ -124,8 +123,7 @@ class BreakableCUDAGraphCapture:
         self._modes.enter_context(self._memory)
         self._modes.callback(self._memory.made.clear)
         try:
-            # `with ... as capture` drops what the name held, and destroying a CUDA graph makes a
-            # capture invalid.
+            # rebinding `as capture` must not free CUDA graphs here: it would end the capture
             self._others = list(_living)
             self._begin_segment()
         except BaseException:
@@ -157,7 +155,7 @@ class BreakableCUDAGraphCapture:
     def _step(self, item: Any) -> Callable[[], object]:
         if not isinstance(item, EagerPiece):
             return self._backend.launcher(item)
-        if item.state == self._state:  # replay sets it around all steps
+        if item.state == self._state:
             return item.run
         state = item.state.entered(self._backend.device.type)
         return state(item.run)
@@ -166,45 +164,38 @@ class BreakableCUDAGraphCapture:
         """End the segment, run ``function`` eagerly, and begin the next segment.
 
         Returns:
-            The function's result, with tensors replaced by their slots in the graph pool; None, and
-            tensors in memory of an argument, as they are. Other results must be the same on each
-            replay.
+            The result, with tensors replaced by their slots in the pool; tensors in memory of an
+            argument stay. Other results must not change.
 
         Raises:
-            CaptureError: outside of a segment; if the segment is not valid; if a result is not a
-                dense tensor on the device of the capture. Errors of the function pass.
+            CaptureError: outside of a segment; for an invalid segment; for a result that is not a
+                dense tensor on the device.
         """
         return self.add_named(name_of(function), function, args, kwargs)
 
     def recorded(self, output: Any, slots: dict[int, torch.Tensor]) -> Recorded:
-        """Of a block that was left."""
+        """For graph wrappers, once the block was left."""
         return Recorded(
             self, output, slots, self.replay, self.reset, self.graphs, self.num_eager_breaks
         )
 
     def new_slot(self, value: torch.Tensor) -> torch.Tensor:
-        """Inside the block: memory of the pool that holds ``value``, for work ahead of each
-        replay.
-        """
+        """Memory of the pool that holds ``value``, for work ahead of each replay."""
         assert self.is_recording
-        with torch.inference_mode(False):  # else it could be written to only there
+        with torch.inference_mode(False):
             slot = self._backend.slot(value)
             borrowed = self._backend.borrow(slot)
             self._copies.append((borrowed, value.detach()))
         return slot
 
     def refuse_made(self, tree: Any) -> None:
-        """Inside the block: raise CaptureError for a tensor that an eager piece made and did not
-        return.
-        """
+        """CaptureError for what an eager piece made and did not return."""
         self._memory.refuse_made(storages_of(tensors_in(tree)))
 
     def replay(self) -> None:
         """Run segments and eager pieces on what is in their memory now.
 
-        Raises:
-            CaptureError: if nothing was captured, or an eager piece returns something else than at
-                capture.
+        Raises CaptureError without a capture, or for other results of a piece.
         """
         if self._steps is None:
             raise CaptureError(
@@ -223,7 +214,7 @@ class BreakableCUDAGraphCapture:
                     step()
 
     def reset(self) -> None:
-        """Free the graphs; the block's results are no longer valid."""
+        """Free the graphs and the block's results."""
         graphs = [*self.graphs, *self._empty]
         self._steps = None
         self._items = []
@@ -241,12 +232,12 @@ class BreakableCUDAGraphCapture:
         *,
         is_traced: bool = False,
     ) -> Any:
-        """As ``add_eager``; ``is_traced``: the function is operators of a trace."""
+        """``add_eager``; ``is_traced``: the function is operators of a trace."""
         line = blamed_line()
         if not self.is_recording:
             raise CaptureError(
                 f"eager piece {name} outside of a segment, at {line}",
-                remedy="Call add_eager inside the capture's block, and not from an eager piece.",
+                remedy="Call add_eager inside the capture's block, outside of eager pieces.",
             )
         for value in (*args, *kwargs.values()):
             if isinstance(value, torch.Tensor):
@@ -279,17 +270,15 @@ class BreakableCUDAGraphCapture:
         self._memory.in_segment = True
 
     def _leave(self, *raised: Any) -> Any:
-        """Pass what was raised to the open segment; returns its graph."""
         assert self._open is not None
         graph, capturing = self._open
         self._open = None
-        with warnings.catch_warnings():  # torch warns of a graph without work
+        with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
             capturing.__exit__(*raised)
         return graph
 
     def _end_segment(self, before: str) -> None:
-        """Fill the slots that the segment reads, and run it."""
         self._memory.in_segment = False
         try:
             graph = self._leave(None, None, None)
@@ -301,8 +290,8 @@ class BreakableCUDAGraphCapture:
                 used += f"; the segment runs on side stream {handle:#x} since {line}"
             raise CaptureError(
                 f"the segment before {before} is not valid: {first_line(error)}{used}",
-                remedy="Let nothing in it wait for the device. Before each eager piece, and at "
-                "the end, let the main stream wait for every side stream: "
+                remedy="Let nothing in it wait for the device. Let the main stream wait for every "
+                "side stream before each eager piece and at the end: "
                 "torch.cuda.current_stream().wait_stream(side).",
             ) from error
         is_empty = self._backend.is_empty(graph)
@@ -315,7 +304,6 @@ class BreakableCUDAGraphCapture:
             self._backend.replay(graph)
 
     def _close(self) -> None:
-        """Attributes of modules get their values back."""
         for piece in self.eager_pieces:
             piece.end_capture()
         _active.capture = None
@@ -330,24 +318,23 @@ class BreakableCUDAGraphCapture:
 
 
 def recording_capture() -> BreakableCUDAGraphCapture | None:
-    """The capture that records a segment in this thread."""
+    """Of this thread, while it records a segment."""
     capture = _active.capture
     return capture if capture is not None and capture.is_recording else None
 
 
 def in_breakable_capture() -> bool:
-    """Whether a breakable capture is open in this thread; also in its eager pieces."""
+    """Whether a breakable capture, or an eager piece of it, runs in this thread."""
     return _active.capture is not None
 
 
 def standing_in(capture: Any) -> AbstractContextManager[object]:
-    """A block whose eager pieces go to ``capture.add_named`` while it ``is_recording``."""
+    """While it ``is_recording``, ``capture.add_named`` gets the eager pieces."""
     return replaced(_active, capture=capture)
 
 
 @contextmanager
 def _deriving(derived: dict[str, Any]) -> Iterator[None]:
-    """A block in which the forward context has these derived values."""
     context = current_forward_context()
     if context is None:
         yield

@@ -1,10 +1,9 @@
-"""Where a capture breaks: at functions, and at modules and operators by name.
+"""Where a capture breaks: at functions, modules and operators.
 
 Note [Breaks at operators]
-    A dispatch mode sees the operators of segments. It stands above the backend's own modes, so it
-    steps aside where other code breaks the capture. A composite operator
-    (``scaled_dot_product_attention``) reaches a mode below autograd only, so the forward runs
-    there, and torch raises an error for gradients.
+    A dispatch mode sees a segment's operators. It stands above the backend's modes, so it steps
+    aside where other code breaks the capture. Composite operators reach it below autograd only:
+    torch raises an error for gradients.
 """
 
 from __future__ import annotations
@@ -38,16 +37,15 @@ from cgplan.units import listed
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_NO_FORWARD = nn.Module.forward  # of a ModuleList, say
+_NO_FORWARD = nn.Module.forward
 _decorated = False
 
 
 def eager_break_during_capture(function: Callable[P, R]) -> Callable[P, R]:
-    """Make a function or method an eager piece of the breakable capture that it is called in;
+    """Make a function or method an eager piece of the breakable capture that calls it;
     BreakableCUDAGraphCapture.add_eager says what it may return.
 
-    In a FULL capture, inside another eager piece, and where torch.compile traces it, the function
-    runs as it is.
+    In FULL captures, other eager pieces and traces it runs as it is.
     """
     global _decorated
     _decorated = True
@@ -89,21 +87,19 @@ def as_eager_piece(
 
 
 class Breaks(OperatorMode):
-    """Modules and operators that are eager pieces of the breakable captures of ``forward``.
-    Meanwhile the modules have another ``forward``. For operators see Note [Breaks at operators].
+    """Modules and operators that are eager pieces; for operators see Note [Breaks at operators].
 
     Args:
-        patterns: Dotted names of submodules, such as ``layers.*.self_attn``; ``*``, ``?`` and
-            ``[...]`` stand for parts of one component. The outermost match is the piece.
-        names: Operators, as ``namespace::name`` or ``namespace::name.overload``.
+        patterns: Dotted names of submodules; ``*``, ``?`` and ``[...]`` stand for parts of one
+            component. The outermost match is the piece.
+        names: ``namespace::name`` or ``namespace::name.overload``.
 
     Attributes:
-        modules: By their dotted names.
-        outer: Names of the outermost ones with a forward.
+        outer: The outermost modules with a forward.
         numbers: Operators that captures called with numbers, which replays repeat.
 
     Raises:
-        ConfigError: ``model`` is no module, or a pattern matches no submodule.
+        ConfigError: ``model`` is no module, or a pattern matches none.
     """
 
     def __init__(
@@ -125,7 +121,6 @@ class Breaks(OperatorMode):
         self.outer = [name for name in called if not name.startswith(heads)]
 
     def forward(self, model: Function, *args: Any, **kwargs: Any) -> Any:
-        """Call the model, broken in a breakable capture or a look."""
         is_recording = recording_capture() is not None
         if not is_recording and current_look() is None:
             return model(*args, **kwargs)
@@ -135,7 +130,7 @@ class Breaks(OperatorMode):
                 stack.enter_context(replaced(module, forward=piece))
             if self._names:
                 stack.enter_context(torch._C._AutoDispatchBelowAutograd())
-                if is_recording:  # a look finds operators itself
+                if is_recording:
                     stack.enter_context(self)
             return model(*args, **kwargs)
 
@@ -203,7 +198,7 @@ def _matching(model: Function, patterns: Sequence[str]) -> dict[str, nn.Module]:
 
 
 def _near(pattern: str, names: list[str]) -> str:
-    """Names like the pattern, those of numbered layers as one."""
+    """Names like the pattern, with numbered layers as one."""
     general = [re.sub(r"(?<=\.)\d+(?![^.])", "*", name) for name in names]
     general = list(dict.fromkeys(general))
     hint = did_you_mean(pattern, general + names, "Did you mean {}?", 3)

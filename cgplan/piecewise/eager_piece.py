@@ -1,29 +1,21 @@
-"""Eager pieces: functions that run between two segments, at capture and on every replay.
+"""Eager pieces: functions that run between two segments.
 
 Note [Output slots]
-    A segment reads an eager piece's result at one address, but a piece may return a fresh tensor
-    each time. So each run copies the result into a slot: memory of the graph pool from the
-    beginning of the next segment. Arguments and state need no slot. State is parameters, buffers
-    and tensors in attributes of the modules that the piece was called on or with, if it does not
-    bind them again; state that it reaches in another way is copied. Results that are views of one
-    memory have slots that are views of one block, and so has an expanded tensor.
+    A piece may return a fresh tensor each time, but a segment reads one address. So each run copies
+    the result into a slot: memory of the pool, taken in the next segment. Arguments need none, nor
+    does state (of modules that the piece was called on or with) that it does not bind again. Views
+    of one memory get slots in one block.
 
-Note [State that a piece leaves behind]
-    Only memory carries values from pieces to segments. An attribute of a module that the piece
-    binds to a new tensor holds a slot until the capture ends; the slot follows the attribute as
-    long as shape and dtype stay. A piece is refused that puts values into its arguments'
-    containers, or gives a tensor other memory. The look refuses a piece that reads an attribute
-    which a segment binds.
+    An attribute that the piece binds to a new tensor holds a slot until the capture ends; the slot
+    follows it while shape and dtype stay.
 
 Note [Tensor objects]
-    In each run the user's function gets new tensor objects in new containers, so that it may change
-    them (``transpose_``, ``pop``). Operators of a trace get the same objects. ``detach()`` shares
-    the count of writes, by which the runner sees what a piece writes; ``.data`` would not.
+    Each run hands the user's function new tensor objects, which it may change. Unlike ``.data``,
+    ``detach()`` shares the count of writes, which the runner watches.
 
 Note [Memory of pieces]
-    Memory that a piece makes and does not return lies elsewhere after the next run. So a dispatch
-    mode, which does not see into compiled code, refuses segments, other pieces and results that use
-    it.
+    What a piece makes and does not return lies elsewhere in the next run. A dispatch mode, which
+    does not see into compiled code, refuses segments, pieces and results that use it.
 """
 
 from __future__ import annotations
@@ -59,20 +51,20 @@ from cgplan.graphs.footprint import modules_reached
 
 _, _LEAF = tree_flatten(None)
 _, _EMPTY = tree_flatten(())
-Copies = list[tuple[Tensor, Tensor]]  # (slot, value)
+Copies = list[tuple[Tensor, Tensor]]  # slot, value
 Attribute = tuple[torch.nn.Module, str]
 Make = Callable[[], Any]
 
 
 class EagerPiece:
-    """One function between two segments. Slots and captured arguments are borrowed.
+    """Slots and captured arguments are borrowed.
 
     Args:
         line: Where the model called it.
         is_traced: The function is operators of a trace.
 
     Attributes:
-        state: Torch's thread-local state, in which ``run`` is called.
+        state: Torch's thread-local state, for ``run``.
     """
 
     def __init__(
@@ -93,9 +85,8 @@ class EagerPiece:
         self._backend = backend
         self._pool = pool
         self._results: list[Place] = []
-        # attributes that the piece binds: their values, after hand_out their slots
         self._bound: dict[Attribute, Tensor] = {}
-        # slots in attributes, and the values to put back
+        # slots, and the attributes' own values
         self._standing: list[tuple[Attribute, Tensor, Tensor]] = []
 
     def first_run(
@@ -103,12 +94,11 @@ class EagerPiece:
         args: Args,
         kwargs: Kwargs,
     ) -> None:
-        """Run on the arguments of the capture and keep them."""
         modules = modules_reached(self._function, args, kwargs)
         before = _attributes(modules)
-        leaves = tree_leaves((args, kwargs))  # held, so that ids stay theirs
+        leaves = tree_leaves((args, kwargs))  # keeps their ids
         given = list(map(_identity, leaves))
-        # tensors of the pool are borrowed: each replay writes them before the piece reads them
+        # replays write borrowed tensors before the piece reads them
         self._args = list(args)
         self._kwargs = dict(kwargs)
         self._makers: list[tuple[Any, Any, Make]] = []
@@ -155,7 +145,7 @@ class EagerPiece:
         given: Iterable[Any],
         leaves: list[Any],
     ) -> None:
-        """A piece may take values out of its containers, but not put others in."""
+        """It may take values out of containers, not put others in."""
         rest = iter(given)
         for leaf in leaves:
             if _identity(leaf) not in rest:
@@ -164,7 +154,7 @@ class EagerPiece:
                     "or gives a tensor other memory (set_, resize_, .data = ...), at "
                     f"{self.line}; graphs would keep those of the capture",
                     remedy="Return the values, or write them in place (copy_) into a tensor that "
-                    "is an argument. Keep records in an object that is not handed to the piece.",
+                    "is an argument. Keep records in another object.",
                 )
 
     def _refuse_unreachable(self, value: Any) -> None:
@@ -177,12 +167,10 @@ class EagerPiece:
             raise CaptureError(
                 f"eager piece {self.name} returned {found}, at {self.line}",
                 remedy=f"Return dense tensors on {self._backend.device}, in tuples, lists, dicts "
-                "or classes that are registered as pytree nodes; a graph does not see others "
-                "change.",
+                "or registered pytree nodes.",
             )
 
     def _find_shared(self) -> None:
-        """Find the results that get views of one block."""
         sharing = {}
         for i, place in enumerate(self._results):
             slot = place.slot
@@ -206,9 +194,7 @@ class EagerPiece:
         self._sharing = _sharing(self._values, self._shared)
 
     def hand_out(self) -> tuple[Any, Copies]:
-        """The result for the model, and copies (slot, value) to make before the next segment runs;
-        once, inside its capture.
-        """
+        """The result, and copies to make before the next segment runs; inside its capture."""
         blocks = {}
         for address, memory in self._blocks.items():
             blocks[address] = self._new_slot(memory)
@@ -233,7 +219,7 @@ class EagerPiece:
             slot = self._borrowed(standing)
             self._bound[attribute] = slot
             copies.append((slot, value.detach()))
-        self._only: Place | None = None  # of a result that is one leaf, or ()
+        self._only: Place | None = None  # for one leaf, or ()
         if not self._bound and not self._shared:
             if self._spec == _LEAF:
                 self._only = self._results[0]
@@ -245,14 +231,13 @@ class EagerPiece:
         return tree_unflatten(handed, self._spec), copies
 
     def end_capture(self) -> None:
-        """Give attributes that hold slots the piece's values back."""
         for attribute, slot, value in self._standing:
             if getattr(*attribute, None) is slot:
                 setattr(*attribute, value)
         self._standing = []
 
     def run(self) -> None:
-        """Raises CaptureError if the results are not what they were at capture."""
+        """Raises CaptureError if the results have changed their form."""
         for where, key, make in self._makers:
             where[key] = make()
         result = self._function(*self._args, **self._kwargs)
@@ -308,7 +293,7 @@ class EagerPiece:
                 self._makers.append((where, key, make))
 
     def _maker(self, node: Any) -> Make | None:
-        """Makes an argument for each run; None if all runs get the same object."""
+        """None if all runs get the same object."""
         if type(node) is Tensor and node.layout is torch.strided:
             kept = node
             if self._is_captured(node):
@@ -340,7 +325,7 @@ class EagerPiece:
         return is_here and value.layout is torch.strided
 
     def _new_slot(self, value: Tensor) -> Tensor:
-        # a tensor of inference mode could be written only there
+        # inference mode's tensors cannot be written outside
         with torch.inference_mode(False):
             return self._backend.slot(value)
 
@@ -357,21 +342,18 @@ class EagerPiece:
             f"eager piece {self.name} returned {found} on replay; at capture it was {wanted}, at "
             f"{self.line}",
             remedy="Return the same structure, shapes, dtypes and numbers for every batch of a "
-            "key. Return a changing number as a tensor, pad rows that vary, and clone results that "
-            "share memory for some batches alone. A runner takes another batch with "
-            "runner.run_eagerly.",
+            "key: a changing number as a tensor, with padding for rows that vary, and clones of "
+            "results that share memory only sometimes. runner.run_eagerly takes other batches.",
         )
 
 
 class PieceMemory(OperatorMode):
-    """Refuses segments that read what a piece made, see Note [Memory of pieces], and operators that
-    are unsafe in a graph.
+    """Of a capture, see Note [Memory of pieces].
 
     Attributes:
-        piece: The name of the piece that runs.
-        in_segment: Whether operators belong to a segment.
-        made: Ids of storages that pieces made, with the piece's name.
-        side: The line where the segment began to use each side stream, by handle.
+        piece: That runs.
+        made: Ids of storages that pieces made.
+        side: The line where the segment began to use each side stream.
     """
 
     def __init__(
@@ -384,8 +366,8 @@ class PieceMemory(OperatorMode):
         self.in_segment = False
         self.made: dict[int, tuple[str, StorageWeakRef]] = {}
         self.side: dict[int, str] = {}
-        self._read: dict[int, weakref.ref[Tensor]] = {}  # tensors that segments read
-        self._own = WeakIdKeyDictionary()  # tensors that operators made in this capture
+        self._read: dict[int, weakref.ref[Tensor]] = {}  # by segments
+        self._own = WeakIdKeyDictionary()  # made by operators
         self._stream = stream
         self._main = stream()
 
@@ -413,7 +395,7 @@ class PieceMemory(OperatorMode):
         result = self.run(func, args, kwargs)
         for tensor in tensors_in(result):
             self._own[tensor] = None
-        # such an operator may set a tensor object to older memory
+        # else it may be older memory
         if self.piece is not None and torch.Tag.inplace_view not in tags:
             found = storages_of(tensors_in(result))
             for storage, reference in found.items():
@@ -423,9 +405,7 @@ class PieceMemory(OperatorMode):
 
     @contextmanager
     def in_piece(self, name: str) -> Iterator[None]:
-        """A block that runs a piece. Raises CaptureError if it lets go of a tensor that segments
-        read and did not make.
-        """
+        """CaptureError if the piece drops a tensor that segments read."""
         self.piece = name
         before = []
         for reference in self._read.values():
@@ -437,25 +417,25 @@ class PieceMemory(OperatorMode):
             if reference() is None:
                 raise CaptureError(
                     f"eager piece {name} replaces a tensor that graph code reads before it, at "
-                    f"{blamed_line()}; a graph would always read that of the capture",
+                    f"{blamed_line()}; a graph would read that of the capture",
                     remedy="Write it in place (copy_), or read it in the eager piece.",
                 )
 
     def refuse_made(self, storages: Iterable[int]) -> None:
-        """Raise CaptureError if a piece made one of these storages, by id."""
+        """CaptureError if a piece made one of these, by id."""
         for storage in storages:
             if storage in self.made:
                 raise CaptureError(
                     "graph code reads a tensor that an eager piece made and did not return, at "
-                    f"{blamed_line()}; a graph would always read that of the capture. The piece "
-                    f"is {self.made[storage][0]}",
+                    f"{blamed_line()}; a graph would read that of the capture. The piece is "
+                    f"{self.made[storage][0]}",
                     remedy="Return the tensor from the eager piece, or write it in place (copy_) "
                     "into one that stays.",
                 )
 
 
 class Place(NamedTuple):
-    """Where a result is on each replay.
+    """Of a result, on each replay.
 
     Attributes:
         slot: Of a fresh tensor; its value until it has a slot.
@@ -499,8 +479,12 @@ def _memory(tensor: Tensor) -> tuple[Any, ...]:
     )
 
 
-def fill(copies: Copies, *, together: bool) -> None:
-    """Copy values into slots; ``together``: in one call, if no slots share memory."""
+def fill(
+    copies: Copies,
+    *,
+    together: bool,
+) -> None:
+    """``together``: in one call, if no slots share memory."""
     if together and len(copies) > 1:
         slots, values = zip(*copies, strict=True)
         torch._foreach_copy_(slots, [value.detach() for value in values])
@@ -512,7 +496,6 @@ def fill(copies: Copies, *, together: bool) -> None:
 
 
 def _once(tensor: Tensor) -> Tensor:
-    """The elements of an expanded tensor that have memory of their own."""
     for dim in _repeated(tensor):
         tensor = tensor.narrow(dim, 0, 1)
     return tensor
@@ -555,13 +538,13 @@ def _identity(leaf: Any) -> tuple[int, int]:
 def _addresses(attributes: dict[Attribute, Any]) -> set[int]:
     found = set()
     for value in attributes.values():
-        if type(value) in (Tensor, torch.nn.Parameter):  # others may have no memory
+        if type(value) in (Tensor, torch.nn.Parameter):
             found.add(_address(value))
     return found
 
 
 def _address(value: Any) -> int:
-    """Where a tensor's storage begins; 0 without memory."""
+    """Of the storage; 0 without memory."""
     if not isinstance(value, Tensor) or value.layout is not torch.strided:
         return 0
     return value.untyped_storage().data_ptr()
@@ -571,9 +554,7 @@ def _sharing(
     values: Sequence[Any],
     which: Sequence[int],
 ) -> list[tuple[Any, ...]]:
-    """For each of these values: the first one in the same memory, the distance from it in bytes,
-    and the strides of dimensions of several elements.
-    """
+    """By value: the first one in the same memory, the distance from it in bytes, and strides."""
     firsts: dict[int, tuple[int, int]] = {}
     found = []
     for i in which:
@@ -590,7 +571,6 @@ def _sharing(
 
 
 def _view_like(memory: Tensor, like: Tensor) -> Tensor:
-    """A view of bytes with the layout of ``like`` in its memory."""
     count = memory.numel() // like.itemsize
     whole = memory[: count * like.itemsize].view(like.dtype)
     return whole.as_strided(

@@ -1,6 +1,4 @@
-"""Segments that Inductor compiles, and its own graph partition, which compiles the whole forward
-and cuts it.
-"""
+"""Segments that Inductor compiles, and its own graph partition."""
 
 from __future__ import annotations
 
@@ -19,8 +17,7 @@ from cgplan.piecewise.split import Piece, operator_name
 from cgplan.planning.build import DEFAULT_SPLITTING_OPS
 
 Partition = Callable[[list[Any]], Any]
-Order = tuple[int, ...]  # dimensions from the outermost to the innermost
-# scaled_dot_product_attention as inductor sees it
+Order = tuple[int, ...]  # dimensions, the outermost first
 _DECOMPOSED_ATTENTION = (
     "aten::_scaled_dot_product_flash_attention",
     "aten::_scaled_dot_product_efficient_attention",
@@ -33,8 +30,8 @@ def compile_for_all_sizes(
     module: fx.GraphModule,
     patches: dict[str, Any] | None = None,
 ) -> Function:
-    """A module that Dynamo is tracing, compiled with the number of rows free."""
-    # Inductor would give real tensors other sizes.
+    """With the number of rows free."""
+    # inductor gives real tensors other sizes
     inputs = []
     for node in module.graph.nodes:
         if node.op == "placeholder":
@@ -50,9 +47,9 @@ def compile_for_all_sizes(
     is_alone = not isinstance(output, tuple | list)
 
     def call(*args: Any) -> Any:
-        # An eager piece may give another layout than the trace.
+        # an eager piece may give another layout than the trace
         result = compiled(*map(_in_order, args, orders))
-        # Versions of torch differ in whether one result comes in a tuple.
+        # versions of torch differ
         if is_alone and isinstance(result, tuple | list):
             return result[0]
         return result
@@ -61,7 +58,7 @@ def compile_for_all_sizes(
 
 
 def _order_of(traced: Any) -> Order | None:
-    """None for a tensor with gaps between rows, or whose shape depends on data."""
+    """None with gaps, or where the shape depends on data."""
     if not isinstance(traced, Tensor):
         return None
     sizes = _hints(traced.shape)
@@ -95,7 +92,7 @@ def _in_order(value: Any, order: Order | None) -> Any:
 
 
 def structure_of(module: fx.GraphModule) -> Any:
-    """A key of the code that a segment compiles to."""
+    """Equal for segments that compile to the same code."""
     index: dict[fx.Node, int] = {}
     parts = []
     for node in module.graph.nodes:
@@ -103,7 +100,7 @@ def structure_of(module: fx.GraphModule) -> Any:
         given = (node.args, node.kwargs)
         arguments = fx.node.map_arg(given, lambda n: f"%{index[n]}")
         target: Any = ""
-        if node.op == "get_attr":  # a body of a higher-order operator, or a constant
+        if node.op == "get_attr":  # a body, or a constant
             held = getattr(module, str(node.target), None)
             target = id(held)
             if isinstance(held, fx.GraphModule):
@@ -121,10 +118,8 @@ def structure_of(module: fx.GraphModule) -> Any:
 
 
 class _PartitionWrapper(CUDAGraphWrapper):
-    """Captures one partition. ``call`` takes its arguments as Inductor passes them, in a list with
-    tuples; the wrapper sees them one by one. Inductor does not say which arguments it allocates
-    anew, so all are copied that are neither in the pool nor the forward's own (parameters, static
-    buffers).
+    """Copies all arguments but those in the pool and the forward's own (parameters, static
+    buffers): Inductor does not say which ones it allocates.
     """
 
     def __init__(self, partition: Partition, forward: PartitionedForward, **options: Any) -> None:
@@ -140,7 +135,7 @@ class _PartitionWrapper(CUDAGraphWrapper):
 
         super().__init__(run, CUDAGraphMode.PIECEWISE, **options)
         self._forward = forward
-        self._counts: list[int | None] = []  # of each argument that is a tuple
+        self._counts: list[int | None] = []
 
     def call(self, args: list[Any]) -> Any:
         leaves: list[Any] = []
@@ -171,7 +166,7 @@ class _PartitionWrapper(CUDAGraphWrapper):
 
 
 class PartitionedForward:
-    """A forward that Inductor compiled; ``arguments`` are those of this call."""
+    """``arguments`` are those of this call."""
 
     def __init__(self, backend: GraphBackend, options: CUDAGraphOptions) -> None:
         self.arguments: Args = ()
@@ -184,8 +179,8 @@ class PartitionedForward:
         gm: fx.GraphModule,
         splitting_ops: Sequence[str] | None,
     ) -> tuple[Piece, ...]:
-        """Compile for all sizes, cut at these operators and at those tagged cudagraph_unsafe.
-        Returns the partitions, whose operators Inductor has fused, and the operators between.
+        """Cuts at these operators and those tagged cudagraph_unsafe. Returns the partitions, and
+        the operators between.
         """
         wanted = list(DEFAULT_SPLITTING_OPS if splitting_ops is None else splitting_ops)
         captured = []

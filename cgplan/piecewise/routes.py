@@ -1,4 +1,4 @@
-"""How a model gets its PIECEWISE segments: traced, broken at modules, or wrapped by its author."""
+"""How a model gets its PIECEWISE segments."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from cgplan.planning import Plan
 from cgplan.reports.records import SplitRecord
 from cgplan.units import listed
 
-_MOST_STATIC = 4  # sizes of a plan with traffic
+_MOST_STATIC = 4
 
 
 @dataclass(slots=True, eq=False)
@@ -32,11 +32,11 @@ class SplitRoute:
 
     Attributes:
         name: ``ops``, ``modules``, ``wrappers``, or ``full`` without segments.
-        forward: What PIECEWISE keys run.
-        whole: What FULL keys capture, and warm up with.
-        warm: What PIECEWISE keys warm up with.
+        forward: For PIECEWISE keys.
+        whole: For FULL keys.
+        warm: For warm-ups of PIECEWISE keys.
         chain: ``forward``, if its captures are whole forwards.
-        operators: What a look at a model that is not traced saw, by part.
+        operators: Seen by a look, by part; without a trace.
     """
 
     name: str
@@ -50,7 +50,7 @@ class SplitRoute:
 
     @property
     def pieces(self) -> Sequence[Piece]:
-        """The parts of a traced model."""
+        """Of a traced model."""
         if self.splitter is None or not self.splitter.pieces:
             return ()
         return self.splitter.pieces[0]
@@ -62,13 +62,13 @@ class SplitRoute:
         return [entry.graph for entry in self.chain.entries.values()]
 
     def describe(self) -> SplitRecord | None:
-        """What is captured and what is eager; None where nothing is split."""
+        """None where nothing is split."""
         if self.name == "full":
             return None
         seen = self.operators or no_operators()
         captured = Counter(seen["segment"])
         eager = Counter(seen["eager piece"])
-        inside = Counter[str]()  # of modules and functions
+        inside = Counter[str]()
         captures = self._captures
         if self.breaks is not None:
             inside = eager
@@ -89,7 +89,6 @@ class SplitRoute:
         )
 
     def warnings(self) -> list[str]:
-        """What the user should know about the split, after captures."""
         found = []
         if isinstance(self.forward, PiecewiseModel) and self.forward.over_budget:
             sizes = ", ".join(map(str, self.forward.over_budget))
@@ -110,9 +109,9 @@ class SplitRoute:
             run.update(piece.name for piece in capture.eager_pieces)
         if not run:
             return [
-                "nothing broke the capture: no module of splitting_modules, no operator of "
-                "splitting_ops and no function under eager_break_during_capture was called, so "
-                "PIECEWISE graphs are the whole forward"
+                "nothing broke the capture: nothing of splitting_modules and splitting_ops and no "
+                "function under eager_break_during_capture was called, so PIECEWISE graphs are the "
+                "whole forward"
             ]
         if self.breaks.numbers:
             names = ", ".join(self.breaks.numbers)
@@ -136,11 +135,11 @@ def choose_route(
     backend: GraphBackend,
     calls_breaks: Callable[[], bool],
 ) -> SplitRoute:
-    """The route that the configuration asks for. ``calls_breaks`` says whether the model calls
-    functions under ``eager_break_during_capture``, and may run it.
+    """The configured route. ``calls_breaks`` may run the model to find
+    ``eager_break_during_capture``.
 
-    Raises ConfigError where the route does not fit the model, ModelError for a model that
-    compile_piecewise made.
+    Raises ConfigError where the route does not fit the model, ModelError for a model of
+    compile_piecewise.
     """
     compilation = config.compilation
     piecewise = any(mode is CUDAGraphMode.PIECEWISE for mode, _ in plan.keys)
@@ -156,11 +155,11 @@ def choose_route(
             f"compiler: inductor compiles traced segments, but the segments come from {name}",
             remedy="Use piecewise: ops with inductor, or compiler: eager.",
         )
-    # a trace or look comes on demand
+    # else the first capture finds them
     if piecewise and name != "wrappers" and compilation.capture_policy == "lazy":
         refuse_unknown_ops(compilation.splitting_ops)
     if is_compiled or (piecewise and name == "ops"):
-        if not piecewise:  # inductor may fuse the whole forward
+        if not piecewise:
             changes = {"splitting_ops": (), "use_inductor_graph_partition": False}
             compilation = compilation.model_copy(update=changes)
             config = config.model_copy(update={"compilation": compilation})
@@ -183,7 +182,7 @@ def choose_route(
         backend.device.type,
     )
     wrapper = BreakableCUDAGraphWrapper(
-        partial(breaks.forward, model),  # the walk over the model looks into a partial
+        partial(breaks.forward, model),  # the walk over the model looks into partials
         backend=backend,
         options=CUDAGraphOptions(address_check=compilation.address_policy),
     )
@@ -191,7 +190,7 @@ def choose_route(
 
 
 def _static_sizes(plan: Plan, compilation: CompilationConfig) -> set[int]:
-    """Sizes in tokens that have a trace of their own."""
+    """In tokens, with a trace of their own."""
     sizes = {descriptor.num_tokens for _, descriptor in plan.keys}
     shapes = compilation.compile_shapes
     if shapes == "static":

@@ -1,4 +1,4 @@
-"""Splitting a traced forward at operators into graph segments and eager pieces."""
+"""Splitting a traced forward at operators."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cgplan.backends.host_sync import ALLOCATIONS, tensors_in
 from cgplan.errors import ConfigError, did_you_mean
 from cgplan.planning.build import DEFAULT_SPLITTING_OPS
 
-# PyTorch's names of Python's operators, where they differ
+# where PyTorch's names differ
 _OF_PYTHON = {
     "truediv": "div",
     "floordiv": "floor_divide",
@@ -29,7 +29,7 @@ _OF_PYTHON = {
     "imul": "mul_",
     "itruediv": "div_",
 }
-# where a trace takes other functions from
+# homes of other functions in traces
 _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "aten": (
         torch,
@@ -50,8 +50,8 @@ class Piece:
 
     Attributes:
         name: Of the submodule that holds it.
-        eager: Whether it holds splitting operators; else it is captured.
-        operators: Names, in order.
+        eager: Of splitting operators; else it is captured.
+        operators: In order.
         title: Its first splitting operator.
     """
 
@@ -68,7 +68,7 @@ class _Run:
 
 
 def operator_name(node: fx.Node) -> str | None:
-    """``namespace::name`` of a node's operator; None for a node that calls nothing."""
+    """``namespace::name``; None for a node that calls nothing."""
     target = node.target
     if node.op == "call_method":
         return f"aten::{target}"
@@ -89,18 +89,14 @@ def split_graph(
     gm: fx.GraphModule,
     splitting_ops: Sequence[str] | None,
 ) -> tuple[fx.GraphModule, tuple[Piece, ...]]:
-    """Split a graph at operators.
+    """Split a graph into a module with one submodule a piece.
 
-    Consecutive splitting operators stay in one eager piece, with nodes between them that compute
-    nothing, and with all of a transformed function (torch.vmap). Nodes keep their order.
+    Eager pieces hold consecutive splitting operators, nodes between them without work, and all of a
+    transformed function (torch.vmap). Nodes keep their order.
 
     Args:
         splitting_ops: ``namespace::name`` or ``namespace::name.overload``, Python's operators by
-            PyTorch's names (``aten::matmul`` for ``@``). None: attention operators, which may be
-            missing.
-
-    Returns:
-        A module that calls one submodule a piece, and the pieces in order.
+            PyTorch's names (``aten::matmul`` for ``@``). None: attention, which may be missing.
 
     Raises:
         ConfigError: an operator does not exist, or does not occur.
@@ -139,7 +135,6 @@ def split_graph(
 
 
 def refuse_missing_ops(wanted: Iterable[str], occurring: Collection[str]) -> None:
-    """Raise ConfigError for a name that is not among the model's operators."""
     for missing in wanted:
         if missing in occurring:
             continue
@@ -153,8 +148,8 @@ def refuse_missing_ops(wanted: Iterable[str], occurring: Collection[str]) -> Non
 
 
 def refuse_unknown_ops(splitting_ops: Sequence[str] | None) -> None:
-    """Raise ConfigError for names that no operator has. Functions of PyTorch count, as Dynamo
-    leaves calls as they are: ``aten::softsign`` is ``F.softsign``.
+    """Raise ConfigError for unknown names. PyTorch's functions count: traces hold ``F.softsign`` as
+    ``aten::softsign``.
     """
     for wanted in splitting_ops or ():
         namespace, _, bare = wanted.removesuffix(".default").partition("::")
@@ -213,7 +208,7 @@ def _names(node: fx.Node) -> set[str]:
 
 
 def _aten_names(node: fx.Node) -> set[str]:
-    """PyTorch's names of the Python operator of a node, several for an index."""
+    """Several for an index."""
     if not isinstance(_value_of(node), Tensor):
         return set()
     home, _, name = (operator_name(node) or "").partition("::")
@@ -244,12 +239,10 @@ def _runs(
     nodes: Iterable[fx.Node],
     splitting: Collection[fx.Node],
 ) -> list[_Run]:
-    """The nodes in runs that are eager or not, in turns. Runs without work join eager
-    neighbours.
-    """
+    """In turns eager or not; idle runs join eager neighbours."""
     runs: list[_Run] = []
     run_of: dict[Any, _Run] = {}
-    depth = 0  # of transforms such as torch.vmap
+    depth = 0  # of transforms (torch.vmap)
     for node in nodes:
         if node.op in ("placeholder", "output", "get_attr"):
             continue
@@ -282,7 +275,6 @@ def _runs(
 
 
 def _works(node: fx.Node) -> bool:
-    """Whether a node launches something."""
     if _value_of(node) is None:
         return True  # it returns nothing, so it writes
     _, _, bare = (operator_name(node) or "").partition("::")

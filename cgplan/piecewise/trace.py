@@ -1,4 +1,4 @@
-"""PiecewiseModel: a model that Dynamo traces, and that is split at operators."""
+"""A model that Dynamo traces, and that is split at operators."""
 
 from __future__ import annotations
 
@@ -38,20 +38,18 @@ _OTHERWISE = (
     "or split without a trace: compilation.splitting_modules breaks the capture at modules, "
     "piecewise: modules at functions under eager_break_during_capture."
 )
-_TRIES = 2  # a first run may make something, and the second has another trace
+_TRIES = 2  # the first run may make something
 
 
 class PiecewiseModel(BreakableCUDAGraphWrapper):
-    """A model that is split at operators and captured in mode PIECEWISE; called with the declared
-    inputs by name. In other modes, and outside of a forward context, it is just the model.
+    """A model that is split at operators in mode PIECEWISE, and just the model in others; called
+    with the declared inputs by name.
 
-    For each captured key Dynamo picks the trace whose guards hold, or makes one; one row has its
-    own, and so has each of ``static_sizes`` (in tokens). A replay enters neither Dynamo nor the
-    model's Python code.
+    One row, and each of ``static_sizes`` (in tokens), has a trace of its own. A replay enters
+    neither Dynamo nor the model's Python code.
 
     Attributes:
         over_budget: Static sizes that share a trace because ``budget.compile_time`` was spent.
-        splitter: Holds the traces and their pieces.
     """
 
     def __init__(
@@ -71,17 +69,17 @@ class PiecewiseModel(BreakableCUDAGraphWrapper):
         super().__init__(model, backend=backend, options=self.splitter.options)
         self._config = config
         specs = config.tensors_at((1,) * (len(config.dim_names) - 1))
-        self._rows: dict[str, int] = {}  # dimensions that count rows
+        self._rows: dict[str, int] = {}
         for name in config.inputs:
             dim = specs[name].row_dim
             if dim is not None:
                 self._rows[name] = dim
         self._reader = BatchReader(config.inputs, config.dim_names, backend.device)
-        self._keys: set[object] = set()  # that traces were asked for
+        self._keys: set[object] = set()
         self._static = set(static_sizes)
-        self._compile_seconds = [0.0]  # of each static trace
+        self._compile_seconds = [0.0]
         self.over_budget: list[int] = []
-        splitter = weakref.ref(self.splitter)  # Dynamo keeps what it is given
+        splitter = weakref.ref(self.splitter)  # Dynamo keeps it
 
         def note_miss(failure: Any) -> None:
             found = splitter()
@@ -92,18 +90,17 @@ class PiecewiseModel(BreakableCUDAGraphWrapper):
 
         optimize = torch._dynamo.optimize(self.splitter, nopython=True, guard_fail_fn=note_miss)
         self._traced: dict[bool, Function] = {}
-        # for one code object Dynamo would use the dynamic trace for static sizes
+        # else Dynamo uses the dynamic trace for static sizes
         for is_static in (False, True):
             own = with_own_code(model)
             self._traced[is_static] = optimize(own)
-            # At exit other threads may still run a trace.
+            # at exit other threads may still run a trace
             forget = weakref.finalize(self, _forget_trace, own.__code__, self.splitter)
             forget.atexit = False
 
     def __call__(self, **inputs: Tensor) -> Any:
-        """Raises InputError outside of a runner, which checks inputs itself: they are not as
-        declared, or have other rows than the descriptor. Raises CaptureError where the model cannot
-        be captured.
+        """Raises, outside of a runner, InputError for inputs that are not as declared or do not fit
+        the descriptor; CaptureError where the model cannot be captured.
         """
         context = current_forward_context()
         is_piecewise = context is not None and context.runtime_mode is CUDAGraphMode.PIECEWISE
@@ -111,25 +108,24 @@ class PiecewiseModel(BreakableCUDAGraphWrapper):
             batch = self._reader.read(inputs)
             if context is not None and is_piecewise:
                 self._reader.refuse_other(batch, context.descriptor)
-        if is_piecewise and self.splitter.partition:  # inductor's code calls wrappers
+        if is_piecewise and self.splitter.partition:
             return self.traced(**inputs)
         return super().__call__(**inputs)
 
     def traced(self, **inputs: Tensor) -> Any:
-        """Run the trace that holds for these inputs; make one if there is none."""
+        """Run the trace that holds, or make one."""
         for mode in _get_current_dispatch_mode_stack():
-            # Dynamo runs no trace under other modes
+            # Dynamo runs no trace there
             if not isinstance(mode, OperatorMode):
                 return self.runnable(**inputs)
-        # Dynamo would keep one tensor for two inputs one
+        # else one tensor for two inputs stays one
         own = {name: tensor.view_as(tensor) for name, tensor in inputs.items()}
         is_static = self._is_static(current_forward_context())
         if not is_static:
             for name, dim in self._rows.items():
                 torch._dynamo.maybe_mark_dynamic(own[name], dim)
         config = torch._dynamo.config
-        # Sizes and numbers that differ from an earlier trace must not become variables, nor equal
-        # sizes one.
+        # else other sizes and numbers become variables, equal sizes one
         shapes = torch.fx.experimental._config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
         tracing = config.patch(
             automatic_dynamic_shapes=False,
@@ -161,7 +157,7 @@ class PiecewiseModel(BreakableCUDAGraphWrapper):
             raise _untraceable(error) from error
         except dynamo.TorchRuntimeError as error:
             try:
-                self.runnable(**inputs)  # Dynamo hides the error of an operator, and its line
+                self.runnable(**inputs)  # Dynamo hides an operator's error
             except Exception as own_error:
                 raise own_error from None
             raised = re.search(r": got (\w+\(.*\))$", str(error), re.MULTILINE)
@@ -169,15 +165,15 @@ class PiecewiseModel(BreakableCUDAGraphWrapper):
             raise CaptureError(
                 f"the model runs, but cannot be traced, at {_user_line(error)}: {said}",
                 remedy="See that the operator there has a fake kernel "
-                "(torch.library.register_fake) that agrees with its real one, or use "
-                "compilation.splitting_modules, which needs no trace.",
+                "(torch.library.register_fake) that agrees with it, or use "
+                "compilation.splitting_modules.",
             ) from error
         except dynamo.BackendCompilerFailed as error:
             inner = error.inner_exception
             raise inner if isinstance(inner, CgplanError) else error from None
 
     def _is_static(self, context: ForwardContext | None) -> bool:
-        """The first call of each key decides within the budget."""
+        """The first call of each key decides."""
         if context is None:
             return self._config.compilation.compile_shapes == "static"
         size = context.descriptor.num_tokens
@@ -198,7 +194,7 @@ class PiecewiseModel(BreakableCUDAGraphWrapper):
             tensor.copy_(before)
 
     def _record(self, pool: Any, args: Args, kwargs: Kwargs) -> Recorded:
-        """The traced forward enters the capture: Dynamo and its guards stay outside."""
+        """Dynamo and its guards stay outside of the capture."""
         splitter = self.splitter
         is_first_run = get_forward_context().descriptor not in self._keys
         for _ in range(_TRIES):
@@ -219,8 +215,8 @@ class PiecewiseModel(BreakableCUDAGraphWrapper):
             del output
             capture.reset()
         raise CaptureError(
-            "each run of the model computes something else, and Dynamo traces it again each time: "
-            f"this condition of the last trace is no longer true: {splitter.missed}",
+            "each run of the model computes something else, and Dynamo traces it again: this "
+            f"condition of the last trace is no longer true: {splitter.missed}",
             remedy="Keep a number that changes in a tensor and write it in place "
             "(self.step.add_(1)), or pass it as an input.",
         )
@@ -239,7 +235,6 @@ class PiecewiseModel(BreakableCUDAGraphWrapper):
         return roots
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PiecewiseModel:
-        """Without captures."""
         runnable = copy.deepcopy(self.runnable, memo)
         made = PiecewiseModel(runnable, self._config, self.backend, self._static)
         memo[id(self)] = made
@@ -252,14 +247,11 @@ def compile_piecewise(
     """A model that is split at ``compilation.splitting_ops`` when it is first captured.
 
     Args:
-        model: Any callable or nn.Module that Dynamo can trace as one graph.
-        config: Sizes and policies of a session mean nothing here. A mapping is validated as a YAML
-            file.
-        backend: Chosen by ``config.device`` if absent.
+        model: Dynamo can trace it as one graph.
+        config: Sizes and policies of sessions mean nothing here.
 
     Raises:
-        ConfigError: the configuration is wrong, or has another route; at the first capture, a
-            splitting op does not occur.
+        ConfigError: a wrong configuration or route; at the first capture, a missing splitting op.
         ModelError: the model comes from compile_piecewise.
         CaptureError: at the first capture, the model cannot be traced.
     """
@@ -284,10 +276,10 @@ def compile_piecewise(
 
 
 def _forget_trace(code: CodeType, splitter: PiecewiseBackend) -> None:
-    """Drop what Dynamo keeps of a function, which no garbage collection does."""
+    """Garbage collections leave what Dynamo keeps."""
     torch._C._dynamo.eval_frame.reset_code(code)
     backends = torch._dynamo.eval_frame.cached_backends
-    for key, found in backends.copy().items():  # other threads compile meanwhile
+    for key, found in backends.copy().items():
         if found is splitter:
             backends.pop(key, None)
     splitter.traces.clear()
@@ -295,9 +287,7 @@ def _forget_trace(code: CodeType, splitter: PiecewiseBackend) -> None:
 
 
 def with_own_code(model: Function) -> Function:
-    """A function that calls the model, with a code object of its own: Dynamo keeps a limited number
-    of traces there.
-    """
+    """Dynamo limits the traces of one code object."""
 
     def forward(**inputs: Tensor) -> Any:
         return model(**inputs)
@@ -316,14 +306,13 @@ def _untraceable(error: Exception) -> CgplanError:
     if CUDAGraphWrapper.__call__.__code__.co_filename in text:
         return CaptureError(
             "the model holds graph wrappers of its own, and is to be traced as a whole as well",
-            remedy="Set compilation.piecewise: wrappers, or take the wrappers out.",
+            remedy="Set compilation.piecewise: wrappers, or remove the wrappers.",
         )
     if get_forward_context.__code__.co_filename in text:
         return CaptureError(
             f"the model reads the forward context in code that is traced, at {_user_line(error)}",
-            remedy="A trace would keep what it read. Read the context inside a custom operator, "
-            "as cgplan::attention does, pass what you need as an input, or use "
-            "compilation.splitting_modules.",
+            remedy="Read it inside a custom operator, as cgplan::attention does, pass what you "
+            "need as an input, or use compilation.splitting_modules.",
         )
     return CaptureError(
         f"the model cannot be traced as one graph, at {_user_line(error)}: "
