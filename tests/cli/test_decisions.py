@@ -1,0 +1,160 @@
+"""What `cgplan plan` decides besides sizes: modes, SLOs, drafts, packed traces."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from commands import cgplan_command, good, plan_of, refused, unwrapped
+
+from cgplan import errors
+from cgplan.modes import CUDAGraphMode
+
+TIMES = """mode,num_tokens,microseconds
+NONE,1,14000
+NONE,256,14200
+NONE,2048,40000
+PIECEWISE,1,{piecewise}
+PIECEWISE,2048,38000
+FULL,1,3000
+FULL,64,4500
+FULL,256,8500
+"""
+BOUNDS = ("--max-num-seqs", "64", "--max-num-batched-tokens", "2048")
+GIVEN = ("plan", "--vllm", "{}", *BOUNDS, "--traffic", "trace.csv", "--step-times", "times.csv")
+
+
+@pytest.fixture(autouse=True)
+def _trace(home: Path) -> None:
+    """Requests of 100 tokens in and 40 out, 20 a second."""
+    rows = [f"{n * 0.05:.2f},{50 + n % 100},{20 + n % 40}" for n in range(300)]
+    text = "\n".join(["Timestamp,Request tokens,Response tokens", *rows]) + "\n"
+    (home / "trace.csv").write_text(text)
+    (home / "trace.csv.gz").write_bytes(gzip.compress(text.encode()))
+    (home / "times.csv").write_text(TIMES.format(piecewise=5000))
+
+
+def decisions(plan: Any) -> str:
+    return "\n".join(plan.evidence["decisions"])
+
+
+@pytest.mark.parametrize(
+    ("piecewise", "options", "mode"),
+    [
+        (5000, (), "FULL_AND_PIECEWISE"),  # prefill gains by its graphs
+        (14000, (), "FULL_DECODE_ONLY"),  # PIECEWISE steps take as long as eager ones
+        (14000, ("--mode", "keep"), "FULL_AND_PIECEWISE"),
+    ],
+)
+def test_the_mode_is_that_of_the_shortest_steps(
+    home: Path, piecewise: int, options: tuple[str, ...], mode: str
+) -> None:
+    (home / "times.csv").write_text(TIMES.format(piecewise=piecewise))
+    only_uniform = ("--set", "compilation.attention_support=UNIFORM_BATCH")
+    plan = plan_of(*GIVEN, *only_uniform, "--max-graphs", "16", *options)
+    assert str(plan.mode) == mode
+    assert ("--mode keep forbids it" in decisions(plan)) == (mode == "FULL_DECODE_ONLY")
+    assert ("mode PIECEWISE: " in decisions(plan)) == (not options)
+    if mode == "FULL_DECODE_ONLY":
+        assert {key[0] for key in plan.keys} == {CUDAGraphMode.FULL}
+
+
+def test_what_requests_get_stands_beside_the_ladder_and_eager_steps() -> None:
+    plan = plan_of(*GIVEN, "--max-graphs", "8")
+    assert plan.evidence is not None
+    mine, asked, eager = plan.evidence["service"]
+    assert [point["name"] for point in (mine, asked, eager)] == ["plan", "asked for", "eager"]
+    assert (mine["graphs"], eager["graphs"]) == (len(plan.keys), 0)
+    tpot = [point["service"]["tpot_us"]["p99"] for point in (mine, asked, eager)]
+    assert max(tpot[:2]) < tpot[2]
+    assert "What requests get" in good(*GIVEN, "--max-graphs", "8").stdout
+
+
+def test_an_slo_is_held_by_the_fewest_graphs() -> None:
+    free = plan_of(*GIVEN)
+    held = plan_of(*GIVEN, "--slo", "tpot_p99=10ms")
+    assert 0 < len(held.keys) < len(free.keys)
+    assert f"holds with {len(held.keys)} graph" in decisions(held)
+    assert held.evidence is not None
+    assert held.evidence["service"][0]["service"]["tpot_us"]["p99"] <= 10_000
+    fewer = plan_of(*GIVEN, "--mode", "keep", "--max-graphs", str(len(held.keys) - 1 or 1))
+    assert fewer.evidence is not None
+    if len(held.keys) > 1:
+        assert fewer.evidence["service"][0]["service"]["tpot_us"]["p99"] > 10_000
+
+
+def test_an_slo_that_nothing_holds_shows_the_nearest_plan() -> None:
+    result = cgplan_command(*GIVEN, "--slo", "tpot_p50=1us")
+    assert result.exit_code == errors.RegretError.exit_code
+    assert "What requests get" in result.stdout
+    assert "the nearest plan, which is shown, misses it by" in unwrapped(result.stderr)
+
+
+@pytest.mark.parametrize(
+    ("command", "error", "words"),
+    [
+        (GIVEN[:-2], errors.StepTimeError, "an SLO needs the step times of your model"),
+        (
+            (*GIVEN[:-4], "--traffic", "steps.csv", *GIVEN[-2:]),
+            errors.TrafficError,
+            "about requests",
+        ),
+    ],
+)
+def test_an_slo_needs_requests_and_step_times(
+    home: Path, command: tuple[str, ...], error: type[errors.CgplanError], words: str
+) -> None:
+    (home / "steps.csv").write_text("num_tokens,count\n4,10\n")
+    assert words in refused(error, *command, "--slo", "tpot_p99=30ms")
+
+
+def test_a_draft_model_counts_in_the_budget() -> None:
+    drafted = ("--num-speculative-tokens", "3", "--speculative-method", "eagle")
+    plan = plan_of(*GIVEN, *drafted, "--max-graphs", "24", "--mode", "keep")
+    assert plan.draft_keys
+    assert len(plan.keys) + len(plan.draft_keys) <= 24
+    assert plan.budget["max_graphs"] == 24
+    assert "of the draft model besides" in decisions(plan)
+    emitted = good(*GIVEN, *drafted, "--max-graphs", "24", "--mode", "keep", "--emit", "vllm")
+    sizes = json.loads(emitted.stdout.split("'")[1])["cudagraph_capture_sizes"]
+    assert sizes == list(plan.capture_sizes)
+
+
+def test_a_full_kv_cache_makes_requests_wait() -> None:
+    roomy = plan_of(*GIVEN, "--max-graphs", "8")
+    tight = plan_of(*GIVEN, "--max-graphs", "8", "--kv-cache-tokens", "400")
+    assert roomy.evidence is not None
+    assert tight.evidence is not None
+    ttft = [one.evidence["service"][0]["service"]["ttft_us"]["p99"] for one in (roomy, tight)]
+    assert ttft[0] < ttft[1]
+
+
+def test_packed_traces(home: Path) -> None:
+    packed = [part.replace("trace.csv", "trace.csv.gz") for part in GIVEN]
+    assert plan_of(*packed, "--max-graphs", "8").keys == plan_of(*GIVEN, "--max-graphs", "8").keys
+    (home / "trace.csv.gz").write_bytes(b"\x1f\x8b\x08broken")
+    assert "cannot be unpacked" in refused(errors.TrafficError, *packed)
+
+
+def test_tensorrt_gets_the_whole_budget_for_decode(home: Path) -> None:
+    mode = ("--set", "compilation.cudagraph_mode=FULL_AND_PIECEWISE")
+    bounds = (
+        "--set",
+        "scheduler.max_num_seqs=64",
+        "--set",
+        "scheduler.max_num_batched_tokens=2048",
+    )
+    command = ("plan", "good.yaml", *GIVEN[-4:], *mode, *bounds, "--max-graphs", "12")
+    emitted = good(*command, "--emit", "trtllm")
+    assert len(yaml.safe_load(emitted.stdout)["cuda_graph_config"]["batch_sizes"]) == 12
+
+
+def test_wrong_goals_are_refused() -> None:
+    for wrong in ("tpot=1ms", "tpot_p99=fast", "tpot_p99=0ms", "ttft_p99=1h"):
+        result = cgplan_command(*GIVEN, "--slo", wrong)
+        assert result.exit_code == 2
+        assert "is no SLO: write tpot_p99=30ms" in unwrapped(result.stderr)
