@@ -150,8 +150,8 @@ def audit_error(report: AuditReport) -> AuditError:
     return AuditError(
         f"{counted(len(report.findings), 'pointer')} of captured graphs into memory that is not "
         f"the runner's:{lines}",
-        remedy="Keep what a graph reads in the model, or pass it as an input; capture again where "
-        "it was replaced.",
+        remedy="Keep what graphs read in the model or in inputs; capture again where it "
+        "was replaced.",
     )
 
 

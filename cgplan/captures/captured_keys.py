@@ -405,8 +405,5 @@ class CapturedKeys:
         if graphs.returns_nothing:
             warnings.append("the model returned no tensor: is there a return in its forward?")
         if isinstance(graphs.model, torch.nn.Module) and graphs.model.training:
-            warnings.append(
-                "the model is in training mode: dropout and batch norm run as in training; call "
-                ".eval() before the capture"
-            )
+            warnings.append("the model is in training mode: call .eval() before the capture")
         return warnings + graphs.route.warnings() + graphs.facts.notes

@@ -88,8 +88,8 @@ def explain_failure(
         return CaptureError(
             f"capture of {key}: the forward draws from a torch.Generator that the graph does not "
             f"know, at {where}",
-            remedy="Hold it in an attribute of the model, where cgplan finds it, or pass it to "
-            "backend.register_generator before the capture.",
+            remedy="Hold it in an attribute of the model, or pass it to "
+            "backend.register_generator first.",
         )
     if needs_host and host_sync is not None:
         return HostSyncError(f"capture of {key}: {host_sync.message}", remedy=host_sync.remedy)
@@ -102,8 +102,7 @@ def explain_failure(
         )
     return CaptureError(
         f"capture of {key} failed, at {where}: {type(error).__name__}: {text}",
-        remedy="The same forward ran eagerly; look for what it does only under capture. "
-        "--traceback shows more.",
+        remedy="It ran eagerly: look for what it does only under capture. --traceback shows more.",
     )
 
 
@@ -132,7 +131,6 @@ def _lacking_dtype(error: Exception, where: str) -> BackendError | None:
         what = f"has no {found['operator']} for {found['dtype']}"
     return BackendError(
         f"the device {what}, at {where}: {text}",
-        remedy="Convert there to a dtype that it computes in (weight.to(torch.bfloat16) * scale, "
-        "for 8-bit weights), "
-        "load the model in another dtype, or choose another device.",
+        remedy="Convert there (8-bit weights: weight.to(torch.bfloat16) * scale), load "
+        "the model in another dtype, or choose another device.",
     )

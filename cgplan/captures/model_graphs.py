@@ -327,14 +327,15 @@ class ModelGraphs(ModelRuns):
         if self.scope.entries:
             return
         remedy = (
-            "Outside of eager pieces the forward computed nothing on the padding values of the "
-            "capture: name fewer of them, or choose FULL or NONE. Where it has functions under "
-            "eager_break_during_capture that it did not call then, set piecewise: modules."
+            "Outside of eager pieces the forward computed nothing on padding: name fewer "
+            "pieces, or choose FULL or NONE. If padding misses a function under "
+            "eager_break_during_capture, set piecewise: modules."
         )
         if self.route.name == "wrappers":
             remedy = (
-                "With piecewise: wrappers, wrap the model's segments in CUDAGraphWrapper(..., "
-                "CUDAGraphMode.PIECEWISE); or choose piecewise: ops, FULL or FULL_DECODE_ONLY."
+                "Wrap the model's segments in CUDAGraphWrapper(..., "
+                "CUDAGraphMode.PIECEWISE), or choose piecewise: ops, FULL or "
+                "FULL_DECODE_ONLY."
             )
         raise CaptureError(f"nothing in the model captured for {mode} {descriptor}", remedy=remedy)
 

@@ -397,8 +397,8 @@ class Calls:
                 raise GradientError(
                     f"{self._name}, or a tensor that it reads, has changed between its call and "
                     "backward",
-                    remedy="Call backward before the optimizer's step and before .train(), and "
-                    "leave arguments as they were.",
+                    remedy="Call backward before the optimizer's step and .train(); leave "
+                    "arguments as they were.",
                 )
             with ambient._replace(grad=True, inference=False).entered(self.device):
                 return taken_apart(self._model(*args, **kwargs))[1]

@@ -86,8 +86,7 @@ def written(
         return value
     raise ConfigError(
         f"argument {path} is {value!r:.80}, of {kind.__name__}, which a YAML file cannot hold",
-        remedy="Save a model that is called with tensors, numbers, text, and lists, tuples and "
-        "dicts by name of them: `graphed` a function that makes the argument itself.",
+        remedy="`graphed` a function that makes the argument itself.",
     )
 
 
@@ -112,7 +111,7 @@ def config_text(
     """See ``Graphed.config_text``."""
     if kind.autocast:
         raise ConfigError(
-            "calls were made under torch.autocast, of which a file knows nothing",
+            "calls were made under torch.autocast, which a file cannot hold",
             remedy="Enter torch.autocast in the model's forward, and call it outside.",
         )
     assert kind.runner is not None

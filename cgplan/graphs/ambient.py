@@ -44,7 +44,7 @@ class AmbientState(NamedTuple):
             raise CaptureError(
                 f"the model was {done} with autocast {self.autocast_words} and is called with "
                 f"autocast {now.autocast_words}",
-                remedy="Call it with autocast as at its capture, or capture again as it is now.",
+                remedy="Call it with autocast as at its capture, or capture again.",
             )
 
     @property

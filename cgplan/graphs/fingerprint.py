@@ -652,7 +652,7 @@ def _message(
 def _remedy(lines: dict[str, list[str]]) -> str:
     remedy = (
         "Write new values into the captured tensors in place (copy_), declare the tensor as an "
-        "input so that it is copied into a static buffer, or capture again."
+        "input, or capture again."
     )
     positions = set[int]()
     for found in lines.values():

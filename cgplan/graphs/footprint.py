@@ -633,8 +633,7 @@ def _refuse_first_use(
     if kept.leaves_python:
         remedy = f"Dicts and lists keep what they were given, so make the model anew. {remedy}"
     raise CaptureError(
-        f"the forward computes {what} on first use, from inputs that are padding here, and goes "
-        "on with the result",
+        f"the forward computes {what} on first use, from padding, and keeps it",
         remedy=remedy,
     )
 
@@ -657,8 +656,8 @@ def _refuse_rebound(
             refused.append(path)
     if refused:
         raise CaptureError(
-            f"the forward reads {listed(refused)} and binds it again on each call; a graph would "
-            "always read what was there at capture",
+            f"the forward reads {listed(refused)} and binds it again on each call; a graph "
+            "reads the one of the capture",
             remedy="Write in place (self.cache.add_(x), a one-element tensor for a counter), pass "
             "it as an input, or do it outside of the forward.",
         )

@@ -77,8 +77,7 @@ class PoolUse:
             return CgplanError(
                 f"{name!r} was called while a call of {other!r} was under way, and both capture "
                 "into one pool",
-                remedy="Call the members of a pool from one thread at a time, or give each its "
-                "own GraphPool.",
+                remedy="Call members from one thread, or give each its own GraphPool.",
             )
         return CgplanError(
             "the runner was called while another call was under way",
@@ -141,8 +140,7 @@ def check_pools(policy: PoolPolicy, given: GraphPool | None) -> None:
     """Raise CgplanError if a pool is given and the policy asks for several."""
     if given is not None and policy != "shared":
         raise CgplanError(
-            f"compilation.pool is {policy}, but the runner was given a pool that it shares with "
-            "others",
+            f"compilation.pool is {policy}, but the runner was given a pool",
             remedy="Set compilation.pool: shared, or give it no pool.",
         )
 

@@ -299,8 +299,8 @@ class CUDAGraphWrapper:
                 raise AddressError(
                     f"{self.runtime_mode} {entry.descriptor}: argument {i}, which is copied, is "
                     f"{_argument(args, i)}; at capture it was {_described(slot)}",
-                    remedy="Pass it by position with the shape and dtype of the capture, or give "
-                    "batches of other shapes another descriptor.",
+                    remedy="Pass it by position as at capture; another shape needs "
+                    "another descriptor.",
                 )
         with torch.no_grad():
             for i, slot in entry.slots.items():
@@ -331,8 +331,7 @@ class CUDAGraphWrapper:
             raise SealedError(
                 f"the {self.runtime_mode} graph for {context.descriptor} was captured again by a "
                 "later session",
-                remedy="Graphs of wrappers inside a model belong to the session that captured "
-                "last; use its runner.",
+                remedy="Use the last session's runner.",
             )
         if scope is not None and scope.backend is not None:
             own, given = self._backend, scope.backend

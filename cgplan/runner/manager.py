@@ -106,8 +106,7 @@ class CudaGraphManager:
             raise BackendError(
                 f"{name!r} was given a pool of another backend ({pool.backend.name}, "
                 f"{pool.backend.device})",
-                remedy="Make one backend with select_backend and give it to the GraphPool and to "
-                "all its members.",
+                remedy="Give the GraphPool and its members one backend of select_backend.",
             )
         check_pools(config.compilation.pool, pool)
         self.config = config

@@ -134,8 +134,7 @@ class StagedBuffers(Mapping[str, Tensor]):
     def __setitem__(self, name: str, value: Tensor) -> None:
         if value.data_ptr() != self[name].data_ptr():  # it is the same after `buffers[name] += 1`
             raise InputError(
-                "tensors cannot be put into staged buffers: the graphs read the memory that is "
-                "there",
+                "tensors cannot be put into staged buffers: graphs read their memory",
                 remedy="Write in place: buffers[name].copy_(tensor).",
             )
 

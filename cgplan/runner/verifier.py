@@ -97,9 +97,9 @@ class Verifier:
         raise NumbersError(
             f"the replay of {record.mode} {record.descriptor} differs from the model's own "
             f"code: {record.failure}",
-            remedy="Look for numbers and branches that Python computed at capture, tensors that "
-            "moved, padding that reaches real rows, and random operators that do not draw from "
-            "torch's generators, such as Python's and NumPy's.",
+            remedy="Look for numbers and branches that Python computed at capture, moved tensors, "
+            "padding that reaches real rows, and random operators that do not draw from torch's "
+            "generators.",
             output=output,
         )
 
