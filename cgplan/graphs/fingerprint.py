@@ -1,6 +1,4 @@
-"""What a model holds at one moment, by path, and what changed since; numbers in tensors do not
-count, as graphs read them.
-"""
+"""What a model holds at one moment, by path, and what changed since, but for numbers in tensors."""
 
 from __future__ import annotations
 
@@ -203,7 +201,6 @@ class Fingerprint:
     """What objects hold at one moment, by path. It holds them until ``let_go``.
 
     Attributes:
-        generators: Of the device, without the default one.
         volatile: Paths that each run binds again; not compared.
         only: Paths whose addresses are compared; None: all.
         draws: Random generators of the host.

@@ -1,14 +1,8 @@
 """One look at an eager run of a forward, ahead of its capture.
 
 Note [The look]
-    A dispatch mode sees each operator. Compiled functions run as written: under a dispatch mode
-    Dynamo would skip them ever after. The look misses kernels outside of PyTorch's dispatcher, and
-    code for other sizes.
-
-Note [What the next run tells]
-    The first run makes what is made on first use. Then a tensor that graph code reads and binds
-    again (``self.cache = self.cache + x``) is refused, since a graph would always read the old one;
-    so is one that was computed from padding and kept.
+    Compiled functions run as written: under a dispatch mode Dynamo would skip them ever after. The
+        look misses kernels outside of PyTorch's dispatcher, and code for other sizes.
 """
 
 from __future__ import annotations
@@ -83,14 +77,11 @@ class Footprint:
 
     Attributes:
         operators: Calls by part and name, without views and bare allocations.
-        names: Of operators, not of those in custom operators.
-        aside: Paths that eager pieces changed.
         stale: Paths that graph code bound and an eager piece read.
         packages_that_ask: Whose graph code asks for a capture.
         capture_visible_because: The host sync for which they see it.
-        from_inputs: Storages computed from inputs.
-        value_read: Where the host first needed a value on one.
-        overwritten: Ids of storages written at given places, and not read before.
+        value_read: Where the host first needed a value computed from inputs.
+        overwritten: Ids of storages written at given places, unread before.
     """
 
     operators: dict[Part, Counter[str]] = field(default_factory=no_operators)
@@ -113,8 +104,8 @@ class Footprint:
 
 
 class Outside:
-    """Tensors that graphs read and the walk misses: read, but not made by the run; or made and
-    outliving it, as in an ``lru_cache``. ``known``: ids of storages of the model and its inputs.
+    """Tensors that graphs read and the walk misses: not made by the run, or outliving it, as in an
+    ``lru_cache``. ``known``: ids of the model's and the inputs' storages.
     """
 
     def __init__(self, known: Iterable[int]) -> None:
@@ -419,7 +410,7 @@ class Look(TorchDispatchMode):
             return function(*args, **kwargs)
         was_in_piece = self._in_piece
         self._in_piece = True
-        if not was_in_piece:  # a piece inside a piece follows no graph code
+        if not was_in_piece:  # not inside a piece
             self._of_piece = set(map(id, tensors_in((args, kwargs))))
             self._bound_by_graphs |= _others(self._last_changes, self._changes())
         context = current_forward_context()
@@ -503,7 +494,6 @@ class Look(TorchDispatchMode):
             self.found.seeded = f"{[*paths, name][0]}, before {blamed_line()}"
 
     def finish(self) -> None:
-        """Complete the findings, and put generators back."""
         found = self.found
         bound = set(map(id, self._changes().values()))
         found.outside = self._outside.tensors(bound)
@@ -606,8 +596,8 @@ def judge(
     *,
     runs_again: bool,
 ) -> None:
-    """Raises CaptureError, see Note [What the next run tells]. ``runs_again``: each replay runs
-    Python.
+    """Raise CaptureError if graph code reads what the run after the look binds again, or if the
+    model keeps what it computed from padding.
     """
     if not runs_again:
         _refuse_rebound(found, changed, kept)

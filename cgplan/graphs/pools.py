@@ -1,13 +1,12 @@
 """Which graphs share a pool, and what its runners must not do at once.
 
 Note [Sharing a pool]
-    A replay overwrites what other graphs of the pool left, so only graphs that never run at once
-    share one. The pool refuses a call during another call or capture, and on another stream while
-    the last one has work.
+    A replay overwrites what other graphs of the pool left. The pool refuses a call during another
+    call or capture, and on another stream while the last one has work.
 
 Note [Generations]
     A pool gives memory back when its last graph is freed. Where new graphs do not fit, or the pool
-    is much too large, all graphs are freed and captured again into a new pool.
+    is much too large, all are captured again into a new pool.
 """
 
 from __future__ import annotations
@@ -108,13 +107,10 @@ class PoolUse:
 
 
 class GraphPool:
-    """A graph pool for several runners, see Note [Sharing a pool]. Closing all members frees it.
+    """A graph pool for several runners, see Note [Sharing a pool]; closing them frees it.
 
     Args:
         backend: All members use this very object.
-
-    Attributes:
-        members: Its runners that are not closed.
 
     Raises BackendError for another ``backend``.
     """

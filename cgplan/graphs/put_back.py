@@ -2,8 +2,8 @@
 
 Note [What is put back]
     Tensors and attributes, not other containers. What the first run alone made stays with a
-    capture, which relies on it. Small storages get their first values before each run: positions
-    must not run past a cache.
+    capture, which relies on it. Small storages are rewound before each run: positions must not run
+    past a cache.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Walk: what a record of a model enters; of user code it runs only ``__tensor_flatten__``, and
-objects with ``__graph_memory__`` are left out.
+"""What a record of a model enters, without objects with ``__graph_memory__``; no user code runs but
+``__tensor_flatten__``.
 """
 
 from __future__ import annotations
@@ -180,8 +180,6 @@ class Found:
 
 @dataclass(slots=True)
 class Layout:
-    """How objects of one class are read."""
-
     is_module: bool
     base: Any
     slots: list[tuple[str, Any]]

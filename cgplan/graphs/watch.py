@@ -80,7 +80,6 @@ class Watch:
 
     Args:
         record: Its objects are held until ``close``.
-        places: Absent: all.
         at_once: Each call compares everything.
     """
 

@@ -132,17 +132,17 @@ class CUDAGraphWrapper:
     The first call with a new descriptor captures, which a sealed runner refuses. Later calls
     replay: tensors keep their addresses, other arguments their values. FULL may wrap PIECEWISE.
 
-    ``parameters()``, ``eval()`` and ``to()`` do not see a module that its wrapper alone holds. Hold
-    both: ``self.mlp = MLP(); self.run_mlp = CUDAGraphWrapper(self.mlp, ...)``.
+    ``parameters()``, ``eval()`` and ``to()`` do not see a module that its wrapper alone holds:
+    ``self.mlp = MLP(); self.run_mlp = CUDAGraphWrapper(self.mlp, ...)``.
 
     Args:
-        backend: Device outside of sessions; absent: the GraphPool's, or as for ``auto``.
+        backend: Outside of sessions; absent: the GraphPool's, or as for ``auto``.
         pool: Absent: the session's, or its own. The wrapper owns its graphs, not the pool.
 
     Raises CgplanError for a wrong argument.
     """
 
-    __graph_memory__ = True  # no state of a model that holds one
+    __graph_memory__ = True  # not model state
     _computes_while_capturing: ClassVar[bool] = False
 
     def __init__(
@@ -398,7 +398,6 @@ class CUDAGraphWrapper:
             return set(map(id, found.tensors))
 
         def unheld(tensor: Tensor) -> Tensor:
-            """Borrows from the pool; the model's own stay."""
             in_pool = backend.in_pool(tensor, pool)
             is_plain = type(tensor) is Tensor
             if not in_pool and (not is_plain or id(tensor) in own()):
@@ -411,7 +410,7 @@ class CUDAGraphWrapper:
                 pooled.append(mine)
             return mine
 
-        # as in _record; and outputs can be used in either mode
+        # outputs can be used in either mode
         with torch.inference_mode(False):
             output = tree_map_only(Tensor, unheld, recorded.output)
             slots = {}
