@@ -1,4 +1,4 @@
-"""AddressChecks: whether the model's memory has moved since its graphs were captured."""
+"""Whether the model's memory has moved since its graphs were captured."""
 
 from __future__ import annotations
 
@@ -19,12 +19,10 @@ def _never() -> bool:
 
 
 class AddressChecks:
-    """Compares addresses of the model's tensors with those at the end of the captures.
-
-    Attributes:
-        holds: Each call's quick look: if False, ``check`` decides.
-        reads: Paths of the tensors that graphs read.
-        is_outdated: Graphs were captured since ``seal``.
+    """Attributes:
+    holds: Each call's quick look: if False, ``check`` decides.
+    reads: Paths of the tensors that graphs read.
+    is_outdated: Graphs were captured since ``seal``.
     """
 
     def __init__(self, roots: dict[str, Any], device: torch.device, policy: AddressPolicy) -> None:

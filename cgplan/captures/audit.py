@@ -1,8 +1,5 @@
-"""Who owns the memory that captured graphs point to.
-
-Note [Owners]
-    Memory that is taken, without a Python object, belongs to PyTorch or a library. Tensors that the
-    walk misses (in sets or compiled code) count as the model's.
+"""Who owns the memory that graphs point to. Tensors that the walk misses (in sets or compiled code)
+count as the model's.
 """
 
 from __future__ import annotations

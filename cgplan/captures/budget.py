@@ -60,10 +60,9 @@ def _fits(
 
 
 class BudgetGuard:
-    """Says before and after each capture whether the budgets of all ranks allow the key.
+    """Says before and after each capture whether all ranks' budgets allow the key.
 
     Attributes:
-        active: There is a limit.
         shared_bytes: Bytes of the pool that others captured before.
         stops: Refused keys, in order.
     """

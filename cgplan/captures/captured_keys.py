@@ -1,8 +1,8 @@
 """The keys of a model that are captured, at start-up and between batches.
 
 Note [Giving a key up]
-    A pool keeps its segments while one of its graphs lives. Where a key that is given up made it
-    grow, all graphs are freed and captured again.
+    A pool keeps its segments while a graph lives. If a key that is given up made it grow, all are
+    captured again.
 """
 
 from __future__ import annotations
@@ -56,8 +56,7 @@ class CapturedKeys:
 
     Args:
         graphs: Its ``plan`` is what is captured now.
-        asked: The user's plan.
-        wanted: What of it may be captured within the budget.
+        wanted: What of ``asked`` may be captured.
         before: Device memory before the model's.
 
     Attributes:

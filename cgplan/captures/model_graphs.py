@@ -1,4 +1,4 @@
-"""ModelGraphs: a model with its graphs and the memory that they read."""
+"""A model with its graphs and the memory that they read."""
 
 from __future__ import annotations
 
@@ -87,8 +87,7 @@ class _Compilations(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class ModelGraphs(ModelRuns):
-    """The model, its graphs, their pools and static buffers. It owns all but the model and a given
-    ``pool``.
+    """It owns all but the model and a given ``pool``.
 
     Attributes:
         places: What the last captures wrote of the model, and whether it was put back.
@@ -429,7 +428,6 @@ class ModelGraphs(ModelRuns):
         self.addresses.seal(known)
 
     def check_autocast(self) -> None:
-        """Raise CaptureError if autocast is not as at capture."""
         done = "traced" if self.route.name == "ops" else "captured"
         self._ambient.refuse_other_autocast(self.backend.device.type, done)
 

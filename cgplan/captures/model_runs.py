@@ -1,4 +1,4 @@
-"""ModelRuns: a model beside its static buffers, and the ways to run it on them."""
+"""A model beside its static buffers, and the ways to run it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class _Metadata(dict[str, Any]):
 
 @dataclass(frozen=True)
 class RealRows:
-    """Captures and comparisons run on rows of real batches, not on padding.
+    """Captures and comparisons run on rows of real batches.
 
     Attributes:
         fill: Fills static rows with real rows and copies.
@@ -54,10 +54,9 @@ class ForwardFacts:
     Attributes:
         told: Modes in which packages are told of captures.
         aside: Paths that eager pieces change.
-        written: The model's tensors that graphs write, by path.
         overwritten: Ids of storages that each run overwrites unread.
         is_coarse: In half precision or TensorFloat32.
-        outside: Tensors that graphs read, and others may drop.
+        outside: What graphs read, and others may drop.
     """
 
     def __init__(self) -> None:
@@ -82,7 +81,6 @@ class ModelRuns:
 
     Attributes:
         roots: The objects whose state counts, by name.
-        generators: Of the model, without the default one.
     """
 
     plan: Plan

@@ -1,4 +1,4 @@
-"""Rehearsal: looks, warm-ups and captures of one model, until it is put back."""
+"""Looks, warm-ups and captures of one model, until it is put back."""
 
 from __future__ import annotations
 
