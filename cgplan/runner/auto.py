@@ -93,14 +93,13 @@ def choose_mode(
 ) -> tuple[Config, Plan]:
     """The fastest way to capture a model, for ``cudagraph_mode: AUTO``.
 
-    FULL comes first; where it fails, the innermost module that failed runs eagerly. PIECEWISE by
-    operators and, on a GPU, inductor follow, within ``budget.capture_time``. Of ways as fast within
-    2% or the spread of rounds the smallest pool wins. The plan ends at the largest size with a gain
-    of 2%; ``anyway``: also below it. The model is put back, and all memory is freed. ``before_key``
-    is as in CaptureSession.
+    FULL comes first; a module that fails then runs eagerly. PIECEWISE by operators and, on a GPU,
+    inductor follow, within ``budget.capture_time``. Of ways as fast within 2% or the spread of
+    rounds the smallest pool wins. The plan ends at the largest size with a gain of 2%; ``anyway``:
+    also below it. The model is put back, and all memory is freed. ``before_key`` is as in
+    CaptureSession.
 
-    Returns:
-        The chosen configuration, and its plan, whose notes say what was tried.
+    Returns the chosen configuration, and its plan, whose notes say what was tried.
 
     Raises:
         ConfigError: an operator of ``splitting_ops`` is missing, or never called.

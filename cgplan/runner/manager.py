@@ -78,7 +78,6 @@ class CudaGraphManager:
         backend: Absent: the pool's, or that of ``config.device``.
         pool: Absent: as ``compilation.pool`` says.
         plan: Absent: ``build_plan(config)``.
-        progress: Called before each key.
         before_key: See CaptureSession.
 
     Raises:

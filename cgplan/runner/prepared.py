@@ -1,9 +1,5 @@
-"""One size of batch, ready to be called: how it is copied in, run and cut.
-
-Note [The hot path]
-    Microseconds of the host count. Most calls are like the one before: Dynamo's TensorGuards
-    compare all tensors in one call. (They end the process for nested tensors, which BatchReader
-    refuses.)
+"""One size of batch, ready to be called. (Dynamo's TensorGuards end the process for nested tensors,
+which BatchReader refuses.)
 """
 
 from __future__ import annotations

@@ -59,7 +59,6 @@ class BatchRouter:
     Args:
         most_tokens: Tokens that the static buffers hold.
         wanted: Keys that batches may have captured.
-        reason_against: Why a key has no graph.
         planned: The plan before a budget shortened it.
     """
 

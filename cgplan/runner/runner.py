@@ -58,10 +58,6 @@ class GraphRunner:
     threads: CgplanError is raised while another call is under way, and by calls while another
     stream has work of the last one.
 
-    Args:
-        capture: Keys to capture; None: as a session does.
-        use: The lock and the stream of its pools.
-
     Attributes:
         stats: What calls were answered with.
         graphs: For other parts of cgplan; ``recapture`` replaces it.
@@ -145,8 +141,8 @@ class GraphRunner:
         return self._captured.report
 
     def audit(self) -> AuditReport:
-        """Who owns the memory behind the graphs' pointers. ``compilation.audit: report`` adds
-        operators and lines. Raises BackendError without cuda-bindings or a recent driver.
+        """Who owns the memory behind the graphs' pointers. Raises BackendError without
+        cuda-bindings or a recent driver.
         """
         self._check_open()
         return self._captured.audit()
@@ -209,7 +205,7 @@ class GraphRunner:
         """
         if tensors:
             inputs = self._by_name(tensors, inputs)
-        if self._use.acquire(False):  # see Note [The hot path] in prepared.py
+        if self._use.acquire(False):
             self._use.thread = get_ident()
         else:
             self._use.wait(self._name)
@@ -530,7 +526,7 @@ class GraphRunner:
         num_active_loras: int = 0,
         invalid_modes: Modes = None,
     ) -> RoutedBatch:
-        """Check a batch and dispatch it; nothing runs. Arguments and errors as for a call."""
+        """Dispatch a batch; nothing runs. Arguments and errors as for a call."""
         self._check_open()
         return self._router.route(
             self._reader.read(inputs), uniform_decode, num_active_loras, invalid_modes
@@ -639,8 +635,7 @@ class GraphRunner:
             apply: False: propose only.
 
         Raises:
-            CgplanError: ``compilation.capture_policy`` is not ``adaptive``, or captures are
-                forbidden.
+            CgplanError: ``capture_policy`` is not ``adaptive``, or captures are forbidden.
             TrafficError: there were no batches.
             BudgetError: the budget does not pay for a graph.
             AddressError: ``recapture`` first: memory has moved.

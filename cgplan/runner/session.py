@@ -33,12 +33,12 @@ class CaptureSession:
         model: Called with the declared inputs by name.
         progress: Called before each key.
         pool: Absent: as ``compilation.pool`` says.
-        together: The sessions of other ranks that capture the same model.
+        together: The sessions of other ranks.
         state: The objects whose tensors and attributes the model uses; absent: the model.
         before_key: Sets an engine's context ahead of each key's runs. It gets the runtime mode, the
             descriptor and the runner's static rows by name, which hold padding.
         real_rows: Absent: captures run on padding.
-        began: ``time.perf_counter()`` from which the report counts; absent: now.
+        began: When the report begins, by ``time.perf_counter()``; absent: now.
 
     Raises ConfigError for ``cudagraph_mode: AUTO``, which ``choose_mode`` decides.
     """
@@ -67,7 +67,7 @@ class CaptureSession:
         Raises:
             CaptureError: a key could not be captured; everything of this session is freed.
             ModelError: the model failed before its capture.
-            BackendError: torch or the device lacks the dtype of an input.
+            BackendError: torch or the device lacks an input's dtype.
             PlanError: the plan was made from another configuration.
             ConfigError: graphs on demand, with several ranks.
             DistributedError: another rank failed.
@@ -153,7 +153,7 @@ def describe_split(
     the model runs once on padding and is put back, except for a KV cache that padding writes.
 
     Raises:
-        ConfigError: a splitting op or module pattern does not occur in the model.
+        ConfigError: the model lacks a splitting op or module pattern.
         CaptureError: the model cannot be traced as one graph.
         ModelError: the model itself failed.
     """

@@ -58,7 +58,7 @@ class StatsRecord(Record):
 
     Attributes:
         replays: By key, most calls first.
-        real_tokens, padding_tokens: Of all batches, and of the padding in graphs.
+        real_tokens, padding_tokens: Of all batches; of padding in graphs.
         host_microseconds: Sum over the timed calls.
         failures: Captures in service that failed or were over the budget.
     """

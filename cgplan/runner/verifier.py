@@ -1,12 +1,11 @@
 """Replays compared with the model's own code, from the same state and random numbers.
 
 Note [Verification]
-    Outputs, and tensors that the graph writes, agree within rounding.
-    * Calls that teach (``RealRows``): the model runs without padding. Copies of real rows as
-    padding keep real rows equal to the bit. Random numbers may differ if the padded batch agrees;
+    Calls that teach (``RealRows``): the model runs without padding. With copies of real rows as
+    padding, real rows stay equal to the bit. Random numbers may differ if the padded batch agrees;
     so may few elements in half precision, if they do where each row comes twice.
-    * A configuration: the model runs the padded batch, as attention metadata needs and, unless a
-        context tells it sizes, without padding.
+    With a configuration, the model runs the padded batch and, unless a context tells it sizes, the
+    batch without padding.
     Memory that each run overwrites at given places, such as a KV cache, is not copied.
 """
 
@@ -82,7 +81,7 @@ class Verifier:
         call: PreparedCall,
         values: Values,
     ) -> None:
-        """Replay a staged batch, and verify it. Raises NumbersError."""
+        """Replay a batch in the static buffers, and verify it. Raises NumbersError."""
         due = call.due
         record, output = self.verify(call, values)
         due.left = 1
@@ -110,7 +109,7 @@ class Verifier:
         *,
         leaves: bool = True,
     ) -> tuple[VerifyRecord, Any]:
-        """``leaves``: the answer's state stays."""
+        """Compare a batch in the static buffers. ``leaves``: the state of the answer stays."""
         graphs = self._graphs
         held = _COPIES * sum(tensor.nbytes for tensor in graphs.facts.written.values())
         if held > graphs.copy_limit():
