@@ -2,8 +2,7 @@
 
 Note [What a form tells apart]
     Floats by their bits, 1 and True by their types, other objects by their identity; fingerprints
-    compare what these hold. Dataclasses are taken apart here: torch's registry of pytrees stays as
-    it is.
+    compare what these hold.
 """
 
 from __future__ import annotations
@@ -350,8 +349,7 @@ class ByName(nn.Module):
 
     Attributes:
         outputs: Form and shapes of outputs, by shapes of tensors.
-        returns: The expected form of an output.
-        differs: An output had another one.
+        differs: An output was not as ``returns`` says.
     """
 
     def __init__(

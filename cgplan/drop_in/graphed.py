@@ -322,8 +322,7 @@ def graphed(
     ignore: Sequence[str] = (),
     grad: Literal["recompute"] | None = None,
 ) -> Any:
-    """A drop-in for a model or a function of tensors that runs by captured graphs; also a
-    decorator.
+    """Runs a model or a function of tensors by captured graphs; also a decorator.
 
         g = cgplan.graphed(model, sizes=[1, 4, 16])
         y = g(x)
@@ -333,8 +332,7 @@ def graphed(
     call captures again.
 
     Arguments may be tensors, numbers, text, None, and dicts, lists, tuples, dataclasses and pytrees
-    of them. Those that are no tensors are part of the kind: pass the same cache object in each
-    call.
+    of them. All but tensors are part of the kind: pass the same cache object in each call.
 
     Args:
         model: Absent: a decorator is returned. Of a method, each object has its own graphs.
@@ -350,7 +348,7 @@ def graphed(
         device: Absent: the model's, or that of the tensors.
         compilation: More settings. ``capture_policy: eager``: the first call warms up.
         outputs: ``borrow``: valid until the next call; ``clone``: the caller's.
-        verify: Which replays are compared with the model's own code, at its time and memory:
+        verify: Replays that are compared with the model's own code, at its time and memory:
             ``off``, ``first``, ``rarely`` (1, 2, 4, 8, ...), ``always``.
         strict: Raise where a graph cannot be captured or differs.
         ignore: Paths of Python values that decide nothing, such as ``model.calls``; ``*`` is one

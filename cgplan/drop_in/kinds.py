@@ -2,8 +2,7 @@
 
 Note [The life of a kind]
     The first two calls run the model's own code. If the second one changes Python, the kind stays
-    with it; else the third captures. So user code runs only as often as it is called, until it is
-    known to leave Python as it was.
+    with it; else the third captures. So user code runs no more often than it is called.
 """
 
 from __future__ import annotations
@@ -51,11 +50,8 @@ class Kind:
     Attributes:
         specs: The inputs, in the order of the form; shapes have names where sizes vary.
         grows: Names without a bound: for a larger batch the runner is opened again.
-        calls: Before the capture.
         shapes: Of the outputs, in terms of sizes.
         state, objects: Of the object arguments: a key, and their watch.
-        autocast: Its dtype, or False.
-        batch: During a capture.
         written: Ids of the storages that its graphs write.
         failures: Of verifications.
     """
