@@ -1,4 +1,4 @@
-"""AddressChecks: whether the model's memory has moved since its graphs were captured."""
+"""Whether the model's memory has moved since its graphs were captured."""
 
 from __future__ import annotations
 
@@ -19,13 +19,10 @@ def _never() -> bool:
 
 
 class AddressChecks:
-    """Compares addresses of the model's tensors with those at the end of the captures.
-
-    Attributes:
-        holds: The quick look of each call: if False, ``check`` decides.
-        reads: Paths of the tensors that graphs read.
-        volatile: Paths that each run binds again; not compared.
-        is_outdated: Whether graphs were captured since ``seal``.
+    """Attributes:
+    holds: Each call's quick look: if False, ``check`` decides.
+    reads: Paths of the tensors that graphs read.
+    is_outdated: Graphs were captured since ``seal``.
     """
 
     def __init__(self, roots: dict[str, Any], device: torch.device, policy: AddressPolicy) -> None:
@@ -42,7 +39,7 @@ class AddressChecks:
         self._moved: str | None = None
 
     def seal(self, known: Fingerprint | None = None) -> None:
-        """Compare with the model of now; ``known``: a record that may still be true."""
+        """``known``: a record that may still be true."""
         is_current = self._sealed is not None and not self.is_outdated
         if is_current or self._policy == "off":
             return
@@ -71,9 +68,7 @@ class AddressChecks:
         *,
         again: bool = False,
     ) -> None:
-        """Raise AddressError if a tensor has moved. The policy ``first`` looks once, unless
-        ``again``.
-        """
+        """Raise AddressError if a tensor moved. ``first`` looks once, unless ``again``."""
         self.refuse_invalid()
         if self._sealed is None:
             return
@@ -85,7 +80,7 @@ class AddressChecks:
         mode, descriptor = key
         self._sealed.refuse_moved(f"{mode} {descriptor}", self._roots, may_grow=True)
         self._checked.add(key)
-        if self._watch is not None:  # what was exchanged is read by no graph
+        if self._watch is not None:  # graphs do not read it
             self.is_outdated = True
             self.seal()
 
@@ -111,7 +106,7 @@ class AddressChecks:
         self.holds = _never
 
     def at_capture(self) -> dict[int, str]:
-        """Paths of the model's tensors by address."""
+        """Paths by address."""
         found = dict[int, str]()
         if self._sealed is None:
             return found

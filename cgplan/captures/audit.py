@@ -1,11 +1,5 @@
-"""Who owns the memory that captured graphs point to.
-
-Note [Owners]
-    An address is looked up among the model's tensors and static buffers, graph pools, blocks of
-    torch's allocator, and all tensors of this process. Findings are memory that is free, gone, only
-    another runner's, or the model's at capture and not now. Taken memory without a Python object
-    belongs to PyTorch or a library. Other tensors count as the model's, where the walk does not
-    enter: in sets, or compiled code.
+"""Who owns the memory that graphs point to. Tensors that the walk misses (in sets or compiled code)
+count as the model's.
 """
 
 from __future__ import annotations
@@ -38,7 +32,7 @@ from cgplan.reports.records import (
 from cgplan.units import counted, format_bytes
 
 T = TypeVar("T")
-# words outside of these are no addresses
+# other words are no addresses
 _LEAST = 1 << 32
 _LEAST_ON_HOST = 1 << 16  # heaps may begin below 4 GiB
 _MOST = 1 << 47
@@ -71,9 +65,7 @@ class _Word(NamedTuple):
 
 
 class _Stretches(Generic[T]):
-    """Stretches of memory with values. The innermost one around an address counts; of equal ones
-    the first.
-    """
+    """Memory with values: the innermost one around an address counts; of equal ones the first."""
 
     def __init__(self, rows: Iterable[tuple[int, int, T]]) -> None:
         first = dict[tuple[int, int], T]()
@@ -108,8 +100,8 @@ def audit(
     graphs: ModelGraphs,
     environment: Environment,
 ) -> AuditReport:
-    """Look up every pointer of the captured graphs. Findings name operators and lines if
-    ``compilation.audit`` was on at the capture. Raises BackendError where nodes cannot be read.
+    """Look up every pointer of the graphs; ``compilation.audit`` at the capture gives operators and
+    lines. Raises BackendError where nodes cannot be read.
     """
     start = time.perf_counter()
     captured = _captured(graphs)
@@ -155,13 +147,12 @@ def audit_error(report: AuditReport) -> AuditError:
     return AuditError(
         f"{counted(len(report.findings), 'pointer')} of captured graphs into memory that is not "
         f"the runner's:{lines}",
-        remedy="Keep what a graph reads in the model, or pass it as an input; capture again where "
-        "it was replaced.",
+        remedy="Keep what graphs read in the model or in inputs; capture again where it "
+        "was replaced.",
     )
 
 
 def _captured(graphs: ModelGraphs) -> list[_Graph]:
-    """The graphs; the table of other ranks' buffers counts as one."""
     found = list[_Graph]()
     for key, entry in graphs.captured():
         for number, graph in enumerate(entry.segments):
@@ -194,7 +185,6 @@ def _words(
     captured: Iterable[_Graph],
     least: int,
 ) -> list[_Word]:
-    """Words that may be addresses."""
     found = list[_Word]()
     for graph in captured:
         nodes = graph.nodes.nodes.tolist()
@@ -280,7 +270,7 @@ def _finding(
 
 
 class _Owners:
-    """``of``: the owner of each address; None for words that are no addresses."""
+    """``of``: None for words that are no addresses."""
 
     def __init__(
         self,
@@ -333,7 +323,6 @@ class _Owners:
         *,
         is_certain: bool,
     ) -> _Owner | None:
-        """Of an address outside of the allocator's memory."""
         kind = self._graphs.backend.memory_at(address)
         if kind is None:
             if owner is None and not (is_certain and self._blocks.spans(address)):
@@ -358,7 +347,6 @@ class _Owners:
         address: int,
         block: Block,
     ) -> _Owner:
-        """Of memory that is neither known state nor in a graph pool of this runner."""
         is_held = self._living.find(address) is not None
         in_pool = block.pool is not None
         was = self._was(block.start, block.end, address)
@@ -380,7 +368,6 @@ class _Owners:
 
     @cached_property
     def _living(self) -> _Stretches[tuple[int, int]]:
-        """Memory of this process's tensors, but for those that graphs keep."""
         of_graphs = set[int]()
         for graph in self._captured:
             of_graphs.update(map(id, graph.nodes.tensors))
@@ -398,7 +385,6 @@ class _Owners:
         end: int,
         address: int,
     ) -> str:
-        """The model's tensor that was nearest to an address at capture."""
         places = [place for place in self._at_capture if start <= place < end]
         if not places:
             return ""
@@ -407,7 +393,6 @@ class _Owners:
 
 
 def _state(graphs: ModelGraphs) -> Iterator[tuple[int, int, _Owner]]:
-    """Memory of the model's tensors, of other ranks, and of static buffers."""
     places = graphs.record().places
     device = graphs.backend.device.type
     declared = set[int]()
@@ -439,7 +424,6 @@ def _state(graphs: ModelGraphs) -> Iterator[tuple[int, int, _Owner]]:
 
 
 def _span(tensor: Tensor) -> tuple[int, int] | None:
-    """None where a tensor has no memory."""
     try:
         storage = tensor.untyped_storage()
         start = storage.data_ptr()

@@ -1,9 +1,5 @@
-"""Budgets: which keys a session starts with, and when it stops.
-
-Note [What a budget counts]
-    Memory is static buffers, the graph pool, what the driver takes during captures, and library
-    workspaces outside of the pool; not kernels, which eager calls load, too. A key counts as one
-    graph. Seconds are those of warm-ups and captures.
+"""Which keys a session starts with, and when it stops. Kernels are not counted: eager calls load
+them, too.
 """
 
 from __future__ import annotations
@@ -32,9 +28,8 @@ def fitting(
     config: Config,
     free: int | None,
 ) -> Plan:
-    """The plan without keys that do not fit the budget by its predictions; ``free`` is device
-    memory in bytes. The largest sizes go first: they take most of the pool, and gain least.
-    ``budget.max_graphs`` keeps the largest and those that pad least: Note [Spread].
+    """The plan without keys that are predicted not to fit; ``free``: device memory in bytes. The
+    largest sizes go first: they take most and gain least.
     """
     most = config.budget.max_graphs
     if most is None:
@@ -65,12 +60,11 @@ def _fits(
 
 
 class BudgetGuard:
-    """Says before and after each capture whether the budgets of all ranks allow the key.
+    """Says before and after each capture whether all ranks' budgets allow the key.
 
     Attributes:
-        active: Whether there is any limit.
         shared_bytes: Bytes of the pool that others captured before.
-        stops: Keys that were refused, in order.
+        stops: Refused keys, in order.
     """
 
     def __init__(
@@ -100,7 +94,7 @@ class BudgetGuard:
     # --- seconds ----------------------------------------------------------------------------------
 
     def go_on(self, *, from_zero: bool = False) -> None:
-        """Count seconds again; ``from_zero``: without those before the last ``rest``."""
+        """Count seconds again; ``from_zero``: only those after the last ``rest``."""
         spent = 0.0 if from_zero else self._spent
         self._start = time.perf_counter() - spent
 
@@ -114,7 +108,7 @@ class BudgetGuard:
     # --- bytes ------------------------------------------------------------------------------------
 
     def start_in_service(self) -> None:
-        """Memory allocated since the session belongs to others."""
+        """Memory allocated since then belongs to others."""
         graphs = self._graphs
         graphs.backend.release_cached()
         self._reserved = graphs.backend.memory().reserved - graphs.buffers.nbytes
@@ -130,7 +124,7 @@ class BudgetGuard:
         return used
 
     def outside_bytes(self) -> int:
-        """Bytes of the model outside of the pool; caches are empty."""
+        """Bytes outside of the pool; caches are empty."""
         graphs = self._graphs
         held = graphs.backend.memory().reserved - self._reserved
         pool = graphs.pools.nbytes - self.shared_bytes
@@ -139,7 +133,6 @@ class BudgetGuard:
     # --- keys -------------------------------------------------------------------------------------
 
     def before(self, key: Key) -> bool:
-        """Whether a key may be captured."""
         return not self._together.any_refuses(self.active and self._refuses(key))
 
     def after(
@@ -147,8 +140,8 @@ class BudgetGuard:
         key: Key,
         remaining: int,
     ) -> bool:
-        """Whether a captured key may stay. Without predictions, the first key goes if the driver's
-        memory for the ``remaining`` ones would pass a limit.
+        """Without predictions, the first key goes if the driver's memory for the ``remaining`` ones
+        would pass a limit.
         """
         return not self._together.any_refuses(self.active and self._overshoots(key, remaining))
 
@@ -157,7 +150,7 @@ class BudgetGuard:
         key: Key,
         error: BaseException,
     ) -> None:
-        """Say to all ranks that memory ran out at a key."""
+        """Tell all ranks that memory ran out."""
         if isinstance(error, CaptureMemoryError):
             free = format_bytes(self._graphs.backend.memory().free)
             self._stop("device memory", key, f"it ran out, with {free} free on the device")
@@ -205,7 +198,7 @@ class BudgetGuard:
         if len(self._records) == 1 and key not in self._predicted:
             record = self._records[key]
             taken = _driver(record)
-            if record.nodes is not None:  # it may be a chunk for many
+            if record.nodes is not None:  # a chunk may serve many
                 taken = min(taken, record.nodes * NODE_BYTES)
             rest = remaining * taken
         if rest:
@@ -220,9 +213,7 @@ class BudgetGuard:
         return self._short_of_reserve(key, rest, expected)
 
     def _expected(self, key: Key) -> tuple[int, float]:
-        """Bytes and seconds: predicted, else measured of the mode, else of any. The driver takes
-        chunks, so the largest counts.
-        """
+        """The driver takes chunks, so the largest counts."""
         cost = self._predicted.get(key)
         if cost is not None:
             return cost.pool_bytes + cost.driver_bytes, cost.seconds

@@ -1,8 +1,8 @@
-"""CapturedKeys: the keys of a model that are captured, at start-up and between batches.
+"""The keys of a model that are captured, at start-up and between batches.
 
 Note [Giving a key up]
-    A pool gives no segment back while one of its graphs lives. Where a key that is given up made
-    the pool grow, all graphs are freed, and the keys before it are captured again into a new pool.
+    A pool keeps its segments while a graph lives. If a key that is given up made it grow, all are
+    captured again.
 """
 
 from __future__ import annotations
@@ -56,14 +56,11 @@ class CapturedKeys:
 
     Args:
         graphs: Its ``plan`` is what is captured now.
-        asked: The user's plan.
-        wanted: What of it may be captured within the budget.
-        before: Device memory before anything of the model was allocated.
-        progress: Called before each key.
+        wanted: What of ``asked`` may be captured.
+        before: Device memory before the model's.
 
     Attributes:
-        failed: Keys that are not tried again until they are taken out.
-        history: Records of all captures of this generation.
+        failed: Keys that are not tried again.
     """
 
     report: CaptureReport
@@ -91,9 +88,9 @@ class CapturedKeys:
         in_plan = set(wanted.keys)
         self._left_out = [key for key in asked.keys if key not in in_plan]
         self._left_out.sort(key=lambda key: (-key[1].num_tokens, key[0] is CUDAGraphMode.FULL))
-        self._in_service = False  # captures of the start are over
+        self._in_service = False
         self._loaded_bytes: int | None = None  # of kernels
-        self._workspace_bytes: int | None = None  # None: nothing was ever captured
+        self._workspace_bytes: int | None = None  # None: nothing was captured
         self._seconds = 0.0
         self._audited: AuditReport | None = None
 
@@ -111,11 +108,9 @@ class CapturedKeys:
 
     @property
     def is_lazy(self) -> bool:
-        """Whether keys are captured when they are first met."""
         return self.graphs.config.compilation.capture_policy == "lazy"
 
     def check_addresses(self, key: Key | None = None) -> None:
-        """Raise AddressError if the model's memory has moved."""
         addresses = self.graphs.addresses
         addresses.refuse_invalid()
         if self.keys:
@@ -129,9 +124,8 @@ class CapturedKeys:
         *,
         again: bool = False,
     ) -> None:
-        """Warm up and capture keys in this order. At start-up the budget ends the loop, and
-        failures raise, but for a lack of memory within a budget; in service they are remembered.
-        ``again``: the keys were captured before.
+        """At start-up the budget ends the loop, and failures raise, but for a lack of memory within
+        a budget; in service they are remembered.
         """
         pool_bytes = self.graphs.pools.nbytes
         for index, key in enumerate(keys):
@@ -177,7 +171,7 @@ class CapturedKeys:
         *,
         again: bool,
     ) -> bool:
-        """Give a key up; whether the loop goes on."""
+        """Whether the loop goes on."""
         in_service = self._in_service
         if in_service and key not in self.failed:
             self._remember_refusal(key)
@@ -197,7 +191,6 @@ class CapturedKeys:
         key: Key,
         error: BaseException,
     ) -> bool:
-        """Whether the loop goes on after an error."""
         expected: tuple[type[CgplanError], ...] = ()
         if self._in_service:
             expected = (CaptureError, ModelError, ConfigError)
@@ -229,7 +222,6 @@ class CapturedKeys:
             self._records.pop(key, None)
 
     def _free_all(self) -> None:
-        """Begin a new generation."""
         self._evict(tuple(self._records))
         self.graphs.pools.renew()
         self.history.clear()
@@ -241,9 +233,7 @@ class CapturedKeys:
         keys: Sequence[Key],
         began: float,
     ) -> None:
-        """Capture these keys on all ranks, and write the report. Raises as CaptureSession.run, and
-        AuditError.
-        """
+        """Raises as CaptureSession.run, and AuditError."""
         graphs = self.graphs
         backend = graphs.backend
         if keys:
@@ -293,10 +283,8 @@ class CapturedKeys:
         renew: bool = False,
         from_zero: bool = False,
     ) -> tuple[Key, ...]:
-        """Capture keys between batches, the largest first, as far as they are ``wanted``, have no
-        graph and have not failed; ``renew``: in a new generation. Failures do not raise. Returns
-        the keys that were captured. Raises AuditError with ``compilation.audit: error``; the keys
-        are given up then.
+        """Capture ``wanted`` keys that have not failed, the largest first; returns them. Only
+        AuditError is raised.
         """
         start = time.perf_counter()
         self.guard.go_on(from_zero=from_zero)
@@ -416,8 +404,5 @@ class CapturedKeys:
         if graphs.returns_nothing:
             warnings.append("the model returned no tensor: is there a return in its forward?")
         if isinstance(graphs.model, torch.nn.Module) and graphs.model.training:
-            warnings.append(
-                "the model is in training mode: dropout and batch norm run as in training; call "
-                ".eval() before the capture"
-            )
+            warnings.append("the model is in training mode: call .eval() before the capture")
         return warnings + graphs.route.warnings() + graphs.facts.notes

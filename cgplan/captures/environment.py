@@ -14,7 +14,6 @@ from cgplan.version import __version__
 
 
 def describe_environment(backend: GraphBackend, config_hash: str) -> Environment:
-    """Machine, GPU, driver, versions and the time now."""
     if backend.device.type == "cuda":
         device = torch.cuda.get_device_name(backend.device)
         driver = _driver_version()

@@ -19,7 +19,7 @@ from cgplan.errors import (
 )
 from cgplan.units import format_bytes
 
-# torch's words where a capturing stream needs the host
+# torch's words for a host sync
 _HOST_PHRASES = ("stream is capturing", "CUDA graph capture", "previous error during capture")
 _NO_KERNEL = re.compile(r'"(?P<operator>\w+)" not implemented for \'(?P<dtype>\w+)\'')
 _TOO_OLD = re.compile(
@@ -35,7 +35,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def drop_locals(error: BaseException) -> None:
-    """Clear the locals of all frames that an error and its causes passed: they hold tensors."""
+    """Clear locals of passed frames: they hold tensors."""
     passed = set[int]()
     waiting: list[BaseException | None] = [error]
     while waiting:
@@ -55,13 +55,12 @@ def explain_failure(
     host_sync: CaptureError | None = None,
     all_freed: bool = True,
 ) -> CgplanError:
-    """The typed error for what was raised while a key was warmed up or captured.
+    """The typed error for a failed warm-up or capture.
 
     Args:
-        capturing: Whether the capture had begun.
-        free: Free device memory in bytes, if known.
-        host_sync: The operator that needs the host, as the look named it.
-        all_freed: Whether the session gives up what it captured before.
+        free: Device memory in bytes, if known.
+        host_sync: As the look named it.
+        all_freed: The session gives up what it captured before.
     """
     where = blamed_line(error.__traceback__)
     text = first_line(error)
@@ -89,8 +88,8 @@ def explain_failure(
         return CaptureError(
             f"capture of {key}: the forward draws from a torch.Generator that the graph does not "
             f"know, at {where}",
-            remedy="Hold it in an attribute of the model, where cgplan finds it, or pass it to "
-            "backend.register_generator before the capture.",
+            remedy="Hold it in an attribute of the model, or pass it to "
+            "backend.register_generator first.",
         )
     if needs_host and host_sync is not None:
         return HostSyncError(f"capture of {key}: {host_sync.message}", remedy=host_sync.remedy)
@@ -103,8 +102,7 @@ def explain_failure(
         )
     return CaptureError(
         f"capture of {key} failed, at {where}: {type(error).__name__}: {text}",
-        remedy="The same forward ran eagerly; look for what it does only under capture. "
-        "--traceback shows more.",
+        remedy="It ran eagerly: look for what it does only under capture. --traceback shows more.",
     )
 
 
@@ -124,7 +122,6 @@ def explain_eager_failure(error: Exception, batch: str) -> CgplanError:
 
 
 def _lacking_dtype(error: Exception, where: str) -> BackendError | None:
-    """The error of an operator that the device lacks for a dtype."""
     text = first_line(error)
     found = _NO_KERNEL.search(text)
     if found is None and not _TOO_OLD.search(text):
@@ -134,7 +131,6 @@ def _lacking_dtype(error: Exception, where: str) -> BackendError | None:
         what = f"has no {found['operator']} for {found['dtype']}"
     return BackendError(
         f"the device {what}, at {where}: {text}",
-        remedy="Convert there to a dtype that it computes in (weight.to(torch.bfloat16) * scale, "
-        "for 8-bit weights), "
-        "load the model in another dtype, or choose another device.",
+        remedy="Convert there (8-bit weights: weight.to(torch.bfloat16) * scale), load "
+        "the model in another dtype, or choose another device.",
     )

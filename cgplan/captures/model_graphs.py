@@ -1,4 +1,4 @@
-"""ModelGraphs: a model with its graphs and the memory that they read."""
+"""A model with its graphs and the memory that they read."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def driver_bytes(
     before: MemoryReading,
     after: MemoryReading,
 ) -> int | None:
-    """Bytes of free memory lost in between, but for those that torch's allocator reserved."""
+    """Free memory lost in between, less what torch's allocator reserved."""
     if not backend.supports("driver_bytes") or after.free is None or before.free is None:
         return None
     lost = before.free - after.free
@@ -59,7 +59,7 @@ def driver_bytes(
 
 
 class _Compilations(NamedTuple):
-    """What torch.compile did in this process; functions ``stopped`` at its limit."""
+    """``stopped``: functions at torch.compile's limit."""
 
     seconds: float
     cached: int
@@ -87,14 +87,12 @@ class _Compilations(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class ModelGraphs(ModelRuns):
-    """The model, its graphs, their pools and static buffers. It owns all but the model and a given
-    ``pool``.
+    """It owns all but the model and a given ``pool``.
 
     Attributes:
-        looked_at: One line on what the last captures looked at.
         places: What the last captures wrote of the model, and whether it was put back.
-        inspection_seconds: Time of captures that served the report.
-        is_alone: Whether no other rank runs the same forwards.
+        inspection_seconds: Time that served the report.
+        is_alone: No other rank runs the same forwards.
     """
 
     pool: InitVar[GraphPool | None] = None
@@ -117,8 +115,8 @@ class ModelGraphs(ModelRuns):
         self.places: tuple[StateRecord, ...] = ()
         self.inspection_seconds = 0.0
         self.is_alone = self.together is SINGLE_RANK
-        self._rehearsal: Rehearsal | None = None  # while captures may change the model
-        self._record: Fingerprint | None = None  # of the model after the last rehearsal
+        self._rehearsal: Rehearsal | None = None
+        self._record: Fingerprint | None = None  # after the last rehearsal
         self._retired: list[tuple[list[Callable[[], bool]], Callable[[], None]]] = []
         self._ambient = AmbientState.now(device.type)
         self.route = choose_route(self.plan, config, self.model, backend, self._calls_breaks)
@@ -140,7 +138,7 @@ class ModelGraphs(ModelRuns):
 
     @contextmanager
     def rehearsing(self) -> Iterator[Rehearsal]:
-        """A block of runs on padding; the model is put back. Blocks may be nested."""
+        """A block of runs on padding; the model is put back. Can be nested."""
         if self._rehearsal is not None:
             yield self._rehearsal
             return
@@ -162,7 +160,7 @@ class ModelGraphs(ModelRuns):
     def _put_back(self, kept: PutBack) -> None:
         self.backend.synchronize()
         kept.restore()
-        self.backend.synchronize()  # the next batch may come on another stream
+        self.backend.synchronize()  # the next batch may use another stream
         self.addresses.volatile |= kept.volatile
         self.looked_at = kept.before.summary()
         self._record = kept.before.without_draws()
@@ -190,18 +188,17 @@ class ModelGraphs(ModelRuns):
             facts.written[path] = whole.set_(storage, 0, (count,), (1,))
 
     def record(self) -> Fingerprint:
-        """What the model holds now."""
         if self._record is not None and not self._record.changes():
             return self._record
         return self.fingerprint()
 
     @property
     def copied_bytes(self) -> int:
-        """Device bytes of copies of the model's state."""
+        """On the device, of the model's state."""
         return 0 if self._rehearsal is None else self._rehearsal.kept.copied()
 
     def copy_limit(self) -> int:
-        """Bytes of the model's state that may be copied."""
+        """In bytes."""
         limit = self.config.compilation.state_copy
         if limit is not None:
             return limit
@@ -210,7 +207,7 @@ class ModelGraphs(ModelRuns):
 
     @contextmanager
     def captures_again(self) -> Iterator[None]:
-        """A block of captures between batches, in torch's state of the first ones."""
+        """A block in torch's state of the first captures."""
         self.backend.synchronize()
         self.scope.is_open = True
         without_grad = self._ambient._replace(grad=False)
@@ -233,8 +230,7 @@ class ModelGraphs(ModelRuns):
         *,
         in_service: bool = False,
     ) -> GraphRecord:
-        """Look at the forward, warm up and capture one key, inside the backend's session.
-        ``in_service``: a failure leaves other keys as they are. Raises CaptureError; ModelError:
+        """``in_service``: a failure leaves other keys as they are. Raises CaptureError; ModelError:
         the model failed before its capture.
         """
         mode, descriptor = key
@@ -290,7 +286,6 @@ class ModelGraphs(ModelRuns):
         rehearsal: Rehearsal,
         key: Key,
     ) -> None:
-        """Compile parts, and make tables of first use."""
         kept = rehearsal.kept
         runs = self.config.compilation.cudagraph_num_of_warmups
         if not runs and (kept.before.is_compiled or kept.has_made):
@@ -331,14 +326,15 @@ class ModelGraphs(ModelRuns):
         if self.scope.entries:
             return
         remedy = (
-            "Outside of eager pieces the forward computed nothing on the padding values of the "
-            "capture: name fewer of them, or choose FULL or NONE. Where it has functions under "
-            "eager_break_during_capture that it did not call then, set piecewise: modules."
+            "Outside of eager pieces the forward computed nothing on padding: name fewer "
+            "pieces, or choose FULL or NONE. If padding misses a function under "
+            "eager_break_during_capture, set piecewise: modules."
         )
         if self.route.name == "wrappers":
             remedy = (
-                "With piecewise: wrappers, wrap the model's segments in CUDAGraphWrapper(..., "
-                "CUDAGraphMode.PIECEWISE); or choose piecewise: ops, FULL or FULL_DECODE_ONLY."
+                "Wrap the model's segments in CUDAGraphWrapper(..., "
+                "CUDAGraphMode.PIECEWISE), or choose piecewise: ops, FULL or "
+                "FULL_DECODE_ONLY."
             )
         raise CaptureError(f"nothing in the model captured for {mode} {descriptor}", remedy=remedy)
 
@@ -404,7 +400,6 @@ class ModelGraphs(ModelRuns):
         mode: CUDAGraphMode,
         descriptor: BatchDescriptor,
     ) -> Any:
-        """Run what a key captures, without a capture."""
         is_full = mode is CUDAGraphMode.FULL
         call = self.route.whole if is_full else self.route.warm
         cache = autocast_cache(on=self.runs_python_again(mode))
@@ -417,55 +412,49 @@ class ModelGraphs(ModelRuns):
         descriptor: BatchDescriptor,
         tensors: Tensors,
     ) -> Any:
-        """Replay the graphs of ``mode``, or capture them while the scope is open."""
+        """Replay, or capture while the scope is open."""
         call = self.wrapper if mode is CUDAGraphMode.FULL else self.route.forward
         return self.run(call, mode, descriptor, tensors)
 
     def seal(self) -> None:
-        """End the captures: a missing key, or memory that moved, is an error now."""
+        """Missing keys and moved memory are errors from now on."""
         self.scope.is_open = False
         if self._rehearsal is not None:
             return
         known: Fingerprint | None = None
-        if self.real_rows is None:  # else the record is needed later
+        if self.real_rows is None:
             known = self._record
             self._record = None
         self.addresses.seal(known)
 
     def check_autocast(self) -> None:
-        """Raise CaptureError if autocast is not as at capture."""
         done = "traced" if self.route.name == "ops" else "captured"
         self._ambient.refuse_other_autocast(self.backend.device.type, done)
 
     # --- graphs -----------------------------------------------------------------------------------
 
     def entry(self, key: Key) -> CUDAGraphEntry | None:
-        """The entry whose ``graph`` replays a key into ``output``. None without a graph, and with
-        ``piecewise: wrappers``.
-        """
+        """None without a graph, and with ``piecewise: wrappers``."""
         mode, descriptor = key
         wrapper = self.wrapper if mode is CUDAGraphMode.FULL else self.route.chain
         entry = None if wrapper is None else wrapper.entries.get(descriptor)
         return entry if entry is not None and entry.scope is self.scope.mark else None
 
     def captured(self) -> Iterator[tuple[Key, CUDAGraphEntry]]:
-        """All entries by key."""
         for wrapper in self.scope.wrappers:
             for entry in wrapper.entries.values():
                 if entry.scope is self.scope.mark:
                     yield (wrapper.runtime_mode, entry.descriptor), entry
 
     def evict(self, keys: Collection[Key]) -> None:
-        """Free the graphs of these keys; those with outputs that somebody holds at the first change
-        after these are gone.
-        """
+        """Free these graphs; those with held outputs at a later change."""
         self.backend.synchronize()
         self.scope.entries = []
         for wrapper in self.scope.wrappers:
             mine = {descriptor for mode, descriptor in keys if mode is wrapper.runtime_mode}
             for output, free in wrapper.take_out(self.scope, mine):
                 self._retired.append(([self.backend.watch(tensor) for tensor in output], free))
-                del output  # else this function holds it in the loop below
+                del output  # else it stays held below
         self.addresses.forget(keys)
         waiting = []
         for held, free in self._retired:
@@ -480,7 +469,6 @@ class ModelGraphs(ModelRuns):
             self.pools.drop(key)
 
     def drop_all(self) -> None:
-        """Free all graphs and their pools; more can be captured."""
         self.backend.synchronize()
         self._reset()
         self.backend.release_cached()
@@ -496,7 +484,7 @@ class ModelGraphs(ModelRuns):
         """Free all, for good."""
         together = self.together
         self.together = SINGLE_RANK
-        with ExitStack() as stack:  # memory is freed whatever raises
+        with ExitStack() as stack:
             stack.callback(self._free)
             stack.callback(together.release)
             self.backend.synchronize()

@@ -1,4 +1,4 @@
-"""ModelRuns: a model beside its static buffers, and the ways to run it on them."""
+"""A model beside its static buffers, and the ways to run it."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class _Metadata(dict[str, Any]):
 
 @dataclass(frozen=True)
 class RealRows:
-    """Captures and comparisons run on rows of real batches, not on padding.
+    """Captures and comparisons run on rows of real batches.
 
     Attributes:
-        fill: Fills static rows with real rows and copies of them.
-        meant_padding: Inputs whose padding such copies never replace.
+        fill: Fills static rows with real rows and copies.
+        meant_padding: Inputs that keep their padding.
     """
 
     fill: Callable[[Tensors], None]
@@ -54,10 +54,9 @@ class ForwardFacts:
     Attributes:
         told: Modes in which packages are told of captures.
         aside: Paths that eager pieces change.
-        written: The model's tensors that graphs write, by path.
-        overwritten: Ids of storages that each run overwrites before it reads them.
-        is_coarse: Whether it computes in half precision or TensorFloat32.
-        outside: Tensors that graphs read, and that others may drop.
+        overwritten: Ids of storages that each run overwrites unread.
+        is_coarse: In half precision or TensorFloat32.
+        outside: What graphs read, and others may drop.
     """
 
     def __init__(self) -> None:
@@ -81,11 +80,7 @@ class ModelRuns:
     """The model, its static buffers, and runs on them.
 
     Attributes:
-        plan: The keys that may be captured, and later those that are.
-        most_tokens: Tokens of the largest key.
         roots: The objects whose state counts, by name.
-        generators: Of the model, without the default one.
-        scope: The pool and entries of the key that is captured.
     """
 
     plan: Plan
@@ -123,8 +118,8 @@ class ModelRuns:
                     )
 
     def allocate_buffers(self, keys: Sequence[Key]) -> None:
-        """Make static buffers for the batches of these keys, where captures wait for batches as
-        they are first needed. Raises CaptureMemoryError and BackendError.
+        """If captures wait for batches, buffers are made as needed. Raises CaptureMemoryError and
+        BackendError.
         """
         config = self.config
         most = widest(keys)
@@ -141,7 +136,6 @@ class ModelRuns:
             self.buffers[sizes]
 
     def fingerprint(self) -> Fingerprint:
-        """What the model holds now."""
         return Fingerprint.of(self.roots, self.backend.device)
 
     def use_generators(self, found: Iterable[torch.Generator]) -> None:
@@ -152,13 +146,12 @@ class ModelRuns:
                 self.backend.register_generator(generator)
 
     def padded_reqs(self, descriptor: BatchDescriptor) -> int:
-        """The most requests there can be, if a key leaves them open."""
+        """The most requests, if a key leaves them open."""
         if descriptor.num_reqs is not None:
             return descriptor.num_reqs
         return min(descriptor.num_tokens, self.plan.max_num_seqs)
 
     def views(self, descriptor: BatchDescriptor) -> dict[str, Tensor]:
-        """The tensors that the key's graph reads."""
         return self.buffers[descriptor.sizes].views(
             descriptor.num_tokens,
             self.padded_reqs(descriptor),
@@ -173,7 +166,7 @@ class ModelRuns:
         mode: CUDAGraphMode,
         paths: Iterable[str],
     ) -> list[str]:
-        """The paths that no replay changes."""
+        """Paths that no replay changes."""
         if self.runs_python_again(mode):
             return []
         return [path for path in paths if not is_within(path, self.facts.aside)]
@@ -200,7 +193,6 @@ class ModelRuns:
         descriptor: BatchDescriptor,
         tensors: Tensors,
     ) -> Any:
-        """The model's own code."""
         with autocast_cache(on=self.route.name == "wrappers"):
             return self.run(self.model, CUDAGraphMode.NONE, descriptor, tensors)
 
@@ -211,7 +203,7 @@ class ModelRuns:
         descriptor: BatchDescriptor,
         tensors: Tensors,
     ) -> Any:
-        """``call`` with the inputs, and the metadata in the forward context."""
+        """The metadata goes into the forward context."""
         inputs = {name: tensors[name] for name in self.config.inputs}
         metadata = _Metadata()
         for name in self.config.metadata:

@@ -10,8 +10,8 @@ from cgplan.reports.records import CaptureReport
 
 
 class PeerMemory(NamedTuple):
-    """Memory of other ranks: ``mapped`` parts (first address, the one behind the last, name), and
-    ``addresses`` that graphs read from a table.
+    """``mapped``: (first address, the one behind the last, name); ``addresses``: those in a table
+    that graphs read.
     """
 
     mapped: Sequence[tuple[int, int, str]]
@@ -19,12 +19,12 @@ class PeerMemory(NamedTuple):
 
 
 class RankSync:
-    """Steps that all ranks take together, and that raise on all if one fails. This class, for a
-    single rank, never waits.
+    """Steps of all ranks together; if one fails, all raise. This class, for a single rank, never
+    waits.
     """
 
     def begin(self, plan: Plan, free: int | None) -> int | None:  # noqa: ARG002
-        """Agree on the plan. Returns the least free device memory of all ranks, in bytes."""
+        """Agree on the plan; returns the least free device memory in bytes."""
         return free
 
     def any_refuses(
@@ -32,28 +32,27 @@ class RankSync:
         refused: bool,
         because: BaseException | None = None,  # noqa: ARG002
     ) -> bool:
-        """Whether any rank refuses a key; ``because``: this rank ran out of memory."""
+        """Whether any rank refuses a key; ``because``: this one ran out of memory."""
         return refused
 
     def dropped(self) -> None:
         """All graphs were freed during a session."""
 
     def end(self) -> None:
-        """After the last capture: make graph buffers known to all ranks."""
+        """After the last capture: make graph buffers known to all."""
 
     def failed(self, error: BaseException) -> BaseException:
         """The error to raise, the same on all ranks."""
         return error
 
     def peer_memory(self) -> PeerMemory:
-        """Memory that graphs read."""
         return PeerMemory(mapped=(), addresses=())
 
     def release(self) -> None:
         """Before graphs and their pool are freed."""
 
     def completed(self, report: CaptureReport) -> CaptureReport:
-        """With the other ranks' reports."""
+        """Adds the other ranks' reports."""
         return report
 
 

@@ -1,4 +1,4 @@
-"""Rehearsal: looks, warm-ups and captures of one model, until it is put back."""
+"""Looks, warm-ups and captures of one model, until it is put back."""
 
 from __future__ import annotations
 
@@ -27,9 +27,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 class Rehearsal:
-    """Runs ahead of captures, and captures. ``runs.facts`` and ``addresses`` get what outlasts it;
-    ``kept`` puts the model back.
-    """
+    """Runs ahead of captures, and captures; ``kept`` puts the model back."""
 
     def __init__(self, runs: ModelRuns, addresses: AddressChecks, kept: PutBack) -> None:
         self.kept = kept
@@ -37,7 +35,7 @@ class Rehearsal:
         self._addresses = addresses
         self._footprints: dict[CUDAGraphMode, Footprint] = {}
         self._judged = set[CUDAGraphMode]()
-        # operators that only a capture met
+        # met only by a capture
         self._late_syncs: dict[CUDAGraphMode, HostSyncError] = {}
 
     # --- looks ------------------------------------------------------------------------------------
@@ -47,7 +45,6 @@ class Rehearsal:
         mode: CUDAGraphMode,
         descriptor: BatchDescriptor,
     ) -> None:
-        """Let ``before_key`` set its context for runs on padding."""
         runs = self._runs
         if runs.before_key is None:
             return
@@ -62,7 +59,7 @@ class Rehearsal:
         mode: CUDAGraphMode,
         descriptor: BatchDescriptor,
     ) -> None:
-        """Look at the forward, once for each mode. Raises as ``footprint.examine``."""
+        """Look once for each mode. Raises as ``footprint.examine``."""
         self.announce(mode, descriptor)
         if mode in self._footprints:
             return
@@ -118,7 +115,7 @@ class Rehearsal:
         addresses = self._addresses
         read = set(map(id, found.reads.values()))
         of_pieces = set[int]()
-        # without FULL graphs, no graph reads the tensors of eager pieces
+        # else FULL graphs read the tensors of eager pieces
         if runs.plan.mode is CUDAGraphMode.PIECEWISE and runs.route.breaks is not None:
             for module in runs.route.breaks.modules.values():
                 of_pieces.update(map(id, module.parameters()))
@@ -162,7 +159,7 @@ class Rehearsal:
         return torch.backends.cudnn.allow_tf32 and any("conv" in name for name in found.names)
 
     def calls_breaks(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> bool:
-        """Whether a forward calls a function under ``eager_break_during_capture``."""
+        """Functions under ``eager_break_during_capture``."""
         runs = self._runs
         self.announce(mode, descriptor)
         views = runs.views(descriptor)
@@ -170,12 +167,11 @@ class Rehearsal:
         return look(run, self.kept).breaks
 
     def host_sync(self, mode: CUDAGraphMode) -> CaptureError | None:
-        """The operator that needs the host, as the look named it."""
         found = self._footprints.get(mode)
         return None if found is None else found.host_sync
 
     def looks_again(self, mode: CUDAGraphMode, failure: Any) -> bool:
-        """Whether the next look tells packages of the capture, which alone needed the host."""
+        """Whether the capture alone needed the host; then packages are told of it."""
         found = self._footprints.get(mode)
         if not isinstance(failure, HostSyncError) or found is None:
             return False
@@ -186,7 +182,6 @@ class Rehearsal:
         return True
 
     def forget_look(self, mode: CUDAGraphMode) -> None:
-        """Look again at a mode whose look was not judged."""
         if mode not in self._judged:
             self._footprints.pop(mode, None)
 
@@ -199,7 +194,7 @@ class Rehearsal:
         *,
         captures: bool = False,
     ) -> Iterator[None]:
-        """A block of one run; the first of a mode is compared with the look. Raises as
+        """A block of one run; a mode's first is compared with the look. Raises as
         ``footprint.judge``, and CaptureError under ``strict``.
         """
         is_first = mode not in self._judged
@@ -240,5 +235,5 @@ class Rehearsal:
         return mode in self._judged
 
     def refuse_value(self, mode: CUDAGraphMode) -> None:
-        """Raise CaptureError if a mode's first run kept what it made of a value for the host."""
+        """See ``footprint.refuse_value``."""
         refuse_value(self._footprints[mode], self.kept)

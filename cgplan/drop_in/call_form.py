@@ -1,10 +1,8 @@
-"""The form of a call: its structure and its constants as a hashable key, and its tensors apart from
-it.
+"""A call's structure and constants as a hashable key, and its tensors apart from it.
 
 Note [What a form tells apart]
-    Floats are told apart by their bits, 1 and True by their types. Other objects, such as a cache,
-    are known by their identity; their fingerprint compares what they hold. Dataclasses are taken
-    apart into their fields here; torch's registry of pytrees stays as it is.
+    Floats by their bits, 1 and True by their types, other objects by their identity; fingerprints
+    compare what these hold.
 """
 
 from __future__ import annotations
@@ -49,7 +47,7 @@ Shapes = tuple[torch.Size, ...]
 
 
 class ById:
-    """A hashable box of an object, known by its identity, and weakly held where possible."""
+    """An object, known by its identity, weakly held if possible."""
 
     __slots__ = ("_held", "_id")
 
@@ -74,7 +72,7 @@ class ById:
 
 
 class ByKey:
-    """A hashable box of a value, known by its type and a key."""
+    """A value, known by its type and a key."""
 
     __slots__ = ("key", "value")
 
@@ -101,7 +99,7 @@ def flatten(
     form: list[Any],
     tensors: list[Tensor],
 ) -> None:
-    """Append the tensors in values, and hashable parts of a form for ``rebuild``."""
+    """The parts of a form are hashable."""
     for value in items:
         kind = type(value)
         if kind is Tensor or isinstance(value, Tensor):
@@ -212,7 +210,7 @@ def call_form(
 
 
 def same_tensors(tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    """For each tensor the place of the first one that is the same; empty where all differ."""
+    """For each tensor the first one that is the same; empty where all differ."""
     if len(tensors) < 2 or len(set(map(id, tensors))) == len(tensors):
         return ()
     first = dict[int, int]()
@@ -228,9 +226,8 @@ class Call:
     """One call of a model, taken apart.
 
     Attributes:
-        form: Of the arguments; then which of the tensors are the same, whether a gradient is asked
-            for, grad mode, the default dtype, default devices, autocast.
-        tensors: In the order of the form.
+        form: Of the arguments; then equal tensors, whether a gradient is asked for, grad mode,
+            default dtype and devices, autocast.
     """
 
     args: tuple[Any, ...]
@@ -240,7 +237,7 @@ class Call:
 
     @property
     def autocast(self) -> Any:
-        """The dtype of autocast, or False."""
+        """Its dtype, or False."""
         return self.form[-1]
 
     def by_name(
@@ -257,7 +254,7 @@ def arguments_by_name(
 ) -> dict[str, Any]:
     try:
         found = dict(signature.bind(*args, **kwargs).arguments)
-    except TypeError:  # the signature is not that of the code, which may take them
+    except TypeError:  # the signature may differ from the code's
         by_position = {f"args.{index}": value for index, value in enumerate(args)}
         return by_position | kwargs
     for name, parameter in signature.parameters.items():
@@ -270,7 +267,7 @@ def arguments_by_name(
 def objects_in(
     form: Iterable[Any],
 ) -> list[Any]:
-    """The objects that a form knows by identity."""
+    """The objects known by identity."""
     return [box.value for box in form if type(box) is ById]
 
 
@@ -311,7 +308,7 @@ def tensors_by_name(
     value: Any,
     path: str,
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors in nested arguments: ``obs.position`` in a mapping, ``obs.0`` elsewhere."""
+    """``obs.position`` in a mapping, ``obs.0`` elsewhere."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from tensors_by_name(item, _below(path, key))
@@ -334,7 +331,6 @@ def share(
     module: nn.Module,
     model: nn.Module,
 ) -> None:
-    """Give a module the parameters, buffers and modules of another one."""
     own = module.__dict__
     names = (
         "_parameters",
@@ -351,14 +347,9 @@ def share(
 class ByName(nn.Module):
     """The model as a runner calls it: tensors by name come in, a tensor or a tuple goes out.
 
-    Args:
-        same: For each tensor the first one that is the same; empty where all differ.
-
     Attributes:
-        names: Of the tensors, in the order of the form.
-        outputs: Form and shapes of the outputs so far, by the shapes of the tensors.
-        returns: The expected form of an output.
-        differs: Whether an output had another one.
+        outputs: Form and shapes of outputs, by shapes of tensors.
+        differs: An output was not as ``returns`` says.
     """
 
     def __init__(
@@ -374,7 +365,7 @@ class ByName(nn.Module):
         self.form = form
         self._count = count
         self._keywords = tuple(keywords)
-        self.__dict__["wrapped"] = model  # not as a module: it would be there twice
+        self.__dict__["wrapped"] = model  # not as a module, which would be there twice
         self._same = same
         self.names: tuple[str, ...] = ()
         self.outputs: dict[Shapes, tuple[Form, Shapes]] = {}
@@ -389,7 +380,7 @@ class ByName(nn.Module):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        return self.forward(*args, **kwargs)  # hooks of all modules are the model's to run
+        return self.forward(*args, **kwargs)  # global hooks run for the model
 
     def arguments(
         self,

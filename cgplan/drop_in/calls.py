@@ -1,10 +1,4 @@
-"""Calls: what is known of the calls of one model, and the graphs that serve them.
-
-Note [A call]
-    A call like an earlier one flattens its arguments, looks one key up, checks whether the model is
-    as it was, and calls a runner. Each kind of calls (kinds.py) has a GraphRunner; all runners
-    share one pool. The model's own code answers all other calls, and ``explain`` counts them.
-"""
+"""What is known of the calls of one model, and the graphs that serve them."""
 
 from __future__ import annotations
 
@@ -80,13 +74,11 @@ _transforms = torch._C._functorch.peek_interpreter_stack
 _function_modes = torch._C._len_torch_function_stack
 logger = logging.getLogger(__name__)
 
-_Graph = tuple[int, Key]  # the id of its kind, and its key
+_Graph = tuple[int, Key]  # id of its kind, key
 
 
 @dataclass
 class _Served:
-    """The kind of the calls with one key, or why the model's own code runs."""
-
     kind: Kind
     eager_reason: str | None = None
 
@@ -95,20 +87,18 @@ def _fill(
     kind: weakref.ref[Kind],
     views: Mapping[str, Tensor],
 ) -> None:
-    cast(Kind, kind()).fill(views)  # its runner holds this function, and is freed with the kind
+    cast(Kind, kind()).fill(views)  # no strong reference: its runner holds this function
 
 
 class Calls:
     """The calls of one model, one after the other. It owns graphs, pool and static buffers.
 
     Attributes:
-        pool: Of all runners; None until the device is known, whose type is ``device``.
-        eager: The number of calls by the model's own code, by reason.
-        changed: The number of changes of the model that freed graphs, by the first path.
-        notices: What was logged, by subject.
+        eager: Numbers of calls by reason.
+        changed: Changes of the model that freed graphs, by the first path.
     """
 
-    __graph_memory__ = True  # no state of a model that holds one
+    __graph_memory__ = True  # not model state
 
     def __init__(
         self,
@@ -133,7 +123,7 @@ class Calls:
     def _reset(self) -> None:
         self.pool: Any = None
         self.device = "cpu"
-        # by the form of the call; the least recently used go first
+        # the least recently used go first
         self._kinds = OrderedDict[Form, list[Kind]]()
         self._families: dict[Form, Family] = {}
         # by form, shapes and dtypes
@@ -142,7 +132,7 @@ class Calls:
         self._watch: Watch | None = None
         self._tensors: list[Tensor] = []
         self._tensor_ids = frozenset[int]()
-        # keys without room: how often they were asked for, and the uses of graphs before
+        # keys without room: times asked for, uses of graphs before
         self._waiting: dict[_Graph, tuple[int, dict[_Graph, int]]] = {}
 
     def recapture(self) -> None:
@@ -160,7 +150,6 @@ class Calls:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """The model's output for a batch, by a graph or by the model's own code."""
         with self._lock:
             form, tensors = call_form(args, kwargs)
             ambient = _ambient(self.device)
@@ -176,7 +165,7 @@ class Calls:
             except RuntimeError:
                 return self._run_model("an argument is a nested tensor", args, kwargs)
             for served in self._served.get(key, ()):
-                # object arguments may be in other states than at any earlier call
+                # objects may be in a new state
                 if served.kind.objects is None or served.kind.has_objects():
                     break
             else:
@@ -190,7 +179,6 @@ class Calls:
             return self._replay(served.kind, tensors, args, kwargs)
 
     def _reason_elsewhere(self, wants_grad: bool) -> str | None:
-        """Why a call runs by the model's own code, whatever is known of it."""
         if self._has_modes and self._module.training:
             reason = "the model is in training mode; call .eval() for graphs"
             self._log_once(reason)
@@ -229,7 +217,7 @@ class Calls:
             self._watch.suspect()
 
     def holds(self) -> bool:
-        """Whether the model is as it was; if not, its graphs are freed."""
+        """Whether the model is as it was; else its graphs are freed."""
         if self._watch is None:
             return False
         found = self._watch.changes(self._settings.ignore)
@@ -270,7 +258,7 @@ class Calls:
         kind: Kind,
         tensors: Sequence[Tensor],
     ) -> bool:
-        """Whether an argument is a tensor of the model, or lies in memory that its graphs write."""
+        """An argument is the model's, or in memory that graphs write."""
         if not self._tensor_ids.isdisjoint(map(id, tensors)):
             return True
         written = kind.written
@@ -289,7 +277,7 @@ class Calls:
             return self._run_model(reason, args, kwargs)
         if self.pool is None:
             self._take_device(tensors)
-            return self.run(args, kwargs)  # autocast is asked for this device
+            return self.run(args, kwargs)  # for autocast of this device
         if self._watch is not None and not self._watch.holds():
             self.holds()
         family_form = without_constants(call.form)
@@ -340,17 +328,16 @@ class Calls:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """The output by a kind's runner, or by the model's own code where that differs."""
         assert kind.runner is not None
         inputs: dict[str, Any] = dict(zip(kind.specs, tensors, strict=True))
         try:
             output = kind.runner(**inputs)
         except NumbersError as error:
             output = self._after_a_difference(kind, error, tensors)
-        except ModelError as error:  # the model's own code failed in a comparison
+        except ModelError as error:  # failed in a comparison
             raise error.__cause__ or error from None
         else:
-            if kind.forward.differs:  # from the outputs before, in structure or in a number
+            if kind.forward.differs:
                 self._relearn(kind)
                 kind.return_as_seen(tensors)
         if kind.requires_grad and torch.is_grad_enabled():
@@ -368,9 +355,7 @@ class Calls:
         error: NumbersError,
         tensors: list[Tensor],
     ) -> Any:
-        """The output of the model's own code. A graph that differs ends, and the second one ends
-        its kind; a padded one ends all graphs with padding.
-        """
+        """A graph that differs ends; the second one ends its kind, a padded one all padding."""
         if self._settings.strict:
             raise error
         assert kind.runner is not None
@@ -398,7 +383,7 @@ class Calls:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> OwnCode:
-        """For ``grad="recompute"``; raises GradientError where the model has changed."""
+        """Raises GradientError where the model has changed."""
         assert self._watch is not None
         record = self._watch.record
         _, given = call_form(args, kwargs)
@@ -412,8 +397,8 @@ class Calls:
                 raise GradientError(
                     f"{self._name}, or a tensor that it reads, has changed between its call and "
                     "backward",
-                    remedy="Call backward before the optimizer's step and before .train(), and "
-                    "leave arguments as they were.",
+                    remedy="Call backward before the optimizer's step and .train(); leave "
+                    "arguments as they were.",
                 )
             with ambient._replace(grad=True, inference=False).entered(self.device):
                 return taken_apart(self._model(*args, **kwargs))[1]
@@ -497,7 +482,6 @@ class Calls:
         kind: Kind,
         call: Call,
     ) -> Any:
-        """A call by the model's own code; around the second one fingerprints are compared."""
         settings = self._settings
         tensors = call.tensors
         sizes = kind.sizes_of(tensors)
@@ -553,8 +537,7 @@ class Calls:
             kind.requires_grad = tuple(map(_requires_grad, leaves))
 
     def _relearn(self, kind: Kind) -> bool:
-        """Whether the model, or how outputs depend on sizes, has changed; graphs are then freed."""
-        seen = dict(kind.forward.outputs)  # by the model's own code as it is now
+        seen = dict(kind.forward.outputs)
         if self._watch is not None and not self.holds():
             kind.forward.outputs |= seen
             return True
@@ -595,7 +578,7 @@ class Calls:
         kind: Kind,
         tensors: list[Tensor],
     ) -> str | None:
-        """Have the graph of a batch captured; why the model's own code runs, if it does."""
+        """Why the model's own code runs, if it does."""
         if self._watch is None:
             self._watch_model(self._record({"model": self._model}))
         if self._is_shared(kind, tensors):
@@ -627,7 +610,7 @@ class Calls:
             return self._after_a_failure(kind, differs, tensors)
         route = runner.route(inputs)
         if objects_in(kind.forward.form) and not kind.has_graphs:
-            kind.close()  # it would hold a cache that nobody else does
+            kind.close()  # it may hold a dropped cache
         if route.mode is CUDAGraphMode.NONE and runner.config.compilation.on_miss == "eager":
             batch = ", ".join(f"{name} = {size}" for name, size in sizes.items())
             return f"no graph serves the batch of {batch}"
@@ -689,7 +672,7 @@ class Calls:
         error: CgplanError,
         tensors: list[Tensor],
     ) -> str | None:
-        """Why the model's own code runs, unless a second try captures the graph."""
+        """None: a second try captured the graph."""
         if self._relearn(kind):
             if kind.may_capture and kind in self.kinds:
                 return self._prepare(kind, tensors)
@@ -705,7 +688,7 @@ class Calls:
         kind: Kind,
         wanted: Key,
     ) -> bool:
-        """Whether there are fewer than ``max_graphs``, or one that is less asked for can go."""
+        """Whether there are fewer than ``max_graphs``, or one less asked for can go."""
         owners = dict[_Graph, Kind]()
         uses = dict[_Graph, int]()
         for other in self.kinds:
@@ -766,7 +749,6 @@ class Calls:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> None:
-        """See ``Graphed.warm_up``."""
         with self._lock:
             form, tensors = call_form(args, kwargs)
             reason = self._reason_elsewhere(wants_grad=False)
@@ -781,11 +763,10 @@ class Calls:
             self.holds()
             while (kind := self._warmed_up(call)).eager_reason is None:
                 self._prepare(kind, tensors)
-                if kind in self.kinds:  # else one in which nothing varies takes its place
+                if kind in self.kinds:  # else an exact one takes its place
                     break
 
     def _warmed_up(self, call: Call) -> Kind:
-        """The kind after its first calls, which are made here and put back."""
         arguments = call.by_name(self._signature)
         before = self._record({"model": self._model, "arguments": arguments})
         limit = self.pool.backend.memory().free or 4 << 30
@@ -814,7 +795,6 @@ class Calls:
 def _ambient(
     device: str,
 ) -> tuple[bool, torch.dtype, tuple[Any, ...], Any]:
-    """Grad mode, the default dtype, the default devices, and the dtype of autocast or False."""
     autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
     devices: tuple[Any, ...] = ()
     if _function_modes() > 0:
@@ -854,7 +834,6 @@ def _reason_of_arguments(
 
 
 def _drawn_and_written(records: Sequence[Fingerprint]) -> list[Any]:
-    """States of torch's random generators; versions of the tensors in records."""
     if not records:
         return []
     index = records[0].device.index or 0

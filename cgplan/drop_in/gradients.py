@@ -1,6 +1,4 @@
-"""Gradients of graphs: outputs ask for them as the model's own do; ``backward`` runs its code again
-or raises.
-"""
+"""Gradients of graphs: ``backward`` runs the model's own code again, or raises."""
 
 from __future__ import annotations
 
@@ -14,23 +12,21 @@ from torch import Tensor
 
 from cgplan.errors import GradientError
 
-OwnCode = Callable[[], list[Tensor]]  # runs it with gradients on; the tensors of its output
+OwnCode = Callable[[], list[Tensor]]  # tensors of an output with gradients
 
 _NO_GRADIENT = torch._C._functions.DelayedError(b"an output of a graph has no gradient", 1)
-# one input for all parameters: 300 would cost 365 us a call
+# one for all parameters: 300 would cost 365 us a call
 _NEEDS_GRADIENT = torch.empty(0, requires_grad=True)
 
 
 class _OfGraph(torch.autograd.Function):
-    """Outputs of a graph whose gradients the model's own code computes."""
-
     @staticmethod
     def forward(
         ctx: Any,
         needs_gradient: Tensor,  # noqa: ARG004
         again: OwnCode,
         at: Sequence[int],
-        outputs: Sequence[Tensor],  # in a list: as arguments they could not be written in place
+        outputs: Sequence[Tensor],  # in a list: arguments cannot be written in place
     ) -> Any:
         ctx.again = again
         ctx.at = at
@@ -66,12 +62,12 @@ def _refuse(name: str, gradient: Tensor) -> None:  # noqa: ARG001
 
 
 def _refusing_gradient(output: Tensor, name: str) -> Tensor:
-    """The tensor, with a gradient that raises. It is made in C++, and hooked as ``register_hook``
-    does: a Function of Python would take three times as long.
+    """Made in C++ and hooked as ``register_hook`` does: a Function of Python takes three times as
+    long.
     """
     output.requires_grad = True
     made: Tensor = _NO_GRADIENT(output)
-    # hooks of the user have numbers from 0 on
+    # users' hooks have numbers from 0
     made._backward_hooks = OrderedDict({-1: partial(_refuse, name)})
     made.grad_fn._register_hook_dict(made)  # type: ignore[union-attr]
     return made
@@ -83,7 +79,6 @@ def with_gradients(
     again: OwnCode | None,
     name: str,
 ) -> Any:
-    """The output of a runner, of which some tensors require gradients."""
     leaves = list(output) if isinstance(output, tuple) else [output]
     at = [index for index, is_needed in enumerate(requires_grad) if is_needed]
     if not at:

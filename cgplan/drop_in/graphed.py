@@ -1,4 +1,4 @@
-"""Graphed: a drop-in for a model, learnt from its calls."""
+"""A drop-in for a model, learnt from its calls."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from cgplan.runner.runner import GraphRunner
 
 
 class _OfMethod:
-    """Holds the graphs of a decorated method for one object; copies and pickles have none."""
+    """Copies and pickles have no graphs."""
 
-    __graph_memory__ = True  # no state of the object
+    __graph_memory__ = True
 
     def __init__(self) -> None:
         self.made: Graphed | None = None
@@ -41,15 +41,15 @@ def _forward(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    # the bound method, as an attribute, would keep a dropped one and its graphs
+    # the bound method would keep its object
     return Graphed.forward(cast(Graphed, graphs()), *args, **kwargs)
 
 
 class Graphed:
     """A model or a function that runs by captured graphs, as ``graphed`` promises.
 
-    It has the model's attributes. Pickles hold the model and the settings. It owns graphs, pool and
-    static buffers, not the model. Calls from several threads run one after the other.
+    It has the model's attributes, and owns graphs, pool and static buffers, not the model. Pickles
+    hold no graphs. Calls from several threads run one after the other.
     """
 
     _calls: Calls
@@ -104,12 +104,12 @@ class Graphed:
         owner: Any,
         kind: type | None = None,
     ) -> Any:
-        """Of a method in a class body: the graphs of one object, which the object holds."""
+        """Graphs of a method for one object, which holds them."""
         if owner is None or isinstance(self._wrapped, nn.Module | MethodType | staticmethod):
             return self
         bound = MethodType(self._wrapped, owner)
         held = getattr(owner, "__dict__", None)
-        if not isinstance(held, dict):  # nothing can be kept with it
+        if not isinstance(held, dict):
             return bound
         # a class below may have a method of the same name
         name = f"graphs of {self._wrapped.__qualname__}"
@@ -125,7 +125,7 @@ class Graphed:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """The model's output for a batch, by a graph or by the model's own code."""
+        """The model's output."""
         if torch.compiler.is_dynamo_compiling():
             return self._untraced(*args, **kwargs)
         return self._calls.run(args, kwargs)
@@ -136,7 +136,7 @@ class Graphed:
 
     @property
     def runners(self) -> tuple[GraphRunner, ...]:
-        """The runner of each kind of calls, most calls first."""
+        """Of each kind of calls, most calls first."""
         found = self._calls.runners
         return tuple(sorted(found, key=lambda runner: runner.stats.calls, reverse=True))
 
@@ -156,9 +156,7 @@ class Graphed:
         return next(kind for kind in self._calls.kinds if kind.runner is runners[0])
 
     def explain(self) -> str:
-        """What was inferred for each kind of calls, which graphs there are, and why calls ran
-        eagerly.
-        """
+        """What was inferred of calls, the graphs, and why calls ran eagerly."""
         calls = self._calls
         graphs = sum(len(runner.plan.keys) for runner in calls.runners)
         lines = [f"{self._name}: {graphs} of {self._settings.max_graphs} graphs"]
@@ -194,9 +192,8 @@ class Graphed:
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """Make the graph for such a call ahead of it. Tensors and attributes of the model and of
-        arguments, and torch's random numbers, are afterwards as they were. Raises what the model
-        raises.
+        """Make the graph for such a call; tensors, attributes and torch's random numbers are put
+        back. Raises what the model raises.
         """
         self._calls.warm_up(args, kwargs)
 
@@ -211,12 +208,9 @@ class Graphed:
     ) -> str:
         """The configuration of the kind with the most calls, for `cgplan capture --config`.
 
-        Args:
-            target, kwargs: What makes the model; absent: its class, if that takes no arguments.
-
-        Raises:
-            CgplanError: there are no graphs yet.
-            ConfigError: YAML has no form for an argument, or autocast was on.
+        ``target`` and ``kwargs`` make the model; absent: its class, if that takes no arguments.
+        Raises CgplanError without graphs; ConfigError where YAML has no form for an argument, or
+        autocast was on.
         """
         kind = self._busiest()
         return config_text(kind, self._signature, target or target_of(self._wrapped), kwargs)
@@ -240,14 +234,14 @@ class Graphed:
 
     def __reduce__(self) -> Any:
         name = getattr(self._wrapped, "__qualname__", "")
-        # a decorated function is a global of this name
+        # pickle finds it by name
         if name and getattr(sys.modules.get(self._wrapped.__module__), name, None) is self:
             return name
         return type(self), (self._wrapped, self._settings)
 
 
 class GraphedModule(Graphed, nn.Module):
-    """Graphed of a module, and a module itself: with the model's parameters and ``state_dict``."""
+    """Graphed of a module, with its parameters and ``state_dict``."""
 
     def __init__(
         self,
@@ -266,11 +260,11 @@ class GraphedModule(Graphed, nn.Module):
             or self._backward_pre_hooks
         ):
             return nn.Module.__call__(self, *args, **kwargs)
-        # nn.Module would take a microsecond to find that out
+        # a microsecond faster
         return Graphed.forward(self, *args, **kwargs)
 
     def __bool__(self) -> bool:
-        return True  # whether or not the model has a length
+        return True  # also of an empty sequence
 
     def __len__(self) -> int:
         return len(self._module)
@@ -291,7 +285,7 @@ class GraphedModule(Graphed, nn.Module):
         return self
 
     def train(self, mode: bool = True) -> Self:
-        """The model's; in training mode calls run its own code."""
+        """In training mode calls run the model's own code."""
         self._module.train(mode)
         self.__dict__["training"] = mode
         self._calls.suspect()
@@ -328,43 +322,38 @@ def graphed(
     ignore: Sequence[str] = (),
     grad: Literal["recompute"] | None = None,
 ) -> Any:
-    """A drop-in for a model or a function of tensors that runs by captured graphs; also a
-    decorator.
+    """Runs a model or a function of tensors by captured graphs; also a decorator.
 
         g = cgplan.graphed(model, sizes=[1, 4, 16])
         y = g(x)
 
-    A call returns what the model returns, within rounding, or runs the model; docs/concepts.md has
-    the contract. The first two calls of a kind run the model's own code, the third captures.
-    Weights may change in place; if they move, the next call captures again.
+    A call returns what the model returns, within rounding; docs/concepts.md has the contract. A
+    kind's first two calls run the model's own code, the third captures. If weights move, the next
+    call captures again.
 
     Arguments may be tensors, numbers, text, None, and dicts, lists, tuples, dataclasses and pytrees
-    of them; those that are no tensors are part of the kind. Pass the same cache object in each
-    call; a new one gets graphs of its own.
+    of them. All but tensors are part of the kind: pass the same cache object in each call.
 
     Args:
-        model: Absent: a decorator is returned. Of a method in a class body, each object has its own
-            graphs.
+        model: Absent: a decorator is returned. Of a method, each object has its own graphs.
         sizes: Capture sizes, or a ladder's name; absent: powers of two.
         max_size: A larger batch runs eagerly, or is an error (``on_miss`` in ``compilation``).
             Absent: that of ``sizes``, or graphs grow with the batches.
         example: Arguments of one call, for ``warm_up``: a tensor, a sequence, or a mapping by name.
-        dynamic: Dimensions that vary, by input:
-            ``{"x": {0: cgplan.Dim("batch", max=64), 1: "length"}}``; parts of an argument are named
-            ``obs.position``. ``{}``: none. Absent: dimension 0 of the inputs that agree in it.
+        dynamic: Dimensions that vary, by input; parts of an argument are named ``obs.position``:
+            ``{"x": {0: cgplan.Dim("batch", max=64), 1: "length"}}``. ``{}``: none.
+            Absent: dimension 0 of the inputs that agree in it.
         pad: Values of padding by input, where it is not 0: those alone have to be harmless.
-        max_graphs: Of all kinds of calls; the least used go.
+        max_graphs: Of all kinds; the least used go.
         device: Absent: the model's, or that of the tensors.
-        compilation: More settings of ``compilation``. ``capture_policy: eager``: the first call
-            warms up.
+        compilation: More settings. ``capture_policy: eager``: the first call warms up.
         outputs: ``borrow``: valid until the next call; ``clone``: the caller's.
-        verify: Which replays are compared with the model's own code, for an eager run's time and
-            memory: ``off``, the ``first``, ``rarely`` (1, 2, 4, 8, ...), or ``always``.
+        verify: Replays that are compared with the model's own code, at its time and memory:
+            ``off``, ``first``, ``rarely`` (1, 2, 4, 8, ...), ``always``.
         strict: Raise where a graph cannot be captured or differs.
-        ignore: Paths of Python values that decide nothing, such as ``model.calls``; ``*`` stands
-            for one part.
-        grad: ``recompute``: backward runs the model's own code again. Absent: it raises
-            GradientError.
+        ignore: Paths of Python values that decide nothing, such as ``model.calls``; ``*`` is one
+            part.
+        grad: ``recompute``: backward runs the model's own code. Absent: it raises GradientError.
 
     Raises ConfigError for a wrong setting. Calls raise what the model raises; with ``strict``
     CaptureError and NumbersError, too.

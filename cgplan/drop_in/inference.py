@@ -1,4 +1,4 @@
-"""What is inferred from the first call of a kind: names of inputs, and which sizes vary."""
+"""From a kind's first call: names of inputs, and which sizes vary."""
 
 from __future__ import annotations
 
@@ -133,9 +133,7 @@ def _dim_of(given: Any) -> Dim | str:
 
 
 class Inference:
-    """Makes kinds of calls of one model."""
-
-    __graph_memory__ = True  # no state of a model that holds one
+    __graph_memory__ = True  # not model state
 
     def __init__(
         self,
@@ -154,8 +152,8 @@ class Inference:
         *,
         is_exact: bool,
     ) -> Kind:
-        """The kind of a call; ``is_exact``: nothing varies in it. Raises InputError for sizes that
-        contradict the settings, and ConfigError.
+        """The kind of a call. Raises InputError for sizes that contradict the settings, and
+        ConfigError.
         """
         forward = ByName(
             self._model,
@@ -179,7 +177,7 @@ class Inference:
         kind = Kind(forward, specs, device, note)
         if len(kind.names) == 1:
             for name, spec in specs.items():
-                # copies of a real row are valid for the model, in each dtype
+                # copies of a real row are always valid
                 if name not in pads and any(extent.symbol for extent in spec.extents):
                     specs[name] = spec.model_copy(update={"pad": "last"})
         for name, spec in specs.items():
@@ -203,7 +201,7 @@ class Inference:
         name: str,
         size: int,
     ) -> Dim:
-        """Bounds and sizes of a name: those given, or that grow with batches."""
+        """Given, or growing with batches."""
         settings = self._settings
         sizes: Any = None
         most: int | None = None
@@ -233,8 +231,8 @@ class Inference:
         forward: ByName,
         call: Call,
     ) -> list[str]:
-        """A name for each tensor of a call. Raises ConfigError where settings name others."""
-        # a tensor may come twice in a call, and a mark does not
+        """Raises ConfigError where settings name other tensors."""
+        # tensors may come twice, marks do not
         marks = [torch.empty(0) for _ in call.tensors]
         args, kwargs = forward.arguments(marks)
         name_of = dict[int, str]()
@@ -251,7 +249,7 @@ class Inference:
         for given in (*(self._settings.dynamic or ()), *self._settings.pad):
             head = given.partition(".")[0]
             parts = [name for name in names if name.partition(".")[0] == head]
-            if parts and given not in names:  # another call may have an argument that this lacks
+            if parts and given not in names:  # another call may have it
                 raise ConfigError(
                     f"dynamic or pad names {given!r}", remedy=f"Names there are {', '.join(parts)}."
                 )
@@ -262,7 +260,6 @@ def _shapes_of(
     named: Mapping[str, Tensor],
     dynamic: Mapping[str, Mapping[int, Dim | str]] | None,
 ) -> tuple[Shapes, str]:
-    """Shapes with names where sizes vary, and a note on why there."""
     shapes: Shapes = {name: list(tensor.shape) for name, tensor in named.items()}
     note = "names of dimensions: as dynamic says"
     if dynamic is None:
@@ -283,7 +280,7 @@ def _shapes_of(
 
 
 def _batched(named: Mapping[str, Tensor]) -> list[str]:
-    """The inputs whose dimension 0 has the size that most inputs have there."""
+    """Inputs whose dimension 0 has the most common size."""
     rows = Counter[int]()
     for tensor in named.values():
         if tensor.ndim:

@@ -1,9 +1,8 @@
-"""Kinds of calls: what calls have in common that one set of graphs can serve, and the life of each.
+"""Kinds of calls, which one set of graphs can serve.
 
 Note [The life of a kind]
-    The first two calls of a kind run the model's own code. If the second one changes Python, each
-    run does, and the kind stays with that code; else the third call captures. So the user's code
-    runs no more often than it is called, until it is known to leave Python as it found it.
+    The first two calls run the model's own code. If the second one changes Python, the kind stays
+    with it; else the third captures. So user code runs no more often than it is called.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from cgplan.runner.runner import GraphRunner
 
 CALLS_BEFORE_CAPTURE = 2
 _WITH_CONSTANTS = (int, float, bool, str)
-AMBIENT = 6  # parts of a form that are no arguments, at its end
+AMBIENT = 6  # last parts of a form, no arguments
 
 Shape = tuple[int | str, ...]
 
@@ -50,17 +49,9 @@ class Kind:
 
     Attributes:
         specs: The inputs, in the order of the form; shapes have names where sizes vary.
-        dims: Bounds and sizes of the names.
         grows: Names without a bound: for a larger batch the runner is opened again.
-        is_exact: Whether nothing varies.
-        calls: Before the capture.
-        eager_reason: Why the model's own code runs.
-        returns: Form of the output.
         shapes: Of the outputs, in terms of sizes.
-        requires_grad: Of each output of the model's own code.
         state, objects: Of the object arguments: a key, and their watch.
-        autocast: Its dtype, or False.
-        batch: During a capture.
         written: Ids of the storages that its graphs write.
         failures: Of verifications.
     """
@@ -105,7 +96,6 @@ class Kind:
     # --- which calls are of this kind -------------------------------------------------------------
 
     def note_written(self) -> None:
-        """Take down the storages that the graphs write."""
         assert self.runner is not None
         facts = self.runner.graphs.facts
         written = set(facts.overwritten)
@@ -123,7 +113,7 @@ class Kind:
         self,
         tensors: Sequence[Tensor],
     ) -> dict[str, int]:
-        """The sizes of a batch by name. Raises InputError for a batch of another kind."""
+        """By name. Raises InputError for a batch of another kind."""
         batch = self._reader.read(self.inputs(tensors))
         counts = batch.num_tokens, *batch.sizes
         sizes = dict(zip(self.names, counts, strict=True))
@@ -156,7 +146,7 @@ class Kind:
         form: Form,
         shapes: Shapes,
     ) -> None:
-        """Learn how outputs follow from sizes. Raises OutputShapeError where they do not."""
+        """Raises OutputShapeError where outputs do not follow from sizes."""
         given = objects_in(self.forward.form)
         for value in objects_in(form):
             if not any(value is one for one in given):
@@ -186,9 +176,7 @@ class Kind:
         self.shapes = tuple(found)
 
     def relearn(self) -> bool:
-        """Learn from the runs of captures and comparisons; whether that was news. Raises as
-        ``learn``.
-        """
+        """From captures and comparisons; whether that was news. Raises as ``learn``."""
         before = self.returns, self.shapes
         for shapes, (form, outputs) in self.forward.outputs.items():
             sizes = dict[str, int]()
@@ -203,7 +191,7 @@ class Kind:
         self,
         tensors: Sequence[Tensor],
     ) -> None:
-        """Return outputs as the model's own code did for such tensors."""
+        """Return outputs as the model did for such tensors."""
         seen = self.forward.outputs.get(shapes_of(tensors))
         if seen is not None:
             self._return(seen[0])
@@ -217,7 +205,7 @@ class Kind:
         index: int,
         at: int,
     ) -> int | str:
-        """A dimension of an output: a number, or ``factor * name + offset``."""
+        """A number, or ``factor * name + offset``."""
         ranks = {len(point.shapes[index]) for point in self._points}
         if len(ranks) > 1:
             raise OutputShapeError(
@@ -273,9 +261,8 @@ class Kind:
                     break
 
     def start_again(self, *, is_moved: bool) -> None:
-        """Free the graphs of a model that changed. Where tensors only moved, the next call captures
-        again. A kind that served no call since its capture begins anew: its model changes too often
-        to be captured each time.
+        """Free a changed model's graphs. If tensors only moved, the next call captures. A kind
+        without a call since its capture begins anew: its model changes too often.
         """
         served = self.replays > 1
         self.close()
@@ -302,7 +289,6 @@ class Kind:
         return bool(self.runner.plan.keys)
 
     def close(self) -> None:
-        """Free its graphs."""
         if self.runner is not None:
             self.runner.close()
         self.runner = self.objects = None
@@ -313,7 +299,7 @@ class Family:
     """Kinds of calls that differ in constants and objects alone.
 
     Attributes:
-        values: Of each constant, by the path of its argument.
+        values: Of each constant, by path.
         misses: Calls in a row with an object in a new state.
     """
 
@@ -323,7 +309,7 @@ class Family:
     misses: int = 0
 
     def is_hopeless(self) -> bool:
-        """Whether objects change with each call, as growing caches do; sometimes False, to try."""
+        """Objects change with each call, as growing caches do; sometimes False, to try."""
         if self.misses < 8:
             return False
         self.misses += 1
@@ -335,7 +321,7 @@ class Family:
         *,
         holds_objects: bool,
     ) -> list[str]:
-        """Count a new kind; returns the constants that had another value in each call."""
+        """Returns the constants that differed in each call."""
         self.kinds += 1
         self.misses += holds_objects
         for path, value in constants:

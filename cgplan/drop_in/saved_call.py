@@ -1,6 +1,4 @@
-"""Calls in files: a kind of calls as a configuration, and the target that calls a model as it was
-called.
-"""
+"""Calls in files: a kind as a configuration, and the target that calls its model."""
 
 from __future__ import annotations
 
@@ -39,11 +37,9 @@ def as_called(
     call: Mapping[str, Any],
     kwargs: Mapping[str, Any] = MappingProxyType({}),
 ) -> nn.Module:
-    """The target in files that ``save_config`` writes: a model that takes tensors by name, from one
-    with other arguments.
-
-    ``call`` has the arguments: constants, lists, mappings, `{$tuple: [...]}`, and `$name` for the
-    tensor of that name. Raises ModelError as ``load_model`` does.
+    """A model that takes tensors by name, in files of ``save_config``. ``call``: constants, lists,
+    mappings, `{$tuple: [...]}`, and `$name` for a tensor. Raises ModelError as ``load_model``
+    does.
     """
     model = load_model(target, kwargs, device=torch.get_default_device())
     marks = dict[str, Tensor]()
@@ -77,7 +73,7 @@ def written(
     value: Any,
     path: str,
 ) -> Any:
-    """An argument as ``as_called`` reads it. Raises ConfigError where YAML has no form for it."""
+    """As ``as_called`` reads it. Raises ConfigError where YAML has no form for it."""
     kind = type(value)
     if isinstance(value, Name):
         return f"${value}"
@@ -90,13 +86,11 @@ def written(
         return value
     raise ConfigError(
         f"argument {path} is {value!r:.80}, of {kind.__name__}, which a YAML file cannot hold",
-        remedy="Save a model that is called with tensors, numbers, text, and lists, tuples and "
-        "dicts by name of them: `graphed` a function that makes the argument itself.",
+        remedy="`graphed` a function that makes the argument itself.",
     )
 
 
 def target_of(model: object) -> str | None:
-    """The model's class, if that is importable and takes no arguments."""
     kind = type(model)
     found = getattr(sys.modules[kind.__module__], kind.__qualname__, None)
     if found is not kind or kind.__module__ == "__main__":
@@ -114,10 +108,10 @@ def config_text(
     target: str | None,
     kwargs: Mapping[str, Any] | None,
 ) -> str:
-    """The configuration of a kind with a runner, see ``Graphed.config_text``."""
+    """See ``Graphed.config_text``."""
     if kind.autocast:
         raise ConfigError(
-            "calls were made under torch.autocast, of which a file knows nothing",
+            "calls were made under torch.autocast, which a file cannot hold",
             remedy="Enter torch.autocast in the model's forward, and call it outside.",
         )
     assert kind.runner is not None

@@ -1,11 +1,4 @@
-"""Torch's state around a call: grad and inference mode, autocast, random generators.
-
-Note [Ambient state]
-    A replay ignores torch's state. Autocast decides dtypes, so a call under another one than at
-    the capture is refused. Gradients are off in every capture and call. Inference mode changes
-    nothing that a graph computes. Random numbers follow the device's default generator, as in eager
-    calls; a session gives back what it draws.
-"""
+"""Torch's state around a call: grad and inference mode, autocast, random generators."""
 
 from __future__ import annotations
 
@@ -19,12 +12,7 @@ from cgplan.errors import CaptureError
 
 
 class AmbientState(NamedTuple):
-    """Torch's state in this thread; see Note [Ambient state].
-
-    Attributes:
-        grad, inference: Whether these modes are on.
-        autocast: The dtype that autocast computes in; None where it is off.
-    """
+    """Torch's state in this thread. Graphs depend on autocast alone."""
 
     grad: bool
     inference: bool
@@ -32,7 +20,6 @@ class AmbientState(NamedTuple):
 
     @classmethod
     def now(cls, device: str) -> AmbientState:
-        """The state now, autocast for a type of device."""
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         return cls(
             torch.is_grad_enabled(),
@@ -42,7 +29,6 @@ class AmbientState(NamedTuple):
 
     @contextmanager
     def entered(self, device: str) -> Iterator[None]:
-        """A block in this state, autocast for a type of device."""
         autocast = torch.autocast(device, self.autocast, enabled=self.autocast is not None)
         with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad), autocast:
             yield
@@ -52,15 +38,13 @@ class AmbientState(NamedTuple):
         device: str,
         done: str = "captured",
     ) -> None:
-        """Raise CaptureError if autocast for a type of device is another one now. ``done``: what
-        was done to the model in this state.
-        """
+        """Raise CaptureError if autocast is another one now."""
         now = AmbientState.now(device)
         if now.autocast != self.autocast:
             raise CaptureError(
                 f"the model was {done} with autocast {self.autocast_words} and is called with "
                 f"autocast {now.autocast_words}",
-                remedy="Call it with autocast as at its capture, or capture again as it is now.",
+                remedy="Call it with autocast as at its capture, or capture again.",
             )
 
     @property
@@ -69,7 +53,7 @@ class AmbientState(NamedTuple):
 
 
 def number_of(generator: torch.Generator) -> int:
-    """A number that all Python objects of one generator share."""
+    """One number for all Python objects of a generator."""
     number: int = generator._cdata  # type: ignore[attr-defined]
     return number
 
@@ -79,7 +63,7 @@ def random_state_kept(
     device: torch.device,
     generators: Iterable[torch.Generator] = (),
 ) -> Iterator[None]:
-    """A block that leaves the default generators, and these, as they were."""
+    """A block; restores the default generators and these."""
     before = [(generator, generator.get_state()) for generator in generators]
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         try:

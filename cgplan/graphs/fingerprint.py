@@ -1,11 +1,4 @@
-"""Fingerprint: everything that a model holds at one moment, by path, and what has changed since.
-
-Note [What counts as a change]
-    Another plain value (floats by their bits, 1 and True by their types), object, length of a
-    container, address or form of a tensor. Sets, bytearrays and NumPy's arrays change with their
-    contents, random generators with their state, iterators in each run. Numbers written into
-    tensors in place are no change: graphs read them.
-"""
+"""What a model holds at one moment, by path, and what changed since, but for numbers in tensors."""
 
 from __future__ import annotations
 
@@ -41,14 +34,12 @@ _KINDS_OF_MOVES = (
 )
 _SHOWN = 10
 ABSENT: Any = object()
-_ADDRESS: Any = object()  # stands for the address of a tensor that moved
+_ADDRESS: Any = object()  # address of a moved tensor
 _ABSENT_ERRORS = (LookupError, AttributeError, ValueError)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Leaf:
-    """A value in a key."""
-
     value: Any
 
     def __eq__(
@@ -91,13 +82,11 @@ class Form(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Place:
-    """One place in the model, such as ``model.layers[0].weight``, and what was there.
+    """One place in the model, such as ``model.layers[0].weight``, and its value.
 
     Attributes:
-        above: The place that holds this one.
-        home: The id of the object that holds it, and the last step of the path.
-        container, key, value: None after ``let_go``.
-        address: Of a dense tensor on the record's device, as are the attributes below.
+        home: The id of its holder, and the path's last step.
+        address, requires_grad, form: Of a dense tensor on the record's device.
     """
 
     path: str
@@ -122,7 +111,7 @@ class Place:
         )
 
     def enter_tensor(self, device: torch.device) -> list[Inside]:
-        """Record address and form, or return what a subclass wraps."""
+        """Returns what a subclass wraps."""
         tensor = self.value
         kind = type(tensor)
         is_plain = kind in (torch.Tensor, torch.nn.Parameter)
@@ -164,9 +153,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What was at a place, and what is there now; ``where``: the container and the key that bind
-    it.
-    """
+    """A change of a value; ``where``: its container and key."""
 
     path: str
     was: Any
@@ -175,7 +162,7 @@ class Change:
 
     @property
     def is_move(self) -> bool:
-        """Whether a tensor moved, or another one like it is there."""
+        """A tensor moved, or one like it is there."""
         if self.was is _ADDRESS:
             return True
         if not self._is_of_tensors:
@@ -204,8 +191,6 @@ class Change:
 
 
 class _Stateful(NamedTuple):
-    """An object with an inner state, which ``read`` gives."""
-
     path: str
     read: ReadState
     state: object
@@ -213,16 +198,11 @@ class _Stateful(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Fingerprint:
-    """Everything that some objects hold at one moment, by path; see Note [What is looked at] in
-    walk.py. It holds the objects until ``let_go``, then paths and addresses alone.
+    """What objects hold at one moment, by path. It holds them until ``let_go``.
 
     Attributes:
-        device: Of the tensors with an address.
-        generators: Of the device, but for the default one.
-        is_compiled: Whether something is under torch.compile.
-        volatile: Paths that each run binds again, which are not compared.
-        only: Paths of the tensors whose addresses are compared; None: all.
-        count: Of the tensors with an address.
+        volatile: Paths that each run binds again; not compared.
+        only: Paths whose addresses are compared; None: all.
         draws: Random generators of the host.
     """
 
@@ -246,9 +226,7 @@ class Fingerprint:
         *,
         draws: bool = False,
     ) -> Fingerprint:
-        """Everything that can be reached from ``roots`` now. ``cuda`` without an index is the
-        current device.
-        """
+        """Record all that ``roots`` reach."""
         found = cls(dict(roots), torch.empty(0, device=device).device)
         with torch._C.DisableTorchFunctionSubclass():
             found._walk()
@@ -260,7 +238,7 @@ class Fingerprint:
     def _walk(self) -> None:
         named = dict[str, None]()
         layout_of = cache(partial(walk.layout_of, named=named))  # classes may change between walks
-        seen: dict[int, Any] = {}  # holds the objects, so that no other one gets their ids
+        seen: dict[int, Any] = {}  # keeps ids taken
         todo: list[tuple[Place | None, int, Inside]] = []
         for name in walk.HOOKS:
             hook = Inside(
@@ -364,15 +342,11 @@ class Fingerprint:
             text += f", {len(self.generators)} random generators"
         return text
 
-    # --- changes ----------------------------------------------------------------------------------
-
     def changes(
         self,
         ignore: Iterable[str] = (),
     ) -> dict[str, Change]:
-        """What differs from the record now, by path. ``ignore``: patterns of paths that count for
-        nothing, where ``*`` stands for one part.
-        """
+        """What differs now, by path; ``*`` in a path to ``ignore`` is one part."""
         found = list[Change]()
         with torch._C.DisableTorchFunctionSubclass():
             for place in self.places.values():
@@ -397,7 +371,6 @@ class Fingerprint:
         self,
         change: Change,
     ) -> bool:
-        """Whether it is of an object's attribute, or of a part of a module."""
         if change.where is None:
             return False
         container, key = change.where
@@ -407,7 +380,7 @@ class Fingerprint:
         return any(one.value is container and one.holds != "items" for one in held)
 
     def as_key(self) -> tuple[Any, ...]:
-        """A hashable key; objects that the walk enters stand by their type."""
+        """Hashable; objects that the walk enters stand by their type."""
         found = list[Any]()
         for path, place in self.places.items():
             value = place.value
@@ -427,14 +400,11 @@ class Fingerprint:
         return tuple(found)
 
     def without_draws(self) -> Fingerprint:
-        """This record, without the host's random generators."""
         self.draws = []
         return self
 
-    # --- addresses --------------------------------------------------------------------------------
-
     def let_go(self) -> Fingerprint:
-        """Drop the model's objects; with roots, addresses can still be compared."""
+        """Drop the model's objects; addresses can still be compared."""
         for place in self.places.values():
             place.container = place.key = place.value = None
         self.roots = {}
@@ -459,7 +429,7 @@ class Fingerprint:
         self,
         read: Collection[str],
     ) -> None:
-        """Compare addresses of parameters, buffers, and at these paths alone."""
+        """Compare addresses of parameters, buffers and these paths alone."""
         parts = {id(held.value) for held in self.contents.values() if held.holds == "parts"}
         counted = (p for p in self.places.values() if p.path in read or id(p.container) in parts)
         self.only = {place.path for place in counted}
@@ -470,9 +440,7 @@ class Fingerprint:
         *,
         may_grow: bool = False,
     ) -> dict[str, list[str]]:
-        """Lines on the tensors that a later record has elsewhere, in another form, or not at all,
-        and on new ones, unless the model ``may_grow``: no graph depends on them.
-        """
+        """Lines by kind; new tensors are allowed if the model ``may_grow``."""
         after = {p.path: p for p in self.steady(now.places) if p.address is not None}
         by_home = {p.home: p for p in after.values()}  # reached by another path first
         lines: dict[str, list[str]] = {kind: [] for kind in _KINDS_OF_MOVES}
@@ -499,7 +467,6 @@ class Fingerprint:
         return places, held
 
     def exchanged(self, now: Fingerprint) -> list[str]:
-        """Lines on exchanged modules and hooks."""
         lines = list[str]()
         for place in self.modules()[0]:
             new = now.places.get(place.path)
@@ -522,9 +489,7 @@ class Fingerprint:
         *,
         may_grow: bool = False,
     ) -> None:
-        """Raise AddressError for moved tensors, exchanged modules, hooks and generators. ``what``:
-        the graph.
-        """
+        """Raise AddressError for moved tensors, other modules, hooks or generators."""
         now = Fingerprint.of(self.roots if roots is None else roots, self.device)
         lines = self.moved(now, may_grow=may_grow)
         if any(lines.values()):
@@ -588,7 +553,7 @@ def _added(
 
 
 def is_tensor(value: Any) -> bool:
-    return issubclass(type(value), torch.Tensor)  # isinstance would ask the object for its class
+    return issubclass(type(value), torch.Tensor)  # isinstance asks the object for its class
 
 
 def _has_shape(value: Any) -> bool:
@@ -599,7 +564,7 @@ def is_same(
     before: Any,
     now: Any,
 ) -> bool:
-    """Whether both are one object, or equal plain values, tuples, or methods."""
+    """Whether both are one object, or equal plain values, tuples or methods."""
     kind = type(before)
     if before is now or kind is not type(now):
         return before is now
@@ -684,7 +649,7 @@ def _message(
 def _remedy(lines: dict[str, list[str]]) -> str:
     remedy = (
         "Write new values into the captured tensors in place (copy_), declare the tensor as an "
-        "input so that it is copied into a static buffer, or capture again."
+        "input, or capture again."
     )
     positions = set[int]()
     for found in lines.values():

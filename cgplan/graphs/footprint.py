@@ -1,20 +1,8 @@
 """One look at an eager run of a forward, ahead of its capture.
 
 Note [The look]
-    A dispatch mode sees each operator of one run on padding. Compiled functions run as written:
-    under a dispatch mode Dynamo would skip them, then and ever after. Eager pieces run on each
-    replay, so they may read, bind and seed as they like. The look does not see kernels outside of
-    PyTorch's dispatcher, nor code for other sizes.
-
-Note [What the next run tells]
-    The first run makes what a model makes on first use, so the run after it decides. A tensor that
-    graph code read and that this run binds again (``self.cache = self.cache + x``) is refused: a
-    graph would always read the one of the capture. So is a tensor that was computed from padding
-    and that the model keeps.
-
-Note [Random state]
-    A replay does not run ``torch.manual_seed``. A generator that is not where the last operator
-    left it was set by the forward.
+    Compiled functions run as written: under a dispatch mode Dynamo would skip them ever after. The
+        look misses kernels outside of PyTorch's dispatcher, and code for other sizes.
 """
 
 from __future__ import annotations
@@ -66,7 +54,7 @@ from cgplan.graphs.fingerprint import Change, Fingerprint, is_same, is_tensor, i
 from cgplan.graphs.put_back import PutBack
 
 Part = Literal["segment", "eager piece"]
-_COMPUTES_NOTHING = ("empty", "new_empty", "_unsafe_view")  # beginnings of names
+_COMPUTES_NOTHING = ("empty", "new_empty", "_unsafe_view")
 # at places given by inputs
 _OVERWRITES = (
     "index_copy_",
@@ -89,17 +77,11 @@ class Footprint:
 
     Attributes:
         operators: Calls by part and name, without views and bare allocations.
-        names: Of operators, but not of those in custom operators.
-        reads: The model's tensors that graph code read, by path.
-        seeded: The generator that graph code set, and where.
-        aside: Paths that eager pieces changed.
         stale: Paths that graph code bound and an eager piece read.
-        packages_that_ask: Those whose graph code asked for a capture.
+        packages_that_ask: Whose graph code asks for a capture.
         capture_visible_because: The host sync for which they see it.
-        from_inputs: Storages of what was computed from inputs.
-        value_read: Where the host first needed a value on one.
-        overwritten: Ids of storages that are written at given places, and not read before.
-        outside: See ``Outside``.
+        value_read: Where the host first needed a value computed from inputs.
+        overwritten: Ids of storages written at given places, unread before.
     """
 
     operators: dict[Part, Counter[str]] = field(default_factory=no_operators)
@@ -122,11 +104,8 @@ class Footprint:
 
 
 class Outside:
-    """Tensors that graphs read and that the walk of the model does not find: those that a run read
-    and did not make, and those that it made and that outlive it, as in an ``lru_cache``.
-
-    Args:
-        known: Ids of the storages of the model and of its inputs.
+    """Tensors that graphs read and the walk misses: not made by the run, or outliving it, as in an
+    ``lru_cache``. ``known``: ids of the model's and the inputs' storages.
     """
 
     def __init__(self, known: Iterable[int]) -> None:
@@ -150,7 +129,7 @@ class Outside:
                 self._made.append(weakref.ref(tensor))
 
     def tensors(self, model: Collection[int] = ()) -> list[torch.Tensor]:
-        """After the run; ``model``: ids of tensors that it bound in the model."""
+        """``model``: ids of tensors bound there."""
         found = list(self._read.values())
         for made in self._made:
             tensor = made()
@@ -160,8 +139,6 @@ class Outside:
 
 
 class OutsideLog(OperatorMode):
-    """Notes ``outside`` of one run."""
-
     def __init__(
         self,
         device: str,
@@ -187,7 +164,7 @@ class OutsideLog(OperatorMode):
 
 @dataclass(slots=True)
 class _Random:
-    """A generator, its state before the look, and after the last operator."""
+    """``after`` the last operator; in another state, the forward set it."""
 
     generator: torch.Generator
     before: torch.Tensor
@@ -199,10 +176,8 @@ class Look(TorchDispatchMode):
 
     Args:
         part: Of code outside of wrappers and eager pieces.
-        eager_ops: Operators that run between segments.
-        is_whole: Whether eager pieces are graph code, too.
-        inputs: Arguments of the forward.
-        hidden_from: Packages that do not see the capture, unless ``capture_visible_because``.
+        is_whole: Eager pieces are graph code, too.
+        hidden_from: Packages that do not see the capture.
     """
 
     supports_higher_order_operators = True
@@ -228,8 +203,8 @@ class Look(TorchDispatchMode):
         self._part: Part = part
         self._eager_ops = frozenset(eager_ops)
         self._device = self._state.device.type
-        self._key = self._device.upper()  # of the dispatcher
-        self._depth = 0  # of operators in operators
+        self._key = self._device.upper()
+        self._depth = 0  # nested operators
         self._called_wrappers = set[int]()
         self._names = dict[int, str]()  # of the model's tensors
         for place in reversed(self._state.places.values()):
@@ -257,10 +232,8 @@ class Look(TorchDispatchMode):
         self._has_drawn = False
         for generator in (self._default, *self._state.generators):
             known = self._know(generator)
-            generator.manual_seed(_SEED)  # where no forward would set it
+            generator.manual_seed(_SEED)  # no forward sets it
             known.after = generator.get_state()
-
-    # --- operators --------------------------------------------------------------------------------
 
     def __torch_dispatch__(
         self,
@@ -292,10 +265,10 @@ class Look(TorchDispatchMode):
                 finally:
                     self._depth -= 1
                     count_writes(func, args, kwargs)
-        if is_composite(func, self._key):  # in inference mode these come whole
+        if is_composite(func, self._key):  # whole in inference mode
             with self.in_part(part), self:
                 return as_its_caller(func, func.decompose, self._device)(*args, **kwargs)
-        # a torch function mode, such as a default device, would see each attribute below
+        # else function modes see each attribute
         with self.in_part(part), torch._C.DisableTorchFunction():
             return self._run(func, args, kwargs)
 
@@ -372,13 +345,11 @@ class Look(TorchDispatchMode):
             self._storages_read |= set(given)
 
     def answer(self, package: str) -> bool:
-        """Whether a package that asks sees a capture now."""
+        """Whether a package sees a capture."""
         if not self.refusals.is_on:
             return False
         self.found.packages_that_ask.add(package)
         return self.found.capture_visible_because is not None
-
-    # --- parts ------------------------------------------------------------------------------------
 
     @contextmanager
     def in_part(
@@ -414,7 +385,7 @@ class Look(TorchDispatchMode):
         *,
         is_whole: bool,
     ) -> Iterator[None]:
-        """A block that a graph wrapper captures; its operators count once."""
+        """A block that a wrapper captures; its operators count once."""
         before = self._is_whole
         again = id(wrapper) in self._called_wrappers
         self._called_wrappers.add(id(wrapper))
@@ -427,26 +398,24 @@ class Look(TorchDispatchMode):
             self._is_whole = before
             self._depth -= again
 
-    # --- eager pieces -----------------------------------------------------------------------------
-
     def run_unrecorded(
         self,
         function: Callable[..., Any],
         args: Args,
         kwargs: dict[str, Any],
     ) -> Any:
-        """Run an eager piece; what it returns of the model is copied, as for graphs."""
+        """Copies what a piece returns of the model, as graphs do."""
         self.found.breaks = True
         if self._is_whole:
             return function(*args, **kwargs)
         was_in_piece = self._in_piece
         self._in_piece = True
-        if not was_in_piece:  # a piece inside a piece follows no graph code
+        if not was_in_piece:  # not inside a piece
             self._of_piece = set(map(id, tensors_in((args, kwargs))))
             self._bound_by_graphs |= _others(self._last_changes, self._changes())
         context = current_forward_context()
         derived = {} if context is None else context.derived
-        if context is not None:  # as a breakable capture: no segment reads what a piece derives
+        if context is not None:  # no segment reads what a piece derives
             context.derived = self._derived_by_pieces
         try:
             with self.in_part("eager piece"):
@@ -456,7 +425,7 @@ class Look(TorchDispatchMode):
             self._end_piece()
             if context is not None:
                 context.derived = derived
-        # graphs get slots for what is bound there
+        # graphs get slots for it
         for module in modules_reached(function, args, kwargs):
             for value in (*vars(module).values(), *module._buffers.values()):
                 self._made_by_pieces.pop(id(value), None)
@@ -496,8 +465,6 @@ class Look(TorchDispatchMode):
     def _changes(self) -> dict[str, object]:
         return {path: change.now for path, change in self._state.changes().items()}
 
-    # --- random numbers ---------------------------------------------------------------------------
-
     def _know(self, generator: torch.Generator) -> _Random:
         key = number_of(generator)
         if key not in self._random:
@@ -527,7 +494,6 @@ class Look(TorchDispatchMode):
             self.found.seeded = f"{[*paths, name][0]}, before {blamed_line()}"
 
     def finish(self) -> None:
-        """Complete the findings, and put generators back."""
         found = self.found
         bound = set(map(id, self._changes().values()))
         found.outside = self._outside.tensors(bound)
@@ -554,7 +520,6 @@ def modules_reached(
     args: Args,
     kwargs: Mapping[str, Any],
 ) -> list[Module]:
-    """The modules in an eager piece or in what it is given."""
     found = list[Module]()
     for module in (function, getattr(function, "__self__", None), *args, *kwargs.values()):
         if isinstance(module, Module):
@@ -574,7 +539,7 @@ def _others(
 
 
 def current_look() -> Look | None:
-    """The look, if no other mode, such as a tape's, is inside of it."""
+    """None inside of another mode, such as a tape's."""
     mode = _get_current_dispatch_mode()
     return mode if isinstance(mode, Look) else None
 
@@ -584,19 +549,19 @@ def look(
     kept: PutBack,
     **options: Any,
 ) -> Footprint:
-    """Run a forward eagerly, once; for ``options`` see ``Look``."""
+    """Run a forward eagerly, once; ``options`` of ``Look``."""
     device = kept.before.device
     with kept.run(), random_state_kept(device), probing(), as_written(), ExitStack() as stack:
         mode = Look(kept, **options)
         stack.enter_context(answering(mode.hidden_from, mode.answer))
-        if device.type == "cpu":  # elsewhere the dispatcher sees what moves values to the host
+        if device.type == "cpu":  # on a GPU the dispatcher sees it
             stack.enter_context(host_guard(mode.refusals))
         stack.enter_context(mode)
         try:
             call()
         except Exception as error:
             mode.found.error = f"{type(error).__name__}: {first_line(error)}"
-            traceback.clear_frames(error.__traceback__)  # their locals hold tensors, and so memory
+            traceback.clear_frames(error.__traceback__)  # locals hold tensors
         finally:
             stack.close()
             mode.finish()
@@ -608,8 +573,8 @@ def examine(
     kept: PutBack,
     **options: Any,
 ) -> Footprint:
-    """Look at a forward, and again where a library has to see the capture, see Note [Hidden
-    captures]. Raises CaptureError where graph code seeds a generator.
+    """Looks again where a library has to see the capture. Raises CaptureError where graph code
+    seeds a generator.
     """
     found = look(call, kept, **options)
     is_hidden = found.capture_visible_because is None
@@ -631,8 +596,8 @@ def judge(
     *,
     runs_again: bool,
 ) -> None:
-    """Compare a look with the run after it; raises CaptureError, see Note [What the next run
-    tells]. ``runs_again``: Python code runs on each replay.
+    """Raise CaptureError if graph code reads what the run after the look binds again, or if the
+    model keeps what it computed from padding.
     """
     if not runs_again:
         _refuse_rebound(found, changed, kept)
@@ -645,7 +610,7 @@ def refuse_value(
     found: Footprint,
     kept: PutBack,
 ) -> None:
-    """Raise CaptureError if the first run kept what it made of an input's value."""
+    """Raise CaptureError if an input's value made something on first use."""
     if found.value_read and kept.has_made:
         _refuse_first_use(f"a value for the host ({found.value_read})", kept)
 
@@ -658,8 +623,7 @@ def _refuse_first_use(
     if kept.leaves_python:
         remedy = f"Dicts and lists keep what they were given, so make the model anew. {remedy}"
     raise CaptureError(
-        f"the forward computes {what} on first use, from inputs that are padding here, and goes "
-        "on with the result",
+        f"the forward computes {what} on first use, from padding, and keeps it",
         remedy=remedy,
     )
 
@@ -682,13 +646,12 @@ def _refuse_rebound(
             refused.append(path)
     if refused:
         raise CaptureError(
-            f"the forward reads {listed(refused)} and binds it again on each call; a graph would "
-            "always read what was there at capture",
+            f"the forward reads {listed(refused)} and binds it again on each call; a graph "
+            "reads the one of the capture",
             remedy="Write in place (self.cache.add_(x), a one-element tensor for a counter), pass "
             "it as an input, or do it outside of the forward.",
         )
 
 
 def listed(paths: Iterable[str]) -> str:
-    """The first paths, without the root's name."""
     return ", ".join(path.removeprefix("model.") for path in [*paths][:5])

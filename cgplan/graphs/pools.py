@@ -1,15 +1,12 @@
-"""Pools: which graphs share one, and what runners that share one must not do at once.
+"""Which graphs share a pool, and what its runners must not do at once.
 
 Note [Sharing a pool]
-    A replay overwrites what other graphs of the pool left. That is safe for graphs that never run
-    at once, such as a target's and its draft's: both fit into the memory that the larger one needs.
-    The pool refuses a call during another member's call or capture, and a call on another stream
-    while the last stream has work. An output is valid until the next call of any member.
+    A replay overwrites what other graphs of the pool left. The pool refuses a call during another
+    call or capture, and on another stream while the last one has work.
 
 Note [Generations]
-    A pool gives its memory back when its last graph is freed; until then captures reuse what
-    evicted graphs leave. Where new graphs do not fit, or the pool holds much more than its graphs
-    need, a new generation begins: all graphs are freed, and captured again into a new pool.
+    A pool gives memory back when its last graph is freed. Where new graphs do not fit, or the pool
+    is much too large, all are captured again into a new pool.
 """
 
 from __future__ import annotations
@@ -28,14 +25,11 @@ PoolPolicy = Literal["shared", "per_mode", "per_graph"]
 
 
 class PoolUse:
-    """Whose call runs graphs of a pool: one call at a time, on one stream at a time.
+    """One call at a time, on one stream at a time.
 
     Attributes:
-        acquire, unlock: Of the lock that each call takes.
         thread: The holder of the lock, or 0.
-        waits: Whether a call on another stream waits for the last one, or is an error.
-        stream, user: Of the last call; ``user`` names the runner.
-        is_shared: Whether several runners use the pool.
+        waits: Calls on another stream wait; else they raise.
     """
 
     def __init__(self, *, is_shared: bool = False) -> None:
@@ -49,12 +43,12 @@ class PoolUse:
         self._holder = ""
 
     def release(self) -> None:
-        self.thread = 0  # ahead: a stale one would take this thread's next call for a nested one
+        self.thread = 0  # else this thread's next call seems nested
         self.unlock()
 
     @contextmanager
     def held(self, name: str) -> Iterator[None]:
-        """A block without calls. Raises CgplanError if one is under way."""
+        """Raises CgplanError during a call."""
         self.take(name)
         self._holder = name
         try:
@@ -70,7 +64,7 @@ class PoolUse:
             self.wait(name)
 
     def wait(self, name: str) -> None:
-        """Take the lock after another thread. Raises CgplanError if this thread holds it."""
+        """Raises CgplanError if this thread holds the lock."""
         if self.thread == threading.get_ident():
             raise self.under_way(name)
         self.acquire()
@@ -78,12 +72,11 @@ class PoolUse:
 
     def under_way(self, name: str) -> CgplanError:
         other = self._holder or self.user
-        if self.is_shared and name != other:  # a manager alone in its pool has no other to name
+        if self.is_shared and name != other:  # a lone manager has no other to name
             return CgplanError(
                 f"{name!r} was called while a call of {other!r} was under way, and both capture "
                 "into one pool",
-                remedy="Call the members of a pool from one thread at a time, or give each its "
-                "own GraphPool.",
+                remedy="Call members from one thread, or give each its own GraphPool.",
             )
         return CgplanError(
             "the runner was called while another call was under way",
@@ -92,7 +85,7 @@ class PoolUse:
         )
 
     def take_stream(self, stream: int, name: str, backend: GraphBackend) -> None:
-        """Note the stream of a call. Raises CgplanError if another stream still has work."""
+        """Raises CgplanError if another stream still has work."""
         if self.stream not in (None, stream):
             if self.waits:
                 backend.synchronize()
@@ -114,18 +107,12 @@ class PoolUse:
 
 
 class GraphPool:
-    """A graph pool that several runners capture into, see Note [Sharing a pool]. Its memory is free
-    again once all members are closed.
+    """A graph pool for several runners, see Note [Sharing a pool]; closing them frees it.
 
     Args:
-        backend: The device; all members have to use this very object.
+        backend: All members use this very object.
 
-    Attributes:
-        handle: The backend's pool.
-        members: The runners that captured into it and are not closed.
-
-    Raises:
-        BackendError: ``backend`` is none.
+    Raises BackendError for another ``backend``.
     """
 
     def __init__(self, backend: GraphBackend) -> None:
@@ -141,26 +128,21 @@ class GraphPool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it has reserved."""
+        """Reserved bytes."""
         return self.backend.pool_bytes(self.handle)
 
 
 def check_pools(policy: PoolPolicy, given: GraphPool | None) -> None:
-    """Raise CgplanError if the policy asks for several pools, and one is given."""
+    """Raise CgplanError if a pool is given and the policy asks for several."""
     if given is not None and policy != "shared":
         raise CgplanError(
-            f"compilation.pool is {policy}, but the runner was given a pool that it shares with "
-            "others",
+            f"compilation.pool is {policy}, but the runner was given a pool",
             remedy="Set compilation.pool: shared, or give it no pool.",
         )
 
 
 class RunnerPools:
-    """The pools of one runner, made as keys need them; or a given one alone.
-
-    Attributes:
-        generation: From 1; see Note [Generations].
-    """
+    """Pools by key, or a given one alone."""
 
     def __init__(
         self, policy: PoolPolicy, backend: GraphBackend, given: GraphPool | None = None
@@ -181,7 +163,7 @@ class RunnerPools:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that all generations have reserved."""
+        """Reserved bytes of all generations."""
         return self._backend.pool_bytes(*self._pools.values(), *self._old)
 
     @property
@@ -200,7 +182,7 @@ class RunnerPools:
         self._forget_empty()
 
     def renew(self) -> None:
-        """Begin a new generation; this one's graphs are freed."""
+        """All graphs are freed: Note [Generations]."""
         self.generation += 1
         if self._given is None:
             self._old += self._pools.values()

@@ -1,11 +1,9 @@
-"""PutBack: what runs ahead of a capture change of a model, and what it gets back.
+"""What runs ahead of a capture change of a model, and what it gets back.
 
 Note [What is put back]
-    Tensors and attributes get back what they were; other containers of Python do not. What the
-    first run alone changed was made on first use: a table, a flag. The graph was captured with it,
-    so all that this run bound stays, unless no capture succeeds. A storage is copied before its
-    first write, on its device up to a limit, then on the host. Small storages get their first
-    values before each run: positions must not run past a cache.
+    Tensors and attributes, not other containers. What the first run alone made stays with a
+    capture, which relies on it. Small storages are rewound before each run: positions must not run
+    past a cache.
 """
 
 from __future__ import annotations
@@ -29,8 +27,6 @@ Outcome = Literal["device", "host", "new", "not kept"]
 
 
 class _New(NamedTuple):
-    """A written storage that the model did not hold; its copy, if it is small."""
-
     reference: StorageWeakRef
     copy: torch.UntypedStorage | None
     version: int | None
@@ -38,14 +34,7 @@ class _New(NamedTuple):
 
 @dataclass(slots=True)
 class _Written:
-    """A storage of the model that runs wrote.
-
-    Attributes:
-        copy: Its first bytes; None where it is too large.
-        version: Of ``tensor`` after the last run.
-        runs, captures: How many wrote it; captures are runs, too.
-        after_run: The bytes then, if it is small: kernels may write without a version.
-    """
+    """``after_run``: its bytes, if small: kernels may write without a version."""
 
     path: str
     tensor: torch.Tensor
@@ -89,12 +78,10 @@ class PutBack:
     """Undoes what runs on padding change of a model; see Note [What is put back].
 
     Args:
-        before: The model as it is.
         limit: Bytes of copies on the device.
 
     Attributes:
-        outcome: After ``restore``, bytes by path, and where the copy was; ``new``: made on first
-            use; ``not kept``: too large to be copied.
+        outcome: Bytes and kind of copy by path; ``new``: made on first use.
         volatile: Paths that each run binds again.
     """
 
@@ -111,10 +98,10 @@ class PutBack:
         self._new: dict[int, _New] = {}
         self._places = self._storages(before)
         self._last: dict[str, Change] = {}  # after the last run
-        self._first = dict[str, Any]()  # what the first run that changed a path left there
+        self._first = dict[str, Any]()  # what their first change left there
         self._count = 0  # of runs
-        self._runs = Counter[str]()  # that changed a path
-        self._captured = set[str]()  # paths that a capture was the first to change
+        self._runs = Counter[str]()
+        self._captured = set[str]()  # paths that a capture changed first
         self._keeps_first_use = True
         self._of_context = set[str]()  # paths
 
@@ -129,8 +116,6 @@ class PutBack:
                 found.setdefault(address, (place.path, place.value))
         return found
 
-    # --- runs -------------------------------------------------------------------------------------
-
     @contextmanager
     def run(
         self,
@@ -138,8 +123,8 @@ class PutBack:
         captures: bool = False,
         enters_made: bool = False,
     ) -> Iterator[dict[str, Change]]:
-        """A block of one run of the forward. The dict gets what the run changed of Python, by path,
-        if it ``enters_made`` also inside of what earlier runs made.
+        """A block; yields its changes of Python, with ``enters_made`` also inside what earlier runs
+        made.
         """
         found = dict[str, Change]()
         self.rewind()
@@ -170,7 +155,7 @@ class PutBack:
 
     @contextmanager
     def setting_context(self) -> Iterator[None]:
-        """A block of an engine's code; what it binds is put back."""
+        """Around an engine's code: what it binds is put back."""
         yield
         now = self.before.changes()
         self._of_context |= _differing(self._last, now).keys()
@@ -248,7 +233,6 @@ class PutBack:
             )
 
     def rewind(self) -> None:
-        """Give small tensors their first values."""
         for written in self._written.values():
             if written.is_small and not self._is_from_first_use(written):
                 written.put_back()
@@ -293,7 +277,7 @@ class PutBack:
         read: Mapping[str, torch.Tensor],
         changed: Mapping[str, Change],
     ) -> list[str]:
-        """Paths of tensors that were read, and that a run exchanged."""
+        """Paths of read tensors that a run exchanged."""
         bound = {path for path, change in changed.items() if change.where is not None}
         within = [path for path in read if is_within(path, bound)]
         found = list[str]()
@@ -322,8 +306,6 @@ class PutBack:
         """Paths that no capture wrote."""
         return {written.path for written in self._written.values() if not written.captures}
 
-    # --- putting back -----------------------------------------------------------------------------
-
     def forget_captures(self) -> None:
         """Say that no graph stays: ``restore`` undoes all."""
         self._keeps_first_use = False
@@ -332,7 +314,7 @@ class PutBack:
         self,
         where: Outcome = "device",
     ) -> int:
-        """Bytes of copies, on their device or on the host."""
+        """In bytes."""
         nbytes = 0
         for written in self._written.values():
             if written.copy is not None and written.kept == where:
@@ -344,8 +326,8 @@ class PutBack:
         *,
         between_keys: bool = False,
     ) -> None:
-        """Undo the changes; between keys, large storages wait. The device is idle."""
-        if self._count < 2:  # no second run left alone what the first one changed
+        """Undo changes; between keys, large storages wait. The device is idle."""
+        if self._count < 2:  # no second run tells first use apart
             self.forget_captures()
         self.outcome.clear()
         for written in self._written.values():
@@ -358,7 +340,7 @@ class PutBack:
             self.outcome[written.path] = nbytes, written.kept
             written.put_back()
         if between_keys and not self._last:
-            return  # the last run left Python as it was
+            return
         made = self._made_on_first_use()
         for path, change in self.before.changes().items():
             if path in made:
@@ -379,14 +361,14 @@ class PutBack:
         self,
         ignore: Iterable[str],
     ) -> bool:
-        """Undo what a run bound of attributes; whether Python is then as it was."""
+        """Undo changes of attributes; whether Python is then as it was."""
         for change in self.before.changes(ignore).values():
             if self.before.is_attribute(change):
                 _bind(change, change.was)
         return not self.before.changes(ignore)
 
     def drop_copies(self) -> None:
-        """Free the copies: frames of an exception may hold this object for long."""
+        """An exception's frames may hold this object for long."""
         self._written.clear()
 
 
@@ -406,7 +388,6 @@ def _differing(
     before: Mapping[str, Change],
     now: Mapping[str, Change],
 ) -> dict[str, Change]:
-    """What the run between two records of changes did."""
     found = dict[str, Change]()
     for path, change in now.items():
         known = before.get(path)

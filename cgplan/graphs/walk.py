@@ -1,11 +1,5 @@
-"""Walk: what a record of a model enters, and how it reads it without running code of the user.
-
-Note [What is looked at]
-    The walk enters modules and their forward hooks, containers, attributes and slots of objects,
-    partials, bound methods; closures, defaults and globals of functions; ``forward``, ``__call__``
-    and what these name of a class; classes that are values. It does not enter threads, locks,
-    loggers, code of torch and Python's library, attributes of tensors, and objects with
-    ``__graph_memory__``. It runs no code of the user but ``__tensor_flatten__``.
+"""What a record of a model enters, without objects with ``__graph_memory__``; no user code runs but
+``__tensor_flatten__``.
 """
 
 from __future__ import annotations
@@ -47,7 +41,7 @@ PLAIN = frozenset(
         slice,
     }
 )
-# what a class or a module of Python holds, and is no state
+# held by classes and modules, and no state
 _CODE = (
     types.ModuleType,
     types.FunctionType,
@@ -93,7 +87,7 @@ class Inside(NamedTuple):
 
 @dataclass(slots=True)
 class _Via:
-    """An object that is read and bound by these functions, not by its own code."""
+    """Avoids the object's own code."""
 
     value: Any
     get: Callable[[Any, Any], Any]
@@ -141,10 +135,8 @@ class Contents:
     """A container, as it was.
 
     Attributes:
-        base: The type that reads it without code of the user.
-        keys: Of a dict.
-        owner: The object whose attributes it holds, of the class ``kind``.
-        holds: ``parts``: the parameters, buffers or submodules of a module.
+        base: The type that reads it without user code.
+        owner: The object whose attributes it holds.
     """
 
     value: Any
@@ -166,8 +158,6 @@ class Contents:
 
 @dataclass(slots=True)
 class Found:
-    """What is inside of one object; containers by the step of their path."""
-
     places: list[Inside] = field(default_factory=list)
     contents: dict[str, Contents] = field(default_factory=dict)
     is_compiled: bool = False  # by torch.compile
@@ -185,21 +175,11 @@ class Found:
         value: Any,
         step: str = "",
     ) -> None:
-        """Add a value that is bound nowhere."""
         self.add({"": value}, "", step)
 
 
 @dataclass(slots=True)
 class Layout:
-    """How objects of one class are read.
-
-    Attributes:
-        base: The container that it derives from.
-        slots: Names and members.
-        methods, class_values: What the walk enters of the class; ``overridden`` of those above it.
-        is_entered: Whether an object of it was met.
-    """
-
     is_module: bool
     base: Any
     slots: list[tuple[str, Any]]
@@ -213,9 +193,7 @@ def layout_of(
     kind: type,
     named: dict[str, None],
 ) -> Layout | None:
-    """None for classes that a walk does not enter. ``named``: the names in code that was entered;
-    of a module, methods with these names count.
-    """
+    """None: not entered. ``named``: names in code so far; a module's methods with these count."""
     static = dict[str, Any]()
     for owner in reversed(kind.__mro__):
         static.update(vars(owner))
@@ -242,7 +220,7 @@ def layout_of(
     names = ["forward", "__call__"]
     if is_module and not _is_foreign(kind.__module__):
         names += named
-    for name in names:  # it grows by the names that methods name
+    for name in names:  # it grows
         value = _function_of(static.get(name))
         if name in static and _is_state(value):
             layout.class_values[name] = None
@@ -273,7 +251,7 @@ def _is_state(value: Any) -> bool:
 
 
 def is_leaf(value: Any) -> bool:
-    """Whether a value has nothing inside that the walk would find."""
+    """Whether the walk finds nothing inside a value."""
     kind = type(value)
     layout = layout_of(kind, {})
     if layout is None or issubclass(kind, (str, bytes, *NUMBERS)):
@@ -282,17 +260,12 @@ def is_leaf(value: Any) -> bool:
 
 
 def _function_of(value: Any) -> Any:
-    """The function of a method or property; else the value."""
     if type(value) is property:
         return value.fget
     return value.__func__ if type(value) in (staticmethod, classmethod) else value
 
 
-# --- the code of functions ------------------------------------------------------------------------
-
-
 def names_in(function: Any) -> tuple[str, ...]:
-    """Names in the code of a function, or of the one that it wraps."""
     inner = function.__dict__.get("__wrapped__")
     while type(inner) is types.FunctionType:
         function, inner = inner, inner.__dict__.get("__wrapped__")
@@ -312,7 +285,7 @@ def _names_of(code: types.CodeType) -> tuple[str, ...]:
 
 @cache
 def _globals_of(code: types.CodeType) -> tuple[str, ...]:
-    """The globals that code reads or binds; ``co_names`` has attributes, too."""
+    """``co_names`` has attributes, too."""
     names = dict[str, None]()
     for instruction in dis.get_instructions(code):
         if instruction.opname in _GLOBAL_READS:
@@ -325,9 +298,6 @@ def _globals_of(code: types.CodeType) -> tuple[str, ...]:
 
 def _is_foreign(module: object) -> bool:
     return str(module).partition(".")[0] in _FOREIGN
-
-
-# --- what is inside of an object ------------------------------------------------------------------
 
 
 def inside(
@@ -401,7 +371,7 @@ def _enter_object(
         found.add(slot, member, f".{name}")
     own: Any = None
     if type(value).__dictoffset__:
-        # some classes, such as TypeVar of Python 3.12, claim one and have none
+        # TypeVar of Python 3.12 claims one and has none
         with suppress(AttributeError):
             own = object.__getattribute__(value, "__dict__")
     if isinstance(own, dict):
@@ -467,7 +437,7 @@ def _enter_function(
     function: types.FunctionType,
     found: Found,
 ) -> None:
-    """Of foreign code, enters the function that it wraps."""
+    """Of foreign code, only what it wraps."""
     own = function.__dict__
     code = function.__code__
     named = function.__globals__
@@ -511,9 +481,6 @@ def _enter_namespace(
             found.add_value(now.__func__)
 
 
-# --- objects with an inner state ------------------------------------------------------------------
-
-
 def state_reader(value: Any) -> ReadState | None:
     """None for objects without an inner state."""
     kind = type(value)
@@ -532,7 +499,7 @@ def state_reader(value: Any) -> ReadState | None:
     if issubclass(kind, io.StringIO | io.BytesIO):
         return lambda: None if value.closed else value.tell()
     if hasattr(kind, "__next__") and package not in ("_io", "torch", "cgplan"):
-        return object  # another one each time: to ask an iterator would move it on
+        return object  # another one each time: asking an iterator moves it on
     return None
 
 
@@ -559,11 +526,8 @@ def _host_random() -> object:
     return hash(bytes(torch.default_generator.get_state().tolist()))
 
 
-# --- paths ----------------------------------------------------------------------------------------
-
-
 def step(key: Any) -> str:
-    """The step of a path for a key: ``.name``, ``['a b']``, ``[<Point>]``."""
+    """``.name``, ``['a b']``, ``[<Point>]``."""
     if type(key) is str and key.isidentifier():
         return f".{key}"
     if isinstance(key, Enum):
@@ -572,7 +536,7 @@ def step(key: Any) -> str:
 
 
 def step_to_part(name: str) -> str:
-    """The step to a parameter, buffer or module of a module: ``[0]``, ``.weight``."""
+    """``[0]``, ``.weight``."""
     return f"[{name}]" if name.isdecimal() else f".{name}"
 
 

@@ -1,11 +1,9 @@
-"""Watch: whether a model is still as its fingerprint says, for about a microsecond a call.
+"""Whether a model is still as its fingerprint says, for about a microsecond a call.
 
 Note [Watched dicts]
-    CPython 3.12 reports changes of dicts, which hold most attributes. So a call looks at one flag.
-    The callback sets the flag and nothing else: it runs in the middle of other code. A write of the
-    same value may set it, too; the fingerprint then decides. CPython does not report ``.data =``
-    and changes of lists, slots, cells and classes: each call compares some of these in rotation. On
-    Python 3.11, or where no watcher is free, everything is in rotation.
+    CPython 3.12 reports changes of dicts to a callback. It sets one flag and nothing else, since it
+    runs in the middle of other code. ``.data =`` and changes of lists, slots, cells and classes are
+    not reported: each call compares some in rotation.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from typing import Any
 from cgplan.graphs.fingerprint import Change, Fingerprint, Place
 from cgplan.graphs.walk import Contents
 
-# tensors and other places that each call compares
+# tensors, others of each call
 _WITH_WATCHER = (4, 1)
 _WITHOUT_WATCHER = (64, 256)
 _DEALLOCATED = 5
@@ -58,7 +56,7 @@ def _watcher() -> int | None:
 
 
 class _Extent:
-    """The length of a container as a place; None where its last key or owner changed."""
+    """A length as a place; None where its last key or owner changed."""
 
     def __init__(self, held: Contents) -> None:
         self._held = held
@@ -74,20 +72,18 @@ class _Extent:
             return None
         if held.keys and next(held.base.__reversed__(held.value)) is not held.keys[-1]:
             return None
-        return held.length  # the very object, since places are compared by identity
+        return held.length  # the same object: places are compared by identity
 
 
 class Watch:
     """Compares a model with its fingerprint on each call.
 
     Args:
-        record: The model as it was; its objects are held until ``close``.
-        places: Those that count, and their containers; absent: all.
-        contents: Containers whose length counts beside these places.
-        at_once: Each call compares all that no watcher reports, not some in rotation.
+        record: Its objects are held until ``close``.
+        at_once: Each call compares everything.
     """
 
-    __graph_memory__ = True  # no state of a model that holds one
+    __graph_memory__ = True  # not model state
 
     def __init__(
         self,
@@ -99,7 +95,7 @@ class Watch:
     ) -> None:
         self.record = record
         self._is_whole = places is None
-        self._flag = [False]  # whether a watched dict was written since the last comparison
+        self._flag = [False]  # a watched dict was written
         if places is None:
             places = record.places.values()
             contents = record.contents.values()
@@ -128,7 +124,7 @@ class Watch:
         if at_once:
             most_tensors = len(tensors)
             most_others = len(others)
-        # Each call compares some of both: where all tensors have moved, it sees that.
+        # so that each call compares a tensor: all may have moved
         first = _slices(tensors, most_tensors)
         second = _slices(others, most_others)
         self._chunks = list[list[_Compared]]()
@@ -143,7 +139,7 @@ class Watch:
         self._stateful = record.stateful if at_once else []
 
     def _watch_dicts(self, counted: set[int]) -> None:
-        """Watch these dicts; a script's globals, which change often, stay in rotation."""
+        """A script's globals, which change often, stay in rotation."""
         watcher = _watcher()
         if watcher is None:
             return
@@ -158,12 +154,11 @@ class Watch:
             self._dicts[address] = value
 
     def _is_reported(self, place: Place) -> bool:
-        """Whether a change there sets the flag, or never comes."""
         is_steady = place.above is None or type(place.container) is tuple
         return is_steady or id(place.container) in self._dicts
 
     def holds(self) -> bool:
-        """Whether watched dicts, and the next places in rotation, are as they were."""
+        """Looks at watched dicts and the next places in rotation."""
         if self._flag[0]:
             return not self._is_whole and self.holds_all()
         for _, read, state in self._stateful:
@@ -176,7 +171,7 @@ class Watch:
         return _holds(chunk)
 
     def holds_all(self) -> bool:
-        """Whether each place holds the very object that it held, at its address."""
+        """Each place holds the same object at its address."""
         self._flag[0] = False
         found = _holds(self._all)
         if not found:
@@ -197,7 +192,6 @@ class Watch:
         return found
 
     def close(self) -> None:
-        """Drop the model's objects."""
         watcher = _watcher() if self._dicts else None
         for address, value in self._dicts.items():
             others = [flag for flag in _flags.get(address, ()) if flag is not self._flag]
@@ -245,6 +239,6 @@ def _holds(places: Iterable[_Compared]) -> bool:
                 value.shape,
             ) != tensor:
                 return False
-    except (LookupError, AttributeError, ValueError, TypeError):  # it is no longer there
+    except (LookupError, AttributeError, ValueError, TypeError):
         return False
     return True

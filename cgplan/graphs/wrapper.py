@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 class Recorded(NamedTuple):
-    """One captured call, see CUDAGraphEntry."""
+    """One captured call."""
 
     graph: Any
     output: Any
@@ -55,18 +55,15 @@ class CUDAGraphOptions:
     """How a wrapper captures.
 
     Attributes:
-        borrow_outputs: Outputs are valid until the next replay of any graph in the pool. False:
-            they hold their memory.
+        borrow_outputs: The next replay in the pool overwrites outputs; else they hold their memory.
         num_of_warmups: Eager runs before a capture outside of a session.
-        copied_arguments: Positions of arguments that each replay copies into the pool; shape and
-            dtype must be those of the capture. All others must keep their addresses.
-        address_check: Whether addresses of arguments and of the context's metadata are checked:
-            ``off``, ``first`` (on each graph's first replay) or ``always``. Those of parameters
-            are not.
-        debug_log_enable: Whether captures are logged, at level DEBUG.
+        copied_arguments: Positions of arguments, of fixed shape and dtype, that each replay copies
+            into the pool.
+        address_check: Of arguments and metadata: ``off``, ``first`` (on each graph's first replay),
+            ``always``.
+        debug_log_enable: Log captures at level DEBUG.
 
-    Raises:
-        ConfigError: a value is not as described.
+    Raises ConfigError for other values.
     """
 
     borrow_outputs: bool = True
@@ -88,7 +85,7 @@ class CUDAGraphOptions:
             raise ConfigError(f"{wrong} is {getattr(self, wrong)!r:.100}", remedy=remedy)
 
     def policy(self, scope: CaptureScope | None) -> AddressPolicy:
-        """How often addresses are checked in a scope: its ``off`` and ``always`` come first."""
+        """The scope's ``off`` or ``always``, else ``address_check``."""
         if scope is not None and scope.address_check in ("off", "always"):
             return scope.address_check
         return self.address_check
@@ -103,13 +100,8 @@ class CUDAGraphEntry:
         output: On graph memory; each replay overwrites it.
         handed: Returns the output as new tensor objects.
         slots: Memory of the copied arguments, by position.
-        manifest: Addresses at capture; None where they are not checked.
-        capture_seconds: With instantiation.
-        scope: The mark of its session or runner.
-        metadata: Names that its graphs read of the context's metadata, outside of runners.
-        segments: The backend's graphs, in order.
-        eager_pieces: The number of functions between segments.
-        pooled: The output's tensors in the pool: while one is held, the graph must not be freed.
+        manifest: Addresses at capture; None: not checked.
+        pooled: Its output's tensors: while one is held, the graph must not be freed.
     """
 
     descriptor: BatchDescriptor
@@ -135,28 +127,22 @@ _DEFAULTS = CUDAGraphOptions()
 
 
 class CUDAGraphWrapper:
-    """Runs ``runnable`` by graphs where the forward context's runtime mode is the wrapper's, else
-    as it is.
+    """Runs ``runnable`` by graphs where the forward context has this runtime mode, else as it is.
 
-    The first call with a new descriptor captures; once a runner is sealed, that is an error. Later
-    calls replay: tensors must keep their addresses, and other arguments stay what they were at
-    capture. Wrappers can be nested: FULL outside, PIECEWISE inside.
+    The first call with a new descriptor captures, which a sealed runner refuses. Later calls
+    replay: tensors keep their addresses, other arguments their values. FULL may wrap PIECEWISE.
 
-    A wrapper is not an nn.Module: ``parameters()``, ``eval()`` and ``to()`` do not see a module
-    that its wrapper alone holds. Hold both:
+    ``parameters()``, ``eval()`` and ``to()`` do not see a module that its wrapper alone holds:
     ``self.mlp = MLP(); self.run_mlp = CUDAGraphWrapper(self.mlp, ...)``.
 
     Args:
-        runtime_mode: FULL or PIECEWISE.
-        backend: Device outside of any session; absent: that of a GraphPool, or as for ``auto``.
-        pool: Graph pool, or a backend's pool; absent: the session's, or the wrapper's own. The
-            wrapper owns its graphs, not the pool.
+        backend: Outside of sessions; absent: the GraphPool's, or as for ``auto``.
+        pool: Absent: the session's, or its own. The wrapper owns its graphs, not the pool.
 
-    Raises:
-        CgplanError: an argument is not what it should be.
+    Raises CgplanError for a wrong argument.
     """
 
-    __graph_memory__ = True  # no state of a model that holds one
+    __graph_memory__ = True  # not model state
     _computes_while_capturing: ClassVar[bool] = False
 
     def __init__(
@@ -190,7 +176,7 @@ class CUDAGraphWrapper:
         self._own_pool: Any = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Replay, capture or pass through. A replay overwrites the captured output."""
+        """Replay, capture or pass through. A replay overwrites the output."""
         context = current_forward_context()
         if context is None or context.runtime_mode is not self.runtime_mode:
             with self._passing(context):
@@ -199,14 +185,14 @@ class CUDAGraphWrapper:
         entry = self.entries.get(context.descriptor)
         if entry is None or entry.scope is not (scope and scope.mark):
             entry, output = self._capture(context, args, kwargs)
-            # a capture on a GPU computes nothing; nobody reads the output of FULL in a session
+            # captures on a GPU compute nothing; a session discards FULL's output
             is_read = scope is None or self.runtime_mode is not CUDAGraphMode.FULL
             if is_read and not self._computes_while_capturing:
                 self._fill(entry, args)
                 entry.replay()
-            # not entry.output: later captures must not take its memory while the caller holds it
+            # unlike entry.output, it keeps later captures off its memory
             return output
-        if scope is None:  # a runner compares it once for all its graphs
+        if scope is None:  # a runner compares it once
             entry.ambient.refuse_other_autocast(self.backend.device.type)
         is_due = not entry.is_checked or self.options.policy(scope) == "always"
         if is_due and entry.manifest is not None:
@@ -228,7 +214,7 @@ class CUDAGraphWrapper:
 
     @property
     def backend(self) -> GraphBackend:
-        """The device; inside of sessions that of the last one."""
+        """Its device, or that of the last session."""
         if self._backend is None:
             self._backend = select_backend()
         return self._backend
@@ -243,7 +229,7 @@ class CUDAGraphWrapper:
         return getattr(self.runnable, name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A wrapper without graphs of a copy of ``runnable``; backend and given pool are shared."""
+        """Copies ``runnable``, not the graphs; shares backend and given pool."""
         made = memo[id(self)] = copy.copy(self)
         made.runnable = copy.deepcopy(self.runnable, memo)
         made.entries = {}
@@ -251,7 +237,7 @@ class CUDAGraphWrapper:
         return made
 
     def unwrap(self) -> Callable[..., Any]:
-        """The innermost wrapped callable: it captures nothing."""
+        """The innermost wrapped callable."""
         inner = self.runnable
         return inner.unwrap() if isinstance(inner, CUDAGraphWrapper) else inner
 
@@ -267,7 +253,7 @@ class CUDAGraphWrapper:
         scope: CaptureScope,
         descriptors: Collection[BatchDescriptor],
     ) -> list[tuple[Any, Callable[[], None]]]:
-        """Forget the graphs of these batches of one scope; returns each ``pooled`` and ``free``."""
+        """Forget a scope's graphs of these batches; returns each ``pooled`` and ``free``."""
         taken = []
         for key in descriptors:
             entry = self.entries.get(key)
@@ -299,7 +285,6 @@ class CUDAGraphWrapper:
         self.runnable(*args, **kwargs)
 
     def _copied_arguments(self, args: Args, pool: Any) -> tuple[int, ...]:  # noqa: ARG002
-        """Positions of arguments that replays copy."""
         return self.options.copied_arguments
 
     def _fill(
@@ -314,8 +299,8 @@ class CUDAGraphWrapper:
                 raise AddressError(
                     f"{self.runtime_mode} {entry.descriptor}: argument {i}, which is copied, is "
                     f"{_argument(args, i)}; at capture it was {_described(slot)}",
-                    remedy="Pass it by position with the shape and dtype of the capture, or give "
-                    "batches of other shapes another descriptor.",
+                    remedy="Pass it by position as at capture; another shape needs "
+                    "another descriptor.",
                 )
         with torch.no_grad():
             for i, slot in entry.slots.items():
@@ -332,13 +317,12 @@ class CUDAGraphWrapper:
         roots: dict[str, Any] = {"args": tuple(kept), "kwargs": kwargs}
         if self.runtime_mode is CUDAGraphMode.FULL or context.scope is not None:
             roots["metadata"] = context.metadata
-        elif entry.metadata:  # what only eager pieces read may be new on each call
+        elif entry.metadata:  # eager pieces may read new ones
             metadata = context.metadata
             roots["metadata"] = {name: metadata.get(name) for name in entry.metadata}
         return roots
 
     def _prepare(self, context: ForwardContext, args: Args) -> None:
-        """Take the session's backend, or raise CgplanError where the wrapper may not capture."""
         scope = context.scope
         refuse_forbidden_capture(f"the {self.runtime_mode} graph for {context.descriptor}")
         if scope is not None and not scope.is_open:
@@ -347,8 +331,7 @@ class CUDAGraphWrapper:
             raise SealedError(
                 f"the {self.runtime_mode} graph for {context.descriptor} was captured again by a "
                 "later session",
-                remedy="Graphs of wrappers inside a model belong to the session that captured "
-                "last; use its runner.",
+                remedy="Use the last session's runner.",
             )
         if scope is not None and scope.backend is not None:
             own, given = self._backend, scope.backend
@@ -386,14 +369,14 @@ class CUDAGraphWrapper:
         backend = self.backend
         plain = context.metadata
         watched = WatchedMetadata(plain, backend.is_capturing)
-        # a replay has no gradient, so neither has the capturing call
+        # as in a replay
         with backend.session(), torch.no_grad():
             warmups = self.options.num_of_warmups if scope is None else 0
             for _ in range(warmups):
                 context.derived.clear()
                 with autocast_cache(on=False):
                     self._warm_up(args, kwargs)
-            # what a warm-up derived would be frozen into the graph as it is now
+            # else the graph would read what a warm-up derived
             context.derived.clear()
             pool = self._pool_of(scope)
             start = time.perf_counter()
@@ -404,7 +387,7 @@ class CUDAGraphWrapper:
             finally:
                 context.metadata = plain
             seconds = time.perf_counter() - start
-            context.derived.clear()  # and this lies on graph memory
+            context.derived.clear()  # they are on graph memory
         roots = {"model": self.runnable, "args": args, "kwargs": kwargs}
         pooled: list[Tensor] = []
         renewable: set[int] = set()
@@ -415,7 +398,6 @@ class CUDAGraphWrapper:
             return set(map(id, found.tensors))
 
         def unheld(tensor: Tensor) -> Tensor:
-            """A new tensor object that borrows from the pool; the model's own stay."""
             in_pool = backend.in_pool(tensor, pool)
             is_plain = type(tensor) is Tensor
             if not in_pool and (not is_plain or id(tensor) in own()):
@@ -428,7 +410,7 @@ class CUDAGraphWrapper:
                 pooled.append(mine)
             return mine
 
-        # as in _record; and outputs can be used in either mode
+        # outputs can be used in either mode
         with torch.inference_mode(False):
             output = tree_map_only(Tensor, unheld, recorded.output)
             slots = {}

@@ -1,4 +1,4 @@
-"""cudagraph_mode AUTO: time ways to capture a model beside eager steps, keep the fastest."""
+"""cudagraph_mode AUTO: time ways to capture a model, keep the fastest."""
 
 from __future__ import annotations
 
@@ -43,13 +43,11 @@ from cgplan.units import format_seconds
 logger = logging.getLogger(__name__)
 AUTO = CUDAGraphMode.AUTO
 LEAST_GAIN = 1.02  # below it graphs are not worth their memory
-_MOST_TRIES = 8  # each leaves out a further module
+_MOST_TRIES = 8
 
 
 class Candidate(NamedTuple):
-    """A way to capture the model: ``gains`` by tokens (eager over graph time, ascending), bytes of
-    its pool.
-    """
+    """``gains``: eager over graph time by tokens, ascending; bytes of its pool."""
 
     name: str
     compilation: CompilationConfig
@@ -57,12 +55,11 @@ class Candidate(NamedTuple):
     nbytes: int
 
     def mean(self, pick: Callable[[list[float]], float] = median) -> float:
-        """The mean gain of all sizes."""
         return fmean(map(pick, self.gains.values()))
 
     @property
     def worth(self) -> int:
-        """The largest size at which it brings 2%; 0: none."""
+        """The largest size with a gain of 2%; 0: none."""
         largest = 0
         for size, gains in self.gains.items():
             if median(gains) >= LEAST_GAIN:
@@ -70,9 +67,7 @@ class Candidate(NamedTuple):
         return largest
 
     def is_tie(self, other: Candidate) -> bool:
-        """Whether this one is less than 2% faster, or within the rounds of the other; and worth no
-        larger sizes.
-        """
+        """Whether its gains are within 2% or the rounds, at no larger sizes."""
         if other.worth < self.worth:
             return False
         if self.mean() <= LEAST_GAIN * other.mean():
@@ -98,18 +93,16 @@ def choose_mode(
 ) -> tuple[Config, Plan]:
     """The fastest way to capture a model, for ``cudagraph_mode: AUTO``.
 
-    FULL comes first; where it fails, the innermost module that failed runs eagerly. PIECEWISE by
-    operators and, on a GPU, inductor follow, as far as ``budget.capture_time`` and the
-    configuration allow. Each is timed against eager steps at a few sizes (``report.sizes``). Of
-    ways as fast within 2%, or within the spread of their rounds, the smallest pool wins. The plan
-    ends at the largest size with a gain of 2%; ``anyway``: also below it. The model is put back,
-    and all memory is freed. ``before_key`` is as in CaptureSession.
+    FULL comes first; a module that fails then runs eagerly. PIECEWISE by operators and, on a GPU,
+    inductor follow, within ``budget.capture_time``. Of ways as fast within 2% or the spread of
+    rounds the smallest pool wins. The plan ends at the largest size with a gain of 2%; ``anyway``:
+    also below it. The model is put back, and all memory is freed. ``before_key`` is as in
+    CaptureSession.
 
-    Returns:
-        The configuration with the chosen settings, and its plan, whose notes say what was tried.
+    Returns the chosen configuration, and its plan, whose notes say what was tried.
 
     Raises:
-        ConfigError: an operator of ``splitting_ops`` does not exist, or the model never calls it.
+        ConfigError: an operator of ``splitting_ops`` is missing, or never called.
         ModelError: the model itself fails.
     """
     refuse_unknown_ops(config.compilation.splitting_ops)
@@ -136,14 +129,14 @@ def choose_mode(
                         build_plan(probe), model, backend, probe, state=state, before_key=before_key
                     )
                     runner = session.run()
-                # without the hook, which slows eager steps down
+                # the hook slows eager steps down
                 candidate, note = _tried(runner, name, compilation)
                 notes.append(f"AUTO: {note}")
                 if candidate is not None:
                     candidates.append(candidate)
                 break
             except (CaptureError, ConfigError, ModeError, ModelError, PlanError) as error:
-                if not notes and isinstance(error, ModelError):  # FULL runs the model's own code
+                if not notes and isinstance(error, ModelError):  # FULL runs the model as it is
                     raise
                 is_of_the_user = compilation.compiler == asked.compiler
                 if isinstance(error, ConfigError) and is_of_the_user:
@@ -201,7 +194,6 @@ def _tried(
     name: str,
     compilation: CompilationConfig,
 ) -> tuple[Candidate | None, str]:
-    """The candidate, if any, and a note; closes the runner."""
     # the model is looked at once
     with closing(runner), runner.graphs.rehearsing():
         nbytes = runner.report.pool_bytes
@@ -227,7 +219,6 @@ def _ways(
     asked: CompilationConfig,
     backend: GraphBackend,
 ) -> Iterator[tuple[str, CompilationConfig]]:
-    """Ways by name; the user's settings stay."""
     is_given = "compiler" in asked.model_fields_set
     is_traced = asked.piecewise in ("auto", "ops")
     compilers = [asked.compiler if is_given else "eager"]
@@ -251,7 +242,7 @@ def _failing_module(
     model: Callable[..., Any],
     failed: list[str],
 ) -> Iterator[None]:
-    """A block; ``failed`` gets the innermost module that raised."""
+    """``failed`` gets the innermost module that raised."""
     names = dict[int, str]()
     last: BaseException | None = None
     if isinstance(model, torch.nn.Module):
@@ -303,9 +294,7 @@ def _timed_keys(runner: GraphRunner) -> list[Key]:
 
 
 def _first_difference(runner: GraphRunner) -> str | None:
-    """Where graphs differ from the model's own code on example batches, in three calls: Python may
-    compute something else in the second.
-    """
+    """Three calls: Python may differ in the second."""
     graphs = runner.graphs
     device = runner.backend.device
     with on_padding(graphs) as rehearsal:
@@ -359,7 +348,6 @@ def _fastest(
     *,
     anyway: bool,
 ) -> tuple[CompilationConfig, str]:
-    """The settings, and the reason."""
     none = asked.model_copy(update={"cudagraph_mode": CUDAGraphMode.NONE})
     if not candidates:
         return none, "no way to capture the model was found"
@@ -383,9 +371,7 @@ def _fastest(
 
 
 def check_up(runner: GraphRunner) -> DoctorReport:
-    """The part of a step's time inside graphs, for a few keys on padding, and what runs outside.
-    Times are medians in microseconds.
-    """
+    """How much of a step is inside graphs, for a few keys on padding; medians in microseconds."""
     graphs = runner.graphs
     rows = list[CoverageRecord]()
     outside = Counter[str]()

@@ -1,4 +1,4 @@
-"""Launcher: the part that all calls of a runner share."""
+"""What all calls of a runner share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cgplan.runner.verifier import Verifier
 
 
 class Launcher:
-    """Launches prepared calls on one set of graphs. The caller holds the lock."""
+    """Launches prepared calls; the caller holds the lock."""
 
     def __init__(
         self,
@@ -27,17 +27,17 @@ class Launcher:
         self.use = use
         self.name = name
         self.stream = graphs.backend.stream_getter()
-        self.last_staged: Any = None  # the StagedBuffers that ran last
+        self.last_staged: Any = None  # its last StagedBuffers
         self._addresses = graphs.addresses
         self._checks_once = graphs.config.compilation.address_policy != "always"
-        self._is_plain = False  # whether a call without autocast has passed
+        self._is_plain = False  # a call without autocast has passed
         kind = graphs.backend.device.type
         self._is_autocast = torch.is_autocast_enabled  # without an argument for CUDA, and faster
         if kind != "cuda":
             self._is_autocast = partial(torch.is_autocast_enabled, kind)
 
     def take_stream(self) -> None:
-        """Work on the current stream. Raises CgplanError if another stream has work."""
+        """Raises CgplanError if another stream has work."""
         self.use.take_stream(self.stream(), self.name, self.graphs.backend)
 
     def launch(
@@ -46,7 +46,7 @@ class Launcher:
         values: Values,
         known: bool = False,
     ) -> None:
-        """Copy a batch in and replay. ``known``: the tensors are like the last call's."""
+        """``known``: the tensors are like the last call's."""
         stream = self.stream()
         use = self.use
         if stream != use.stream or use.user is not self.name:

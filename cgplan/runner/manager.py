@@ -1,6 +1,4 @@
-"""CudaGraphManager: the graphs of one model in an engine, alone or beside others in one pool: Note
-[Sharing a pool] in pools.py.
-"""
+"""The graphs of one model in an engine, alone or in a shared pool."""
 
 from __future__ import annotations
 
@@ -25,8 +23,8 @@ from cgplan.units import format_bytes
 
 @dataclass(frozen=True)
 class PoolReport:
-    """The cost of the members of one pool together; it prints as a table. The ``pool_bytes`` of its
-    ``parts`` are those of the whole pool at the end of each, so they do not add up.
+    """The cost of a pool's members; prints as a table. ``pool_bytes`` of ``parts`` are the whole
+    pool's so far.
     """
 
     parts: Mapping[str, CaptureReport]
@@ -73,22 +71,20 @@ class PoolReport:
 
 class CudaGraphManager:
     """The graphs of one model: planned at once, captured by ``capture``, called like the model.
-    ``close`` frees the memory, and ``capture`` may follow again. Not for several threads.
+    ``close`` frees the memory, and ``capture`` may follow. Not for several threads.
 
     Args:
         model: On the device already. The caller owns it.
         backend: Absent: the pool's, or that of ``config.device``.
-        pool: Shared with other models; absent: as ``compilation.pool`` says.
+        pool: Absent: as ``compilation.pool`` says.
         plan: Absent: ``build_plan(config)``.
-        name: For messages and reports.
-        progress: Called before each key.
         before_key: See CaptureSession.
 
     Raises:
         ConfigError: ``cudagraph_mode`` is AUTO, which ``choose_mode`` decides.
         PlanError: the configuration allows no plan.
         BackendError: the device is missing, or is not the pool's.
-        CgplanError: a pool is given, and ``compilation.pool`` asks for several.
+        CgplanError: ``compilation.pool`` asks for several, and one is given.
     """
 
     def __init__(
@@ -109,8 +105,7 @@ class CudaGraphManager:
             raise BackendError(
                 f"{name!r} was given a pool of another backend ({pool.backend.name}, "
                 f"{pool.backend.device})",
-                remedy="Make one backend with select_backend and give it to the GraphPool and to "
-                "all its members.",
+                remedy="Give the GraphPool and its members one backend of select_backend.",
             )
         check_pools(config.compilation.pool, pool)
         self.config = config
@@ -133,7 +128,7 @@ class CudaGraphManager:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Capture sizes in tokens, ascending: planned ones, then captured ones."""
+        """Planned, then captured sizes in tokens, ascending."""
         plan = self.plan if self._runner is None else self._runner.plan
         return plan.capture_sizes
 
@@ -157,7 +152,7 @@ class CudaGraphManager:
         return self.runner.stats
 
     def capture(self) -> CaptureReport:
-        """Capture the plan. Raises as CaptureSession.run, and CgplanError where it is captured."""
+        """Capture the plan. Raises as CaptureSession.run, and CgplanError if captured already."""
         if self._runner is not None:
             raise CgplanError(
                 f"{self.name!r} is captured already", remedy="Call recapture(), or close() first."
@@ -166,18 +161,18 @@ class CudaGraphManager:
         return self._runner.report
 
     def run(self, *tensors: Any, **batch: Any) -> Any:
-        """Run one batch as GraphRunner does. The next call of any member of the pool overwrites the
-        output, unless ``compilation.outputs`` is ``clone``.
+        """Run one batch, as a GraphRunner. The next call of any member of the pool overwrites
+        borrowed outputs.
         """
         return self.runner(*tensors, **batch)
 
     def replan(self, **options: Any) -> ReplanReport:
-        """Exchange graphs for those of recent batches, see GraphRunner.replan."""
+        """See GraphRunner.replan."""
         return self.runner.replan(**options)
 
     def recapture(self) -> CaptureReport:
-        """Capture the runner's plan again, with the model's memory of now; ``stats`` stay. Raises
-        as CaptureSession.run; then no graph is left.
+        """Capture again, with the model's memory of now; ``stats`` stay. Raises as
+        CaptureSession.run; then no graph is left.
         """
         if self._runner is None:
             return self.capture()
@@ -189,7 +184,7 @@ class CudaGraphManager:
                 self._runner = None
 
     def close(self) -> None:
-        """Free graphs and static buffers; with the pool's last member, the pool."""
+        """Free graphs and static buffers; with its last member, the pool."""
         if self._runner is not None:
             self._runner.close()
             self._runner = None
@@ -202,10 +197,10 @@ class CudaGraphManager:
 
 
 def capture_together(managers: Sequence[CudaGraphManager]) -> PoolReport:
-    """Capture several managers that share a pool, all or none; the largest size goes first.
+    """Capture managers that share a pool, all or none; the largest size goes first.
 
     Raises:
-        CgplanError: they do not share one pool, two have one name, or one of them is captured.
+        CgplanError: they do not share one pool, two have one name, or one is captured.
         CaptureError, ModelError: as CaptureSession.run; nothing stays captured.
     """
     names = [manager.name for manager in managers]

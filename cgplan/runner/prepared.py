@@ -1,10 +1,5 @@
-"""One size of batch, ready to be called: how it is copied in, run and cut.
-
-Note [The hot path]
-    Microseconds of the host count. A call is looked up, copies by one launch, replays, and returns
-    new tensor objects on known memory; all else is prepared once for its kind. Most calls are like
-    the one before: Dynamo's TensorGuards compare all tensors in one call. (They end the process for
-    nested tensors, which BatchReader refuses.)
+"""One size of batch, ready to be called. (Dynamo's TensorGuards end the process for nested tensors,
+which BatchReader refuses.)
 """
 
 from __future__ import annotations
@@ -28,7 +23,7 @@ from cgplan.runner.stats import BatchCount
 
 try:
     from torch._C._dynamo.guards import TensorGuards
-except ImportError:  # calls cost two microseconds more
+except ImportError:  # two microseconds slower
     TensorGuards = None  # type: ignore[assignment,misc]
 
 Values = Sequence[Tensor]
@@ -47,7 +42,7 @@ def never(*_: object) -> bool:
 
 
 def alike(values: Values) -> Callable[..., bool]:
-    """Says whether tensors equal these in all but numbers and addresses."""
+    """Whether tensors equal these in all but numbers and addresses."""
     if TensorGuards is None:
         return never
     for value in values:
@@ -58,7 +53,7 @@ def alike(values: Values) -> Callable[..., bool]:
 
 @dataclass(slots=True)
 class Due:
-    """Replays until a graph is verified (negative: never); the last verified one's number."""
+    """Replays until a graph is verified (negative: never); the last one's number."""
 
     left: int = NEVER
     replays: int = 0
@@ -66,12 +61,10 @@ class Due:
 
 @dataclass(slots=True, eq=False)
 class PreparedCall:
-    """Calls of one kind: tensors of the same shapes, dtypes and devices.
+    """Calls with tensors of the same shapes, dtypes and devices.
 
     Attributes:
-        copy_in: Brings the tensors into the static buffers.
-        output: Returns the output of the last replay, without padding.
-        needs_check: Whether the next call checks addresses.
+        output: Returns the last replay's output, without padding.
         flags: Arguments beside the tensors.
     """
 
@@ -94,7 +87,7 @@ class PreparedCall:
         graphs: ModelGraphs,
         copier: Copier | None,
     ) -> PreparedCall:
-        """Prepare calls with such tensors; ``values=None``: staged batches."""
+        """``values=None``: staged batches."""
         mode = route.mode
         descriptor = route.descriptor
         tokens = route.batch.num_tokens
@@ -166,7 +159,7 @@ def _pieces(
     graphs: ModelGraphs,
     copier: Copier,
 ) -> Callable[[], None]:
-    """The replay of a PIECEWISE key; eager pieces may write into static buffers."""
+    """Eager pieces may write into static buffers."""
     mode = route.mode
     descriptor = route.descriptor
     scope = graphs.scope

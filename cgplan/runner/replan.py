@@ -1,4 +1,4 @@
-"""Replanning: other graphs for recent batches, and runs on padding that time steps."""
+"""Other graphs for recent batches, and runs on padding that time steps."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from cgplan.traffic.histogram import Traffic
 from cgplan.traffic.step_times import StepTimes
 
 REPEATS = 5
-WORTH_MOVING = 0.25  # of the pools' bytes: what a new generation has to give back
+WORTH_MOVING = 0.25  # share of the pools' bytes that it has to give back
 
 Rounds = tuple[list[float], list[float]]
 Points = dict[tuple[CUDAGraphMode, int], dict[int, float]]
@@ -38,7 +38,7 @@ Reopen = Callable[[Plan], CapturedKeys]
 
 @contextmanager
 def on_padding(graphs: ModelGraphs) -> Iterator[Rehearsal]:
-    """A block of runs on padding between calls; model, random states and buffers are put back."""
+    """A block between calls; model, random states and buffers are put back."""
     with (
         graphs.rehearsing() as rehearsal,
         torch.no_grad(),
@@ -52,8 +52,8 @@ def time_on_padding(
     graphs: ModelGraphs,
     keys: Sequence[Key],
 ) -> dict[Key, Rounds]:
-    """Microseconds of eager steps and of graphs by captured key, from an idle device, in rounds of
-    both. Attention over long sequences takes longer than on padding.
+    """Microseconds of eager steps and of graphs, from an idle device. Attention over long sequences
+    takes longer.
     """
     found = dict[Key, Rounds]()
     if not keys:
@@ -77,11 +77,9 @@ def time_on_padding(
 
 
 class Replanner:
-    """Makes other graphs for what a runner served since the last time."""
-
     def __init__(self, stats: RunnerStats) -> None:
         self._stats = stats
-        self._mark: Mark | None = None  # the counts when graphs were exchanged last
+        self._mark: Mark | None = None  # counts at the last exchange
         self._points: Points = {}
 
     def replan(
@@ -92,9 +90,7 @@ class Replanner:
         costs: GraphCosts | None,
         reopen: Reopen | None = None,
     ) -> ReplanReport:
-        """See GraphRunner.replan. ``reopen`` frees all memory, and makes static buffers for a plan;
-        without it nothing is exchanged.
-        """
+        """See GraphRunner.replan. ``reopen`` frees all memory; without it nothing is exchanged."""
         graphs = captured.graphs
         policy = graphs.config.compilation.capture_policy
         if policy != "adaptive":
@@ -172,7 +168,6 @@ def _without(
 
 
 def _costs(captured: CapturedKeys) -> GraphCosts:
-    """By the captures of this generation."""
     report = captured.report.model_copy(update={"records": tuple(captured.history)})
     return MeasuredCosts.from_report(report, captured.graphs.config)
 
@@ -206,7 +201,6 @@ def _exchange(
     wanted: Plan,
     reopen: Reopen,
 ) -> tuple[CapturedKeys, Way, tuple[Key, ...]]:
-    """What is captured after the exchange, the way, and the new keys."""
     keys = _without(wanted.keys, captured.failed)
     if wanted.max_capture_size > captured.graphs.most_tokens:
         captured = _with_new_buffers(captured, wanted, reopen)
@@ -262,7 +256,7 @@ def _is_worth_moving(
     evicted: Sequence[Key],
     added: Sequence[Key],
 ) -> bool:
-    """Whether a new generation takes less memory than an exchange, see Note [Generations]."""
+    """Whether a new generation takes less memory."""
     pools = captured.graphs.pools
     history = captured.history
     if pools.policy == "per_graph" or not pools.is_private:

@@ -1,4 +1,4 @@
-"""From a batch to the graph that serves it: rules of batches, and the dispatcher's answer."""
+"""From a batch to the graph that serves it."""
 
 from __future__ import annotations
 
@@ -26,9 +26,8 @@ class RoutedBatch:
     """A batch, and the dispatcher's answer.
 
     Attributes:
-        num_active_loras: Distinct adapters in it.
-        invalid_modes: Modes that the caller excluded.
-        wanted: A better key that has no graph yet, if any.
+        num_active_loras: Distinct adapters.
+        wanted: A better key without a graph, if any.
     """
 
     batch: Batch
@@ -41,7 +40,6 @@ class RoutedBatch:
 
     @property
     def unpadded(self) -> BatchDescriptor:
-        """The batch as an eager forward sees it."""
         tokens = self.batch.num_tokens
         reqs = self.batch.num_reqs
         uniform = self.uniform and reqs is not None
@@ -59,11 +57,9 @@ class BatchRouter:
     """Routes the batches of one plan.
 
     Args:
-        plan: What is captured.
         most_tokens: Tokens that the static buffers hold.
         wanted: Keys that batches may have captured.
-        reason_against: Why a wanted or planned key has no graph.
-        planned: The first plan, where a budget has dropped some of it.
+        planned: The plan before a budget shortened it.
     """
 
     def __init__(
@@ -89,8 +85,8 @@ class BatchRouter:
         *,
         counts_reqs: bool,
     ) -> Batch:
-        """A batch for the static buffers; ``counts_reqs``: an input counts requests. Raises
-        InputError where tokens do not tell ``num_reqs``.
+        """``counts_reqs``: an input counts requests. Raises InputError where tokens do not tell
+        them.
         """
         q = self._plan.query_len
         num_tokens = operator.index(num_tokens)
@@ -165,7 +161,7 @@ class BatchRouter:
         return RoutedBatch(batch, uniform, num_active_loras, invalid_modes, *answer, wanted)
 
     def reason_for_none(self, route: RoutedBatch, on_miss: str) -> MissReason:
-        """Why no graph serves a batch. Raises DispatchMissError where ``on_miss`` is ``error``."""
+        """Raises DispatchMissError where ``on_miss`` is ``error``."""
         tokens = route.batch.num_tokens
         sizes = route.batch.sizes
         asked = tokens, route.uniform, route.num_active_loras, None, route.invalid_modes, sizes

@@ -1,4 +1,4 @@
-"""GraphRunner: a model with its graphs. A call is looked up, copied in, replayed and cut."""
+"""A model with its graphs: a call is looked up, copied in, replayed and cut."""
 
 from __future__ import annotations
 
@@ -39,12 +39,11 @@ from cgplan.traffic.histogram import Traffic
 from cgplan.traffic.step_times import StepTimes
 from cgplan.units import counted, format_bytes
 
-# calls that are kept ready; the oldest goes first
+# the oldest goes first
 MOST_PREPARED = 4096
 _shape = operator.attrgetter("shape")
 _dtype = operator.attrgetter("dtype")
 _device = Tensor.get_device  # -1 for the host; faster than a torch.device
-# of missing inputs, nested tensors, no tensors
 _NOT_MET = (LookupError, RuntimeError, AttributeError, TypeError)
 Flags = tuple[bool | None, int, Modes]
 Kind = tuple[Any, ...]
@@ -52,16 +51,12 @@ logger = logging.getLogger(__name__)
 
 
 class GraphRunner:
-    """Runs a model by captured graphs, which it owns with their pools and static buffers; ``close``
+    """Runs a model by captured graphs. It owns them, their pools and static buffers; ``close``
     frees them. A CaptureSession makes it.
 
-    Outputs are borrowed unless ``compilation.outputs`` is ``clone``: the next call of this runner
-    overwrites their memory. Not for several threads. Calls and methods raise CgplanError while
-    another call is under way; calls also while another stream has work of the last one.
-
-    Args:
-        capture: Captures these keys of a plan; None: as a session does.
-        use: The lock and the stream of its pools.
+    Unless ``compilation.outputs`` is ``clone``, the next call overwrites outputs. Not for several
+    threads: CgplanError is raised while another call is under way, and by calls while another
+    stream has work of the last one.
 
     Attributes:
         stats: What calls were answered with.
@@ -87,7 +82,7 @@ class GraphRunner:
         self._num_inputs = len(self._reader.names)
         self._pick = _picker(self._reader.names)
         self._asked_ns = 0  # when the call began, for a trace
-        self._forbidden = 0  # open blocks of `no_capture`
+        self._forbidden = 0  # nested `no_capture`
         self._handed: weakref.WeakSet[StagedBuffers] = weakref.WeakSet()
         self._replanner = Replanner(self.stats)
         self._open(captured)
@@ -116,7 +111,6 @@ class GraphRunner:
         self._last: PreparedCall | None = None
 
     def _follow_plan(self) -> None:
-        """Route batches by what is captured now."""
         self._forget_calls()
         captured = self._captured
         plan = self.plan
@@ -147,12 +141,8 @@ class GraphRunner:
         return self._captured.report
 
     def audit(self) -> AuditReport:
-        """Who owns the memory behind each pointer in the graphs. Findings point into memory that is
-        free, gone, or held by others alone; ``compilation.audit: report`` gives their operators and
-        lines.
-
-        Raises:
-            BackendError: cuda-bindings is missing, or the driver is too old.
+        """Who owns the memory behind the graphs' pointers. Raises BackendError without
+        cuda-bindings or a recent driver.
         """
         self._check_open()
         return self._captured.audit()
@@ -164,7 +154,7 @@ class GraphRunner:
 
     @property
     def wanted(self) -> Plan:
-        """What may be captured: ``plan``, or more with ``capture_policy: lazy``."""
+        """``plan``, or more with ``capture_policy: lazy``."""
         return self._captured.wanted if self._captured.is_lazy else self.plan
 
     @property
@@ -182,7 +172,7 @@ class GraphRunner:
 
     @property
     def is_closed(self) -> bool:
-        """Whether it was closed, or failed to capture again; not while suspended."""
+        """Closed, or failed to capture again; not while suspended."""
         return self._state == "closed"
 
     def __call__(
@@ -198,25 +188,24 @@ class GraphRunner:
         Args:
             tensors: The first inputs, in the order of their declaration.
             inputs: Other inputs, and the metadata, by name. All are unpadded, on the runner's
-                device or on the host. Host tensors may be written to once the call has returned.
-            uniform_decode: Whether every request has ``plan.query_len`` tokens. Absent: counts tell
-                it for a query length of 1; else the batch is mixed.
-            num_active_loras: Distinct adapters in the batch.
+                device or on the host; host tensors may be written to after the call.
+            uniform_decode: Every request has ``plan.query_len`` tokens. Absent: counts tell it for
+                1; else the batch is mixed.
+            num_active_loras: Distinct adapters.
             invalid_modes: Runtime modes that cannot run this batch.
 
-        Returns:
-            The model's output without padding; borrowed, see the class.
+        Returns the output without padding; borrowed, see the class.
 
         Raises:
             InputError: a tensor does not match its declaration; nothing ran.
-            CaptureError: autocast is not as it was at capture.
+            CaptureError: autocast is not as at capture.
             AddressError: memory that the graph uses has moved.
             DispatchMissError: no graph serves the batch and ``compilation.on_miss`` is ``error``.
             CgplanError: the runner is closed.
         """
         if tensors:
             inputs = self._by_name(tensors, inputs)
-        if self._use.acquire(False):  # see Note [The hot path] in prepared.py
+        if self._use.acquire(False):
             self._use.thread = get_ident()
         else:
             self._use.wait(self._name)
@@ -299,7 +288,6 @@ class GraphRunner:
         return call, values
 
     def _is_open(self, route: RoutedBatch) -> bool:
-        """Whether the batch may get another graph later."""
         return route.wanted is not None and route.wanted not in self._captured.failed
 
     def _may_capture(self, route: RoutedBatch) -> bool:
@@ -341,7 +329,6 @@ class GraphRunner:
         *,
         staged: bool,
     ) -> None:
-        """Let the profiler and the trace see calls of a kind."""
         copy_in = call.copy_in
         replay = call.replay
         trace = Trace.current
@@ -391,7 +378,6 @@ class GraphRunner:
 
     @contextmanager
     def _changing(self) -> Iterator[CapturedKeys]:
-        """A block that exchanges graphs."""
         self._launcher.take_stream()
         self.graphs.check_autocast()
         self._forget_calls()  # they hold outputs, for which evicted graphs wait
@@ -425,21 +411,15 @@ class GraphRunner:
         num_active_loras: int = 0,
         invalid_modes: Modes = None,
     ) -> StagedBuffers:
-        """The static buffers' own rows, to be written in place without a copy.
+        """The static buffers' rows, to be written in place without a copy; leaving the block runs
+        the batch.
 
             with runner.stage(num_tokens=13) as buffers:
                 buffers["input_ids"].copy_(ids)
             logits = buffers.output
 
-        Leaving the block runs the batch. With ``capture_policy: lazy`` its key is captured here,
-        unless another block is open. Other arguments and errors as for a call.
-
-        Args:
-            num_tokens: At most the largest size of the session.
-            num_reqs: Needed where an input counts requests and tokens do not tell them.
-
-        Raises:
-            InputError: there is no such batch, or the static buffers do not hold it.
+        ``num_reqs`` is needed where an input counts requests and tokens do not tell them. Raises
+        InputError for a batch that the static buffers do not hold. Otherwise as a call.
         """
         if invalid_modes is not None:
             invalid_modes = set_of_modes(invalid_modes) or None
@@ -473,9 +453,8 @@ class GraphRunner:
         uniform_decode: bool | None = None,
         num_active_loras: int = 0,
     ) -> int | None:
-        """Tokens to which a call pads a batch, also by a key that is still to be captured; None if
-        the batch would run eagerly. ``sizes`` are those of the other named dimensions. Each token
-        counts as a request without ``uniform_decode``. Raises InputError.
+        """Tokens to which a call pads a batch, also by a key still to be captured; None: it runs
+        eagerly. ``sizes``: the other named dimensions. Raises InputError.
         """
         self._check_open()
         batch = Batch(operator.index(num_tokens), None, sizes)
@@ -492,9 +471,7 @@ class GraphRunner:
         num_active_loras: int = 0,
         **inputs: Tensor,
     ) -> Any:
-        """As a call, but by the model's own code on the padded batch: what a replay must equal.
-        ``padded=False`` runs the tensors as they are.
-        """
+        """What a replay must equal: the model's own code, with padding unless ``padded=False``."""
         if tensors:
             inputs = self._by_name(tensors, inputs)
         with self._use.held(self._name):
@@ -526,11 +503,8 @@ class GraphRunner:
         num_active_loras: int = 0,
         **inputs: Tensor,
     ) -> VerifyRecord:
-        """Compare the graph that serves a batch with the model's own code; the model's tensors are
-        put back. Arguments and errors as for a call; DispatchMissError: no graph serves the batch.
-
-        Returns:
-            Differences, tolerance and times in microseconds; ``failure`` says what is wrong.
+        """Compare a replay with the model's own code; the model's tensors are put back. Times are
+        in microseconds; ``failure`` says what is wrong. Raises as a call, and DispatchMissError.
         """
         if tensors:
             inputs = self._by_name(tensors, inputs)
@@ -552,7 +526,7 @@ class GraphRunner:
         num_active_loras: int = 0,
         invalid_modes: Modes = None,
     ) -> RoutedBatch:
-        """Check a batch and dispatch it; nothing runs. Arguments and errors as for a call."""
+        """Dispatch a batch; nothing runs. Arguments and errors as for a call."""
         self._check_open()
         return self._router.route(
             self._reader.read(inputs), uniform_decode, num_active_loras, invalid_modes
@@ -563,9 +537,8 @@ class GraphRunner:
         num_tokens: int,
         num_reqs: int | None = None,
     ) -> dict[str, Tensor]:
-        """Views of the static buffers for a batch, by name, to be written and passed to the call.
-        Each call resets the padding as far as they reach: prefer ``stage``. The runner owns the
-        memory.
+        """Views of the runner's static buffers, to be written and passed to the call. Each call
+        resets their padding: prefer ``stage``.
         """
         self._check_open()
         self._refuse_sizes()
@@ -584,15 +557,15 @@ class GraphRunner:
         mode: CUDAGraphMode,
         descriptor: BatchDescriptor,
     ) -> Any:
-        """The backend's graph of a FULL key, if any, to replay bare."""
+        """The backend's graph of a FULL key, if any."""
         if mode is not CUDAGraphMode.FULL:
             return None
         entry = self.graphs.entry((mode, descriptor))
         return None if entry is None else entry.graph
 
     def invalidate(self, name: str) -> None:
-        """Say that memory of the graphs, such as a KV cache, has moved. Until ``recapture``, calls
-        and staged blocks raise AddressError with that name; eager ones run.
+        """Say that memory of the graphs, such as a KV cache, has moved: until ``recapture``,
+        replays raise AddressError with that name.
         """
         self._check_open()
         self.graphs.addresses.invalidate(name)
@@ -601,9 +574,8 @@ class GraphRunner:
             call.needs_check = call.route.mode is not CUDAGraphMode.NONE
 
     def recapture(self) -> None:
-        """Capture the plan again, with the model's memory of now, failed keys too. Outputs and
-        ``input_views`` are no longer valid. If a capture fails, it raises as CaptureSession.run,
-        and the runner is closed.
+        """Capture the plan again, failed keys too, with the model's memory of now; outputs and
+        ``input_views`` end. Raises as CaptureSession.run; then the runner is closed.
         """
         with self._use.held(self._name):
             if self._state != "suspended":
@@ -624,7 +596,7 @@ class GraphRunner:
         captured: Collection[Key] = (),
         evicted: Collection[Key] = (),
     ) -> None:
-        """Free the graphs of some keys, and capture others that are ``wanted``."""
+        """Free the graphs of some keys, and capture ``wanted`` others."""
         with self._use.held(self._name):
             self._check_open()
             with self._changing() as keys:
@@ -653,8 +625,8 @@ class GraphRunner:
         costs: GraphCosts | None = None,
         apply: bool = True,
     ) -> ReplanReport:
-        """Plan again for recent batches, inside the budget, and exchange graphs: Note [Generations]
-        in pools.py. Outputs are no longer valid. A key that fails stands in ``report.failed``.
+        """Plan again for recent batches, inside the budget, and exchange graphs. Outputs are no
+        longer valid; failed keys are in ``report.failed``.
 
         Args:
             traffic: Absent: the batches since the last replan.
@@ -663,11 +635,10 @@ class GraphRunner:
             apply: False: propose only.
 
         Raises:
-            CgplanError: ``compilation.capture_policy`` is not ``adaptive``, or captures are
-                forbidden.
-            TrafficError: no batch was asked for since.
-            BudgetError: the budget does not pay for a single graph.
-            AddressError: the model's memory has moved: ``recapture`` first.
+            CgplanError: ``capture_policy`` is not ``adaptive``, or captures are forbidden.
+            TrafficError: there were no batches.
+            BudgetError: the budget does not pay for a graph.
+            AddressError: ``recapture`` first: memory has moved.
         """
         with self._use.held(self._name):
             self._check_open()
@@ -686,18 +657,17 @@ class GraphRunner:
                 self._follow_plan()
 
     def _reopen(self, plan: Plan) -> CapturedKeys:
-        """Free all memory, and make static buffers for a plan."""
         self._free()
         self._open(self._capture_plan(plan, ()))
         return self._captured
 
     def close(self) -> None:
-        """Free graphs, pools and static buffers; outputs are no longer valid."""
+        """Free graphs, pools and static buffers; outputs end."""
         with self._use.held(self._name):
             self._free()
 
     def suspend(self) -> None:
-        """Free memory as ``close``, until ``recapture``; calls in between raise CgplanError."""
+        """Free memory until ``recapture``; calls in between raise CgplanError."""
         with self._use.held(self._name):
             if self._state != "suspended":
                 self._check_open()

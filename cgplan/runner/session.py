@@ -27,23 +27,20 @@ from cgplan.runner.runner import GraphRunner
 
 @dataclass(eq=False, repr=False)
 class CaptureSession:
-    """Captures the keys of a plan, as far as the budget goes, and returns a runner.
+    """Captures the keys of a plan within the budget, and returns a runner.
 
     Args:
         model: Called with the declared inputs by name.
         progress: Called before each key.
-        pool: Shared with other runners; absent: as ``compilation.pool`` says.
-        name: For messages.
-        together: The sessions of other ranks that capture the same model.
-        state: The objects whose tensors and attributes the model relies on; absent: the model.
-        before_key: Sets the context that an engine's layers read, ahead of each key's runs. Called
-            with the runtime mode, the descriptor and the static buffers' rows by name, which hold
-            padding and belong to the runner.
-        real_rows: Captures run on rows of real batches; absent: on padding.
-        began: ``time.perf_counter()`` from which the report counts; absent: now.
+        pool: Absent: as ``compilation.pool`` says.
+        together: The sessions of other ranks.
+        state: The objects whose tensors and attributes the model uses; absent: the model.
+        before_key: Sets an engine's context ahead of each key's runs. It gets the runtime mode, the
+            descriptor and the runner's static rows by name, which hold padding.
+        real_rows: Absent: captures run on padding.
+        began: When the report begins, by ``time.perf_counter()``; absent: now.
 
-    Raises:
-        ConfigError: ``cudagraph_mode`` is AUTO, which ``choose_mode`` decides.
+    Raises ConfigError for ``cudagraph_mode: AUTO``, which ``choose_mode`` decides.
     """
 
     plan: Plan
@@ -64,15 +61,15 @@ class CaptureSession:
         refuse_auto(self.config)
 
     def run(self) -> GraphRunner:
-        """Capture all keys that the budget pays for; none yet with ``capture_policy: lazy``. With a
-        budget, running out of memory ends the captures without an error.
+        """Capture all keys, or none yet with ``capture_policy: lazy``. With a budget, a lack of
+        memory ends the captures without an error.
 
         Raises:
             CaptureError: a key could not be captured; everything of this session is freed.
-            ModelError: the model failed before its capture began.
-            BackendError: torch or the device lacks the dtype of an input.
+            ModelError: the model failed before its capture.
+            BackendError: torch or the device lacks an input's dtype.
             PlanError: the plan was made from another configuration.
-            ConfigError: graphs on demand were asked for with several ranks.
+            ConfigError: graphs on demand, with several ranks.
             DistributedError: another rank failed.
             CgplanError: a call of another member of the pool is under way.
         """
@@ -113,7 +110,6 @@ class CaptureSession:
             )
 
     def _capture(self, asked: Plan, keys: Collection[Key] | None) -> CapturedKeys:
-        """Make buffers, and capture these keys; None: within the budget."""
         backend = self.backend
         config = self.config
         together = self.together
@@ -153,12 +149,11 @@ class CaptureSession:
 def describe_split(
     model: Callable[..., Any], config: Config, backend: GraphBackend | None = None
 ) -> SplitRecord | None:
-    """The split that a session's report would show; None without PIECEWISE keys. By operators, the
-    model runs once on padding, and may write to its KV cache where padding writes; by modules
-    nothing runs. The model is put back, and all memory is freed.
+    """The split that a session would report; None without PIECEWISE keys. For a split by operators,
+    the model runs once on padding and is put back, except for a KV cache that padding writes.
 
     Raises:
-        ConfigError: a splitting op, or a module pattern, that does not occur in the model.
+        ConfigError: the model lacks a splitting op or module pattern.
         CaptureError: the model cannot be traced as one graph.
         ModelError: the model itself failed.
     """

@@ -20,16 +20,15 @@ _UNREAD = object()
 
 
 class StagedBuffers(Mapping[str, Tensor]):
-    """The rows of one batch in the static buffers, by name; ``GraphRunner.stage`` makes it.
+    """The runner's static rows of one batch, by name; ``GraphRunner.stage`` makes it.
 
-    Inside the block the caller writes the tensors, which the runner owns, in place. Leaving it runs
-    the batch, and raises as a call. Then ``output`` is the batch's output, and the tensors are out
-    of reach. A block can be entered again.
+    Inside the block, which can be entered again, the caller writes the tensors in place. Leaving it
+    runs the batch, and raises as a call; then ``output`` is there.
 
     Raises:
         InputError: a tensor is put in instead of written in place, or its name is not declared.
-        CgplanError: entered while a call is under way, while another stream has work of the call
-            before, or after its graphs are gone; or used outside of its block.
+        CgplanError: used outside of its block; entered during a call, while another stream has
+            work, or after its graphs are gone.
     """
 
     __slots__ = ("__weakref__", "_entered", "_launcher", "_output", "_views", "call")
@@ -41,7 +40,7 @@ class StagedBuffers(Mapping[str, Tensor]):
         self._launcher = weakref.ref(launcher)
         self.call: PreparedCall | None = call
         self._views = buffers.views(batch.num_tokens, batch.num_reqs or 0)
-        self._entered: Launcher | None = None  # its lock is held, inside the block
+        self._entered: Launcher | None = None  # inside the block
         self._output: Any = _NO_OUTPUT
 
     def __enter__(self) -> StagedBuffers:
@@ -104,8 +103,8 @@ class StagedBuffers(Mapping[str, Tensor]):
 
     @property
     def output(self) -> Any:
-        """The model's output without padding, valid as a call's output. Raises CgplanError before
-        the end of the block, and after another batch was staged.
+        """Valid as a call's. Raises CgplanError before the end of the block, and after another
+        batch was staged.
         """
         if self._output is _UNREAD and self.call is not None:
             self._output = self.call.output()
@@ -135,8 +134,7 @@ class StagedBuffers(Mapping[str, Tensor]):
     def __setitem__(self, name: str, value: Tensor) -> None:
         if value.data_ptr() != self[name].data_ptr():  # it is the same after `buffers[name] += 1`
             raise InputError(
-                "tensors cannot be put into staged buffers: the graphs read the memory that is "
-                "there",
+                "tensors cannot be put into staged buffers: graphs read their memory",
                 remedy="Write in place: buffers[name].copy_(tensor).",
             )
 

@@ -33,9 +33,7 @@ NEVER = 1 << 62
 
 @dataclass(slots=True, eq=False)
 class BatchCount:
-    """Calls with one batch, unpadded, answered in the same way; ``reason``: why no graph did.
-    Requests count only where an input counts them.
-    """
+    """Calls with one batch, unpadded, answered alike; ``reason``: why no graph did."""
 
     num_tokens: int
     num_reqs: int | None
@@ -60,11 +58,9 @@ class StatsRecord(Record):
 
     Attributes:
         replays: By key, most calls first.
-        eager: Calls by reason.
-        real_tokens, padding_tokens: Of all batches, and of the padding in graphs.
-        timed_calls, host_microseconds: Timed calls, and the sum of their times on the host.
-        captures, evictions: Keys that were captured, and whose graphs were freed.
-        failures: Captures in service that failed, or that the budget refused.
+        real_tokens, padding_tokens: Of all batches; of padding in graphs.
+        host_microseconds: Sum over the timed calls.
+        failures: Captures in service that failed or were over the budget.
     """
 
     replays: tuple[KeyHits, ...]
@@ -80,12 +76,7 @@ class StatsRecord(Record):
 
 
 class RunnerStats:
-    """What calls were answered with; see StatsRecord.
-
-    Attributes:
-        timed_calls: Without staged blocks.
-        until_timed: Calls until the next one that is timed.
-    """
+    """What calls were answered with; see StatsRecord. Staged blocks are not timed."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -100,13 +91,13 @@ class RunnerStats:
 
     @property
     def time_every(self) -> int:
-        """One call of so many is timed; 1 for all, 0 for none."""
+        """One call of so many is timed; 0: none."""
         return self._time_every
 
     @time_every.setter
     def time_every(self, calls: int) -> None:
         self._time_every = operator.index(calls)
-        self._untimed = calls - 1 if calls > 0 else NEVER  # calls between two that are timed
+        self._untimed = calls - 1 if calls > 0 else NEVER  # calls between timed ones
         self.until_timed = self._untimed
 
     def add_time(self, nanoseconds: int) -> None:
@@ -139,9 +130,7 @@ class RunnerStats:
         ran: RoutedBatch,
         asked: RoutedBatch | None,
     ) -> None:
-        """Count the last call, if a graph served it, as the smaller batch ``asked``, or not at all:
-        None.
-        """
+        """Count the last call, if a graph served it, as ``asked``; None: not at all."""
         if ran.mode is CUDAGraphMode.NONE:
             return
         self.count_of(ran).calls -= 1
@@ -161,7 +150,6 @@ class RunnerStats:
 
     @property
     def replays(self) -> Counter[tuple[CUDAGraphMode, BatchDescriptor]]:
-        """Calls by (runtime mode, descriptor)."""
         total = Counter[tuple[CUDAGraphMode, BatchDescriptor]]()
         for count in self.counts:
             if count.reason is None:
@@ -170,7 +158,6 @@ class RunnerStats:
 
     @property
     def eager(self) -> Counter[MissReason]:
-        """Eager calls by reason."""
         total = Counter[MissReason]()
         for count in self.counts:
             if count.reason is not None:
@@ -190,7 +177,6 @@ class RunnerStats:
 
     @property
     def padded_rows(self) -> int:
-        """Tokens of padding in graphs."""
         rows = 0
         for count in self.counts:
             rows += count.calls * (count.descriptor.num_tokens - count.num_tokens)
@@ -198,7 +184,6 @@ class RunnerStats:
 
     @property
     def host_microseconds(self) -> float:
-        """Of all timed calls together."""
         return self.timed_nanoseconds / 1e3
 
     def reset(self) -> None:
@@ -221,9 +206,7 @@ class RunnerStats:
         )
 
     def table(self) -> str:
-        """The settings and the table that vLLM logs; the planner reads it as traffic, and adds up
-        all tables of a file.
-        """
+        """The table that vLLM logs, with settings; the planner reads it as traffic."""
         rows = Counter[tuple[int, int, CUDAGraphMode]]()
         for count in self.counts:
             rows[count.num_tokens, count.descriptor.num_tokens, count.mode] += count.calls
@@ -281,7 +264,7 @@ class RunnerStats:
         return self.record().model_dump_json(indent=2)
 
     def prometheus(self, runner: str = "runner") -> str:
-        """Prometheus' text format, with the label ``runner``. Raises as StatsCollector."""
+        """Prometheus' text format. Raises as StatsCollector."""
         collector = StatsCollector({runner: self})
         from prometheus_client import CollectorRegistry, generate_latest
 
@@ -290,16 +273,14 @@ class RunnerStats:
         return generate_latest(registry).decode()
 
     def mark(self) -> Mark:
-        """The counts now, for ``traffic`` since then."""
+        """The counts now, for ``traffic``."""
         calls = dict[Asked, int]()
         for asked, count in list(self._counts.items()):
             calls[asked] = count.calls
         return self._resets, calls
 
     def traffic(self, since: Mark | None = None) -> Traffic:
-        """The exact batches of calls, since a ``mark`` or a later ``reset``. Raises TrafficError:
-        nothing was called.
-        """
+        """The batches since a ``mark`` or a later ``reset``. Raises TrafficError."""
         found = []
         notes = []
         earlier: Mapping[Asked, int] = {}
@@ -318,7 +299,7 @@ class RunnerStats:
         return Traffic.of(found, "runner.stats", notes)
 
     def samples(self) -> dict[str, Iterable[Sample]]:
-        """What metrics show, by counter; batches few enough for a monitor."""
+        """By counter; few enough batches for a monitor."""
         replays = list[Sample]()
         for (mode, key), calls in self.replays.items():
             uniform = str(key.uniform).lower()
@@ -370,9 +351,8 @@ _COUNTERS = {  # descriptions, and further labels
 
 
 class StatsCollector:
-    """Collects the numbers of runners when a registry asks for them:
-    ``prometheus_client.REGISTRY.register(StatsCollector({"target": runner.stats}))``. Raises
-    CgplanError where prometheus_client is not installed.
+    """Collects runners' numbers: ``prometheus_client.REGISTRY.register(StatsCollector({"target":
+    runner.stats}))``. Raises CgplanError without prometheus_client.
     """
 
     def __init__(self, runners: Mapping[str, RunnerStats]) -> None:

@@ -1,15 +1,12 @@
-"""Verifier: replays compared with the model's own code, from the same state and random numbers.
+"""Replays compared with the model's own code, from the same state and random numbers.
 
 Note [Verification]
-    Outputs, and tensors that the graph writes, have to agree within rounding.
-    * Calls that teach (``RealRows``): the model's own code runs without padding. A further replay
-      has copies of real rows in its padding: real rows stay equal to the bit. Random numbers
-      may differ if the padded batch by the captured code agrees; so may few elements in half
-      precision, if they also do where each row comes twice.
-    * A configuration: the model's own code runs the padded batch, as attention metadata needs; and,
-      unless a context tells the model of sizes, without padding. Where that differs, padding within
-      rows, or copies of real rows that change the output, are at fault.
-    Memory that each run overwrites at places given by inputs, such as a KV cache, is not copied.
+    Calls that teach (``RealRows``): the model runs without padding. With copies of real rows as
+    padding, real rows stay equal to the bit. Random numbers may differ if the padded batch agrees;
+    so may few elements in half precision, if they do where each row comes twice.
+    With a configuration, the model runs the padded batch and, unless a context tells it sizes, the
+    batch without padding.
+    Memory that each run overwrites at given places, such as a KV cache, is not copied.
 """
 
 from __future__ import annotations
@@ -37,7 +34,7 @@ from cgplan.reports.records import VerifyRecord
 from cgplan.runner.prepared import NEVER, Due, PreparedCall, Values, on_device
 
 _COPIES = 4  # of the state, at one time
-_FEW = 0.25  # of the elements: rows that a router sends elsewhere
+_FEW = 0.25  # of the elements, where a router sends rows elsewhere
 
 
 class Verifier:
@@ -53,7 +50,6 @@ class Verifier:
         self._handed: list[Tensor] = []
 
     def schedule(self, call: PreparedCall) -> None:
-        """Padded batches of a key have their own turns."""
         mode = call.route.mode
         key = call.route.descriptor
         batch = call.route.batch
@@ -100,9 +96,9 @@ class Verifier:
         raise NumbersError(
             f"the replay of {record.mode} {record.descriptor} differs from the model's own "
             f"code: {record.failure}",
-            remedy="Look for numbers and branches that Python computed at capture, tensors that "
-            "moved, padding that reaches real rows, and random operators that do not draw from "
-            "torch's generators, such as Python's and NumPy's.",
+            remedy="Look for numbers and branches that Python computed at capture, moved tensors, "
+            "padding that reaches real rows, and random operators that do not draw from torch's "
+            "generators.",
             output=output,
         )
 
@@ -113,9 +109,7 @@ class Verifier:
         *,
         leaves: bool = True,
     ) -> tuple[VerifyRecord, Any]:
-        """Compare a batch in the static buffers; also the output of the model's own code.
-        ``leaves``: the state of the answer stays, else it is put back.
-        """
+        """Compare a batch in the static buffers. ``leaves``: the state of the answer stays."""
         graphs = self._graphs
         held = _COPIES * sum(tensor.nbytes for tensor in graphs.facts.written.values())
         if held > graphs.copy_limit():
@@ -145,16 +139,12 @@ def _unverified(
 
 @dataclass
 class _Run:
-    """``state``: copies of the tensors that graphs write."""
-
     output: Any
     state: list[Tensor]
     microseconds: float
 
 
 class _Moment:
-    """Copies of the tensors that graphs write, of the batch, and of generators' states."""
-
     def __init__(
         self,
         graphs: ModelGraphs,
@@ -206,8 +196,6 @@ class _Moment:
 
 
 class _Comparison:
-    """One batch, run in several ways from ``begin``."""
-
     def __init__(
         self,
         graphs: ModelGraphs,
@@ -346,7 +334,7 @@ class _Comparison:
         batch = self._route.batch
         static = self._graphs.buffers[self._route.descriptor.sizes]
         rows = static.views(batch.num_tokens, batch.num_reqs or 0)
-        for name, value in zip(rows, self._values, strict=False):  # none of a staged batch
+        for name, value in zip(rows, self._values, strict=False):  # staged: none
             rows[name] = rows[name][tuple(map(slice, value.shape))]
         return {name: view.clone() for name, view in rows.items()}  # values may lie there
 
@@ -442,9 +430,7 @@ class _Comparison:
         replayed: _Run,
         eager: _Run,
     ) -> bool:
-        """Whether the padded batch by the captured code agrees with the graph, and padding is not
-        what tells it from the batch.
-        """
+        """Whether the padded batch agrees, and padding does not cause the difference."""
         if not self._can_repeat:
             return False
         if not self._has_drawn and not self._are_few(wrong):
@@ -459,9 +445,7 @@ class _Comparison:
         return not _wrong(self._differences(captured, replayed))
 
     def _rounds(self, eager: _Run) -> bool:
-        """Whether the model's own code rounds a row to something else where each row comes twice,
-        as a router does that sends it elsewhere.
-        """
+        """Whether rows round otherwise where each comes twice, as by a router."""
         graphs = self._graphs
         buffers = graphs.buffers[self._route.descriptor.sizes].buffers
         named = dict[str, Tensor]()
@@ -528,7 +512,6 @@ class _Comparison:
 
 
 def _copied_inputs(graphs: ModelGraphs) -> set[str]:
-    """Inputs whose padding may hold copies of real rows."""
     config = graphs.config
     if graphs.real_rows is not None:
         return set(config.inputs) - set(graphs.real_rows.meant_padding)
