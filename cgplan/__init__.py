@@ -1,8 +1,4 @@
-"""cgplan: a declarative planner for CUDA graphs.
-
-YAML config -> plan -> capture -> dispatch and replay -> reports. What needs torch is loaded on
-first use.
-"""
+"""A declarative planner for CUDA graphs; what needs torch is loaded on first use."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

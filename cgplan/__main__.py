@@ -1,4 +1,4 @@
-"""``python -m cgplan`` is the command ``cgplan``."""
+"""``python -m cgplan``."""
 
 from cgplan.cli.main import main
 

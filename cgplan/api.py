@@ -46,25 +46,22 @@ def capture(
     """Plan, capture, and return a runner.
 
         cgplan.capture(model, {"x": cgplan.Input(shape=("num_tokens", 8), dtype="float32", pad=0)})
-        cgplan.capture(model, config="my.yaml")
         cgplan.capture(config="my.yaml")  # the file names the model
 
     Args:
-        model: Any callable or nn.Module, on the device already; it is called with the inputs by
-            name. Absent: the configuration's ``model.target``.
-        inputs: ``cgplan.Input`` by name, one for each argument of the forward; in short
-            ``(shape, dtype, pad)``, as in ``("num_tokens", torch.int32, -1)``; or an example tensor
-            of floating point, whose dimension 0 then counts ``num_tokens``, and whose padding rows
-            hold 0. For other dtypes no padding is safe: use ``cgplan.Input.like(tensor, pad=...)``.
-        config: A configuration, a mapping like its file, or the file's path, without sections.
-        metadata: ``cgplan.Input`` by name for tensors in the forward context.
+        model: A callable or nn.Module on the device, called with the inputs by name. Absent:
+            ``model.target`` of the configuration.
+        inputs: ``Input`` by name, for each argument of the forward; in short ``(shape, dtype,
+            pad)``; or an example tensor of floating point, whose dimension 0 counts
+            ``num_tokens``, with padding 0.
+        config: A configuration, its mapping, or its file; then no sections.
+        metadata: ``Input`` by name for tensors in the forward context.
         compilation, scheduler, lora, speculative, report, budget: Sections, as mappings or models.
         device: ``auto``, ``cuda``, ``cuda:N`` or ``cpu``; absent: the configuration's.
         output_rows: What dimension 0 of each output counts: ``num_tokens`` or ``num_reqs``.
-        state: The objects whose tensors and attributes the model reads, if it is a method of a
-            larger one: ``cgplan.capture(engine.forward_decode, ..., state=[engine.model])``.
+        state: Objects that the model reads if it is a method, as in ``[engine.model]``.
         progress: Called before each key.
-        before_key: Sets an engine's own context ahead of each key, see CaptureSession.
+        before_key: Sets an engine's context before each key, see CaptureSession.
 
     Raises:
         ConfigError, PlanError, BackendError: before anything runs.
@@ -74,7 +71,7 @@ def capture(
     if isinstance(model, str):
         raise ModelError(
             f"the model is the text {model!r}",
-            remedy="Pass the model itself; a configuration can name it: model.target.",
+            remedy="Pass the model itself, or model.target in a configuration.",
         )
     sections = {
         "inputs": _declared(inputs) if isinstance(inputs, Mapping) else inputs,
@@ -144,7 +141,6 @@ def _declared(inputs: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(
             "dimension 0 differs: "
             f"{', '.join(f'{name} {list(tensor.shape)}' for name, tensor in examples.items())}",
-            remedy="Pass examples of one batch, and cgplan.Input(shape=..., dtype=..., pad=...) "
-            "for other tensors.",
+            remedy="Pass examples of one batch, and cgplan.Input for other tensors.",
         )
     return {**inputs, **{name: Input.like(tensor, pad=0) for name, tensor in examples.items()}}

@@ -1,8 +1,4 @@
-"""The errors of cgplan, each before those that inherit from it.
-
-The command line ends with the exit code of the class, and with 2 for wrong options;
-docs/troubleshooting.md has a section for each.
-"""
+"""The errors of cgplan, and their exit codes."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches
@@ -17,18 +13,13 @@ def first_line(error: BaseException) -> str:
 def did_you_mean(
     name: str, known: Iterable[str], form: str = "Did you mean {!r}? ", most: int = 1
 ) -> str:
-    """The ``most`` nearest names in the sentence ``form``; empty if none is near."""
+    """The ``most`` nearest names in ``form``; empty: none is near."""
     near = get_close_matches(name, list(known), most)
     return form.format(" or ".join(near)) if near else ""
 
 
 class CgplanError(Exception):
-    """Base of all errors that cgplan raises on purpose.
-
-    Args:
-        message: File, key and line if there are any, what was found, what is allowed.
-        remedy: What the user can do, in one or two sentences.
-    """
+    """Base of cgplan's errors; ``remedy`` says what the user can do."""
 
     exit_code: ClassVar[int] = 1
 
@@ -42,73 +33,73 @@ class CgplanError(Exception):
 
 
 class ConfigError(CgplanError):
-    """The configuration has an unknown key, a wrong type, or contradictory values."""
+    """The configuration has an unknown key, a wrong type, or contradictions."""
 
     exit_code = 3
 
 
 class ConfigFileError(ConfigError):
-    """The configuration file is missing, unreadable, or not YAML."""
+    """The file is missing, unreadable, or not YAML."""
 
     exit_code = 4
 
 
 class PlanError(CgplanError):
-    """The configuration gives no plan: no capture size is left, say."""
+    """The configuration gives no plan."""
 
     exit_code = 5
 
 
 class ModeError(PlanError):
-    """The model's attention does not support the cudagraph mode that was asked for."""
+    """The model's attention does not support the cudagraph mode."""
 
     exit_code = 6
 
 
 class BudgetError(PlanError):
-    """The budget does not pay for a single graph. The message says which budget would."""
+    """The budget does not pay for one graph."""
 
     exit_code = 20
 
 
 class PlanMismatchError(PlanError):
-    """A saved plan was made for another configuration, machine or version; names what differs."""
+    """A saved plan is for another configuration, machine or version."""
 
     exit_code = 21
 
 
 class TrafficError(CgplanError):
-    """Traffic cannot be read, is empty, or makes no sense; the message names the row."""
+    """Traffic is unreadable, empty, or wrong."""
 
     exit_code = 22
 
 
 class StepTimeError(CgplanError):
-    """Step times are missing for a size, not positive, or cannot be read."""
+    """Step times are missing, not positive, or unreadable."""
 
     exit_code = 23
 
 
 class RegretError(CgplanError):
-    """On other traffic the plan's steps are too long, compared with the best plan's."""
+    """The plan's steps are too long on other traffic."""
 
     exit_code = 24
 
 
 class ModelError(CgplanError):
-    """The model's target does not import, is not callable, or failed."""
+    """The model does not import, is not callable, or failed."""
 
     exit_code = 7
 
 
 class InputError(CgplanError):
-    """A batch does not match the declared inputs; raised before anything is launched."""
+    """A batch does not match the declared inputs; nothing was launched."""
 
     exit_code = 8
 
 
 class BackendError(CgplanError):
-    """The device that was asked for is not available, or lacks a feature."""
+    """The device is not available, or lacks a feature."""
 
     exit_code = 9
 
@@ -120,46 +111,45 @@ class CaptureError(CgplanError):
 
 
 class HostSyncError(CaptureError):
-    """An operator in the captured region needs the host; names it and the user's source line."""
+    """An operator in a capture needs the host; names it and the source line."""
 
     exit_code = 11
 
 
 class CaptureMemoryError(CaptureError):
-    """Memory ran out during capture; names the key, what was free, and what to lower."""
+    """Memory ran out during a capture."""
 
     exit_code = 12
 
 
 class OutputShapeError(CaptureError):
-    """An output does not have the batch dimension first, so its padding cannot be cut off."""
+    """An output's dimension 0 is not the batch: padding cannot be cut."""
 
     exit_code = 13
 
 
 class SealedError(CaptureError):
-    """A capture was asked for after the runner was sealed, or where captures are forbidden."""
+    """The runner is sealed, or captures are forbidden."""
 
     exit_code = 14
 
 
 class DispatchMissError(CgplanError):
-    """No captured graph serves the batch, and ``compilation.on_miss`` is ``error``."""
+    """No graph serves the batch, and ``compilation.on_miss`` is ``error``."""
 
     exit_code = 15
 
 
 class AddressError(CgplanError):
-    """A tensor that a graph was captured with has moved or is gone; raised instead of a replay."""
+    """A tensor of a graph has moved or is gone; raised instead of a replay."""
 
     exit_code = 18
 
 
 class NumbersError(CgplanError):
-    """A replay gave other numbers than the model's own code, or padding reached real rows.
+    """A replay differs from the model's own code, or padding reached real rows.
 
-    Attributes:
-        output: What the model's own code gave, where it ran.
+    ``output`` is what the model's own code gave, where it ran.
     """
 
     exit_code = 19
@@ -176,7 +166,7 @@ class GradientError(CgplanError):
 
 
 class AuditError(CgplanError):
-    """Captured graphs point into memory that is free or not the runner's; lists them."""
+    """Graphs point into memory that is free or not the runner's."""
 
     exit_code = 25
 
@@ -188,37 +178,37 @@ class DistributedError(CgplanError):
 
 
 class RendezvousError(DistributedError):
-    """A rank did not come within the timeout, or came twice; the message names it."""
+    """A rank did not come within the timeout, or came twice."""
 
     exit_code = 41
 
 
 class RankMismatchError(DistributedError):
-    """Ranks differ where they must not; the message names the rank, and both values."""
+    """Ranks differ where they must not."""
 
     exit_code = 42
 
 
 class RankFailedError(DistributedError):
-    """A rank raised, or was late; the message names the step, and the rank where it is known."""
+    """A rank raised, or was late."""
 
     exit_code = 43
 
 
 class RegistrationError(DistributedError):
-    """Memory that a graph reads is not shared with other ranks yet, or cannot be."""
+    """Memory of a graph is not shared with other ranks."""
 
     exit_code = 44
 
 
 class AllReduceError(DistributedError):
-    """The all-reduce that was asked for cannot work on this machine, or a rank left it."""
+    """The all-reduce cannot work on this machine, or a rank left it."""
 
     exit_code = 45
 
 
 class ReportError(CgplanError):
-    """A saved file is not a report or plan, or has a schema version that is not read."""
+    """A file is no report or plan, or has another schema version."""
 
     exit_code = 16
 

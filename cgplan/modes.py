@@ -1,4 +1,4 @@
-"""CUDA graph modes, the support of attention for them, and the key of a graph."""
+"""CUDA graph modes, and the key of a graph."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from cgplan.errors import ConfigError, did_you_mean
 class _Named:
     @classmethod
     def parse(cls, value: object) -> Self:
-        """Member by name, in any case. Raises ConfigError with the nearest valid name."""
+        """Member by name, in any case. Raises ConfigError."""
         if isinstance(value, cls):
             return value
         members: dict[str, Self] = dict(cls.__members__)  # type: ignore[attr-defined]
         kind = _SETTINGS[cls.__name__]
         choose = f"Choose one of {', '.join(members)}."
-        if value is None:  # an empty key in YAML, which does not ask for NONE
+        if value is None:  # an empty key in YAML
             raise ConfigError(f"{kind} has no value", remedy=choose)
         name = str(value).strip().upper()
         if name in members:
@@ -36,9 +36,8 @@ _SETTINGS = {
 
 
 class CUDAGraphMode(_Named, Enum):
-    """The graphs that run a batch. The first three are runtime modes; the next two pair one for
-    uniform decode batches with one for mixed batches. Measuring decides AUTO; a plan without a
-    device takes it for FULL.
+    """The graphs that run a batch: three runtime modes, two pairs of them for uniform decode and
+    mixed batches, and AUTO, which measuring decides; plans take it for FULL.
     """
 
     NONE = 0
@@ -49,11 +48,11 @@ class CUDAGraphMode(_Named, Enum):
     AUTO = "AUTO"
 
     def separate_routine(self) -> bool:
-        """Whether uniform decode batches have graphs of their own."""
+        """Whether uniform decode has graphs of its own."""
         return isinstance(self.value, tuple)
 
     def decode_mode(self) -> CUDAGraphMode:
-        """Runtime mode of uniform decode batches."""
+        """Runtime mode of uniform decode."""
         return CUDAGraphMode(self.value[0]) if isinstance(self.value, tuple) else self
 
     def mixed_mode(self) -> CUDAGraphMode:
@@ -78,18 +77,15 @@ class AttentionSupport(_Named, IntEnum):
 
 
 class BatchDescriptor(NamedTuple):
-    """A batch as a graph sees it; with the runtime mode it is the graph's key.
-
-    A named tuple, because each replay hashes it, and tuples hash in C.
+    """A batch as a graph sees it; with the runtime mode the graph's key, which each replay hashes.
 
     Attributes:
-        num_tokens: Rows of the batch, padded to a capture size.
-        num_reqs: Requests, padded; None where the graph does not depend on them (PIECEWISE, eager).
-        uniform: Whether each request has the query length ``1 + num_speculative_tokens``.
-        has_lora: Whether the graph runs LoRA adapters.
-        num_active_loras: Distinct adapters that the graph serves; 0 without LoRA.
-        sizes: Of the dimensions of ``Config.dim_names`` behind the first, padded.
-        max_query_len: Of each request at most; None where the graph does not depend on it.
+        num_tokens: Rows, padded to a capture size.
+        num_reqs: Requests, padded; None: any number (PIECEWISE, eager).
+        uniform: Whether each request has ``1 + num_speculative_tokens`` tokens.
+        num_active_loras: Distinct adapters; 0 without LoRA.
+        sizes: Of ``Config.dim_names`` behind the first, padded.
+        max_query_len: Tokens of a request at most; None: any number.
     """
 
     num_tokens: int
@@ -107,7 +103,7 @@ class BatchDescriptor(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """The product of the sizes, on which costs depend."""
+        """The product of the sizes."""
         return self.num_tokens * prod(self.sizes)
 
     @property

@@ -1,4 +1,4 @@
-"""Numbers and lists as people read them, and values in groups."""
+"""Numbers, lists and groups of values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ V = TypeVar("V")
 
 
 def grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
-    """Values by their key, in the order of the pairs."""
     groups: dict[K, list[V]] = {}
     for key, value in pairs:
         groups.setdefault(key, []).append(value)

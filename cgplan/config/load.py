@@ -1,4 +1,4 @@
-"""From a YAML file to a Config: parsing, overrides, and messages that point at the line."""
+"""From a YAML file to a Config, with the line of each key."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cgplan.config.schema import Config
 from cgplan.errors import CgplanError, ConfigError, ConfigFileError, did_you_mean
 from cgplan.units import format_bytes
 
-LONGEST_NUMBER = 1000  # characters; the time to read `1:1:1`, to the base of 60, is their square
+LONGEST_NUMBER = 1000  # characters: `1:1:1`, to the base of 60, takes quadratic time
 MOST_VALUES = 10_000  # of a document; each alias counts
 MOST_BYTES = 1 << 20
 DEEPEST = 50
@@ -31,8 +31,7 @@ def read_text(
     most: int | None = None,
 ) -> str:
     """Text of a UTF-8 file, without a byte order mark; without ``most`` also one packed by gzip, or
-    by Zstandard, which needs the package zstandard. Raises ``error`` if it cannot be read, is a
-    device, not UTF-8, or larger than ``most`` bytes; ``remedy`` says which file to give.
+    by Zstandard (package zstandard). Raises ``error``, also if it has more than ``most`` bytes.
     """
     path = Path(path)
     try:
@@ -105,21 +104,18 @@ class LoadedConfig:
     base_dir: Path  # against which file targets are resolved
 
     def origin(self, path: str) -> str:
-        """Where the value at a dotted path came from: it, or a section that holds it."""
+        """Where the value at a dotted path, or its section, came from."""
         while path not in self.origins and "." in path:
             path = path.rpartition(".")[0]
         return self.origins.get(path, "default")
 
     def model_for(self, purpose: str) -> tuple[str, dict[str, Any]]:
-        """Target and kwargs of the model. Raises ConfigError, which begins with ``purpose``, if
-        there is no target.
-        """
+        """Target and kwargs of the model. Raises ConfigError, which begins with ``purpose``."""
         model = self.config.model
         if model is None or model.target is None:
             raise ConfigError(
                 f"{purpose}: there is no `model` with a target",
-                remedy="Add model.target, such as my_model.py:build; `cgplan init TARGET` writes "
-                "a configuration.",
+                remedy="Add model.target, such as my_model.py:build.",
             )
         return model.target, model.kwargs
 
@@ -127,8 +123,7 @@ class LoadedConfig:
 def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
     """Read a YAML file; ``overrides`` (``dotted.key=value``, the value in YAML) win over it.
 
-    Raises ConfigFileError if the file cannot be read or is not YAML, ConfigError for an unknown
-    key, a wrong type, or values that contradict each other.
+    Raises ConfigFileError for an unreadable file, ConfigError for wrong keys and values.
     """
     return read_config(path, overrides).config
 
@@ -137,9 +132,8 @@ def read_config(
     path: str | Path,
     overrides: Iterable[str | Override] = (),
 ) -> LoadedConfig:
-    """As load_config, with the origin of each value."""
     path = Path(path)
-    remedy = "Give a readable YAML file; `cgplan init` writes a starting configuration."
+    remedy = "Give a YAML file; `cgplan init` writes one."
     text = read_text(path, ConfigFileError, remedy, MOST_BYTES)
     data, lines = _parse(text, path)
     origins = {}
@@ -159,10 +153,8 @@ def loaded_config(
     base_dir: Path = Path(),
     lines: Mapping[Path_, int] = NOWHERE,
 ) -> LoadedConfig:
-    """The configuration of a document with overrides, which are applied to ``data``. Raises
-    ConfigError.
-
-    ``source`` names the document in messages; ``origins`` and ``lines`` are those of its keys.
+    """A document's configuration; overrides change ``data``. Raises ConfigError, which names
+    ``source``.
     """
     found = dict(origins)
     for given in overrides:
@@ -193,9 +185,7 @@ def validate_config(data: Mapping[str, Any]) -> Config:
 
 
 class _Loader(yaml.SafeLoader):
-    """A SafeLoader that refuses keys that stand twice, and documents that are too large, with
-    aliases counted.
-    """
+    """Refuses keys that stand twice, and documents that are too large with their aliases."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -273,10 +263,10 @@ def read_yaml(
     option: str,
     remedy: str,
 ) -> Any:
-    """The value of an option in YAML. Raises ConfigError, which begins with ``option``."""
+    """The value of an option. Raises ConfigError, which begins with ``option``."""
     try:
         return yaml.load(text, Loader=_Loader)
-    except Exception as error:  # as in _parse
+    except Exception as error:
         raise ConfigError(
             f"{option} is not YAML: {_problem(error)}",
             remedy=remedy,
@@ -300,14 +290,13 @@ def _parse(text: str, path: Path) -> tuple[dict[str, Any], dict[Path_, int]]:
     if not isinstance(data, dict):
         raise ConfigFileError(
             f"{path}: the file holds a {type(data).__name__}, not a mapping",
-            remedy="Start with keys such as `model:` and `compilation:`; `cgplan init` writes an "
-            "example.",
+            remedy="Start with keys such as `model:`; `cgplan init` writes an example.",
         )
     return data, lines
 
 
 def _lines(node: yaml.Node | None, path: Path_) -> Iterator[tuple[Path_, int]]:
-    """Lines below a constructed node. Merged keys come before its own; the last line counts."""
+    """Merged keys come before a node's own; the last line counts."""
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
             inner = (*path, key.value)
@@ -321,7 +310,6 @@ def _lines(node: yaml.Node | None, path: Path_) -> Iterator[tuple[Path_, int]]:
 
 
 def _override(data: dict[str, Any], override: Override) -> str:
-    """Apply an override; returns its dotted key."""
     text, option = override
     dotted, equals, value = text.partition("=")
     dotted = dotted.strip()
@@ -343,7 +331,7 @@ def _override(data: dict[str, Any], override: Override) -> str:
                 f"{where}: {parent} is not a section",
                 remedy="Check the dotted key.",
             )
-        # a copy, because keys may share a mapping by an alias
+        # a copy: aliases share mappings
         data[parent] = dict(below)
         data = data[parent]
     data[last] = parsed

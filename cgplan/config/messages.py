@@ -26,11 +26,7 @@ def explain(
     lines: Mapping[Path_, int] = NOWHERE,
     origins: Mapping[str, str] = NOWHERE,
 ) -> ConfigError:
-    """A ConfigError with one message a key, for ``data`` of a file or class, ``source``.
-
-    Fields of ``root`` are the valid names; ``lines`` and ``origins`` are those of the keys.
-    """
-    # a union complains several times about one value
+    """A ConfigError with a message for each key; ``source`` names the file or class of ``data``."""
     by_path = grouped((_real_path(detail, data), detail) for detail in error.errors())
     messages = []
     is_unknown = False
@@ -94,7 +90,7 @@ def _message(
     where = ""
     key = ".".join(map(str, path))
     above = [path[: depth + 1] for depth in range(len(path))]
-    for at in above:  # the innermost line counts
+    for at in above:
         if at in lines:
             where = f"line {lines[at]}: "
     for at in reversed(above):
@@ -124,7 +120,6 @@ def _message(
 
 
 def _nearest(path: Path_, root: type[BaseModel]) -> str:
-    """The nearest name to an unknown key, its right section, or the names allowed there."""
     *parents, name = path
     model = root
     for parent in parents:  # a name in a mapping of sections is no field
@@ -135,7 +130,7 @@ def _nearest(path: Path_, root: type[BaseModel]) -> str:
     hint = did_you_mean(str(name), fields, " (did you mean {!r}?)")
     if hint:
         return hint
-    for section, info in root.model_fields.items():  # a right key in the wrong place
+    for section, info in root.model_fields.items():
         inside = _model_in(info.annotation)
         is_mapping = "dict" in str(info.annotation)
         if inside is not None and not is_mapping and name in inside.model_fields:
@@ -144,7 +139,7 @@ def _nearest(path: Path_, root: type[BaseModel]) -> str:
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:
-    """The model in an annotation such as ``dict[str, Input]`` or ``LoRAConfig | None``."""
+    """As in ``dict[str, Input]`` or ``LoRAConfig | None``."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     for inner in typing.get_args(annotation):

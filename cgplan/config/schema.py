@@ -1,4 +1,4 @@
-"""The models behind the YAML file. Frozen; unknown keys are errors."""
+"""The models behind the YAML file."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ _EXTENT = re.compile(
 
 @dataclass(frozen=True)
 class Extent:
-    """The length of a dimension: ``factor * symbol + offset``, or ``offset`` without a symbol."""
+    """A dimension's length: ``factor * symbol + offset``, or ``offset`` without a symbol."""
 
     symbol: str | None  # ``num_tokens``, ``num_reqs``, or a name of ``dims``
     factor: int
@@ -78,9 +78,8 @@ class Extent:
         match = _EXTENT.fullmatch(value.strip())
         if match is None:
             raise ValueError(
-                f"cannot read the dimension {value!r}; allowed are a number, `up to 16`, "
-                "num_tokens, num_reqs, num_reqs + 1, 2 * num_tokens and the like, and names that "
-                "`dims` declares"
+                f"cannot read the dimension {value!r}; write a number, `up to 16`, "
+                "num_tokens, num_reqs + 1, 2 * num_tokens, or a name of `dims`"
             )
         factor = int(match["factor"] or 1)
         if factor < 1:
@@ -88,21 +87,20 @@ class Extent:
         return cls(match["symbol"], factor, int(match["offset"] or 0))
 
     def size(self, num_tokens: int, num_reqs: int) -> int:
-        """Its length in a batch of these tokens and requests."""
         return self.at({"num_tokens": num_tokens, "num_reqs": num_reqs})
 
     def at(self, sizes: Mapping[str, int]) -> int:
-        """Its length, where the names have these sizes."""
+        """The length for sizes by name."""
         if self.symbol is None:
             return self.offset
         return self.factor * sizes[self.symbol] + self.offset
 
     def takes(self, size: int) -> bool:
-        """Whether a tensor may have this length; for a dimension without a symbol."""
+        """For a dimension without a symbol."""
         return size <= self.offset if self.is_most else size == self.offset
 
     def count(self, size: int) -> int | None:
-        """The symbol's value for this length, None if there is none."""
+        """The symbol's value for this length, if any."""
         rest = size - self.offset
         if self.symbol is None or rest < 0 or rest % self.factor:
             return None
@@ -110,8 +108,8 @@ class Extent:
 
 
 class UpTo(str):
-    """A dimension of an input that may be narrower than its static buffer: ``UpTo(16)``, in YAML
-    ``up to 16``. Calls pad it with the input's ``pad``; eager runs do not.
+    """A dimension that may be narrower than its static buffer: ``UpTo(16)``, in YAML ``up to 16``.
+    Calls fill it with the input's ``pad``; eager runs do not.
     """
 
     def __new__(cls, most: int) -> UpTo:
@@ -119,7 +117,7 @@ class UpTo(str):
 
 
 class _TypedErrors(ModelMetaclass):
-    """Makes ``Input(...)`` and the like raise ConfigError, as the file does."""
+    """``Input(...)`` and the like raise ConfigError."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:  # noqa: N805  (of a metaclass)
         try:
@@ -138,19 +136,16 @@ class DistributedConfig(Section):
     """Several processes under torchrun, one rank each."""
 
     timeout: Annotated[Seconds, Field(gt=0)] = 60.0
-    """How long ranks wait for one another, as in `30s`: at the start, at each common step, and in
-    each all-reduce.
-    """
+    """How long ranks wait for one another, as in `30s`."""
     all_reduce_max_size: Bytes = 8 << 20
-    """Largest tensor of the custom and symm_mem all-reduce, in the units of `budget.memory`; NCCL
-    takes larger ones. Each rank keeps two staging buffers of this size.
+    """Largest tensor of the custom and symm_mem all-reduce, in units of `budget.memory`; NCCL takes
+    larger ones. Ranks keep two buffers of this size.
     """
     table_rows: Count = 1 << 14
-    """Rows of the device pointer table: captured all-reduces of a runner at most."""
+    """Captured all-reduces of a runner at most."""
     data_parallel_sync: Flag = False
-    """Before each batch ranks agree on the largest padded size and the weakest mode, by a small
-    all-reduce (`cgplan.distributed.in_step`). Needed if ranks run different batches and exchange
-    data inside.
+    """Before each batch ranks agree on the largest padded size and the weakest mode, which they
+    need if they run different batches and exchange data inside.
     """
 
 
@@ -158,23 +153,23 @@ class TrafficConfig(Section):
     """Synthetic traffic: Poisson arrivals, lognormal lengths. A file on the command line wins."""
 
     request_rate: Annotated[float, Field(strict=True, ge=0.001, le=1e6)]
-    """Requests per second on average."""
+    """Requests per second."""
     num_requests: Annotated[int, Field(strict=True, ge=1, le=1 << 20)] = 10_000
     """Requests to simulate."""
     prompt_median: BatchBound
-    """Tokens of a prompt: the median."""
+    """Median tokens of a prompt."""
     prompt_p95: BatchBound
-    """Tokens of a prompt: the 95th percentile."""
+    """Their 95th percentile."""
     output_median: BatchBound
-    """Tokens generated for a request: the median."""
+    """Median of generated tokens."""
     output_p95: BatchBound
-    """Tokens generated for a request: the 95th percentile."""
+    """Their 95th percentile."""
     lora_share: Annotated[float, Field(strict=True, ge=0, le=1)] = 0.0
-    """Share of the requests with a LoRA adapter, from 0 to 1."""
+    """Share of requests with a LoRA adapter."""
     num_adapters: Count | None = None
-    """Distinct adapters among all requests, equally likely. Absent: lora.max_loras."""
+    """Distinct adapters, equally likely. Absent: lora.max_loras."""
     seed: CountOrZero = 0
-    """Of the random numbers; equal seeds give equal traffic."""
+    """Equal seeds give equal traffic."""
 
     @model_validator(mode="after")
     def _percentiles_ascend(self) -> TrafficConfig:
@@ -190,26 +185,20 @@ class TrafficConfig(Section):
 
 
 class BudgetConfig(Section):
-    """Limits on the cost of graphs: of the plan, and of the capture."""
+    """Limits of plans and captures."""
 
     memory: BytesToSpend | None = None
-    """Device memory for all graphs and static buffers: whole bytes, or with a unit (B, kB, MB, GB,
-    KiB, MiB, GiB), as in `2GiB`. Absent: no bound.
+    """Device memory for graphs and static buffers: bytes, or with a unit (B, kB, MB, GB, KiB, MiB,
+    GiB).
     """
     capture_time: SecondsToSpend | None = None
-    """Start-up time for all captures and warm-ups: seconds, or with a unit (ms, s, min), as in
-    `30s`. Absent: no bound.
-    """
+    """Time for captures and warm-ups: seconds, or with a unit (ms, s, min)."""
     compile_time: SecondsToSpend | None = None
-    """Time for compilations of one size each (`compilation.compile_shapes`), as in `30s`. The first
-    is made in any case; sizes beyond the bound share a trace. Absent: no bound.
-    """
+    """Time for static compilations (`compilation.compile_shapes`); sizes beyond share a trace."""
     max_graphs: Count | None = None
-    """Graphs at most. Without traffic the largest sizes stay, and those that pad batches of all
-    sizes least. Absent: no bound.
-    """
+    """Graphs at most. Without traffic the largest sizes stay, and those that pad least."""
     reserve: Bytes | None = None
-    """Device memory that a capture leaves free, in the units of `memory`. Absent: none."""
+    """Device memory that captures leave free, in units of `memory`."""
 
 
 Shape = Annotated[
@@ -220,18 +209,16 @@ Shape = Annotated[
 
 
 class Dim(Section):
-    """A size of the batch that varies: its rows, the length of texts, the height of pictures."""
+    """A size of the batch that varies: rows, the length of texts, the height of pictures."""
 
     name: Annotated[str, Field(pattern=r"^([a-z_][a-z0-9_]*)?$")] = ""
-    """Its name in shapes of inputs; in a file the key."""
+    """Its name in shapes; in a file the key."""
     min: Count = 1
     """Smallest size."""
     max: BatchBound
-    """Largest size with a graph, rounded up to multiple_of. Larger batches follow
-    `compilation.on_miss`.
-    """
+    """Largest size with a graph, rounded up to multiple_of."""
     multiple_of: Count = 1
-    """Capture sizes are multiples of this number."""
+    """Capture sizes are multiples of it."""
     sizes: Annotated[tuple[Count, ...] | LadderName | None, BeforeValidator(check_sizes)] = None
     """Capture sizes, or a ladder's name. Absent: powers of two, times multiple_of."""
 
@@ -255,43 +242,38 @@ class Dim(Section):
 
     @property
     def top(self) -> int:
-        """The largest capture size: ``max``, rounded up to ``multiple_of``."""
+        """The largest capture size."""
         return -(-self.max // self.multiple_of) * self.multiple_of
 
 
 class Input(Section):
-    """A tensor that the model reads: an argument of its forward, or an entry of the forward
-    context's metadata. In short `[shape, dtype, pad]`, as in `[num_tokens, int32, -1]` or
-    `[[num_tokens, 8], float32, 0]`.
+    """A tensor that the model reads as an argument, or from the forward context's metadata. In
+    short `[shape, dtype, pad]`, as in `[[num_tokens, 8], float32, 0]`.
     """
 
     shape: Shape
-    """Dimensions in order: numbers, `up to 16` if tensors may be narrower, names of `dims`, and at
-    most one that counts rows of the batch: `num_tokens`, `num_reqs`, or `num_reqs + 1`, `2 *
-    num_tokens` and the like.
+    """Numbers, `up to 16` if tensors may be narrower, names of `dims`, and at most one dimension of
+    rows: `num_tokens`, `num_reqs + 1`, `2 * num_tokens` and the like.
     """
     dtype: Annotated[DType, BeforeValidator(lambda value: str(value).removeprefix("torch."))]
     """Element type, by torch's name."""
     pad: Annotated[float | int | bool | Literal["last"], BeforeValidator(check_pad)]
-    """Content of the padding rows: a number, or `last` to repeat the batch's last row (for
-    cumulative offsets). No default: 0 is wrong as often as right.
-    """
+    """Content of padding rows: a number, or `last` to repeat the last row (cumulative offsets)."""
     example: Annotated[
         float | int | Literal["normal", "arange", "spread"] | tuple[int, int] | None,
         BeforeValidator(check_example),
     ] = None
-    """Values for bench: a number, `normal` (standard normal), `arange` (0, 1, 2, ... over all
-    elements), `spread` (offsets that spread num_tokens evenly over the requests), or `[low, high]`
-    for random whole numbers from low to high - 1. Absent: `normal` for floating point, else the
-    padding value.
+    """Values for bench: a number, `normal` (standard normal), `arange`, `spread` (offsets that
+    spread num_tokens evenly over requests), or `[low, high]`: random, high excluded. Absent:
+    `normal` for floating point, else pad.
     """
 
     @classmethod
     def like(
         cls, tensor: Any, rows: int = 0, *, pad: float | Literal["last"], symbol: str = "num_tokens"
     ) -> Input:
-        """Declare tensors of this dtype and shape whose dimension ``rows`` counts ``symbol``.
-        Raises ConfigError.
+        """Declare tensors like this one, whose dimension ``rows`` counts ``symbol``. Raises
+        ConfigError.
         """
         shape = [*tensor.shape]
         if not -len(shape) <= rows < len(shape):
@@ -327,7 +309,7 @@ class Input(Section):
 
     @property
     def row_dim(self) -> int | None:
-        """Index of the dimension that counts tokens or requests, None if there is none."""
+        """Index of the dimension that counts tokens or requests, if any."""
         for dim, extent in enumerate(self.extents):
             if extent.symbol in SYMBOLS:
                 return dim
@@ -353,17 +335,16 @@ class ModelConfig(Section):
     """The model that is captured."""
 
     target: str | None = None
-    """`package.module:callable` or `path/to/file.py:callable`, called with kwargs; returns an
-    nn.Module or another callable. `transformers` builds a Hugging Face causal LM. Absent if the
-    model is given from Python.
+    """`package.module:callable` or `path/to/file.py:callable`, which returns the model, or
+    `transformers`, a Hugging Face causal LM. Absent: given from Python.
     """
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the target."""
     output_rows: Symbol = "num_tokens"
-    """What dimension 0 of each output counts: `num_tokens` or `num_reqs`. Padding is cut there."""
+    """What dimension 0 of each output counts; padding is cut there."""
     output_shapes: tuple[Shape, ...] | None = None
-    """Shapes of the outputs in order, as those of inputs; padding is cut from each dimension with a
-    name. Needed if `dims` has more than one name. Absent: output_rows says all.
+    """Shapes of the outputs, as for inputs; padding is cut from named dimensions. Needed if `dims`
+    has more than one name.
     """
 
 
@@ -371,10 +352,9 @@ class CompilationConfig(Section):
     """The graphs that are captured, and how."""
 
     cudagraph_mode: Mode = CUDAGraphMode.FULL
-    """NONE, PIECEWISE, FULL, FULL_DECODE_ONLY (FULL for uniform decode, eager for mixed batches),
-    FULL_AND_PIECEWISE (FULL for uniform decode, PIECEWISE for mixed batches) or AUTO (a capture
-    times FULL, without modules that fail, PIECEWISE, inductor and eager steps, and keeps the
-    fastest; no graphs if they save less than 2%).
+    """FULL_DECODE_ONLY: mixed batches run eagerly. FULL_AND_PIECEWISE: mixed batches take
+    PIECEWISE. AUTO: a capture times FULL without failing modules, PIECEWISE, inductor and eager
+    steps, and keeps the fastest; no graphs below 2% saved.
     """
     cudagraph_capture_sizes: Annotated[
         tuple[Count, ...] | LadderName | None, BeforeValidator(check_sizes)
@@ -383,128 +363,115 @@ class CompilationConfig(Section):
     `dims`.
     """
     boxes: tuple[tuple[Count, ...], ...] | None = None
-    """With `dims`: combinations of sizes, each in the order of `dims` (behind num_tokens, if inputs
-    count it). Absent: all.
+    """Combinations of sizes in the order of `dims` (behind num_tokens, if inputs count it). Absent:
+    all.
     """
     max_cudagraph_capture_size: BatchBound | None = None
     """Largest capture size in tokens. Absent: min(2 * query length * max_num_seqs, 512), at most
     max_num_batched_tokens.
     """
     capture_policy: Literal["eager", "lazy", "adaptive"] = "eager"
-    """When keys are captured. eager: all at once. lazy: each when a batch first asks for it, at
-    most one in a call. adaptive: all at once, and `runner.replan()` exchanges keys for those that
-    recent batches asked for.
+    """eager: all keys at once. lazy: each when a batch first asks for it, at most one in a call.
+    adaptive: all at once; `runner.replan()` exchanges them for keys that recent batches asked for.
     """
     pool: Literal["shared", "per_mode", "per_graph"] = "shared"
-    """Which graphs share a memory pool. shared: all of a runner. per_mode: those of one runtime
-    mode. per_graph: none; an output lasts until the next replay of its own graph, and an evicted
-    graph gives its memory back at once, but this takes the most memory.
+    """Graphs that share memory. shared: all of a runner. per_mode: those of a mode. per_graph:
+    none; outputs last until their own graph's next replay, evicted graphs free memory at once, and
+    memory is highest.
     """
     cudagraph_num_of_warmups: CountOrZero = 1
-    """Eager runs of each key on the capture stream before its capture."""
+    """Eager runs of each key before its capture."""
     cudagraph_copy_inputs: Flag = True
-    """true: a call copies its tensors into static buffers. false: the caller writes into the static
-    buffers (`runner.input_views`) and passes those views; other tensors are refused.
+    """Calls copy tensors into static buffers. false: the caller writes into `runner.input_views`
+    and passes those.
     """
     key_rules: Literal["vllm_v1", "vllm_v2"] = "vllm_v1"
-    """Which graphs there are for the capture sizes, and which of them runs a batch: as in vLLM's
-    model runner V1, which captures follow, or V2, the default of vLLM 0.33, for plans alone.
+    """Keys and dispatch of vLLM's model runner V1, or, for plans alone, of V2, the default of vLLM
+    0.33.
     """
     cudagraph_specialize_lora: Flag = True
-    """Capture graphs without adapters beside those with; false: one graph serves both."""
+    """Capture graphs without adapters, too; false: one graph serves both."""
     splitting_ops: tuple[str, ...] | None = None
-    """Operators kept out of PIECEWISE segments, as `namespace::name`; Python's operators by
-    PyTorch's names (`aten::matmul` for `@`, `aten::slice` for `x[:, :4]`). Absent: PyTorch's
-    attention operators and cgplan::attention, with piecewise: modules none. Empty: nothing to split
-    at.
+    """Operators kept out of PIECEWISE segments, such as `aten::matmul` (`@`) or `aten::slice`
+    (`x[:, :4]`). Absent: PyTorch's attention operators and cgplan::attention; with piecewise:
+    modules none.
     """
     splitting_modules: tuple[str, ...] = ()
-    """Modules kept out of PIECEWISE segments, by dotted name with `*` for one part, as in
-    `layers.*.self_attn`. The capture breaks there, and at splitting_ops if given; nothing is
-    traced.
+    """Modules kept out of PIECEWISE segments, as in `layers.*.self_attn`. The capture breaks there,
+    and at splitting_ops if given, without a trace.
     """
     piecewise: Literal["auto", "ops", "modules", "wrappers"] = "auto"
-    """How PIECEWISE segments are made. ops: the traced forward is split at splitting_ops. modules:
-    the capture breaks at splitting_modules, at splitting_ops, and at functions under
-    eager_break_during_capture. wrappers: the model itself holds CUDAGraphWrappers. auto: modules if
-    splitting_modules are given, or no splitting_ops and the model calls such functions; else ops.
+    """ops: a trace is split at splitting_ops. modules: the capture breaks at splitting_modules,
+    splitting_ops, and functions under eager_break_during_capture. wrappers: the model holds
+    CUDAGraphWrappers. auto: modules if splitting_modules are given, or no splitting_ops and the
+    model calls such functions; else ops.
     """
     compiler: Literal["eager", "inductor"] = "eager"
-    """How a segment of a traced forward runs: its operators as they are, or compiled by inductor,
-    each distinct segment of a trace once (needs a GPU). inductor traces in every mode.
+    """How segments run. inductor compiles each distinct one once, needs a GPU, and traces in every
+    mode.
     """
     compile_shapes: Literal["auto", "dynamic", "static"] = "auto"
-    """Sizes that a trace of the forward serves. dynamic: all; one row has another trace. static:
-    one size, for which inductor chooses its kernels. auto: with compiler: inductor static for the
-    four sizes with the most steps of the plan's traffic, without traffic for the smallest and the
-    largest; else dynamic.
+    """Sizes that a trace serves. dynamic: all; one row has another. static: one. auto: with
+    inductor static for the four sizes with most steps of traffic, without it for the smallest and
+    the largest; else dynamic.
     """
     use_inductor_graph_partition: Flag = False
-    """With compiler: inductor, compile the whole forward and let inductor cut it, at splitting_ops
-    and at operators tagged cudagraph_unsafe. false: the traced forward is split first.
+    """Inductor compiles the whole forward, and cuts at splitting_ops and operators tagged
+    cudagraph_unsafe. false: the trace is split first.
     """
     address_check: Annotated[
         Literal["off", "first", "always"],
         Off,
     ] = "always"
-    """When the addresses of tensors that graphs read are checked. always: on each call, changes of
-    modules that Python reports, and some addresses in rotation. first: on each graph's first
-    replay. off: never.
+    """When addresses that graphs read are checked. always: each call, changes of modules that
+    Python reports, and some addresses. first: each graph's first replay.
     """
     state_copy: Bytes | None = None
-    """Device memory for copies of the model's state during captures, in the units of
-    `budget.memory`: a capture puts back the state that its warm-ups wrote. Host memory takes copies
-    beyond. Absent: a quarter of the free device memory.
+    """Device memory, in units of `budget.memory`, for copies of state that warm-ups write and
+    captures put back; host memory takes further ones. Absent: a quarter of what is free.
     """
     verify: Annotated[
         Literal["off", "first", "rarely", "always"],
         Off,
     ] = "first"
-    """When replays are compared with the model's own code: real rows, and the tensors that the
-    graph writes, within rounding. first: each graph's first replay, also with copies of real rows
-    in the padding. rarely: its replays 1, 2, 4, 8, ... always: each. off: `runner.verify(batch)`
-    alone. A comparison takes an eager step's time and memory.
+    """When replays are compared with the model's own code, for an eager step's time and memory.
+    first: each graph's first replay, also with real rows as padding. rarely: replays 1, 2, 4, 8,
+    ... off: `runner.verify(batch)` alone.
     """
     strict: Flag = False
-    """Whether a change of Python that each run makes (a counter, a list that grows, a text) is an
-    error, not a warning: replays do not make it.
+    """Whether Python values that each run changes (a counter, a growing list), which replays do
+    not, are an error, not a warning.
     """
     ignore: tuple[str, ...] = ()
-    """Paths of Python values that each run may change, such as `model.calls`; `*` is one part."""
+    """Python values that each run may change, such as `model.calls`; `*` is one part."""
     debug: Flag = False
-    """Check everything, slowly: `verify: always`, addresses on each replay, and outputs are copies
-    that the next call fills with NaN.
-    """
+    """`verify: always`, addresses on each replay, and outputs that the next call fills with NaN."""
     audit: Annotated[
         Literal["off", "report", "error"],
         Off,
     ] = "off"
-    """Whether the owner of each pointer in each graph is looked up after captures, also after those
-    on demand. report: the report says what was found. error: a pointer into memory that is not the
-    runner's is an error. Captures note operators and lines for it, which takes time.
+    """Whether captures look up each pointer's owner, operator and line, which takes time. error: a
+    pointer into memory that is not the runner's is an error.
     """
     attention_support: Attention = AttentionSupport.ALWAYS
-    """Batches whose attention can stand inside a FULL graph: ALWAYS, UNIFORM_BATCH,
-    UNIFORM_SINGLE_TOKEN_DECODE or NEVER.
-    """
+    """Batches whose attention can stand inside a FULL graph."""
     outputs: Literal["borrow", "clone"] = "borrow"
-    """borrow: outputs are new tensor objects on graph memory, overwritten by the next replay of any
-    graph in the pool. clone: outputs are copies.
+    """borrow: outputs lie in graph memory, until the next replay of any graph in the pool. clone:
+    outputs are copies.
     """
     hide_capture_from: tuple[Annotated[str, BeforeValidator(check_package)], ...] = (
         "transformers",
     )
-    """Packages whose code runs in captures as in eager calls:
-    `torch.cuda.is_current_stream_capturing()` answers no, unless a look ahead of the captures saw
-    that the code then needs the host. `[]`: none.
+    """Packages that `torch.cuda.is_current_stream_capturing()` tells no in captures, unless their
+    code then needs the host.
     """
     all_reduce: Literal["auto", "custom", "nccl", "symm_mem"] = "auto"
-    """How ranks sum tensors. custom: cgplan's kernels over registered graph buffers (shared memory
-    on the CPU). nccl: torch.distributed (gloo on the CPU). symm_mem: PyTorch's symmetric memory.
-    auto: custom if it can work, else nccl.
+    """custom: cgplan's kernels over registered graph buffers (shared memory on the CPU). nccl:
+    torch.distributed (gloo on the CPU). symm_mem: PyTorch's symmetric memory. auto: custom if it
+    works, else nccl.
     """
     on_miss: Literal["eager", "error"] = "eager"
-    """Whether a batch that no graph serves runs eagerly or is an error."""
+    """What becomes of a batch without a graph."""
 
     @property
     def verify_policy(self) -> Literal["off", "first", "rarely", "always"]:
@@ -539,8 +506,8 @@ class SchedulerConfig(Section):
     max_num_batched_tokens: BatchBound = 8192
     """Tokens in one batch at most."""
     mixed_batches: Flag = True
-    """Whether a simulated batch may hold prefill and decode, as in vLLM. false: one of them,
-    prefill first, as in SGLang, whose chunked-prefill-size is max_num_batched_tokens.
+    """Whether simulated batches mix prefill and decode, as in vLLM. false: prefill first, as in
+    SGLang (chunked-prefill-size: max_num_batched_tokens).
     """
 
 
@@ -548,9 +515,9 @@ class LoRAConfig(Section):
     """LoRA adapters that a batch may use."""
 
     max_loras: Count
-    """Distinct adapters in one batch at most; a call may say one more, for any number."""
+    """Distinct adapters in one batch at most; in a call one more stands for any number."""
     rank: Count = 16
-    """Rank of the adapters, for the model's builder and reports."""
+    """Rank of the adapters."""
     specialize_active_lora: Flag = False
     """Capture a graph for each power of two of active adapters up to max_loras."""
 
@@ -559,17 +526,15 @@ class SpeculativeConfig(Section):
     """Speculative decoding."""
 
     num_speculative_tokens: CountOrZero = 0
-    """Draft tokens of each request; the query length of uniform decode is 1 more."""
+    """Draft tokens of each request."""
     method: Literal["eagle", "mtp", "ngram", "draft_model"] | None = None
     """What drafts. With key_rules: vllm_v2 plans have the draft's graphs (eagle, mtp)."""
     varlen_decode: Flag = False
-    """Whether decode graphs take requests of 1 to 1 + num_speculative_tokens tokens (key_rules:
-    vllm_v2): vLLM's adaptive verification.
+    """Whether decode graphs take 1 to 1 + num_speculative_tokens tokens a request, as vLLM's
+    adaptive verification does (key_rules: vllm_v2).
     """
     accepted_tokens: Annotated[float, Field(strict=True, ge=1)] | None = None
-    """Tokens that a request advances in a simulated decode step on average, from 1 to 1 +
-    num_speculative_tokens. Absent: all drafts are accepted.
-    """
+    """Mean tokens of a request in a simulated decode step. Absent: all drafts are accepted."""
 
     @property
     def has_draft_graphs(self) -> bool:
@@ -591,19 +556,18 @@ class ReportConfig(Section):
     """Sizes and repeats of measurements, and names for profilers."""
 
     sizes: tuple[Count, ...] | None = None
-    """Batch sizes to measure, in tokens. Absent: bench measures all captured sizes,
-    `cudagraph_mode: AUTO` and `cgplan doctor` the smallest, the largest, and that of all requests.
+    """Batch sizes to measure, in tokens. Absent: bench takes all captured ones, `cudagraph_mode:
+    AUTO` and `cgplan doctor` the smallest, the largest, and that of all requests.
     """
     repeats: Count = 30
     """Timed calls of each size and way of running."""
     warmups: CountOrZero = 3
     """Untimed calls before them."""
     nvtx: Flag = False
-    """Make each call of a runner a named range (NVTX) for profilers."""
+    """Make each call of a runner an NVTX range."""
 
 
 def _named(value: object) -> object:
-    """Dimensions with the names of their keys."""
     if not isinstance(value, Mapping):
         return value
     found = dict[object, object]()
@@ -615,15 +579,15 @@ def _named(value: object) -> object:
 
 
 class Config(Section):
-    """All that one YAML file says. `model` and `inputs` may be absent if nothing is captured."""
+    """A YAML file. `model` and `inputs` may be absent if nothing is captured."""
 
     model: ModelConfig | None = None
     """The model that is captured."""
     device: Device = "auto"
-    """`auto` (a GPU if there is one), `cuda`, `cuda:N`, or `cpu` (the tape backend)."""
+    """`auto` (a GPU if any), `cuda`, `cuda:N`, or `cpu` (the tape backend)."""
     dims: Annotated[dict[str, Dim], BeforeValidator(_named)] = Field(default_factory=dict)
-    """Sizes of a batch that vary, by name, beside num_tokens and num_reqs. If no input counts
-    those, the first one stands for num_tokens.
+    """Sizes of a batch that vary, beside num_tokens and num_reqs. If no input counts those, the
+    first one stands for num_tokens.
     """
     inputs: dict[str, _Declared] = Field(default_factory=dict)
     """Arguments of the model's forward, by name."""
@@ -650,9 +614,7 @@ class Config(Section):
     def _consistent(self) -> Config:
         twice = sorted(set(self.inputs) & set(self.metadata))
         if twice:
-            raise ValueError(
-                f"{twice[0]!r} is both an input and metadata; a name may stand in one of them"
-            )
+            raise ValueError(f"{twice[0]!r} is both an input and metadata")
         reserved = sorted(WORDS_OF_A_CALL & set(self.tensors))
         if reserved:
             raise ValueError(
@@ -728,7 +690,7 @@ class Config(Section):
 
     @property
     def dim_names(self) -> tuple[str, ...]:
-        """Names of the sizes of a batch, as in the ``box`` of a descriptor."""
+        """Names of the sizes in a descriptor's ``box``."""
         if not self.dims:
             return ("num_tokens",)
         for spec in self.tensors.values():
@@ -737,7 +699,7 @@ class Config(Section):
         return tuple(self.dims)
 
     def shape_at(self, shape: tuple[int | str, ...], sizes: Sequence[int]) -> tuple[int | str, ...]:
-        """A shape in terms of num_tokens and num_reqs, for these sizes of the other dimensions."""
+        """A shape in num_tokens and num_reqs, for these sizes of the other dimensions."""
         first, *others = self.dim_names
         at = dict(zip(others, sizes, strict=True))
         found: list[int | str] = []
@@ -752,7 +714,7 @@ class Config(Section):
         return tuple(found)
 
     def tensors_at(self, sizes: Sequence[int] = ()) -> dict[str, Input]:
-        """Inputs and metadata, with the shapes of ``shape_at``."""
+        """Inputs and metadata with shapes of ``shape_at``."""
         tensors = self.tensors
         if not self.dims:
             return tensors
@@ -764,5 +726,5 @@ class Config(Section):
 
     @property
     def query_len(self) -> int:
-        """Tokens of each request in a uniform decode batch: 1 + num_speculative_tokens."""
+        """Tokens of each request in uniform decode: 1 + num_speculative_tokens."""
         return 1 + self.speculative.num_speculative_tokens

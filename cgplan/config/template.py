@@ -1,4 +1,4 @@
-"""The text of a starting configuration: YAML whose comments tell findings from guesses."""
+"""The text of a starting configuration."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ import yaml
 
 
 class InputGuess(NamedTuple):
-    """An argument of a model's forward; fields as in Input."""
-
     name: str
-    required: bool  # without a default; others are written as comments
+    required: bool
     shape: tuple[int | str, ...]
     dtype: str
     reason: str
@@ -22,7 +20,7 @@ class InputGuess(NamedTuple):
 
 
 def starting_yaml(target: str, kwargs: Mapping[str, Any], inputs: Sequence[InputGuess]) -> str:
-    """A commented configuration that loads and plans as it is. Ends with a newline."""
+    """A commented configuration that plans as it is. Ends with a newline."""
     model: dict[str, Any] = {"target": target}
     hint = "  # kwargs: {hidden_size: 64}       # keyword arguments of the target\n"
     if kwargs:
@@ -36,7 +34,6 @@ def starting_yaml(target: str, kwargs: Mapping[str, Any], inputs: Sequence[Input
 
 
 def inline_yaml(value: Any) -> str:
-    """A value in one line of YAML; names such as `y` and `on` are quoted."""
     text = yaml.safe_dump(value, default_flow_style=True, width=10**6)
     return text.removesuffix("\n").removesuffix("\n...")
 
@@ -49,7 +46,7 @@ def _input(guess: InputGuess) -> str:
         ),
         (f"  shape: [{', '.join(map(str, guess.shape))}]", f"guess: {guess.reason}"),
         (f"  dtype: {guess.dtype}", "guess, as above"),
-        (f"  pad: {guess.pad}", "a choice: what padding rows hold; there is no default"),
+        (f"  pad: {guess.pad}", "a choice: what padding rows hold"),
     ]
     if guess.example is not None:
         lines.append(
@@ -65,8 +62,7 @@ def _input(guess: InputGuess) -> str:
 
 
 _HEAD = """\
-# A starting configuration, written by `cgplan init`. What it guessed is marked; correct it, then
-# look at the plan with
+# Written by `cgplan init`. Correct what it guessed, then look at the plan:
 #   cgplan inspect FILE
 # All keys: `cgplan schema --format markdown`.
 """

@@ -1,4 +1,4 @@
-"""Values of the configuration: a parser for each kind of field."""
+"""Parsers of the configuration's values."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _by_name(enum: type[CUDAGraphMode] | type[AttentionSupport]) -> BeforeValida
     def parse(value: object) -> object:
         try:
             return enum.parse(value)
-        except ConfigError as error:  # pydantic collects ValueErrors and adds the key's path
+        except ConfigError as error:  # pydantic adds the key's path to ValueErrors
             raise ValueError(f"{error.message}. {error.remedy}") from None
 
     return BeforeValidator(parse)
@@ -44,7 +44,6 @@ def _one_of(enum: type[CUDAGraphMode] | type[AttentionSupport]) -> WithJsonSchem
     return WithJsonSchema({"enum": list(enum.__members__), "type": "string"})
 
 
-# Enums that YAML and JSON write by name, in any case.
 Mode = Annotated[
     CUDAGraphMode,
     _by_name(CUDAGraphMode),
@@ -61,7 +60,7 @@ Attention = Annotated[
 DIMENSION = {"anyOf": [{"type": "integer"}, {"type": "string"}]}
 Count = Annotated[int, Field(strict=True, ge=1)]
 CountOrZero = Annotated[int, Field(strict=True, ge=0)]
-# of a batch, because a ladder lists every size up to it; of a prompt and an output
+# a ladder lists every size up to it
 BatchBound = Annotated[
     int,
     Field(
@@ -118,7 +117,7 @@ def check_sizes(value: object) -> object:
 def _check_device(value: object) -> object:
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(value)):
         raise ValueError(f"found {value!r}, expected auto, cpu, cuda, or cuda:N")
-    return str(value)  # of a torch.device, too
+    return str(value)
 
 
 Device = Annotated[
@@ -138,7 +137,7 @@ LARGEST = {  # torch.finfo(...).max
 
 
 def is_value_of(dtype: str, value: float) -> bool:
-    """Whether a tensor of that dtype can hold the number, rounded if it is floating point."""
+    """Whether the dtype holds the number, rounded if it is floating point."""
     is_finite = isinstance(value, int) or math.isfinite(value)
     if dtype in LARGEST:
         return not is_finite or abs(value) <= LARGEST[dtype]
@@ -162,7 +161,6 @@ def _amount(
     example: str,
     most: float,
 ) -> Callable[[object], float]:
-    """Parser of amounts: a number of the base ``unit``, or text with one of ``units``."""
     factors = {"": 1.0}
     for name, factor in units.items():
         factors[name.lower()] = factor
@@ -214,7 +212,7 @@ def _or_text(kind: str, bound: str) -> WithJsonSchema:
     return WithJsonSchema({"anyOf": [{"type": kind, bound: 0}, {"type": "string"}]})
 
 
-# Dumped as plain numbers of the base unit, which read back equal.
+# dumped as numbers of the base unit
 Bytes = Annotated[
     int, BeforeValidator(lambda value: round(_parse_bytes(value))), _or_text("integer", "minimum")
 ]

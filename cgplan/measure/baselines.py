@@ -1,12 +1,8 @@
-"""A runner beside its baselines, other ways to run its model: costs, speed, results.
+"""A runner beside other ways to run its model.
 
-Note [Graphs of several baselines in one process]
-    Recording inductor's CUDA graphs drops cuBLAS workspaces that other graphs may have captured: so
-    ``reduce-overhead`` is prepared while no other graph exists, and stays ready.
-
-Note [Comparing results]
-    Each compared call starts from the same inputs, state and seed. Eager code that then gives two
-    results has state that no fingerprint sees, or atomics. Padding changes random numbers.
+Note [Workspaces]
+    Inductor's recording drops cuBLAS workspaces that other graphs captured: ``reduce-overhead`` is
+    prepared while there are none, and stays ready.
 """
 
 from __future__ import annotations
@@ -50,15 +46,12 @@ from cgplan.reports.records import (
 from cgplan.runner.runner import GraphRunner
 
 Call = Callable[[], Any]
-Captured = tuple[Any, dict[str, Tensor], Any]  # graph, static tensors, output
+Captured = tuple[Any, dict[str, Tensor], Any]
 Times = tuple[list[float], list[float], list[float]]
 MOST_ROUNDS = 5
 LONGEST_REASON = 160  # characters
 _REDRAWN = "the model draws random numbers, and padding and inductor's code draw others"
-_UNLIKE = (
-    "its output has another structure, shape, dtype or value beside tensors than that of the "
-    "model's own code, or holds no tensor"
-)
+_UNLIKE = "its output has another structure, shape, dtype or value beside tensors, or no tensor"
 _UNSTEADY = (
     "the model's own code, run twice from the same inputs, state and seed, gives different results"
 )
@@ -67,12 +60,7 @@ _STATIC = "_dynamo_static_input_type"  # set by mark_static_address
 
 @dataclass(frozen=True)
 class BenchBatch:
-    """A batch on the device, and the options of the runner's call.
-
-    Attributes:
-        size: Tokens, unpadded.
-        descriptor: Of the eager forward's context.
-    """
+    """A batch of ``size`` unpadded tokens on the device, and the options of the runner's call."""
 
     size: int
     inputs: Tensors
@@ -92,7 +80,6 @@ class BenchBatch:
         model: Callable[..., Any],
         tensors: Tensors | None = None,
     ) -> Any:
-        """Call a model on the batch, or on ``tensors``, in a forward context."""
         given = self.tensors if tensors is None else tensors
         inputs = {name: given[name] for name in self.inputs}
         metadata = {name: given[name] for name in self.metadata}
@@ -103,7 +90,7 @@ class BenchBatch:
         self,
         runner: GraphRunner,
     ) -> dict[str, Tensor]:
-        """The tensors of a runner's call; filled static buffers for a runner that copies none."""
+        """Tensors of a runner's call; filled static buffers if it copies none."""
         is_eager = self.size > runner.wanted.max_capture_size
         if is_eager or runner.config.compilation.cudagraph_copy_inputs:
             return self.tensors
@@ -114,14 +101,7 @@ class BenchBatch:
 
 
 class Baseline:
-    """One way to run the model, with figures by size.
-
-    Attributes:
-        undo: Gives memory back.
-        calls: Run a batch, whose tensors may get other values.
-        first: Seconds of the first call.
-        times: Microseconds: device, latency, host.
-    """
+    """A way to run the model: ``first`` in seconds, ``times`` (device, latency, host) in us."""
 
     def __init__(
         self,
@@ -136,11 +116,11 @@ class Baseline:
         self.note: str | None = None
 
     @property
-    def stays_ready(self) -> bool:  # Note [Graphs of several baselines in one process]
+    def stays_ready(self) -> bool:  # Note [Workspaces]
         return self.record.name == "reduce-overhead"
 
     def attempt(self, action: Callable[..., None], *args: Any) -> None:
-        """Act unless it failed before; an error closes it and becomes its record."""
+        """Act unless it failed; an error closes it and becomes its record."""
         if self.record.failure is not None:
             return
         try:
@@ -207,7 +187,6 @@ def bare(
     bench: Comparison,
     baseline: Baseline,
 ) -> None:
-    """Graphs by hand, in one pool: copy each tensor into a static one, and replay."""
     backend = bench.runner.backend
     model = bench.runner.model
     warmups = bench.runner.config.compilation.cudagraph_num_of_warmups
@@ -252,7 +231,7 @@ def make_graphed_callables(
     bench: Comparison,
     baseline: Baseline,
 ) -> None:
-    """``torch.cuda.make_graphed_callables`` for each size, in one pool, without gradients."""
+    """One for each size, in one pool, without gradients."""
     graphed = dict[int, Callable[..., Any]]()
     pool = torch.cuda.graph_pool_handle()
     baseline.undo.callback(graphed.clear)
@@ -276,10 +255,8 @@ def reduce_overhead(
     bench: Comparison,
     baseline: Baseline,
 ) -> None:
-    """``torch.compile(mode="reduce-overhead", dynamic=False)``, from an empty cache.
-
-    Tensors of the model are marked static, as parameters are: torch leaves out graphs that write
-    into other tensors.
+    """From an empty cache. The model's tensors are marked static: torch leaves out graphs that
+    write into others.
     """
     from torch._inductor.cudagraph_trees import reset_cudagraph_trees
     from torch._inductor.utils import fresh_inductor_cache
@@ -319,7 +296,7 @@ def reduce_overhead(
         )
 
 
-# Each prepares all sizes, calls each once, and pushes on ``undo`` what frees memory.
+# Each prepares and calls all sizes; its ``undo`` frees memory.
 BASELINES: dict[str, Callable[[Comparison, Baseline], None]] = {
     OURS: ours,
     "eager": eager,
@@ -338,16 +315,10 @@ def bench_baselines(
     seed: int | None = None,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> BaselinesRecord:
-    """Measure a runner and other ways to run its model, on the same tensors.
+    """Measure a runner and other ways to run its model: each alone for its costs, then in turns.
 
-    First each way is prepared alone, for its costs; then all take turns. The runner is captured
-    again twice: its earlier outputs and views are not valid any more. Close other graphs before,
-    see Note [Graphs of several baselines in one process].
-
-    Args:
-        batches: One for each size.
-        seed: Of the order; absent: drawn.
-        progress: Called with (done, total, name) before each step.
+    The runner is captured again: its outputs and views become invalid. Close other graphs before,
+    see Note [Workspaces]. ``batches``: one for each size.
     """
     if seed is None:
         seed = random.SystemRandom().randrange(1 << 16)
@@ -384,7 +355,7 @@ def bench_baselines(
             order.shuffle(turns)
             for baseline, batch in turns:
                 baseline.attempt(bench.measure, batch.size)
-        for baseline in baselines:  # last: a graph whose memory another one took shows here
+        for baseline in baselines:  # last: graphs whose memory was taken show here
             baseline.attempt(bench.compare)
         for baseline in baselines[1:]:
             baseline.attempt(Baseline.close)
@@ -405,12 +376,7 @@ def _ready(baselines: Sequence[Baseline]) -> list[Baseline]:
 
 
 class Comparison:
-    """The results of a runner's model on some batches, see Note [Comparing results].
-
-    Args:
-        batches: Their values and the model's state stay.
-        repeats: Timed calls in a turn.
-    """
+    """Results of a runner's model, each from the same inputs, state and seed, which stay."""
 
     capture_seconds: float | None = None
     keys = 0
@@ -456,7 +422,6 @@ class Comparison:
         return sorted(self.batches, key=lambda batch: -batch.size)
 
     def restore(self) -> None:
-        """Give inputs and state their first values."""
         for tensor, before in self._inputs:
             tensor.copy_(before)
         self._state.restore()
@@ -464,7 +429,6 @@ class Comparison:
     def first_calls(
         self, baseline: Baseline, call_of: Callable[[BenchBatch], Call], times: int = 1
     ) -> None:
-        """Run each batch ``times``, until its calls are as all later ones."""
         synchronize = self.runner.backend.synchronize
         for batch in self.batches:
             call = call_of(batch)
@@ -488,7 +452,6 @@ class Comparison:
         self,
         baseline: Baseline,
     ) -> None:
-        """Seconds and memory of the baseline alone."""
         name = baseline.record.name
         backend = self.runner.backend
         if name in _NEED_CUDA and backend.device.type != "cuda":
@@ -523,7 +486,7 @@ class Comparison:
         call = baseline.calls[size]
         backend = self.runner.backend
         self.restore()
-        for _ in range(2):  # caches hold data of another baseline
+        for _ in range(2):
             call()
         device, _ = backend.time_calls(call, self.repeats, queued=True)
         times = baseline.times.setdefault(size, ([], [], []))
@@ -554,7 +517,6 @@ class Comparison:
         size: int,
         baseline: Baseline,
     ) -> tuple[float | None, str | None]:
-        """The largest difference from the model's own result, or why there is none."""
         if size in self._unsteady:
             return None, _UNSTEADY
         call = baseline.calls[size]
@@ -573,7 +535,7 @@ class Comparison:
         baseline: Baseline,
         size: int,
     ) -> bool:
-        """Whether it draws other random numbers than the model's own code."""
+        """Whether it draws other random numbers."""
         if baseline.record.name != OURS:
             return baseline.stays_ready
         is_padded = size not in self.runner.wanted.capture_sizes
@@ -593,7 +555,7 @@ class Comparison:
 
 
 def used_bytes(backend: GraphBackend) -> int:
-    """Device memory in use without caches; on the tape, that of pools."""
+    """Device bytes in use without caches; on the tape, of pools."""
     backend.synchronize()
     gc.collect()
     backend.release_cached()

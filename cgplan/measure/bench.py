@@ -1,4 +1,4 @@
-"""Latency of a runner by size: eager, through the runner, and as a bare replay."""
+"""Latency of a runner by size."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def bench(
     against: Sequence[str] = (),
     seed: int | None = None,
 ) -> BenchReport:
-    """Measure the sizes of ``config.report``, or every captured size, on example batches.
+    """Measure the sizes of ``config.report``, or all captured ones, on example batches.
 
-    A batch is uniform decode where its size allows that, else mixed; both where the plan has other
-    graphs for them. The runner's stats count these calls.
+    Batches are uniform decode where the size allows that, else mixed; both where their graphs
+    differ.
 
     Args:
-        progress: Called with (done, total, name) before each step.
+        progress: Called with (done, total, name).
         against: Other ways to run the model (BASELINE_NAMES); the runner is captured again.
         seed: Of the order of turns; absent: drawn.
 
@@ -85,7 +85,6 @@ def bench(
 
 
 def examples(runner: GraphRunner, size: int, *sizes: int) -> list[BenchBatch]:
-    """Batches of a box: uniform decode, mixed, or both; with all adapters active."""
     plan = runner.plan
     config = runner.config
     loras = 0 if config.lora is None else config.lora.max_loras
@@ -132,7 +131,6 @@ def examples(runner: GraphRunner, size: int, *sizes: int) -> list[BenchBatch]:
 
 
 def call_examples(runner: GraphRunner, times: int = 3) -> None:
-    """Call the runner with example batches of each captured size, for its trace."""
     with runner.trace():
         for box in _captured(runner):
             for batch in examples(runner, *box):
@@ -146,7 +144,6 @@ def _captured(runner: GraphRunner) -> list[tuple[int, ...]]:
 
 
 def _boxes(runner: GraphRunner) -> list[tuple[int, ...]]:
-    """Sizes to measure: rows, then the other dimensions."""
     boxes = _captured(runner)
     asked = runner.config.report.sizes
     if not asked:

@@ -1,10 +1,9 @@
-"""Costs of graphs, measured on the device: a few keys are captured and freed again.
+"""Costs of graphs, measured on the device.
 
 Note [Chunks]
-    The driver takes memory for graphs in chunks. So a key is captured again and again until several
-    chunks were taken. Between two readings ``n`` nodes and ``b`` bytes apart, a node takes
-    ``(b - chunk) / n`` to ``(b + chunk) / n`` bytes. Readings before the first chunk do not count:
-    freed graphs may have left room.
+    The driver takes memory in chunks. Between readings ``n`` nodes and ``b`` bytes apart a node
+    takes ``(b - chunk) / n`` to ``(b + chunk) / n`` bytes. Those before the first chunk do not
+    count: freed graphs leave room.
 """
 
 from __future__ import annotations
@@ -39,10 +38,9 @@ MOST_CAPTURES = 48
 def calibrate(
     config: Config, model: Callable[..., Any], backend: GraphBackend, plan: Plan
 ) -> MeasuredCosts:
-    """Capture the representative keys of a plan, measure them, and free them again.
+    """Capture representative keys of a plan, and free them. Raises as CaptureSession.run.
 
-    Each key is captured twice: the first capture of a process also traces and loads kernels, which
-    stay, as libraries' workspaces do. Raises as CaptureSession.run; nothing is left then.
+    Each key is captured twice: first captures also trace and load kernels.
     """
     keys = representative_keys(plan.keys, plan.max_num_seqs)
     backend.release_cached()
@@ -66,7 +64,7 @@ def calibrate(
                 once += max(first.seconds - again.seconds, 0.0)
                 mode, descriptor = key
                 size = descriptor.elements
-                most = pools[mode].get(size, 0)  # of the LoRA cases
+                most = pools[mode].get(size, 0)
                 pools[mode][size] = max(most, graphs.pools.nbytes)
                 graphs.drop_all()
             rates = _driver_rates(graphs, keys)
@@ -103,7 +101,7 @@ def calibrate(
 
 
 def _driver_rates(graphs: ModelGraphs, keys: Sequence[Key]) -> dict[CUDAGraphMode, float]:
-    """Driver memory of a node by mode (of a key without counted nodes); 0 without a driver."""
+    """Bytes of a node by mode (of a key if nodes are not counted)."""
     backend = graphs.backend
     scope = graphs.scope
     held = list[CUDAGraphEntry]()
@@ -111,7 +109,7 @@ def _driver_rates(graphs: ModelGraphs, keys: Sequence[Key]) -> dict[CUDAGraphMod
     if not backend.supports("driver_bytes"):
         return rates
     try:
-        # graphs of other modes stay: memory that the driver got back would hide the next mode's
+        # graphs of other modes stay: freed memory would hide the next mode's
         for mode in rates:
             of_mode = [key for key in keys if key[0] is mode]
             key = min(of_mode, key=lambda key: key[1].elements)
@@ -121,7 +119,7 @@ def _driver_rates(graphs: ModelGraphs, keys: Sequence[Key]) -> dict[CUDAGraphMod
             while len(readings) < MOST_CAPTURES:
                 if chunks >= FEWEST_CHUNKS and since >= FEWEST_CAPTURES:
                     break
-                # wrappers capture a key again in another scope, here on the same pool
+                # wrappers capture a key again in another scope
                 graphs.scope = CaptureScope(scope.pool, backend, address_check=scope.address_check)
                 captured = graphs.capture_key(key)
                 held += graphs.scope.entries
@@ -134,7 +132,7 @@ def _driver_rates(graphs: ModelGraphs, keys: Sequence[Key]) -> dict[CUDAGraphMod
             rates[mode] = bytes_per_node(readings)
         return rates
     finally:
-        graphs.drop_all()  # wrappers know only the last graphs
+        graphs.drop_all()
         for entry in held:
             for graph in entry.segments:
                 backend.reset(graph)
@@ -143,7 +141,7 @@ def _driver_rates(graphs: ModelGraphs, keys: Sequence[Key]) -> dict[CUDAGraphMod
 
 
 def bytes_per_node(readings: Sequence[tuple[int, int]]) -> float:
-    """Driver memory of a node, see Note [Chunks]; readings are (nodes, bytes) so far."""
+    """See Note [Chunks]; readings are (nodes, bytes) so far."""
     points = [reading for reading in readings if reading[1]]
     if not points:
         return 0.0

@@ -1,4 +1,4 @@
-"""Costs of graphs without a GPU: forwards run on fake tensors, and their allocations are logged."""
+"""Costs of graphs without a GPU, from fake tensors."""
 
 from __future__ import annotations
 
@@ -62,21 +62,18 @@ def estimate(
     model: Function,
     plan: Plan,
 ) -> EstimatedCosts:
-    """Run representative keys of a plan on fake tensors, and log their allocations.
-
-    A forward's allocations are affine in its rows. Temporaries of operators that are not written in
-    Python are not seen.
+    """Costs from representative keys on fake tensors, without temporaries of compiled operators.
 
     Args:
-        model: On the CPU, or built in the block of ``fake_tensors`` that this is called in. Tensors
-            that the forward keeps in it become fake ones.
+        model: On the CPU, or built in the block of ``fake_tensors`` around this call; tensors that
+            it keeps become fake.
 
     Raises:
         CaptureError, ModelError: the model fails, or needs values of tensors.
     """
     note = ""
     if config.compilation.compiler == "inductor":
-        note = "recorded without inductor, which fuses operators and so needs less"
+        note = "recorded without inductor, which needs less"
     with gc_paused(), detect_fake_mode() or fake_tensors() as fake, torch.no_grad():
         keys = representative_keys(plan.keys, plan.max_num_seqs)
         recorded = [_recorded(config, model, plan, key, fake) for key in keys]
@@ -99,9 +96,8 @@ def fake_tensors() -> Iterator[FakeTensorMode]:
 
 
 class AllocationLog(TorchDispatchMode):
-    """Logs the allocations of a forward in a graph pool; stands in for a breakable capture.
-
-    Of an eager piece only the results are logged: they get slots in the pool.
+    """Logs a forward's allocations in a graph pool, of eager pieces their results; stands in for a
+    breakable capture.
     """
 
     def __init__(
@@ -173,7 +169,6 @@ class AllocationLog(TorchDispatchMode):
             model(**inputs)
 
     def add_named(self, _: str, function: Function, args: Any, kwargs: Any, **__: Any) -> Any:
-        """Run an eager piece, as a breakable capture does."""
         self.eager_pieces += 1
         with replaced(self, is_recording=False):
             output = function(*args, **kwargs)
@@ -184,7 +179,7 @@ class AllocationLog(TorchDispatchMode):
         self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func.namespace == "prim":  # such as a question after the device
+        if func.namespace == "prim":
             return func(*args, **kwargs)
         if implemented_in_python(func, "CPU"):
             with replaced(self, _inside=self._inside or func._schema.name), self:
@@ -218,7 +213,6 @@ class AllocationLog(TorchDispatchMode):
         output: Any,
         known: set[int],
     ) -> bool:
-        """Log storages of an output that are not known; whether there are any."""
         number_before = len(self.events)
         for storage in (tensor.untyped_storage() for tensor in tensors_in(output)):
             if storage._cdata not in known:
@@ -271,7 +265,7 @@ def _recorded(
             context = stack.enter_context(forward_context(CUDAGraphMode.NONE, descriptor, metadata))
             first = AllocationLog(fake, refuses=route == "full")
             with first, standing_in(first):
-                model(**inputs)  # tensors made on first use are not in the pool
+                model(**inputs)  # makes tensors that are not in the pool
             if route == "auto":
                 route = (
                     "modules" if compilation.splitting_ops is None and first.eager_pieces else "ops"

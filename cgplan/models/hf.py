@@ -1,4 +1,4 @@
-"""The target `transformers`: a causal language model from its config, one token for each row."""
+"""The target `transformers`: a causal language model, one token a row."""
 
 from __future__ import annotations
 
@@ -26,11 +26,7 @@ _ATTENTION_TYPES = ("full_attention", "sliding_attention")
 
 
 class _RowLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
-    """KV cache of one layer, in which each row has a position, unlike in a static layer.
-
-    The adapter sets these positions, ``slots``, before each forward. Keys and values are
-    [max_rows, heads, max_len + 1, size]; padding rows write to the last place.
-    """
+    """[max_rows, heads, max_len + 1, size]; each row writes to its own ``slots``."""
 
     is_compileable = True
 
@@ -41,7 +37,6 @@ class _RowLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.slots: Tensor | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate the rows, whose heads and sizes differ between architectures."""
         self.keys, self.values = (
             states.new_zeros(self.max_rows, states.shape[1], self.max_len + 1, states.shape[3])
             for states in (key_states, value_states)
@@ -51,7 +46,6 @@ class _RowLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def update(
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write the new token of rows [0, num_tokens), and return these rows."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if self.slots is None:
@@ -73,7 +67,7 @@ class _RowLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return self.max_len, 0
 
     def get_seq_length(self) -> int:
-        """0: rows have no common length. The adapter passes positions and masks."""
+        """0: rows have no common length."""
         return 0
 
     def get_max_length(self) -> int:
@@ -81,10 +75,7 @@ class _RowLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
 
 class RowDecoder(nn.Module):
-    """A causal LM of transformers that decodes one token for each row.
-
-    Row i is request i, and begins anew at position 0. The tensors of ``cache`` never move.
-    """
+    """A causal LM that decodes one token a row; row i is request i, begun anew at position 0."""
 
     def __init__(
         self,
@@ -100,7 +91,7 @@ class RowDecoder(nn.Module):
         window = getattr(text, "sliding_window", None)
         usual = "full_attention" if window is None else "sliding_attention"
         kinds = dict.fromkeys(getattr(text, "layer_types", None) or [usual])
-        own = {str(kind) for kind in getattr(text, "attention_layers", None) or ()}  # of GPT-Neo
+        own = {str(kind) for kind in getattr(text, "attention_layers", None) or ()}
         other = sorted((set(kinds) - set(_ATTENTION_TYPES)) | (own - {"global"}))
         if other or getattr(text, "attention_chunk_size", None) is not None:
             raise ModelError(
@@ -114,15 +105,11 @@ class RowDecoder(nn.Module):
         self.cache: Any = Cache(layers=layers)
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        """One decode step.
+        """One decode step; returns logits [num_tokens, vocab_size] in the model's dtype.
 
         Args:
-            input_ids: [num_tokens] int64, the next tokens of rows 0, 1, ...
-            positions: [num_tokens] int64, below ``max_cache_len``, which the device checks; -1 is a
-                padding row, which writes no row of the cache.
-
-        Returns:
-            Logits [num_tokens, vocab_size] in the model's dtype, any of padding rows.
+            input_ids: [num_tokens] int64, of rows 0, 1, ...
+            positions: [num_tokens] int64, below ``max_cache_len`` (the device checks); -1: padding.
 
         Raises:
             InputError: more tokens than ``max_batch_size``.
@@ -132,13 +119,13 @@ class RowDecoder(nn.Module):
                 f"{input_ids.shape[0]} tokens, but the cache has {self.max_batch_size} rows",
                 remedy="Raise model.kwargs.max_batch_size, or send fewer tokens.",
             )
-        # Padding rows write to the place after the last one. Too large a position is moved one
-        # further, out of range, so that the device raises.
+        # padding writes behind the last place; too large positions move out of range: the device
+        # raises
         end = self.max_cache_len
         slots = torch.where(positions < 0, end, positions + (positions >= end))
         for layer in self.cache.layers:
             layer.slots = slots
-        # padding rows see place 0: a row that sees nothing gives NaN in some kernels
+        # a row that sees nothing gives NaN in some kernels
         places = positions.clamp(min=0)
         masks = {kind: self._mask(places, window) for kind, window in self._windows.items()}
         output = self.model(
@@ -164,7 +151,7 @@ class RowDecoder(nn.Module):
 
 
 def find_config(name: str) -> str:
-    """Path of a config.json, in a folder or in Hugging Face's cache. Raises ModelError."""
+    """Path of a config.json, in a folder or Hugging Face's cache. Raises ModelError."""
     with suppress(OSError):
         found = cached_file(name, "config.json", local_files_only=True)
         if found:
@@ -176,7 +163,7 @@ def find_config(name: str) -> str:
 
 
 def read_config(config: Mapping[str, Any] | None, config_file: str | None) -> Any:
-    """The config object of transformers."""
+    """The config of transformers. Raises ModelError."""
     if (config is None) == (config_file is None):
         raise ModelError(
             "the transformers target needs `config` or `config_file`, one of them",
@@ -201,7 +188,7 @@ def read_config(config: Mapping[str, Any] | None, config_file: str | None) -> An
     if kind not in CONFIG_MAPPING:
         raise ModelError(
             f"{where} has model_type {kind!r}, which this transformers does not know",
-            remedy="Give the model_type of a published config.json, such as qwen3 or llama.",
+            remedy="Give a model_type such as qwen3 or llama.",
         )
     try:
         return CONFIG_MAPPING[kind].from_dict(dict(config))
@@ -222,14 +209,11 @@ def build(
     seed: int = 0,
     attn_implementation: str | None = None,
 ) -> RowDecoder:
-    """A causal LM with random weights on the default device; nothing is downloaded.
+    """A causal LM with random weights on the default device; the caller's random state stays.
 
     Args:
         config, config_file: Contents or path of a config.json.
-        dtype: Of weights and cache.
         max_cache_len: Tokens of a row.
-        max_batch_size: Rows of the cache.
-        seed: Of the weights; the caller's random state stays.
 
     Raises:
         ModelError: no known config, or no causal LM with a KV cache.
@@ -254,14 +238,14 @@ def build(
             raise ModelError(
                 f"transformers builds no causal LM from {values.model_type}: "
                 f"{type(error).__name__}: {error}",
-                remedy="Choose the config of a decoder-only language model.",
+                remedy="Choose a decoder-only language model.",
             ) from error
     decoder = RowDecoder(
         model.to(device).eval().requires_grad_(False), max_batch_size, max_cache_len
     )
-    remedy = "Choose a language model whose layers are attention with a key-value cache."
+    remedy = "Choose a model whose layers are attention with a key-value cache."
     try:
-        # each layer allocates its cache now, and not inside a capture
+        # layers allocate now, not inside a capture
         with torch.no_grad():
             decoder(torch.zeros(1, dtype=torch.int64), torch.full((1,), -1))
     except Exception as error:

@@ -33,17 +33,16 @@ class ForwardArgument(NamedTuple):
 def load_model(
     target: str, kwargs: Mapping[str, Any], *, device: torch.device, base_dir: Path | None = None
 ) -> Callable[..., Any]:
-    """The model that ``target`` returns for ``kwargs``, on the device; a module is in eval mode.
+    """The model that ``target`` returns for ``kwargs``, on the device; modules in eval mode.
 
-    The folder of a file target, else the current one, stays on ``sys.path``. A file is run at each
-    load. The caller owns the model.
+    The file's folder, else the current one, stays on ``sys.path``.
 
     Args:
         target: ``package.module:callable``, ``path/to/file.py:callable``, or ``transformers``.
         base_dir: Where relative paths start; then the current folder.
 
     Raises:
-        ModelError: no such target, it fails, or returns what cannot be called.
+        ModelError: no such target, it fails, or returns no callable.
     """
     model = call_target(
         target,
@@ -65,7 +64,7 @@ def load_model(
 def call_target(
     target: str, kwargs: Mapping[str, Any], *, device: torch.device, base_dir: Path | None = None
 ) -> Any:
-    """What a target returns; arguments and errors as for ``load_model``."""
+    """What a target returns; else as ``load_model``."""
     kwargs = dict(kwargs)
     if target == "transformers":
         target = "cgplan.models.hf:build"
@@ -89,7 +88,7 @@ def call_target(
             raise ModelError(
                 f"{target} is {type(found).__name__}, which is not callable", remedy=remedy
             )
-        with suppress(ValueError):  # builtins have no signature
+        with suppress(ValueError):
             signature = inspect.signature(found)
             try:
                 signature.bind(**kwargs)
@@ -103,7 +102,7 @@ def call_target(
 
 
 def forward_signature(model: Callable[..., Any]) -> list[ForwardArgument]:
-    """Arguments of a function or a module's forward, without ``*args`` and ``**kwargs``."""
+    """Arguments of the forward, without ``*args`` and ``**kwargs``."""
     function = model.forward if isinstance(model, nn.Module) else model
     found = []
     for name, given in inspect.signature(function).parameters.items():
@@ -144,16 +143,12 @@ def parse_dtype(name: object) -> torch.dtype:
     return dtype
 
 
-# modules that targets imported, and their folders
-_neighbours: dict[str, Path] = {}
+_neighbours: dict[str, Path] = {}  # folders of targets' modules
 
 
 @contextmanager
 def _importable(folder: Path) -> Iterator[None]:
-    """``folder`` is first on ``sys.path`` inside the block, and last on it from then on.
-
-    Modules of other targets are forgotten where this folder has one of the same name.
-    """
+    """``folder`` is first on ``sys.path``, then last; its modules replace other targets'."""
     importlib.invalidate_caches()
     for name, home in list(_neighbours.items()):
         if home != folder and ((folder / f"{name}.py").is_file() or (folder / name).is_dir()):
@@ -178,7 +173,7 @@ def _import_module(source: str) -> ModuleType:
         return importlib.import_module(source)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{source}.".startswith(f"{error.name}."):
-            raise  # something that the module imports is missing
+            raise  # the module's own import is missing
         raise ModelError(
             f"no module named {error.name!r} (model target {source})",
             remedy="Install it, run from its folder, or name path/to/file.py:callable.",
@@ -191,7 +186,7 @@ def _import_file(path: Path) -> ModuleType:
     assert spec
     assert spec.loader
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # for dataclasses and pickle
+    sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
     except BaseException:
@@ -202,7 +197,7 @@ def _import_file(path: Path) -> ModuleType:
 
 @contextmanager
 def _blaming(doing: str) -> Iterator[None]:
-    """Errors of the block become ModelErrors with the innermost line outside of packages."""
+    """Errors become ModelErrors with the innermost line outside of packages."""
     try:
         yield
     except CgplanError:
@@ -219,5 +214,5 @@ def _blaming(doing: str) -> Iterator[None]:
         raise ModelError(
             f"{doing} failed: {type(error).__name__}: {str(error).strip() or 'no message'}\n  at "
             f"{where}",
-            remedy="Correct the model's code or model.kwargs; --traceback shows the way there.",
+            remedy="Correct the model or model.kwargs; --traceback shows more.",
         ) from error

@@ -1,8 +1,5 @@
-"""A model of PyTorch's caching allocator: how much memory a list of allocations reserves.
-
-Rules and names of constants are those of c10/cuda/CUDACachingAllocator.cpp and
-c10/core/AllocatorConfig.h in torch 2.11 to 2.13, with the defaults of PYTORCH_CUDA_ALLOC_CONF (no
-expandable segments, no rounding to powers of two, no limit on splitting).
+"""A model of PyTorch's allocator: c10/cuda/CUDACachingAllocator.cpp of torch 2.11 to 2.13, with
+the default PYTORCH_CUDA_ALLOC_CONF.
 """
 
 from __future__ import annotations
@@ -11,23 +8,22 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable
 from typing import NamedTuple
 
-MIN_BLOCK_SIZE = 512  # kMinBlockSize: all sizes are rounded up to it
-SMALL_SIZE = 1 << 20  # kSmallSize: up to here a request is served from small segments
-SMALL_BUFFER = 2 << 20  # kSmallBuffer: bytes of a small segment
-# kLargeBuffer, large_segment_size(): bytes of a segment for requests between the two limits
-LARGE_BUFFER = 20 << 20
-MIN_LARGE_ALLOC = 10 << 20  # kMinLargeAlloc: from here on a request gets a segment of its own size
+MIN_BLOCK_SIZE = 512  # kMinBlockSize: sizes are rounded up to it
+SMALL_SIZE = 1 << 20  # kSmallSize: most bytes in small segments
+SMALL_BUFFER = 2 << 20  # kSmallBuffer: a small segment
+LARGE_BUFFER = 20 << 20  # kLargeBuffer, large_segment_size(): a segment between the limits
+MIN_LARGE_ALLOC = 10 << 20  # kMinLargeAlloc: from here segments fit their request
 ROUND_LARGE = 2 << 20  # kRoundLarge: ... rounded up to it
 _Block = tuple[int, int]  # size, address
 
 
 class Allocation(NamedTuple):
-    """A block of memory that was taken or given back.
+    """A block that was taken or given back.
 
     Attributes:
-        block: A number that the living blocks do not share.
-        nbytes: Bytes asked for; None where the block was given back.
-        inside: The operator with Python code of its own that it happened in; empty outside of any.
+        block: Unique among living blocks.
+        nbytes: Bytes asked for; None: given back.
+        inside: The operator with Python code that did it, if any.
     """
 
     block: int
@@ -36,12 +32,12 @@ class Allocation(NamedTuple):
 
 
 def round_size(nbytes: int) -> int:
-    """Bytes of the block that a request gets (``round_size``)."""
+    """Bytes of a request's block (``round_size``)."""
     return max(-(-nbytes // MIN_BLOCK_SIZE), 1) * MIN_BLOCK_SIZE
 
 
 def segment_size(size: int) -> int:
-    """Bytes of a new segment for a request of ``size`` bytes (``get_allocation_size``)."""
+    """Bytes of a new segment (``get_allocation_size``)."""
     if size <= SMALL_SIZE:
         return SMALL_BUFFER
     if size < MIN_LARGE_ALLOC:
@@ -50,34 +46,23 @@ def segment_size(size: int) -> int:
 
 
 def unit_of(pools: Iterable[int]) -> int:
-    """Bytes that pools of these sizes grow by: those of a segment, or 1 if the pools have no
-    segments, as on the tape.
-    """
+    """Bytes that these pools grow by: a segment, or 1 on the tape."""
     return 1 if any(nbytes % ROUND_LARGE for nbytes in pools) else ROUND_LARGE
 
 
 class CachingPool:
-    """One private pool. It keeps its segments, as that of a living graph.
-
-    Addresses only decide between free blocks of equal size; later segments lie higher.
-
-    Attributes:
-        reserved: Bytes of all segments.
-    """
+    """A private pool of ``reserved`` bytes, which keeps its segments."""
 
     def __init__(self) -> None:
         self.reserved = 0
         self._end = 0  # the address beyond the last segment
-        # (size, address) in order, of large and of small blocks
         self._free: tuple[list[_Block], list[_Block]] = ([], [])
         self._size: dict[int, int] = {}  # of free blocks by address
-        self._start: dict[int, int] = {}  # addresses of free blocks by the address beyond them
+        self._start: dict[int, int] = {}  # free blocks by the address beyond
         self._taken: dict[int, _Block] = {}
 
     def run(self, events: Iterable[Allocation]) -> None:
-        """Take and give back blocks, in order. 0 bytes take no block; unknown blocks are not given
-        back.
-        """
+        """Take and give back blocks; 0 bytes take none, unknown ones are ignored."""
         for event in events:
             if event.nbytes is None:
                 self._release(event.block)
@@ -89,9 +74,7 @@ class CachingPool:
         block: int,
         size: int,
     ) -> None:
-        """Take the smallest free block that is large enough, the lowest of equals
-        (``get_free_block``).
-        """
+        """``get_free_block``: the smallest that fits, the lowest of equals."""
         is_small = size <= SMALL_SIZE
         free = self._free[is_small]
         place = bisect_left(free, (size, -1))
@@ -111,7 +94,6 @@ class CachingPool:
         self._taken[block] = found, address
 
     def _release(self, block: int) -> None:
-        """Give a block back, merged with its free neighbours (``try_merge_blocks``)."""
         if block not in self._taken:
             return
         size, address = self._taken.pop(block)

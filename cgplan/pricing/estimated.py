@@ -1,4 +1,4 @@
-"""The cost of graphs, from recorded allocations run through a model of PyTorch's allocator."""
+"""The cost of graphs, from recorded allocations."""
 
 from __future__ import annotations
 
@@ -14,29 +14,23 @@ from cgplan.pricing.allocator import Allocation, CachingPool
 from cgplan.pricing.measured import interpolate, stand_in_notes
 from cgplan.units import grouped
 
-# One H200, driver 580, torch 2.11: the driver's memory of a kernel node, and the seconds that a
-# decoder layer takes to capture and to launch in a warm-up, divided by its kernels. Operators stand
-# in for nodes.
+# One H200, driver 580, torch 2.11: driver memory of a node, and seconds of a decoder layer for each
+# kernel. Operators stand in for nodes.
 NODE_BYTES = 2 << 10
 CAPTURE_SECONDS = 15e-6
 WARMUP_SECONDS = 17e-6
-WORKSPACE_BYTES = 32 << 20  # torch's cuBLAS workspace on that GPU; about 8 MiB before Hopper
+WORKSPACE_BYTES = 32 << 20  # torch's cuBLAS workspace there; about 8 MiB before Hopper
 
-_GRID = 1.25  # pools are worked out for sizes this factor apart, and interpolated between them
+_GRID = 1.25  # between sizes whose pools are worked out; others are interpolated
 _Lane = tuple[CUDAGraphMode, bool]  # with adapters or without
 
 
 @dataclass(frozen=True)
 class Recording:
-    """The allocations of one key's capture.
+    """The allocations of one key's capture in an empty pool.
 
-    Attributes:
-        operators: How many were recorded.
-        events: Blocks that it took from an empty pool and gave back, in order. Blocks are numbered
-            as they were taken.
-        hidden_bytes: Most bytes taken at once inside operators with Python code of their own, which
-            are not in ``events``: on a GPU such an operator is mostly one kernel.
-        hidden_in: The names of those operators.
+    ``hidden_bytes`` were held inside operators with Python code, ``hidden_in``: on a GPU these are
+    mostly one kernel.
     """
 
     mode: CUDAGraphMode
@@ -54,8 +48,8 @@ class Recording:
         operators: int,
         log: Sequence[Allocation],
     ) -> Recording:
-        """From the log of a pool, which uses the numbers of free blocks again."""
-        living: dict[int, int] = {}  # new numbers
+        """From a pool's log, which reuses numbers of free blocks."""
+        living: dict[int, int] = {}
         taken: list[Allocation] = []
         renumbered: list[Allocation] = []
         hidden: set[int] = set()
@@ -99,7 +93,6 @@ class Recording:
 
     @property
     def form(self) -> list[tuple[int, bool]]:
-        """(block, whether it is given back) of each event."""
         found = []
         for event in self.events:
             is_release = event.nbytes is None
@@ -111,10 +104,7 @@ class Recording:
         other: Recording,
         num_tokens: int,
     ) -> list[Allocation]:
-        """The events of another size: bytes on the line through those of the two recordings.
-
-        Where the two differ in form, this one's bytes in proportion to the size.
-        """
+        """On the line through both recordings; if these differ in form, in proportion."""
         mine = self.num_tokens
         theirs = other.num_tokens
         is_alike = mine != theirs and self.form == other.form
@@ -133,11 +123,9 @@ class Recording:
 
 
 class EstimatedCosts(GraphCosts):
-    """Costs worked out on the CPU: pool bytes from recorded allocations, the rest from figures of
-    one H200.
+    """Costs without a GPU: pool bytes from recorded allocations, the rest from one H200.
 
-    Graphs of which no key was recorded are priced as others are; the notes say so. ``recordings``
-    hold one or more sizes of each mode, with and without adapters; ``note`` ends ``source``.
+    Graphs without a recording are priced as others; the notes say so.
     """
 
     estimated = True
@@ -158,7 +146,7 @@ class EstimatedCosts(GraphCosts):
         self.notes = tuple(stand_in_notes(config, self._lanes))
 
     def pool_bytes(self, mode: CUDAGraphMode, num_tokens: int) -> int:
-        """Smaller sizes, each half of the one before, are taken to be captured, too."""
+        """As if the halved sizes down to 1 were captured, too."""
         lanes = [lane for lane in self._lanes if lane[0] is mode] or self._lanes
         found = [self._pool_bytes(lane, num_tokens) for lane in lanes]
         return max(found, default=0)
@@ -189,10 +177,8 @@ class EstimatedCosts(GraphCosts):
         lane: _Lane,
         num_tokens: int,
     ) -> int:
-        """Worked out on the grid, interpolated between its sizes.
-
-        A larger size never needs less here, because the search relies on that. In PyTorch it can: a
-        block of 10 MiB reserves less than one that is a little smaller.
+        """Never falls, because the search relies on that: in PyTorch 10 MiB reserve less than a
+        little less.
         """
         recorded = [recording.num_tokens for recording in self._lanes[lane]]
         grid = _grid(recorded, num_tokens)
@@ -234,14 +220,12 @@ def _between(
     other: tuple[int, int],
     at: int,
 ) -> int:
-    """The whole number at or above the line through two points; none below 0."""
     (left, low), (right, high) = sorted((one, other))
     falls = (low - high) * (at - left) // (right - left)
     return max(low - falls, 0)
 
 
 def _grid(recorded: Sequence[int], num_tokens: int) -> list[int]:
-    """The recorded sizes, and others a factor apart, up to one that is at least ``num_tokens``."""
     sizes = set(recorded)
     size = 1.0
     largest = max(*recorded, num_tokens)
@@ -258,7 +242,7 @@ def _source(
     note: str,
 ) -> str:
     parts = [
-        f"allocations of {len(recordings)} keys recorded on the CPU, run through a model of "
+        f"allocations of {len(recordings)} keys recorded on the CPU, in a model of "
         "PyTorch's allocator",
         f"for each operator {NODE_BYTES >> 10} KiB of driver memory, {CAPTURE_SECONDS * 1e6:.0f} "
         f"us of capture and {WARMUP_SECONDS * 1e6:.0f} us of each warm-up ({warmups}), and "

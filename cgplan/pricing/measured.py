@@ -1,4 +1,4 @@
-"""The cost of graphs, from captures that were really made."""
+"""The cost of graphs, from real captures."""
 
 from __future__ import annotations
 
@@ -27,9 +27,7 @@ def stand_in_notes(
     config: Config,
     priced: Iterable[tuple[CUDAGraphMode, bool]],
 ) -> Iterator[str]:
-    """A note for each kind of graph that the configuration may have and that is not ``priced``,
-    (mode, has_lora).
-    """
+    """Notes on graphs of the configuration whose (mode, has_lora) is not ``priced``."""
     known = set(priced)
     if not known:
         return
@@ -57,11 +55,7 @@ def stand_in_notes(
 
 @dataclass(frozen=True)
 class CaseCost:
-    """The saving of a plan without one of its LoRA cases, whose batches then take the next larger
-    one.
-
-    ``bytes`` of device memory and ``seconds`` that its ``graphs`` add; None: not known.
-    """
+    """What one LoRA case adds to a plan; None: not known."""
 
     num_active_loras: int
     graphs: int
@@ -73,11 +67,7 @@ def case_costs(
     plan: Plan,
     costs: GraphCosts | None,
 ) -> tuple[CaseCost, ...]:
-    """The marginal cost of each LoRA case, fewest adapters first; empty without LoRA.
-
-    They do not add up to the cost of the plan: cases share the pool, the static buffers and the
-    workspaces.
-    """
+    """The marginal cost of each LoRA case; they do not add up, because cases share memory."""
     if plan.max_loras is None:
         return ()
     whole = None if costs is None else costs.of(plan.keys)
@@ -99,9 +89,7 @@ def interpolate(
     points: Sequence[tuple[int, float]],
     at: int,
 ) -> float:
-    """The affine function through neighbouring (tokens, value), extended beyond the outer ones; a
-    lone point holds everywhere. Points are ascending.
-    """
+    """On the line through neighbours of ascending (tokens, value), also beyond the ends."""
     if len(points) == 1:
         return points[0][1]
     place = bisect_left(points, at, key=itemgetter(0))
@@ -113,9 +101,7 @@ def interpolate(
 
 @dataclass(frozen=True)
 class MeasuredKey:
-    """The cost of one captured key, as ``KeyCost``; with `dims`, ``num_tokens`` are the elements of
-    its box.
-    """
+    """The cost of a captured key; with `dims`, ``num_tokens`` are elements of its box."""
 
     mode: CUDAGraphMode
     num_active_loras: int
@@ -129,13 +115,10 @@ class MeasuredKey:
 
 
 class MeasuredCosts(GraphCosts):
-    """Costs from captures that were really made, interpolated between the captured sizes.
+    """Costs of real captures, interpolated between their sizes.
 
-    A mode that was not captured is priced as the others are. Graphs with adapters are priced as
-    those without if there are no others, and the other way round. The notes say so.
-
-    ``pools`` are, for each mode, (num_tokens, bytes of a pool that this size was captured into
-    first).
+    Graphs that were not captured are priced as others; the notes say so. ``pools`` by mode:
+    (num_tokens, bytes of a pool that began with this size).
     """
 
     estimated = False
@@ -170,7 +153,7 @@ class MeasuredCosts(GraphCosts):
             most = 0
             own = self._pools[mode] = []
             for size, nbytes in sorted(points):
-                # a pool into which a size has been captured holds every smaller one
+                # a pool that holds a size holds every smaller one
                 most = max(most, nbytes)
                 own.append((size, most))
                 reserved.append(nbytes)
@@ -183,21 +166,15 @@ class MeasuredCosts(GraphCosts):
         config: Config,
         notes: Iterable[str] = (),
     ) -> MeasuredCosts:
-        """Costs from a CaptureReport of the same model; ``notes`` say where it was another one.
-
-        The driver takes memory in chunks: it is spread over the keys of a mode by their nodes. A
-        report tells the pool of a mode's largest size alone; smaller ones are taken in proportion.
-        Raises ReportError for a report of no key.
-        """
+        """Costs from a CaptureReport, driver memory by nodes. Raises ReportError without keys."""
         records = tuple(report.records)
         if not records:
             raise ReportError(
-                "the report has no captured keys, so it says nothing of costs",
-                remedy="Give the report of a capture with `capture_policy: eager`, or --costs "
-                "measure.",
+                "the report has no captured keys",
+                remedy="Report a capture with `capture_policy: eager`, or give --costs measure.",
             )
         by_mode = grouped((record.mode, record) for record in records)
-        per_node = {}  # per key where nodes were not counted
+        per_node = {}  # a key, where nodes were not counted
         largest = {}
         for mode, own in by_mode.items():
             nbytes = sum(record.driver_bytes or 0 for record in own)
@@ -240,12 +217,9 @@ class MeasuredCosts(GraphCosts):
         config: Config,
         path: str,
     ) -> MeasuredCosts:
-        """Estimates from what vLLM logs of all graphs of one start together. Raises ReportError for
-        a log of no graph.
+        """Estimates from vLLM's log of one start. Raises ReportError without graphs.
 
-        Each graph takes the same seconds. A log of level DEBUG tells the memory of a mode's largest
-        graph from that of each other one. Else a graph takes 1 MiB, the least that vLLM itself
-        expects of the driver, and the pool the rest. A pool is in proportion to its largest size.
+        Without DEBUG lines a graph takes 1 MiB, vLLM's own least, and the pool the rest.
         """
         plan = build_plan(config)
         planned = grouped((mode, key.num_tokens) for mode, key in plan.keys)
@@ -270,7 +244,7 @@ class MeasuredCosts(GraphCosts):
             pools[mode] = max(first - each, 0.0)
             largest[mode] = tokens or max(planned.get(mode, [plan.max_capture_size]))
         known += max(pools.values())
-        scale = log.bytes / known if known else 0.0  # to what the captures really took
+        scale = log.bytes / known if known else 0.0  # to what captures took
         seconds = log.seconds / total
         keys = []
         points = {}
@@ -310,10 +284,7 @@ class MeasuredCosts(GraphCosts):
         mode: CUDAGraphMode,
         num_tokens: int,
     ) -> int:
-        """Interpolated; sizes below the measured ones take at least their share of the smallest.
-        Rounded up to whole segments if pools have them. A mode that was not measured takes the
-        largest pool of the others.
-        """
+        """Interpolated, in whole segments; below the measured sizes at least in proportion."""
         if mode not in self._pools:
             found = [self.pool_bytes(other, num_tokens) for other in self._pools]
             return max(found, default=0)
@@ -330,7 +301,7 @@ class MeasuredCosts(GraphCosts):
         return most if size == num_tokens else min(rounded, most)
 
     def driver_bytes(self, key: Key) -> int:
-        """On average, because the driver takes memory in chunks."""
+        """On average: the driver takes chunks."""
         found = self._of(key, "driver_bytes")
         return max(round(found), 0)
 
@@ -342,11 +313,8 @@ class MeasuredCosts(GraphCosts):
         key: Key,
         figure: str,
     ) -> float:
-        """A figure of a key: as measured of it, else from those with or without adapters as it is,
-        else from those of its mode, else from all.
-
-        No size takes less than the least that was measured: times are noisy, and a line through two
-        of them would end at graphs that cost nothing.
+        """Never below the least measured: a line through noisy times ends at graphs that cost
+        nothing.
         """
         mode, descriptor = key
         case = mode, descriptor.num_active_loras, descriptor.elements

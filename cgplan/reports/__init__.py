@@ -1,4 +1,4 @@
-"""Records of measurements: saved, reloaded and shown as tables."""
+"""Records of measurements, and their tables."""
 
 from cgplan.reports import plan_tables, run_tables  # each registers its renderers
 from cgplan.reports.layout import render, render_text

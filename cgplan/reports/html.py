@@ -1,8 +1,4 @@
-"""A report as one HTML file: charts, each over a table of its figures, and the report as text.
-
-The file loads nothing, and its policy runs its own two scripts alone, so a name in a report cannot
-run. `page.js` draws the charts of a section from the rows of its table.
-"""
+"""A report as one HTML file: charts from the rows of tables, and the report as text."""
 
 from __future__ import annotations
 
@@ -56,12 +52,12 @@ HERE = Path(__file__).parent
 FILES = ("page.html.j2", "vendor/echarts.min.js", "page.js")
 MOST_ROWS = 1000
 MOST_MAPS = 4
-Chart = Mapping[str, Any]  # see ``chart``
+Chart = Mapping[str, Any]
 Parts = dict[tuple[str, str], int | None]  # bytes by part of the memory and name of the key
 Row = tuple[Any, ...]
 Format = Callable[[Any], str]
 count = "{:,}".format
-UNITS: Mapping[Format, str] = {  # the units of page.js
+UNITS: Mapping[Format, str] = {
     format_bytes: "bytes",
     format_microseconds: "us",
     format_seconds: "s",
@@ -90,19 +86,15 @@ class Page(NamedTuple):
 
 
 def chart(kind: str, caption: str, x: str, *values: str, **more: Any) -> Chart:
-    """Columns ``values`` over column ``x``.
+    """Columns ``values`` over column ``x``; ``kind``: lines, bars, treemap, heat, curve or strip.
 
-    Args:
-        kind: lines, bars, treemap, heat, curve or strip.
-        more: ``by``: the column that names series, parts of a treemap or rows of a heat map;
-            ``stack``: bars are; ``start``: the column where bars begin; ``where``: (column, value)
-            of the rows; ``line``: the series of a curve that is drawn as a line.
+    ``by``: the column that names series, parts or rows; ``stack``: bars are; ``start``: the column
+    where bars begin; ``where``: (column, value) of rows; ``line``: the series of a curve drawn so.
     """
     return {"kind": kind, "caption": caption, "x": x, "values": values, **more}
 
 
 def html_of(page: Page, text: str) -> str:
-    """The HTML file; ``text`` is the whole report."""
     page_text, *scripts = [(HERE / name).read_text(encoding="utf-8") for name in FILES]
     shell: Template = Template(
         page_text, autoescape=True, undefined=StrictUndefined, trim_blocks=True
@@ -115,6 +107,7 @@ def html_of(page: Page, text: str) -> str:
         for row in section.table.rows if section.charts else ():
             rows.append([(column.cell if column.left else column.of)(row) for column in columns])
         drawn.append((units, rows, section.charts))
+    # the page's policy runs these scripts alone: no name in a report can run
     return shell.render(
         page=page,
         scripts=scripts,
@@ -137,7 +130,6 @@ def table_of(rows: Iterable[Any], formats: Mapping[str, Format]) -> Grid:
 
 @singledispatch
 def page_of(report: Any) -> Page:
-    """The page of a report; one without charts has its text alone."""
     return Page(f"cgplan {report.kind.replace('_', ' ')}")
 
 
@@ -264,8 +256,8 @@ def _segments(report: CaptureReport, source: str) -> Iterator[Section]:
         return
     table = table_of(rows, {"keys": str, "place": count, "piece": str, nodes: count})
     about = (
-        f"Graph segments, as long as their {nodes}, and the pieces between them that run eagerly, "
-        "which have no length. A report counts these pieces without their places."
+        f"Graph segments, as long as their {nodes}, and eager pieces between them, which have no "
+        "length or known place."
     )
     drawn = chart("strip", f"Segments by {nodes}, and eager pieces", "keys", nodes, by="piece")
     yield Section("Segments and eager pieces", about, source, table, [drawn])
@@ -287,7 +279,7 @@ def _of_bench(report: BenchReport) -> Iterator[Section]:
         about = "Time of each: the runner's call, and the graph alone."
         yield Section(title, about, source, waiting, [drawn])
     if report.peers and report.peers.records:
-        about = "Ways to run the same model on the same tensors, in turns."
+        about = "Ways to run the model on the same tensors, in turns."
         charts = [
             chart("lines", "Calls that follow one another", "tokens", "device", by="way"),
             chart("lines", "Host, until a call returned", "tokens", "host", by="way"),
@@ -310,7 +302,6 @@ def _parts(
 
 
 def _predicted(plan: Plan) -> tuple[dict[str, Parts], str]:
-    """The predicted memory and its source, if there are."""
     cost = plan.predicted
     if not cost:
         return {}, ""
@@ -330,8 +321,8 @@ def _memory(sides: Mapping[str, Parts], source: str) -> Section:
                 rows[row] = (*row, *(other.get(row) for other in sides.values()))
     formats: dict[str, Format] = {"part": str, "key": str, **dict.fromkeys(sides, format_bytes)}
     about = (
-        "Device memory by part, and in it by the key that made it grow. Keys share one pool, so "
-        "the first key takes most of it; the driver takes memory in chunks."
+        "Device memory by part, and by the key that made it grow. Keys share a pool: the first "
+        "takes most of it. The driver takes chunks."
     )
     return Section(
         "Memory",
@@ -356,7 +347,7 @@ def _start_up(
         begin += sum(seconds.values())
     start = "begins after"
     formats: dict[str, Format] = {"key": str, **dict.fromkeys((start, *phases), format_seconds)}
-    about = "Keys one after the other, without the time between them."
+    about = "Keys in turn, without the time between them."
     drawn = chart(
         "bars",
         "Start-up by key",
@@ -382,7 +373,7 @@ def _of_plan(plan: Plan) -> Iterator[Section]:
             yield _curve(evidence, source)
         if evidence.uses:
             title = "Use of each graph"
-            about = "Each graph's share of all steps, and the share of padding in its tokens."
+            about = "Each graph's share of steps, and of padding in its tokens."
             drawn = chart(
                 "bars",
                 title,
@@ -415,7 +406,7 @@ def _curve(evidence: Evidence, source: str) -> Section:
         MEMORY,
         START_UP,
     )
-    about = "Mean time of a step: the best plan of each number of graphs, this plan, and ladders."
+    about = "Mean step: the best plan of each number of graphs, this plan, and ladders."
     caption = "Expected step by number of graphs"
     drawn = chart(
         "curve",
@@ -442,7 +433,7 @@ def _padding_map(found: PaddingMap, source: str) -> Section:
             if share is not None:
                 cells.append((size, other, share))
     table = table_of(cells, {first: count, second: count, "padding": percent})
-    about = "Share of padding in what batches up to each size run. An empty cell had no batch."
+    about = "Share of padding in batches up to each size. An empty cell had no batch."
     drawn = chart(
         "heat",
         "Padding by size",
@@ -478,10 +469,7 @@ def _padding(plan: Plan) -> Section:
             for batch in sorted({below + 1, (below + size + 1) // 2, size}):
                 rows.append((lane, batch, size, (size - batch) / size))
     table = table_of(rows, {"lane": str, "batch": count, "graph": count, "padding": percent})
-    about = (
-        "A batch is padded up to the next captured size. For each graph the smallest batch, one "
-        "in the middle and the largest: the share of padding in its rows."
-    )
+    about = "Share of padding in the rows of each graph's smallest, middle and largest batch."
     source = f"Computed from the plan's sizes, {plan.sizes_source}."
     return Section(
         "Padding",
@@ -516,12 +504,12 @@ def _of_audit(report: AuditReport) -> Iterator[Section]:
         Column("pointers", "words", count),
         Column("keys", "keys", count),
     )
-    yield Section("Owners", "All memory that the graphs point into, by name.", source, owners)
+    yield Section("Owners", "Memory that the graphs point into.", source, owners)
     kinds: list[Row] = []
     for key in report.keys:
         kinds += [(_name(key.key), kind, words) for kind, words in key.kinds.items()]
     table = table_of(kinds, {"key": str, "kind": str, "pointers": count})
-    about = "Pointers of each key, by the kind of their memory."
+    about = "Pointers of each key by kind of memory."
     drawn = chart(
         "bars",
         "Pointers by key",
@@ -558,7 +546,7 @@ def _kernels(report: AuditReport, source: str) -> Section:
         )
         rows += [(keys, name, nodes) for name, nodes in kernels]
     table = table_of(rows, {"keys": str, kernel: str, "nodes": count})
-    about = f"Nodes of a key's graphs, by {kernel}. Keys with equal counts stand together."
+    about = f"Nodes of a key's graphs by {kernel}; keys with equal counts together."
     return Section(
         f"Nodes by {kernel}",
         about,

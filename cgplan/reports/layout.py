@@ -1,4 +1,4 @@
-"""How reports look: tables, labelled facts, plain text. All in ASCII."""
+"""How reports look, in ASCII."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ percent = "{:.1%}".format
 
 @singledispatch
 def render(report: Any) -> RenderableType:
-    """A report, plan or other record, for a rich console."""
+    """A record for a rich console."""
     raise TypeError(f"{type(report).__name__} has no tables")
 
 
@@ -50,7 +50,7 @@ def render_text(
     report: Any,
     width: int = TEXT_WIDTH,
 ) -> str:
-    """A report, plan or other record as text of ``width`` columns, without a last newline."""
+    """A record as text of ``width`` columns, without a last newline."""
     return plain_text(render(report), width)
 
 
@@ -102,12 +102,10 @@ def describe_lanes(sizes: Iterable[tuple[object, int]]) -> str:
 
 @dataclass(frozen=True)
 class Column:
-    """Numbers, which stand right, in one line.
+    """Numbers, to the right in one line; None is a dash.
 
     Attributes:
-        title: May have several lines.
-        value: Path of attributes and indices, or a function of the row; absent: the title. None is
-            shown as a dash.
+        value: Path of attributes and indices, or a function of the row; absent: the title.
         on_page_alone: In HTML, not in text.
     """
 
@@ -152,16 +150,14 @@ Share = partial(Column, format=percent)
 
 
 class TextColumn(Column):
-    """Text, which stands left, in one or more lines."""
-
     left = True
 
 
 class Grid:
-    """A table of rows, for a console and for HTML.
+    """A table for a console and for HTML.
 
-    Where a console is too narrow, first headings and then texts break; words stay whole.
-    ``short``: numbers there have no space before their unit.
+    On a narrow console first headings break, then texts, between words. ``short``: no space before
+    units.
     """
 
     def __init__(
@@ -199,7 +195,7 @@ class Grid:
             text = (" " * gap).join(placed)
             return _line((text, style))
 
-        upward = map(reversed, titles)  # the last lines stand side by side
+        upward = map(reversed, titles)
         heads = list(zip_longest(*upward, fillvalue=""))
         for words in reversed(heads):
             yield line(words, "bold")
@@ -213,7 +209,6 @@ class Grid:
     def _fitted(
         self, columns: Sequence[Column], cells: list[Lines], most: int
     ) -> tuple[list[Lines], list[int], int]:
-        """Titles, widths, and the gap between columns."""
         whole = [column.title.split("\n") for column in columns]
         broken = [_BREAK.sub("\n", column.title).split("\n") for column in columns]
         every = list(cells)  # must fit: the words of texts
@@ -233,7 +228,7 @@ class Grid:
             limits = list(zip(_widths(titles, kept), _widths(titles, cells), strict=True))
             room = most - gap * (len(columns) - 1)
             for level in range(most, 0, -1):
-                # the widest columns give way
+                # widest columns first
                 widths = [max(least, min(wanted, level)) for least, wanted in limits]
                 if sum(widths) <= room:
                     return titles, widths, gap
@@ -252,7 +247,7 @@ def _wrapped(
     text: str,
     width: int,
 ) -> Lines:
-    """Lines of whole words; a number and its unit stay together."""
+    """Words stay whole, a number with its unit."""
     lines: Lines = []
     joined = _UNIT.sub("\xa0", text)
     for part in joined.split("\n"):
@@ -267,7 +262,7 @@ def _wrapped(
 
 
 def _line(*parts: tuple[str, str]) -> Text:
-    """(text, style) parts; too long a line runs over, as rich would break a word."""
+    """(text, style) parts; long lines run over, as rich would break words."""
     return Text.assemble(
         *parts,
         no_wrap=True,
@@ -277,8 +272,6 @@ def _line(*parts: tuple[str, str]) -> Text:
 
 @dataclass(frozen=True)
 class Drawing:
-    """Lines drawn for a width."""
-
     draw: Callable[[int], Iterable[Text]]
 
     def __rich_console__(
@@ -291,7 +284,6 @@ def facts(
     title: str,
     rows: Iterable[Fact],
 ) -> RenderableType:
-    """A title over labelled lines."""
     shown = list(rows)
 
     def draw(width: int) -> Iterator[Text]:
@@ -337,7 +329,6 @@ def titled(title: str, *parts: RenderableType | None) -> RenderableType:
 
 
 def stacked(*parts: RenderableType | None) -> RenderableType:
-    """Parts with an empty line between them; None is left out."""
     lines: list[RenderableType] = []
     for part in parts:
         if part is not None:

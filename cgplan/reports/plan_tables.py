@@ -1,4 +1,4 @@
-"""Plans as tables: keys, costs, padding, evidence, and the difference of two plans."""
+"""Plans, and their differences, as tables."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ if TYPE_CHECKING:
 
 MOST_PADDING_ROWS = 12
 MOST_POINTS = 12
-MOST_SAID = 4  # in a short report
+MOST_SAID = 4
 MOST_USES = 24
 MOST_SIZES = 150  # characters
 _WAYS: dict[Way, str] = {
     "proposed": "proposed only: nothing was captured",
-    "exchanged": "exchanged inside the pools that were there",
-    "new generation": "all captured again: the new graphs need a larger or a much smaller pool",
-    "new buffers": "all captured again, into new static buffers, too: the largest size grew",
+    "exchanged": "exchanged inside the pools",
+    "new generation": "all captured again: the pool needs another size",
+    "new buffers": "all captured again, into new static buffers: the largest size grew",
 }
 _LANE = TextColumn("lane")
 _WHY = TextColumn("why", "reason")
@@ -128,7 +128,7 @@ def _rows(plan: Plan) -> Iterator[Fact]:
     }
     yield "memory", memory_text(parts, cost.total_bytes)
     yield "start-up", format_seconds(cost.seconds)
-    estimated = " (an estimate: nothing of it was measured on the device)" if cost.estimated else ""
+    estimated = " (an estimate, not measured)" if cost.estimated else ""
     yield "predicted", f"by {cost.source}{estimated}"
     if machine:
         version = f", driver {machine.driver}" if machine.driver else ""
@@ -150,7 +150,6 @@ def _more_rows(plan: Plan) -> Iterator[Fact]:
 
 
 def said(plan: Plan, brief: bool = False) -> list[Fact]:
-    """Decisions, warnings, and notes of a plan and its evidence; ``brief``: the first few."""
     evidence: dict[str, Any] = plan.evidence or {}
     notes = list(plan.predicted.notes if plan.predicted else ())
     notes += plan.notes
@@ -166,7 +165,6 @@ def said(plan: Plan, brief: bool = False) -> list[Fact]:
 
 
 def _headline(plan: Plan, ladders: Sequence[LadderPoint]) -> str:
-    """The plan's costs beside those of the ladder that it replaces."""
     asked = plan.config.get("compilation", {}).get("cudagraph_capture_sizes") or "vllm"
     whose = f"the {asked} ladder's"
     if not isinstance(asked, str):
@@ -189,7 +187,6 @@ def _headline(plan: Plan, ladders: Sequence[LadderPoint]) -> str:
 
 
 def head_rows(plan: Plan) -> list[Fact]:
-    """The model's target, the mode with its changes, the sizes with their source."""
     target = (plan.config.get("model") or {}).get("target")
     rows = [("model", str(target))] if target else []
     modes = [f"{change.requested} -> {change.resolved}: {change.reason}" for change in plan.changes]
@@ -211,7 +208,7 @@ def _sizes(plan: Plan) -> str:
 
 
 def _served_by(plan: Plan) -> str:
-    """The modes of batches; uniform decode without graphs of its own takes those of mixed ones."""
+    """Uniform decode without graphs of its own takes those of mixed batches."""
     modes = {lane.uniform: lane.mode for lane in reversed(plan.lanes())}
     mixed = modes.get(False, "eager")
     if not plan.mode.separate_routine():
@@ -239,7 +236,7 @@ def lane_table(plan: Plan) -> RenderableType:
         Bytes("driver", "4"),
         Seconds("start-up", "5"),
     )
-    words = "in capture order; pool: growth beyond the pool that the graphs above have filled"
+    words = "in capture order; pool: growth beyond the graphs above"
     return titled("Cost of each lane", table, sentences(words))
 
 
@@ -267,7 +264,6 @@ def case_table(cases: Sequence[CaseCost], max_loras: int) -> RenderableType:
 
 
 def _padding(plan: Plan) -> RenderableType:
-    """A table for each list of sizes."""
     alike = grouped((sizes, lane) for lane, sizes in plan.lanes().items())
     beyond = "no graph" if len(alike) == 1 else "another lane, or no graph"
     tables: list[RenderableType] = []
@@ -284,7 +280,7 @@ def _padding(plan: Plan) -> RenderableType:
 
 
 def _padding_table(captured: Sequence[int], beyond: str) -> RenderableType:
-    """Sizes of equal distance share a row; too many rows: sizes between two powers of two."""
+    """Sizes of equal distance, else between powers of two, share a row."""
     pairs = tuple(pairwise((0, *captured)))
     groups = [list(group) for _, group in groupby(pairs, lambda pair: pair[1] - pair[0])]
     if len(groups) > MOST_PADDING_ROWS:
@@ -338,7 +334,7 @@ def _loads(loads: Sequence[LoadPoint]) -> RenderableType | None:
     words = "each as this plan runs it"
     columns = [TextColumn("load", "source"), STEP, Microseconds("ladder", "ladder_us")]
     if loads[0].best_us is not None:
-        words = "best: the best plan of as many graphs for that load alone"
+        words = "best: as many graphs for that load alone"
         columns.append(Microseconds("best", "best_us"))
     return titled("Each load", Grid(loads, *columns), sentences(words))
 
@@ -386,7 +382,7 @@ def _details(evidence: Evidence) -> Iterator[RenderableType]:
         )
         words = sentences(
             "unused: graphs that run no batch",
-            "equal: the fewest graphs that give a step as short; within 0.1%: at most 0.1% longer",
+            "equal: the fewest with a step as short; within 0.1%: at most 0.1% longer",
         )
         yield titled("Fewest graphs that do as well as a ladder", table, words)
     if evidence.failed:
@@ -401,17 +397,14 @@ def _details(evidence: Evidence) -> Iterator[RenderableType]:
             _SIZES,
             _WHY,
         )
-        words = sentences(
-            "each added to the plan by itself; no gain: steps get less than 0.01% shorter, or "
-            "longer"
-        )
+        words = sentences("each added alone; no gain: steps get less than 0.01% shorter")
         title = "Left out, of the sizes that the configuration has without traffic"
         yield titled(title, table, words)
     if evidence.uses:
         least = sorted((use.share for use in evidence.uses), reverse=True)[:MOST_USES][-1]
         used = [use for use in evidence.uses if use.share >= least]
         rest = len(evidence.uses) - len(used)
-        title = "Share of all steps that each graph runs, and padding of the tokens that it runs"
+        title = "Share of all steps, and padding, of each graph"
         more = sentences(f"and {rest} more, with fewer steps") if rest else None
         yield titled(title, Grid(used, *USES), more)
     if evidence.padding_map:
@@ -488,17 +481,16 @@ def _ladders(evidence: Evidence) -> RenderableType | None:
         return "no gain" if ladder.no_gain else f"{1 - expected / ladder.expected_us:+.1%}"
 
     words = [
-        "padding: share of all tokens that run; gain: how much shorter the plan's step is",
-        "no gain: the ladder is within 1% of the bound, a graph for every size",
+        "padding: share of all tokens; gain: how much shorter the plan's step is",
+        "no gain: the ladder is within 1% of a graph for every size",
     ]
     if plan.decode_us is not None and plan.mixed_us is not None:
-        words.append("decode, mixed: steps of uniform decode, and of mixed batches (prefill)")
+        words.append("decode, mixed: steps of uniform decode, and others")
     table = _beside((plan, *evidence.ladders), TextColumn("gain", gain))
     return titled("Ladders on the same traffic", table, sentences(*words))
 
 
 def _beside(points: Sequence[LadderPoint], *more: Column) -> Grid:
-    """Plans and ladders with the figures that are known, then ``more``."""
     columns = [_LADDER, GRAPHS, Microseconds("step", "expected_us")]
     if any(point.decode_us for point in points) and any(point.mixed_us for point in points):
         columns.append(Microseconds("decode", "decode_us"))
@@ -551,10 +543,7 @@ def _check(check: PlanCheck) -> RenderableType:
         "regret: how much longer steps of this plan are; of decode, of mixed: those of uniform "
         "decode, and others"
     )
-    words = (
-        "at own size: in a graph of the batch's own size; lost: to padding, of the time of all "
-        "steps"
-    )
+    words = "at own size: in a graph of the batch's size; lost: to padding, of all time"
     return stacked(
         facts("Check", rows),
         Group(_beside(check.points, *regrets), sentences(regret_words)),
@@ -570,7 +559,6 @@ def render_difference(
     old: str,
     new: str,
 ) -> RenderableType:
-    """Changes from the plan named ``old`` to that named ``new``."""
     rows = [(change.name, _both(change)) for change in difference.settings]
     rows = rows or [("settings", "the same")]
     for part in difference.failed:

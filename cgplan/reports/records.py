@@ -1,4 +1,4 @@
-"""Measurements of a run: print, save, reload. Bytes, seconds, microseconds (`_us`)."""
+"""Measurements of a run, in bytes, seconds, microseconds (`_us`)."""
 
 from __future__ import annotations
 
@@ -25,8 +25,6 @@ Limit = Literal["memory", "capture_time", "max_graphs", "reserve", "device memor
 
 
 class ShownRecord(Record):
-    """A record that ``print`` shows as tables."""
-
     def __str__(self) -> str:
         return render_text(self)
 
@@ -54,12 +52,10 @@ class KeyRecord(Record):
 
 
 class VerifyRecord(KeyRecord):
-    """A graph compared with the model's own code on one batch; ``print`` shows it as a line.
+    """A graph compared with the model's own code on one batch.
 
     Attributes:
-        differences: Largest absolute ones of outputs and written tensors; None: not comparable.
-        tolerance: The largest difference that rounding explains.
-        eager_us, graph_us: The model's own code, the replay.
+        differences: Largest absolute ones by tensor; None: not comparable.
         failure: What differs by more than rounding.
         remark: Why a difference was accepted, or nothing compared.
     """
@@ -113,13 +109,12 @@ class GraphRecord(KeyRecord):
     graphs: int  # 1 for FULL, the segments for PIECEWISE
     nodes: int | None  # tape: operators
     pool_growth: int
-    # outside of torch, in chunks: a key may show 0, the next several; None without a driver
-    driver_bytes: int | None
+    driver_bytes: int | None  # in chunks: a key may show 0, the next several
     warmup_seconds: float
-    capture_seconds: float  # until the last graph is instantiated
+    capture_seconds: float
     eager_pieces: int = 0
     segment_nodes: tuple[int, ...] = ()
-    compile_seconds: float = 0.0  # of the warm-ups, by torch.compile
+    compile_seconds: float = 0.0
     cached: int = 0
 
     @property
@@ -128,30 +123,24 @@ class GraphRecord(KeyRecord):
 
 
 class StopRecord(KeyRecord):
-    """A key that the budget did not allow."""
-
     limit: Limit
     detail: str
     rank: int | None = None
 
 
 class BudgetRecord(Record):
-    """The limits of a budget, and how the capture under it ended."""
-
     memory: int | None
     capture_time: float | None
     max_graphs: int | None
     reserve: int | None
-    used_bytes: int  # CaptureReport.graph_bytes
+    used_bytes: int
     used_seconds: float
-    left_out: Keys = ()  # before the first capture, the largest first
+    left_out: Keys = ()
     stops: tuple[StopRecord, ...] = ()
-    skipped: Keys = ()  # other keys without a graph
+    skipped: Keys = ()
 
 
 class FailedKey(KeyRecord):
-    """A key whose capture failed while batches were served."""
-
     error: str
     detail: str
 
@@ -165,26 +154,22 @@ class FailedKey(KeyRecord):
 
 
 def uncapturable(failed: Iterable[FailedKey]) -> dict[Key, str]:
-    """Keys that no plan should have, and why."""
     return {failure.key: failure.text for failure in failed if not failure.is_over_budget}
 
 
 class SplitRecord(Record):
-    """The captured and the eager parts of one PIECEWISE forward.
-
-    Calls by operator; without a trace those that pass PyTorch's dispatcher, after a capture.
-    """
+    """Calls by operator in one PIECEWISE forward."""
 
     route: str  # "ops", "modules" or "wrappers", see compilation.piecewise
-    segments: int | None  # of a traced model
+    segments: int | None
     eager_pieces: int | None
     captured: dict[str, int]
-    eager: dict[str, int]  # by module for route "modules"
-    eager_operators: dict[str, int] = Field(default_factory=dict)  # inside these modules
+    eager: dict[str, int]
+    eager_operators: dict[str, int] = Field(default_factory=dict)
 
 
 class StateRecord(Record):
-    """State of the model that warm-ups or captures wrote or made."""
+    """State that warm-ups or captures wrote or made."""
 
     path: str
     nbytes: int
@@ -197,17 +182,15 @@ class StateRecord(Record):
 
 
 class RankRecord(Record):
-    """One rank of a capture."""
-
     rank: int
     host: str
     device: str  # the GPU's UUID, or "cpu"
     all_reduce: str  # "custom", "nccl" (gloo on the CPU) or "symm_mem"
-    rows: int = 0  # of the pointer table
+    rows: int = 0
     buffers: int = 0
-    bases: int = 0  # allocations of these buffers
-    mapped_bytes: int = 0  # of other ranks, in this process
-    registration_seconds: float = 0.0  # after the last capture, before replays are allowed
+    bases: int = 0
+    mapped_bytes: int = 0
+    registration_seconds: float = 0.0
     pool_bytes: int
     static_bytes: int
     total_bytes: int
@@ -232,8 +215,6 @@ Problem = Literal["free block", "unowned block", "unmapped"]
 
 
 class OwnerRecord(Record):
-    """Memory that captured graphs point into."""
-
     kind: OwnerKind
     name: str
     nbytes: int | None
@@ -242,13 +223,13 @@ class OwnerRecord(Record):
 
 
 class Finding(KeyRecord):
-    """A pointer of a captured graph into memory that is not the runner's."""
+    """A pointer into memory that is not the runner's."""
 
     problem: Problem
-    graph: int  # from 0, of the key's graphs
-    node: int  # from 0, in capture order
+    graph: int
+    node: int
     kernel: str  # or memcpy, memset; on the tape the operator
-    operator: str | None = None  # that launched the node; needs compilation.audit
+    operator: str | None = None
     line: str | None = None
     address: int
     detail: str
@@ -263,18 +244,16 @@ class Finding(KeyRecord):
 
 
 class AuditedKey(KeyRecord):
-    """The graphs of one key."""
-
     graphs: int
     nodes: int
     opaque: int
     words: int
-    kinds: dict[OwnerKind, int]  # pointers by owner
-    kernels: dict[str, int]  # nodes by kernel; on the tape by operator
+    kinds: dict[OwnerKind, int]
+    kernels: dict[str, int]
 
 
 class AuditReport(SavedReport):
-    """Who owns the memory that captured graphs point to."""
+    """Owners of the memory that graphs point into."""
 
     kind: Literal["audit"] = "audit"
     environment: Environment
@@ -287,7 +266,7 @@ class AuditReport(SavedReport):
 
 
 class CaptureReport(SavedReport):
-    """Bytes and seconds that the capture of a plan took; None: not known."""
+    """The cost of a plan's capture; None: not known."""
 
     kind: Literal["capture"] = "capture"
     environment: Environment
@@ -295,8 +274,8 @@ class CaptureReport(SavedReport):
     records: tuple[GraphRecord, ...]  # in capture order
     pool_bytes: int
     static_bytes: int
-    workspace_bytes: int = 0  # of libraries, outside of the pool
-    driver_bytes: int | None  # with kernels that warm-ups loaded
+    workspace_bytes: int = 0
+    driver_bytes: int | None  # with loaded kernels
     free_before: int | None
     free_after: int | None
     session_seconds: float
@@ -307,13 +286,13 @@ class CaptureReport(SavedReport):
     capture_policy: Literal["eager", "lazy", "adaptive"] = "eager"
     pool: Literal["shared", "per_mode", "per_graph"] = "shared"
     generation: int = 1
-    waiting: int = 0  # keys that no batch has asked for yet
+    waiting: int = 0
     failed: tuple[FailedKey, ...] = ()
     warnings: tuple[str, ...] = ()
     ranks: tuple[RankRecord, ...] = ()  # other figures are those of rank 0
-    looked_at: str = ""  # the checked part of the model
+    looked_at: str = ""
     state: tuple[StateRecord, ...] = ()
-    audit: AuditReport | None = None  # with compilation.audit
+    audit: AuditReport | None = None
 
     @property
     def warmup_seconds(self) -> float:
@@ -358,15 +337,14 @@ class Timing(Record):
 class BenchRecord(KeyRecord):
     """A batch size, eager, by the runner, and as a bare replay; None: no graph.
 
-    Latency: from an idle device until it has finished. Queued: calls without waits between them.
-    Host: until the call returned.
+    Queued: without waits between calls. Host: until the call returned.
     """
 
     num_tokens: int  # unpadded
     sizes: tuple[int, ...] = ()
     padded_rows: int
     eager: Timing
-    graph: Timing | None  # the runner's call
+    graph: Timing | None
     replay: Timing | None
     graph_queued: Timing | None
     replay_queued: Timing | None
@@ -384,7 +362,7 @@ class BenchRecord(KeyRecord):
 
     @property
     def is_slower(self) -> bool:
-        """Whether the bare replay, unpadded, takes 5% longer than an eager call."""
+        """Whether the unpadded replay takes 5% longer than eager."""
         if not self.replay or self.padded_rows:
             return False
         return self.replay.median > 1.05 * self.eager.median
@@ -398,15 +376,13 @@ class BaselineTiming(Record):
     """Cost of cgplan or a baseline; None if it failed."""
 
     name: str
-    ready_seconds: float | None = None  # until each size had its first call
-    memory_bytes: int | None = None  # gone then; on the tape, of pools
+    ready_seconds: float | None = None
+    memory_bytes: int | None = None  # on the tape, of pools
     failure: str | None = None
     note: str | None = None
 
 
 class BaselineRecord(Record):
-    """One way to run a batch of one size."""
-
     name: str
     num_tokens: int  # unpadded
     device: Timing
@@ -418,13 +394,13 @@ class BaselineRecord(Record):
 
 
 class BaselinesRecord(Record):
-    """All ways, cgplan first, on the same model and tensors."""
+    """All ways, cgplan first, on the same tensors."""
 
     seed: int
     rounds: int
     repeats: int
-    capture_seconds: float | None  # part of its ready_seconds
-    keys: int  # that cgplan captured
+    capture_seconds: float | None
+    keys: int
     ways: tuple[BaselineTiming, ...]
     records: tuple[BaselineRecord, ...]
 
@@ -457,7 +433,7 @@ class BenchReport(SavedReport):
 
 
 class CoverageRecord(KeyRecord):
-    """A step of one key on padding: median latency."""
+    """Median latency of a key's step on padding."""
 
     eager_us: float
     step_us: float
@@ -475,22 +451,20 @@ class DoctorReport(SavedReport):
     kind: Literal["doctor"] = "doctor"
     capture: CaptureReport
     rows: tuple[CoverageRecord, ...]
-    outside: dict[str, int]  # calls of eager pieces, by name and line
+    outside: dict[str, int]
 
 
 Way = Literal["proposed", "exchanged", "new generation", "new buffers"]
 
 
 class ReplanReport(ShownRecord):
-    """Changes that a replan made."""
-
     kind: Literal["replan"] = "replan"
-    difference: PlanDifference  # from the captured plan to the one for recent traffic
+    difference: PlanDifference
     way: Way
     captured: Keys = ()
     evicted: Keys = ()
-    recaptured: int = 0  # of the keys that stay
-    failed: tuple[FailedKey, ...] = ()  # also before, see difference
+    recaptured: int = 0
+    failed: tuple[FailedKey, ...] = ()
     pool_bytes: tuple[int, int]
     seconds: float
 
@@ -503,12 +477,12 @@ _REMEDY = "Give a JSON file that `cgplan ... --output` wrote."
 
 
 def load_report(path: str | Path) -> Report:
-    """A saved report or plan. Raises ReportError for any other file or schema version."""
+    """A saved report or plan. Raises ReportError."""
     return parse_report(read_text(path, ReportError, _REMEDY), path)
 
 
 def load_plan(path: str | Path) -> Plan:
-    """A saved plan. Raises ReportError for any other file."""
+    """A saved plan. Raises ReportError."""
     report = load_report(path)
     if not isinstance(report, Plan):
         raise ReportError(
@@ -519,7 +493,7 @@ def load_plan(path: str | Path) -> Plan:
 
 
 def parse_report(text: str, path: str | Path) -> Report:
-    """As ``load_report``, of a text that was read from ``path``."""
+    """As ``load_report``, of a text from ``path``."""
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -173,7 +173,6 @@ def _repeated(counts: Iterable[tuple[object, int]]) -> str:
 
 
 def _state(report: CaptureReport) -> RenderableType | None:
-    """State that the capture changed for good; the other places are counted."""
     left = [place for place in report.state if not place.is_put_back]
     if not left:
         return None
@@ -282,7 +281,7 @@ def _totals(report: CaptureReport) -> Iterator[Fact]:
 
 
 def _ranks(ranks: Sequence[RankRecord]) -> RenderableType | None:
-    """A row for each rank, and one for all: sums, and the longest times."""
+    """Each rank, then sums and longest times."""
     if not ranks:
         return None
     together: dict[str, Any] = {"rank": "all"}
@@ -460,14 +459,13 @@ def _against_baselines(
             ("capture", f"{OURS}'s own: {own}; the baselines made one graph for each size below"),
             (
                 "times",
-                "medians; device: calls that follow one another; latency: from an idle device; "
-                "host: until the call returned",
+                "medians; device: calls in a row; latency: from an idle device; host: until "
+                "the call returned",
             ),
             ("x", f"how many times {OURS}'s"),
             (
                 "diff",
-                "largest difference from the model's own code, after all calls; from the same "
-                "inputs, state and seed",
+                "largest difference from the model's own code on equal inputs, state and seed",
             ),
         ],
     )

@@ -1,9 +1,8 @@
-"""SpecDecodeGraphManager: greedy speculative decoding by graphs.
+"""Greedy speculative decoding by graphs.
 
 Note [Which tokens]
-    Every token is the most probable one in a pass of the target over 1 + k tokens a request: in
-    exact arithmetic that is plain greedy decoding. Kernels for 1 + k tokens may round otherwise
-    than those for one, and nearly equal tokens change places: now and then in bfloat16 and float16.
+    Each token is the most probable one in a pass over 1 + k tokens. In bfloat16 and float16 its
+    kernels may round otherwise than those for one token, and nearly equal tokens change places.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from cgplan.speculative.plan import check_draft_tokens, plan_speculation
 
 @dataclass(slots=True)
 class SpecStats:
-    """Counts of the steps that were read: ``steps`` by number of draft tokens, and tokens."""
+    """Counts of the steps that were read."""
 
     steps: Counter[int] = field(default_factory=Counter)
     drafted: int = 0
@@ -38,22 +37,20 @@ class SpecStats:
 
     @property
     def acceptance(self) -> float:
-        """Share of the draft tokens that was accepted, 0 without any."""
+        """Accepted share of the draft tokens."""
         return self.accepted / self.drafted if self.drafted else 0.0
 
 
 @dataclass(slots=True, eq=False)
 class SpecRequest:
-    context: int  # tokens in the target's cache after the last step that was read
+    context: int  # tokens in the target's cache
     room: int  # tokens that its blocks hold
 
 
 @dataclass(frozen=True, slots=True)
 class SpecStep:
-    """A step under way on the device.
-
-    ``tokens`` waits for it and returns the new tokens of each request in ``slots``: 1 to
-    1 + draft_tokens of them, none if it had no block left.
+    """A step under way. ``tokens`` waits for it: of each of ``slots`` 1 to 1 + draft_tokens new
+    tokens, none if no block was left.
     """
 
     slots: tuple[int, ...]
@@ -64,19 +61,14 @@ class SpecStep:
 class SpecDecodeGraphManager:
     """Greedy speculative decoding: a draft proposes k tokens, one pass of the target verifies them.
 
-    A step is two replays and one small copy back, see Notes [Positions and caches] and [Which
-    tokens]. The engine calls ``prefill``, ``add``, ``step``, ``remove``, and owns the blocks, whose
-    numbers hold for both models' KV caches. Not for several threads.
+    The engine owns the blocks, whose numbers hold for both KV caches. For one thread. See Notes
+    [Positions and caches] and [Which tokens].
 
     Args:
-        config: Of the target, with ``speculative.num_speculative_tokens``. The budget limits each
-            part by itself.
+        config: Of the target; the budget limits each part by itself.
         target, draft: On the device, with vocab_size, block_size, num_blocks in ``config``, or
-            PagedModels. The caller owns them.
-        draft_tokens: More numbers of draft tokens that ``step`` takes.
-
-    Attributes:
-        managers: The parts of ``plan`` by name, with report and stats.
+            PagedModels; the caller owns them.
+        draft_tokens: More numbers that ``step`` takes.
 
     Raises:
         ModelError: vocabularies or blocks do not fit.
@@ -141,18 +133,15 @@ class SpecDecodeGraphManager:
             for name, plan in self.plan.parts.items()
         }
         self._requests: dict[int, SpecRequest] = {}
-        self._chosen: tuple[int, ...] = ()  # of the last step
-        self._rows = torch.empty(0)  # the same, on the device
+        self._chosen: tuple[int, ...] = ()
+        self._rows = torch.empty(0)
 
     def capture(self) -> PoolReport:
         """Capture all parts, or none. Raises as CaptureSession.run. Requests stay."""
         return capture_together(list(self.managers.values()))
 
     def prefill(self, **batch: Any) -> Any:
-        """Run both models on (parts of) prompts; arguments and errors are those of a runner.
-
-        Returns the target's output, valid until the next call.
-        """
+        """Run both models on prompts; returns the target's output, valid until the next call."""
         self.managers["draft"].run(uniform_decode=False, **batch)
         return self.managers["target"].run(uniform_decode=False, **batch)
 
@@ -161,18 +150,15 @@ class SpecDecodeGraphManager:
         tokens: Sequence[int],
         blocks: Sequence[int],
     ) -> int:
-        """Begin to decode a request.
+        """Begin to decode a request; returns its slot.
 
         Args:
-            tokens: The prompt and more; both caches hold all but the last.
-            blocks: In order; positions without a block give no token.
-
-        Returns:
-            Its slot.
+            tokens: Both caches hold all but the last.
+            blocks: In order; positions without one give no token.
 
         Raises:
             InputError: no slot is free, or tokens or blocks do not fit.
-            CgplanError: the last call's work on another stream is not done.
+            CgplanError: work on another stream is not done.
         """
         most = self.config.scheduler.max_num_seqs
         if len(self._requests) >= most:
@@ -214,11 +200,11 @@ class SpecDecodeGraphManager:
         slots: Sequence[int] | None = None,
         draft_tokens: int | None = None,
     ) -> SpecStep:
-        """Queue a step for the requests in ``slots`` (absent: all), even if the last is not read.
+        """Queue a step for ``slots`` (absent: all), even if the last is not read.
 
         Raises:
-            InputError: wrong slots or ``draft_tokens``, or full blocks; nothing was launched.
-            DispatchMissError: no graph serves the requests; none has changed.
+            InputError: wrong arguments, or full blocks; nothing was launched.
+            DispatchMissError: no graph serves the requests, which stay.
         """
         chosen = self.slots if slots is None else tuple(slots)
         number = self.plan.draft_tokens[0] if draft_tokens is None else draft_tokens
@@ -253,7 +239,6 @@ class SpecDecodeGraphManager:
         requests: Sequence[SpecRequest],
         fetched: Callable[[], torch.Tensor],
     ) -> list[list[int]]:
-        """New tokens from a result of ``Verify``."""
         rows = fetched().tolist()
         self.stats.steps[draft_tokens] += 1
         self.stats.drafted += draft_tokens * len(rows)
@@ -287,7 +272,7 @@ class SpecDecodeGraphManager:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """A block that writes what graphs read; it fails where a call would."""
+        """Fails where a call would."""
         use = self.pool.use
         with use.held("speculation"):
             use.take_stream(self.backend.stream_getter()(), "speculation", self.backend)
@@ -316,7 +301,6 @@ class SpecDecodeGraphManager:
         blocks: Sequence[int],
         context: int,
     ) -> list[int]:
-        """The row of the block table; raises InputError."""
         size = self._target.block_size
         most = self._target.num_blocks
         if len(blocks) > self._max_blocks or context >= len(blocks) * size:

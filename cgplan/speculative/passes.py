@@ -1,18 +1,10 @@
 """Device work of a step of speculative decoding.
 
 Note [Positions and caches]
-    The target's cache holds n tokens of a request; the last token, at position n, is in no cache
-    yet. A step
-
-    1. proposes: the draft reads the last two tokens, at n - 1 and n, then each of its answers d1 ..
-       d(k-1) at n + 1 .. n + k - 1;
-    2. verifies: the target reads the last token and d1 .. dk at n .. n + k; it answers g0 .. gk;
-    3. accepts the longest prefix with d(i+1) = g(i), of a tokens: g0 .. ga are new, ga is the next
-       last token, and n grows by a + 1.
-
-    The next step overwrites the keys of rejected tokens before a query sees them. Where all are
-    accepted, the draft has not read dk at n + k: so it begins with two tokens. Positions without a
-    block are not written, and give no token.
+    The target's cache holds n tokens; the last token, at n, is in no cache. The draft reads the
+    last two, then d1 .. d(k-1). The target reads the last token and d1 .. dk, and answers g0 .. gk.
+    Of the longest prefix with d(i+1) = g(i), a tokens, g0 .. ga are new, and n grows by a + 1. The
+    draft begins with two tokens, because it has not read dk.
 """
 
 from __future__ import annotations
@@ -43,8 +35,8 @@ class PagedModel:
     Attributes:
         forward: Takes ``input_ids`` and ``positions`` [num_tokens] int64 and the metadata of
             ``cgplan::attention``, returns logits [num_tokens, vocab_size]. seq_lens may pass the
-            room of a request's blocks by up to k; positions stay within block_tables.
-        block_size: Tokens in a block.
+            blocks' room by up to k; positions do not.
+        block_size: In tokens.
     """
 
     forward: Callable[..., Tensor]
@@ -54,7 +46,7 @@ class PagedModel:
 
     @classmethod
     def of(cls, model: Any) -> PagedModel:
-        """From the model's ``config``. Raises ModelError for a model without the figures."""
+        """From the model's ``config``. Raises ModelError."""
         if isinstance(model, cls):
             return model
         config = getattr(model, "config", None)
@@ -75,11 +67,8 @@ def new_state(
     max_blocks: int,
     device: torch.device,
 ) -> Tensor:
-    """A row for each request, and a last one for padding.
-
-    Returns:
-        [max_num_seqs + 1, 3 + max_blocks] int64: the last two tokens, the context's length, and the
-        blocks, -1: none.
+    """[max_num_seqs + 1, 3 + max_blocks] int64: two last tokens, the context's length, and blocks
+    (-1: none); the last row is padding.
     """
     with torch.inference_mode(False):  # inference tensors are written in that mode alone
         state = torch.zeros(max_num_seqs + 1, BLOCKS + max_blocks, dtype=torch.int64, device=device)
@@ -88,8 +77,6 @@ def new_state(
 
 
 class _Pass:
-    """Forwards of a model on requests with equally many tokens; ``draft_tokens``: of Propose."""
-
     def __init__(
         self, model: PagedModel, metadata: Mapping[str, Input], state: Tensor, draft_tokens: int = 0
     ) -> None:
@@ -137,7 +124,7 @@ class _Pass:
             ),
         }
         metadata = {name: made[name].to(dtype) for name, dtype in self._dtypes.items()}
-        # a model's table of positions may end where block tables do; results there are dropped
+        # a model's positions may end where block tables do
         room = tables.shape[1] * self.model.block_size
         places = positions.clamp(0, room - 1)
         descriptor = BatchDescriptor(
@@ -157,8 +144,6 @@ class _Pass:
 
 
 class Propose(_Pass):
-    """The draft's loop of ``draft_tokens`` steps."""
-
     def __call__(self, rows: Tensor) -> Tensor:
         """Last and draft tokens [num_reqs, 1 + draft_tokens] of rows [num_reqs], all int64."""
         state = self.state[rows]
@@ -182,21 +167,15 @@ class Propose(_Pass):
 
 
 class Verify(_Pass):
-    """The target's pass over proposed tokens."""
-
     def __call__(
         self,
         input_ids: Tensor,
         rows: Tensor,
     ) -> Tensor:
-        """Accept the tokens that the target chooses itself, and advance the requests.
+        """Accept tokens that the target chooses itself, and advance the requests.
 
-        Args:
-            input_ids: [num_reqs * (1 + draft_tokens)] int64, from ``Propose``.
-            rows: [num_reqs] int64, of the state.
-
-        Returns:
-            [num_reqs, 2 + draft_tokens] int64: the number of new tokens, and the target's answers.
+        Takes [num_reqs * (1 + draft_tokens)] and [num_reqs] int64, returns [num_reqs, 2 +
+        draft_tokens] int64: the number of new tokens, and the target's answers.
         """
         state = self.state[rows]
         ids = input_ids.view(rows.shape[0], -1)
@@ -216,7 +195,7 @@ class Verify(_Pass):
         accepted = agrees.long().cumprod(1)
         count = 1 + accepted.sum(1, keepdim=True)
         new = torch.where(has_slot[:, :1], count, 0)
-        # tokens from position n - 1 on: after `new` more, the last two are at `new`, `new` + 1
+        # tokens from position n - 1 on: the last two are at `new`, `new` + 1
         known = torch.cat((state[:, :CONTEXT], chosen), 1)
         advanced = [known.gather(1, new), known.gather(1, new + 1), context + new]
         self.state[:, :BLOCKS].index_copy_(0, rows, torch.cat(advanced, 1))

@@ -25,15 +25,12 @@ METADATA = ("slot_mapping", "block_tables", "seq_lens", "query_start_loc")
 
 @dataclass(frozen=True)
 class SpecPlan:
-    """The graphs of speculative decoding, in parts that capture into one pool.
+    """The graphs of speculative decoding, in parts of one pool.
 
-    ``target`` and ``draft`` run mixed batches. ``verify k=3`` is the target's pass over 4 tokens a
-    request, ``propose k=3`` the draft's loop of 3 steps.
+    ``target`` and ``draft`` run mixed batches, ``verify k=3`` 4 tokens a request, ``propose k=3``
+    3 steps of the draft.
 
-    Attributes:
-        parts, configs: Plans by name in capture order, and their configurations.
-        draft_tokens: Descending.
-        num_reqs: Numbers of requests with graphs for decoding, ascending.
+    ``parts`` are in capture order; ``num_reqs`` have graphs for decoding.
     """
 
     parts: Mapping[str, Plan]
@@ -62,14 +59,13 @@ class SpecPlan:
 
 
 def plan_speculation(config: Config, draft_tokens: Sequence[int] | None = None) -> SpecPlan:
-    """The plan for a configuration with ``speculative.num_speculative_tokens``.
+    """Plan speculative decoding; ``draft_tokens`` are more numbers, up to the configuration's.
 
-    Decoding is captured where the mode has FULL graphs for uniform decode, for as many requests as
-    the sizes hold. ``draft_tokens``: more numbers of them, from 1 to the configuration's.
+    Decoding is captured if uniform decode has FULL graphs, for as many requests as the sizes hold.
 
     Raises:
         ConfigError: mode AUTO, no draft tokens, LoRA, several pools, or an unknown input.
-        InputError: a number of draft tokens is out of range.
+        InputError: ``draft_tokens`` out of range.
         PlanError: as build_plan.
     """
     _check(config)
@@ -91,7 +87,7 @@ def plan_speculation(config: Config, draft_tokens: Sequence[int] | None = None) 
         configs[f"verify k={number}"] = _decode(config, counts, {"input_ids": "num_tokens"}, number)
         configs[f"propose k={number}"] = propose
     plans = [(name, build_plan(part)) for name, part in configs.items()]
-    plans.sort(key=lambda plan: -plan[1].max_capture_size)  # as capture_together does
+    plans.sort(key=lambda plan: -plan[1].max_capture_size)
     return SpecPlan(
         dict(plans),
         configs,
@@ -101,7 +97,7 @@ def plan_speculation(config: Config, draft_tokens: Sequence[int] | None = None) 
 
 
 def check_draft_tokens(number: int, allowed: Sequence[int]) -> None:
-    """Raise InputError for a number of draft tokens that is not allowed."""
+    """Raises InputError."""
     if number not in allowed:
         possible = ", ".join(map(str, sorted(allowed)))
         raise InputError(
@@ -115,12 +111,12 @@ def _check(config: Config) -> None:
     if config.speculative.num_speculative_tokens < 1:
         raise ConfigError(
             "speculative.num_speculative_tokens is 0: nothing is drafted",
-            remedy="Set it to the largest number of draft tokens for a request, such as 3.",
+            remedy="Set it to the most draft tokens of a request, such as 3.",
         )
     if config.lora:
         raise ConfigError(
             "the configuration has a `lora` section, which speculative decoding does not fill",
-            remedy="Leave `lora` and `lora_ids` out, or decode without a draft.",
+            remedy="Leave `lora` and `lora_ids` out.",
         )
     if config.compilation.pool != "shared":
         raise ConfigError(
@@ -146,7 +142,6 @@ def _check(config: Config) -> None:
 
 
 def _part(config: Config, mode: CUDAGraphMode, sizes: Sequence[int], **settings: Any) -> Config:
-    """``settings`` are of the compilation."""
     settings |= {
         "cudagraph_mode": mode,
         "cudagraph_capture_sizes": tuple(sizes) or None,
@@ -160,7 +155,6 @@ def _part(config: Config, mode: CUDAGraphMode, sizes: Sequence[int], **settings:
 def _decode(
     config: Config, counts: set[int], inputs: Mapping[str, str], draft_tokens: int
 ) -> Config:
-    """A configuration of uniform decode, with a row of the state for each request."""
     query_len = 1 + draft_tokens
     scheduler = config.scheduler
     declared = {name: Input(shape=(rows,), dtype="int64", pad=0) for name, rows in inputs.items()}

@@ -312,7 +312,7 @@ class Zoo:
         timed = [batch for batch in batches if batch.size in options.timed]
         benches = {is_by_size: Comparison(self.runners["eager"], timed if is_by_size else batches)
                    for is_by_size in (False, True)}  # fmt: skip
-        # Note [Graphs of several baselines in one process] says why reduce-overhead is the first.
+        # Note [Workspaces] says why reduce-overhead is the first.
         ways = [Baseline(name) for name in sorted(options.ways, key=lambda name: name != "reduce-overhead")]
         for bench in benches.values():
             bench.zoo = self
