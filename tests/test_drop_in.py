@@ -887,6 +887,35 @@ def test_a_size_that_is_that_of_the_batch_by_chance(backend: GraphBackend, net: 
     assert sizes(g) == {4}
 
 
+def test_features_that_are_as_many_as_the_rows_are_not_cut(backend: GraphBackend) -> None:
+    model = nn.Linear(4, 4).to(backend.device).eval()
+    g = cgplan.graphed(model, sizes=[4, 8], verify="off")
+    for count in (4, 4, 4, 3, 8, 3):
+        x = torch.randn(count, 4, device=backend.device)
+        torch.testing.assert_close(g(x), model(x))
+    assert replays(g) == 4
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (complex(-1, 0.0), complex(-1, -0.0)),
+        (range(0), range(5, 5)),
+        ({0.0: None}, {-0.0: None}),
+        ({1: None}, {True: None}),
+    ],
+)
+def test_equal_values_that_are_not_the_same(backend: GraphBackend, first: Any, second: Any) -> None:
+    def model(x: Tensor, value: Any) -> Tensor:
+        return x + sum(repr(value).encode())
+
+    g = cgplan.graphed(model, verify="off")
+    x = rows(backend, 3)
+    for value in (first, first, first, first, second, second, second, second):
+        torch.testing.assert_close(g(x, value), model(x, value))
+    assert replays(g) == 4
+
+
 @pytest.mark.parametrize("dynamic", [None, {}], ids=["padded", "exact"])
 def test_state_and_random_numbers_are_as_without_graphs(
     backend: GraphBackend, dynamic: Any

@@ -114,7 +114,7 @@ def explain_eager_failure(error: Exception, batch: str) -> CgplanError:
     if lacking is not None:
         return lacking
     return ModelError(
-        f"the model failed eagerly on a batch of {batch}, at {where}: {type(error).__name__}: "
+        f"the model failed on a batch padded to {batch}, at {where}: {type(error).__name__}: "
         f"{first_line(error)}",
         remedy="Check the declared inputs against the model's forward; --traceback shows the "
         "whole traceback.",

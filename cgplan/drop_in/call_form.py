@@ -38,9 +38,8 @@ _BY_VALUE = (
     torch.Size,
     torch.layout,
     bytes,
-    complex,
-    range,
 )
+_BY_TEXT = slice, range, complex  # of equal ones only the text differs, as with -0j
 
 Form = tuple[Any, ...]
 Shapes = tuple[torch.Size, ...]
@@ -133,7 +132,7 @@ def is_tensor_type(part: Any) -> bool:
 
 def _key_of(key: Any) -> Any:
     if type(key) in CONSTANTS:
-        return type(key), key
+        return type(key), repr(key)
     return ById(key)
 
 
@@ -156,7 +155,7 @@ def _flatten_other(
         form += dataclasses.Field, box
         held = [getattr(value, name) for name in names]
         flatten(held, form, tensors)
-    elif kind is slice:
+    elif kind in _BY_TEXT:
         form += kind, ByKey(value, repr(value))
     elif isinstance(value, _BY_VALUE):
         form += kind, value
@@ -269,6 +268,22 @@ def objects_in(
 ) -> list[Any]:
     """The objects known by identity."""
     return [box.value for box in form if type(box) is ById]
+
+
+def containers_in(value: Any) -> Iterator[Any]:
+    """Lists, dicts, dataclasses and tuples, at any depth."""
+    inner: Iterable[Any] = ()
+    if isinstance(value, Mapping):
+        inner = value.values()
+    elif isinstance(value, list | tuple):
+        inner = value
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        inner = getattr(value, "__dict__", {}).values()
+    else:
+        return
+    yield value
+    for item in inner:
+        yield from containers_in(item)
 
 
 def object_roots(

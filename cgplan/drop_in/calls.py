@@ -29,6 +29,7 @@ from cgplan.drop_in.call_form import (
     Form,
     call_form,
     constants_in,
+    containers_in,
     is_tensor_type,
     module_of,
     object_roots,
@@ -506,6 +507,13 @@ class Calls:
             )
         elif records and self._watch is None:
             self._watch_model(records[0].without_draws())
+        kept = set[int]()
+        for record in records:
+            kept |= record.container_ids()
+        if any(id(container) in kept for container in containers_in(output)):
+            kind.eager_reason = (
+                "the model returns a list, a dict or an object that it keeps, or that it was given"
+            )
         for name, tensor, version in zip(kind.specs, tensors, versions, strict=True):
             if version_of(tensor) != version:
                 kind.eager_reason = f"the forward writes into argument `{name}`"

@@ -172,7 +172,7 @@ class Kind:
         found = list[Shape]()
         for index, shape in enumerate(shapes):
             extents = [self._extent(index, at) for at in range(len(shape))]
-            found.append(tuple(extents))
+            found.append(self._without_chance(extents, shape))
         self.shapes = tuple(found)
 
     def relearn(self) -> bool:
@@ -235,6 +235,32 @@ class Kind:
         raise OutputShapeError(
             f"the size of output {index} in dimension {at} does not follow from sizes of inputs"
         )
+
+    def _without_chance(
+        self,
+        extents: list[int | str],
+        shape: torch.Size,
+    ) -> Shape:
+        """Of dimensions that equal the only size of a name that was seen, those where an input has
+        the name, if there are any.
+        """
+        for name in self.names:
+            seen = {point.sizes[name] for point in self._points}
+            if len(seen) > 1:
+                continue
+            places = set[int]()
+            for spec in self.specs.values():
+                for at, extent in enumerate(spec.extents):
+                    if extent.symbol == name:
+                        places.add(at)
+            named = set[int]()
+            for at, found in enumerate(extents):
+                if found == name:
+                    named.add(at)
+            if named & places:
+                for at in named - places:
+                    extents[at] = shape[at]
+        return tuple(extents)
 
     # --- the batch of a capture -------------------------------------------------------------------
 

@@ -376,8 +376,18 @@ class Fingerprint:
         container, key = change.where
         if isinstance(key, types.MemberDescriptorType):  # a slot
             return True
-        held = self.contents.values()
-        return any(one.value is container and one.holds != "items" for one in held)
+        for held in self.contents.values():
+            if held.value is container and held.holds != "items":
+                return True
+        return False
+
+    def container_ids(self) -> set[int]:
+        """Of lists, dicts and objects with attributes."""
+        found = set[int]()
+        for held in self.contents.values():
+            found.add(id(held.value))
+            found.add(id(held.owner))
+        return found
 
     def as_key(self) -> tuple[Any, ...]:
         """Hashable; objects that the walk enters stand by their type."""

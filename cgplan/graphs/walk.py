@@ -505,7 +505,9 @@ def state_reader(value: Any) -> ReadState | None:
 
 def _of_set(value: Any) -> object:
     is_plain = all(type(item) in PLAIN for item in value)
-    return frozenset(value) if is_plain else frozenset(map(id, value))
+    if is_plain:
+        return frozenset((type(item), item) for item in value)
+    return frozenset(map(id, value))
 
 
 def generators_of_the_host(device: torch.device) -> dict[str, ReadState]:

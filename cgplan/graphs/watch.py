@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import threading
 from collections.abc import Iterable
 from functools import cache
 from typing import Any
@@ -23,6 +24,7 @@ _WITHOUT_WATCHER = (64, 256)
 _DEALLOCATED = 5
 _Compared = tuple[Any, Any, Any, tuple[Any, ...] | None]  # container, key, value, Place.tensor
 _flags: dict[int, list[list[bool]]] = {}  # by the address of a dict
+_lock = threading.RLock()  # of flags and watched dicts: a watch may be closed by a collection
 
 
 def _note(
@@ -149,8 +151,9 @@ class Watch:
             is_dict = issubclass(type(value), dict)
             if not is_dict or address not in counted or address in self._dicts:
                 continue
-            ctypes.pythonapi.PyDict_Watch(watcher, ctypes.py_object(value))
-            _flags.setdefault(address, []).append(self._flag)
+            with _lock:
+                _flags.setdefault(address, []).append(self._flag)
+                ctypes.pythonapi.PyDict_Watch(watcher, ctypes.py_object(value))
             self._dicts[address] = value
 
     def _is_reported(self, place: Place) -> bool:
@@ -194,11 +197,12 @@ class Watch:
     def close(self) -> None:
         watcher = _watcher() if self._dicts else None
         for address, value in self._dicts.items():
-            others = [flag for flag in _flags.get(address, ()) if flag is not self._flag]
-            if others:
-                _flags[address] = others
-            elif _flags.pop(address, None) is not None:
-                ctypes.pythonapi.PyDict_Unwatch(watcher, ctypes.py_object(value))
+            with _lock:
+                others = [flag for flag in _flags.get(address, ()) if flag is not self._flag]
+                if others:
+                    _flags[address] = others
+                elif _flags.pop(address, None) is not None:
+                    ctypes.pythonapi.PyDict_Unwatch(watcher, ctypes.py_object(value))
         self._dicts = {}
         self._chunks = []
         self._all = []

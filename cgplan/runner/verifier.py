@@ -114,22 +114,28 @@ class Verifier:
         held = _COPIES * sum(tensor.nbytes for tensor in graphs.facts.written.values())
         if held > graphs.copy_limit():
             why = f"{held} bytes for copies of state are more than compilation.state_copy"
-            return _unverified(call, why), None
+            return _unverified(call, why, leaves=leaves), None
         comparison = _Comparison(graphs, self._copied, call, values)
         try:
             eager = comparison.run(comparison.own_code)
         except torch.OutOfMemoryError:
             comparison.begin.put_back()
             why = "the model's own code needs more memory than there is"
-            return _unverified(call, why), None
+            return _unverified(call, why, leaves=leaves), None
+        except Exception:
+            comparison.begin.put_back()
+            raise
         return comparison.finish(eager, leaves=leaves), eager.output
 
 
 def _unverified(
     call: PreparedCall,
     why: str,
+    *,
+    leaves: bool,
 ) -> VerifyRecord:
-    call.replay()
+    if leaves:
+        call.replay()
     return VerifyRecord(
         mode=call.route.mode,
         descriptor=call.route.descriptor,

@@ -74,6 +74,37 @@ def a_dataclass_with_attributes_that_are_no_fields(graphed: Wrap) -> Steps:
         yield g(sample)
 
 
+class Configured(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp(8, 8)
+        self.config = {"gain": 1.0}
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        return {"y": self.net(x) * self.config["gain"], "config": self.config}
+
+
+@program(programs, graphs=False)
+def a_dict_of_the_model_that_the_caller_writes(graphed: Wrap) -> Steps:
+    g = graphed(Configured().to(device).eval())
+    for step in range(16):
+        answer = g(rows(4, 8))
+        if step % 5 == 4:
+            answer["config"]["gain"] *= 0.5
+        yield answer["y"]
+
+
+@program(programs, graphs=False)
+def a_list_that_was_given_comes_back(graphed: Wrap) -> Steps:
+    layer = nn.Linear(8, 8).to(device)
+    g = graphed(lambda x, past: (layer(x) + past[0], past))
+    past = [rows(4, 8), rows(4, 8)]
+    for _ in range(8):
+        y, returned = g(rows(4, 8), past)
+        returned.reverse()
+        yield y, past
+
+
 class Choice(Enum):
     LOW = 1.0
     HIGH = 5.0

@@ -664,7 +664,7 @@ def test_a_failure_of_the_model_itself_names_the_users_line(backend: GraphBacken
         open_runner(backend, model)
     message = caught.value.message
     assert f"{__file__}:{line}: `return x @ torch.zeros(7, 7, device=x.device)`" in message
-    assert "failed eagerly on a batch of FULL num_tokens=8" in message
+    assert "failed on a batch padded to FULL num_tokens=8" in message
     assert "mat1 and mat2 shapes" in message
     assert isinstance(caught.value.__cause__, RuntimeError)
 

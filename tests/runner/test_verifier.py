@@ -322,6 +322,31 @@ def test_a_batch_is_verified_when_it_is_asked_for(backend: GraphBackend) -> None
     assert "verified; largest difference 0, " in line
 
 
+def test_state_is_put_back_whatever_becomes_of_a_batch(backend: GraphBackend) -> None:
+    model = Stateful(backend.device)
+    runner = verified(backend, model, verify="off", state_copy=0)
+    kept = model.count.clone()
+    assert "not verified" in str(runner.verify(x=rows(backend, 3)))
+    assert torch.equal(model.count, kept)
+
+    class Failing(Stateful):
+        fails = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            answer = super().forward(x)
+            if type(self).fails:
+                raise ValueError("not today")
+            return answer
+
+    model = Failing(backend.device)
+    runner = verified(backend, model, verify="off")
+    kept = model.count.clone()
+    Failing.fails = True
+    with pytest.raises(ModelError, match="not today"):
+        runner.verify(x=rows(backend, 3))
+    assert torch.equal(model.count, kept)
+
+
 def test_what_is_found_when_asked_for_is_no_error(backend: GraphBackend) -> None:
     scale = [2.0]
     runner = verified(backend, lambda x: (x, x * scale[0]), verify="off")
