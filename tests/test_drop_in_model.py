@@ -520,6 +520,16 @@ def test_a_warm_up_leaves_all_as_it_was(backend: GraphBackend) -> None:
     assert replays(g) == 3
 
 
+def test_a_warm_up_that_makes_no_graph_says_why(
+    backend: GraphBackend, caplog: pytest.LogCaptureFixture
+) -> None:
+    g = cgplan.graphed(lambda x: x * 2)
+    with cgplan.capture_allowed(False):
+        g.warm_up(rows(backend, 3))
+    assert not g.runners
+    assert "no graph may be captured inside capture_allowed(False)" in caplog.text
+
+
 def test_a_warm_up_of_a_model_that_fails_or_pads_badly(backend: GraphBackend) -> None:
     counting, x = Counting().to(backend.device).eval(), rows(backend, 3)
     failing = cgplan.graphed(lambda x: counting(x) + x[:, 7])

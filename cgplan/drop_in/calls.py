@@ -770,8 +770,10 @@ class Calls:
             call = Call(args, kwargs, tuple(form), tensors)
             self.holds()
             while (kind := self._warmed_up(call)).eager_reason is None:
-                self._prepare(kind, tensors)
+                reason = self._prepare(kind, tensors)
                 if kind in self.kinds:  # else an exact one takes its place
+                    if reason is not None:
+                        self._log_once(reason)
                     break
 
     def _warmed_up(self, call: Call) -> Kind:
