@@ -124,6 +124,26 @@ def test_a_draft_model_counts_in_the_budget() -> None:
     assert sizes == list(plan.capture_sizes)
 
 
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+def test_sizes_are_whole_requests_where_the_runner_rounds_them(runner: str) -> None:
+    bounds = ("--max-num-seqs", "64", "--max-num-batched-tokens", "256")
+    command = ("plan", "--vllm", "{}", *bounds, *GIVEN[-4:], "--num-speculative-tokens", "2")
+    plan = plan_of(*command, "--runner", runner, "--mode", "keep", "--scale", "20")
+    mixed = [key.num_tokens for mode, key in plan.keys if mode is CUDAGraphMode.PIECEWISE]
+    decode = [key.num_tokens for mode, key in plan.keys if mode is CUDAGraphMode.FULL]
+    assert (256 in mixed) == (runner == "v2")
+    assert {size for size in mixed if size % 3} <= {size for size in mixed if size > 192}
+    assert runner == "v2" or not [size for size in mixed if size % 3]
+    assert not [size for size in decode if size % 3]
+    assert plan.evidence is not None
+    theirs = {point["name"]: point["expected_us"] for point in plan.evidence["ladders"]}
+    assert plan.expected_us is not None
+    assert plan.expected_us <= theirs["vllm"] * 1.001
+    given = ("--set", f"compilation.cudagraph_capture_sizes={list(plan.capture_sizes)}")
+    captured = plan_of("plan", "--vllm", "{}", *bounds, *command[-2:], "--runner", runner, *given)
+    assert set(captured.keys) == set(plan.keys)
+
+
 def test_a_full_kv_cache_makes_requests_wait() -> None:
     roomy = plan_of(*GIVEN, "--max-graphs", "8")
     tight = plan_of(*GIVEN, "--max-graphs", "8", "--kv-cache-tokens", "400")
