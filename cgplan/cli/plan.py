@@ -74,6 +74,8 @@ def run_plan(
     inputs = (path, *files, loads.step_times, request.costs)
     check_outputs((request.output, request.html), inputs)
     _check_loads(config, loads)
+    if engine or files or config.traffic:
+        _refuse_varlen(config)
     if engine and not request.assume_default_times:
         _check_times(config, loads)
     priced = costs_of(loaded, request.costs)
@@ -136,6 +138,7 @@ def run_check(
     simulated = {section: plan.config[section] | of for section, of in plan.simulated.items()}
     config = validate_config(plan.config | {"budget": plan.budget} | simulated)
     _check_loads(config, loads)
+    _refuse_varlen(config)
     times = _times_of(loads, config)
     rules: dict[str, Any] = {}
     if plan.evidence:
@@ -197,6 +200,16 @@ def _check_loads(config: Config, loads: Loads) -> None:
         raise ConfigError(
             "--objective worst is about several loads, and there is one",
             remedy="Give --scale 1,2,4, or --traffic several times.",
+        )
+
+
+def _refuse_varlen(config: Config) -> None:
+    """Raise PlanError for graphs of decode batches whose requests have any number of tokens."""
+    if config.speculative.varlen_decode and config.compilation.key_rules == "vllm_v2":
+        raise PlanError(
+            "speculative.varlen_decode: cgplan knows these graphs, but neither plans them for "
+            "traffic nor emits them",
+            remedy="Leave out --traffic and --emit, or set speculative.varlen_decode: false.",
         )
 
 

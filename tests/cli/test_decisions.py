@@ -144,6 +144,14 @@ def test_sizes_are_whole_requests_where_the_runner_rounds_them(runner: str) -> N
     assert set(captured.keys) == set(plan.keys)
 
 
+def test_decode_graphs_for_any_number_of_tokens_are_not_planned_for_traffic() -> None:
+    varlen = ("--set", "speculative.varlen_decode=true", "--num-speculative-tokens", "2")
+    assert "varlen_decode" in refused(errors.PlanError, *GIVEN, *varlen)
+    assert "varlen_decode" in refused(errors.PlanError, *GIVEN[:-4], *varlen, "--emit", "vllm")
+    plan = plan_of(*GIVEN[:-4], *varlen)
+    assert {key.max_query_len for mode, key in plan.keys if mode is CUDAGraphMode.FULL} == {3}
+
+
 def test_a_full_kv_cache_makes_requests_wait() -> None:
     roomy = plan_of(*GIVEN, "--max-graphs", "8")
     tight = plan_of(*GIVEN, "--max-graphs", "8", "--kv-cache-tokens", "400")
