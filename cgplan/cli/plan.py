@@ -57,8 +57,6 @@ if TYPE_CHECKING:
 
     Source = Traffic | RequestTrace
 
-INSURANCE = 0.1  # if none is asked for
-
 
 def run_plan(
     request: PlanRequest, settings: Sequence[str | Override], loads: Loads, vllm: VllmConfig | None
