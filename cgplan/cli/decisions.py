@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cgplan.cli.costs import Priced
 from cgplan.cli.options import Loads, ModeChoice, Objective
@@ -37,6 +37,19 @@ MODES = (
 )
 
 
+class Miss(NamedTuple):
+    """How one goal of an SLO is missed.
+
+    Attributes:
+        share: Of the goal; 0 or less: it holds.
+        text: What was found, and what is asked for.
+    """
+
+    share: float
+    text: str
+    requests: RequestTrace
+
+
 class Planner:
     """Plans for one set of loads.
 
@@ -60,10 +73,9 @@ class Planner:
         self._rules = rules
 
     @property
-    def _requests(self) -> RequestTrace | None:
-        """The first load, if it is of requests."""
-        source, _ = self._sources[0]
-        return source if isinstance(source, RequestTrace) else None
+    def _requests(self) -> list[RequestTrace]:
+        """The loads of requests."""
+        return [source for source, _ in self._sources if isinstance(source, RequestTrace)]
 
     def decide(self, config: Config) -> Plan:
         """The plan, in the best mode if it may be chosen, with the fewest graphs that hold the SLO.
@@ -238,9 +250,11 @@ class Planner:
     def _check_slo(self) -> None:
         if not self._loads.slo:
             return
-        if self._requests is None:
+        for source, _ in self._sources:
+            if isinstance(source, RequestTrace):
+                continue
             raise TrafficError(
-                "an SLO is about requests, and the traffic counts steps",
+                f"an SLO is about requests, and a load counts steps: {source.source}",
                 remedy="Give --traffic FILE with requests: arrivals, prompts, generated tokens.",
             )
         if self._loads.step_times is None:
@@ -254,21 +268,37 @@ class Planner:
         self,
         config: Config,
         plan: Plan,
-    ) -> Service | None:
-        requests = self._requests
-        if requests is None:
-            return None
-        return self._simulated(config, plan, requests).service
-
-    def _misses(self, service: Service | None) -> float:
-        """By how much the SLO is missed: the largest share; 0 or less: it holds."""
+        requests: RequestTrace,
+    ) -> Service:
+        service = self._simulated(config, plan, requests).service
         assert service is not None
-        worst = -1.0
+        return service
+
+    def _miss(
+        self,
+        config: Config,
+        plan: Plan,
+        requests: RequestTrace,
+    ) -> Miss:
+        """The goal of the SLO that a load misses most, or holds most narrowly."""
+        service = self._service(config, plan, requests)
+        found = [Miss(-1.0, "no request has these times", requests)]
         for goal in self._loads.slo or ():
-            found = goal.of(service)
-            if found is not None:
-                worst = max(worst, found / goal.microseconds - 1)
-        return worst
+            time = goal.of(service)
+            if time is not None:
+                wanted = format_microseconds(goal.microseconds)
+                text = f"{goal.name} is {format_microseconds(time)}, {wanted} are asked for"
+                found.append(Miss(time / goal.microseconds - 1, text, requests))
+        return max(found, key=lambda miss: miss.share)
+
+    def _worst_miss(
+        self,
+        config: Config,
+        plan: Plan,
+    ) -> Miss:
+        """The same of all loads, each of which has to hold the SLO."""
+        misses = [self._miss(config, plan, requests) for requests in self._requests]
+        return max(misses, key=lambda miss: miss.share)
 
     def _within_slo(
         self,
@@ -287,7 +317,7 @@ class Planner:
                     made = self.plan(bounded)
                 except BudgetError:
                     return float("inf")
-                tried[graphs] = self._misses(self._service(config, made)), made
+                tried[graphs] = self._worst_miss(config, made).share, made
             return tried[graphs][0]
 
         most = config.budget.max_graphs or MOST
@@ -315,6 +345,9 @@ class Planner:
         """The plan with what requests get by it, by the ladder asked for, and without graphs."""
         evidence = dict(plan.evidence or {})
         points = [point.model_dump(mode="json") for point in self._points(config, plan)]
+        if self._loads.slo and len(self._requests) > 1:
+            worst = self._worst_miss(config, plan)
+            notes.append(f"of {len(self._requests)} loads {worst.requests.source}: {worst.text}")
         notes += self._saved(config, plan)
         if plan.draft_keys:
             notes.append(
@@ -331,15 +364,18 @@ class Planner:
         config: Config,
         plan: Plan,
     ) -> Iterator[ServicePoint]:
-        requests = self._requests
-        if requests is None or (len(requests.requests) > LARGE and not self._loads.slo):
+        if not self._requests:
+            return
+        requests = self._requests[0]
+        if self._loads.slo:
+            requests = self._worst_miss(config, plan).requests
+        elif len(requests.requests) > LARGE:
             return
         eager = with_values(config, "compilation", cudagraph_mode=CUDAGraphMode.NONE)
         plans = {"plan": plan, "asked for": build_plan(config), "eager": build_plan(eager)}
         for name, other in plans.items():
-            service = self._service(config, other)
-            if service is not None:
-                yield ServicePoint(name=name, graphs=len(other.keys), service=service)
+            service = self._service(config, other, requests)
+            yield ServicePoint(name=name, graphs=len(other.keys), service=service)
 
     def _saved(
         self,

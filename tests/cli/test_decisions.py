@@ -87,6 +87,20 @@ def test_an_slo_is_held_by_the_fewest_graphs() -> None:
         assert fewer.evidence["service"][0]["service"]["tpot_us"]["p99"] > 10_000
 
 
+def test_an_slo_is_held_by_each_load() -> None:
+    goal = ("--slo", "ttft_p99=100ms", "--max-graphs", "12", "--mode", "keep")
+    assert plan_of(*GIVEN, *goal).keys is not None
+    shown = []
+    for scales in ("1,40", "40,1"):
+        result = cgplan_command(*GIVEN, *goal, "--scale", scales, "--json")
+        assert result.exit_code == errors.RegretError.exit_code
+        evidence = json.loads(result.stdout)["evidence"]
+        shown.append(evidence["service"][0])
+        assert "of 2 loads trace.csv" in "\n".join(evidence["decisions"])
+    assert shown[0]["service"]["ttft_us"]["p99"] > 100_000
+    assert shown[0] == shown[1]
+
+
 def test_an_slo_that_nothing_holds_shows_the_nearest_plan() -> None:
     result = cgplan_command(*GIVEN, "--slo", "tpot_p50=1us")
     assert result.exit_code == errors.RegretError.exit_code
@@ -102,6 +116,11 @@ def test_an_slo_that_nothing_holds_shows_the_nearest_plan() -> None:
             (*GIVEN[:-4], "--traffic", "steps.csv", *GIVEN[-2:]),
             errors.TrafficError,
             "about requests",
+        ),
+        (
+            (*GIVEN, "--traffic", "steps.csv"),
+            errors.TrafficError,
+            "a load counts steps: steps.csv",
         ),
     ],
 )
