@@ -93,9 +93,9 @@ class Planner:
             goals = ", ".join(map(str, self._loads.slo))
             if missed is None:
                 graphs = counted(len(plan.keys), "graph")
-                notes.append(f"SLO {goals} holds with {graphs}, not with fewer")
+                notes.append(f"SLO {goals} holds with {graphs}, the fewest of those tried")
             else:
-                notes.append(f"SLO {goals} is missed by {missed:.1%}, with any number of graphs")
+                notes.append(f"SLO {goals} is missed with each number of graphs tried: {missed}")
         return self._with_service(config, plan, notes, missed)
 
     # --- one plan ---------------------------------------------------------------------------------
@@ -304,43 +304,54 @@ class Planner:
         self,
         config: Config,
         plan: Plan,
-    ) -> tuple[Plan, float | None]:
-        """The fewest graphs that hold the SLO, by halving; or the nearest plan, and by which share
-        it misses.
+    ) -> tuple[Plan, str | None]:
+        """The plan with the fewest graphs of those tried that hold the SLO: none, and then by
+        halving. If none does, the plan as it is, or one that comes notably nearer; and how it
+        misses.
         """
-        tried = dict[int, tuple[float, Plan]]()
+        eager = with_values(config, "compilation", cudagraph_mode=CUDAGraphMode.NONE)
+        without = self._plan(eager)
+        found = [(self._worst_miss(config, plan), plan)]
 
-        def misses(graphs: int) -> float:
-            if graphs not in tried:
-                bounded = with_values(config, "budget", max_graphs=graphs)
-                try:
-                    made = self.plan(bounded)
-                except BudgetError:
-                    return float("inf")
-                tried[graphs] = self._worst_miss(config, made).share, made
-            return tried[graphs][0]
+        def holds(made: Plan) -> bool:
+            found.append((self._worst_miss(config, made), made))
+            return found[-1][0].share <= 0
 
+        def holds_with(graphs: int) -> bool:
+            try:
+                return holds(self.plan(with_values(config, "budget", max_graphs=graphs)))
+            except BudgetError:
+                return False
+
+        if holds(without):
+            return without.model_copy(update={"budget": plan.budget}), None
         most = config.budget.max_graphs or MOST
-        if misses(most) > 0:
-            misses(min(most, len(plan.keys)))
-            missed, nearest = min(tried.values(), key=lambda pair: pair[0])
-            return nearest, missed
-        low, high = 0, most
+        first, _ = found[0]
+        if first.share > 0 and not holds_with(most):
+            nearest, other = min(found, key=lambda pair: pair[0].share)
+            if 1 + nearest.share < (1 + first.share) * (1 - ALIKE):
+                return other, nearest.text
+            return plan, first.text
+        low = 0
+        high = most
+        if first.share <= 0:
+            high = len(plan.keys) + len(plan.draft_keys)
         while high - low > 1:
             middle = (low + high) // 2
-            if misses(middle) > 0:
-                low = middle
-            else:
+            if holds_with(middle):
                 high = middle
-        _, held = tried[high]
-        return held.model_copy(update={"budget": plan.budget}), None
+            else:
+                low = middle
+        held = [made for miss, made in found if miss.share <= 0]
+        fewest = min(held, key=lambda made: len(made.keys) + len(made.draft_keys))
+        return fewest.model_copy(update={"budget": plan.budget}), None
 
     def _with_service(
         self,
         config: Config,
         plan: Plan,
         notes: list[str],
-        missed: float | None,
+        missed: str | None,
     ) -> Plan:
         """The plan with what requests get by it, by the ladder asked for, and without graphs."""
         evidence = dict(plan.evidence or {})

@@ -113,8 +113,8 @@ def _refuse_missed(plan: Plan) -> None:
     missed = (plan.evidence or {}).get("slo_missed")
     if missed is not None:
         raise RegretError(
-            f"no number of graphs holds the SLO: the nearest plan, which is shown, misses it by "
-            f"{missed:.1%}",
+            "no number of graphs that was tried holds the SLO; with the plan that is shown "
+            f"{missed}",
             remedy="Serve fewer requests a replica (--replicas), or loosen the SLO.",
         )
 

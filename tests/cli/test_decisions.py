@@ -105,7 +105,26 @@ def test_an_slo_that_nothing_holds_shows_the_nearest_plan() -> None:
     result = cgplan_command(*GIVEN, "--slo", "tpot_p50=1us")
     assert result.exit_code == errors.RegretError.exit_code
     assert "What requests get" in result.stdout
-    assert "the nearest plan, which is shown, misses it by" in unwrapped(result.stderr)
+    assert "no number of graphs that was tried holds the SLO" in unwrapped(result.stderr)
+    assert "tpot_p50 is 3" in unwrapped(result.stderr)
+    assert "1.00 us are asked for" in unwrapped(result.stderr)
+
+
+def test_an_slo_that_graphs_change_nothing_of_leaves_the_plan_as_it_is(home: Path) -> None:
+    (home / "times.csv").write_text(TIMES.format(piecewise=14000))
+    keep = ("--mode", "keep", "--insurance", "0")
+    plain = plan_of(*GIVEN, *keep)
+    result = cgplan_command(*GIVEN, *keep, "--slo", "step_p99=1us", "--json")
+    assert result.exit_code == errors.RegretError.exit_code
+    found = [key[1]["num_tokens"] for key in json.loads(result.stdout)["keys"]]
+    assert found == [key.num_tokens for _, key in plain.keys]
+
+
+def test_an_slo_that_eager_steps_hold_takes_no_graphs() -> None:
+    plan = plan_of(*GIVEN, "--slo", "tpot_p99=10s")
+    assert plan.keys == ()
+    assert plan.mode is CUDAGraphMode.NONE
+    assert "holds with 0 graphs, the fewest of those tried" in decisions(plan)
 
 
 @pytest.mark.parametrize(
