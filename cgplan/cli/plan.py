@@ -48,7 +48,7 @@ from cgplan.planning.plan import Machine
 from cgplan.reports import load_plan
 from cgplan.reports.plan_tables import brief, said
 from cgplan.reports.records import BenchReport, parse_report
-from cgplan.units import counted, format_microseconds
+from cgplan.units import counted, format_microseconds, listed
 
 if TYPE_CHECKING:
     from cgplan.traffic.histogram import Traffic
@@ -186,6 +186,18 @@ def _check_loads(config: Config, loads: Loads) -> None:
         raise ConfigError(
             "--speedup, --scale, --replicas, --weights, --objective, --insurance and --step-times "
             "are about traffic, and there is none",
+            remedy="Give --traffic FILE, or a `traffic` section in the configuration.",
+        )
+    given = {
+        "--slo": loads.slo,
+        "--mode best": loads.mode is ModeChoice.best,
+        "--kv-cache-tokens": loads.kv_cache_tokens,
+        "--kv-token-bytes": loads.kv_token_bytes,
+    }
+    named = [name for name, value in given.items() if value]
+    if named and not loads.files and not config.traffic:
+        raise ConfigError(
+            f"{listed(named)}: about traffic, and there is none",
             remedy="Give --traffic FILE, or a `traffic` section in the configuration.",
         )
     if loads.weights and len(loads.weights) != len(loads.files):

@@ -150,6 +150,16 @@ def test_an_slo_needs_requests_and_step_times(
     assert words in refused(error, *command, "--slo", "tpot_p99=30ms")
 
 
+@pytest.mark.parametrize(
+    "option",
+    ["--slo tpot_p99=1s", "--mode best", "--kv-cache-tokens 9000", "--kv-token-bytes 9"],
+)
+def test_decisions_without_traffic_are_refused(option: str) -> None:
+    command = (*GIVEN[:-4], *option.split())
+    name = option if "best" in option else option.split()[0]
+    assert f"{name}: about traffic, and there is none" in refused(errors.ConfigError, *command)
+
+
 def test_a_draft_model_counts_in_the_budget() -> None:
     drafted = ("--num-speculative-tokens", "3", "--speculative-method", "eagle")
     plan = plan_of(*GIVEN, *drafted, "--max-graphs", "24", "--mode", "keep")
