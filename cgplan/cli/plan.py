@@ -317,7 +317,7 @@ def _for_traffic(
 
     times = _times_of(loads, config, priced.machine)
     sources = _sources(config, loads, build_plan(config))
-    if loads.mode is None and rules["one_list"]:
+    if loads.mode is None and loads.step_times and rules["one_list"]:
         loads.mode = ModeChoice.best
     planner = Planner(
         loads,

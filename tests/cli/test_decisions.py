@@ -63,6 +63,13 @@ def test_the_mode_is_that_of_the_shortest_steps(
         assert {key[0] for key in plan.keys} == {CUDAGraphMode.FULL}
 
 
+def test_default_step_times_do_not_change_the_mode() -> None:
+    plan = plan_of(*GIVEN[:-2], "--max-graphs", "8")
+    assert plan.mode is CUDAGraphMode.FULL_AND_PIECEWISE
+    assert "mode " not in decisions(plan)
+    assert "mode FULL" in decisions(plan_of(*GIVEN[:-2], "--max-graphs", "8", "--mode", "best"))
+
+
 def test_what_requests_get_stands_beside_the_ladder_and_eager_steps() -> None:
     plan = plan_of(*GIVEN, "--max-graphs", "8")
     assert plan.evidence is not None
