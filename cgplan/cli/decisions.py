@@ -35,6 +35,14 @@ MODES = (
     CUDAGraphMode.PIECEWISE,
     CUDAGraphMode.FULL_AND_PIECEWISE,
 )
+RUN_BY = {  # in place of MODES
+    "sglang": (
+        CUDAGraphMode.FULL_DECODE_ONLY,
+        CUDAGraphMode.PIECEWISE,
+        CUDAGraphMode.FULL_AND_PIECEWISE,
+    ),
+    "trtllm": (CUDAGraphMode.FULL_DECODE_ONLY,),
+}
 
 
 class Miss(NamedTuple):
@@ -56,6 +64,7 @@ class Planner:
     Args:
         sources: Steps or requests, with their weights.
         rules: ``one_list`` and ``apart``, as ``choose`` has them.
+        engine: Whose modes are weighed; None: all.
     """
 
     def __init__(
@@ -65,12 +74,14 @@ class Planner:
         priced: Priced,
         sources: Sequence[tuple[Source, float]],
         rules: dict[str, Any],
+        engine: str | None = None,
     ) -> None:
         self._loads = loads
         self._times = times
         self._priced = priced
         self._sources = sources
         self._rules = rules
+        self._modes = RUN_BY.get(engine or "", MODES)
 
     @property
     def _requests(self) -> list[RequestTrace]:
@@ -83,6 +94,7 @@ class Planner:
         Raises TrafficError and StepTimeError where an SLO needs more than was given.
         """
         self._check_slo()
+        asked = config
         plan = self.plan(config)
         notes = list[str]()
         if self._loads.mode is ModeChoice.best:
@@ -96,7 +108,7 @@ class Planner:
                 notes.append(f"SLO {goals} holds with {graphs}, the fewest of those tried")
             else:
                 notes.append(f"SLO {goals} is missed with each number of graphs tried: {missed}")
-        return self._with_service(config, plan, notes, missed)
+        return self._with_service(asked, plan, notes, missed)
 
     # --- one plan ---------------------------------------------------------------------------------
 
@@ -217,7 +229,7 @@ class Planner:
     ) -> tuple[Config, Plan, list[str]]:
         """The mode with the shortest steps; of those within 0.1% the one with the fewest graphs."""
         found = [(config, asked)]
-        for mode in MODES:
+        for mode in self._modes:
             other = with_values(config, "compilation", cudagraph_mode=mode)
             try:
                 if mode is asked.mode or build_plan(other).mode is not mode:
@@ -353,7 +365,9 @@ class Planner:
         notes: list[str],
         missed: str | None,
     ) -> Plan:
-        """The plan with what requests get by it, by the ladder asked for, and without graphs."""
+        """The plan with what requests get by it, by the ladder and mode that ``config`` asks for,
+        and without graphs.
+        """
         evidence = dict(plan.evidence or {})
         points = [point.model_dump(mode="json") for point in self._points(config, plan)]
         if self._loads.slo and len(self._requests) > 1:

@@ -83,7 +83,7 @@ def run_plan(
         plan = _for_sizes(config, loads, priced, engine)
     elif has_traffic:
         rules = {"one_list": one_list, "apart": engine == "sglang"}
-        plan = _for_traffic(config, loads, priced, rules)
+        plan = _for_traffic(config, loads, priced, rules, engine)
     else:
         plan = _by_ladder(config, priced, one_list)
     if vllm:
@@ -312,6 +312,7 @@ def _for_traffic(
     loads: Loads,
     priced: Priced,
     rules: dict[str, bool],
+    engine: Engine | None,
 ) -> Plan:
     from cgplan.cli.decisions import Planner  # numpy from here on
 
@@ -325,6 +326,7 @@ def _for_traffic(
         priced,
         sources,
         rules,
+        engine,
     )
     plan = planner.decide(config)
     return plan.model_copy(update={"machine": priced.machine})

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import yaml
-from commands import cgplan_command, good, plan_of, refused, unwrapped
+from commands import cgplan_command, good, plan_of, refused, settings, unwrapped
 
 from cgplan import errors
 from cgplan.modes import CUDAGraphMode
+from cgplan.planning import Plan
 
 TIMES = """mode,num_tokens,microseconds
 NONE,1,14000
@@ -25,6 +26,7 @@ FULL,64,4500
 FULL,256,8500
 """
 BOUNDS = ("--max-num-seqs", "64", "--max-num-batched-tokens", "2048")
+BOUNDS_SET = settings("scheduler.max_num_seqs=64", "scheduler.max_num_batched_tokens=2048")
 GIVEN = ("plan", "--vllm", "{}", *BOUNDS, "--traffic", "trace.csv", "--step-times", "times.csv")
 
 
@@ -234,6 +236,27 @@ def test_tensorrt_gets_the_whole_budget_for_decode(home: Path) -> None:
     command = ("plan", "good.yaml", *GIVEN[-4:], *mode, *bounds, "--max-graphs", "12")
     emitted = good(*command, "--emit", "trtllm")
     assert len(yaml.safe_load(emitted.stdout)["cuda_graph_config"]["batch_sizes"]) == 12
+
+
+def test_the_best_mode_is_one_that_the_engine_runs() -> None:
+    both = ("--set", "compilation.cudagraph_mode=FULL_AND_PIECEWISE", "--max-graphs", "8")
+    command = ("plan", "good.yaml", *GIVEN[-4:], *BOUNDS_SET, *both, "--mode", "best")
+    for engine, unknown in (("trtllm", {"PIECEWISE", "FULL"}), ("sglang", {"FULL"})):
+        good(*command, "--emit", engine, "--output", "plan.json")
+        plan = Plan.model_validate_json(Path("plan.json").read_text())
+        weighed = {line.split()[1].strip(":") for line in decisions(plan).splitlines()}
+        assert not unknown & {*weighed, str(plan.mode)}
+
+
+def test_asked_for_is_of_the_mode_that_was_asked_for(home: Path) -> None:
+    (home / "times.csv").write_text(TIMES.format(piecewise=14000))
+    shown = []
+    for mode in ("best", "keep"):
+        plan = plan_of(*GIVEN, "--mode", mode, "--max-graphs", "16")
+        assert plan.evidence is not None
+        shown.append(plan.evidence["service"][1])
+    assert shown[0] == shown[1]
+    assert shown[0]["name"] == "asked for"
 
 
 def test_wrong_goals_are_refused() -> None:
