@@ -227,6 +227,7 @@ class _Queue:
         self.requests = [request for _, request in timed]
         self.times = [time for time, _ in timed]
         self.next_arrival = self.times[0]
+        self.put_back_at: dict[int, int] = {}  # when, of preempted requests
         self.arrived = 0
         self.waiting: dict[int, deque[int]] = {}  # indices of requests, by adapter
         self.last_step = self.last_empty = self.times[0]
@@ -283,13 +284,21 @@ class _Queue:
             adapters.add(request.adapter)
             tokens -= request.context_tokens
             admitted.append(first)
-            self.longest_wait = max(self.longest_wait, now - self.times[first])
-            self.last_admission = now
+            since = self.put_back_at.get(first, self.times[first])
+            self.longest_wait = max(self.longest_wait, now - since)
+            if first not in self.put_back_at:
+                self.last_admission = now
         return admitted
 
-    def put_back(self, index: int, request: Request) -> None:
+    def put_back(
+        self,
+        index: int,
+        request: Request,
+        now: int,
+    ) -> None:
         """A preempted request waits again, ahead of those that came later."""
         self.requests[index] = request
+        self.put_back_at[index] = now
         others = self.waiting.get(request.adapter, ())
         self.waiting[request.adapter] = deque(sorted((index, *others)))
 
@@ -553,7 +562,11 @@ class _Server:
             context_tokens=request.context_tokens + made,
             generated_tokens=request.generated_tokens - made,
         )
-        self.queue.put_back(entry.place, again)
+        self.queue.put_back(
+            entry.place,
+            again,
+            self.now,
+        )
         self.running -= 1
         self.preempted += 1
 
