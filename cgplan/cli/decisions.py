@@ -251,8 +251,8 @@ class Planner:
         if best is not asked:
             notes.insert(
                 0,
-                f"mode {best.mode} in place of {asked.mode}, by {self._times.source}: "
-                f"{len(best.keys)} graphs instead of {len(asked.keys)}, steps "
+                f"mode {best.mode}, not {asked.mode}: "
+                f"{counted(len(best.keys), 'graph')} instead of {len(asked.keys)}, steps "
                 f"{_expected(best) / _expected(asked) - 1:+.2%}; --mode keep forbids it",
             )
         return chosen, best, notes

@@ -22,6 +22,7 @@ from cgplan.traffic.histogram import Percentiles, Service, StepShape, Traffic
 
 if TYPE_CHECKING:
     from cgplan.traffic.step_times import Floats, StepTimes
+from cgplan.units import counted
 
 NO_ADAPTER = -1
 NEVER = 1 << 100  # nanoseconds, or steps
@@ -192,7 +193,8 @@ def simulate(trace: RequestTrace, bounds: SchedulerBounds, step_time: StepTime) 
     other = "other " if trace.cached else ""
     memory = "no KV cache limit"
     if bounds.kv_tokens is not None:
-        memory = f"a KV cache of {bounds.kv_tokens:,} tokens, {server.preempted:,} preemptions"
+        preempted = counted(server.preempted, "preemption")
+        memory = f"a KV cache of {bounds.kv_tokens:,} tokens, {preempted}"
     notes = [
         *trace.notes,
         f"simulated {len(trace.requests)} requests through continuous batching with chunked "

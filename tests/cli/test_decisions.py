@@ -62,6 +62,7 @@ def test_the_mode_is_that_of_the_shortest_steps(
     assert ("--mode keep forbids it" in decisions(plan)) == (mode == "FULL_DECODE_ONLY")
     assert ("mode PIECEWISE: " in decisions(plan)) == (not options)
     if mode == "FULL_DECODE_ONLY":
+        assert "mode FULL_DECODE_ONLY, not FULL_AND_PIECEWISE: " in decisions(plan)
         assert {key[0] for key in plan.keys} == {CUDAGraphMode.FULL}
 
 

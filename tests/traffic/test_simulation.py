@@ -485,7 +485,7 @@ def test_a_full_kv_cache_preempts_the_last_request() -> None:
     assert (roomy.service.preempted, tight.service.preempted) == (0, 1)
     assert tight.service.ttft_us.p99 == roomy.service.ttft_us.p99
     assert tight.service.tokens_per_s < roomy.service.tokens_per_s
-    assert any("a KV cache of 30 tokens, 1 preemptions" in note for note in tight.notes)
+    assert any("a KV cache of 30 tokens, 1 preemption, " in note for note in tight.notes)
 
 
 def test_a_preempted_request_waits_from_when_it_was_put_back() -> None:
