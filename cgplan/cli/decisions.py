@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cgplan.cli.costs import Priced
 from cgplan.cli.options import Loads, ModeChoice, Objective
@@ -35,6 +35,27 @@ MODES = (
     CUDAGraphMode.PIECEWISE,
     CUDAGraphMode.FULL_AND_PIECEWISE,
 )
+RUN_BY = {  # in place of MODES
+    "sglang": (
+        CUDAGraphMode.FULL_DECODE_ONLY,
+        CUDAGraphMode.PIECEWISE,
+        CUDAGraphMode.FULL_AND_PIECEWISE,
+    ),
+    "trtllm": (CUDAGraphMode.FULL_DECODE_ONLY,),
+}
+
+
+class Miss(NamedTuple):
+    """How one goal of an SLO is missed.
+
+    Attributes:
+        share: Of the goal; 0 or less: it holds.
+        text: What was found, and what is asked for.
+    """
+
+    share: float
+    text: str
+    requests: RequestTrace
 
 
 class Planner:
@@ -43,6 +64,7 @@ class Planner:
     Args:
         sources: Steps or requests, with their weights.
         rules: ``one_list`` and ``apart``, as ``choose`` has them.
+        engine: Whose modes are weighed; None: all.
     """
 
     def __init__(
@@ -52,18 +74,19 @@ class Planner:
         priced: Priced,
         sources: Sequence[tuple[Source, float]],
         rules: dict[str, Any],
+        engine: str | None = None,
     ) -> None:
         self._loads = loads
         self._times = times
         self._priced = priced
         self._sources = sources
         self._rules = rules
+        self._modes = RUN_BY.get(engine or "", MODES)
 
     @property
-    def _requests(self) -> RequestTrace | None:
-        """The first load, if it is of requests."""
-        source, _ = self._sources[0]
-        return source if isinstance(source, RequestTrace) else None
+    def _requests(self) -> list[RequestTrace]:
+        """The loads of requests."""
+        return [source for source, _ in self._sources if isinstance(source, RequestTrace)]
 
     def decide(self, config: Config) -> Plan:
         """The plan, in the best mode if it may be chosen, with the fewest graphs that hold the SLO.
@@ -71,6 +94,7 @@ class Planner:
         Raises TrafficError and StepTimeError where an SLO needs more than was given.
         """
         self._check_slo()
+        asked = config
         plan = self.plan(config)
         notes = list[str]()
         if self._loads.mode is ModeChoice.best:
@@ -81,10 +105,10 @@ class Planner:
             goals = ", ".join(map(str, self._loads.slo))
             if missed is None:
                 graphs = counted(len(plan.keys), "graph")
-                notes.append(f"SLO {goals} holds with {graphs}, not with fewer")
+                notes.append(f"SLO {goals} holds with {graphs}, the fewest of those tried")
             else:
-                notes.append(f"SLO {goals} is missed by {missed:.1%}, with any number of graphs")
-        return self._with_service(config, plan, notes, missed)
+                notes.append(f"SLO {goals} is missed with each number of graphs tried: {missed}")
+        return self._with_service(asked, plan, notes, missed)
 
     # --- one plan ---------------------------------------------------------------------------------
 
@@ -205,7 +229,7 @@ class Planner:
     ) -> tuple[Config, Plan, list[str]]:
         """The mode with the shortest steps; of those within 0.1% the one with the fewest graphs."""
         found = [(config, asked)]
-        for mode in MODES:
+        for mode in self._modes:
             other = with_values(config, "compilation", cudagraph_mode=mode)
             try:
                 if mode is asked.mode or build_plan(other).mode is not mode:
@@ -227,8 +251,8 @@ class Planner:
         if best is not asked:
             notes.insert(
                 0,
-                f"mode {best.mode} in place of {asked.mode}, by {self._times.source}: "
-                f"{len(best.keys)} graphs instead of {len(asked.keys)}, steps "
+                f"mode {best.mode}, not {asked.mode}: "
+                f"{counted(len(best.keys), 'graph')} instead of {len(asked.keys)}, steps "
                 f"{_expected(best) / _expected(asked) - 1:+.2%}; --mode keep forbids it",
             )
         return chosen, best, notes
@@ -238,9 +262,11 @@ class Planner:
     def _check_slo(self) -> None:
         if not self._loads.slo:
             return
-        if self._requests is None:
+        for source, _ in self._sources:
+            if isinstance(source, RequestTrace):
+                continue
             raise TrafficError(
-                "an SLO is about requests, and the traffic counts steps",
+                f"an SLO is about requests, and a load counts steps: {source.source}",
                 remedy="Give --traffic FILE with requests: arrivals, prompts, generated tokens.",
             )
         if self._loads.step_times is None:
@@ -254,67 +280,99 @@ class Planner:
         self,
         config: Config,
         plan: Plan,
-    ) -> Service | None:
-        requests = self._requests
-        if requests is None:
-            return None
-        return self._simulated(config, plan, requests).service
-
-    def _misses(self, service: Service | None) -> float:
-        """By how much the SLO is missed: the largest share; 0 or less: it holds."""
+        requests: RequestTrace,
+    ) -> Service:
+        service = self._simulated(config, plan, requests).service
         assert service is not None
-        worst = -1.0
+        return service
+
+    def _miss(
+        self,
+        config: Config,
+        plan: Plan,
+        requests: RequestTrace,
+    ) -> Miss:
+        """The goal of the SLO that a load misses most, or holds most narrowly."""
+        service = self._service(config, plan, requests)
+        found = [Miss(-1.0, "no request has these times", requests)]
         for goal in self._loads.slo or ():
-            found = goal.of(service)
-            if found is not None:
-                worst = max(worst, found / goal.microseconds - 1)
-        return worst
+            time = goal.of(service)
+            if time is not None:
+                wanted = format_microseconds(goal.microseconds)
+                text = f"{goal.name} is {format_microseconds(time)}, {wanted} are asked for"
+                found.append(Miss(time / goal.microseconds - 1, text, requests))
+        return max(found, key=lambda miss: miss.share)
+
+    def _worst_miss(
+        self,
+        config: Config,
+        plan: Plan,
+    ) -> Miss:
+        """The same of all loads, each of which has to hold the SLO."""
+        misses = [self._miss(config, plan, requests) for requests in self._requests]
+        return max(misses, key=lambda miss: miss.share)
 
     def _within_slo(
         self,
         config: Config,
         plan: Plan,
-    ) -> tuple[Plan, float | None]:
-        """The fewest graphs that hold the SLO, by halving; or the nearest plan, and by which share
-        it misses.
+    ) -> tuple[Plan, str | None]:
+        """The plan with the fewest graphs of those tried that hold the SLO: none, and then by
+        halving. If none does, the plan as it is, or one that comes notably nearer; and how it
+        misses.
         """
-        tried = dict[int, tuple[float, Plan]]()
+        eager = with_values(config, "compilation", cudagraph_mode=CUDAGraphMode.NONE)
+        without = self._plan(eager)
+        found = [(self._worst_miss(config, plan), plan)]
 
-        def misses(graphs: int) -> float:
-            if graphs not in tried:
-                bounded = with_values(config, "budget", max_graphs=graphs)
-                try:
-                    made = self.plan(bounded)
-                except BudgetError:
-                    return float("inf")
-                tried[graphs] = self._misses(self._service(config, made)), made
-            return tried[graphs][0]
+        def holds(made: Plan) -> bool:
+            found.append((self._worst_miss(config, made), made))
+            return found[-1][0].share <= 0
 
+        def holds_with(graphs: int) -> bool:
+            try:
+                return holds(self.plan(with_values(config, "budget", max_graphs=graphs)))
+            except BudgetError:
+                return False
+
+        if holds(without):
+            return without.model_copy(update={"budget": plan.budget}), None
         most = config.budget.max_graphs or MOST
-        if misses(most) > 0:
-            misses(min(most, len(plan.keys)))
-            missed, nearest = min(tried.values(), key=lambda pair: pair[0])
-            return nearest, missed
-        low, high = 0, most
+        first, _ = found[0]
+        if first.share > 0 and not holds_with(most):
+            nearest, other = min(found, key=lambda pair: pair[0].share)
+            if 1 + nearest.share < (1 + first.share) * (1 - ALIKE):
+                return other, nearest.text
+            return plan, first.text
+        low = 0
+        high = most
+        if first.share <= 0:
+            high = len(plan.keys) + len(plan.draft_keys)
         while high - low > 1:
             middle = (low + high) // 2
-            if misses(middle) > 0:
-                low = middle
-            else:
+            if holds_with(middle):
                 high = middle
-        _, held = tried[high]
-        return held.model_copy(update={"budget": plan.budget}), None
+            else:
+                low = middle
+        held = [made for miss, made in found if miss.share <= 0]
+        fewest = min(held, key=lambda made: len(made.keys) + len(made.draft_keys))
+        return fewest.model_copy(update={"budget": plan.budget}), None
 
     def _with_service(
         self,
         config: Config,
         plan: Plan,
         notes: list[str],
-        missed: float | None,
+        missed: str | None,
     ) -> Plan:
-        """The plan with what requests get by it, by the ladder asked for, and without graphs."""
+        """The plan with what requests get by it, by the ladder and mode that ``config`` asks for,
+        and without graphs.
+        """
         evidence = dict(plan.evidence or {})
         points = [point.model_dump(mode="json") for point in self._points(config, plan)]
+        if self._loads.slo and len(self._requests) > 1:
+            worst = self._worst_miss(config, plan)
+            notes.append(f"of {len(self._requests)} loads {worst.requests.source}: {worst.text}")
         notes += self._saved(config, plan)
         if plan.draft_keys:
             notes.append(
@@ -331,15 +389,18 @@ class Planner:
         config: Config,
         plan: Plan,
     ) -> Iterator[ServicePoint]:
-        requests = self._requests
-        if requests is None or (len(requests.requests) > LARGE and not self._loads.slo):
+        if not self._requests:
+            return
+        requests = self._requests[0]
+        if self._loads.slo:
+            requests = self._worst_miss(config, plan).requests
+        elif len(requests.requests) > LARGE:
             return
         eager = with_values(config, "compilation", cudagraph_mode=CUDAGraphMode.NONE)
         plans = {"plan": plan, "asked for": build_plan(config), "eager": build_plan(eager)}
         for name, other in plans.items():
-            service = self._service(config, other)
-            if service is not None:
-                yield ServicePoint(name=name, graphs=len(other.keys), service=service)
+            service = self._service(config, other, requests)
+            yield ServicePoint(name=name, graphs=len(other.keys), service=service)
 
     def _saved(
         self,

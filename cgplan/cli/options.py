@@ -383,7 +383,7 @@ class PlannedLoads(Loads):
         "In place of --traffic: the metrics of a runner, or their address.", metavar="URL|FILE"
     )
     mode: ModeChoice | None = option(
-        "best: the cudagraph_mode with the shortest steps; with --vllm and --emit vllm, if absent."
+        "best: the cudagraph_mode with the shortest steps; if absent, for vLLM with --step-times."
     )
     slo: list[Any] | None = option(
         "The fewest graphs that hold it, such as tpot_p99=30ms; several times.",

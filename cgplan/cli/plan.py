@@ -48,7 +48,7 @@ from cgplan.planning.plan import Machine
 from cgplan.reports import load_plan
 from cgplan.reports.plan_tables import brief, said
 from cgplan.reports.records import BenchReport, parse_report
-from cgplan.units import counted, format_microseconds
+from cgplan.units import counted, format_microseconds, listed
 
 if TYPE_CHECKING:
     from cgplan.traffic.histogram import Traffic
@@ -56,8 +56,6 @@ if TYPE_CHECKING:
     from cgplan.traffic.step_times import StepTimes
 
     Source = Traffic | RequestTrace
-
-INSURANCE = 0.1  # if none is asked for
 
 
 def run_plan(
@@ -74,6 +72,8 @@ def run_plan(
     inputs = (path, *files, loads.step_times, request.costs)
     check_outputs((request.output, request.html), inputs)
     _check_loads(config, loads)
+    if engine or files or config.traffic:
+        _refuse_varlen(config)
     if engine and not request.assume_default_times:
         _check_times(config, loads)
     priced = costs_of(loaded, request.costs)
@@ -83,7 +83,7 @@ def run_plan(
         plan = _for_sizes(config, loads, priced, engine)
     elif has_traffic:
         rules = {"one_list": one_list, "apart": engine == "sglang"}
-        plan = _for_traffic(config, loads, priced, rules)
+        plan = _for_traffic(config, loads, priced, rules, engine)
     else:
         plan = _by_ladder(config, priced, one_list)
     if vllm:
@@ -113,8 +113,8 @@ def _refuse_missed(plan: Plan) -> None:
     missed = (plan.evidence or {}).get("slo_missed")
     if missed is not None:
         raise RegretError(
-            f"no number of graphs holds the SLO: the nearest plan, which is shown, misses it by "
-            f"{missed:.1%}",
+            "no number of graphs that was tried holds the SLO; with the plan that is shown "
+            f"{missed}",
             remedy="Serve fewer requests a replica (--replicas), or loosen the SLO.",
         )
 
@@ -136,6 +136,7 @@ def run_check(
     simulated = {section: plan.config[section] | of for section, of in plan.simulated.items()}
     config = validate_config(plan.config | {"budget": plan.budget} | simulated)
     _check_loads(config, loads)
+    _refuse_varlen(config)
     times = _times_of(loads, config)
     rules: dict[str, Any] = {}
     if plan.evidence:
@@ -187,6 +188,18 @@ def _check_loads(config: Config, loads: Loads) -> None:
             "are about traffic, and there is none",
             remedy="Give --traffic FILE, or a `traffic` section in the configuration.",
         )
+    given = {
+        "--slo": loads.slo,
+        "--mode best": loads.mode is ModeChoice.best,
+        "--kv-cache-tokens": loads.kv_cache_tokens,
+        "--kv-token-bytes": loads.kv_token_bytes,
+    }
+    named = [name for name, value in given.items() if value]
+    if named and not loads.files and not config.traffic:
+        raise ConfigError(
+            f"{listed(named)}: about traffic, and there is none",
+            remedy="Give --traffic FILE, or a `traffic` section in the configuration.",
+        )
     if loads.weights and len(loads.weights) != len(loads.files):
         raise ConfigError(
             f"{len(loads.weights)} weights for {len(loads.files)} files of traffic",
@@ -197,6 +210,16 @@ def _check_loads(config: Config, loads: Loads) -> None:
         raise ConfigError(
             "--objective worst is about several loads, and there is one",
             remedy="Give --scale 1,2,4, or --traffic several times.",
+        )
+
+
+def _refuse_varlen(config: Config) -> None:
+    """Raise PlanError for graphs of decode batches whose requests have any number of tokens."""
+    if config.speculative.varlen_decode and config.compilation.key_rules == "vllm_v2":
+        raise PlanError(
+            "speculative.varlen_decode: cgplan knows these graphs, but neither plans them for "
+            "traffic nor emits them",
+            remedy="Leave out --traffic and --emit, or set speculative.varlen_decode: false.",
         )
 
 
@@ -289,12 +312,13 @@ def _for_traffic(
     loads: Loads,
     priced: Priced,
     rules: dict[str, bool],
+    engine: Engine | None,
 ) -> Plan:
     from cgplan.cli.decisions import Planner  # numpy from here on
 
     times = _times_of(loads, config, priced.machine)
     sources = _sources(config, loads, build_plan(config))
-    if loads.mode is None and rules["one_list"]:
+    if loads.mode is None and loads.step_times and rules["one_list"]:
         loads.mode = ModeChoice.best
     planner = Planner(
         loads,
@@ -302,6 +326,7 @@ def _for_traffic(
         priced,
         sources,
         rules,
+        engine,
     )
     plan = planner.decide(config)
     return plan.model_copy(update={"machine": priced.machine})

@@ -175,7 +175,7 @@ class Evidence(Record):
         loads: Of several traffics, each.
         service: Of the plan, of the graphs asked for, and without graphs.
         decisions: On the mode and the SLO, and what other modes would cost, in sentences.
-        slo_missed: By which share the plan misses an SLO that none holds.
+        slo_missed: How the plan misses an SLO that none holds, in words.
         binding: The limits that the next better plan breaks.
         next_graph: None if the curve ends there.
         pareto: From one graph to where more bring nothing.
@@ -223,7 +223,7 @@ class Evidence(Record):
     apart: bool = False
     loads: tuple[LoadPoint, ...] = ()
     service: tuple[ServicePoint, ...] = ()
-    slo_missed: float | None = None
+    slo_missed: str | None = None
     decisions: tuple[str, ...] = ()
 
     def as_point(self, name: str) -> LadderPoint:

@@ -59,6 +59,16 @@ def largest_of(lane: Lane, plan: Plan) -> int:
     return limit // stride * stride
 
 
+def list_stride(lanes: Sequence[Lane], plan: Plan) -> tuple[int, int]:
+    """Of one list for these lanes: its stride, and up to where its sizes are whole requests
+    besides. See Note [One list] in problem.py.
+    """
+    if plan.key_rules == "vllm_v2":
+        return 1, max((largest_of(lane, plan) for lane in lanes if lane.uniform), default=0)
+    is_full = any(lane.mode is CUDAGraphMode.FULL for lane in lanes)
+    return plan.query_len if is_full else 1, 0
+
+
 def key_of(lane: Lane, num_tokens: int, plan: Plan) -> Key:
     piecewise, case = lane.mode is CUDAGraphMode.PIECEWISE, lane.num_active_loras
     reqs = None if piecewise else min(num_tokens // stride_of(lane, plan), plan.max_num_seqs)

@@ -11,7 +11,8 @@ Note [One list]
 ~~~~~~~~~~~~~~~
 Some engines capture each size in all lanes that may hold it. Such lanes are one lane here: each
 demand has its own times there (those of the first lane that holds the size), and a size counts as
-many graphs as lanes hold it.
+many graphs as lanes hold it. vLLM's model runner V1 rounds the list to whole requests where a mode
+is FULL; V2 rounds decode graphs alone, so that sizes beyond those are as they are.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cgplan.modes import CUDAGraphMode, Key
-from cgplan.optimizer.lanes import key_of, largest_of, may_serve, stride_of
+from cgplan.optimizer.lanes import key_of, largest_of, list_stride, may_serve, stride_of
 from cgplan.optimizer.paths import Floats, Ints, Paths, best_paths, min_plus
 from cgplan.planning.costs import GraphCosts
 from cgplan.planning.plan import Lane, Plan, capture_order
@@ -541,11 +542,11 @@ def _one_list(
     lanes: Sequence[Lane], demands: Sequence[Demand], market: _Market
 ) -> tuple[Candidates, bool]:
     """The list, and whether no larger graph is faster. Its sizes are those of batches of any lane,
-    that no lane has to do without; whole requests where a mode is FULL, as vLLM rounds its list.
+    that no lane has to do without; whole requests as the key rules have them.
     """
     plan = market.plan
     tops = [largest_of(lane, plan) for lane in lanes]
-    stride = plan.query_len if any(lane.mode is CUDAGraphMode.FULL for lane in lanes) else 1
+    stride, whole = list_stride(lanes, plan)
     # where fewer lanes hold a size, it is fewer graphs
     wanted = np.concatenate(
         [
@@ -554,7 +555,8 @@ def _one_list(
             *(demand.tokens for demand in demands),
         ]
     )
-    sizes = np.unique(_rounded(wanted, stride))
+    rounded = _rounded(wanted, plan.query_len)
+    sizes = np.unique(np.where(rounded <= whole, rounded, _rounded(wanted, stride)))
     sizes = np.setdiff1d(sizes, [key.num_tokens for _, key in market.without])
     sizes = sizes[sizes <= max(tops)]
     for lane, top in zip(lanes, tops, strict=True):
@@ -566,6 +568,7 @@ def _one_list(
                 stride,
             ),
         )
+    sizes = sizes[(sizes > whole) | (sizes % plan.query_len == 0)]
     width = sizes.size
     times = np.zeros((len(demands), width))
     figures = np.zeros((5, width))

@@ -757,8 +757,9 @@ class Case:
             return "nothing is captured: the resolved cudagraph_mode is NONE"
         if not self.plan.keys:
             return (
-                "no graph brings anything: eager steps take no longer, or the budget pays for "
-                "none that saves time"
+                "no graph saves time within the budget"
+                if self.bounded
+                else "no graph saves time: eager steps take no longer"
             )
         if ladder is None:
             return f"{format_microseconds(expected)} a step with {graphs}"

@@ -22,6 +22,7 @@ from cgplan.traffic.histogram import Percentiles, Service, StepShape, Traffic
 
 if TYPE_CHECKING:
     from cgplan.traffic.step_times import Floats, StepTimes
+from cgplan.units import counted
 
 NO_ADAPTER = -1
 NEVER = 1 << 100  # nanoseconds, or steps
@@ -192,7 +193,8 @@ def simulate(trace: RequestTrace, bounds: SchedulerBounds, step_time: StepTime) 
     other = "other " if trace.cached else ""
     memory = "no KV cache limit"
     if bounds.kv_tokens is not None:
-        memory = f"a KV cache of {bounds.kv_tokens:,} tokens, {server.preempted:,} preemptions"
+        preempted = counted(server.preempted, "preemption")
+        memory = f"a KV cache of {bounds.kv_tokens:,} tokens, {preempted}"
     notes = [
         *trace.notes,
         f"simulated {len(trace.requests)} requests through continuous batching with chunked "
@@ -227,6 +229,7 @@ class _Queue:
         self.requests = [request for _, request in timed]
         self.times = [time for time, _ in timed]
         self.next_arrival = self.times[0]
+        self.put_back_at: dict[int, int] = {}  # when, of preempted requests
         self.arrived = 0
         self.waiting: dict[int, deque[int]] = {}  # indices of requests, by adapter
         self.last_step = self.last_empty = self.times[0]
@@ -283,13 +286,21 @@ class _Queue:
             adapters.add(request.adapter)
             tokens -= request.context_tokens
             admitted.append(first)
-            self.longest_wait = max(self.longest_wait, now - self.times[first])
-            self.last_admission = now
+            since = self.put_back_at.get(first, self.times[first])
+            self.longest_wait = max(self.longest_wait, now - since)
+            if first not in self.put_back_at:
+                self.last_admission = now
         return admitted
 
-    def put_back(self, index: int, request: Request) -> None:
+    def put_back(
+        self,
+        index: int,
+        request: Request,
+        now: int,
+    ) -> None:
         """A preempted request waits again, ahead of those that came later."""
         self.requests[index] = request
+        self.put_back_at[index] = now
         others = self.waiting.get(request.adapter, ())
         self.waiting[request.adapter] = deque(sorted((index, *others)))
 
@@ -553,7 +564,11 @@ class _Server:
             context_tokens=request.context_tokens + made,
             generated_tokens=request.generated_tokens - made,
         )
-        self.queue.put_back(entry.place, again)
+        self.queue.put_back(
+            entry.place,
+            again,
+            self.now,
+        )
         self.running -= 1
         self.preempted += 1
 

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import yaml
-from commands import cgplan_command, good, plan_of, refused, unwrapped
+from commands import cgplan_command, good, plan_of, refused, settings, unwrapped
 
 from cgplan import errors
 from cgplan.modes import CUDAGraphMode
+from cgplan.planning import Plan
 
 TIMES = """mode,num_tokens,microseconds
 NONE,1,14000
@@ -25,6 +26,7 @@ FULL,64,4500
 FULL,256,8500
 """
 BOUNDS = ("--max-num-seqs", "64", "--max-num-batched-tokens", "2048")
+BOUNDS_SET = settings("scheduler.max_num_seqs=64", "scheduler.max_num_batched_tokens=2048")
 GIVEN = ("plan", "--vllm", "{}", *BOUNDS, "--traffic", "trace.csv", "--step-times", "times.csv")
 
 
@@ -60,7 +62,15 @@ def test_the_mode_is_that_of_the_shortest_steps(
     assert ("--mode keep forbids it" in decisions(plan)) == (mode == "FULL_DECODE_ONLY")
     assert ("mode PIECEWISE: " in decisions(plan)) == (not options)
     if mode == "FULL_DECODE_ONLY":
+        assert "mode FULL_DECODE_ONLY, not FULL_AND_PIECEWISE: " in decisions(plan)
         assert {key[0] for key in plan.keys} == {CUDAGraphMode.FULL}
+
+
+def test_default_step_times_do_not_change_the_mode() -> None:
+    plan = plan_of(*GIVEN[:-2], "--max-graphs", "8")
+    assert plan.mode is CUDAGraphMode.FULL_AND_PIECEWISE
+    assert "mode " not in decisions(plan)
+    assert "mode FULL" in decisions(plan_of(*GIVEN[:-2], "--max-graphs", "8", "--mode", "best"))
 
 
 def test_what_requests_get_stands_beside_the_ladder_and_eager_steps() -> None:
@@ -87,11 +97,44 @@ def test_an_slo_is_held_by_the_fewest_graphs() -> None:
         assert fewer.evidence["service"][0]["service"]["tpot_us"]["p99"] > 10_000
 
 
+def test_an_slo_is_held_by_each_load() -> None:
+    goal = ("--slo", "ttft_p99=100ms", "--max-graphs", "12", "--mode", "keep")
+    assert plan_of(*GIVEN, *goal).keys is not None
+    shown = []
+    for scales in ("1,40", "40,1"):
+        result = cgplan_command(*GIVEN, *goal, "--scale", scales, "--json")
+        assert result.exit_code == errors.RegretError.exit_code
+        evidence = json.loads(result.stdout)["evidence"]
+        shown.append(evidence["service"][0])
+        assert "of 2 loads trace.csv" in "\n".join(evidence["decisions"])
+    assert shown[0]["service"]["ttft_us"]["p99"] > 100_000
+    assert shown[0] == shown[1]
+
+
 def test_an_slo_that_nothing_holds_shows_the_nearest_plan() -> None:
     result = cgplan_command(*GIVEN, "--slo", "tpot_p50=1us")
     assert result.exit_code == errors.RegretError.exit_code
     assert "What requests get" in result.stdout
-    assert "the nearest plan, which is shown, misses it by" in unwrapped(result.stderr)
+    assert "no number of graphs that was tried holds the SLO" in unwrapped(result.stderr)
+    assert "tpot_p50 is 3" in unwrapped(result.stderr)
+    assert "1.00 us are asked for" in unwrapped(result.stderr)
+
+
+def test_an_slo_that_graphs_change_nothing_of_leaves_the_plan_as_it_is(home: Path) -> None:
+    (home / "times.csv").write_text(TIMES.format(piecewise=14000))
+    keep = ("--mode", "keep", "--insurance", "0")
+    plain = plan_of(*GIVEN, *keep)
+    result = cgplan_command(*GIVEN, *keep, "--slo", "step_p99=1us", "--json")
+    assert result.exit_code == errors.RegretError.exit_code
+    found = [key[1]["num_tokens"] for key in json.loads(result.stdout)["keys"]]
+    assert found == [key.num_tokens for _, key in plain.keys]
+
+
+def test_an_slo_that_eager_steps_hold_takes_no_graphs() -> None:
+    plan = plan_of(*GIVEN, "--slo", "tpot_p99=10s")
+    assert plan.keys == ()
+    assert plan.mode is CUDAGraphMode.NONE
+    assert "holds with 0 graphs, the fewest of those tried" in decisions(plan)
 
 
 @pytest.mark.parametrize(
@@ -103,6 +146,11 @@ def test_an_slo_that_nothing_holds_shows_the_nearest_plan() -> None:
             errors.TrafficError,
             "about requests",
         ),
+        (
+            (*GIVEN, "--traffic", "steps.csv"),
+            errors.TrafficError,
+            "a load counts steps: steps.csv",
+        ),
     ],
 )
 def test_an_slo_needs_requests_and_step_times(
@@ -110,6 +158,16 @@ def test_an_slo_needs_requests_and_step_times(
 ) -> None:
     (home / "steps.csv").write_text("num_tokens,count\n4,10\n")
     assert words in refused(error, *command, "--slo", "tpot_p99=30ms")
+
+
+@pytest.mark.parametrize(
+    "option",
+    ["--slo tpot_p99=1s", "--mode best", "--kv-cache-tokens 9000", "--kv-token-bytes 9"],
+)
+def test_decisions_without_traffic_are_refused(option: str) -> None:
+    command = (*GIVEN[:-4], *option.split())
+    name = option if "best" in option else option.split()[0]
+    assert f"{name}: about traffic, and there is none" in refused(errors.ConfigError, *command)
 
 
 def test_a_draft_model_counts_in_the_budget() -> None:
@@ -122,6 +180,34 @@ def test_a_draft_model_counts_in_the_budget() -> None:
     emitted = good(*GIVEN, *drafted, "--max-graphs", "24", "--mode", "keep", "--emit", "vllm")
     sizes = json.loads(emitted.stdout.split("'")[1])["cudagraph_capture_sizes"]
     assert sizes == list(plan.capture_sizes)
+
+
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+def test_sizes_are_whole_requests_where_the_runner_rounds_them(runner: str) -> None:
+    bounds = ("--max-num-seqs", "64", "--max-num-batched-tokens", "256")
+    command = ("plan", "--vllm", "{}", *bounds, *GIVEN[-4:], "--num-speculative-tokens", "2")
+    plan = plan_of(*command, "--runner", runner, "--mode", "keep", "--scale", "20")
+    mixed = [key.num_tokens for mode, key in plan.keys if mode is CUDAGraphMode.PIECEWISE]
+    decode = [key.num_tokens for mode, key in plan.keys if mode is CUDAGraphMode.FULL]
+    assert (256 in mixed) == (runner == "v2")
+    assert {size for size in mixed if size % 3} <= {size for size in mixed if size > 192}
+    assert runner == "v2" or not [size for size in mixed if size % 3]
+    assert not [size for size in decode if size % 3]
+    assert plan.evidence is not None
+    theirs = {point["name"]: point["expected_us"] for point in plan.evidence["ladders"]}
+    assert plan.expected_us is not None
+    assert plan.expected_us <= theirs["vllm"] * 1.001
+    given = ("--set", f"compilation.cudagraph_capture_sizes={list(plan.capture_sizes)}")
+    captured = plan_of("plan", "--vllm", "{}", *bounds, *command[-2:], "--runner", runner, *given)
+    assert set(captured.keys) == set(plan.keys)
+
+
+def test_decode_graphs_for_any_number_of_tokens_are_not_planned_for_traffic() -> None:
+    varlen = ("--set", "speculative.varlen_decode=true", "--num-speculative-tokens", "2")
+    assert "varlen_decode" in refused(errors.PlanError, *GIVEN, *varlen)
+    assert "varlen_decode" in refused(errors.PlanError, *GIVEN[:-4], *varlen, "--emit", "vllm")
+    plan = plan_of(*GIVEN[:-4], *varlen)
+    assert {key.max_query_len for mode, key in plan.keys if mode is CUDAGraphMode.FULL} == {3}
 
 
 def test_a_full_kv_cache_makes_requests_wait() -> None:
@@ -151,6 +237,27 @@ def test_tensorrt_gets_the_whole_budget_for_decode(home: Path) -> None:
     command = ("plan", "good.yaml", *GIVEN[-4:], *mode, *bounds, "--max-graphs", "12")
     emitted = good(*command, "--emit", "trtllm")
     assert len(yaml.safe_load(emitted.stdout)["cuda_graph_config"]["batch_sizes"]) == 12
+
+
+def test_the_best_mode_is_one_that_the_engine_runs() -> None:
+    both = ("--set", "compilation.cudagraph_mode=FULL_AND_PIECEWISE", "--max-graphs", "8")
+    command = ("plan", "good.yaml", *GIVEN[-4:], *BOUNDS_SET, *both, "--mode", "best")
+    for engine, unknown in (("trtllm", {"PIECEWISE", "FULL"}), ("sglang", {"FULL"})):
+        good(*command, "--emit", engine, "--output", "plan.json")
+        plan = Plan.model_validate_json(Path("plan.json").read_text())
+        weighed = {line.split()[1].strip(":") for line in decisions(plan).splitlines()}
+        assert not unknown & {*weighed, str(plan.mode)}
+
+
+def test_asked_for_is_of_the_mode_that_was_asked_for(home: Path) -> None:
+    (home / "times.csv").write_text(TIMES.format(piecewise=14000))
+    shown = []
+    for mode in ("best", "keep"):
+        plan = plan_of(*GIVEN, "--mode", mode, "--max-graphs", "16")
+        assert plan.evidence is not None
+        shown.append(plan.evidence["service"][1])
+    assert shown[0] == shown[1]
+    assert shown[0]["name"] == "asked for"
 
 
 def test_wrong_goals_are_refused() -> None:

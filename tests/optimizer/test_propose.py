@@ -613,7 +613,7 @@ def test_nothing_is_captured_where_graphs_bring_nothing() -> None:
         assert proposal.plan.keys == ()
         assert proposal.plan.capture_sizes == ()
         assert proposal.evidence.pareto == ()
-        assert proposal.evidence.verdict.startswith("no graph brings anything")
+        assert proposal.evidence.verdict.startswith("no graph saves time")
         assert proposal.evidence.exact
     assert [(n.first, n.last) for n in proposal.evidence.not_worth] == [(1, 64)]
 

@@ -485,7 +485,16 @@ def test_a_full_kv_cache_preempts_the_last_request() -> None:
     assert (roomy.service.preempted, tight.service.preempted) == (0, 1)
     assert tight.service.ttft_us.p99 == roomy.service.ttft_us.p99
     assert tight.service.tokens_per_s < roomy.service.tokens_per_s
-    assert any("a KV cache of 30 tokens, 1 preemptions" in note for note in tight.notes)
+    assert any("a KV cache of 30 tokens, 1 preemption, " in note for note in tight.notes)
+
+
+def test_a_preempted_request_waits_from_when_it_was_put_back() -> None:
+    """Two requests decode for 5 steps; the second begins again when the first is done, 4 steps later."""
+    requests = [Request(0, 10, 10), Request(0, 10, 10)]
+    bounds = replace(BOUNDS, kv_tokens=30)
+    traffic = simulate(RequestTrace(requests), bounds, lambda batch: 1e6)
+    (waited,) = [note for note in traffic.notes if "a request waits" in note]
+    assert waited.endswith("a request waits 4 s at most")
 
 
 def test_a_request_that_no_kv_cache_holds_is_refused() -> None:
