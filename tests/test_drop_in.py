@@ -951,7 +951,7 @@ def test_padding_changes_no_state(backend: GraphBackend) -> None:
         close(g(ids), own(ids))
         close(model.usage, own.usage)
     assert (
-        "the model's state depends on what the padding holds; so nothing is padded" in g.explain()
+        "the forward writes state, which padding might reach; so nothing is padded" in g.explain()
     )
 
 

@@ -303,7 +303,6 @@ class Calls:
                 self._remember(key, _Served(kind, reason))
             return self._run_model(reason, args, kwargs)
         assert kind.runner is not None
-        kind.note_written()
         if has_objects:
             kind.take_objects(self.pool.backend.device)
         if kind.runner.route(kind.inputs(tensors)).wanted is None:
@@ -507,10 +506,7 @@ class Calls:
             )
         elif records and self._watch is None:
             self._watch_model(records[0].without_draws())
-        kept = set[int]()
-        for record in records:
-            kept |= record.container_ids()
-        if any(id(container) in kept for container in containers_in(output)):
+        if _holds_container(records, output):
             kind.eager_reason = (
                 "the model returns a list, a dict or an object that it keeps, or that it was given"
             )
@@ -521,8 +517,12 @@ class Calls:
         if shapes_of(tensors) != shapes:
             kind.eager_reason = "the forward changes the shape of an argument"
         self._learn(kind, sizes, output)
+        after = _drawn_and_written(records)
+        writes_state = before[1:] != after[1:]
+        if writes_state and not kind.is_exact and not settings.pad:
+            self._give_up(kind, "the forward writes state, which padding might reach")
         recomputes = settings.recomputes and True in kind.requires_grad
-        if recomputes and _drawn_and_written(records) != before:
+        if recomputes and before != after:
             kind.eager_reason = (
                 "backward could not run it again: each run draws random numbers, or writes tensors"
             )
@@ -589,8 +589,6 @@ class Calls:
         """Why the model's own code runs, if it does."""
         if self._watch is None:
             self._watch_model(self._record({"model": self._model}))
-        if self._is_shared(kind, tensors):
-            return _SHARED
         inputs = kind.inputs(tensors)
         kind.batch = {name: tensor.clone() for name, tensor in inputs.items()}
         try:
@@ -616,6 +614,9 @@ class Calls:
         if kind.forward.differs:
             differs = OutputShapeError("the output depends on the size of the batch")
             return self._after_a_failure(kind, differs, tensors)
+        kind.note_written()
+        if self._is_shared(kind, tensors):
+            return _SHARED
         route = runner.route(inputs)
         if objects_in(kind.forward.form) and not kind.has_graphs:
             kind.close()  # it may hold a dropped cache
@@ -841,6 +842,17 @@ def _reason_of_arguments(
     if not odd:
         return None
     return f"an argument is of {', '.join(sorted(odd))}"
+
+
+def _holds_container(
+    records: Sequence[Fingerprint],
+    output: Any,
+) -> bool:
+    """The model, or an argument, holds a container of the output."""
+    held = set[int]()
+    for record in records:
+        held |= record.container_ids()
+    return any(id(container) in held for container in containers_in(output))
 
 
 def _drawn_and_written(records: Sequence[Fingerprint]) -> list[Any]:

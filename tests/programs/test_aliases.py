@@ -45,16 +45,17 @@ class Recurrent(nn.Module):
         return h * 2 if h is not self.default else h * 3
 
 
+@pytest.mark.parametrize("first", [4, 7], ids=["captured with it", "later"])
 @pytest.mark.parametrize("which", ["h", "view", "default"])
-def test_a_tensor_of_the_model_as_an_argument(which: str) -> None:
+def test_a_tensor_of_the_model_as_an_argument(which: str, first: int) -> None:
     def steps(graphed: Wrap) -> Steps:
         model = Recurrent().to(device).eval()
         g = graphed(model)
-        for step in range(10):
+        for step in range(12):
             shared = {"h": model.h, "view": model.h[:], "default": model.default}[which]
-            yield g(rows(4, 8), shared if step > 3 else torch.zeros(4, 8, device=device))
+            yield g(rows(4, 8), shared if step >= first else torch.zeros(4, 8, device=device))
 
-    check(Program(which, steps, True))
+    check(Program(which, steps, first == 7))
 
 
 @dataclass

@@ -599,6 +599,29 @@ def lengths_come_beside(graphed: Wrap) -> Steps:
             yield g(rows(sum(lengths), 8), bounds)
 
 
+class Finished(nn.Module):
+    """Counts the episodes that are done, which are rare."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(4))
+
+    def forward(self, x: Tensor, which: Tensor, done: Tensor) -> Tensor:
+        self.count.index_add_(0, which, done.float())
+        return x + self.count[which][:, None]
+
+
+@program(programs, graphs=True)
+def state_that_padding_reaches_for_few_values(graphed: Wrap) -> Steps:
+    model = Finished().to(device).eval()
+    g = graphed(model)
+    for step in range(40):
+        count = 4 - step % 2
+        done = torch.zeros(count, dtype=torch.bool, device=device)
+        done[-1] = step in (13, 27)
+        yield g(rows(count, 8), torch.arange(count, device=device), done), model.count
+
+
 @pytest.mark.parametrize("case", programs, ids=lambda p: p.name)
 def test_program(case: Program) -> None:
     check(case)
