@@ -26,6 +26,7 @@ from cgplan.units import counted
 
 NO_ADAPTER = -1
 NEVER = 1 << 100  # nanoseconds, or steps
+ROUNDING = 1e-9  # tokens and steps, of products of accepted tokens
 StepTime = Callable[[StepShape], float]  # shape of a step -> microseconds
 
 
@@ -541,7 +542,7 @@ class _Server:
     def _steps_in_memory(self) -> float:
         """Decode steps for which the KV cache has room."""
         free = self.kv_tokens - self._held(self.decoded)
-        return free / (self.tokens_a_step * len(self.decoding))
+        return free / (self.tokens_a_step * len(self.decoding)) + ROUNDING
 
     def _make_room(self) -> None:
         """Preempt, until the next decode step fits."""
@@ -559,7 +560,8 @@ class _Server:
         heapq.heapify(self.decoding)
         self._leave(entry, is_done=False)
         request = self.queue.requests[entry.place]
-        made = int(self.tokens_a_step * (self.decoded - entry.before)) + 1
+        decoded = self.decoded - entry.before
+        made = int(self.tokens_a_step * decoded + ROUNDING) + 1
         again = request._replace(
             context_tokens=request.context_tokens + made,
             generated_tokens=request.generated_tokens - made,
