@@ -518,16 +518,16 @@ class Calls:
             kind.eager_reason = "the forward changes the shape of an argument"
         self._learn(kind, sizes, output)
         after = _drawn_and_written(records)
-        writes_state = before[1:] != after[1:]
-        if writes_state and not kind.is_exact and not settings.pad:
-            self._give_up(kind, "the forward writes state, which padding might reach")
         recomputes = settings.recomputes and True in kind.requires_grad
         if recomputes and before != after:
             kind.eager_reason = (
                 "backward could not run it again: each run draws random numbers, or writes tensors"
             )
+        writes_state = before[1:] != after[1:]
         if kind.eager_reason is not None:
             self._log_once(kind.eager_reason)
+        elif writes_state and not kind.is_exact and not settings.pad:
+            self._give_up(kind, "the forward writes state, which padding might reach")
         return output
 
     def _learn(
