@@ -46,16 +46,22 @@ RUN_BY = {  # in place of MODES
 
 
 class Miss(NamedTuple):
-    """How one goal of an SLO is missed.
+    """How far a plan is from one goal of an SLO.
 
     Attributes:
         share: Of the goal; 0 or less: it holds.
-        text: What was found, and what is asked for.
+        text: The time found, and the goal.
+        requests: The load, and with ``service`` what its requests get.
     """
 
     share: float
     text: str
     requests: RequestTrace
+    service: Service
+
+    @property
+    def holds(self) -> bool:
+        return self.share <= 0
 
 
 class Planner:
@@ -99,16 +105,16 @@ class Planner:
         notes = list[str]()
         if self._loads.mode is ModeChoice.best:
             config, plan, notes = self._best_mode(config, plan)
-        missed = None
+        miss = None
         if self._loads.slo:
-            plan, missed = self._within_slo(config, plan)
+            plan, miss = self._within_slo(config, plan)
             goals = ", ".join(map(str, self._loads.slo))
-            if missed is None:
+            if miss.holds:
                 graphs = counted(len(plan.keys), "graph")
                 notes.append(f"SLO {goals} holds with {graphs}, the fewest of those tried")
             else:
-                notes.append(f"SLO {goals} is missed with each number of graphs tried: {missed}")
-        return self._with_service(asked, plan, notes, missed)
+                notes.append(f"SLO {goals} is missed with each number of graphs tried: {miss.text}")
+        return self._with_service(asked, plan, notes, miss)
 
     # --- one plan ---------------------------------------------------------------------------------
 
@@ -121,7 +127,7 @@ class Planner:
             plan = self._plan(bounded)
             if config.compilation.key_rules == "vllm_v2":
                 plan = self._as_engine_captures(config, plan)
-            graphs = len(plan.keys) + len(plan.draft_keys)
+            graphs = plan.num_graphs
             if most is None or allowed is None or graphs <= most:
                 budget = dict(plan.budget)
                 if most is not None:
@@ -239,14 +245,14 @@ class Planner:
                 continue  # it cannot be planned
         least = min(_expected(plan) for _, plan in found)
         alike = [pair for pair in found if _expected(pair[1]) <= least * (1 + ALIKE)]
-        chosen, best = min(alike, key=lambda pair: len(pair[1].keys) + len(pair[1].draft_keys))
+        chosen, best = min(alike, key=lambda pair: pair[1].num_graphs)
         notes = list[str]()
         for _, plan in found:
             if plan is best:
                 continue
             longer = _expected(plan) / _expected(best) - 1
             step = format_microseconds(_expected(plan))
-            graphs = counted(len(plan.keys) + len(plan.draft_keys), "graph")
+            graphs = counted(plan.num_graphs, "graph")
             notes.append(f"mode {plan.mode}: {graphs}, {step} a step ({longer:+.2%})")
         if best is not asked:
             notes.insert(
@@ -294,13 +300,13 @@ class Planner:
     ) -> Miss:
         """The goal of the SLO that a load misses most, or holds most narrowly."""
         service = self._service(config, plan, requests)
-        found = [Miss(-1.0, "no request has these times", requests)]
+        found = [Miss(-1.0, "no request has these times", requests, service)]
         for goal in self._loads.slo or ():
             time = goal.of(service)
             if time is not None:
                 wanted = format_microseconds(goal.microseconds)
                 text = f"{goal.name} is {format_microseconds(time)}, {wanted} are asked for"
-                found.append(Miss(time / goal.microseconds - 1, text, requests))
+                found.append(Miss(time / goal.microseconds - 1, text, requests, service))
         return max(found, key=lambda miss: miss.share)
 
     def _worst_miss(
@@ -316,18 +322,19 @@ class Planner:
         self,
         config: Config,
         plan: Plan,
-    ) -> tuple[Plan, str | None]:
+    ) -> tuple[Plan, Miss]:
         """The plan with the fewest graphs of those tried that hold the SLO: none, and then by
-        halving. If none does, the plan as it is, or one that comes notably nearer; and how it
-        misses.
+        halving. If none does, the plan as it is, or one that comes notably nearer.
         """
         eager = with_values(config, "compilation", cudagraph_mode=CUDAGraphMode.NONE)
         without = self._plan(eager)
-        found = [(self._worst_miss(config, plan), plan)]
+        first = self._worst_miss(config, plan)
+        found = [(plan, first)]
 
         def holds(made: Plan) -> bool:
-            found.append((self._worst_miss(config, made), made))
-            return found[-1][0].share <= 0
+            miss = self._worst_miss(config, made)
+            found.append((made, miss))
+            return miss.holds
 
         def holds_with(graphs: int) -> bool:
             try:
@@ -336,43 +343,40 @@ class Planner:
                 return False
 
         if holds(without):
-            return without.model_copy(update={"budget": plan.budget}), None
+            _, miss = found[-1]
+            return without.model_copy(update={"budget": plan.budget}), miss
         most = config.budget.max_graphs or MOST
-        first, _ = found[0]
-        if first.share > 0 and not holds_with(most):
-            nearest, other = min(found, key=lambda pair: pair[0].share)
+        if not first.holds and not holds_with(most):
+            other, nearest = min(found, key=lambda pair: pair[1].share)
             if 1 + nearest.share < (1 + first.share) * (1 - ALIKE):
-                return other, nearest.text
-            return plan, first.text
+                return other, nearest
+            return plan, first
         low = 0
-        high = most
-        if first.share <= 0:
-            high = len(plan.keys) + len(plan.draft_keys)
+        high = plan.num_graphs if first.holds else most
         while high - low > 1:
             middle = (low + high) // 2
             if holds_with(middle):
                 high = middle
             else:
                 low = middle
-        held = [made for miss, made in found if miss.share <= 0]
-        fewest = min(held, key=lambda made: len(made.keys) + len(made.draft_keys))
-        return fewest.model_copy(update={"budget": plan.budget}), None
+        held = [pair for pair in found if pair[1].holds]
+        fewest, miss = min(held, key=lambda pair: pair[0].num_graphs)
+        return fewest.model_copy(update={"budget": plan.budget}), miss
 
     def _with_service(
         self,
         config: Config,
         plan: Plan,
         notes: list[str],
-        missed: str | None,
+        miss: Miss | None,
     ) -> Plan:
         """The plan with what requests get by it, by the ladder and mode that ``config`` asks for,
         and without graphs.
         """
         evidence = dict(plan.evidence or {})
-        points = [point.model_dump(mode="json") for point in self._points(config, plan)]
-        if self._loads.slo and len(self._requests) > 1:
-            worst = self._worst_miss(config, plan)
-            notes.append(f"of {len(self._requests)} loads {worst.requests.source}: {worst.text}")
+        points = [point.model_dump(mode="json") for point in self._points(config, plan, miss)]
+        if miss is not None and len(self._requests) > 1:
+            notes.append(f"of {len(self._requests)} loads {miss.requests.source}: {miss.text}")
         notes += self._saved(config, plan)
         if plan.draft_keys:
             notes.append(
@@ -380,7 +384,7 @@ class Planner:
                 "besides; max_graphs counts them, costs and step times do not"
             )
         evidence["service"] = points
-        evidence["slo_missed"] = missed
+        evidence["slo_missed"] = None if miss is None or miss.holds else miss.text
         evidence["decisions"] = notes
         return plan.model_copy(update={"evidence": evidence})
 
@@ -388,17 +392,20 @@ class Planner:
         self,
         config: Config,
         plan: Plan,
+        miss: Miss | None,
     ) -> Iterator[ServicePoint]:
-        if not self._requests:
+        if miss is not None:
+            requests = miss.requests
+            service = miss.service
+        elif self._requests and len(self._requests[0].requests) <= LARGE:
+            requests = self._requests[0]
+            service = self._service(config, plan, requests)
+        else:
             return
-        requests = self._requests[0]
-        if self._loads.slo:
-            requests = self._worst_miss(config, plan).requests
-        elif len(requests.requests) > LARGE:
-            return
+        yield ServicePoint(name="plan", graphs=len(plan.keys), service=service)
         eager = with_values(config, "compilation", cudagraph_mode=CUDAGraphMode.NONE)
-        plans = {"plan": plan, "asked for": build_plan(config), "eager": build_plan(eager)}
-        for name, other in plans.items():
+        others = {"asked for": build_plan(config), "eager": build_plan(eager)}
+        for name, other in others.items():
             service = self._service(config, other, requests)
             yield ServicePoint(name=name, graphs=len(other.keys), service=service)
 

@@ -158,15 +158,7 @@ def choose(
         memory,
         seconds,
     )
-    bounded = (
-        budget.max_graphs,
-        memory,
-        seconds,
-    ) != (
-        None,
-        None,
-        None,
-    )
+    bounded = any(limit is not None for limit in (budget.max_graphs, memory, seconds))
     curve = curve_of(loads)
     goals = [ladders[name] for name in (asked, "vllm") if name in ladders] or [*ladders.values()]
     is_good = _as_good_as(

@@ -175,6 +175,11 @@ class Plan(Record):
         return self.draft_prefill_keys + self.draft_decode_keys
 
     @property
+    def num_graphs(self) -> int:
+        """Those of a draft model included."""
+        return len(self.keys) + len(self.draft_keys)
+
+    @property
     def expected_us(self) -> float | None:
         """Expected microseconds of a step over the traffic that the plan was made for."""
         expected = (self.evidence or {}).get("expected_us")
