@@ -6,13 +6,12 @@ grad mode, for a model of 10 and of 1,000 tensors.
 The ways run in turns; a call is timed until it returns, from an idle device.
 """
 
-import argparse
-import statistics
-import time
-
 import torch
+from graphed_host import options_of, timed
 
 import cgplan
+
+IN_GRAD_MODE = "g in grad mode"
 
 
 class Model(torch.nn.Module):
@@ -34,35 +33,22 @@ def ways_of(tensors, device):
         model = Model(tensors).to(device).eval()
         compilation = {"cudagraph_capture_sizes": [4], "address_check": check, "verify": "off"}
         runner = cgplan.capture(model, inputs, compilation=compilation, device=device)
-        found[f"runner, address_check {check}"] = False, lambda runner=runner: runner(x=x)
-    for name, grad in (("g", False), ("g in grad mode", True)):
+        found[f"runner, address_check {check}"] = lambda runner=runner: runner(x=x)
+    for name in ("g", IN_GRAD_MODE):
         g = cgplan.graphed(Model(tensors).to(device).eval(), verify="off")
-        with torch.set_grad_enabled(grad):
+        with torch.set_grad_enabled(name == IN_GRAD_MODE):
             for _ in range(4):
                 g(x)
-        found[name] = grad, lambda g=g: g(x)
+        found[name] = lambda g=g: g(x)
     return found
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--calls", type=int, default=200)
-    options = parser.parse_args()
-    synchronize = torch.cuda.synchronize if options.device.startswith("cuda") else lambda: None
+    options = options_of(__doc__)
     for tensors in (10, 1000):
         ways = ways_of(tensors, options.device)
-        times = {name: [] for name in ways}
-        for _ in range(options.rounds):
-            for name, (grad, call) in ways.items():
-                with torch.set_grad_enabled(grad):
-                    for _ in range(options.calls):
-                        synchronize()
-                        start = time.perf_counter_ns()
-                        call()
-                        times[name].append((time.perf_counter_ns() - start) / 1e3)
-        said = ", ".join(f"{name} {statistics.median(of):.1f} us" for name, of in times.items())
+        times = timed(ways, options, without_grad={name for name in ways if name != IN_GRAD_MODE})
+        said = ", ".join(f"{name} {time:.1f} us" for name, time in times.items())
         print(f"{tensors} tensors: {said}")
 
 

@@ -25,26 +25,31 @@ def nested(obs):
     }
 
 
-def timed(ways, rounds, calls, synchronize):
-    """Median microseconds until each way returned."""
+def options_of(description):
+    parser = argparse.ArgumentParser(description=description.split("\n")[0])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--calls", type=int, default=200)
+    return parser.parse_args()
+
+
+def timed(ways, options, without_grad=()):
+    """Median microseconds until each way returned; some of them outside of grad mode."""
+    synchronize = torch.cuda.synchronize if options.device.startswith("cuda") else lambda: None
     found = {name: [] for name in ways}
-    for _ in range(rounds):
+    for _ in range(options.rounds):
         for name, call in ways.items():
-            for _ in range(calls):
-                synchronize()
-                start = time.perf_counter_ns()
-                call()
-                found[name].append((time.perf_counter_ns() - start) / 1e3)
+            with torch.set_grad_enabled(name not in without_grad):
+                for _ in range(options.calls):
+                    synchronize()
+                    start = time.perf_counter_ns()
+                    call()
+                    found[name].append((time.perf_counter_ns() - start) / 1e3)
     return {name: statistics.median(times) for name, times in found.items()}
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--calls", type=int, default=200)
-    options = parser.parse_args()
-    synchronize = torch.cuda.synchronize if options.device.startswith("cuda") else lambda: None
+    options = options_of(__doc__)
     x = torch.randn(3, 8, device=options.device)
     obs = {"camera": {"left": x, "right": x}, "joints": [x, x, x], "speed": x, "force": x, "goal": x}
     for words, model, argument in (("one tensor", lambda x: x + 1, x), ("nested tensors", nested, obs)):
@@ -61,7 +66,7 @@ def main():
             "tree_flatten": lambda argument=argument: tree_flatten(((argument,), {})),
             "clone": one.clone,
         }
-        times = timed(ways, options.rounds, options.calls, synchronize)
+        times = timed(ways, options)
         over = times["graphed"] - times["runner"]
         told = ", ".join(f"{name} {time:.1f} us" for name, time in times.items())
         print(f"{len(leaves)} ({words}): {told}; graphed over the runner {over:+.1f} us")
