@@ -338,6 +338,11 @@ def test_a_tensor_that_the_forward_writes_is_the_callers(backend: GraphBackend) 
         {"verify": "often"},
         {"grad": "checkpoint"},
         {"ignore": 3},
+        {"strict": "yes"},
+        {"sizes": []},
+        {"sizes": [0]},
+        {"sizes": [1, True]},
+        {"sizes": "big"},
     ],
     ids=str,
 )

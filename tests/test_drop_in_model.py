@@ -42,6 +42,7 @@ from cgplan.errors import (
     CgplanError,
     ConfigError,
     GradientError,
+    OutputPathError,
 )
 
 
@@ -612,6 +613,9 @@ def test_what_a_file_cannot_say_is_refused(backend: GraphBackend, net: Net, tmp_
     with pytest.raises(ConfigError, match="autocast"):
         g.save_config(tmp_path / "my.yaml")
     assert not (tmp_path / "my.yaml").exists()
+    g = cgplan.graphed(net, example=(x,))
+    with pytest.raises(OutputPathError, match=r"missing.my\.yaml: No such file"):
+        g.save_config(tmp_path / "missing" / "my.yaml")
 
 
 def test_borrowed_outputs(backend: GraphBackend, net: Net) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from cgplan.config import BudgetConfig, CompilationConfig, Dim, Input
 from cgplan.config.schema import WORDS_OF_A_CALL
+from cgplan.config.values import check_sizes
 from cgplan.drop_in.call_form import (
     ByName,
     Call,
@@ -27,7 +28,7 @@ _NOTHING_VARIES = "nothing varies: each shape has its graph"
 _DYNAMIC = 'Pass dimensions by input: dynamic={"x": {0: "batch"}}.'
 _COMPILATION = 'Pass settings by name: compilation={"on_miss": "error"}.'
 _PAD = 'Pass values by input: pad={"x": -1}.'
-_SIZES = "Pass a list of sizes, or the name of a ladder: sizes=[1, 2, 4]."
+_SIZES = "Pass sizes from 1, or the name of a ladder: sizes=[1, 2, 4]."
 _IGNORE = 'Pass a list: ignore=["model.calls"].'
 
 Shapes = dict[str, list[int | str]]
@@ -58,12 +59,18 @@ class Settings:
             self.ignore = (self.ignore,)
         _refuse_other("ignore", self.ignore, Sequence, _IGNORE)
         _refuse_other("compilation", self.compilation, Mapping, _COMPILATION)
+        _refuse_other("strict", self.strict, bool, "Pass strict=True, or leave it out.")
         if self.grad not in ("recompute", None):
             raise ConfigError(f"grad is {self.grad!r}", remedy="Choose recompute or None.")
+        if self.sizes is not None:
+            try:
+                check_sizes(self.sizes)
+            except ValueError as error:
+                raise ConfigError(f"sizes: {error}", remedy=_SIZES) from None
         if not isinstance(self.sizes, str):
             for size in self.sizes or ():
-                if not isinstance(size, int):
-                    raise ConfigError(f"sizes has {size!r}, which is no number", remedy=_SIZES)
+                if type(size) is not int or size < 1:
+                    raise ConfigError(f"sizes has {size!r}, which is no size", remedy=_SIZES)
         self.pad = dict(self.pad or {})
         for name, value in self.pad.items():
             _refuse_other("a name of pad", name, str, _PAD)
