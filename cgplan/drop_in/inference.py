@@ -29,6 +29,7 @@ _DYNAMIC = 'Pass dimensions by input: dynamic={"x": {0: "batch"}}.'
 _COMPILATION = 'Pass settings by name: compilation={"on_miss": "error"}.'
 _PAD = 'Pass values by input: pad={"x": -1}.'
 _SIZES = "Pass sizes from 1, or the name of a ladder: sizes=[1, 2, 4]."
+_STRICT = "Pass strict=True, or leave it out."
 _IGNORE = 'Pass a list: ignore=["model.calls"].'
 
 Shapes = dict[str, list[int | str]]
@@ -59,7 +60,7 @@ class Settings:
             self.ignore = (self.ignore,)
         _refuse_other("ignore", self.ignore, Sequence, _IGNORE)
         _refuse_other("compilation", self.compilation, Mapping, _COMPILATION)
-        _refuse_other("strict", self.strict, bool, "Pass strict=True, or leave it out.")
+        _refuse_other("strict", self.strict, bool, _STRICT)
         if self.grad not in ("recompute", None):
             raise ConfigError(f"grad is {self.grad!r}", remedy="Choose recompute or None.")
         if self.sizes is not None:
