@@ -118,7 +118,7 @@ class ModelGraphs(ModelRuns):
         self._rehearsal: Rehearsal | None = None
         self._record: Fingerprint | None = None  # after the last rehearsal
         self._retired: list[tuple[list[Callable[[], bool]], Callable[[], None]]] = []
-        self._ambient = AmbientState.now(device.type)
+        self.ambient = AmbientState.now(device.type)
         self.route = choose_route(self.plan, config, self.model, backend, self._calls_breaks)
         self.wrapper = CUDAGraphWrapper(
             self.route.whole,
@@ -210,7 +210,7 @@ class ModelGraphs(ModelRuns):
         """A block in torch's state of the first captures."""
         self.backend.synchronize()
         self.scope.is_open = True
-        without_grad = self._ambient._replace(grad=False)
+        without_grad = self.ambient._replace(grad=False)
         in_state = without_grad.entered(self.backend.device.type)
         try:
             with self.rehearsing(), in_state, self.buffers.on_padding():
@@ -429,7 +429,7 @@ class ModelGraphs(ModelRuns):
 
     def check_autocast(self) -> None:
         done = "traced" if self.route.name == "ops" else "captured"
-        self._ambient.refuse_other_autocast(self.backend.device.type, done)
+        self.ambient.refuse_other_autocast(self.backend.device.type, done)
 
     # --- graphs -----------------------------------------------------------------------------------
 

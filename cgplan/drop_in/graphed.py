@@ -199,9 +199,8 @@ class Graphed:
 
     def save_config(self, path: str | Path) -> None:
         """Write ``config_text`` to a file. Raises as it does, and OutputPathError."""
-        text = self.config_text()
         try:
-            Path(path).write_text(text, encoding="utf-8")
+            Path(path).write_text(self.config_text(), encoding="utf-8")
         except OSError as error:
             remedy = "Give the path of a file, in a folder that you may write to."
             raise OutputPathError(

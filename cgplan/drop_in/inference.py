@@ -13,7 +13,6 @@ from torch import Tensor
 
 from cgplan.config import BudgetConfig, CompilationConfig, Dim, Input
 from cgplan.config.schema import WORDS_OF_A_CALL
-from cgplan.config.values import check_sizes
 from cgplan.drop_in.call_form import (
     ByName,
     Call,
@@ -28,7 +27,7 @@ _NOTHING_VARIES = "nothing varies: each shape has its graph"
 _DYNAMIC = 'Pass dimensions by input: dynamic={"x": {0: "batch"}}.'
 _COMPILATION = 'Pass settings by name: compilation={"on_miss": "error"}.'
 _PAD = 'Pass values by input: pad={"x": -1}.'
-_SIZES = "Pass sizes from 1, or the name of a ladder: sizes=[1, 2, 4]."
+_SIZES = "Pass a list of sizes, or the name of a ladder: sizes=[1, 2, 4]."
 _STRICT = "Pass strict=True, or leave it out."
 _IGNORE = 'Pass a list: ignore=["model.calls"].'
 
@@ -63,15 +62,7 @@ class Settings:
         _refuse_other("strict", self.strict, bool, _STRICT)
         if self.grad not in ("recompute", None):
             raise ConfigError(f"grad is {self.grad!r}", remedy="Choose recompute or None.")
-        if self.sizes is not None:
-            try:
-                check_sizes(self.sizes)
-            except ValueError as error:
-                raise ConfigError(f"sizes: {error}", remedy=_SIZES) from None
-        if not isinstance(self.sizes, str):
-            for size in self.sizes or ():
-                if type(size) is not int or size < 1:
-                    raise ConfigError(f"sizes has {size!r}, which is no size", remedy=_SIZES)
+        Dim(BATCH, max=1 << 20, sizes=self.sizes)  # raises for wrong ones
         self.pad = dict(self.pad or {})
         for name, value in self.pad.items():
             _refuse_other("a name of pad", name, str, _PAD)

@@ -1,4 +1,4 @@
-"""Torch's state around a call: grad and inference mode, autocast, random generators."""
+"""Torch's state around a call: grad and inference mode, autocast, dtype, random generators."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from cgplan.errors import CaptureError
 
 
 class AmbientState(NamedTuple):
-    """Torch's state in this thread. Graphs depend on autocast alone."""
+    """Torch's state in this thread, and its default dtype. Graphs depend on autocast alone."""
 
     grad: bool
     inference: bool
     autocast: torch.dtype | None
+    default: torch.dtype
 
     @classmethod
     def now(cls, device: str) -> AmbientState:
@@ -25,13 +26,19 @@ class AmbientState(NamedTuple):
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
             autocast,
+            torch.get_default_dtype(),
         )
 
     @contextmanager
     def entered(self, device: str) -> Iterator[None]:
         autocast = torch.autocast(device, self.autocast, enabled=self.autocast is not None)
-        with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad), autocast:
-            yield
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(self.default)
+        try:
+            with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad), autocast:
+                yield
+        finally:
+            torch.set_default_dtype(default)
 
     def refuse_other_autocast(
         self,

@@ -27,6 +27,7 @@ from cgplan.buffers.static import torch_dtype
 from cgplan.captures.failures import explain_eager_failure
 from cgplan.captures.model_graphs import ModelGraphs
 from cgplan.errors import NumbersError
+from cgplan.graphs.ambient import AmbientState
 from cgplan.graphs.fingerprint import Change, Fingerprint
 from cgplan.graphs.put_back import PutBack
 from cgplan.modes import BatchDescriptor, CUDAGraphMode, Key
@@ -115,17 +116,20 @@ class Verifier:
         if held > graphs.copy_limit():
             why = f"{held} bytes for copies of state are more than compilation.state_copy"
             return _unverified(call, why, leaves=leaves), None
-        comparison = _Comparison(graphs, self._copied, call, values)
-        try:
-            eager = comparison.run(comparison.own_code)
-        except torch.OutOfMemoryError:
-            comparison.begin.put_back()
-            why = "the model's own code needs more memory than there is"
-            return _unverified(call, why, leaves=leaves), None
-        except Exception:
-            comparison.begin.put_back()
-            raise
-        return comparison.finish(eager, leaves=leaves), eager.output
+        device = graphs.backend.device.type
+        # compiled functions have other code for each default dtype
+        as_captured = AmbientState.now(device)._replace(default=graphs.ambient.default)
+        with as_captured.entered(device):
+            comparison = _Comparison(graphs, self._copied, call, values)
+            try:
+                eager = comparison.run(comparison.own_code)
+            except Exception as error:
+                comparison.begin.put_back()
+                if not isinstance(error, torch.OutOfMemoryError):
+                    raise
+                why = "the model's own code needs more memory than there is"
+                return _unverified(call, why, leaves=leaves), None
+            return comparison.finish(eager, leaves=leaves), eager.output
 
 
 def _unverified(

@@ -38,6 +38,27 @@ def test_a_right_model_passes_and_gives_its_numbers(backend: GraphBackend, mode:
         assert torch.equal(found[1]["y"], x.softmax(-1))
 
 
+def test_the_model_is_compared_under_the_default_dtype_of_its_capture(
+    backend: GraphBackend,
+) -> None:
+    """As engines set it while they load and capture."""
+
+    def thirds(x: Tensor) -> Tensor:
+        return x + torch.full((4,), 1 / 3, device=x.device)
+
+    torch.set_default_dtype(torch.float64)
+    try:
+        runner = verified(backend, thirds)
+        wanted = thirds(rows(backend, 3))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert runner.verify(x=rows(backend, 3)).failure is None
+    found = runner(x=rows(backend, 3))
+    assert found.dtype is torch.float64
+    assert torch.equal(found, wanted)
+    assert torch.get_default_dtype() is torch.float32
+
+
 def test_a_model_that_writes_its_inputs_is_compared_on_the_same_inputs(
     backend: GraphBackend,
 ) -> None:
