@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from cgplan.config.load import writing
 from cgplan.errors import CgplanError, ModelError, OutputPathError, first_line
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ def check_outputs(outputs: Iterable[Path | None], inputs: Iterable[Path | str | 
     for file in outputs:
         if not file:
             continue
-        with _writing(file):
+        with writing(file):
             path = file.resolve()
         problem = taken.get(path, "")
         if file.suffix in (".py", ".yaml", ".yml") and file.exists():
@@ -102,7 +103,7 @@ def check_outputs(outputs: Iterable[Path | None], inputs: Iterable[Path | str | 
         if problem:
             raise OutputPathError(f"{file} {problem}", remedy="Give the path of another file.")
         taken[path] = "is to hold two results"
-        with _writing(file):
+        with writing(file):
             if file.exists():  # a pipe may have no reader
                 os.close(os.open(file, os.O_WRONLY | os.O_NONBLOCK))
             if file.is_file() or not file.exists():
@@ -112,7 +113,7 @@ def check_outputs(outputs: Iterable[Path | None], inputs: Iterable[Path | str | 
 def save(path: Path, content: str | bytes) -> None:
     """Write a file whole or not at all. Raises OutputPathError."""
     data = content.encode() if isinstance(content, str) else content
-    with _writing(path):
+    with writing(path):
         if path.exists() and not path.is_file():  # a pipe or device
             path.write_bytes(data)
         else:
@@ -130,16 +131,6 @@ def save(path: Path, content: str | bytes) -> None:
                     beside.unlink(missing_ok=True)
                 raise
     note(f"saved {path}")
-
-
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, RuntimeError) as error:  # Python 3.11: RuntimeError for a loop of links
-        remedy = "Give the path of a file, in a folder that you may write to."
-        problem = error.strerror if isinstance(error, OSError) else str(error)
-        raise OutputPathError(f"cannot write {path}: {problem}", remedy=remedy) from error
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -15,13 +16,24 @@ from pydantic import ValidationError
 
 from cgplan.config.messages import NOWHERE, Path_, explain
 from cgplan.config.schema import Config
-from cgplan.errors import CgplanError, ConfigError, ConfigFileError, did_you_mean
+from cgplan.errors import CgplanError, ConfigError, ConfigFileError, OutputPathError, did_you_mean
 from cgplan.units import format_bytes
 
 LONGEST_NUMBER = 1000  # characters: `1:1:1`, to the base of 60, takes quadratic time
 MOST_VALUES = 10_000  # of a document; each alias counts
 MOST_BYTES = 1 << 20
 DEEPEST = 50
+
+
+@contextmanager
+def writing(path: str | Path) -> Iterator[None]:
+    """A block that writes a file. Raises OutputPathError."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:  # Python 3.11: RuntimeError for a loop of links
+        remedy = "Give the path of a file, in a folder that you may write to."
+        problem = error.strerror if isinstance(error, OSError) else str(error)
+        raise OutputPathError(f"cannot write {path}: {problem}", remedy=remedy) from error
 
 
 def read_text(

@@ -69,10 +69,10 @@ _EXACT = "so nothing is padded, and each shape has its own graph"
 _traits = attrgetter("shape", "dtype", "layout", "device")
 _requires_grad = attrgetter("requires_grad")
 _dispatch_modes = torch._C._len_torch_dispatch_stack
+_function_modes = torch._C._len_torch_function_stack
 _tracing = torch._C._get_tracing_state
 _saving_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _transforms = torch._C._functorch.peek_interpreter_stack
-_function_modes = torch._C._len_torch_function_stack
 logger = logging.getLogger(__name__)
 
 _Graph = tuple[int, Key]  # id of its kind, key
@@ -196,7 +196,7 @@ class Calls:
             modes = _get_current_function_mode_stack()
             if not all(type(mode) is DeviceContext for mode in modes):
                 return "under a mode of torch functions"
-            if any(mode.device.type == "meta" for mode in modes):
+            if torch.get_default_device().type == "meta":
                 return "the default device is meta"
         if forward_ad._current_level >= 0:
             return "inside forward-mode differentiation"
@@ -803,15 +803,10 @@ class Calls:
         return kind
 
 
-def _ambient(
-    device: str,
-) -> tuple[bool, torch.dtype, tuple[Any, ...], Any]:
+def _ambient(device: str) -> tuple[bool, torch.dtype, torch.device | None, Any]:
     autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-    devices: tuple[Any, ...] = ()
-    if _function_modes() > 0:
-        modes = _get_current_function_mode_stack()
-        devices = tuple(getattr(mode, "device", None) for mode in modes)
-    return torch.is_grad_enabled(), torch.get_default_dtype(), devices, autocast
+    default = torch.get_default_device() if _function_modes() > 0 else None
+    return torch.is_grad_enabled(), torch.get_default_dtype(), default, autocast
 
 
 def _storage_of(tensor: Tensor) -> int:

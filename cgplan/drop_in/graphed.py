@@ -14,12 +14,13 @@ from typing import Any, Literal, Self, cast
 import torch
 from torch import Tensor, nn
 
+from cgplan.config.load import writing
 from cgplan.drop_in.call_form import module_of, share
 from cgplan.drop_in.calls import Calls
 from cgplan.drop_in.inference import Settings
 from cgplan.drop_in.kinds import Kind
 from cgplan.drop_in.saved_call import config_text, target_of
-from cgplan.errors import CgplanError, ConfigError, OutputPathError, did_you_mean
+from cgplan.errors import CgplanError, ConfigError, did_you_mean
 from cgplan.reports.records import CaptureReport
 from cgplan.runner.runner import GraphRunner
 
@@ -199,13 +200,9 @@ class Graphed:
 
     def save_config(self, path: str | Path) -> None:
         """Write ``config_text`` to a file. Raises as it does, and OutputPathError."""
-        try:
-            Path(path).write_text(self.config_text(), encoding="utf-8")
-        except OSError as error:
-            remedy = "Give the path of a file, in a folder that you may write to."
-            raise OutputPathError(
-                f"cannot write {path}: {error.strerror}", remedy=remedy
-            ) from error
+        text = self.config_text()
+        with writing(path):
+            Path(path).write_text(text, encoding="utf-8")
 
     def config_text(
         self,

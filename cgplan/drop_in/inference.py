@@ -219,7 +219,7 @@ class Inference:
                 return given
         if sizes is not None and not isinstance(sizes, str):
             sizes = tuple(sizes)
-            most = most or max(sizes, default=None)
+            most = most or max(sizes)
         if most is None:
             kind.grows.add(name)
             most = 4 << (size - 1).bit_length()

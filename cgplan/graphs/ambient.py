@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
+from torch.utils import _device
 
 from cgplan.errors import CaptureError
 
 
 class AmbientState(NamedTuple):
-    """Torch's state in this thread, and its default dtype. Graphs depend on autocast alone."""
+    """Torch's state in this thread, and its defaults, which compiled functions are guarded by.
+
+    Graphs depend on autocast alone.
+    """
 
     grad: bool
     inference: bool
     autocast: torch.dtype | None
-    default: torch.dtype
+    dtype: torch.dtype
+    device: torch.device | None
 
     @classmethod
     def now(cls, device: str) -> AmbientState:
@@ -27,18 +32,27 @@ class AmbientState(NamedTuple):
             torch.is_inference_mode_enabled(),
             autocast,
             torch.get_default_dtype(),
+            _device.CURRENT_DEVICE,
         )
 
     @contextmanager
     def entered(self, device: str) -> Iterator[None]:
         autocast = torch.autocast(device, self.autocast, enabled=self.autocast is not None)
-        default = torch.get_default_dtype()
-        torch.set_default_dtype(self.default)
+        before = AmbientState.now(device)
+        placed: AbstractContextManager[None] = nullcontext()
+        if self.device is not None and self.device != before.device:
+            placed = _device.DeviceContext(self.device)
+        torch.set_default_dtype(self.dtype)
         try:
-            with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad), autocast:
+            with (
+                torch.inference_mode(self.inference),
+                torch.set_grad_enabled(self.grad),
+                autocast,
+                placed,
+            ):
                 yield
         finally:
-            torch.set_default_dtype(default)
+            torch.set_default_dtype(before.dtype)
 
     def refuse_other_autocast(
         self,

@@ -22,12 +22,12 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from cgplan.backends.backend import tensor_on
 from cgplan.buffers.compare import Difference, compare, differences, is_equal
 from cgplan.buffers.static import torch_dtype
 from cgplan.captures.failures import explain_eager_failure
 from cgplan.captures.model_graphs import ModelGraphs
 from cgplan.errors import NumbersError
-from cgplan.graphs.ambient import AmbientState
 from cgplan.graphs.fingerprint import Change, Fingerprint
 from cgplan.graphs.put_back import PutBack
 from cgplan.modes import BatchDescriptor, CUDAGraphMode, Key
@@ -116,10 +116,10 @@ class Verifier:
         if held > graphs.copy_limit():
             why = f"{held} bytes for copies of state are more than compilation.state_copy"
             return _unverified(call, why, leaves=leaves), None
-        device = graphs.backend.device.type
-        # compiled functions have other code for each default dtype
-        as_captured = AmbientState.now(device)._replace(default=graphs.ambient.default)
-        with as_captured.entered(device):
+        as_captured = graphs.ambient._replace(
+            inference=torch.is_inference_mode_enabled(),
+        )
+        with as_captured.entered(graphs.backend.device.type):
             comparison = _Comparison(graphs, self._copied, call, values)
             try:
                 eager = comparison.run(comparison.own_code)
@@ -167,13 +167,7 @@ class _Moment:
         self.state = list[Tensor]()
         for tensor in graphs.facts.written.values():
             copy = self._keep(tensor)
-            view = torch.empty(
-                0,
-                dtype=tensor.dtype,
-                device=tensor.device,
-            )
-            layout = tensor.storage_offset(), tensor.shape, tensor.stride()
-            self.state.append(view.set_(copy, *layout))
+            self.state.append(tensor_on(copy, tensor))
         static = graphs.buffers[call.route.descriptor.sizes]
         for buffer in static.buffers.values():
             self._keep(buffer.tensor)
@@ -378,12 +372,11 @@ class _Comparison:
             return None
         self.begin.put_back()
         replayed = self._replay_again()
-        is_coarse = self._facts.is_coarse
         wrong = _wrong(
             differences(
                 replayed.output,
                 alone.output,
-                is_coarse=is_coarse,
+                is_coarse=self._facts.is_coarse,
             )
         )
         for part in wrong:
@@ -458,8 +451,8 @@ class _Comparison:
         """Whether rows round otherwise where each comes twice, as by a router."""
         graphs = self._graphs
         buffers = graphs.buffers[self._route.descriptor.sizes].buffers
-        named = dict[str, Tensor]()
         values = on_device(self._values, graphs.backend.device)
+        named = dict[str, Tensor]()
         for name, value in zip(graphs.config.tensors, values, strict=True):
             dim = buffers[name].row_dim
             if dim is None:

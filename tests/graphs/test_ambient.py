@@ -246,7 +246,7 @@ def test_a_wrapper_of_its_own_compares_autocast_too(backend: GraphBackend) -> No
 
 def test_the_state_of_a_moment() -> None:
     with torch.inference_mode():
-        assert AmbientState.now("cpu") == (False, True, None, torch.float32)
+        assert AmbientState.now("cpu") == (False, True, None, torch.float32, None)
     with torch.autocast("cpu", torch.float16):
         AmbientState.now("cpu").refuse_other_autocast("cpu")
 

@@ -38,18 +38,17 @@ def test_a_right_model_passes_and_gives_its_numbers(backend: GraphBackend, mode:
         assert torch.equal(found[1]["y"], x.softmax(-1))
 
 
-def test_the_model_is_compared_under_the_default_dtype_of_its_capture(
-    backend: GraphBackend,
-) -> None:
-    """As engines set it while they load and capture."""
+def test_the_model_is_compared_under_the_defaults_of_its_capture(backend: GraphBackend) -> None:
+    """As engines set them while they load and capture."""
 
     def thirds(x: Tensor) -> Tensor:
-        return x + torch.full((4,), 1 / 3, device=x.device)
+        return x + torch.full((4,), 1 / 3)
 
     torch.set_default_dtype(torch.float64)
     try:
-        runner = verified(backend, thirds)
-        wanted = thirds(rows(backend, 3))
+        with torch.device(backend.device):
+            runner = verified(backend, thirds)
+            wanted = thirds(rows(backend, 3))
     finally:
         torch.set_default_dtype(torch.float32)
     assert runner.verify(x=rows(backend, 3)).failure is None
