@@ -16,7 +16,7 @@ from typing import Any, cast, get_args
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.overrides import _get_current_function_mode_stack
+from torch.overrides import _get_current_function_mode, _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from cgplan.backends import select_backend
@@ -196,7 +196,7 @@ class Calls:
             modes = _get_current_function_mode_stack()
             if not all(type(mode) is DeviceContext for mode in modes):
                 return "under a mode of torch functions"
-            if torch.get_default_device().type == "meta":
+            if any(mode.device.type == "meta" for mode in modes):
                 return "the default device is meta"
         if forward_ad._current_level >= 0:
             return "inside forward-mode differentiation"
@@ -805,7 +805,7 @@ class Calls:
 
 def _ambient(device: str) -> tuple[bool, torch.dtype, torch.device | None, Any]:
     autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-    default = torch.get_default_device() if _function_modes() > 0 else None
+    default = getattr(_get_current_function_mode(), "device", None)
     return torch.is_grad_enabled(), torch.get_default_dtype(), default, autocast
 
 

@@ -7,7 +7,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
-from torch.utils import _device
+from torch.overrides import _get_current_function_mode
+from torch.utils._device import DeviceContext
 
 from cgplan.errors import CaptureError
 
@@ -32,7 +33,8 @@ class AmbientState(NamedTuple):
             torch.is_inference_mode_enabled(),
             autocast,
             torch.get_default_dtype(),
-            _device.CURRENT_DEVICE,
+            # as it was given: compiled functions tell `cuda` from `cuda:0`
+            getattr(_get_current_function_mode(), "device", None),
         )
 
     @contextmanager
@@ -41,7 +43,7 @@ class AmbientState(NamedTuple):
         before = AmbientState.now(device)
         placed: AbstractContextManager[None] = nullcontext()
         if self.device is not None and self.device != before.device:
-            placed = _device.DeviceContext(self.device)
+            placed = DeviceContext(self.device)
         torch.set_default_dtype(self.dtype)
         try:
             with (

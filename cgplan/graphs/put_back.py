@@ -58,8 +58,8 @@ class _Written:
         version = version_of(self.tensor)
         has_written = version != self.version
         if self.is_small:
-            before = _bytes_of(self.after_run or self.copy)
-            now = _bytes_of(self.storage).to(before.device)
+            before = bytes_of(self.after_run or self.copy)
+            now = bytes_of(self.storage).to(before.device)
             has_written |= not torch.equal(now, before)
             self.after_run = self.storage.clone()
         elif version is None:
@@ -405,7 +405,7 @@ def _differing(
     return found
 
 
-def _bytes_of(storage: Any) -> torch.Tensor:
+def bytes_of(storage: Any) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 

@@ -48,6 +48,7 @@ from cgplan.buffers.outputs import hides_tensors
 from cgplan.errors import CaptureError
 from cgplan.graphs.ambient import AmbientState
 from cgplan.graphs.footprint import modules_reached
+from cgplan.graphs.put_back import bytes_of
 
 _, _LEAF = tree_flatten(None)
 _, _EMPTY = tree_flatten(())
@@ -185,12 +186,7 @@ class EagerPiece:
             value = self._values[i]
             if counts[address] > 1 or _repeated(value):
                 self._shared.append(i)
-                nothing = torch.empty(
-                    0,
-                    dtype=torch.uint8,
-                    device=value.device,
-                )
-                self._blocks[address] = nothing.set_(value.untyped_storage())
+                self._blocks[address] = bytes_of(value.untyped_storage())
         self._sharing = _sharing(self._values, self._shared)
 
     def hand_out(self) -> tuple[Any, Copies]:
