@@ -251,6 +251,61 @@ def test_objects_that_the_forward_changes(backend: GraphBackend) -> None:
     assert "each run changes cache.is_ready" in g.explain()
 
 
+class Lazy(nn.Module):
+    """Makes its cache when it is asked for; ``forgets``: in each call."""
+
+    def __init__(self, *, forgets: bool = False) -> None:
+        super().__init__()
+        self.cache: Tensor | None = None
+        self.forgets = forgets
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.cache is None or self.forgets:
+            self.cache = torch.zeros_like(x)
+        self.cache += x
+        return self.cache * 2
+
+
+def test_a_model_prepares_itself_again(backend: GraphBackend) -> None:
+    """The call after a reset makes the cache anew; the next one is watched, too, and then graphs serve again."""
+    model, plain = Lazy(), Lazy()
+    g = cgplan.graphed(model.eval())
+    for turn in range(16):
+        if turn in (1, 8):
+            model.cache = plain.cache = None
+        x = rows(backend, 3)
+        close(g(x), plain(x))
+    assert replays(g) == 6, "those behind the second reset"
+    assert "5 calls ran eagerly: the first calls of a kind" in g.explain()
+
+
+def test_no_hint_to_ignore_what_decides(backend: GraphBackend) -> None:
+    g = cgplan.graphed(Lazy(forgets=True).eval())
+    for _ in range(4):
+        x = rows(backend, 3)
+        close(g(x), x * 2)
+    assert "calls ran eagerly: each run changes model.cache" in g.explain()
+    assert "ignore" not in g.explain()
+
+
+def test_a_forward_that_writes_state_is_served_by_the_third_call(backend: GraphBackend) -> None:
+    model, plain = Lazy(), Lazy()
+    model.cache, plain.cache = rows(backend, 3), rows(backend, 3)
+    plain.cache.copy_(model.cache)
+    g = cgplan.graphed(model.eval())
+    for _ in range(6):
+        x = rows(backend, 3)
+        close(g(x), plain(x))
+    assert replays(g) == 4
+
+
+def test_a_full_house_is_told(backend: GraphBackend) -> None:
+    g = cgplan.graphed(lambda x: x + 1, max_graphs=1)
+    for count in (1, 1, 1, 1, 3):
+        g(rows(backend, count))
+    assert "no graph serves the batch of batch = 3, and max_graphs=1 leaves no room" in g.explain()
+
+
 def test_caches_of_past_requests_are_freed(backend: GraphBackend) -> None:
     g, held = cgplan.graphed(lambda x, cache: x + cache.total, max_graphs=2), []
     for _ in range(12):
@@ -492,7 +547,7 @@ def test_a_forward_that_changes_python_runs_eagerly(
     assert model.calls == 6
     assert not g.runners
     assert (
-        "4 calls ran eagerly: each run changes model.calls; ignore=['model.calls'] if it decides"
+        "3 calls ran eagerly: each run changes model.calls; ignore=['model.calls'] if it decides"
         in g.explain()
     )
     assert caplog.text.count("each run changes model.calls") == 1

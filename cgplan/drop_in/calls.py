@@ -434,10 +434,7 @@ class Calls:
             if kind.state == state and kind.fits(call.tensors):
                 family.misses = 0
                 return kind
-        kind = self._new_kind(call)
-        kind.state = state
-        kind.autocast = call.autocast
-        known.append(kind)
+        kind = self._add_kind(call, state)
         constants = constants_in(call.by_name(self._signature), "")
         count = family.calls
         for path in family.add(constants, holds_objects=bool(state)):
@@ -449,17 +446,25 @@ class Calls:
         self._forget_old_kinds()
         return kind
 
-    def _new_kind(self, call: Call) -> Kind:
+    def _add_kind(
+        self,
+        call: Call,
+        state: Any,
+    ) -> Kind:
         device = self.pool.backend.device
         is_exact = call.form in self._exact
         try:
-            return self._inference.kind(call, device, is_exact=is_exact)
+            kind = self._inference.kind(call, device, is_exact=is_exact)
         except InputError as error:
             if self._settings.strict or is_exact:
                 raise
             self._log_once(f"{error.message}; {_EXACT}")
             self._exact.add(call.form)
-            return self._inference.kind(call, device, is_exact=True)
+            kind = self._inference.kind(call, device, is_exact=True)
+        kind.state = state
+        kind.autocast = call.autocast
+        self._kinds[call.form].append(kind)
+        return kind
 
     def _forget_old_kinds(self) -> None:
         if len(self._families) > _MOST_KINDS:
@@ -496,15 +501,9 @@ class Calls:
             ]
         before = _drawn_and_written(records)
         output = self._model(*call.args, **call.kwargs)
-        kind.calls += 1
-        paths = list[str]()
-        for record in records:
-            paths += record.changes(settings.ignore)
-        if paths:
-            kind.eager_reason = (
-                f"each run changes {paths[0]}; ignore=[{paths[0]!r}] if it decides nothing"
-            )
-        elif records and self._watch is None:
+        changes = [list(record.changes(settings.ignore).values()) for record in records]
+        kind.note_run(*changes)
+        if kind.may_capture and self._watch is None:
             self._watch_model(records[0].without_draws())
         if _holds_container(records, output):
             kind.eager_reason = (
@@ -528,6 +527,9 @@ class Calls:
             self._log_once(kind.eager_reason)
         elif writes_state and not kind.is_exact and not settings.pad:
             self._give_up(kind, "the forward writes state, which padding might reach")
+            exact = self._add_kind(call, kind.state)
+            exact.calls = kind.calls
+            self._learn(exact, exact.sizes_of(tensors), output)
         return output
 
     def _learn(
@@ -590,40 +592,54 @@ class Calls:
         if self._watch is None:
             self._watch_model(self._record({"model": self._model}))
         inputs = kind.inputs(tensors)
+        sizes = kind.sizes_of(tensors)
         kind.batch = {name: tensor.clone() for name, tensor in inputs.items()}
         try:
-            sizes = kind.sizes_of(tensors)
-            has_grown = any(sizes[name] > kind.dims[name].top for name in kind.grows)
-            if kind.runner is None or has_grown:
-                if not is_capture_allowed():
-                    return "no graph may be captured inside capture_allowed(False)"
-                self._open(kind, sizes)
-            runner = cast(GraphRunner, kind.runner)
-            wanted = runner.route(inputs).wanted
-            if wanted is not None and is_capture_allowed() and self._has_room(kind, wanted):
-                runner.exchange([wanted])
-        except (CaptureError, ModelError) as error:
+            self._capture(kind, inputs, sizes)
+        except (CaptureError, ModelError, OutputShapeError) as error:
             return self._after_a_failure(kind, error, tensors)
         finally:
             kind.batch = {}
-        for failure in runner.report.failed:
-            if (failure.mode, failure.descriptor) == wanted:
-                known = {"ModelError": ModelError, "OutputShapeError": OutputShapeError}
-                failed = known.get(failure.error, CaptureError)(failure.detail)
-                return self._after_a_failure(kind, failed, tensors)
-        if kind.forward.differs:
-            differs = OutputShapeError("the output depends on the size of the batch")
-            return self._after_a_failure(kind, differs, tensors)
+        if kind.runner is None:
+            return "no graph may be captured inside capture_allowed(False)"
         kind.note_written()
         if self._is_shared(kind, tensors):
             return _SHARED
-        route = runner.route(inputs)
+        route = kind.runner.route(inputs)
         if objects_in(kind.forward.form) and not kind.has_graphs:
             kind.close()  # it may hold a dropped cache
-        if route.mode is CUDAGraphMode.NONE and runner.config.compilation.on_miss == "eager":
+        if route.mode is CUDAGraphMode.NONE and self._settings.compilation.on_miss == "eager":
             batch = ", ".join(f"{name} = {size}" for name, size in sizes.items())
-            return f"no graph serves the batch of {batch}"
+            reason = f"no graph serves the batch of {batch}"
+            if route.wanted is not None and is_capture_allowed():
+                reason += f", and max_graphs={self._settings.max_graphs} leaves no room"
+            return reason
         return None
+
+    def _capture(
+        self,
+        kind: Kind,
+        inputs: dict[str, Tensor],
+        sizes: dict[str, int],
+    ) -> None:
+        """Capture the graph of a batch, where it may and there is room.
+
+        Raises CaptureError, ModelError, OutputShapeError.
+        """
+        if kind.runner is None or kind.outgrown(sizes):
+            if not is_capture_allowed():
+                return
+            self._open(kind, sizes)
+        runner = cast(GraphRunner, kind.runner)
+        wanted = runner.route(inputs).wanted
+        if wanted is not None and is_capture_allowed() and self._has_room(kind, wanted):
+            runner.exchange([wanted])
+        for failure in runner.report.failed:
+            if (failure.mode, failure.descriptor) == wanted:
+                known = {"ModelError": ModelError, "OutputShapeError": OutputShapeError}
+                raise known.get(failure.error, CaptureError)(failure.detail)
+        if kind.forward.differs:
+            raise OutputShapeError("the output depends on the size of the batch")
 
     def _open(
         self,
@@ -633,9 +649,8 @@ class Calls:
         kind.close()
         self._served.clear()
         settings = self._settings
-        for name in kind.grows:
-            if sizes[name] > kind.dims[name].top:
-                kind.dims[name] = self._inference.dim(kind, name, sizes[name])
+        for name in kind.outgrown(sizes):
+            kind.dims[name] = self._inference.dim(kind, name, sizes[name])
         config = self._config_of(kind, settings.compilation)
         plan = build_plan(config)
         held = sum(len(runner.plan.keys) for runner in self.runners)

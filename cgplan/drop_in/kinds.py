@@ -1,8 +1,10 @@
 """Kinds of calls, which one set of graphs can serve.
 
 Note [The life of a kind]
-    The first two calls run the model's own code. If the second one changes Python, the kind stays
-    with it; else the third captures. So user code runs no more often than it is called.
+    The first two calls run the model's own code, and the second one is watched. If it changes
+    Python, the model may have prepared itself, so the next one is watched, too. If that changes
+    Python, each run does, and the kind stays with the model's own code. Else the next call
+    captures. So user code runs no more often than it is called.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from cgplan.drop_in.call_form import (
     shapes_of,
 )
 from cgplan.errors import InputError, OutputShapeError
-from cgplan.graphs.fingerprint import Fingerprint
+from cgplan.graphs.fingerprint import Change, Fingerprint
 from cgplan.graphs.watch import Watch
 from cgplan.runner.runner import GraphRunner
 
@@ -54,6 +56,7 @@ class Kind:
         state, objects: Of the object arguments: a key, and their watch.
         written: Ids of the storages that its graphs write.
         failures: Of verifications.
+        has_changed: A watched call changed Python.
     """
 
     def __init__(
@@ -75,7 +78,7 @@ class Kind:
         self.dims: dict[str, Dim] = {}
         self.grows = set[str]()
         self.notes = [note]
-        self.is_exact = False
+        self.is_exact = self.has_changed = False
         self.calls = self.failures = 0
         self.eager_reason: str | None = None
         self.runner: GraphRunner | None = None
@@ -94,6 +97,22 @@ class Kind:
         return self.eager_reason is None and self.calls >= CALLS_BEFORE_CAPTURE
 
     # --- which calls are of this kind -------------------------------------------------------------
+
+    def note_run(
+        self,
+        of_model: Sequence[Change] = (),
+        of_arguments: Sequence[Change] = (),
+    ) -> None:
+        """Of the model's own code; what it changed of Python, if it was watched."""
+        if not of_model and not of_arguments:
+            self.calls += 1
+        elif not of_arguments and not self.has_changed:
+            self.has_changed = True
+        else:
+            first = (*of_model, *of_arguments)[0]
+            self.eager_reason = f"each run changes {first.path}"
+            if first.may_be_ignored:
+                self.eager_reason += f"; ignore=[{first.path!r}] if it decides nothing"
 
     def note_written(self) -> None:
         assert self.runner is not None
@@ -121,6 +140,10 @@ class Kind:
             if dim.min == dim.max != sizes[name]:
                 raise InputError(f"{name} is {sizes[name]}, the kind has {dim.max}")
         return sizes
+
+    def outgrown(self, sizes: Mapping[str, int]) -> list[str]:
+        """Names without a bound whose dimensions are too small."""
+        return [name for name in self.grows if sizes[name] > self.dims[name].top]
 
     def inputs(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
         return dict(zip(self.specs, tensors, strict=True))
@@ -196,7 +219,10 @@ class Kind:
         if seen is not None:
             self._return(seen[0])
 
-    def _return(self, form: Form) -> None:
+    def _return(
+        self,
+        form: Form,
+    ) -> None:
         self.returns = form
         self.forward.returns_tensor = form == (Tensor,)
 
@@ -292,6 +318,7 @@ class Kind:
         """
         served = self.replays > 1
         self.close()
+        self.has_changed = False
         if not is_moved:
             self._points.clear()
             self.forward.outputs.clear()

@@ -110,7 +110,10 @@ class Place:
             self.form.shape,
         )
 
-    def enter_tensor(self, device: torch.device) -> list[Inside]:
+    def enter_tensor(
+        self,
+        device: torch.device,
+    ) -> list[Inside]:
         """Returns what a subclass wraps."""
         tensor = self.value
         kind = type(tensor)
@@ -171,6 +174,12 @@ class Change:
         now = self.now
         is_alike = Form.of(was) == Form.of(now) and was.device == now.device
         return is_alike and was.requires_grad == now.requires_grad
+
+    @property
+    def may_be_ignored(self) -> bool:
+        """A count, a flag, a log; not tensors and objects that come and go."""
+        kinds = {type(self.was), type(self.now)}
+        return kinds <= {*PLAIN, _Stateful} - {type(None)}
 
     @property
     def is_reshaped(self) -> bool:
