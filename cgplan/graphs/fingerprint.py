@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from functools import cache, partial
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -154,6 +154,9 @@ class Place:
         return None
 
 
+_Classes = dict[type, tuple[Place, walk.Layout | None]]  # the first object's place
+
+
 @dataclass(frozen=True, slots=True)
 class Change:
     """A change of a value; ``where``: its container and key."""
@@ -245,20 +248,12 @@ class Fingerprint:
         return found
 
     def _walk(self) -> None:
-        named = dict[str, None]()
-        layout_of = cache(partial(walk.layout_of, named=named))  # classes may change between walks
+        named = dict.fromkeys(walk.RUN_BY_A_CALL)  # in code so far
+        classes: _Classes = {}
         seen: dict[int, Any] = {}  # keeps ids taken
-        todo: list[tuple[Place | None, int, Inside]] = []
-        for name in walk.HOOKS:
-            hook = Inside(
-                vars(torch.nn.modules.module),
-                f"_global{name}",
-                f"torch.nn{name}",
-            )
-            todo.append((None, 0, hook))
-        for name in reversed(self.roots):
-            root = Inside(self.roots, name, name)
-            todo.append((None, 0, root))
+        todo = list[tuple[Place | None, int, Inside]]()
+        for inner in self._roots():
+            todo.append((None, 0, inner))
         while todo:
             above, home, entry = todo.pop()
             try:
@@ -270,23 +265,31 @@ class Fingerprint:
                 place = self._add_place(above, home, entry, value)
             assert place is not None
             kind = type(value)
-            if kind in PLAIN:
-                continue
             found: list[Inside] = []
             if issubclass(kind, torch.Tensor):
                 found = place.enter_tensor(self.device)
             elif issubclass(kind, torch.Generator):
                 self._note_generator(value)
-            elif id(value) not in seen:
+            elif kind not in PLAIN and id(value) not in seen:
                 seen[id(value)] = value
-                if issubclass(kind, types.FunctionType):
-                    named |= dict.fromkeys(walk.names_in(value))
-                layout = layout_of(kind)  # type: ignore[arg-type]
-                found = self._enter(value, layout, place.path)
+                found = self._enter(value, place, classes, named)
             for inner in reversed(found):
                 todo.append((place, id(value), inner))
+            if not todo:
+                for of_class, (first, layout) in classes.items():
+                    for inner in walk.named_in_class(layout, named):
+                        todo.append((first, id(of_class), inner))
         addressed = (place.value for place in self.places.values() if place.address is not None)
         self.count = len(set(map(id, addressed)))
+
+    def _roots(self) -> list[Inside]:
+        found = list[Inside]()
+        for name in walk.HOOKS:
+            of_torch = vars(torch.nn.modules.module)
+            found.append(Inside(of_torch, f"_global{name}", f"torch.nn{name}"))
+        for name in reversed(self.roots):
+            found.append(Inside(self.roots, name, name))
+        return found
 
     def _add_place(
         self,
@@ -324,15 +327,21 @@ class Fingerprint:
     def _enter(
         self,
         value: Any,
-        layout: walk.Layout | None,
-        path: str,
+        place: Place,
+        classes: _Classes,
+        named: dict[str, None],
     ) -> list[Inside]:
+        kind = type(value)
+        if issubclass(kind, types.FunctionType):
+            named |= dict.fromkeys(walk.names_in(value))
+        if kind not in classes:
+            classes[kind] = place, walk.layout_of(kind)
         read = walk.state_reader(value)
         if read is not None:
-            self.stateful.append(_Stateful(path, read, read()))
-        found = walk.inside(value, layout)
+            self.stateful.append(_Stateful(place.path, read, read()))
+        found = walk.inside(value, classes[kind][1])
         for step, held in found.contents.items():
-            self.contents.setdefault(path + step, held)
+            self.contents.setdefault(place.path + step, held)
         self.is_compiled |= found.is_compiled
         return found.places
 

@@ -72,6 +72,7 @@ _MODULE_DICTS = ("_parameters", "_buffers", "_modules")
 _MOST_ITEMS = 100_000  # of a container that is entered
 _CELL: Any = types.CellType.cell_contents
 _COMPILED = "_torchdynamo_orig_callable"  # where torch.compile keeps a function
+RUN_BY_A_CALL = ("forward", "__call__")
 _GLOBAL_READS = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL")
 
 ReadState = Callable[[], object]
@@ -105,11 +106,11 @@ class _Via:
 
 
 def _bind_in_class(
-    value: Any,
+    kind: type,
     name: str,
     item: Any,
 ) -> None:
-    for owner in type(value).__mro__:
+    for owner in kind.__mro__:
         if name in vars(owner):
             type.__setattr__(owner, name, item)
             return
@@ -180,26 +181,31 @@ class Found:
 
 @dataclass(slots=True)
 class Layout:
-    is_module: bool
+    """What objects of a class hold.
+
+    Attributes:
+        base: The container that the class extends.
+        is_foreign: Of torch or Python's library, whose methods need no look but for ``forward``.
+        names_entered: How many names that code uses were looked up in the class.
+    """
+
+    kind: type
+    static: dict[str, Any]
     base: Any
     slots: list[tuple[str, Any]]
-    methods: dict[str, types.FunctionType]
-    class_values: dict[str, None]
-    overridden: list[types.FunctionType] = field(default_factory=list)
-    is_entered: bool = False
+    is_module: bool
+    is_foreign: bool
+    names_entered: int = 0
 
 
-def layout_of(
-    kind: type,
-    named: dict[str, None],
-) -> Layout | None:
-    """None: not entered. ``named``: names in code so far; a module's methods with these count."""
+def layout_of(kind: type) -> Layout | None:
+    """None: not entered."""
     static = dict[str, Any]()
     for owner in reversed(kind.__mro__):
         static.update(vars(owner))
     is_module = issubclass(kind, torch.nn.Module)
-    is_foreign = _OPAQUE_MODULES.match(kind.__module__) is not None and not is_module
-    if is_foreign or issubclass(kind, _OPAQUE) or "__graph_memory__" in static:
+    is_opaque = _OPAQUE_MODULES.match(kind.__module__) is not None and not is_module
+    if is_opaque or issubclass(kind, _OPAQUE) or "__graph_memory__" in static:
         return None
     bases = (base for base in _CONTAINERS if issubclass(kind, base))
     slots = list[tuple[str, Any]]()
@@ -209,29 +215,43 @@ def layout_of(
         for name, member in vars(owner).items():
             if type(member) is types.MemberDescriptorType:
                 slots.append((name, member))
-    base = next(bases, None)
-    layout = Layout(
-        is_module,
-        base,
+    return Layout(
+        kind,
+        static,
+        next(bases, None),
         slots,
-        {},
-        {},
+        is_module,
+        _is_foreign(kind.__module__),
     )
-    names = ["forward", "__call__"]
-    if is_module and not _is_foreign(kind.__module__):
-        names += named
-    for name in names:  # it grows
-        value = _function_of(static.get(name))
-        if name in static and _is_state(value):
-            layout.class_values[name] = None
-        elif type(value) is types.FunctionType and name not in layout.methods:
-            layout.methods[name] = value
-            inner = names_in(value)
-            names += inner
-            if "super" in inner:
-                layout.overridden += _overridden(kind, name)
-    named.update(dict.fromkeys(names))
-    return layout
+
+
+def named_in_class(
+    layout: Layout | None,
+    named: dict[str, None],
+) -> list[Inside]:
+    """Methods and attributes of a class that code names."""
+    places = list[Inside]()
+    if layout is None:
+        return places
+    most = len(RUN_BY_A_CALL) if layout.is_foreign else None
+    if layout.names_entered >= (most or len(named)):
+        return places
+    where = _Via(layout.kind, getattr_static, _bind_in_class)
+    for name in list(named)[layout.names_entered : most]:
+        if name not in layout.static:
+            continue
+        value = _function_of(layout.static[name])
+        if _is_state(value):
+            places.append(Inside(where, name, f".{name}"))
+        elif type(value) is types.FunctionType:
+            places.append(Inside(where, name, f".<{name}>"))
+            functions = [value]
+            if "super" in names_in(value):
+                functions += _overridden(layout.kind, name)
+            for function in functions:
+                places.append(Inside({"": function}, "", ""))
+    layout.names_entered = most or len(named)
+    return places
 
 
 def _overridden(
@@ -253,7 +273,7 @@ def _is_state(value: Any) -> bool:
 def is_leaf(value: Any) -> bool:
     """Whether the walk finds nothing inside a value."""
     kind = type(value)
-    layout = layout_of(kind, {})
+    layout = layout_of(kind)
     if layout is None or issubclass(kind, (str, bytes, *NUMBERS)):
         return True
     return layout.base is None and not layout.slots and not kind.__dictoffset__
@@ -386,18 +406,6 @@ def _enter_object(
         for name in own:
             if not (layout.is_module and name in _IN_EACH_MODULE):
                 found.add(own, name, f".{name}")
-    for name in layout.class_values:
-        if name not in (own or ()):
-            in_class = _Via(value, getattr_static, _bind_in_class)
-            found.add(in_class, name, f".{name}")
-    for method in layout.overridden:
-        found.add_value(method)
-    for name, method in layout.methods.items():
-        found.add_value(method)
-        if not layout.is_entered:
-            in_class = _Via(type(value), getattr_static, setattr)
-            found.add(in_class, name, f".<{name}>")
-    layout.is_entered = True
 
 
 def _enter_class(
