@@ -182,7 +182,7 @@ class Change:
     def may_be_ignored(self) -> bool:
         """A count, a flag, a log; not tensors and objects that come and go."""
         kinds = {type(self.was), type(self.now)}
-        return kinds <= {*PLAIN, _Stateful} - {type(None)}
+        return kinds <= {*PLAIN, Stateful} - {type(None)}
 
     @property
     def is_reshaped(self) -> bool:
@@ -195,17 +195,18 @@ class Change:
     def __str__(self) -> str:
         if self.was is _ADDRESS:
             return f"{self.path} (its memory)"
-        if type(self.was) is _Stateful:
+        if type(self.was) is Stateful:
             return f"{self.path} (its contents)"
         if self.is_move:
             return f"{self.path} (another tensor)"
         return f"{self.path} (it was {_shown(self.was)} and is {_shown(self.now)})"
 
 
-class _Stateful(NamedTuple):
+class Stateful(NamedTuple):
     path: str
     read: ReadState
     state: object
+    is_small: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -227,8 +228,8 @@ class Fingerprint:
     volatile: set[str] = field(default_factory=set)
     only: set[str] | None = None
     count: int = 0
-    stateful: list[_Stateful] = field(default_factory=list)
-    draws: list[_Stateful] = field(default_factory=list)
+    stateful: list[Stateful] = field(default_factory=list)
+    draws: list[Stateful] = field(default_factory=list)
 
     @classmethod
     def of(
@@ -244,7 +245,7 @@ class Fingerprint:
             found._walk()
         if draws:
             for name, read in walk.generators_of_the_host(found.device).items():
-                found.draws.append(_Stateful(name, read, read()))
+                found.draws.append(Stateful(name, read, read()))
         return found
 
     def _walk(self) -> None:
@@ -338,7 +339,8 @@ class Fingerprint:
             classes[kind] = place, walk.layout_of(kind)
         read = walk.state_reader(value)
         if read is not None:
-            self.stateful.append(_Stateful(place.path, read, read()))
+            is_small = walk.is_small_array(value)
+            self.stateful.append(Stateful(place.path, read, read(), is_small))
         found = walk.inside(value, classes[kind][1])
         for step, held in found.contents.items():
             self.contents.setdefault(place.path + step, held)
@@ -600,7 +602,7 @@ def is_same(
         return struct.pack("d", before) == struct.pack("d", now)
     if kind is types.MethodType:
         return before.__self__ is now.__self__ and before.__func__ is now.__func__
-    if kind is _Stateful:
+    if kind is Stateful:
         return bool(before.state == now.state)
     if kind is tuple:
         return len(before) == len(now) and all(map(is_same, before, now))

@@ -69,6 +69,7 @@ _FOREIGN = frozenset({"torch", "cgplan", "numpy", "_pytest", *sys.stdlib_module_
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _IN_EACH_MODULE = frozenset(vars(torch.nn.Module())) - {"training"}
 _MODULE_DICTS = ("_parameters", "_buffers", "_modules")
+_SMALL = 4096  # bytes
 _MOST_ITEMS = 100_000  # of a container that is entered
 _CELL: Any = types.CellType.cell_contents
 _COMPILED = "_torchdynamo_orig_callable"  # where torch.compile keeps a function
@@ -87,8 +88,8 @@ class Inside(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Via:
-    """Avoids the object's own code."""
+class Via:
+    """Reads, and binds, a value's parts by a function: the object's own code does not run."""
 
     value: Any
     get: Callable[[Any, Any], Any]
@@ -236,7 +237,7 @@ def named_in_class(
     most = len(RUN_BY_A_CALL) if layout.is_foreign else None
     if layout.names_entered >= (most or len(named)):
         return places
-    where = _Via(layout.kind, getattr_static, _bind_in_class)
+    where = Via(layout.kind, getattr_static, _bind_in_class)
     for name in list(named)[layout.names_entered : most]:
         if name not in layout.static:
             continue
@@ -340,7 +341,7 @@ def inside(
         found.add_value(value.__func__, ".__func__")
     elif issubclass(kind, torch.jit.ScriptModule):
         for name, _ in (*value.named_parameters(), *value.named_buffers()):
-            found.add(_Via(value, _read_path), name, f".{name}")
+            found.add(Via(value, _read_path), name, f".{name}")
     else:
         if issubclass(kind, partial):
             for name in ("func", "args", "keywords"):
@@ -366,7 +367,7 @@ def _enter_container(
     kind = type(value)
     where = value
     if kind is not base:
-        where = _Via(value, base.__getitem__, getattr(base, "__setitem__", None))
+        where = Via(value, base.__getitem__, getattr(base, "__setitem__", None))
     if base is not tuple:
         found.contents[""] = Contents(value, base)
     if issubclass(base, dict):
@@ -387,7 +388,7 @@ def _enter_object(
     found: Found,
 ) -> None:
     for name, member in layout.slots:
-        slot = _Via(value, _read_member, _bind_member)
+        slot = Via(value, _read_member, _bind_member)
         found.add(slot, member, f".{name}")
     own: Any = None
     if type(value).__dictoffset__:
@@ -419,7 +420,7 @@ def _enter_class(
         for name, held in vars(owner).items():
             if _is_state(held) and not name.startswith("__"):
                 names[name] = None
-    where = _Via(value, getattr_static, setattr)
+    where = Via(value, getattr_static, setattr)
     for name in names:
         found.add(where, name, f".{name}")
 
@@ -456,10 +457,10 @@ def _enter_function(
                 found.add(own, name, "")
         return
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-        found.add(_Via(cell, _read_member, _bind_member), _CELL, f".<{name}>")
+        found.add(Via(cell, _read_member, _bind_member), _CELL, f".<{name}>")
     for name in ("__defaults__", "__kwdefaults__"):
         if getattr(function, name) is not None:
-            found.add(_Via(function, getattr, setattr), name, f".{name}")
+            found.add(Via(function, getattr, setattr), name, f".{name}")
     for name in own:
         found.add(own, name, f".{name}")
     for name in _globals_of(code):
@@ -480,7 +481,7 @@ def _enter_namespace(
     its_module = "__module__" if issubclass(type(value), type) else "__name__"
     if _is_foreign(held.get(its_module)):
         return
-    where = _Via(value, getattr_static, setattr)
+    where = Via(value, getattr_static, setattr)
     for inner in _names_of(code):
         now = held.get(inner)
         if inner in held and (_is_state(now) or type(now) is types.FunctionType):
@@ -509,6 +510,12 @@ def state_reader(value: Any) -> ReadState | None:
     if hasattr(kind, "__next__") and package not in ("_io", "torch", "cgplan"):
         return object  # another one each time: asking an iterator moves it on
     return None
+
+
+def is_small_array(value: Any) -> bool:
+    """Whether each call can compare its contents."""
+    is_array = type(value).__module__ == "numpy" and type(value).__name__ == "ndarray"
+    return is_array and value.nbytes <= _SMALL
 
 
 def _of_set(value: Any) -> object:

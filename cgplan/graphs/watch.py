@@ -1,9 +1,10 @@
 """Whether a model is still as its fingerprint says, for about a microsecond a call.
 
-Note [Watched dicts]
-    CPython 3.12 reports changes of dicts to a callback. It sets one flag and nothing else, since it
-    runs in the middle of other code. ``.data =`` and changes of lists, slots, cells and classes are
-    not reported: each call compares some in rotation.
+Note [Watched dicts and classes]
+    CPython 3.12 reports changes of dicts and classes to a callback. It sets one flag and nothing
+    else, since it runs in the middle of other code. ``.data =`` and changes of lists, slots, cells
+    and small arrays are not reported: each call compares some in rotation. A class is reported
+    once, and again only after it was given another version, which watching it anew does.
 """
 
 from __future__ import annotations
@@ -15,66 +16,73 @@ from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
-from cgplan.graphs.fingerprint import Change, Fingerprint, Place
-from cgplan.graphs.walk import Contents
+from cgplan.graphs.fingerprint import Change, Fingerprint, Place, Stateful
+from cgplan.graphs.walk import Contents, Via
 
 # tensors, others of each call
 _WITH_WATCHER = (4, 1)
 _WITHOUT_WATCHER = (64, 256)
 _DEALLOCATED = 5
 _Compared = tuple[Any, Any, Any, tuple[Any, ...] | None]  # container, key, value, Place.tensor
-_flags: dict[int, list[list[bool]]] = {}  # by the address of a dict
-_lock = threading.RLock()  # of flags and watched dicts: a watch may be closed by a collection
+_flags: dict[int, list[list[bool]]] = {}  # by the address of a dict or class
+_lock = threading.RLock()  # of flags and what is watched: a watch may be closed by a collection
+_HAS_VERSION = 1 << 19  # Py_TPFLAGS_VALID_VERSION_TAG
 
 
-def _note(
+def _note_dict(
     event: int,
     address: int,
     *_: int,  # key and value
 ) -> int:
-    for flag in _flags.get(address, ()):
-        flag[0] = True
+    _note(address)
     if event == _DEALLOCATED:
         _flags.pop(address, None)
     return 0
 
 
-_on_event = ctypes.PYFUNCTYPE(
-    ctypes.c_int,
-    ctypes.c_int,
-    *3 * [ctypes.c_void_p],
-)(_note)
+def _note(address: int) -> int:
+    for flag in _flags.get(address, ()):
+        flag[0] = True
+    return 0
+
+
+_callbacks: dict[str, Any] = {
+    "Dict": ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_int, *3 * [ctypes.c_void_p])(_note_dict),
+    "Type": ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(_note),
+}
 
 
 @cache
-def _watcher() -> int | None:
+def _watcher(kind: str) -> int | None:
     if sys.version_info < (3, 12):
         return None
+    add = getattr(ctypes.pythonapi, f"Py{kind}_AddWatcher")
     try:
-        found: int = ctypes.pythonapi.PyDict_AddWatcher(_on_event)
+        found: int = add(_callbacks[kind])
     except RuntimeError:  # all are taken
         return None
     return found
 
 
-class _Extent:
-    """A length as a place; None where its last key or owner changed."""
+def _length(
+    held: Contents,
+    _: int,
+) -> int | None:
+    """None where its last key or owner changed."""
+    if type(held.owner) is not held.kind:
+        return None
+    if held.base.__len__(held.value) != held.length:
+        return None
+    if held.keys and next(held.base.__reversed__(held.value)) is not held.keys[-1]:
+        return None
+    return held.length  # the same object: places are compared by identity
 
-    def __init__(self, held: Contents) -> None:
-        self._held = held
 
-    def __getitem__(
-        self,
-        key: int,
-    ) -> int | None:
-        held = self._held
-        if type(held.owner) is not held.kind:
-            return None
-        if held.base.__len__(held.value) != held.length:
-            return None
-        if held.keys and next(held.base.__reversed__(held.value)) is not held.keys[-1]:
-            return None
-        return held.length  # the same object: places are compared by identity
+def _state(
+    stateful: Stateful,
+    _: int,
+) -> object:
+    return stateful.state if stateful.read() == stateful.state else None
 
 
 class Watch:
@@ -103,10 +111,8 @@ class Watch:
             contents = record.contents.values()
         counted = _with_those_above(places)
         extents = list(contents)
-        held = {id(place.container) for place in counted}
-        held.update(id(extent.value) for extent in extents)
-        self._dicts = dict[int, Any]()
-        self._watch_dicts(held)
+        self._watched = dict[int, tuple[str, Any]]()
+        self._watch_all(counted, extents)
         self._all = list[_Compared]()
         tensors = list[_Compared]()
         others = list[_Compared]()
@@ -118,55 +124,63 @@ class Watch:
             elif not self._is_reported(place):
                 others.append(compared)
         for extent in extents:
-            compared = _Extent(extent), 0, extent.length, None
+            compared = Via(extent, _length), 0, extent.length, None
             self._all.append(compared)
-            if id(extent.value) not in self._dicts:
+            if id(extent.value) not in self._watched:
                 others.append(compared)
-        most_tensors, most_others = _WITH_WATCHER if self._dicts else _WITHOUT_WATCHER
+        for stateful in record.stateful:
+            if self._is_whole and (at_once or stateful.is_small):
+                others.append((Via(stateful, _state), 0, stateful.state, None))
+        most_tensors, most_others = _WITH_WATCHER if self._watched else _WITHOUT_WATCHER
         if at_once:
             most_tensors = len(tensors)
             most_others = len(others)
-        # so that each call compares a tensor: all may have moved
-        first = _slices(tensors, most_tensors)
-        second = _slices(others, most_others)
-        self._chunks = list[list[_Compared]]()
-        for at in range(max(len(first), len(second))):
-            chunk = list[_Compared]()
-            for slices in (first, second):
-                if slices:
-                    turn = at % len(slices)
-                    chunk += slices[turn]
-            self._chunks.append(chunk)
+        self._chunks = _chunks(_slices(tensors, most_tensors), _slices(others, most_others))
         self._at = 0
-        self._stateful = record.stateful if at_once else []
 
-    def _watch_dicts(self, counted: set[int]) -> None:
+    def _watch_all(
+        self,
+        places: Iterable[Place],
+        extents: Iterable[Contents],
+    ) -> None:
         """A script's globals, which change often, stay in rotation."""
-        watcher = _watcher()
-        if watcher is None:
-            return
+        counted = {id(extent.value) for extent in extents}
+        for place in places:
+            container = place.container
+            counted.add(id(container))
+            if type(container) is Via and issubclass(type(container.value), type):
+                self._watch("Type", container.value)
         for held in self.record.contents.values():
-            value = held.value
-            address = id(value)
-            is_dict = issubclass(type(value), dict)
-            if not is_dict or address not in counted or address in self._dicts:
-                continue
-            with _lock:
+            if issubclass(type(held.value), dict) and id(held.value) in counted:
+                self._watch("Dict", held.value)
+
+    def _watch(
+        self,
+        kind: str,
+        value: Any,
+    ) -> None:
+        watcher = _watcher(kind)
+        address = id(value)
+        if watcher is None or address in self._watched:
+            return
+        with _lock:
+            getattr(ctypes.pythonapi, f"Py{kind}_Watch")(watcher, ctypes.py_object(value))
+            if kind == "Dict" or value.__flags__ & _HAS_VERSION:
                 _flags.setdefault(address, []).append(self._flag)
-                ctypes.pythonapi.PyDict_Watch(watcher, ctypes.py_object(value))
-            self._dicts[address] = value
+                self._watched[address] = kind, value
 
     def _is_reported(self, place: Place) -> bool:
-        is_steady = place.above is None or type(place.container) is tuple
-        return is_steady or id(place.container) in self._dicts
+        container = place.container
+        if type(container) is Via:
+            is_class = issubclass(type(container.value), type)
+            return is_class and id(container.value) in self._watched
+        is_steady = place.above is None or type(container) is tuple
+        return is_steady or id(container) in self._watched
 
     def holds(self) -> bool:
         """Looks at watched dicts and the next places in rotation."""
         if self._flag[0]:
             return not self._is_whole and self.holds_all()
-        for _, read, state in self._stateful:
-            if read() != state:
-                return False
         if not self._chunks:
             return True
         chunk = self._chunks[self._at]
@@ -175,11 +189,18 @@ class Watch:
 
     def holds_all(self) -> bool:
         """Each place holds the same object at its address."""
-        self._flag[0] = False
+        self._reset()
         found = _holds(self._all)
         if not found:
             self._flag[0] = True
         return found
+
+    def _reset(self) -> None:
+        """Ahead of a comparison: another thread may write meanwhile."""
+        self._flag[0] = False
+        for kind, value in self._watched.values():
+            if kind == "Type":
+                ctypes.pythonapi.PyType_Watch(_watcher(kind), ctypes.py_object(value))
 
     def suspect(self) -> None:
         self._flag[0] = True
@@ -188,22 +209,22 @@ class Watch:
         self,
         ignore: Iterable[str] = (),
     ) -> dict[str, Change]:
-        self._flag[0] = False  # ahead: another thread may write meanwhile
+        self._reset()
         found = self.record.changes(ignore)
         if found:
             self._flag[0] = True
         return found
 
     def close(self) -> None:
-        watcher = _watcher() if self._dicts else None
-        for address, value in self._dicts.items():
+        for address, (kind, value) in self._watched.items():
             with _lock:
                 others = [flag for flag in _flags.get(address, ()) if flag is not self._flag]
                 if others:
                     _flags[address] = others
                 elif _flags.pop(address, None) is not None:
-                    ctypes.pythonapi.PyDict_Unwatch(watcher, ctypes.py_object(value))
-        self._dicts = {}
+                    unwatch = getattr(ctypes.pythonapi, f"Py{kind}_Unwatch")
+                    unwatch(_watcher(kind), ctypes.py_object(value))
+        self._watched = {}
         self._chunks = []
         self._all = []
 
@@ -227,6 +248,22 @@ def _slices(
     most: int,
 ) -> list[list[_Compared]]:
     return [places[start : start + most] for start in range(0, len(places), most or 1)]
+
+
+def _chunks(
+    tensors: list[list[_Compared]],
+    others: list[list[_Compared]],
+) -> list[list[_Compared]]:
+    """For each call some of both, as all tensors may have moved."""
+    found = list[list[_Compared]]()
+    for at in range(max(len(tensors), len(others))):
+        chunk = list[_Compared]()
+        for slices in (tensors, others):
+            if slices:
+                turn = at % len(slices)
+                chunk += slices[turn]
+        found.append(chunk)
+    return found
 
 
 def _holds(places: Iterable[_Compared]) -> bool:

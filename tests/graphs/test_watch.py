@@ -6,11 +6,12 @@ import ctypes
 import gc
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -32,6 +33,8 @@ class Slots:
 
 
 class Model(nn.Module):
+    gain = 1.0
+
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(*(nn.Linear(2, 2) for _ in range(20)))
@@ -39,8 +42,20 @@ class Model(nn.Module):
         self.part, self.slots = SimpleNamespace(count=0), Slots()
         self.listed, self.named = [1, 2], {"a": 1}
 
+        self.array = np.zeros(3)
+
     def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x) * self.scale  # type: ignore[no-any-return, operator]
+        return self.layers(x) * self.scale * self.factor()  # type: ignore[no-any-return, operator]
+
+    def factor(self) -> float:
+        return self.gain
+
+
+@pytest.fixture(autouse=True)
+def classes_as_they_were() -> Iterator[None]:
+    gain, factor = Model.gain, Model.factor
+    yield
+    Model.gain, Model.factor = gain, factor  # type: ignore[method-assign]
 
 
 def watch_of(model: Any, **options: Any) -> Watch:
@@ -55,7 +70,7 @@ def calls_until_seen(watch: Watch, most: int = 100) -> int:
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """With and without an interpreter that tells of changes."""
     if request.param == "not told":
-        monkeypatch.setattr(watching, "_watcher", lambda: None)
+        monkeypatch.setattr(watching, "_watcher", lambda kind: None)
     return str(request.param)
 
 
@@ -72,11 +87,13 @@ TOLD: dict[str, tuple[Callable[[Model], Any], str]] = {
     "assigned": (
         lambda m: m.load_state_dict({n: t.clone() for n, t in m.state_dict().items()}, assign=True), "model.scale",
     ),
+    "a class": (lambda m: setattr(Model, "gain", 2.0), "model.gain"),
+    "a method": (lambda m: setattr(Model, "factor", lambda self: 2.0), "model.<factor>"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", TOLD)
-def test_a_change_in_a_dict_is_seen_by_the_next_call(name: str, way: str) -> None:
+def test_a_change_in_a_dict_or_a_class_is_seen_by_the_next_call(name: str, way: str) -> None:
     change, path = TOLD[name]
     model = Model()
     watch = watch_of(model)
@@ -105,6 +122,7 @@ UNTOLD: dict[str, tuple[Callable[[Model], Any], str]] = {
     "a list": (lambda m: m.listed.append(3), "len(model.listed)"),
     "an item": (lambda m: m.listed.reverse(), "model.listed[0]"),
     "a slot": (lambda m: setattr(m.slots, "value", 2), "model.slots.value"),
+    "a small array": (lambda m: m.array.__iadd__(1), "model.array"),
 }
 
 
@@ -247,25 +265,37 @@ def test_a_watch_that_is_dropped_is_closed() -> None:
 
 
 @told
+def test_a_class_that_changes_again_is_seen_again() -> None:
+    watch = watch_of(Model())
+    for gain in (2.0, 1.0, 3.0):
+        Model.gain = gain
+        assert not watch.holds()
+        assert bool(watch.changes()) is (gain != 1.0)
+
+
+@told
+@pytest.mark.parametrize("kind", ["Dict", "Type"])
 def test_one_watcher_serves_the_process_and_without_a_free_one_all_is_compared_in_rotation(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    assert watching._watcher() == watching._watcher() is not None
+    assert watching._watcher(kind) == watching._watcher(kind) is not None
     taken = []
+    add = getattr(ctypes.pythonapi, f"Py{kind}_AddWatcher")
     try:
         with suppress(RuntimeError):
             for _ in range(9):
-                taken.append(ctypes.pythonapi.PyDict_AddWatcher(watching._on_event))
+                taken.append(add(watching._callbacks[kind]))
         monkeypatch.setattr(watching, "_watcher", watching._watcher.__wrapped__)
-        assert watching._watcher() is None
+        assert watching._watcher(kind) is None
         model = Model()
         watch = watch_of(model)
         assert watch.holds()
         model.part.count = 1
+        Model.gain = 2.0
         assert calls_until_seen(watch) <= len(watch._chunks)
     finally:
         for watcher in taken:
-            ctypes.pythonapi.PyDict_ClearWatcher(watcher)
+            getattr(ctypes.pythonapi, f"Py{kind}_ClearWatcher")(watcher)
 
 
 @pytest.mark.parametrize("calls", range(0, 60, 7))

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -54,6 +55,75 @@ class Net(nn.Module):
 
 def net() -> Net:
     return Net().to(device).eval()
+
+
+SETTINGS = SimpleNamespace(temperature=1.0, calls=0)
+MEAN = torch.zeros(8, device=device)
+
+
+class Agent:
+    """No module: its methods call each other, and read and write globals and its class."""
+
+    gain = 1.0
+
+    def __init__(self) -> None:
+        self.net = mlp(8, 4)
+
+    def temperature(self) -> float:
+        return SETTINGS.temperature * self.gain
+
+    def act(self, x: Tensor) -> Tensor:
+        return self.net(x) / self.temperature()
+
+    def normalised(self, x: Tensor) -> Tensor:
+        MEAN.lerp_(x.mean(0), 0.1)
+        return x - MEAN
+
+    def act_on_normalised(self, x: Tensor) -> Tensor:
+        return self.net(self.normalised(x))
+
+    def count(self) -> None:
+        SETTINGS.calls += 1
+
+    def act_and_count(self, x: Tensor) -> Tensor:
+        self.count()
+        return self.net(x)
+
+
+@program(programs, graphs=True)
+def methods_of_an_agent(graphed: Wrap) -> Steps:
+    SETTINGS.temperature, Agent.gain = 1.0, 1.0
+    agent = Agent()
+    bound, inside = graphed(agent.act), graphed(lambda x: agent.act(x))
+    with torch.no_grad():
+        for step in range(32):
+            if step == 9:
+                SETTINGS.temperature = 2.0
+            if step == 21:
+                Agent.gain = 3.0
+            x = rows(4, 8)
+            yield bound(x)
+            yield inside(x)
+
+
+@program(programs, graphs=True)
+def a_mean_in_a_global(graphed: Wrap) -> Steps:
+    MEAN.zero_()
+    g = graphed(Agent().act_on_normalised)
+    with torch.no_grad():
+        for _ in range(12):
+            yield g(rows(4, 8))
+            yield MEAN.clone()
+
+
+@program(programs, graphs=False)
+def a_count_in_a_global(graphed: Wrap) -> Steps:
+    SETTINGS.calls = 0
+    g = graphed(Agent().act_and_count)
+    with torch.no_grad():
+        for _ in range(12):
+            yield g(rows(4, 8))
+            yield SETTINGS.calls
 
 
 @program(programs, graphs=True)
