@@ -72,8 +72,8 @@ class Extent:
         if is_most:
             value = int(most)
         if isinstance(value, int):
-            if value < 1:
-                raise ValueError(f"a dimension must be at least 1, found {value}")
+            if value < 0:
+                raise ValueError(f"a dimension must be at least 0, found {value}")
             return cls(None, 0, value, is_most)
         match = _EXTENT.fullmatch(value.strip())
         if match is None:
@@ -287,7 +287,12 @@ class Input(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Input:
-        symbols = [extent.symbol for extent in self.extents if extent.symbol]
+        symbols = list[str]()
+        for extent in self.extents:
+            if extent.symbol:
+                symbols.append(extent.symbol)
+            elif extent.offset < 1:
+                raise ValueError("a dimension of an input must be at least 1, found 0")
         if sum(symbol in SYMBOLS for symbol in symbols) > 1:
             raise ValueError(
                 f"only one dimension may count rows of the batch, found shape {list(self.shape)}"

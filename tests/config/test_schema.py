@@ -78,12 +78,18 @@ def test_dimensions(text: int | str, dim: Extent) -> None:
         "num_tokens * 2",
         "0 * num_tokens",
         "num_tokens + num_reqs",
-        0,
+        -1,
     ],
 )
 def test_dimensions_that_cannot_be_read(text: int | str) -> None:
     with pytest.raises(ValueError, match=r"dimension|factor"):
         Extent.parse(text)
+
+
+@pytest.mark.parametrize("shape", [("num_tokens", 0), (0, 4), ("num_tokens", "up to 0")])
+def test_inputs_without_elements_are_refused(shape: tuple[int | str, ...]) -> None:
+    with pytest.raises(ConfigError, match="at least 1"):
+        Input(shape=shape, dtype="float32", pad=0)
 
 
 @given(

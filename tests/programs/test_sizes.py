@@ -573,6 +573,16 @@ def boxes_are_filtered(graphed: Wrap) -> Steps:
             yield g(rows(batch, 8))
 
 
+@program(programs, graphs=True)
+def outputs_without_elements(graphed: Wrap) -> Steps:
+    """A difference of neighbours, of one row at first; and a part that is empty."""
+    g, h = graphed(lambda x: x[1:] - x[:-1]), graphed(lambda x: (x * 2, x[:, 8:], x.new_empty(0)))
+    for batch in (1, 1, 1, 2, 3, 1, 3, 3, 3, 3):
+        x = rows(batch, 8)
+        yield g(x)
+        yield list(h(x))
+
+
 @program(programs)
 def lengths_come_beside(graphed: Wrap) -> Steps:
     """Passes sequences one after the other in one tensor, with their bounds."""
