@@ -95,7 +95,7 @@ class Calls:
     """The calls of one model, one after the other. It owns graphs, pool and static buffers.
 
     Attributes:
-        eager: Numbers of calls by reason.
+        replayed, eager: Numbers of calls that graphs answered, and of others by reason.
         changed: Changes of the model that freed graphs, by the first path.
     """
 
@@ -116,6 +116,7 @@ class Calls:
         self._settings = settings
         self._inference = Inference(model, signature, settings)
         self._lock = threading.RLock()
+        self.replayed = 0
         self.eager = Counter[str]()
         self.changed = Counter[str]()
         self.notices: dict[str, str] = {}
@@ -337,6 +338,7 @@ class Calls:
         except ModelError as error:  # failed in a comparison
             raise error.__cause__ or error from None
         else:
+            self.replayed += 1
             if kind.forward.differs:
                 self._relearn(kind)
                 kind.return_as_seen(tensors)

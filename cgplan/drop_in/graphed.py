@@ -168,6 +168,7 @@ class Graphed:
         for path, count in calls.changed.most_common():
             if count > 1:
                 lines.append(f"{count} times graphs were freed, as the model had changed: {path}")
+        lines.append(f"{calls.replayed} calls were answered by graphs")
         for reason, count in calls.eager.most_common():
             lines.append(f"{count} calls ran eagerly: {reason}")
         return "\n".join(lines)

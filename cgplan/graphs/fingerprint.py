@@ -133,7 +133,10 @@ class Place:
                 self.form = Form.of(tensor)
         return []
 
-    def compare(self, now: Any) -> Change | None:
+    def compare(
+        self,
+        now: Any,
+    ) -> Change | None:
         if now is not self.value and not is_same(self.value, now):
             return Change(
                 self.path,
@@ -316,7 +319,10 @@ class Fingerprint:
         self.places[path] = place
         return place
 
-    def _note_generator(self, value: torch.Generator) -> None:
+    def _note_generator(
+        self,
+        value: torch.Generator,
+    ) -> None:
         known = (
             torch.default_generator,
             *torch.cuda.default_generators,
@@ -496,7 +502,10 @@ class Fingerprint:
         held = [held for path, held in self.contents.items() if path.endswith(_STRUCTURE)]
         return places, held
 
-    def exchanged(self, now: Fingerprint) -> list[str]:
+    def exchanged(
+        self,
+        now: Fingerprint,
+    ) -> list[str]:
         lines = list[str]()
         for place in self.modules()[0]:
             new = now.places.get(place.path)

@@ -46,9 +46,18 @@ def _note(address: int) -> int:
     return 0
 
 
+_dict_event = ctypes.PYFUNCTYPE(
+    ctypes.c_int,
+    ctypes.c_int,
+    *3 * [ctypes.c_void_p],
+)
+_class_event = ctypes.PYFUNCTYPE(
+    ctypes.c_int,
+    ctypes.c_void_p,
+)
 _callbacks: dict[str, Any] = {
-    "Dict": ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_int, *3 * [ctypes.c_void_p])(_note_dict),
-    "Type": ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(_note),
+    "Dict": _dict_event(_note_dict),
+    "Type": _class_event(_note),
 }
 
 
@@ -135,7 +144,10 @@ class Watch:
         if at_once:
             most_tensors = len(tensors)
             most_others = len(others)
-        self._chunks = _chunks(_slices(tensors, most_tensors), _slices(others, most_others))
+        self._chunks = _chunks(
+            _slices(tensors, most_tensors),
+            _slices(others, most_others),
+        )
         self._at = 0
 
     def _watch_all(
@@ -169,7 +181,10 @@ class Watch:
                 _flags.setdefault(address, []).append(self._flag)
                 self._watched[address] = kind, value
 
-    def _is_reported(self, place: Place) -> bool:
+    def _is_reported(
+        self,
+        place: Place,
+    ) -> bool:
         container = place.container
         if type(container) is Via:
             is_class = issubclass(type(container.value), type)
