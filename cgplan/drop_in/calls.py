@@ -595,13 +595,15 @@ class Calls:
             self._watch_model(self._record({"model": self._model}))
         inputs = kind.inputs(tensors)
         sizes = kind.sizes_of(tensors)
-        kind.batch = {name: tensor.clone() for name, tensor in inputs.items()}
-        try:
-            self._capture(kind, inputs, sizes)
-        except (CaptureError, ModelError, OutputShapeError) as error:
-            return self._after_a_failure(kind, error, tensors)
-        finally:
-            kind.batch = {}
+        while (error := self._capture(kind, inputs, sizes)) is not None:
+            if not self._relearn(kind):
+                if self._settings.strict:
+                    raise error
+                is_padding = isinstance(error, ModelError | OutputShapeError)
+                text = f"no graph could be captured: {error.message}"
+                self._give_up(kind, text, keeps_exact=is_padding)
+            if not kind.may_capture or kind not in self.kinds:
+                return kind.eager_reason or error.message
         if kind.runner is None:
             return "no graph may be captured inside capture_allowed(False)"
         kind.note_written()
@@ -623,25 +625,29 @@ class Calls:
         kind: Kind,
         inputs: dict[str, Tensor],
         sizes: dict[str, int],
-    ) -> None:
-        """Capture the graph of a batch, where it may and there is room.
-
-        Raises CaptureError, ModelError, OutputShapeError.
-        """
-        if kind.runner is None or kind.outgrown(sizes):
-            if not is_capture_allowed():
-                return
-            self._open(kind, sizes)
-        runner = cast(GraphRunner, kind.runner)
-        wanted = runner.route(inputs).wanted
-        if wanted is not None and is_capture_allowed() and self._has_room(kind, wanted):
-            runner.exchange([wanted])
+    ) -> CgplanError | None:
+        """Capture the graph of a batch, where it may and there is room; why that failed."""
+        kind.batch = {name: tensor.clone() for name, tensor in inputs.items()}
+        try:
+            if kind.runner is None or kind.outgrown(sizes):
+                if not is_capture_allowed():
+                    return None
+                self._open(kind, sizes)
+            runner = cast(GraphRunner, kind.runner)
+            wanted = runner.route(inputs).wanted
+            if wanted is not None and is_capture_allowed() and self._has_room(kind, wanted):
+                runner.exchange([wanted])
+        except (CaptureError, ModelError) as error:
+            return error
+        finally:
+            kind.batch = {}
         for failure in runner.report.failed:
             if (failure.mode, failure.descriptor) == wanted:
                 known = {"ModelError": ModelError, "OutputShapeError": OutputShapeError}
-                raise known.get(failure.error, CaptureError)(failure.detail)
+                return known.get(failure.error, CaptureError)(failure.detail)
         if kind.forward.differs:
-            raise OutputShapeError("the output depends on the size of the batch")
+            return OutputShapeError("the output depends on the size of the batch")
+        return None
 
     def _open(
         self,
@@ -691,23 +697,6 @@ class Calls:
                 "compilation": compilation,
             }
         )
-
-    def _after_a_failure(
-        self,
-        kind: Kind,
-        error: CgplanError,
-        tensors: list[Tensor],
-    ) -> str | None:
-        """None: a second try captured the graph."""
-        if self._relearn(kind):
-            if kind.may_capture and kind in self.kinds:
-                return self._prepare(kind, tensors)
-            return kind.eager_reason or error.message
-        if self._settings.strict:
-            raise error
-        is_padding = isinstance(error, ModelError | OutputShapeError)
-        self._give_up(kind, f"no graph could be captured: {error.message}", keeps_exact=is_padding)
-        return kind.eager_reason or error.message
 
     def _has_room(
         self,
