@@ -244,7 +244,8 @@ class Watch:
         self._all = []
 
     def __del__(self) -> None:
-        self.close()
+        if _lock is not None:  # at the interpreter's end
+            self.close()
 
 
 def _with_those_above(places: Iterable[Place]) -> list[Place]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import subprocess
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -309,3 +310,10 @@ def test_where_all_tensors_moved_any_call_sees_it(calls: int) -> None:
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
     assert not watch.holds()
+
+
+@told
+def test_the_end_of_the_interpreter_is_quiet() -> None:
+    text = "import torch, cgplan; g = cgplan.graphed(torch.nn.Linear(2, 2).eval(), example=torch.ones(1, 2))"
+    found = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True)
+    assert not found.stderr
