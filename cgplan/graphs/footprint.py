@@ -155,10 +155,11 @@ class OutsideLog(OperatorMode):
         kwargs: Kwargs | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if not isinstance(func, torch._ops.OpOverload):  # a higher-order operator
-            return func(*args, **kwargs)
         result = self.run(func, args, kwargs)
-        self.outside.note(tensors_in((args, kwargs)), tensors_in(result))
+        self.outside.note(
+            tensors_in((args, kwargs)),
+            tensors_in(result),
+        )
         return result
 
 
@@ -589,33 +590,7 @@ def examine(
     return found
 
 
-def judge(
-    found: Footprint,
-    changed: Mapping[str, Change],
-    kept: PutBack,
-    *,
-    runs_again: bool,
-) -> None:
-    """Raise CaptureError if graph code reads what the run after the look binds again, or if the
-    model keeps what it computed from padding.
-    """
-    if not runs_again:
-        _refuse_rebound(found, changed, kept)
-    made = listed(kept.made_of(found.from_inputs))
-    if made:
-        _refuse_first_use(made, kept)
-
-
-def refuse_value(
-    found: Footprint,
-    kept: PutBack,
-) -> None:
-    """Raise CaptureError if an input's value made something on first use."""
-    if found.value_read and kept.has_made:
-        _refuse_first_use(f"a value for the host ({found.value_read})", kept)
-
-
-def _refuse_first_use(
+def refuse_first_use(
     what: str,
     kept: PutBack,
 ) -> None:
@@ -628,7 +603,7 @@ def _refuse_first_use(
     )
 
 
-def _refuse_rebound(
+def refuse_rebound(
     found: Footprint,
     changed: Mapping[str, Change],
     kept: PutBack,

@@ -298,8 +298,9 @@ def _first_difference(runner: GraphRunner) -> str | None:
     graphs = runner.graphs
     device = runner.backend.device
     with on_padding(graphs) as rehearsal:
-        for mode, descriptor in _timed_keys(runner):
-            rehearsal.look(mode, descriptor)
+        for key in _timed_keys(runner):
+            rehearsal.look(key)
+            descriptor = key[1]
             views = graphs.views(descriptor)
             reqs = graphs.padded_reqs(descriptor)
             specs = runner.config.tensors_at(descriptor.sizes)
@@ -308,10 +309,10 @@ def _first_difference(runner: GraphRunner) -> str | None:
                 views[name].copy_(tensor)
             outputs = list[list[Any]]()
             eager = partial(graphs.run_eager, descriptor, views)
-            replay = partial(graphs.run_graphed, mode, descriptor, views)
+            replay = partial(graphs.run_graphed, key, views)
             for run in (eager, replay):
                 rehearsal.kept.restore(between_keys=True)
-                rehearsal.announce(mode, descriptor)
+                rehearsal.announce(key)
                 with random_state_kept(device, graphs.generators):
                     outputs.append(
                         [
@@ -409,7 +410,7 @@ def _time_inside(
     rounds = list[float]()
     replays = [backend.launcher(graph) for graph in segments]
     with graphs.rehearsing() as rehearsal, graphs.buffers.on_padding():
-        rehearsal.look(*key)
+        rehearsal.look(key)
         for _ in range(REPEATS):
             rehearsal.kept.restore(between_keys=True)
             rounds.append(sum(backend.time_calls(replay, 1)[0][0] for replay in replays))
