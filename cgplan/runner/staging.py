@@ -52,11 +52,12 @@ class StagedBuffers(Mapping[str, Tensor]):
         launcher.use.take(launcher.name)
         try:
             launcher.take_stream()
-            if call.route.mode is CUDAGraphMode.NONE:  # it resets no padding
-                self._mark_written(launcher, call)
         except BaseException:
             launcher.use.release()
             raise
+        batch = call.route.batch
+        marks = launcher.graphs.buffers[()].marks
+        marks.extend(batch.num_tokens, batch.num_reqs or 0)
         self._read = None
         self._entered = launcher
         return self
@@ -69,16 +70,12 @@ class StagedBuffers(Mapping[str, Tensor]):
     ) -> None:
         launcher = self._entered
         call = self.call
-        is_run = False
         if launcher is None or call is None:
             raise self._ended()
         try:
             if kind is None:
                 self._run(launcher, call)
-                is_run = True
         finally:
-            if not is_run:
-                self._mark_written(launcher, call)
             self._entered = None
             launcher.use.release()
         last = launcher.last_staged
@@ -94,11 +91,6 @@ class StagedBuffers(Mapping[str, Tensor]):
         self._read = cache(call.output)
         if launcher.graphs.outputs.clone:
             self._read()
-
-    @staticmethod
-    def _mark_written(launcher: Launcher, call: PreparedCall) -> None:
-        batch = call.route.batch
-        launcher.graphs.buffers[()].marks.extend(batch.num_tokens, batch.num_reqs or 0)
 
     @property
     def output(self) -> Any:
