@@ -137,7 +137,8 @@ class CapturedKeys:
                 continue
             if self._progress is not None:
                 total = done + 1 + len(waiting)
-                self._progress(CaptureProgress(done, total, *key))
+                progress = CaptureProgress(done, total, *key)
+                self._progress(progress)
             done += 1
             record = self._captured(key, 0 if in_service else len(waiting))
             if record is not None:
@@ -191,10 +192,8 @@ class CapturedKeys:
         mode, descriptor = key
         with span(f"{mode} {descriptor}", num_tokens=descriptor.num_tokens) as shown:
             record = self.graphs.capture_key(key, in_service=self._in_service)
-            shown["pool_growth"] = record.pool_growth
-            shown["driver_bytes"] = record.driver_bytes
-            shown["nodes"] = record.nodes
-            shown["graphs"] = record.graphs
+            for name in ("pool_growth", "driver_bytes", "nodes", "graphs"):
+                shown[name] = getattr(record, name)
         return record
 
     def _remember_refusal(self, key: Key) -> None:

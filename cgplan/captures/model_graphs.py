@@ -21,7 +21,6 @@ from cgplan.backends.graph_nodes import OperatorLog
 from cgplan.backends.host_sync import storages_of
 from cgplan.buffers.outputs import OutputRows
 from cgplan.buffers.static import Tensors
-from cgplan.captures.addresses import AddressChecks
 from cgplan.captures.failures import drop_locals, explain_failure
 from cgplan.captures.model_runs import ModelRuns, State
 from cgplan.captures.rank_sync import SINGLE_RANK, RankSync
@@ -108,7 +107,6 @@ class ModelGraphs(ModelRuns):
         device = backend.device
         self.pools = RunnerPools(config.compilation.pool, backend, pool)
         super().__post_init__(state)
-        self.addresses = AddressChecks(self.roots, device, config.compilation.address_policy)
         self.outputs = OutputRows(config)
         self.returns_nothing = False
         self.looked_at = ""
@@ -146,7 +144,7 @@ class ModelGraphs(ModelRuns):
         before = Fingerprint.of(self.roots, self.backend.device, draws=True)
         kept = PutBack(before, self.copy_limit())
         self.use_generators(before.generators)
-        self._rehearsal = Rehearsal(self, self.addresses, kept)
+        self._rehearsal = Rehearsal(self, kept)
         lost: tuple[type[Exception], ...] = (RuntimeError,)
         try:
             yield self._rehearsal

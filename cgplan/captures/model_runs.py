@@ -14,6 +14,7 @@ from cgplan.backends import GraphBackend
 from cgplan.backends.backend import autocast_cache
 from cgplan.backends.context import CaptureScope, forward_context
 from cgplan.buffers.static import StaticBoxes, Tensors
+from cgplan.captures.addresses import AddressChecks
 from cgplan.config import Config
 from cgplan.errors import InputError
 from cgplan.graphs.ambient import number_of
@@ -117,6 +118,11 @@ class ModelRuns:
                         f"{name} ({type(item).__name__}) holds no tensor: `state` lists the "
                         "objects whose tensors the model uses"
                     )
+        self.addresses = AddressChecks(
+            self.roots,
+            self.backend.device,
+            self.config.compilation.address_policy,
+        )
 
     def allocate_buffers(self, keys: Sequence[Key]) -> None:
         """If captures wait for batches, buffers are made as needed. Raises CaptureMemoryError and

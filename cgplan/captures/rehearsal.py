@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from cgplan.backends.backend import span
-from cgplan.captures.addresses import AddressChecks
 from cgplan.captures.failures import explain_failure
 from cgplan.captures.model_runs import ModelRuns
 from cgplan.errors import CaptureError, HostSyncError
@@ -39,12 +38,10 @@ class Rehearsal:
     def __init__(
         self,
         runs: ModelRuns,
-        addresses: AddressChecks,
         kept: PutBack,
     ) -> None:
         self.kept = kept
         self._runs = runs
-        self._addresses = addresses
         self._footprints: dict[CUDAGraphMode, Footprint] = {}
         self._judged = set[CUDAGraphMode]()
         # met only by a capture
@@ -118,7 +115,7 @@ class Rehearsal:
     ) -> None:
         runs = self._runs
         facts = runs.facts
-        addresses = self._addresses
+        addresses = runs.addresses
         read = set(map(id, found.reads.values()))
         of_pieces = set[int]()
         # else FULL graphs read the tensors of eager pieces

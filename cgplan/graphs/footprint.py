@@ -361,23 +361,19 @@ class Look(TorchDispatchMode):
         if part == before:
             yield
             return
-        self._end_part(before)
-        self._enter(part)
+        self._go_on_in(part)
         try:
             yield
         finally:
-            self._end_part(part)
-            self._enter(before)
+            self._go_on_in(before)
 
-    def _enter(self, part: Part) -> None:
-        self._part = part
-        self.refusals.is_on = part == "segment"
-
-    def _end_part(self, part: Part) -> None:
+    def _go_on_in(self, part: Part) -> None:
         with _disable_current_modes():
-            if part == "segment":
+            if self._part == "segment":
                 self._find_seeded()
             self._note_states()
+        self._part = part
+        self.refusals.is_on = part == "segment"
 
     @contextmanager
     def in_wrapper(
@@ -499,7 +495,7 @@ class Look(TorchDispatchMode):
         bound = set(map(id, self._changes().values()))
         found.outside = self._outside.tensors(bound)
         if found.error is None:
-            self._end_part(self._part)
+            self._go_on_in(self._part)
         for known in self._random.values():
             known.generator.set_state(known.before)
         found.host_sync = self.refusals.first

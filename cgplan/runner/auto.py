@@ -313,17 +313,12 @@ def _first_difference(runner: GraphRunner) -> str | None:
             for run in (eager, replay):
                 rehearsal.kept.restore(between_keys=True)
                 rehearsal.announce(key)
+                calls = list[Any]()
+                outputs.append(calls)
                 with random_state_kept(device, graphs.generators):
-                    outputs.append(
-                        [
-                            tree_map_only(
-                                Tensor,
-                                torch.clone,
-                                run(),
-                            )
-                            for _ in range(3)
-                        ]
-                    )
+                    for _ in range(3):
+                        output = run()
+                        calls.append(tree_map_only(Tensor, torch.clone, output))
             for found in differences(outputs[1], outputs[0], is_coarse=True):
                 if found.is_wrong and found.largest is not None:
                     return f"at {descriptor.num_tokens} tokens: {found}"
@@ -383,9 +378,10 @@ def check_up(runner: GraphRunner) -> DoctorReport:
             continue
         inside = step
         if entry.eager_pieces:
-            outside = Counter[str]()
+            outside.clear()
             for piece in entry.graph.eager_pieces:
-                outside[f"{piece.name}, at {piece.line}"] += 1
+                place = f"{piece.name}, at {piece.line}"
+                outside[place] += 1
             inside = min(_time_inside(graphs, key, entry.segments), step)
         rows.append(
             CoverageRecord(
@@ -397,7 +393,9 @@ def check_up(runner: GraphRunner) -> DoctorReport:
             )
         )
     return DoctorReport(
-        capture=runner.report, rows=tuple(rows), outside=dict(outside.most_common())
+        capture=runner.report,
+        rows=tuple(rows),
+        outside=dict(outside.most_common()),
     )
 
 
@@ -409,7 +407,7 @@ def _time_inside(
     backend = graphs.backend
     rounds = list[float]()
     replays = [backend.launcher(graph) for graph in segments]
-    with graphs.rehearsing() as rehearsal, graphs.buffers.on_padding():
+    with on_padding(graphs) as rehearsal:
         rehearsal.look(key)
         for _ in range(REPEATS):
             rehearsal.kept.restore(between_keys=True)
