@@ -107,36 +107,30 @@ def compare(
     between = apart(found, wanted)
     largest = float(between.max())
     is_whole = not (wanted.is_floating_point() or wanted.is_complex())
-    if is_whole or (before is not None and _counts(before, wanted)):
-        share = _share(between > 0)
-        most = 0.5 if is_coarse else 0.0  # rounding may decide
-        return Difference(
-            where,
-            largest,
-            is_wrong=share > most,
-            share=share,
-        )
-    tolerance = TOLERANCES.get(wanted.dtype, COARSE)
-    if is_coarse:
-        tolerance = max(tolerance, COARSE)
-    size = _size_of(wanted, between)
-    limit = tolerance * size
-    if before is not None and not is_coarse:
-        change = _size_of(apart(wanted, before), between)
-        step = _STEPS * torch.finfo(wanted.dtype).eps * size
-        limit = min(limit, tolerance * change + step)
-    share = _share(between > limit)
+    is_counted = is_whole or (before is not None and _counts(before, wanted))
+    limit = 0.0
+    most = 0.0
+    if is_counted and is_coarse:
+        most = 0.5  # rounding may decide
+    if not is_counted:
+        tolerance = TOLERANCES.get(wanted.dtype, COARSE)
+        if is_coarse:
+            tolerance = max(tolerance, COARSE)
+        size = _size_of(wanted, between)
+        limit = tolerance * size
+        if before is not None and not is_coarse:
+            change = _size_of(apart(wanted, before), between)
+            step = _STEPS * torch.finfo(wanted.dtype).eps * size
+            limit = min(limit, tolerance * change + step)
+    wrong = between > limit
+    share = int(wrong.count_nonzero()) / wrong.numel()
     return Difference(
         where,
         largest,
         limit,
-        is_wrong=share > 0,
+        is_wrong=share > most,
         share=share,
     )
-
-
-def _share(wrong: Tensor) -> float:
-    return int(wrong.count_nonzero()) / wrong.numel()
 
 
 def _counts(before: Tensor, after: Tensor) -> bool:

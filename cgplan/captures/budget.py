@@ -64,6 +64,7 @@ class BudgetGuard:
 
     Attributes:
         shared_bytes: Bytes of the pool that others captured before.
+        spent_seconds: Until the last ``rest``.
         stops: Refused keys, in order.
     """
 
@@ -85,7 +86,7 @@ class BudgetGuard:
         self._reserved = before.reserved
         self._outside: int | None = None
         self._start = time.perf_counter()
-        self._spent = 0.0
+        self.spent_seconds = 0.0
         self._predicted = dict[Key, KeyCost]()
         plan = graphs.plan
         if plan.predicted is not None:
@@ -93,13 +94,11 @@ class BudgetGuard:
 
     # --- seconds ----------------------------------------------------------------------------------
 
-    def go_on(self, *, from_zero: bool = False) -> None:
-        """Count seconds again; ``from_zero``: only those after the last ``rest``."""
-        spent = 0.0 if from_zero else self._spent
-        self._start = time.perf_counter() - spent
+    def go_on(self) -> None:
+        self._start = time.perf_counter() - self.spent_seconds
 
     def rest(self) -> None:
-        self._spent = self.used_seconds
+        self.spent_seconds = self.used_seconds
 
     @property
     def used_seconds(self) -> float:
@@ -165,7 +164,7 @@ class BudgetGuard:
         return BudgetRecord(
             **self._limits,
             used_bytes=used_bytes,
-            used_seconds=self._spent,
+            used_seconds=self.spent_seconds,
             left_out=tuple(left_out),
             stops=tuple(self.stops),
             skipped=tuple(skipped),

@@ -118,92 +118,83 @@ class CapturedKeys:
 
     # --- the loop ---------------------------------------------------------------------------------
 
-    def capture_all(
-        self,
-        keys: Sequence[Key],
-        *,
-        again: bool = False,
-    ) -> None:
+    def capture_all(self, keys: Sequence[Key]) -> None:
         """At start-up the budget ends the loop, and failures raise, but for a lack of memory within
-        a budget; in service they are remembered.
+        a budget; in service they are remembered. See Note [Giving a key up].
         """
-        pool_bytes = self.graphs.pools.nbytes
-        for index, key in enumerate(keys):
+        in_service = self._in_service
+        pools = self.graphs.pools
+        pool_bytes = pools.nbytes
+        waiting = list(keys)
+        is_second_time = False
+        done = 0
+        while waiting:
+            key = waiting.pop(0)
             if not self.guard.before(key):
-                if not self._in_service:
+                if not in_service:
                     return
                 self._remember_refusal(key)
                 continue
             if self._progress is not None:
-                self._progress(CaptureProgress(index, len(keys), *key))
-            try:
-                record = self._records[key] = self._capture_one(key)
-                remaining = 0 if self._in_service else len(keys) - index - 1
-                stays = self.guard.after(key, remaining)
-            except BaseException as error:
-                stays = False
-                if not self._survives(key, error):
-                    if self._in_service:
-                        self._give_up(key)
-                    raise
-            if stays:
+                total = done + 1 + len(waiting)
+                progress = CaptureProgress(done, total, *key)
+                self._progress(progress)
+            done += 1
+            record = self._captured(key, 0 if in_service else len(waiting))
+            if record is not None:
                 self.history.append(record)
                 pool_bytes += record.pool_growth
-            elif self._goes_on_without(key, pool_bytes, again=again):
-                pool_bytes = self.graphs.pools.nbytes
+                continue
+            self._give_up(key)
+            before = capture_order(self._records)
+            has_grown = pools.is_private and pools.nbytes > pool_bytes
+            if not in_service or (before and has_grown):
+                self._free_all()
+                self._together.dropped()
+                done = 0
+                if in_service:
+                    waiting = [*before, *waiting]
+                elif before:
+                    waiting = [] if is_second_time else list(before)
+                    is_second_time = True
+            pool_bytes = pools.nbytes
+
+    def _captured(
+        self,
+        key: Key,
+        remaining: int,
+    ) -> GraphRecord | None:
+        """None for a key that is to be given up."""
+        try:
+            record = self._records[key] = self._capture_one(key)
+            if self.guard.after(key, remaining):
+                return record
+            if self._in_service:
+                self._remember_refusal(key)
+        except BaseException as error:
+            expected: tuple[type[CgplanError], ...] = ()
+            if self._in_service:
+                expected = (CaptureError, ModelError, ConfigError)
+            elif self.guard.active:
+                expected = (CaptureMemoryError, RankFailedError)
+            if not isinstance(error, expected):
+                if self._in_service:
+                    self._give_up(key)
+                raise
+            drop_locals(error)
+            if self._in_service:
+                self._remember(key, type(error).__name__, error.message)
             else:
-                return
+                self.guard.ran_out(key, error)
+        return None
 
     def _capture_one(self, key: Key) -> GraphRecord:
         mode, descriptor = key
         with span(f"{mode} {descriptor}", num_tokens=descriptor.num_tokens) as shown:
             record = self.graphs.capture_key(key, in_service=self._in_service)
-            shown["pool_growth"] = record.pool_growth
-            shown["driver_bytes"] = record.driver_bytes
-            shown["nodes"] = record.nodes
-            shown["graphs"] = record.graphs
+            for name in ("pool_growth", "driver_bytes", "nodes", "graphs"):
+                shown[name] = getattr(record, name)
         return record
-
-    def _goes_on_without(
-        self,
-        key: Key,
-        pool_bytes: int,
-        *,
-        again: bool,
-    ) -> bool:
-        """Whether the loop goes on."""
-        in_service = self._in_service
-        if in_service and key not in self.failed:
-            self._remember_refusal(key)
-        self._give_up(key)
-        before = capture_order(self._records)
-        pools = self.graphs.pools
-        has_grown = pools.is_private and pools.nbytes > pool_bytes
-        if not in_service or (before and has_grown):
-            self._free_all()
-            self._together.dropped()
-            if before and not again:
-                self.capture_all(before, again=not in_service)
-        return in_service or not before
-
-    def _survives(
-        self,
-        key: Key,
-        error: BaseException,
-    ) -> bool:
-        expected: tuple[type[CgplanError], ...] = ()
-        if self._in_service:
-            expected = (CaptureError, ModelError, ConfigError)
-        elif self.guard.active:
-            expected = (CaptureMemoryError, RankFailedError)
-        if not isinstance(error, expected):
-            return False
-        drop_locals(error)
-        if self._in_service:
-            self._remember(key, type(error).__name__, error.message)
-        else:
-            self.guard.ran_out(key, error)
-        return True
 
     def _remember_refusal(self, key: Key) -> None:
         stop = self.guard.stops[-1]
@@ -263,7 +254,7 @@ class CapturedKeys:
             backend.session(),
             torch.no_grad(),
         ):
-            self.guard.go_on(from_zero=True)
+            self.guard.go_on()
             try:
                 self.capture_all(keys)
             except BaseException:
@@ -281,13 +272,12 @@ class CapturedKeys:
         *,
         evicted: Collection[Key] = (),
         renew: bool = False,
-        from_zero: bool = False,
     ) -> tuple[Key, ...]:
         """Capture ``wanted`` keys that have not failed, the largest first; returns them. Only
         AuditError is raised.
         """
         start = time.perf_counter()
-        self.guard.go_on(from_zero=from_zero)
+        self.guard.go_on()
         new: tuple[Key, ...] = ()
         try:
             with self.graphs.captures_again():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import InitVar, dataclass
 from typing import Any, NamedTuple
@@ -21,9 +21,8 @@ from cgplan.backends.graph_nodes import OperatorLog
 from cgplan.backends.host_sync import storages_of
 from cgplan.buffers.outputs import OutputRows
 from cgplan.buffers.static import Tensors
-from cgplan.captures.addresses import AddressChecks
 from cgplan.captures.failures import drop_locals, explain_failure
-from cgplan.captures.model_runs import ModelRuns
+from cgplan.captures.model_runs import ModelRuns, State
 from cgplan.captures.rank_sync import SINGLE_RANK, RankSync
 from cgplan.captures.rehearsal import Rehearsal
 from cgplan.errors import CaptureError
@@ -33,7 +32,7 @@ from cgplan.graphs.footprint import OutsideLog
 from cgplan.graphs.pools import GraphPool, RunnerPools
 from cgplan.graphs.put_back import PutBack
 from cgplan.graphs.wrapper import CUDAGraphEntry, CUDAGraphOptions, CUDAGraphWrapper
-from cgplan.modes import BatchDescriptor, CUDAGraphMode, Key
+from cgplan.modes import CUDAGraphMode, Key
 from cgplan.piecewise.breaks import any_breaks
 from cgplan.piecewise.routes import choose_route
 from cgplan.reports.records import GraphRecord, StateRecord
@@ -100,7 +99,7 @@ class ModelGraphs(ModelRuns):
 
     def __post_init__(
         self,
-        state: Sequence[object] | Mapping[str, object] | None,
+        state: State,
         pool: GraphPool | None,
     ) -> None:
         config = self.config
@@ -108,7 +107,6 @@ class ModelGraphs(ModelRuns):
         device = backend.device
         self.pools = RunnerPools(config.compilation.pool, backend, pool)
         super().__post_init__(state)
-        self.addresses = AddressChecks(self.roots, device, config.compilation.address_policy)
         self.outputs = OutputRows(config)
         self.returns_nothing = False
         self.looked_at = ""
@@ -132,7 +130,7 @@ class ModelGraphs(ModelRuns):
         if not any_breaks():
             return False
         with self.rehearsing() as rehearsal:
-            return rehearsal.calls_breaks(*self.plan.keys[-1])
+            return rehearsal.calls_breaks(self.plan.keys[-1])
 
     # --- the model around captures ----------------------------------------------------------------
 
@@ -146,7 +144,7 @@ class ModelGraphs(ModelRuns):
         before = Fingerprint.of(self.roots, self.backend.device, draws=True)
         kept = PutBack(before, self.copy_limit())
         self.use_generators(before.generators)
-        self._rehearsal = Rehearsal(self, self.addresses, kept)
+        self._rehearsal = Rehearsal(self, kept)
         lost: tuple[type[Exception], ...] = (RuntimeError,)
         try:
             yield self._rehearsal
@@ -246,7 +244,7 @@ class ModelGraphs(ModelRuns):
             compiled = _Compilations.now()
             is_warm = False
             try:
-                rehearsal.look(mode, descriptor)
+                rehearsal.look(key)
                 is_first = not rehearsal.is_judged(mode)
                 with random_state_kept(backend.device, self.generators):
                     self._run_warm_ups(rehearsal, key)
@@ -297,7 +295,7 @@ class ModelGraphs(ModelRuns):
                 tensors = [*kept.before.tensors, *self.views(key[1]).values()]
                 log = OutsideLog(self.backend.device.type, storages_of(tensors))
             with rehearsal.judged_run(key[0]), log:
-                self.warm_up(*key)
+                self.warm_up(key)
             if outside:
                 outside += log.outside.tensors()
         self.backend.synchronize()
@@ -313,7 +311,7 @@ class ModelGraphs(ModelRuns):
             log = OperatorLog(self.backend.open_graph, self.backend.device)
         answers = self._answering(mode, capturing=True)
         with rehearsal.judged_run(mode, captures=True), answers, log:
-            return self.run_graphed(mode, descriptor, self.views(descriptor))
+            return self.run_graphed(key, self.views(descriptor))
 
     def _check_captured(
         self,
@@ -395,11 +393,8 @@ class ModelGraphs(ModelRuns):
             hidden_from = ()
         return answering(hidden_from, lambda _: is_told)
 
-    def warm_up(
-        self,
-        mode: CUDAGraphMode,
-        descriptor: BatchDescriptor,
-    ) -> Any:
+    def warm_up(self, key: Key) -> Any:
+        mode, descriptor = key
         is_full = mode is CUDAGraphMode.FULL
         call = self.route.whole if is_full else self.route.warm
         cache = autocast_cache(on=self.runs_python_again(mode))
@@ -408,11 +403,11 @@ class ModelGraphs(ModelRuns):
 
     def run_graphed(
         self,
-        mode: CUDAGraphMode,
-        descriptor: BatchDescriptor,
+        key: Key,
         tensors: Tensors,
     ) -> Any:
         """Replay, or capture while the scope is open."""
+        mode, descriptor = key
         call = self.wrapper if mode is CUDAGraphMode.FULL else self.route.forward
         return self.run(call, mode, descriptor, tensors)
 

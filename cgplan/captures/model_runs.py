@@ -14,6 +14,7 @@ from cgplan.backends import GraphBackend
 from cgplan.backends.backend import autocast_cache
 from cgplan.backends.context import CaptureScope, forward_context
 from cgplan.buffers.static import StaticBoxes, Tensors
+from cgplan.captures.addresses import AddressChecks
 from cgplan.config import Config
 from cgplan.errors import InputError
 from cgplan.graphs.ambient import number_of
@@ -24,6 +25,7 @@ from cgplan.piecewise.routes import SplitRoute
 from cgplan.planning import Plan
 from cgplan.planning.costs import widest
 
+State = Sequence[object] | Mapping[str, object] | None
 BeforeKey = Callable[[CUDAGraphMode, BatchDescriptor, Tensors], object]
 
 
@@ -87,14 +89,14 @@ class ModelRuns:
     config: Config
     model: Callable[..., Any]
     backend: GraphBackend
-    state: InitVar[Sequence[object] | Mapping[str, object] | None] = None
+    state: InitVar[State] = None
     before_key: BeforeKey | None = None
     real_rows: RealRows | None = None
     route: SplitRoute = field(init=False)
 
     def __post_init__(
         self,
-        state: Sequence[object] | Mapping[str, object] | None,
+        state: State,
     ) -> None:
         self.scope = CaptureScope(
             None,
@@ -116,6 +118,11 @@ class ModelRuns:
                         f"{name} ({type(item).__name__}) holds no tensor: `state` lists the "
                         "objects whose tensors the model uses"
                     )
+        self.addresses = AddressChecks(
+            self.roots,
+            self.backend.device,
+            self.config.compilation.address_policy,
+        )
 
     def allocate_buffers(self, keys: Sequence[Key]) -> None:
         """If captures wait for batches, buffers are made as needed. Raises CaptureMemoryError and
@@ -172,18 +179,14 @@ class ModelRuns:
         return [path for path in paths if not is_within(path, self.facts.aside)]
 
     @contextmanager
-    def in_context(
-        self,
-        mode: CUDAGraphMode,
-        descriptor: BatchDescriptor,
-    ) -> Iterator[None]:
+    def in_context(self, key: Key) -> Iterator[None]:
         """A block in the context of ``before_key``."""
         if self.before_key is None:
             yield
             return
         kept = PutBack(self.fingerprint(), 0)
         try:
-            self.before_key(mode, descriptor, self.views(descriptor))
+            self.before_key(*key, self.views(key[1]))
             yield
         finally:
             kept.restore_python(())
@@ -195,6 +198,17 @@ class ModelRuns:
     ) -> Any:
         with autocast_cache(on=self.route.name == "wrappers"):
             return self.run(self.model, CUDAGraphMode.NONE, descriptor, tensors)
+
+    def run_unpadded(
+        self,
+        descriptor: BatchDescriptor,
+        values: Iterable[Tensor],
+    ) -> Any:
+        """``values``: in the order of their declaration, on the device or on the host."""
+        named = {}
+        for name, value in zip(self.config.tensors, values, strict=True):
+            named[name] = value.to(self.backend.device)
+        return self.run_eager(descriptor, named)
 
     def run(
         self,

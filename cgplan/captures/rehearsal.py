@@ -11,15 +11,21 @@ import torch
 from torch import Tensor
 
 from cgplan.backends.backend import span
-from cgplan.captures.addresses import AddressChecks
 from cgplan.captures.failures import explain_failure
 from cgplan.captures.model_runs import ModelRuns
 from cgplan.errors import CaptureError, HostSyncError
 from cgplan.graphs.ambient import AmbientState
 from cgplan.graphs.fingerprint import Change, is_ignored
-from cgplan.graphs.footprint import Footprint, examine, judge, listed, look, refuse_value
+from cgplan.graphs.footprint import (
+    Footprint,
+    examine,
+    listed,
+    look,
+    refuse_first_use,
+    refuse_rebound,
+)
 from cgplan.graphs.put_back import PutBack
-from cgplan.modes import BatchDescriptor, CUDAGraphMode
+from cgplan.modes import CUDAGraphMode, Key
 from cgplan.piecewise.split import refuse_missing_ops
 from cgplan.planning.build import DEFAULT_SPLITTING_OPS
 
@@ -29,10 +35,13 @@ _HALVES = (torch.float16, torch.bfloat16)
 class Rehearsal:
     """Runs ahead of captures, and captures; ``kept`` puts the model back."""
 
-    def __init__(self, runs: ModelRuns, addresses: AddressChecks, kept: PutBack) -> None:
+    def __init__(
+        self,
+        runs: ModelRuns,
+        kept: PutBack,
+    ) -> None:
         self.kept = kept
         self._runs = runs
-        self._addresses = addresses
         self._footprints: dict[CUDAGraphMode, Footprint] = {}
         self._judged = set[CUDAGraphMode]()
         # met only by a capture
@@ -40,27 +49,21 @@ class Rehearsal:
 
     # --- looks ------------------------------------------------------------------------------------
 
-    def announce(
-        self,
-        mode: CUDAGraphMode,
-        descriptor: BatchDescriptor,
-    ) -> None:
+    def announce(self, key: Key) -> None:
         runs = self._runs
         if runs.before_key is None:
             return
+        mode, descriptor = key
         try:
             with self.kept.setting_context():
                 runs.before_key(mode, descriptor, runs.views(descriptor))
         except Exception as error:
             raise explain_failure(error, f"{mode} {descriptor}") from error
 
-    def look(
-        self,
-        mode: CUDAGraphMode,
-        descriptor: BatchDescriptor,
-    ) -> None:
+    def look(self, key: Key) -> None:
         """Look once for each mode. Raises as ``footprint.examine``."""
-        self.announce(mode, descriptor)
+        self.announce(key)
+        mode, descriptor = key
         if mode in self._footprints:
             return
         runs = self._runs
@@ -112,7 +115,7 @@ class Rehearsal:
     ) -> None:
         runs = self._runs
         facts = runs.facts
-        addresses = self._addresses
+        addresses = runs.addresses
         read = set(map(id, found.reads.values()))
         of_pieces = set[int]()
         # else FULL graphs read the tensors of eager pieces
@@ -158,12 +161,12 @@ class Rehearsal:
             return True
         return torch.backends.cudnn.allow_tf32 and any("conv" in name for name in found.names)
 
-    def calls_breaks(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> bool:
+    def calls_breaks(self, key: Key) -> bool:
         """Functions under ``eager_break_during_capture``."""
         runs = self._runs
-        self.announce(mode, descriptor)
-        views = runs.views(descriptor)
-        run = partial(runs.run, runs.model, CUDAGraphMode.NONE, descriptor, views)
+        self.announce(key)
+        views = runs.views(key[1])
+        run = partial(runs.run, runs.model, CUDAGraphMode.NONE, key[1], views)
         return look(run, self.kept).breaks
 
     def host_sync(self, mode: CUDAGraphMode) -> CaptureError | None:
@@ -194,8 +197,9 @@ class Rehearsal:
         *,
         captures: bool = False,
     ) -> Iterator[None]:
-        """A block of one run; a mode's first is compared with the look. Raises as
-        ``footprint.judge``, and CaptureError under ``strict``.
+        """A block of one run; a mode's first is compared with the look. Raises CaptureError if
+        graph code reads what that run binds again, if the model keeps what it computed from
+        padding, and for some changes under ``strict``.
         """
         is_first = mode not in self._judged
         with self.kept.run(captures=captures, enters_made=is_first) as changed:
@@ -208,7 +212,11 @@ class Rehearsal:
         facts = runs.facts
         found = self._footprints[mode]
         compilation = runs.config.compilation
-        judge(found, changed, self.kept, runs_again=runs.runs_python_again(mode))
+        if not runs.runs_python_again(mode):
+            refuse_rebound(found, changed, self.kept)
+        made = listed(self.kept.made_of(found.from_inputs))
+        if made:
+            refuse_first_use(made, self.kept)
         if compilation.strict and found.writes_input is not None:
             raise CaptureError(
                 f"the forward writes into an argument, at {found.writes_input}; a graph would "
@@ -235,5 +243,7 @@ class Rehearsal:
         return mode in self._judged
 
     def refuse_value(self, mode: CUDAGraphMode) -> None:
-        """See ``footprint.refuse_value``."""
-        refuse_value(self._footprints[mode], self.kept)
+        """Raise CaptureError if an input's value made something on first use."""
+        read = self._footprints[mode].value_read
+        if read and self.kept.has_made:
+            refuse_first_use(f"a value for the host ({read})", self.kept)

@@ -155,10 +155,11 @@ class OutsideLog(OperatorMode):
         kwargs: Kwargs | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if not isinstance(func, torch._ops.OpOverload):  # a higher-order operator
-            return func(*args, **kwargs)
         result = self.run(func, args, kwargs)
-        self.outside.note(tensors_in((args, kwargs)), tensors_in(result))
+        self.outside.note(
+            tensors_in((args, kwargs)),
+            tensors_in(result),
+        )
         return result
 
 
@@ -360,23 +361,19 @@ class Look(TorchDispatchMode):
         if part == before:
             yield
             return
-        self._end_part(before)
-        self._enter(part)
+        self._go_on_in(part)
         try:
             yield
         finally:
-            self._end_part(part)
-            self._enter(before)
+            self._go_on_in(before)
 
-    def _enter(self, part: Part) -> None:
-        self._part = part
-        self.refusals.is_on = part == "segment"
-
-    def _end_part(self, part: Part) -> None:
+    def _go_on_in(self, part: Part) -> None:
         with _disable_current_modes():
-            if part == "segment":
+            if self._part == "segment":
                 self._find_seeded()
             self._note_states()
+        self._part = part
+        self.refusals.is_on = part == "segment"
 
     @contextmanager
     def in_wrapper(
@@ -498,7 +495,7 @@ class Look(TorchDispatchMode):
         bound = set(map(id, self._changes().values()))
         found.outside = self._outside.tensors(bound)
         if found.error is None:
-            self._end_part(self._part)
+            self._go_on_in(self._part)
         for known in self._random.values():
             known.generator.set_state(known.before)
         found.host_sync = self.refusals.first
@@ -589,33 +586,7 @@ def examine(
     return found
 
 
-def judge(
-    found: Footprint,
-    changed: Mapping[str, Change],
-    kept: PutBack,
-    *,
-    runs_again: bool,
-) -> None:
-    """Raise CaptureError if graph code reads what the run after the look binds again, or if the
-    model keeps what it computed from padding.
-    """
-    if not runs_again:
-        _refuse_rebound(found, changed, kept)
-    made = listed(kept.made_of(found.from_inputs))
-    if made:
-        _refuse_first_use(made, kept)
-
-
-def refuse_value(
-    found: Footprint,
-    kept: PutBack,
-) -> None:
-    """Raise CaptureError if an input's value made something on first use."""
-    if found.value_read and kept.has_made:
-        _refuse_first_use(f"a value for the host ({found.value_read})", kept)
-
-
-def _refuse_first_use(
+def refuse_first_use(
     what: str,
     kept: PutBack,
 ) -> None:
@@ -628,7 +599,7 @@ def _refuse_first_use(
     )
 
 
-def _refuse_rebound(
+def refuse_rebound(
     found: Footprint,
     changed: Mapping[str, Change],
     kept: PutBack,

@@ -58,19 +58,14 @@ class PoolUse:
             self.release()
 
     def take(self, name: str) -> None:
-        if self.acquire(False):
-            self.thread = threading.get_ident()
-        else:
-            self.wait(name)
-
-    def wait(self, name: str) -> None:
-        """Raises CgplanError if this thread holds the lock."""
-        if self.thread == threading.get_ident():
-            raise self.under_way(name)
-        self.acquire()
+        """Waits for other threads. Raises CgplanError if this one holds the lock."""
+        if not self.acquire(False):
+            if self.thread == threading.get_ident():
+                raise self._under_way(name)
+            self.acquire()
         self.thread = threading.get_ident()
 
-    def under_way(self, name: str) -> CgplanError:
+    def _under_way(self, name: str) -> CgplanError:
         other = self._holder or self.user
         if self.is_shared and name != other:  # a lone manager has no other to name
             return CgplanError(
@@ -147,7 +142,6 @@ class RunnerPools:
     def __init__(
         self, policy: PoolPolicy, backend: GraphBackend, given: GraphPool | None = None
     ) -> None:
-        check_pools(policy, given)
         self.policy = policy
         self.generation = 1
         self._backend = backend

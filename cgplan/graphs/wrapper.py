@@ -5,11 +5,11 @@ from __future__ import annotations
 import copy
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -38,7 +38,8 @@ from cgplan.modes import RUNTIME_MODES, BatchDescriptor, CUDAGraphMode
 logger = logging.getLogger(__name__)
 
 
-class Recorded(NamedTuple):
+@dataclass(eq=False)
+class Recorded:
     """One captured call."""
 
     graph: Any
@@ -91,8 +92,8 @@ class CUDAGraphOptions:
         return self.address_check
 
 
-@dataclass(slots=True, eq=False)
-class CUDAGraphEntry:
+@dataclass(eq=False, kw_only=True)
+class CUDAGraphEntry(Recorded):
     """One captured graph.
 
     Attributes:
@@ -105,18 +106,11 @@ class CUDAGraphEntry:
     """
 
     descriptor: BatchDescriptor
-    graph: Any
-    replay: Callable[[], None]
-    free: Callable[[], None]
-    output: Any
     handed: Callable[[], Any]
-    slots: Mapping[int, Tensor]
     manifest: Fingerprint | None
     capture_seconds: float
     scope: object = field(repr=False)
     metadata: frozenset[str]
-    segments: tuple[Any, ...]
-    eager_pieces: int
     ambient: AmbientState
     pooled: tuple[Tensor, ...]
     is_checked: bool = False
@@ -327,7 +321,12 @@ class CUDAGraphWrapper:
         refuse_forbidden_capture(f"the {self.runtime_mode} graph for {context.descriptor}")
         if scope is not None and not scope.is_open:
             if context.descriptor not in self.entries:
-                raise self._missing(context.descriptor)
+                raise SealedError(
+                    f"no {self.runtime_mode} graph for {context.descriptor}, and the runner is "
+                    "sealed",
+                    remedy="Add the size to cudagraph_capture_sizes, or capture again in a new "
+                    "session.",
+                )
             raise SealedError(
                 f"the {self.runtime_mode} graph for {context.descriptor} was captured again by a "
                 "later session",
@@ -416,9 +415,9 @@ class CUDAGraphWrapper:
             slots = {}
             for i, slot in recorded.slots.items():
                 slots[i] = backend.borrow(slot) if backend.in_pool(slot, pool) else slot
-        kept = recorded._replace(output=output, slots=slots)
+        kept = vars(recorded) | {"output": output, "slots": slots}
         entry = CUDAGraphEntry(
-            **kept._asdict(),
+            **kept,
             descriptor=context.descriptor,
             handed=renewed(output, renewable),
             manifest=None,
@@ -446,12 +445,6 @@ class CUDAGraphWrapper:
         if self._own_pool is None:
             self._own_pool = self.backend.new_pool()
         return self._own_pool
-
-    def _missing(self, descriptor: BatchDescriptor) -> SealedError:
-        return SealedError(
-            f"no {self.runtime_mode} graph for {descriptor}, and the runner is sealed",
-            remedy="Add the size to cudagraph_capture_sizes, or capture again in a new session.",
-        )
 
 
 def _argument(args: Args, i: int) -> str:

@@ -298,8 +298,9 @@ def _first_difference(runner: GraphRunner) -> str | None:
     graphs = runner.graphs
     device = runner.backend.device
     with on_padding(graphs) as rehearsal:
-        for mode, descriptor in _timed_keys(runner):
-            rehearsal.look(mode, descriptor)
+        for key in _timed_keys(runner):
+            rehearsal.look(key)
+            descriptor = key[1]
             views = graphs.views(descriptor)
             reqs = graphs.padded_reqs(descriptor)
             specs = runner.config.tensors_at(descriptor.sizes)
@@ -308,21 +309,16 @@ def _first_difference(runner: GraphRunner) -> str | None:
                 views[name].copy_(tensor)
             outputs = list[list[Any]]()
             eager = partial(graphs.run_eager, descriptor, views)
-            replay = partial(graphs.run_graphed, mode, descriptor, views)
+            replay = partial(graphs.run_graphed, key, views)
             for run in (eager, replay):
                 rehearsal.kept.restore(between_keys=True)
-                rehearsal.announce(mode, descriptor)
+                rehearsal.announce(key)
+                calls = list[Any]()
+                outputs.append(calls)
                 with random_state_kept(device, graphs.generators):
-                    outputs.append(
-                        [
-                            tree_map_only(
-                                Tensor,
-                                torch.clone,
-                                run(),
-                            )
-                            for _ in range(3)
-                        ]
-                    )
+                    for _ in range(3):
+                        output = run()
+                        calls.append(tree_map_only(Tensor, torch.clone, output))
             for found in differences(outputs[1], outputs[0], is_coarse=True):
                 if found.is_wrong and found.largest is not None:
                     return f"at {descriptor.num_tokens} tokens: {found}"
@@ -382,9 +378,10 @@ def check_up(runner: GraphRunner) -> DoctorReport:
             continue
         inside = step
         if entry.eager_pieces:
-            outside = Counter[str]()
+            outside.clear()
             for piece in entry.graph.eager_pieces:
-                outside[f"{piece.name}, at {piece.line}"] += 1
+                place = f"{piece.name}, at {piece.line}"
+                outside[place] += 1
             inside = min(_time_inside(graphs, key, entry.segments), step)
         rows.append(
             CoverageRecord(
@@ -396,7 +393,9 @@ def check_up(runner: GraphRunner) -> DoctorReport:
             )
         )
     return DoctorReport(
-        capture=runner.report, rows=tuple(rows), outside=dict(outside.most_common())
+        capture=runner.report,
+        rows=tuple(rows),
+        outside=dict(outside.most_common()),
     )
 
 
@@ -408,8 +407,8 @@ def _time_inside(
     backend = graphs.backend
     rounds = list[float]()
     replays = [backend.launcher(graph) for graph in segments]
-    with graphs.rehearsing() as rehearsal, graphs.buffers.on_padding():
-        rehearsal.look(*key)
+    with on_padding(graphs) as rehearsal:
+        rehearsal.look(key)
         for _ in range(REPEATS):
             rehearsal.kept.restore(between_keys=True)
             rounds.append(sum(backend.time_calls(replay, 1)[0][0] for replay in replays))

@@ -50,12 +50,12 @@ class Launcher:
         stream = self.stream()
         use = self.use
         if stream != use.stream or use.user is not self.name:
-            use.take_stream(stream, self.name, self.graphs.backend)
+            self.take_stream()
         if not self._is_plain or self._is_autocast():
             self.graphs.check_autocast()
             self._is_plain = not self._is_autocast()
         if call.needs_check and not self._addresses.holds():
-            self._addresses.check((call.route.mode, call.route.descriptor))
+            self._addresses.check(call.route.key)
             call.needs_check = not self._checks_once
         call.copy_in(values, stream, known)
         call.count.calls += 1

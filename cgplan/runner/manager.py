@@ -11,7 +11,7 @@ from cgplan.captures.captured_keys import Progress
 from cgplan.captures.model_runs import BeforeKey
 from cgplan.config import Config
 from cgplan.errors import BackendError, CgplanError
-from cgplan.graphs.pools import GraphPool, check_pools
+from cgplan.graphs.pools import GraphPool
 from cgplan.planning import Plan, build_plan
 from cgplan.reports.layout import Column, Grid, TextColumn, plain_text
 from cgplan.reports.records import CaptureReport, ReplanReport
@@ -107,7 +107,6 @@ class CudaGraphManager:
                 f"{pool.backend.device})",
                 remedy="Give the GraphPool and its members one backend of select_backend.",
             )
-        check_pools(config.compilation.pool, pool)
         self.config = config
         self.backend = backend
         self.name = name

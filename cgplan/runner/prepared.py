@@ -30,13 +30,6 @@ Values = Sequence[Tensor]
 NEVER = -1
 
 
-def on_device(
-    values: Values,
-    device: torch.device,
-) -> list[Tensor]:
-    return [value if value.device == device else value.to(device) for value in values]
-
-
 def never(*_: object) -> bool:
     return False
 
@@ -90,41 +83,40 @@ class PreparedCall:
         """``values=None``: staged batches."""
         mode = route.mode
         descriptor = route.descriptor
-        tokens = route.batch.num_tokens
-        reqs = route.batch.num_reqs
+        batch = route.batch
         outputs = graphs.outputs
         if mode is CUDAGraphMode.NONE:
             return cls(route, count, *_runs_eagerly(route, graphs), needs_check=False)
         assert copier is not None, "there are static buffers for each key"
         padded_reqs = graphs.padded_reqs(descriptor)
-        copy = copier.prepare(tokens, reqs or 0, descriptor.num_tokens, padded_reqs)
+        copy = copier.prepare(
+            batch.num_tokens,
+            batch.num_reqs or 0,
+            descriptor.num_tokens,
+            padded_reqs,
+        )
         copy_in = copy.pad if values is None else copy.path(values)
-        entry = graphs.entry((mode, descriptor))
-        if entry is not None:
-            if mode is CUDAGraphMode.FULL:
-                replay = graphs.backend.launcher(entry.graph)
-            else:
-                replay = _pieces(entry, route, graphs, copier)
-            read = outputs.reader(entry.output, route.batch)
-            return cls(route, count, copy_in, replay, read, needs_check=True)
+        entry = graphs.entry(route.key)
         held: list[Any] = []
 
-        def run_padded() -> None:
+        def replay() -> None:
             before = copier.buffers.versions()
             try:
-                held[:] = [graphs.run_graphed(mode, descriptor, graphs.views(descriptor))]
+                held[:] = [graphs.run_graphed(route.key, graphs.views(descriptor))]
             finally:
                 copier.note_writes(before)
             outputs.check(held[0], descriptor, padded_reqs)
 
-        return cls(
-            route,
-            count,
-            copy_in,
-            run_padded,
-            lambda: outputs.cut(held.pop(), route.batch),
-            needs_check=True,
-        )
+        def read() -> Any:
+            return outputs.cut(held.pop(), batch)
+
+        if entry is not None:
+            read = outputs.reader(entry.output, batch)
+            if mode is CUDAGraphMode.FULL:
+                replay = graphs.backend.launcher(entry.graph)
+            else:
+                replay = _pieces(entry, route, graphs, copier)
+        return cls(route, count, copy_in, replay, read, needs_check=True)
 
 
 def _runs_eagerly(
@@ -132,8 +124,6 @@ def _runs_eagerly(
     graphs: ModelGraphs,
 ) -> tuple[CopyIn, Callable[[], None], Callable[[], Any]]:
     held: list[Any] = []  # the tensors, then the output
-    device = graphs.backend.device
-    names = tuple(graphs.config.tensors)
     clone = graphs.outputs.clone
 
     def take(
@@ -144,8 +134,7 @@ def _runs_eagerly(
         held[:] = [values]
 
     def run() -> None:
-        tensors = dict(zip(names, on_device(held.pop(), device), strict=True))
-        held[:] = [graphs.run_eager(route.unpadded, tensors)]
+        held[:] = [graphs.run_unpadded(route.unpadded, held.pop())]
 
     def output() -> Any:
         return tree_map_only(Tensor, torch.clone, held.pop()) if clone else held.pop()

@@ -60,16 +60,15 @@ def time_on_padding(
         return found
     with on_padding(graphs) as rehearsal:
         for key in keys:
-            mode, descriptor = key
-            rehearsal.look(mode, descriptor)
-            views = graphs.views(descriptor)
-            eager = partial(graphs.run_eager, descriptor, views)
-            replay = partial(graphs.run_graphed, mode, descriptor, views)
+            rehearsal.look(key)
+            views = graphs.views(key[1])
+            eager = partial(graphs.run_eager, key[1], views)
+            replay = partial(graphs.run_graphed, key, views)
             found[key] = [], []
             for index in range(1 + REPEATS):
                 for run, rounds in zip((eager, replay), found[key], strict=True):
                     rehearsal.kept.restore(between_keys=True)
-                    rehearsal.announce(mode, descriptor)
+                    rehearsal.announce(key)
                     [microseconds] = graphs.backend.time_calls(run, 1)[0]
                     if index:  # the first round warms up
                         rounds.append(microseconds)
@@ -167,7 +166,9 @@ def _without(
     return tuple(key for key in keys if key not in others)
 
 
-def _costs(captured: CapturedKeys) -> GraphCosts:
+def _costs(
+    captured: CapturedKeys,
+) -> GraphCosts:
     report = captured.report.model_copy(update={"records": tuple(captured.history)})
     return MeasuredCosts.from_report(report, captured.graphs.config)
 
@@ -204,32 +205,22 @@ def _exchange(
     keys = _without(wanted.keys, captured.failed)
     if wanted.max_capture_size > captured.graphs.most_tokens:
         captured = _with_new_buffers(captured, wanted, reopen)
-        return captured, "new buffers", captured.capture(keys, from_zero=True)
+        return captured, "new buffers", captured.capture(keys)
     evicted = _without(captured.keys, keys)
     added = _without(keys, captured.keys)
     captured.asked = wanted
     captured.wanted = wanted
     if not evicted and not added:
         return captured, "exchanged", ()
-    if _is_worth_moving(captured, keys, evicted, added):
-        return (
-            captured,
-            "new generation",
-            captured.capture(
-                keys,
-                renew=True,
-                from_zero=True,
-            ),
-        )
-    return (
-        captured,
-        "exchanged",
-        captured.capture(
-            added,
-            evicted=evicted,
-            from_zero=True,
-        ),
+    captured.guard.spent_seconds = 0.0
+    is_moved = _is_worth_moving(captured, keys, evicted, added)
+    new = captured.capture(
+        keys,
+        evicted=evicted,
+        renew=is_moved,
     )
+    way: Way = "new generation" if is_moved else "exchanged"
+    return captured, way, new
 
 
 def _with_new_buffers(
@@ -243,7 +234,7 @@ def _with_new_buffers(
         captured = reopen(wanted)
     except CaptureMemoryError:
         captured = reopen(before)
-        captured.capture(before.keys, from_zero=True)
+        captured.capture(before.keys)
         raise
     finally:
         captured.failed.update(failed)

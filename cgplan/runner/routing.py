@@ -39,6 +39,10 @@ class RoutedBatch:
     wanted: Key | None = None
 
     @property
+    def key(self) -> Key:
+        return self.mode, self.descriptor
+
+    @property
     def unpadded(self) -> BatchDescriptor:
         tokens = self.batch.num_tokens
         reqs = self.batch.num_reqs
@@ -59,7 +63,7 @@ class BatchRouter:
     Args:
         most_tokens: Tokens that the static buffers hold.
         wanted: Keys that batches may have captured.
-        planned: The plan before a budget shortened it.
+        planned: All keys that were asked for.
     """
 
     def __init__(
@@ -68,14 +72,14 @@ class BatchRouter:
         most_tokens: int,
         wanted: Plan | None,
         reason_against: Callable[[Key], MissReason],
-        planned: Plan | None,
+        planned: Plan,
     ) -> None:
         self._plan = plan
         self._most_tokens = most_tokens
         self._reason_against = reason_against
         self._captured = CudagraphDispatcher(plan)
         self._wanted = None if wanted is None else CudagraphDispatcher(wanted)
-        self._planned = None if planned is None else CudagraphDispatcher(planned)
+        self._planned = CudagraphDispatcher(planned)
 
     def staged(
         self,
@@ -167,13 +171,12 @@ class BatchRouter:
         asked = tokens, route.uniform, route.num_active_loras, None, route.invalid_modes, sizes
         missing = route.wanted
         plan = self._plan
-        if missing is None and self._planned is not None:
-            planned = self._planned.dispatch(*asked)
-            missing = None if planned[0] is CUDAGraphMode.NONE else planned
-        if missing is not None:
+        if missing is None:
+            missing = self._planned.dispatch(*asked)
+        if missing[0] is not CUDAGraphMode.NONE:
             reason = self._reason_against(missing)
         else:
-            dispatcher = self._wanted or self._planned or self._captured
+            dispatcher = self._wanted or self._planned
             reason = dispatcher.explain(*asked) or MissReason.NOTHING_CAPTURED
         if on_miss != "error":
             return reason

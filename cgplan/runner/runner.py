@@ -7,6 +7,7 @@ import operator
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from threading import get_ident
 from time import perf_counter_ns
 from typing import Any, Literal
@@ -30,7 +31,7 @@ from cgplan.planning.dispatcher import Modes, set_of_modes
 from cgplan.reports.layout import describe_sizes
 from cgplan.reports.records import AuditReport, CaptureReport, ReplanReport, VerifyRecord
 from cgplan.runner.launcher import Launcher
-from cgplan.runner.prepared import PreparedCall, Values, alike, on_device
+from cgplan.runner.prepared import PreparedCall, Values, alike
 from cgplan.runner.replan import Replanner
 from cgplan.runner.routing import BatchRouter, RoutedBatch
 from cgplan.runner.staging import StagedBuffers
@@ -77,6 +78,7 @@ class GraphRunner:
         self.stats = RunnerStats(graphs.plan)
         self._capture_plan = capture
         self._use = use
+        self._held = partial(use.held, name)
         self._name = name
         self._reader = BatchReader(config.tensors, config.dim_names, graphs.backend.device)
         self._num_inputs = len(self._reader.names)
@@ -115,16 +117,12 @@ class GraphRunner:
         captured = self._captured
         plan = self.plan
         self.stats.plan = plan
-        wanted = captured.wanted if captured.is_lazy else None
-        planned: Plan | None = captured.asked
-        if planned is wanted or captured.asked.keys == plan.keys:
-            planned = None
         self._router = BatchRouter(
             plan,
             self.graphs.most_tokens,
-            wanted,
+            captured.wanted if captured.is_lazy else None,
             captured.reason_against,
-            planned,
+            captured.asked,
         )
 
     def __str__(self) -> str:
@@ -208,7 +206,7 @@ class GraphRunner:
         if self._use.acquire(False):
             self._use.thread = get_ident()
         else:
-            self._use.wait(self._name)
+            self._use.take(self._name)
         try:
             stats = self.stats
             began = 0
@@ -221,6 +219,7 @@ class GraphRunner:
             flags = (uniform_decode, num_active_loras, invalid_modes)
             call = self._last
             known = False
+            key: Kind = ()
             try:
                 values: Values = self._pick(inputs)
                 if len(inputs) != self._num_inputs:
@@ -233,7 +232,7 @@ class GraphRunner:
             except _NOT_MET:
                 call = None
             if call is None:
-                call, values = self._prepare(inputs, flags)
+                call, values = self._prepare(inputs, flags, key)
             # another layout, or inference mode
             elif call is self._last and not known:
                 call.is_alike = alike(values)
@@ -267,7 +266,9 @@ class GraphRunner:
         self,
         inputs: Mapping[str, Any],
         flags: Flags,
+        key: Kind = (),
     ) -> tuple[PreparedCall, Values]:
+        """With a ``key`` the call is kept."""
         route = self.route(inputs, *flags)
         values = [inputs[name] for name in self._reader.names]
         if self._may_capture(route):
@@ -280,10 +281,9 @@ class GraphRunner:
             self._capture_for(route)
             route = self.route(inputs, *flags)
         call = self._prepared(route, values)
-        if not self._is_open(route):
+        if key and not self._is_open(route):
             call.flags = flags
             call.is_alike = alike(values)
-            key = *map(_shape, values), *map(_dtype, values), *map(_device, values), *flags
             _keep(self._calls, key, call)
         return call, values
 
@@ -472,9 +472,8 @@ class GraphRunner:
         **inputs: Tensor,
     ) -> Any:
         """What a replay must equal: the model's own code, with padding unless ``padded=False``."""
-        if tensors:
-            inputs = self._by_name(tensors, inputs)
-        with self._use.held(self._name):
+        inputs = self._by_name(tensors, inputs)
+        with self._held():
             route = self.route(inputs, uniform_decode, num_active_loras)
             graphs = self.graphs
             self._launcher.take_stream()
@@ -482,9 +481,7 @@ class GraphRunner:
             batch = route.batch
             key = route.descriptor
             if route.mode is CUDAGraphMode.NONE or not padded:
-                values = on_device(values, self.backend.device)
-                named = dict(zip(self._reader.names, values, strict=True))
-                return graphs.run_eager(route.unpadded, named)
+                return graphs.run_unpadded(route.unpadded, values)
             copier = self._copier(key.sizes)
             reqs = graphs.padded_reqs(key)
             copy = copier.prepare(batch.num_tokens, batch.num_reqs or 0, key.num_tokens, reqs)
@@ -506,9 +503,8 @@ class GraphRunner:
         """Compare a replay with the model's own code; the model's tensors are put back. Times are
         in microseconds; ``failure`` says what is wrong. Raises as a call, and DispatchMissError.
         """
-        if tensors:
-            inputs = self._by_name(tensors, inputs)
-        with self._use.held(self._name):
+        inputs = self._by_name(tensors, inputs)
+        with self._held():
             self._launcher.take_stream()
             call, values = self._prepare(inputs, (uniform_decode, num_active_loras, None))
             if call.route.mode is CUDAGraphMode.NONE:
@@ -577,18 +573,13 @@ class GraphRunner:
         """Capture the plan again, failed keys too, with the model's memory of now; outputs and
         ``input_views`` end. Raises as CaptureSession.run; then the runner is closed.
         """
-        with self._use.held(self._name):
+        with self._held():
             if self._state != "suspended":
                 self._check_open()
             captured = self._captured
             keys = captured.keys if captured.is_lazy else None
             self._free()
-            self._state = "suspended"
-            try:
-                self._open(self._capture_plan(captured.asked, keys))
-            except BaseException:
-                self._state = "closed"
-                raise
+            self._open(self._capture_plan(captured.asked, keys))
             self.stats.captures += len(self.plan.keys)
 
     def exchange(
@@ -597,7 +588,7 @@ class GraphRunner:
         evicted: Collection[Key] = (),
     ) -> None:
         """Free the graphs of some keys, and capture ``wanted`` others."""
-        with self._use.held(self._name):
+        with self._held():
             self._check_open()
             with self._changing() as keys:
                 keys.capture(captured, evicted=evicted)
@@ -613,7 +604,7 @@ class GraphRunner:
 
     def retry_failed(self) -> None:
         """Capture keys of ``report.failed`` when a batch asks for them."""
-        with self._use.held(self._name):
+        with self._held():
             self._captured.failed.clear()
             self._forget_calls()
 
@@ -640,7 +631,7 @@ class GraphRunner:
             BudgetError: the budget does not pay for a graph.
             AddressError: ``recapture`` first: memory has moved.
         """
-        with self._use.held(self._name):
+        with self._held():
             self._check_open()
             if self._forbidden:
                 raise CgplanError(
@@ -663,12 +654,12 @@ class GraphRunner:
 
     def close(self) -> None:
         """Free graphs, pools and static buffers; outputs end."""
-        with self._use.held(self._name):
+        with self._held():
             self._free()
 
     def suspend(self) -> None:
         """Free memory until ``recapture``; calls in between raise CgplanError."""
-        with self._use.held(self._name):
+        with self._held():
             if self._state != "suspended":
                 self._check_open()
                 self._free()

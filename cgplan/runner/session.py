@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
@@ -12,12 +12,12 @@ from cgplan.captures.budget import fitting
 from cgplan.captures.captured_keys import CapturedKeys, Progress
 from cgplan.captures.failures import drop_locals, explain_eager_failure
 from cgplan.captures.model_graphs import ModelGraphs
-from cgplan.captures.model_runs import BeforeKey, RealRows
+from cgplan.captures.model_runs import BeforeKey, RealRows, State
 from cgplan.captures.rank_sync import SINGLE_RANK, RankSync
 from cgplan.config import Config
 from cgplan.errors import ConfigError, PlanError
 from cgplan.graphs.ambient import random_state_kept
-from cgplan.graphs.pools import GraphPool, PoolUse
+from cgplan.graphs.pools import GraphPool, PoolUse, check_pools
 from cgplan.modes import CUDAGraphMode, Key
 from cgplan.planning import Plan, build_plan, config_hash
 from cgplan.planning.build import refuse_auto
@@ -52,13 +52,14 @@ class CaptureSession:
     pool: GraphPool | None = None
     name: str = "runner"
     together: RankSync = SINGLE_RANK
-    state: Sequence[object] | Mapping[str, object] | None = None
+    state: State = None
     before_key: BeforeKey | None = None
     began: float | None = None
     real_rows: RealRows | None = None
 
     def __post_init__(self) -> None:
         refuse_auto(self.config)
+        check_pools(self.config.compilation.pool, self.pool)
 
     def run(self) -> GraphRunner:
         """Capture all keys, or none yet with ``capture_policy: lazy``. With a budget, a lack of
@@ -165,16 +166,16 @@ def describe_split(
         compilation = config.compilation.model_copy(update={"compiler": "eager"})
         config = config.model_copy(update={"compilation": compilation})
     graphs = ModelGraphs(plan, config, model, backend or select_backend(config.device))
-    mode, smallest = piecewise[-1]
+    smallest = piecewise[-1]
     try:
         if graphs.route.splitter is not None:
             random = random_state_kept(graphs.backend.device, graphs.generators)
             with graphs.rehearsing() as rehearsal, random:
-                rehearsal.look(mode, smallest)
-                graphs.warm_up(mode, smallest)
+                rehearsal.look(smallest)
+                graphs.warm_up(smallest)
         return graphs.route.describe()
     except Exception as error:
-        failure = explain_eager_failure(error, f"{mode} {smallest}")
+        failure = explain_eager_failure(error, f"{smallest[0]} {smallest[1]}")
         drop_locals(error)
         raise failure from (error if failure is not error else error.__cause__)
     finally:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from types import TracebackType
 from typing import Any
 
@@ -14,9 +15,6 @@ from cgplan.errors import CgplanError, InputError
 from cgplan.modes import CUDAGraphMode
 from cgplan.runner.launcher import Launcher
 from cgplan.runner.prepared import PreparedCall
-
-_NO_OUTPUT = object()
-_UNREAD = object()
 
 
 class StagedBuffers(Mapping[str, Tensor]):
@@ -31,7 +29,7 @@ class StagedBuffers(Mapping[str, Tensor]):
             work, or after its graphs are gone.
     """
 
-    __slots__ = ("__weakref__", "_entered", "_launcher", "_output", "_views", "call")
+    __slots__ = ("__weakref__", "_entered", "_launcher", "_read", "_views", "call")
     __hash__ = object.__hash__
 
     def __init__(self, launcher: Launcher, call: PreparedCall) -> None:
@@ -41,7 +39,7 @@ class StagedBuffers(Mapping[str, Tensor]):
         self.call: PreparedCall | None = call
         self._views = buffers.views(batch.num_tokens, batch.num_reqs or 0)
         self._entered: Launcher | None = None  # inside the block
-        self._output: Any = _NO_OUTPUT
+        self._read: Callable[[], Any] | None = None  # once it has run
 
     def __enter__(self) -> StagedBuffers:
         launcher = self._launcher()
@@ -54,12 +52,13 @@ class StagedBuffers(Mapping[str, Tensor]):
         launcher.use.take(launcher.name)
         try:
             launcher.take_stream()
-            if call.route.mode is CUDAGraphMode.NONE:  # it resets no padding
-                self._mark_written(launcher, call)
         except BaseException:
             launcher.use.release()
             raise
-        self._output = _NO_OUTPUT
+        batch = call.route.batch
+        marks = launcher.graphs.buffers[()].marks
+        marks.extend(batch.num_tokens, batch.num_reqs or 0)
+        self._read = None
         self._entered = launcher
         return self
 
@@ -71,16 +70,12 @@ class StagedBuffers(Mapping[str, Tensor]):
     ) -> None:
         launcher = self._entered
         call = self.call
-        is_run = False
         if launcher is None or call is None:
             raise self._ended()
         try:
             if kind is None:
                 self._run(launcher, call)
-                is_run = True
         finally:
-            if not is_run:
-                self._mark_written(launcher, call)
             self._entered = None
             launcher.use.release()
         last = launcher.last_staged
@@ -93,36 +88,30 @@ class StagedBuffers(Mapping[str, Tensor]):
         if call.route.mode is CUDAGraphMode.NONE:
             values = [view.detach() for view in self._views.values()]
         launcher.launch(call, values)
-        # read on demand
-        self._output = call.output() if launcher.graphs.outputs.clone else _UNREAD
-
-    @staticmethod
-    def _mark_written(launcher: Launcher, call: PreparedCall) -> None:
-        batch = call.route.batch
-        launcher.graphs.buffers[()].marks.extend(batch.num_tokens, batch.num_reqs or 0)
+        self._read = cache(call.output)
+        if launcher.graphs.outputs.clone:
+            self._read()
 
     @property
     def output(self) -> Any:
         """Valid as a call's. Raises CgplanError before the end of the block, and after another
         batch was staged.
         """
-        if self._output is _UNREAD and self.call is not None:
-            self._output = self.call.output()
-        if self._output is _NO_OUTPUT:
+        if self._read is None:
             raise CgplanError(
                 "there is no output of these staged buffers",
                 remedy="Read it after the `with` block and before the next batch is staged.",
             )
-        return self._output
+        return self._read()
 
     def drop_output(self) -> None:
-        self._output = _NO_OUTPUT
+        self._read = None
 
     def retire(self) -> None:
         """Hold nothing of graphs that are gone."""
         self.call = None
         self._views = {}
-        self._output = _NO_OUTPUT
+        self._read = None
 
     def __getitem__(self, name: str) -> Tensor:
         if self._entered is None:

@@ -210,9 +210,9 @@ class RunnerStats:
         rows = Counter[tuple[int, int, CUDAGraphMode]]()
         for count in self.counts:
             rows[count.num_tokens, count.descriptor.num_tokens, count.mode] += count.calls
-        by_size = sorted(rows.items(), key=lambda row: row[0][:2])
         cells: list[Sequence[str]] = [COLUMNS]
-        for (tokens, padded, mode), calls in sorted(by_size, key=lambda row: -row[1]):
+        by_calls = sorted(rows.items(), key=lambda row: (-row[1], row[0][:2]))
+        for (tokens, padded, mode), calls in by_calls:
             figures = tokens, padded, padded - tokens, mode, calls
             cells.append(tuple(map(str, figures)))
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]

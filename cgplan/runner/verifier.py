@@ -32,7 +32,7 @@ from cgplan.graphs.fingerprint import Change, Fingerprint
 from cgplan.graphs.put_back import PutBack
 from cgplan.modes import BatchDescriptor, CUDAGraphMode, Key
 from cgplan.reports.records import VerifyRecord
-from cgplan.runner.prepared import NEVER, Due, PreparedCall, Values, on_device
+from cgplan.runner.prepared import NEVER, Due, PreparedCall, Values
 
 _COPIES = 4  # of the state, at one time
 _FEW = 0.25  # of the elements, where a router sends rows elsewhere
@@ -254,7 +254,7 @@ class _Comparison:
             remark = f"{wrong[0]}; the padded batch agrees, so other sizes round or draw otherwise"
         elif wrong:
             failure = str(wrong[0])
-        is_read_once = graphs.entry((route.mode, route.descriptor)) is None
+        is_read_once = graphs.entry(route.key) is None
         if remark is not None or is_read_once:
             begin.put_back()
             self._call.replay()
@@ -313,12 +313,10 @@ class _Comparison:
         graphs = self._graphs
         route = self._route
         if self._has_rows:
-            values = on_device(self._values, graphs.backend.device)
-            copies = map(Tensor.clone, values)  # the model may write there
-            named = dict(zip(graphs.config.tensors, copies, strict=True))
-            return graphs.run_eager(route.unpadded, named)
+            copies = map(Tensor.clone, self._values)  # the model may write there
+            return graphs.run_unpadded(route.unpadded, copies)
         try:
-            with graphs.in_context(route.mode, route.descriptor):
+            with graphs.in_context(route.key):
                 output = graphs.run_eager(route.descriptor, graphs.views(route.descriptor))
             return graphs.outputs.cut(output, route.batch)
         except torch.OutOfMemoryError:
@@ -330,8 +328,8 @@ class _Comparison:
     def _captured_code(self) -> Any:
         graphs = self._graphs
         route = self._route
-        with graphs.in_context(route.mode, route.descriptor):
-            output = graphs.warm_up(route.mode, route.descriptor)
+        with graphs.in_context(route.key):
+            output = graphs.warm_up(route.key)
         return graphs.outputs.cut(output, route.batch)
 
     def _unpadded_rows(self) -> dict[str, Tensor]:
@@ -451,18 +449,16 @@ class _Comparison:
         """Whether rows round otherwise where each comes twice, as by a router."""
         graphs = self._graphs
         buffers = graphs.buffers[self._route.descriptor.sizes].buffers
-        values = on_device(self._values, graphs.backend.device)
-        named = dict[str, Tensor]()
-        for name, value in zip(graphs.config.tensors, values, strict=True):
-            dim = buffers[name].row_dim
-            if dim is None:
-                named[name] = value.clone()
+        twice = list[Tensor]()
+        for value, buffer in zip(self._values, buffers.values(), strict=True):
+            if buffer.row_dim is None:
+                twice.append(value.clone())
             else:
-                named[name] = torch.cat([value, value], dim)
+                twice.append(torch.cat([value, value], buffer.row_dim))
         self.begin.put_back()
         try:
-            twice = graphs.run_eager(self._route.unpadded, named)
-            rows = graphs.outputs.cut(twice, self._route.batch)
+            output = graphs.run_unpadded(self._route.unpadded, twice)
+            rows = graphs.outputs.cut(output, self._route.batch)
         except Exception:  # the model takes no such batch
             return False
         found = differences(rows, eager.output, is_coarse=self._facts.is_coarse)

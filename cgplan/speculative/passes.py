@@ -78,36 +78,33 @@ def new_state(
 
 class _Pass:
     def __init__(
-        self, model: PagedModel, metadata: Mapping[str, Input], state: Tensor, draft_tokens: int = 0
+        self,
+        model: PagedModel,
+        metadata: Mapping[str, Input],
+        state: Tensor,
+        draft_tokens: int = 0,
     ) -> None:
         self.model = model
         self.state = state
         self.draft_tokens = draft_tokens
         self._dtypes = {name: torch_dtype(spec) for name, spec in metadata.items()}
 
-    def slots(
+    def choose(
         self,
+        ids: Tensor,
         positions: Tensor,
         tables: Tensor,
-    ) -> Tensor:
-        """Cache slot of each position [num_reqs, q], -1: no block."""
+    ) -> tuple[Tensor, Tensor]:
+        """The most probable next token after each of ``ids``, and the cache slots of their
+        positions, -1 without a block; all [num_reqs, q] int64.
+        """
         size = self.model.block_size
         columns = tables.shape[1]
         pages = positions.div(size, rounding_mode="floor")
         inside = pages.clamp(0, columns - 1)
         blocks = tables.gather(1, inside)
         has_block = (blocks >= 0) & (pages < columns)
-        slots = blocks * size + positions % size
-        return torch.where(has_block, slots, -1)
-
-    def choose(
-        self,
-        ids: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-        tables: Tensor,
-    ) -> Tensor:
-        """The most probable next token after each of ``ids``; both [num_reqs, q] int64."""
+        slots = torch.where(has_block, blocks * size + positions % size, -1)
         reqs, query_len = ids.shape
         num_tokens = reqs * query_len
         is_padding = tables[:, 0] < 0
@@ -125,8 +122,7 @@ class _Pass:
         }
         metadata = {name: made[name].to(dtype) for name, dtype in self._dtypes.items()}
         # a model's positions may end where block tables do
-        room = tables.shape[1] * self.model.block_size
-        places = positions.clamp(0, room - 1)
+        places = positions.clamp(0, columns * size - 1)
         descriptor = BatchDescriptor(
             num_tokens,
             reqs,
@@ -140,7 +136,7 @@ class _Pass:
                 f"of {self.model.vocab_size}",
                 remedy="Return logits [num_tokens, vocab_size], not hidden states.",
             )
-        return logits.argmax(-1).view(reqs, query_len)
+        return logits.argmax(-1).view(reqs, query_len), slots
 
 
 class Propose(_Pass):
@@ -153,11 +149,9 @@ class Propose(_Pass):
         positions = torch.cat((last - 1, last), 1)
         proposed = [ids[:, LAST]]
         for _ in range(self.draft_tokens):
-            slots = self.slots(positions, tables)
-            chosen = self.choose(
+            chosen, _ = self.choose(
                 ids,
                 positions,
-                slots,
                 tables,
             )
             ids = chosen[:, -1:]
@@ -182,11 +176,9 @@ class Verify(_Pass):
         context = state[:, CONTEXT, None]
         tables = state[:, BLOCKS:]
         positions = context + torch.arange(ids.shape[1], device=rows.device)
-        slots = self.slots(positions, tables)
-        chosen = self.choose(
+        chosen, slots = self.choose(
             ids,
             positions,
-            slots,
             tables,
         )
         drafts = ids[:, 1:]
