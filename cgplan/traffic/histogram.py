@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate
@@ -15,6 +16,7 @@ from cgplan.config.messages import first_problem
 from cgplan.errors import TrafficError
 from cgplan.planning import Plan
 from cgplan.planning.costs import Record
+from cgplan.units import grouped
 
 if TYPE_CHECKING:
     import numpy as np
@@ -125,9 +127,8 @@ class Traffic(Record):
                 f"{source}: no batch with a count above 0",
                 remedy="Give traffic with a batch in it.",
             )
-        histogram = tuple(sorted(total.items()))
         return cls(
-            histogram=histogram,
+            histogram=tuple(sorted(total.items())),
             source=source,
             notes=tuple(notes),
             warnings=tuple(warnings),
@@ -181,16 +182,16 @@ class Traffic(Record):
         """Batches evenly in log size, up to ``max_num_seqs`` requests of the plan, with as many
         steps of each kind (uniform or mixed, LoRA case) as there are here.
         """
-        shares: dict[tuple[bool, int], float] = {}
-        for shape, weight in self.histogram:
-            kind = shape.uniform, shape.num_active_loras
-            shares[kind] = shares.get(kind, 0.0) + weight
+        kinds = grouped(
+            ((shape.uniform, shape.num_active_loras), weight) for shape, weight in self.histogram
+        )
         q = plan.query_len
         most = max(min(plan.max_num_seqs, plan.max_num_batched_tokens // q), 1)
         sizes = range(1, most + 1)
         harmonic = sum([1 / reqs for reqs in sizes])
         counts: dict[StepShape, float] = {}
-        for (uniform, loras), weight in shares.items():
+        for (uniform, loras), weights in kinds.items():
+            weight = sum(weights)
             for reqs in sizes:
                 shape = StepShape(q * reqs, reqs, uniform, loras)
                 counts[shape] = weight / reqs / harmonic
@@ -204,7 +205,7 @@ class StepCounts:
     """
 
     def __init__(self, plan: Plan) -> None:
-        self.counts: dict[StepShape, float] = {}
+        self.counts: Counter[StepShape] = Counter()
         self._query_len = plan.query_len
         self._max_num_seqs = plan.max_num_seqs
         self._without_reqs = False
@@ -239,8 +240,7 @@ class StepCounts:
             self._without_reqs = True
         if num_active_loras is None:
             self._without_loras = True
-        shape = StepShape(num_tokens, num_reqs, uniform, num_active_loras or 0)
-        self.counts[shape] = self.counts.get(shape, 0) + count
+        self.counts[StepShape(num_tokens, num_reqs, uniform, num_active_loras or 0)] += count
 
     def notes(self) -> Iterator[str]:
         """A sentence for each field that was guessed."""
