@@ -337,8 +337,6 @@ def _keys(
     q = config.query_len
     boxes = _boxes(config, sizes)
     mixed = mode.mixed_mode()
-    decode = mode.decode_mode()
-    decodes_apart = mode.separate_routine() and decode is CUDAGraphMode.FULL
     keys: list[Key] = []
     for case in cases:
         for tokens, *others in boxes:
@@ -354,17 +352,9 @@ def _keys(
                     rest,
                 )
                 keys.append((mixed, descriptor))
-            if decodes_apart and q <= tokens <= q * seqs:
-                reqs = min(tokens // q, seqs)
-                descriptor = BatchDescriptor(
-                    tokens,
-                    reqs,
-                    True,
-                    case > 0,
-                    case,
-                    rest,
-                )
-                keys.append((decode, descriptor))
+            if mode.separate_routine() and q <= tokens <= q * seqs:
+                descriptor = BatchDescriptor(tokens, tokens // q, True, case > 0, case, rest)
+                keys.append((CUDAGraphMode.FULL, descriptor))
     return capture_order(keys)
 
 
@@ -388,7 +378,7 @@ def _v2_keys(
         )
     seqs, q = config.scheduler.max_num_seqs, query_len or config.query_len
     mixed, decode = mode.mixed_mode(), mode.decode_mode()
-    decodes_apart = mode.separate_routine() and decode is CUDAGraphMode.FULL
+    decodes_apart = mode.separate_routine()
     keys = dict[Key, None]()  # in order; two sizes may round up to the same
     for tokens, case in product(sizes, cases):
         if decodes_apart and max_query_len is not None and tokens <= q * seqs:

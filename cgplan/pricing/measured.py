@@ -72,13 +72,13 @@ def case_costs(
     """The marginal cost of each LoRA case; they do not add up, because cases share memory."""
     if plan.max_loras is None:
         return ()
-    whole = None if costs is None else costs.of(plan.keys)
+    whole = costs and costs.of(plan.keys)
     found = []
     for case in plan.lora_cases:
         rest = [key for key in plan.keys if key[1].num_active_loras != case]
         nbytes = None
         seconds = None
-        if costs is not None and whole is not None:
+        if costs and whole:
             others = costs.of(rest)
             nbytes = whole.total_bytes - others.total_bytes
             seconds = whole.seconds - others.seconds
