@@ -186,19 +186,16 @@ class Planner:
         plan: Plan,
     ) -> list[tuple[Traffic, float]]:
         """Steps to plan for; requests are simulated with the step times of ``plan``."""
-        steps = list[tuple[Traffic, float]]()
-        for source, weight in self._sources:
-            if isinstance(source, RequestTrace):
-                source = self._simulated(config, plan, source)
-            steps.append((source, weight))
-        return steps
+        return [(self._simulated(config, plan, source), each) for source, each in self._sources]
 
     def _simulated(
         self,
         config: Config,
         plan: Plan,
-        requests: RequestTrace,
+        source: Source,
     ) -> Traffic:
+        if isinstance(source, Traffic):
+            return source
         clock = step_clock(plan, self._times, apart=self._rules.get("apart", False))
         bounds = SchedulerBounds.of(
             plan,
@@ -206,7 +203,7 @@ class Planner:
             config.scheduler.mixed_batches,
             self._loads.kv_cache_tokens,
         )
-        return simulate(requests, bounds, clock)
+        return simulate(source, bounds, clock)
 
     # --- the mode ---------------------------------------------------------------------------------
 

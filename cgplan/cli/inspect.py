@@ -157,12 +157,11 @@ def origin_rows(loaded: LoadedConfig, plan: Plan) -> list[Row]:
     rows: list[Row] = []
     for row in _rows(loaded.config, "", loaded):
         found = resolved.get(row.key)
-        if found is None:
-            rows.append(row)
-        elif row.origin == "default":
-            rows.append(Row(row.key, found, "resolved"))
-        else:
-            rows.append(row._replace(value=f"{row.value} -> {found}"))
+        if found is not None and row.origin == "default":
+            row = Row(row.key, found, "resolved")
+        elif found is not None:
+            row = row._replace(value=f"{row.value} -> {found}")
+        rows.append(row)
     return rows
 
 
@@ -173,27 +172,23 @@ def _rows(
 ) -> Iterator[Row]:
     for name in type(section).model_fields:
         value = getattr(section, name)
-        key = f"{prefix}{name}"
-        if isinstance(value, BaseModel):
-            yield from _rows(value, f"{key}.", loaded)
-        elif isinstance(value, dict) and value:
-            for item, inner in value.items():
-                path = f"{key}.{item}"
-                if isinstance(inner, BaseModel):
-                    yield from _rows(inner, f"{path}.", loaded)
-                else:
-                    yield Row(
-                        path,
-                        _text(inner),
-                        loaded.origin(path),
-                    )
-        else:
-            is_given = name in section.model_fields_set
-            yield Row(
-                key,
-                _text(value),
-                loaded.origin(key) if is_given else "default",
-            )
+        is_given = name in section.model_fields_set
+        parts = {f"{prefix}{name}": value}
+        if isinstance(value, dict) and value:
+            parts = {f"{prefix}{name}.{item}": inner for item, inner in value.items()}
+        for key, inner in parts.items():
+            if isinstance(inner, BaseModel):
+                yield from _rows(
+                    inner,
+                    f"{key}.",
+                    loaded,
+                )
+            else:
+                yield Row(
+                    key,
+                    _text(inner),
+                    loaded.origin(key) if is_given else "default",
+                )
 
 
 def _text(value: Any) -> str:
