@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from pydantic import ValidationError
 
@@ -103,8 +103,9 @@ class Traffic(Record):
         source: str,
         notes: Iterable[str] = (),
         warnings: Iterable[str] = (),
+        **others: Any,
     ) -> Traffic:
-        """Traffic from counts; those of equal shapes are added up.
+        """Traffic from counts, and other attributes; counts of equal shapes are added up.
 
         Raises TrafficError if all counts are 0, one is negative or not finite, or a shape is
         impossible.
@@ -132,6 +133,7 @@ class Traffic(Record):
             source=source,
             notes=tuple(notes),
             warnings=tuple(warnings),
+            **others,
         )
 
     @classmethod
@@ -175,8 +177,7 @@ class Traffic(Record):
             notes |= dict.fromkeys(part.notes)
             warnings |= dict.fromkeys(part.warnings)
         source = " and ".join(part.source for part, _ in parts)
-        made = cls.of(counts, source, notes, warnings)
-        return made.model_copy(update={"apart": parts[0][0].apart})
+        return cls.of(counts, source, notes, warnings, apart=parts[0][0].apart)
 
     def unseen(self, plan: Plan) -> Traffic:
         """Batches evenly in log size, up to ``max_num_seqs`` requests of the plan, with as many
@@ -195,8 +196,8 @@ class Traffic(Record):
             for reqs in sizes:
                 shape = StepShape(q * reqs, reqs, uniform, loras)
                 counts[shape] = weight / reqs / harmonic
-        made = Traffic.of(counts, f"batches of 1 to {most} requests, evenly in log size")
-        return made.model_copy(update={"apart": self.apart})
+        source = f"batches of 1 to {most} requests, evenly in log size"
+        return Traffic.of(counts, source, apart=self.apart)
 
 
 class StepCounts:

@@ -204,13 +204,14 @@ def simulate(trace: RequestTrace, bounds: SchedulerBounds, step_time: StepTime) 
             f"a decode step advances each request by {server.tokens_a_step:g} of "
             f"{bounds.query_len} tokens"
         )
-    traffic = Traffic.of(
+    service = server.service(lasted)
+    return Traffic.of(
         counts,
         trace.source,
         notes,
         queue.overload(),
+        service=service,
     )
-    return traffic.model_copy(update={"service": server.service(lasted)})
 
 
 def _nanoseconds(request: Request) -> int:

@@ -286,16 +286,17 @@ class StepTimes(Record):
             raise StepTimeError(
                 f"{path}: a log of vLLM with {problem}", remedy="Give the log from its first line."
             )
-        runs: list[Run] = []
         if '"median_itl_ms"' in text:
-            for _, row in SERVED.read_text(text, path):
-                microseconds = row.median_itl_ms * 1e3
-                runs.append((row.mode, 0, row.max_concurrency, microseconds))
-            return cls.measured(_longest(runs), f"vllm bench serve, {path}", [_OF_SERVING])
+            served = [
+                (row.mode, 0, row.max_concurrency, row.median_itl_ms * 1e3)
+                for _, row in SERVED.read_text(text, path)
+            ]
+            return cls.measured(_longest(served), f"vllm bench serve, {path}", [_OF_SERVING])
         if not text.lstrip().startswith(("{", "[")):
-            for _, line in TABLE.read_text(text, path):
-                case = line.num_active_loras
-                runs.append((line.mode, case, line.num_tokens, line.microseconds))
+            runs = [
+                (line.mode, line.num_active_loras, line.num_tokens, line.microseconds)
+                for _, line in TABLE.read_text(text, path)
+            ]
             if not runs:
                 raise StepTimeError(f"{path}: no row of step times", remedy=REMEDY)
             return cls.measured(_longest(runs), str(path))
