@@ -204,10 +204,9 @@ def _fitted(
         except PlanMismatchError as error:
             raise PlanMismatchError(f"{path}: {error.message}", remedy=error.remedy) from None
         for setting in unused_settings(plan, config):
-            notes.append(
-                f"{path} decides {setting.name}; the value in the configuration is not used"
-            )
-        old = _limits(plan.budget or {})
+            unused = "the value in the configuration is not used"
+            notes.append(f"{path} decides {setting.name}; {unused}")
+        old = _limits(plan.budget)
         new = _limits(budget_of(config))
         if old and old != new:
             present = "the configuration has none"

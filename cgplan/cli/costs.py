@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from cgplan.cli.output import note, prints_aside
 from cgplan.config import Config, LoadedConfig
@@ -32,6 +33,11 @@ class Priced(NamedTuple):
     machine: Machine | None = None  # of the measurement, with a GPU
     failed: Mapping[Key, str] = MappingProxyType({})  # keys of the report without a graph, and why
 
+    def plan_of(self, plan: Plan) -> Plan:
+        """The plan with the cost of its graphs."""
+        predicted = None if self.costs is None else self.costs.of(plan.keys)
+        return plan.model_copy(update={"predicted": predicted, "machine": self.machine})
+
 
 def costs_of(loaded: LoadedConfig, given: str | None) -> Priced:
     """Costs by ``estimate`` or ``measure``, or from a capture report or vLLM's log."""
@@ -56,11 +62,7 @@ def costs_of(loaded: LoadedConfig, given: str | None) -> Priced:
     notes = tuple(about(f"the costs of {given}", report.plan, environment, loaded.config))
     costs = MeasuredCosts.from_report(report, loaded.config, notes)
     _check_modes(report, given, loaded.config)
-    return Priced(
-        costs,
-        machine,
-        uncapturable(report.failed),
-    )
+    return Priced(costs, machine, uncapturable(report.failed))
 
 
 def about(
@@ -87,10 +89,9 @@ def _check_modes(
     told = {record.mode for record in report.records}
     told.update(mode for mode, _ in uncapturable(report.failed))
     # others stand in where a capture of that mode has no such graph: a budget, lazy captures
-    has_mode = report.plan.mode.has_mode
-    missing = {str(mode) for mode, _ in plan.keys if not (mode in told or has_mode(mode))}
+    missing = {mode for mode, _ in plan.keys if not report.plan.mode.has_mode(mode)} - told
     if missing:
-        lacking = " and ".join(sorted(missing))
+        lacking = " and ".join(sorted(map(str, missing)))
         had = " and ".join(sorted({str(record.mode) for record in report.records}))
         raise ReportError(
             f"{path} has no costs of {lacking} graphs: its graphs are {had}, and the configuration "
@@ -123,9 +124,14 @@ def _estimated(loaded: LoadedConfig) -> GraphCosts:
     from cgplan.measure.estimate import estimate, fake_tensors
     from cgplan.models.loading import load_model
 
-    def build() -> Callable[..., Any]:
-        device = torch.device("cpu")
-        return load_model(target, kwargs, device=device, base_dir=loaded.base_dir)
+    cpu = torch.device("cpu")
+    build = partial(
+        load_model,
+        target,
+        kwargs,
+        device=cpu,
+        base_dir=loaded.base_dir,
+    )
 
     config = loaded.config
     plan = build_plan(config)

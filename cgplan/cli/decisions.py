@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cgplan.cli.costs import Priced
@@ -109,11 +110,11 @@ class Planner:
         if self._loads.slo:
             plan, miss = self._within_slo(config, plan)
             goals = ", ".join(map(str, self._loads.slo))
+            said = f"is missed with each number of graphs tried: {miss.text}"
             if miss.holds:
                 graphs = counted(len(plan.keys), "graph")
-                notes.append(f"SLO {goals} holds with {graphs}, the fewest of those tried")
-            else:
-                notes.append(f"SLO {goals} is missed with each number of graphs tried: {miss.text}")
+                said = f"holds with {graphs}, the fewest of those tried"
+            notes.append(f"SLO {goals} {said}")
         return self._with_service(asked, plan, notes, miss)
 
     # --- one plan ---------------------------------------------------------------------------------
@@ -143,31 +144,17 @@ class Planner:
 
     def _plan(self, config: Config) -> Plan:
         loads = self._loads
-        insurance = INSURANCE if loads.insurance is None else loads.insurance
         options: dict[str, Any] = {
-            "insurance": insurance,
+            "insurance": INSURANCE if loads.insurance is None else loads.insurance,
             "worst": loads.objective is Objective.worst,
             **self._rules,
         }
-        priced = self._priced
-        known = self._times, priced.costs, priced.failed
+        known = self._times, self._priced.costs, self._priced.failed
         steps = self.steps(config, build_plan(config))
-        if any(isinstance(source, RequestTrace) for source, _ in self._sources):
-            # the times of steps change the batches of requests
-            chosen = choose(
-                config,
-                steps,
-                *known,
-                **options,
-            )
+        if self._requests:  # the times of steps change their batches
+            chosen = choose(config, steps, *known, **options)
             steps = self.steps(config, chosen.plan)
-        proposal = propose(
-            config,
-            steps,
-            *known,
-            **options,
-        )
-        return proposal.plan
+        return propose(config, steps, *known, **options).plan
 
     def _as_engine_captures(
         self,
@@ -184,14 +171,13 @@ class Planner:
             max_cudagraph_capture_size=None,
         )
         built = build_plan(sizes)
-        costs = self._priced.costs
-        found = {
+        found: dict[str, Any] = {
             "draft_prefill_keys": built.draft_prefill_keys,
             "draft_decode_keys": built.draft_decode_keys,
         }
         if set(built.keys) != set(plan.keys) and self._rules["one_list"]:
-            predicted = costs and costs.of(built.keys)
-            return plan.model_copy(update={**found, "keys": built.keys, "predicted": predicted})
+            costs = self._priced.costs
+            found |= {"keys": built.keys, "predicted": costs and costs.of(built.keys)}
         return plan.model_copy(update=found)
 
     def steps(
@@ -200,31 +186,24 @@ class Planner:
         plan: Plan,
     ) -> list[tuple[Traffic, float]]:
         """Steps to plan for; requests are simulated with the step times of ``plan``."""
-        steps = list[tuple[Traffic, float]]()
-        for source, weight in self._sources:
-            if isinstance(source, RequestTrace):
-                source = self._simulated(config, plan, source)
-            steps.append((source, weight))
-        return steps
+        return [(self._simulated(config, plan, source), each) for source, each in self._sources]
 
     def _simulated(
         self,
         config: Config,
         plan: Plan,
-        requests: RequestTrace,
+        source: Source,
     ) -> Traffic:
-        clock = step_clock(
-            plan,
-            self._times,
-            apart=self._rules.get("apart", False),
-        )
+        if isinstance(source, Traffic):
+            return source
+        clock = step_clock(plan, self._times, apart=self._rules.get("apart", False))
         bounds = SchedulerBounds.of(
             plan,
             config.speculative.accepted_tokens,
             config.scheduler.mixed_batches,
             self._loads.kv_cache_tokens,
         )
-        return simulate(requests, bounds, clock)
+        return simulate(source, bounds, clock)
 
     # --- the mode ---------------------------------------------------------------------------------
 
@@ -247,20 +226,18 @@ class Planner:
         alike = [pair for pair in found if _expected(pair[1]) <= least * (1 + ALIKE)]
         chosen, best = min(alike, key=lambda pair: pair[1].num_graphs)
         notes = list[str]()
-        for _, plan in found:
-            if plan is best:
-                continue
-            longer = _expected(plan) / _expected(best) - 1
-            step = format_microseconds(_expected(plan))
-            graphs = counted(plan.num_graphs, "graph")
-            notes.append(f"mode {plan.mode}: {graphs}, {step} a step ({longer:+.2%})")
         if best is not asked:
-            notes.insert(
-                0,
+            notes.append(
                 f"mode {best.mode}, not {asked.mode}: "
                 f"{counted(len(best.keys), 'graph')} instead of {len(asked.keys)}, steps "
-                f"{_expected(best) / _expected(asked) - 1:+.2%}; --mode keep forbids it",
+                f"{_expected(best) / _expected(asked) - 1:+.2%}; --mode keep forbids it"
             )
+        for _, plan in found:
+            if plan is not best:
+                longer = _expected(plan) / _expected(best) - 1
+                step = format_microseconds(_expected(plan))
+                graphs = counted(plan.num_graphs, "graph")
+                notes.append(f"mode {plan.mode}: {graphs}, {step} a step ({longer:+.2%})")
         return chosen, best, notes
 
     # --- what requests get ------------------------------------------------------------------------
@@ -269,12 +246,12 @@ class Planner:
         if not self._loads.slo:
             return
         for source, _ in self._sources:
-            if isinstance(source, RequestTrace):
-                continue
-            raise TrafficError(
-                f"an SLO is about requests, and a load counts steps: {source.source}",
-                remedy="Give --traffic FILE with requests: arrivals, prompts, generated tokens.",
-            )
+            if isinstance(source, Traffic):
+                raise TrafficError(
+                    f"an SLO is about requests, and a load counts steps: {source.source}",
+                    remedy="Give --traffic FILE with requests: arrivals, prompts, generated "
+                    "tokens.",
+                )
         if self._loads.step_times is None:
             raise StepTimeError(
                 "an SLO needs the step times of your model, and the default ones are of another",
@@ -292,31 +269,23 @@ class Planner:
         assert service is not None
         return service
 
-    def _miss(
-        self,
-        config: Config,
-        plan: Plan,
-        requests: RequestTrace,
-    ) -> Miss:
-        """The goal of the SLO that a load misses most, or holds most narrowly."""
-        service = self._service(config, plan, requests)
-        found = [Miss(-1.0, "no request has these times", requests, service)]
-        for goal in self._loads.slo or ():
-            time = goal.of(service)
-            if time is not None:
-                wanted = format_microseconds(goal.microseconds)
-                text = f"{goal.name} is {format_microseconds(time)}, {wanted} are asked for"
-                found.append(Miss(time / goal.microseconds - 1, text, requests, service))
-        return max(found, key=lambda miss: miss.share)
-
     def _worst_miss(
         self,
         config: Config,
         plan: Plan,
     ) -> Miss:
-        """The same of all loads, each of which has to hold the SLO."""
-        misses = [self._miss(config, plan, requests) for requests in self._requests]
-        return max(misses, key=lambda miss: miss.share)
+        """Of all loads the goal of the SLO that is missed most, or held most narrowly."""
+        found = list[Miss]()
+        for requests in self._requests:
+            service = self._service(config, plan, requests)
+            found.append(Miss(-1.0, "no request has these times", requests, service))
+            for goal in self._loads.slo or ():
+                time = goal.of(service)
+                if time is not None:
+                    wanted = format_microseconds(goal.microseconds)
+                    text = f"{goal.name} is {format_microseconds(time)}, {wanted} are asked for"
+                    found.append(Miss(time / goal.microseconds - 1, text, requests, service))
+        return max(found, key=attrgetter("share"))
 
     def _within_slo(
         self,
@@ -326,8 +295,7 @@ class Planner:
         """The plan with the fewest graphs of those tried that hold the SLO: none, and then by
         halving. If none does, the plan as it is, or one that comes notably nearer.
         """
-        eager = with_values(config, "compilation", cudagraph_mode=CUDAGraphMode.NONE)
-        without = self._plan(eager)
+        without = self._plan(_eager(config))
         first = self._worst_miss(config, plan)
         found = [(plan, first)]
 
@@ -343,8 +311,7 @@ class Planner:
                 return False
 
         if holds(without):
-            _, miss = found[-1]
-            return without.model_copy(update={"budget": plan.budget}), miss
+            return without.model_copy(update={"budget": plan.budget}), found[-1][1]
         most = config.budget.max_graphs or MOST
         if not first.holds and not holds_with(most):
             other, nearest = min(found, key=lambda pair: pair[1].share)
@@ -373,7 +340,6 @@ class Planner:
         """The plan with what requests get by it, by the ladder and mode that ``config`` asks for,
         and without graphs.
         """
-        evidence = dict(plan.evidence or {})
         points = [point.model_dump(mode="json") for point in self._points(config, plan, miss)]
         if miss is not None and len(self._requests) > 1:
             notes.append(f"of {len(self._requests)} loads {miss.requests.source}: {miss.text}")
@@ -383,10 +349,12 @@ class Planner:
                 f"vLLM captures {counted(len(plan.draft_keys), 'graph')} of the draft model "
                 "besides; max_graphs counts them, costs and step times do not"
             )
-        evidence["service"] = points
-        evidence["slo_missed"] = None if miss is None or miss.holds else miss.text
-        evidence["decisions"] = notes
-        return plan.model_copy(update={"evidence": evidence})
+        decided = {
+            "service": points,
+            "slo_missed": None if miss is None or miss.holds else miss.text,
+            "decisions": notes,
+        }
+        return plan.model_copy(update={"evidence": {**(plan.evidence or {}), **decided}})
 
     def _points(
         self,
@@ -403,8 +371,7 @@ class Planner:
         else:
             return
         yield ServicePoint(name="plan", graphs=len(plan.keys), service=service)
-        eager = with_values(config, "compilation", cudagraph_mode=CUDAGraphMode.NONE)
-        others = {"asked for": build_plan(config), "eager": build_plan(eager)}
+        others = {"asked for": build_plan(config), "eager": build_plan(_eager(config))}
         for name, other in others.items():
             service = self._service(config, other, requests)
             yield ServicePoint(name=name, graphs=len(other.keys), service=service)
@@ -430,6 +397,10 @@ class Planner:
         if self._loads.kv_cache_tokens:
             text += f", {saved // each / self._loads.kv_cache_tokens:.1%} more"
         yield text
+
+
+def _eager(config: Config) -> Config:
+    return with_values(config, "compilation", cudagraph_mode=CUDAGraphMode.NONE)
 
 
 def _expected(plan: Plan) -> float:

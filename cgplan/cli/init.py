@@ -127,34 +127,34 @@ def _guess(
     layer: nn.Module | None = None,
 ) -> InputGuess:
     name = argument.name
-    required = argument.required
     kind = f"{path} is a {type(layer).__name__}"
     dtype = "float32"
     shape: tuple[int | str, ...] = ("num_tokens",)
+    pad = 0
+    example: tuple[int, int] | None = None
     if layer is not None:
         weights = next(layer.parameters(), None)
         dtype = dtype if weights is None else str(weights.dtype).removeprefix("torch.")
     if isinstance(layer, nn.Embedding):
         rows = layer.num_embeddings
+        dtype = "int64"
         reason = f"{path} is an Embedding of {rows} rows, one index a row of the batch"
         pad = layer.padding_idx or 0
-        return InputGuess(
-            name,
-            required,
-            shape,
-            "int64",
-            reason,
-            pad,
-            (0, rows),
-        )
-    if isinstance(layer, nn.Linear):
+        example = (0, rows)
+    elif isinstance(layer, nn.Linear):
         shape = (*shape, layer.in_features)
         reason = f"{kind} with in_features {layer.in_features}"
     elif isinstance(layer, nn.LayerNorm):
         shape = (*shape, *layer.normalized_shape)
         reason = f"{kind} over {list(layer.normalized_shape)}"
     elif layer is not None:
-        channels = int(getattr(layer, "in_channels", 1))
+        channels = int(
+            getattr(
+                layer,
+                "in_channels",
+                1,
+            )
+        )
         sides = [_IMAGE_SIDE] * _CONVOLUTIONS[type(layer)]
         shape = (*shape, channels, *sides)
         reason = f"{kind} with in_channels {channels}; the {_IMAGE_SIDE} is only usual"
@@ -170,8 +170,10 @@ def _guess(
         reason = "nothing in the code told it; correct it"
     return InputGuess(
         name,
-        required,
+        argument.required,
         shape,
         dtype,
         reason,
+        pad,
+        example,
     )

@@ -53,19 +53,15 @@ def inspect_config(request: InspectRequest) -> None:
     if request.costs is not None:
         from cgplan.cli.costs import costs_of
 
-        costs, machine, _ = costs_of(loaded, request.costs)
-        if costs:
-            priced = {"predicted": costs.of(plan.keys), "machine": machine}
-            plan = plan.model_copy(update=priced)
+        priced = costs_of(loaded, request.costs)
+        costs = priced.costs
+        plan = priced.plan_of(plan)
     if request.as_json:
-        if costs:
-            for text in costs.notes:
-                note(f"note: {text}")
+        for text in costs.notes if costs else ():
+            note(f"note: {text}")
         typer.echo(plan.model_dump_json(indent=2))
         return
-    parts = [render(plan)]
-    if plan.predicted and plan.keys:
-        parts.append(lane_table(plan))
+    parts = [render(plan), lane_table(plan)]
     if plan.max_loras is not None and plan.keys:
         from cgplan.pricing.measured import case_costs
 
@@ -96,7 +92,12 @@ def _split_of(loaded: LoadedConfig) -> RenderableType:
 
     with prints_aside():
         backend = select_backend(loaded.config.device)
-        model = load_model(target, kwargs, device=backend.device, base_dir=loaded.base_dir)
+        model = load_model(
+            target,
+            kwargs,
+            device=backend.device,
+            base_dir=loaded.base_dir,
+        )
         found = describe_split(model, loaded.config, backend)
     if found is None:
         return facts("Split", [("pieces", "none: no PIECEWISE graph is planned")])
@@ -110,11 +111,8 @@ def inspect_vllm(read: VllmConfig, *, as_json: bool) -> None:
     if as_json:
         typer.echo(plan.model_dump_json(indent=2))
         return
-    rows = [
-        row
-        for row in origin_rows(read.loaded, plan)
-        if row.origin != "default" and row.key != "report.sizes"
-    ]
+    rows = [row for row in origin_rows(read.loaded, plan) if row.origin != "default"]
+    rows = [row for row in rows if row.key != "report.sizes"]
     show(render(plan), titled("vLLM's configuration", _key_table(rows)))
 
 
@@ -141,7 +139,7 @@ def check_vllm(read: VllmConfig, file: Path | None) -> None:
     drafts = len(plan.draft_keys)
     draft = f" ({drafts} of them of the draft model)" if drafts else ""
     head = (
-        f"vLLM captures {counted(len(plan.keys) + drafts, 'graph')}{draft} in mode {plan.mode}, "
+        f"vLLM captures {counted(plan.num_graphs, 'graph')}{draft} in mode {plan.mode}, "
         f"sizes in tokens: {describe_sizes(plan.capture_sizes)}"
     )
     typer.echo(wrapped("\n".join((head, *describe_batches(plan), *said))))
@@ -159,12 +157,11 @@ def origin_rows(loaded: LoadedConfig, plan: Plan) -> list[Row]:
     rows: list[Row] = []
     for row in _rows(loaded.config, "", loaded):
         found = resolved.get(row.key)
-        if found is None:
-            rows.append(row)
-        elif row.origin == "default":
-            rows.append(Row(row.key, found, "resolved"))
-        else:
-            rows.append(row._replace(value=f"{row.value} -> {found}"))
+        if found is not None and row.origin == "default":
+            row = Row(row.key, found, "resolved")
+        elif found is not None:
+            row = row._replace(value=f"{row.value} -> {found}")
+        rows.append(row)
     return rows
 
 
@@ -175,28 +172,23 @@ def _rows(
 ) -> Iterator[Row]:
     for name in type(section).model_fields:
         value = getattr(section, name)
-        key = f"{prefix}{name}"
-        if isinstance(value, BaseModel):
-            yield from _rows(value, f"{key}.", loaded)
-        elif isinstance(value, dict) and value:
-            for item, inner in value.items():
-                path = f"{key}.{item}"
-                if isinstance(inner, BaseModel):
-                    yield from _rows(inner, f"{path}.", loaded)
-                else:
-                    yield Row(
-                        path,
-                        _text(inner),
-                        loaded.origin(path),
-                    )
-        else:
-            is_given = name in section.model_fields_set
-            origin = loaded.origin(key) if is_given else "default"
-            yield Row(
-                key,
-                _text(value),
-                origin,
-            )
+        is_given = name in section.model_fields_set
+        parts = {f"{prefix}{name}": value}
+        if isinstance(value, dict) and value:
+            parts = {f"{prefix}{name}.{item}": inner for item, inner in value.items()}
+        for key, inner in parts.items():
+            if isinstance(inner, BaseModel):
+                yield from _rows(
+                    inner,
+                    f"{key}.",
+                    loaded,
+                )
+            else:
+                yield Row(
+                    key,
+                    _text(inner),
+                    loaded.origin(key) if is_given else "default",
+                )
 
 
 def _text(value: Any) -> str:

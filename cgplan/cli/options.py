@@ -142,9 +142,8 @@ def share(text: str) -> float:
 
 def goal(text: str) -> Goal:
     """``tpot_p99=30ms``."""
-    found = re.fullmatch(r"(\w+)=([0-9]+(?:\.[0-9]+)?)(us|ms|s)", text)
-    is_goal = found is not None and found[1] in GOALS
-    if found is None or not is_goal or float(found[2]) <= 0:
+    found = re.fullmatch(rf"({'|'.join(GOALS)})=([0-9]+(?:\.[0-9]+)?)(us|ms|s)", text)
+    if found is None or float(found[2]) <= 0:
         raise BadParameter(
             f"{text!r} is no SLO: write tpot_p99=30ms, with one of {', '.join(GOALS)}"
         )
@@ -264,12 +263,7 @@ class Request(Given):
             )
         if is_first_rank():
             check_outputs((self.output, self.trace, self.html), (path, self.plan))
-        return Prepared(
-            loaded,
-            plan,
-            target,
-            kwargs,
-        )
+        return Prepared(loaded, plan, target, kwargs)
 
 
 @dataclass

@@ -36,14 +36,15 @@ def note(text: str) -> None:
     typer.echo(wrapped(plain), err=True)
 
 
-def show(*renderables: RenderableType) -> None:
-    """Print tables: in the terminal's width and colours, or as plain text."""
+def show(*tables: RenderableType | None) -> None:
+    """Print tables: in the terminal's width and colours, or as plain text. None is left out."""
     from rich.console import Console
 
     from cgplan.reports.layout import TEXT_WIDTH, plain_text
 
     width = get_terminal_size((TEXT_WIDTH, 0)).columns
     console = Console()
+    renderables = [table for table in tables if table is not None]
     for index, renderable in enumerate(renderables):
         if index:
             typer.echo()
@@ -61,27 +62,27 @@ def publish(
     html: Path | None = None,
     shown: RenderableType | None = None,
 ) -> None:
-    """Save a report as JSON and as HTML, and show it, or ``shown``, even if it cannot be saved."""
-    from cgplan.reports import render
+    """Save a report as JSON and as HTML, and show it, or ``shown``, even if it cannot be saved.
 
-    text = report.model_dump_json(indent=2) + "\n"
+    ``shown`` is printed as it is, if it is text.
+    """
+    from cgplan.reports import render, render_text
+
+    text = report.model_dump_json(indent=2)
     try:
         if output:
-            save(output, text)
+            save(output, f"{text}\n")
         if html:
-            save_html(html, report)
+            from cgplan.reports.html import html_of, page_of
+
+            save(html, html_of(page_of(report), render_text(report)))
     finally:
         if as_json:
-            typer.echo(text, nl=False)
+            shown = text
+        if isinstance(shown, str):
+            typer.echo(shown)
         else:
             show(shown or render(report))
-
-
-def save_html(path: Path, report: Report) -> None:
-    from cgplan.reports import render_text
-    from cgplan.reports.html import html_of, page_of
-
-    save(path, html_of(page_of(report), render_text(report)))
 
 
 def check_outputs(outputs: Iterable[Path | None], inputs: Iterable[Path | str | None]) -> None:
@@ -150,9 +151,8 @@ def failures_reported(show_traceback: bool) -> Iterator[None]:
             )
             error = ModelError(message, remedy="Raise another error there.")
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-            error = OutputPathError(
-                f"cannot write the output: {error.strerror}", remedy="Make room there."
-            )
+            problem = f"cannot write the output: {error.strerror}"
+            error = OutputPathError(problem, remedy="Make room there.")
         if isinstance(error, CgplanError):
             message = f"error: {error}\n  more: {section_of(type(error))}"
             exit_code = error.exit_code

@@ -9,16 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
 from cgplan.cli.costs import Priced, about, costs_of
 from cgplan.cli.options import Loads, ModeChoice, Objective, PlanRequest
 from cgplan.cli.output import (
     check_outputs,
     note,
     publish,
-    save,
-    save_html,
 )
 from cgplan.config import (
     BudgetConfig,
@@ -61,7 +57,10 @@ if TYPE_CHECKING:
 def run_plan(
     request: PlanRequest, settings: Sequence[str | Override], loads: Loads, vllm: VllmConfig | None
 ) -> None:
-    """Make a plan of the request, or of vLLM's configuration, and show it."""
+    """Make a plan of the request, or of vLLM's configuration, and show it.
+
+    Raises RegretError where no plan holds the SLO.
+    """
     engine: Engine | None = None if request.emit is None else request.emit.value
     path = request.path if vllm is None else None
     loaded = read_config(request.path, settings) if vllm is None else vllm.loaded
@@ -89,27 +88,15 @@ def run_plan(
     if vllm:
         plan = plan.model_copy(update={"notes": (*vllm.notes, *plan.notes)})
     if engine or request.as_json:
-        remarks = [f"{label}: {text}" for label, text in said(plan)]
-        for line in dict.fromkeys((*announcements(plan), *remarks)):
+        told = [f"{label}: {text}" for label, text in said(plan)]
+        for line in dict.fromkeys((*announcements(plan), *told)):
             note(line)
-    if not engine:
-        shown = None if request.verbose else brief(plan)
-        publish(plan, request.output, as_json=request.as_json, html=request.html, shown=shown)
-        _refuse_missed(plan)
-        return
-    if request.output:
-        save(request.output, plan.model_dump_json(indent=2) + "\n")
-    if request.html:
-        save_html(request.html, plan)
-    emission = emit(plan, engine)
-    for line in emission.notes:
-        note(f"note: {line}")
-    typer.echo(emission.text)
-    _refuse_missed(plan)
-
-
-def _refuse_missed(plan: Plan) -> None:
-    """Raise RegretError where no plan holds the SLO."""
+    shown = None if request.verbose else brief(plan)
+    if engine:
+        shown, remarks = emit(plan, engine)
+        for line in remarks:
+            note(f"note: {line}")
+    publish(plan, request.output, as_json=request.as_json, html=request.html, shown=shown)
     missed = (plan.evidence or {}).get("slo_missed")
     if missed is not None:
         raise RegretError(
@@ -145,18 +132,11 @@ def run_check(
     sources = _sources(config, loads, plan)
     from cgplan.cli.decisions import Planner  # numpy from here on
 
-    planner = Planner(
-        loads,
-        times,
-        Priced(None),
-        sources,
-        rules,
-    )
-    steps = planner.steps(config, plan)
+    planner = Planner(loads, times, Priced(None), sources, rules)
     check = _checked(
         plan,
         config,
-        steps,
+        planner.steps(config, plan),
         times,
         rules,
     )
@@ -181,14 +161,10 @@ def announcements(plan: Plan) -> Iterator[str]:
 
 def _check_loads(config: Config, loads: Loads) -> None:
     """Raise ConfigError for options that the traffic does not fit."""
-    is_changed = not loads.is_recorded or loads.step_times is not None
-    if not loads.files and not config.traffic and is_changed:
-        raise ConfigError(
-            "--speedup, --scale, --replicas, --weights, --objective, --insurance and --step-times "
-            "are about traffic, and there is none",
-            remedy="Give --traffic FILE, or a `traffic` section in the configuration.",
-        )
     given = {
+        "--speedup, --scale, --replicas, --weights, --objective, --insurance and --step-times": (
+            not loads.is_recorded or loads.step_times
+        ),
         "--slo": loads.slo,
         "--mode best": loads.mode is ModeChoice.best,
         "--kv-cache-tokens": loads.kv_cache_tokens,
@@ -262,23 +238,19 @@ def _by_ladder(
 ) -> Plan:
     from cgplan.optimizer.lint import lint_without_traffic  # numpy from here on
 
-    plan = within_count(build_plan(config), config, one_list=one_list)
-    predicted = None if priced.costs is None else priced.costs.of(plan.keys)
-    plan = plan.model_copy(update={"predicted": predicted, "machine": priced.machine})
+    plan = priced.plan_of(within_count(build_plan(config), config, one_list=one_list))
     note = (
         "there is no traffic to plan for, so nothing was optimised: these are the sizes of the "
         f"configuration ({plan.sizes_source}). To have them chosen, give --traffic FILE"
     )
-    lint = list(lint_without_traffic(plan))
-    limits = [
-        f"budget.{name}" for name in ("memory", "capture_time") if name in (plan.budget or {})
-    ]
+    lint: list[str] = []
+    limits = [f"budget.{name}" for name in ("memory", "capture_time") if name in plan.budget]
     if limits:
-        lint.insert(
-            0,
+        lint.append(
             f"{' and '.join(limits)} did not bound this plan: without traffic memory and time "
-            "bound the capture alone",
+            "bound the capture alone"
         )
+    lint += lint_without_traffic(plan)
     return plan.model_copy(update={"notes": (note, *plan.notes), "lint": tuple(lint)})
 
 
@@ -320,15 +292,14 @@ def _for_traffic(
     sources = _sources(config, loads, build_plan(config))
     if loads.mode is None and loads.step_times and rules["one_list"]:
         loads.mode = ModeChoice.best
-    planner = Planner(
+    plan = Planner(
         loads,
         times,
         priced,
         sources,
         rules,
         engine,
-    )
-    plan = planner.decide(config)
+    ).decide(config)
     return plan.model_copy(update={"machine": priced.machine})
 
 
@@ -408,11 +379,7 @@ def _checked(
     from cgplan.traffic.histogram import Traffic
 
     traffic = Traffic.mixed(loads).model_copy(update={"apart": rules.get("apart", False)})
-    run = Run(
-        plan.keys,
-        traffic,
-        times,
-    )
+    run = Run(plan.keys, traffic, times)
     graphs = len(plan.keys)
     uses = [
         SizeUse(

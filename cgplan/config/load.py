@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -151,10 +152,16 @@ def read_config(
     origins = {}
     for key, line in lines.items():
         if all(isinstance(part, str) for part in key):  # a list is one value
-            dotted = ".".join(map(str, key))
-            origins[dotted] = f"{path.name}:{line}"
+            origins[".".join(map(str, key))] = f"{path.name}:{line}"
     base_dir = path.resolve().parent
-    return loaded_config(data, str(path), overrides, origins, base_dir, lines)
+    return loaded_config(
+        data,
+        str(path),
+        overrides,
+        origins,
+        base_dir,
+        lines,
+    )
 
 
 def loaded_config(
@@ -178,12 +185,18 @@ def loaded_config(
         config = Config.model_validate(data)
     except ValidationError as error:
         others = {key: at for key, at in found.items() if at != source}
-        raise explain(error, data, source, Config, lines, others) from None
+        raise explain(
+            error,
+            data,
+            source,
+            Config,
+            lines,
+            others,
+        ) from None
     branches: set[str] = set()
     for key in found:
-        while key:
-            key = key.rpartition(".")[0]
-            branches.add(key)
+        parts = key.split(".")[:-1]
+        branches.update(accumulate(parts, "{}.{}".format))
     leaves = {key: at for key, at in found.items() if key not in branches}
     return LoadedConfig(config, leaves, base_dir)
 
@@ -235,18 +248,16 @@ class _Loader(yaml.SafeLoader):
         kind = node.tag.rpartition(":")[2]
         is_scalar = isinstance(node, yaml.ScalarNode) and kind != "str"
         if is_scalar and len(node.value) > LONGEST_NUMBER:
-            raise _refusal(
-                f"{kind} of more than {LONGEST_NUMBER:,} characters",
-                node.start_mark,
-            )
+            problem = f"{kind} of more than {LONGEST_NUMBER:,} characters"
+            raise _refusal(problem, node.start_mark)
         try:
             return super().construct_object(node, deep)
         except yaml.YAMLError:
             raise
         # PyYAML raises IndexError for `!!int ''`, say
         except Exception as error:
-            shown = str(node.value)[:100]
-            raise _refusal(f"{shown!r} is no {kind}: {error}", node.start_mark) from None
+            problem = f"{str(node.value)[:100]!r} is no {kind}: {error}"
+            raise _refusal(problem, node.start_mark) from None
 
     def compose_mapping_node(self, anchor: Any) -> Any:
         node = super().compose_mapping_node(anchor)
@@ -254,10 +265,8 @@ class _Loader(yaml.SafeLoader):
         for key, _ in node.value:
             name = str(key.value)
             if name in lines:
-                raise _refusal(
-                    f"the key {name!r} stands twice (first in line {lines[name]})",
-                    key.start_mark,
-                )
+                problem = f"the key {name!r} stands twice (first in line {lines[name]})"
+                raise _refusal(problem, key.start_mark)
             lines[name] = key.start_mark.line + 1
         return node
 
@@ -279,10 +288,7 @@ def read_yaml(
     try:
         return yaml.load(text, Loader=_Loader)
     except Exception as error:
-        raise ConfigError(
-            f"{option} is not YAML: {_problem(error)}",
-            remedy=remedy,
-        ) from None
+        raise ConfigError(f"{option} is not YAML: {_problem(error)}", remedy=remedy) from None
 
 
 def _parse(text: str, path: Path) -> tuple[dict[str, Any], dict[Path_, int]]:
@@ -336,15 +342,11 @@ def _override(data: dict[str, Any], override: Override) -> str:
     *parents, last = parts
     for parent in parents:
         below = data.get(parent)
-        if below is None:
-            below = {}
-        if not isinstance(below, dict):
-            raise ConfigError(
-                f"{where}: {parent} is not a section",
-                remedy="Check the dotted key.",
-            )
+        if not isinstance(below, dict | None):
+            problem = f"{where}: {parent} is not a section"
+            raise ConfigError(problem, remedy="Check the dotted key.")
         # a copy: aliases share mappings
-        data[parent] = dict(below)
+        data[parent] = dict(below or {})
         data = data[parent]
     data[last] = parsed
     return dotted

@@ -32,17 +32,23 @@ def explain(
     is_unknown = False
     for path, details in by_path.items():
         kinds = {detail["type"] for detail in details}
-        if "extra_forbidden" in kinds:
-            is_unknown = True
+        is_unknown |= "extra_forbidden" in kinds
         below = [other for other in by_path if other != path and other[: len(path)] == path]
         if "value_error" in kinds or not below:
-            messages.append(_message(path, details, root, lines, origins))
+            messages.append(
+                _message(
+                    path,
+                    details,
+                    root,
+                    lines,
+                    origins,
+                )
+            )
+    message = messages[0]
     if len(messages) > 1:
-        message = f"{source}:" + "".join(f"\n  - {text}" for text in messages)
-    elif messages[0].startswith("--"):
-        message = messages[0]
-    else:
-        message = f"{source}: {messages[0]}"
+        message = "\n  - ".join((f"{source}:", *messages))
+    elif not message.startswith("--"):
+        message = f"{source}: {message}"
     remedy = "Correct the value; docs/config-reference.md describes each key."
     if is_unknown:
         remedy = (
@@ -108,15 +114,10 @@ def _message(
         return f"{where}unknown key {key!r}{_nearest(path, root)}"
     if detail["type"] == "missing":
         return f"{where}{key!r} is missing"
-    allowed = []
-    for detail in details:
-        words = detail["msg"].removeprefix("Input should be ")
-        words = words.replace("valid tuple", "list")
-        if words not in allowed:
-            allowed.append(words)
-    given = repr(details[0]["input"])
-    shown = textwrap.shorten(given, 200, placeholder="...")
-    return f"{where}{key}: found {shown}, expected {' or '.join(allowed)}"
+    words = [detail["msg"].removeprefix("Input should be ") for detail in details]
+    allowed = " or ".join(dict.fromkeys(words)).replace("valid tuple", "list")
+    shown = textwrap.shorten(repr(details[0]["input"]), 200, placeholder="...")
+    return f"{where}{key}: found {shown}, expected {allowed}"
 
 
 def _nearest(path: Path_, root: type[BaseModel]) -> str:

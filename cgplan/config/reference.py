@@ -40,11 +40,8 @@ class _NamedDefaults(GenerateJsonSchema):
 
 def json_schema() -> str:
     """JSON schema of a configuration. Ends with a newline."""
-    schema = {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        **_schema(),
-        "title": "cgplan configuration",
-    }
+    kind = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
+    schema = {**kind, **_schema(), "title": "cgplan configuration"}
     return json.dumps(schema, indent=2) + "\n"
 
 
@@ -57,7 +54,11 @@ def markdown() -> str:
         if key == "inputs":
             sections += _section("`inputs.<name>` and `metadata.<name>`", model, schema)
         elif model and key != "metadata":
-            sections += _section(f"`{key}`", model, schema)
+            sections += _section(
+                f"`{key}`",
+                model,
+                schema,
+            )
     return "\n".join(sections)
 
 
@@ -95,9 +96,7 @@ def _section(
         # pydantic leaves out a description equal to the section's
         of_section = _model(node, schema).get("description", "")
         meaning = node.get("description", of_section)
-        default = _default(node)
-        if name in model.get("required", ()):
-            default = "required"
+        default = "required" if name in model.get("required", ()) else _default(node)
         row = (f"`{name}`", _words(node), default, meaning)
         cells = [cell.replace("|", "\\|") for cell in row]
         yield f"| {' | '.join(cells)} |"

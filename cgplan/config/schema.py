@@ -231,8 +231,7 @@ class Dim(Section):
             raise ValueError(
                 f"min is {self.min}, which is above max = {self.max}; exchange the two"
             )
-        given = self.sizes if isinstance(self.sizes, tuple) else ()
-        for size in given:
+        for size in self.sizes if isinstance(self.sizes, tuple) else ():
             if not self.min <= size <= self.top or size % self.multiple_of:
                 raise ValueError(
                     f"size {size} cannot be captured; {self.min} to {self.top} and multiples of "
@@ -297,9 +296,8 @@ class Input(Section):
             raise ValueError(
                 f"only one dimension may count rows of the batch, found shape {list(self.shape)}"
             )
-        if self.pad == "last" and (
-            len(symbols) != 1 or any(extent.is_most for extent in self.extents)
-        ):
+        is_narrow = any(extent.is_most for extent in self.extents)
+        if self.pad == "last" and (len(symbols) != 1 or is_narrow):
             raise ValueError(
                 "pad: last needs a dimension that counts rows of the batch, and one alone"
             )
@@ -315,10 +313,8 @@ class Input(Section):
     @property
     def row_dim(self) -> int | None:
         """Index of the dimension that counts tokens or requests, if any."""
-        for dim, extent in enumerate(self.extents):
-            if extent.symbol in SYMBOLS:
-                return dim
-        return None
+        rows = (dim for dim, extent in enumerate(self.extents) if extent.symbol in SYMBOLS)
+        return next(rows, None)
 
 
 def _from_short(value: object) -> object:
@@ -679,7 +675,7 @@ class Config(Section):
                         f"compilation.boxes: {size} is above the max of {name}, "
                         f"{self.dims[name].top}"
                     )
-        first, *_ = self.dim_names
+        first = self.dim_names[0]
         if first in self.dims and self.compilation.max_cudagraph_capture_size is not None:
             raise ValueError(f"max_cudagraph_capture_size counts tokens; write dims.{first}.max")
         widths = {len(box) for box in boxes} - {len(self.dim_names)}
@@ -698,24 +694,21 @@ class Config(Section):
         """Names of the sizes in a descriptor's ``box``."""
         if not self.dims:
             return ("num_tokens",)
-        for spec in self.tensors.values():
-            if spec.row_dim is not None:
-                return ("num_tokens", *self.dims)
-        return tuple(self.dims)
+        counts_rows = any(spec.row_dim is not None for spec in self.tensors.values())
+        return ("num_tokens", *self.dims) if counts_rows else tuple(self.dims)
 
     def shape_at(self, shape: tuple[int | str, ...], sizes: Sequence[int]) -> tuple[int | str, ...]:
         """A shape in num_tokens and num_reqs, for these sizes of the other dimensions."""
         first, *others = self.dim_names
         at = dict(zip(others, sizes, strict=True))
         found: list[int | str] = []
-        for given in shape:
-            extent = Extent.parse(given)
+        for length in shape:
+            extent = Extent.parse(length)
             if extent.symbol in at:
-                found.append(extent.at(at))
+                length = extent.at(at)
             elif extent.symbol == first:
-                found.append(str(given).replace(first, "num_tokens"))
-            else:
-                found.append(given)
+                length = str(length).replace(first, "num_tokens")
+            found.append(length)
         return tuple(found)
 
     def tensors_at(self, sizes: Sequence[int] = ()) -> dict[str, Input]:

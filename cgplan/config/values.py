@@ -44,31 +44,17 @@ def _one_of(enum: type[CUDAGraphMode] | type[AttentionSupport]) -> WithJsonSchem
     return WithJsonSchema({"enum": list(enum.__members__), "type": "string"})
 
 
-Mode = Annotated[
-    CUDAGraphMode,
-    _by_name(CUDAGraphMode),
-    PlainSerializer(str, return_type=str),
-    _one_of(CUDAGraphMode),
-]
+_AS_TEXT = PlainSerializer(str, return_type=str)
+Mode = Annotated[CUDAGraphMode, _by_name(CUDAGraphMode), _AS_TEXT, _one_of(CUDAGraphMode)]
 Attention = Annotated[
-    AttentionSupport,
-    _by_name(AttentionSupport),
-    PlainSerializer(str, return_type=str),
-    _one_of(AttentionSupport),
+    AttentionSupport, _by_name(AttentionSupport), _AS_TEXT, _one_of(AttentionSupport)
 ]
 
 DIMENSION = {"anyOf": [{"type": "integer"}, {"type": "string"}]}
 Count = Annotated[int, Field(strict=True, ge=1)]
 CountOrZero = Annotated[int, Field(strict=True, ge=0)]
 # a ladder lists every size up to it
-BatchBound = Annotated[
-    int,
-    Field(
-        strict=True,
-        ge=1,
-        le=1 << 20,
-    ),
-]
+BatchBound = Annotated[int, Field(strict=True, ge=1, le=1 << 20)]
 Flag = Annotated[bool, Field(strict=True)]
 # YAML reads the word off as false
 Off = BeforeValidator(lambda value: "off" if value is False else value)
@@ -161,9 +147,7 @@ def _amount(
     example: str,
     most: float,
 ) -> Callable[[object], float]:
-    factors = {"": 1.0}
-    for name, factor in units.items():
-        factors[name.lower()] = factor
+    factors = {"": 1.0, **{name.lower(): factor for name, factor in units.items()}}
     allowed = (
         f"expected a number of {unit}, or one with a unit ({', '.join(units)}), such as {example}"
     )

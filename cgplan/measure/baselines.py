@@ -70,10 +70,7 @@ class BenchBatch:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        return {
-            **self.inputs,
-            **self.metadata,
-        }
+        return {**self.inputs, **self.metadata}
 
     def run(
         self,
@@ -103,10 +100,7 @@ class BenchBatch:
 class Baseline:
     """A way to run the model: ``first`` in seconds, ``times`` (device, latency, host) in us."""
 
-    def __init__(
-        self,
-        name: str,
-    ) -> None:
+    def __init__(self, name: str) -> None:
         self.record = BaselineTiming(name=name)
         self.undo = ExitStack()
         self.calls: dict[int, Call] = {}
@@ -158,10 +152,7 @@ def ours(
 
     def call_of(batch: BenchBatch) -> Call:
         given = batch.given_to(runner)
-        arguments: dict[str, Any] = {
-            **given,
-            **batch.options,
-        }
+        arguments: dict[str, Any] = {**given, **batch.options}
         pairs = [(given[name], value) for name, value in batch.tensors.items()]
         copies = [(view, value) for view, value in pairs if view is not value]
 
@@ -283,12 +274,13 @@ def reduce_overhead(
 
     counters = torch._dynamo.utils.counters["inductor"]
     before = counters["cudagraph_skips"]
-    limits = {
-        "recompile_limit": 1024,
-        "fail_on_recompile_limit_hit": True,
-    }
+    limits = {"recompile_limit": 1024, "fail_on_recompile_limit_hit": True}
     with torch._dynamo.config.patch(limits), fresh_inductor_cache():
-        bench.first_calls(baseline, call_of, 2)  # compiles, records
+        bench.first_calls(
+            baseline,
+            call_of,
+            2,
+        )  # compiles, records
     skipped = counters["cudagraph_skips"] - before
     if skipped:
         baseline.note = (
@@ -330,8 +322,11 @@ def bench_baselines(
 
     def step(text: str) -> None:
         if progress:
-            total = 2 * len(baselines) + rounds
-            progress(next(done), total, text)
+            progress(
+                next(done),
+                2 * len(baselines) + rounds,
+                text,
+            )
 
     with torch.no_grad():
         bench = Comparison(
@@ -351,7 +346,7 @@ def bench_baselines(
                 baseline.attempt(bench.prepare)
         for number in range(rounds):
             step(f"round {number + 1}")
-            turns = [*itertools.product(_ready(baselines), batches)]
+            turns = list(itertools.product(_ready(baselines), batches))
             order.shuffle(turns)
             for baseline, batch in turns:
                 baseline.attempt(bench.measure, batch.size)
@@ -408,10 +403,9 @@ class Comparison:
             look(run_all, self._state)
             for batch in batches:
                 call = partial(batch.run, runner.model)
-                wanted = self._run(call, seed)
+                wanted = self._outputs[batch.size] = self._run(call, seed)
                 again = self._run(call, seed)
                 otherwise = self._run(call, seed + 1)
-                self._outputs[batch.size] = wanted
                 if deviation(again, wanted):
                     self._unsteady.add(batch.size)
                 elif deviation(otherwise, wanted):
@@ -419,7 +413,11 @@ class Comparison:
             self.restore()
 
     def largest_first(self) -> list[BenchBatch]:
-        return sorted(self.batches, key=lambda batch: -batch.size)
+        return sorted(
+            self.batches,
+            key=attrgetter("size"),
+            reverse=True,
+        )
 
     def restore(self) -> None:
         for tensor, before in self._inputs:
@@ -441,23 +439,16 @@ class Comparison:
             synchronize()
             baseline.first.setdefault(batch.size, time.perf_counter() - start)
 
-    def prepare(
-        self,
-        baseline: Baseline,
-    ) -> None:
+    def prepare(self, baseline: Baseline) -> None:
         self.restore()
         BASELINES[baseline.record.name](self, baseline)
 
-    def price(
-        self,
-        baseline: Baseline,
-    ) -> None:
+    def price(self, baseline: Baseline) -> None:
         name = baseline.record.name
         backend = self.runner.backend
         if name in _NEED_CUDA and backend.device.type != "cuda":
-            raise BackendError(
-                f"it needs CUDA, and this is {backend.name}", remedy="Run it on a GPU."
-            )
+            problem = f"it needs CUDA, and this is {backend.name}"
+            raise BackendError(problem, remedy="Run it on a GPU.")
         # a capture that fails inside would leave torch's allocator unusable
         if name == "make_graphed_callables":
             trial = Baseline("bare")
@@ -488,25 +479,30 @@ class Comparison:
         self.restore()
         for _ in range(2):
             call()
-        device, _ = backend.time_calls(call, self.repeats, queued=True)
+        device, _ = backend.time_calls(
+            call,
+            self.repeats,
+            queued=True,
+        )
         times = baseline.times.setdefault(size, ([], [], []))
         measured = (device, *backend.time_calls(call, self.repeats))
-        for known, more in zip(times, measured, strict=True):
+        for known, more in zip(
+            times,
+            measured,
+            strict=True,
+        ):
             known.extend(more)
 
-    def compare(
-        self,
-        baseline: Baseline,
-    ) -> None:
+    def compare(self, baseline: Baseline) -> None:
         for size in self._outputs:
             difference, reason = self._deviation(size, baseline)
-            device, latency, host = baseline.times[size]
+            device, latency, host = map(timing, baseline.times[size])
             baseline.results[size] = BaselineRecord(
                 name=baseline.record.name,
                 num_tokens=size,
-                device=timing(device),
-                latency=timing(latency),
-                host=timing(host),
+                device=device,
+                latency=latency,
+                host=host,
                 first_call_seconds=baseline.first[size],
                 deviation=difference,
                 not_comparable=reason,
@@ -526,20 +522,13 @@ class Comparison:
             self.restore()
         if difference is None:
             return None, _UNLIKE
-        if difference and size in self._draws and self._redraws(baseline, size):
+        redraws = baseline.stays_ready
+        if baseline.record.name == OURS:
+            is_padded = size not in self.runner.wanted.capture_sizes
+            redraws = is_padded or self.runner.config.compilation.compiler != "eager"
+        if difference and size in self._draws and redraws:
             return None, _REDRAWN
         return difference, None
-
-    def _redraws(
-        self,
-        baseline: Baseline,
-        size: int,
-    ) -> bool:
-        """Whether it draws other random numbers."""
-        if baseline.record.name != OURS:
-            return baseline.stays_ready
-        is_padded = size not in self.runner.wanted.capture_sizes
-        return is_padded or self.runner.config.compilation.compiler != "eager"
 
     def _run(
         self,
@@ -551,7 +540,11 @@ class Comparison:
         for generator in self._generators:
             generator.manual_seed(seed)
         output = call()
-        return tree_map_only(Tensor, Tensor.clone, output)
+        return tree_map_only(
+            Tensor,
+            Tensor.clone,
+            output,
+        )
 
 
 def used_bytes(backend: GraphBackend) -> int:

@@ -88,26 +88,22 @@ def examples(runner: GraphRunner, size: int, *sizes: int) -> list[BenchBatch]:
     plan = runner.plan
     config = runner.config
     loras = 0 if config.lora is None else config.lora.max_loras
-    dispatch = CudagraphDispatcher(runner.wanted).dispatch
-    as_mixed = dispatch(
-        size,
-        False,
-        loras,
-        sizes=sizes,
-    )
     kinds = [False]
     reqs, rest = divmod(size, plan.query_len)
     if not rest and reqs <= plan.max_num_seqs:
         kinds = [True]
-        if as_mixed[0] is CUDAGraphMode.PIECEWISE:
-            as_decode = dispatch(
+        dispatch = CudagraphDispatcher(runner.wanted).dispatch
+        as_mixed, as_decode = (
+            dispatch(
                 size,
-                True,
+                kind,
                 loras,
                 sizes=sizes,
             )
-            if as_mixed != as_decode:
-                kinds.append(False)
+            for kind in (False, True)
+        )
+        if as_mixed[0] is CUDAGraphMode.PIECEWISE and as_mixed != as_decode:
+            kinds.append(False)
     specs = config.tensors_at(sizes)
     batches = []
     for uniform in kinds:
@@ -148,9 +144,8 @@ def _boxes(runner: GraphRunner) -> list[tuple[int, ...]]:
     asked = runner.config.report.sizes
     if not asked:
         return boxes
-    others = sorted({box[1:] for box in boxes} or {()})
-    pairs = product(sorted(set(asked)), others)
-    return [(size, *rest) for size, rest in pairs]
+    others = {box[1:] for box in boxes} or {()}
+    return sorted((size, *rest) for size, rest in product(set(asked), others))
 
 
 def _call_of(runner: GraphRunner, batch: BenchBatch) -> dict[str, Any]:

@@ -91,7 +91,7 @@ def calibrate(
         )
     return MeasuredCosts(
         measured,
-        {mode: sorted(sizes.items()) for mode, sizes in pools.items()},
+        {mode: list(sizes.items()) for mode, sizes in pools.items()},
         config,
         source=f"measured on {environment.device}, {environment.date}: {len(keys)} keys, captured "
         "and freed",

@@ -71,17 +71,21 @@ def estimate(
     Raises:
         CaptureError, ModelError: the model fails, or needs values of tensors.
     """
-    note = ""
-    if config.compilation.compiler == "inductor":
-        note = "recorded without inductor, which needs less"
+    is_compiled = config.compilation.compiler == "inductor"
+    note = "recorded without inductor, which needs less" if is_compiled else ""
     with gc_paused(), detect_fake_mode() or fake_tensors() as fake, torch.no_grad():
         keys = representative_keys(plan.keys, plan.max_num_seqs)
-        recorded = [_recorded(config, model, plan, key, fake) for key in keys]
-        return EstimatedCosts(
-            recorded,
-            config,
-            note,
-        )
+        recorded = [
+            _recorded(
+                config,
+                model,
+                plan,
+                key,
+                fake,
+            )
+            for key in keys
+        ]
+        return EstimatedCosts(recorded, config, note)
 
 
 @contextmanager
@@ -214,28 +218,17 @@ class AllocationLog(TorchDispatchMode):
         known: set[int],
     ) -> bool:
         number_before = len(self.events)
-        for storage in (tensor.untyped_storage() for tensor in tensors_in(output)):
+        for tensor in tensors_in(output):
+            storage = tensor.untyped_storage()
             if storage._cdata not in known:
                 known.add(storage._cdata)
                 block = next(self._numbers)
-                self.events.append(
-                    Allocation(
-                        block,
-                        storage.nbytes(),
-                        self._inside,
-                    )
-                )
+                self.events.append(Allocation(block, storage.nbytes(), self._inside))
                 weakref.finalize(storage, self._give_back, block).atexit = False
         return len(self.events) > number_before
 
     def _give_back(self, block: int) -> None:
-        self.events.append(
-            Allocation(
-                block,
-                None,
-                self._inside,
-            )
-        )
+        self.events.append(Allocation(block, None, self._inside))
 
 
 def _storages(tree: Any) -> set[int]:
@@ -248,9 +241,9 @@ def _recorded(
     mode, descriptor = key
     tokens = descriptor.num_tokens
     compilation = config.compilation
-    device = torch.device("cpu")
     reqs = min(tokens, plan.max_num_seqs) if descriptor.num_reqs is None else descriptor.num_reqs
-    tensors = example_batch(config.tensors_at(descriptor.sizes), tokens, reqs, device)
+    specs = config.tensors_at(descriptor.sizes)
+    tensors = example_batch(specs, tokens, reqs, torch.device("cpu"))
     inputs = {name: tensors[name] for name in config.inputs}
     metadata = {name: tensors[name] for name in config.metadata}
     route = compilation.piecewise if mode is CUDAGraphMode.PIECEWISE else "full"
@@ -272,7 +265,12 @@ def _recorded(
                 )
             context.derived = {}
             log = AllocationLog(fake)
-            log.run(route, model, inputs, compilation.splitting_ops)
+            log.run(
+                route,
+                model,
+                inputs,
+                compilation.splitting_ops,
+            )
         except Exception as error:
             cause = getattr(error, "inner_exception", error)
             batch = f"{mode} {descriptor}"

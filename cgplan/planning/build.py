@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from math import prod
@@ -60,13 +60,7 @@ def resolve_mode(config: Config) -> tuple[CUDAGraphMode, tuple[PlanChange, ...]]
     changes: list[PlanChange] = []
 
     def change(to: CUDAGraphMode, reason: str) -> CUDAGraphMode:
-        changes.append(
-            PlanChange(
-                requested=mode,
-                resolved=to,
-                reason=reason,
-            )
-        )
+        changes.append(PlanChange(requested=mode, resolved=to, reason=reason))
         return to
 
     if mode is CUDAGraphMode.AUTO:
@@ -85,9 +79,8 @@ def resolve_mode(config: Config) -> tuple[CUDAGraphMode, tuple[PlanChange, ...]]
                 remedy=f"Choose {choices} for compilation.cudagraph_mode.",
             )
         to = CUDAGraphMode.FULL_AND_PIECEWISE if split else CUDAGraphMode.FULL_DECODE_ONLY
-        mode = change(
-            to, f"attention_support is {support}: mixed batches cannot run as FULL graphs"
-        )
+        reason = f"attention_support is {support}: mixed batches cannot run as FULL graphs"
+        mode = change(to, reason)
     if mode.decode_mode() is CUDAGraphMode.FULL and never:
         mode = change(
             piecewise_or_none, "attention_support is NEVER: attention cannot stand inside a graph"
@@ -132,8 +125,11 @@ def trtllm(maximum: int) -> Sizes:
 
 def powers_of_two(maximum: int) -> Sizes:
     """1, 2, 4, 8, ... and the maximum."""
-    powers = [1 << k for k in range(maximum.bit_length())]
-    return _with(maximum, powers)
+    return _with(maximum, _powers(maximum))
+
+
+def _powers(most: int) -> list[int]:
+    return [1 << k for k in range(most.bit_length())]
 
 
 def _by_strides(
@@ -183,8 +179,7 @@ def resolve_sizes(config: Config, mode: CUDAGraphMode) -> CaptureSizes:
     boxes = config.compilation.boxes
     lead = config.dims.get(config.dim_names[0])
     if boxes is not None:
-        sizes = {box[0] for box in boxes}
-        found = CaptureSizes(tuple(sorted(sizes)), "compilation.boxes")
+        found = CaptureSizes(tuple(sorted({box[0] for box in boxes})), "compilation.boxes")
     elif lead is not None and given is None:
         found = CaptureSizes(sizes_of(lead), f"dims.{lead.name}")
     elif isinstance(given, tuple):
@@ -228,13 +223,12 @@ def _given(
     limit = config.scheduler.max_num_batched_tokens
     sizes = sorted(set(given))
     kept = tuple(size for size in sizes if size <= limit)
-    warnings = []
-    if len(kept) < len(sizes):
-        dropped = ", ".join(map(str, sizes[len(kept) :]))
-        warnings.append(
-            f"capture sizes {dropped} above scheduler.max_num_batched_tokens = {limit} were dropped"
-        )
-    return CaptureSizes(kept, "compilation.cudagraph_capture_sizes", tuple(warnings))
+    dropped = ", ".join(map(str, sizes[len(kept) :]))
+    warning = (
+        f"capture sizes {dropped} above scheduler.max_num_batched_tokens = {limit} were dropped"
+    )
+    warnings = (warning,) if dropped else ()
+    return CaptureSizes(kept, "compilation.cudagraph_capture_sizes", warnings)
 
 
 def ladder_sizes(
@@ -274,13 +268,12 @@ def lora_cases(config: Config) -> Sizes:
     if config.lora is None:
         return (0,)
     most = config.lora.max_loras
-    if not config.compilation.cudagraph_specialize_lora:
-        is_v2 = config.compilation.key_rules == "vllm_v2"
-        return (0, most + 1) if is_v2 else (most + 1,)
-    if not config.lora.specialize_active_lora:
+    has_own = config.compilation.cudagraph_specialize_lora
+    if not has_own and config.compilation.key_rules == "vllm_v1":
+        return (most + 1,)
+    if not (has_own and config.lora.specialize_active_lora):
         return (0, most + 1)
-    powers = [1 << k for k in range(most.bit_length())]
-    return (0, *powers, most + 1)
+    return (0, *_powers(most), most + 1)
 
 
 def build_plan(config: Config) -> Plan:
@@ -308,13 +301,7 @@ def build_plan(config: Config) -> Plan:
         if speculative.has_draft_graphs and speculative.num_speculative_tokens > 1:
             full = mode.decode_mode() is CUDAGraphMode.FULL
             draft_mode = CUDAGraphMode.FULL_DECODE_ONLY if full else CUDAGraphMode.NONE
-            draft_decode = _v2_keys(
-                config,
-                draft_mode,
-                sizes.sizes,
-                (0,),
-                query_len=1,
-            )
+            draft_decode = _v2_keys(config, draft_mode, sizes.sizes, (0,), query_len=1)
     unused = _unused(config, mode, sizes.sizes, keys)
     return Plan(
         requested_mode=config.compilation.cudagraph_mode,
@@ -336,11 +323,7 @@ def build_plan(config: Config) -> Plan:
         config_hash=config_hash(config),
         config=capture_config(config),
         budget=budget_of(config),
-        simulated=config.model_dump(
-            mode="json",
-            include=SIMULATED,
-            exclude_defaults=True,
-        ),
+        simulated=config.model_dump(mode="json", include=SIMULATED, exclude_defaults=True),
     )
 
 
@@ -354,20 +337,24 @@ def _keys(
     q = config.query_len
     boxes = _boxes(config, sizes)
     mixed = mode.mixed_mode()
-    decode = mode.decode_mode()
-    decodes_apart = mode.separate_routine() and decode is CUDAGraphMode.FULL
     keys: list[Key] = []
     for case in cases:
         for tokens, *others in boxes:
             rest = tuple(others)
             if mixed is not CUDAGraphMode.NONE:
                 reqs = min(tokens, seqs) if mixed is CUDAGraphMode.FULL else None
-                descriptor = BatchDescriptor(tokens, reqs, False, case > 0, case, rest)
+                descriptor = BatchDescriptor(
+                    tokens,
+                    reqs,
+                    False,
+                    case > 0,
+                    case,
+                    rest,
+                )
                 keys.append((mixed, descriptor))
-            if decodes_apart and q <= tokens <= q * seqs:
-                reqs = min(tokens // q, seqs)
-                descriptor = BatchDescriptor(tokens, reqs, True, case > 0, case, rest)
-                keys.append((decode, descriptor))
+            if mode.separate_routine() and q <= tokens <= q * seqs:
+                descriptor = BatchDescriptor(tokens, tokens // q, True, case > 0, case, rest)
+                keys.append((CUDAGraphMode.FULL, descriptor))
     return capture_order(keys)
 
 
@@ -391,7 +378,7 @@ def _v2_keys(
         )
     seqs, q = config.scheduler.max_num_seqs, query_len or config.query_len
     mixed, decode = mode.mixed_mode(), mode.decode_mode()
-    decodes_apart = mode.separate_routine() and decode is CUDAGraphMode.FULL
+    decodes_apart = mode.separate_routine()
     keys = dict[Key, None]()  # in order; two sizes may round up to the same
     for tokens, case in product(sizes, cases):
         if decodes_apart and max_query_len is not None and tokens <= q * seqs:
@@ -407,7 +394,16 @@ def _v2_keys(
                 keys[decode, descriptor] = None
         if mixed is not CUDAGraphMode.NONE:
             most = min(tokens, seqs) if mixed is CUDAGraphMode.FULL else None
-            keys[mixed, BatchDescriptor(tokens, most, False, case > 0, case)] = None
+            keys[
+                mixed,
+                BatchDescriptor(
+                    tokens,
+                    most,
+                    False,
+                    case > 0,
+                    case,
+                ),
+            ] = None
     return tuple(sorted(keys, key=_v2_place))
 
 
@@ -422,12 +418,12 @@ def _boxes(
 ) -> Sequence[tuple[int, ...]]:
     """The boxes to capture. Raises ConfigError if they are too many, or span too many."""
     given = config.compilation.boxes
-    axes: dict[str, Sequence[int]] = {config.dim_names[0]: sizes}
+    axes: dict[str, Collection[int]] = {config.dim_names[0]: sizes}
     for dim, name in enumerate(config.dim_names[1:], start=1):
         if given is None:
             axes[name] = sizes_of(config.dims[name])
         else:
-            axes[name] = list({box[dim] for box in given})
+            axes[name] = {box[dim] for box in given}
     most = MOST_BOXES if given is None else MOST_SPANNED
     count = prod(map(len, axes.values()))
     if count > most and config.dims:
@@ -456,11 +452,7 @@ def _unused(
     seqs = config.scheduler.max_num_seqs
     captured = {descriptor.num_tokens for _, descriptor in keys}
     q = config.query_len
-    unused = []
-    for size in sizes:
-        rounded = -(-size // q) * q
-        if captured.isdisjoint({size, rounded}):
-            unused.append(size)
+    unused = [size for size in sizes if captured.isdisjoint({size, -(-size // q) * q})]
     if unused and isinstance(compilation.cudagraph_capture_sizes, tuple):
         yield (
             f"capture sizes {', '.join(map(str, unused))} have no graph: a decode batch has at "
@@ -471,13 +463,13 @@ def _unused(
     route = compilation.piecewise
     if route == "auto":
         route = "modules" if compilation.splitting_modules else "ops"
-    unread = []
-    if compilation.splitting_ops and route not in ("ops", "modules"):
-        unread.append("ops")
-    if compilation.splitting_modules and route != "modules":
-        unread.append("modules")
-    for kind in unread:
-        yield (
-            f"compilation.splitting_{kind} are not looked at: segments come from {route} "
-            "(compilation.piecewise)"
-        )
+    is_unread = {
+        "ops": compilation.splitting_ops and route == "wrappers",
+        "modules": compilation.splitting_modules and route != "modules",
+    }
+    for kind, unread in is_unread.items():
+        if unread:
+            yield (
+                f"compilation.splitting_{kind} are not looked at: segments come from {route} "
+                "(compilation.piecewise)"
+            )

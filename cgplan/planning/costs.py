@@ -123,12 +123,11 @@ class GraphCosts(ABC):
             costs.append(KeyCost(pool - held, driver, seconds))
             held = pool
             seconds = 0.0
-        static = 0
-        for sizes, tokens in widest(keys).items():
-            static += self.static_bytes(tokens, sizes)
         return Predicted(
             keys=tuple(costs),
-            static_bytes=static,
+            static_bytes=sum(
+                self.static_bytes(most, sizes) for sizes, most in widest(keys).items()
+            ),
             workspace_bytes=self.workspace_bytes if keys else 0,
             source=self.source,
             estimated=self.estimated,
@@ -162,8 +161,7 @@ def static_bytes(
     for spec in config.tensors_at(sizes).values():
         bits = re.search(r"\d+", spec.dtype)  # bool has none
         itemsize = int(bits[0]) // 8 if bits else 1
-        lengths = [extent.size(num_tokens, reqs) for extent in spec.extents]
-        total += itemsize * prod(lengths)
+        total += itemsize * prod(extent.size(num_tokens, reqs) for extent in spec.extents)
     return total
 
 
@@ -188,6 +186,5 @@ def representative_keys(
     for by_size in lanes.values():
         small = min((size for size in by_size if size > 1), default=1)
         bend = max((size for size in by_size if size <= max_num_seqs), default=small)
-        for size in (small, bend, max(by_size)):
-            chosen.add(by_size[size])
+        chosen.update(by_size[size] for size in (small, bend, max(by_size)))
     return tuple(key for key in keys if key in chosen)

@@ -44,11 +44,7 @@ class FieldChange(Record):
 
     def said(self, form: str) -> str:
         """``form`` with ``{name}``, ``{old}`` and ``{new}`` in JSON, text without quotes."""
-        return form.format(
-            name=self.name,
-            old=_shown(self.old),
-            new=_shown(self.new),
-        )
+        return form.format(name=self.name, old=_shown(self.old), new=_shown(self.new))
 
 
 def _shown(value: Any) -> str:
@@ -143,7 +139,11 @@ def _predicted(
 ) -> Figure:
     return Figure(
         old=getattr(old.predicted, name, None),
-        new=getattr(new.predicted, name, None),
+        new=getattr(
+            new.predicted,
+            name,
+            None,
+        ),
     )
 
 
@@ -184,16 +184,19 @@ def fitted(
     Raises PlanMismatchError, which names each setting, if they do not match; with ``force`` the
     plan has a warning instead.
     """
-    wrong = mismatches(plan, config, machine)
+    wrong = mismatches(
+        plan,
+        config,
+        machine,
+    )
     # the plan decides which graphs, not if
     if plan.keys and config.compilation.cudagraph_mode is CUDAGraphMode.NONE:
-        wrong += (
-            FieldChange(
-                name="compilation.cudagraph_mode",
-                old=str(plan.mode),
-                new="NONE",
-            ),
+        none = FieldChange(
+            name="compilation.cudagraph_mode",
+            old=str(plan.mode),
+            new="NONE",
         )
+        wrong += (none,)
     described = [change.said("{name}: {old} in the plan, {new} now") for change in wrong]
     problem = "the plan was made for something else"
     warnings = plan.warnings
@@ -232,7 +235,11 @@ def _settings(
     new: Plan,
 ) -> Iterator[FieldChange]:
     if new.mode is not old.mode:
-        yield FieldChange(name="mode", old=str(old.mode), new=str(new.mode))
+        yield FieldChange(
+            name="mode",
+            old=str(old.mode),
+            new=str(new.mode),
+        )
     for change in _changes(old.config, new.config):
         if change.name not in DECIDED_BY_THE_PLAN:
             yield change
@@ -244,10 +251,9 @@ def _settings(
 
 def _notes(old: Plan, new: Plan) -> Iterator[str]:
     if old.predicted is not None and new.predicted is not None:
-        source = old.predicted.source
-        other_source = new.predicted.source
-        if source != other_source:
-            yield (f"memory and start-up have other sources: {source} before, {other_source} after")
+        source, its = old.predicted.source, new.predicted.source
+        if source != its:
+            yield f"memory and start-up have other sources: {source} before, {its} after"
     for name, words in _COMPARED.items():
         before = (old.evidence or {}).get(name)
         after = (new.evidence or {}).get(name)
@@ -274,12 +280,13 @@ def _changes(
         was = before.get(name)
         now = after.get(name)
         if was != now:
-            change = FieldChange(
-                name=name,
-                old=was,
-                new=now,
+            found.append(
+                FieldChange(
+                    name=name,
+                    old=was,
+                    new=now,
+                )
             )
-            found.append(change)
     return found
 
 

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Collection, Sequence
 from enum import StrEnum
 from itertools import product
-from operator import ge, getitem
+from operator import attrgetter, ge, getitem
 from typing import Any
 
 from cgplan.errors import InputError
@@ -63,9 +63,7 @@ class _Row(dict[int | Box, Answer]):
         ranks: dict[Box, int] = {}
         for rank, (_, descriptor) in enumerate(keys):
             ranks.setdefault(descriptor.box, rank)
-        self._axes: list[list[int]] = []
-        for axis in zip(*ranks, strict=True):
-            self._axes.append(sorted(set(axis)))
+        self._axes = [sorted(set(axis)) for axis in zip(*ranks, strict=True)]
         self._corners: dict[Box, int] = {}
         places = [reversed(range(len(axis))) for axis in self._axes]
         for corner in product(*places):  # the largest one first
@@ -74,8 +72,7 @@ class _Row(dict[int | Box, Answer]):
             for dim in range(len(corner)):
                 above = list(corner)
                 above[dim] += 1
-                found = self._corners.get(tuple(above), none)
-                best = min(best, found)
+                best = min(best, self._corners.get(tuple(above), none))
             self._corners[corner] = best
 
     def __missing__(self, asked: int | Box) -> Answer:
@@ -85,17 +82,12 @@ class _Row(dict[int | Box, Answer]):
                 f"the batch has {counted(len(box), 'size')}; the plan has {self._num_sizes}",
                 remedy="Pass `sizes`: one number for each name of `dims` behind the first.",
             )
-        none = len(self._keys)
-        rank = none
-        if min(box) > 0:
-            corner = tuple(map(bisect_left, self._axes, box))
-            rank = self._corners.get(corner, none)
-        if rank < none:
+        rows, *others = box
+        answer: Answer = CUDAGraphMode.NONE, BatchDescriptor(rows, sizes=tuple(others))
+        corner = tuple(map(bisect_left, self._axes, box))
+        rank = self._corners.get(corner, len(self._keys))
+        if min(box) > 0 and rank < len(self._keys):
             answer = self._keys[rank]
-        else:
-            rows, *others = box
-            descriptor = BatchDescriptor(rows, sizes=tuple(others))
-            answer = CUDAGraphMode.NONE, descriptor
         self[asked] = answer
         return answer
 
@@ -108,11 +100,7 @@ class _RunnerV2:
     def __init__(self, plan: Plan) -> None:
         self._cases = sorted(plan.lora_cases)
         ordered = sorted(plan.keys, key=_preference)
-        by_case = []
-        for mode, key in ordered:
-            case = mode, key.num_active_loras
-            by_case.append((case, key))
-        self._keys = grouped(by_case)
+        self._keys = grouped(((mode, key.num_active_loras), key) for mode, key in ordered)
 
     def answer(
         self,
@@ -127,7 +115,7 @@ class _RunnerV2:
         case = self._cases[min(at, len(self._cases) - 1)]
         for mode in (CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE):
             keys = self._keys.get((mode, case), ())
-            at = bisect_left(keys, num_tokens, key=_num_tokens)
+            at = bisect_left(keys, num_tokens, key=attrgetter("num_tokens"))
             if mode not in modes or at == len(keys) or num_tokens <= 0:
                 continue
             key = keys[at]
@@ -138,7 +126,13 @@ class _RunnerV2:
                 fits = fits and num_reqs <= key.num_reqs
             if fits:
                 return mode, key
-        return CUDAGraphMode.NONE, BatchDescriptor(num_tokens, num_reqs, False, case > 0, case)
+        return CUDAGraphMode.NONE, BatchDescriptor(
+            num_tokens,
+            num_reqs,
+            False,
+            case > 0,
+            case,
+        )
 
 
 class CudagraphDispatcher:
@@ -158,17 +152,12 @@ class CudagraphDispatcher:
         most = max(plan.lora_cases, default=0)
         self._cases = range(most + 1)
         self._by_lanes: dict[tuple[Lane, ...], _Row] = {}
-        self._num_sizes = None
-        if plan.keys:
-            _, descriptor = plan.keys[0]
-            self._num_sizes = len(descriptor.box)
+        self._num_sizes = len(plan.keys[0][1].box) if plan.keys else None
         self._eager = _Row((), self._num_sizes)
         # rows[uniform][active adapters][num_tokens], for callers that exclude no mode
         self._rows: list[dict[int, _Row]] = []
         for uniform in (False, True):
-            rows = {}
-            for active in self._cases:
-                rows[active] = self._row(uniform, active, _GRAPHS)
+            rows = {active: self._row(uniform, active, _GRAPHS) for active in self._cases}
             self._rows.append(rows)
 
     def dispatch(
@@ -202,14 +191,13 @@ class CudagraphDispatcher:
         if self._v2 is not None:
             if uniform_decode:
                 uniform_query_len = max_query_len = self.plan.query_len
-            modes = _allowed(valid_modes, invalid_modes)
             return self._v2.answer(
                 num_tokens,
                 num_reqs,
                 uniform_query_len,
                 max_query_len,
                 num_active_loras,
-                modes,
+                _allowed(valid_modes, invalid_modes),
             )
         asked = (num_tokens, *sizes) if sizes else num_tokens
         if valid_modes is None and invalid_modes is None:
@@ -245,7 +233,16 @@ class CudagraphDispatcher:
             return MissReason.NOTHING_CAPTURED
         if num_active_loras not in self._cases:
             return MissReason.NO_LORA_CASE
-        held = [all(map(ge, descriptor.sizes, sizes)) for _, descriptor in self.plan.keys]
+        held = [
+            all(
+                map(
+                    ge,
+                    descriptor.sizes,
+                    sizes,
+                )
+            )
+            for _, descriptor in self.plan.keys
+        ]
         if num_tokens > self.plan.max_capture_size or not any(held):
             return MissReason.TOO_LARGE
         mode, _ = self.dispatch(*asked, sizes=sizes)
@@ -285,10 +282,6 @@ def _allowed(valid: Modes, invalid: Modes) -> frozenset[CUDAGraphMode]:
     if invalid is not None:
         allowed -= set_of_modes(invalid)
     return allowed
-
-
-def _num_tokens(descriptor: BatchDescriptor) -> int:
-    return descriptor.num_tokens
 
 
 def _preference(key: Key) -> tuple[Any, ...]:

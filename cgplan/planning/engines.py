@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import groupby
 from typing import Any, Literal, NamedTuple
 
 from cgplan.config import Config, LoadedConfig, Override, loaded_config
@@ -149,9 +150,8 @@ def read_vllm(
                 f"vLLM's sizes end at {sizes[-1]}, and on GPUs of compute capability 10.x (B200, "
                 f"GB200, B300) at {widest[-1]}: --blackwell"
             )
-    doubled = ""
-    if performance_mode == "throughput":
-        doubled = ", and --performance-mode throughput doubles it"
+    is_doubled = performance_mode == "throughput"
+    doubled = ", and --performance-mode throughput doubles it" if is_doubled else ""
     for name, value in bounds.items():
         if value is None:
             notes.append(
@@ -203,13 +203,11 @@ def _origins(data: Mapping[str, Mapping[str, Any]], asked: Mapping[str, Any]) ->
     found = {}
     for section, values in data.items():
         for name in values:
-            found[f"{section}.{name}"] = f"--{name.replace('_', '-')}"
-    for name in data["compilation"]:
-        if name == "key_rules":
-            found["compilation.key_rules"] = "--runner"
-            continue
-        found[f"compilation.{name}"] = OPTION if name in asked else "vLLM's default"
-    return found
+            option = f"--{name.replace('_', '-')}"
+            if section == "compilation":
+                option = OPTION if name in asked else "vLLM's default"
+            found[f"{section}.{name}"] = option
+    return {**found, "compilation.key_rules": "--runner"}
 
 
 def _lost(asked: Config, plan: Plan) -> Iterator[str]:
@@ -219,7 +217,7 @@ def _lost(asked: Config, plan: Plan) -> Iterator[str]:
     top, q, tokens = plan.max_capture_size, plan.query_len, plan.max_num_batched_tokens
     captured = {descriptor.num_tokens for _, descriptor in plan.keys}
     sizes = _unique(given) if isinstance(given, tuple) and captured else []
-    decodes = {key.num_tokens for _, key in plan.keys if key.uniform}
+    decodes = any(key.uniform for _, key in plan.keys)
     for size in sizes:
         rounded = -(-size // q) * q
         if size > tokens:
@@ -261,17 +259,16 @@ def _modes_of(plan: Plan, each: int, most: int, *, uniform: bool) -> str:
     """``1 to 8 in FULL graphs, 9 to 256 eagerly``, in units of ``each`` tokens."""
     dispatcher = CudagraphDispatcher(plan)
     tried = range(1, min(most, plan.max_capture_size + 1) + 1)
-    spans: list[tuple[int, CUDAGraphMode]] = []  # the first batch of each
-    for number in tried:
-        mode, _ = dispatcher.dispatch(number * each, uniform)
-        if not spans or mode is not spans[-1][1]:
-            spans.append((number, mode))
-    lasts = [first - 1 for first, _ in spans[1:]]
+    first = 1
     words = []
-    for (first, mode), last in zip(spans, (*lasts, most), strict=True):
+    for mode, alike in groupby(dispatcher.dispatch(number * each, uniform)[0] for number in tried):
+        last = first + len(list(alike)) - 1
+        if last == tried[-1]:
+            last = most
         batches = f"{first} to {last}" if last > first else str(first)
         graphs = "eagerly" if mode is CUDAGraphMode.NONE else f"in {mode} graphs"
         words.append(f"{batches} {graphs}")
+        first = last + 1
     return ", ".join(words)
 
 
@@ -350,7 +347,7 @@ def _vllm(plan: Plan) -> Emission:
     sizes = list(plan.capture_sizes)
     notes = []
     if not is_v2:
-        sizes = _unique(key.num_tokens for _, key in plan.keys)
+        sizes = _sizes(plan, *RUNTIME_MODES)
     if not is_v2 and q > 1 and mode.decode_mode() is CUDAGraphMode.FULL:
         # vLLM itself would drop sizes that round up past its maximum
         limit = plan.max_num_batched_tokens // q * q
@@ -401,7 +398,7 @@ def _vllm(plan: Plan) -> Emission:
 def _sglang(plan: Plan) -> Emission:
     mode = _captured_mode(plan)
     decode = _requests(plan) if mode.has_mode(CUDAGraphMode.FULL) else []
-    prefill = _piecewise_sizes(plan)
+    prefill = _sizes(plan, CUDAGraphMode.PIECEWISE)
     notes = _list_notes(plan, "SGLang", len(decode) + len(prefill))
     if prefill:
         notes.append(
@@ -443,7 +440,7 @@ def _trtllm(plan: Plan) -> Emission:
         )
         return Emission("cuda_graph_config: null", (off,))
     notes = _list_notes(plan, "TensorRT-LLM", len(sizes))
-    tokens = _piecewise_sizes(plan)
+    tokens = _sizes(plan, CUDAGraphMode.PIECEWISE)
     if tokens:
         notes.append(
             "the plan's PIECEWISE sizes are left out, because they need torch.compile: "
@@ -458,8 +455,7 @@ def _trtllm(plan: Plan) -> Emission:
 def _json(plan: Plan) -> Emission:
     lanes = []
     for lane, sizes in plan.lanes().items():
-        fields = {**lane._asdict(), "mode": lane.mode.name, "sizes": sizes}
-        lanes.append(json.dumps(fields))
+        lanes.append(json.dumps({**lane._asdict(), "mode": lane.mode.name, "sizes": sizes}))
     text = ",\n".join(lanes)
     return Emission(f'{{"query_len": {plan.query_len}, "lanes": [\n{text}\n]}}')
 
@@ -476,14 +472,14 @@ def _captured_mode(plan: Plan) -> CUDAGraphMode:
     return CUDAGraphMode.FULL_AND_PIECEWISE if piecewise else CUDAGraphMode.FULL_DECODE_ONLY
 
 
-def _piecewise_sizes(plan: Plan) -> list[int]:
-    return _unique(key.num_tokens for mode, key in plan.keys if mode is CUDAGraphMode.PIECEWISE)
+def _sizes(plan: Plan, *modes: CUDAGraphMode) -> list[int]:
+    """In tokens, of the graphs of these modes."""
+    return _unique(key.num_tokens for mode, key in plan.keys if mode in modes)
 
 
 def _requests(plan: Plan) -> list[int]:
     """Sizes of decode batches in requests: of FULL graphs, else of PIECEWISE ones."""
-    full = [key.num_tokens for mode, key in plan.keys if mode is CUDAGraphMode.FULL]
-    tokens = full or _piecewise_sizes(plan)
+    tokens = _sizes(plan, CUDAGraphMode.FULL) or _sizes(plan, CUDAGraphMode.PIECEWISE)
     return _unique(min(-(-size // plan.query_len), plan.max_num_seqs) for size in tokens)
 
 

@@ -91,7 +91,11 @@ class LaneRecord(Record):
 
     @property
     def lane(self) -> Lane:
-        return Lane(self.mode, self.uniform, self.num_active_loras)
+        return Lane(
+            self.mode,
+            self.uniform,
+            self.num_active_loras,
+        )
 
 
 class LeftOut(LaneRecord):
@@ -210,9 +214,8 @@ class Plan(Record):
                 )
             return cls.model_validate(data)
         except (ValueError, RecursionError) as error:
-            raise ReportError(
-                f"not a plan: {error}", remedy="Give a file that cgplan saved."
-            ) from None
+            remedy = "Give a file that cgplan saved."
+            raise ReportError(f"not a plan: {error}", remedy=remedy) from None
 
 
 def budget_of(config: Config) -> dict[str, Any]:

@@ -65,8 +65,7 @@ class Recording:
                 continue
             renumbered.append(Allocation(number, event.nbytes))
         events = []
-        held = 0
-        most = 0
+        held = most = 0
         for event in renumbered:
             if event.block not in hidden:
                 events.append(event)
@@ -76,15 +75,15 @@ class Recording:
                 held += event.nbytes
                 most = max(most, held)
         mode, descriptor = key
-        names = {taken[number].inside for number in hidden}
+        names = sorted({taken[number].inside for number in hidden})
+        lane = mode, descriptor.has_lora
         return cls(
-            mode,
-            descriptor.has_lora,
+            *lane,
             descriptor.elements,
             operators,
             tuple(events),
             most,
-            tuple(sorted(names)),
+            tuple(names),
         )
 
     @property
@@ -93,11 +92,7 @@ class Recording:
 
     @property
     def form(self) -> list[tuple[int, bool]]:
-        found = []
-        for event in self.events:
-            is_release = event.nbytes is None
-            found.append((event.block, is_release))
-        return found
+        return [(event.block, event.nbytes is None) for event in self.events]
 
     def scaled(
         self,
@@ -105,19 +100,16 @@ class Recording:
         num_tokens: int,
     ) -> list[Allocation]:
         """On the line through both recordings; if these differ in form, in proportion."""
-        mine = self.num_tokens
-        theirs = other.num_tokens
+        mine, theirs = self.num_tokens, other.num_tokens
         is_alike = mine != theirs and self.form == other.form
         partners = other.events if is_alike else self.events
         found = []
         for event, partner in zip(self.events, partners, strict=True):
-            if event.nbytes is None:
-                found.append(event)
-                continue
-            nbytes = -(-event.nbytes * num_tokens // mine)
-            if is_alike:
-                points = (mine, event.nbytes), (theirs, partner.nbytes or 0)
-                nbytes = _between(*points, num_tokens)
+            nbytes = event.nbytes
+            if nbytes is not None and is_alike:
+                nbytes = _between((mine, nbytes), (theirs, partner.nbytes or 0), num_tokens)
+            elif nbytes is not None:
+                nbytes = -(-nbytes * num_tokens // mine)
             found.append(Allocation(event.block, nbytes))
         return found
 
@@ -141,8 +133,8 @@ class EstimatedCosts(GraphCosts):
         ascending = sorted(recordings, key=attrgetter("num_tokens"))
         self._lanes = grouped((recording.lane, recording) for recording in ascending)
         self._pools: dict[tuple[_Lane, int], int] = {}
-        warmups = config.compilation.cudagraph_num_of_warmups
-        self.source = _source(recordings, warmups, note)
+        self._warmups = config.compilation.cudagraph_num_of_warmups
+        self.source = _source(recordings, self._warmups, note)
         self.notes = tuple(stand_in_notes(config, self._lanes))
 
     def pool_bytes(self, mode: CUDAGraphMode, num_tokens: int) -> int:
@@ -155,9 +147,7 @@ class EstimatedCosts(GraphCosts):
         return round(self._operators(key) * NODE_BYTES)
 
     def seconds(self, key: Key) -> float:
-        warmups = self.config.compilation.cudagraph_num_of_warmups
-        each = CAPTURE_SECONDS + warmups * WARMUP_SECONDS
-        return self._operators(key) * each
+        return self._operators(key) * (CAPTURE_SECONDS + self._warmups * WARMUP_SECONDS)
 
     def _operators(self, key: Key) -> float:
         mode, descriptor = key
@@ -165,11 +155,8 @@ class EstimatedCosts(GraphCosts):
         others = mode, not descriptor.has_lora
         for lane in (own, others, *self._lanes):
             if lane in self._lanes:
-                points = []
-                for recording in self._lanes[lane]:
-                    points.append((recording.num_tokens, recording.operators))
-                found = interpolate(points, descriptor.elements)
-                return max(found, 0.0)
+                points = [(each.num_tokens, each.operators) for each in self._lanes[lane]]
+                return max(interpolate(points, descriptor.elements), 0.0)
         return 0.0
 
     def _pool_bytes(
@@ -183,9 +170,7 @@ class EstimatedCosts(GraphCosts):
         recorded = [recording.num_tokens for recording in self._lanes[lane]]
         grid = _grid(recorded, num_tokens)
         upper = bisect_left(grid, num_tokens)
-        left = 0
-        for size in grid[:upper]:
-            left = max(left, self._worked_out(lane, size))
+        left = max((self._worked_out(lane, size) for size in grid[:upper]), default=0)
         above = grid[upper]
         right = max(left, self._worked_out(lane, above))
         if upper == 0 or above == num_tokens:
@@ -208,8 +193,7 @@ class EstimatedCosts(GraphCosts):
             while size:
                 upper = min(bisect_left(sizes, size), last)
                 neighbour = upper - 1 if upper else min(1, last)
-                events = recordings[upper].scaled(recordings[neighbour], size)
-                pool.run(events)
+                pool.run(recordings[upper].scaled(recordings[neighbour], size))
                 size //= 2
             self._pools[asked] = pool.reserved
         return self._pools[asked]
@@ -250,7 +234,7 @@ def _source(
         "what kernels take inside themselves is not seen",
     ]
     hidden = 0
-    names: set[str] = set()
+    names = set[str]()
     for recording in recordings:
         hidden = max(hidden, recording.hidden_bytes)
         names.update(recording.hidden_in)

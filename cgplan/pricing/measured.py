@@ -6,7 +6,9 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from operator import itemgetter
+from statistics import fmean
 from typing import Any
 
 from cgplan.config import Config
@@ -70,13 +72,13 @@ def case_costs(
     """The marginal cost of each LoRA case; they do not add up, because cases share memory."""
     if plan.max_loras is None:
         return ()
-    whole = None if costs is None else costs.of(plan.keys)
+    whole = costs and costs.of(plan.keys)
     found = []
     for case in plan.lora_cases:
         rest = [key for key in plan.keys if key[1].num_active_loras != case]
         nbytes = None
         seconds = None
-        if costs is not None and whole is not None:
+        if costs and whole:
             others = costs.of(rest)
             nbytes = whole.total_bytes - others.total_bytes
             seconds = whole.seconds - others.seconds
@@ -139,25 +141,18 @@ class MeasuredCosts(GraphCosts):
         self.workspace_bytes = workspace_bytes
         self.once_seconds = once_seconds
         self._keys = tuple(keys)
-        measured = []
-        for key in self._keys:
-            case = key.mode, key.num_active_loras, key.num_tokens
-            measured.append((case, key))
-        self._measured = grouped(measured)
-        self._lines: dict[tuple[CUDAGraphMode, bool, str], Points] = {}
+        self._measured = grouped(
+            ((key.mode, key.num_active_loras, key.num_tokens), key) for key in self._keys
+        )
+        self._lines: dict[tuple[CUDAGraphMode, bool, str], list[tuple[int, float]]] = {}
         priced = [(key.mode, key.has_lora) for key in self._keys]
         self.notes = (*notes, *stand_in_notes(config, priced))
         self._pools: dict[CUDAGraphMode, Points] = {}
-        reserved: list[int] = []
         for mode, points in pools.items():
-            most = 0
-            own = self._pools[mode] = []
-            for size, nbytes in sorted(points):
-                # a pool that holds a size holds every smaller one
-                most = max(most, nbytes)
-                own.append((size, most))
-                reserved.append(nbytes)
-        self._unit = unit_of(reserved)
+            sizes, reserved = zip(*sorted(points), strict=True)
+            # a pool that holds a size holds every smaller one
+            self._pools[mode] = list(zip(sizes, accumulate(reserved, max), strict=True))
+        self._unit = unit_of(nbytes for points in pools.values() for _, nbytes in points)
 
     @classmethod
     def from_report(
@@ -249,10 +244,9 @@ class MeasuredCosts(GraphCosts):
         keys = []
         points = {}
         for mode in graphs:
+            nbytes = driver[mode] * scale
             for case in lora_cases(config):
-                nbytes = driver[mode] * scale
-                key = MeasuredKey(mode, case, largest[mode], nbytes, seconds)
-                keys.append(key)
+                keys.append(MeasuredKey(mode, case, largest[mode], nbytes, seconds))
             # one pool for all modes
             top = largest[mode] if log.by_mode else max(largest.values())
             points[mode] = [(0, 0), (top, round(pools[mode] * scale))]
@@ -269,13 +263,7 @@ class MeasuredCosts(GraphCosts):
                 f"{path} is of a start with {counted(total, 'graph')}, the configuration has "
                 f"{len(plan.keys)}"
             )
-        costs = cls(
-            keys,
-            points,
-            config,
-            source=f"the log of vLLM, {path}",
-            notes=notes,
-        )
+        costs = cls(keys, points, config, source=f"the log of vLLM, {path}", notes=notes)
         costs.estimated = True
         return costs
 
@@ -294,16 +282,14 @@ class MeasuredCosts(GraphCosts):
         if num_tokens < small:
             nbytes = max(nbytes, least * num_tokens / small)
         rounded = math.ceil(nbytes / self._unit) * self._unit
-        above = [point for point in points if point[0] >= num_tokens]
-        if not above:
-            return rounded
-        size, most = above[0]
-        return most if size == num_tokens else min(rounded, most)
+        for size, most in points:
+            if size >= num_tokens:
+                return most if size == num_tokens else min(rounded, most)
+        return rounded
 
     def driver_bytes(self, key: Key) -> int:
         """On average: the driver takes chunks."""
-        found = self._of(key, "driver_bytes")
-        return max(round(found), 0)
+        return max(round(self._of(key, "driver_bytes")), 0)
 
     def seconds(self, key: Key) -> float:
         return self._of(key, "seconds")
@@ -320,8 +306,7 @@ class MeasuredCosts(GraphCosts):
         case = mode, descriptor.num_active_loras, descriptor.elements
         same = self._measured.get(case)
         if same:
-            found = [getattr(measured, figure) for measured in same]
-            return float(sum(found) / len(found))
+            return fmean(getattr(measured, figure) for measured in same)
         name = mode, descriptor.has_lora, figure
         if name not in self._lines:
             self._lines[name] = self._line(*name)
@@ -336,20 +321,11 @@ class MeasuredCosts(GraphCosts):
         mode: CUDAGraphMode,
         has_lora: bool,
         figure: str,
-    ) -> Points:
-        alike = []
-        of_mode = []
-        for measured in self._keys:
-            if measured.mode is not mode:
-                continue
-            of_mode.append(measured)
-            if measured.has_lora == has_lora:
-                alike.append(measured)
+    ) -> list[tuple[int, float]]:
+        of_mode = [measured for measured in self._keys if measured.mode is mode]
+        alike = [measured for measured in of_mode if measured.has_lora == has_lora]
         by_size = grouped(
             (measured.num_tokens, getattr(measured, figure))
             for measured in alike or of_mode or self._keys
         )
-        points = []
-        for tokens, found in sorted(by_size.items()):
-            points.append((tokens, sum(found) / len(found)))
-        return points
+        return [(tokens, fmean(found)) for tokens, found in sorted(by_size.items())]

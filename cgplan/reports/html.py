@@ -28,9 +28,7 @@ from cgplan.reports.layout import (
     percent,
 )
 from cgplan.reports.plan_tables import (
-    GRAPHS,
-    MEMORY,
-    START_UP,
+    POINT,
     STEP,
     USES,
     predicted_by,
@@ -142,10 +140,13 @@ def _capture(report: CaptureReport) -> Page:
         (report.environment.node_name, count(sum(record.nodes or 0 for record in records))),
         *_costs(report.total_bytes, report.session_seconds),
     ]
-    notes = labelled("warning", report.warnings) + labelled("note", report.plan.notes)
-    sections = list(_of_capture(report))
-    title = _title("Capture", report.plan)
-    return Page(title, _lead(report.environment), tiles, notes, sections)
+    return Page(
+        _title("Capture", report.plan),
+        _lead(report.environment),
+        tiles,
+        labelled("warning", report.warnings) + labelled("note", report.plan.notes),
+        list(_of_capture(report)),
+    )
 
 
 @page_of.register
@@ -158,10 +159,13 @@ def _bench(report: BenchReport) -> Page:
         ("keys", str(len(capture.records))),
         *_costs(capture.total_bytes, capture.session_seconds),
     ]
-    notes = labelled("warning", capture.warnings)
-    sections = [*_of_bench(report), *_of_capture(capture)]
-    title = _title("Bench", capture.plan)
-    return Page(title, _lead(report.environment), tiles, notes, sections)
+    return Page(
+        _title("Bench", capture.plan),
+        _lead(report.environment),
+        tiles,
+        labelled("warning", capture.warnings),
+        [*_of_bench(report), *_of_capture(capture)],
+    )
 
 
 @page_of.register
@@ -197,10 +201,13 @@ def _audit(report: AuditReport) -> Page:
         ("pointers", count(sum(key.words for key in keys))),
         ("time", format_seconds(report.read_seconds + report.classify_seconds)),
     ]
-    title = f"Audit of {counted(len(keys), 'key')}"
-    notes = labelled("note", report.notes)
-    sections = list(_of_audit(report))
-    return Page(title, _lead(report.environment), tiles, notes, sections)
+    return Page(
+        f"Audit of {counted(len(keys), 'key')}",
+        _lead(report.environment),
+        tiles,
+        labelled("note", report.notes),
+        list(_of_audit(report)),
+    )
 
 
 # --- sections -------------------------------------------------------------------------------------
@@ -259,8 +266,9 @@ def _segments(report: CaptureReport, source: str) -> Iterator[Section]:
         f"Graph segments, as long as their {nodes}, and eager pieces between them, which have no "
         "length or known place."
     )
+    title = "Segments and eager pieces"
     drawn = chart("strip", f"Segments by {nodes}, and eager pieces", "keys", nodes, by="piece")
-    yield Section("Segments and eager pieces", about, source, table, [drawn])
+    yield Section(title, about, source, table, [drawn])
 
 
 def _of_bench(report: BenchReport) -> Iterator[Section]:
@@ -320,13 +328,10 @@ def _memory(sides: Mapping[str, Parts], source: str) -> Section:
             if size is not None:
                 rows[row] = (*row, *(other.get(row) for other in sides.values()))
     formats: dict[str, Format] = {"part": str, "key": str, **dict.fromkeys(sides, format_bytes)}
-    about = (
-        "Device memory by part, and by the key that made it grow. Keys share a pool: the first "
-        "takes most of it. The driver takes chunks."
-    )
     return Section(
         "Memory",
-        about,
+        "Device memory by part, and by the key that made it grow. Keys share a pool: the first "
+        "takes most of it. The driver takes chunks.",
         source,
         table_of(rows.values(), formats),
         charts,
@@ -347,21 +352,21 @@ def _start_up(
         begin += sum(seconds.values())
     start = "begins after"
     formats: dict[str, Format] = {"key": str, **dict.fromkeys((start, *phases), format_seconds)}
-    about = "Keys in turn, without the time between them."
-    drawn = chart(
-        "bars",
-        "Start-up by key",
-        "key",
-        *phases,
-        stack=True,
-        start=start,
-    )
     return Section(
         "Start-up",
-        about,
+        "Keys in turn, without the time between them.",
         source,
         table_of(rows, formats),
-        [drawn],
+        [
+            chart(
+                "bars",
+                "Start-up by key",
+                "key",
+                *phases,
+                stack=True,
+                start=start,
+            )
+        ],
     )
 
 
@@ -373,20 +378,12 @@ def _of_plan(plan: Plan) -> Iterator[Section]:
             yield _curve(evidence, source)
         if evidence.uses:
             title = "Use of each graph"
-            about = "Each graph's share of steps, and of padding in its tokens."
-            drawn = chart(
-                "bars",
-                title,
-                "graph",
-                "steps",
-                "padding",
-            )
             yield Section(
                 title,
-                about,
+                "Each graph's share of steps, and of padding in its tokens.",
                 source,
                 Grid(evidence.uses, *USES),
-                [drawn],
+                [chart("bars", title, "graph", "steps", "padding")],
             )
         if evidence.padding_map:
             yield _padding_map(evidence.padding_map, source)
@@ -398,30 +395,22 @@ def _curve(evidence: Evidence, source: str) -> Section:
     best = "the best with so many graphs"
     points = [evidence.as_point("this plan"), *evidence.ladders, *evidence.pareto]
     name = TextColumn("plan", lambda point: getattr(point, "name", best))
-    table = Grid(
-        points,
-        name,
-        GRAPHS,
-        STEP,
-        MEMORY,
-        START_UP,
-    )
-    about = "Mean step: the best plan of each number of graphs, this plan, and ladders."
     caption = "Expected step by number of graphs"
-    drawn = chart(
-        "curve",
-        caption,
-        "graphs",
-        STEP.name,
-        by="plan",
-        line=best,
-    )
     return Section(
         "Graphs against step time",
-        about,
+        "Mean step: the best plan of each number of graphs, this plan, and ladders.",
         source,
-        table,
-        [drawn],
+        Grid(points, name, *POINT),
+        [
+            chart(
+                "curve",
+                caption,
+                "graphs",
+                STEP.name,
+                by="plan",
+                line=best,
+            )
+        ],
     )
 
 
@@ -432,21 +421,20 @@ def _padding_map(found: PaddingMap, source: str) -> Section:
         for other, share in zip(found.columns, shares, strict=True):
             if share is not None:
                 cells.append((size, other, share))
-    table = table_of(cells, {first: count, second: count, "padding": percent})
-    about = "Share of padding in batches up to each size. An empty cell had no batch."
-    drawn = chart(
-        "heat",
-        "Padding by size",
-        second,
-        "padding",
-        by=first,
-    )
     return Section(
         "Padding",
-        about,
+        "Share of padding in batches up to each size. An empty cell had no batch.",
         source,
-        table,
-        [drawn],
+        table_of(cells, {first: count, second: count, "padding": percent}),
+        [
+            chart(
+                "heat",
+                "Padding by size",
+                second,
+                "padding",
+                by=first,
+            )
+        ],
     )
 
 
@@ -456,26 +444,25 @@ def _padding(plan: Plan) -> Section:
     charts: list[Chart] = []
     for sizes, names in alike.items():
         lane = " and ".join(names)
-        drawn = chart(
-            "heat",
-            lane,
-            "batch",
-            "padding",
-            by="graph",
-            where=("lane", lane),
+        where = ("lane", lane)
+        charts.append(
+            chart(
+                "heat",
+                lane,
+                "batch",
+                "padding",
+                by="graph",
+                where=where,
+            )
         )
-        charts.append(drawn)
         for below, size in pairwise((0, *sizes)):
             for batch in sorted({below + 1, (below + size + 1) // 2, size}):
                 rows.append((lane, batch, size, (size - batch) / size))
-    table = table_of(rows, {"lane": str, "batch": count, "graph": count, "padding": percent})
-    about = "Share of padding in the rows of each graph's smallest, middle and largest batch."
-    source = f"Computed from the plan's sizes, {plan.sizes_source}."
     return Section(
         "Padding",
-        about,
-        source,
-        table,
+        "Share of padding in the rows of each graph's smallest, middle and largest batch.",
+        f"Computed from the plan's sizes, {plan.sizes_source}.",
+        table_of(rows, {"lane": str, "batch": count, "graph": count, "padding": percent}),
         charts,
     )
 
@@ -508,22 +495,21 @@ def _of_audit(report: AuditReport) -> Iterator[Section]:
     kinds: list[Row] = []
     for key in report.keys:
         kinds += [(_name(key.key), kind, words) for kind, words in key.kinds.items()]
-    table = table_of(kinds, {"key": str, "kind": str, "pointers": count})
-    about = "Pointers of each key by kind of memory."
-    drawn = chart(
-        "bars",
-        "Pointers by key",
-        "key",
-        "pointers",
-        by="kind",
-        stack=True,
-    )
     yield Section(
         "Pointers by kind of owner",
-        about,
+        "Pointers of each key by kind of memory.",
         source,
-        table,
-        [drawn],
+        table_of(kinds, {"key": str, "kind": str, "pointers": count}),
+        [
+            chart(
+                "bars",
+                "Pointers by key",
+                "key",
+                "pointers",
+                by="kind",
+                stack=True,
+            )
+        ],
     )
     yield _kernels(report, source)
 
@@ -545,13 +531,11 @@ def _kernels(report: AuditReport, source: str) -> Section:
             )
         )
         rows += [(keys, name, nodes) for name, nodes in kernels]
-    table = table_of(rows, {"keys": str, kernel: str, "nodes": count})
-    about = f"Nodes of a key's graphs by {kernel}; keys with equal counts together."
     return Section(
         f"Nodes by {kernel}",
-        about,
+        f"Nodes of a key's graphs by {kernel}; keys with equal counts together.",
         source,
-        table,
+        table_of(rows, {"keys": str, kernel: str, "nodes": count}),
         maps[:MOST_MAPS],
     )
 

@@ -189,7 +189,12 @@ class Grid:
             style: str = "",
         ) -> Text:
             placed: list[str] = []
-            for column, word, width in zip(columns, words, widths, strict=True):
+            for column, word, width in zip(
+                columns,
+                words,
+                widths,
+                strict=True,
+            ):
                 fill = word.ljust if column.left else word.rjust
                 placed.append(fill(width))
             text = (" " * gap).join(placed)
@@ -326,6 +331,16 @@ def titled(title: str, *parts: RenderableType | None) -> RenderableType:
         ),
         *shown,
     )
+
+
+def figures(
+    title: str, rows: Sequence[Any], *columns: Column, words: Sequence[str] = ()
+) -> RenderableType | None:
+    """A table under its title, with sentences below; None without rows."""
+    if not rows:
+        return None
+    below = sentences(*words) if words else None
+    return titled(title, Grid(rows, *columns), below)
 
 
 def stacked(*parts: RenderableType | None) -> RenderableType:

@@ -19,7 +19,6 @@ from cgplan.optimizer.evidence import (
     LoadPoint,
     PaddingMap,
     PlanCheck,
-    ServicePoint,
     SizeUse,
 )
 from cgplan.planning import Plan
@@ -37,6 +36,7 @@ from cgplan.reports.layout import (
     TextColumn,
     describe_sizes,
     facts,
+    figures,
     labelled,
     memory_text,
     render,
@@ -73,8 +73,8 @@ _SIZES = TextColumn("sizes", "sizes", describe_sizes)
 _LADDER = TextColumn("ladder", "name")
 GRAPHS = Column("graphs")
 STEP = Microseconds("expected step", "expected_us")
-MEMORY = Bytes("memory", "bytes")
-START_UP = Seconds("start-up", "seconds")
+_COSTS = (Bytes("memory", "bytes"), Seconds("start-up", "seconds"))
+POINT = (GRAPHS, STEP, *_COSTS)
 
 
 def _used(use: SizeUse) -> str:
@@ -83,7 +83,7 @@ def _used(use: SizeUse) -> str:
     return f"{use.lane}: {' x '.join(map(str, (use.size, *use.sizes)))}"
 
 
-USES = (TextColumn("graph", _used), Share("steps", "share"), Share("padding", "padding"))
+USES = (TextColumn("graph", _used), Share("steps", "share"), Share("padding"))
 
 
 def brief(plan: Plan) -> RenderableType:
@@ -117,7 +117,6 @@ def _rows(plan: Plan) -> Iterator[Fact]:
         cases = ", ".join(map(str, plan.lora_cases))
         yield "LoRA cases", f"{cases} active adapters ({plan.max_loras + 1}: any number)"
     cost = plan.predicted
-    machine = plan.machine
     if not cost:
         return
     parts = {
@@ -130,6 +129,7 @@ def _rows(plan: Plan) -> Iterator[Fact]:
     yield "start-up", format_seconds(cost.seconds)
     estimated = " (an estimate, not measured)" if cost.estimated else ""
     yield "predicted", f"by {cost.source}{estimated}"
+    machine = plan.machine
     if machine:
         version = f", driver {machine.driver}" if machine.driver else ""
         yield "measured on", f"{machine.gpu}{version}, torch {machine.torch}"
@@ -151,8 +151,7 @@ def _more_rows(plan: Plan) -> Iterator[Fact]:
 
 def said(plan: Plan, brief: bool = False) -> list[Fact]:
     evidence: dict[str, Any] = plan.evidence or {}
-    notes = list(plan.predicted.notes if plan.predicted else ())
-    notes += plan.notes
+    notes = [*(plan.predicted.notes if plan.predicted else ()), *plan.notes]
     for name in ("traffic_notes", "times_notes", "notes"):
         notes += evidence.get(name, ())
     warnings = (*plan.warnings, *plan.lint, *evidence.get("warnings", ()))
@@ -216,9 +215,10 @@ def _served_by(plan: Plan) -> str:
     return f"uniform decode: {modes.get(True, mixed)}; mixed: {mixed}"
 
 
-def lane_table(plan: Plan) -> RenderableType:
-    """Predicted cost of each lane; the plan has predictions."""
-    assert plan.predicted
+def lane_table(plan: Plan) -> RenderableType | None:
+    """Predicted cost of each lane; None without graphs or predictions."""
+    if not plan.predicted:
+        return None
     pairs = zip(plan.keys, plan.predicted.keys, strict=True)
     sizes = plan.lanes()
     rows: list[tuple[Any, ...]] = []
@@ -227,7 +227,8 @@ def lane_table(plan: Plan) -> RenderableType:
         driver = sum(cost.driver_bytes for cost in costs)
         seconds = sum(cost.seconds for cost in costs)
         rows.append((lane, len(costs), sizes[lane], pool, driver, seconds))
-    table = Grid(
+    return figures(
+        "Cost of each lane",
         rows,
         TextColumn("lane", "0"),
         Column("graphs", "1"),
@@ -235,12 +236,11 @@ def lane_table(plan: Plan) -> RenderableType:
         Bytes("pool", "3"),
         Bytes("driver", "4"),
         Seconds("start-up", "5"),
+        words=["in capture order; pool: growth beyond the graphs above"],
     )
-    words = "in capture order; pool: growth beyond the graphs above"
-    return titled("Cost of each lane", table, sentences(words))
 
 
-def case_table(cases: Sequence[CaseCost], max_loras: int) -> RenderableType:
+def case_table(cases: Sequence[CaseCost], max_loras: int) -> RenderableType | None:
     def adapters(case: CaseCost) -> object:
         return case.num_active_loras if case.num_active_loras <= max_loras else "any number"
 
@@ -250,14 +250,13 @@ def case_table(cases: Sequence[CaseCost], max_loras: int) -> RenderableType:
             "memory and start-up are not known: give --costs FILE, --costs estimate or --costs "
             "measure"
         )
-    table = Grid(
+    columns = (TextColumn("active adapters", adapters), GRAPHS, *_COSTS)
+    return figures(
+        "What each LoRA case adds",
         cases,
-        TextColumn("active adapters", adapters),
-        GRAPHS,
-        MEMORY,
-        START_UP,
+        *columns,
+        words=[words],
     )
-    return titled("What each LoRA case adds", table, sentences(words))
 
 
 # --- padding --------------------------------------------------------------------------------------
@@ -324,7 +323,18 @@ def _answer(
         yield Text("No graph: every batch runs eagerly.")
     yield _ladders(evidence)
     yield _loads(evidence.loads)
-    yield _service(evidence.service)
+    yield figures(
+        "What requests get",
+        evidence.service,
+        TextColumn("graphs of", "name"),
+        GRAPHS,
+        Microseconds("TTFT p50", "service.ttft_us.p50"),
+        Microseconds("p99", "service.ttft_us.p99"),
+        Microseconds("TPOT p50", "service.tpot_us.p50"),
+        Microseconds("p99", "service.tpot_us.p99"),
+        Microseconds("decode step p99", "service.decode_us.p99"),
+        Column("tokens/s", "service.tokens_per_s", "{:.0f}".format),
+    )
     yield facts("Why", [*_reasons(evidence), *said(plan, brief=not whole)])
 
 
@@ -336,26 +346,15 @@ def _loads(loads: Sequence[LoadPoint]) -> RenderableType | None:
     if loads[0].best_us is not None:
         words = "best: as many graphs for that load alone"
         columns.append(Microseconds("best", "best_us"))
-    return titled("Each load", Grid(loads, *columns), sentences(words))
+    return figures(
+        "Each load",
+        loads,
+        *columns,
+        words=[words],
+    )
 
 
-def _service(points: Sequence[ServicePoint]) -> RenderableType | None:
-    if not points:
-        return None
-    columns = [
-        TextColumn("graphs of", "name"),
-        Column("graphs"),
-        Microseconds("TTFT p50", "service.ttft_us.p50"),
-        Microseconds("p99", "service.ttft_us.p99"),
-        Microseconds("TPOT p50", "service.tpot_us.p50"),
-        Microseconds("p99", "service.tpot_us.p99"),
-        Microseconds("decode step p99", "service.decode_us.p99"),
-        Column("tokens/s", lambda point: round(point.service.tokens_per_s)),
-    ]
-    return titled("What requests get", Grid(points, *columns))
-
-
-def _details(evidence: Evidence) -> Iterator[RenderableType]:
+def _details(evidence: Evidence) -> Iterator[RenderableType | None]:
     if evidence.pareto:
         ends = (evidence.pareto[0].graphs, evidence.pareto[-1].graphs, evidence.graphs)
         shown = [
@@ -363,61 +362,54 @@ def _details(evidence: Evidence) -> Iterator[RenderableType]:
             for point in evidence.pareto
             if point.graphs in ends or point.graphs.bit_count() == 1
         ]
-        table = Grid(
-            shown[:MOST_POINTS],
-            GRAPHS,
-            STEP,
-            MEMORY,
-            START_UP,
-        )
-        yield titled("Graphs against expected step time", table)
-    if evidence.pareto and evidence.ladders:
-        table = Grid(
+        yield figures("Graphs against expected step time", shown[:MOST_POINTS], *POINT)
+        yield figures(
+            "Fewest graphs that do as well as a ladder",
             evidence.ladders,
             _LADDER,
             GRAPHS,
             Column("unused"),
             Column("equal", "equal.graphs"),
             Column("within 0.1%", "alike.graphs"),
+            words=[
+                "unused: graphs that run no batch",
+                "equal: the fewest with a step as short; within 0.1%: at most 0.1% longer",
+            ],
         )
-        words = sentences(
-            "unused: graphs that run no batch",
-            "equal: the fewest with a step as short; within 0.1%: at most 0.1% longer",
-        )
-        yield titled("Fewest graphs that do as well as a ladder", table, words)
     if evidence.failed:
         rows = [
             (f"{part.lane} {describe_sizes(part.sizes)}", part.reason) for part in evidence.failed
         ]
         yield facts("Could not be captured, so the plan does without", rows)
-    if evidence.left_out:
-        table = Grid(
-            evidence.left_out,
-            _LANE,
-            _SIZES,
-            _WHY,
-        )
-        words = sentences("each added alone; no gain: steps get less than 0.01% shorter")
-        title = "Left out, of the sizes that the configuration has without traffic"
-        yield titled(title, table, words)
+    yield figures(
+        "Left out, of the sizes that the configuration has without traffic",
+        evidence.left_out,
+        _LANE,
+        _SIZES,
+        _WHY,
+        words=["each added alone; no gain: steps get less than 0.01% shorter"],
+    )
     if evidence.uses:
         least = sorted((use.share for use in evidence.uses), reverse=True)[:MOST_USES][-1]
         used = [use for use in evidence.uses if use.share >= least]
         rest = len(evidence.uses) - len(used)
-        title = "Share of all steps, and padding, of each graph"
-        more = sentences(f"and {rest} more, with fewer steps") if rest else None
-        yield titled(title, Grid(used, *USES), more)
+        more = [f"and {rest} more, with fewer steps"] if rest else []
+        yield figures(
+            "Share of all steps, and padding, of each graph",
+            used,
+            *USES,
+            words=more,
+        )
     if evidence.padding_map:
         yield _padding_map(evidence.padding_map)
-    if evidence.not_worth:
-        spans = TextColumn("sizes", lambda part: f"{part.first} to {part.last}")
-        table = Grid(
-            evidence.not_worth,
-            _LANE,
-            spans,
-            _WHY,
-        )
-        yield titled("Sizes not worth a graph", table)
+    spans = TextColumn("sizes", lambda part: f"{part.first} to {part.last}")
+    yield figures(
+        "Sizes not worth a graph",
+        evidence.not_worth,
+        _LANE,
+        spans,
+        _WHY,
+    )
 
 
 def _padding_map(found: PaddingMap) -> RenderableType:
@@ -496,11 +488,11 @@ def _beside(points: Sequence[LadderPoint], *more: Column) -> Grid:
         columns.append(Microseconds("decode", "decode_us"))
         columns.append(Microseconds("mixed", "mixed_us"))
     if any(point.bytes for point in points):
-        columns += [MEMORY, START_UP]
+        columns += _COSTS
     return Grid(
         points,
         *columns,
-        Share("padding", "padding"),
+        Share("padding"),
         *more,
     )
 
@@ -520,18 +512,11 @@ def _check(check: PlanCheck) -> RenderableType:
         theirs = getattr(point, figure)
         return None if point is own or not theirs else getattr(own, figure) / theirs - 1
 
-    figures = {"regret": "expected_us", "of decode": "decode_us", "of mixed": "mixed_us"}
+    compared = {"regret": "expected_us", "of decode": "decode_us", "of mixed": "mixed_us"}
     regrets: list[Column] = []
-    for title, figure in figures.items():
+    for title, figure in compared.items():
         if getattr(own, figure):
-            regrets.append(
-                Column(
-                    title,
-                    partial(regret, figure),
-                    "{:+.1%}".format,
-                )
-            )
-
+            regrets.append(Column(title, partial(regret, figure), "{:+.1%}".format))
     uses = Grid(
         check.uses,
         *USES,
@@ -566,31 +551,20 @@ def render_difference(
     rows += labelled("note", difference.notes)
     lanes: RenderableType = Text("No graph is added or removed.")
     if difference.changed_lanes:
-        lanes = Grid(
-            difference.changed_lanes,
-            _LANE,
-            TextColumn(
-                "added",
-                lambda part: part.added or None,
-                describe_sizes,
-            ),
-            TextColumn(
-                "removed",
-                lambda part: part.removed or None,
-                describe_sizes,
-            ),
-            TextColumn(
-                "kept",
-                lambda part: part.kept or None,
-                describe_sizes,
-            ),
-        )
-    figures = Grid(
+        columns = [_LANE]
+        for name in ("added", "removed", "kept"):
+            columns.append(TextColumn(name, name, _sizes_or_dash))
+        lanes = Grid(difference.changed_lanes, *columns)
+    both = Grid(
         [
             _figure("graphs", difference.graphs, "{:.0f}".format),
             _figure("memory", difference.memory, format_bytes),
             _figure("start-up", difference.seconds, format_seconds),
-            _figure("expected step", difference.expected_us, format_microseconds),
+            _figure(
+                "expected step",
+                difference.expected_us,
+                format_microseconds,
+            ),
         ],
         TextColumn("", "0"),
         Column("old", "1"),
@@ -598,7 +572,15 @@ def render_difference(
         Column("change", "3"),
         Column("share", "4"),
     )
-    return stacked(facts(f"{old} -> {new}", rows), lanes, figures)
+    return stacked(
+        facts(f"{old} -> {new}", rows),
+        lanes,
+        both,
+    )
+
+
+def _sizes_or_dash(sizes: Sequence[int]) -> str:
+    return describe_sizes(sizes) if sizes else "-"
 
 
 def _both(change: FieldChange) -> str:
@@ -617,14 +599,12 @@ def _figure(
     figure: Figure,
     text: Callable[[Any], str],
 ) -> tuple[str | None, ...]:
-    old = None if figure.old is None else text(figure.old)
-    new = None if figure.new is None else text(figure.new)
+    old, new = (None if value is None else text(value) for value in (figure.old, figure.new))
     if figure.change is None:
         return name, old, new, None, None
     change = text(abs(figure.change))
     if figure.change:
-        sign = "+" if figure.change > 0 else "-"
-        change = sign + change
+        change = f"{'+' if figure.change > 0 else '-'}{change}"
     share = f"{figure.change / figure.old:+.1%}" if figure.old else None
     return name, old, new, change, share
 
@@ -648,5 +628,9 @@ def _replan(report: ReplanReport) -> RenderableType:
     before, after = map(format_bytes, report.pool_bytes)
     rows.append(("pools", f"{before} before, {after} after"))
     rows.append(("time", format_seconds(report.seconds)))
-    difference = render_difference(report.difference, "captured", "wanted")
+    difference = render_difference(
+        report.difference,
+        "captured",
+        "wanted",
+    )
     return stacked(difference, facts("Replan", rows))

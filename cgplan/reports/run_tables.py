@@ -305,29 +305,27 @@ def _ranks(ranks: Sequence[RankRecord]) -> RenderableType | None:
     )
 
 
-def _limits(budget: BudgetRecord) -> list[str]:
-    limits: list[str] = []
+def _limits(budget: BudgetRecord) -> Iterator[str]:
     if budget.memory is not None:
         used = f"{format_bytes(budget.used_bytes)} of {format_bytes(budget.memory)} used"
         if budget.stops and not budget.used_bytes:
             used += ": without a graph the static buffers are freed, too"
-        limits.append(used)
+        yield used
     if budget.capture_time is not None:
         used = (
             f"{format_seconds(budget.used_seconds)} of {format_seconds(budget.capture_time)} used"
         )
         if budget.used_seconds > budget.capture_time:
             used += ", because the last capture took longer than was known before"
-        limits.append(used)
+        yield used
     if budget.max_graphs is not None:
-        limits.append(f"at most {counted(budget.max_graphs, 'graph')}")
+        yield f"at most {counted(budget.max_graphs, 'graph')}"
     if budget.reserve is not None:
-        limits.append(f"{format_bytes(budget.reserve)} kept free")
-    return limits
+        yield f"{format_bytes(budget.reserve)} kept free"
 
 
 def _budget(budget: BudgetRecord) -> Iterator[Fact]:
-    limits = _limits(budget)
+    limits = list(_limits(budget))
     yield "budget", "; ".join(limits)
     if budget.left_out:
         rule = "known before not to fit; the largest first"
@@ -366,14 +364,15 @@ def _bench(report: BenchReport) -> RenderableType:
     if not report.records:
         nothing = "No size was measured: nothing is captured and report.sizes is absent."
         return stacked(head, Text(nothing))
-    parts = [head, _ranks(report.capture.ranks), latencies(report)]
     waiting = queued(report)
-    if waiting:
-        title = "Calls that follow one another without waiting, time of each"
-        parts.append(titled(title, waiting))
-    if report.peers:
-        parts += _against_baselines(report.peers, report.environment)
-    return stacked(*parts)
+    title = "Calls that follow one another without waiting, time of each"
+    return stacked(
+        head,
+        _ranks(report.capture.ranks),
+        latencies(report),
+        titled(title, waiting) if waiting else None,
+        *_against_baselines(report),
+    )
 
 
 def _bench_rows(report: BenchReport) -> Iterator[Fact]:
@@ -440,9 +439,10 @@ def queued(report: BenchReport) -> Grid | None:
     )
 
 
-def _against_baselines(
-    measured: BaselinesRecord, environment: Environment
-) -> Iterator[RenderableType]:
+def _against_baselines(report: BenchReport) -> Iterator[RenderableType]:
+    measured, environment = report.peers, report.environment
+    if not measured:
+        return
     memory = f"memory of pools on {environment.backend}" if environment.is_tape else "device memory"
     took = measured.capture_seconds
     own = "failed" if took is None else f"{format_seconds(took)}, {measured.keys} keys"
@@ -540,26 +540,18 @@ def _audit(report: AuditReport) -> RenderableType:
     read, looked_up = format_seconds(report.read_seconds), format_seconds(report.classify_seconds)
     nodes = sum(key.nodes for key in report.keys)
     words = _words(report.keys)
-    findings = "none"
-    if report.findings:
-        findings = (
-            f"{counted(len(report.findings), 'pointer')} into memory that is not the runner's"
-        )
+    findings = f"{counted(len(report.findings), 'pointer')} into memory that is not the runner's"
     rows = [
         *environment_rows(report.environment),
         ("pointers", f"{words:,} in {nodes:,} nodes; {read} to read, {looked_up} to look up"),
-        ("findings", findings),
+        ("findings", findings if report.findings else "none"),
     ]
     rows += labelled("note", report.notes)
     kinds = grouped((owner.kind, owner) for owner in report.owners)
     owners = Grid(
         kinds.values(),
         TextColumn("owner", "0.kind"),
-        Column(
-            "pointers",
-            _words,
-            "{:,}".format,
-        ),
+        Column("pointers", _words, "{:,}".format),
         Share("share", lambda rows: _words(rows) / words),
         Bytes("size", lambda rows: sum(r.nbytes or 0 for r in rows) or None),
         TextColumn("names", lambda rows: listed([r.name for r in rows], 2)),

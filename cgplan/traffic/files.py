@@ -68,10 +68,8 @@ _LABEL = re.compile(r'(\w+)="([^"]*)"')
 def _microseconds(value: object) -> float:
     """Of a timestamp: a date and time, UTC unless it says otherwise, or seconds."""
     text = str(value)
-    try:
+    with suppress(ValueError):
         return float(text) * 1e6
-    except ValueError:
-        pass
     try:
         # of the 7 digits of Azure's traces the last, 100 ns, is cut off
         moment = datetime.fromisoformat(text)
@@ -255,8 +253,7 @@ def read_traffic(
             f"{path} holds counts of steps, which cannot be sped up",
             remedy="Leave the speedup out, or give a request trace.",
         )
-    seqs = plan.max_num_seqs
-    tokens = plan.max_num_batched_tokens
+    seqs, tokens = plan.max_num_seqs, plan.max_num_batched_tokens
     beyond = 0.0
     for shape, weight in found.histogram:
         _check_shape(shape, path, plan)
@@ -280,22 +277,29 @@ def read_sizes(path: str | Path, dims: Sequence[Dim]) -> SizeCounts:
             its dimensions, or has a wrong row.
     """
     path = Path(path)
-    names = [dim.name for dim in dims]
-    most = [dim.max for dim in dims]
-    column = "weight" if "count" in names else "count"
+    most = {dim.name: dim.max for dim in dims}
+    names = tuple(most)
+    column = "weight" if "count" in most else "count"
     counts: Counter[tuple[int, ...]] = Counter()
     beyond = 0
-    for sizes, count in sized_rows(_text_of(path), path, names, TrafficError, column, (Whole, 1)):
-        if not all(map(le, sizes, most)):
+    for sizes, count in sized_rows(
+        _text_of(path),
+        path,
+        names,
+        TrafficError,
+        column,
+        (Whole, 1),
+    ):
+        if not all(map(le, sizes, most.values())):
             beyond += count
         elif count:
             counts[sizes] += count
     if not counts:
         raise TrafficError(
-            f"{path}: no batch up to {dict(zip(names, most, strict=True))} with a count above 0",
+            f"{path}: no batch up to {most} with a count above 0",
             remedy="Give traffic with such a batch, or raise max in `dims`.",
         )
-    return SizeCounts(tuple(names), dict(sorted(counts.items())), beyond, path.name)
+    return SizeCounts(names, dict(sorted(counts.items())), beyond, path.name)
 
 
 def synthetic_requests(made: TrafficConfig, plan: Plan) -> RequestTrace:
@@ -336,11 +340,11 @@ def _text_of(path: str | Path) -> str:
             with urlopen(str(path), timeout=_TIMEOUT_SECONDS) as answer:
                 text = str(answer.read(), "utf-8")
         except (OSError, ValueError, HTTPException) as error:
-            remedy = (
-                "Give the address of a runner's metrics, such as http://localhost:8000/metrics, "
-                "or a file of them."
-            )
-            raise TrafficError(f"{path} cannot be read: {error}", remedy=remedy) from None
+            raise TrafficError(
+                f"{path} cannot be read: {error}",
+                remedy="Give the address of a runner's metrics, such as "
+                "http://localhost:8000/metrics, or a file of them.",
+            ) from None
     else:
         text = load.read_text(
             path, TrafficError, "Give a readable file: a histogram, a request trace, or a log."
@@ -362,9 +366,8 @@ def _traffic_of(
         if "kind" in document:
             return _saved(text, path)
         if "batches" in document:  # that a runner's statistics count (``runner.stats.json()``)
-            counts = {"histogram": document["batches"], "source": "statistics of a runner"}
-            saved = _saved(json.dumps(counts), path)
-            return saved.model_copy(update={"source": f"{path.name}: {saved.source}"})
+            source = f"{path.name}: statistics of a runner"
+            return _saved(json.dumps({"histogram": document["batches"], "source": source}), path)
     elif _HEADER.search(text):
         return log_traffic(text, path, plan)
     elif _METRIC in text:
@@ -372,7 +375,7 @@ def _traffic_of(
     elif first.startswith("[") and '"conversations"' in text:
         return _conversations(text, path, plan, request_rate)
     _, names, _ = next(raw_rows(text, path, TrafficError))
-    given = {name.lower() for name in names}
+    given = set(map(str.lower, names))
     known = {form: len(given.intersection(map(str.lower, form.columns))) for form in FORMS}
     form = max(FORMS, key=known.__getitem__)
     if not known[form]:
@@ -430,7 +433,7 @@ def log_traffic(text: str, path: Path, plan: Plan) -> Traffic:
         if mode is not None and mode.separate_routine():
             if row.ran_as is CUDAGraphMode.FULL:
                 uniform = row.num_tokens % plan.query_len == 0
-                odd += 0 if uniform else row.count
+                odd += row.count * (not uniform)
             elif row.num_tokens <= row.largest:
                 uniform = False
         if uniform is not None:
@@ -471,8 +474,7 @@ def _metric_rows(text: str, path: Path) -> Iterator[RawRow]:
         name, _, rest = line.partition("{")
         if name == f"{_METRIC}_total":
             labels, _, value = rest.rpartition("}")
-            cells: dict[str, Any] = dict(_LABEL.findall(labels))
-            cells["count"] = None
+            cells: dict[str, Any] = {**dict(_LABEL.findall(labels)), "count": None}
             with suppress(ValueError, IndexError):
                 cells["count"] = float(value.split()[0])  # 1e+06, say; a time may follow
             yield f"{path}:{number}", tuple(cells), list(cells.values())
@@ -516,8 +518,7 @@ def _check_shape(shape: StepShape, path: Path, plan: Plan) -> None:
             "recorded.",
         )
     most = plan.max_loras or 0
-    counted = most + 1 if most else 0
-    if shape.num_active_loras > counted:
+    if shape.num_active_loras > most + bool(most):
         raise TrafficError(
             f"{path}: a batch has {shape.num_active_loras} active LoRA adapters, the "
             f"configuration allows {most}",
@@ -545,8 +546,7 @@ def _requests(
         arrival = row.arrival * form.microseconds
         if math.isnan(start):
             start = arrival
-        prompt = row.context_tokens
-        generated = row.generated_tokens
+        prompt, generated = row.context_tokens, row.generated_tokens
         if not prompt:
             empty += 1
             continue
@@ -590,13 +590,9 @@ def _unit_note(requests: Sequence[Request], *, is_in_milliseconds: bool) -> Iter
     if len(requests) < 8 or not span:
         return
     rate = (len(requests) - 1) / span * 1e6
-    total = 0
-    for request in requests:
-        total += request.context_tokens + request.generated_tokens
+    total = sum(request.context_tokens + request.generated_tokens for request in requests)
     tokens = rate * total / len(requests)
-    unit = "seconds"
-    other = "milliseconds"
-    factor = 1000.0
+    unit, other, factor = "seconds", "milliseconds", 1000.0
     if is_in_milliseconds:
         unit, other, factor = other, unit, 0.001
     if _is_plausible(rate, tokens) or not _is_plausible(rate * factor, tokens * factor):
@@ -641,14 +637,7 @@ def _run_requests(
                 how = f"as a Poisson process of {rate:.4g} a second"
             said[f"the benchmark has no start_times: requests come {how}"] = None
         for time, prompt, generated in zip(times, run.input_lens, run.output_lens, strict=True):
-            yield (
-                where,
-                _RequestRow(
-                    arrival=end + time,
-                    context_tokens=prompt,
-                    generated_tokens=generated,
-                ),
-            )
+            yield where, _request_row(end + time, prompt, generated)
         end += max(times, default=0.0)
     notes.extend(said)
 
@@ -681,21 +670,22 @@ def _conversations(
     for (where, row), arrival in zip(SHAREGPT.read(raw), arrivals, strict=True):
         if len(row.conversations) >= 2:
             prompt, answer = (math.ceil(len(turn.value) / 4) for turn in row.conversations[:2])
-            requests.append(
-                (
-                    where,
-                    _RequestRow(
-                        arrival=arrival,
-                        context_tokens=prompt,
-                        generated_tokens=answer,
-                    ),
-                )
-            )
+            requests.append((where, _request_row(arrival, prompt, answer)))
     note = (
         "lengths are of the first two messages, 4 characters a token; Poisson arrivals, "
         f"{request_rate:g} a second"
     )
-    return _requests(requests, SHAREGPT, path, plan, [note])
+    return _requests(
+        requests,
+        SHAREGPT,
+        path,
+        plan,
+        [note],
+    )
+
+
+def _request_row(arrival: float, prompt: int, generated: int) -> _RequestRow:
+    return _RequestRow(arrival=arrival, context_tokens=prompt, generated_tokens=generated)
 
 
 def _poisson(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from pydantic import ValidationError
 
@@ -15,6 +16,7 @@ from cgplan.config.messages import first_problem
 from cgplan.errors import TrafficError
 from cgplan.planning import Plan
 from cgplan.planning.costs import Record
+from cgplan.units import grouped
 
 if TYPE_CHECKING:
     import numpy as np
@@ -101,8 +103,9 @@ class Traffic(Record):
         source: str,
         notes: Iterable[str] = (),
         warnings: Iterable[str] = (),
+        **others: Any,
     ) -> Traffic:
-        """Traffic from counts; those of equal shapes are added up.
+        """Traffic from counts, and other attributes; counts of equal shapes are added up.
 
         Raises TrafficError if all counts are 0, one is negative or not finite, or a shape is
         impossible.
@@ -125,12 +128,12 @@ class Traffic(Record):
                 f"{source}: no batch with a count above 0",
                 remedy="Give traffic with a batch in it.",
             )
-        histogram = tuple(sorted(total.items()))
         return cls(
-            histogram=histogram,
+            histogram=tuple(sorted(total.items())),
             source=source,
             notes=tuple(notes),
             warnings=tuple(warnings),
+            **others,
         )
 
     @classmethod
@@ -174,28 +177,27 @@ class Traffic(Record):
             notes |= dict.fromkeys(part.notes)
             warnings |= dict.fromkeys(part.warnings)
         source = " and ".join(part.source for part, _ in parts)
-        made = cls.of(counts, source, notes, warnings)
-        return made.model_copy(update={"apart": parts[0][0].apart})
+        return cls.of(counts, source, notes, warnings, apart=parts[0][0].apart)
 
     def unseen(self, plan: Plan) -> Traffic:
         """Batches evenly in log size, up to ``max_num_seqs`` requests of the plan, with as many
         steps of each kind (uniform or mixed, LoRA case) as there are here.
         """
-        shares: dict[tuple[bool, int], float] = {}
-        for shape, weight in self.histogram:
-            kind = shape.uniform, shape.num_active_loras
-            shares[kind] = shares.get(kind, 0.0) + weight
+        kinds = grouped(
+            ((shape.uniform, shape.num_active_loras), weight) for shape, weight in self.histogram
+        )
         q = plan.query_len
         most = max(min(plan.max_num_seqs, plan.max_num_batched_tokens // q), 1)
         sizes = range(1, most + 1)
         harmonic = sum([1 / reqs for reqs in sizes])
         counts: dict[StepShape, float] = {}
-        for (uniform, loras), weight in shares.items():
+        for (uniform, loras), weights in kinds.items():
+            weight = sum(weights)
             for reqs in sizes:
                 shape = StepShape(q * reqs, reqs, uniform, loras)
                 counts[shape] = weight / reqs / harmonic
-        made = Traffic.of(counts, f"batches of 1 to {most} requests, evenly in log size")
-        return made.model_copy(update={"apart": self.apart})
+        source = f"batches of 1 to {most} requests, evenly in log size"
+        return Traffic.of(counts, source, apart=self.apart)
 
 
 class StepCounts:
@@ -204,7 +206,7 @@ class StepCounts:
     """
 
     def __init__(self, plan: Plan) -> None:
-        self.counts: dict[StepShape, float] = {}
+        self.counts: Counter[StepShape] = Counter()
         self._query_len = plan.query_len
         self._max_num_seqs = plan.max_num_seqs
         self._without_reqs = False
@@ -239,8 +241,7 @@ class StepCounts:
             self._without_reqs = True
         if num_active_loras is None:
             self._without_loras = True
-        shape = StepShape(num_tokens, num_reqs, uniform, num_active_loras or 0)
-        self.counts[shape] = self.counts.get(shape, 0) + count
+        self.counts[StepShape(num_tokens, num_reqs, uniform, num_active_loras or 0)] += count
 
     def notes(self) -> Iterator[str]:
         """A sentence for each field that was guessed."""

@@ -28,10 +28,10 @@ def _runtime_mode(value: object) -> CUDAGraphMode:
     name = str(value).rpartition(".")[2].strip().upper()
     if name == "EAGER":
         return CUDAGraphMode.NONE
-    for mode in RUNTIME_MODES:
-        if mode.name == name:
-            return mode
-    raise ValueError("not one of the runtime modes NONE (or eager), PIECEWISE, FULL")
+    mode = CUDAGraphMode.__members__.get(name)
+    if mode not in RUNTIME_MODES:
+        raise ValueError("not one of the runtime modes NONE (or eager), PIECEWISE, FULL")
+    return mode
 
 
 Whole = Annotated[int, Field(ge=0, le=1 << 53)]  # which a float counts exactly
@@ -62,10 +62,7 @@ class Form(Generic[R]):
     @cached_property
     def columns(self) -> dict[str, str]:
         """Fields by the names of columns."""
-        found = {}
-        for own in self.row.model_fields:
-            found[self.names.get(own, own)] = own
-        return found
+        return {self.names.get(own, own): own for own in self.row.model_fields}
 
     @cached_property
     def required(self) -> list[str]:
@@ -111,8 +108,7 @@ class Form(Generic[R]):
             for column, place in matched[names].items():
                 cell = values[place]
                 if cell not in (None, "") or column in self.required:
-                    own = self.columns[column]
-                    row[own] = cell
+                    row[self.columns[column]] = cell
             places.append(where)
             cells.append(row)
         reader = TypeAdapter(list[self.row])  # type: ignore[name-defined]
@@ -150,10 +146,8 @@ class Form(Generic[R]):
             if column is not None:
                 found[column] = place
             elif name.lower() in map(str.lower, found):
-                raise self.error(
-                    f"{where}: column {name!r} stands twice",
-                    remedy="Keep one of them.",
-                )
+                problem = f"{where}: column {name!r} stands twice"
+                raise self.error(problem, remedy="Keep one of them.")
             elif self.unused is not None and name not in self.unused:
                 unknown.append(name)
         missing = [column for column in self.required if column not in found]
@@ -161,16 +155,10 @@ class Form(Generic[R]):
         for name in unknown:
             hint = did_you_mean(name.lower(), absent, " (did you mean {!r}?)")
             if ignored is None or missing or hint:
-                raise self.error(
-                    f"{where}: unknown column {short(name)}{hint}",
-                    remedy=remedy,
-                )
+                raise self.error(f"{where}: unknown column {short(name)}{hint}", remedy=remedy)
             ignored[name] = None
         if missing:
-            raise self.error(
-                f"{where}: column {missing[0]!r} is missing",
-                remedy=remedy,
-            )
+            raise self.error(f"{where}: column {missing[0]!r} is missing", remedy=remedy)
         return found
 
 
@@ -183,8 +171,16 @@ def raw_rows(
     other text, and for too few or too many fields.
     """
     if text.lstrip().startswith("{"):
-        return _json_rows(text, path, error)
-    return _csv_rows(text, path, error)
+        return _json_rows(
+            text,
+            path,
+            error,
+        )
+    return _csv_rows(
+        text,
+        path,
+        error,
+    )
 
 
 def sized_rows(
@@ -201,8 +197,17 @@ def sized_rows(
     named = {f"size_{index}": name for index, name in enumerate(names)}
     fields: dict[str, Any] = dict.fromkeys(named, (Size, ...))
     fields[figure] = kind
-    row = create_model("_Row", __base__=Record, **fields)
-    form: Form[Any] = Form(f"a table of {figure}", row, named, error)
+    row = create_model(
+        "_Row",
+        __base__=Record,
+        **fields,
+    )
+    form: Form[Any] = Form(
+        f"a table of {figure}",
+        row,
+        named,
+        error,
+    )
     for _, typed in form.read_text(text, path):
         *sizes, value = dict(typed).values()
         yield tuple(sizes), value
@@ -239,10 +244,10 @@ def _csv_rows(
     error: type[CgplanError],
 ) -> Iterator[RawRow]:
     _, header = first_line(text)
-    separators = [char for char in ",\t;|" if char in header]
-    separator = separators[0] if separators else ","
+    separator = next((char for char in ",\t;|" if char in header), ",")
+    file = io.StringIO(text, newline="")
     reader = csv.reader(
-        io.StringIO(text, newline=""),
+        file,
         delimiter=separator,
         skipinitialspace=True,
     )
@@ -286,13 +291,7 @@ def _json_rows(
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as failure:  # ValueError: too many digits, too
-            raise error(
-                f"{where}: not JSON: {failure}",
-                remedy=remedy,
-            ) from None
+            raise error(f"{where}: not JSON: {failure}", remedy=remedy) from None
         if not isinstance(row, dict):
-            raise error(
-                f"{where}: {short(row)} is not an object",
-                remedy=remedy,
-            )
+            raise error(f"{where}: {short(row)} is not an object", remedy=remedy)
         yield where, tuple(row), list(row.values())

@@ -11,7 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from cgplan.errors import TrafficError
@@ -65,14 +65,9 @@ class RequestTrace(NamedTuple):
             )
         if speedup == 1:
             return self
-        requests = []
-        for request in self.requests:
-            sooner = request._replace(arrival_us=request.arrival_us / speedup)
-            requests.append(sooner)
-        return self._replace(
-            requests=requests,
-            source=f"{self.source}, {speedup:g} times as fast as recorded",
-        )
+        sooner = [each._replace(arrival_us=each.arrival_us / speedup) for each in self.requests]
+        source = f"{self.source}, {speedup:g} times as fast as recorded"
+        return self._replace(requests=sooner, source=source)
 
     def spread(self, replicas: int) -> RequestTrace:
         """Requests of one of ``replicas`` servers behind a round-robin balancer. Raises
@@ -209,8 +204,18 @@ def simulate(trace: RequestTrace, bounds: SchedulerBounds, step_time: StepTime) 
             f"a decode step advances each request by {server.tokens_a_step:g} of "
             f"{bounds.query_len} tokens"
         )
-    traffic = Traffic.of(counts, trace.source, notes, queue.overload())
-    return traffic.model_copy(update={"service": server.service(lasted)})
+    service = server.service(lasted)
+    return Traffic.of(
+        counts,
+        trace.source,
+        notes,
+        queue.overload(),
+        service=service,
+    )
+
+
+def _nanoseconds(request: Request) -> int:
+    return round(request.arrival_us * 1000)
 
 
 class _Queue:
@@ -222,13 +227,8 @@ class _Queue:
         max_loras: int | None,
     ) -> None:
         self.max_loras = NEVER if max_loras is None else max_loras
-        timed = []
-        for request in requests:
-            nanoseconds = round(request.arrival_us * 1000)
-            timed.append((nanoseconds, request))
-        timed.sort(key=itemgetter(0))
-        self.requests = [request for _, request in timed]
-        self.times = [time for time, _ in timed]
+        self.requests = sorted(requests, key=_nanoseconds)
+        self.times = [_nanoseconds(request) for request in self.requests]
         self.next_arrival = self.times[0]
         self.put_back_at: dict[int, int] = {}  # when, of preempted requests
         self.arrived = 0
@@ -271,10 +271,8 @@ class _Queue:
             names: Iterable[int] = self.waiting
             if len(adapters) > self.max_loras:
                 names = adapters.intersection(self.waiting)
-            first = self.arrived
-            for name in names:
-                first = min(first, self.waiting[name][0])
-            if first == self.arrived:
+            first = min((self.waiting[name][0] for name in names), default=None)
+            if first is None:
                 break
             request = self.requests[first]
             memory -= request.context_tokens
@@ -416,8 +414,9 @@ class _Server:
                 not prefill.requests and tokens == bounds.query_len * decodes,
                 len(adapters) - 1,
             )
-            length = self._length_of(shape, step_time)
-
+            if shape not in self.lengths:
+                self.lengths[shape] = max(1, round(step_time(shape) * 1000))
+            length = self.lengths[shape]
             repeats = prefill.repeats
             if decodes:
                 repeats = min(repeats, self.decoding[0].last - self.decoded)
@@ -439,15 +438,6 @@ class _Server:
                 self._leave(heapq.heappop(self.decoding))
             self._serve()
         return self.counts
-
-    def _length_of(
-        self,
-        shape: StepShape,
-        step_time: StepTime,
-    ) -> int:
-        if shape not in self.lengths:
-            self.lengths[shape] = max(1, round(step_time(shape) * 1000))
-        return self.lengths[shape]
 
     def _prefill(self, left: int, adapters: set[int]) -> _Prefill:
         """Schedule prompts for the tokens that are left; without a request, wait for the next.
@@ -471,9 +461,7 @@ class _Server:
             memory,
         )
         self.running += len(prompts)
-        wanted = self.prompt_left
-        for index in prompts:
-            wanted += queue.requests[index].context_tokens
+        wanted = self.prompt_left + sum(queue.requests[at].context_tokens for at in prompts)
         self.prompts += wanted - self.prompt_left
         if self.under_way is not None:
             prompts.insert(0, self.under_way)
@@ -484,7 +472,12 @@ class _Server:
         ending = list(prompts)
         self.under_way = ending.pop() if self.prompt_left else None
         repeats = 1 if ending else (wanted - 1) // tokens
-        return _Prefill(prompts, ending, tokens, repeats)
+        return _Prefill(
+            prompts,
+            ending,
+            tokens,
+            repeats,
+        )
 
     def _end_prefill(self, index: int) -> None:
         """The step that ended yields the first token, or the next one of a preempted request."""
@@ -552,10 +545,7 @@ class _Server:
 
     def _preempt(self) -> None:
         """The decoding request that was admitted last waits again."""
-        entry = max(
-            self.decoding,
-            key=lambda each: (each.before, each.place),
-        )
+        entry = max(self.decoding, key=attrgetter("before", "place"))
         self.decoding.remove(entry)
         heapq.heapify(self.decoding)
         self._leave(entry, is_done=False)
@@ -566,23 +556,16 @@ class _Server:
             context_tokens=request.context_tokens + made,
             generated_tokens=request.generated_tokens - made,
         )
-        self.queue.put_back(
-            entry.place,
-            again,
-            self.now,
-        )
+        self.queue.put_back(entry.place, again, self.now)
         self.running -= 1
         self.preempted += 1
 
     def service(self, lasted: int) -> Service:
         """What requests and steps took, of the whole run of ``lasted`` nanoseconds."""
-        every = []
-        decodes = []
-        for shape, count in self.counts.items():
-            step = self.lengths[shape], count
-            every.append(step)
-            if shape.uniform:
-                decodes.append(step)
+        every = [(self.lengths[shape], count) for shape, count in self.counts.items()]
+        decodes = [
+            (self.lengths[shape], count) for shape, count in self.counts.items() if shape.uniform
+        ]
         return Service(
             step_us=Percentiles.of(every),
             decode_us=Percentiles.of(decodes) if decodes else None,
@@ -611,11 +594,20 @@ def step_clock(
     tokens = np.arange(bounds[-1] + 1)
 
     @cache
-    def answer(size: int, uniform: bool, adapters: int) -> Answer:
+    def answer(
+        size: int,
+        uniform: bool,
+        adapters: int,
+    ) -> Answer:
         excluded = None
         if apart:
             excluded = {CUDAGraphMode.PIECEWISE if uniform else CUDAGraphMode.FULL}
-        return dispatch(size, uniform, adapters, invalid_modes=excluded)
+        return dispatch(
+            size,
+            uniform,
+            adapters,
+            invalid_modes=excluded,
+        )
 
     @cache
     def table(mode: CUDAGraphMode, adapters: int) -> Floats:

@@ -88,7 +88,12 @@ class _ServedRow(Record):
     mode: RuntimeMode = CUDAGraphMode.FULL  # of ``--metadata mode=eager``
 
 
-TABLE = Form("a table of step times", _TableRow, error=StepTimeError, remedy=REMEDY)
+TABLE = Form(
+    "a table of step times",
+    _TableRow,
+    error=StepTimeError,
+    remedy=REMEDY,
+)
 SERVED = Form(
     "a result of vllm bench serve",
     _ServedRow,
@@ -170,14 +175,8 @@ class TimeCurve(Record):
         if self.num_active_loras:
             name = f"{name} with {self.num_active_loras} adapters"
         raised = dict(self.points)
-        size = 0
-        value = 1.0
-        height = 1.0
-        for tokens, time in raw:
-            if raised[tokens] / time > height / value:
-                size = tokens
-                value = time
-                height = raised[tokens]
+        size, value = max(raw, key=lambda point: raised[point[0]] / point[1])
+        height = raised[size]
         if height > value * (1 + WORTH_A_NOTE):
             yield (
                 f"{name} at {size} tokens took {value:.0f} us, a smaller batch {height:.0f} us: "
@@ -235,11 +234,7 @@ class StepTimes(Record):
             raw = sorted(points[mode, case].items())
             sizes, times = zip(*raw, strict=True)
             ascending = zip(sizes, accumulate(times, max), strict=True)
-            curve = TimeCurve(
-                mode=mode,
-                num_active_loras=case,
-                points=tuple(ascending),
-            )
+            curve = TimeCurve(mode=mode, num_active_loras=case, points=tuple(ascending))
             curves.append(curve)
             floor = ""
             if CUDAGraphMode.FULL in modes and mode is not CUDAGraphMode.FULL:
@@ -250,11 +245,7 @@ class StepTimes(Record):
                 f"PIECEWISE was not measured: FULL plus {PIECEWISE_SHARE:.0%} of the time that "
                 "eager takes longer"
             )
-        return cls(
-            source=source,
-            curves=tuple(curves),
-            notes=tuple(said),
-        )
+        return cls(source=source, curves=tuple(curves), notes=tuple(said))
 
     @classmethod
     def default(cls) -> StepTimes:
@@ -295,16 +286,17 @@ class StepTimes(Record):
             raise StepTimeError(
                 f"{path}: a log of vLLM with {problem}", remedy="Give the log from its first line."
             )
-        runs: list[Run] = []
         if '"median_itl_ms"' in text:
-            for _, row in SERVED.read_text(text, path):
-                microseconds = row.median_itl_ms * 1e3
-                runs.append((row.mode, 0, row.max_concurrency, microseconds))
-            return cls.measured(_longest(runs), f"vllm bench serve, {path}", [_OF_SERVING])
+            served = [
+                (row.mode, 0, row.max_concurrency, row.median_itl_ms * 1e3)
+                for _, row in SERVED.read_text(text, path)
+            ]
+            return cls.measured(_longest(served), f"vllm bench serve, {path}", [_OF_SERVING])
         if not text.lstrip().startswith(("{", "[")):
-            for _, line in TABLE.read_text(text, path):
-                case = line.num_active_loras
-                runs.append((line.mode, case, line.num_tokens, line.microseconds))
+            runs = [
+                (line.mode, line.num_active_loras, line.num_tokens, line.microseconds)
+                for _, line in TABLE.read_text(text, path)
+            ]
             if not runs:
                 raise StepTimeError(f"{path}: no row of step times", remedy=REMEDY)
             return cls.measured(_longest(runs), str(path))
@@ -426,7 +418,13 @@ class StepSurface(NamedTuple):
                     rows.append((sizes, record.graph.median))
         except ValidationError:
             figure = "microseconds", (Time, ...)
-            rows += sized_rows(text, Path(path), names, StepTimeError, *figure)
+            rows += sized_rows(
+                text,
+                Path(path),
+                names,
+                StepTimeError,
+                *figure,
+            )
         longest: dict[tuple[int, ...], float] = {}
         for sizes, time in rows:
             longest[sizes] = max(time, longest.get(sizes, 0.0))
@@ -453,7 +451,11 @@ class StepSurface(NamedTuple):
         shape = rows.size, *self.values.shape
         found = np.broadcast_to(self.values, shape)
         for axis, asked in zip(self.axes, sizes.T, strict=True):
-            place = np.interp(asked, axis, np.arange(axis.size))
+            place = np.interp(
+                asked,
+                axis,
+                np.arange(axis.size),
+            )
             first = place.astype(int)
             last = np.ceil(place).astype(int)
             below = found[rows, first]
@@ -491,10 +493,8 @@ def _saved(
     try:
         found = _SAVED.validate_json(text)
     except ValidationError as error:
-        raise StepTimeError(
-            f"{path}: neither a bench report nor step times: {first_problem(error)}",
-            remedy=REMEDY,
-        ) from None
+        problem = f"{path}: neither a bench report nor step times: {first_problem(error)}"
+        raise StepTimeError(problem, remedy=REMEDY) from None
     if isinstance(found, StepTimes):
         return found
     runs = []
