@@ -11,7 +11,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
 from cgplan.backends import MemoryReading
-from cgplan.backends.backend import Feature
 from cgplan.backends.tape import TapeBackend
 
 
@@ -24,6 +23,8 @@ class WithDriver(TapeBackend):
         total: Bytes of the device.
         workspace: Bytes that the first graph's warm-up leaves in the allocator for good.
     """
+
+    counts_driver_bytes = True
 
     def __init__(
         self,
@@ -53,9 +54,6 @@ class WithDriver(TapeBackend):
         if graph.steps is not None:
             self._count(-len(graph.steps))
         super().reset(graph)
-
-    def supports(self, feature: Feature) -> bool:
-        return feature == "driver_bytes" or super().supports(feature)
 
     def memory(self) -> MemoryReading:
         reserved = super().memory().reserved + self.workspace * self.warm

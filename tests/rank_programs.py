@@ -42,6 +42,7 @@ from cgplan.distributed.all_reduce import GLOO_DTYPES
 from cgplan.distributed.transports import SharedMemoryTransport
 from cgplan.errors import CgplanError, DistributedError, ModelError, RegistrationError
 from cgplan.modes import BatchDescriptor, CUDAGraphMode
+from cgplan.piecewise.routes import SplitRoute
 from cgplan.planning import build_plan
 from cgplan.runner.session import CaptureSession
 
@@ -571,7 +572,7 @@ def fails_beside_the_capture(rank: int, what: str) -> list[Said]:
         if what == "memory":
             fails_once(rank, TapeBackend, "memory", RuntimeError("the device does not answer"))
         elif what == "report":
-            fails_once(rank, TapeBackend, "supports", RuntimeError("the driver cannot be asked"))
+            fails_once(rank, SplitRoute, "describe", RuntimeError("the segments are not counted"))
         else:
             run = capture.run().close
             error = RegistrationError("the handle cannot be closed")

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from time import perf_counter_ns
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 
@@ -29,7 +29,6 @@ from cgplan.errors import BackendError, CaptureError, CgplanError
 
 Pool = Any
 Graph = Any
-Feature = Literal["driver_bytes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +126,7 @@ def span(name: str, **args: Any) -> Iterator[dict[str, Any]]:
 class GraphBackend(ABC):
     name: str
     device: torch.device
+    counts_driver_bytes: bool = False  # in ``memory().free``
 
     @abstractmethod
     def new_pool(self) -> Pool: ...
@@ -240,9 +240,6 @@ class GraphBackend(ABC):
         """A block of warm-ups and captures, on CUDA on the capture stream; nestable. Raises
         CaptureError as ``gc_paused``, and inside a foreign capture.
         """
-
-    @abstractmethod
-    def supports(self, feature: Feature) -> bool: ...
 
     @abstractmethod
     def synchronize(self) -> None: ...

@@ -56,24 +56,24 @@ class CaptureScope:
     mark: object = field(default_factory=object, repr=False)
 
 
+@dataclass(eq=False)
 class WatchedMetadata(Mapping[str, Any]):
     """Metadata that notes the names read while ``counts()`` is true."""
 
-    def __init__(self, metadata: Mapping[str, Any], counts: Callable[[], bool]) -> None:
-        self._metadata = metadata
-        self._counts = counts
-        self.read: set[str] = set()
+    metadata: Mapping[str, Any]
+    counts: Callable[[], bool]
+    read: set[str] = field(default_factory=set)
 
     def __getitem__(self, name: str) -> Any:
-        if self._counts():
+        if self.counts():
             self.read.add(name)
-        return self._metadata[name]
+        return self.metadata[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._metadata)
+        return iter(self.metadata)
 
     def __len__(self) -> int:
-        return len(self._metadata)
+        return len(self.metadata)
 
 
 @dataclass(slots=True)

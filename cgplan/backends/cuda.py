@@ -24,7 +24,6 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from cgplan.backends.backend import (
-    Feature,
     GraphBackend,
     MemoryReading,
     captures_lock,
@@ -114,6 +113,7 @@ def _raw(graph: CudaGraph) -> Any:
 
 class CudaBackend(GraphBackend):
     name = "cuda"
+    counts_driver_bytes = True
 
     def __init__(self, device: torch.device) -> None:
         if not torch.cuda.is_available():
@@ -350,8 +350,6 @@ class CudaBackend(GraphBackend):
     def _reserved(self, which: str) -> int:
         """In a quarter of memory_reserved's time."""
         stats = torch.cuda.memory_stats_as_nested_dict(self.device)
-        if not stats:
-            return 0
         reserved = stats["reserved_bytes"]
         return int(reserved["all"][which])
 
@@ -415,9 +413,6 @@ class CudaBackend(GraphBackend):
                     yield
             finally:
                 torch.cuda.current_stream().wait_stream(self._stream)
-
-    def supports(self, feature: Feature) -> bool:  # noqa: ARG002
-        return True
 
     def synchronize(self) -> None:
         with captures_lock:  # it would end another thread's capture

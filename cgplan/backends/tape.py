@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from cgplan.backends.backend import (
-    Feature,
     GraphBackend,
     MemoryReading,
     foreign_pool,
@@ -211,9 +210,6 @@ class TapeBackend(GraphBackend):
         import_module("torch._dynamo")
         with gc_paused():
             yield
-
-    def supports(self, feature: Feature) -> bool:  # noqa: ARG002
-        return False
 
     def synchronize(self) -> None:
         pass

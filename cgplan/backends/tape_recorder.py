@@ -159,7 +159,8 @@ class Recorder(TorchDispatchMode):
         name = func._schema.name
         first = refusals.first
         count_writes(func, args, kwargs)
-        undo = tape.undo_of(func, args, kwargs)
+        before = tape.before_writes(func, args, kwargs)
+        known = len(tape.steps)
         try:
             cpu = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
             with self._inside():
@@ -169,7 +170,8 @@ class Recorder(TorchDispatchMode):
                 raise
         if refusals.first is first or self.tape is not tape:
             return result
-        undo()
+        before.restore()
+        del tape.steps[known:]
         assert refusals.first is not None
         note = (
             f"{refusals.first.message}; the tape calls operator {name} again on each replay, a "
@@ -210,23 +212,16 @@ class Tape:
         for alias in pool.aliases.values():
             self.before.keep(alias)
 
-    def undo_of(
+    def before_writes(
         self,
         func: Any,
         args: Args,
         kwargs: Kwargs,
-    ) -> Callable[[], None]:
-        """A function that undoes the next operator and forgets its steps."""
+    ) -> _Before:
         before = _Before({g: g.get_state() for g in self.before.generators})
         for tensor in written_tensors(func, args, kwargs):
             before.keep(tensor.untyped_storage())
-        first = len(self.steps)
-
-        def undo() -> None:
-            before.restore()
-            del self.steps[first:]
-
-        return undo
+        return before
 
     def record(
         self,
@@ -257,8 +252,13 @@ class Tape:
         placed: dict[int, Tensor] = {}
         blocks: dict[int, torch.UntypedStorage] = {}
         for i, leaf in enumerate(flat):
-            if isinstance(leaf, Tensor) and not _is_void(leaf) and storage_id(leaf) not in before:
-                placed[i] = self._place(leaf, blocks)
+            if not isinstance(leaf, Tensor) or _is_void(leaf) or storage_id(leaf) in before:
+                continue
+            source = leaf.untyped_storage()
+            if source._cdata not in blocks:
+                block = self._pool.take(source.nbytes())
+                blocks[source._cdata] = block.copy_(source)
+            placed[i] = tensor_on(blocks[source._cdata], leaf)
         if self._makes_step(func, flat, placed):
             self._add_step(func, partial(call, *fixed_args, **fixed_kwargs), placed, len(flat))
         result = tree_unflatten([placed.get(i, leaf) for i, leaf in enumerate(flat)], spec)
@@ -303,19 +303,6 @@ class Tape:
             slots = {}
         name = func._schema.name
         self.steps.append(Step(name, call, tuple(slots.items()), name in _POSTED))
-
-    def _place(
-        self,
-        fresh: Tensor,
-        blocks: dict[int, torch.UntypedStorage],
-    ) -> Tensor:
-        source = fresh.untyped_storage()
-        block = blocks.get(source._cdata)
-        if block is None:
-            block = self._pool.take(source.nbytes())
-            block.copy_(source)
-            blocks[source._cdata] = block
-        return tensor_on(block, fresh)
 
     def _fixed(self, tensor: Tensor) -> Tensor:
         """Without a hold on its block, deaf to ``.data =``."""

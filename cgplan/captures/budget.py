@@ -204,7 +204,7 @@ class BudgetGuard:
             expected = f", {format_bytes(rest)} expected for the {remaining} keys after it"
         if self.budget.memory is not None:
             backend = self._graphs.backend
-            if self._outside is None and backend.supports("driver_bytes"):
+            if self._outside is None and backend.counts_driver_bytes:
                 backend.release_cached()
                 self._outside = self.outside_bytes()
             if self.used_bytes + rest > self.budget.memory:

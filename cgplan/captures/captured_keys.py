@@ -323,7 +323,7 @@ class CapturedKeys:
 
     def _note_workspace(self) -> None:
         self._workspace_bytes = 0
-        if self.graphs.backend.supports("driver_bytes"):
+        if self.graphs.backend.counts_driver_bytes:
             outside = self.guard.outside_bytes() - self.graphs.buffers.nbytes
             self._workspace_bytes = max(outside, 0)
 

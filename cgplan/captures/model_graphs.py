@@ -50,7 +50,7 @@ def driver_bytes(
     after: MemoryReading,
 ) -> int | None:
     """Free memory lost in between, less what torch's allocator reserved."""
-    if not backend.supports("driver_bytes") or after.free is None or before.free is None:
+    if not backend.counts_driver_bytes or after.free is None or before.free is None:
         return None
     lost = before.free - after.free
     reserved = after.reserved - before.reserved

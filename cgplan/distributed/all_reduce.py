@@ -19,7 +19,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Self
+from typing import Any, Self
 from weakref import WeakValueDictionary
 
 import torch
@@ -176,10 +176,7 @@ class CollectiveAllReduce(AllReduce):
     """NCCL, in graphs too, or gloo."""
 
     name = "nccl"
-
-    def __init__(self, ranks: Ranks, backend: GraphBackend) -> None:
-        super().__init__(ranks, backend)
-        self._group = ranks.group
+    _group: Any = None  # torch's own
 
     def reduce(self, x: Tensor) -> Tensor:
         """Raises AllReduceError for a dtype that gloo does not sum."""

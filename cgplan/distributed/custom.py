@@ -169,7 +169,6 @@ class CudaAllReduce(CustomAllReduce):
         self._one_shot = one_shot
         self._two_shot = two_shot
         self._limit = min(int(ranks.timeout * _LOOKS_PER_SECOND), (1 << 31) - 1)
-        self._most = ONE_SHOT_BYTES[ranks.world_size]
         self._signal_bytes = _MOST_BLOCKS * ranks.world_size * 4
         most_packs = math.ceil(settings.all_reduce_max_size / PACK_BYTES / ranks.world_size)
         transport = CudaIpcTransport(ranks.device)
@@ -193,7 +192,7 @@ class CudaAllReduce(CustomAllReduce):
             "num_warps": _WARPS,
         }
         given = (row, out, self._signals, self._counts, self._error, packs)
-        if x.nbytes <= self._most:
+        if x.nbytes <= ONE_SHOT_BYTES[self.world_size]:
             grid = self._grid(x.nbytes)
             self._one_shot[grid](*given, **common)
         else:

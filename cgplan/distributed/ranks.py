@@ -48,6 +48,7 @@ class _Answer:
     induced: bool = False
 
 
+@dataclass(eq=False, repr=False)
 class Ranks:
     """Made by ``open_ranks``, ended by ``close`` or a ``with`` block.
 
@@ -59,28 +60,20 @@ class Ranks:
 
     __graph_memory__ = True
 
-    def __init__(
-        self,
-        place: Place,
-        device: torch.device,
-        presences: Sequence[Presence],
-        store: Any,
-        timeout: float,
-        *,
-        owns_group: bool,
-    ) -> None:
-        self.place = place
-        self.rank = place.rank
-        self.world_size = place.world_size
-        self.device = device
-        self.presences = presences
-        self.timeout = timeout
-        self.lost: RankFailedError | None = None
-        self.agreed_on: BaseException | None = None
+    place: Place
+    device: torch.device
+    presences: Sequence[Presence]
+    store: Any
+    timeout: float
+    owns_group: bool
+    lost: RankFailedError | None = None
+    agreed_on: BaseException | None = None
+    is_closed: bool = False
+
+    def __post_init__(self) -> None:
+        self.rank = self.place.rank
+        self.world_size = self.place.world_size
         self.group = dist.group.WORLD
-        self.is_closed = False
-        self._store = store
-        self._owns_group = owns_group
         self._steps = 0
         self._has_announced = False
 
@@ -134,7 +127,7 @@ class Ranks:
         if not isinstance(error, DistributedError):
             self._has_announced = True
         with suppress(RuntimeError):
-            self._store.compare_set(
+            self.store.compare_set(
                 f"{self._steps}/failed", "", f"rank {self.rank} failed: {_spoken(error)}"
             )
 
@@ -143,8 +136,8 @@ class Ranks:
         key = f"{self._steps}/failed"
         with self._asking("an all-reduce"):
             self._look_for_lost()
-            if self._store.check([key]):
-                raise RankFailedError(self._store.get(key).decode(), remedy=_REMEDY)
+            if self.store.check([key]):
+                raise RankFailedError(self.store.get(key).decode(), remedy=_REMEDY)
 
     def check_lost(self) -> None:
         """``check`` without asking the others."""
@@ -169,7 +162,7 @@ class Ranks:
                 lost = RankFailedError(error.message, remedy=error.remedy)
             self.lost = lost
         with suppress(RuntimeError):
-            self._store.compare_set("lost", "", self.lost.message)
+            self.store.compare_set("lost", "", self.lost.message)
 
     def close(self, error: BaseException | None = None) -> None:
         """Leave with an error, or when all have come to the end. Raises RankFailedError. See Note
@@ -184,9 +177,9 @@ class Ranks:
                 self.agree("the end")
         finally:
             self.is_closed = True
-            part(self._store, self.place, min(self.timeout, 2.0 if self.lost else 10.0))
+            part(self.store, self.place, min(self.timeout, 2.0 if self.lost else 10.0))
             del self.group  # else its threads outlive the interpreter's end
-            if self._owns_group and dist.is_initialized():
+            if self.owns_group and dist.is_initialized():
                 with suppress(RuntimeError):
                     # NCCL waits for a lost rank
                     if self.lost is not None and dist.get_backend() != "gloo":
@@ -204,9 +197,9 @@ class Ranks:
         """A rank that failed waits longer: others may be in a sum."""
         patience = self.timeout
         keys = [f"{self._steps}/{rank}" for rank in range(self.world_size)]
-        self._store.set(keys[self.rank], packed)
+        self.store.set(keys[self.rank], packed)
         seconds = 2 * patience if self._has_announced else patience
-        absent = absent_from(self._store, keys, seconds, self._look_for_lost)
+        absent = absent_from(self.store, keys, seconds, self._look_for_lost)
         if absent:
             error = RankFailedError(
                 f"rank {', '.join(absent)} did not come to {step} within {patience:g} s: it has "
@@ -216,14 +209,14 @@ class Ranks:
             )
             self.leave(error)
             raise error
-        answers = [pickle.loads(self._store.get(key)) for key in keys]
+        answers = [pickle.loads(self.store.get(key)) for key in keys]
         if self._steps > 1:  # all have read it
-            self._store.delete_key(f"{self._steps - 2}/{self.rank}")
+            self.store.delete_key(f"{self._steps - 2}/{self.rank}")
         return answers
 
     def _look_for_lost(self) -> None:
-        if self.lost is None and self._store.check(["lost"]):
-            self.lost = RankFailedError(self._store.get("lost").decode(), remedy=_REMEDY)
+        if self.lost is None and self.store.check(["lost"]):
+            self.lost = RankFailedError(self.store.get("lost").decode(), remedy=_REMEDY)
         self.check_lost()
 
     @contextmanager
@@ -278,7 +271,7 @@ def open_ranks(
             f"rank {place.rank} could not set torch.distributed up: {first_line(failure)}",
             remedy="Look at the output of the other ranks, and at the network between them.",
         ) from failure
-    return Ranks(place, own, presences, store, settings.timeout, owns_group=owns_group)
+    return Ranks(place, own, presences, store, settings.timeout, owns_group)
 
 
 def _failure_of(answers: Sequence[_Answer], error: BaseException | None) -> BaseException | None:

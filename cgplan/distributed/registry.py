@@ -137,11 +137,11 @@ class GraphBufferRegistry:
 
     def unregister(self) -> None:
         """Steps (1) to (3) of Note [Teardown] in ranks.py."""
-        bases = [mapped.base for mapped in self._opened.values()]
+        opened = list(self._opened.values())
         self._opened.clear()
         try:
             if self._has_begun:
-                self._close_peers(bases, "the end of all replays", "closing the peers' handles")
+                self._close_peers(opened, "the end of all replays", "closing the peers' handles")
         finally:
             self._has_begun = False
             self.is_sealed = False
@@ -167,9 +167,9 @@ class GraphBufferRegistry:
     def close(self) -> None:
         """The blocks of ``open_block`` may then be freed."""
         self.unregister()
-        bases = [mapped.base for mapped in self._blocks]
+        blocks = self._blocks
         self._blocks = []
-        self._close_peers(bases, "the end of all reductions", "closing the peers' blocks")
+        self._close_peers(blocks, "the end of all reductions", "closing the peers' blocks")
 
     def peer_memory(self) -> PeerMemory:
         addresses = []
@@ -194,16 +194,16 @@ class GraphBufferRegistry:
         base = self._transport.open(memory)
         return _Mapped(base, base + memory.nbytes, name)
 
-    def _close_peers(self, bases: Sequence[int], before: str, after: str) -> None:
+    def _close_peers(self, memory: Sequence[_Mapped], before: str, after: str) -> None:
         """Between two steps, unless a rank is lost."""
         error: Exception | None = None
         try:
             if self._ranks.lost is None:
                 self._ranks.agree(before)
         finally:
-            for base in reversed(bases):
+            for mapped in reversed(memory):
                 try:
-                    self._transport.close(base)
+                    self._transport.close(mapped.base)
                 except Exception as raised:
                     error = error or raised
         if self._ranks.lost is None:

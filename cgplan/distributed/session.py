@@ -7,7 +7,7 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -83,12 +83,13 @@ def agree_on_plan(ranks: Ranks, plan: Plan) -> Plan:
     return Plan.from_json(found[0])
 
 
+@dataclass(eq=False)
 class RankedCapture(RankSync):
-    def __init__(self, ranks: Ranks, reducer: AllReduce, config: Config) -> None:
-        self._ranks = ranks
-        self._reducer = reducer
-        limits = vars(config.budget).values()
-        self._has_budget = any(limit is not None for limit in limits)
+    ranks: Ranks
+    reducer: AllReduce
+    config: Config
+
+    def __post_init__(self) -> None:
         self._registration = Registration()
         self._failed = False
 
@@ -97,44 +98,41 @@ class RankedCapture(RankSync):
         for another plan.
         """
         self._failed = False
-        if self._reducer.is_read:
+        if self.reducer.is_read:
             raise RegistrationError(
                 "graphs of another runner reduce by this all-reduce, and new ones would take "
                 "their rows",
                 remedy="close() that runner first; where it was dropped without close(), or is to "
                 "stay, open another all-reduce: open_all_reduce().",
             )
-        self._reducer.begin_pass()
+        self.reducer.begin_pass()
         digest = hashlib.sha256(plan.model_dump_json().encode()).hexdigest()
         own = {"the plan's hash": digest[:12]}
-        found = self._ranks.agree("beginning the capture", value=(own, free))
-        hashes = []
-        readings = []
-        for theirs, free in found:
-            hashes.append(theirs)
-            if free is not None:
-                readings.append(free)
+        found = self.ranks.agree("beginning the capture", value=(own, free))
+        hashes = [theirs for theirs, _ in found]
         _compare(hashes, "Capture the plan that agree_on_plan returns.")
+        readings = [reading for _, reading in found if reading is not None]
         return min(readings, default=None)
 
     def any_refuses(self, refused: bool, because: BaseException | None = None) -> bool:
         """With a budget, a step of all ranks."""
-        if not self._has_budget:
+        limits = vars(self.config.budget).values()
+        if all(limit is None for limit in limits):
             return refused
         if because is not None:
-            self._ranks.announce(because)
+            self.ranks.announce(because)
         ran_out = because is not None
-        found = self._ranks.agree("the budget", value=(refused, ran_out))
+        found = self.ranks.agree("the budget", value=(refused, ran_out))
         if any(failed for _, failed in found):
-            self._reducer.abort()
+            self.reducer.abort()
         return any(refused for refused, _ in found)
 
     def dropped(self) -> None:
-        self._reducer.begin_pass()
+        self.reducer.begin_pass()
 
     def end(self) -> None:
         """Raises as AllReduce.end_pass."""
-        self._registration = self._reducer.end_pass()
+        self._registration = self.reducer.end_pass()
 
     def failed(self, error: BaseException) -> BaseException:
         """Bring the error to the others' step; returns what all ranks raise. An interrupted rank
@@ -142,45 +140,45 @@ class RankedCapture(RankSync):
         """
         self._failed = True
         if not isinstance(error, Exception):
-            self._ranks.leave(error)
+            self.ranks.leave(error)
             return error
         # perhaps by another runner
-        is_read = self._reducer.is_read
+        is_read = self.reducer.is_read
         if not is_read:
-            self._reducer.abort()
-        if error is not self._ranks.agreed_on:
+            self.reducer.abort()
+        if error is not self.ranks.agreed_on:
             try:
-                self._ranks.agree("the capture pass", error=error)
+                self.ranks.agree("the capture pass", error=error)
             except Exception as agreed:
                 error = agreed
-        if self._ranks.lost is None and not is_read:
+        if self.ranks.lost is None and not is_read:
             with suppress(CgplanError):
-                self._reducer.begin_pass()
+                self.reducer.begin_pass()
         return error
 
     def peer_memory(self) -> PeerMemory:
-        return self._reducer.peer_memory()
+        return self.reducer.peer_memory()
 
     def release(self) -> None:
         try:
-            self._reducer.release()
+            self.reducer.release()
         except DistributedError as error:
             if not self._failed:
                 raise
             logger.warning(
                 "rank %d: %s",
-                self._ranks.rank,
+                self.ranks.rank,
                 error.message,
             )
 
     def completed(self, report: CaptureReport) -> CaptureReport:
-        rank = self._ranks.rank
-        presence = self._ranks.presences[rank]
+        rank = self.ranks.rank
+        presence = self.ranks.presences[rank]
         own = RankRecord(
             rank=rank,
             host=presence.host,
             device=presence.device,
-            all_reduce=self._reducer.name,
+            all_reduce=self.reducer.name,
             **asdict(self._registration),
             pool_bytes=report.pool_bytes,
             static_bytes=report.static_bytes,
@@ -189,7 +187,7 @@ class RankedCapture(RankSync):
         )
         budget = report.budget
         stops = () if budget is None else budget.stops
-        told = self._ranks.agree("the report", value=(own, stops))
+        told = self.ranks.agree("the report", value=(own, stops))
         records = []
         stops_of_all = []
         for rank, (record, stops) in enumerate(told):

@@ -37,17 +37,14 @@ class CudaIpcTransport:
         self._driver = driver
         self._runtime = runtime
         self._device = device
-        self._own: list[Tensor] = []
-        self._handles: dict[int, tuple[bytes, int]] = {}  # base -> handle, bytes
+        self._handles: dict[int, bytes] = {}  # by base
 
     def empty(self, nbytes: int) -> Tensor:
-        memory = torch.zeros(
+        return torch.zeros(
             nbytes,
             dtype=torch.uint8,
             device=self._device,
         )
-        self._own.append(memory)
-        return memory
 
     def place(self, tensor: Tensor) -> Tensor:
         return tensor
@@ -60,13 +57,11 @@ class CudaIpcTransport:
             if base not in self._handles:
                 result = self._runtime.cudaIpcGetMemHandle(base)
                 (handle,) = self._checked(result, "cudaIpcGetMemHandle")
-                exported = bytes(handle.reserved)
-                self._handles[base] = (exported, int(nbytes))
-        found, size = self._handles[base]
+                self._handles[base] = bytes(handle.reserved)
         return ExportedMemory(
-            handle=found,
-            offset=address - base,
-            nbytes=size,
+            self._handles[base],
+            address - base,
+            int(nbytes),
         )
 
     def open(self, memory: ExportedMemory) -> int:
@@ -87,7 +82,6 @@ class CudaIpcTransport:
 
     def free(self) -> None:
         self.forget()
-        self._own.clear()
 
     def _checked(
         self,
@@ -167,20 +161,19 @@ class SharedMemoryTransport:
             return taken.view(tensor.shape)
 
     def export(self, address: int) -> ExportedMemory:
-        blocks = [*self._own, *self._placed]
-        for block in blocks:
+        for block in (*self._own, *self._placed):
             offset = address - block.base
             if 0 <= offset < block.nbytes:
-                handle = (os.getpid(), block.file, block.nbytes)
+                handle = (os.getpid(), block.file)
                 return ExportedMemory(
-                    handle=handle,
-                    offset=offset,
-                    nbytes=block.nbytes,
+                    handle,
+                    offset,
+                    block.nbytes,
                 )
         raise AssertionError("the address lies in no block")
 
     def open(self, memory: ExportedMemory) -> int:
-        pid, file, nbytes = memory.handle
+        pid, file = memory.handle
         try:
             descriptor = os.open(f"/proc/{pid}/fd/{file}", os.O_RDWR)
         except OSError as error:
@@ -190,7 +183,7 @@ class SharedMemoryTransport:
                 "of processes.",
             ) from error
         try:
-            mapped = mmap.mmap(descriptor, nbytes)
+            mapped = mmap.mmap(descriptor, memory.nbytes)
         finally:
             os.close(descriptor)
         base = torch.frombuffer(mapped, dtype=torch.uint8).data_ptr()

@@ -553,7 +553,7 @@ def used_bytes(backend: GraphBackend) -> int:
     gc.collect()
     backend.release_cached()
     now = backend.memory()
-    if now.free is None or not backend.supports("driver_bytes"):
+    if now.free is None or not backend.counts_driver_bytes:
         return now.reserved
     return now.total - now.free
 

@@ -55,7 +55,7 @@ def calibrate(
             for key in keys:
                 first = graphs.capture_key(key)
                 graphs.drop_all()
-                if backend.supports("driver_bytes"):
+                if backend.counts_driver_bytes:
                     taken = backend.memory().reserved - reserved
                     own = graphs.buffers.nbytes + graphs.copied_bytes
                     workspace = max(workspace, taken - own)
@@ -106,7 +106,7 @@ def _driver_rates(graphs: ModelGraphs, keys: Sequence[Key]) -> dict[CUDAGraphMod
     scope = graphs.scope
     held = list[CUDAGraphEntry]()
     rates = {mode: 0.0 for mode, _ in keys}
-    if not backend.supports("driver_bytes"):
+    if not backend.counts_driver_bytes:
         return rates
     try:
         # graphs of other modes stay: freed memory would hide the next mode's

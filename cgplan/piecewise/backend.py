@@ -69,7 +69,23 @@ class PiecewiseBackend:
             return forward
         split, pieces = split_graph(gm, self.splitting_ops)
         for piece in pieces:
-            self._prepare(getattr(split, piece.name), piece)
+            module = getattr(split, piece.name)
+            # generates `forward`
+            _ = module.code
+            if piece.eager:
+                names = [operator_name(node) or "" for node in module.graph.nodes]
+                # they may change a tensor object's shape (t_)
+                in_place = any(name.endswith("_") for name in names)
+                module.forward = as_eager_piece(
+                    module.forward,
+                    piece.title,
+                    is_traced=not in_place,
+                )
+            elif self.compiler == "inductor":
+                key = structure_of(module)
+                if key not in self.compiled:
+                    self.compiled[key] = compile_for_all_sizes(module)
+                module.forward = self.compiled[key]
         _ = split.code
         self.traces.append(split)
         self.pieces.append(pieces)
@@ -81,28 +97,6 @@ class PiecewiseBackend:
                 return split(*args)
 
         return forward_of_pieces
-
-    def _prepare(
-        self,
-        module: fx.GraphModule,
-        piece: Piece,
-    ) -> None:
-        # generates `forward`
-        _ = module.code
-        if piece.eager:
-            names = [operator_name(node) or "" for node in module.graph.nodes]
-            # they may change a tensor object's shape (t_)
-            in_place = any(name.endswith("_") for name in names)
-            module.forward = as_eager_piece(
-                module.forward,
-                piece.title,
-                is_traced=not in_place,
-            )
-        elif self.compiler == "inductor":
-            key = structure_of(module)
-            if key not in self.compiled:
-                self.compiled[key] = compile_for_all_sizes(module)
-            module.forward = self.compiled[key]
 
 
 class _TraceWrapper(BreakableCUDAGraphWrapper):

@@ -127,7 +127,7 @@ class BreakableCUDAGraphCapture:
             self._others = list(_living)
             self._begin_segment()
         except BaseException:
-            self._discard()
+            self._close()
             raise
         return self
 
@@ -136,7 +136,6 @@ class BreakableCUDAGraphCapture:
             if kind is not None:
                 if self._open is not None:
                     self._leave(kind, *raised)
-                self._discard()
                 return
             if self._open is None:
                 raise CaptureError(
@@ -146,11 +145,8 @@ class BreakableCUDAGraphCapture:
                 )
             self._end_segment("the end")
             self._steps = list(map(self._step, self._items))
+        finally:
             self._close()
-            self._modes.close()
-        except BaseException:
-            self._discard()
-            raise
 
     def _step(self, item: Any) -> Callable[[], object]:
         if not isinstance(item, EagerPiece):
@@ -304,16 +300,15 @@ class BreakableCUDAGraphCapture:
             self._backend.replay(graph)
 
     def _close(self) -> None:
+        """Without ``_steps`` the capture has failed."""
         for piece in self.eager_pieces:
             piece.end_capture()
         _active.capture = None
         self._open = None
         self._derived = {}
         self._others = []
-
-    def _discard(self) -> None:
-        self._close()
-        self.reset()
+        if self._steps is None:
+            self.reset()
         self._modes.close()
 
 

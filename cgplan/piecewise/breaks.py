@@ -113,10 +113,11 @@ class Breaks(OperatorMode):
         self.modules = _matching(model, patterns) if patterns else {}
         self.numbers: dict[str, None] = {}
         self._names = frozenset(names)
-        called = []
-        for name, module in self.modules.items():
-            if getattr(module.forward, "__func__", None) is not _NO_FORWARD:
-                called.append(name)
+        called = [
+            name
+            for name, module in self.modules.items()
+            if getattr(module.forward, "__func__", None) is not _NO_FORWARD
+        ]
         heads = tuple(f"{name}." for name in called)
         self.outer = [name for name in called if not name.startswith(heads)]
 

@@ -24,12 +24,18 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import is_namedtuple_instance, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import (
+    is_namedtuple_instance,
+    tree_flatten,
+    tree_leaves,
+    tree_unflatten,
+)
 from torch.utils.weak import WeakIdKeyDictionary
 
 from cgplan.backends import GraphBackend
@@ -57,34 +63,25 @@ Attribute = tuple[torch.nn.Module, str]
 Make = Callable[[], Any]
 
 
+@dataclass(eq=False)
 class EagerPiece:
     """Slots and captured arguments are borrowed.
 
-    Args:
+    Attributes:
         line: Where the model called it.
         is_traced: The function is operators of a trace.
-
-    Attributes:
         state: Torch's thread-local state, for ``run``.
     """
 
-    def __init__(
-        self,
-        name: str,
-        line: str,
-        function: Function,
-        backend: GraphBackend,
-        pool: Any,
-        *,
-        is_traced: bool = False,
-    ) -> None:
-        self.name = name
-        self.line = line
-        self.state = AmbientState.now(backend.device.type)
-        self._function = function
-        self._is_traced = is_traced
-        self._backend = backend
-        self._pool = pool
+    name: str
+    line: str
+    function: Function
+    backend: GraphBackend
+    pool: Any
+    is_traced: bool
+
+    def __post_init__(self) -> None:
+        self.state = AmbientState.now(self.backend.device.type)
         self._results: list[Place] = []
         self._bound: dict[Attribute, Tensor] = {}
         # slots, and the attributes' own values
@@ -95,7 +92,7 @@ class EagerPiece:
         args: Args,
         kwargs: Kwargs,
     ) -> None:
-        modules = modules_reached(self._function, args, kwargs)
+        modules = modules_reached(self.function, args, kwargs)
         before = _attributes(modules)
         leaves = tree_leaves((args, kwargs))  # keeps their ids
         given = list(map(_identity, leaves))
@@ -106,7 +103,7 @@ class EagerPiece:
         self._keep(self._args, range(len(args)))
         self._keep(self._kwargs, kwargs)
         with autocast_cache(on=True):
-            result = self._function(*args, **kwargs)
+            result = self.function(*args, **kwargs)
         self._refuse_other_arguments(given, tree_leaves((args, kwargs)))
         after = _attributes(modules)
         in_state = _addresses(before) & _addresses(after)
@@ -114,13 +111,9 @@ class EagerPiece:
 
         def is_fresh(tensor: Tensor) -> bool:
             address = _address(tensor)
-            if address == 0:
+            if address == 0 or address not in in_arguments | in_state:
                 return True
-            if address in in_arguments:
-                return False
-            if address in in_state:
-                return self._is_captured(tensor)
-            return True
+            return address not in in_arguments and self._is_captured(tensor)
 
         self._values, self._spec = tree_flatten(result)
         for value in self._values:
@@ -167,7 +160,7 @@ class EagerPiece:
         if found:
             raise CaptureError(
                 f"eager piece {self.name} returned {found}, at {self.line}",
-                remedy=f"Return dense tensors on {self._backend.device}, in tuples, lists, dicts "
+                remedy=f"Return dense tensors on {self.backend.device}, in tuples, lists, dicts "
                 "or registered pytree nodes.",
             )
 
@@ -189,11 +182,12 @@ class EagerPiece:
                 self._blocks[address] = bytes_of(value.untyped_storage())
         self._sharing = _sharing(self._values, self._shared)
 
+    @torch.inference_mode(mode=False)  # its tensors cannot be written outside
     def hand_out(self) -> tuple[Any, Copies]:
         """The result, and copies to make before the next segment runs; inside its capture."""
         blocks = {}
         for address, memory in self._blocks.items():
-            blocks[address] = self._new_slot(memory)
+            blocks[address] = self.backend.slot(memory)
         handed = self._values
         copies = Copies()
         for i, place in enumerate(self._results):
@@ -204,15 +198,15 @@ class EagerPiece:
                 block = blocks[_address(value)]
                 handed[i] = _view_like(block, value)
             else:
-                handed[i] = self._new_slot(value)
-            slot = self._borrowed(handed[i])
+                handed[i] = self.backend.slot(value)
+            slot = self.backend.borrow(handed[i])
             self._results[i] = Place(slot)
             copies.append((slot, value.detach()))
         for attribute, value in self._bound.items():
-            standing = self._new_slot(value)
+            standing = self.backend.slot(value)
             setattr(*attribute, standing)
             self._standing.append((attribute, standing, value))
-            slot = self._borrowed(standing)
+            slot = self.backend.borrow(standing)
             self._bound[attribute] = slot
             copies.append((slot, value.detach()))
         self._only: Place | None = None  # for one leaf, or ()
@@ -236,7 +230,7 @@ class EagerPiece:
         """Raises CaptureError if the results have changed their form."""
         for where, key, make in self._makers:
             where[key] = make()
-        result = self._function(*self._args, **self._kwargs)
+        result = self.function(*self._args, **self._kwargs)
         only = self._only
         if only is None or not only.fits(result):
             self._deliver(result)
@@ -257,7 +251,10 @@ class EagerPiece:
         for place, value in zip(self._results, values, strict=True):
             if not place.fits(value):
                 found = described(value)
-                raise self._changed(found, f"{place}")
+                raise self._changed(
+                    found,
+                    f"{place}",
+                )
             if place.slot is not None:
                 copies.append((place.slot, value))
         if _sharing(values, self._shared) != self._sharing:
@@ -285,7 +282,7 @@ class EagerPiece:
             if make is None:
                 continue
             where[key] = make()
-            if not self._is_traced:
+            if not self.is_traced:
                 self._makers.append((where, key, make))
 
     def _maker(self, node: Any) -> Make | None:
@@ -293,41 +290,29 @@ class EagerPiece:
         if type(node) is Tensor and node.layout is torch.strided:
             kept = node
             if self._is_captured(node):
-                kept = self._backend.borrow(node)
+                kept = self.backend.borrow(node)
             return kept.detach().detach
         if not any(map(self._is_captured, tree_leaves(node))):
             return None
         if type(node) is dict:
-            makers = {}
-            for key, value in node.items():
-                makers[key] = self._maker(value) or _itself(value)
-            return lambda: {key: make() for key, make in makers.items()}
+            names = list(node)
+            make_values = self._maker(list(node.values()))
+            assert make_values is not None
+            return lambda: dict(zip(names, make_values(), strict=True))
         if type(node) in (tuple, list) or is_namedtuple_instance(node):
-            parts = []
-            for value in node:
-                part = self._maker(value) or _itself(value)
-                parts.append(part)
             build = getattr(node, "_make", type(node))
-            return lambda: build([make() for make in parts])
+            makers = [self._maker(value) or _itself(value) for value in node]
+            return lambda: build([make() for make in makers])
         return None
 
     def _is_captured(self, leaf: Any) -> bool:
         if not isinstance(leaf, Tensor):
             return False
-        return self._backend.in_pool(leaf, self._pool)
+        return self.backend.in_pool(leaf, self.pool)
 
     def _is_dense(self, value: Tensor) -> bool:
-        is_here = value.device == self._backend.device
+        is_here = value.device == self.backend.device
         return is_here and value.layout is torch.strided
-
-    def _new_slot(self, value: Tensor) -> Tensor:
-        # inference mode's tensors cannot be written outside
-        with torch.inference_mode(False):
-            return self._backend.slot(value)
-
-    def _borrowed(self, slot: Tensor) -> Tensor:
-        with torch.inference_mode(False):
-            return self._backend.borrow(slot)
 
     def _changed(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -165,14 +166,14 @@ class _PartitionWrapper(CUDAGraphWrapper):
         return tuple(copied)
 
 
+@dataclass(eq=False)
 class PartitionedForward:
     """``arguments`` are those of this call."""
 
-    def __init__(self, backend: GraphBackend, options: CUDAGraphOptions) -> None:
-        self.arguments: Args = ()
-        self._backend = backend
-        self._options = options
-        self._num_partitions = 0
+    backend: GraphBackend
+    options: CUDAGraphOptions
+    arguments: Args = ()
+    num_partitions: int = 0
 
     def compile(
         self,
@@ -202,7 +203,7 @@ class PartitionedForward:
         finally:
             hook.wrapper = before
         partitions = []
-        for number in range(self._num_partitions):
+        for number in range(self.num_partitions):
             operators = () if number else tuple(captured)
             partitions.append(Piece(f"partition_{number}", False, operators))
         return (*partitions, *between)
@@ -219,11 +220,11 @@ class PartitionedForward:
         partition: Partition,
         metadata: Any,
     ) -> Partition:
-        self._num_partitions = metadata.num_partitions
+        self.num_partitions = metadata.num_partitions
         wrapper = _PartitionWrapper(
             partition,
             self,
-            backend=self._backend,
-            options=self._options,
+            backend=self.backend,
+            options=self.options,
         )
         return wrapper.call

@@ -117,10 +117,9 @@ class SplitRoute:
             names = ", ".join(self.breaks.numbers)
             found.append(f"numbers that are arguments of {names} stay those of the capture")
         heads = tuple(f"{name}." for name in run)
-        idle = []
-        for name in self.breaks.modules:
-            if name not in run and not name.startswith(heads):
-                idle.append(name)
+        idle = [
+            name for name in self.breaks.modules if name not in run and not name.startswith(heads)
+        ]
         if idle:
             found.append(
                 f"modules that splitting_modules names were never called: {listed(idle, 5)}"

@@ -138,13 +138,12 @@ def refuse_missing_ops(wanted: Iterable[str], occurring: Collection[str]) -> Non
     for missing in wanted:
         if missing in occurring:
             continue
-        listed = []
-        for name in sorted(occurring):
-            if not name.endswith(".default") and not name.startswith("python::"):
-                listed.append(name)
-        what = "does not occur in the model" if _exists(missing) else "does not exist"
-        then = f"The model's operators are {', '.join(listed)}."
-        raise _unusable(missing, what, listed, then)
+        listed = [
+            name
+            for name in sorted(occurring)
+            if not name.endswith(".default") and not name.startswith("python::")
+        ]
+        raise _unusable(missing, listed, f"The model's operators are {', '.join(listed)}.")
 
 
 def refuse_unknown_ops(splitting_ops: Sequence[str] | None) -> None:
@@ -157,18 +156,15 @@ def refuse_unknown_ops(splitting_ops: Sequence[str] | None) -> None:
         if _exists(wanted) or any(hasattr(home, bare) for home in homes):
             continue
         known = {name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names()}
-        then = "Import the library that registers it before the capture."
         raise _unusable(
             wanted,
-            "does not exist",
             known,
-            then,
+            "Import the library that registers it before the capture.",
         )
 
 
 def _unusable(
     wanted: str,
-    what: str,
     known: Collection[str],
     then: str,
 ) -> ConfigError:
@@ -178,8 +174,10 @@ def _unusable(
         "Did you mean {}? ",
         2,
     )
+    what = "does not occur in the model"
     form = ""
     if not _exists(wanted):
+        what = "does not exist"
         form = "Operators are named namespace::name, as in aten::softmax. "
     return ConfigError(
         f"compilation.splitting_ops: the operator {wanted!r} {what}",

@@ -68,12 +68,7 @@ class PiecewiseModel(BreakableCUDAGraphWrapper):
         self.splitter = PiecewiseBackend(config.compilation, backend)
         super().__init__(model, backend=backend, options=self.splitter.options)
         self._config = config
-        specs = config.tensors_at((1,) * (len(config.dim_names) - 1))
-        self._rows: dict[str, int] = {}
-        for name in config.inputs:
-            dim = specs[name].row_dim
-            if dim is not None:
-                self._rows[name] = dim
+        self._specs = config.tensors_at((1,) * (len(config.dim_names) - 1))
         self._reader = BatchReader(config.inputs, config.dim_names, backend.device)
         self._keys: set[object] = set()
         self._static = set(static_sizes)
@@ -122,7 +117,10 @@ class PiecewiseModel(BreakableCUDAGraphWrapper):
         own = {name: tensor.view_as(tensor) for name, tensor in inputs.items()}
         is_static = self._is_static(current_forward_context())
         if not is_static:
-            for name, dim in self._rows.items():
+            for name in self._config.inputs:
+                dim = self._specs[name].row_dim
+                if dim is None:
+                    continue
                 torch._dynamo.maybe_mark_dynamic(own[name], dim)
         config = torch._dynamo.config
         # else other sizes and numbers become variables, equal sizes one

@@ -399,7 +399,7 @@ def test_readings(backend: GraphBackend) -> None:
     assert reading.total > 0
     assert reading.free is None or 0 < reading.free <= reading.total
     assert reading.reserved >= 0
-    assert backend.supports("driver_bytes") is (backend.device.type == "cuda")
+    assert backend.counts_driver_bytes is (backend.device.type == "cuda")
 
 
 def test_backends_are_chosen_by_device() -> None:

@@ -246,7 +246,7 @@ def test_a_rank_that_raises_twice(
     ("what", "words"),
     [
         ("memory", AGREED.format("the capture pass", "the device does not answer")),
-        ("report", AGREED.format("the capture pass", "the driver cannot be asked")),
+        ("report", AGREED.format("the capture pass", "the segments are not counted")),
         ("handles", AGREED.format("closing the peers' handles", "the handle cannot be closed")),
     ],
 )
