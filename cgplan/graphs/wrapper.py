@@ -321,12 +321,7 @@ class CUDAGraphWrapper:
         refuse_forbidden_capture(f"the {self.runtime_mode} graph for {context.descriptor}")
         if scope is not None and not scope.is_open:
             if context.descriptor not in self.entries:
-                raise SealedError(
-                    f"no {self.runtime_mode} graph for {context.descriptor}, and the runner is "
-                    "sealed",
-                    remedy="Add the size to cudagraph_capture_sizes, or capture again in a new "
-                    "session.",
-                )
+                raise self._missing(context.descriptor)
             raise SealedError(
                 f"the {self.runtime_mode} graph for {context.descriptor} was captured again by a "
                 "later session",
@@ -445,6 +440,12 @@ class CUDAGraphWrapper:
         if self._own_pool is None:
             self._own_pool = self.backend.new_pool()
         return self._own_pool
+
+    def _missing(self, descriptor: BatchDescriptor) -> SealedError:
+        return SealedError(
+            f"no {self.runtime_mode} graph for {descriptor}, and the runner is sealed",
+            remedy="Add the size to cudagraph_capture_sizes, or capture again in a new session.",
+        )
 
 
 def _argument(args: Args, i: int) -> str:

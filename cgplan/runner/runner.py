@@ -579,7 +579,12 @@ class GraphRunner:
             captured = self._captured
             keys = captured.keys if captured.is_lazy else None
             self._free()
-            self._open(self._capture_plan(captured.asked, keys))
+            self._state = "suspended"
+            try:
+                self._open(self._capture_plan(captured.asked, keys))
+            except BaseException:
+                self._state = "closed"
+                raise
             self.stats.captures += len(self.plan.keys)
 
     def exchange(

@@ -366,8 +366,9 @@ def _traffic_of(
         if "kind" in document:
             return _saved(text, path)
         if "batches" in document:  # that a runner's statistics count (``runner.stats.json()``)
-            source = f"{path.name}: statistics of a runner"
-            return _saved(json.dumps({"histogram": document["batches"], "source": source}), path)
+            counts = {"histogram": document["batches"], "source": "statistics of a runner"}
+            saved = _saved(json.dumps(counts), path)
+            return saved.model_copy(update={"source": f"{path.name}: {saved.source}"})
     elif _HEADER.search(text):
         return log_traffic(text, path, plan)
     elif _METRIC in text:
