@@ -279,6 +279,33 @@ def test_a_model_prepares_itself_again(backend: GraphBackend) -> None:
     assert "5 calls ran eagerly: the first calls of a kind" in g.explain()
 
 
+def test_a_run_that_prepares_the_model_decides_nothing(backend: GraphBackend) -> None:
+    """Its writes are no state that each run writes, so batches are padded afterwards."""
+
+    class Tables(nn.Module):
+        is_ready = False
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.zeros(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not self.is_ready:
+                self.table.copy_(torch.ones(4))
+                self.is_ready = True
+            return x + self.table
+
+    model = Tables().to(backend.device).eval()
+    g = cgplan.graphed(model)
+    for turn in range(9):
+        if turn == 1:
+            model.is_ready = False
+        x = rows(backend, 3)
+        close(g(x), x + 1)
+    assert {key.num_tokens for _, key in g.runners[0].plan.keys} == {4}
+    assert replays(g) == 6
+
+
 def test_no_hint_to_ignore_what_decides(backend: GraphBackend) -> None:
     g = cgplan.graphed(Lazy(forgets=True).eval())
     for _ in range(4):

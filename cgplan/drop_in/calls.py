@@ -465,7 +465,7 @@ class Calls:
             kind = self._inference.kind(call, device, is_exact=True)
         kind.state = state
         kind.autocast = call.autocast
-        self._kinds[call.form].append(kind)
+        self._kinds.setdefault(call.form, []).append(kind)
         return kind
 
     def _forget_old_kinds(self) -> None:
@@ -519,12 +519,13 @@ class Calls:
             kind.eager_reason = "the forward changes the shape of an argument"
         self._learn(kind, sizes, output)
         after = _drawn_and_written(records)
+        is_steady = kind.may_capture  # else it prepared the model
         recomputes = settings.recomputes and True in kind.requires_grad
-        if recomputes and before != after:
+        if is_steady and recomputes and before != after:
             kind.eager_reason = (
                 "backward could not run it again: each run draws random numbers, or writes tensors"
             )
-        writes_state = before[1:] != after[1:]
+        writes_state = is_steady and before[1:] != after[1:]
         if kind.eager_reason is not None:
             self._log_once(kind.eager_reason)
         elif writes_state and not kind.is_exact and not settings.pad:
@@ -591,10 +592,11 @@ class Calls:
         tensors: list[Tensor],
     ) -> str | None:
         """Why the model's own code runs, if it does."""
-        if self._watch is None:
-            self._watch_model(self._record({"model": self._model}))
         inputs = kind.inputs(tensors)
         sizes = kind.sizes_of(tensors)
+        is_new = kind.runner is None or bool(kind.outgrown(sizes))
+        if is_new and not is_capture_allowed():
+            return "no graph may be captured inside capture_allowed(False)"
         while (error := self._capture(kind, inputs, sizes)) is not None:
             if not self._relearn(kind):
                 if self._settings.strict:
@@ -604,8 +606,7 @@ class Calls:
                 self._give_up(kind, text, keeps_exact=is_padding)
             if not kind.may_capture or kind not in self.kinds:
                 return kind.eager_reason or error.message
-        if kind.runner is None:
-            return "no graph may be captured inside capture_allowed(False)"
+        assert kind.runner is not None
         kind.note_written()
         if self._is_shared(kind, tensors):
             return _SHARED
@@ -627,11 +628,11 @@ class Calls:
         sizes: dict[str, int],
     ) -> CgplanError | None:
         """Capture the graph of a batch, where it may and there is room; why that failed."""
+        if self._watch is None:
+            self._watch_model(self._record({"model": self._model}))
         kind.batch = {name: tensor.clone() for name, tensor in inputs.items()}
         try:
             if kind.runner is None or kind.outgrown(sizes):
-                if not is_capture_allowed():
-                    return None
                 self._open(kind, sizes)
             runner = cast(GraphRunner, kind.runner)
             wanted = runner.route(inputs).wanted

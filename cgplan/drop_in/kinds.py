@@ -1,10 +1,13 @@
 """Kinds of calls, which one set of graphs can serve.
 
 Note [The life of a kind]
-    The first two calls run the model's own code, and the second one is watched. If it changes
-    Python, the model may have prepared itself, so the next one is watched, too. If that changes
-    Python, each run does, and the kind stays with the model's own code. Else the next call
-    captures. So user code runs no more often than it is called.
+    The first two calls run the model's own code, and the second one is watched:
+
+    * It changed nothing of Python: the next call captures.
+    * It changed the model: it may have prepared it, so the next call is watched, too.
+    * That one changed the model, or a call an argument: the kind stays with the model's own code.
+
+    So user code runs no more often than it is called.
 """
 
 from __future__ import annotations

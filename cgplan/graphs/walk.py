@@ -89,7 +89,7 @@ class Inside(NamedTuple):
 
 @dataclass(slots=True)
 class Via:
-    """Reads, and binds, a value's parts by a function: the object's own code does not run."""
+    """Reads and binds without the object's own code."""
 
     value: Any
     get: Callable[[Any, Any], Any]
@@ -186,8 +186,8 @@ class Layout:
 
     Attributes:
         base: The container that the class extends.
-        is_foreign: Of torch or Python's library, whose methods need no look but for ``forward``.
-        names_entered: How many names that code uses were looked up in the class.
+        is_foreign: Of torch or Python's library.
+        names_entered: How many names were looked up in the class.
     """
 
     kind: type
@@ -234,11 +234,11 @@ def named_in_class(
     places = list[Inside]()
     if layout is None:
         return places
-    most = len(RUN_BY_A_CALL) if layout.is_foreign else None
-    if layout.names_entered >= (most or len(named)):
+    wanted = RUN_BY_A_CALL if layout.is_foreign else named
+    if layout.names_entered >= len(wanted):
         return places
     where = Via(layout.kind, getattr_static, _bind_in_class)
-    for name in list(named)[layout.names_entered : most]:
+    for name in list(wanted)[layout.names_entered :]:
         if name not in layout.static:
             continue
         value = _function_of(layout.static[name])
@@ -251,7 +251,7 @@ def named_in_class(
                 functions += _overridden(layout.kind, name)
             for function in functions:
                 places.append(Inside({"": function}, "", ""))
-    layout.names_entered = most or len(named)
+    layout.names_entered = len(wanted)
     return places
 
 

@@ -1,14 +1,14 @@
 """Whether a model is still as its fingerprint says, for about a microsecond a call.
 
 Note [Watched dicts and classes]
-    CPython 3.12 reports changes of dicts and classes to a callback. It sets one flag and nothing
-    else, since it runs in the middle of other code. ``.data =`` and changes of lists, slots, cells
-    and small arrays are not reported: each call compares some in rotation. A class is reported
-    once, and again only after it was given another version, which watching it anew does.
+    CPython 3.12 reports changes of dicts and classes to a callback, which sets a flag alone, since
+    it runs in the middle of other code. Other places are compared in rotation. CPython reports a
+    class once for each version; a comparison gives it a new one, of which 3.13 has 1000.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import sys
 import threading
@@ -26,7 +26,6 @@ _DEALLOCATED = 5
 _Compared = tuple[Any, Any, Any, tuple[Any, ...] | None]  # container, key, value, Place.tensor
 _flags: dict[int, list[list[bool]]] = {}  # by the address of a dict or class
 _lock = threading.RLock()  # of flags and what is watched: a watch may be closed by a collection
-_HAS_VERSION = 1 << 19  # Py_TPFLAGS_VALID_VERSION_TAG
 
 
 def _note_dict(
@@ -70,7 +69,41 @@ def _watcher(kind: str) -> int | None:
         found: int = add(_callbacks[kind])
     except RuntimeError:  # all are taken
         return None
+    atexit.register(_end, kind, found)
+    if kind == "Dict" and not _reports_attributes(found):
+        return None
     return found
+
+
+class _Probe:
+    value = 0
+
+
+def _reports_attributes(watcher: int) -> bool:
+    """CPython 3.13.0 keeps attributes of small objects where their dict's watchers see nothing."""
+    probe = _Probe()
+    probe.value = 1
+    flag = [False]
+    held = vars(probe)
+    _flags[id(held)] = [flag]
+    ctypes.pythonapi.PyDict_Watch(watcher, ctypes.py_object(held))
+    probe.value = 2
+    ctypes.pythonapi.PyDict_Unwatch(watcher, ctypes.py_object(held))
+    del _flags[id(held)]
+    return flag[0]
+
+
+def _end(
+    kind: str,
+    watcher: int,
+) -> None:
+    """At the interpreter's end callbacks are freed, and dicts still change."""
+    _flags.clear()
+    getattr(ctypes.pythonapi, f"Py{kind}_ClearWatcher")(watcher)
+
+
+def _takes_version(kind: type) -> bool:
+    return bool(ctypes.pythonapi.PyUnstable_Type_AssignVersionTag(ctypes.py_object(kind)))
 
 
 def _length(
@@ -115,6 +148,7 @@ class Watch:
         self.record = record
         self._is_whole = places is None
         self._flag = [False]  # a watched dict was written
+        self._is_blind = False  # a class is not reported any more
         if places is None:
             places = record.places.values()
             contents = record.contents.values()
@@ -140,7 +174,8 @@ class Watch:
         for stateful in record.stateful:
             if self._is_whole and (at_once or stateful.is_small):
                 others.append((Via(stateful, _state), 0, stateful.state, None))
-        most_tensors, most_others = _WITH_WATCHER if self._watched else _WITHOUT_WATCHER
+        is_told = self._watched and _watcher("Dict") is not None
+        most_tensors, most_others = _WITH_WATCHER if is_told else _WITHOUT_WATCHER
         if at_once:
             most_tensors = len(tensors)
             most_others = len(others)
@@ -176,8 +211,8 @@ class Watch:
         if watcher is None or address in self._watched:
             return
         with _lock:
-            getattr(ctypes.pythonapi, f"Py{kind}_Watch")(watcher, ctypes.py_object(value))
-            if kind == "Dict" or value.__flags__ & _HAS_VERSION:
+            if kind == "Dict" or _takes_version(value):
+                getattr(ctypes.pythonapi, f"Py{kind}_Watch")(watcher, ctypes.py_object(value))
                 _flags.setdefault(address, []).append(self._flag)
                 self._watched[address] = kind, value
 
@@ -194,7 +229,7 @@ class Watch:
 
     def holds(self) -> bool:
         """Looks at watched dicts and the next places in rotation."""
-        if self._flag[0]:
+        if self._flag[0] or self._is_blind:
             return not self._is_whole and self.holds_all()
         if not self._chunks:
             return True
@@ -214,8 +249,8 @@ class Watch:
         """Ahead of a comparison: another thread may write meanwhile."""
         self._flag[0] = False
         for kind, value in self._watched.values():
-            if kind == "Type":
-                ctypes.pythonapi.PyType_Watch(_watcher(kind), ctypes.py_object(value))
+            if kind == "Type" and not _takes_version(value):
+                self._is_blind = True
 
     def suspect(self) -> None:
         self._flag[0] = True

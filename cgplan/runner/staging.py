@@ -50,14 +50,14 @@ class StagedBuffers(Mapping[str, Tensor]):
                 remedy="Call runner.stage(...) again.",
             )
         launcher.use.take(launcher.name)
+        batch = call.route.batch
+        marks = launcher.graphs.buffers[()].marks
         try:
             launcher.take_stream()
+            marks.extend(batch.num_tokens, batch.num_reqs or 0)
         except BaseException:
             launcher.use.release()
             raise
-        batch = call.route.batch
-        marks = launcher.graphs.buffers[()].marks
-        marks.extend(batch.num_tokens, batch.num_reqs or 0)
         self._read = None
         self._entered = launcher
         return self
