@@ -14,7 +14,7 @@ import struct
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from ctypes import Array, c_char
-from functools import cache, partial
+from functools import cache
 from importlib import resources
 from typing import Any, NamedTuple
 
@@ -234,11 +234,7 @@ class KernelBatchCopy(BatchCopy):
         self._arguments = _Arguments(kernel, jobs)
         self._fits_inline = self._staged_bytes <= ARGUMENT_BYTES - _BATCH_BYTES
         if self._fits_inline:
-            self._inline = _Arguments(
-                kernel,
-                jobs,
-                self._places,
-            )
+            self._inline = _Arguments(kernel, jobs, self._places)
             start = ctypes.addressof(self._inline.memory) + _BATCH_BYTES
             places = [ctypes.c_void_p(start + place) for place in self._places]
             sizes = map(ctypes.c_size_t, self._sizes)
@@ -282,17 +278,17 @@ class KernelBatchCopy(BatchCopy):
         if not self._copy_inputs:
             return self.run
         if all(value.device == self._copier.device for value in values):
-            return partial(self._quickly, False)
+            return self._from_device
         if any(value.device.type != "cpu" for value in values):
             return self.run
-        return partial(self._quickly, True)
+        return self._inline_from_host if self._fits_inline else self._staged_from_host
 
     def _addresses(
         self,
         values: Sequence[Tensor],
         known: bool,
     ) -> list[int] | None:
-        """None unless all are dense, and outside of the static buffers."""
+        """None unless all are dense."""
         if not known:
             if not all(map(_is_contiguous, values)):
                 return None
@@ -301,16 +297,28 @@ class KernelBatchCopy(BatchCopy):
         sources = list(map(_address, values))
         if 0 in sources:
             return None
+        return sources
+
+    def _from_device(
+        self,
+        values: Sequence[Tensor],
+        stream: int,
+        known: bool,
+    ) -> None:
+        sources = self._addresses(values, known)
         bounds = self._static.bounds
+        if sources is None:
+            self.run(values, stream)
+            return
         if max(sources) >= bounds[0] and min(sources) < bounds[-1]:
             for source in sources:
                 if bisect_right(bounds, source) & 1:
-                    return None
-        return sources
+                    self.run(values, stream)
+                    return
+        self._launch(self._arguments, sources, stream)
 
-    def _quickly(
+    def _staged_from_host(
         self,
-        from_host: bool,
         values: Sequence[Tensor],
         stream: int,
         known: bool,
@@ -318,18 +326,26 @@ class KernelBatchCopy(BatchCopy):
         sources = self._addresses(values, known)
         if sources is None:
             self.run(values, stream)
-        elif not from_host:
-            self._launch(self._arguments, sources, stream)
-        elif self._fits_inline:
-            for (place, size), source in zip(self._inline_places, sources):  # noqa: B905
-                _memcpy_small(place, source, size)
-            self._launch(self._inline, (), stream)
-        else:
-            base = self._copier.blocks.take(self._staged_bytes, stream)
-            places = [base + place for place in self._places]
-            for start, source, nbytes in zip(places, sources, self._sizes):  # noqa: B905
-                _memcpy(start, source, nbytes)
-            self._launch(self._arguments, places, stream)
+            return
+        base = self._copier.blocks.take(self._staged_bytes, stream)
+        places = [base + place for place in self._places]
+        for place, source, size in zip(places, sources, self._sizes):  # noqa: B905
+            _memcpy(place, source, size)
+        self._launch(self._arguments, places, stream)
+
+    def _inline_from_host(
+        self,
+        values: Sequence[Tensor],
+        stream: int,
+        known: bool,
+    ) -> None:
+        sources = self._addresses(values, known)
+        if sources is None:
+            self.run(values, stream)
+            return
+        for (place, size), source in zip(self._inline_places, sources):  # noqa: B905
+            _memcpy_small(place, source, size)
+        self._launch(self._inline, (), stream)
 
     def _reset_padding(self, stream: int) -> None:
         self._launch(self._arguments, self._in_place, stream)

@@ -192,8 +192,10 @@ class CapturedKeys:
         mode, descriptor = key
         with span(f"{mode} {descriptor}", num_tokens=descriptor.num_tokens) as shown:
             record = self.graphs.capture_key(key, in_service=self._in_service)
-            for name in ("pool_growth", "driver_bytes", "nodes", "graphs"):
-                shown[name] = getattr(record, name)
+            shown["pool_growth"] = record.pool_growth
+            shown["driver_bytes"] = record.driver_bytes
+            shown["nodes"] = record.nodes
+            shown["graphs"] = record.graphs
         return record
 
     def _remember_refusal(self, key: Key) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -195,8 +194,9 @@ def loaded_config(
         ) from None
     branches: set[str] = set()
     for key in found:
-        parts = key.split(".")[:-1]
-        branches.update(accumulate(parts, "{}.{}".format))
+        while key:
+            key = key.rpartition(".")[0]
+            branches.add(key)
     leaves = {key: at for key, at in found.items() if key not in branches}
     return LoadedConfig(config, leaves, base_dir)
 

@@ -147,8 +147,7 @@ class Watch:
     ) -> None:
         self.record = record
         self._is_whole = places is None
-        self._flag = [False]  # a watched dict was written
-        self._is_blind = False  # a class is not reported any more
+        self._flag = [False]  # what is watched was written
         if places is None:
             places = record.places.values()
             contents = record.contents.values()
@@ -228,8 +227,8 @@ class Watch:
         return is_steady or id(container) in self._watched
 
     def holds(self) -> bool:
-        """Looks at watched dicts and the next places in rotation."""
-        if self._flag[0] or self._is_blind:
+        """Looks at the flag and the next places in rotation."""
+        if self._flag[0]:
             return not self._is_whole and self.holds_all()
         if not self._chunks:
             return True
@@ -250,7 +249,7 @@ class Watch:
         self._flag[0] = False
         for kind, value in self._watched.values():
             if kind == "Type" and not _takes_version(value):
-                self._is_blind = True
+                self._flag[0] = True  # it is not reported any more
 
     def suspect(self) -> None:
         self._flag[0] = True

@@ -79,7 +79,11 @@ class BatchRouter:
         self._reason_against = reason_against
         self._captured = CudagraphDispatcher(plan)
         self._wanted = None if wanted is None else CudagraphDispatcher(wanted)
-        self._planned = CudagraphDispatcher(planned)
+        self._planned = self._captured
+        if self._wanted is not None and planned is wanted:
+            self._planned = self._wanted
+        elif planned.keys != plan.keys:
+            self._planned = CudagraphDispatcher(planned)
 
     def staged(
         self,

@@ -219,7 +219,7 @@ class GraphRunner:
             flags = (uniform_decode, num_active_loras, invalid_modes)
             call = self._last
             known = False
-            key: Kind = ()
+            key: Kind | None = None
             try:
                 values: Values = self._pick(inputs)
                 if len(inputs) != self._num_inputs:
@@ -266,7 +266,7 @@ class GraphRunner:
         self,
         inputs: Mapping[str, Any],
         flags: Flags,
-        key: Kind = (),
+        key: Kind | None = None,
     ) -> tuple[PreparedCall, Values]:
         """With a ``key`` the call is kept."""
         route = self.route(inputs, *flags)
@@ -281,7 +281,7 @@ class GraphRunner:
             self._capture_for(route)
             route = self.route(inputs, *flags)
         call = self._prepared(route, values)
-        if key and not self._is_open(route):
+        if key is not None and not self._is_open(route):
             call.flags = flags
             call.is_alike = alike(values)
             _keep(self._calls, key, call)

@@ -434,7 +434,7 @@ def log_traffic(text: str, path: Path, plan: Plan) -> Traffic:
         if mode is not None and mode.separate_routine():
             if row.ran_as is CUDAGraphMode.FULL:
                 uniform = row.num_tokens % plan.query_len == 0
-                odd += row.count * (not uniform)
+                odd += 0 if uniform else row.count
             elif row.num_tokens <= row.largest:
                 uniform = False
         if uniform is not None:
@@ -519,7 +519,8 @@ def _check_shape(shape: StepShape, path: Path, plan: Plan) -> None:
             "recorded.",
         )
     most = plan.max_loras or 0
-    if shape.num_active_loras > most + bool(most):
+    counted = most + 1 if most else 0
+    if shape.num_active_loras > counted:
         raise TrafficError(
             f"{path}: a batch has {shape.num_active_loras} active LoRA adapters, the "
             f"configuration allows {most}",
