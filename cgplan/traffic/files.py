@@ -68,8 +68,9 @@ _LABEL = re.compile(r'(\w+)="([^"]*)"')
 def _microseconds(value: object) -> float:
     """Of a timestamp: a date and time, UTC unless it says otherwise, or seconds."""
     text = str(value)
-    with suppress(ValueError):
-        return float(text) * 1e6
+    if ":" not in text:
+        with suppress(ValueError):
+            return float(text) * 1e6
     try:
         # of the 7 digits of Azure's traces the last, 100 ns, is cut off
         moment = datetime.fromisoformat(text)
@@ -383,17 +384,21 @@ def _traffic_of(
         raise _unknown_form(text, first, path)
     ignored: dict[str, None] = {}
     rows = form.read(raw_rows(text, path, TrafficError), ignored)
-    notes = []
-    if ignored:
-        notes.append(f"columns that nothing needs were ignored: {', '.join(ignored)}")
-    if form is BENCH:
-        return _requests(_run_requests(rows, notes), BENCH, path, plan, notes)
     if isinstance(form, RequestForm):
-        return _requests(rows, form, path, plan, notes)
+        said: list[str] = []
+        requests = _run_requests(rows, said) if form is BENCH else rows
+        trace = _requests(requests, form, path, plan, said)
+        return trace._replace(notes=(*_note_on(ignored), *trace.notes))
     steps = StepCounts(plan)
     for _, row in rows:
         steps.add(**dict(row))
-    return Traffic.of(steps.counts, f"{path.name}: histogram", [*steps.notes(), *notes])
+    notes = [*steps.notes(), *_note_on(ignored)]
+    return Traffic.of(steps.counts, f"{path.name}: histogram", notes)
+
+
+def _note_on(ignored: Iterable[str]) -> Iterator[str]:
+    if ignored:
+        yield f"columns that nothing needs were ignored: {', '.join(ignored)}"
 
 
 def _unknown_form(text: str, first: str, path: Path) -> TrafficError:

@@ -43,16 +43,18 @@ class Percentiles(Record):
     @classmethod
     def of(cls, nanoseconds: Iterable[tuple[float, int]]) -> Percentiles:
         """Of times and how often each came: the least time that so many do not exceed."""
-        ordered = sorted(nanoseconds)
-        ends = list(accumulate(count for _, count in ordered))
-        at = [bisect_left(ends, share * ends[-1]) for share in (0.5, 0.99)]
-        p50, p99 = (ordered[place][0] / 1000 for place in at)
-        return cls(p50=p50, p99=p99)
+        times, counts = zip(*sorted(nanoseconds), strict=True)
+        return cls._of(times, list(accumulate(counts)))
 
     @classmethod
     def of_each(cls, nanoseconds: Sequence[float]) -> Percentiles:
         """Of times that came once each."""
-        return cls.of([(time, 1) for time in nanoseconds])
+        return cls._of(sorted(nanoseconds), range(1, len(nanoseconds) + 1))
+
+    @classmethod
+    def _of(cls, ordered: Sequence[float], ends: Sequence[int]) -> Percentiles:
+        p50, p99 = (ordered[bisect_left(ends, share * ends[-1])] for share in (0.5, 0.99))
+        return cls(p50=p50 / 1000, p99=p99 / 1000)
 
 
 class Service(Record):

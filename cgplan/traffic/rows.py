@@ -18,6 +18,7 @@ from cgplan.modes import RUNTIME_MODES, CUDAGraphMode
 from cgplan.planning.costs import Record
 from cgplan.traffic.histogram import MOST_BATCHED_TOKENS
 
+AT_ONCE = 10_000  # rows, which bounds the memory of reading
 R = TypeVar("R", bound=Record)
 # place, names of the columns, values
 RawRow = tuple[str, tuple[str, ...], Sequence[Any]]
@@ -83,7 +84,7 @@ class Form(Generic[R]):
         self,
         text: str,
         path: str | Path,
-    ) -> list[tuple[str, R]]:
+    ) -> Iterator[tuple[str, R]]:
         """``read`` for the text of a file."""
         return self.read(raw_rows(text, path, self.error))
 
@@ -91,7 +92,7 @@ class Form(Generic[R]):
         self,
         rows: Iterable[RawRow],
         ignored: dict[str, None] | None = None,
-    ) -> list[tuple[str, R]]:
+    ) -> Iterator[tuple[str, R]]:
         """(place, typed row) of each row; blank cells of optional columns are absent.
 
         ``ignored`` as in ``match``. Raises ``error`` for a wrong column or cell.
@@ -100,6 +101,9 @@ class Form(Generic[R]):
         places: list[str] = []
         cells: list[dict[str, Any]] = []
         for where, names, values in rows:
+            if len(cells) == AT_ONCE:
+                yield from self._typed(places, cells)
+                places, cells = [], []
             if names not in matched:
                 matched[names] = self.match(names, where, ignored)
             if values == names:  # a header
@@ -111,9 +115,15 @@ class Form(Generic[R]):
                     row[self.columns[column]] = cell
             places.append(where)
             cells.append(row)
-        reader = TypeAdapter(list[self.row])  # type: ignore[name-defined]
+        yield from self._typed(places, cells)
+
+    @cached_property
+    def _reader(self) -> TypeAdapter[list[R]]:
+        return TypeAdapter(list[self.row])  # type: ignore[name-defined]
+
+    def _typed(self, places: Sequence[str], cells: list[dict[str, Any]]) -> Iterable[tuple[str, R]]:
         try:
-            found = reader.validate_python(cells)
+            found = self._reader.validate_python(cells)
         except ValidationError as failure:
             wrong = failure.errors()[0]
             index, own, *_ = map(str, wrong["loc"])
@@ -124,7 +134,7 @@ class Form(Generic[R]):
                 f"{where}: {column} is {short(wrong['input'])}: {problem}",
                 remedy=self.row_remedy,
             ) from None
-        return list(zip(places, found, strict=True))
+        return zip(places, found, strict=True)
 
     def match(
         self,
@@ -245,7 +255,7 @@ def _csv_rows(
 ) -> Iterator[RawRow]:
     _, header = first_line(text)
     separator = next((char for char in ",\t;|" if char in header), ",")
-    file = io.StringIO(text, newline="")
+    file = io.TextIOWrapper(io.BytesIO(text.encode()), "utf-8", newline="")
     reader = csv.reader(
         file,
         delimiter=separator,

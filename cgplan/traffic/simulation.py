@@ -27,6 +27,7 @@ from cgplan.units import counted
 NO_ADAPTER = -1
 NEVER = 1 << 100  # nanoseconds, or steps
 ROUNDING = 1e-9  # tokens and steps, of products of accepted tokens
+_Shape = tuple[int, int, bool, int]  # as StepShape, which takes longer to make
 StepTime = Callable[[StepShape], float]  # shape of a step -> microseconds
 
 
@@ -104,6 +105,7 @@ class SchedulerBounds:
         mixes: Whether a step may prefill and decode, as in vLLM. False: it does one of them, as in
             SGLang.
         kv_tokens: Tokens that the KV cache holds; None: no limit.
+        ranks: Data-parallel ranks that step together; bounds are of each.
     """
 
     max_num_seqs: int
@@ -113,6 +115,7 @@ class SchedulerBounds:
     accepted_tokens: float | None = None
     mixes: bool = True
     kv_tokens: int | None = None
+    ranks: int = 1
 
     @classmethod
     def of(
@@ -121,6 +124,7 @@ class SchedulerBounds:
         accepted_tokens: float | None = None,
         mixes: bool = True,
         kv_tokens: int | None = None,
+        ranks: int = 1,
     ) -> SchedulerBounds:
         """The bounds of a plan's batches."""
         return cls(
@@ -131,6 +135,7 @@ class SchedulerBounds:
             accepted_tokens,
             mixes,
             kv_tokens,
+            ranks,
         )
 
 
@@ -181,35 +186,40 @@ def simulate(trace: RequestTrace, bounds: SchedulerBounds, step_time: StepTime) 
             f"{bounds.kv_tokens} beside a step's {bounds.query_len}",
             remedy="Give the KV cache of your engine in tokens, as its log says it at the start.",
         )
-    queue = _Queue(trace.requests, bounds.max_loras)
-    server = _Server(bounds, queue)
-    counts = server.run(step_time)
-    lasted = max(server.now - queue.times[0], 1)
+    engine = _Engine(bounds, trace.requests)
+    engine.run(step_time)
+    lasted = max(engine.now - engine.arrivals.times[0], 1)
     apart = "" if bounds.mixes else " apart from decode, prefill first"
     other = "other " if trace.cached else ""
+    service = engine.service(lasted)
     memory = "no KV cache limit"
     if bounds.kv_tokens is not None:
-        preempted = counted(server.preempted, "preemption")
+        preempted = counted(service.preempted, "preemption")
         memory = f"a KV cache of {bounds.kv_tokens:,} tokens, {preempted}"
+    longest_wait = max(rank.longest_wait for rank in engine.ranks)
     notes = [
         *trace.notes,
         f"simulated {len(trace.requests)} requests through continuous batching with chunked "
         f"prefill{apart}, at most {bounds.max_num_seqs} requests and "
         f"{bounds.max_num_batched_tokens} tokens a step; {memory}, no {other}prefix cache",
-        f"the server is busy {server.busy / lasted:.0%} of the time; a request waits "
-        f"{queue.longest_wait / 1e9:.3g} s at most",
+        f"the server is busy {engine.busy / lasted:.0%} of the time; a request waits "
+        f"{longest_wait / 1e9:.3g} s at most",
     ]
     if bounds.query_len > 1:
+        advance = bounds.accepted_tokens or bounds.query_len
         notes.append(
-            f"a decode step advances each request by {server.tokens_a_step:g} of "
-            f"{bounds.query_len} tokens"
+            f"a decode step advances each request by {advance:g} of {bounds.query_len} tokens"
         )
-    service = server.service(lasted)
+    if bounds.ranks > 1:
+        notes.append(
+            f"{bounds.ranks} ranks step together, each with a batch as large as the largest; a "
+            "request goes to the rank with the fewest"
+        )
     return Traffic.of(
-        counts,
+        {StepShape(*shape): ran.count for shape, ran in engine.steps.items()},
         trace.source,
         notes,
-        queue.overload(),
+        engine.overload(),
         service=service,
     )
 
@@ -218,123 +228,36 @@ def _nanoseconds(request: Request) -> int:
     return round(request.arrival_us * 1000)
 
 
-class _Queue:
-    """Requests until they are admitted. Times are whole nanoseconds."""
+class _Arrivals:
+    """Requests in the order in which they come. Times are whole nanoseconds."""
 
-    def __init__(
-        self,
-        requests: Sequence[Request],
-        max_loras: int | None,
-    ) -> None:
-        self.max_loras = NEVER if max_loras is None else max_loras
+    def __init__(self, requests: Sequence[Request]) -> None:
         self.requests = sorted(requests, key=_nanoseconds)
-        self.times = [_nanoseconds(request) for request in self.requests]
-        self.next_arrival = self.times[0]
-        self.put_back_at: dict[int, int] = {}  # when, of preempted requests
-        self.arrived = 0
-        self.waiting: dict[int, deque[int]] = {}  # indices of requests, by adapter
-        self.last_step = self.last_empty = self.times[0]
-        self.arrived_before = 0  # by last_empty
-        self.length = 0  # at the last arrival
-        self.longest_wait = 0
-        self.last_admission = 0
+        self.times = list(map(_nanoseconds, self.requests))
+        self.wanted = [max(request.generated_tokens, 1) for request in self.requests]
+        self.next = self.times[0]
+        self.came = 0
 
-    def admit(
-        self,
-        now: int,
-        tokens: int,
-        most: int,
-        adapters: set[int],
-        memory: float,
-    ) -> list[int]:
-        """At most so many requests that begin to prefill now, until they want the tokens or more,
-        or ``memory``, in tokens, does not hold the next one.
-
-        Adds their adapters to ``adapters``: NO_ADAPTER, and the loaded ones.
-        """
-        if self.next_arrival <= now:
-            if not self.waiting:
-                self.last_empty = self.last_step
-                self.arrived_before = self.arrived
-            came = bisect_right(self.times, now)
-            for index in range(self.arrived, came):
-                adapter = self.requests[index].adapter
-                self.waiting.setdefault(adapter, deque()).append(index)
-            self.arrived = came
-            if came < len(self.times):
-                self.next_arrival = self.times[came]
-            else:
-                self.next_arrival = NEVER
-                self.length = sum(map(len, self.waiting.values()))
-        admitted: list[int] = []
-        while self.waiting and tokens > 0 and len(admitted) < most:
-            names: Iterable[int] = self.waiting
-            if len(adapters) > self.max_loras:
-                names = adapters.intersection(self.waiting)
-            first = min((self.waiting[name][0] for name in names), default=None)
-            if first is None:
-                break
-            request = self.requests[first]
-            memory -= request.context_tokens
-            if memory < 0:
-                break
-            queue = self.waiting[request.adapter]
-            queue.popleft()
-            if not queue:
-                del self.waiting[request.adapter]
-            adapters.add(request.adapter)
-            tokens -= request.context_tokens
-            admitted.append(first)
-            since = self.put_back_at.get(first, self.times[first])
-            self.longest_wait = max(self.longest_wait, now - since)
-            if first not in self.put_back_at:
-                self.last_admission = now
-        return admitted
-
-    def put_back(
-        self,
-        index: int,
-        request: Request,
-        now: int,
-    ) -> None:
-        """A preempted request waits again, ahead of those that came later."""
-        self.requests[index] = request
-        self.put_back_at[index] = now
-        others = self.waiting.get(request.adapter, ())
-        self.waiting[request.adapter] = deque(sorted((index, *others)))
-
-    def overload(self) -> list[str]:
-        """A warning if requests came faster than they were served, as ``simulate`` defines it."""
-        last = self.times[-1]
-        lasted = last - self.last_empty
-        came = self.arrived - self.arrived_before
-        wait = self.last_admission - last
-        is_long = lasted > (last - self.times[0]) / 2
-        by_chance = 3 * math.sqrt(came)
-        is_deep = self.length > max(came / 20, by_chance)
-        is_slow = came * wait > lasted * self.length
-        if not (is_long and is_deep and is_slow):
-            return []
-        load = came / lasted * wait / self.length
-        return [
-            f"overload: requests come {load:.2f} times as fast as this server serves them; "
-            f"{self.length:,} of {came:,} wait when the last one comes; {math.ceil(load)} replicas "
-            "would do. This plan is for full batches alone"
-        ]
+    def until(self, now: int) -> range:
+        """The indices of those that have come since the last call."""
+        first = self.came
+        self.came = bisect_right(self.times, now, first)
+        self.next = NEVER
+        if self.came < len(self.times):
+            self.next = self.times[self.came]
+        return range(first, self.came)
 
 
 class _Prefill(NamedTuple):
-    """The prompts of a step, by index; those that end with it; and how often it repeats until one
-    of them ends.
+    """The prompts of a step, by index; those that end with it; their adapters; and how often it
+    repeats until one of them ends.
     """
 
-    requests: Sequence[int] = ()
-    ending: Sequence[int] = ()
-    tokens: int = 0
-    repeats: int = NEVER
-
-
-_NO_PREFILL = _Prefill()
+    requests: Sequence[int]
+    ending: Sequence[int]
+    tokens: int
+    adapters: int
+    repeats: int
 
 
 class _Decoding(NamedTuple):
@@ -349,153 +272,197 @@ class _Decoding(NamedTuple):
     tokens: int
 
 
-class _Server:
-    """Running requests, in order of admission: those that decode, then at most one whose prefill is
-    under way and took all tokens that were left.
+@dataclass(slots=True)
+class _Ran:
+    """Steps of one shape: nanoseconds of each, and how many ran."""
+
+    length: int
+    count: int = 0
+
+
+class _Rank:
+    """The scheduler of one rank. Its running requests are, in order of admission, those that
+    decode, then at most one whose prefill is under way and took all tokens that were left.
 
     Where decoding requests alone want more tokens than a step has, the first ``places`` of them are
     served and the others stand by; each one that is done lets the next one in.
     """
 
-    def __init__(self, bounds: SchedulerBounds, queue: _Queue) -> None:
+    def __init__(self, bounds: SchedulerBounds, arrivals: _Arrivals) -> None:
         self.bounds = bounds
-        self.queue = queue
-        self.now = queue.times[0]
-        self.busy = 0  # nanoseconds
+        self.arrivals = arrivals
+        self.requests = arrivals.requests
+        self.max_loras = NEVER if bounds.max_loras is None else bounds.max_loras
         self.tokens_a_step = bounds.accepted_tokens or bounds.query_len
         self.places = bounds.max_num_seqs
         if bounds.mixes:
             self.places = -(-bounds.max_num_batched_tokens // bounds.query_len)
+        self.waiting: dict[int, deque[int]] = {}  # indices of requests, by adapter
+        self.put_back_at: dict[int, int] = {}  # when, of preempted requests
+        self.longest_wait = 0
+        self.last_admission = 0
+        self.load = 0  # requests that wait or run
         self.running = 0
         self.decoded = 0  # steps
         self.decoding: list[_Decoding] = []  # a heap of those served
         self.standby: deque[int] = deque()
         self.adapters: Counter[int] = Counter()  # of those that decode and are served
+        # of the step that is scheduled
+        self.prefill: _Prefill | None = None
+        self.decodes = False
+        self.repeats = NEVER  # unless a request comes
+        self.is_open = False  # whether one could join it
         self.under_way: int | None = None
         self.prompt_left = 0  # tokens of the prompt that is under way
         self.kv_tokens = math.inf if bounds.kv_tokens is None else bounds.kv_tokens
+        self.is_bounded = bounds.kv_tokens is not None
         self.prompts = 0  # tokens of requests that are admitted and do not decode yet
         self.at_start = 0.0  # of those that decode, less what they grew until ``decoded``
         self.preempted = 0
-        self.counts: Counter[StepShape] = Counter()
-        self.lengths: dict[StepShape, int] = {}  # nanoseconds of a step
-        self.wanted = [max(request.generated_tokens, 1) for request in queue.requests]
         self.first_token: dict[int, int] = {}  # when it came, of requests that run
         self.ttft: list[int] = []
         self.tpot: list[float] = []
 
-    def run(self, step_time: StepTime) -> Counter[StepShape]:
-        """Run all requests. A turn of the loop is a step and the equal ones after it."""
+    def wait(self, index: int) -> None:
+        """A request has come."""
+        self.waiting.setdefault(self.requests[index].adapter, deque()).append(index)
+        self.load += 1
+
+    def schedule(self, now: int) -> _Shape | None:
+        """The next step; None: it has no request."""
         bounds = self.bounds
-        queue = self.queue
-        while self.running or queue.waiting or queue.next_arrival < NEVER:
-            self._make_room()
-            decodes = len(self.decoding)
-            tokens = bounds.query_len * decodes
-            left = bounds.max_num_batched_tokens
-            if bounds.mixes:
-                tokens = min(tokens, left)
-                left -= tokens
-            adapters = {NO_ADAPTER, *self.adapters}
-            prefill = _NO_PREFILL
-            has_prompts = (
-                self.under_way is not None or queue.waiting or queue.next_arrival <= self.now
-            )
-            if has_prompts or not self.running:
-                prefill = self._prefill(left, adapters)
-            queue.last_step = self.now
-            if prefill.requests and not bounds.mixes:
+        decodes = len(self.decoding)
+        tokens = bounds.query_len * decodes
+        left = bounds.max_num_batched_tokens
+        if bounds.mixes:
+            tokens = min(tokens, left)
+            left -= tokens
+        self.prefill = None
+        self.decodes = False
+        if self.waiting or self.under_way is not None:
+            self.prefill = self._prefill(left, now)
+        prefill = self.prefill
+        repeats = NEVER
+        uniform = tokens == bounds.query_len * decodes
+        requests = decodes
+        adapters = len(self.adapters)
+        if prefill is not None:
+            if not bounds.mixes:
                 decodes = tokens = 0
-                adapters = {queue.requests[index].adapter for index in prefill.requests}
-                adapters.add(NO_ADAPTER)
-            shape = StepShape(
-                tokens + prefill.tokens,
-                decodes + len(prefill.requests),
-                not prefill.requests and tokens == bounds.query_len * decodes,
-                len(adapters) - 1,
-            )
-            if shape not in self.lengths:
-                self.lengths[shape] = max(1, round(step_time(shape) * 1000))
-            length = self.lengths[shape]
+            uniform = False
+            left -= prefill.tokens
+            tokens += prefill.tokens
+            requests = decodes + len(prefill.requests)
+            adapters = prefill.adapters
             repeats = prefill.repeats
-            if decodes:
-                repeats = min(repeats, self.decoding[0].last - self.decoded)
-                if self.kv_tokens < math.inf:
-                    repeats = min(repeats, int(self._steps_in_memory()))
-            if left > prefill.tokens and self.running < bounds.max_num_seqs:
-                # the first step that begins at or after the next arrival is another one
-                until = queue.next_arrival - self.now
-                repeats = min(repeats, -(-until // length))
-            self.counts[shape] += repeats
-            self.now += repeats * length
-            self.busy += repeats * length
-            self.prompt_left -= (repeats - 1) * prefill.tokens
-            if decodes:
-                self.decoded += repeats
-            for index in prefill.ending:
-                self._end_prefill(index)
-            while self.decoding and self.decoding[0].last == self.decoded:
-                self._leave(heapq.heappop(self.decoding))
+        if decodes:
+            self.decodes = True
+            repeats = min(repeats, self.decoding[0].last - self.decoded)
+            if self.is_bounded:
+                repeats = min(repeats, int(self._steps_in_memory()))
+        self.repeats = repeats
+        self.is_open = left > 0 and self.running < bounds.max_num_seqs
+        return (tokens, requests, uniform, adapters) if requests else None
+
+    def end(self, repeats: int, now: int) -> None:
+        """The step that was scheduled ran so many times, until now."""
+        if self.decodes:
+            self.decoded += repeats
+        if self.prefill is not None:
+            self.prompt_left -= (repeats - 1) * self.prefill.tokens
+            for index in self.prefill.ending:
+                self._end_prefill(index, now)
+        decoding = self.decoding
+        while decoding and decoding[0].last == self.decoded:
+            entry = heapq.heappop(decoding)
+            self._leave(entry)
+            self._end(entry.place, now)
+        if self.standby:
             self._serve()
-        return self.counts
 
-    def _prefill(self, left: int, adapters: set[int]) -> _Prefill:
-        """Schedule prompts for the tokens that are left; without a request, wait for the next.
-
-        ``adapters``: as in ``admit``.
-        """
-        queue = self.queue
-        is_idle = not self.running and not queue.waiting
-        if is_idle and self.now < queue.next_arrival:
-            queue.last_step = self.now
-            self.now = queue.next_arrival
-        if self.under_way is not None and left:
-            adapters.add(queue.requests[self.under_way].adapter)
-        most = self.bounds.max_num_seqs - self.running
-        memory = self.kv_tokens - self._held(self.decoded + 1) - self.tokens_a_step
-        prompts = queue.admit(
-            self.now,
-            left - self.prompt_left,
-            most,
-            adapters,
-            memory,
-        )
-        self.running += len(prompts)
-        wanted = self.prompt_left + sum(queue.requests[at].context_tokens for at in prompts)
+    def _prefill(self, left: int, now: int) -> _Prefill | None:
+        """Schedule prompts for the tokens that are left."""
+        requests = self.requests
+        adapters = {NO_ADAPTER, *self.adapters}
+        under_way = self.under_way
+        if under_way is not None and left:
+            adapters.add(requests[under_way].adapter)
+        prompts = self._admit(left - self.prompt_left, adapters, now)
+        wanted = self.prompt_left
+        for index in prompts:
+            wanted += requests[index].context_tokens
         self.prompts += wanted - self.prompt_left
-        if self.under_way is not None:
-            prompts.insert(0, self.under_way)
+        if under_way is not None:
+            prompts.insert(0, under_way)
         if not left or not prompts:
-            return _NO_PREFILL
+            return None
+        if not self.bounds.mixes:
+            adapters = {NO_ADAPTER, *(requests[index].adapter for index in prompts)}
         tokens = min(wanted, left)
         self.prompt_left = wanted - tokens
         ending = list(prompts)
         self.under_way = ending.pop() if self.prompt_left else None
-        repeats = 1 if ending else (wanted - 1) // tokens
         return _Prefill(
             prompts,
             ending,
             tokens,
-            repeats,
+            len(adapters) - 1,
+            1 if ending else (wanted - 1) // tokens,
         )
 
-    def _end_prefill(self, index: int) -> None:
+    def _admit(self, tokens: int, adapters: set[int], now: int) -> list[int]:
+        """Requests that begin to prefill now, until they want the tokens or more, or the KV cache
+        does not hold the next one.
+
+        Adds their adapters to ``adapters``: NO_ADAPTER, and the loaded ones.
+        """
+        memory = math.inf
+        if self.is_bounded:
+            memory = self.kv_tokens - self._held(self.decoded + 1) - self.tokens_a_step
+        admitted: list[int] = []
+        while self.waiting and tokens > 0 and self.running < self.bounds.max_num_seqs:
+            names: Iterable[int] = self.waiting
+            if len(adapters) > self.max_loras:
+                names = adapters.intersection(self.waiting)
+            first = min([self.waiting[name][0] for name in names], default=None)
+            if first is None:
+                break
+            request = self.requests[first]
+            memory -= request.context_tokens
+            if memory < 0:
+                break
+            queue = self.waiting[request.adapter]
+            queue.popleft()
+            if not queue:
+                del self.waiting[request.adapter]
+            adapters.add(request.adapter)
+            tokens -= request.context_tokens
+            admitted.append(first)
+            self.running += 1
+            since = self.put_back_at.get(first)
+            if since is None:
+                since = self.arrivals.times[first]
+                self.last_admission = now
+            self.longest_wait = max(self.longest_wait, now - since)
+        return admitted
+
+    def _end_prefill(self, index: int, now: int) -> None:
         """The step that ended yields the first token, or the next one of a preempted request."""
-        request = self.queue.requests[index]
+        request = self.requests[index]
         if index not in self.first_token:
-            self.first_token[index] = self.now
-            self.ttft.append(self.now - self.queue.times[index])
+            self.first_token[index] = now
+            self.ttft.append(now - self.arrivals.times[index])
         if request.generated_tokens > 1:
             self.standby.append(index)
         else:
             self.prompts -= request.context_tokens
-            self._end(index)
+            self._end(index, now)
 
     def _serve(self) -> None:
         """Those that stand by decode, while there are places."""
         while self.standby and len(self.decoding) < self.places:
             index = self.standby.popleft()
-            request = self.queue.requests[index]
+            request = self.requests[index]
             steps = math.ceil((request.generated_tokens - 1) / self.tokens_a_step)
             held = request.context_tokens
             entry = _Decoding(
@@ -506,24 +473,26 @@ class _Server:
                 held,
             )
             heapq.heappush(self.decoding, entry)
-            self.adapters[request.adapter] += 1
+            if request.adapter != NO_ADAPTER:
+                self.adapters[request.adapter] += 1
             self.prompts -= held
             self.at_start += held - self.tokens_a_step * self.decoded
 
-    def _leave(self, entry: _Decoding, *, is_done: bool = True) -> None:
+    def _leave(self, entry: _Decoding) -> None:
         """A request decodes no longer."""
-        self.adapters[entry.adapter] -= 1
-        if not self.adapters[entry.adapter]:
-            del self.adapters[entry.adapter]
+        if entry.adapter != NO_ADAPTER:
+            self.adapters[entry.adapter] -= 1
+            if not self.adapters[entry.adapter]:
+                del self.adapters[entry.adapter]
         self.at_start -= entry.tokens - self.tokens_a_step * entry.before
-        if is_done:
-            self._end(entry.place)
 
-    def _end(self, index: int) -> None:
+    def _end(self, index: int, now: int) -> None:
         self.running -= 1
-        lasted = self.now - self.first_token.pop(index)
-        if self.wanted[index] > 1:
-            self.tpot.append(lasted / (self.wanted[index] - 1))
+        self.load -= 1
+        lasted = now - self.first_token.pop(index)
+        wanted = self.arrivals.wanted[index]
+        if wanted > 1:
+            self.tpot.append(lasted / (wanted - 1))
 
     # --- the KV cache -----------------------------------------------------------------------------
 
@@ -537,42 +506,157 @@ class _Server:
         free = self.kv_tokens - self._held(self.decoded)
         return free / (self.tokens_a_step * len(self.decoding)) + ROUNDING
 
-    def _make_room(self) -> None:
+    def make_room(self, now: int) -> None:
         """Preempt, until the next decode step fits."""
         while self.decoding and self._steps_in_memory() < 1:
-            self._preempt()
+            self._preempt(now)
             self._serve()
 
-    def _preempt(self) -> None:
-        """The decoding request that was admitted last waits again."""
+    def _preempt(self, now: int) -> None:
+        """The decoding request that was admitted last waits again, ahead of those that came
+        later.
+        """
         entry = max(self.decoding, key=attrgetter("before", "place"))
         self.decoding.remove(entry)
         heapq.heapify(self.decoding)
-        self._leave(entry, is_done=False)
-        request = self.queue.requests[entry.place]
+        self._leave(entry)
+        index = entry.place
+        request = self.requests[index]
         decoded = self.decoded - entry.before
         made = int(self.tokens_a_step * decoded + ROUNDING) + 1
-        again = request._replace(
+        self.requests[index] = request._replace(
             context_tokens=request.context_tokens + made,
             generated_tokens=request.generated_tokens - made,
         )
-        self.queue.put_back(entry.place, again, self.now)
+        self.put_back_at[index] = now
+        others = self.waiting.get(request.adapter, ())
+        self.waiting[request.adapter] = deque(sorted((index, *others)))
         self.running -= 1
         self.preempted += 1
 
+
+class _Engine:
+    """Ranks that step together: each step is of the largest batch of them."""
+
+    def __init__(self, bounds: SchedulerBounds, requests: Sequence[Request]) -> None:
+        self.arrivals = _Arrivals(requests)
+        self.ranks = [_Rank(bounds, self.arrivals) for _ in range(bounds.ranks)]
+        self.is_bounded = bounds.kv_tokens is not None
+        self.now = self.last_step = self.last_empty = self.arrivals.times[0]
+        self.busy = 0  # nanoseconds
+        self.came_before = 0  # by last_empty
+        self.length = 0  # of the queue at the last arrival
+        self.repeats = NEVER
+        self.is_open = False
+        self.steps: dict[_Shape, _Ran] = {}
+
+    def run(self, step_time: StepTime) -> None:
+        """Run all requests. A turn of the loop is a step and the equal ones after it."""
+        arrivals = self.arrivals
+        ranks = self.ranks
+        while True:
+            if self.is_bounded:
+                for rank in ranks:
+                    rank.make_room(self.now)
+            if arrivals.next <= self.now:
+                self._receive()
+            self.last_step = self.now
+            shape = self._schedule()
+            if shape is None:
+                if arrivals.next == NEVER:
+                    return
+                self.now = arrivals.next
+                continue
+            ran = self.steps.get(shape)
+            if ran is None:
+                time = step_time(StepShape(*shape))
+                ran = _Ran(max(1, round(time * 1000)))
+                self.steps[shape] = ran
+            repeats = self.repeats
+            if self.is_open:
+                # the first step that begins at or after the next arrival is another one
+                until = arrivals.next - self.now
+                repeats = min(repeats, -(-until // ran.length))
+            ran.count += repeats
+            self.now += repeats * ran.length
+            self.busy += repeats * ran.length
+            for rank in ranks:
+                rank.end(repeats, self.now)
+
+    def _schedule(self) -> _Shape | None:
+        """The next step of all ranks; None: there is no request."""
+        first, *others = self.ranks
+        shape = first.schedule(self.now)
+        self.repeats = first.repeats
+        # the balancer looks at a request when it comes
+        self.is_open = first.is_open or bool(others)
+        for rank in others:
+            own = rank.schedule(self.now)
+            if own is None:
+                continue
+            self.repeats = min(self.repeats, rank.repeats)
+            if shape is not None:
+                tokens, reqs, uniform, adapters = map(max, shape, own)
+                uniform = shape[2] and own[2]
+                own = (tokens, reqs, uniform, adapters)
+            shape = own
+        return shape
+
+    def _receive(self) -> None:
+        """Each request that has come goes to the rank with the fewest; ties take turns."""
+        arrivals = self.arrivals
+        if not any(rank.waiting for rank in self.ranks):
+            self.last_empty = self.last_step
+            self.came_before = arrivals.came
+        for index in arrivals.until(self.now):
+            rank = min(self.ranks, key=attrgetter("load"))
+            rank.wait(index)
+            self.ranks.append(self.ranks.pop(0))
+        if arrivals.next == NEVER:
+            for rank in self.ranks:
+                self.length += sum(map(len, rank.waiting.values()))
+
+    def overload(self) -> list[str]:
+        """A warning if requests came faster than they were served, as ``simulate`` defines it."""
+        times = self.arrivals.times
+        last = times[-1]
+        lasted = last - self.last_empty
+        came = len(times) - self.came_before
+        wait = max(rank.last_admission for rank in self.ranks) - last
+        is_long = lasted > (last - times[0]) / 2
+        by_chance = 3 * math.sqrt(came)
+        is_deep = self.length > max(came / 20, by_chance)
+        is_slow = came * wait > lasted * self.length
+        if not (is_long and is_deep and is_slow):
+            return []
+        load = came / lasted * wait / self.length
+        replicas = math.ceil(load * len(self.ranks))
+        return [
+            f"overload: requests come {load:.2f} times as fast as this server serves them; "
+            f"{self.length:,} of {came:,} wait when the last one comes; {replicas} replicas "
+            "would do. This plan is for full batches alone"
+        ]
+
     def service(self, lasted: int) -> Service:
         """What requests and steps took, of the whole run of ``lasted`` nanoseconds."""
-        every = [(self.lengths[shape], count) for shape, count in self.counts.items()]
-        decodes = [
-            (self.lengths[shape], count) for shape, count in self.counts.items() if shape.uniform
-        ]
+        every: list[tuple[int, int]] = []
+        decodes: list[tuple[int, int]] = []
+        for shape, ran in self.steps.items():
+            every.append((ran.length, ran.count))
+            if shape[2]:
+                decodes.append((ran.length, ran.count))
+        ttft: list[int] = []
+        tpot: list[float] = []
+        for rank in self.ranks:
+            ttft += rank.ttft
+            tpot += rank.tpot
         return Service(
             step_us=Percentiles.of(every),
             decode_us=Percentiles.of(decodes) if decodes else None,
-            ttft_us=Percentiles.of_each(self.ttft),
-            tpot_us=Percentiles.of_each(self.tpot) if self.tpot else None,
-            tokens_per_s=sum(self.wanted) / lasted * 1e9,
-            preempted=self.preempted,
+            ttft_us=Percentiles.of_each(ttft),
+            tpot_us=Percentiles.of_each(tpot) if tpot else None,
+            tokens_per_s=sum(self.arrivals.wanted) / lasted * 1e9,
+            preempted=sum(rank.preempted for rank in self.ranks),
         )
 
 
