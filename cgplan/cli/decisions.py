@@ -20,16 +20,21 @@ from cgplan.traffic.simulation import (
     SchedulerBounds,
     simulate,
     step_clock,
+    unmeasured,
 )
 from cgplan.traffic.step_times import StepTimes
-from cgplan.units import counted, format_bytes, format_microseconds
+from cgplan.units import counted, format_bytes, format_microseconds, listed
 
 if TYPE_CHECKING:
     Source = Traffic | RequestTrace
 
 INSURANCE = 0.1  # if none is asked for
-LARGE = 200_000  # requests, beyond which what they get is shown for an SLO alone
+# requests, beyond which what they get is shown for an SLO alone, other bounds are not tried, and
+# first plans and modes are of so many
+LARGE = 200_000
 MOST = 128  # graphs that an SLO is tried with
+NOTABLE = 0.05  # change of a figure by other bounds that is worth a word
+SAME = 0.01
 MODES = (
     CUDAGraphMode.FULL_DECODE_ONLY,
     CUDAGraphMode.FULL,
@@ -89,6 +94,12 @@ class Planner:
         self._sources = sources
         self._rules = rules
         self._modes = RUN_BY.get(engine or "", MODES)
+        self._first = [_first(source) for source, _ in sources]
+        self._known: dict[Any, Traffic] = {}  # what was simulated
+
+    @property
+    def _is_large(self) -> bool:
+        return any(len(trace.requests) > LARGE for trace in self._requests)
 
     @property
     def _requests(self) -> list[RequestTrace]:
@@ -102,10 +113,12 @@ class Planner:
         """
         self._check_slo()
         asked = config
-        plan = self.plan(config)
         notes = list[str]()
-        if self._loads.mode is ModeChoice.best:
-            config, plan, notes = self._best_mode(config, plan)
+        is_best = self._loads.mode is ModeChoice.best
+        if is_best:
+            config, plan, notes = self._best_mode(config)
+        if not is_best or self._is_large:
+            plan = self.plan(config)
         miss = None
         if self._loads.slo:
             plan, miss = self._within_slo(config, plan)
@@ -119,13 +132,15 @@ class Planner:
 
     # --- one plan ---------------------------------------------------------------------------------
 
-    def plan(self, config: Config) -> Plan:
-        """The plan within the budget, which the graphs of a draft model count in."""
+    def plan(self, config: Config, *, of_first: bool = False) -> Plan:
+        """The plan within the budget, which the graphs of a draft model count in; ``of_first``: for
+        the first ``LARGE`` requests.
+        """
         most = config.budget.max_graphs
         allowed = most
         while True:
             bounded = with_values(config, "budget", max_graphs=allowed)
-            plan = self._plan(bounded)
+            plan = self._plan(bounded, of_first=of_first)
             if config.compilation.key_rules == "vllm_v2":
                 plan = self._as_engine_captures(config, plan)
             graphs = plan.num_graphs
@@ -142,7 +157,7 @@ class Planner:
                 )
             allowed = max(1, min(allowed - 1, allowed * most // graphs))
 
-    def _plan(self, config: Config) -> Plan:
+    def _plan(self, config: Config, *, of_first: bool = False) -> Plan:
         loads = self._loads
         options: dict[str, Any] = {
             "insurance": INSURANCE if loads.insurance is None else loads.insurance,
@@ -150,10 +165,11 @@ class Planner:
             **self._rules,
         }
         known = self._times, self._priced.costs, self._priced.failed
-        steps = self.steps(config, build_plan(config))
-        if self._requests:  # the times of steps change their batches
+        # the times of steps change their batches
+        steps = self.steps(config, build_plan(config), of_first=True)
+        if self._requests:
             chosen = choose(config, steps, *known, **options)
-            steps = self.steps(config, chosen.plan)
+            steps = self.steps(config, chosen.plan, of_first=of_first)
         return propose(config, steps, *known, **options).plan
 
     def _as_engine_captures(
@@ -184,9 +200,15 @@ class Planner:
         self,
         config: Config,
         plan: Plan,
+        *,
+        of_first: bool = False,
     ) -> list[tuple[Traffic, float]]:
         """Steps to plan for; requests are simulated with the step times of ``plan``."""
-        return [(self._simulated(config, plan, source), each) for source, each in self._sources]
+        found = []
+        for (source, weight), first in zip(self._sources, self._first, strict=True):
+            traffic = self._simulated(config, plan, first if of_first else source)
+            found.append((traffic, weight))
+        return found
 
     def _simulated(
         self,
@@ -196,36 +218,52 @@ class Planner:
     ) -> Traffic:
         if isinstance(source, Traffic):
             return source
-        clock = step_clock(plan, self._times, apart=self._rules.get("apart", False))
         bounds = SchedulerBounds.of(
             plan,
             config.speculative.accepted_tokens,
             config.scheduler.mixed_batches,
             self._loads.kv_cache_tokens,
+            self._loads.replicas if config.distributed.data_parallel_sync else 1,
         )
-        return simulate(source, bounds, clock)
+        key = (id(source), plan.keys, bounds)
+        if key not in self._known:
+            apart = self._rules.get("apart", False)
+            clock = step_clock(plan, self._times, apart=apart)
+            traffic = simulate(source, bounds, clock)
+            assert traffic.service is not None
+            share = unmeasured(
+                plan,
+                self._times,
+                traffic,
+                apart=apart,
+            )
+            service = traffic.service.model_copy(update={"unmeasured": share})
+            self._known[key] = traffic.model_copy(update={"service": service})
+        return self._known[key]
 
     # --- the mode ---------------------------------------------------------------------------------
 
     def _best_mode(
         self,
         config: Config,
-        asked: Plan,
     ) -> tuple[Config, Plan, list[str]]:
         """The mode with the shortest steps; of those within 0.1% the one with the fewest graphs."""
+        asked = self.plan(config, of_first=True)
         found = [(config, asked)]
         for mode in self._modes:
             other = with_values(config, "compilation", cudagraph_mode=mode)
             try:
                 if mode is asked.mode or build_plan(other).mode is not mode:
                     continue
-                found.append((other, self.plan(other)))
+                found.append((other, self.plan(other, of_first=True)))
             except (BudgetError, ModeError, PlanError, StepTimeError):
                 continue  # it cannot be planned
         least = min(_expected(plan) for _, plan in found)
         alike = [pair for pair in found if _expected(pair[1]) <= least * (1 + ALIKE)]
         chosen, best = min(alike, key=lambda pair: pair[1].num_graphs)
         notes = list[str]()
+        if self._is_large:
+            notes.append(f"modes were weighed for the first {LARGE:,} requests")
         if best is not asked:
             notes.append(
                 f"mode {best.mode}, not {asked.mode}: "
@@ -344,6 +382,7 @@ class Planner:
         if miss is not None and len(self._requests) > 1:
             notes.append(f"of {len(self._requests)} loads {miss.requests.source}: {miss.text}")
         notes += self._saved(config, plan)
+        notes += self._other_bounds(config, plan, self._shown(miss))
         if plan.draft_keys:
             notes.append(
                 f"vLLM captures {counted(len(plan.draft_keys), 'graph')} of the draft model "
@@ -362,19 +401,50 @@ class Planner:
         plan: Plan,
         miss: Miss | None,
     ) -> Iterator[ServicePoint]:
-        if miss is not None:
-            requests = miss.requests
-            service = miss.service
-        elif self._requests and len(self._requests[0].requests) <= LARGE:
-            requests = self._requests[0]
-            service = self._service(config, plan, requests)
-        else:
+        requests = self._shown(miss)
+        if requests is None:
             return
-        yield ServicePoint(name="plan", graphs=len(plan.keys), service=service)
-        others = {"asked for": build_plan(config), "eager": build_plan(_eager(config))}
-        for name, other in others.items():
+        eager = build_plan(_eager(config))
+        plans = {"plan": plan, "asked for": build_plan(config), "eager": eager}
+        for name, other in plans.items():
             service = self._service(config, other, requests)
             yield ServicePoint(name=name, graphs=len(other.keys), service=service)
+
+    def _shown(self, miss: Miss | None) -> RequestTrace | None:
+        """The load whose requests are shown."""
+        if miss is not None:
+            return miss.requests
+        if self._requests and len(self._requests[0].requests) <= LARGE:
+            return self._requests[0]
+        return None
+
+    def _other_bounds(
+        self,
+        config: Config,
+        plan: Plan,
+        requests: RequestTrace | None,
+    ) -> Iterator[str]:
+        """Half and double the bounds of the scheduler that would serve these requests better."""
+        if requests is None or len(requests.requests) > LARGE:
+            if self._requests:
+                yield f"other bounds were not tried, with more than {LARGE:,} requests"
+            return
+        traffic = self._simulated(config, plan, requests)
+        reached = {
+            "max_num_seqs": max(shape.num_reqs for shape, _ in traffic.histogram),
+            "max_num_batched_tokens": max(shape.num_tokens for shape, _ in traffic.histogram),
+        }
+        for name, largest in reached.items():
+            bound = getattr(plan, name)
+            for value in (bound // 2, 2 * bound):
+                if value and largest >= min(bound, value + 1):
+                    other = plan.model_copy(update={name: value})
+                    changed = _gains(
+                        self._service(config, plan, requests),
+                        self._service(config, other, requests),
+                    )
+                    if changed:
+                        yield f"{name} {value} instead of {bound}, with these graphs: {changed}"
 
     def _saved(
         self,
@@ -401,6 +471,39 @@ class Planner:
 
 def _eager(config: Config) -> Config:
     return with_values(config, "compilation", cudagraph_mode=CUDAGraphMode.NONE)
+
+
+def _first(source: Source) -> Source:
+    return source if isinstance(source, Traffic) else source.first(LARGE)
+
+
+def _gains(now: Service, other: Service) -> str:
+    """How requests are served notably better, and none of the figures worse; else nothing."""
+    rows = [
+        ("TTFT p99", now.ttft_us.p99, other.ttft_us.p99, format_microseconds),
+        ("tokens/s", now.tokens_per_s, other.tokens_per_s, "{:.0f}".format),
+    ]
+    if now.tpot_us and other.tpot_us:
+        rows.append(("TPOT p99", now.tpot_us.p99, other.tpot_us.p99, format_microseconds))
+    better = []
+    alike = []
+    least = 1.0
+    for name, before, after, write in rows:
+        change = before / after if name == "tokens/s" else after / before
+        if change > 1 + SAME:
+            return ""
+        least = min(least, change)
+        if change < 1 - SAME:
+            better.append(f"{name} {write(after)} instead of {write(before)}")
+        else:
+            alike.append(name)
+    if least > 1 - NOTABLE:
+        return ""
+    if alike:
+        better.append(f"{listed(alike)} the same within {SAME:.0%}")
+    if other.unmeasured > now.unmeasured:
+        better.append(f"{other.unmeasured:.1%} of its steps are larger than those measured")
+    return ", ".join(better)
 
 
 def _expected(plan: Plan) -> float:

@@ -343,6 +343,7 @@ def _sources(
     from cgplan.traffic.simulation import RequestTrace
 
     rate = config.traffic.request_rate if config.traffic else None
+    servers = 1 if config.distributed.data_parallel_sync else loads.replicas
     found: list[Source] = []
     for file, speed in loads.files:
         found.append(read_traffic(file, plan, speedup=speed, request_rate=rate))
@@ -353,7 +354,7 @@ def _sources(
     for source, weight in zip(found, weights, strict=True):
         if isinstance(source, RequestTrace):
             for scale in loads.scales:
-                sources.append((source.hurried(scale).spread(loads.replicas), weight))
+                sources.append((source.hurried(scale).spread(servers), weight))
         elif loads.scales == (1.0,) and loads.replicas == 1:
             sources.append((source, weight))
         else:

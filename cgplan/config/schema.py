@@ -145,7 +145,7 @@ class DistributedConfig(Section):
     """Captured all-reduces of a runner at most."""
     data_parallel_sync: Flag = False
     """Before each batch ranks agree on the largest padded size and the weakest mode, which they
-    need if they run different batches and exchange data inside.
+    need if they run different batches and exchange data inside. In a plan: `--replicas` are ranks.
     """
 
 

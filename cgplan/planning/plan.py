@@ -23,6 +23,7 @@ SIMULATED: dict[str, set[str]] = {
     "scheduler": {"mixed_batches"},
     "speculative": {"accepted_tokens", "method", "varlen_decode"},
     "compilation": {"key_rules"},
+    "distributed": {"data_parallel_sync"},
 }
 # Settings of reports, planning and serving.
 _NOT_CAPTURED: dict[str, bool | set[str]] = {

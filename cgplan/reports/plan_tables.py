@@ -323,6 +323,12 @@ def _answer(
         yield Text("No graph: every batch runs eagerly.")
     yield _ladders(evidence)
     yield _loads(evidence.loads)
+    extrapolated = [
+        f"{point.name}: {point.service.unmeasured:.1%} of the steps are larger than those "
+        "measured, and their times extrapolated"
+        for point in evidence.service
+        if point.service.unmeasured
+    ]
     yield figures(
         "What requests get",
         evidence.service,
@@ -334,6 +340,7 @@ def _answer(
         Microseconds("p99", "service.tpot_us.p99"),
         Microseconds("decode step p99", "service.decode_us.p99"),
         Column("tokens/s", "service.tokens_per_s", "{:.0f}".format),
+        words=extrapolated,
     )
     yield facts("Why", [*_reasons(evidence), *said(plan, brief=not whole)])
 

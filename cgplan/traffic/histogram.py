@@ -66,6 +66,7 @@ class Service(Record):
         tpot_us: Between two tokens of a request, its mean; None: no request has two.
         tokens_per_s: Generated tokens, from the first arrival to the last token.
         preempted: Requests that the KV cache had no room for, and that began again.
+        unmeasured: Share of the steps that are larger than those whose times were measured.
     """
 
     step_us: Percentiles
@@ -74,6 +75,7 @@ class Service(Record):
     tpot_us: Percentiles | None
     tokens_per_s: float
     preempted: int = 0
+    unmeasured: float = 0.0
 
 
 class Traffic(Record):

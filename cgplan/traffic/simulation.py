@@ -28,6 +28,7 @@ NO_ADAPTER = -1
 NEVER = 1 << 100  # nanoseconds, or steps
 ROUNDING = 1e-9  # tokens and steps, of products of accepted tokens
 _Shape = tuple[int, int, bool, int]  # as StepShape, which takes longer to make
+Run = tuple[CUDAGraphMode, int, int]  # mode, tokens that run, LoRA case
 StepTime = Callable[[StepShape], float]  # shape of a step -> microseconds
 
 
@@ -69,6 +70,13 @@ class RequestTrace(NamedTuple):
         sooner = [each._replace(arrival_us=each.arrival_us / speedup) for each in self.requests]
         source = f"{self.source}, {speedup:g} times as fast as recorded"
         return self._replace(requests=sooner, source=source)
+
+    def first(self, most: int) -> RequestTrace:
+        """The first requests to come."""
+        if len(self.requests) <= most:
+            return self
+        by_arrival = sorted(self.requests, key=attrgetter("arrival_us"))
+        return self._replace(requests=by_arrival[:most])
 
     def spread(self, replicas: int) -> RequestTrace:
         """Requests of one of ``replicas`` servers behind a round-robin balancer. Raises
@@ -660,22 +668,12 @@ class _Engine:
         )
 
 
-def step_clock(
-    plan: Plan,
-    times: StepTimes,
-    *,
-    apart: bool = False,
-) -> StepTime:
-    """Microseconds of a step in the graph that the plan's dispatcher chooses; ``apart`` as in
-    Traffic.
-    """
-    import numpy as np  # takes longer than all of planning, and most commands do without
-
+def _runs_of(plan: Plan, apart: bool) -> Callable[[StepShape], Run]:
+    """How the plan runs a step; ``apart`` as in Traffic."""
     dispatch = CudagraphDispatcher(plan).dispatch
     # batches between two of these sizes run as the larger one does
     captured = [descriptor.num_tokens for _, descriptor in plan.keys]
     bounds = sorted({*captured, plan.max_num_batched_tokens + 1})
-    tokens = np.arange(bounds[-1] + 1)
 
     @cache
     def answer(
@@ -693,17 +691,57 @@ def step_clock(
             invalid_modes=excluded,
         )
 
-    @cache
-    def table(mode: CUDAGraphMode, adapters: int) -> Floats:
-        return times.at(mode, tokens, adapters)
-
-    def microseconds(shape: StepShape) -> float:
+    def run_of(shape: StepShape) -> Run:
         size, _, uniform, adapters = shape
         bound = bounds[bisect_left(bounds, size)]
         mode, descriptor = answer(bound, uniform, adapters)
         if mode is not CUDAGraphMode.NONE:
             size = descriptor.num_tokens
             adapters = descriptor.num_active_loras
+        return mode, size, adapters
+
+    return run_of
+
+
+def step_clock(
+    plan: Plan,
+    times: StepTimes,
+    *,
+    apart: bool = False,
+) -> StepTime:
+    """Microseconds of a step in the graph that the plan's dispatcher chooses; ``apart`` as in
+    Traffic.
+    """
+    import numpy as np  # takes longer than all of planning, and most commands do without
+
+    run_of = _runs_of(plan, apart)
+    largest = max(plan.max_num_batched_tokens, plan.max_capture_size)
+    tokens = np.arange(largest + 1)
+
+    @cache
+    def table(mode: CUDAGraphMode, adapters: int) -> Floats:
+        return times.at(mode, tokens, adapters)
+
+    def microseconds(shape: StepShape) -> float:
+        mode, size, adapters = run_of(shape)
         return float(table(mode, adapters)[size])
 
     return microseconds
+
+
+def unmeasured(
+    plan: Plan,
+    times: StepTimes,
+    traffic: Traffic,
+    *,
+    apart: bool = False,
+) -> float:
+    """The share of the steps that are larger than those whose times were measured."""
+    run_of = _runs_of(plan, apart)
+    measured_to = cache(times.measured_to)
+    found = 0.0
+    for shape, weight in traffic.histogram:
+        mode, size, adapters = run_of(shape)
+        if size > measured_to(mode, adapters):
+            found += weight
+    return found / traffic.total

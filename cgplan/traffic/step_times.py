@@ -356,6 +356,14 @@ class StepTimes(Record):
         last = curve.points[-1][0]
         return np.where(tokens > last, np.maximum(found, of_full), found)
 
+    def measured_to(self, mode: CUDAGraphMode, num_active_loras: int = 0) -> int:
+        """The largest size whose time is not extrapolated."""
+        curve, _ = self._curve_of(mode, num_active_loras)
+        if curve is not None:
+            return curve.points[-1][0]
+        others = (CUDAGraphMode.FULL, CUDAGraphMode.NONE)  # which tell of PIECEWISE
+        return min(self.measured_to(other, num_active_loras) for other in others)
+
     def told_apart(self, cases: Iterable[int]) -> tuple[int, ...]:
         """The LoRA cases worth planning for: the largest of those whose graphs take equal times."""
         found: dict[Any, int] = {}
