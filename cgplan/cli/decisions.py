@@ -14,7 +14,7 @@ from cgplan.modes import CUDAGraphMode
 from cgplan.optimizer.evidence import ServicePoint
 from cgplan.optimizer.propose import ALIKE, choose, propose
 from cgplan.planning import Plan, build_plan
-from cgplan.traffic.histogram import Service, Traffic
+from cgplan.traffic.histogram import MOST_BATCHED_TOKENS, Service, Traffic
 from cgplan.traffic.simulation import (
     RequestTrace,
     SchedulerBounds,
@@ -23,7 +23,7 @@ from cgplan.traffic.simulation import (
     unmeasured,
 )
 from cgplan.traffic.step_times import StepTimes
-from cgplan.units import counted, format_bytes, format_microseconds, listed
+from cgplan.units import counted, format_bytes, format_microseconds
 
 if TYPE_CHECKING:
     Source = Traffic | RequestTrace
@@ -382,7 +382,7 @@ class Planner:
         if miss is not None and len(self._requests) > 1:
             notes.append(f"of {len(self._requests)} loads {miss.requests.source}: {miss.text}")
         notes += self._saved(config, plan)
-        notes += self._other_bounds(config, plan, self._shown(miss))
+        notes += self._other_bounds(config, self._shown(miss))
         if plan.draft_keys:
             notes.append(
                 f"vLLM captures {counted(len(plan.draft_keys), 'graph')} of the draft model "
@@ -421,14 +421,14 @@ class Planner:
     def _other_bounds(
         self,
         config: Config,
-        plan: Plan,
         requests: RequestTrace | None,
     ) -> Iterator[str]:
-        """Half and double the bounds of the scheduler that would serve these requests better."""
+        """Half and double the bounds of the scheduler, where these requests are served better."""
         if requests is None or len(requests.requests) > LARGE:
             if self._requests:
                 yield f"other bounds were not tried, with more than {LARGE:,} requests"
             return
+        plan = build_plan(config)
         traffic = self._simulated(config, plan, requests)
         reached = {
             "max_num_seqs": max(shape.num_reqs for shape, _ in traffic.histogram),
@@ -437,14 +437,21 @@ class Planner:
         for name, largest in reached.items():
             bound = getattr(plan, name)
             for value in (bound // 2, 2 * bound):
-                if value and largest >= min(bound, value + 1):
-                    other = plan.model_copy(update={name: value})
-                    changed = _gains(
-                        self._service(config, plan, requests),
-                        self._service(config, other, requests),
-                    )
-                    if changed:
-                        yield f"{name} {value} instead of {bound}, with these graphs: {changed}"
+                # else no step would be another one
+                matters = largest >= min(bound, value + 1)
+                if not matters or not 0 < value <= MOST_BATCHED_TOKENS:
+                    continue
+                bounded = with_values(config, "scheduler", **{name: value})
+                try:
+                    other = build_plan(bounded)
+                except (ModeError, PlanError):
+                    continue
+                gains = _gains(
+                    self._service(config, plan, requests),
+                    self._service(bounded, other, requests),
+                )
+                if gains:
+                    yield f"{name} {value} instead of {bound}, with the graphs asked for: {gains}"
 
     def _saved(
         self,
@@ -500,7 +507,7 @@ def _gains(now: Service, other: Service) -> str:
     if least > 1 - NOTABLE:
         return ""
     if alike:
-        better.append(f"{listed(alike)} the same within {SAME:.0%}")
+        better.append(f"{' and '.join(alike)} the same within {SAME:.0%}")
     if other.unmeasured > now.unmeasured:
         better.append(f"{other.unmeasured:.1%} of its steps are larger than those measured")
     return ", ".join(better)

@@ -93,9 +93,18 @@ def _unpacked(data: bytes) -> bytes:
     if data.startswith(b"\x1f\x8b"):
         return gzip.decompress(data)
     if data.startswith(b"\x28\xb5\x2f\xfd"):
-        decompressor = import_module("zstandard").ZstdDecompressor()
-        with decompressor.stream_reader(data) as reader:
-            return bytes(reader.read())
+        zstandard = import_module("zstandard")
+        parts: list[bytes] = []
+        while data:
+            frame = zstandard.ZstdDecompressor().decompressobj()
+            try:
+                parts.append(frame.decompress(data))
+            except zstandard.ZstdError as failure:
+                raise ValueError(str(failure)) from None
+            if not frame.eof:
+                raise EOFError("it was cut off")
+            data = frame.unused_data
+        return b"".join(parts)
     return data
 
 

@@ -189,9 +189,15 @@ def choose(
         )
     driver, spent = curve.problem.least(MOST + 1)[:, -1]
     has_room = bounded and (budget.max_graphs or MOST + 1) > MOST and math.isfinite(driver)
-    # The budget has room for more than are planned; or neighbours of sizes that failed, which are
-    # not tried, may do.
-    if (has_room and limits.pays_for(MOST, driver, spent)) or failed:
+    falls = False
+    if costs is not None and memory is not None:
+        for lane in lanes:
+            stride = stride_of(lane, base)
+            every = range(stride, largest_of(lane, base) + 1, stride)
+            falls = falls or costs.falls(lane.mode, every)
+    # The budget has room for more than are planned; or neighbours of sizes that failed, or larger
+    # sizes with smaller pools, which are not tried, may do.
+    if (has_room and limits.pays_for(MOST, driver, spent)) or failed or falls:
         best = replace(
             best, bound=min(best.bound, curve.problem.infinite_us * curve.problem.weight)
         )
@@ -222,6 +228,7 @@ def choose(
         one_list,
         [load for load, _ in loads],
         alone,
+        falls,
     )
 
 
@@ -453,6 +460,7 @@ class Case:
     one_list: bool
     loads: Sequence[Traffic]
     best_alone: Sequence[float]
+    falls: bool
 
     def evidence(self) -> Evidence:
         plan, curve, run, costs = self.plan, self.curve, self.run, self.curve.costs
@@ -739,6 +747,8 @@ class Case:
             )
         if plan.budget.get("max_graphs", 0) > MOST:
             yield f"no more than {MOST} graphs were planned for"
+        if self.falls:
+            yield "costs have smaller pools for larger sizes, so no plan is proven to be the best"
         if plan.mode is CUDAGraphMode.NONE:
             yield "the resolved cudagraph_mode is NONE: nothing is captured"
 

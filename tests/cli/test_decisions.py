@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,11 @@ import yaml
 from commands import cgplan_command, good, plan_of, refused, settings, unwrapped
 
 from cgplan import errors
+from cgplan.cli import decisions as decisions_module
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning import Plan
+from cgplan.traffic.histogram import Percentiles, Service, StepShape
+from cgplan.traffic.simulation import simulate
 
 TIMES = """mode,num_tokens,microseconds
 NONE,1,14000
@@ -224,6 +229,168 @@ def test_packed_traces(home: Path) -> None:
     assert plan_of(*packed, "--max-graphs", "8").keys == plan_of(*GIVEN, "--max-graphs", "8").keys
     (home / "trace.csv.gz").write_bytes(b"\x1f\x8b\x08broken")
     assert "cannot be unpacked" in refused(errors.TrafficError, *packed)
+
+
+def test_traces_packed_by_zstandard(home: Path) -> None:
+    zstandard = pytest.importorskip("zstandard")
+    packed = [part.replace("trace.csv", "trace.csv.zst") for part in GIVEN]
+    text = (home / "trace.csv").read_bytes()
+    (home / "trace.csv.zst").write_bytes(zstandard.ZstdCompressor().compress(text))
+    assert plan_of(*packed, "--max-graphs", "8").keys == plan_of(*GIVEN, "--max-graphs", "8").keys
+    half = len(text) // 2
+    frames = [zstandard.ZstdCompressor().compress(part) for part in (text[:half], text[half:])]
+    (home / "trace.csv.zst").write_bytes(b"".join(frames))
+    assert plan_of(*packed, "--max-graphs", "8").keys == plan_of(*GIVEN, "--max-graphs", "8").keys
+    for broken in (b"\x28\xb5\x2f\xfdbroken", b"".join(frames)[:-9]):
+        (home / "trace.csv.zst").write_bytes(broken)
+        assert "cannot be unpacked" in refused(errors.TrafficError, *packed)
+
+
+def test_without_zstandard_its_traces_are_refused(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    (home / "trace.csv.zst").write_bytes(b"\x28\xb5\x2f\xfd")
+    packed = [part.replace("trace.csv", "trace.csv.zst") for part in GIVEN]
+    assert "zstdcat trace.csv.zst" in refused(errors.TrafficError, *packed)
+
+
+# --- what is simulated ---------------------------------------------------------------------------------------
+
+TOGETHER = ("--set", "distributed.data_parallel_sync=true")
+
+
+def test_replicas_that_run_in_step_are_ranks_of_one_engine(home: Path) -> None:
+    command = (*GIVEN, "--max-graphs", "8", "--mode", "keep", "--speedup", "20")
+    apart = plan_of(*command, "--replicas", "4")
+    ranks = plan_of(*command, "--replicas", "4", *TOGETHER)
+    one = plan_of(*command, *TOGETHER)
+    assert one.evidence is not None
+    assert ranks.evidence is not None
+    assert apart.evidence is not None
+    assert any("4 ranks step together" in note for note in ranks.evidence["traffic_notes"])
+    assert not any("step together" in note for note in one.evidence["traffic_notes"])
+    assert "1 of 4 replicas" not in ranks.evidence["traffic_source"]
+    # one prompt makes the step of all ranks a mixed one
+    (share,) = [
+        {
+            name: plan.evidence["expected_us"]["plan"]
+            for name, plan in {"apart": apart, "ranks": ranks}.items()
+            if plan.evidence is not None
+        }
+    ]
+    assert share["ranks"] > share["apart"]
+    assert ranks.simulated["distributed"] == {"data_parallel_sync": True}
+
+
+def test_a_check_knows_that_ranks_run_in_step() -> None:
+    command = (*GIVEN, "--max-graphs", "8", "--mode", "keep", "--speedup", "20")
+    good(*command, "--replicas", "4", *TOGETHER, "--output", "plan.json")
+    check = ("plan", "check", "plan.json", *GIVEN[-4:], "--speedup", "20", "--replicas", "4")
+    assert "4 ranks step together" in unwrapped(good(*check).stdout)
+
+
+def test_nothing_is_simulated_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def counted(trace: Any, bounds: Any, clock: Any) -> Any:
+        shapes = [StepShape(n, n, uniform) for n in range(1, 65) for uniform in (True, False)]
+        seen.append((trace.source, bounds, tuple(map(clock, shapes))))
+        return simulate(trace, bounds, clock)
+
+    monkeypatch.setattr(decisions_module, "simulate", counted)
+    plan_of(*GIVEN, "--max-graphs", "8", "--slo", "tpot_p99=10ms")
+    assert 4 < len(seen) == len(set(seen))
+
+
+def test_long_traces_are_planned_by_their_first_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decisions_module, "LARGE", 100)
+    sizes = []
+
+    def sized(trace: Any, bounds: Any, clock: Any) -> Any:
+        sizes.append(len(trace.requests))
+        return simulate(trace, bounds, clock)
+
+    monkeypatch.setattr(decisions_module, "simulate", sized)
+    plan = plan_of(*GIVEN, "--max-graphs", "8")
+    assert sizes.count(300) == 1
+    assert set(sizes) == {100, 300}
+    assert plan.evidence is not None
+    assert not plan.evidence["service"]
+    assert "modes were weighed for the first 100 requests" in decisions(plan)
+    assert "other bounds were not tried, with more than 100 requests" in decisions(plan)
+    sizes.clear()
+    plan_of(*GIVEN, "--max-graphs", "8", "--mode", "keep")
+    assert sizes == [100, 300]
+
+
+# --- other bounds, and times that were not measured ----------------------------------------------------------
+
+
+def test_other_bounds_that_serve_requests_better_are_named(home: Path) -> None:
+    """30 requests run at a time, if none has to wait; steps of decode take no longer for more."""
+    rows = [f"{n * 0.02:.2f},20,200" for n in range(400)]
+    text = "\n".join(["Timestamp,Request tokens,Response tokens", *rows]) + "\n"
+    (home / "trace.csv").write_text(text)
+    (home / "times.csv").write_text(
+        "mode,num_tokens,microseconds\nNONE,1,9000\nNONE,2048,20000\nPIECEWISE,1,4000\n"
+        "PIECEWISE,2048,18000\nFULL,1,3000\nFULL,2048,3000\n"
+    )
+    tight = [part.replace("64", "8") if part == "64" else part for part in GIVEN]
+    plan = plan_of(*tight, "--max-graphs", "8", "--mode", "keep")
+    (remark,) = [line for line in decisions(plan).split("\n") if line.startswith("max_num_seqs 16")]
+    assert "instead of 8, with the graphs asked for: TTFT p99" in remark
+    assert plan.max_num_seqs == 8
+    assert "instead of 64" not in decisions(plan_of(*GIVEN, "--max-graphs", "8", "--mode", "keep"))
+
+
+def service(ttft: float = 100.0, tpot: float | None = 10.0, rate: float = 50.0) -> Service:
+    one = Percentiles(p50=1.0, p99=1.0)
+    each = tpot and Percentiles(p50=1.0, p99=tpot)
+    return Service(
+        step_us=one,
+        decode_us=one,
+        ttft_us=Percentiles(p50=1.0, p99=ttft),
+        tpot_us=each,
+        tokens_per_s=rate,
+    )
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (
+            service(tpot=5.0),
+            "TPOT p99 5.00 us instead of 10.0 us, TTFT p99 and tokens/s the same within 1%",
+        ),
+        (
+            service(rate=60.0, ttft=98.0),
+            "TTFT p99 98.0 us instead of 100 us, tokens/s 60 instead of 50, "
+            "TPOT p99 the same within 1%",
+        ),
+        (service(tpot=9.7), ""),  # little
+        (service(tpot=5.0, rate=49.0), ""),  # and a figure is worse
+        (service(), ""),
+        (service(ttft=50.0, tpot=None), "TTFT p99 50.0 us instead of 100 us, "),
+        (
+            service(tpot=5.0).model_copy(update={"unmeasured": 0.25}),
+            "1%, 25.0% of its steps are larger than those measured",
+        ),
+    ],
+)
+def test_bounds_are_better_if_a_figure_is_and_none_is_worse(other: Service, words: str) -> None:
+    found = decisions_module._gains(service(), other)
+    assert words in found
+    assert bool(found) == bool(words)
+
+
+def test_rows_name_the_steps_that_were_not_measured(home: Path) -> None:
+    shown = good(*GIVEN, "--max-graphs", "8").stdout
+    assert "their times extrapolated" not in unwrapped(shown)
+    short = "".join(line for line in TIMES.splitlines(keepends=True) if "2048" not in line)
+    (home / "times.csv").write_text(short.format(piecewise=5000))
+    shown = unwrapped(good(*GIVEN, "--max-graphs", "8", "--speedup", "20").stdout)
+    assert re.search(r"eager: \d+\.\d% of the steps are larger than those measured", shown)
 
 
 def test_tensorrt_gets_the_whole_budget_for_decode(home: Path) -> None:

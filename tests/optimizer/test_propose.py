@@ -354,6 +354,25 @@ def test_many_graphs_are_planned_for_where_they_may_be_had() -> None:
     assert propose(config, seen, cheap, COSTS).evidence.graphs < 64
 
 
+class Falling(Costs):
+    """Against the contract: pools shrink from 40 tokens on."""
+
+    def pool_bytes(self, mode: CUDAGraphMode, num_tokens: int) -> int:
+        return MIB * (num_tokens if num_tokens < 40 else 80 - num_tokens)
+
+
+def test_no_plan_is_proven_where_pools_shrink_against_the_contract() -> None:
+    falling = Falling(0, 0, 0, MIB, 0.5, 0, 1.0)
+    seen = traffic({StepShape(n, n, True): 10.0 for n in range(1, 40)})
+    for budget in ({"memory": "20MiB"}, {"memory": "20MiB", "max_graphs": 3}):
+        found = evidence_of(config_of(budget=budget), seen, falling)
+        assert not found.exact
+        assert any("smaller pools for larger sizes" in note for note in found.notes)
+    # memory bounds nothing here
+    assert evidence_of(config_of(budget={"max_graphs": 3}), seen, falling).exact
+    assert evidence_of(config_of(budget={"memory": "200MiB", "max_graphs": 3}), seen, COSTS).exact
+
+
 def test_graphs_that_bring_less_than_a_hundredth_of_a_percent_are_left_out() -> None:
     seen = traffic(
         {StepShape(64, 64, True): 1e6, StepShape(32, 32, True): 1.0, StepShape(1, 1, True): 1e6}

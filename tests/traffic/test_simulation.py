@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plans import plan_of, plans, plans_with_lanes
+from plans import plan_of, plan_with, plans, plans_with_lanes
 
 from cgplan.errors import TrafficError
-from cgplan.modes import CUDAGraphMode
+from cgplan.modes import RUNTIME_MODES, BatchDescriptor, CUDAGraphMode
 from cgplan.planning import CudagraphDispatcher, Plan
-from cgplan.traffic.histogram import Percentiles, StepShape
+from cgplan.traffic.histogram import Percentiles, StepShape, Traffic
 from cgplan.traffic.simulation import (
     NO_ADAPTER,
     Request,
@@ -23,6 +23,7 @@ from cgplan.traffic.simulation import (
     StepTime,
     simulate,
     step_clock,
+    unmeasured,
 )
 from cgplan.traffic.step_times import StepTimes
 
@@ -108,54 +109,77 @@ def preempt(
     return True
 
 
+@dataclass
+class Rank:
+    """One of the ranks that step together."""
+
+    waiting: list[tuple[int, Request]] = field(default_factory=list)
+    running: list[Running] = field(default_factory=list)
+    decoded: int = 0
+
+    @property
+    def load(self) -> int:
+        return len(self.waiting) + len(self.running)
+
+
+def largest(batches: list[StepShape]) -> StepShape:
+    tokens, reqs, uniform, loras = zip(*batches, strict=True)
+    return StepShape(max(tokens), max(reqs), all(uniform), max(loras))
+
+
 def one_by_one(requests: list[Request], bounds: SchedulerBounds, step_time: StepTime) -> Served:
     """As the scheduler does it: each running request is looked at in each step."""
     ordered = sorted(requests, key=lambda request: round(request.arrival_us * 1000))
     coming = list(enumerate(ordered))
-    waiting: list[tuple[int, Request]] = []
-    running: list[Running] = []
+    ranks = [Rank() for _ in range(bounds.ranks)]
     counts: Counter[StepShape] = Counter()
     found = Served(counts, [], {}, [])
     first: dict[int, int] = {}
-    now = decoded = 0
-    while coming or waiting or running:
+    now = 0
+    while coming or any(rank.load for rank in ranks):
         while coming and round(coming[0][1].arrival_us * 1000) <= now:
-            waiting.append(coming.pop(0))
-        if not waiting and not running:
+            min(ranks, key=lambda rank: rank.load).waiting.append(coming.pop(0))
+            ranks.append(ranks.pop(0))
+        busy = [rank for rank in ranks if rank.load]
+        if not busy:
             now = round(coming[0][1].arrival_us * 1000)
             continue
-        while bounds.kv_tokens is not None and preempt(waiting, running, bounds):
-            found.preempted += 1
-        given = schedule(waiting, running, bounds)
-        chunks = [tokens for request, tokens in given if request.prompt]
-        every = all(tokens == bounds.query_len for _, tokens in given)
-        loras = {request.adapter for request, _ in given} - {NO_ADAPTER}
-        batch = StepShape(
-            sum(tokens for _, tokens in given), len(given), every and not chunks, len(loras)
-        )
+        given: list[list[tuple[Running, int]]] = []
+        for rank in busy:
+            while bounds.kv_tokens is not None and preempt(rank.waiting, rank.running, bounds):
+                found.preempted += 1
+            given.append(schedule(rank.waiting, rank.running, bounds))
+        batch = largest([shape_of(part, bounds) for part in given])
         counts[batch] += 1
         length = max(1, round(step_time(batch) * 1000))
         found.times.append((length, batch.uniform))
         now += length
-        decoded += any(not request.prompt for request, _ in given)
-        for request, tokens in given:
-            if not request.prompt:
-                request.decodes -= 1
-                request.made += 1
-                continue
-            request.prompt -= tokens
-            if not request.prompt:
-                request.began = decoded
-                first.setdefault(request.index, now)
-                arrival = round(ordered[request.index].arrival_us * 1000)
-                found.ttft.setdefault(request.index, now - arrival)
-        for request in running:
-            wanted = ordered[request.index].generated_tokens
-            if not request.prompt and not request.decodes and wanted > 1:
-                found.tpot.append((now - first[request.index]) / (wanted - 1))
-        running[:] = [request for request in running if request.prompt or request.decodes]
+        for rank, part in zip(busy, given, strict=True):
+            rank.decoded += any(not request.prompt for request, _ in part)
+            for request, tokens in part:
+                if not request.prompt:
+                    request.decodes -= 1
+                    request.made += 1
+                    continue
+                request.prompt -= tokens
+                if not request.prompt:
+                    request.began = rank.decoded
+                    first.setdefault(request.index, now)
+                    arrival = round(ordered[request.index].arrival_us * 1000)
+                    found.ttft.setdefault(request.index, now - arrival)
+            for request in rank.running:
+                wanted = ordered[request.index].generated_tokens
+                if not request.prompt and not request.decodes and wanted > 1:
+                    found.tpot.append((now - first[request.index]) / (wanted - 1))
+            rank.running[:] = [each for each in rank.running if each.prompt or each.decodes]
     found.ended = now
     return found
+
+
+def shape_of(given: list[tuple[Running, int]], bounds: SchedulerBounds) -> StepShape:
+    every = all(tokens == bounds.query_len and not request.prompt for request, tokens in given)
+    loras = {request.adapter for request, _ in given} - {NO_ADAPTER}
+    return StepShape(sum(tokens for _, tokens in given), len(given), every, len(loras))
 
 
 def schedule(
@@ -213,6 +237,7 @@ def cases(draw: st.DrawFn) -> tuple[list[Request], SchedulerBounds]:
         accepted_tokens=draw(st.none() | st.floats(1, query_len)),
         mixes=draw(st.booleans()),
         kv_tokens=draw(st.none() | st.integers(75, 200)),
+        ranks=draw(st.just(1) | st.integers(2, 3)),
     )
     adapters = st.just(NO_ADAPTER) | st.integers(0, 4)
     arrivals = draw(st.lists(GRID | st.floats(0, 3000), max_size=14, min_size=1))
@@ -439,6 +464,41 @@ def test_replicas_share_requests_by_their_arrival() -> None:
         trace.spread(0)
 
 
+# --- ranks that step together --------------------------------------------------------------------------------
+
+
+def test_ranks_step_together_at_the_size_of_the_largest() -> None:
+    """Three requests of one rank's and another's batch; the second rank has one of them alone."""
+    ranks = replace(BOUNDS, ranks=2)
+    requests = [Request(0, 5, 3), Request(0, 1, 3), Request(0, 2, 3)]
+    assert steps_of(requests, ranks) == {mixed(7, 2): 1, decode(2): 2}
+    # a rank that decodes waits for one that prefills, and its step is as large
+    assert steps_of([Request(0, 1, 4), Request(15, 30, 1)], ranks) == {
+        mixed(1, 1): 1,
+        decode(1): 2,
+        mixed(30, 1): 1,
+    }
+    traffic = simulate(RequestTrace(requests), ranks, lambda batch: 10.0)
+    assert traffic.service is not None
+    assert traffic.service.tokens_per_s == pytest.approx(9 / 30e-6)
+    assert any("2 ranks step together" in note for note in traffic.notes)
+
+
+def test_a_request_goes_to_the_rank_with_the_fewest_and_ties_take_turns() -> None:
+    """The first rank keeps its long request, so that all later ones go to the second."""
+    requests = [Request(0, 1, 100), *[Request(100.0 * n, 1, 2) for n in range(1, 5)]]
+    assert {shape.num_reqs for shape in steps_of(requests, replace(BOUNDS, ranks=2))} == {1}
+    assert {shape.num_reqs for shape in steps_of(requests, BOUNDS)} == {1, 2}
+
+
+def test_replicas_that_would_do_count_the_ranks() -> None:
+    (warning,) = simulate(
+        RequestTrace(every(2.5, 1000)), replace(ONE_BY_ONE, ranks=2), lambda batch: 10.0
+    ).warnings
+    assert "requests come 2.00" in warning
+    assert "; 4 replicas would do" in warning
+
+
 # --- the clock -------------------------------------------------------------------------------------------------
 
 
@@ -461,6 +521,26 @@ def test_a_step_takes_the_time_of_the_graph_that_the_dispatcher_chooses(
         case = adapters if mode is CUDAGraphMode.NONE else ran.num_active_loras
         wanted = times.of(mode, ran.num_tokens, case)
         assert clock(StepShape(size, 1, uniform, adapters)) == pytest.approx(wanted)
+
+
+def test_steps_beyond_those_measured_are_a_share() -> None:
+    plan = plan_of(seqs=4, tokens=128)
+    times = StepTimes.measured({(mode, 0): {1: 5.0, 4: 9.0} for mode in RUNTIME_MODES}, "few")
+    traffic = Traffic.of({decode(4): 3, mixed(100, 4): 1}, "some")
+    assert unmeasured(plan, times, traffic) == 0.25
+    without_piecewise = StepTimes.measured(
+        {(CUDAGraphMode.NONE, 0): {1: 9.0, 200: 9.0}, (CUDAGraphMode.FULL, 0): {1: 5.0, 90: 6.0}},
+        "no PIECEWISE",
+    )
+    piecewise = plan_with([(CUDAGraphMode.PIECEWISE, BatchDescriptor(128))])
+    assert unmeasured(piecewise, without_piecewise, traffic) == 1
+    assert unmeasured(plan_with([]), without_piecewise, traffic) == 0
+
+
+def test_the_first_requests_are_those_that_come_first() -> None:
+    trace = RequestTrace([Request(9.0 - i, i + 1, 1) for i in range(10)], "ten")
+    assert [each.arrival_us for each in trace.first(3).requests] == [0.0, 1.0, 2.0]
+    assert trace.first(10) is trace
 
 
 def test_what_requests_get_by_hand() -> None:
