@@ -33,7 +33,9 @@ INSURANCE = 0.1  # if none is asked for
 # first plans and modes are of so many
 LARGE = 200_000
 MOST = 128  # graphs that an SLO is tried with
-NOTABLE = 0.05  # change of a figure by other bounds that is worth a word
+# Changes of a figure by other bounds: worth a word, too large a loss, and none
+NOTABLE = 0.05
+MOST_LOSS = 0.1
 SAME = 0.01
 MODES = (
     CUDAGraphMode.FULL_DECODE_ONLY,
@@ -485,32 +487,33 @@ def _first(source: Source) -> Source:
 
 
 def _gains(now: Service, other: Service) -> str:
-    """How requests are served notably better, and none of the figures worse; else nothing."""
+    """How figures change if one of them gets notably better, and none loses half as much."""
     rows = [
         ("TTFT p99", now.ttft_us.p99, other.ttft_us.p99, format_microseconds),
         ("tokens/s", now.tokens_per_s, other.tokens_per_s, "{:.0f}".format),
     ]
     if now.tpot_us and other.tpot_us:
         rows.append(("TPOT p99", now.tpot_us.p99, other.tpot_us.p99, format_microseconds))
-    better = []
+    told = []
     alike = []
-    least = 1.0
+    gain = loss = 0.0
     for name, before, after, write in rows:
-        change = before / after if name == "tokens/s" else after / before
-        if change > 1 + SAME:
-            return ""
-        least = min(least, change)
-        if change < 1 - SAME:
-            better.append(f"{name} {write(after)} instead of {write(before)}")
+        change = after / before - 1
+        if abs(change) > SAME:
+            told.append(f"{name} {write(after)} instead of {write(before)}")
         else:
             alike.append(name)
-    if least > 1 - NOTABLE:
+        if name == "tokens/s":
+            change = before / after - 1
+        gain = max(gain, -change)
+        loss = max(loss, change)
+    if gain < NOTABLE or loss > min(gain / 2, MOST_LOSS):
         return ""
     if alike:
-        better.append(f"{' and '.join(alike)} the same within {SAME:.0%}")
+        told.append(f"{' and '.join(alike)} the same within {SAME:.0%}")
     if other.unmeasured > now.unmeasured:
-        better.append(f"{other.unmeasured:.1%} of its steps are larger than those measured")
-    return ", ".join(better)
+        told.append(f"{other.unmeasured:.1%} of its steps are larger than those measured")
+    return ", ".join(told)
 
 
 def _expected(plan: Plan) -> float:
