@@ -336,7 +336,9 @@ class Loads:
     speedup: float = option(
         "Requests of a trace arrive X times as fast.", metavar="X", min=1e-6, default=1.0
     )
-    step_times: Path | None = file_option("Step times: a bench report, or a table.")
+    step_times: Path | None = file_option(
+        "Step times: a bench report, a table, or an engine's benchmark."
+    )
     objective: Objective = Objective.robust
     insurance: float | None = None
     from_stats: str | None = None
