@@ -12,7 +12,7 @@ from cgplan.config import Config, with_values
 from cgplan.errors import BudgetError, ModeError, PlanError, StepTimeError, TrafficError
 from cgplan.modes import CUDAGraphMode
 from cgplan.optimizer.evidence import ServicePoint
-from cgplan.optimizer.propose import ALIKE, choose, propose
+from cgplan.optimizer.propose import ALIKE, Case, choose
 from cgplan.planning import Plan, build_plan
 from cgplan.traffic.histogram import MOST_BATCHED_TOKENS, Service, Traffic
 from cgplan.traffic.simulation import (
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     Source = Traffic | RequestTrace
 
 INSURANCE = 0.1  # if none is asked for
+HIGHER_LOADS = (2.0, 4.0)  # of a robust plan
+OTHER_SHARES = (0.1, 0.05, 0.025)  # of the steps, for each other load; the first that
+GIVEN_UP = 0.003  # makes the mean step of the load itself at most so much longer
 # requests, beyond which what they get is shown for an SLO alone, other bounds are not tried, and
 # first plans and modes are of so many
 LARGE = 200_000
@@ -95,9 +98,10 @@ class Planner:
         self._priced = priced
         self._sources = sources
         self._rules = rules
+        self._higher = list[Traffic]()
         self._modes = RUN_BY.get(engine or "", MODES)
         self._first = [_first(source) for source, _ in sources]
-        self._known: dict[Any, Traffic] = {}  # what was simulated
+        self._known: dict[Any, tuple[Source, Traffic]] = {}  # simulated, by the source's id
 
     @property
     def _is_large(self) -> bool:
@@ -167,12 +171,46 @@ class Planner:
             **self._rules,
         }
         known = self._times, self._priced.costs, self._priced.failed
-        # the times of steps change their batches
+        others = self._others(config)
+
+        def chosen_for(steps: list[tuple[Traffic, float]], share: float) -> Case:
+            beside = [(other, share) for other in others] if share else ()
+            return choose(config, steps, *known, beside=beside, **options)
+
         steps = self.steps(config, build_plan(config), of_first=True)
-        if self._requests:
-            chosen = choose(config, steps, *known, **options)
+        if self._requests:  # the times of steps change their batches
+            chosen = chosen_for(steps, OTHER_SHARES[0])
             steps = self.steps(config, chosen.plan, of_first=of_first)
-        return propose(config, steps, *known, **options).plan
+        best = chosen_for(steps, 0.0)
+        longest = best.run.expected_us * (1 + GIVEN_UP)
+        for share in OTHER_SHARES if others else ():
+            robust = chosen_for(steps, share)
+            if robust.run.expected_us <= longest:
+                return robust.proposal().plan
+        plan = best.proposal().plan
+        if others:
+            note = (
+                "2 and 4 times the load were not planned for: the step would be more than "
+                f"{GIVEN_UP:.1%} longer; --scale 1,2,4 --objective worst plans for them"
+            )
+            plan = plan.model_copy(update={"notes": (*plan.notes, note)})
+        return plan
+
+    def _others(self, config: Config) -> list[Traffic]:
+        """Of a robust plan for one load: 2 and 4 times the load, and the p99 of decode of each."""
+        if self._loads.objective is not Objective.robust or len(self._sources) > 1:
+            return []
+        if not self._higher:
+            plan = build_plan(config)
+            source = self._first[0]
+            loads = [self._simulated(config, plan, source)]
+            if isinstance(source, RequestTrace):
+                for speed in HIGHER_LOADS:
+                    load = self._simulated(config, plan, source.hurried(speed))
+                    loads.append(load.model_copy(update={"source": f"{speed:g} times the load"}))
+            tails = [load.decode_p99() for load in loads]
+            self._higher = [*loads[1:], *filter(None, tails)]
+        return self._higher
 
     def _as_engine_captures(
         self,
@@ -240,8 +278,8 @@ class Planner:
                 apart=apart,
             )
             service = traffic.service.model_copy(update={"unmeasured": share})
-            self._known[key] = traffic.model_copy(update={"service": service})
-        return self._known[key]
+            self._known[key] = source, traffic.model_copy(update={"service": service})
+        return self._known[key][1]
 
     # --- the mode ---------------------------------------------------------------------------------
 

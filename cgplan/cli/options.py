@@ -31,7 +31,7 @@ SHORT_FOR = {  # options by the key that they set
 PerformanceMode = StrEnum("PerformanceMode", "balanced interactivity throughput")
 SpeculativeMethod = StrEnum("SpeculativeMethod", "eagle mtp ngram draft_model suffix custom_class")
 Runner = StrEnum("Runner", "v1 v2")
-Objective = StrEnum("Objective", "mean worst")
+Objective = StrEnum("Objective", "robust mean worst")
 ModeChoice = StrEnum("ModeChoice", "keep best")
 GOALS = (
     "ttft_p50",
@@ -336,8 +336,10 @@ class Loads:
     speedup: float = option(
         "Requests of a trace arrive X times as fast.", metavar="X", min=1e-6, default=1.0
     )
-    step_times: Path | None = file_option("Step times: a bench report, or a table.")
-    objective: Objective = Objective.mean
+    step_times: Path | None = file_option(
+        "Step times: a bench report, a table, or an engine's benchmark."
+    )
+    objective: Objective = Objective.robust
     insurance: float | None = None
     from_stats: str | None = None
     mode: ModeChoice | None = None
@@ -357,7 +359,8 @@ class Loads:
     @property
     def is_recorded(self) -> bool:
         """Whether no option changes the traffic."""
-        said = self.weights or self.insurance is not None or self.objective is Objective.worst
+        is_default = self.objective is Objective.robust
+        said = self.weights or self.insurance is not None or not is_default
         speeds = [self.replicas, *self.scales, *(speed for _, speed in self.files)]
         return not said and set(speeds) == {1}
 
@@ -368,7 +371,9 @@ class PlannedLoads(Loads):
 
     traffic: list[Any] | None = TRAFFIC()
     objective: Objective = option(
-        "Of several loads: the mean step, or the worst regret over them.", default=Objective.mean
+        "mean: of the loads given; robust: so that 2 and 4 times the load, and the p99 of decode, "
+        "stay good; worst: the largest regret of several loads.",
+        default=Objective.robust,
     )
     insurance: Any = option(
         "Steps of sizes that traffic need not show: 10%; 0: none.", metavar="SHARE", parser=share

@@ -172,7 +172,8 @@ class Evidence(Record):
             names apart.
         one_list: Whether all lanes have the same sizes, as vLLM captures them.
         apart: Whether FULL graphs run decode alone, and PIECEWISE ones prefill alone, as in SGLang.
-        loads: Of several traffics, each.
+        loads: Of several traffics, each; other loads, which are insured, come last.
+        other_loads: Share of the steps in what was planned for that are theirs.
         service: Of the plan, of the graphs asked for, and without graphs.
         decisions: On the mode and the SLO, and what other modes would cost, in sentences.
         slo_missed: How the plan misses an SLO that none holds, in words.
@@ -219,6 +220,7 @@ class Evidence(Record):
     failed: tuple[LeftOut, ...] = ()
     padding_map: PaddingMap | None = None  # of batches with several sizes
     insurance: float = 0.0
+    other_loads: float = 0.0
     one_list: bool = False
     apart: bool = False
     loads: tuple[LoadPoint, ...] = ()

@@ -56,6 +56,7 @@ WORTH = 1e-4  # a gain below which graphs are not worth a word
 ALIKE = 1e-3  # a difference between steps that count as equally long
 NO_GAIN = 0.01  # a distance from the bound below which other sizes bring no gain in step time
 EXACT = 1e-6  # a gap that counts as none
+Insured = Sequence[tuple[Traffic, float]]  # with their shares of the steps that are planned for
 ROUNDS = 12  # of weighing loads for the worst regret
 NO_GRAPH_GAIN = "no gain"
 FAILED = "it could not be captured"
@@ -82,6 +83,7 @@ def choose(
     failed: Mapping[Key, str] = MappingProxyType({}),
     *,
     insurance: float = 0.0,
+    beside: Sequence[tuple[Traffic, float]] = (),
     worst: bool = False,
     one_list: bool = False,
     apart: bool = False,
@@ -91,7 +93,7 @@ def choose(
     With a budget it is the best plan that the budget pays for, less graphs that together bring
     under 0.01%. Without one it has the fewest graphs that bring 95% of what a graph for every size
     would, and are as good as the configured sizes or ladder and as vLLM's: at most 0.1% longer for
-    each traffic, and with insurance at most 1% for batches that none shows.
+    each traffic, and at most 1% for what is insured: other traffic, batches that none shows.
 
     LoRA cases with the same step times are planned as one, the largest of them. A key counts as one
     graph, whatever its segments. Without ``costs``, only ``budget.max_graphs`` bounds the plan. The
@@ -101,6 +103,7 @@ def choose(
         traffic: Several traffics share the steps by their weights.
         insurance: This share of the steps, below 1, is that of ``Traffic.unseen`` while sizes are
             chosen. Figures of the evidence are of the traffic alone, but for the lower bound.
+        beside: Other traffic, and its share of the steps while sizes are chosen.
         worst: Minimise the largest regret over the traffics, that is step over best step of as many
             graphs, not the mean step.
         one_list: All lanes have the same sizes, as far as they may hold them.
@@ -135,11 +138,16 @@ def choose(
 
     limited = costs if (budget.memory, budget.capture_time) != (None, None) else None
 
-    def curve_of(loads: Sequence[tuple[Traffic, float]], insurance: float = insurance) -> Curve:
+    insured = [(other.model_copy(update={"apart": apart}), share) for other, share in beside]
+    if insurance:
+        insured.append((Traffic.mixed(loads).unseen(base), insurance))
+
+    def curve_of(loads: Sequence[tuple[Traffic, float]], insured: Insured = insured) -> Curve:
         seen = Traffic.mixed(loads)
         planned = seen
-        if insurance:
-            planned = Traffic.mixed([(seen, 1 - insurance), (seen.unseen(base), insurance)])
+        if insured:
+            rest = 1 - sum(share for _, share in insured)
+            planned = Traffic.mixed([(seen, rest), *insured])
         of = partial(problem_of, lanes, times=times, plan=base, without=failed, one_list=one_list)
         problem, alone = of(planned, costs=limited), of(seen, costs=None)
         return Curve(
@@ -165,7 +173,7 @@ def choose(
         () if bounded else goals,
         curve,
         [load for load, _ in loads],
-        insurance,
+        insured,
     )
     if bounded:
         _check_one_graph(limits, curve)
@@ -203,7 +211,7 @@ def choose(
         )
     keys = curve.keys_of(best.chosen)
     run = Run(keys, curve.seen, times)
-    if not insurance and not one_list:
+    if not insured and not one_list:
         used = {(use.lane, use.size) for use in run.uses}
         keys = tuple(key for key in keys if (Lane.of(*key), key[1].num_tokens) in used)
     plan = base.model_copy(
@@ -224,6 +232,7 @@ def choose(
         ladders,
         asked,
         insurance,
+        insured,
         worst,
         one_list,
         [load for load, _ in loads],
@@ -234,20 +243,15 @@ def choose(
 
 def propose(*given: Any, **options: Any) -> Proposal:
     """What ``choose`` chooses, with the evidence for it."""
-    case = choose(*given, **options)
-    evidence = case.evidence()
-    return Proposal(
-        plan=case.plan.model_copy(update={"evidence": evidence.model_dump(mode="json")}),
-        evidence=evidence,
-    )
+    return choose(*given, **options).proposal()
 
 
 def _as_good_as(
-    ladders: Sequence[Plan], curve: Curve, loads: Sequence[Traffic], insurance: float
+    ladders: Sequence[Plan], curve: Curve, loads: Sequence[Traffic], insured: Insured
 ) -> Callable[[Iterable[Key]], bool]:
     """Whether keys are as good as all ladders."""
     parts = [(load, ALIKE) for load in loads]
-    parts += [(curve.seen.unseen(curve.plan), NO_GAIN)] if insurance else []
+    parts += [(other, NO_GAIN) for other, _ in insured]
     goals = []
     for part, share in parts if ladders else ():
         lanes = [lane for one in curve.problem.lanes for lane in one.lanes]
@@ -280,7 +284,7 @@ def _least_regret(
     """
     alone = []
     for load, _ in loads:
-        own = curve_of([(load, 1.0)], 0.0)
+        own = curve_of([(load, 1.0)], ())
         keys = own.keys_of(best_plan(own.problem, limits).chosen)
         alone.append(Run(keys, load, curve.times).expected_us)
     weights = np.array([1 / least for least in alone])
@@ -356,7 +360,7 @@ class Curve:
     """The best plans by their number of graphs, if nothing else is limited.
 
     Attributes:
-        problem: Of what is planned for, insurance included.
+        problem: Of what is planned for, what is insured included.
         alone, seen: The problem of the traffic alone, and the traffic.
         plan: Has the bounds of a batch.
         most: Graphs that the budget allows; 0: any number.
@@ -456,11 +460,17 @@ class Case:
     ladders: Mapping[str, Plan]
     asked: str
     insurance: float
+    insured: Insured
     worst: bool
     one_list: bool
     loads: Sequence[Traffic]
     best_alone: Sequence[float]
     falls: bool
+
+    def proposal(self) -> Proposal:
+        evidence = self.evidence()
+        noted = {"evidence": evidence.model_dump(mode="json")}
+        return Proposal(plan=self.plan.model_copy(update=noted), evidence=evidence)
 
     def evidence(self) -> Evidence:
         plan, curve, run, costs = self.plan, self.curve, self.run, self.curve.costs
@@ -486,7 +496,7 @@ class Case:
                 **run.by_kind,
             ),
             lower_bound_us=min(
-                lower / problem.weight, math.inf if self.insurance else run.expected_us
+                lower / problem.weight, math.inf if self.insured else run.expected_us
             ),
             gap=(problem.total_of(self.best.chosen) - lower) / saved,
             exact=self._exact,
@@ -520,6 +530,7 @@ class Case:
             left_out=_by_lane(self._left_out()),
             failed=_by_lane(self.failed.items()),
             insurance=self.insurance,
+            other_loads=sum(share for _, share in self.insured) - self.insurance,
             one_list=self.one_list,
             apart=run.traffic.apart,
             loads=tuple(self._loads()),
@@ -527,8 +538,15 @@ class Case:
 
     def _loads(self) -> Iterator[LoadPoint]:
         ladder = self.ladders.get(self.asked)
-        best: Sequence[float | None] = self.best_alone or [None] * len(self.loads)
-        for load, alone in zip(self.loads, best, strict=True) if len(self.loads) > 1 else ():
+        others = [other for other, _ in self.insured]
+        if self.insurance:
+            others.pop()  # batches that none shows
+        loads = [*self.loads, *others]
+        if len(loads) == 1:
+            return
+        missing: list[float | None] = [None] * len(loads)
+        best = [*self.best_alone, *missing][: len(loads)]
+        for load, alone in zip(loads, best, strict=True):
             theirs = None if ladder is None else Run(ladder.keys, load, self.run.times).expected_us
             mine = Run(self.plan.keys, load, self.run.times).expected_us
             yield LoadPoint(
@@ -603,7 +621,7 @@ class Case:
 
     def _fewest(self, expected_us: float) -> int | None:
         """The same of the traffic alone."""
-        if not self.insurance:
+        if not self.insured:
             return self.curve.fewest(expected_us)
         return next(
             (n for n, step in enumerate(self.curve.steps) if step <= expected_us * (1 + 1e-9)), None
@@ -655,7 +673,7 @@ class Case:
             ladder = asked + " and the vllm ladder" * (self.asked != "vllm")
             unseen = (
                 f", and {NO_GAIN:.0%} for batches that the traffic does not show"
-                if self.insurance
+                if self.insured
                 else ""
             )
             as_good = f"as good as {ladder} within {ALIKE:.1%}{unseen}"

@@ -457,7 +457,12 @@ def _json(plan: Plan) -> Emission:
     for lane, sizes in plan.lanes().items():
         lanes.append(json.dumps({**lane._asdict(), "mode": lane.mode.name, "sizes": sizes}))
     text = ",\n".join(lanes)
-    return Emission(f'{{"query_len": {plan.query_len}, "lanes": [\n{text}\n]}}')
+    reserved = ""
+    if plan.predicted is not None:
+        # AISimulate's name; an engine has static buffers of its own
+        taken = plan.predicted.total_bytes - plan.predicted.static_bytes
+        reserved = f'"cuda_graph_reserved_bytes": {taken}, '
+    return Emission(f'{{"query_len": {plan.query_len}, {reserved}"lanes": [\n{text}\n]}}')
 
 
 def _captured_mode(plan: Plan) -> CUDAGraphMode:

@@ -322,7 +322,8 @@ def _answer(
     if not evidence.graphs:
         yield Text("No graph: every batch runs eagerly.")
     yield _ladders(evidence)
-    yield _loads(evidence.loads)
+    if whole or not evidence.other_loads:
+        yield _loads(evidence.loads)
     extrapolated = [
         f"{point.name}: {point.service.unmeasured:.1%} of the steps are larger than those "
         "measured, and their times extrapolated"
@@ -445,15 +446,27 @@ def _reasons(evidence: Evidence) -> Iterator[Fact]:
     yield "rule", evidence.rule
     included = f"lower bound {format_microseconds(evidence.lower_bound_us)}"
     if evidence.insurance:
-        included = "insurance included"
-        unseen = "of the steps planned for are of sizes that the traffic need not show"
-        yield "insurance", f"{evidence.insurance:.0%} {unseen}"
+        included = "with insurance"
+        unseen = "of the steps are of sizes that traffic need not show"
+        others = ""
+        if evidence.other_loads:
+            others = f", {evidence.other_loads:.0%} of other loads"
+        yield "insurance", f"{evidence.insurance:.0%} {unseen}{others}"
+    if evidence.other_loads:
+        ratios = []
+        for load in evidence.loads:
+            if load.ladder_us:
+                ratios.append(load.expected_us / load.ladder_us)
+        most = ""
+        if ratios:
+            most = f": at most {max(ratios) - 1:+.1%} against the ladder"
+        yield "loads", f"2 and 4 times the load, and the p99 of decode{most}"
     eager = "" if expected.eager is None else f"eager {format_microseconds(expected.eager)}, "
     bounds = f"{eager}with a graph for every size {format_microseconds(expected.bound)}"
     yield "step", f"{format_microseconds(expected.plan)} expected; {bounds}"
     proof = "lower bound reported"
     if evidence.exact:
-        proof = "proven: no plan within the limits is better, by these times and costs"
+        proof = "proven: no plan within the limits is better by these times and costs"
     elif evidence.gap > 1e-6:
         proof += f", at most {evidence.gap:.1%} above the best"
     yield "proof", f"{proof}; {included}"

@@ -183,6 +183,20 @@ class Traffic(Record):
         source = " and ".join(part.source for part, _ in parts)
         return cls.of(counts, source, notes, warnings, apart=parts[0][0].apart)
 
+    def decode_p99(self) -> Traffic | None:
+        """Steps of uniform decode of the least size that 99% of them do not exceed; None: there is
+        no such step.
+        """
+        steps = [(shape, weight) for shape, weight in self.histogram if shape.uniform]
+        steps.sort(key=lambda step: step[0].num_tokens)
+        left = 0.99 * sum(weight for _, weight in steps)
+        for shape, weight in steps:
+            left -= weight
+            if left <= 0:
+                source = f"p99 of decode: {shape.num_tokens} tokens; {self.source}"
+                return Traffic.of({shape: 1.0}, source, apart=self.apart)
+        return None
+
     def unseen(self, plan: Plan) -> Traffic:
         """Batches evenly in log size, up to ``max_num_seqs`` requests of the plan, with as many
         steps of each kind (uniform or mixed, LoRA case) as there are here.

@@ -126,9 +126,9 @@ class Form(Generic[R]):
             found = self._reader.validate_python(cells)
         except ValidationError as failure:
             wrong = failure.errors()[0]
-            index, own, *_ = map(str, wrong["loc"])
+            index, own, *inner = map(str, wrong["loc"])
             where = places[int(index)]
-            column = self.names.get(own, own)
+            column = ".".join([self.names.get(own, own), *inner])
             problem = wrong["msg"].removeprefix("Value error, ")
             raise self.error(
                 f"{where}: {column} is {short(wrong['input'])}: {problem}",

@@ -28,7 +28,7 @@ NO_ADAPTER = -1
 NEVER = 1 << 100  # nanoseconds, or steps
 ROUNDING = 1e-9  # tokens and steps, of products of accepted tokens
 _Shape = tuple[int, int, bool, int]  # as StepShape, which takes longer to make
-Run = tuple[CUDAGraphMode, int, int]  # mode, tokens that run, LoRA case
+_Run = tuple[CUDAGraphMode, int, int]  # mode, tokens that run, LoRA case
 StepTime = Callable[[StepShape], float]  # shape of a step -> microseconds
 
 
@@ -668,7 +668,7 @@ class _Engine:
         )
 
 
-def _runs_of(plan: Plan, apart: bool) -> Callable[[StepShape], Run]:
+def _runs_of(plan: Plan, apart: bool) -> Callable[[StepShape], _Run]:
     """How the plan runs a step; ``apart`` as in Traffic."""
     dispatch = CudagraphDispatcher(plan).dispatch
     # batches between two of these sizes run as the larger one does
@@ -691,7 +691,7 @@ def _runs_of(plan: Plan, apart: bool) -> Callable[[StepShape], Run]:
             invalid_modes=excluded,
         )
 
-    def run_of(shape: StepShape) -> Run:
+    def run_of(shape: StepShape) -> _Run:
         size, _, uniform, adapters = shape
         bound = bounds[bisect_left(bounds, size)]
         mode, descriptor = answer(bound, uniform, adapters)

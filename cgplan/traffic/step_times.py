@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise, product
 from pathlib import Path
 from statistics import median
@@ -10,41 +13,54 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import AliasPath, BaseModel, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import (
+    AliasPath,
+    BaseModel,
+    BeforeValidator,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 
 from cgplan.config import load
 from cgplan.config.messages import first_problem
-from cgplan.errors import StepTimeError
+from cgplan.errors import CgplanError, StepTimeError
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning.costs import Record
 from cgplan.planning.plan import Mode
 from cgplan.planning.vllm_log import logged_steps
-from cgplan.traffic.rows import Form, RuntimeMode, Size, Whole, sized_rows
+from cgplan.traffic.histogram import MOST_BATCHED_TOKENS
+from cgplan.traffic.rows import (
+    Form,
+    R,
+    RawRow,
+    RuntimeMode,
+    Size,
+    Whole,
+    raw_rows,
+    short,
+    sized_rows,
+)
 from cgplan.units import grouped
 
 # Microseconds by tokens that ran, by (runtime mode, LoRA case).
 Points = Mapping[tuple[CUDAGraphMode, int], Mapping[int, float]]
-Run = tuple[CUDAGraphMode, int, int, float]  # mode, LoRA case, tokens that ran, microseconds
 Floats = npt.NDArray[np.float64]
 
 Time = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Figure = Annotated[float, Field(ge=1e-9, le=1e12)]  # of another program, in its unit
+EAGER = "eager"
+_POINTS = "iteration_groups"  # the list of points in Dynamo's file
+_FILLED = re.compile(r"\S")
 # vLLM measured 9 to 10% for batches without adapters in graphs with LoRA kernels (its pull 25914)
 LORA_OVERHEAD = 0.1
 # of the time that eager takes longer than FULL; 0.10 to 0.22 in DEFAULT_POINTS
 PIECEWISE_SHARE = 0.25
 WORTH_A_NOTE = 0.05  # relative change of a measured point
-REMEDY = (
-    "Give the JSON file of `cgplan bench --output`, a CSV file with mode,num_tokens,microseconds, "
-    "a log of vLLM with --enable-logging-iteration-details, or results of `vllm bench serve "
-    "--max-concurrency N --save-result`."
-)
 _OF_LOG = (
     "steps are medians of what vLLM's engine waited for one; its sizes and mode tell which "
     "graph ran it"
-)
-_OF_SERVING = (
-    "a step of N requests was taken as the median time between tokens at --max-concurrency N, the "
-    "server included, in a FULL graph of N tokens, or eagerly where --metadata mode=eager says so"
 )
 
 # One NVIDIA H200, the reference decoder in Qwen3-0.6B's shape (28 layers, so 29 PIECEWISE
@@ -69,38 +85,222 @@ DEFAULT_POINTS: Points = {
 }
 
 
+class Run(NamedTuple):
+    mode: CUDAGraphMode
+    case: int  # of LoRA
+    tokens: int  # that ran
+    microseconds: float
+    is_prefill: bool = False
+
+
 class _TableRow(Record):
     mode: RuntimeMode
     num_tokens: Size
     microseconds: Time
     num_active_loras: Whole = 0
 
+    @property
+    def runs(self) -> list[Run]:
+        return [Run(self.mode, self.num_active_loras, self.num_tokens, self.microseconds)]
+
+
+class _Server(BaseModel):
+    """What SGLang's server says of its graphs."""
+
+    disable_cuda_graph: bool = False
+    backend: str = Field(
+        default="full",
+        validation_alias=AliasPath("cuda_graph_config", "decode", "backend"),
+    )
+
+    @property
+    def mode(self) -> CUDAGraphMode:
+        if self.disable_cuda_graph or self.backend == "disabled":
+            return CUDAGraphMode.NONE
+        if self.backend == "breakable":
+            return CUDAGraphMode.PIECEWISE
+        return CUDAGraphMode.FULL
+
 
 class _ServedRow(Record):
-    """A result of ``vllm bench serve`` (vLLM 0.33.0, vllm/benchmarks/serve.py) that tells a step
-    time: N requests ran at a time, without speculation.
-    """
+    """N requests ran at a time, without speculation."""
 
     max_concurrency: Size
-    request_rate: Literal["inf"]
-    median_itl_ms: Time
+    request_rate: Annotated[Literal["inf"], BeforeValidator(str)]
+    median_itl_ms: Figure
     spec_decode_num_drafts: None = None
-    mode: RuntimeMode = CUDAGraphMode.FULL  # of ``--metadata mode=eager``
+    accept_length: None = None
+    mode: RuntimeMode | None = None  # of ``--metadata mode=eager``
+    server_info: _Server = _Server()
+
+    @property
+    def runs(self) -> list[Run]:
+        mode = self.server_info.mode if self.mode is None else self.mode
+        return [Run(mode, 0, self.max_concurrency, self.median_itl_ms * 1e3)]
 
 
-TABLE = Form(
+class _BatchRow(Record):
+    run_name: str
+    batch_size: Size
+    input_len: Size
+    prefill_latency: Figure
+    median_decode_latency: Figure | None = None
+
+    @property
+    def runs(self) -> Iterator[Run]:
+        prompts = self.batch_size * self.input_len
+        yield Run(CUDAGraphMode.NONE, 0, prompts, self.prefill_latency * 1e6, True)
+        if self.median_decode_latency is not None:
+            mode = CUDAGraphMode.NONE if self.run_name == EAGER else CUDAGraphMode.FULL
+            yield Run(mode, 0, self.batch_size, self.median_decode_latency * 1e6)
+
+
+class _ServedBatchRow(Record):
+    run_name: str
+    batch_size: Size
+    output_len: Annotated[int, Field(ge=2)]
+    output_throughput: Figure
+    steady_state_output_throughput: Figure | None = None
+    acc_length: Annotated[float, Field(le=1)]
+
+    @property
+    def runs(self) -> list[Run]:
+        mode = CUDAGraphMode.NONE if self.run_name == EAGER else CUDAGraphMode.FULL
+        rate = self.steady_state_output_throughput or self.output_throughput
+        return [Run(mode, 0, self.batch_size, self.batch_size / rate * 1e6)]
+
+
+class _Query(BaseModel):
+    query_len: Size
+
+
+class _ForwardRow(Record):
+    requests: tuple[_Query, ...] = Field(min_length=1)
+    median_us: Figure
+
+    @property
+    def runs(self) -> list[Run]:
+        tokens = sum(request.query_len for request in self.requests)
+        return [Run(CUDAGraphMode.FULL, 0, tokens, self.median_us)]
+
+
+class _Point(BaseModel):
+    batch_size: Size
+    total_prefill_tokens: Whole
+    expected_cudagraph_mode: RuntimeMode
+    expected_capture_size: Size | None = None
+
+
+class _PointRow(Record):
+    point: _Point
+    wall_time: Figure
+
+    @property
+    def runs(self) -> list[Run]:
+        mode = self.point.expected_cudagraph_mode
+        size = self.point.expected_capture_size or self.point.batch_size
+        prompts = self.point.total_prefill_tokens
+        if prompts and mode is not CUDAGraphMode.NONE:
+            return []
+        return [Run(mode, 0, prompts or size, self.wall_time * 1e6, prompts > 0)]
+
+
+class _PassRow(Record):
+    workload_kind: Literal["prefill", "decode"]
+    batch_size: Size
+    total_prefill_tokens: Whole
+    latency_ms: Figure
+    mode: RuntimeMode = CUDAGraphMode.FULL
+    cell_id: str = ""
+
+    @property
+    def runs(self) -> list[Run]:
+        prompts = self.total_prefill_tokens
+        mode = CUDAGraphMode.NONE if prompts else self.mode
+        size = prompts or self.batch_size
+        return [Run(mode, 0, size, self.latency_ms * 1e3, prompts > 0)]
+
+
+@dataclass(frozen=True, eq=False)
+class StepForm(Form[R]):
+    """A form of step times; its rows have ``runs``.
+
+    Attributes:
+        mark: A column that no other form has.
+        note: What its times are, and what is assumed.
+    """
+
+    error: type[CgplanError] = StepTimeError
+    unused: tuple[str, ...] | None = None
+    mark: str = ""
+    note: str = ""
+
+
+# Read in the sources of vLLM 0.33.0 (vllm/benchmarks), SGLang 0.5.23 (sglang/benchmark), ai-dynamo
+# 1.6.1 (dynamo/vllm/instrumented_scheduler.py), aisimulate 0.13 (collector/fpm_forward/database.py)
+MEASURED: tuple[StepForm[Any], ...] = (
+    StepForm(
+        "a result of vllm bench serve or SGLang's bench_serving",
+        _ServedRow,
+        row_remedy="Give results of --max-concurrency N and --request-rate inf, without "
+        "speculation.",
+        mark="median_itl_ms",
+        note="a step of N requests was taken as the median time between tokens at "
+        "--max-concurrency N, the server included, in a FULL graph of N tokens, or eagerly where "
+        "--metadata mode=eager or SGLang's server_info says so",
+    ),
+    StepForm(
+        "a result of vllm bench forward",
+        _ForwardRow,
+        mark="median_us",
+        note="steps are forwards in FULL graphs, without sampling and work on the CPU",
+    ),
+    StepForm(
+        "a result of SGLang's bench_one_batch",
+        _BatchRow,
+        mark="prefill_latency",
+        note="decode was taken to run in FULL graphs of its batch, or eagerly where --run-name is "
+        "eager",
+    ),
+    StepForm(
+        "a result of SGLang's bench_one_batch_server",
+        _ServedBatchRow,
+        row_remedy="Give runs of --output-len 2 or more, without speculation.",
+        mark="last_ttft",
+        note="a step is its tokens by the output throughput, the server included, in a FULL graph, "
+        "or eagerly where --run-name is eager",
+    ),
+    StepForm(
+        "Dynamo's self-benchmark of vLLM",
+        _PointRow,
+        mark="wall_time",
+        note="steps are the scheduler's wall times; the file tells the graph of each",
+    ),
+    StepForm(
+        "a forward-pass table of AISimulate",
+        _PassRow,
+        mark="workload_kind",
+        note="decode was taken to run in FULL graphs of its batch, where no column mode says "
+        "otherwise",
+    ),
+)
+# Columns of results without the batch of a step.
+TIMELESS = {
+    "avg_latency": "vllm bench latency",
+    "tokens_per_second": "vllm bench throughput",
+    "successful_requests": "SGLang's bench_offline_throughput",
+}
+REMEDY = (
+    "Give the JSON file of `cgplan bench --output`, a CSV file with mode,num_tokens,microseconds, "
+    "a log of vLLM with --enable-logging-iteration-details, or "
+    f"{', '.join(form.name for form in MEASURED)}."
+)
+TABLE = StepForm(
     "a table of step times",
     _TableRow,
-    error=StepTimeError,
     remedy=REMEDY,
-)
-SERVED = Form(
-    "a result of vllm bench serve",
-    _ServedRow,
-    error=StepTimeError,
-    remedy=REMEDY,
-    row_remedy="Give results of --max-concurrency N and --request-rate inf, without speculation.",
-    unused=None,
+    unused=(),
+    mark="microseconds",
 )
 
 
@@ -266,7 +466,8 @@ class StepTimes(Record):
 
         Of a bench they are the medians from an idle device, by the size that ran. A table has the
         columns mode (eager, PIECEWISE, FULL), num_tokens, microseconds, and num_active_loras where
-        LoRA cases were measured. Saved step times do, too. Raises StepTimeError with file and row.
+        LoRA cases were measured. Saved step times do, too. JSON of other programs may stand one
+        after the other: ``cat graphs.json eager.json``. Raises StepTimeError with file and row.
         """
         return cls.parse(load.read_text(path, StepTimeError, REMEDY), path)
 
@@ -277,30 +478,23 @@ class StepTimes(Record):
         path: str | Path,
     ) -> StepTimes:
         """``load`` from the text of the file; ``path`` names it in messages."""
-        steps = grouped(logged_steps(text))
+        steps = [Run(mode, 0, size, time) for (mode, size), time in logged_steps(text)]
         if steps:
-            medians = [(mode, 0, size, median(times)) for (mode, size), times in steps.items()]
-            return cls.measured(_longest(medians), f"the log of vLLM, {path}", [_OF_LOG])
+            return cls.measured(_points(steps, median), f"the log of vLLM, {path}", [_OF_LOG])
         if "iteration elapsed time:" in text:
             problem = "no start before its iterations, or none without speculative tokens"
             raise StepTimeError(
                 f"{path}: a log of vLLM with {problem}", remedy="Give the log from its first line."
             )
-        if '"median_itl_ms"' in text:
-            served = [
-                (row.mode, 0, row.max_concurrency, row.median_itl_ms * 1e3)
-                for _, row in SERVED.read_text(text, path)
-            ]
-            return cls.measured(_longest(served), f"vllm bench serve, {path}", [_OF_SERVING])
-        if not text.lstrip().startswith(("{", "[")):
-            runs = [
-                (line.mode, line.num_active_loras, line.num_tokens, line.microseconds)
-                for _, line in TABLE.read_text(text, path)
-            ]
-            if not runs:
-                raise StepTimeError(f"{path}: no row of step times", remedy=REMEDY)
-            return cls.measured(_longest(runs), str(path))
-        return _saved(text, path)
+        is_json = text.lstrip().startswith(("{", "["))
+        rows = _json_rows(text, path) if is_json else raw_rows(text, path, StepTimeError)
+        found: dict[StepForm[Any], list[RawRow]] = {}
+        for raw in rows:
+            form = _form_of(raw)
+            if form is None and is_json:
+                return _saved(text, path)
+            found.setdefault(form or TABLE, []).append(raw)
+        return _of_rows(found, path)
 
     def notes_for(
         self,
@@ -344,7 +538,8 @@ class StepTimes(Record):
             measured = ", ".join(dict.fromkeys(_name(curve.mode) for curve in self.curves))
             raise StepTimeError(
                 f"{self.source}: no {name} step times, found {measured}",
-                remedy=f"Measure {name} steps: cgplan bench, or a table with rows of mode {name}.",
+                remedy=f"Measure {name} steps: cgplan bench, a table with rows of mode {name}, or "
+                "an engine's benchmark once more in that mode, into the same file.",
             )
         found = factor * curve.at(tokens)
         if between is not None:
@@ -480,12 +675,86 @@ def _name(mode: CUDAGraphMode) -> str:
     return "eager" if mode is CUDAGraphMode.NONE else str(mode)
 
 
-def _longest(runs: Iterable[Run]) -> Points:
-    """Points of runs; the longest time where a size ran several times."""
+def _json_rows(
+    text: str,
+    path: str | Path,
+) -> Iterator[RawRow]:
+    """Objects of JSON texts that stand one after the other, and of the lists in them."""
+    decoder = json.JSONDecoder()
+    place = 0
+    line = 1
+    while found := _FILLED.search(text, place):
+        start = found.start()
+        line += text.count("\n", place, start)
+        where = f"{path}:{line}"
+        try:
+            document, place = decoder.raw_decode(text, start)
+        except (ValueError, RecursionError) as failure:
+            raise StepTimeError(f"{where}: not JSON: {failure}", remedy=REMEDY) from None
+        line += text.count("\n", start, place)
+        if isinstance(document, dict):
+            document = document.get(_POINTS, document)
+        entries = [(where, document)]
+        if isinstance(document, list):
+            entries = [(f"{where}, entry {n}", entry) for n, entry in enumerate(document, start=1)]
+        for where, entry in entries:
+            if not isinstance(entry, dict):
+                raise StepTimeError(f"{where}: {short(entry)} is not an object", remedy=REMEDY)
+            yield where, tuple(entry), list(entry.values())
+
+
+def _form_of(row: RawRow) -> StepForm[Any] | None:
+    """None: of no other program. Raises StepTimeError for results without step times."""
+    where, names, _ = row
+    for mark, program in TIMELESS.items():
+        if mark in names:
+            raise StepTimeError(
+                f"{where}: a result of {program}, which does not tell the batch of a step",
+                remedy=REMEDY,
+            )
+    return next((form for form in (*MEASURED, TABLE) if form.mark in names), None)
+
+
+def _of_rows(
+    found: Mapping[StepForm[Any], Sequence[RawRow]],
+    path: str | Path,
+) -> StepTimes:
+    runs: list[Run] = []
+    cells: set[tuple[str, str]] = set()
+    for form, raws in found.items():
+        for _, row in form.read(raws):
+            runs += row.runs
+            if isinstance(row, _PassRow):
+                cells.add((row.workload_kind, row.cell_id))
+    if len(cells) > len(dict(cells)):
+        raise StepTimeError(
+            f"{path}: passes of several deployments", remedy="Keep those of one cell_id."
+        )
+    # prefill reads no contexts, so its steps do not compare with those of decode
+    largest = max([run.tokens for run in runs if not run.is_prefill], default=0)
+    kept = [run for run in runs if run.tokens > largest or not run.is_prefill]
+    points = _points(kept, max if TABLE in found else median)
+    if not points:
+        raise StepTimeError(f"{path}: no row of step times", remedy=REMEDY)
+    sources = [form.name for form in found if form.note]
+    notes = [form.note for form in found if form.note]
+    if notes:
+        notes.append("the median counts where a size has several times, as of contexts")
+    if any(run.is_prefill for run in runs):
+        notes.append("prefill counts as eager steps, where it has more tokens than all decode")
+    return StepTimes.measured(points, ", ".join([*sources, str(path)]), notes)
+
+
+def _points(
+    runs: Iterable[Run],
+    pick: Callable[[list[float]], float],
+) -> Points:
+    """Points of runs; ``pick`` chooses where a size ran several times."""
+    times = grouped((run[:3], run.microseconds) for run in runs)
     points: dict[tuple[CUDAGraphMode, int], dict[int, float]] = {}
-    for mode, case, size, microseconds in runs:
-        times = points.setdefault((mode, case), {})
-        times[size] = max(microseconds, times.get(size, 0.0))
+    for (mode, case, size), found in times.items():
+        if size <= MOST_BATCHED_TOKENS:
+            points.setdefault((mode, case), {})[size] = pick(found)
     return points
 
 
@@ -509,8 +778,8 @@ def _saved(
     for record in found.records:
         ran = record.descriptor
         case = ran.num_active_loras
-        runs.append((CUDAGraphMode.NONE, case, record.num_tokens, record.eager.median))
+        runs.append(Run(CUDAGraphMode.NONE, case, record.num_tokens, record.eager.median))
         if record.mode is not CUDAGraphMode.NONE and record.graph is not None:
-            runs.append((record.mode, case, ran.num_tokens, record.graph.median))
+            runs.append(Run(record.mode, case, ran.num_tokens, record.graph.median))
     source = f"{path}, {found.device}" if found.device else str(path)
-    return StepTimes.measured(_longest(runs), source)
+    return StepTimes.measured(_points(runs, max), source)

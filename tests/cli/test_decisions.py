@@ -89,6 +89,24 @@ def test_what_requests_get_stands_beside_the_ladder_and_eager_steps() -> None:
     assert "What requests get" in good(*GIVEN, "--max-graphs", "8").stdout
 
 
+def test_a_plan_stays_good_at_higher_loads_unless_the_mean_is_asked_for() -> None:
+    keep = (*GIVEN, "--max-graphs", "8", "--mode", "keep")
+    robust = plan_of(*keep)
+    mean = plan_of(*keep, "--objective", "mean")
+    assert robust.evidence is not None
+    assert mean.evidence is not None
+    sources = [point["source"] for point in robust.evidence["loads"]]
+    assert sources[1:3] == ["2 times the load", "4 times the load"]
+    assert mean.evidence["loads"] == []
+    assert robust.expected_us is not None
+    assert mean.expected_us is not None
+    assert robust.expected_us <= mean.expected_us * 1.004
+    assert max(robust.capture_sizes) > max(mean.capture_sizes)
+    ladder = [point["ladder_us"] for point in robust.evidence["loads"]]
+    mine = [point["expected_us"] for point in robust.evidence["loads"]]
+    assert all(us <= 1.03 * theirs for us, theirs in zip(mine, ladder, strict=True))
+
+
 def test_an_slo_is_held_by_the_fewest_graphs() -> None:
     free = plan_of(*GIVEN)
     held = plan_of(*GIVEN, "--slo", "tpot_p99=10ms")

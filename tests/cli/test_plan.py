@@ -176,6 +176,8 @@ def test_sglang_captures_no_more_than_the_plan_allows(home: Path) -> None:
             "--assume-default-times",
             "--max-graphs",
             "6",
+            "--objective",
+            "mean",
             "--insurance",
             "0",
         )

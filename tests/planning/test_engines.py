@@ -15,6 +15,7 @@ from plans import FULL, PIECEWISE, key, plan_of, plan_with, plans, plans_with_la
 
 from cgplan.errors import ConfigError, PlanError
 from cgplan.planning import Plan, build_plan, engines
+from cgplan.planning.costs import KeyCost, Predicted
 from cgplan.planning.engines import VllmConfig, describe_batches, emit, read_vllm
 
 DATA = Path(__file__).parents[1] / "data"
@@ -237,6 +238,16 @@ def test_json_has_the_sizes_by_lane() -> None:
             {"mode": "FULL", "uniform": True, "num_active_loras": 0, "sizes": [4]},
         ],
     }
+
+
+def test_json_of_a_priced_plan_has_the_memory_of_its_graphs() -> None:
+    """Without static buffers, of which an engine has its own."""
+    cost = KeyCost(pool_bytes=300, driver_bytes=20, seconds=1.0)
+    predicted = Predicted(
+        keys=(cost,), static_bytes=5000, workspace_bytes=7, source="x", estimated=False
+    )
+    plan = plan_with([key(FULL, 4)], predicted=predicted)
+    assert json.loads(emit(plan, "json").text)["cuda_graph_reserved_bytes"] == 327
 
 
 # --- names of options ------------------------------------------------------------------------------------------

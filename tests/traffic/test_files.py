@@ -643,7 +643,7 @@ MOON = '{"timestamp": %s, "input_length": 1, "output_length": 1}\n'
             "column 'input_lens' is missing",
             "--save-detailed",
         ),
-        (lines(RUN | {"input_lens": [1, -1, 1]}), 1, "input_lens is ", "Correct"),
+        (lines(RUN | {"input_lens": [1, -1, 1]}), 1, "input_lens.1 is -1", "Correct"),
     ],
 )
 def test_bad_traces(refused: Any, text: str, line: int | None, message: str, remedy: str) -> None:

@@ -263,8 +263,9 @@ SAVED = '{"kind": "step_times", "source": "x", "curves": [{"mode": "FULL", "poin
             "times:2: microseconds is 'fast': Input should be a valid number",
             "Correct",
         ),
-        ("{", "times: neither a bench report nor step times: Invalid JSON", FILES),
-        ("[1]", "times: neither a bench report nor step times: Input should be", FILES),
+        ("{", "times:1: not JSON: Expecting property name", FILES),
+        ("[1]", "times:1, entry 1: 1 is not an object", FILES),
+        ("[]", "times: no row of step times", FILES),
         ("{}", "Unable to extract tag using discriminator 'kind'", FILES),
         (json.dumps(bench()), "bench.records: ", FILES),
         (json.dumps(bench(record(4, 0.0))), "bench.records.0.eager.median: ", FILES),
@@ -284,22 +285,268 @@ def test_bad_files(text: str, message: str, remedy: str) -> None:
     assert remedy in caught.value.remedy
 
 
-def served(concurrency: int, itl: float, **more: Any) -> str:
-    """A line of the results of ``vllm bench serve --append-result``."""
+# --- of other programs -------------------------------------------------------------------------------------------
+
+
+def lines_of(*rows: Any) -> str:
+    return "\n".join(map(json.dumps, rows))
+
+
+def served(concurrency: int, itl: float, **more: Any) -> Any:
+    """A result of ``vllm bench serve``."""
     fixed = {"backend": "vllm", "num_prompts": 99, "request_rate": "inf", "mean_itl_ms": 7.5}
-    return json.dumps({**fixed, "max_concurrency": concurrency, "median_itl_ms": itl, **more})
+    return {**fixed, "max_concurrency": concurrency, "median_itl_ms": itl, **more}
+
+
+def served_by_sglang(concurrency: int, itl: float, **server: Any) -> Any:
+    """A result of SGLang's bench_serving, which writes Infinity."""
+    return {
+        "backend": "sglang",
+        "request_rate": float("inf"),
+        "max_concurrency": concurrency,
+        "server_info": server or None,
+        "median_itl_ms": itl,
+        "concurrency": 3.9,
+        "accept_length": None,
+    }
+
+
+def one_batch(batch: int, length: int, prefill: float, **more: Any) -> Any:
+    """A result of SGLang's bench_one_batch; times in seconds."""
+    return {
+        "run_name": "default",
+        "batch_size": batch,
+        "input_len": length,
+        "output_len": 16,
+        "prefill_latency": prefill,
+        "prefill_throughput": batch * length / prefill,
+        "total_latency": 2 * prefill,
+        "overall_throughput": 1e4,
+        **more,
+    }
+
+
+def one_batch_server(batch: int, throughput: float, **more: Any) -> Any:
+    """A result of SGLang's bench_one_batch_server."""
+    return {
+        "run_name": "default",
+        "batch_size": batch,
+        "input_len": 1024,
+        "output_len": 16,
+        "latency": 1.2345,
+        "input_throughput": 20000.0,
+        "output_throughput": throughput,
+        "overall_throughput": 9000.0,
+        "last_ttft": 0.0512,
+        "last_gen_throughput": -1,
+        "acc_length": -1,
+        "total_output_tokens": 16 * batch,
+        "num_early_stopped": 0,
+        "steady_state_output_throughput": None,
+        "steady_state_window_s": None,
+        "cache_hit_rate": None,
+        **more,
+    }
+
+
+def forward(query_lens: list[int], median_us: float) -> Any:
+    """An entry of ``vllm bench forward --output-json``."""
+    requests = [
+        {"query_len": length, "kv_len": length + 4096, "num_draft_tokens": 0, "chunked": False}
+        for length in query_lens
+    ]
+    rank = {"num_tokens": sum(query_lens), "kv_blocks": 9, "latency_us": {"median": median_us}}
+    return {"case": "x", "requests": requests, "median_us": median_us, "ranks": [rank]}
+
+
+def point(kind: str, batch: int, seconds: float, graph: str, **more: Any) -> Any:
+    """A point of Dynamo's self-benchmark: what ``iteration_groups`` has of it."""
+    fixed = {
+        "point_type": kind,
+        "benchmark_id": 1,
+        "total_prefill_tokens": 0,
+        "total_kv_read_tokens": 100 * batch,
+        "batch_size": batch,
+        "expected_cudagraph_mode": graph,
+        "expected_capture_size": None,
+        "padding_tokens": None,
+        "sample_reasons": ["generated"],
+    }
+    return {
+        "benchmark_id": 1,
+        "point": {**fixed, **more},
+        "expected_dp_ranks": [0],
+        "complete": True,
+        "wall_time": seconds,
+        "rank_results": [{"dp_rank": 0, "fpms": [{"wall_time": seconds}]}],
+    }
+
+
+def artifact(*points: Any) -> str:
+    """Dynamo's file, indented as it writes it."""
+    return json.dumps(
+        {
+            "schema_version": 2,
+            "artifact_type": "rank",
+            "status": "complete",
+            "usable": True,
+            "cudagraph": {"mode": "FULL_AND_PIECEWISE", "capture_sizes": [1, 8]},
+            "results": [{"point": each["point"], "fpms": []} for each in points],
+            "iteration_groups": list(points),
+        },
+        indent=2,
+    )
+
+
+def passes(*rows: str, columns: str = "") -> str:
+    """A forward-pass table of AISimulate, saved as CSV."""
+    header = "cell_id,system,workload_kind,batch_size,total_prefill_tokens,total_kv_read_tokens,latency_ms"
+    return "\n".join([header + columns, *rows])
 
 
 def test_results_of_vllm_bench_serve_are_step_times() -> None:
-    lines = (
+    text = lines_of(
         served(1, 5.0),
         served(64, 6.5),
         served(1, 18.0, mode="eager"),
         served(64, 19.0, mode="NONE"),
     )
-    times = StepTimes.parse("\n".join(lines), "serve.json")
+    times = StepTimes.parse(text, "serve.json")
     assert [times.of(FULL, 1), times.of(FULL, 64), times.of(NONE, 64)] == [5000, 6500, 19000]
     assert "the median time between tokens at --max-concurrency N" in times.notes[0]
+
+
+def test_sglang_says_itself_whether_its_server_had_graphs() -> None:
+    decode = {"backend": "disabled", "max_bs": None}
+    text = lines_of(
+        served_by_sglang(4, 6.0),
+        served_by_sglang(4, 7.0, cuda_graph_config={"decode": {"backend": "breakable"}}),
+        served_by_sglang(4, 20.0, cuda_graph_config={"decode": decode, "prefill": {}}),
+        served_by_sglang(8, 21.0, disable_cuda_graph=True),
+    )
+    times = StepTimes.parse(text, "serving.jsonl")
+    assert [times.of(mode, 4) for mode in (FULL, PIECEWISE, NONE)] == [6000, 7000, 20000]
+    assert times.of(NONE, 8) == 21000
+
+
+def modes_of(times: StepTimes) -> dict[CUDAGraphMode, dict[int, Any]]:
+    return {c.mode: {n: pytest.approx(us) for n, us in c.points} for c in times.curves}
+
+
+def test_results_of_one_batch_tell_decode_and_prefill() -> None:
+    text = lines_of(
+        one_batch(4, 256, 0.05, median_decode_latency=0.005),
+        one_batch(4, 1024, 0.09, median_decode_latency=0.007),
+        one_batch(1, 3, 0.001),
+        one_batch(4, 256, 0.06, median_decode_latency=0.02, run_name="eager"),
+    )
+    times = StepTimes.parse(text, "result.jsonl")
+    assert modes_of(times) == {
+        FULL: {4: 6000},  # of two contexts
+        NONE: {4: 20_000, 1024: 55_000, 4096: 90_000},  # not the prefill of 3 tokens
+    }
+    assert "taken to run in FULL graphs" in times.notes[0]
+    assert "the median counts" in times.notes[1]
+    assert "more tokens than all decode" in times.notes[2]
+
+
+def test_a_batch_beyond_all_schedulers_is_left_out() -> None:
+    row = one_batch(4096, 4096, 9.0, median_decode_latency=0.005)
+    assert [curve.mode for curve in StepTimes.parse(json.dumps(row), "x").curves] == [FULL]
+
+
+def test_results_of_one_batch_server_count_a_step_as_its_tokens() -> None:
+    text = lines_of(
+        one_batch_server(1, 200.0),
+        one_batch_server(8, 1000.0, steady_state_output_throughput=1600.0),
+        one_batch_server(8, 400.0, run_name="eager"),
+    )
+    times = StepTimes.parse(text, "result.jsonl")
+    assert [times.of(FULL, 1), times.of(FULL, 8), times.of(NONE, 8)] == [5000, 5000, 20_000]
+
+
+def test_results_of_vllm_bench_forward_are_times_of_graphs() -> None:
+    text = json.dumps([forward([1] * 32, 4000.0), forward([512, 1, 1], 9000.0)], indent=2)
+    times = StepTimes.parse(text, "forward.json")
+    assert [(c.mode, c.points) for c in times.curves] == [(FULL, ((32, 4000), (514, 9000)))]
+    assert times.source == "a result of vllm bench forward, forward.json"
+    with pytest.raises(StepTimeError, match="no eager step times") as caught:
+        times.of(NONE, 4)
+    assert "into the same file" in caught.value.remedy
+
+
+GRAPHS = artifact(
+    point("decode", 1, 0.004, "FULL", expected_capture_size=1),
+    point("decode", 5, 0.005, "FULL", expected_capture_size=8),
+    point("decode", 8, 0.007, "FULL", expected_capture_size=8),
+    point("prefill", 2, 0.008, "PIECEWISE", total_prefill_tokens=6, expected_capture_size=8),
+    point("prefill", 2, 0.030, "NONE", total_prefill_tokens=600),
+)
+
+
+def test_a_self_benchmark_tells_the_graph_of_each_point() -> None:
+    times = StepTimes.parse(GRAPHS, "benchmark.json")
+    assert modes_of(times) == {FULL: {1: 4000, 8: 6000}, NONE: {600: 30_000}}
+    steps = artifact(point("decode", 3, 0.01, "PIECEWISE", expected_capture_size=4))
+    assert modes_of(StepTimes.parse(steps, "x")) == {PIECEWISE: {4: 10_000}}
+
+
+def test_files_of_graphs_and_of_eager_steps_stand_one_after_the_other() -> None:
+    eager = artifact(point("decode", 1, 0.02, "NONE"))
+    both = StepTimes.parse(GRAPHS + eager, "both.json")
+    assert both.of(NONE, 1) == pytest.approx(20_000)
+    mixed = StepTimes.parse(f"{GRAPHS}\n{lines_of(served(1, 25.0, mode='eager'))}\n", "both.json")
+    assert mixed.of(NONE, 1) == pytest.approx(25_000)
+    assert mixed.source == (
+        "Dynamo's self-benchmark of vLLM, "
+        "a result of vllm bench serve or SGLang's bench_serving, both.json"
+    )
+
+
+def test_a_forward_pass_table_is_read() -> None:
+    rows = ("a,h200,decode,1,0,96,4.0", "a,h200,decode,1,0,9000,6.0", "b,h200,prefill,2,48,0,9")
+    times = StepTimes.parse(passes(*rows), "fpm.csv")
+    assert modes_of(times) == {FULL: {1: 5000}, NONE: {48: 9000}}
+    modes = passes("a,h200,decode,1,0,96,4.0,", "a,h200,decode,1,0,96,20,eager", columns=",mode")
+    assert [StepTimes.parse(modes, "x").of(mode, 1) for mode in (FULL, NONE)] == [4000, 20_000]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            lines_of({"model_id": "m", "avg_latency": 1.0, "latencies": [1.0], "percentiles": {}}),
+            "x:1: a result of vllm bench latency, which does not tell the batch of a step",
+        ),
+        (lines_of({"elapsed_time": 9.0, "tokens_per_second": 1.0}), "of vllm bench throughput,"),
+        (lines_of({"successful_requests": 9}), "of SGLang's bench_offline_throughput,"),
+        (
+            lines_of(one_batch_server(1, 9.0), one_batch_server(8, 9.0, acc_length=2.4)),
+            "x:2: acc_length is 2.4: Input should be less than or equal to 1",
+        ),
+        (lines_of(one_batch_server(1, 9.0, output_len=1)), "x:1: output_len is 1"),
+        (lines_of(one_batch(1, 0, 9.0)), "x:1: input_len is 0"),
+        (lines_of(one_batch(1, 4, float("nan"))), "x:1: prefill_latency is nan"),
+        (lines_of({"prefill_latency": 1.0}), "x:1: column 'run_name' is missing"),
+        (
+            json.dumps([forward([1], 4.0), forward([1, -2], 4.0)]),
+            "x:1, entry 2: requests.1.query_len is -2",
+        ),
+        (json.dumps([forward([], 4.0)]), "x:1, entry 1: requests is "),
+        (artifact(), "x: no row of step times"),
+        (
+            artifact(point("decode", 1, 0.1, "HALF")),
+            "x:1, entry 1: point.expected_cudagraph_mode is 'HALF': not one of the runtime modes",
+        ),
+        (artifact(point("decode", 1, 0.0, "FULL")), "x:1, entry 1: wall_time is 0.0"),
+        (GRAPHS + GRAPHS[:-9], "x:[0-9]+: not JSON: Expecting"),
+        (passes("a,h200,encode,1,0,9,4.0"), "x:2: workload_kind is 'encode'"),
+        (passes("a,h200,decode,1,0,9,4.0", "b,h200,decode,1,0,9,4.0"), "of several deployments"),
+    ],
+)
+def test_wrong_files_of_other_programs(text: str, message: str) -> None:
+    with pytest.raises(StepTimeError, match=message):
+        StepTimes.parse(text, "x")
 
 
 def test_iterations_of_a_vllm_log_are_step_times() -> None:
@@ -313,16 +560,19 @@ def test_iterations_of_a_vllm_log_are_step_times() -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (served(4, 5.0, request_rate=10.0), "serve:2: request_rate is 10.0: Input should be 'inf'"),
+        (
+            served(4, 5.0, request_rate=10.0),
+            "serve:2: request_rate is '10.0': Input should be 'inf'",
+        ),
         (served(4, 5.0, max_concurrency=None), "max_concurrency"),
         (served(4, 5.0, spec_decode_num_drafts=30), "spec_decode_num_drafts"),
         (served(4, 0.0), "median_itl_ms"),
         (served(4, 5.0, mode="FAST"), "mode is 'FAST': not one of the runtime modes"),
     ],
 )
-def test_results_that_do_not_tell_a_step_time_are_refused(line: str, message: str) -> None:
+def test_results_that_do_not_tell_a_step_time_are_refused(line: Any, message: str) -> None:
     with pytest.raises(StepTimeError, match=message):
-        StepTimes.parse(f"{served(1, 5.0)}\n{line}", "serve")
+        StepTimes.parse(lines_of(served(1, 5.0), line), "serve")
 
 
 @pytest.mark.parametrize(
