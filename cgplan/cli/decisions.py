@@ -14,7 +14,7 @@ from cgplan.modes import CUDAGraphMode
 from cgplan.optimizer.evidence import ServicePoint
 from cgplan.optimizer.propose import ALIKE, Case, choose
 from cgplan.planning import Plan, build_plan
-from cgplan.traffic.histogram import MOST_BATCHED_TOKENS, Service, Traffic
+from cgplan.traffic.histogram import Service, Traffic
 from cgplan.traffic.simulation import (
     RequestTrace,
     SchedulerBounds,
@@ -100,7 +100,10 @@ class Planner:
         self._rules = rules
         self._higher = list[Traffic]()
         self._modes = RUN_BY.get(engine or "", MODES)
-        self._first = [_first(source) for source, _ in sources]
+        self._first: list[Source] = []
+        for source, _ in sources:
+            first = source if isinstance(source, Traffic) else source.first(LARGE)
+            self._first.append(first)
         self._known: dict[Any, tuple[Source, Traffic]] = {}  # simulated, by the source's id
 
     @property
@@ -477,10 +480,8 @@ class Planner:
         for name, largest in reached.items():
             bound = getattr(plan, name)
             for value in (bound // 2, 2 * bound):
-                # else no step would be another one
-                matters = largest >= min(bound, value + 1)
-                if not matters or not 0 < value <= MOST_BATCHED_TOKENS:
-                    continue
+                if not value or largest < min(bound, value + 1):
+                    continue  # no step would be another one
                 bounded = with_values(config, "scheduler", **{name: value})
                 try:
                     other = build_plan(bounded)
@@ -518,10 +519,6 @@ class Planner:
 
 def _eager(config: Config) -> Config:
     return with_values(config, "compilation", cudagraph_mode=CUDAGraphMode.NONE)
-
-
-def _first(source: Source) -> Source:
-    return source if isinstance(source, Traffic) else source.first(LARGE)
 
 
 def _gains(now: Service, other: Service) -> str:

@@ -6,7 +6,6 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from math import prod
 
 from pydantic import BaseModel, ConfigDict
@@ -111,10 +110,19 @@ class GraphCosts(ABC):
     def seconds(self, key: Key) -> float:
         """Warm-ups and capture of one key."""
 
-    def falls(self, mode: CUDAGraphMode, sizes: Iterable[int]) -> bool:
+    def falls(
+        self,
+        mode: CUDAGraphMode,
+        sizes: Iterable[int],
+    ) -> bool:
         """Whether a larger one of these sizes has a smaller pool, against the contract."""
-        pools = [self.pool_bytes(mode, size) for size in sizes]
-        return any(after < before for before, after in pairwise(pools))
+        held = 0
+        for size in sizes:
+            pool = self.pool_bytes(mode, size)
+            if pool < held:
+                return True
+            held = pool
+        return False
 
     def of(self, keys: Sequence[Key]) -> Predicted:
         """Cost of capturing these keys, in this order, into one pool."""

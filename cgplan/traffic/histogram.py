@@ -53,8 +53,11 @@ class Percentiles(Record):
 
     @classmethod
     def _of(cls, ordered: Sequence[float], ends: Sequence[int]) -> Percentiles:
-        p50, p99 = (ordered[bisect_left(ends, share * ends[-1])] for share in (0.5, 0.99))
-        return cls(p50=p50 / 1000, p99=p99 / 1000)
+        half, most = (bisect_left(ends, share * ends[-1]) for share in (0.5, 0.99))
+        return cls(
+            p50=ordered[half] / 1000,
+            p99=ordered[most] / 1000,
+        )
 
 
 class Service(Record):

@@ -103,7 +103,8 @@ class Form(Generic[R]):
         for where, names, values in rows:
             if len(cells) == AT_ONCE:
                 yield from self._typed(places, cells)
-                places, cells = [], []
+                places = []
+                cells = []
             if names not in matched:
                 matched[names] = self.match(names, where, ignored)
             if values == names:  # a header
@@ -121,7 +122,11 @@ class Form(Generic[R]):
     def _reader(self) -> TypeAdapter[list[R]]:
         return TypeAdapter(list[self.row])  # type: ignore[name-defined]
 
-    def _typed(self, places: Sequence[str], cells: list[dict[str, Any]]) -> Iterable[tuple[str, R]]:
+    def _typed(
+        self,
+        places: Sequence[str],
+        cells: list[dict[str, Any]],
+    ) -> Iterable[tuple[str, R]]:
         try:
             found = self._reader.validate_python(cells)
         except ValidationError as failure:
@@ -255,7 +260,12 @@ def _csv_rows(
 ) -> Iterator[RawRow]:
     _, header = first_line(text)
     separator = next((char for char in ",\t;|" if char in header), ",")
-    file = io.TextIOWrapper(io.BytesIO(text.encode()), "utf-8", newline="")
+    data = io.BytesIO(text.encode())
+    file = io.TextIOWrapper(
+        data,
+        "utf-8",
+        newline="",
+    )
     reader = csv.reader(
         file,
         delimiter=separator,

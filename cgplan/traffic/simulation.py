@@ -249,7 +249,11 @@ class _Arrivals:
     def until(self, now: int) -> range:
         """The indices of those that have come since the last call."""
         first = self.came
-        self.came = bisect_right(self.times, now, first)
+        self.came = bisect_right(
+            self.times,
+            now,
+            first,
+        )
         self.next = NEVER
         if self.came < len(self.times):
             self.next = self.times[self.came]
@@ -296,11 +300,17 @@ class _Rank:
     served and the others stand by; each one that is done lets the next one in.
     """
 
-    def __init__(self, bounds: SchedulerBounds, arrivals: _Arrivals) -> None:
+    def __init__(
+        self,
+        bounds: SchedulerBounds,
+        arrivals: _Arrivals,
+    ) -> None:
         self.bounds = bounds
         self.arrivals = arrivals
         self.requests = arrivals.requests
-        self.max_loras = NEVER if bounds.max_loras is None else bounds.max_loras
+        self.max_loras = NEVER
+        if bounds.max_loras is not None:
+            self.max_loras = bounds.max_loras
         self.tokens_a_step = bounds.accepted_tokens or bounds.query_len
         self.places = bounds.max_num_seqs
         if bounds.mixes:
@@ -322,8 +332,8 @@ class _Rank:
         self.is_open = False  # whether one could join it
         self.under_way: int | None = None
         self.prompt_left = 0  # tokens of the prompt that is under way
-        self.kv_tokens = math.inf if bounds.kv_tokens is None else bounds.kv_tokens
         self.is_bounded = bounds.kv_tokens is not None
+        self.kv_tokens = bounds.kv_tokens or 0  # if it is bounded
         self.prompts = 0  # tokens of requests that are admitted and do not decode yet
         self.at_start = 0.0  # of those that decode, less what they grew until ``decoded``
         self.preempted = 0
@@ -333,7 +343,9 @@ class _Rank:
 
     def wait(self, index: int) -> None:
         """A request has come."""
-        self.waiting.setdefault(self.requests[index].adapter, deque()).append(index)
+        adapter = self.requests[index].adapter
+        queue = self.waiting.setdefault(adapter, deque())
+        queue.append(index)
         self.load += 1
 
     def schedule(self, now: int) -> _Shape | None:
@@ -354,7 +366,7 @@ class _Rank:
         uniform = tokens == bounds.query_len * decodes
         requests = decodes
         adapters = len(self.adapters)
-        if prefill is not None:
+        if prefill:
             if not bounds.mixes:
                 decodes = tokens = 0
             uniform = False
@@ -370,13 +382,15 @@ class _Rank:
                 repeats = min(repeats, int(self._steps_in_memory()))
         self.repeats = repeats
         self.is_open = left > 0 and self.running < bounds.max_num_seqs
-        return (tokens, requests, uniform, adapters) if requests else None
+        if not requests:
+            return None
+        return tokens, requests, uniform, adapters
 
     def end(self, repeats: int, now: int) -> None:
         """The step that was scheduled ran so many times, until now."""
         if self.decodes:
             self.decoded += repeats
-        if self.prefill is not None:
+        if self.prefill:
             self.prompt_left -= (repeats - 1) * self.prefill.tokens
             for index in self.prefill.ending:
                 self._end_prefill(index, now)
@@ -426,7 +440,8 @@ class _Rank:
         """
         memory = math.inf
         if self.is_bounded:
-            memory = self.kv_tokens - self._held(self.decoded + 1) - self.tokens_a_step
+            held = self._held(self.decoded + 1)
+            memory = self.kv_tokens - held - self.tokens_a_step
         admitted: list[int] = []
         while self.waiting and tokens > 0 and self.running < self.bounds.max_num_seqs:
             names: Iterable[int] = self.waiting
@@ -454,7 +469,11 @@ class _Rank:
             self.longest_wait = max(self.longest_wait, now - since)
         return admitted
 
-    def _end_prefill(self, index: int, now: int) -> None:
+    def _end_prefill(
+        self,
+        index: int,
+        now: int,
+    ) -> None:
         """The step that ended yields the first token, or the next one of a preempted request."""
         request = self.requests[index]
         if index not in self.first_token:
@@ -604,9 +623,12 @@ class _Engine:
                 continue
             self.repeats = min(self.repeats, rank.repeats)
             if shape is not None:
-                tokens, reqs, uniform, adapters = map(max, shape, own)
-                uniform = shape[2] and own[2]
-                own = (tokens, reqs, uniform, adapters)
+                own = (
+                    max(shape[0], own[0]),
+                    max(shape[1], own[1]),
+                    shape[2] and own[2],
+                    max(shape[3], own[3]),
+                )
             shape = own
         return shape
 

@@ -339,7 +339,8 @@ def test_long_traces_are_planned_by_their_first_requests(monkeypatch: pytest.Mon
     assert "other bounds were not tried, with more than 100 requests" in decisions(plan)
     sizes.clear()
     plan_of(*GIVEN, "--max-graphs", "8", "--mode", "keep")
-    assert sizes == [100, 300]
+    assert set(sizes[:-1]) == {100}
+    assert sizes[-1] == 300
 
 
 # --- other bounds, and times that were not measured ----------------------------------------------------------
