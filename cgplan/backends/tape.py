@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
@@ -28,6 +28,7 @@ from cgplan.backends.backend import (
 from cgplan.backends.capture_answers import ALL_OTHERS, answering
 from cgplan.backends.graph_nodes import Block, GraphNodes, Launch, MemoryKind
 from cgplan.backends.host_sync import as_written, host_guard
+from cgplan.backends.replacing import replaced
 from cgplan.backends.tape_pool import TapePool
 from cgplan.backends.tape_recorder import Recorder, Step, Tape, replay
 from cgplan.errors import CaptureError
@@ -63,7 +64,7 @@ class TapeBackend(GraphBackend):
         self._pool_limit = pool_limit
         self._thread = _Thread()
         self._own_pools = weakref.WeakSet[TapePool]()
-        self._open: TapeGraph | None = None
+        self._logs_operators = False
 
     def new_pool(self) -> TapePool:
         pool = TapePool(self._pool_limit, self)
@@ -86,7 +87,10 @@ class TapeBackend(GraphBackend):
                 "a capture inside another one",
                 remedy="End the first one before.",
             )
-        tape = Tape(graph.pool)
+        tape = Tape(
+            graph.pool,
+            graph.launches if self._logs_operators else None,
+        )
         recorder = self._thread.recorder
         with ExitStack() as modes:
             modes.enter_context(answering([ALL_OTHERS], lambda _: True))
@@ -94,7 +98,6 @@ class TapeBackend(GraphBackend):
             modes.enter_context(host_guard(tape.refusals))
             modes.enter_context(recorder.writes_to(tape))
             graph.under_way = tape, modes.pop_all()
-        self._open = graph
 
     def end(self, graph: TapeGraph) -> None:
         """Raises HostSyncError even if the forward caught it."""
@@ -128,11 +131,8 @@ class TapeBackend(GraphBackend):
     def num_nodes(self, graph: TapeGraph) -> int | None:
         return None if graph.steps is None else len(graph.steps)
 
-    def open_graph(self) -> tuple[TapeGraph, int] | None:
-        tape = self._thread.recorder.tape
-        if self._open is None or tape is None or not tape.runs_operator:
-            return None
-        return self._open, len(tape.steps)
+    def logging_operators(self) -> AbstractContextManager[object]:
+        return replaced(self, _logs_operators=True)
 
     def nodes(self, graph: TapeGraph) -> GraphNodes:
         steps = graph.steps or []
@@ -236,7 +236,6 @@ class TapeBackend(GraphBackend):
         assert graph.under_way is not None, "no capture is under way in this graph"
         tape, modes = graph.under_way
         graph.under_way = None
-        self._open = None
         modes.close()
         tape.before.restore()
         return tape

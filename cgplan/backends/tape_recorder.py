@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 from cgplan.backends.backend import tensor_on
 from cgplan.backends.blame import blamed_line
+from cgplan.backends.graph_nodes import Launch
 from cgplan.backends.host_sync import (
     ALLOCATIONS,
     Args,
@@ -172,6 +173,8 @@ class Recorder(TorchDispatchMode):
             return result
         before.restore()
         del tape.steps[known:]
+        if tape.launches is not None:
+            del tape.launches[known:]
         assert refusals.first is not None
         note = (
             f"{refusals.first.message}; the tape calls operator {name} again on each replay, a "
@@ -198,14 +201,18 @@ class Tape:
 
     Attributes:
         before: Restored at the end, because a GPU's capture runs nothing.
-        runs_operator: Of the forward, not the tape's own.
+        launches: None: not noted.
     """
 
-    def __init__(self, pool: TapePool) -> None:
+    def __init__(
+        self,
+        pool: TapePool,
+        launches: list[Launch] | None = None,
+    ) -> None:
         self.steps: list[Step] = []
         self.refusals = Refusals()
         self.notes: dict[str, None] = {}
-        self.runs_operator = False
+        self.launches = launches
         self._pool = pool
         default = torch.default_generator
         self.before = _Before({default: default.get_state()})
@@ -242,11 +249,7 @@ class Tape:
         fixed_args, fixed_kwargs = tree_map_only(Tensor, self._fixed, (args, kwargs))
         before = {storage_id(tensor) for tensor in given}
         call = _replayable(func)
-        self.runs_operator = True
-        try:
-            flat, spec = tree_flatten(call(*args, **kwargs))
-        finally:
-            self.runs_operator = False
+        flat, spec = tree_flatten(call(*args, **kwargs))
         if func._opname.startswith("_foreach_"):
             count_writes(func, args, kwargs)
         placed: dict[int, Tensor] = {}
@@ -302,6 +305,10 @@ class Tape:
             call = partial(overload, *call.args, **keywords)
             slots = {}
         name = func._schema.name
+        if self.launches is not None:
+            first = len(self.steps)
+            launch = Launch(first, first + 1, name, blamed_line(), frozenset())
+            self.launches.append(launch)
         self.steps.append(Step(name, call, tuple(slots.items()), name in _POSTED))
 
     def _fixed(self, tensor: Tensor) -> Tensor:

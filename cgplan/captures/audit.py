@@ -248,8 +248,7 @@ def _finding(
     name = graph.nodes.names[node]
     found = None
     for launch in graph.launches:
-        end = max(launch.end, launch.first + 1)  # a tape adds the step later
-        if launch.first <= node < end:
+        if launch.first <= node < launch.end:
             found = launch
             if launch.operator == name:
                 break

@@ -17,7 +17,6 @@ from cgplan.backends import GraphBackend, MemoryReading
 from cgplan.backends.backend import autocast_cache, span
 from cgplan.backends.capture_answers import answering
 from cgplan.backends.context import refuse_forbidden_capture
-from cgplan.backends.graph_nodes import OperatorLog
 from cgplan.backends.host_sync import storages_of
 from cgplan.buffers.outputs import OutputRows
 from cgplan.buffers.static import Tensors
@@ -308,7 +307,7 @@ class ModelGraphs(ModelRuns):
         mode, descriptor = key
         log: AbstractContextManager[object] = nullcontext()
         if self.config.compilation.audit != "off":
-            log = OperatorLog(self.backend.open_graph, self.backend.device)
+            log = self.backend.logging_operators()
         answers = self._answering(mode, capturing=True)
         with rehearsal.judged_run(mode, captures=True), answers, log:
             return self.run_graphed(key, self.views(descriptor))
