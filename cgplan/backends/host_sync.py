@@ -100,7 +100,7 @@ class Refusals:
 
     def is_constant(self, tree: Any) -> bool:
         """Whether ``tree`` has tensors, all constants."""
-        found = tensors_in(tree) if self.constants else []
+        found = tensors_in(tree)
         return bool(found) and all(storage_id(tensor) in self.constants for tensor in found)
 
     def follow(
@@ -110,12 +110,14 @@ class Refusals:
         kwargs: Kwargs,
         result: Any,
     ) -> None:
-        is_drawn = torch.Tag.nondeterministic_seeded in func.tags
         is_lifted = func is torch.ops.aten.lift_fresh.default
+        if not self.constants and not is_lifted:
+            return
+        is_drawn = torch.Tag.nondeterministic_seeded in func.tags
         if is_lifted or (self.is_constant((args, kwargs)) and not is_drawn):
             on_host = [tensor for tensor in tensors_in(result) if tensor.device.type == "cpu"]
             self.constants |= storages_of(on_host)
-        elif self.constants:
+        else:
             for tensor in written_tensors(func, args, kwargs):
                 self.constants.pop(storage_id(tensor), None)
 
@@ -213,8 +215,6 @@ def refuse_host(
     name = func._schema.name
     if torch.Tag.cudagraph_unsafe in func.tags:
         refusals.refuse_unsafe(name)
-    if refusals.is_constant((args, kwargs)):
-        return
     detail = ""
     if name in _INDEXING:
         needs_host = _has_mask(name, args, kwargs)
@@ -227,7 +227,7 @@ def refuse_host(
         detail = " from the device to the host"
     else:
         needs_host = not _NEEDS_HOST.isdisjoint(func.tags)
-    if needs_host:
+    if needs_host and not refusals.is_constant((args, kwargs)):
         refusals.refuse(f"operator {name}{detail}", (args, kwargs))
 
 

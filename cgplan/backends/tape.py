@@ -73,7 +73,10 @@ class TapeBackend(GraphBackend):
         return pool
 
     def pool_bytes(self, *pools: TapePool) -> int:
-        return sum(pool.nbytes for pool in pools)
+        total = 0
+        for pool in pools:
+            total += pool.nbytes
+        return total
 
     def new_graph(self, pool: TapePool) -> TapeGraph:
         if not isinstance(pool, TapePool) or pool.backend is not self:
@@ -169,7 +172,7 @@ class TapeBackend(GraphBackend):
     def borrow(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         for pool in self._own_pools:
-            alias = pool.alias_of(storage)
+            alias = pool.aliases.get(storage._cdata)
             if alias is not None:
                 with _disable_current_modes():
                     # a view of inference mode is of use only there
@@ -182,7 +185,7 @@ class TapeBackend(GraphBackend):
         pool: TapePool,
     ) -> bool:
         is_dense = tensor.layout is torch.strided
-        return is_dense and pool.alias_of(tensor.untyped_storage()) is not None
+        return is_dense and tensor.untyped_storage()._cdata in pool.aliases
 
     def is_empty(self, graph: TapeGraph) -> bool:
         return not graph.steps
