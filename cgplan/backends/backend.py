@@ -195,7 +195,7 @@ class GraphBackend(ABC):
 
     @abstractmethod
     def logging_operators(self) -> AbstractContextManager[object]:
-        """A block whose captures note operators in ``launches`` of their graphs."""
+        """Captures inside note operators in their graphs' ``launches``."""
 
     @abstractmethod
     def nodes(self, graph: Graph) -> GraphNodes:

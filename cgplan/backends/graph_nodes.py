@@ -82,7 +82,7 @@ class OperatorLog(OperatorMode):
     """Notes operators in ``launches`` of the graph that captures them.
 
     Args:
-        open_graph: That this thread captures into, and its nodes so far.
+        open_graph: That this thread captures into, and its nodes.
     """
 
     def __init__(

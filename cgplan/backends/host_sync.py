@@ -129,8 +129,12 @@ def storage_id(tensor: Tensor) -> int:
 
 def storages_of(tensors: Sequence[Tensor]) -> dict[int, StorageWeakRef]:
     """By ``storage_id``, valid while the reference lives."""
-    storages = [t.untyped_storage() for t in tensors if t.layout is torch.strided]
-    return {storage._cdata: StorageWeakRef(storage) for storage in storages}
+    found = {}
+    for tensor in tensors:
+        if tensor.layout is torch.strided:
+            storage = tensor.untyped_storage()
+            found[storage._cdata] = StorageWeakRef(storage)
+    return found
 
 
 class _Guarded(threading.local):
@@ -394,7 +398,11 @@ def count_writes(
 def tensors_in(tree: Any) -> list[Tensor]:
     if isinstance(tree, Tensor):
         return [tree]
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    found = list[Tensor]()
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+    return found
 
 
 def leaves_of(args: Args, kwargs: Kwargs) -> list[Any]:

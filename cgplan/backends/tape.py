@@ -139,15 +139,19 @@ class TapeBackend(GraphBackend):
 
     def nodes(self, graph: TapeGraph) -> GraphNodes:
         steps = graph.steps or []
+        names: list[str] = []
         tensors: list[Tensor] = []
         nodes: list[int] = []
         for index, step in enumerate(steps):
+            names.append(step.operator)
             for tensor in step.tensors():
-                tensors.append(tensor)
-                nodes.append(index)
+                # without dimensions: TorchScript's numbers
+                if tensor.dim() and tensor.numel():
+                    tensors.append(tensor)
+                    nodes.append(index)
         addresses = [tensor.data_ptr() for tensor in tensors]
         return GraphNodes(
-            names=tuple(step.operator for step in steps),
+            names=tuple(names),
             opaque=0,
             words=np.array(addresses, np.uint64),
             nodes=np.array(nodes, np.int64),

@@ -73,12 +73,9 @@ class Step:
     is_posted: bool
 
     def tensors(self) -> list[Tensor]:
-        """Without Python's numbers."""
-        used = [slot for _, slot in self.copies]
-        if self.operator != "aten::lift_fresh":
-            used += tensors_in((self.call.args, self.call.keywords))
-        # without dimensions: TorchScript's numbers
-        return [tensor for tensor in used if tensor.dim() and tensor.numel()]
+        if self.operator == "aten::lift_fresh":  # of Python's numbers
+            return tensors_in(self.copies)
+        return tensors_in((self.copies, self.call.args, self.call.keywords))
 
 
 @dataclass(slots=True)

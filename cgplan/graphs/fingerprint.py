@@ -218,6 +218,7 @@ class Fingerprint:
 
     Attributes:
         volatile: Paths that each run binds again; not compared.
+        of_tensors: Places of tensors.
         only: Paths whose addresses are compared; None: all.
         draws: Random generators of the host.
     """
@@ -225,6 +226,7 @@ class Fingerprint:
     roots: dict[str, Any]
     device: torch.device
     places: dict[str, Place] = field(default_factory=dict)
+    of_tensors: list[Place] = field(default_factory=list)
     contents: dict[str, Contents] = field(default_factory=dict)
     generators: tuple[torch.Generator, ...] = ()
     is_compiled: bool = False
@@ -272,6 +274,7 @@ class Fingerprint:
             found: list[Inside] = []
             if issubclass(kind, torch.Tensor):
                 found = place.enter_tensor(self.device)
+                self.of_tensors.append(place)
             elif issubclass(kind, torch.Generator):
                 self._note_generator(value)
             elif kind not in PLAIN and id(value) not in seen:
@@ -283,8 +286,7 @@ class Fingerprint:
                 for of_class, (first, layout) in classes.items():
                     for inner in walk.named_in_class(layout, named):
                         todo.append((first, id(of_class), inner))
-        addressed = (place.value for place in self.places.values() if place.address is not None)
-        self.count = len(set(map(id, addressed)))
+        self.count = len({id(p.value) for p in self.of_tensors if p.address is not None})
 
     def _roots(self) -> list[Inside]:
         found = list[Inside]()
@@ -356,9 +358,8 @@ class Fingerprint:
     @property
     def tensors(self) -> list[torch.Tensor]:
         by_id = dict[int, torch.Tensor]()
-        for place in self.places.values():
-            if is_tensor(place.value):
-                by_id[id(place.value)] = place.value
+        for place in self.of_tensors:
+            by_id[id(place.value)] = place.value
         return list(by_id.values())
 
     def summary(self) -> str:
@@ -385,8 +386,7 @@ class Fingerprint:
                 change = place.compare(now)
                 if change is not None:
                     found.append(change)
-        for path, held in self.contents.items():
-            found += _changes_of(path, held)
+        found += _changes_of(self.contents)
         for before in (*self.stateful, *self.draws):
             state = before.read()
             if state != before.state:
@@ -443,6 +443,7 @@ class Fingerprint:
         """Drop the model's objects; addresses can still be compared."""
         for place in self.places.values():
             place.container = place.key = place.value = None
+        self.of_tensors = []
         self.roots = {}
         self.contents = {}
         self.stateful = []
@@ -550,25 +551,26 @@ class Fingerprint:
             )
 
 
-def _changes_of(
-    path: str,
-    held: Contents,
-) -> list[Change]:
-    owner = held.owner
-    if type(owner) is not held.kind:
-        return [Change(path, held.kind.__name__, type(owner).__name__)]
-    if owner is not None and object.__getattribute__(owner, "__dict__") is not held.value:
-        return [Change(path, "its own", "another one")]
-    length = held.base.__len__(held.value)
-    has_length = length == held.length
-    if has_length and all(map(operator.is_, held.keys, held.base.__iter__(held.value))):
-        return []
-    if not held.is_dict:
-        return [Change(f"len({path})", held.length, length)]
-    added = _added(path, held)
-    if has_length and not added:
-        return [Change(path, "in its order", "in another one")]
-    return added
+def _changes_of(contents: Mapping[str, Contents]) -> list[Change]:
+    found = list[Change]()
+    for path, held in contents.items():
+        owner = held.owner
+        length = held.base.__len__(held.value)
+        has_length = length == held.length
+        if type(owner) is not held.kind:
+            found.append(Change(path, held.kind.__name__, type(owner).__name__))
+        elif owner is not None and object.__getattribute__(owner, "__dict__") is not held.value:
+            found.append(Change(path, "its own", "another one"))
+        elif has_length and all(map(operator.is_, held.keys, held.base.__iter__(held.value))):
+            continue
+        elif not held.is_dict:
+            found.append(Change(f"len({path})", held.length, length))
+        else:
+            added = _added(path, held)
+            if has_length and not added:
+                added.append(Change(path, "in its order", "in another one"))
+            found += added
+    return found
 
 
 def _added(
