@@ -20,7 +20,7 @@ from cgplan.backends.context import refuse_forbidden_capture
 from cgplan.backends.host_sync import storages_of
 from cgplan.buffers.outputs import OutputRows
 from cgplan.buffers.static import Tensors
-from cgplan.captures.failures import drop_locals, explain_failure
+from cgplan.captures.failures import drop_locals, explain_failure, raise_caused
 from cgplan.captures.model_runs import ModelRuns, State
 from cgplan.captures.rank_sync import SINGLE_RANK, RankSync
 from cgplan.captures.rehearsal import Rehearsal
@@ -270,7 +270,7 @@ class ModelGraphs(ModelRuns):
                     self.evict([key])
                     return self.capture_key(key, in_service=in_service)
                 rehearsal.forget_look(mode)
-                raise failure from (error if failure is not error else error.__cause__)
+                raise_caused(failure, error)
             self._check_captured(key, output)
             done = time.perf_counter()
             rehearsal.kept.restore(between_keys=True)

@@ -52,7 +52,7 @@ class _Leaf:
         return hash(type(self.value))
 
 
-class Form(NamedTuple):
+class Traits(NamedTuple):
     """What a graph relies on of a tensor."""
 
     dtype: torch.dtype
@@ -65,7 +65,7 @@ class Form(NamedTuple):
     def of(
         cls,
         tensor: torch.Tensor,
-    ) -> Form:
+    ) -> Traits:
         strides = tensor.stride() if tensor.layout is torch.strided else ()
         return cls(
             tensor.dtype,
@@ -86,7 +86,7 @@ class Place:
 
     Attributes:
         home: The id of its holder, and the path's last step.
-        address, requires_grad, form: Of a dense tensor on the record's device.
+        address, requires_grad, traits: Of a dense tensor on the record's device.
     """
 
     path: str
@@ -97,17 +97,17 @@ class Place:
     value: Any
     address: int | None = None
     requires_grad: bool = False
-    form: Form | None = None
+    traits: Traits | None = None
 
     @property
     def tensor(self) -> tuple[Any, ...] | None:
-        if self.form is None:
+        if self.traits is None:
             return None
         return (
             self.address,
             self.requires_grad,
-            self.form.strides,
-            self.form.shape,
+            self.traits.strides,
+            self.traits.shape,
         )
 
     def enter_tensor(
@@ -130,7 +130,7 @@ class Place:
             if tensor.layout is torch.strided and tensor.device == device:
                 self.address = tensor.data_ptr()
                 self.requires_grad = tensor.requires_grad
-                self.form = Form.of(tensor)
+                self.traits = Traits.of(tensor)
         return []
 
     def compare(
@@ -144,11 +144,11 @@ class Place:
                 now,
                 (self.container, self.key),
             )
-        if self.form is None:
+        if self.traits is None:
             return None
-        form = Form.of(now)
-        if form != self.form:
-            return Change(self.path, str(self.form), str(form))
+        traits = Traits.of(now)
+        if traits != self.traits:
+            return Change(self.path, str(self.traits), str(traits))
         if now.data_ptr() != self.address:
             return Change(self.path, _ADDRESS, _ADDRESS)
         if now.requires_grad != self.requires_grad:
@@ -178,7 +178,7 @@ class Change:
             return False
         was = self.was
         now = self.now
-        is_alike = Form.of(was) == Form.of(now) and was.device == now.device
+        is_alike = Traits.of(was) == Traits.of(now) and was.device == now.device
         return is_alike and was.requires_grad == now.requires_grad
 
     @property
@@ -218,7 +218,6 @@ class Fingerprint:
 
     Attributes:
         volatile: Paths that each run binds again; not compared.
-        of_tensors: Places of tensors.
         only: Paths whose addresses are compared; None: all.
         draws: Random generators of the host.
     """
@@ -381,7 +380,7 @@ class Fingerprint:
                     now = place.container[place.key]
                 except _ABSENT_ERRORS:
                     now = ABSENT
-                if now is place.value and place.form is None:
+                if now is place.value and place.traits is None:
                     continue
                 change = place.compare(now)
                 if change is not None:
@@ -421,12 +420,12 @@ class Fingerprint:
         for path, place in self.places.items():
             value = place.value
             kind = type(value)
-            held: Any = (place.address, place.form)
+            held: Any = (place.address, place.traits)
             if kind in PLAIN:
                 held = repr(value)
             elif issubclass(kind, _FUNCTIONS):
                 held = value
-            elif place.form is None and walk.is_leaf(value):
+            elif place.traits is None and walk.is_leaf(value):
                 held = _Leaf(value)
             found.append((path, kind, held))
         for path, contents in self.contents.items():
@@ -488,8 +487,8 @@ class Fingerprint:
             elif new.address != old.address:
                 moved = f"{old.address:#x} at capture, {new.address:#x} now"
                 lines["changed"].append(f"{old.path}: {moved}")
-            elif new.form != old.form:
-                lines["reshaped"].append(f"{old.path}: {old.form} at capture, {new.form} now")
+            elif new.traits != old.traits:
+                lines["reshaped"].append(f"{old.path}: {old.traits} at capture, {new.traits} now")
         if may_grow:
             return lines
         for path in after:
@@ -503,7 +502,7 @@ class Fingerprint:
         held = [held for path, held in self.contents.items() if path.endswith(_STRUCTURE)]
         return places, held
 
-    def exchanged(
+    def other_modules(
         self,
         now: Fingerprint,
     ) -> list[str]:
@@ -535,7 +534,7 @@ class Fingerprint:
         if any(lines.values()):
             message = _message(what, lines, self.count)
             raise AddressError(message, remedy=_remedy(lines))
-        others = self.exchanged(now)
+        others = self.other_modules(now)
         if others:
             raise AddressError(
                 f"{what} was captured with other modules or hooks than the model has now: "

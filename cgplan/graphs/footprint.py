@@ -51,7 +51,7 @@ from cgplan.backends.host_sync import (
 )
 from cgplan.errors import CaptureError, first_line
 from cgplan.graphs.ambient import number_of, random_state_kept
-from cgplan.graphs.fingerprint import Change, Fingerprint, is_same, is_tensor, is_within
+from cgplan.graphs.fingerprint import ABSENT, Change, Fingerprint, is_same, is_tensor, is_within
 from cgplan.graphs.put_back import PutBack
 
 Part = Literal["segment", "eager piece"]
@@ -65,7 +65,6 @@ _OVERWRITES = (
     "copy_",
 )
 _SEED = 0x5EED_0F_A_100C
-_NOTHING = object()
 
 
 def no_operators() -> dict[Part, Counter[str]]:
@@ -443,7 +442,7 @@ class Look(TorchDispatchMode):
             self.found.aside |= _others(before, now).keys()
         self._last_changes = now
         for path, value in list(bound.items()):
-            if not is_same(now.get(path, _NOTHING), value):
+            if not is_same(now.get(path, ABSENT), value):
                 del bound[path]
 
     def _follow_piece(
@@ -530,7 +529,7 @@ def _others(
 ) -> dict[str, object]:
     found = {}
     for path, value in now.items():
-        if not is_same(before.get(path, _NOTHING), value):
+        if not is_same(before.get(path, ABSENT), value):
             found[path] = value
     return found
 
@@ -613,7 +612,7 @@ def refuse_rebound(
             "would not",
             remedy="Pass it to the piece as an argument, or have the piece compute it.",
         )
-    refused = kept.exchanged(found.reads, changed)
+    refused = kept.rebound(found.reads, changed)
     for path, change in changed.items():
         if change.is_reshaped and not is_within(path, found.aside):
             refused.append(path)

@@ -161,7 +161,6 @@ class PutBack:
         self.last = now
 
     def save(self, written: Iterable[torch.Tensor]) -> None:
-        """Ahead of their first write."""
         for tensor in written:
             try:
                 storage = tensor.untyped_storage()
@@ -267,7 +266,7 @@ class PutBack:
                 found.append(path)
         return found
 
-    def exchanged(
+    def rebound(
         self,
         read: Mapping[str, torch.Tensor],
         changed: Mapping[str, Change],
