@@ -259,7 +259,7 @@ class Tape:
                 continue
             source = leaf.untyped_storage()
             # a zero derivative, or what an ``out=`` is about to grow
-            is_void = leaf._is_zerotensor() or leaf.is_meta or not source.nbytes()
+            is_void = leaf._is_zerotensor() or source.device.type == "meta" or not source.nbytes()
             if is_void or source._cdata in before:
                 continue
             if source._cdata not in blocks:

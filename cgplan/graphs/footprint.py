@@ -210,7 +210,7 @@ class Look(TorchDispatchMode):
         self._names = dict[int, str]()  # of the model's tensors
         for place in reversed(self._state.of_tensors):
             self._names[id(place.value)] = place.path
-        self._last_changes = {path: change.now for path, change in kept.last.items()}
+        self._last_changes = self._changes()
         for path, now in self._last_changes.items():
             if is_tensor(now):
                 self._names[id(now)] = path
