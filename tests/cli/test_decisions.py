@@ -33,7 +33,7 @@ GIVEN = ("plan", "--vllm", "{}", *BOUNDS, "--traffic", "trace.csv", "--step-time
 @pytest.fixture(autouse=True)
 def _trace(home: Path) -> None:
     """Requests of 100 tokens in and 40 out, 20 a second."""
-    rows = [f"{n * 0.05:.2f},{50 + n % 100},{20 + n % 40}" for n in range(300)]
+    rows = [f"{n * 0.05:.2f},{50 + n % 100},{20 + n % 40}" for n in range(100)]
     text = "\n".join(["Timestamp,Request tokens,Response tokens", *rows]) + "\n"
     (home / "trace.csv").write_text(text)
     (home / "trace.csv.gz").write_bytes(gzip.compress(text.encode()))
