@@ -194,8 +194,8 @@ class GraphBackend(ABC):
         """Kernels, or operators on the tape; None if unknown."""
 
     @abstractmethod
-    def open_graph(self) -> tuple[Graph, int] | None:
-        """The graph that this thread captures into, and its nodes so far."""
+    def logging_operators(self) -> AbstractContextManager[object]:
+        """Captures inside note operators in their graphs' ``launches``."""
 
     @abstractmethod
     def nodes(self, graph: Graph) -> GraphNodes:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import linecache
 import os
 import re
 import sys
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType, TracebackType
 
@@ -29,6 +30,7 @@ _CGPLAN = Path(__file__).parents[1]
 _MACHINERY = (
     f"{_TORCH}{os.sep}",
     *(f"{_CGPLAN / folder}{os.sep}" for folder in _FOLDERS),
+    contextlib.__file__,
     "<",
 )
 
@@ -36,7 +38,7 @@ _MACHINERY = (
 def users_line(places: Iterable[tuple[str, int]]) -> str:
     """Of the first place outside of torch and cgplan."""
     for name, line in places:
-        if not name.startswith(_MACHINERY) and not name.endswith("/contextlib.py"):
+        if not name.startswith(_MACHINERY):
             return f"{name}:{line}: `{linecache.getline(name, line).strip()}`"
     return "an unknown line"
 
@@ -47,27 +49,27 @@ def blamed_line(raised: TracebackType | None = None) -> str:
         frames = traceback.walk_stack(sys._getframe(1))
     else:
         frames = reversed(list(traceback.walk_tb(raised)))
-    return users_line(_places(frames))
-
-
-def _places(frames: Iterable[tuple[FrameType, int]]) -> Iterator[tuple[str, int]]:
+    places = list[tuple[str, int]]()
     for frame, line in frames:
-        if frame.f_code.co_filename.startswith("<eval_with_key>"):
-            yield from _traced_from(frame, line)
-        yield frame.f_code.co_filename, line
+        name = frame.f_code.co_filename
+        if name.startswith("<eval_with_key>"):
+            places += _traced_from(frame, line)
+        elif not name.startswith(_MACHINERY):
+            places.append((name, line))
+            break
+    return users_line(places)
 
 
-def _traced_from(frame: FrameType, line: int) -> Iterator[tuple[str, int]]:
+def _traced_from(frame: FrameType, line: int) -> list[tuple[str, int]]:
     values = frame.f_locals
     module = values.get("self")
     if isinstance(values, dict):  # before Python 3.13 a copy that keeps tensors alive
         values.clear()
     if not isinstance(module, GraphModule):
-        return
+        return []
     index = (module._lineno_map or {}).get(line - frame.f_code.co_firstlineno)
     if index is None:
-        return
+        return []
     trace = list(module.graph.nodes)[index].stack_trace or ""
     found = re.findall(r'^ *File "(.+)", line (\d+)', trace, re.MULTILINE)
-    for name, number in reversed(found):
-        yield name, int(number)
+    return [(name, int(number)) for name, number in reversed(found)]

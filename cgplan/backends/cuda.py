@@ -34,7 +34,14 @@ from cgplan.backends.backend import (
 )
 from cgplan.backends.blame import users_line
 from cgplan.backends.cuda_workspaces import keep_workspaces, own_stream, workspace_pool
-from cgplan.backends.graph_nodes import Block, CudaNodes, GraphNodes, Launch, MemoryKind
+from cgplan.backends.graph_nodes import (
+    Block,
+    CudaNodes,
+    GraphNodes,
+    Launch,
+    MemoryKind,
+    OperatorLog,
+)
 from cgplan.buffers.copier import Copier
 from cgplan.buffers.copy_kernel import INPUTS, KernelCopier, load_copy_kernel
 from cgplan.buffers.pinned import StagingBlocks, empty_pinned, fence_behind, stream_at
@@ -285,7 +292,10 @@ class CudaBackend(GraphBackend):
             return None
         return count_kernels(runtime, _raw(graph))
 
-    def open_graph(self) -> tuple[CudaGraph, int] | None:
+    def logging_operators(self) -> AbstractContextManager[object]:
+        return OperatorLog(self._open_graph, self.device)
+
+    def _open_graph(self) -> tuple[CudaGraph, int] | None:
         runtime = cuda_runtime()
         if self._open is None or runtime is None:
             return None

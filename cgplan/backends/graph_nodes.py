@@ -79,7 +79,11 @@ class Launch(NamedTuple):
 
 
 class OperatorLog(OperatorMode):
-    """Notes operators in ``launches`` of the graph that captures them."""
+    """Notes operators in ``launches`` of the graph that captures them.
+
+    Args:
+        open_graph: That this thread captures into, and its nodes.
+    """
 
     def __init__(
         self, open_graph: Callable[[], tuple[Any, int] | None], device: torch.device

@@ -100,7 +100,7 @@ class Refusals:
 
     def is_constant(self, tree: Any) -> bool:
         """Whether ``tree`` has tensors, all constants."""
-        found = tensors_in(tree) if self.constants else []
+        found = tensors_in(tree)
         return bool(found) and all(storage_id(tensor) in self.constants for tensor in found)
 
     def follow(
@@ -110,12 +110,14 @@ class Refusals:
         kwargs: Kwargs,
         result: Any,
     ) -> None:
-        is_drawn = torch.Tag.nondeterministic_seeded in func.tags
         is_lifted = func is torch.ops.aten.lift_fresh.default
+        if not self.constants and not is_lifted:
+            return
+        is_drawn = torch.Tag.nondeterministic_seeded in func.tags
         if is_lifted or (self.is_constant((args, kwargs)) and not is_drawn):
             on_host = [tensor for tensor in tensors_in(result) if tensor.device.type == "cpu"]
             self.constants |= storages_of(on_host)
-        elif self.constants:
+        else:
             for tensor in written_tensors(func, args, kwargs):
                 self.constants.pop(storage_id(tensor), None)
 
@@ -127,8 +129,12 @@ def storage_id(tensor: Tensor) -> int:
 
 def storages_of(tensors: Sequence[Tensor]) -> dict[int, StorageWeakRef]:
     """By ``storage_id``, valid while the reference lives."""
-    storages = [t.untyped_storage() for t in tensors if t.layout is torch.strided]
-    return {storage._cdata: StorageWeakRef(storage) for storage in storages}
+    found = {}
+    for tensor in tensors:
+        if tensor.layout is torch.strided:
+            storage = tensor.untyped_storage()
+            found[storage._cdata] = StorageWeakRef(storage)
+    return found
 
 
 class _Guarded(threading.local):
@@ -213,8 +219,6 @@ def refuse_host(
     name = func._schema.name
     if torch.Tag.cudagraph_unsafe in func.tags:
         refusals.refuse_unsafe(name)
-    if refusals.is_constant((args, kwargs)):
-        return
     detail = ""
     if name in _INDEXING:
         needs_host = _has_mask(name, args, kwargs)
@@ -227,7 +231,7 @@ def refuse_host(
         detail = " from the device to the host"
     else:
         needs_host = not _NEEDS_HOST.isdisjoint(func.tags)
-    if needs_host:
+    if needs_host and not refusals.is_constant((args, kwargs)):
         refusals.refuse(f"operator {name}{detail}", (args, kwargs))
 
 
@@ -394,7 +398,11 @@ def count_writes(
 def tensors_in(tree: Any) -> list[Tensor]:
     if isinstance(tree, Tensor):
         return [tree]
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    found = list[Tensor]()
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+    return found
 
 
 def leaves_of(args: Args, kwargs: Kwargs) -> list[Any]:

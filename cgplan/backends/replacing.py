@@ -18,8 +18,10 @@ def replaced(owner: Any, **values: Any) -> Iterator[None]:
     """``__setattr__`` runs for classes only."""
     attributes = vars(owner)
     write = partial(setattr, owner) if isinstance(owner, type) else attributes.__setitem__
-    before = {name: attributes[name] for name in values if name in attributes}
+    before = dict[str, Any]()
     for name, value in values.items():
+        if name in attributes:
+            before[name] = attributes[name]
         write(name, value)
     try:
         yield

@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
@@ -28,6 +28,7 @@ from cgplan.backends.backend import (
 from cgplan.backends.capture_answers import ALL_OTHERS, answering
 from cgplan.backends.graph_nodes import Block, GraphNodes, Launch, MemoryKind
 from cgplan.backends.host_sync import as_written, host_guard
+from cgplan.backends.replacing import replaced
 from cgplan.backends.tape_pool import TapePool
 from cgplan.backends.tape_recorder import Recorder, Step, Tape, replay
 from cgplan.errors import CaptureError
@@ -63,7 +64,7 @@ class TapeBackend(GraphBackend):
         self._pool_limit = pool_limit
         self._thread = _Thread()
         self._own_pools = weakref.WeakSet[TapePool]()
-        self._open: TapeGraph | None = None
+        self._logs_operators = False
 
     def new_pool(self) -> TapePool:
         pool = TapePool(self._pool_limit, self)
@@ -72,7 +73,10 @@ class TapeBackend(GraphBackend):
         return pool
 
     def pool_bytes(self, *pools: TapePool) -> int:
-        return sum(pool.nbytes for pool in pools)
+        total = 0
+        for pool in pools:
+            total += pool.nbytes
+        return total
 
     def new_graph(self, pool: TapePool) -> TapeGraph:
         if not isinstance(pool, TapePool) or pool.backend is not self:
@@ -86,7 +90,10 @@ class TapeBackend(GraphBackend):
                 "a capture inside another one",
                 remedy="End the first one before.",
             )
-        tape = Tape(graph.pool)
+        tape = Tape(
+            graph.pool,
+            graph.launches if self._logs_operators else None,
+        )
         recorder = self._thread.recorder
         with ExitStack() as modes:
             modes.enter_context(answering([ALL_OTHERS], lambda _: True))
@@ -94,7 +101,6 @@ class TapeBackend(GraphBackend):
             modes.enter_context(host_guard(tape.refusals))
             modes.enter_context(recorder.writes_to(tape))
             graph.under_way = tape, modes.pop_all()
-        self._open = graph
 
     def end(self, graph: TapeGraph) -> None:
         """Raises HostSyncError even if the forward caught it."""
@@ -128,23 +134,24 @@ class TapeBackend(GraphBackend):
     def num_nodes(self, graph: TapeGraph) -> int | None:
         return None if graph.steps is None else len(graph.steps)
 
-    def open_graph(self) -> tuple[TapeGraph, int] | None:
-        tape = self._thread.recorder.tape
-        if self._open is None or tape is None or not tape.runs_operator:
-            return None
-        return self._open, len(tape.steps)
+    def logging_operators(self) -> AbstractContextManager[object]:
+        return replaced(self, _logs_operators=True)
 
     def nodes(self, graph: TapeGraph) -> GraphNodes:
         steps = graph.steps or []
+        names: list[str] = []
         tensors: list[Tensor] = []
         nodes: list[int] = []
         for index, step in enumerate(steps):
+            names.append(step.operator)
             for tensor in step.tensors():
-                tensors.append(tensor)
-                nodes.append(index)
+                # without dimensions: TorchScript's numbers
+                if tensor.dim() and tensor.numel():
+                    tensors.append(tensor)
+                    nodes.append(index)
         addresses = [tensor.data_ptr() for tensor in tensors]
         return GraphNodes(
-            names=tuple(step.operator for step in steps),
+            names=tuple(names),
             opaque=0,
             words=np.array(addresses, np.uint64),
             nodes=np.array(nodes, np.int64),
@@ -169,7 +176,7 @@ class TapeBackend(GraphBackend):
     def borrow(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         for pool in self._own_pools:
-            alias = pool.alias_of(storage)
+            alias = pool.aliases.get(storage._cdata)
             if alias is not None:
                 with _disable_current_modes():
                     # a view of inference mode is of use only there
@@ -182,7 +189,7 @@ class TapeBackend(GraphBackend):
         pool: TapePool,
     ) -> bool:
         is_dense = tensor.layout is torch.strided
-        return is_dense and pool.alias_of(tensor.untyped_storage()) is not None
+        return is_dense and tensor.untyped_storage()._cdata in pool.aliases
 
     def is_empty(self, graph: TapeGraph) -> bool:
         return not graph.steps
@@ -236,7 +243,6 @@ class TapeBackend(GraphBackend):
         assert graph.under_way is not None, "no capture is under way in this graph"
         tape, modes = graph.under_way
         graph.under_way = None
-        self._open = None
         modes.close()
         tape.before.restore()
         return tape

@@ -21,7 +21,7 @@ class TapePool:
         limit: In bytes; beyond it ``take`` raises torch.OutOfMemoryError.
 
     Attributes:
-        aliases: A second storage of each taken block, by the first one's address.
+        aliases: A second storage of each taken block, without a hold, by the first one's address.
     """
 
     def __init__(
@@ -32,14 +32,10 @@ class TapePool:
         self.backend = backend
         self.aliases: dict[int, torch.UntypedStorage] = {}
         self.graphs = weakref.WeakSet[object]()
+        self.nbytes = 0  # reserved, taken or free
         self._limit = limit
         self._segments: dict[int, NDArray[np.uint8]] = {}  # by address
         self._free: dict[int, int] = {}  # lengths by address
-
-    @property
-    def nbytes(self) -> int:
-        """Reserved, taken or free."""
-        return sum(segment.nbytes for segment in self._segments.values())
 
     def spans(self) -> Iterator[tuple[int, int, bool]]:
         """First address, end, and whether it is free."""
@@ -69,7 +65,10 @@ class TapePool:
         left = self._free.pop(start) - size
         if left:
             self._free[start + size] = left
-        base = max(address for address in self._segments if address <= start)
+        base = 0
+        for address in self._segments:
+            if base < address <= start:
+                base = address
         first = start - base
         memory = self._segments[base][first : first + nbytes]
         storage = torch.from_numpy(memory).untyped_storage()
@@ -87,17 +86,11 @@ class TapePool:
         finalizer.atexit = False
         return storage
 
-    def alias_of(
-        self,
-        storage: torch.UntypedStorage,
-    ) -> torch.UntypedStorage | None:
-        """A storage on the same memory without a hold."""
-        return self.aliases.get(storage._cdata)
-
     def trim(self) -> None:
         for start, segment in list(self._segments.items()):
             if self._free.get(start) == segment.nbytes:
                 del self._segments[start], self._free[start]
+                self.nbytes -= segment.nbytes
 
     def _give_back(
         self,
@@ -126,5 +119,6 @@ class TapePool:
         segment = raw[skipped : skipped + size]
         start = segment.ctypes.data
         self._segments[start] = segment
+        self.nbytes += size
         self._free[start] = size
         return int(start)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 from cgplan.backends.backend import tensor_on
 from cgplan.backends.blame import blamed_line
+from cgplan.backends.graph_nodes import Launch
 from cgplan.backends.host_sync import (
     ALLOCATIONS,
     Args,
@@ -31,7 +32,6 @@ from cgplan.backends.host_sync import (
     implemented_in_python,
     is_composite,
     refuse_host,
-    storage_id,
     tensors_in,
     written_tensors,
 )
@@ -73,12 +73,9 @@ class Step:
     is_posted: bool
 
     def tensors(self) -> list[Tensor]:
-        """Without Python's numbers."""
-        used = [slot for _, slot in self.copies]
-        if self.operator != "aten::lift_fresh":
-            used += tensors_in((self.call.args, self.call.keywords))
-        # without dimensions: TorchScript's numbers
-        return [tensor for tensor in used if tensor.dim() and tensor.numel()]
+        if self.operator == "aten::lift_fresh":  # of Python's numbers
+            return tensors_in(self.copies)
+        return tensors_in((self.copies, self.call.args, self.call.keywords))
 
 
 @dataclass(slots=True)
@@ -172,6 +169,8 @@ class Recorder(TorchDispatchMode):
             return result
         before.restore()
         del tape.steps[known:]
+        if tape.launches is not None:
+            del tape.launches[known:]
         assert refusals.first is not None
         note = (
             f"{refusals.first.message}; the tape calls operator {name} again on each replay, a "
@@ -198,14 +197,18 @@ class Tape:
 
     Attributes:
         before: Restored at the end, because a GPU's capture runs nothing.
-        runs_operator: Of the forward, not the tape's own.
+        launches: None: not noted.
     """
 
-    def __init__(self, pool: TapePool) -> None:
+    def __init__(
+        self,
+        pool: TapePool,
+        launches: list[Launch] | None = None,
+    ) -> None:
         self.steps: list[Step] = []
         self.refusals = Refusals()
         self.notes: dict[str, None] = {}
-        self.runs_operator = False
+        self.launches = launches
         self._pool = pool
         default = torch.default_generator
         self.before = _Before({default: default.get_state()})
@@ -229,39 +232,43 @@ class Tape:
         args: Args,
         kwargs: Kwargs,
     ) -> Any:
-        given = tensors_in((args, kwargs))
-        _refuse_foreign(func, given)
+        aliases = self._pool.aliases
+        before = _storages(func, tensors_in((args, kwargs)))
         for tensor in written_tensors(func, args, kwargs):
             storage = tensor.untyped_storage()
-            if self._pool.alias_of(storage) is None:
+            if storage._cdata not in aliases:
                 self.before.keep(storage)
         generator = kwargs.get("generator")
         if generator is not None:
             self.before.generators.setdefault(generator, generator.get_state())
         # the operator may change their layout
         fixed_args, fixed_kwargs = tree_map_only(Tensor, self._fixed, (args, kwargs))
-        before = {storage_id(tensor) for tensor in given}
-        call = _replayable(func)
-        self.runs_operator = True
-        try:
-            flat, spec = tree_flatten(call(*args, **kwargs))
-        finally:
-            self.runs_operator = False
+        call: Callable[..., Any] = as_its_caller(func, func, "cpu")
+        if func is torch.ops.aten.lift_fresh.default:
+            call = torch.ops.aten.clone.default
+        elif func.namespace in _COLLECTIVES and func._schema.name not in _POSTED:
+            call = partial(_awaited, func)
+        flat, spec = tree_flatten(call(*args, **kwargs))
         if func._opname.startswith("_foreach_"):
             count_writes(func, args, kwargs)
         placed: dict[int, Tensor] = {}
         blocks: dict[int, torch.UntypedStorage] = {}
+        results = list(flat)
         for i, leaf in enumerate(flat):
-            if not isinstance(leaf, Tensor) or _is_void(leaf) or storage_id(leaf) in before:
+            if not isinstance(leaf, Tensor):
                 continue
             source = leaf.untyped_storage()
+            # a zero derivative, or what an ``out=`` is about to grow
+            is_void = leaf._is_zerotensor() or source.device.type == "meta" or not source.nbytes()
+            if is_void or source._cdata in before:
+                continue
             if source._cdata not in blocks:
                 block = self._pool.take(source.nbytes())
                 blocks[source._cdata] = block.copy_(source)
-            placed[i] = tensor_on(blocks[source._cdata], leaf)
+            results[i] = placed[i] = tensor_on(blocks[source._cdata], leaf)
         if self._makes_step(func, flat, placed):
             self._add_step(func, partial(call, *fixed_args, **fixed_kwargs), placed, len(flat))
-        result = tree_unflatten([placed.get(i, leaf) for i, leaf in enumerate(flat)], spec)
+        result = tree_unflatten(results, spec)
         self.refusals.follow(func, args, kwargs, result)
         return result
 
@@ -291,7 +298,9 @@ class Tape:
         placed: dict[int, Tensor],
         results: int,
     ) -> None:
-        slots = {i: self._fixed(tensor) for i, tensor in placed.items()}
+        slots = {}
+        for i, tensor in placed.items():
+            slots[i] = self._fixed(tensor)
         variant = _out_variant(func) if slots and len(slots) == results else None
         if variant is not None:
             overload, names, left_out = variant
@@ -302,18 +311,23 @@ class Tape:
             call = partial(overload, *call.args, **keywords)
             slots = {}
         name = func._schema.name
+        if self.launches is not None:
+            first = len(self.steps)
+            launch = Launch(first, first + 1, name, blamed_line(), frozenset())
+            self.launches.append(launch)
         self.steps.append(Step(name, call, tuple(slots.items()), name in _POSTED))
 
     def _fixed(self, tensor: Tensor) -> Tensor:
         """Without a hold on its block, deaf to ``.data =``."""
-        alias = self._pool.alias_of(tensor.untyped_storage())
+        alias = self._pool.aliases.get(tensor.untyped_storage()._cdata)
         return tensor.detach() if alias is None else tensor_on(alias, tensor)
 
 
-def _refuse_foreign(
+def _storages(
     func: Any,
-    given: Sequence[Tensor],
-) -> None:
+    given: list[Tensor],
+) -> set[int]:
+    found = set[int]()
     for tensor in given:
         if tensor.device.type not in ("cpu", "meta") or tensor.layout is not torch.strided:
             raise CaptureError(
@@ -321,15 +335,8 @@ def _refuse_foreign(
                 f"{blamed_line()}",
                 remedy="The tape records dense tensors on the CPU; use device: cuda for others.",
             )
-
-
-def _replayable(func: Any) -> Callable[..., Any]:
-    call: Callable[..., Any] = as_its_caller(func, func, "cpu")
-    if func is torch.ops.aten.lift_fresh.default:
-        call = torch.ops.aten.clone.default
-    elif func.namespace in _COLLECTIVES and func._schema.name not in _POSTED:
-        call = partial(_awaited, func)
-    return call
+        found.add(tensor.untyped_storage()._cdata)
+    return found
 
 
 def _awaited(func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -362,14 +369,6 @@ def replay(steps: list[Step]) -> None:
                 for i, slot in step.copies:
                     slot.copy_(flat[i])
         _wait(posted)
-
-
-def _is_void(tensor: Tensor) -> bool:
-    """Zero derivatives, and what an ``out=`` is about to grow."""
-    storage = tensor.untyped_storage()
-    if tensor._is_zerotensor() or storage.device.type == "meta":
-        return True
-    return not storage.nbytes()
 
 
 @cache

@@ -248,7 +248,7 @@ def _finding(
     name = graph.nodes.names[node]
     found = None
     for launch in graph.launches:
-        end = max(launch.end, launch.first + 1)  # a tape adds the step later
+        end = max(launch.end, launch.first + 1)  # views launch nothing
         if launch.first <= node < end:
             found = launch
             if launch.operator == name:
@@ -393,17 +393,15 @@ class _Owners:
 
 
 def _state(graphs: ModelGraphs) -> Iterator[tuple[int, int, _Owner]]:
-    places = graphs.record().places
+    record = graphs.record()
     device = graphs.backend.device.type
     declared = set[int]()
-    for place in places.values():
+    for place in record.places.values():
         if isinstance(place.value, torch.nn.Module):
             held = vars(place.value)
             declared.update(map(id, held.get("_parameters", {}).values()))
             declared.update(map(id, held.get("_buffers", {}).values()))
-    for path, place in places.items():
-        if not isinstance(place.value, Tensor):
-            continue
+    for place in record.of_tensors:
         span = _span(place.value)
         if span is None:
             continue
@@ -412,7 +410,7 @@ def _state(graphs: ModelGraphs) -> Iterator[tuple[int, int, _Owner]]:
             kind = "host memory"
         elif id(place.value) in declared:
             kind = "parameter or buffer"
-        yield *span, _Owner(kind, path, span[1] - span[0])
+        yield *span, _Owner(kind, place.path, span[1] - span[0])
     for start, end, name in graphs.together.peer_memory().mapped:
         yield start, end, _Owner("peer", name, end - start)
     for sizes, buffers in graphs.buffers.items():

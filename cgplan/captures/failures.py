@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import traceback
+from typing import NoReturn
 
 import torch
 
@@ -44,6 +45,10 @@ def drop_locals(error: BaseException) -> None:
             passed.add(id(found))
             traceback.clear_frames(found.__traceback__)
             waiting += [found.__cause__, found.__context__]
+
+
+def raise_caused(failure: CgplanError, error: Exception) -> NoReturn:
+    raise failure from (error if failure is not error else error.__cause__)
 
 
 def explain_failure(

@@ -17,11 +17,10 @@ from cgplan.backends import GraphBackend, MemoryReading
 from cgplan.backends.backend import autocast_cache, span
 from cgplan.backends.capture_answers import answering
 from cgplan.backends.context import refuse_forbidden_capture
-from cgplan.backends.graph_nodes import OperatorLog
 from cgplan.backends.host_sync import storages_of
 from cgplan.buffers.outputs import OutputRows
 from cgplan.buffers.static import Tensors
-from cgplan.captures.failures import drop_locals, explain_failure
+from cgplan.captures.failures import drop_locals, explain_failure, raise_caused
 from cgplan.captures.model_runs import ModelRuns, State
 from cgplan.captures.rank_sync import SINGLE_RANK, RankSync
 from cgplan.captures.rehearsal import Rehearsal
@@ -271,7 +270,7 @@ class ModelGraphs(ModelRuns):
                     self.evict([key])
                     return self.capture_key(key, in_service=in_service)
                 rehearsal.forget_look(mode)
-                raise failure from (error if failure is not error else error.__cause__)
+                raise_caused(failure, error)
             self._check_captured(key, output)
             done = time.perf_counter()
             rehearsal.kept.restore(between_keys=True)
@@ -308,7 +307,7 @@ class ModelGraphs(ModelRuns):
         mode, descriptor = key
         log: AbstractContextManager[object] = nullcontext()
         if self.config.compilation.audit != "off":
-            log = OperatorLog(self.backend.open_graph, self.backend.device)
+            log = self.backend.logging_operators()
         answers = self._answering(mode, capturing=True)
         with rehearsal.judged_run(mode, captures=True), answers, log:
             return self.run_graphed(key, self.views(descriptor))

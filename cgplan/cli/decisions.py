@@ -46,14 +46,11 @@ MODES = (
     CUDAGraphMode.PIECEWISE,
     CUDAGraphMode.FULL_AND_PIECEWISE,
 )
-RUN_BY = {  # in place of MODES
-    "sglang": (
-        CUDAGraphMode.FULL_DECODE_ONLY,
-        CUDAGraphMode.PIECEWISE,
-        CUDAGraphMode.FULL_AND_PIECEWISE,
-    ),
-    "trtllm": (CUDAGraphMode.FULL_DECODE_ONLY,),
-}
+RUN_APART = (  # in place of MODES, where decode and prefill have graphs of their own
+    CUDAGraphMode.FULL_DECODE_ONLY,
+    CUDAGraphMode.PIECEWISE,
+    CUDAGraphMode.FULL_AND_PIECEWISE,
+)
 
 
 class Miss(NamedTuple):
@@ -81,7 +78,6 @@ class Planner:
     Args:
         sources: Steps or requests, with their weights.
         rules: ``one_list`` and ``apart``, as ``choose`` has them.
-        engine: Whose modes are weighed; None: all.
     """
 
     def __init__(
@@ -91,7 +87,6 @@ class Planner:
         priced: Priced,
         sources: Sequence[tuple[Source, float]],
         rules: dict[str, Any],
-        engine: str | None = None,
     ) -> None:
         self._loads = loads
         self._times = times
@@ -99,7 +94,7 @@ class Planner:
         self._sources = sources
         self._rules = rules
         self._higher = list[Traffic]()
-        self._modes = RUN_BY.get(engine or "", MODES)
+        self._modes = RUN_APART if rules.get("apart") else MODES
         self._first: list[Source] = []
         for source, _ in sources:
             first = source if isinstance(source, Traffic) else source.first(LARGE)

@@ -105,7 +105,9 @@ def _split_of(loaded: LoadedConfig) -> RenderableType:
 
 
 def inspect_vllm(read: VllmConfig, *, as_json: bool) -> None:
-    plan = build_plan(read.loaded.config)
+    from cgplan.planning.engines import with_emission
+
+    plan = with_emission(build_plan(read.loaded.config), "vllm")
     for line in read.notes:
         note(f"note: {line}")
     if as_json:

@@ -195,6 +195,8 @@ def plan_(context: Context, request: PlanRequest, loads: PlannedLoads, engine: V
         raise BadParameter("give either --traffic or --from-stats")
     if request.emit and request.as_json:
         raise BadParameter("give either --emit or --json; --output saves the plan beside either")
+    if request.sglang is not None and request.emit not in (None, "sglang"):
+        raise BadParameter(f"--sglang is not about --emit {request.emit}")
     from cgplan.cli.plan import run_plan
 
     settings = request.settings()

@@ -7,7 +7,7 @@ from enum import StrEnum
 from functools import partial, wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from typer import Argument, BadParameter, Option
 
@@ -17,7 +17,7 @@ from cgplan.units import format_microseconds
 if TYPE_CHECKING:
     from cgplan.config import LoadedConfig, Override
     from cgplan.planning import Plan
-    from cgplan.planning.engines import VllmConfig
+    from cgplan.planning.engines import Engine, VllmConfig
     from cgplan.traffic.histogram import Service
 
 YAML = (".yaml", ".yml")
@@ -296,6 +296,7 @@ class PlanRequest(Given):
     memory: str | None = option("Short for --set budget.memory=2GiB.", metavar="BYTES")
     capture_time: str | None = option("Short for --set budget.capture_time=30s.", metavar="TIME")
     emit: EngineName | None = option("Print the plan for an engine, and nothing else.")
+    sglang: str | None = option("SGLang's options, as on its command line.", metavar="OPTIONS")
     assume_default_times: bool = flag(
         "With --emit: take the default step times, of another model.", "--assume-default-times"
     )
@@ -303,6 +304,14 @@ class PlanRequest(Given):
     verbose: bool = flag("Show everything: curve, padding, sizes left out.", "--verbose", "-v")
     output: Path | None = OUTPUT()
     as_json: bool = JSON()
+
+    @property
+    def engine(self) -> "Engine | None":
+        """Whose graphs are planned."""
+        if self.emit is None:
+            return None if self.sglang is None else "sglang"
+        asked: Engine | Literal["json"] = self.emit.value
+        return None if asked == "json" else asked
 
 
 @dataclass

@@ -49,7 +49,7 @@ def show(*tables: RenderableType | None) -> None:
         if index:
             typer.echo()
         if console.is_terminal:
-            console.print(renderable)
+            console.print(renderable, crop=False)
         else:
             typer.echo(plain_text(renderable, width))
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cgplan.cli.costs import Priced, about, costs_of
-from cgplan.cli.options import Loads, ModeChoice, Objective, PlanRequest
+from cgplan.cli.options import EngineName, Loads, ModeChoice, Objective, PlanRequest
 from cgplan.cli.output import (
     check_outputs,
     note,
@@ -39,7 +39,14 @@ from cgplan.optimizer.subset import within_count
 from cgplan.planning import Plan, build_plan
 from cgplan.planning.build import refuse_auto
 from cgplan.planning.difference import machine_changes, named
-from cgplan.planning.engines import Engine, VllmConfig, emit
+from cgplan.planning.engines import (
+    ALONE,
+    Engine,
+    VllmConfig,
+    read_sglang,
+    sizes_by_lane,
+    with_emission,
+)
 from cgplan.planning.plan import Machine
 from cgplan.reports import load_plan
 from cgplan.reports.plan_tables import brief, said
@@ -47,6 +54,8 @@ from cgplan.reports.records import BenchReport, parse_report
 from cgplan.units import counted, format_microseconds, listed
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from cgplan.traffic.histogram import Traffic
     from cgplan.traffic.simulation import RequestTrace
     from cgplan.traffic.step_times import StepTimes
@@ -61,7 +70,8 @@ def run_plan(
 
     Raises RegretError where no plan holds the SLO.
     """
-    engine: Engine | None = None if request.emit is None else request.emit.value
+    parallelism = ALONE if request.sglang is None else read_sglang(request.sglang)
+    engine = request.engine
     path = request.path if vllm is None else None
     loaded = read_config(request.path, settings) if vllm is None else vllm.loaded
     refuse_auto(loaded.config)
@@ -71,31 +81,35 @@ def run_plan(
     inputs = (path, *files, loads.step_times, request.costs)
     check_outputs((request.output, request.html), inputs)
     _check_loads(config, loads)
-    if engine or files or config.traffic:
+    if request.emit or files or config.traffic:
         _refuse_varlen(config)
-    if engine and not request.assume_default_times:
-        _check_times(config, loads)
-    priced = costs_of(loaded, request.costs)
     has_traffic = files or config.traffic
-    one_list = engine == "vllm" or (vllm is not None and engine != "sglang")
-    if config.dims and (has_traffic or request.costs or engine):
-        plan = _for_sizes(config, loads, priced, engine)
+    are_own_times = loads.step_times or request.assume_default_times or not has_traffic
+    if request.emit and not are_own_times and not config.dims:
+        raise StepTimeError(
+            "a plan by the default step times, of another model, is not emitted",
+            remedy="Give --step-times FILE, of `cgplan bench --output`; or --assume-default-times.",
+        )
+    priced = costs_of(loaded, request.costs)
+    has_two_lists = engine in ("sglang", "trtllm")
+    one_list = engine == "vllm" or (vllm is not None and not has_two_lists)
+    if config.dims and (has_traffic or request.costs or request.emit):
+        plan = _for_sizes(config, loads, priced, is_emitted=request.emit is not None)
     elif has_traffic:
-        rules = {"one_list": one_list, "apart": engine == "sglang"}
-        plan = _for_traffic(config, loads, priced, rules, engine)
+        rules = {"one_list": one_list, "apart": has_two_lists}
+        plan = _for_traffic(config, loads, priced, rules)
     else:
         plan = _by_ladder(config, priced, one_list)
     if vllm:
         plan = plan.model_copy(update={"notes": (*vllm.notes, *plan.notes)})
-    if engine or request.as_json:
+    if request.emit or request.as_json:
         told = [f"{label}: {text}" for label, text in said(plan)]
         for line in dict.fromkeys((*announcements(plan), *told)):
             note(line)
-    shown = None if request.verbose else brief(plan)
-    if engine:
-        shown, remarks = emit(plan, engine)
-        for line in remarks:
-            note(f"note: {line}")
+    known: Engine | None = "vllm" if vllm and not engine else engine
+    if known and are_own_times:
+        plan = with_emission(plan, known, parallelism)
+    shown = _shown(plan, request)
     publish(plan, request.output, as_json=request.as_json, html=request.html, shown=shown)
     missed = (plan.evidence or {}).get("slo_missed")
     if missed is not None:
@@ -104,6 +118,19 @@ def run_plan(
             f"{missed}",
             remedy="Serve fewer requests a replica (--replicas), or loosen the SLO.",
         )
+
+
+def _shown(plan: Plan, request: PlanRequest) -> RenderableType | None:
+    """What ``--emit`` asks for, with notes on standard error, or the report."""
+    if request.emit is EngineName.json:
+        return sizes_by_lane(plan)
+    emission = plan.emission
+    if request.emit and emission:
+        bounds = emission.bounds.replace("\n", ", ")
+        for line in (*emission.notes, " and ".join((f"made for {bounds}", *emission.environment))):
+            note(f"note: {line}")
+        return emission.options
+    return None if request.verbose else brief(plan)
 
 
 def run_check(
@@ -199,16 +226,6 @@ def _refuse_varlen(config: Config) -> None:
         )
 
 
-def _check_times(config: Config, loads: Loads) -> None:
-    """Raise StepTimeError rather than emit a plan by the default step times."""
-    has_traffic = loads.files or config.traffic
-    if not loads.step_times and has_traffic and not config.dims:
-        raise StepTimeError(
-            "a plan by the default step times, of another model, is not emitted",
-            remedy="Give --step-times FILE, of `cgplan bench --output`; or --assume-default-times.",
-        )
-
-
 # --- the plan -------------------------------------------------------------------------------------
 
 
@@ -224,10 +241,13 @@ def _as_engine_runs(
         config = with_values(config, "scheduler", mixed_batches=False)
     if engine == "vllm" and not is_read and "compilation.key_rules" not in loaded.origins:
         config = with_values(config, "compilation", key_rules="vllm_v2")
-    if engine == "trtllm" and build_plan(config).mode.has_mode(CUDAGraphMode.FULL):
-        # it captures no others, unless it compiles the model
-        decode_alone = CUDAGraphMode.FULL_DECODE_ONLY
-        config = with_values(config, "compilation", cudagraph_mode=decode_alone)
+    if engine == "trtllm":
+        mode = build_plan(config).mode
+        is_asked_for = not loaded.origin("compilation.cudagraph_mode").endswith("default")
+        has_prefill = is_asked_for and mode is CUDAGraphMode.FULL_AND_PIECEWISE
+        if mode.has_mode(CUDAGraphMode.FULL) and not has_prefill:  # off by its default
+            decode_alone = CUDAGraphMode.FULL_DECODE_ONLY
+            config = with_values(config, "compilation", cudagraph_mode=decode_alone)
     return replace(loaded, config=config)
 
 
@@ -258,10 +278,11 @@ def _for_sizes(
     config: Config,
     loads: Loads,
     priced: Priced,
-    engine: Engine | None,
+    *,
+    is_emitted: bool,
 ) -> Plan:
     file = loads.files[0][0] if len(loads.files) == 1 else None
-    if not isinstance(file, Path) or engine or not loads.is_recorded:
+    if not isinstance(file, Path) or is_emitted or not loads.is_recorded:
         raise ConfigError(
             "boxes of `dims` are planned for one --traffic FILE with a column for each dimension, "
             "without --emit, --from-stats, the `traffic` section, --speedup and the like",
@@ -284,7 +305,6 @@ def _for_traffic(
     loads: Loads,
     priced: Priced,
     rules: dict[str, bool],
-    engine: Engine | None,
 ) -> Plan:
     from cgplan.cli.decisions import Planner  # numpy from here on
 
@@ -298,7 +318,6 @@ def _for_traffic(
         priced,
         sources,
         rules,
-        engine,
     ).decide(config)
     return plan.model_copy(update={"machine": priced.machine})
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Annotated, Any, Literal, cast
 
 from pydantic import (
@@ -63,6 +64,7 @@ class Extent:
     is_most: bool = False  # whether tensors may be shorter, without a symbol
 
     @classmethod
+    @cache
     def parse(cls, value: int | str) -> Extent:
         """From YAML: ``224``, ``up to 16``, ``num_tokens``, ``num_reqs + 1``, ``2 * length``.
         Raises ValueError.
@@ -308,7 +310,7 @@ class Input(Section):
     @property
     def extents(self) -> tuple[Extent, ...]:
         """The parsed shape."""
-        return tuple(Extent.parse(d) for d in self.shape)
+        return tuple(map(Extent.parse, self.shape))
 
     @property
     def row_dim(self) -> int | None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
-from typing import Any, cast, get_args
+from typing import Any, NamedTuple, cast, get_args
 
 import torch
 from torch import Tensor
@@ -41,7 +41,7 @@ from cgplan.drop_in.call_form import (
 )
 from cgplan.drop_in.gradients import OwnCode, with_gradients
 from cgplan.drop_in.inference import Inference, Settings
-from cgplan.drop_in.kinds import CALLS_BEFORE_CAPTURE, Family, Kind, without_constants
+from cgplan.drop_in.kinds import Family, Kind, Stage, without_constants
 from cgplan.errors import (
     CaptureError,
     CgplanError,
@@ -76,6 +76,11 @@ _transforms = torch._C._functorch.peek_interpreter_stack
 logger = logging.getLogger(__name__)
 
 _Graph = tuple[int, Key]  # id of its kind, key
+
+
+class _Effects(NamedTuple):
+    drawn: list[Any]  # states of generators
+    written: list[int | None]  # versions of tensors
 
 
 @dataclass
@@ -290,7 +295,7 @@ class Calls:
             )
         kind = self._kind_of(family, call)
         is_eager = self._settings.compilation.capture_policy == "eager"
-        if kind.eager_reason is None and kind.calls == 0 and is_eager:
+        if kind.eager_reason is None and kind.stage is Stage.NEW and is_eager:
             kind = self._warmed_up(call)
         if kind.may_capture:
             self.holds()
@@ -495,13 +500,13 @@ class Calls:
         shapes = shapes_of(tensors)
         versions = list(map(version_of, tensors))
         records = list[Fingerprint]()
-        if kind.calls == CALLS_BEFORE_CAPTURE - 1:
+        if kind.stage in (Stage.SEEN, Stage.PREPARED):
             arguments = call.by_name(self._signature)
             records = [
                 self._record({"model": self._model}, draws=True),
                 self._record(arguments),
             ]
-        before = _drawn_and_written(records)
+        before = _effects_until_now(records)
         output = self._model(*call.args, **call.kwargs)
         changes = [list(record.changes(settings.ignore).values()) for record in records]
         kind.note_run(*changes)
@@ -518,20 +523,20 @@ class Calls:
         if shapes_of(tensors) != shapes:
             kind.eager_reason = "the forward changes the shape of an argument"
         self._learn(kind, sizes, output)
-        after = _drawn_and_written(records)
+        after = _effects_until_now(records)
         is_steady = kind.may_capture  # else it prepared the model
         recomputes = settings.recomputes and True in kind.requires_grad
         if is_steady and recomputes and before != after:
             kind.eager_reason = (
                 "backward could not run it again: each run draws random numbers, or writes tensors"
             )
-        writes_state = is_steady and before[1:] != after[1:]
+        writes_state = is_steady and before.written != after.written
         if kind.eager_reason is not None:
             self._log_once(kind.eager_reason)
         elif writes_state and not kind.is_exact and not settings.pad:
             self._give_up(kind, "the forward writes state, which padding might reach")
             exact = self._add_kind(call, kind.state)
-            exact.calls = kind.calls
+            exact.stage = kind.stage
             self._learn(exact, exact.sizes_of(tensors), output)
         return output
 
@@ -857,9 +862,9 @@ def _holds_container(
     return any(id(container) in held for container in containers_in(output))
 
 
-def _drawn_and_written(records: Sequence[Fingerprint]) -> list[Any]:
+def _effects_until_now(records: Sequence[Fingerprint]) -> _Effects:
     if not records:
-        return []
+        return _Effects([], [])
     index = records[0].device.index or 0
     of_device = torch.cuda.default_generators[index : index + 1]
     generators = [torch.default_generator, *of_device]
@@ -868,4 +873,4 @@ def _drawn_and_written(records: Sequence[Fingerprint]) -> list[Any]:
         generators += record.generators
         tensors += record.tensors
     states = [generator.get_state().tolist() for generator in generators]
-    return [states, list(map(version_of, tensors))]
+    return _Effects(states, list(map(version_of, tensors)))

@@ -31,7 +31,7 @@ _SIZES = "Pass a list of sizes, or the name of a ladder: sizes=[1, 2, 4]."
 _STRICT = "Pass strict=True, or leave it out."
 _IGNORE = 'Pass a list: ignore=["model.calls"].'
 
-Shapes = dict[str, list[int | str]]
+NamedShapes = dict[str, list[int | str]]
 
 
 @dataclass
@@ -258,8 +258,8 @@ class Inference:
 def _shapes_of(
     named: Mapping[str, Tensor],
     dynamic: Mapping[str, Mapping[int, Dim | str]] | None,
-) -> tuple[Shapes, str]:
-    shapes: Shapes = {name: list(tensor.shape) for name, tensor in named.items()}
+) -> tuple[NamedShapes, str]:
+    shapes: NamedShapes = {name: list(tensor.shape) for name, tensor in named.items()}
     note = "names of dimensions: as dynamic says"
     if dynamic is None:
         batched = _batched(named)

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import Any, NamedTuple
 
 import torch
@@ -37,11 +38,19 @@ from cgplan.graphs.fingerprint import Change, Fingerprint
 from cgplan.graphs.watch import Watch
 from cgplan.runner.runner import GraphRunner
 
-CALLS_BEFORE_CAPTURE = 2
 _WITH_CONSTANTS = (int, float, bool, str)
 AMBIENT = 6  # last parts of a form, no arguments
 
 Shape = tuple[int | str, ...]
+
+
+class Stage(Enum):
+    """``PREPARED``: a watched call changed the model."""
+
+    NEW = auto()
+    SEEN = auto()
+    PREPARED = auto()
+    READY = auto()
 
 
 class _Point(NamedTuple):
@@ -59,7 +68,6 @@ class Kind:
         state, objects: Of the object arguments: a key, and their watch.
         written: Ids of the storages that its graphs write.
         failures: Of verifications.
-        has_changed: A watched call changed Python.
     """
 
     def __init__(
@@ -81,8 +89,9 @@ class Kind:
         self.dims: dict[str, Dim] = {}
         self.grows = set[str]()
         self.notes = [note]
-        self.is_exact = self.has_changed = False
-        self.calls = self.failures = 0
+        self.is_exact = False
+        self.stage = Stage.NEW
+        self.failures = 0
         self.eager_reason: str | None = None
         self.runner: GraphRunner | None = None
         self.returns: Form | None = None
@@ -97,7 +106,7 @@ class Kind:
 
     @property
     def may_capture(self) -> bool:
-        return self.eager_reason is None and self.calls >= CALLS_BEFORE_CAPTURE
+        return self.eager_reason is None and self.stage is Stage.READY
 
     # --- which calls are of this kind -------------------------------------------------------------
 
@@ -108,9 +117,9 @@ class Kind:
     ) -> None:
         """Of the model's own code; what it changed of Python, if it was watched."""
         if not of_model and not of_arguments:
-            self.calls += 1
-        elif not of_arguments and not self.has_changed:
-            self.has_changed = True
+            self.stage = Stage.SEEN if self.stage is Stage.NEW else Stage.READY
+        elif not of_arguments and self.stage is not Stage.PREPARED:
+            self.stage = Stage.PREPARED
         else:
             first = (*of_model, *of_arguments)[0]
             self.eager_reason = f"each run changes {first.path}"
@@ -321,16 +330,17 @@ class Kind:
         """
         served = self.replays > 1
         self.close()
-        self.has_changed = False
         if not is_moved:
             self._points.clear()
             self.forward.outputs.clear()
             self.returns = None
             self.eager_reason = None
-        if self.calls >= CALLS_BEFORE_CAPTURE:
-            self.calls = 0
-            if served:
-                self.calls = CALLS_BEFORE_CAPTURE if is_moved else CALLS_BEFORE_CAPTURE - 1
+        if served:
+            self.stage = Stage.READY if is_moved else Stage.SEEN
+        elif self.stage is Stage.READY:
+            self.stage = Stage.NEW
+        elif self.stage is Stage.PREPARED:
+            self.stage = Stage.SEEN
 
     @property
     def replays(self) -> int:

@@ -56,11 +56,7 @@ class AmbientState(NamedTuple):
         finally:
             torch.set_default_dtype(before.dtype)
 
-    def refuse_other_autocast(
-        self,
-        device: str,
-        done: str = "captured",
-    ) -> None:
+    def refuse_other_autocast(self, device: str, done: str = "captured") -> None:
         """Raise CaptureError if autocast is another one now."""
         now = AmbientState.now(device)
         if now.autocast != self.autocast:

@@ -52,7 +52,7 @@ class _Leaf:
         return hash(type(self.value))
 
 
-class Form(NamedTuple):
+class Traits(NamedTuple):
     """What a graph relies on of a tensor."""
 
     dtype: torch.dtype
@@ -65,7 +65,7 @@ class Form(NamedTuple):
     def of(
         cls,
         tensor: torch.Tensor,
-    ) -> Form:
+    ) -> Traits:
         strides = tensor.stride() if tensor.layout is torch.strided else ()
         return cls(
             tensor.dtype,
@@ -86,7 +86,7 @@ class Place:
 
     Attributes:
         home: The id of its holder, and the path's last step.
-        address, requires_grad, form: Of a dense tensor on the record's device.
+        address, requires_grad, traits: Of a dense tensor on the record's device.
     """
 
     path: str
@@ -97,17 +97,17 @@ class Place:
     value: Any
     address: int | None = None
     requires_grad: bool = False
-    form: Form | None = None
+    traits: Traits | None = None
 
     @property
     def tensor(self) -> tuple[Any, ...] | None:
-        if self.form is None:
+        if self.traits is None:
             return None
         return (
             self.address,
             self.requires_grad,
-            self.form.strides,
-            self.form.shape,
+            self.traits.strides,
+            self.traits.shape,
         )
 
     def enter_tensor(
@@ -130,7 +130,7 @@ class Place:
             if tensor.layout is torch.strided and tensor.device == device:
                 self.address = tensor.data_ptr()
                 self.requires_grad = tensor.requires_grad
-                self.form = Form.of(tensor)
+                self.traits = Traits.of(tensor)
         return []
 
     def compare(
@@ -144,11 +144,11 @@ class Place:
                 now,
                 (self.container, self.key),
             )
-        if self.form is None:
+        if self.traits is None:
             return None
-        form = Form.of(now)
-        if form != self.form:
-            return Change(self.path, str(self.form), str(form))
+        traits = Traits.of(now)
+        if traits != self.traits:
+            return Change(self.path, str(self.traits), str(traits))
         if now.data_ptr() != self.address:
             return Change(self.path, _ADDRESS, _ADDRESS)
         if now.requires_grad != self.requires_grad:
@@ -178,7 +178,7 @@ class Change:
             return False
         was = self.was
         now = self.now
-        is_alike = Form.of(was) == Form.of(now) and was.device == now.device
+        is_alike = Traits.of(was) == Traits.of(now) and was.device == now.device
         return is_alike and was.requires_grad == now.requires_grad
 
     @property
@@ -225,6 +225,7 @@ class Fingerprint:
     roots: dict[str, Any]
     device: torch.device
     places: dict[str, Place] = field(default_factory=dict)
+    of_tensors: list[Place] = field(default_factory=list)
     contents: dict[str, Contents] = field(default_factory=dict)
     generators: tuple[torch.Generator, ...] = ()
     is_compiled: bool = False
@@ -272,6 +273,7 @@ class Fingerprint:
             found: list[Inside] = []
             if issubclass(kind, torch.Tensor):
                 found = place.enter_tensor(self.device)
+                self.of_tensors.append(place)
             elif issubclass(kind, torch.Generator):
                 self._note_generator(value)
             elif kind not in PLAIN and id(value) not in seen:
@@ -283,8 +285,7 @@ class Fingerprint:
                 for of_class, (first, layout) in classes.items():
                     for inner in walk.named_in_class(layout, named):
                         todo.append((first, id(of_class), inner))
-        addressed = (place.value for place in self.places.values() if place.address is not None)
-        self.count = len(set(map(id, addressed)))
+        self.count = len({id(p.value) for p in self.of_tensors if p.address is not None})
 
     def _roots(self) -> list[Inside]:
         found = list[Inside]()
@@ -356,9 +357,8 @@ class Fingerprint:
     @property
     def tensors(self) -> list[torch.Tensor]:
         by_id = dict[int, torch.Tensor]()
-        for place in self.places.values():
-            if is_tensor(place.value):
-                by_id[id(place.value)] = place.value
+        for place in self.of_tensors:
+            by_id[id(place.value)] = place.value
         return list(by_id.values())
 
     def summary(self) -> str:
@@ -380,13 +380,12 @@ class Fingerprint:
                     now = place.container[place.key]
                 except _ABSENT_ERRORS:
                     now = ABSENT
-                if now is place.value and place.form is None:
+                if now is place.value and place.traits is None:
                     continue
                 change = place.compare(now)
                 if change is not None:
                     found.append(change)
-        for path, held in self.contents.items():
-            found += _changes_of(path, held)
+        found += _changes_of(self.contents)
         for before in (*self.stateful, *self.draws):
             state = before.read()
             if state != before.state:
@@ -421,12 +420,12 @@ class Fingerprint:
         for path, place in self.places.items():
             value = place.value
             kind = type(value)
-            held: Any = (place.address, place.form)
+            held: Any = (place.address, place.traits)
             if kind in PLAIN:
                 held = repr(value)
             elif issubclass(kind, _FUNCTIONS):
                 held = value
-            elif place.form is None and walk.is_leaf(value):
+            elif place.traits is None and walk.is_leaf(value):
                 held = _Leaf(value)
             found.append((path, kind, held))
         for path, contents in self.contents.items():
@@ -443,6 +442,7 @@ class Fingerprint:
         """Drop the model's objects; addresses can still be compared."""
         for place in self.places.values():
             place.container = place.key = place.value = None
+        self.of_tensors = []
         self.roots = {}
         self.contents = {}
         self.stateful = []
@@ -487,8 +487,8 @@ class Fingerprint:
             elif new.address != old.address:
                 moved = f"{old.address:#x} at capture, {new.address:#x} now"
                 lines["changed"].append(f"{old.path}: {moved}")
-            elif new.form != old.form:
-                lines["reshaped"].append(f"{old.path}: {old.form} at capture, {new.form} now")
+            elif new.traits != old.traits:
+                lines["reshaped"].append(f"{old.path}: {old.traits} at capture, {new.traits} now")
         if may_grow:
             return lines
         for path in after:
@@ -502,7 +502,7 @@ class Fingerprint:
         held = [held for path, held in self.contents.items() if path.endswith(_STRUCTURE)]
         return places, held
 
-    def exchanged(
+    def other_modules(
         self,
         now: Fingerprint,
     ) -> list[str]:
@@ -534,7 +534,7 @@ class Fingerprint:
         if any(lines.values()):
             message = _message(what, lines, self.count)
             raise AddressError(message, remedy=_remedy(lines))
-        others = self.exchanged(now)
+        others = self.other_modules(now)
         if others:
             raise AddressError(
                 f"{what} was captured with other modules or hooks than the model has now: "
@@ -550,25 +550,26 @@ class Fingerprint:
             )
 
 
-def _changes_of(
-    path: str,
-    held: Contents,
-) -> list[Change]:
-    owner = held.owner
-    if type(owner) is not held.kind:
-        return [Change(path, held.kind.__name__, type(owner).__name__)]
-    if owner is not None and object.__getattribute__(owner, "__dict__") is not held.value:
-        return [Change(path, "its own", "another one")]
-    length = held.base.__len__(held.value)
-    has_length = length == held.length
-    if has_length and all(map(operator.is_, held.keys, held.base.__iter__(held.value))):
-        return []
-    if not held.is_dict:
-        return [Change(f"len({path})", held.length, length)]
-    added = _added(path, held)
-    if has_length and not added:
-        return [Change(path, "in its order", "in another one")]
-    return added
+def _changes_of(contents: Mapping[str, Contents]) -> list[Change]:
+    found = list[Change]()
+    for path, held in contents.items():
+        owner = held.owner
+        length = held.base.__len__(held.value)
+        has_length = length == held.length
+        if type(owner) is not held.kind:
+            found.append(Change(path, held.kind.__name__, type(owner).__name__))
+        elif owner is not None and object.__getattribute__(owner, "__dict__") is not held.value:
+            found.append(Change(path, "its own", "another one"))
+        elif has_length and all(map(operator.is_, held.keys, held.base.__iter__(held.value))):
+            continue
+        elif not held.is_dict:
+            found.append(Change(f"len({path})", held.length, length))
+        else:
+            added = _added(path, held)
+            if has_length and not added:
+                added.append(Change(path, "in its order", "in another one"))
+            found += added
+    return found
 
 
 def _added(

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -50,7 +51,7 @@ from cgplan.backends.host_sync import (
 )
 from cgplan.errors import CaptureError, first_line
 from cgplan.graphs.ambient import number_of, random_state_kept
-from cgplan.graphs.fingerprint import Change, Fingerprint, is_same, is_tensor, is_within
+from cgplan.graphs.fingerprint import ABSENT, Change, Fingerprint, is_same, is_tensor, is_within
 from cgplan.graphs.put_back import PutBack
 
 Part = Literal["segment", "eager piece"]
@@ -64,7 +65,6 @@ _OVERWRITES = (
     "copy_",
 )
 _SEED = 0x5EED_0F_A_100C
-_NOTHING = object()
 
 
 def no_operators() -> dict[Part, Counter[str]]:
@@ -208,16 +208,15 @@ class Look(TorchDispatchMode):
         self._depth = 0  # nested operators
         self._called_wrappers = set[int]()
         self._names = dict[int, str]()  # of the model's tensors
-        for place in reversed(self._state.places.values()):
-            if is_tensor(place.value):
-                self._names[id(place.value)] = place.path
+        for place in reversed(self._state.of_tensors):
+            self._names[id(place.value)] = place.path
         self._last_changes = self._changes()
         for path, now in self._last_changes.items():
             if is_tensor(now):
                 self._names[id(now)] = path
         self._inputs = storages_of(inputs)
         of_model = storages_of(self._state.tensors)
-        self._outside = Outside((*of_model, *self._inputs))
+        self.outside = Outside((*of_model, *self._inputs))
         self.found.from_inputs |= self._inputs
         self.refusals.watched = self.found.from_inputs
         self._storages_read = set[int]()
@@ -280,7 +279,8 @@ class Look(TorchDispatchMode):
         kwargs: Kwargs,
     ) -> Any:
         found = self.found
-        self._kept.save_written(func, args, kwargs)
+        written = written_tensors(func, args, kwargs)
+        self._kept.save(written)
         generator = kwargs.get("generator")
         if generator is not None:
             self._know(generator)
@@ -303,21 +303,18 @@ class Look(TorchDispatchMode):
             if may_draw:
                 self._note_states()
         self.refusals.follow(func, args, kwargs, result)
-        written = written_tensors(func, args, kwargs)
         ids_given = storages_of(given).keys()
         ids_written = storages_of(written).keys()
         if found.writes_input is None and ids_written & self._inputs.keys():
             found.writes_input = blamed_line()
         results = [*tensors_in(result), *written]
-        self._outside.note(given, results)
+        self.outside.note(given, results)
         takes_shape = func._opname.startswith("new_") or func._opname.endswith("_like")
         if not takes_shape and ids_given & found.from_inputs.keys():
             found.from_inputs |= storages_of(results)
         if self._in_piece:
             self._follow_piece(given, results)
-        accumulates = any(leaf is True or type(leaf) is str for leaf in leaves)  # or `reduce`
-        overwrites = func._opname in _OVERWRITES and not accumulates
-        self._note_storages(func, ids_given, ids_written, overwrites)
+        self._note_storages(func, leaves, ids_given, ids_written)
         if func._opname.startswith("_foreach_"):
             count_writes(func, args, kwargs)
         return result
@@ -333,10 +330,13 @@ class Look(TorchDispatchMode):
     def _note_storages(
         self,
         func: Any,
+        leaves: Iterable[Any],
         given: Collection[int],
         written: Collection[int],
-        overwrites: bool,
     ) -> None:
+        overwrites = func._opname in _OVERWRITES
+        if overwrites:  # `accumulate` and `reduce` add
+            overwrites = not any(leaf is True or type(leaf) is str for leaf in leaves)
         if overwrites:
             self.found.overwritten |= set(written) - self._storages_read
             self._storages_read |= set(given) - set(written)
@@ -442,7 +442,7 @@ class Look(TorchDispatchMode):
             self.found.aside |= _others(before, now).keys()
         self._last_changes = now
         for path, value in list(bound.items()):
-            if not is_same(now.get(path, _NOTHING), value):
+            if not is_same(now.get(path, ABSENT), value):
                 del bound[path]
 
     def _follow_piece(
@@ -492,8 +492,6 @@ class Look(TorchDispatchMode):
 
     def finish(self) -> None:
         found = self.found
-        bound = set(map(id, self._changes().values()))
-        found.outside = self._outside.tensors(bound)
         if found.error is None:
             self._go_on_in(self._part)
         for known in self._random.values():
@@ -507,9 +505,10 @@ class Look(TorchDispatchMode):
         found.from_inputs = made
 
 
+@cache
 def _is_view(func: Any) -> bool:
-    returns_alias = any(value.alias_info is not None for value in func._schema.returns)
-    return returns_alias and not func._schema.is_mutable
+    aliases = [value.alias_info for value in func._schema.returns]
+    return any(aliases) and not func._schema.is_mutable
 
 
 def modules_reached(
@@ -530,7 +529,7 @@ def _others(
 ) -> dict[str, object]:
     found = {}
     for path, value in now.items():
-        if not is_same(before.get(path, _NOTHING), value):
+        if not is_same(before.get(path, ABSENT), value):
             found[path] = value
     return found
 
@@ -562,6 +561,8 @@ def look(
         finally:
             stack.close()
             mode.finish()
+    bound = {id(change.now) for change in kept.last.values()}
+    mode.found.outside = mode.outside.tensors(bound)
     return mode.found
 
 
@@ -611,7 +612,7 @@ def refuse_rebound(
             "would not",
             remedy="Pass it to the piece as an argument, or have the piece compute it.",
         )
-    refused = kept.exchanged(found.reads, changed)
+    refused = kept.rebound(found.reads, changed)
     for path, change in changed.items():
         if change.is_reshaped and not is_within(path, found.aside):
             refused.append(path)

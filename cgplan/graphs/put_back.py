@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from cgplan.backends.host_sync import storage_id, written_tensors
+from cgplan.backends.host_sync import storage_id
 from cgplan.graphs.fingerprint import ABSENT, Change, Fingerprint, is_same, is_tensor, is_within
 
 _HOST_COPIES = 1 << 30  # bytes
@@ -83,6 +83,7 @@ class PutBack:
     Attributes:
         outcome: Bytes and kind of copy by path; ``new``: made on first use.
         volatile: Paths that each run binds again.
+        last: Changes of Python after the last run.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class PutBack:
         self._written: dict[int, _Written] = {}
         self._new: dict[int, _New] = {}
         self._places = self._storages(before)
-        self._last: dict[str, Change] = {}  # after the last run
+        self.last: dict[str, Change] = {}
         self._first = dict[str, Any]()  # what their first change left there
         self._count = 0  # of runs
         self._runs = Counter[str]()
@@ -108,9 +109,7 @@ class PutBack:
     @staticmethod
     def _storages(state: Fingerprint) -> dict[int, tuple[str, torch.Tensor]]:
         found = dict[int, tuple[str, torch.Tensor]]()
-        for place in state.places.values():
-            if not is_tensor(place.value):
-                continue
+        for place in state.of_tensors:
             with suppress(RuntimeError, NotImplementedError):
                 address = place.value.untyped_storage().data_ptr()
                 found.setdefault(address, (place.path, place.value))
@@ -133,7 +132,7 @@ class PutBack:
             yield found
         finally:
             now = self.before.changes()
-            changed = _differing(self._last, now)
+            changed = _differing(self.last, now)
             if changed:
                 self._adopt_new()
             self._new.clear()
@@ -147,7 +146,7 @@ class PutBack:
                     self._captured.add(path)
                 if path not in self._of_context:
                     found[path] = change
-            self._last = now
+            self.last = now
             inside = {} if made is None else made.changes()
             for path, change in inside.items():
                 if path not in changed:
@@ -158,16 +157,11 @@ class PutBack:
         """Around an engine's code: what it binds is put back."""
         yield
         now = self.before.changes()
-        self._of_context |= _differing(self._last, now).keys()
-        self._last = now
+        self._of_context |= _differing(self.last, now).keys()
+        self.last = now
 
-    def save_written(
-        self,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-    ) -> None:
-        for tensor in written_tensors(func, args, kwargs):
+    def save(self, written: Iterable[torch.Tensor]) -> None:
+        for tensor in written:
             try:
                 storage = tensor.untyped_storage()
                 address = storage.data_ptr()
@@ -254,7 +248,7 @@ class PutBack:
     @property
     def leaves_python(self) -> bool:
         """Whether ``restore`` leaves some changes of Python."""
-        return not all(map(self.before.is_attribute, self._last.values()))
+        return not all(map(self.before.is_attribute, self.last.values()))
 
     def made_of(
         self,
@@ -272,7 +266,7 @@ class PutBack:
                 found.append(path)
         return found
 
-    def exchanged(
+    def rebound(
         self,
         read: Mapping[str, torch.Tensor],
         changed: Mapping[str, Change],
@@ -339,10 +333,11 @@ class PutBack:
                 continue
             self.outcome[written.path] = nbytes, written.kept
             written.put_back()
-        if between_keys and not self._last:
+        if between_keys and not self.last:
             return
         made = self._made_on_first_use()
-        for path, change in self.before.changes().items():
+        self.last = self.before.changes()
+        for path, change in self.last.items():
             if path in made:
                 nbytes = change.now.nbytes if is_tensor(change.now) else 0
                 self.outcome[path] = nbytes, "new"
@@ -355,7 +350,8 @@ class PutBack:
                 value = self._first.get(path, value)
             with suppress(LookupError, AttributeError, TypeError):
                 _bind(change, value)
-        self._last = self.before.changes()
+        if self.last:
+            self.last = self.before.changes()
 
     def restore_python(
         self,

@@ -208,7 +208,10 @@ def layout_of(kind: type) -> Layout | None:
     is_opaque = _OPAQUE_MODULES.match(kind.__module__) is not None and not is_module
     if is_opaque or issubclass(kind, _OPAQUE) or "__graph_memory__" in static:
         return None
-    bases = (base for base in _CONTAINERS if issubclass(kind, base))
+    base: Any = None
+    for container in reversed(_CONTAINERS):
+        if issubclass(kind, container):
+            base = container
     slots = list[tuple[str, Any]]()
     for owner in kind.__mro__:
         if "__slots__" not in vars(owner):
@@ -219,7 +222,7 @@ def layout_of(kind: type) -> Layout | None:
     return Layout(
         kind,
         static,
-        next(bases, None),
+        base,
         slots,
         is_module,
         _is_foreign(kind.__module__),
@@ -333,12 +336,12 @@ def inside(
         _enter_function(value, found)
     elif issubclass(kind, type):
         _enter_class(value, found)
-    elif issubclass(kind, types.BuiltinMethodType):
-        if not issubclass(type(value.__self__), types.ModuleType):
-            found.add_value(value.__self__)
-    elif issubclass(kind, types.MethodType):
-        found.add_value(value.__self__)
-        found.add_value(value.__func__, ".__func__")
+    elif issubclass(kind, types.BuiltinMethodType | types.MethodType):
+        owner = value.__self__
+        is_tensor = issubclass(type(owner), torch.Tensor)
+        found.add_value(owner, ".__self__" * is_tensor)
+        if kind is types.MethodType:
+            found.add_value(value.__func__, ".__func__")
     elif issubclass(kind, torch.jit.ScriptModule):
         for name, _ in (*value.named_parameters(), *value.named_buffers()):
             found.add(Via(value, _read_path), name, f".{name}")

@@ -262,17 +262,18 @@ class CUDAGraphWrapper:
         args: Args,
         kwargs: Kwargs,
     ) -> Recorded:
-        graph = self.backend.new_graph(pool)
+        backend = self.backend
+        graph = backend.new_graph(pool)
         given = list(args)
         slots = {}
         copied = self._copied_arguments(args, pool)
-        with self.backend.capturing(graph):
+        with backend.capturing(graph):
             for i in copied:
                 with torch.inference_mode(False):  # else it could be filled only there
-                    given[i] = slots[i] = self.backend.slot(args[i])
+                    given[i] = slots[i] = backend.slot(args[i])
             output = self.runnable(*given, **kwargs)
-        replay = partial(self.backend.replay, graph)
-        free = partial(self.backend.reset, graph)
+        replay = partial(backend.replay, graph)
+        free = partial(backend.reset, graph)
         return Recorded(graph, output, slots, replay, free, (graph,))
 
     def _warm_up(self, args: Args, kwargs: Kwargs) -> None:

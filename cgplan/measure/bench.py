@@ -11,7 +11,7 @@ import torch
 
 from cgplan.buffers.static import example_batch
 from cgplan.captures.environment import describe_environment
-from cgplan.captures.failures import explain_eager_failure
+from cgplan.captures.failures import explain_eager_failure, raise_caused
 from cgplan.errors import ConfigError
 from cgplan.measure.baselines import BenchBatch, bench_baselines, timing
 from cgplan.modes import CUDAGraphMode
@@ -62,8 +62,7 @@ def bench(
             batches = examples(runner, *box)
             records += [_measure(runner, batch) for batch in batches]
         except Exception as error:
-            failure = explain_eager_failure(error, name)
-            raise failure from (error if failure is not error else error.__cause__)
+            raise_caused(explain_eager_failure(error, name), error)
         first.append(batches[0])
     report = runner.report  # before baselines change it
     peers = None

@@ -35,7 +35,7 @@ from cgplan.backends.host_sync import (
 )
 from cgplan.backends.replacing import replaced
 from cgplan.buffers.static import example_batch
-from cgplan.captures.failures import explain_eager_failure
+from cgplan.captures.failures import explain_eager_failure, raise_caused
 from cgplan.config import Config
 from cgplan.errors import CaptureError
 from cgplan.graphs.wrapper import CUDAGraphWrapper
@@ -280,8 +280,7 @@ def _recorded(
                     f"{blamed_line(error.__traceback__)}: {type(cause).__name__}: {cause}",
                     remedy="Use --costs measure, or torch.library.register_fake for an operator.",
                 ) from error
-            failure = explain_eager_failure(cause, batch)
-            raise failure from (error if failure is not error else error.__cause__)
+            raise_caused(explain_eager_failure(cause, batch), error)
     if log.refusals.first:  # the forward caught it
         raise log.refusals.first
     return Recording.of(key, log.operators, log.events)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import torch
 from torch import SymInt, Tensor, fx
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from cgplan.backends import GraphBackend
 from cgplan.backends.host_sync import Args, Function
@@ -125,29 +125,14 @@ class _PartitionWrapper(CUDAGraphWrapper):
 
     def __init__(self, partition: Partition, forward: PartitionedForward, **options: Any) -> None:
         def run(*leaves: Any) -> Any:
-            rest = iter(leaves)
-            args = []
-            for count in self._counts:
-                if count is None:
-                    args.append(next(rest))
-                else:
-                    args.append(tuple(islice(rest, count)))
-            return partition(args)
+            return partition(tree_unflatten(leaves, self._spec))
 
         super().__init__(run, CUDAGraphMode.PIECEWISE, **options)
         self._forward = forward
-        self._counts: list[int | None] = []
+        self._spec: Any = None
 
     def call(self, args: list[Any]) -> Any:
-        leaves: list[Any] = []
-        self._counts = []
-        for arg in args:
-            if isinstance(arg, tuple):
-                leaves += arg
-                self._counts.append(len(arg))
-            else:
-                leaves.append(arg)
-                self._counts.append(None)
+        leaves, self._spec = tree_flatten(args)
         return self(*leaves)
 
     def _copied_arguments(self, args: Args, pool: Any) -> tuple[int, ...]:

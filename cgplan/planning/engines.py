@@ -1,15 +1,18 @@
 """Plans as options of vLLM, SGLang and TensorRT-LLM; vLLM's options as a configuration.
 
-Names are of vLLM 0.33.0 (config/compilation.py, config/vllm.py, engine/arg_utils.py), SGLang 0.5.23
-(srt/arg_groups/fields/exec_.py) and TensorRT-LLM 1.4.0rc1 (its LLM API reference).
+Names and rules are of ``VERSIONS``: vLLM's config/compilation.py, config/vllm.py,
+engine/arg_utils.py; SGLang's srt/arg_groups/fields, srt/model_executor/runner; TensorRT-LLM's LLM
+API reference, _torch/pyexecutor.
 """
 
 from __future__ import annotations
 
 import json
 import shlex
+from argparse import ArgumentError, ArgumentParser
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import groupby
+from itertools import groupby, pairwise
+from math import gcd
 from typing import Any, Literal, NamedTuple
 
 from cgplan.config import Config, LoadedConfig, Override, loaded_config
@@ -17,9 +20,10 @@ from cgplan.errors import ConfigError, did_you_mean
 from cgplan.modes import RUNTIME_MODES, CUDAGraphMode
 from cgplan.planning.build import build_plan, ladder_sizes
 from cgplan.planning.dispatcher import CudagraphDispatcher
-from cgplan.planning.plan import Plan
+from cgplan.planning.plan import Emission, Plan
 from cgplan.units import counted
 
+VERSIONS = {"vLLM": "0.33.0", "SGLang": "0.5.23", "TensorRT-LLM": "1.4.0rc1"}
 OPTION = "--vllm"
 # vLLM's defaults that differ from cgplan's.
 _DEFAULTS: Mapping[str, Any] = {
@@ -316,17 +320,61 @@ def _parse(text: str) -> dict[str, Any]:
     return given
 
 
-Engine = Literal["vllm", "sglang", "trtllm", "json"]
+Engine = Literal["vllm", "sglang", "trtllm"]
 
 
-class Emission(NamedTuple):
-    """A plan as an engine's options or file, and how the engine's graphs differ from it."""
+class Parallelism(NamedTuple):
+    """What SGLang's ``get_cuda_graph_batch_size_alignment`` asks of its sizes.
 
-    text: str
-    notes: tuple[str, ...] = ()
+    Attributes:
+        multiple: Of tokens; ``in_requests``: decode sizes, of requests.
+        ranks: Attention DP ranks, which share the bounds.
+    """
+
+    multiple: int = 1
+    in_requests: bool = False
+    ranks: int = 1
 
 
-def emit(plan: Plan, engine: Engine) -> Emission:
+ALONE = Parallelism()
+
+
+def read_sglang(text: str) -> Parallelism:
+    """Of SGLang's options, as on its command line. Raises ConfigError for a wrong value."""
+    parser = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--tp-size", "--tensor-parallel-size", "--tp", type=int, default=1)
+    parser.add_argument("--dp-size", "--data-parallel-size", "--dp", type=int, default=1)
+    for kind, name in (("dp", "data"), ("cp", "context")):
+        names = (f"--attn-{kind}-size", f"--attention-{name}-parallel-size")
+        parser.add_argument(*names, type=int, default=1)
+    parser.add_argument("--moe-dense-tp-size", type=int)
+    parser.add_argument("--moe-a2a-backend", default="none")
+    for name in ("dp-attention", "two-batch-overlap"):
+        parser.add_argument(f"--enable-{name}", action="store_true")
+    remedy = "Give SGLang's options: --sglang '--tp-size 8 --attn-dp-size 2'."
+    try:
+        given, _ = parser.parse_known_args(shlex.split(text))
+    except (ArgumentError, ValueError) as error:
+        raise ConfigError(f"--sglang {text!r:.200}: {error}", remedy=remedy) from None
+    ranks = given.attn_dp_size
+    if given.enable_dp_attention and ranks == 1:
+        ranks = given.dp_size
+    groups = ranks * given.attn_cp_size
+    if min(ranks, given.attn_cp_size, given.tp_size) < 1 or given.tp_size % groups:
+        raise ConfigError(
+            f"--sglang: a tensor parallel size of {given.tp_size} is not {groups} equal groups",
+            remedy=remedy,
+        )
+    gathers_moe = given.moe_a2a_backend != "none" or given.moe_dense_tp_size is not None
+    multiple = 2 if given.enable_two_batch_overlap else 1
+    if ranks > 1 or gathers_moe:
+        multiple *= given.tp_size // groups
+    if multiple % given.attn_cp_size:
+        multiple *= given.attn_cp_size
+    return Parallelism(multiple, given.enable_two_batch_overlap, ranks)
+
+
+def emit(plan: Plan, engine: Engine, parallelism: Parallelism = ALONE) -> Emission:
     """A plan as an engine reads it.
 
     Engines have one list of sizes for a kind of batch, vLLM one for all. If the plan's lanes
@@ -335,10 +383,32 @@ def emit(plan: Plan, engine: Engine) -> Emission:
     Args:
         engine: ``vllm``: the option ``--compilation-config``, quoted for a shell. ``sglang``: its
             options for decode (sizes in requests) and prefill (in tokens). ``trtllm``: YAML for
-            ``cuda_graph_config`` (in requests). ``json``: sizes by lane.
+            ``cuda_graph_config`` (in requests) and prefill (in tokens).
+        parallelism: Of SGLang.
     """
-    emitters = {"vllm": _vllm, "sglang": _sglang, "trtllm": _trtllm, "json": _json}
-    return emitters[engine](plan)
+    if engine == "sglang":
+        return _sglang(plan, parallelism)
+    return _vllm(plan) if engine == "vllm" else _trtllm(plan)
+
+
+def with_emission(plan: Plan, engine: Engine, parallelism: Parallelism = ALONE) -> Plan:
+    """The plan with its emission, if options can ask for its graphs."""
+    if plan.config.get("dims") or any(key.max_query_len for _, key in plan.keys):
+        return plan
+    return plan.model_copy(update={"emission": emit(plan, engine, parallelism)})
+
+
+def _emission(
+    engine: str, options: str, bounds: str, *notes: str, environment: tuple[str, ...] = ()
+) -> Emission:
+    return Emission(
+        engine=engine,
+        version=VERSIONS[engine],
+        options=options,
+        bounds=bounds,
+        environment=environment,
+        notes=notes,
+    )
 
 
 def _vllm(plan: Plan) -> Emission:
@@ -380,31 +450,54 @@ def _vllm(plan: Plan) -> Emission:
             "vLLM has one list of sizes for all modes and LoRA cases: it captures "
             f"{len(captured)} keys, the plan has {len(plan.keys)}"
         )
-    options = (
+    bounds = (
         f"--max-num-seqs {plan.max_num_seqs} --max-num-batched-tokens {plan.max_num_batched_tokens}"
     )
     if most:
-        options += f" --enable-lora --max-loras {most}"
+        bounds += f" --enable-lora --max-loras {most}"
     if by_count:
-        options += " --specialize-active-lora"
+        bounds += " --specialize-active-lora"
     if q > 1:
-        options += f" and {q - 1} speculative tokens"
+        notes.append(f"made for {q - 1} speculative tokens: add your --speculative-config")
+    environment: tuple[str, ...] = ()
     if not is_v2 and (q > 1 or "cudagraph_specialize_lora" in config):
-        options += " and VLLM_USE_V2_MODEL_RUNNER=0"  # else both runners capture the same
-    notes.append(f"made for {options}")
-    return Emission(f"--compilation-config {shlex.quote(text)}", tuple(notes))
+        environment = ("VLLM_USE_V2_MODEL_RUNNER=0",)  # else both runners capture the same
+    options = f"--compilation-config {shlex.quote(text)}"
+    return _emission("vLLM", options, bounds, *notes, environment=environment)
 
 
-def _sglang(plan: Plan) -> Emission:
-    mode = _captured_mode(plan)
-    decode = _requests(plan) if mode.has_mode(CUDAGraphMode.FULL) else []
-    prefill = _sizes(plan, CUDAGraphMode.PIECEWISE)
+def _sglang(plan: Plan, parallelism: Parallelism) -> Emission:
+    asked = _requests(plan)
+    multiple, in_requests, ranks = parallelism
+    step = multiple if in_requests else multiple // gcd(multiple, plan.query_len)
+    decode = _rounded_up(asked, step)
+    tokens = _sizes(plan, CUDAGraphMode.PIECEWISE)
+    prefill = _rounded_up(tokens, multiple)
     notes = _list_notes(plan, "SGLang", len(decode) + len(prefill))
+    dropped = [str(size) for size in asked if size % step]
+    if dropped:
+        notes.append(
+            f"SGLang would drop {', '.join(dropped)}: its decode sizes are multiples of {step} "
+            "requests; here are the next ones"
+        )
+    if prefill != tokens:
+        notes.append(f"prefill sizes were rounded up to multiples of {multiple}, as SGLang does")
     if prefill:
         notes.append(
             "prefill sizes are in tokens; SGLang captures them by its default, "
             "--cuda-graph-backend-prefill breakable, and not at all for models that it knows to "
             "break there"
+        )
+    eager = []
+    for below, size in pairwise((0, *prefill)):
+        first = below + 1
+        last = (size - 1) // 2
+        if last >= first:
+            eager.append(f"{first} to {last}" if last > first else str(first))
+    if eager:
+        notes.append(
+            f"prefill batches of {', '.join(eager)} tokens run eagerly: SGLang pads to at most "
+            "twice the tokens"
         )
     options = []
     for kind, sizes, usual, graphs in (
@@ -423,36 +516,41 @@ def _sglang(plan: Plan) -> Emission:
             f"(mode {plan.mode}) has no {graphs} graphs; without that option SGLang captures sizes "
             "of its own"
         )
-    if mode is CUDAGraphMode.FULL:
+    if _captured_mode(plan) is CUDAGraphMode.FULL:
         notes.append(
             "the plan's FULL graphs of mixed batches serve decode alone: for prefill SGLang calls "
             "--cuda-graph-backend-prefill full experimental"
         )
-    return Emission(" ".join(options), tuple(notes))
+    bounds = (
+        f"--max-running-requests {plan.max_num_seqs * ranks} "
+        f"--chunked-prefill-size {plan.max_num_batched_tokens * ranks}"
+    )
+    return _emission("SGLang", " ".join(options), bounds, *notes)
 
 
 def _trtllm(plan: Plan) -> Emission:
-    sizes = _requests(plan)
-    if not sizes:
-        off = (
-            "cuda_graph_config: null turns off TensorRT-LLM's default, graphs of decode "
-            "batches: the plan has none"
-        )
-        return Emission("cuda_graph_config: null", (off,))
-    notes = _list_notes(plan, "TensorRT-LLM", len(sizes))
-    tokens = _sizes(plan, CUDAGraphMode.PIECEWISE)
-    if tokens:
+    decode = _requests(plan)
+    prefill = _sizes(plan, CUDAGraphMode.PIECEWISE)
+    notes = _list_notes(plan, "TensorRT-LLM", len(decode) + len(prefill))
+    options = f"cuda_graph_config:\n  batch_sizes: {decode}\n  enable_padding: true"
+    if not decode:
+        options = "cuda_graph_config: null"
         notes.append(
-            "the plan's PIECEWISE sizes are left out, because they need torch.compile: "
-            f"prefill_cuda_graph_backend: piecewise and prefill_capture_num_tokens: {tokens} "
-            "(before 1.3, enable_piecewise_cuda_graph and capture_num_tokens of "
-            "torch_compile_config)"
+            f"{options} turns off TensorRT-LLM's default, graphs of decode batches: the plan has "
+            "none"
         )
-    text = f"cuda_graph_config:\n  batch_sizes: {sizes}\n  enable_padding: true"
-    return Emission(text, tuple(notes))
+    if prefill:
+        options += f"\nprefill_cuda_graph_backend: breakable\nprefill_capture_num_tokens: {prefill}"
+        notes.append(
+            "prefill sizes are tokens of batches with a prompt, mixed ones too; breakable is "
+            "experimental, for text models alone; piecewise needs torch_compile_config"
+        )
+    bounds = f"max_batch_size: {plan.max_num_seqs}\nmax_num_tokens: {plan.max_num_batched_tokens}"
+    return _emission("TensorRT-LLM", options, bounds, *notes)
 
 
-def _json(plan: Plan) -> Emission:
+def sizes_by_lane(plan: Plan) -> str:
+    """In JSON."""
     lanes = []
     for lane, sizes in plan.lanes().items():
         lanes.append(json.dumps({**lane._asdict(), "mode": lane.mode.name, "sizes": sizes}))
@@ -462,7 +560,7 @@ def _json(plan: Plan) -> Emission:
         # AISimulate's name; an engine has static buffers of its own
         taken = plan.predicted.total_bytes - plan.predicted.static_bytes
         reserved = f'"cuda_graph_reserved_bytes": {taken}, '
-    return Emission(f'{{"query_len": {plan.query_len}, {reserved}"lanes": [\n{text}\n]}}')
+    return f'{{"query_len": {plan.query_len}, {reserved}"lanes": [\n{text}\n]}}'
 
 
 def _captured_mode(plan: Plan) -> CUDAGraphMode:
@@ -483,8 +581,8 @@ def _sizes(plan: Plan, *modes: CUDAGraphMode) -> list[int]:
 
 
 def _requests(plan: Plan) -> list[int]:
-    """Sizes of decode batches in requests: of FULL graphs, else of PIECEWISE ones."""
-    tokens = _sizes(plan, CUDAGraphMode.FULL) or _sizes(plan, CUDAGraphMode.PIECEWISE)
+    """Sizes of decode batches in requests: of FULL graphs."""
+    tokens = _sizes(plan, CUDAGraphMode.FULL)
     return _unique(min(-(-size // plan.query_len), plan.max_num_seqs) for size in tokens)
 
 
@@ -507,6 +605,10 @@ def _list_notes(plan: Plan, engine: str, graphs: int) -> list[str]:
             f"{len(plan.keys)} keys"
         )
     return notes
+
+
+def _rounded_up(sizes: Iterable[int], step: int) -> list[int]:
+    return _unique(-(-size // step) * step for size in sizes)
 
 
 def _unique(sizes: Iterable[int]) -> list[int]:

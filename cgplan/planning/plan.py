@@ -119,6 +119,35 @@ class Machine(Record):
     torch: str
 
 
+class Emission(Record):
+    """A plan in the words of an engine, by the rules of one version.
+
+    Attributes:
+        options: Of its command line, or YAML; ``--emit`` prints them.
+        bounds: Options that the plan was made for.
+        environment: ``NAME=value``.
+        notes: How the engine's graphs differ from the plan.
+    """
+
+    engine: str
+    version: str
+    options: str
+    bounds: str
+    environment: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def title(self) -> str:
+        return f"For {self.engine}, by the rules of {self.version}"
+
+    @property
+    def block(self) -> str:
+        """Lines to paste."""
+        is_yaml = "\n" in self.bounds
+        options = ("\n" if is_yaml else " ").join((self.options, self.bounds))
+        return "\n".join((*self.environment, options))
+
+
 class Plan(Record):
     """The graphs to capture, in order.
 
@@ -168,6 +197,7 @@ class Plan(Record):
     simulated: dict[str, Any] = Field(default_factory=dict)
     notes: tuple[str, ...] = ()
     lint: tuple[str, ...] = ()
+    emission: Emission | None = None
     file: str | None = None
 
     @property

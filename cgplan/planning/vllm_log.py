@@ -1,7 +1,7 @@
 """vLLM's own log: the number, memory and seconds of its graphs, and the times of its steps.
 
-Lines of vLLM 0.33.0: v1/worker/gpu_model_runner.py and v1/worker/gpu/model_runner.py (captures and
-their profile), v1/worker/gpu_worker.py (memory), v1/metrics/loggers.py (iterations).
+Lines of ``VERSIONS["vLLM"]``: v1/worker/gpu_model_runner.py and v1/worker/gpu/model_runner.py
+(captures and their profile), v1/worker/gpu_worker.py (memory), v1/metrics/loggers.py (iterations).
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from dataclasses import dataclass
 from operator import itemgetter
 
 from cgplan.modes import CUDAGraphMode
+from cgplan.planning.engines import VERSIONS
 from cgplan.units import format_bytes
 
 GIB = 1 << 30
 MIB = 1 << 20
 _START = "Initializing a V1 LLM engine"
+_VERSION = re.compile(rf"{_START} \(v([\w.+-]+)\)")
 _FINISHED = re.compile(r"Graph capturing finished in (\d+) secs, took (-?[\d.]+) GiB")
 _ESTIMATED = re.compile(
     r"CUDA graph pool memory: -?[\d.]+ GiB \(actual\), ([\d.]+) GiB \(estimated\)"
@@ -59,6 +61,7 @@ class StartLog:
         by_mode: Estimated (bytes of the first graph, bytes of each other) by runtime mode, in logs
             of level DEBUG.
         advice: The numbers of vLLM's line on ``--kv-cache-memory``.
+        version: Of vLLM; empty if the log does not tell it.
     """
 
     seconds: float
@@ -67,6 +70,7 @@ class StartLog:
     reserved: int
     by_mode: dict[CUDAGraphMode, tuple[float, float]]
     advice: tuple[float, ...]
+    version: str = ""
 
     @classmethod
     def parse(cls, text: str) -> StartLog | None:
@@ -91,6 +95,7 @@ class StartLog:
         for mode, first, _, each in _BY_MODE.findall(text):
             by_mode[CUDAGraphMode[mode]] = float(first) * MIB, float(each) * MIB
         advice = [tuple(map(float, found)) for found in _ADVICE.findall(text)]
+        version = _VERSION.search(text)
         return cls(
             seconds=max(seconds),
             bytes=round(max(taken) * GIB),
@@ -98,10 +103,20 @@ class StartLog:
             reserved=round(reserved * GIB),
             by_mode=by_mode,
             advice=min(advice, key=itemgetter(3), default=()),
+            version=version[1] if version else "",
         )
+
+    @property
+    def of_other_rules(self) -> list[str]:
+        """A sentence, if its release is none that was checked."""
+        nearest = VERSIONS["vLLM"]
+        if not self.version or self.version.split(".")[:2] == nearest.split(".")[:2]:
+            return []
+        return [f"the log is of vLLM {self.version}, the rules are of {nearest}, the nearest known"]
 
     def said(self) -> Iterator[str]:
         """Sentences on the memory of the graphs, and on vLLM's options for the KV cache."""
+        yield from self.of_other_rules
         kept = ""
         if self.reserved:
             kept = f", and vLLM kept {format_bytes(self.reserved)} free for them"

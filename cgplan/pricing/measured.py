@@ -263,6 +263,7 @@ class MeasuredCosts(GraphCosts):
                 f"{path} is of a start with {counted(total, 'graph')}, the configuration has "
                 f"{len(plan.keys)}"
             )
+        notes += log.of_other_rules
         costs = cls(keys, points, config, source=f"the log of vLLM, {path}", notes=notes)
         costs.estimated = True
         return costs

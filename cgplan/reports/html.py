@@ -17,7 +17,7 @@ from cgplan.modes import Key
 from cgplan.optimizer.evidence import Evidence, PaddingMap
 from cgplan.planning import Plan
 from cgplan.planning.costs import Predicted
-from cgplan.planning.plan import Lane
+from cgplan.planning.plan import Emission, Lane
 from cgplan.reports.layout import (
     Column,
     Fact,
@@ -81,6 +81,7 @@ class Page(NamedTuple):
     tiles: Sequence[Fact] = ()
     notes: Sequence[Fact] = ()
     sections: Sequence[Section] = ()
+    emission: Emission | None = None
 
 
 def chart(kind: str, caption: str, x: str, *values: str, **more: Any) -> Chart:
@@ -181,6 +182,8 @@ def _plan(plan: Plan) -> Page:
         if expected.eager is not None:
             tiles.append(("step without graphs", format_microseconds(expected.eager)))
     sections = list(_of_plan(plan))
+    if plan.keys:
+        sections.insert(0, _sizes(plan))
     cost = plan.predicted
     if cost and plan.keys:
         tiles += _costs(cost.total_bytes, cost.seconds)
@@ -188,7 +191,17 @@ def _plan(plan: Plan) -> Page:
         sections.append(_memory(sides, source))
         seconds = [{"start-up": key.seconds} for key in cost.keys]
         sections.append(_start_up(plan.keys, seconds, source))
-    return Page(_title("Plan", plan), lead, tiles, said(plan), sections)
+    notes = said(plan)
+    if plan.emission:
+        notes += labelled("note", plan.emission.notes)
+    return Page(
+        _title("Plan", plan),
+        lead,
+        tiles,
+        notes,
+        sections,
+        plan.emission,
+    )
 
 
 @page_of.register
@@ -389,6 +402,26 @@ def _of_plan(plan: Plan) -> Iterator[Section]:
             yield _padding_map(evidence.padding_map, source)
     if plan.keys and not plan.config.get("dims"):
         yield _padding(plan)
+
+
+def _sizes(plan: Plan) -> Section:
+    lanes = grouped((str(Lane.of(*key)), key[1].size) for key in reversed(plan.keys))
+    rows: list[Row] = []
+    for lane, sizes in lanes.items():
+        listed = ", ".join(map(str, sizes))
+        rows.append((lane, len(sizes), listed))
+    formats: dict[str, Format] = {
+        "lane": str,
+        "graphs": count,
+        "sizes": str,
+    }
+    names = " x ".join(plan.dim_names)
+    return Section(
+        "Capture sizes",
+        f"{names} of each graph.",
+        f"Sizes: {plan.sizes_source}.",
+        table_of(rows, formats),
+    )
 
 
 def _curve(evidence: Evidence, source: str) -> Section:

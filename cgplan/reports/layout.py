@@ -275,6 +275,11 @@ def _line(*parts: tuple[str, str]) -> Text:
     )
 
 
+def verbatim(text: str) -> Text:
+    """Lines as they are, to be copied."""
+    return _line((text, ""))
+
+
 @dataclass(frozen=True)
 class Drawing:
     draw: Callable[[int], Iterable[Text]]

@@ -1,4 +1,4 @@
-// Draws the charts of a report in the colours that the reader prefers, and searches its lists.
+// Draws the charts of a report in the colours that the reader prefers, searches its lists, and copies.
 "use strict";
 
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -151,6 +151,20 @@ function search(field) {
   section.querySelector("output").textContent = `${rows.filter((row) => !row.hidden).length} of ${rows.length} rows`;
 }
 
+/** Copies a block; where the page may not, it stays selected for Ctrl+C. */
+async function copy(button) {
+  const block = document.getElementById(button.dataset.copies);
+  getSelection().selectAllChildren(block);
+  let said = "Copied";
+  try {
+    await navigator.clipboard.writeText(block.textContent);
+  } catch {
+    said = "Selected: press Ctrl+C";
+  }
+  button.nextElementSibling.textContent = said;
+}
+
+document.querySelectorAll("[data-copies]").forEach((button) => button.addEventListener("click", () => copy(button)));
 BOXES.forEach(draw);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => BOXES.forEach(draw));
 const isOther = (box) => echarts.getInstanceByDom(box).getWidth() !== box.clientWidth;

@@ -43,6 +43,7 @@ from cgplan.reports.layout import (
     sentences,
     stacked,
     titled,
+    verbatim,
 )
 from cgplan.reports.records import ReplanReport, Way
 from cgplan.units import (
@@ -87,11 +88,11 @@ USES = (TextColumn("graph", _used), Share("steps", "share"), Share("padding"))
 
 
 def brief(plan: Plan) -> RenderableType:
-    """A plan in at most 45 lines of 100 columns."""
+    """A plan in at most 45 lines of 100 columns, and what one pastes into an engine."""
     if not plan.evidence:
-        return facts("Plan", [*_rows(plan), *said(plan, brief=True)])
+        return stacked(facts("Plan", [*_rows(plan), *said(plan, brief=True)]), _to_paste(plan))
     evidence = Evidence.model_validate(plan.evidence)
-    return stacked(*_answer(plan, evidence, whole=False))
+    return stacked(*_answer(plan, evidence, whole=False), _to_paste(plan))
 
 
 @render.register
@@ -101,11 +102,23 @@ def _plan(plan: Plan) -> RenderableType:
     if plan.keys and not plan.config.get("dims"):
         padding = _padding(plan)
     if not plan.evidence:
-        return stacked(facts("Plan", [*rows, *said(plan)]), padding)
+        return stacked(facts("Plan", [*rows, *said(plan)]), padding, _to_paste(plan))
     evidence = Evidence.model_validate(plan.evidence)
     return stacked(
-        *_answer(plan, evidence, whole=True), facts("Graphs", rows), padding, *_details(evidence)
+        *_answer(plan, evidence, whole=True),
+        facts("Graphs", rows),
+        padding,
+        *_details(evidence),
+        _to_paste(plan),
     )
+
+
+def _to_paste(plan: Plan) -> RenderableType | None:
+    emission = plan.emission
+    if not emission:
+        return None
+    notes = facts(emission.title, labelled("note", emission.notes))
+    return Group(notes, verbatim(emission.block))
 
 
 def _rows(plan: Plan) -> Iterator[Fact]:

@@ -47,7 +47,7 @@ _dtype = operator.attrgetter("dtype")
 _device = Tensor.get_device  # -1 for the host; faster than a torch.device
 _NOT_MET = (LookupError, RuntimeError, AttributeError, TypeError)
 Flags = tuple[bool | None, int, Modes]
-Kind = tuple[Any, ...]
+Seen = tuple[Any, ...]
 logger = logging.getLogger(__name__)
 
 
@@ -108,8 +108,8 @@ class GraphRunner:
         self._launcher.last_staged = None
 
     def _prepare_anew(self) -> None:
-        self._calls: dict[Kind, PreparedCall] = {}
-        self._staged: dict[Kind, StagedBuffers] = {}
+        self._calls: dict[Seen, PreparedCall] = {}
+        self._staged: dict[Seen, StagedBuffers] = {}
         self._last: PreparedCall | None = None
 
     def _follow_plan(self) -> None:
@@ -219,7 +219,7 @@ class GraphRunner:
             flags = (uniform_decode, num_active_loras, invalid_modes)
             call = self._last
             known = False
-            key: Kind | None = None
+            key: Seen | None = None
             try:
                 values: Values = self._pick(inputs)
                 if len(inputs) != self._num_inputs:
@@ -266,7 +266,7 @@ class GraphRunner:
         self,
         inputs: Mapping[str, Any],
         flags: Flags,
-        key: Kind | None = None,
+        key: Seen | None = None,
     ) -> tuple[PreparedCall, Values]:
         """With a ``key`` the call is kept."""
         route = self.route(inputs, *flags)
@@ -363,7 +363,7 @@ class GraphRunner:
         """
         pick = self._pick
 
-        def asked(given: Mapping[str, Any]) -> Kind:
+        def asked(given: Mapping[str, Any]) -> Seen:
             self._asked_ns = perf_counter_ns()
             return pick(given)
 
@@ -695,8 +695,8 @@ class GraphRunner:
 
 
 def _keep(
-    prepared: dict[Kind, Any],
-    key: Kind,
+    prepared: dict[Seen, Any],
+    key: Seen,
     value: Any,
 ) -> None:
     if len(prepared) >= MOST_PREPARED:
@@ -704,11 +704,11 @@ def _keep(
     prepared[key] = value
 
 
-def _picker(names: Sequence[str]) -> Callable[[Mapping[str, Any]], Kind]:
+def _picker(names: Sequence[str]) -> Callable[[Mapping[str, Any]], Seen]:
     if len(names) > 1:
         return operator.itemgetter(*names)
 
-    def pick(given: Mapping[str, Any]) -> Kind:
+    def pick(given: Mapping[str, Any]) -> Seen:
         return tuple(map(given.__getitem__, names))
 
     return pick

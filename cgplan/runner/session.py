@@ -10,7 +10,7 @@ from typing import Any
 from cgplan.backends import GraphBackend, select_backend
 from cgplan.captures.budget import fitting
 from cgplan.captures.captured_keys import CapturedKeys, Progress
-from cgplan.captures.failures import drop_locals, explain_eager_failure
+from cgplan.captures.failures import drop_locals, explain_eager_failure, raise_caused
 from cgplan.captures.model_graphs import ModelGraphs
 from cgplan.captures.model_runs import BeforeKey, RealRows, State
 from cgplan.captures.rank_sync import SINGLE_RANK, RankSync
@@ -177,6 +177,6 @@ def describe_split(
     except Exception as error:
         failure = explain_eager_failure(error, f"{smallest[0]} {smallest[1]}")
         drop_locals(error)
-        raise failure from (error if failure is not error else error.__cause__)
+        raise_caused(failure, error)
     finally:
         graphs.free()

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from cgplan.backends.backend import tensor_on
 from cgplan.buffers.compare import Difference, compare, differences, is_equal
 from cgplan.buffers.static import torch_dtype
-from cgplan.captures.failures import explain_eager_failure
+from cgplan.captures.failures import explain_eager_failure, raise_caused
 from cgplan.captures.model_graphs import ModelGraphs
 from cgplan.errors import NumbersError
 from cgplan.graphs.fingerprint import Change, Fingerprint
@@ -323,7 +323,7 @@ class _Comparison:
             raise
         except Exception as error:
             failure = explain_eager_failure(error, f"{route.mode} {route.descriptor}")
-            raise failure from (error if failure is not error else error.__cause__)
+            raise_caused(failure, error)
 
     def _captured_code(self) -> Any:
         graphs = self._graphs

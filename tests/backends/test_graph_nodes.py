@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cgplan.backends import GraphBackend
-from cgplan.backends.graph_nodes import CudaNodes, OperatorLog, cuda_driver
+from cgplan.backends.graph_nodes import CudaNodes, cuda_driver
 from cgplan.errors import BackendError
 
 
@@ -40,7 +40,7 @@ def test_a_driver_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_log_has_the_operators_of_the_forward(backend: GraphBackend) -> None:
     graph, x = backend.new_graph(backend.new_pool()), torch.ones(4, 3, device=backend.device)
-    log = OperatorLog(backend.open_graph, backend.device)
+    log = backend.logging_operators()
     with backend.session(), torch.no_grad(), log, backend.capturing(graph):
         y = (x * 2).relu_().sum(1)
     backend.replay(graph)

@@ -10,6 +10,7 @@ import pytest
 from audits import HOSTILE, audit_report
 from saved import golden_report
 
+from cgplan.planning.engines import with_emission
 from cgplan.reports import load_report, render_text
 from cgplan.reports.html import html_of, page_of
 
@@ -21,7 +22,7 @@ H200 = Path(__file__).parents[2] / "docs" / "pictures" / "report.json"
 REPORTS = {
     "bench": load_report(H200),
     "capture": golden_report("capture_ranks"),
-    "plan": golden_report("plan_traffic"),
+    "plan": with_emission(golden_report("plan_traffic"), "vllm"),
     "check": golden_report("bench_empty"),
     "audit": audit_report(),
 }
@@ -59,6 +60,15 @@ def test_charts_are_drawn_and_everybody_can_read_them(shown: Any, name: str, sch
     page.eval_on_selector_all("details", "parts => parts.forEach(part => { part.open = true })")
     found = axe.Axe().run(page)
     assert [v["id"] for v in found.response["violations"]] == [], found.generate_report()
+
+
+def test_options_are_copied_or_selected(shown: Any) -> None:
+    page = shown("plan")
+    page.get_by_role("button", name="Copy").click()
+    page.wait_for_function("document.querySelector('[role=status]').textContent")
+    said = page.locator("section [role=status]").inner_text()
+    assert said in ("Copied", "Selected: press Ctrl+C")
+    assert page.evaluate("getSelection().toString()").startswith("--compilation-config '{")
 
 
 def test_a_narrow_window_is_not_scrolled_sideways(shown: Any) -> None:

@@ -38,7 +38,7 @@ GIVEN = ("plan", "--vllm", "{}", *BOUNDS, "--traffic", "trace.csv", "--step-time
 @pytest.fixture(autouse=True)
 def _trace(home: Path) -> None:
     """Requests of 100 tokens in and 40 out, 20 a second."""
-    rows = [f"{n * 0.05:.2f},{50 + n % 100},{20 + n % 40}" for n in range(300)]
+    rows = [f"{n * 0.05:.2f},{50 + n % 100},{20 + n % 40}" for n in range(100)]
     text = "\n".join(["Timestamp,Request tokens,Response tokens", *rows]) + "\n"
     (home / "trace.csv").write_text(text)
     (home / "trace.csv.gz").write_bytes(gzip.compress(text.encode()))
@@ -419,26 +419,34 @@ def test_rows_name_the_steps_that_were_not_measured(home: Path) -> None:
 
 
 def test_tensorrt_gets_the_whole_budget_for_decode(home: Path) -> None:
-    mode = ("--set", "compilation.cudagraph_mode=FULL_AND_PIECEWISE")
+    """Unless prefill graphs are asked for, which it captures besides."""
     bounds = (
         "--set",
         "scheduler.max_num_seqs=64",
         "--set",
         "scheduler.max_num_batched_tokens=2048",
     )
-    command = ("plan", "good.yaml", *GIVEN[-4:], *mode, *bounds, "--max-graphs", "12")
-    emitted = good(*command, "--emit", "trtllm")
-    assert len(yaml.safe_load(emitted.stdout)["cuda_graph_config"]["batch_sizes"]) == 12
+    command = ("plan", "good.yaml", *GIVEN[-4:], *bounds, "--max-graphs", "12")
+    emitted = yaml.safe_load(good(*command, "--emit", "trtllm").stdout)
+    assert len(emitted["cuda_graph_config"]["batch_sizes"]) == 12
+    assert "prefill_cuda_graph_backend" not in emitted
+    mode = ("--set", "compilation.cudagraph_mode=FULL_AND_PIECEWISE")
+    emitted = yaml.safe_load(good(*command, *mode, "--emit", "trtllm").stdout)
+    assert emitted["prefill_cuda_graph_backend"] == "breakable"
+    sizes = emitted["cuda_graph_config"]["batch_sizes"], emitted["prefill_capture_num_tokens"]
+    assert all(sizes)
+    assert len(sizes[0]) + len(sizes[1]) <= 12
 
 
 def test_the_best_mode_is_one_that_the_engine_runs() -> None:
     both = ("--set", "compilation.cudagraph_mode=FULL_AND_PIECEWISE", "--max-graphs", "8")
     command = ("plan", "good.yaml", *GIVEN[-4:], *BOUNDS_SET, *both, "--mode", "best")
-    for engine, unknown in (("trtllm", {"PIECEWISE", "FULL"}), ("sglang", {"FULL"})):
+    for engine in ("trtllm", "sglang"):
         good(*command, "--emit", engine, "--output", "plan.json")
         plan = Plan.model_validate_json(Path("plan.json").read_text())
         weighed = {line.split()[1].strip(":") for line in decisions(plan).splitlines()}
-        assert not unknown & {*weighed, str(plan.mode)}
+        known = {"FULL_DECODE_ONLY", "PIECEWISE", "FULL_AND_PIECEWISE"}
+        assert {*weighed, str(plan.mode)} == known
 
 
 def test_asked_for_is_of_the_mode_that_was_asked_for(home: Path) -> None:

@@ -81,7 +81,7 @@ def test_a_page_has_the_report_of_each_command_and_of_a_saved_one(home: Path) ->
     assert titles == {
         "capture": ["Memory", "Start-up", "Padding"],
         "bench": ["Latency", "Memory", "Start-up", "Padding"],
-        "plan": ["Padding"],
+        "plan": ["Capture sizes", "Padding"],
         "audit": ["Findings", "Owners", "Pointers by kind of owner", "Nodes by operator"],
     }
     old = (home / "plan.json").read_text().replace('"schema_version": 2', '"schema_version": 1', 1)

@@ -70,6 +70,54 @@ def test_plan_emits_for_an_engine_and_nothing_else(home: Path) -> None:
         assert "1, 2, 4" in good(*PLAN, "--emit", engine).stdout.replace("1 2 4", "1, 2, 4")
 
 
+def test_a_report_ends_with_the_options_of_the_engine(home: Path) -> None:
+    """Of vLLM where its options were given, of another engine where it was named; a saved plan shows them again."""
+    given = ("--vllm", '{"cudagraph_capture_sizes": [1, 2, 4]}', "--max-num-seqs", "4")
+    shown = good("plan", *given, "--output", "plan.json", "--html", "plan.html").stdout
+    emitted = good("plan", *given, "--emit", "vllm").stdout
+    block = f"{emitted.strip()} --max-num-seqs 4 --max-num-batched-tokens 8192"
+    assert shown.splitlines()[-1] == block
+    assert "For vLLM, by the rules of 0.33.0" in shown
+    assert html.escape(block, quote=False) in (home / "plan.html").read_text().replace(
+        "&#39;", "'"
+    ).replace("&#34;", '"')
+    assert good("inspect", "plan.json").stdout.splitlines()[-1] == block
+    assert block in good("inspect", *given).stdout
+    saved = json.loads((home / "plan.json").read_text())["emission"]
+    assert saved["engine"] == "vLLM"
+    assert f"{saved['options']} {saved['bounds']}" == block
+    assert json.loads(good(*PLAN, "--json").stdout)["emission"] is None
+    good(*PLAN, "--emit", "trtllm", "--output", "plan.json")
+    assert good("inspect", "plan.json").stdout.endswith(
+        "  enable_padding: true\nmax_batch_size: 256\nmax_num_tokens: 8192\n"
+    )
+
+
+def test_sglangs_own_options_decide_the_sizes(home: Path) -> None:
+    parallel = ("--sglang", "--tp-size 8 --attn-dp-size 2 --model-path m")
+    shown = good(*PLAN, *parallel).stdout
+    assert "SGLang would drop 1, 2: its decode sizes are multiples of 4 requests" in shown
+    assert "--cuda-graph-bs-decode 4 --cuda-graph-max-bs-decode 4 " in shown.splitlines()[-1]
+    assert "--max-running-requests 512" in shown.splitlines()[-1]
+    emitted = good(*PLAN, *parallel, "--emit", "sglang")
+    assert shown.splitlines()[-1].startswith(emitted.stdout.strip())
+    assert "note: made for --max-running-requests 512" in unwrapped(emitted.stderr)
+    assert "1 2 4" in good(*PLAN, "--emit", "sglang").stdout
+    assert "expected one argument" in refused(errors.ConfigError, *PLAN, "--sglang", "--tp-size")
+    for other in ("vllm", "json"):
+        told = cgplan_command(*PLAN, *parallel, "--emit", other)
+        assert told.exit_code == 2
+        assert f"--sglang is not about --emit {other}" in unwrapped(told.stderr)
+
+
+def test_a_report_by_other_step_times_has_no_options_to_paste(home: Path) -> None:
+    use_traffic(home)
+    command = ("plan", "--vllm", "{}", "--max-num-seqs", "8", "--traffic", "traffic.csv")
+    assert "For vLLM" not in good(*command).stdout
+    for times in (("--step-times", "times.csv"), ("--assume-default-times",)):
+        assert "For vLLM" in good(*command, *times).stdout
+
+
 def test_what_is_emitted_for_vllm_is_read_back_to_the_same_keys(home: Path) -> None:
     settings = (
         "--set",

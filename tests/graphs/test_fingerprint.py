@@ -164,6 +164,7 @@ SEEN: dict[str, tuple[Callable[[], Any], list[str]]] = {
         lambda: partial(uses_globals, t(), extra=[t()]), ["x.func.<GLOBAL>", "x.args[0]", "x.keywords.extra[0]"],
     ),
     "bound method": (lambda: Caller(t()).method, ["x.held", "x.<GLOBAL>"]),
+    "methods of a tensor": (lambda: [t().add, t().norm], ["x[0].__self__", "x[1].__self__"]),
     "call": (lambda: Caller(t()), ["x.held", "x.<GLOBAL>"]),
     "closure": (lambda: closed_over(nn.Linear(2, 2, bias=False)), ["x.<value>.weight"]),
     "function": (lambda: named(has_a_default, "kept", t()), ["x.__defaults__[0]", "x.kept"]),

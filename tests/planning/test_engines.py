@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import shlex
@@ -11,25 +12,36 @@ from typing import Any
 import pytest
 import yaml
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from plans import FULL, PIECEWISE, key, plan_of, plan_with, plans, plans_with_lanes
 
 from cgplan.errors import ConfigError, PlanError
 from cgplan.planning import Plan, build_plan, engines
 from cgplan.planning.costs import KeyCost, Predicted
-from cgplan.planning.engines import VllmConfig, describe_batches, emit, read_vllm
+from cgplan.planning.engines import (
+    VERSIONS,
+    Parallelism,
+    VllmConfig,
+    describe_batches,
+    emit,
+    read_sglang,
+    read_vllm,
+    sizes_by_lane,
+    with_emission,
+)
 
 DATA = Path(__file__).parents[1] / "data"
 
 
 def vllm_json(plan: Plan) -> dict[str, Any]:
     """What a shell would hand to vLLM, parsed."""
-    option, value = shlex.split(emit(plan, "vllm").text)
+    option, value = shlex.split(emit(plan, "vllm").options)
     assert option == "--compilation-config"
     return json.loads(value)
 
 
 def read_back(plan: Plan) -> Plan:
-    """The plan of what was emitted for vLLM, with the options that the note names."""
+    """The plan of what was emitted for vLLM, within its bounds."""
     read = read_vllm(
         json.dumps(vllm_json(plan)),
         max_num_seqs=plan.max_num_seqs,
@@ -47,18 +59,22 @@ def read_back(plan: Plan) -> Plan:
 
 def test_vllm_literally() -> None:
     emission = emit(plan_of("FULL_AND_PIECEWISE", [1, 2, 8], seqs=4), "vllm")
-    assert emission.text == (
+    assert emission.options == (
         '--compilation-config \'{"cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_capture_sizes": [1, 2, 8], '
         '"max_cudagraph_capture_size": 8}\''
     )
-    assert emission.notes == ("made for --max-num-seqs 4 --max-num-batched-tokens 8192",)
+    assert emission.bounds == "--max-num-seqs 4 --max-num-batched-tokens 8192"
+    assert (emission.engine, emission.version) == ("vLLM", engines.VERSIONS["vLLM"])
+    assert (emission.notes, emission.environment) == ((), ())
+    assert emission.block == f"{emission.options} {emission.bounds}"
 
 
 @settings(max_examples=40, deadline=None)
 @given(plan=plans())
 def test_vllm_captures_the_same_keys_for_one_list_of_sizes(plan: Plan) -> None:
     assert read_back(plan).keys == plan.keys
-    assert len(emit(plan, "vllm").notes) == 1
+    notes = emit(plan, "vllm").notes
+    assert [note for note in notes if "speculative tokens" not in note] == []
 
 
 @settings(max_examples=40, deadline=None)
@@ -66,7 +82,8 @@ def test_vllm_captures_the_same_keys_for_one_list_of_sizes(plan: Plan) -> None:
 def test_every_plan_can_be_emitted_and_vllm_captures_at_least_the_sizes_of_all_lanes(
     plan: Plan,
 ) -> None:
-    assert all(emit(plan, engine).text.isascii() for engine in ("vllm", "sglang", "trtllm", "json"))
+    assert all(emit(plan, engine).block.isascii() for engine in ("vllm", "sglang", "trtllm"))
+    assert sizes_by_lane(plan).isascii()
     captured = {(mode, d.num_tokens) for mode, d in read_back(plan).keys}
     for mode, d in plan.keys:
         rounded = -(-d.num_tokens // plan.query_len) * plan.query_len
@@ -79,7 +96,7 @@ def test_every_plan_can_be_emitted_and_vllm_captures_at_least_the_sizes_of_all_l
         (
             plan_with([key(FULL, 1, uniform=True), key(FULL, 4, uniform=True), key(PIECEWISE, 64)]),
             [1, 4, 64],
-            ["it captures 6 keys, the plan has 3", "made for --max-num-seqs 256"],
+            ["it captures 6 keys, the plan has 3"],
         ),
         (  # whole requests: vLLM would drop 12, were 10 the largest
             plan_with([key(FULL, 6, uniform=True, q=3), key(PIECEWISE, 10)], query_len=3),
@@ -124,29 +141,38 @@ def test_vllm_is_asked_for_the_graphs_that_are_left(plan: Plan, mode: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("lora", "specialize", "given", "options"),
+    ("lora", "specialize", "given", "options", "environment"),
     [
-        ({"max_loras": 4}, True, None, "--enable-lora --max-loras 4"),
+        ({"max_loras": 4}, True, None, "--enable-lora --max-loras 4", ()),
         (
             {"max_loras": 4},
             False,
             False,
-            "--enable-lora --max-loras 4 and VLLM_USE_V2_MODEL_RUNNER=0",
+            "--enable-lora --max-loras 4",
+            ("VLLM_USE_V2_MODEL_RUNNER=0",),
         ),
         (
             {"max_loras": 4, "specialize_active_lora": True},
             True,
             None,
             "--max-loras 4 --specialize-active-lora",
+            (),
         ),
     ],
 )
 def test_vllm_is_told_of_lora_cases(
-    lora: dict[str, Any], specialize: bool, given: bool | None, options: str
+    lora: dict[str, Any],
+    specialize: bool,
+    given: bool | None,
+    options: str,
+    environment: tuple[str, ...],
 ) -> None:
     plan = plan_of("FULL", [4], lora=lora, cudagraph_specialize_lora=specialize)
     assert vllm_json(plan).get("cudagraph_specialize_lora") is given
-    assert emit(plan, "vllm").notes[-1].endswith(options)
+    emission = emit(plan, "vllm")
+    assert emission.bounds.endswith(options)
+    assert emission.environment == environment
+    assert emission.block == "\n".join((*environment, f"{emission.options} {emission.bounds}"))
 
 
 # --- SGLang, TensorRT-LLM, JSON -------------------------------------------------------------------------------
@@ -160,10 +186,9 @@ CASES = plan_with(
     [key(FULL, 4, uniform=True), key(FULL, 8, uniform=True, case=2)], mode="FULL_DECODE_ONLY"
 )
 REQUESTS = "decode sizes are in requests of 3 tokens, the plan's in tokens"
-PREFILL, LEFT_OUT = (
-    "prefill sizes are in tokens",
-    "PIECEWISE sizes are left out, because they need torch.compile",
-)
+PREFILL = "prefill sizes are in tokens"
+EAGER = "prefill batches of {} tokens run eagerly"
+MIXED = "prefill sizes are tokens of batches with a prompt"
 NO_DECODE, NO_PREFILL = (
     f"--cuda-graph-backend-{kind} disabled turns off" for kind in ("decode", "prefill")
 )
@@ -173,7 +198,13 @@ BEYOND = "40 tokens became 32 requests"  # more than a decode batch has
 @pytest.mark.parametrize(
     ("plan", "decode", "prefill", "of_sglang", "of_trtllm"),
     [
-        (Q3, "1 4", "64", [REQUESTS, PREFILL], [REQUESTS, LEFT_OUT]),
+        (
+            Q3,
+            "1 4",
+            "64",
+            [REQUESTS, PREFILL, EAGER.format("1 to 31")],
+            [REQUESTS, MIXED],
+        ),
         (
             plan_of("NONE"),
             "",
@@ -184,10 +215,10 @@ BEYOND = "40 tokens became 32 requests"  # more than a decode batch has
         (plan_of("FULL_DECODE_ONLY", [1, 2]), "1 2", "", [NO_PREFILL], []),
         (
             plan_of("PIECEWISE", [4, 512], seqs=16),
-            "4 16",
+            "",
             "4 512",
-            [PREFILL, NO_DECODE],
-            [LEFT_OUT],
+            [PREFILL, EAGER.format("1, 5 to 255"), NO_DECODE],
+            ["null turns off TensorRT-LLM's default", MIXED],
         ),
         (
             CASES,
@@ -213,25 +244,123 @@ def test_sglang_and_trtllm_have_decode_sizes_in_requests(
         f"--cuda-graph-bs-{kind} {sizes} --cuda-graph-max-bs-{kind} {sizes.split()[-1]}"
         if sizes
         else f"--cuda-graph-backend-{kind} disabled"
-        for kind, sizes in (
-            ("decode", "" if NO_DECODE in of_sglang else decode),
-            ("prefill", prefill),
-        )
+        for kind, sizes in (("decode", decode), ("prefill", prefill))
     ]
-    assert sglang.text == " ".join(options)
-    expected = (
-        {"batch_sizes": [int(size) for size in decode.split()], "enable_padding": True}
-        if decode
-        else None
-    )
-    assert yaml.safe_load(trtllm.text) == {"cuda_graph_config": expected}
+    assert sglang.options == " ".join(options)
+    expected: dict[str, Any] = {"cuda_graph_config": None}
+    if decode:
+        sizes = [int(size) for size in decode.split()]
+        expected["cuda_graph_config"] = {"batch_sizes": sizes, "enable_padding": True}
+    if prefill:
+        expected["prefill_cuda_graph_backend"] = "breakable"
+        expected["prefill_capture_num_tokens"] = [int(size) for size in prefill.split()]
+    assert yaml.safe_load(trtllm.options) == expected
+    bounds = {"max_batch_size": plan.max_num_seqs, "max_num_tokens": plan.max_num_batched_tokens}
+    assert yaml.safe_load(trtllm.block) == {**expected, **bounds}
     for emission, notes in ((sglang, of_sglang), (trtllm, of_trtllm)):
         assert all(words in note for note, words in zip(emission.notes, notes, strict=True))
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ("", Parallelism()),
+        ("--tp-size 8 --model-path m --port 1", Parallelism()),  # nothing is gathered
+        ("--tp-size 8 --attn-dp-size 2", Parallelism(4, ranks=2)),
+        ("--tp 8 --dp 4 --enable-dp-attention", Parallelism(2, ranks=4)),
+        ("--tp 8 --dp 4", Parallelism()),  # replicas
+        ("--tensor-parallel-size=8 --moe-a2a-backend deepep", Parallelism(8)),
+        ("--tp 4 --moe-dense-tp-size 1", Parallelism(4)),
+        ("--enable-two-batch-overlap --tp 2 --moe-a2a-backend deepep", Parallelism(4, True)),
+        ("--tp 8 --attn-cp-size 2", Parallelism(2)),
+        ("--tp 8 --attn-cp-size 2 --attn-dp-size 2", Parallelism(2, ranks=2)),
+        ("--tp 6 --attn-cp-size 3 --attn-dp-size 1 --moe-a2a-backend mori", Parallelism(6)),
+    ],
+)
+def test_sizes_are_multiples_of_what_sglang_gathers(options: str, expected: Parallelism) -> None:
+    """As ``get_cuda_graph_batch_size_alignment`` of its utils/common.py has it."""
+    assert read_sglang(options) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--tp-size", "expected one argument"),
+        ("--tp-size two", "invalid int value"),
+        ("--tp-size '8", "No closing quotation"),
+        ("--tp-size 6 --attn-dp-size 4", "size of 6 is not 4 equal groups"),
+        ("--tp-size 0", "size of 0 is not 1 equal groups"),
+        ("--attn-cp-size -2", "-2 equal groups"),
+    ],
+)
+def test_what_sglang_would_not_take_is_refused(options: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        read_sglang(options)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    plan=plans_with_lanes(),
+    multiple=st.integers(1, 12),
+    in_requests=st.booleans(),
+    ranks=st.integers(1, 4),
+)
+def test_sglang_drops_no_size_that_is_emitted(
+    plan: Plan, multiple: int, in_requests: bool, ranks: int
+) -> None:
+    """By the filter of ``get_batch_sizes_to_capture``, and each batch of the plan still has a size."""
+    emission = emit(plan, "sglang", Parallelism(multiple, in_requests, ranks))
+    asked, found = (
+        {
+            kind: [int(size) for size in sizes.split()]
+            for kind, sizes in re.findall(r"--cuda-graph-bs-(\w+) ([\d ]+)", text)
+        }
+        for text in (emit(plan, "sglang").options, emission.options)
+    )
+    width = 1 if in_requests else plan.query_len
+    most = -(-plan.max_num_seqs // multiple) * multiple
+    for size in found.get("decode", ()):
+        assert size * width % multiple == 0
+        assert size <= most
+    assert all(size % multiple == 0 for size in found.get("prefill", ()))
+    assert asked.keys() == found.keys()
+    for kind, sizes in asked.items():
+        for size in sizes:
+            assert 0 <= min(one for one in found[kind] if one >= size) - size < multiple
+    assert f"--max-running-requests {plan.max_num_seqs * ranks} " in emission.bounds
+
+
+def test_a_plan_says_which_sizes_sglang_drops() -> None:
+    plan = plan_of("FULL_AND_PIECEWISE", [1, 4, 6, 8], seqs=8)
+    emission = emit(plan, "sglang", Parallelism(4, ranks=2))
+    assert emission.options.startswith("--cuda-graph-bs-decode 4 8 --cuda-graph-max-bs-decode 8")
+    assert emission.bounds == "--max-running-requests 16 --chunked-prefill-size 16384"
+    assert emission.notes[0].startswith(
+        "SGLang would drop 1, 6: its decode sizes are multiples of 4"
+    )
+    assert emission.notes[1].startswith("prefill sizes were rounded up to multiples of 4")
+    drafted = plan_of("FULL_DECODE_ONLY", [4, 8, 16], spec=3)
+    assert emit(drafted, "sglang", Parallelism(4)).options.startswith(
+        "--cuda-graph-bs-decode 1 2 4 "
+    )
+    assert "multiples of 4" in emit(drafted, "sglang", Parallelism(4, True)).notes[1]
+
+
+def test_graphs_that_no_option_asks_for_are_not_emitted() -> None:
+    varlen = read("{}", overrides=("speculative.varlen_decode=true",), num_speculative_tokens=2)
+    for plan in (
+        build_plan(varlen.loaded.config),
+        plan_of().model_copy(update={"config": {"dims": {"n": 1}}}),
+    ):
+        assert with_emission(plan, "vllm").emission is None
+    plan = with_emission(plan_of("FULL", [4]), "trtllm")
+    assert plan.emission == emit(plan, "trtllm")
+    assert Plan.from_json(plan.model_dump_json()) == plan
+
+
 def test_json_has_the_sizes_by_lane() -> None:
     plan = plan_with([key(FULL, 4, uniform=True), key(PIECEWISE, 64, case=3)], max_loras=2)
-    assert json.loads(emit(plan, "json").text) == {
+    assert json.loads(sizes_by_lane(plan)) == {
         "query_len": 1,
         "lanes": [
             {"mode": "PIECEWISE", "uniform": False, "num_active_loras": 3, "sizes": [64]},
@@ -247,7 +376,7 @@ def test_json_of_a_priced_plan_has_the_memory_of_its_graphs() -> None:
         keys=(cost,), static_bytes=5000, workspace_bytes=7, source="x", estimated=False
     )
     plan = plan_with([key(FULL, 4)], predicted=predicted)
-    assert json.loads(emit(plan, "json").text)["cuda_graph_reserved_bytes"] == 327
+    assert json.loads(sizes_by_lane(plan))["cuda_graph_reserved_bytes"] == 327
 
 
 # --- names of options ------------------------------------------------------------------------------------------
@@ -261,7 +390,8 @@ for part in json.loads((DATA / "engine_options.json").read_text()):
 @given(plan=plans_with_lanes())
 def test_emitted_names_are_those_of_the_engines(plan: Plan) -> None:
     for engine in ("vllm", "sglang", "trtllm"):
-        text, notes = emit(plan, engine)
+        emission = emit(plan, engine, Parallelism(4))
+        text, notes = emission.block, emission.notes
         names = set(re.findall(r"--[a-z][a-z-]*", " ".join((text, *notes))))
         if engine == "vllm":
             names |= set(vllm_json(plan))
@@ -270,6 +400,20 @@ def test_emitted_names_are_those_of_the_engines(plan: Plan) -> None:
                 re.findall(r"[a-z]+_[a-z_]+", " ".join(notes))
             )
         assert names <= RECORDED[engine]
+
+
+def test_the_options_that_are_read_are_sglangs() -> None:
+    read_from = re.findall(r'"(--[a-z-]+)"', inspect.getsource(read_sglang))
+    short = {"--tp", "--dp"}  # unique beginnings
+    assert set(read_from) - short <= RECORDED["sglang"]
+
+
+def test_the_versions_are_those_that_names_were_recorded_of() -> None:
+    versions = {"vLLM": "vllm", "SGLang": "sglang", "TensorRT-LLM": "trtllm"}
+    parts = json.loads((DATA / "engine_options.json").read_text())
+    for engine, recorded in versions.items():
+        found = {part["version"] for part in parts if part["engine"] == recorded}
+        assert found - {"before 0.33"} == {VERSIONS[engine]}
 
 
 def test_keys_of_the_compilation_config_are_vllms() -> None:

@@ -11,7 +11,7 @@ from cgplan.config import Config
 from cgplan.errors import ReportError
 from cgplan.modes import RUNTIME_MODES
 from cgplan.planning import build_plan
-from cgplan.planning.engines import read_vllm
+from cgplan.planning.engines import VERSIONS, read_vllm
 from cgplan.planning.vllm_log import StartLog, logged_steps
 from cgplan.pricing.measured import MeasuredCosts
 
@@ -47,6 +47,20 @@ def test_the_figures_of_a_start() -> None:
     assert (log.seconds, log.bytes, log.reserved) == (3, GIB // 2, 3 * GIB // 4)
     assert log.graphs == {PIECEWISE: (5, 16), FULL: (4, 8)}
     assert StartLog.parse("vLLM API server version 0.33.0") is None
+
+
+@pytest.mark.parametrize(
+    ("version", "is_other"),
+    [("0.33.0", False), ("0.33.1rc1.dev5+g4ba787e", False), ("0.31.2", True), ("1.0.0", True)],
+)
+def test_another_release_gets_the_rules_of_the_nearest(version: str, is_other: bool) -> None:
+    text = LOG.replace("(v0.33.0)", f"(v{version})")
+    log = started(text)
+    assert log.version == version
+    told = f"the log is of vLLM {version}, the rules are of {VERSIONS['vLLM']}, the nearest known"
+    assert (next(log.said()) == told) == is_other
+    assert (told in costs_of(text, config_of()).notes) == is_other
+    assert started(LOG.replace("(v0.33.0) ", "")).of_other_rules == []
 
 
 def test_what_the_graphs_leave_to_the_kv_cache() -> None:

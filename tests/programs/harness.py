@@ -77,9 +77,13 @@ def _compare(found: Any, wanted: Any, tolerance: float, where: str) -> None:
         assert isinstance(found, Tensor), f"{where}: {found!r}"
         assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape), where
         if wanted.is_floating_point() or wanted.is_complex():
-            said = f"{where}: {found} != {wanted}"
             torch.testing.assert_close(
-                found, wanted, rtol=tolerance, atol=1e-5, equal_nan=True, msg=said
+                found,
+                wanted,
+                rtol=tolerance,
+                atol=1e-5,
+                equal_nan=True,
+                msg=lambda said: f"{where}: {found} != {wanted}: {said}",  # text only where it fails
             )
         else:
             assert torch.equal(found, wanted), f"{where}: {found} != {wanted}"

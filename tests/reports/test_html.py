@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 from html.parser import HTMLParser
@@ -13,6 +14,7 @@ from audits import HOSTILE, audit_report
 from saved import SAVED, golden_report, plan_named
 
 from cgplan.optimizer.evidence import Evidence, PaddingMap
+from cgplan.planning.engines import with_emission
 from cgplan.reports import Report, load_report, render_text
 from cgplan.reports.html import UNITS, html_of, page_of
 
@@ -101,6 +103,7 @@ def test_a_report_has_its_subjects() -> None:
         in titles["capture_budget"] + titles["capture_ranks"] + titles["capture_gpu"]
     )
     assert titles["plan_traffic"] == [
+        "Capture sizes",
         "Graphs against step time",
         "Use of each graph",
         "Padding",
@@ -110,6 +113,30 @@ def test_a_report_has_its_subjects() -> None:
     assert titles["audit"] == ["Findings", "Owners", "Pointers by kind of owner", "Nodes by kernel"]
     capture = REPORTS["capture_gpu"].model_copy(update={"audit": REPORTS["audit"]})
     assert [section.title for section in page_of(capture).sections][-4:] == titles["audit"]
+
+
+def test_sizes_are_numbers_one_by_one() -> None:
+    plan = plan_named("plan_ladder")
+    sizes = page_of(plan).sections[0]
+    rows = made(plan).tables[0][1:]
+    assert sizes.title == "Capture sizes"
+    assert [row[0] for row in rows] == [str(lane) for lane in plan.lanes()]
+    for row, found in zip(rows, plan.lanes().values(), strict=True):
+        assert row[1:] == [str(len(found)), ", ".join(map(str, found))]
+
+
+def test_options_for_an_engine_can_be_copied() -> None:
+    plan = with_emission(plan_named("plan_ladder"), "vllm")
+    assert plan.emission is not None
+    page = made(plan)
+    shown = html_of(page_of(plan), render_text(plan))
+    block, _ = re.findall(r"<pre.*?>(.*?)</pre>", shown, re.DOTALL)
+    assert html.unescape(block) == plan.emission.block
+    assert plan.emission.title in shown
+    ids = {attributes.get("id") for tag, attributes in page.tags if tag == "pre"}
+    (button,) = [attributes for tag, attributes in page.tags if tag == "button"]
+    assert button["data-copies"] in ids
+    assert [tag for tag, _ in made(plan_named("plan_ladder")).tags].count("button") == 0
 
 
 def test_memory_is_whole_and_predictions_stand_beside() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from io import StringIO
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from saved import SAVED, golden_report, plan_named
 
 from cgplan.config import Config
 from cgplan.planning import Plan, build_plan
+from cgplan.planning.engines import Parallelism, with_emission
 from cgplan.reports import CaptureReport, StateRecord, Timing, render, render_text
 from cgplan.reports.layout import Column, Grid, TextColumn, describe_sizes, plain_text
 from cgplan.reports.plan_tables import brief
@@ -161,6 +163,29 @@ def test_mode_changes_and_warnings_are_shown_with_reasons() -> None:
     shown = render_text(plan)
     assert "FULL -> FULL_AND_PIECEWISE: attention_support is UNIFORM_BATCH" in shown
     assert "9999" in shown.partition("warning")[2]
+
+
+@pytest.mark.parametrize("name", ["plan_ladder", "plan_traffic"])
+def test_a_report_ends_with_what_one_pastes(name: str) -> None:
+    plan = with_emission(plan_named(name), "sglang", Parallelism(64))
+    assert plan.emission is not None
+    assert len(plan.emission.block) > 120, "longer than a line"
+    before, without = plan_named(name), plan.emission
+    for shown, older in (
+        (plain_text(brief(plan), 80), plain_text(brief(before), 80)),
+        (render_text(plan), render_text(before)),
+    ):
+        assert shown.startswith(f"{older}\n\nFor SGLang, by the rules of ")
+        assert shown.endswith(f"\n{without.block}")
+        assert "SGLang would drop" in shown
+
+
+def test_a_terminal_does_not_cut_what_one_pastes() -> None:
+    plan = with_emission(plan_named("plan_ladder"), "vllm")
+    assert plan.emission is not None
+    console = Console(width=60, file=StringIO(), force_terminal=True, color_system=None)
+    console.print(brief(plan), crop=False)
+    assert plan.emission.block in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_a_short_report_names_how_much_it_does_not_show() -> None:
