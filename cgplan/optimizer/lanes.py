@@ -11,7 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from cgplan.modes import BatchDescriptor, CUDAGraphMode, Key
+from cgplan.modes import (
+    BatchDescriptor,
+    CUDAGraphMode,
+    Key,
+)
 from cgplan.planning.plan import Lane, Plan
 from cgplan.traffic.histogram import StepShape, Traffic
 from cgplan.traffic.step_times import StepTimes
@@ -20,65 +24,106 @@ from cgplan.units import grouped
 EAGER = Lane(CUDAGraphMode.NONE, False, 0)
 
 
-def lanes_of(mode: CUDAGraphMode, lora_cases: Sequence[int]) -> tuple[Lane, ...]:
+def lanes_of(
+    mode: CUDAGraphMode,
+    lora_cases: Sequence[int],
+) -> tuple[Lane, ...]:
     """The lanes of a resolved mode, in the order in which a batch tries them: FULL before
     PIECEWISE, and within a mode the cases of fewer adapters first.
     """
-    pairs = (
-        [(CUDAGraphMode.FULL, True), (mode.mixed_mode(), False)]
-        if mode.separate_routine()
-        else [(mode, False)]
-    )
-    runtime_modes = [
-        (runtime, uniform) for runtime, uniform in pairs if runtime is not CUDAGraphMode.NONE
-    ]
-    return tuple(
-        Lane(runtime, uniform, case)
-        for runtime, uniform in runtime_modes
-        for case in sorted(lora_cases)
-    )
+    cases = sorted(lora_cases)
+    mixed = mode.mixed_mode()
+    lanes = []
+    if mode.separate_routine():
+        lanes += [Lane(CUDAGraphMode.FULL, True, case) for case in cases]
+    if mixed is not CUDAGraphMode.NONE:
+        lanes += [Lane(mixed, False, case) for case in cases]
+    return tuple(lanes)
 
 
-def may_serve(lane: Lane, batch: StepShape, traffic: Traffic) -> bool:
-    is_kind = (
-        (lane.mode is CUDAGraphMode.FULL) == batch.uniform
-        if traffic.apart
-        else batch.uniform or not lane.uniform
-    )
-    return is_kind and lane.num_active_loras >= batch.num_active_loras
+def place_of(lane: Lane) -> float:
+    """A number that is smaller for the lane that a batch tries first."""
+    place = float(lane.num_active_loras)
+    if lane.mode is not CUDAGraphMode.FULL:
+        place += 1e9
+    return place
 
 
-def stride_of(lane: Lane, plan: Plan) -> int:
+def columns_of(traffic: Traffic) -> tuple[Any, Any]:
+    """A StepShape of arrays, and the weights."""
+    tokens, reqs, uniform, loras, weight = traffic.columns
+    return StepShape(tokens, reqs, uniform > 0, loras), weight
+
+
+def may_serve(
+    lane: Lane,
+    batch: StepShape,
+    traffic: Traffic,
+) -> Any:
+    """Whether the lane is for the batch, or for each of ``columns_of``."""
+    is_mixed = not lane.uniform
+    is_kind = batch.uniform | is_mixed
+    if traffic.apart:
+        is_full = lane.mode is CUDAGraphMode.FULL
+        is_kind = batch.uniform == is_full
+    has_adapters = batch.num_active_loras <= lane.num_active_loras
+    return is_kind & has_adapters
+
+
+def stride_of(
+    lane: Lane,
+    plan: Plan,
+) -> int:
     return plan.query_len if lane.uniform else 1
 
 
-def largest_of(lane: Lane, plan: Plan) -> int:
-    limit, stride = plan.max_num_batched_tokens, stride_of(lane, plan)
+def largest_of(
+    lane: Lane,
+    plan: Plan,
+) -> int:
+    limit = plan.max_num_batched_tokens
+    stride = stride_of(lane, plan)
     if lane.uniform:
-        limit = min(limit, stride * plan.max_num_seqs)
+        decode = stride * plan.max_num_seqs
+        limit = min(limit, decode)
     return limit // stride * stride
 
 
-def list_stride(lanes: Sequence[Lane], plan: Plan) -> tuple[int, int]:
+def list_stride(
+    lanes: Sequence[Lane],
+    plan: Plan,
+) -> tuple[int, int]:
     """Of one list for these lanes: its stride, and up to where its sizes are whole requests
     besides. See Note [One list] in problem.py.
     """
     if plan.key_rules == "vllm_v2":
-        return 1, max((largest_of(lane, plan) for lane in lanes if lane.uniform), default=0)
-    is_full = any(lane.mode is CUDAGraphMode.FULL for lane in lanes)
-    return plan.query_len if is_full else 1, 0
+        decode = [lane for lane in lanes if lane.uniform]
+        tops = [largest_of(lane, plan) for lane in decode]
+        return 1, max(tops, default=0)
+    modes = [lane.mode for lane in lanes]
+    if CUDAGraphMode.FULL in modes:
+        return plan.query_len, 0
+    return 1, 0
 
 
-def key_of(lane: Lane, num_tokens: int, plan: Plan) -> Key:
-    piecewise, case = lane.mode is CUDAGraphMode.PIECEWISE, lane.num_active_loras
-    reqs = None if piecewise else min(num_tokens // stride_of(lane, plan), plan.max_num_seqs)
-    return lane.mode, BatchDescriptor(
+def key_of(
+    lane: Lane,
+    num_tokens: int,
+    plan: Plan,
+) -> Key:
+    case = lane.num_active_loras
+    reqs = None
+    if lane.mode is not CUDAGraphMode.PIECEWISE:
+        most = num_tokens // stride_of(lane, plan)
+        reqs = min(most, plan.max_num_seqs)
+    descriptor = BatchDescriptor(
         num_tokens,
         reqs,
         lane.uniform,
-        case > 0,
-        case,
+        has_lora=case > 0,
+        num_active_loras=case,
     )
+    return lane.mode, descriptor
 
 
 @dataclass(frozen=True)
@@ -99,7 +144,10 @@ class Use:
     @property
     def padding(self) -> float:
         """Share of the tokens that run which are padding, from 0 to 1."""
-        return 0.0 if self.size is None else 1 - self.tokens / (self.weight * self.size)
+        if self.size is None:
+            return 0.0
+        ran = self.weight * self.size
+        return 1 - self.tokens / ran
 
 
 class Run:
@@ -111,123 +159,155 @@ class Run:
     Attributes:
         traffic, times: The batches, and how long steps take.
         eager: (shape, weight) of the batches that run eagerly.
-        place: Of the lane that runs each shape of the histogram, see ``place_of``.
     """
 
-    def __init__(self, keys: Iterable[Key], traffic: Traffic, times: StepTimes) -> None:
-        self._tokens, _, self._uniform, self._loras, self._weight = traffic.columns
-        self.traffic, self.times, self._size = traffic, times, self._tokens.copy()
-        self.place = np.full(self._tokens.size, np.inf)
-        sizes = grouped((Lane.of(mode, key), key.num_tokens) for mode, key in keys)
-        self._lanes = sorted(sizes, key=place_of)
-        self._time, self._unpadded = np.zeros(self._tokens.size), np.zeros(self._tokens.size)
+    def __init__(
+        self,
+        keys: Iterable[Key],
+        traffic: Traffic,
+        times: StepTimes,
+    ) -> None:
+        self.traffic = traffic
+        self.times = times
+        self._batches, self._weight = columns_of(traffic)
+        tokens = self._batches.num_tokens
+        loras = self._batches.num_active_loras
+        self._tokens = tokens
+        self._size = tokens.copy()  # that runs
+        self._time = np.zeros_like(tokens)
+        self._place = np.full_like(tokens, np.inf)  # of the lane; inf: eager
+        pairs = [(Lane.of(*key), key[1].num_tokens) for key in keys]
+        held = grouped(pairs)
+        self._lanes = sorted(held, key=place_of)
+        missed = np.isinf(self._place)
         for lane in self._lanes:
-            held = np.unique(sizes[lane])
-            runs = np.isinf(self.place) & self._may_run(lane, held[-1])
-            self.place[runs] = place_of(lane)
-            self._size[runs] = held[np.searchsorted(held, self._tokens[runs])]
-            self._time_of(lane, runs)
-        missed = np.isinf(self.place)
-        for case in np.unique(self._loras[missed]):
-            self._time_of(
-                EAGER._replace(num_active_loras=int(case)), missed & (self._loras == case)
-            )
-        self.eager = [traffic.histogram[index] for index in np.flatnonzero(missed)]
-        self._total = float(self._weight @ self._time)
+            sizes = np.unique(held[lane])
+            fits = self._may_run(lane, sizes[-1])
+            runs = missed & fits
+            missed &= ~fits
+            at = np.searchsorted(sizes, tokens[runs])
+            ran = sizes[at]
+            self._size[runs] = ran
+            self._time[runs] = self._times_in(lane, ran)
+            self._place[runs] = place_of(lane)
+        for case in set(loras[missed].tolist()):
+            here = missed & (loras == case)
+            eager = EAGER._replace(num_active_loras=int(case))
+            self._time[here] = self._times_in(eager, tokens[here])
+        rows = np.flatnonzero(missed)
+        self.eager = [traffic.histogram[row] for row in rows]
 
-    def _may_run(self, lane: Lane, size: float) -> np.ndarray:
-        kind: Any = self._uniform > 0 if lane.uniform else True
-        if self.traffic.apart:
-            kind = (self._uniform > 0) == (lane.mode is CUDAGraphMode.FULL)
-        return np.asarray((self._tokens <= size) & (self._loras <= lane.num_active_loras) & kind)
+    def _may_run(
+        self,
+        lane: Lane,
+        most: float,
+    ) -> Any:
+        is_small = self._tokens <= most
+        return is_small & may_serve(lane, self._batches, self.traffic)
 
-    def _time_of(self, lane: Lane, runs: np.ndarray) -> None:
-        if runs.any():
-            mode, case = lane.mode, lane.num_active_loras
-            self._time[runs] = self.times.at(mode, self._size[runs], case)
-            self._unpadded[runs] = self.times.at(mode, self._tokens[runs], case)
+    def _times_in(
+        self,
+        lane: Lane,
+        sizes: Any,
+    ) -> Any:
+        if not sizes.size:
+            return sizes
+        case = lane.num_active_loras
+        return self.times.at(lane.mode, sizes, case)
 
     @property
     def expected_us(self) -> float:
-        return self._total / float(self._weight.sum())
+        return float(np.average(self._time, weights=self._weight))
 
     @property
     def by_kind(self) -> dict[str, Any]:
         """Mean microseconds of the steps of uniform decode, and of the others; None where there is
         none.
         """
-        kinds = {"decode_us": self._uniform > 0, "mixed_us": self._uniform == 0}
+        uniform = self._batches.uniform
         return {
-            name: float(np.average(self._time[here], weights=self._weight[here]))
-            if here.any()
-            else None
-            for name, here in kinds.items()
+            "decode_us": self._mean(uniform),
+            "mixed_us": self._mean(~uniform),
         }
+
+    def _mean(self, here: Any) -> float | None:
+        weight = self._weight[here]
+        if not weight.size:
+            return None
+        time = self._time[here]
+        return float(np.average(time, weights=weight))
 
     @property
     def padding(self) -> float:
         """Share of all tokens that run, eager steps included, which are padding."""
-        return 1 - float(self._weight @ self._tokens) / float(self._weight @ self._size)
+        tokens = float(self._weight @ self._tokens)
+        ran = float(self._weight @ self._size)
+        return 1 - tokens / ran
 
     @cached_property
     def uses(self) -> tuple[Use, ...]:
         """An entry for each graph that runs a batch, in the order of lanes and sizes, and last one
         for eager steps.
         """
-        found, per_step = (
-            [],
-            (
-                self._tokens,
-                self._time,
-                self._unpadded,
-            ),
-        )
-        for lane in (*self._lanes, EAGER):
-            runs = self.place == (np.inf if lane is EAGER else place_of(lane))
-            for size in (
-                [None] if lane is EAGER else np.unique(self._size[runs]).astype(int).tolist()
-            ):
-                here = runs if size is None else runs & (self._size == size)
-                if here.any():
-                    weight = self._weight[here]
-                    sums = (float(weight @ figures[here]) for figures in per_step)
-                    found.append(
-                        Use(
-                            lane,
-                            size,
-                            float(weight.sum()),
-                            *sums,
-                        )
-                    )
+        found = []
+        for lane in self._lanes:
+            runs = self._place == place_of(lane)
+            for size in np.unique(self._size[runs]):
+                here = runs & (self._size == size)
+                own = self._times_in(lane, self._tokens[here])
+                use = self._use(lane, int(size), here, own)
+                found.append(use)
+        missed = np.isinf(self._place)
+        if missed.any():
+            own = self._time[missed]
+            use = self._use(EAGER, None, missed, own)
+            found.append(use)
         return tuple(found)
+
+    def _use(
+        self,
+        lane: Lane,
+        size: int | None,
+        here: Any,
+        own: Any,
+    ) -> Use:
+        weight = self._weight[here]
+        tokens = self._tokens[here]
+        time = self._time[here]
+        return Use(
+            lane,
+            size,
+            weight=float(weight.sum()),
+            tokens=float(weight @ tokens),
+            microseconds=float(weight @ time),
+            unpadded=float(weight @ own),
+        )
 
     def largest_batch(self, lane: Lane) -> int:
         """Tokens of the largest batch that comes to the lane: it may run there, and no earlier lane
         runs it.
         """
-        comes = (self.place >= place_of(lane)) & self._may_run(lane, np.inf)
-        return int(self._tokens[comes].max(initial=0))
+        is_free = self._place >= place_of(lane)
+        comes = is_free & self._may_run(lane, np.inf)
+        tokens = self._tokens[comes]
+        return int(tokens.max(initial=0))
 
-    def gain_of(self, lane: Lane, size: int) -> tuple[float, float]:
+    def gain_of(
+        self,
+        lane: Lane,
+        size: int,
+    ) -> tuple[float, float]:
         """Weight of the batches that one graph more would run, and how many microseconds shorter it
         makes the step.
         """
         place = place_of(lane)
-        worse = (self.place > place) | ((self.place == place) & (self._size > size))
-        moved = self._may_run(lane, size) & worse
-        time = self.times.of(
-            lane.mode,
-            size,
-            lane.num_active_loras,
-        )
-        gain = float(self._weight[moved] @ (self._time[moved] - time))
-        return float(self._weight[moved].sum()), gain / float(self._weight.sum())
-
-
-def place_of(lane: Lane) -> float:
-    """A number that is smaller for the lane that a batch tries first."""
-    return float(
-        lane.num_active_loras
-        + (1e9 * (not lane.uniform))
-        + 2e9 * (lane.mode is not CUDAGraphMode.FULL)
-    )
+        is_later = self._place > place
+        is_here = self._place == place
+        is_larger = is_here & (self._size > size)
+        moved = self._may_run(lane, size)
+        moved &= is_later | is_larger
+        case = lane.num_active_loras
+        time = self.times.of(lane.mode, size, case)
+        weight = self._weight[moved]
+        saved = weight @ (self._time[moved] - time)
+        return float(weight.sum()), float(saved / self._weight.sum())

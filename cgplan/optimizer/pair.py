@@ -21,18 +21,25 @@ from dataclasses import replace
 
 import numpy as np
 
-from cgplan.optimizer.paths import Floats, best_below, best_start
-from cgplan.optimizer.problem import Candidates, Chosen, Prices, Problem
+from cgplan.optimizer.paths import (
+    Floats,
+    Ints,
+    best_below,
+    best_start,
+)
+from cgplan.optimizer.problem import (
+    Candidates,
+    Chosen,
+    Prices,
+    Problem,
+)
 
 NOTHING = Candidates(
     lanes=(),
-    sizes=np.zeros(1, dtype=np.int64),
+    sizes=np.zeros(1, dtype=int),
     times=np.zeros((1, 1)),
-    each=np.ones(1, dtype=np.int64),
-    driver=np.zeros(1),
-    seconds=np.zeros(1),
-    pool=np.zeros(1),
-    static=np.zeros(1),
+    sums=np.zeros((3, 1)),
+    ends=np.zeros((2, 1)),
 )
 
 
@@ -43,152 +50,249 @@ class Pair:
         value: [K + 1] least totals by the number of graphs, with the price of costs.
     """
 
-    def __init__(self, problem: Problem, prices: Prices, spare: Floats) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        prices: Prices,
+        spare: Floats,
+    ) -> None:
         if len(problem.lanes) == 1:
-            demands = tuple(replace(demand, lanes=(1,)) for demand in problem.demands)
+            demands = []
+            for demand in problem.demands:
+                served = replace(demand, lanes=(1,))
+                demands.append(served)
             problem = replace(
                 problem,
                 lanes=(NOTHING, *problem.lanes),
-                demands=demands,
+                demands=tuple(demands),
             )
-        self._problem, self._prices = problem, prices
-        self._first, self._second = problem.lanes
-        served = [demand.lanes for demand in problem.demands]
-        self._both = [number for number, lanes in enumerate(served) if lanes == (0, 1)]
-        mine = [number for number, lanes in enumerate(served) if lanes == (0,)]
-        self._theirs = [number for number, lanes in enumerate(served) if lanes == (1,)]
+        self._problem = problem
+        self._prices = prices
+        first, second = problem.lanes
+        self._first = first
+        self._second = second
         graphs = spare.size - 1
-        self._own = problem.paths(
-            0,
-            [*self._both, *mine],
-            graphs,
-            prices,
-        )
-        self._before = self._own.cost + problem.missed(0, mine)
-        self._after = problem.paths(
-            1,
-            self._theirs,
-            graphs,
-            prices,
-        )
-        self._beyond = self._after.cost + problem.missed(1, self._theirs)
-        self._start = np.full(self._beyond.shape, np.inf)
-        self._end = np.zeros(self._beyond.shape, dtype=np.int64)
-        shared, times = problem.weights(0, self._both), self._second.times[:1, 1:]
-        reach = (
-            np.searchsorted(
-                self._first.sizes,
-                self._second.sizes[1:],
-                side="right",
-            )
-            - 1
-        )
-        for k in range(graphs + 1 if times.size else 0):
-            found = best_start(
-                self._before[k],
-                shared,
-                times,
-                reach,
-            )
-            self._start[k, 1:], self._end[k, 1:] = found
+        both = self._demands_of(0, 1)
+        self._both = both
+        self._shared = problem.weights(1, both)
+        alone = self._demands_of(0)
+        own = both + alone
+        weights = problem.weights(0, own)
+        paths = first.paths(weights, graphs, prices)
+        missed = problem.missed(0, alone)
+        self._own = paths
+        self._before = paths.cost + missed
+        others = self._demands_of(1)
+        weights = problem.weights(1, others)
+        paths = second.paths(weights, graphs, prices)
+        missed = problem.missed(1, others)
+        self._others = weights
+        self._missed = missed
+        self._after = paths
+        self._beyond = paths.cost + missed
+        self._find_starts()
         # bytes that follow from where the two lanes end
-        pool = np.maximum.outer(self._first.pool, self._second.pool)
-        static = np.maximum.outer(self._first.static, self._second.static)
-        some = np.add.outer(self._first.sizes, self._second.sizes) > 0
-        self._taken_by = pool + static + problem.workspace * some
+        sizes = np.add.outer(first.sizes, second.sizes)
+        is_some = sizes > 0
+        self._taken_by = problem.workspace * is_some
+        for one, other in zip(
+            first.ends,
+            second.ends,
+            strict=True,
+        ):
+            larger = np.maximum.outer(one, other)
+            self._taken_by += larger
         self._solve(spare, 0, graphs)
 
-    def within(self, spare: Floats, low: int, high: int) -> Pair:
+    def _find_starts(self) -> None:
+        """Least totals up to a size of the second lane above the first one's end, and that end."""
+        first = self._first
+        second = self._second
+        sizes = second.sizes[1:]
+        times = second.times[:1, 1:]
+        problem = self._problem
+        weights = problem.weights(0, self._both)
+        ends = first.sizes
+        held = np.searchsorted(ends, sizes, side="right")
+        last = held - 1
+        self._start = np.full_like(self._beyond, np.inf)
+        parent = self._after.parent
+        self._end = np.zeros_like(parent)
+        if not sizes.size:
+            return
+        for k, before in enumerate(self._before):
+            start = self._start[k]
+            end = self._end[k]
+            found = best_start(before, weights, times, last)
+            start[1:], end[1:] = found
+
+    def _demands_of(self, *lanes: int) -> list[int]:
+        found = []
+        for number, demand in enumerate(self._problem.demands):
+            if demand.lanes == lanes:
+                found.append(number)
+        return found
+
+    def within(
+        self,
+        spare: Floats,
+        low: int,
+        high: int,
+    ) -> Pair:
         """The same with ``low`` to ``high`` graphs of the first lane."""
         other = copy(self)
         other._solve(spare, low, high)
         return other
 
-    def _solve(self, spare: Floats, low: int, high: int) -> None:
-        problem, both = self._problem, self._both
+    def _solve(
+        self,
+        spare: Floats,
+        low: int,
+        high: int,
+    ) -> None:
         self._low = low
-        self._find_room(spare)
+        self._room = self._room_in(spare)
         self._join(high)
-        if both:
-            least = self._taken_by[0, 1:].min(initial=np.inf)
-            paid = np.flatnonzero(spare >= least).max(initial=0)
-            self._go_on(problem.weights(1, [*both, *self._theirs]), int(paid))
-        taken, byte = self._taken_by[0], self._prices.byte
-        missed = problem.missed(1, [*both, *self._theirs]) + problem.eager_us
-        self._joined += missed + byte * taken
-        self._joined[taken > spare[:, None]] = np.inf
-        self._apart += problem.missed(0, both) + problem.eager_us + byte * self._taken_by[:, 0]
-        self._apart[self._room < 0] = np.inf
-        value = np.minimum(self._joined.min(axis=1), self._apart.min(axis=1))
+        taken = self._taken_by[0]
+        if self._both:
+            some = taken[1:]
+            least = some.min(initial=np.inf)
+            paid = np.flatnonzero(spare >= least)
+            most = paid.max(initial=0)
+            self._go_on(int(most))
+        problem = self._problem
+        byte = self._prices.byte
+        joined = self._joined
+        joined += self._missed
+        joined += problem.missed(1, self._both)
+        joined += byte * taken
+        is_too_much = taken > spare[:, None]
+        joined[is_too_much] = np.inf
+        taken = self._taken_by[:, 0]
+        apart = self._apart
+        apart += problem.missed(0, self._both)
+        apart += byte * taken
+        apart[self._room < 0] = np.inf
+        least = joined.min(axis=1)
+        least_apart = apart.min(axis=1)
+        value = np.minimum(least, least_apart)
+        value += problem.eager_us
         self.value = np.minimum.accumulate(value)
 
-    def _find_room(self, spare: Floats) -> None:
+    def _room_in(self, spare: Floats) -> Ints:
         """[K + 1, ends of the first lane]: the largest end of the second one below it that the
         limits pay for, -1 for none.
         """
-        below = np.searchsorted(self._second.sizes, self._first.sizes, side="right") - 1
-        self._room = np.empty((spare.size, below.size), dtype=np.int64)
-        for end, most in enumerate(below.tolist()):
-            paid = np.searchsorted(self._taken_by[end, : most + 1], spare, side="right")
-            self._room[:, end] = paid - 1
+        ends = self._first.sizes
+        sizes = self._second.sizes
+        held = np.searchsorted(sizes, ends, side="right")
+        rooms = []
+        for end, number in enumerate(held):
+            taken = self._taken_by[end]
+            taken = taken[:number]
+            paid = np.searchsorted(taken, spare, side="right")
+            rooms.append(paid - 1)
+        return np.stack(rooms, axis=1)
 
     def _join(self, high: int) -> None:
         """Totals by graphs and the end of the first lane that is the larger one, and by graphs and
         the first size of the second lane above the end of the first.
         """
-        most = len(self._before) - 1
-        after = np.minimum.accumulate(self._beyond, axis=1)
-        self._apart = np.full(self._before.shape, np.inf)
-        self._joined = np.full(self._beyond.shape, np.inf)
-        self._share = np.zeros(self._joined.shape, dtype=np.int64)
-        self._parent = np.full(self._joined.shape, -1)
-        for k in range(self._low, high + 1):
-            if k > self._low and np.array_equal(self._before[k], self._before[k - 1]):
+        beyond = self._beyond
+        after = np.minimum.accumulate(beyond, axis=1)
+        ends = self._end
+        every = self._before
+        self._apart = np.full_like(every, np.inf)
+        self._joined = np.full_like(after, np.inf)
+        self._share = np.zeros_like(ends)
+        self._parent = np.full_like(ends, -1)
+        low = self._low
+        for k in range(low, high + 1):
+            before = every[k]
+            fewer = every[k - 1]
+            is_alike = np.array_equal(before, fewer)
+            if is_alike and k > low:
                 continue
-            rest = np.arange(most + 1 - k)
-            after_it = after[rest[:, None], np.maximum(self._room[k:], 0)]
-            self._apart[k:] = np.minimum(self._apart[k:], self._before[k] + after_it)
-            total = self._start[k] + self._after.cost[: most + 1 - k]
-            is_less = total < self._joined[k:]
-            self._joined[k:][is_less] = total[is_less]
-            self._share[k:][is_less] = k
-        shared = self._problem.weights(1, self._both)
-        self._joined += (shared * self._second.times).sum(axis=0)
-
-    def _go_on(self, weights: Floats, graphs: int) -> None:
-        """Totals by graphs, up to so many, and the last size of the second lane."""
+            apart = self._apart[k:]
+            joined = self._joined[k:]
+            share = self._share[k:]
+            rest = np.arange(len(joined))
+            room = self._room[k:]
+            room = np.maximum(room, 0)
+            rows = rest[:, None]
+            beside = after[rows, room]
+            total = before + beside
+            np.minimum(apart, total, out=apart)
+            total = self._after.cost[rest]
+            total += self._start[k]
+            is_less = total < joined
+            joined[is_less] = total[is_less]
+            share[is_less] = k
         times = self._second.times
-        ran = (weights * times).sum(axis=0) + self._prices.of(self._second)
+        ran = self._shared * times
+        took = ran.sum(axis=0)
+        self._joined += took
+
+    def _go_on(self, graphs: int) -> None:
+        """Totals by graphs, up to so many, and the last size of the second lane."""
+        second = self._second
+        times = second.times
+        weights = self._shared + self._others
+        took = weights * times
+        ran = took.sum(axis=0)
+        ran += self._prices.of(second)
         for level in range(1, graphs + 1):
-            least, below = best_below(
-                self._joined[level - 1],
-                weights,
-                times,
-            )
-            is_less = least + ran < self._joined[level]
-            self._joined[level, is_less] = (least + ran)[is_less]
-            self._parent[level, is_less] = below[is_less]
+            before = self._joined[level - 1]
+            joined = self._joined[level]
+            parent = self._parent[level]
+            least, below = best_below(before, weights, times)
+            total = least + ran
+            is_less = total < joined
+            joined[is_less] = total[is_less]
+            parent[is_less] = below[is_less]
 
     def chosen(self, graphs: int) -> Chosen:
         """The plan of at most so many graphs, of the lanes in their order."""
-        joined, apart = self._joined[: graphs + 1], self._apart[: graphs + 1]
+        most = graphs + 1
+        joined = self._joined[:most]
+        apart = self._apart[:most]
         sizes: list[int] = []
-        if joined.min() < apart.min():
-            level, size = map(int, np.unravel_index(joined.argmin(), joined.shape))
-            while self._parent[level, size] >= 0:
+        least = joined.min()
+        if least < apart.min():
+            level, size = _place_of_least(joined)
+            below = self._parent[level, size]
+            while below >= 0:
                 sizes.insert(0, size)
-                size = int(self._parent[level, size])
+                size = int(below)
                 level -= 1
-            share = int(self._share[level, size])
-            end = int(self._end[share, size])
+                below = self._parent[level, size]
+            share = self._share[level, size]
+            end = self._end[share, size]
         else:
-            level, end = map(int, np.unravel_index(apart.argmin(), apart.shape))
-            room = int(self._room[level, end]) + 1
-            shares = range(self._low, level + 1)
-            totals = [self._before[k, end] + self._beyond[level - k, :room].min() for k in shares]
-            share = shares[int(np.argmin(totals))]
-            size = int(self._beyond[level - share, :room].argmin())
-        last = (*self._after.sizes(level - share, size), *sizes)
+            level, end = _place_of_least(apart)
+            room = self._room[level, end]
+            room += 1
+            low = self._low
+            shares = np.arange(low, level + 1)
+            rest = level - shares
+            beside = self._beyond[rest, :room]
+            least = beside.min(axis=1)
+            least += self._before[shares, end]
+            found = least.argmin()
+            share = shares[found]
+            nearest = beside[found]
+            size = int(nearest.argmin())
+        left = int(level - share)
+        last = self._after.sizes(left, size)
+        last += sizes
+        end = int(end)
+        own = self._own.sizes(share, end)
         if self._first is NOTHING:
-            return (last,)
-        return tuple(self._own.sizes(share, end)), last
+            return (tuple(last),)
+        return tuple(own), tuple(last)
+
+
+def _place_of_least(table: Floats) -> tuple[int, int]:
+    place = int(table.argmin())
+    width = len(table[0])
+    return divmod(place, width)

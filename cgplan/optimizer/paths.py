@@ -39,14 +39,18 @@ class Paths:
     parent: Ints
     each: Ints
 
-    def sizes(self, graphs: int, last: int) -> list[int]:
+    def sizes(
+        self,
+        graphs: int,
+        last: int,
+    ) -> list[int]:
         """Candidates of the best path of at most so many graphs to ``last``, ascending."""
         chosen: list[int] = []
         while last > 0:
             chosen.insert(0, last)
-            below = int(self.parent[graphs, last])
+            below = self.parent[graphs, last]
             graphs -= int(self.each[last])
-            last = below
+            last = int(below)
         return chosen
 
 
@@ -68,49 +72,62 @@ def best_paths(
     """
     width = weights.shape[1]
     if each is None:
-        each = np.ones(width, dtype=np.int64)
-    cost = np.full((graphs + 1, width), np.inf)
+        each = np.ones(width, dtype=int)
+    shape = graphs + 1, width
+    cost = np.full(shape, np.inf)
     cost[:, 0] = 0.0
-    parent = np.zeros((graphs + 1, width), dtype=np.int64)
-    ran = (weights * times).sum(axis=0)
+    parent = np.zeros(shape, dtype=int)
+    took = weights * times
+    ran = took.sum(axis=0)
     if price is not None:
         ran += price
-    counts = np.unique(each[1:]).tolist()
+    counts = set(each[1:].tolist())
+    widest = max(counts, default=1)
     for level in range(1, graphs + 1):
         for count in counts:
             if count > level:
                 continue
             here = each == count
             here[0] = False
-            least, below = best_below(cost[level - count], weights, times)
-            cost[level, here] = (least + ran)[here]
+            before = cost[level - count]
+            least, below = best_below(before, weights, times)
+            total = least + ran
+            cost[level, here] = total[here]
             parent[level, here] = below[here]
-        before = level - max(counts, default=1)
-        if before >= 0 and np.array_equal(cost[level], cost[before]):  # more graphs change nothing
-            cost[level:] = cost[level]
+        if level < widest:
+            continue
+        before = cost[level - widest]
+        if np.array_equal(cost[level], before):  # more graphs change nothing
+            cost[level:] = before
             parent[level:] = parent[level]
             break
     return Paths(cost, parent, each)
 
 
-def best_below(before: Floats, weights: Floats, times: Floats) -> tuple[Floats, Ints]:
+def best_below(
+    before: Floats,
+    weights: Floats,
+    times: Floats,
+) -> tuple[Floats, Ints]:
     """Of each size j the least ``before[i]`` less weights(i) times(j) over i < j, and that i.
 
     inf and 0 where there is no such i.
     """
-    least = np.full(before.size, np.inf)
-    below = np.zeros(before.size, dtype=np.int64)
+    least = np.full_like(before, np.inf)
+    below = np.zeros(before.size, dtype=int)
     if before.size > 1:
-        least[1:], below[1:] = best_start(
-            before,
-            weights,
-            times[:, 1:],
-            np.arange(before.size - 1),
-        )
+        last = np.arange(before.size - 1)
+        found = best_start(before, weights, times[:, 1:], last)
+        least[1:], below[1:] = found
     return least, below
 
 
-def best_start(before: Floats, weights: Floats, times: Floats, last: Ints) -> tuple[Floats, Ints]:
+def best_start(
+    before: Floats,
+    weights: Floats,
+    times: Floats,
+    last: Ints,
+) -> tuple[Floats, Ints]:
     """Of each row j the least ``before[i]`` less weights(i) times(j) over i up to ``last[j]``, and
     that i, which moves up with j.
 
@@ -121,43 +138,54 @@ def best_start(before: Floats, weights: Floats, times: Floats, last: Ints) -> tu
         last: [rows], nondecreasing.
     """
     rows = last.size
-    least = np.empty(rows)
     stride = 1
     while stride < rows:
         stride *= FAN
-    found = np.zeros(rows + stride, dtype=np.int64)
+    least = np.empty(rows)
+    found = np.zeros(rows + stride, dtype=int)
     found[rows:] = before.size - 1
-    here = np.zeros(1, dtype=np.int64)
-    below, above = here, here + rows
+    here = np.zeros(1, dtype=int)
+    below = here
+    above = here + rows
     while True:
         first = found[below]
-        counts = np.maximum(np.minimum(found[above], last[here]), first) - first + 1
-        starts = np.cumsum(counts) - counts
-        tried = np.arange(int(counts.sum())) + np.repeat(first - starts, counts)
+        most = np.minimum(found[above], last[here])
+        most = np.maximum(most, first)
+        counts = most - first + 1
+        ends = np.cumsum(counts)
+        starts = ends - counts
+        tried = np.arange(ends[-1])
+        tried += np.repeat(first - starts, counts)
         value = before[tried]
-        for weight, took in zip(weights, times, strict=True):
-            value -= weight[tried] * np.repeat(took[here], counts)
+        for weight, time in zip(weights, times, strict=True):
+            took = np.repeat(time[here], counts)
+            value -= weight[tried] * took
         least[here] = np.minimum.reduceat(value, starts)
-        hits = np.flatnonzero(value == np.repeat(least[here], counts))[::-1]
-        owner = np.searchsorted(starts, hits, side="right") - 1
-        found[here[owner]] = tried[hits]  # the first hit of each row is written last
+        is_least = value == np.repeat(least[here], counts)
+        hits = np.flatnonzero(is_least)
+        hits = hits[::-1]  # the first one of a row is written last
+        owner = np.searchsorted(ends, hits, side="right")
+        row = here[owner]
+        found[row] = tried[hits]
         if stride == 1:
             return least, found[:rows]
         coarse = stride
         stride //= FAN
         here = np.arange(0, rows, stride)
-        here = here[here % coarse > 0]
-        below = here // coarse * coarse
+        beyond = here % coarse
+        here = here[beyond > 0]
+        below = here - beyond[beyond > 0]
         above = below + coarse
 
 
-def min_plus(table: Floats, curve: Floats) -> Floats:
+def min_plus(
+    table: Floats,
+    curve: Floats,
+) -> Floats:
     """The least sums of entries of two [K + 1] whose numbers of graphs add up to k."""
-    total = np.full(table.shape, np.inf)
+    total = np.full_like(table, np.inf)
     for graphs, value in enumerate(curve):
-        np.minimum(
-            total[graphs:],
-            table[: table.size - graphs] + value,
-            out=total[graphs:],
-        )
+        rest = total[graphs:]
+        added = value + table[: rest.size]
+        np.minimum(rest, added, out=rest)
     return total

@@ -17,19 +17,40 @@ is FULL; V2 rounds decode graphs alone, so that sizes beyond those are as they a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import (
+    Collection,
+    Iterable,
+    Sequence,
+)
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from cgplan.modes import CUDAGraphMode, Key
-from cgplan.optimizer.lanes import key_of, largest_of, list_stride, may_serve, stride_of
-from cgplan.optimizer.paths import Floats, Ints, Paths, best_paths, min_plus
+from cgplan.optimizer.lanes import (
+    columns_of,
+    key_of,
+    largest_of,
+    list_stride,
+    may_serve,
+    stride_of,
+)
+from cgplan.optimizer.paths import (
+    Floats,
+    Ints,
+    Paths,
+    best_paths,
+    min_plus,
+)
 from cgplan.planning.costs import GraphCosts
-from cgplan.planning.plan import Lane, Plan, capture_order
-from cgplan.traffic.histogram import Traffic
+from cgplan.planning.plan import (
+    Lane,
+    Plan,
+    capture_order,
+)
+from cgplan.traffic.histogram import StepShape, Traffic
 from cgplan.traffic.step_times import StepTimes
 from cgplan.units import grouped
 
@@ -38,42 +59,68 @@ Chosen = tuple[tuple[int, ...], ...]  # candidates of each lane, ascending, as i
 
 @dataclass(frozen=True, eq=False)
 class Candidates:
-    """Sizes that a lane may have, ascending; index 0 stands for none. Arrays are [N + 1].
+    """Sizes that a lane may have, ascending; index 0 stands for none. Arrays are [.., N + 1].
 
     Attributes:
         lanes: The lane, or those that share the list.
         sizes: In tokens.
         times: Microseconds of a step at that size: [1, N + 1], or [demands, N + 1] of a list.
-        each: Graphs that a size counts as.
-        driver: Bytes that the driver takes for them; 0 without costs, as all below.
-        seconds: Warm-ups and captures.
-        pool, static: Bytes of the pool and of the static buffers, where that size is the largest.
+        sums: Graphs that a size counts as, and the driver's bytes and the seconds that they take;
+            without costs both are 0, as ``ends``.
+        ends: Bytes of the pool and of the static buffers, where that size is the largest.
     """
 
     lanes: tuple[Lane, ...]
     sizes: Ints
     times: Floats
-    each: Ints
-    driver: Floats
-    seconds: Floats
-    pool: Floats
-    static: Floats
+    sums: Floats
+    ends: Floats
+
+    @property
+    def each(self) -> Ints:
+        graphs: Floats = self.sums[0]
+        return graphs.astype(int)
+
+    def kind_of(self, demand: int) -> int:
+        """The row of ``times`` for a demand."""
+        last = len(self.times) - 1
+        return min(demand, last)
 
     def least(self, graphs: int) -> Floats:
         """Bytes of the driver and seconds that 0 or more graphs cost at least, inf where there are
         not so many: [2, K + 1].
         """
-        found = np.full((2, graphs + 1), np.inf)
-        found[:, 0] = 0.0
-        most = min(int(self.each[1:].sum()), graphs)
-        for row, figure in zip(
-            found,
-            (self.driver, self.seconds),
-            strict=True,
-        ):
-            every = np.sort(np.repeat(figure[1:] / self.each[1:], self.each[1:]))
-            row[1 : most + 1] = np.cumsum(every[:most])
+        found = _costs_of_none(graphs)
+        each = self.each[1:]
+        costs = self.sums[1:, 1:]
+        every = np.repeat(costs / each, each, axis=1)
+        every.sort(axis=1)
+        cheapest = every[:, :graphs]
+        total = cheapest.cumsum(axis=1)
+        for row, sums in zip(found, total, strict=True):
+            row[1 : sums.size + 1] = sums
         return found
+
+    def paths(
+        self,
+        weights: Floats,
+        graphs: int,
+        prices: Prices,
+    ) -> Paths:
+        return best_paths(
+            weights,
+            self.times,
+            graphs,
+            price=prices.of(self),
+            each=self.each,
+        )
+
+
+def _costs_of_none(graphs: int) -> Floats:
+    shape = 2, graphs + 1
+    found = np.full(shape, np.inf)
+    found[:, 0] = 0.0
+    return found
 
 
 class Prices(NamedTuple):
@@ -82,9 +129,18 @@ class Prices(NamedTuple):
     byte: float
     second: float
 
-    def of(self, lane: Candidates) -> Floats:
+    def of(self, lane: Candidates) -> Any:
         """The price of each candidate, but for pool and static buffers."""
-        return self.byte * lane.driver + self.second * lane.seconds
+        _, driver, seconds = lane.sums
+        return self.total(driver, seconds)
+
+    def total(
+        self,
+        memory: Any,
+        seconds: Any,
+    ) -> Any:
+        of_memory = self.byte * memory
+        return of_memory + self.second * seconds
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,13 +163,17 @@ class Demand:
     eager: Floats
     best: Floats
 
+    @cached_property
+    def each_weight(self) -> Floats:
+        return np.diff(self.weight, prepend=0.0)
+
+    @cached_property
+    def each_eager(self) -> Floats:
+        return np.diff(self.eager, prepend=0.0)
+
     def below(self, sizes: Ints) -> Ints:
         """How many entries of ``tokens`` each size holds."""
-        return np.searchsorted(
-            self.tokens,
-            sizes,
-            side="right",
-        )
+        return np.searchsorted(self.tokens, sizes, side="right")
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,17 +202,26 @@ class Problem:
         """Mean microseconds of a step if every batch had a graph of its own size, and ran in its
         best mode.
         """
-        best = sum(float(demand.best[-1]) for demand in self.demands)
-        return (self.eager_us + best) / self.weight
+        return self.best_total / self.weight
+
+    @property
+    def best_total(self) -> float:
+        total = self.eager_us
+        for demand in self.demands:
+            total += float(demand.best[-1])
+        return total
 
     @property
     def eager_total(self) -> float:
-        return self.eager_us + sum(float(demand.eager[-1]) for demand in self.demands)
+        total = self.eager_us
+        for demand in self.demands:
+            total += float(demand.eager[-1])
+        return total
 
     @property
     def saved(self) -> float:
         """Microseconds, times weight, that graphs can save at all."""
-        return self.eager_total - self.infinite_us * self.weight
+        return self.eager_total - self.best_total
 
     @property
     def changeable(self) -> float:
@@ -161,8 +230,10 @@ class Problem:
         """
         total = 0.0
         for demand in self.demands:
-            best, eager = np.diff(demand.best), np.diff(demand.eager)
-            total += float(best[best < eager].sum())
+            best = np.diff(demand.best, prepend=0.0)
+            is_faster = best < demand.each_eager
+            faster = best[is_faster]
+            total += float(faster.sum())
         return total
 
     @cached_property
@@ -172,55 +243,67 @@ class Problem:
         """
         found = []
         for demand in self.demands:
-            below = [demand.below(lane.sizes) for lane in self.lanes]
-            found.append([held * (n in demand.lanes) for n, held in enumerate(below)])
+            row = []
+            for n, lane in enumerate(self.lanes):
+                held = demand.below(lane.sizes)
+                if n not in demand.lanes:
+                    held[:] = 0
+                row.append(held)
+            found.append(row)
         return found
 
-    def weights(self, n: int, demands: Iterable[int]) -> Floats:
+    def weights(
+        self,
+        n: int,
+        demands: Iterable[int],
+    ) -> Floats:
         """The weight of the batches of these demands up to each candidate of a lane, by kinds."""
-        found = np.zeros(self.lanes[n].times.shape)
-        for number in demands:
-            kind = min(number, len(found) - 1)
-            found[kind] += self.demands[number].weight[self.holds[number][n]]
-        return found
-
-    def missed(self, n: int, demands: Iterable[int]) -> Floats:
-        """Weight times microseconds of the eager steps of their batches above each candidate."""
-        found = np.zeros(self.lanes[n].sizes.size)
-        for number in demands:
-            eager = self.demands[number].eager
-            found += eager[-1] - eager[self.holds[number][n]]
-        return found
-
-    def paths(self, n: int, demands: Iterable[int], graphs: int, prices: Prices) -> Paths:
-        """Paths of a lane that has all batches of these demands."""
         lane = self.lanes[n]
-        weights = self.weights(n, demands)
-        return best_paths(
-            weights,
-            lane.times,
-            graphs,
-            prices.of(lane),
-            lane.each,
-        )
+        found = np.zeros(lane.times.shape)
+        for number in demands:
+            held = self.holds[number][n]
+            demand = self.demands[number]
+            weight = demand.weight
+            kind = lane.kind_of(number)
+            found[kind] += weight[held]
+        return found
 
-    def left_to(self, n: int, others: Chosen) -> tuple[Floats, Floats]:
+    def missed(
+        self,
+        n: int,
+        demands: Iterable[int],
+    ) -> Floats:
+        """Weight times microseconds of the eager steps of their batches above each candidate."""
+        lane = self.lanes[n]
+        found = np.zeros(lane.sizes.size)
+        for number in demands:
+            held = self.holds[number][n]
+            eager = self.demands[number].eager
+            below = eager[held]
+            found += eager[-1] - below
+        return found
+
+    def left_to(
+        self,
+        n: int,
+        others: Chosen,
+    ) -> tuple[Floats, Floats]:
         """The weight of the batches up to each candidate of a lane that others leave to it, by
         kinds, and what all other batches take, if it ends there.
         """
         lane = self.lanes[n]
-        weights, beyond = np.zeros(lane.times.shape), np.full(lane.sizes.size, self.eager_us)
+        weights = np.zeros(lane.times.shape)
+        beyond = np.full(lane.sizes.size, self.eager_us)
         for number, demand in enumerate(self.demands):
             now = self._now(number, others)
             beyond += now[-1]
             if n in demand.lanes:
-                held, passed = self.holds[number][n], 0
-                for earlier in demand.lanes[: demand.lanes.index(n)]:
-                    if others[earlier]:
-                        passed = max(passed, int(self.holds[number][earlier][others[earlier][-1]]))
+                passed = self._passed(number, n, others)
+                held = self.holds[number][n]
                 held = np.maximum(held, passed)
-                kind = min(number, len(weights) - 1)
-                weights[kind] += demand.weight[held] - demand.weight[passed]
+                weight = demand.weight[held]
+                kind = lane.kind_of(number)
+                weights[kind] += weight - demand.weight[passed]
                 beyond -= now[held] - now[passed]
         return weights, beyond
 
@@ -228,102 +311,149 @@ class Problem:
         """Bytes and seconds that 0 or more graphs cost at least, whichever they are, without pool
         and static buffers; inf where there are not so many: [2, K + 1].
         """
-        found = np.full((2, graphs + 1), np.inf)
-        found[:, 0] = 0.0
+        memory, seconds = _costs_of_none(graphs)
         for lane in self.lanes:
-            found = np.stack([*map(min_plus, found, lane.least(graphs))])
-        found[0, 1:] += self.workspace
-        found[1, 1:] += self.once
-        return found
+            own = lane.least(graphs)
+            memory = min_plus(memory, own[0])
+            seconds = min_plus(seconds, own[1])
+        memory[1:] += self.workspace
+        seconds[1:] += self.once
+        return np.stack([memory, seconds])
 
-    def _now(self, number: int, chosen: Sequence[Sequence[int]]) -> Floats:
+    def _passed(
+        self,
+        number: int,
+        n: int,
+        chosen: Chosen,
+    ) -> int:
+        """How many batch sizes of a demand earlier lanes run."""
+        demand = self.demands[number]
+        passed = 0
+        for earlier in demand.lanes:
+            if earlier == n:
+                break
+            picked = chosen[earlier]
+            if picked:
+                held = self.holds[number][earlier]
+                end = int(held[picked[-1]])
+                passed = max(passed, end)
+        return passed
+
+    def _now(
+        self,
+        number: int,
+        chosen: Chosen,
+    ) -> Floats:
         """Weight times microseconds of the batches of a demand, cumulative, in the order of its
         tokens.
         """
         demand = self.demands[number]
-        spent, weight, passed = np.diff(demand.eager), np.diff(demand.weight), 0
+        spent = demand.each_eager.copy()
+        weight = demand.each_weight
+        passed = 0
         for n in demand.lanes:
-            times = self.lanes[n].times
-            kind = min(number, len(times) - 1)
+            lane = self.lanes[n]
+            kind = lane.kind_of(number)
+            holds = self.holds[number][n]
             for index in chosen[n]:
-                held = int(self.holds[number][n][index])
+                held = int(holds[index])
                 if held > passed:
-                    spent[passed:held] = weight[passed:held] * times[kind, index]
+                    ran = slice(passed + 1, held + 1)
+                    time = lane.times[kind, index]
+                    spent[ran] = weight[ran] * time
                     passed = held
-        return np.append(0.0, np.cumsum(spent))
+        return spent.cumsum()
 
-    def total_of(self, chosen: Sequence[Sequence[int]]) -> float:
+    def total_of(self, chosen: Chosen) -> float:
         """Microseconds, times weight, if these candidates of each lane are captured."""
-        spent = (float(self._now(n, chosen)[-1]) for n in range(len(self.demands)))
-        return self.eager_us + sum(spent)
+        total = self.eager_us
+        for number in range(len(self.demands)):
+            now = self._now(number, chosen)
+            total += float(now[-1])
+        return total
 
-    def gains(self, chosen: Sequence[Sequence[int]]) -> list[Floats]:
+    def gains(self, chosen: Chosen) -> list[Floats]:
         """What each candidate of each lane saves as one more of these: microseconds, times
         weight.
         """
         found = [np.zeros(lane.sizes.size) for lane in self.lanes]
         for number, demand in enumerate(self.demands):
-            now, passed = self._now(number, chosen), 0
+            now = self._now(number, chosen)
             for n in demand.lanes:
-                lane, held = self.lanes[n], self.holds[number][n]
-                picked = np.array([0, *chosen[n]])
-                below = np.searchsorted(
-                    picked[1:],
-                    np.arange(held.size),
-                    side="left",
-                )
-                first = np.maximum(held[picked[below]], passed)
+                lane = self.lanes[n]
+                held = self.holds[number][n]
+                passed = self._passed(number, n, chosen)
+                picked = chosen[n]
+                every = np.arange(held.size)
+                at = np.searchsorted(picked, every)
+                below = np.array([0, *picked])
+                first = held[below[at]]
+                first = np.maximum(first, passed)
                 last = np.maximum(held, first)
-                times = lane.times[min(number, len(lane.times) - 1)]
-                ran = (demand.weight[last] - demand.weight[first]) * times
-                found[n] += now[last] - now[first] - ran
-                passed = max(passed, int(held[picked[-1]]))
+                weight = demand.weight[last]
+                weight = weight - demand.weight[first]
+                kind = lane.kind_of(number)
+                took = weight * lane.times[kind]
+                before = now[last] - now[first]
+                found[n] += before - took
         return found
 
-    def costs_of(self, chosen: Sequence[Sequence[int]]) -> tuple[int, float, float]:
+    def costs_of(self, chosen: Chosen) -> tuple[int, float, float]:
         """Graphs, bytes and seconds."""
-        graphs, driver, seconds, pool, static = self.parts(chosen)
+        sums, ends = self.parts(chosen)
+        graphs, driver, seconds = sums.tolist()
         if not graphs:
             return 0, 0.0, 0.0
-        return int(graphs), self.workspace + driver + pool + static, self.once + seconds
+        memory = self.workspace + driver
+        memory += float(ends.sum())
+        seconds += self.once
+        return int(graphs), memory, seconds
 
-    def costs_with(self, chosen: Sequence[Sequence[int]], n: int) -> tuple[Floats, Floats, Floats]:
+    def costs_with(
+        self,
+        chosen: Chosen,
+        n: int,
+    ) -> tuple[Floats, Floats, Floats]:
         """The same with each candidate of a lane as one more."""
-        graphs, driver, seconds, pool, static = self.parts(chosen)
         lane = self.lanes[n]
-        ends = np.maximum(lane.pool, pool) + np.maximum(lane.static, static)
+        sums, ends = self.parts(chosen)
+        graphs, driver, seconds = lane.sums
+        larger = np.maximum(lane.ends, ends[:, None])
+        memory = driver + larger.sum(axis=0)
         return (
-            np.asarray(graphs + lane.each, dtype=np.float64),
-            self.workspace + driver + lane.driver + ends,
-            self.once + seconds + lane.seconds,
+            graphs + sums[0],
+            memory + sums[1] + self.workspace,
+            seconds + sums[2] + self.once,
         )
 
-    def parts(self, chosen: Sequence[Sequence[int]]) -> tuple[float, ...]:
-        """Graphs, bytes of the driver, seconds, and bytes of the pool and of static buffers."""
-        sums, ends = np.zeros(3), np.zeros(2)
+    def parts(self, chosen: Chosen) -> tuple[Floats, Floats]:
+        """Sums and ends of these candidates."""
+        sums = np.zeros(3)
+        ends = np.zeros(2)
         for lane, picked in zip(self.lanes, chosen, strict=True):
-            if len(picked):
-                figures = np.stack(
-                    [
-                        lane.each,
-                        lane.driver,
-                        lane.seconds,
-                        lane.pool,
-                        lane.static,
-                    ]
-                )
-                figures = figures[:, [*picked]]
-                sums += figures[:3].sum(axis=1)
-                ends = np.maximum(ends, figures[3:].max(axis=1))
-        return (*sums.tolist(), *ends.tolist())
+            if not picked:
+                continue
+            at = list(picked)
+            own = lane.sums[:, at]
+            sums += own.sum(axis=1)
+            most = lane.ends[:, at]
+            ends = np.maximum(ends, most.max(axis=1))
+        return sums, ends
 
-    def keys_of(self, chosen: Iterable[Iterable[int]], plan: Plan) -> tuple[Key, ...]:
+    def keys_of(
+        self,
+        chosen: Chosen,
+        plan: Plan,
+    ) -> tuple[Key, ...]:
         """The keys of these candidates, in capture order."""
         keys = []
         for candidates, picked in zip(self.lanes, chosen, strict=True):
-            for size in candidates.sizes[[*picked]].tolist():
-                for lane in candidates.lanes:
-                    if size <= largest_of(lane, plan):
+            sizes = candidates.sizes.tolist()
+            for lane in candidates.lanes:
+                most = largest_of(lane, plan)
+                for index in picked:
+                    size = sizes[index]
+                    if size <= most:
                         keys.append(key_of(lane, size, plan))
         return capture_order(keys)
 
@@ -344,98 +474,88 @@ def problem_of(
     Raises:
         StepTimeError: step times of a lane's mode, or of eager steps, are missing.
     """
-    batches = [batch for batch, _ in traffic.histogram]
-    used = [lane for lane in lanes if any(may_serve(lane, batch, traffic) for batch in batches)]
-    if not one_list:
-        lanes = used
-    groups = grouped(
-        (
-            tuple(index for index, lane in enumerate(lanes) if may_serve(lane, batch, traffic)),
-            (
-                batch.num_tokens,
-                batch.num_active_loras,
-                weight,
-            ),
-        )
-        for batch, weight in traffic.histogram
-    )
-    everything = [
-        _demand(
-            on,
-            rows,
-            lanes,
-            times,
-            plan,
-        )
-        for on, rows in sorted(groups.items())
-    ]
-    demands = tuple(demand for demand in everything if demand.lanes)
+    batches, weights = columns_of(traffic)
+    offers = []
+    serves = []
+    has_graphs = False
+    for lane in lanes:
+        may = may_serve(lane, batches, traffic)
+        has_graphs |= bool(may.any())
+        if one_list or may.any():
+            stride = stride_of(lane, plan)
+            offer = _Offer(lane, stride, times, plan, costs)
+            offers.append(offer)
+            serves.append(may.tolist())
+    served = list(zip(*serves, strict=True)) or [()] * weights.size
+    groups = grouped(zip(served, range(weights.size), strict=True))
+    demands: list[Demand] = []
+    eager_us = 0.0
+    for on, rows in sorted(groups.items(), reverse=True):
+        own = StepShape._make(column[rows] for column in batches)
+        tried = tuple(np.flatnonzero(on).tolist())
+        demand = _demand(tried, own, weights[rows], offers, times)
+        if tried:
+            demands.append(demand)
+        else:
+            eager_us += float(demand.eager[-1])
     problem = Problem(
         lanes=(),
-        demands=demands,
-        eager_us=float(sum(demand.eager[-1] for demand in everything if not demand.lanes)),
+        demands=tuple(demands),
+        eager_us=eager_us,
         weight=traffic.total,
-        workspace=0.0 if costs is None else float(costs.workspace_bytes),
-        once=0.0 if costs is None else costs.once_seconds,
     )
-    if not used:
-        return problem
-    market = _Market(
-        times,
-        plan,
-        costs,
-        without,
-    )
-    if one_list:
-        made, rising = _one_list(lanes, demands, market)
-        shared = tuple(replace(demand, lanes=(0,)) for demand in demands)
-        return replace(
+    if costs is not None:
+        problem = replace(
             problem,
-            lanes=(made,),
-            demands=shared,
-            rising=rising,
+            workspace=float(costs.workspace_bytes),
+            once=costs.once_seconds,
         )
+    if not has_graphs:
+        return problem
+    if one_list:
+        return _with_one_list(problem, offers, without)
     found: list[Candidates] = []
+    above = 0.0
     # where a lane may end depends on those after it
-    for index in reversed(range(len(lanes))):
-        above = max((float(other.times[0, -1]) for other in found), default=0.0)
+    for index, offer in reversed([*enumerate(offers)]):
         wanted = [demand for demand in demands if index in demand.lanes]
-        found.insert(0, market.candidates(lanes[index], wanted, above))
+        sizes = offer.wanted_sizes(wanted, above, without)
+        candidates = offer.candidates(sizes)
+        above = max(above, float(candidates.times[0, -1]))
+        found.insert(0, candidates)
     return replace(problem, lanes=tuple(found))
 
 
 def _demand(
     served: tuple[int, ...],
-    rows: list[tuple[int, int, float]],
-    lanes: Sequence[Lane],
+    batches: StepShape,
+    weights: Floats,
+    offers: Sequence[_Offer],
     times: StepTimes,
-    plan: Plan,
 ) -> Demand:
-    sizes, loras, weights = (np.array(column) for column in zip(*rows, strict=True))
+    sizes = np.asarray(batches.num_tokens, dtype=int)
+    loras = np.asarray(batches.num_active_loras)
     eager = np.zeros(sizes.size)
-    for case in np.unique(loras):
-        eager[loras == case] = times.at(
-            CUDAGraphMode.NONE,
-            sizes[loras == case],
-            int(case),
-        )
+    for case in set(loras.tolist()):
+        here = loras == case
+        own = sizes[here]
+        eager[here] = times.at(CUDAGraphMode.NONE, own, int(case))
     best = eager.copy()
-    for lane in (lanes[index] for index in served):
-        rounded = _rounded(sizes, stride_of(lane, plan))
-        fits = rounded <= largest_of(lane, plan)
+    for index in served:
+        offer = offers[index]
+        rounded = _rounded(sizes, offer.stride)
+        fits = rounded <= offer.largest
         if fits.any():
-            took = times.at(
-                lane.mode,
-                rounded[fits],
-                lane.num_active_loras,
-            )
-            best[fits] = np.minimum(best[fits], took)
+            took = np.full_like(best, np.inf)
+            took[fits] = offer.time(rounded[fits])
+            best = np.minimum(best, took)
     tokens, at = np.unique(sizes, return_inverse=True)
     slowest = np.zeros(tokens.size)
     np.maximum.at(slowest, at, eager)
 
     def summed(values: Floats) -> Floats:
-        return np.cumsum([0.0, *np.bincount(at, values)])
+        each = np.bincount(at, values)
+        return np.cumsum([0.0, *each])
 
     return Demand(
         served,
@@ -447,154 +567,169 @@ def _demand(
     )
 
 
-def _rounded(sizes: Ints, stride: int) -> Ints:
+def _rounded(
+    sizes: Ints,
+    stride: int,
+) -> Ints:
     return -(-sizes // stride) * stride
 
 
-@dataclass(frozen=True)
-class _Market:
-    """What graphs of a lane take and cost, and which there are."""
+@dataclass(frozen=True, eq=False)
+class _Offer:
+    """The graphs that a lane may have, at multiples of a stride."""
 
+    lane: Lane
+    stride: int
     times: StepTimes
     plan: Plan
     costs: GraphCosts | None
-    without: Collection[Key]
-    known: dict[tuple[Lane, int], Floats] = field(default_factory=dict)
 
-    def candidates(self, lane: Lane, wanted: Sequence[Demand], above: float) -> Candidates:
+    @property
+    def largest(self) -> int:
+        return largest_of(self.lane, self.plan)
+
+    def time(self, sizes: Ints) -> Floats:
+        lane = self.lane
+        case = lane.num_active_loras
+        return self.times.at(lane.mode, sizes, case)
+
+    @cached_property
+    def paid(self) -> Floats:
+        """[2, sizes] bytes of the driver and seconds of every multiple of the stride, from 0 on."""
+        number = self.largest // self.stride
+        figures = np.zeros((2, number + 1))
+        costs = self.costs
+        if costs is None:
+            return figures
+        for index in range(1, number + 1):
+            size = index * self.stride
+            key = key_of(self.lane, size, self.plan)
+            driver = costs.driver_bytes(key)
+            figures[:, index] = driver, costs.seconds(key)
+        return figures
+
+    def wanted_sizes(
+        self,
+        wanted: Sequence[Demand],
+        above: float,
+        without: Iterable[Key],
+    ) -> Ints:
         """See Note [Candidates]. Where other lanes follow (their slowest graph takes ``above``), a
         batch may fall to one of those.
         """
-        most, stride = largest_of(lane, self.plan), stride_of(lane, self.plan)
-        rounded, misses = [np.zeros(1, dtype=np.int64)], [np.zeros(1)]
+        rounded = [np.zeros(1, dtype=int)]
+        misses = [np.zeros(1)]
         for demand in wanted:
-            rounded.append(_rounded(demand.tokens, stride))
+            rounded.append(_rounded(demand.tokens, self.stride))
             misses.append(np.maximum(demand.slowest, above))
-        sizes, at = np.unique(np.concatenate(rounded), return_inverse=True)
+        every = np.concatenate(rounded)
+        sizes, at = np.unique(every, return_inverse=True)
         missed = np.zeros(sizes.size)
-        np.maximum.at(
-            missed,
-            at,
-            np.concatenate(misses),
-        )
-        lost = {key[1].num_tokens for key in self.without if Lane.of(*key) == lane}
-        fits = (sizes <= most) & ~np.isin(sizes, [*lost])
-        missed = np.maximum.accumulate(missed)[fits]
+        np.maximum.at(missed, at, np.concatenate(misses))
+        missed = np.maximum.accumulate(missed)
+        own = [key for key in without if Lane.of(*key) == self.lane]
+        fits = sizes <= self.largest
+        for _, lost in own:
+            fits &= sizes != lost.num_tokens
         sizes = sizes[fits]
-        took = self.times.at(
-            lane.mode,
-            sizes,
-            lane.num_active_loras,
-        )
-        sizes = sizes[: int(np.flatnonzero(took < missed).max(initial=0)) + 1]
-        return self.priced(
-            lane,
-            self.with_cheaper(lane, sizes, stride),
-            stride,
-        )
+        is_faster = self.time(sizes) < missed[fits]
+        faster = np.flatnonzero(is_faster)
+        last = int(faster.max(initial=0))
+        return self.with_cheaper(sizes[: last + 1])
 
-    def paid(self, lane: Lane, stride: int) -> Floats:
-        """[2, sizes] bytes of the driver and seconds of every multiple of ``stride``, from 0 on."""
-        if (lane, stride) not in self.known:
-            most, costs = largest_of(lane, self.plan), self.costs
-            figures = np.zeros((2, most // stride + 1))
-            if costs is not None:
-                for index in range(1, figures.shape[1]):
-                    key = key_of(lane, index * stride, self.plan)
-                    figures[:, index] = costs.driver_bytes(key), costs.seconds(key)
-            self.known[lane, stride] = figures
-        return self.known[lane, stride]
-
-    def with_cheaper(self, lane: Lane, sizes: Ints, stride: int) -> Ints:
+    def with_cheaper(self, sizes: Ints) -> Ints:
         """The sizes, and others that cost less than the one below them."""
-        paid = self.paid(lane, stride)
-        every = np.arange(paid.shape[1]) * stride
-        below = np.searchsorted(sizes, every, side="right") - 1
-        cheaper = (paid < paid[:, sizes[below] // stride]).any(axis=0)
-        return np.union1d(sizes, every[cheaper & (below > 0)])
+        paid = self.paid
+        every = np.arange(paid.shape[1])
+        multiples = sizes // self.stride
+        held = np.searchsorted(multiples, every, side="right")
+        below = multiples[held - 1]
+        is_cheaper = (paid < paid[:, below]).any(axis=0)
+        is_cheaper &= below > 0
+        cheaper = every[is_cheaper] * self.stride
+        return np.union1d(sizes, cheaper)
 
-    def priced(self, lane: Lane, sizes: Ints, stride: int) -> Candidates:
-        driver, seconds = self.paid(lane, stride)[:, sizes // stride]
-        pool, static = np.zeros(sizes.size), np.zeros(sizes.size)
-        if self.costs is not None:
-            for index, size in enumerate(sizes[1:].tolist(), 1):
-                pool[index] = self.costs.pool_bytes(lane.mode, size)
-                static[index] = self.costs.static_bytes(size)
-        took = self.times.at(
-            lane.mode,
-            sizes,
-            lane.num_active_loras,
-        )[None]
-        each = np.ones(sizes.size, dtype=np.int64)
+    def candidates(self, sizes: Ints) -> Candidates:
+        sums = np.ones((3, sizes.size))
+        multiples = sizes // self.stride
+        sums[1:] = self.paid[:, multiples]
+        ends = np.zeros((2, sizes.size))
+        costs = self.costs
+        for index in range(1, sizes.size):
+            if costs is None:
+                break
+            size = int(sizes[index])
+            pool = costs.pool_bytes(self.lane.mode, size)
+            ends[:, index] = pool, costs.static_bytes(size)
+        times = self.time(sizes)
         return Candidates(
-            (lane,),
-            sizes,
-            took,
-            each,
-            driver,
-            seconds,
-            pool,
-            static,
+            lanes=(self.lane,),
+            sizes=sizes,
+            times=times[None],
+            sums=sums,
+            ends=ends,
         )
 
 
-def _one_list(
-    lanes: Sequence[Lane], demands: Sequence[Demand], market: _Market
-) -> tuple[Candidates, bool]:
-    """The list, and whether no larger graph is faster. Its sizes are those of batches of any lane,
-    that no lane has to do without; whole requests as the key rules have them.
+def _with_one_list(
+    problem: Problem,
+    offers: Sequence[_Offer],
+    without: Iterable[Key],
+) -> Problem:
+    """The problem of one list. Its sizes are those of batches of any lane, that no lane has to do
+    without; whole requests as the key rules have them.
     """
-    plan = market.plan
-    tops = [largest_of(lane, plan) for lane in lanes]
+    plan = offers[0].plan
+    lanes = tuple(offer.lane for offer in offers)
     stride, whole = list_stride(lanes, plan)
-    # where fewer lanes hold a size, it is fewer graphs
-    wanted = np.concatenate(
-        [
-            [0],
-            np.add(tops, 1),
-            *(demand.tokens for demand in demands),
-        ]
-    )
-    rounded = _rounded(wanted, plan.query_len)
-    sizes = np.unique(np.where(rounded <= whole, rounded, _rounded(wanted, stride)))
-    sizes = np.setdiff1d(sizes, [key.num_tokens for _, key in market.without])
-    sizes = sizes[sizes <= max(tops)]
-    for lane, top in zip(lanes, tops, strict=True):
-        sizes = np.union1d(
-            sizes,
-            market.with_cheaper(
-                lane,
-                sizes[sizes <= top],
-                stride,
-            ),
-        )
-    sizes = sizes[(sizes > whole) | (sizes % plan.query_len == 0)]
+    offers = [replace(offer, stride=stride) for offer in offers]
+    wanted = [np.zeros(1, dtype=int)]
+    for offer in offers:  # beyond its largest size, a size is fewer graphs
+        wanted.append(np.array([offer.largest + 1]))
+    for demand in problem.demands:
+        wanted.append(demand.tokens)
+    every = np.concatenate(wanted)
+    sizes = _rounded(every, stride)
+    requests = _rounded(every, plan.query_len)
+    sizes = np.where(requests <= whole, requests, sizes)
+    sizes = np.unique(sizes)
+    for _, lost in without:
+        sizes = sizes[sizes != lost.num_tokens]
+    largest = max(offer.largest for offer in offers)
+    sizes = sizes[sizes <= largest]
+    for offer in offers:
+        own = sizes[sizes <= offer.largest]
+        cheaper = offer.with_cheaper(own)
+        sizes = np.union1d(sizes, cheaper)
+    is_whole = sizes % plan.query_len == 0
+    sizes = sizes[is_whole | (sizes > whole)]
     width = sizes.size
+    demands = problem.demands
     times = np.zeros((len(demands), width))
-    figures = np.zeros((5, width))
-    for index, (lane, top) in reversed([*enumerate(zip(lanes, tops, strict=True))]):
-        own = market.priced(
-            lane,
-            sizes[sizes <= top],
-            stride,
-        )
-        held = own.sizes.size
+    sums = np.zeros((3, width))
+    ends = np.zeros((2, width))
+    for index, offer in reversed([*enumerate(offers)]):  # the first lane's times stay
+        own = sizes[sizes <= offer.largest]
+        made = offer.candidates(own)
+        here = slice(1, own.size)
+        sums[:, here] += made.sums[:, here]
+        most = np.maximum(ends[:, here], made.ends[:, here])
+        ends[:, here] = most
         for number, demand in enumerate(demands):
             if index in demand.lanes:
-                times[number, 1:held] = own.times[0, 1:]
-        figures[:3, :held] += own.each, own.driver, own.seconds
-        ends = np.stack([own.pool, own.static])
-        figures[3:, :held] = np.maximum(figures[3:, :held], ends)
+                times[number, here] = made.times[0, here]
     rising = np.maximum.accumulate(times, axis=1)
-    each, driver, seconds, pool, static = figures
     made = Candidates(
-        lanes=tuple(lanes),
+        lanes=lanes,
         sizes=sizes,
         times=rising,
-        each=each.astype(np.int64),
-        driver=driver,
-        seconds=seconds,
-        pool=pool,
-        static=static,
+        sums=sums,
+        ends=ends,
     )
-    return made, np.array_equal(times, rising)
+    shared = [replace(demand, lanes=(0,)) for demand in demands]
+    return replace(
+        problem,
+        lanes=(made,),
+        demands=tuple(shared),
+        rising=np.array_equal(times, rising),
+    )

@@ -21,6 +21,7 @@ of sizes spend the rest of the limits.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import pairwise, product
@@ -29,8 +30,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cgplan.optimizer.pair import Pair
-from cgplan.optimizer.paths import Floats, Paths, best_paths, min_plus
-from cgplan.optimizer.problem import Chosen, Prices, Problem
+from cgplan.optimizer.paths import (
+    Floats,
+    Paths,
+    best_paths,
+    min_plus,
+)
+from cgplan.optimizer.problem import (
+    Chosen,
+    Prices,
+    Problem,
+)
 
 MOST = 256  # graphs of a plan
 ROUNDING = 1e-9  # relative: sums of seconds are not exact
@@ -39,6 +49,8 @@ HALVINGS = 64  # of the number of graphs of the first lane
 TRIED = 8  # changes of lists, the most promising ones
 EXCHANGED = 2  # plans of rates, the best ones
 SWEEPS = 12  # rates to try
+Part = tuple[float, int, int]  # bound, and graphs of the first lane
+Lists = tuple[tuple[int, int], ...]  # lanes, and how many sizes each gets
 
 
 @dataclass(frozen=True)
@@ -49,13 +61,25 @@ class Limits:
     memory: float | None = None
     seconds: float | None = None
 
-    def pays_for(self, graphs: Any, memory: Any, seconds: Any) -> Any:
+    @property
+    def has_prices(self) -> bool:
+        has_memory = self.memory is not None
+        return has_memory or self.seconds is not None
+
+    def pays_for(
+        self,
+        graphs: Any,
+        memory: Any,
+        seconds: Any,
+    ) -> Any:
         """Whether plans cost no more, each a number or an array."""
         paid = graphs <= self.graphs
         if self.memory is not None:
-            paid = paid & (memory <= self.memory * (1 + ROUNDING))
+            most = self.memory * (1 + ROUNDING)
+            paid = paid & (memory <= most)
         if self.seconds is not None:
-            paid = paid & (seconds <= self.seconds * (1 + ROUNDING))
+            longest = self.seconds * (1 + ROUNDING)
+            paid = paid & (seconds <= longest)
         return paid
 
 
@@ -75,104 +99,136 @@ class Best:
     bound: float
 
 
-def best_plan(problem: Problem, limits: Limits, *, slack: float = 0.0) -> Best:
+def best_plan(
+    problem: Problem,
+    limits: Limits,
+    *,
+    slack: float = 0.0,
+) -> Best:
     """The best plan within the limits; of those within ``slack`` (microseconds, times weight) of
     it, the one with the fewest graphs. The plan may have no graph.
 
     Exact with one lane or two if only the number of graphs is limited or all keys of a lane cost
     the same; otherwise ``bound`` says how good it is.
     """
-    numbers = np.arange(limits.graphs + 1)
-    paid = limits.pays_for(numbers, *problem.least(limits.graphs))
-    limits = replace(limits, graphs=int(np.flatnonzero(paid)[-1]))
+    most = limits.graphs
+    numbers = np.arange(most + 1)
+    memory, seconds = problem.least(most)
+    paid = limits.pays_for(numbers, memory, seconds)
+    most = int(np.flatnonzero(paid)[-1])
+    limits = replace(limits, graphs=most)
     found = Search(problem, limits)
-    best = found.best(limits.graphs, slack)
-    pays = bool(limits.pays_for(*problem.costs_of(best.chosen)))
-    has_prices = limits.memory is not None or limits.seconds is not None
-    if pays and (len(problem.lanes) <= 2 or not has_prices):
+    best = found.best(most, slack)
+    costs = problem.costs_of(best.chosen)
+    pays = limits.pays_for(*costs)
+    lanes = len(problem.lanes)
+    is_exact = lanes <= 2 or not limits.has_prices
+    if pays and is_exact:
         return best
     bound = best.bound
-    if len(problem.lanes) == 2:
-        halved = _halved(found, limits, slack)
+    if lanes == 2:
+        halved = _Halves(found).best(slack)
         if np.isfinite(halved.least):
             return halved
         bound = max(bound, halved.bound)
     chosen, priced = _priced(problem, limits)
     total = problem.total_of(chosen)
-    if pays and total >= problem.total_of(best.chosen) - slack:
+    enough = problem.total_of(best.chosen) - slack
+    if pays and total >= enough:
         return best
-    return Best(
-        chosen,
-        total,
-        min(max(bound, priced), total),
-    )
+    bound = max(bound, priced)
+    bound = min(bound, total)
+    return Best(chosen, total, bound)
 
 
-def _halved(found: Search, limits: Limits, slack: float) -> Best:
-    """The plan of two lanes that a range of the first one's graphs proves; ``least`` is inf without
-    one.
-    """
-    pair = found.pair
-    assert pair is not None, "two lanes are solved together"
-    parts: dict[tuple[int, int], Pair] = {(0, limits.graphs): pair}
+class _Halves:
+    """Two lanes, and ranges of the first one's graphs."""
 
-    def best_of(graphs: int, enough: float) -> tuple[Chosen | None, float]:
+    def __init__(self, found: Search) -> None:
+        assert found.pair is not None, "two lanes are solved together"
+        self._found = found
+        self._limits = found.limits
+        self._whole = found.pair
+        self._pairs: dict[tuple[int, int], Pair] = {}
+
+    def best(self, slack: float) -> Best:
+        """The plan that a range proves; ``least`` is inf without one."""
+        most = self._limits.graphs
+        chosen, bound = self._best_of(most, np.inf)
+        if chosen is None:
+            return Best(((), ()), np.inf, bound)
+        problem = self._found.problem
+        total = problem.total_of(chosen)
+        enough = bound * (1 + PROVEN) + slack
+        fewer: Chosen | None = chosen
+        while fewer is not None:
+            chosen = fewer
+            graphs = sum(map(len, chosen))
+            if graphs == 0:
+                break
+            fewer, _ = self._best_of(graphs - 1, enough)
+        least = min(bound, total)
+        return Best(chosen, least, bound)
+
+    def _best_of(
+        self,
+        graphs: int,
+        enough: float,
+    ) -> tuple[Chosen | None, float]:
         """The best plan of so many graphs, if it takes no longer than that; and a bound."""
-        open_ = [
-            (
-                float(pair.value[graphs]),
-                0,
-                limits.graphs,
-            )
-        ]
+        found = self._found
+        limits = self._limits
         bound = -np.inf
+        parts: list[Part] = []
+        self._add(parts, graphs, 0, limits.graphs)
         for _ in range(HALVINGS):
-            bound, low, high = heappop(open_)
+            bound, low, high = heappop(parts)
             if bound == np.inf:  # the limits pay for no plan of these graphs
                 break
-            chosen = found.raised(parts[low, high].chosen(graphs))
             if bound > enough:
                 break
-            if limits.pays_for(*found.problem.costs_of(chosen)):
+            pair = self._pairs[low, high]
+            plan = pair.chosen(graphs)
+            chosen = found.raised(plan)
+            costs = found.problem.costs_of(chosen)
+            if limits.pays_for(*costs):
                 return chosen, bound
             if low == high:
                 break
             middle = (low + high) // 2
-            for first, last in ((low, middle), (middle + 1, high)):
-                if (first, last) not in parts:
-                    parts[first, last] = pair.within(
-                        found.spare(first, last),
-                        first,
-                        last,
-                    )
-                heappush(
-                    open_,
-                    (
-                        float(parts[first, last].value[graphs]),
-                        first,
-                        last,
-                    ),
-                )
+            self._add(parts, graphs, low, middle)
+            self._add(parts, graphs, middle + 1, high)
         return None, bound
 
-    chosen, bound = best_of(limits.graphs, np.inf)
-    if chosen is None:
-        return Best(((), ()), np.inf, bound)
-    least = min(bound, found.problem.total_of(chosen))
-    while graphs := sum(map(len, chosen)):
-        fewer, _ = best_of(graphs - 1, bound * (1 + PROVEN) + slack)
-        if fewer is None:
-            break
-        chosen = fewer
-    return Best(chosen, least, bound)
+    def _add(
+        self,
+        parts: list[Part],
+        graphs: int,
+        low: int,
+        high: int,
+    ) -> None:
+        name = low, high
+        if name not in self._pairs:
+            spare = self._found.spare(low, high)
+            pair = self._whole.within(spare, low, high)
+            self._pairs[name] = pair
+        value = self._pairs[name].value
+        part = float(value[graphs]), low, high
+        heappush(parts, part)
 
 
-def _priced(problem: Problem, limits: Limits) -> tuple[Chosen, float]:
+def _priced(
+    problem: Problem,
+    limits: Limits,
+) -> tuple[Chosen, float]:
     """The best plan within the limits that some rate of prices gives, and the best bound of these
     rates.
     """
-    plans: set[Chosen] = {((),) * len(problem.lanes)}
-    bound, low, high, rate = -np.inf, 0.0, np.inf, 0.01
+    plans = {_nothing(problem)}
+    bound = -np.inf
+    low = 0.0
+    high = np.inf
+    rate = 0.01
     numbers = range(1, limits.graphs + 1)
     start: Chosen | None = None
     for _ in range(SWEEPS):
@@ -183,24 +239,34 @@ def _priced(problem: Problem, limits: Limits) -> tuple[Chosen, float]:
             start=start,
         )
         start = found.chosen(limits.graphs)
-        bound = max(bound, float(found.bound[-1]) - found.budget_price)
-
-        def is_too_much(graphs: int, found: Search = found) -> bool:
-            return not limits.pays_for(*problem.costs_of(found.chosen(graphs)))
-
-        graphs = bisect_left(numbers, True, key=is_too_much)
-        plans.add(found.chosen(graphs))
+        own = found.bound[-1] - found.budget_price
+        bound = max(bound, float(own))
+        graphs = bisect_left(numbers, True, key=found.is_too_much)
+        plan = found.chosen(graphs)
+        plans.add(plan)
         if graphs == limits.graphs:
             high = rate
         else:
             low = rate
-        rate = 2 * rate if high == np.inf else (low + high) / 2
-    tried = sorted(plans, key=problem.total_of)[:EXCHANGED]
+        rate *= 2
+        if high < np.inf:
+            rate = (low + high) / 2
+    tried = sorted(plans, key=problem.total_of)
+    tried = tried[:EXCHANGED]
     best = [exchanged(problem, plan, limits) for plan in tried]
-    return min(best, key=problem.total_of), bound
+    least = min(best, key=problem.total_of)
+    return least, bound
 
 
-def exchanged(problem: Problem, chosen: Chosen, limits: Limits) -> Chosen:
+def _nothing(problem: Problem) -> Chosen:
+    return tuple(() for _ in problem.lanes)
+
+
+def exchanged(
+    problem: Problem,
+    chosen: Chosen,
+    limits: Limits,
+) -> Chosen:
     """The plan after exchanges: more sizes, or others in the place of one, until none of them makes
     it better.
     """
@@ -210,51 +276,61 @@ def exchanged(problem: Problem, chosen: Chosen, limits: Limits) -> Chosen:
         before = best
         for n, picked in enumerate(before):
             for index in picked:
-                left = tuple(other for other in picked if other != index)
-                some = (
-                    *before[:n],
-                    left,
-                    *before[n + 1 :],
-                )
-                other = _filled(
-                    problem,
-                    some,
-                    limits,
-                    (n, index),
-                )
+                left = [other for other in picked if other != index]
+                rest = _with(before, n, left)
+                taken = n, index
+                other = _filled(problem, rest, limits, taken)
                 total = problem.total_of(other)
-                if total < least * (1 - PROVEN):
-                    best, least = other, total
+                if _is_less(total, least):
+                    best = other
+                    least = total
         if best is before:
             return best
 
 
 def _filled(
-    problem: Problem, chosen: Chosen, limits: Limits, without: tuple[int, int] | None = None
+    problem: Problem,
+    chosen: Chosen,
+    limits: Limits,
+    without: tuple[int, int] | None = None,
 ) -> Chosen:
     """The plan with more sizes, each the one that saves most of those that are paid for."""
     while True:
         found = []
-        for n, gains in enumerate(problem.gains(chosen)):
-            paid = limits.pays_for(*problem.costs_with(chosen, n))
-            gains = np.where(paid, gains, -np.inf)
-            if without is not None and without[0] == n:
-                gains[without[1]] = -np.inf
-            found.append(
-                (
-                    float(gains.max()),
-                    n,
-                    int(gains.argmax()),
-                )
-            )
+        every = problem.gains(chosen)
+        if without is not None:
+            n, index = without
+            every[n][index] = -np.inf
+        for n, gains in enumerate(every):
+            costs = problem.costs_with(chosen, n)
+            paid = limits.pays_for(*costs)
+            gains[~paid] = -np.inf
+            index = int(gains.argmax())
+            gain = float(gains[index])
+            found.append((gain, n, index))
         gain, n, index = max(found)
-        if gain <= PROVEN * problem.total_of(chosen):
+        total = problem.total_of(chosen)
+        if not _is_less(total - gain, total):
             return chosen
-        chosen = (
-            *chosen[:n],
-            tuple(sorted({*chosen[n], index})),
-            *chosen[n + 1 :],
-        )
+        sizes = {*chosen[n], index}
+        chosen = _with(chosen, n, sizes)
+
+
+def _is_less(
+    total: float,
+    than: float,
+) -> bool:
+    return total < than * (1 - PROVEN)
+
+
+def _with(
+    chosen: Chosen,
+    n: int,
+    sizes: Iterable[int],
+) -> Chosen:
+    lists = list(chosen)
+    lists[n] = tuple(sorted(sizes))
+    return tuple(lists)
 
 
 class Search:
@@ -281,212 +357,256 @@ class Search:
         rate: float = 0.0,
         start: Chosen | None = None,
     ) -> None:
-        self.problem, self.limits = problem, limits
+        self.problem = problem
+        self.limits = limits
         saved = rate * problem.saved
-        self.prices = Prices(
-            saved / limits.memory if limits.memory else 0.0,
-            saved / limits.seconds if limits.seconds else 0.0,
-        )
+        byte = 0.0
+        second = 0.0
+        if limits.memory:
+            byte = saved / limits.memory
+        if limits.seconds:
+            second = saved / limits.seconds
+        self.prices = Prices(byte, second)
         self.pair: Pair | None = None
         self._paths: dict[tuple[int, bytes], Paths] = {}
-        self._turns: list[Chosen] = [((),) * len(problem.lanes)]
+        nothing = _nothing(problem)
+        self._plans = [nothing]
         if len(problem.lanes) in (1, 2):
-            self.pair = Pair(
-                problem,
-                self.prices,
-                self.spare(0, limits.graphs),
-            )
-            self.value = self.bound = self.pair.value
+            spare = self.spare(0, limits.graphs)
+            self.pair = Pair(problem, self.prices, spare)
+            self.value = self.pair.value
+            self.bound = self.pair.value
         else:
-            self.value = self._in_turns(start or self._turns[0])
+            self.value = self._in_turns(start or nothing)
             self.bound = self._in_fastest_lanes()
         if not problem.rising:
-            self.bound = np.full(limits.graphs + 1, problem.infinite_us * problem.weight)
+            self.bound = np.full_like(self.value, problem.best_total)
 
     @property
-    def budget_price(self) -> float:
+    def budget_price(self) -> Any:
         """The price of the whole budget."""
-        memory, seconds = self.limits.memory or 0.0, self.limits.seconds or 0.0
-        return self.prices.byte * memory + self.prices.second * (seconds - self.problem.once)
+        limits = self.limits
+        memory = limits.memory or 0.0
+        seconds = limits.seconds or 0.0
+        seconds -= self.problem.once
+        return self.prices.total(memory, seconds)
 
-    def best(self, graphs: int, slack: float) -> Best:
+    def best(
+        self,
+        graphs: int,
+        slack: float,
+    ) -> Best:
         """The plan with the fewest graphs of those within ``slack`` of the best one of at most so
         many.
         """
         least = float(self.value[graphs])
-        chosen = self.chosen(min(graphs, self.fewest(least * (1 + PROVEN) + slack)))
-        return Best(
-            chosen,
-            min(least, self.problem.total_of(chosen)),
-            float(self.bound[graphs]),
-        )
-
-    def fewest(self, total: float) -> int:
-        """The fewest graphs with a plan that is no dearer; the most if there is none."""
-        enough = np.append(self.value[:-1] <= total, True)
-        return int(enough.argmax())
+        enough = least * (1 + PROVEN) + slack
+        is_enough = self.value <= enough
+        fewest = int(is_enough.argmax())
+        chosen = self.chosen(min(graphs, fewest))
+        total = self.problem.total_of(chosen)
+        bound = float(self.bound[graphs])
+        return Best(chosen, min(least, total), bound)
 
     def chosen(self, graphs: int) -> Chosen:
         """The plan of at most so many graphs."""
         if self.pair is not None:
-            return self.raised(self.pair.chosen(graphs))
-        return self.raised(self._turns[min(graphs, len(self._turns) - 1)])
+            plan = self.pair.chosen(graphs)
+        else:
+            last = len(self._plans) - 1
+            plan = self._plans[min(graphs, last)]
+        return self.raised(plan)
+
+    def is_too_much(self, graphs: int) -> bool:
+        chosen = self.chosen(graphs)
+        costs = self.problem.costs_of(chosen)
+        return not self.limits.pays_for(*costs)
 
     def raised(self, chosen: Chosen) -> Chosen:
         """Each size but the largest in favour of the largest one below the next that takes and
         costs as much.
         """
         found = []
-        for lane, picked in zip(self.problem.lanes, chosen, strict=True):
-            figures = np.stack(
-                [
-                    *lane.times,
-                    lane.each,
-                    lane.driver,
-                    lane.seconds,
-                ]
-            )
+        lanes = self.problem.lanes
+        for lane, picked in zip(lanes, chosen, strict=True):
+            figures = np.concatenate([lane.times, lane.sums])
             sizes = list(picked)
             for n, (size, above) in enumerate(pairwise(picked)):
-                same = (figures[:, size:above] == figures[:, [size]]).all(axis=0)
-                sizes[n] = size + int(np.flatnonzero(same)[-1])
+                own = figures[:, [size]]
+                alike = figures[:, size:above] == own
+                same = np.flatnonzero(alike.all(axis=0))
+                sizes[n] += int(same[-1])
             found.append(tuple(sizes))
         return tuple(found)
 
     def _in_turns(self, plan: Chosen) -> Floats:
         """One graph more after the other, see Note [Lanes]; the totals."""
-        totals = [self._total(self._turns[0])]
-        for count in range(1, self.limits.graphs + 1):
-            found, total = self._turns[-1], totals[-1]
+        found = self._plans[0]
+        total = self._total(found)
+        most = self.limits.graphs
+        totals = np.full(most + 1, total)
+        for count in range(1, totals.size):
+            graphs = sum(map(len, found))
             if sum(map(len, plan)) <= count:
                 plan, better = self._improved(plan, count)
                 if better < total:
-                    found, total = plan, better
-                elif sum(map(len, found)) < count - 1:
+                    found = plan
+                    total = better
+                elif graphs < count - 1:
                     break
-            self._turns.append(found)
-            totals.append(total)
-        return np.array([*totals, *[totals[-1]] * (self.limits.graphs + 1 - len(totals))])
+            self._plans.append(found)
+            totals[count:] = total
+        return totals
 
-    def _total(self, chosen: Chosen) -> float:
+    def _total(self, chosen: Chosen) -> Any:
         """With the price of the plan."""
         graphs, memory, seconds = self.problem.costs_of(chosen)
-        seconds -= self.problem.once * bool(graphs)
-        price = self.prices.byte * memory + self.prices.second * seconds
+        if graphs:
+            seconds -= self.problem.once
+        price = self.prices.total(memory, seconds)
         return self.problem.total_of(chosen) + price
 
-    def _improved(self, chosen: Chosen, graphs: int) -> tuple[Chosen, float]:
+    def _improved(
+        self,
+        chosen: Chosen,
+        graphs: int,
+    ) -> tuple[Chosen, float]:
         """The plan of at most so many graphs that turns lead to from another one."""
+        best = chosen
         total = self._total(chosen)
-        while True:
-            counts = [*map(len, chosen)]
-            turns = [self._turn(chosen, n, count + 2) for n, count in enumerate(counts)]
-            changes: list[tuple[float, tuple[tuple[int, int], ...]]] = []
-            for n, turn in enumerate(turns):
-                for count in range(max(counts[n] - 1, 0), counts[n] + 2):
-                    if count - counts[n] <= graphs - sum(counts):
-                        changes.append((turn.value(count), ((n, count),)))
-                for giver, given, taken in product(range(len(turns)), (1, 2), (1, 2)):
-                    left = counts[giver] - given
-                    if giver != n and left >= 0 and taken - given <= graphs - sum(counts):
-                        lost = float(turns[giver].free[left].min()) - total
-                        expected = lost + float(turn.free[counts[n] + taken].min())
-                        changes.append((expected, ((giver, left), (n, counts[n] + taken))))
-            for expected, lists in sorted(changes)[:TRIED]:
-                if expected >= total * (1 - PROVEN):
-                    return chosen, total
-                other = chosen
-                for n, count in lists:
-                    turn = turns[n] if other is chosen else self._turn(other, n, count)
-                    other = (
-                        *other[:n],
-                        turn.sizes(count),
-                        *other[n + 1 :],
-                    )
-                found = self._total(other)
-                if found < total * (1 - PROVEN):
-                    chosen, total = other, found
+        before = None
+        while best is not before:
+            before = best
+            turns = []
+            for n, sizes in enumerate(best):
+                most = len(sizes) + 2
+                turn = self._turn(best, n, most)
+                turns.append(turn)
+            changes = _changes(best, turns, total, graphs)
+            tried = sorted(changes)[:TRIED]
+            for expected, lists in tried:
+                if not _is_less(expected, total):
                     break
-            else:
-                return chosen, total
+                other = best
+                for n, count in lists:
+                    turn = turns[n]
+                    if other is not best:
+                        turn = self._turn(other, n, count)
+                    better = turn.sizes(count)
+                    other = _with(other, n, better)
+                found = self._total(other)
+                if _is_less(found, total):
+                    best = other
+                    total = found
+                    break
+        return best, total
 
-    def _turn(self, chosen: Chosen, n: int, graphs: int) -> _Turn:
+    def _turn(
+        self,
+        chosen: Chosen,
+        n: int,
+        graphs: int,
+    ) -> _Turn:
         """The best lists of a lane for what the others' lists leave to it, within the limits."""
-        lane = self.problem.lanes[n]
-        others = (
-            *chosen[:n],
-            (),
-            *chosen[n + 1 :],
-        )
-        weights, beyond = self.problem.left_to(n, others)
+        problem = self.problem
+        lane = problem.lanes[n]
+        others = _with(chosen, n, ())
+        weights, beyond = problem.left_to(n, others)
         name = n, weights.tobytes()
-        if name not in self._paths or len(self._paths[name].cost) <= graphs:
-            self._paths[name] = best_paths(
-                weights, lane.times, 2 * graphs, self.prices.of(lane), lane.each
-            )
-        paths = self._paths[name]
-        _, driver, seconds, pool, static = self.problem.parts(others)
-        least = lane.least(graphs)[:, :, None]
-        ends = np.maximum(lane.pool, pool) + np.maximum(lane.static, static)
-        memory = self.problem.workspace + driver + ends + least[0]
-        seconds = seconds + self.problem.once + least[1]
-        free = paths.cost[: graphs + 1] + beyond + self.prices.byte * ends
-        totals = free.copy()
-        totals[~np.broadcast_to(self.limits.pays_for(0, memory, seconds), totals.shape)] = np.inf
+        paths = self._paths.get(name)
+        if paths is None or len(paths.cost) <= graphs:
+            paths = lane.paths(weights, 2 * graphs, self.prices)
+            self._paths[name] = paths
+        sums, most = problem.parts(others)
+        costs = lane.least(graphs)
+        costs += sums[1:, None]
+        driver, seconds = costs[:, :, None]
+        larger = np.maximum(lane.ends, most[:, None])
+        ends = larger.sum(axis=0)
+        memory = driver + ends + problem.workspace
+        seconds += problem.once
+        paid = self.limits.pays_for(0, memory, seconds)
+        free = paths.cost[: graphs + 1] + beyond
+        free += self.prices.byte * ends
+        totals = np.where(paid, free, np.inf)
         return _Turn(paths, free, totals)
 
     def _in_fastest_lanes(self) -> Floats:
         """A bound: each group of batches has all the graphs for itself, in the fastest of its
         lanes, up to the largest size that the memory besides the keys pays for.
         """
-        problem, graphs = self.problem, self.limits.graphs
+        problem = self.problem
+        graphs = self.limits.graphs
         if not problem.lanes:
             return self.value
         if any(self.prices):
-            return np.full(graphs + 1, -np.inf)
-        sizes = np.unique(np.concatenate([lane.sizes for lane in problem.lanes]))
-        times, fixed = [], []
-        for lane in problem.lanes:
+            return np.full_like(self.value, -np.inf)
+        every = [lane.sizes for lane in problem.lanes]
+        together = np.concatenate(every)
+        sizes = np.unique(together)
+        shape = len(every), sizes.size
+        times = np.full(shape, np.inf)
+        fixed = np.full(shape, np.inf)
+        for n, lane in enumerate(problem.lanes):
             place = np.searchsorted(lane.sizes, sizes)
-            times.append(np.append(lane.times[0], np.inf)[place])
-            fixed.append(np.append(lane.pool + lane.static, np.inf)[place])
-        driver, seconds = problem.least(graphs)
-        is_paid = self.limits.pays_for(
-            0,
-            np.min(fixed, axis=0) + driver[:, None],
-            seconds[:, None],
-        )
-        longest = max(float(lane.times[0, -1]) for lane in problem.lanes)
-        total = np.full(graphs + 1, problem.eager_us)
+            fits = place < lane.sizes.size
+            place = place[fits]
+            times[n, fits] = lane.times[0, place]
+            ends = lane.ends.sum(axis=0)
+            fixed[n, fits] = ends[place]
+        costs = problem.least(graphs)
+        driver, seconds = costs[:, :, None]
+        least = fixed.min(axis=0)
+        memory = driver + least
+        paid = self.limits.pays_for(0, memory, seconds)
+        longest = max(lane.times[0, -1] for lane in problem.lanes)
+        total = np.full_like(self.value, problem.eager_us)
         for demand in problem.demands:
-            fastest = np.min([times[lane] for lane in demand.lanes], axis=0)
+            served = times[list(demand.lanes)]
+            fastest = np.minimum(served, longest)
+            time = fastest.min(axis=0)
             held = demand.below(sizes)
+            weight = demand.weight[held]
             paths = best_paths(
-                demand.weight[held][None], np.minimum(fastest, longest)[None], graphs
+                weight[None],
+                time[None],
+                graphs,
             )
-            cost = paths.cost + demand.eager[-1] - demand.eager[held]
-            total += np.where(is_paid, cost, np.inf).min(axis=1)
-        return np.minimum(self.value, np.minimum.accumulate(total))
+            eager = demand.eager
+            missed = eager[-1] - eager[held]
+            cost = paths.cost + missed
+            cost = np.where(paid, cost, np.inf)
+            total += cost.min(axis=1)
+        bound = np.minimum.accumulate(total)
+        return np.minimum(self.value, bound)
 
-    def spare(self, low: int, high: int) -> Floats:
+    def spare(
+        self,
+        low: int,
+        high: int,
+    ) -> Floats:
         """Bytes that ends may take, by the number of graphs, of which the first of two lanes has
         ``low`` to ``high``; -inf where their keys are not paid for: [K + 1].
         """
-        graphs = self.limits.graphs
-        first, last = self.problem.lanes[0].least(graphs), self.problem.lanes[-1].least(graphs)
-        if len(self.problem.lanes) == 1:
-            driver, seconds = first
-        else:
-            first[:, :low] = np.inf
-            first[:, high + 1 :] = np.inf
-            driver, seconds = map(min_plus, first, last)
-        spare = np.full(graphs + 1, np.inf)
-        if self.limits.memory is not None:
-            spare = self.limits.memory * (1 + ROUNDING) - driver
-        numbers = np.arange(graphs + 1)
-        seconds = seconds + self.problem.once * (numbers > 0)
-        spare[~self.limits.pays_for(numbers, 0.0, seconds)] = -np.inf
-        return spare
+        limits = self.limits
+        most = limits.graphs
+        numbers = np.arange(most + 1)
+        first, *second = self.problem.lanes
+        least = first.least(most)
+        driver, seconds = least
+        for lane in second:
+            least[:, numbers < low] = np.inf
+            least[:, numbers > high] = np.inf
+            more = lane.least(most)
+            driver = min_plus(driver, more[0])
+            seconds = min_plus(seconds, more[1])
+        seconds[1:] += self.problem.once
+        spare = np.full_like(driver, np.inf)
+        if limits.memory is not None:
+            memory = limits.memory * (1 + ROUNDING)
+            spare = memory - driver
+        paid = limits.pays_for(numbers, 0.0, seconds)
+        return np.where(paid, spare, -np.inf)
 
 
 class _Turn(NamedTuple):
@@ -499,7 +619,44 @@ class _Turn(NamedTuple):
     totals: Floats
 
     def value(self, graphs: int) -> float:
-        return float(self.totals[graphs].min())
+        totals = self.totals[graphs]
+        return float(totals.min())
 
-    def sizes(self, graphs: int) -> tuple[int, ...]:
-        return tuple(self.paths.sizes(graphs, int(self.totals[graphs].argmin())))
+    def least(self, graphs: int) -> float:
+        free = self.free[graphs]
+        return float(free.min())
+
+    def sizes(self, graphs: int) -> list[int]:
+        totals = self.totals[graphs]
+        end = int(totals.argmin())
+        return self.paths.sizes(graphs, end)
+
+
+def _changes(
+    chosen: Chosen,
+    turns: list[_Turn],
+    total: float,
+    graphs: int,
+) -> Iterator[tuple[float, Lists]]:
+    """Changes of one list or two, and the totals that they may lead to."""
+    counts = [len(sizes) for sizes in chosen]
+    room = graphs - sum(counts)
+    lanes = range(len(turns))
+    for n, turn in enumerate(turns):
+        now = counts[n]
+        fewest = max(now - 1, 0)
+        for count in range(fewest, now + 2):
+            if count - now <= room:
+                change = n, count
+                yield turn.value(count), (change,)
+        for giver, given, taken in product(lanes, (1, 2), (1, 2)):
+            left = counts[giver] - given
+            count = now + taken
+            is_other = giver != n and left >= 0
+            if is_other and taken - given <= room:
+                other = turns[giver]
+                lost = other.least(left) - total
+                expected = lost + turn.least(count)
+                less = giver, left
+                more = n, count
+                yield expected, (less, more)

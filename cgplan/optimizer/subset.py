@@ -22,12 +22,17 @@ from cgplan.modes import Key
 from cgplan.planning.costs import KeyCost, static_bytes, widest
 from cgplan.planning.plan import Lane, Plan
 from cgplan.pricing.allocator import unit_of
+from cgplan.units import grouped
 
 if TYPE_CHECKING:
     from cgplan.optimizer.paths import Paths
 
 
-def restricted(plan: Plan, keys: Sequence[Key], config: Config) -> Plan:
+def restricted(
+    plan: Plan,
+    keys: Sequence[Key],
+    config: Config,
+) -> Plan:
     """The plan with these of its keys alone, and with the prediction for them.
 
     Pool memory that a left out key would have brought is brought by the next one, in proportion to
@@ -36,129 +41,195 @@ def restricted(plan: Plan, keys: Sequence[Key], config: Config) -> Plan:
     kept = set(keys)
     if len(kept) == len(plan.keys):
         return plan
-    sizes = tuple(sorted({descriptor.num_tokens for _, descriptor in kept}))
+    sizes = set(map(_tokens_of, kept))
     predicted = plan.predicted
     if predicted is not None:
-        costs = _costs_of(plan.keys, predicted.keys, kept)
-        static = sum(
-            static_bytes(config, tokens, others) for others, tokens in widest(kept).items()
-        )
-        workspace = predicted.workspace_bytes if sizes else 0
+        static = 0
+        for others, tokens in widest(kept).items():
+            static += static_bytes(config, tokens, others)
         predicted = predicted.model_copy(
-            update={"keys": costs, "static_bytes": static, "workspace_bytes": workspace}
+            update={
+                "keys": _costs_of(plan.keys, predicted.keys, kept),
+                "static_bytes": static,
+                "workspace_bytes": predicted.workspace_bytes if kept else 0,
+            }
         )
-    left = tuple(key for key in plan.keys if key in kept)
-    return plan.model_copy(update={"keys": left, "capture_sizes": sizes, "predicted": predicted})
+    return plan.model_copy(
+        update={
+            "keys": tuple(key for key in plan.keys if key in kept),
+            "capture_sizes": tuple(sorted(sizes)),
+            "predicted": predicted,
+        }
+    )
 
 
-def _costs_of(keys: Sequence[Key], costs: Sequence[KeyCost], kept: set[Key]) -> tuple[KeyCost, ...]:
-    found, missing, size = [], 0, 1
+def _costs_of(
+    keys: Sequence[Key],
+    costs: Sequence[KeyCost],
+    kept: set[Key],
+) -> tuple[KeyCost, ...]:
+    found = []
+    missing = 0
+    size = 1
     for key, cost in zip(keys, costs, strict=True):
         tokens = key[1].elements
         if key not in kept:
-            missing, size = missing + cost.pool_bytes, max(size, tokens)
+            missing += cost.pool_bytes
+            size = max(size, tokens)
             continue
         unit = unit_of([missing])  # whole segments stay whole
-        brought = -(-missing * min(tokens, size) // size // unit) * unit
-        found.append(replace(cost, pool_bytes=cost.pool_bytes + brought))
-        missing, size = 0, 1
+        share = missing * min(tokens, size)
+        segments = -(-share // size // unit)
+        pool = cost.pool_bytes + segments * unit
+        found.append(replace(cost, pool_bytes=pool))
+        missing = 0
+        size = 1
     return tuple(found)
 
 
-def within_count(plan: Plan, config: Config, *, one_list: bool = False) -> Plan:
+def within_count(
+    plan: Plan,
+    config: Config,
+    *,
+    one_list: bool = False,
+) -> Plan:
     """The plan with as many keys as ``budget.max_graphs`` allows, as a capture chooses them, and a
     note that says so; ``one_list``: each size stays in all lanes that have it, or in none.
 
     A lazy capture counts the keys that batches ask for, so that its plan stays whole.
     """
     most = config.budget.max_graphs
-    if most is None or len(plan.keys) <= most or config.compilation.capture_policy == "lazy":
+    is_lazy = config.compilation.capture_policy == "lazy"
+    if most is None or len(plan.keys) <= most or is_lazy:
         return plan
-    keep = _one_list if one_list else spread
-    part = restricted(plan, keep(plan, plan.keys, most), config)
+    keys = _one_list(plan, most) if one_list else spread(plan, plan.keys, most)
+    part = restricted(plan, keys, config)
     note = (
         f"budget.max_graphs = {most} keeps {len(part.keys)} of {len(plan.keys)} keys: the largest, "
         "and those with which batches are padded least if all sizes of them are as frequent"
     )
-    return part.model_copy(update={"notes": (*part.notes, note)})
+    notes = (*part.notes, note)
+    return part.model_copy(update={"notes": notes})
 
 
-def spread(plan: Plan, keys: Sequence[Key], most: int) -> tuple[Key, ...]:
+def spread(
+    plan: Plan,
+    keys: Sequence[Key],
+    most: int,
+) -> tuple[Key, ...]:
     """At most so many of ``keys`` (the plan's, or the rest of them without the largest of some
     lanes), in their order, see Note [Spread].
     """
     if len(keys) <= most:
         return tuple(keys)
-    counts = Counter(Lane.of(*key) for key in keys)
-    lanes = sorted(counts, key=lambda lane: (-lane.num_active_loras, lane.uniform))[:most]
+    pairs = [(Lane.of(*key), key) for key in keys]
+    groups = grouped(pairs)
+    lanes = sorted(groups, key=_serves_less)
+    lanes = lanes[:most]
+    kept = set[Key]()
     if len(plan.dim_names) > 1:
-        picked = set[Key]()
+        share = most // len(lanes)
         for lane in lanes:
-            picked |= _least_padded_boxes(
-                [key for key in keys if Lane.of(*key) == lane],
-                most // len(lanes),
-            )
-        return tuple(key for key in keys if key in picked)
-    lists, paths = {}, {}
+            own = groups[lane]
+            kept |= _least_padded_boxes(own, share)
+        return tuple(key for key in keys if key in kept)
+    rows: dict[Lane, tuple[int, ...]] = {}
     for lane in lanes:
+        own = groups[lane]
+        own.sort(key=_tokens_of)
         stride = plan.query_len if lane.uniform else 1
-        lists[lane] = tuple(size // stride for size in plan.lanes()[lane][: counts[lane]])
-        paths[lane] = _least_padding(lists[lane], min(most, counts[lane]))
+        sizes = [_tokens_of(key) // stride for key in own]
+        rows[lane] = tuple(sizes)
 
     def saved(lane: Lane) -> float:
         """Rows of padding that one more graph saves a batch, on average; below 0 where no size is
         left.
         """
         number = numbers[lane]
-        if number == counts[lane]:
+        sizes = rows[lane]
+        if number == len(sizes):
             return -1.0
-        cost = paths[lane].cost[:, -1]
-        return float(cost[number] - cost[number + 1]) / lists[lane][-1]
+        paths = _least_padding(sizes, most)
+        cost = paths.cost[:, -1]
+        now = cost[number]
+        less = float(now - cost[number + 1])
+        return less / sizes[-1]
 
     numbers = dict.fromkeys(lanes, 1)
-    for _ in range(most - len(lanes)):
+    left = most - len(lanes)
+    for _ in range(left):
         best = max(lanes, key=lambda lane: (saved(lane), lane.uniform))
         numbers[best] += 1
-    kept = set[tuple[Lane, int]]()
     for lane in lanes:
-        sizes = plan.lanes()[lane]
-        for index in paths[lane].sizes(numbers[lane], counts[lane]):
-            kept.add((lane, sizes[index - 1]))
-    return tuple(key for key in keys if (Lane.of(*key), key[1].num_tokens) in kept)
+        own = groups[lane]
+        paths = _least_padding(rows[lane], most)
+        for index in paths.sizes(numbers[lane], len(own)):
+            key = own[index - 1]
+            kept.add(key)
+    return tuple(key for key in keys if key in kept)
 
 
-def _least_padded_boxes(keys: Sequence[Key], most: int) -> set[Key]:
+def _tokens_of(key: Key) -> int:
+    return key[1].num_tokens
+
+
+def _serves_less(lane: Lane) -> tuple[int, bool]:
+    return -lane.num_active_loras, lane.uniform
+
+
+def _least_padded_boxes(
+    keys: Sequence[Key],
+    most: int,
+) -> set[Key]:
     import numpy as np
 
     from cgplan.optimizer.boxes import least_padded
 
-    boxes = np.array([descriptor.box for _, descriptor in keys])
-    return {keys[index] for index in least_padded(boxes, most)}
+    boxes = [descriptor.box for _, descriptor in keys]
+    chosen = least_padded(np.array(boxes), most)
+    return {keys[index] for index in chosen}
 
 
-def _one_list(plan: Plan, keys: Sequence[Key], most: int) -> tuple[Key, ...]:
+def _one_list(
+    plan: Plan,
+    most: int,
+) -> tuple[Key, ...]:
     """The same of keys whose sizes stay in all lanes that have them, or in none."""
     import numpy as np
 
     from cgplan.optimizer.paths import best_paths
 
-    lanes_of = Counter(key.num_tokens for _, key in keys)
-    sizes = np.array([0, *sorted(lanes_of)], dtype=np.float64)
+    lanes_of = Counter(map(_tokens_of, plan.keys))
+    lanes_of[0] = 1
+    every = sorted(lanes_of)
+    sizes = np.array(every, dtype=float)
     weights = np.zeros(sizes.size)
     for own in plan.lanes().values():
-        weights += np.minimum(sizes, own[-1]) / own[-1]
-    each = np.array([lanes_of.get(size, 1) for size in sizes.tolist()])
-    paths = best_paths(weights[None], sizes[None], most, each=each)
-    (ends,) = np.isfinite(paths.cost[most]).nonzero()
-    kept = {int(sizes[index]) for index in paths.sizes(most, int(ends[-1]))}
-    return tuple(key for key in keys if key[1].num_tokens in kept)
+        largest = own[-1]
+        held = np.minimum(sizes, largest)
+        weights += held / largest
+    each = [lanes_of[size] for size in every]
+    paths = best_paths(
+        weights[None],
+        sizes[None],
+        most,
+        each=np.array(each),
+    )
+    is_paid = np.isfinite(paths.cost[most])
+    last = np.flatnonzero(is_paid)[-1]
+    chosen = paths.sizes(most, int(last))
+    kept = {every[index] for index in chosen}
+    return tuple(key for key in plan.keys if _tokens_of(key) in kept)
 
 
 @lru_cache(64)
-def _least_padding(sizes: tuple[int, ...], most: int) -> Paths:
+def _least_padding(
+    sizes: tuple[int, ...],
+    most: int,
+) -> Paths:
     import numpy as np
 
     from cgplan.optimizer.paths import best_paths
 
-    rows = np.array([[0, *sizes]], dtype=np.float64)
+    rows = np.array([[0, *sizes]], dtype=float)
     return best_paths(rows, rows, most)

@@ -1,0 +1,61 @@
+"""Traffic run through graphs, against the dispatcher of the same plan."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plans import plan_of
+
+from cgplan.errors import PlanError
+from cgplan.modes import CUDAGraphMode
+from cgplan.optimizer.lanes import EAGER, Run
+from cgplan.planning import CudagraphDispatcher
+from cgplan.planning.plan import Lane
+from cgplan.traffic.histogram import StepShape, Traffic
+from cgplan.traffic.step_times import StepTimes
+
+TIMES = StepTimes.default()
+LORA = [
+    None,
+    {"max_loras": 2},
+    {"max_loras": 4, "specialize_active_lora": True},
+]
+
+
+@pytest.mark.parametrize("rules", ["vllm_v1", "vllm_v2"])
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_a_batch_runs_where_the_dispatcher_sends_it(rules: str, data: st.DataObject) -> None:
+    spec = data.draw(st.integers(0, 3), label="spec")
+    seqs = data.draw(st.integers(1, 12), label="seqs")
+    tokens = data.draw(st.integers(spec + 1, 40), label="tokens")
+    lora = data.draw(st.sampled_from(LORA), label="lora")
+    try:
+        plan = plan_of(
+            data.draw(
+                st.sampled_from(["FULL", "PIECEWISE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"])
+            ),
+            data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=6)),
+            spec=spec,
+            seqs=seqs,
+            tokens=tokens,
+            lora=lora,
+            key_rules=rules,
+            attention_support="ALWAYS",
+        )
+    except PlanError:  # no size is left
+        return
+    uniform = data.draw(st.booleans(), label="uniform")
+    reqs = data.draw(st.integers(1, max(min(seqs, tokens // (spec + 1)), 1)), label="reqs")
+    size = reqs * (spec + 1) if uniform else data.draw(st.integers(reqs, tokens), label="size")
+    loras = data.draw(st.integers(0, lora["max_loras"] if lora else 0), label="loras")
+    batch = StepShape(size, reqs, uniform, loras)
+
+    [use] = Run(plan.keys, Traffic.of({batch: 1}, "one"), TIMES).uses
+
+    mode, key = CudagraphDispatcher(plan).dispatch(size, uniform, loras, num_reqs=reqs)
+    if mode is CUDAGraphMode.NONE:
+        assert use.lane == EAGER
+    else:
+        assert (use.lane, use.size) == (Lane.of(mode, key), key.num_tokens)
