@@ -2,24 +2,23 @@
 
 Note [Boxes]
 ~~~~~~~~~~~~
-To choose K columns with the least total of each row's weight times its least cost is the p-median
-problem. Columns chosen one by one, and exchanged for others, give a choice. A price u(p) for each
-row, and prices v for the shares of the limits that columns take, give a bound:
+To choose columns with the least total of each row's weight times its least cost is the p-median
+problem. A price u for each row and prices v for the limits give a bound:
 
-    L(u, v) = sum of w(p) u(p) - v limits - the K largest gains above 0,
-    gain(j) = sum of w(p) max(u(p) - cost(p, j), 0) - v shares(j)
+    L(u, v) = sum of w u - v limits - the most that columns gain,
 
-is below every choice within the limits (Lagrangian relaxation), and subgradient steps raise it. A
-column whose gain is farther from the K-th than the choice from the bound is in no better choice.
-Branching on the others closes the gap, or the effort ends and the gap is reported.
+where a column gains the sum of w max(u - cost, 0) less v times what it takes. The columns of a
+group share its largest static buffers, and all of them the largest pool. L is below every choice
+within the limits (Lagrangian relaxation), and subgradient steps raise it. A column that loses more
+than the gap is in no better choice. Branching on how much one row may cost closes the gap, or the
+effort ends and the gap is reported.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from heapq import heappop, heappush
-from itertools import count
+from dataclasses import dataclass
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -27,304 +26,374 @@ import numpy.typing as npt
 
 from cgplan.optimizer.paths import Floats, Ints
 
-EFFORT = 1 << 30  # rows times columns times subgradient steps, about
-STEPS, NODE_STEPS, PATIENCE = 2000, 60, 20  # at the root, at other nodes, without progress at least
+EFFORT = 1 << 28  # costs to look at, about
+OVERHEAD = 1 << 14  # of a step, in costs
+STEPS, PATIENCE = 100, 20  # at a node, without progress
+LENGTH = 1.5  # of the first step, as a share of the way to the value
+MOMENTUM = 0.8  # share of the last step in the next one
+RECENT = 0.1  # weight of the last choice among the recent ones
+RARE = 0.05  # share of recent choices below which a column is not likely
 PROVEN = 1e-9  # relative gap that counts as none
 Bools = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
 class Purse:
-    """What columns cost, and the limits. Arrays are [columns].
+    """What columns cost, and the limits.
 
     Attributes:
         graphs, memory, seconds: Limits of columns, bytes and seconds; inf: none.
-        driver, took: Bytes and seconds of each column.
-        pool, static: Bytes of which the largest counts, of all columns and of those of a ``group``.
-        least: Bytes of the pool and of static buffers that every choice takes.
+        figures: [4, columns] bytes of the driver, seconds, bytes of the pool and of static buffers.
+            Of the last two the largest counts, of all columns and of those of a group.
+        groups: Column c is of group c % groups, in which neither of the two falls.
     """
 
     graphs: int
     memory: float
     seconds: float
-    driver: Floats
-    took: Floats
-    pool: Floats
-    static: Floats
-    group: Ints
-    least: tuple[float, float] = (0.0, 0.0)
+    figures: Floats
+    groups: int = 1
 
     @classmethod
     def of_graphs(cls, graphs: int, columns: int) -> Purse:
         """A limit of their number alone."""
-        zeros = np.zeros(columns)
-        group = np.zeros(columns, dtype=np.int64)
         return cls(
             graphs,
             np.inf,
             np.inf,
-            zeros,
-            zeros,
-            zeros,
-            zeros,
-            group,
+            np.zeros((4, columns)),
         )
 
-    def pays_beside(self, chosen: Sequence[int]) -> Bools:
+    def pays_beside(self, chosen: list[int]) -> Bools:
         """Whether the limits pay for each column beside the chosen ones."""
-        driver, took, pool, static = self._spent(chosen)
-        memory = driver + self.driver + np.maximum(self.pool, pool)
-        memory += static.sum() + np.maximum(self.static - static[self.group], 0.0)
-        is_paid = (memory <= self.memory) & (took + self.took <= self.seconds)
+        driver, took, pool, static = self.figures
+        held = np.zeros_like(static)
+        held[chosen] = static[chosen]
+        largest = held.reshape(-1, self.groups).max(axis=0)
+        grown = static.reshape(-1, self.groups) - largest
+        memory = driver + driver[chosen].sum()
+        memory += np.maximum(pool, pool[chosen].max(initial=0.0))
+        memory += largest.sum() + np.maximum(grown, 0.0).ravel()
+        seconds = took + took[chosen].sum()
+        is_paid = (memory <= self.memory) & (seconds <= self.seconds)
         return np.asarray(is_paid & (len(chosen) < self.graphs))
 
-    def pays(self, chosen: Sequence[int]) -> bool:
-        return not chosen or bool(self.pays_beside(chosen[:-1])[chosen[-1]])
 
-    def left(self, chosen: Sequence[int]) -> Floats:
-        """[2] the shares of memory and of seconds that other columns may take at most."""
-        driver, took, pool, static = self._spent(chosen)
-        pool, fixed = max(pool, self.least[0]), max(float(static.sum()), self.least[1])
-        return np.array([1 - (driver + pool + fixed) / self.memory, 1 - took / self.seconds])
-
-    def _spent(self, chosen: Sequence[int]) -> tuple[float, float, float, Floats]:
-        picked = np.array(chosen, dtype=np.int64)
-        static = np.zeros(int(self.group.max(initial=0)) + 1)
-        np.maximum.at(
-            static,
-            self.group[picked],
-            self.static[picked],
-        )
-        driver, took = float(self.driver[picked].sum()), float(self.took[picked].sum())
-        return driver, took, float(self.pool[picked].max(initial=0.0)), static
+def filled(cost: Floats, weights: Floats) -> Floats:
+    """Finite costs with which no row is left without a column that holds it."""
+    is_held = np.isfinite(cost)
+    most = cost[is_held].max()
+    missed = 2 * most * weights.sum() / weights.min()
+    return np.where(is_held, cost, missed)
 
 
-class Dual(NamedTuple):
-    """Prices of rows and of limits, the bound that they give, and the gains of columns."""
+def exchanged(
+    cost: Floats,
+    weights: Floats,
+    purse: Purse,
+    start: Sequence[int] = (),
+) -> tuple[list[int], float]:
+    """Columns chosen one by one for the most gain, then exchanged for others as long as that gains;
+    and their total, that of the largest cost without any.
 
-    bound: float
-    rows: Floats
-    limits: Floats
-    gains: Floats
+    Those to begin with (without any, the one with the least largest cost) are those that are paid
+    for.
+    """
+    best: list[int] = []
+    for column in start or [int(cost.max(axis=0).argmin())]:
+        if purse.pays_beside(best)[column]:
+            best.append(column)
+    most = cost.max()
+    total = float(weights @ cost[:, best].min(axis=1, initial=most))
+    saved = np.empty_like(cost)
+    turn = idle = 0
+    while True:
+        is_more = idle == 0  # first one more, then one in the place of another
+        rest = best.copy()
+        if not is_more:
+            del rest[turn]
+        before = cost[:, rest].min(axis=1, initial=most)
+        np.subtract(before[:, None], cost, out=saved)
+        np.maximum(saved, 0.0, out=saved)
+        gains = purse.pays_beside(rest) * (weights @ saved)
+        column = int(gains.argmax())
+        after = float(weights @ before - gains[column])
+        if after < total * (1 - PROVEN):
+            best = [*rest, column]
+            total = after
+            idle = 0
+        elif idle == len(best):
+            return best, total
+        else:
+            idle += 1
+            turn = (turn + 1 - is_more) % len(best)
 
 
 def best_columns(
-    cost: Floats, weights: Floats, purse: Purse, start: Sequence[int] = ()
+    cost: Floats,
+    weights: Floats,
+    purse: Purse,
+    start: Sequence[int] = (),
 ) -> tuple[list[int], float]:
     """The columns within the limits with the least total of each row's weight times its least cost,
     and a bound on it, see Note [Boxes]. The choice is the best one where the bound is its total.
 
     Args:
-        cost: [rows, columns].
+        cost: [rows, columns]; inf where a column does not hold the row.
         weights: [rows], above 0.
         start: A choice to begin with; if it is paid for, what is found is at least as good.
     """
-    best, value, effort, number = list[int](), total_of(cost, weights, ()), EFFORT, count()
-
-    def look_around(chosen: Sequence[int]) -> None:
-        nonlocal best, value
-        for limits in purses:
-            found = exchanged(
-                cost,
-                weights,
-                limits,
-                chosen,
-            )
-            total = total_of(cost, weights, found)
-            if total < value and purse.pays(found):
-                best, value = found, total
-
-    shares = np.stack([purse.driver / purse.memory, purse.took / purse.seconds])
-    most = min(purse.graphs, _number(shares, purse.left(())))
-    purse = replace(purse, graphs=most)
-    shares[most * shares.max(axis=1) <= purse.left(())] = 0.0  # their number alone limits those
-    purses = [purse]
-    if shares.any():
-        purses.append(Purse.of_graphs(max(most, 1), cost.shape[1]))
-    look_around(())
-    look_around(start)
-    price = np.full(len(cost), cost[:, best].min(axis=1, initial=cost.max()).max())
-    nodes = [
-        (
-            -np.inf,
-            next(number),
-            list[int](),
-            np.arange(cost.shape[1]),
-            price,
-            np.zeros(2),
-        )
-    ]
-    while nodes and effort > 0 and nodes[0][0] < value * (1 - PROVEN):
-        low, step, sure, free, price, limits_price = heappop(nodes)
-        free = free[purse.pays_beside(sure)[free]]
-        if not free.size:
-            look_around(sure)
-            continue
-        highest = cost[:, sure].min(axis=1, initial=cost.max())
-        steps = NODE_STEPS if step else min(STEPS, EFFORT // cost.size)
-        part, left = shares[:, free], purse.left(sure)
-        graphs = min(purse.graphs - len(sure), max(_number(part, left), 1))
-        relaxed = _Relaxed(
-            cost[:, free],
-            weights,
-            highest,
-            part,
-            left,
-            graphs,
-        )
-        dual = relaxed.raised(
-            price,
-            limits_price,
-            value,
-            steps,
-        )
-        effort -= free.size * len(cost) * steps
-        order = np.argsort(-dual.gains, kind="stable")
-        free, gains = free[order], dual.gains[order]
-        opened = int((gains[:graphs] > 0).sum())
-        if not step or total_of(
-            cost,
-            weights,
-            [*sure, *free[:opened]],
-        ) < value * (1 - PROVEN):
-            look_around([*sure, *free[:opened].tolist()])
-        bound = max(dual.bound, low)
-        if bound < value * (1 - PROVEN):
-            at = max(opened - 1, 0)
-            threshold = max(float(gains[graphs - 1]), 0.0)
-            rest = np.delete(free, at)[np.delete(gains, at) > threshold - (value - bound)]
-            for some in ([*sure, int(free[at])], sure):
-                heappush(
-                    nodes,
-                    (
-                        bound,
-                        next(number),
-                        some,
-                        rest,
-                        dual.rows,
-                        dual.limits,
-                    ),
-                )
-    return best, min(
-        value,
-        *(node[0] for node in nodes),
-        np.inf,
+    search = _Search(
+        filled(cost, weights),
+        weights,
+        purse,
+        [],
     )
+    search.look_around(())
+    search.look_around(start)
+    bound = search.bound(cost[np.isfinite(cost)].max())
+    return search.best, bound
 
 
-def _number(shares: Floats, left: Floats) -> int:
-    """How many columns at most take no more than what is left."""
-    spent = np.cumsum(np.sort(shares, axis=1), axis=1)
-    return int((spent <= left[:, None] * (1 + PROVEN)).all(axis=0).sum())
-
-
-def total_of(cost: Floats, weights: Floats, chosen: Sequence[int] | Ints) -> float:
-    """The total of a choice; that of the largest cost without one."""
-    return float(weights @ cost[:, [*chosen]].min(axis=1, initial=cost.max()))
-
-
-def exchanged(cost: Floats, weights: Floats, purse: Purse, chosen: Sequence[int] = ()) -> list[int]:
-    """Columns chosen one by one for the most gain, then exchanged for others as long as that
-    gains. Those to begin with (without any, the
-    one with the least largest cost) are those that are paid for.
+class _Node(NamedTuple):
+    """The choices of these columns that cost each row at most its cap, none of them below
+    ``bound``; and prices to begin with.
     """
-    best = list[int]()
-    for column in [*chosen] or [int(cost.max(axis=0).argmin())]:
-        if purse.pays([*best, column]):
-            best.append(column)
-    reach = np.empty_like(cost)
-    turn = idle = 0
-    while True:
-        whole = idle == 0  # first one more, then one in the place of another
-        rest = best if whole else [*best[:turn], *best[turn + 1 :]]
-        before = cost[:, rest].min(axis=1, initial=cost.max())
-        gains = np.where(
-            purse.pays_beside(rest),
-            _gains(
-                cost,
-                weights,
-                before,
-                reach,
-            ),
-            -1.0,
-        )
-        more = [*rest, int(gains.argmax())]
-        least = total_of(cost, weights, best) * (1 - PROVEN)
-        if gains.max() > 0 and total_of(cost, weights, more) < least:
-            best, idle = more, 0
-        elif idle == len(best):
-            return best
-        else:
-            idle += 1
-            turn = (turn + 1 - whole) % len(best)
+
+    bound: float
+    columns: Ints
+    caps: Floats
+    prices: Floats
 
 
-def _gains(cost: Floats, weights: Floats, price: Floats, reach: Floats) -> Floats:
-    """Of each column; ``reach`` takes what each row saves."""
-    np.subtract(price[:, None], cost, out=reach)
-    return np.asarray(weights @ np.maximum(reach, 0, out=reach))
+class _Dual(NamedTuple):
+    """A bound, its prices, what columns gain, and how often they were chosen of late."""
+
+    bound: float
+    prices: Floats
+    gains: Floats
+    often: Floats
 
 
 @dataclass
-class _Relaxed:
-    """The relaxation at one node: a row costs ``most`` without any of the columns, of which there
-    may be ``graphs``; they take ``shares``, [2, columns], of what is ``left``, [2].
-    """
+class _Search:
+    """The best choice that was found, and its total."""
 
     cost: Floats
     weights: Floats
-    most: Floats
-    shares: Floats
-    left: Floats
-    graphs: int
+    purse: Purse
+    best: list[int]
+    value: float = np.inf
+    effort: int = EFFORT
 
-    def raised(self, rows: Floats, limits: Floats, value: float, steps: int) -> Dual:
-        """The largest bound that steps from these prices find."""
-        reach, length, idle = np.empty_like(self.cost), 1.5, 0
-        best = Dual(
-            -np.inf,
-            rows,
-            limits,
-            self.shares[0],
+    def look_around(self, start: Sequence[int]) -> None:
+        found, total = exchanged(
+            self.cost,
+            self.weights,
+            self.purse,
+            start,
         )
-        total = float(self.weights.sum())
-        for _ in range(steps):
-            rows = np.clip(rows, 0, self.most)
-            gains = (
-                _gains(
-                    self.cost,
-                    self.weights,
-                    rows,
-                    reach,
-                )
-                - limits @ self.shares
+        self.effort -= self.cost.size * len(found)
+        if total < self.value:
+            self.best = found
+            self.value = total
+
+    def bound(self, cap: float) -> float:
+        """Of all choices that cost each row at most the cap, until the effort ends."""
+        rows, columns = self.cost.shape
+        own = self.cost[:, self.best].min(axis=1, initial=self.cost.max())
+        first = _Node(
+            -np.inf,
+            np.arange(columns),
+            np.full(rows, cap),
+            np.append(own, [0.0] * 4),
+        )
+        nodes = [first]
+        closed: list[float] = []
+        while nodes and self.effort > 0:
+            nodes.sort(key=attrgetter("bound"), reverse=True)
+            node = nodes.pop()
+            relaxed = _Relaxed(
+                self.cost,
+                self.weights,
+                self.purse,
+                node,
             )
-            opened = np.argpartition(-gains, self.graphs - 1)[: self.graphs]
-            opened = opened[gains[opened] > 0]
-            bound = float(self.weights @ rows - limits @ self.left - gains[opened].sum())
+            if not relaxed.is_possible:
+                continue
+            dual = relaxed.raised(node.prices, self.value)
+            self.effort -= STEPS * (relaxed.size + OVERHEAD)
+            if dual.bound >= self.value * (1 - PROVEN):
+                continue
+            number = np.count_nonzero(dual.often > RARE)
+            likely = np.argsort(-dual.often)[:number]
+            self.look_around(relaxed.columns[likely].tolist())
+            parts = self._parts(node, relaxed, dual)
+            nodes += parts
+            if not parts:
+                closed.append(dual.bound)
+        return min([self.value, *closed, *(node.bound for node in nodes)])
+
+    def _parts(
+        self,
+        node: _Node,
+        relaxed: _Relaxed,
+        dual: _Dual,
+    ) -> list[_Node]:
+        """Nodes in the place of this one, where it can be split."""
+        gap = self.value - dual.bound
+        is_left = dual.gains > -gap  # others are in no better choice
+        cost = relaxed.cost[:, is_left]
+        bound = max(node.bound, dual.bound)
+        rest = _Node(
+            bound,
+            relaxed.columns[is_left],
+            node.caps,
+            dual.prices,
+        )
+        is_held = cost <= node.caps[:, None]
+        if bound - node.bound > gap or not is_held.any(axis=1).all():
+            return [rest]
+        is_used = cost < dual.prices[: len(cost), None]
+        share = is_held * (is_used * dual.often[is_left] + RARE**2)
+        mean = (share * cost).sum(axis=1) / share.sum(axis=1)
+        spread = (share * np.abs(cost - mean[:, None])).sum(axis=1)
+        row = int((self.weights * spread).argmax())
+        is_cheap = cost[row] <= mean[row]
+        is_dear = is_held[row] & ~is_cheap
+        if not is_cheap.any() or not is_dear.any():
+            return []
+        caps = np.minimum(node.caps, cost[:, is_cheap].max(axis=1))
+        cheap = rest._replace(caps=caps)
+        dear = rest._replace(columns=rest.columns[~is_cheap])
+        return [cheap, dear]
+
+
+class _Relaxed:
+    """L of Note [Boxes] at a node. Prices are those of the rows, then of the limits: of graphs, of
+    memory beside the least static buffers, of all memory, and of seconds.
+
+    Attributes:
+        columns: Of the node, without those that hold no row.
+        cost: [rows, columns]; where it is above the cap, the most of all.
+        size: Pairs of a row and a column that holds it.
+        is_possible: False: there is no choice within the limits.
+    """
+
+    def __init__(
+        self,
+        cost: Floats,
+        weights: Floats,
+        purse: Purse,
+        node: _Node,
+    ) -> None:
+        self._weights = weights
+        self._most = cost.max()
+        is_held = cost[:, node.columns] <= node.caps[:, None]
+        is_some = is_held.any(axis=0)
+        is_held = is_held[:, is_some]
+        self.columns = node.columns[is_some]
+        self.cost = np.where(is_held, cost[:, self.columns], self._most)
+        column, self._row = np.nonzero(is_held.T)
+        self.size = column.size
+        self._starts = np.flatnonzero(np.diff(column, prepend=-1))
+        self._weighted = (self.cost.T * weights)[is_held.T]
+
+        def least(figure: Floats) -> float:
+            """Of a figure of which the largest counts."""
+            held = np.where(is_held, figure[self.columns], np.inf)
+            return float(held.min(axis=1, initial=np.inf).max())
+
+        total = weights.sum()
+        byte = total / purse.memory
+        second = total / purse.seconds
+        units = [[byte], [second], [byte], [byte]]
+        shares = purse.figures * units
+        driver, took = shares[:2, self.columns]
+        pool, static = shares[2:]
+        beside = total - least(pool)
+        left = beside - least(static)
+        graphs = min(
+            purse.graphs,
+            _number(driver, left),
+            _number(took, total),
+        )
+        self.is_possible = graphs > 0
+        each = np.full(self.columns.size, total / max(graphs, 1))
+        self._shares = np.stack([each, driver, driver, took])
+        self._ends = np.append(weights, [-total, -left, -beside, -total])
+        self._scale = np.append(weights, [total] * 4)
+        pool = np.maximum(pool - least(pool), 0.0)
+        self._order = np.argsort(pool, kind="stable")
+        self._pool = pool.reshape(-1, purse.groups)
+        self._static = static.reshape(-1, purse.groups)
+
+    def raised(self, prices: Floats, value: float) -> _Dual:
+        """The largest bound that steps from these prices find."""
+        rows = len(self.cost)
+        often = np.zeros(self.columns.size)
+        heading = np.zeros_like(prices)
+        best = _Dual(-np.inf, prices, often, often)
+        length, idle = LENGTH, 0
+        for _ in range(STEPS):
+            saved = (self._weights * prices[:rows])[self._row]
+            saved -= self._weighted
+            np.maximum(saved, 0.0, out=saved)
+            gains = np.add.reduceat(saved, self._starts)
+            gains -= prices[rows:] @ self._shares
+            gain, chosen, taken = self._chosen(gains, prices[rows:])
+            bound = float(self._ends @ prices) - gain
+            often = often * (1 - RECENT)
+            often[chosen] += RECENT
+            idle += 1
             if bound > best.bound:
-                best, idle = (
-                    Dual(
-                        bound,
-                        rows,
-                        limits,
-                        gains,
-                    ),
-                    0,
-                )
-            else:
-                idle += 1
-            slope = 1.0 - np.count_nonzero(reach[:, opened], axis=1)
-            slope[(slope > 0) & (rows >= self.most)] = 0
-            over = self.shares[:, opened].sum(axis=1) - self.left
-            over[(over < 0) & (limits <= 0)] = 0
-            norm = self.weights @ slope**2 + total * over @ over
-            if not norm or bound >= value * (1 - PROVEN):
+                best = _Dual(bound, prices, gains, often)
+                idle = 0
+            elif idle > PATIENCE:
+                length /= 2
+                idle = 0
+            is_served = self.cost[:, chosen] < prices[:rows, None]
+            served = self._weights * is_served.sum(axis=1)
+            slope = self._ends + np.append(-served, taken)
+            is_fixed = np.where(slope > 0, prices >= self._most, prices <= 0)
+            slope[is_fixed] = 0.0
+            if bound >= value * (1 - PROVEN) or not slope.any():
                 break
-            if idle > max(PATIENCE, steps // 30):
-                rows, limits, length, idle = best.rows, best.limits, length / 2, 0
-            else:
-                pace = length * (value - bound) / norm
-                rows = rows + pace * slope
-                limits = np.maximum(limits + pace * total * over, 0)
-        return best
+            heading = slope + MOMENTUM * heading
+            step = heading / self._scale
+            pace = length * (value - bound) / (heading @ step)
+            prices = np.clip(prices + pace * step, 0.0, self._most)
+        return best._replace(often=often)
+
+    def _chosen(
+        self,
+        gains: Floats,
+        limits: Floats,
+    ) -> tuple[float, Ints, Floats]:
+        """The most gain of columns together, these columns, and their shares of the limits."""
+        static_price = limits[2]
+        pool_price = limits[1] + static_price
+        each = np.zeros(self._pool.size)
+        each[self.columns] = np.maximum(gains, 0.0)
+        each = each.reshape(self._pool.shape)
+        most = np.cumsum(each, axis=0) - static_price * self._static
+        most = np.maximum.accumulate(np.maximum(most, 0.0))
+        rises = np.diff(most, axis=0, prepend=0.0)
+        pools = self._pool.ravel()[self._order]
+        totals = rises.ravel()[self._order].cumsum() - pool_price * pools
+        best = int(totals.argmax())
+        gain = max(float(totals[best]), 0.0)
+        is_allowed = (self._pool <= pools[best]) & (gain > 0)
+        end = (is_allowed * most).max(axis=0)
+        is_chosen = (each > 0) & (most - rises < end)
+        chosen = np.flatnonzero(is_chosen.ravel()[self.columns])
+        taken = self._shares[:, chosen].sum(axis=1)
+        taken[1:3] += (is_chosen * self._pool).max()
+        taken[2] += (is_chosen * self._static).max(axis=0).sum()
+        return gain, chosen, taken
+
+
+def _number(shares: Floats, left: float) -> int:
+    """How many columns at most take no more than what is left."""
+    spent = np.cumsum(np.sort(shares))
+    return int(np.count_nonzero(spent <= left * (1 + PROVEN)))
