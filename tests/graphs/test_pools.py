@@ -27,7 +27,7 @@ from cgplan.runner.session import CaptureSession
 
 pytestmark = pytest.mark.usefixtures("quiet_collector")
 POLICIES = ("shared", "per_mode", "per_graph")
-WIDTH = 256
+WIDTHS = {"cpu": 16, "cuda": 256}  # a GPU takes memory in large segments
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -40,7 +40,8 @@ class Net(torch.nn.Module):
     def __init__(self, backend: GraphBackend, depth: int = 2) -> None:
         super().__init__()
         with torch.device(backend.device):
-            self.layers = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH) for _ in range(depth))
+            width = WIDTHS[backend.device.type]
+            self.layers = torch.nn.ModuleList(torch.nn.Linear(width, width) for _ in range(depth))
         self.mix = torch.nn.Identity()
         self.requires_grad_(False)
 
@@ -60,7 +61,11 @@ def config_of(backend: GraphBackend, pool: str, **changes: Any) -> Config:
     }
     return validate_config(
         {
-            "inputs": {"x": Input(shape=("num_tokens", WIDTH), dtype="float32", pad=0)},
+            "inputs": {
+                "x": Input(
+                    shape=("num_tokens", WIDTHS[backend.device.type]), dtype="float32", pad=0
+                )
+            },
             "compilation": compilation,
             "scheduler": {"max_num_seqs": 1024},
             "device": backend.device.type,
@@ -82,7 +87,7 @@ def open_runner(
 
 
 def rows(backend: GraphBackend, count: int) -> torch.Tensor:
-    return torch.randn(count, WIDTH, device=backend.device)
+    return torch.randn(count, WIDTHS[backend.device.type], device=backend.device)
 
 
 def check(runner: GraphRunner) -> None:

@@ -60,14 +60,24 @@ def random_counts(rng: np.random.Generator, number: int) -> Counts:
     return {pair: count for pair, count in counts.items() if count}
 
 
+def sets_of(
+    counts: Counts, graphs: int
+) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]], np.ndarray]:
+    """Boxes, all sets of so many of them by their places, and the mean of the elements that run in each set.
+
+    The mean is infinite where a set holds not all batches.
+    """
+    boxes = list(product(*(sorted({batch[dim] for batch in counts}) for dim in (0, 1))))
+    sets = list(combinations(range(len(boxes)), min(graphs, len(boxes))))
+    batches, weights = np.array(list(counts)), np.array(list(counts.values()))
+    is_held = (batches[:, None] <= np.array(boxes)).all(-1)
+    elements = np.where(is_held, np.prod(boxes, 1) * 1.0, np.inf)
+    return boxes, sets, weights @ elements[:, sets].min(2) / weights.sum()
+
+
 def brute_force(counts: Counts, graphs: int) -> float:
     """The least mean of the elements that run, over all sets of boxes that hold all batches."""
-    sizes = [sorted({batch[dim] for batch in counts}) for dim in (0, 1)]
-    boxes, batches = np.array(list(product(*sizes))), np.array(list(counts))
-    cost = np.where((batches[:, None] <= boxes).all(-1), boxes.prod(1) * 1.0, np.inf)
-    sets = np.array(list(combinations(range(len(boxes)), min(graphs, len(boxes)))))
-    weights = np.array(list(counts.values()))
-    return float((weights @ cost[:, sets].min(2)).min()) / sum(counts.values())
+    return float(sets_of(counts, graphs)[2].min())
 
 
 def test_the_plan_is_the_best_of_all_sets_of_boxes() -> None:
@@ -124,26 +134,17 @@ def test_memory_and_time_bind_boxes(alike: bool) -> None:
             "capture_time": float(rng.uniform(0.3, 4)),
         }
         config, steps = config_of(budget=budget), list[float]()
-        sizes = [sorted({batch[dim] for batch in counts}) for dim in (0, 1)]
-        for picked in (some for n in range(1, 10) for some in combinations(product(*sizes), n)):
-            held = [
-                [np.prod(box) for box in picked if np.all(np.less_equal(batch, box))]
-                for batch in counts
+        for number in range(1, 10):
+            boxes, sets, means = sets_of(counts, number)
+            keys = [
+                (CUDAGraphMode.FULL, BatchDescriptor(rows, rows, sizes=(n,))) for rows, n in boxes
             ]
-            paid = costs.of(
-                [
-                    (CUDAGraphMode.FULL, BatchDescriptor(rows, rows, sizes=(n,)))
-                    for rows, n in picked
-                ]
-            )
-            if (
-                all(held)
-                and paid.total_bytes <= budget["memory"]
-                and paid.seconds <= budget["capture_time"]
-            ):
-                steps.append(
-                    np.dot([min(some) for some in held], [*counts.values()]) / sum(counts.values())
-                )
+            for picked, mean in zip(sets, means.tolist(), strict=True):
+                if mean == np.inf:
+                    continue
+                paid = costs.of([keys[place] for place in picked])
+                if paid.total_bytes <= budget["memory"] and paid.seconds <= budget["capture_time"]:
+                    steps.append(mean)
         if alike and not steps:
             with pytest.raises(BudgetError, match="hold all batches"):
                 propose_boxes(config, traffic_of(counts), costs=costs)

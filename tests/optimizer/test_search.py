@@ -6,8 +6,8 @@ import math
 import os
 import random
 from collections import Counter
-from dataclasses import dataclass
-from itertools import combinations, pairwise
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -217,22 +217,20 @@ def test_paths_are_the_least_of_all(
     )
     price = None if prices is None else np.array([0.0, *prices[:number]])
     paths = best_paths(sums, times, graphs, price)
-
-    def step(i: int, j: int) -> float:
-        least = ((sums[:, j] - sums[:, i]) * times[:, j]).sum()
-        return float(least + (0 if price is None else price[j]))
+    steps = ((sums[:, None, :] - sums[:, :, None]) * times[:, None, :]).sum(0)
+    steps = (steps if price is None else steps + price).tolist()  # [from, to]
 
     before = [0.0] + [math.inf] * number
     for level in range(1, graphs + 1):
         before = [
             0.0,
-            *(min(before[i] + step(i, j) for i in range(j)) for j in range(1, number + 1)),
+            *(min(before[i] + steps[i][j] for i in range(j)) for j in range(1, number + 1)),
         ]
         assert paths.cost[level].tolist() == pytest.approx(before)
         sizes = paths.sizes(level, number)
         assert len(sizes) <= level
         assert sizes == sorted(set(sizes))
-        assert sum(step(i, j) for i, j in pairwise([0, *sizes])) == pytest.approx(before[number])
+        assert sum(steps[i][j] for i, j in pairwise([0, *sizes])) == pytest.approx(before[number])
 
 
 @settings(max_examples=80, deadline=None)
@@ -498,19 +496,8 @@ def test_one_list_for_all_lanes_is_exact(instance: Instance, graphs: int) -> Non
         return
     found = Search(problem, Limits(graphs))
     served = problem.lanes[0].lanes
-    stride = plan.query_len if any(lane.mode is FULL for lane in served) else 1
-    most = max(largest_of(lane, plan) for lane in served)
-    least = problem.eager_total / problem.weight
-    for number in range(1, graphs + 1):
-        for sizes in combinations(range(stride, most + 1, stride), number):
-            keys = [
-                key_of(lane, n, plan)
-                for lane in served
-                for n in sizes
-                if n <= largest_of(lane, plan)
-            ]
-            if len(keys) <= graphs:
-                least = min(least, Run(keys, instance.traffic, times).expected_us)
+    lists = brute_force(replace(instance, lanes=served), one_list=True)
+    least = lists.best(Limits(graphs))
     assert found.bound[-1] / problem.weight <= least * (1 + 1e-9)
     keys = instance.keys(problem, found.chosen(graphs))
     assert len(keys) <= graphs

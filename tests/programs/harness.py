@@ -83,7 +83,9 @@ def _compare(found: Any, wanted: Any, tolerance: float, where: str) -> None:
                 rtol=tolerance,
                 atol=1e-5,
                 equal_nan=True,
-                msg=lambda said: f"{where}: {found} != {wanted}: {said}",  # text only where it fails
+                msg=lambda said: (
+                    f"{where}: {found} != {wanted}: {said}"
+                ),  # text only where it fails
             )
         else:
             assert torch.equal(found, wanted), f"{where}: {found} != {wanted}"

@@ -1,10 +1,8 @@
-"""The decoder split over ranks, and the commands under torchrun."""
+"""The decoder split over ranks, and the commands on ranks; a page of the docs runs them under torchrun."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,7 @@ import pytest
 import rank_programs as programs
 from commands import unwrapped
 from decoder import build
-from ranks import free_port, run_ranks, values
+from ranks import run_ranks, values
 
 from cgplan import build_plan, load_config
 from cgplan.errors import ModelError
@@ -83,21 +81,12 @@ def test_splits_that_cannot_be(kwargs: dict[str, Any], words: str) -> None:
         assert words in outcome.message
 
 
-def test_bench_under_torchrun(tmp_path: Path) -> None:
+def test_bench_on_ranks(tmp_path: Path) -> None:
     """Rank 0 prints and saves, and the report has all ranks."""
-    torchrun = ["torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
-    cgplan = [
-        "cgplan",
-        "bench",
-        "--config",
-        str(CONFIG),
-        *SMALL,
-        "--output",
-        str(tmp_path / "b.json"),
-    ]
-    command = [sys.executable, "-m", *torchrun, "-m", *cgplan]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=90, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
+    line = ["bench", "--config", str(CONFIG), *SMALL, "--output", str(tmp_path / "b.json")]
+    (code, printed, said), second = values(run_ranks(2, programs.command, line, line))
+    assert code == 0, said
+    assert second[:2] == (0, ""), "one rank prints"
     report = json.loads((tmp_path / "b.json").read_text())
     ranks = report["capture"]["ranks"]
     assert [(r["rank"], r["all_reduce"], r["rows"]) for r in ranks] == [
@@ -106,8 +95,8 @@ def test_bench_under_torchrun(tmp_path: Path) -> None:
     ]
     assert all(r["mapped_bytes"] and r["registration_seconds"] > 0 for r in ranks)
     assert len(report["records"]) == 2
-    assert done.stdout.count("Bench") == 1, "one rank prints"
-    rows = [line.split()[:3] for line in done.stdout.splitlines() if " custom " in line]
+    assert printed.count("Bench") == 1
+    rows = [line.split()[:3] for line in printed.splitlines() if " custom " in line]
     assert rows == [["0", "custom", "4"], ["1", "custom", "4"], ["all", "custom", "8"]]
 
 
