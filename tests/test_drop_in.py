@@ -1147,3 +1147,18 @@ def test_large_numbers_of_a_mask_hide_no_difference(backend: GraphBackend) -> No
     )
     for _ in range(5):
         close(g(ids), scores(ids))
+
+
+def test_a_miss_with_an_object_is_the_error_that_was_asked_for() -> None:
+    class Cache:
+        scale = 2.0
+
+    def forward(x: torch.Tensor, cache: Cache) -> torch.Tensor:
+        return x * cache.scale
+
+    cache = Cache()
+    g = cgplan.graphed(forward, max_size=4, compilation={"on_miss": "error"})
+    for count in (2, 3, 4, 3):
+        g(torch.ones(count, 8), cache)
+    with pytest.raises(cgplan.DispatchMissError):
+        g(torch.ones(8, 8), cache)

@@ -19,6 +19,7 @@ _FOLDERS = (
     "backends",
     "buffers",
     "captures",
+    "drop_in",
     "graphs",
     "measure",
     "piecewise",

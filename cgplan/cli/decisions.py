@@ -487,7 +487,7 @@ class Planner:
                     self._service(bounded, other, requests),
                 )
                 if gains:
-                    yield f"{name} {value} instead of {bound}, with the graphs asked for: {gains}"
+                    yield f"{name} {value} instead of {bound}: {gains}"
 
     def _saved(
         self,
@@ -540,9 +540,9 @@ def _gains(now: Service, other: Service) -> str:
     if gain < NOTABLE or loss > min(gain / 2, MOST_LOSS):
         return ""
     if alike:
-        told.append(f"{' and '.join(alike)} the same within {SAME:.0%}")
+        told.append(f"{' and '.join(alike)} the same")
     if other.unmeasured > now.unmeasured:
-        told.append(f"{other.unmeasured:.1%} of its steps are larger than those measured")
+        told.append(f"{other.unmeasured:.1%} of its steps extrapolated")
     return ", ".join(told)
 
 

@@ -166,7 +166,7 @@ class Calls:
             reason = self._reason_elsewhere(wants_grad)
             if reason is not None:
                 return self._run_model(reason, args, kwargs)
-            form += same_tensors(tensors), wants_grad, *ambient
+            form += same_tensors(tensors), *ambient
             try:
                 key = (*form, *map(_traits, tensors))
             except RuntimeError:
@@ -616,9 +616,9 @@ class Calls:
         if self._is_shared(kind, tensors):
             return _SHARED
         route = kind.runner.route(inputs)
-        if objects_in(kind.forward.form) and not kind.has_graphs:
-            kind.close()  # it may hold a dropped cache
         if route.mode is CUDAGraphMode.NONE and self._settings.compilation.on_miss == "eager":
+            if objects_in(kind.forward.form) and not kind.has_graphs:
+                kind.close()  # it may hold a dropped cache
             batch = ", ".join(f"{name} = {size}" for name, size in sizes.items())
             reason = f"no graph serves the batch of {batch}"
             if route.wanted is not None and is_capture_allowed():
@@ -779,7 +779,7 @@ class Calls:
                 return
             if self.pool is None:
                 self._take_device(tensors)
-            form += same_tensors(tensors), False, *_ambient(self.device)
+            form += same_tensors(tensors), *_ambient(self.device)
             call = Call(args, kwargs, tuple(form), tensors)
             self.holds()
             while (kind := self._warmed_up(call)).eager_reason is None:

@@ -39,7 +39,7 @@ from cgplan.graphs.watch import Watch
 from cgplan.runner.runner import GraphRunner
 
 _WITH_CONSTANTS = (int, float, bool, str)
-AMBIENT = 6  # last parts of a form, no arguments
+AMBIENT = 5  # last parts of a form, no arguments
 
 Shape = tuple[int | str, ...]
 

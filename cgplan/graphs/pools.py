@@ -48,7 +48,7 @@ class PoolUse:
 
     @contextmanager
     def held(self, name: str) -> Iterator[None]:
-        """Raises CgplanError during a call."""
+        """Waits for other threads, as ``take``."""
         self.take(name)
         self._holder = name
         try:

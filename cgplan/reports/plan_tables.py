@@ -170,10 +170,11 @@ def said(plan: Plan, brief: bool = False) -> list[Fact]:
     warnings = (*plan.warnings, *plan.lint, *evidence.get("warnings", ()))
     decided = labelled("decided", evidence.get("decisions", ()))
     told = labelled("warning", warnings) + labelled("note", notes)
-    left = len(told) - MOST_SAID
+    shown = max(MOST_SAID - len(decided), 2)
+    left = len(told) - shown
     if not brief or left <= 0:
         return [*decided, *told]
-    return [*decided, *told[:MOST_SAID], ("", f"and {left} more, which --verbose shows")]
+    return [*decided, *told[:shown], ("", f"and {left} more, which --verbose shows")]
 
 
 def _headline(plan: Plan, ladders: Sequence[LadderPoint]) -> str:
@@ -337,12 +338,10 @@ def _answer(
     yield _ladders(evidence)
     if whole or not evidence.other_loads:
         yield _loads(evidence.loads)
-    extrapolated = [
-        f"{point.name}: {point.service.unmeasured:.1%} of the steps are larger than those "
-        "measured, and their times extrapolated"
-        for point in evidence.service
-        if point.service.unmeasured
-    ]
+    extrapolated = []
+    if any(point.service.unmeasured for point in evidence.service):
+        shares = ", ".join(f"{point.service.unmeasured:.1%}" for point in evidence.service)
+        extrapolated.append(f"extrapolated, as larger than those measured: {shares} of the steps")
     yield figures(
         "What requests get",
         evidence.service,

@@ -55,9 +55,9 @@ class GraphRunner:
     """Runs a model by captured graphs. It owns them, their pools and static buffers; ``close``
     frees them. A CaptureSession makes it.
 
-    Unless ``compilation.outputs`` is ``clone``, the next call overwrites outputs. Not for several
-    threads: CgplanError is raised while another call is under way, and by calls while another
-    stream has work of the last one.
+    Unless ``compilation.outputs`` is ``clone``, the next call overwrites outputs. Calls of other
+    threads wait; CgplanError is raised for a call inside a call, and while another stream has work
+    of the last one.
 
     Attributes:
         stats: What calls were answered with.
@@ -435,6 +435,7 @@ class GraphRunner:
         route = self._router.route(batch, *flags)
         # not inside another block
         if self._may_capture(route) and self._use.acquire(False):
+            self._use.thread = get_ident()
             try:
                 self._capture_for(route)
             finally:

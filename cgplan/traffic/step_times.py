@@ -454,10 +454,7 @@ class StepTimes(Record):
             DEFAULT_POINTS,
             "default, of another model: one NVIDIA H200, decoder of 28 layers in Qwen3-0.6B's "
             "shape",
-            [
-                "no step times were given: these are of another model than yours; `cgplan bench "
-                "--output` measures it"
-            ],
+            ["no step times were given: these are another model's; `cgplan bench` measures yours"],
         )
 
     @classmethod

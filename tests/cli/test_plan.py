@@ -593,7 +593,7 @@ def test_what_is_emitted_is_planned_by_given_step_times(home: Path) -> None:
     message = refused(errors.StepTimeError, *emitted)
     assert "--step-times FILE" in message
     assert "--assume-default-times" in message
-    assert "of another model than yours" in good(*emitted, "--assume-default-times").stderr
+    assert "these are another model's" in good(*emitted, "--assume-default-times").stderr
     assert good(*command, "--emit", "vllm").stdout.startswith("--compilation-config")
 
 

@@ -386,3 +386,26 @@ def test_static_buffers_are_not_written_behind_the_back_of_a_busy_stream() -> No
         with runner.stage(3) as buffers:
             buffers["x"].fill_(5)
         same(buffers.output, x * 10)
+
+
+def test_a_call_inside_a_capture_by_a_staged_batch_is_refused() -> None:
+    """It does not wait for itself."""
+    refused = []
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        if made and not refused:
+            with pytest.raises(CgplanError, match="while another call was under way") as found:
+                made[0](x=torch.ones(3, 8))
+            refused.append(found.value)
+        return x + 1
+
+    made: list[GraphRunner] = []
+    inputs = {"x": cgplan.Input(shape=("num_tokens", 8), dtype="float32", pad=0)}
+    compilation = {"cudagraph_capture_sizes": [4], "capture_policy": "lazy", "verify": "off"}
+    runner = cgplan.capture(forward, inputs, compilation=compilation, device="cpu")
+    made.append(runner)
+    with runner.stage(num_tokens=3) as buffers:
+        buffers["x"].fill_(1.0)
+    assert buffers.output.sum() == 3 * 8 * 2
+    runner.close()
+    assert refused
