@@ -173,7 +173,7 @@ def test_a_case_takes_the_time_of_the_next_measured_one_and_cases_are_told_apart
 def test_the_default_says_that_it_is_of_another_model() -> None:
     times = StepTimes.default()
     assert "H200" in times.source
-    assert any("another model than yours" in note for note in times.notes)
+    assert any("these are another model's" in note for note in times.notes)
     assert [times.of(FULL, n) for n in (1, 8, 64, 256)] == [3400, 3400, 4740, 8930]
     for n in range(1, 9000, 7):
         full, piecewise, eager = (times.of(mode, n) for mode in (FULL, PIECEWISE, NONE))
