@@ -18,14 +18,42 @@ import numpy as np
 from cgplan.config import Config, Dim
 from cgplan.errors import BudgetError, PlanError
 from cgplan.modes import Key
-from cgplan.optimizer.cover import Bools, Purse, best_columns, exchanged, filled
-from cgplan.optimizer.evidence import Evidence, Expected, LadderPoint, Limit, PaddingMap, SizeUse
+from cgplan.optimizer.cover import (
+    Bools,
+    Purse,
+    best_columns,
+    exchanged,
+    filled,
+)
+from cgplan.optimizer.evidence import (
+    Evidence,
+    Expected,
+    LadderPoint,
+    Limit,
+    PaddingMap,
+    SizeUse,
+)
 from cgplan.optimizer.lanes import key_of, lanes_of
-from cgplan.optimizer.paths import Floats, Ints, best_paths
+from cgplan.optimizer.paths import (
+    Floats,
+    Ints,
+    best_paths,
+)
 from cgplan.optimizer.propose import EXACT, Proposal
-from cgplan.planning.build import build_plan, lora_cases, resolve_mode, sizes_of
+from cgplan.planning.build import (
+    build_plan,
+    lora_cases,
+    resolve_mode,
+    sizes_of,
+)
 from cgplan.planning.costs import GraphCosts, Predicted
-from cgplan.planning.plan import PLANNED_FOR, Plan, capture_config, capture_order, config_hash
+from cgplan.planning.plan import (
+    PLANNED_FOR,
+    Plan,
+    capture_config,
+    capture_order,
+    config_hash,
+)
 from cgplan.traffic.histogram import SizeCounts
 from cgplan.traffic.step_times import StepSurface
 from cgplan.units import format_bytes
@@ -47,11 +75,18 @@ def least_padded(boxes: Ints, graphs: int) -> list[int]:
     as frequent.
     """
     axes = [np.unique(column) for column in boxes.T]
-    holds = _holds(boxes, _grid(axes))
+    holds = _holds(
+        boxes,
+        _grid(axes),
+    )
     is_held = holds.any(axis=1)
     steps = [np.diff(axis, prepend=0) for axis in axes]
     batches = _elements(_grid(steps))[is_held]
-    cost = np.where(holds[is_held], _elements(boxes), inf)
+    cost = np.where(
+        holds[is_held],
+        _elements(boxes),
+        inf,
+    )
     chosen, _ = exchanged(
         filled(cost, batches),
         batches,
@@ -62,7 +97,10 @@ def least_padded(boxes: Ints, graphs: int) -> list[int]:
 
 def dims_of(config: Config) -> list[Dim]:
     """The dimensions of a batch in the order of a box's sizes."""
-    tokens = Dim("num_tokens", max=config.scheduler.max_num_batched_tokens)
+    tokens = Dim(
+        "num_tokens",
+        max=config.scheduler.max_num_batched_tokens,
+    )
     return [config.dims.get(name, tokens) for name in config.dim_names]
 
 
@@ -87,7 +125,10 @@ def propose_boxes(
         ModeError, PlanError: as ``build_plan`` does; or the resolved mode has no graphs.
         BudgetError: no boxes were found that hold all batches and that the budget pays for.
     """
-    lanes = lanes_of(resolve_mode(config)[0], lora_cases(config))
+    lanes = lanes_of(
+        resolve_mode(config)[0],
+        lora_cases(config),
+    )
     most = config.budget.max_graphs
     if not lanes:
         raise PlanError(
@@ -101,8 +142,10 @@ def propose_boxes(
         )
 
     def plan_of(boxes: Sequence[Sequence[int]]) -> Plan:
-        compilation = config.compilation.model_copy(update={"boxes": tuple(boxes)})
-        return build_plan(config.model_copy(update={"compilation": compilation}))
+        changed = {"boxes": tuple(boxes)}
+        compilation = config.compilation.model_copy(update=changed)
+        full = config.model_copy(update={"compilation": compilation})
+        return build_plan(full)
 
     top = tuple(dim.top for dim in dims_of(config))
     case = _Case(
@@ -113,7 +156,8 @@ def propose_boxes(
         plan_of([top]),
     )
     evidence = case.evidence(BOXES if most is None else most // len(lanes))
-    plan = plan_of([(use.size or 0, *use.sizes) for use in evidence.uses])
+    boxes = [(use.size or 0, *use.sizes) for use in evidence.uses]
+    plan = plan_of(boxes)
     plan = plan.model_copy(
         update={
             "predicted": costs and costs.of(plan.keys),
@@ -138,46 +182,64 @@ class _Case:
 
     def __post_init__(self) -> None:
         traffic = self.traffic
-        self._lanes = lanes_of(self.base.mode, self.base.lora_cases)
+        self._lanes = lanes_of(
+            self.base.mode,
+            self.base.lora_cases,
+        )
         self._dims = dims_of(self.config)
+        self._given = self.config.budget.model_dump(exclude_none=True)
         batches = np.array([*traffic.counts])
-        self._weights = np.array([*traffic.counts.values()], dtype=np.float64)
+        self._weights = np.array(
+            [*traffic.counts.values()],
+            dtype=np.float64,
+        )
         self._total = float(self._weights.sum())
         self._real = self._weights * _elements(batches)
         multiples = np.array([dim.multiple_of for dim in self._dims])
-        batches = np.maximum(batches, [dim.min for dim in self._dims])
-        self._least = -(-batches // multiples) * multiples  # the smallest box of each batch
-        most = round(CANDIDATES ** (1 / len(self._dims)))
-        self._sizes = [self._sizes_of(dim, most) for dim in range(len(self._dims))]
-        columns = zip(
-            traffic.names,
-            self._sizes,
-            self._least.T,
-            strict=True,
+        batches = np.maximum(
+            batches,
+            [dim.min for dim in self._dims],
         )
-        self._thinned = [name for name, of, column in columns if not np.isin(column, of).all()]
+        self._least = -(-batches // multiples) * multiples  # the smallest box of each batch
+        dims = len(self._dims)
+        most = round(CANDIDATES ** (1 / dims))
+        self._sizes = [self._sizes_of(dim, most) for dim in range(dims)]
+        self._thinned: list[str] = []
+        for name, column in zip(traffic.names, self._least.T, strict=True):
+            if np.unique(column).size > most:
+                self._thinned.append(name)
         self._rounded, index = np.unique(
             _up(self._least, self._sizes),
             axis=0,
             return_inverse=True,
         )
-        counts = np.bincount(index.ravel(), self._weights)
-        self._counts = np.asarray(counts, dtype=np.float64)  # of ``rounded``
+        counts = np.bincount(
+            index.ravel(),
+            self._weights,
+        )
+        self._counts = np.asarray(
+            counts,
+            dtype=np.float64,
+        )  # of ``rounded``
 
     def _sizes_of(self, dim: int, most: int) -> Ints:
         """Sizes of the batches in one dimension; of too many those that pad batches least in this
         dimension alone.
         """
-        sizes, index = np.unique(self._least[:, dim], return_inverse=True)
+        sizes, index = np.unique(
+            self._least[:, dim],
+            return_inverse=True,
+        )
         most = min(most, sizes.size)
-        weights = np.cumsum(np.bincount(index, self._weights))
+        weights = np.bincount(index, self._weights)
+        weights = np.cumsum(weights)
         paths = best_paths(
             np.append(0.0, weights)[None],
             np.append(0.0, sizes)[None],
             most,
         )
-        picked = np.array(paths.sizes(most, sizes.size))
-        return np.asarray(sizes[picked - 1])
+        picked = paths.sizes(most, sizes.size)
+        return np.asarray(sizes[np.array(picked) - 1])
 
     def _times(self, boxes: Ints) -> Floats:
         if self.surface is None:
@@ -198,12 +260,14 @@ class _Case:
                 sum(key.pool_bytes for key in paid.keys),
                 paid.static_bytes,
             )
-        memory = self.config.budget.memory
-        seconds = self.config.budget.capture_time
+        memory = self._given.get("memory", inf)
+        memory -= costs.workspace_bytes
+        seconds = self._given.get("capture_time", inf)
+        seconds -= costs.once_seconds
         return Purse(
             most,
-            inf if memory is None else max(memory - costs.workspace_bytes, 1),
-            inf if seconds is None else max(seconds - costs.once_seconds, 1e-9),
+            max(memory, 1),
+            max(seconds, 1e-9),
             figures,
             groups=len(boxes) // self._sizes[0].size,
         )
@@ -212,21 +276,30 @@ class _Case:
         keys = []
         for first, *rest in boxes.tolist():
             for lane in self._lanes:
-                mode, key = key_of(lane, first, self.base)
-                keys.append((mode, key._replace(sizes=tuple(rest))))
+                mode, key = key_of(
+                    lane,
+                    first,
+                    self.base,
+                )
+                key = key._replace(sizes=tuple(rest))
+                keys.append((mode, key))
         return capture_order(keys)
 
     def _price(self, boxes: Ints) -> Predicted | None:
-        return None if self.costs is None else self.costs.of(self._keys(boxes))
+        if self.costs is None:
+            return None
+        keys = self._keys(boxes)
+        return self.costs.of(keys)
 
     def _broken(self, boxes: Ints) -> list[Limit]:
         """The limits that these boxes break."""
-        spent = {"max_graphs": float(len(boxes) * len(self._lanes))}
+        graphs = len(boxes) * len(self._lanes)
+        spent = {"max_graphs": float(graphs)}
         paid = self._price(boxes)
         if paid is not None:
             spent["memory"] = paid.total_bytes
             spent["capture_time"] = paid.seconds
-        given = self.config.budget.model_dump(exclude_none=True)
+        given = self._given
         return [limit for limit in LIMITS if spent.get(limit, 0) > given.get(limit, inf)]
 
     def _best(self, most: int, grid: Ints) -> tuple[Ints, float, list[Limit]]:
@@ -235,7 +308,10 @@ class _Case:
         """
         boxes = _grid(self._sizes)
         holds = _holds(boxes, self._rounded)
-        start = [int((boxes == box).all(axis=1).argmax()) for box in grid]
+        start = []
+        for box in grid:
+            is_it = (boxes == box).all(axis=1)
+            start.append(int(is_it.argmax()))
         chosen, bound = best_columns(
             np.where(holds, self._times(boxes), inf),
             self._counts,
@@ -245,7 +321,9 @@ class _Case:
         whole = self._least.max(axis=0)[None]
         tried = [whole]
         if holds[:, chosen].any(axis=1).all():
-            tried = [self._tight(boxes[chosen], self._least), boxes[chosen], whole]
+            some = boxes[chosen]
+            tight = self._tight(some, self._least)
+            tried = [tight, some, whole]
         for found in tried:
             broken = self._broken(found)
             if not broken:
@@ -261,44 +339,82 @@ class _Case:
         )
 
     def _binding(self, found: Ints, boxes: Ints) -> list[Limit]:
-        """The limits that the box breaks which would save most."""
-        times = np.where(_holds(boxes, self._least), self._times(boxes), inf)
-        now = self._times(found)[self._runs_in(found)]
+        """The limits that the box which saves most would break."""
+        times = np.where(
+            _holds(boxes, self._least),
+            self._times(boxes),
+            inf,
+        )
+        runs = self._runs_in(found)
+        now = self._times(found)[runs]
+        step = self._weights @ now
         steps = self._weights @ np.minimum(now[:, None], times)
-        if steps.min() >= self._weights @ now * (1 - EXACT):
+        best = int(steps.argmin())
+        if steps[best] >= step * (1 - EXACT):
             return []
-        more = np.concatenate([found, boxes[[int(steps.argmin())]]])
-        return self._broken(self._tight(more, self._least))
+        more = np.append(
+            found,
+            boxes[[best]],
+            axis=0,
+        )
+        tight = self._tight(more, self._least)
+        return self._broken(tight)
 
     def _best_grid(self, graphs: int) -> Ints:
         """The best full grid that exchanges of the sizes of one dimension at a time find."""
         numbers = [range(1, min(sizes.size, graphs) + 1) for sizes in self._sizes]
-        shapes = np.array([shape for shape in product(*numbers) if prod(shape) <= graphs])
-        best, least = shapes, inf
+        few = [shape for shape in product(*numbers) if prod(shape) <= graphs]
+        shapes = np.array(few)
+        best = shapes
+        least = inf
         for shape in shapes:
-            if np.count_nonzero((shapes >= shape).all(axis=1)) > 1:  # a larger one is as cheap
+            as_large = (shapes >= shape).all(axis=1)
+            if as_large.sum() > 1:
                 continue
             sizes = [self._sizes_of(dim, most) for dim, most in enumerate(shape.tolist())]
             for dim in [*range(len(shape))] * ROUNDS:
                 tried = self._sizes[dim]
-                boxes = _up(self._rounded, sizes).repeat(tried.size, axis=0)
-                boxes[:, dim] = np.tile(tried, len(self._rounded))
-                times = self._times(boxes).reshape(-1, tried.size)
+                rounded = _up(self._rounded, sizes)
+                boxes = rounded.repeat(tried.size, axis=0)
+                boxes[:, dim] = np.tile(
+                    tried,
+                    len(self._rounded),
+                )
+                times = self._times(boxes)
+                times = times.reshape(-1, tried.size)
                 holds = self._rounded[:, [dim]] <= tried
-                cost = filled(np.where(holds, times, inf), self._counts)
-                purse = Purse.of_graphs(int(shape[dim]), tried.size)
-                columns, total = exchanged(cost, self._counts, purse)
+                cost = np.where(
+                    holds,
+                    times,
+                    inf,
+                )
+                cost = filled(cost, self._counts)
+                purse = Purse.of_graphs(
+                    int(shape[dim]),
+                    tried.size,
+                )
+                columns, total = exchanged(
+                    cost,
+                    self._counts,
+                    purse,
+                )
                 sizes[dim] = tried[np.sort(columns)]
             if total < least:
-                best, least = _grid(sizes), total
+                least = total
+                best = _grid(sizes)
         return best
 
     def _runs_in(self, boxes: Ints) -> Ints:
         """The box of each batch: of those that hold it the one with the fewest elements, as the
         dispatcher has it.
         """
-        order = np.argsort(_elements(boxes), kind="stable")
-        return np.asarray(order[_holds(boxes[order], self._least).argmax(axis=1)])
+        order = np.argsort(
+            _elements(boxes),
+            kind="stable",
+        )
+        holds = _holds(boxes[order], self._least)
+        first = holds.argmax(axis=1)
+        return np.asarray(order[first])
 
     def _tight(self, boxes: Ints, batches: Ints) -> Ints:
         """Those that run a batch, shrunk to the largest sizes of the batches that they run."""
@@ -306,62 +422,80 @@ class _Case:
         while not np.array_equal(before, boxes):
             before = boxes
             runs = self._runs_in(boxes)
-            boxes = np.unique([batches[runs == box].max(axis=0) for box in np.unique(runs)], axis=0)
+            largest = [batches[runs == box].max(axis=0) for box in np.unique(runs)]
+            boxes = np.unique(largest, axis=0)
         return boxes
 
     def _point(self, name: str, boxes: Ints) -> LadderPoint:
         runs = self._runs_in(boxes)
+        times = self._times(boxes)[runs]
+        elements = _elements(boxes)[runs]
         paid = self._price(boxes)
         return LadderPoint(
             name=name,
             graphs=len(self._lanes) * len(boxes),
             bytes=None if paid is None else paid.total_bytes,
             seconds=None if paid is None else paid.seconds,
-            expected_us=float(self._weights @ self._times(boxes)[runs]) / self._total,
-            padding=1 - self._real.sum() / (self._weights @ _elements(boxes)[runs]),
+            expected_us=float(self._weights @ times) / self._total,
+            padding=1 - self._real.sum() / (self._weights @ elements),
             unused=len(boxes) - np.unique(runs).size,
         )
 
     def _map(self, boxes: Ints) -> PaddingMap | None:
         if len(self._dims) < 2:
             return None
-        ran = self._weights * _elements(boxes)[self._runs_in(boxes)]
+        runs = self._runs_in(boxes)
+        elements = _elements(boxes)[runs]
         rows = self._sizes_of(0, MAP_SIZES)
         columns = self._sizes_of(1, MAP_SIZES)
+        first, second, *_ = self._least.T
         place = (
-            np.searchsorted(rows, self._least[:, 0]),
-            np.searchsorted(columns, self._least[:, 1]),
+            np.searchsorted(rows, first),
+            np.searchsorted(columns, second),
         )
         real, run = np.zeros((2, rows.size, columns.size))
-        np.add.at(real, place, self._real)
-        np.add.at(run, place, ran)
-        shares = (1 - real / np.maximum(run, 1.0)).astype(object)
+        np.add.at(
+            real,
+            place,
+            self._real,
+        )
+        np.add.at(
+            run,
+            place,
+            self._weights * elements,
+        )
+        padding = 1 - real / np.maximum(run, 1.0)
+        shares = padding.astype(object)
         shares[run == 0] = None
-        first, second, *_ = self.traffic.names
+        names = self.traffic.names
         return PaddingMap(
-            names=(first, second),
+            names=(names[0], names[1]),
             rows=rows.tolist(),
             columns=columns.tolist(),
             shares=shares.tolist(),
         )
 
     def _ladders(self) -> dict[str, Ints]:
-        """Grids that ask nothing about the traffic."""
-        powers = [sizes_of(dim.model_copy(update={"sizes": None})) for dim in self._dims]
+        """For any traffic."""
+        powers = []
+        for dim in self._dims:
+            plain = dim.model_copy(update={"sizes": None})
+            powers.append(sizes_of(plain))
         found = {"powers of two": _grid(powers)}
         if len(self._dims) == len(EVEN):
             even = []
             for dim, steps in zip(self._dims, EVEN, strict=True):
                 step = steps[-1] * dim.multiple_of
-                even.append(np.unique(-(-dim.top * steps // step)) * dim.multiple_of)
+                sizes = np.unique(-(-dim.top * steps // step))
+                even.append(sizes * dim.multiple_of)
             found["even 4 x 8"] = _grid(even)
         return found
 
     def _uses(self, boxes: Ints) -> Iterator[SizeUse]:
-        """What each box runs."""
         runs = self._runs_in(boxes)
         counts = np.bincount(runs, self._weights)
-        padding = 1 - np.bincount(runs, self._real) / counts / _elements(boxes)
+        real = np.bincount(runs, self._real)
+        padding = 1 - real / counts / _elements(boxes)
         shares = counts / self._total
         for index, (first, *others) in enumerate(boxes.tolist()):
             yield SizeUse(
@@ -374,8 +508,15 @@ class _Case:
 
     def evidence(self, most: int) -> Evidence:
         grid = self._best_grid(most)
-        boxes, lower, binding = self._best(most, grid)
-        boxes = boxes[np.argsort(_elements(boxes), kind="stable")]
+        boxes, lower, binding = self._best(
+            most,
+            grid,
+        )
+        order = np.argsort(
+            _elements(boxes),
+            kind="stable",
+        )
+        boxes = boxes[order]
         own = self._point("this plan", boxes)
         grids = {"the best full grid": grid} | self._ladders()
         ladders = [self._point(name, other) for name, other in grids.items()]
@@ -386,9 +527,10 @@ class _Case:
             compared.append(f"{abs(by):.1%} {longer} than with {ladder.name}")
         step = own.expected_us
         lower = min(lower / self._total, step)
-        bound = float(self._weights @ self._times(self._least)) / self._total
+        least = self._times(self._least)
+        bound = float(self._weights @ least) / self._total
         costs = self.costs
-        given = self.config.budget.model_dump(exclude_none=True)
+        given = self._given
         return Evidence(
             traffic_source=f"{self.traffic.source}: {' x '.join(self.traffic.names)}",
             traffic_weight=self._total,
@@ -440,7 +582,10 @@ def _grid(sizes: Sequence[Ints | tuple[int, ...]]) -> Ints:
 
 
 def _elements(boxes: Ints) -> Floats:
-    return np.asarray(boxes.prod(axis=1), dtype=np.float64)
+    return np.asarray(
+        boxes.prod(axis=1),
+        dtype=np.float64,
+    )
 
 
 def _holds(boxes: Ints, batches: Ints) -> Bools:

@@ -3,15 +3,14 @@
 Note [Boxes]
 ~~~~~~~~~~~~
 To choose columns with the least total of each row's weight times its least cost is the p-median
-problem. A price u for each row and prices v for the limits give a bound:
+problem. A price u for each row and prices v for the limits give a bound on every choice within the
+limits (Lagrangian relaxation), which subgradient steps raise:
 
     L(u, v) = sum of w u - v limits - the most that columns gain,
 
-where a column gains the sum of w max(u - cost, 0) less v times what it takes. The columns of a
-group share its largest static buffers, and all of them the largest pool. L is below every choice
-within the limits (Lagrangian relaxation), and subgradient steps raise it. A column that loses more
-than the gap is in no better choice. Branching on how much one row may cost closes the gap, or the
-effort ends and the gap is reported.
+where a column gains the sum of w max(u - cost, 0) less v times its figures. A column that loses
+more than the gap is in no better choice. Branching on the cost of one row closes the gap, or the
+effort ends.
 """
 
 from __future__ import annotations
@@ -26,13 +25,14 @@ import numpy.typing as npt
 
 from cgplan.optimizer.paths import Floats, Ints
 
-EFFORT = 1 << 28  # costs to look at, about
+EFFORT = 220_000_000  # costs to look at, about
 OVERHEAD = 1 << 14  # of a step, in costs
 STEPS, PATIENCE = 100, 20  # at a node, without progress
 LENGTH = 1.5  # of the first step, as a share of the way to the value
-MOMENTUM = 0.8  # share of the last step in the next one
-RECENT = 0.1  # weight of the last choice among the recent ones
+MOMENTUM = 0.8  # share of the step before
+RECENT = 0.1  # weight of the last choice
 RARE = 0.05  # share of recent choices below which a column is not likely
+NEVER = 1e-3  # of a column that was in none
 PROVEN = 1e-9  # relative gap that counts as none
 Bools = npt.NDArray[np.bool_]
 
@@ -44,8 +44,8 @@ class Purse:
     Attributes:
         graphs, memory, seconds: Limits of columns, bytes and seconds; inf: none.
         figures: [4, columns] bytes of the driver, seconds, bytes of the pool and of static buffers.
-            Of the last two the largest counts, of all columns and of those of a group.
-        groups: Column c is of group c % groups, in which neither of the two falls.
+            The largest pool counts, and the largest static buffers of each group.
+        groups: Column c is of group c % groups, in which neither of these falls.
     """
 
     graphs: int
@@ -69,11 +69,17 @@ class Purse:
         driver, took, pool, static = self.figures
         held = np.zeros_like(static)
         held[chosen] = static[chosen]
-        largest = held.reshape(-1, self.groups).max(axis=0)
-        grown = static.reshape(-1, self.groups) - largest
+        shape = -1, self.groups
+        largest = held.reshape(shape).max(axis=0)
+        grown = static.reshape(shape) - largest
+        grown = np.maximum(grown, 0.0)
         memory = driver + driver[chosen].sum()
-        memory += np.maximum(pool, pool[chosen].max(initial=0.0))
-        memory += largest.sum() + np.maximum(grown, 0.0).ravel()
+        memory += np.maximum(
+            pool,
+            pool[chosen].max(initial=0.0),
+        )
+        memory += largest.sum()
+        memory += grown.ravel()
         seconds = took + took[chosen].sum()
         is_paid = (memory <= self.memory) & (seconds <= self.seconds)
         return np.asarray(is_paid & (len(chosen) < self.graphs))
@@ -82,8 +88,8 @@ class Purse:
 def filled(cost: Floats, weights: Floats) -> Floats:
     """Finite costs with which no row is left without a column that holds it."""
     is_held = np.isfinite(cost)
-    most = cost[is_held].max()
-    missed = 2 * most * weights.sum() / weights.min()
+    rarest = weights.min() / weights.sum()
+    missed = 2 * cost[is_held].max() / rarest
     return np.where(is_held, cost, missed)
 
 
@@ -94,17 +100,16 @@ def exchanged(
     start: Sequence[int] = (),
 ) -> tuple[list[int], float]:
     """Columns chosen one by one for the most gain, then exchanged for others as long as that gains;
-    and their total, that of the largest cost without any.
-
-    Those to begin with (without any, the one with the least largest cost) are those that are paid
-    for.
+    and their total. The first are those of ``start`` that are paid for; without any, the one with
+    the least largest cost.
     """
     best: list[int] = []
     for column in start or [int(cost.max(axis=0).argmin())]:
         if purse.pays_beside(best)[column]:
             best.append(column)
     most = cost.max()
-    total = float(weights @ cost[:, best].min(axis=1, initial=most))
+    now = cost[:, best].min(axis=1, initial=most)
+    total = float(weights @ now)
     saved = np.empty_like(cost)
     turn = idle = 0
     while True:
@@ -113,7 +118,11 @@ def exchanged(
         if not is_more:
             del rest[turn]
         before = cost[:, rest].min(axis=1, initial=most)
-        np.subtract(before[:, None], cost, out=saved)
+        np.subtract(
+            before[:, None],
+            cost,
+            out=saved,
+        )
         np.maximum(saved, 0.0, out=saved)
         gains = purse.pays_beside(rest) * (weights @ saved)
         column = int(gains.argmax())
@@ -151,14 +160,13 @@ def best_columns(
     )
     search.look_around(())
     search.look_around(start)
-    bound = search.bound(cost[np.isfinite(cost)].max())
+    is_held = np.isfinite(cost)
+    bound = search.bound(cost[is_held].max())
     return search.best, bound
 
 
 class _Node(NamedTuple):
-    """The choices of these columns that cost each row at most its cap, none of them below
-    ``bound``; and prices to begin with.
-    """
+    """The choices of these columns that cost each row at most its cap."""
 
     bound: float
     columns: Ints
@@ -167,7 +175,7 @@ class _Node(NamedTuple):
 
 
 class _Dual(NamedTuple):
-    """A bound, its prices, what columns gain, and how often they were chosen of late."""
+    """A bound, its prices, gains of columns, and how often they were chosen of late."""
 
     bound: float
     prices: Floats
@@ -199,7 +207,7 @@ class _Search:
             self.value = total
 
     def bound(self, cap: float) -> float:
-        """Of all choices that cost each row at most the cap, until the effort ends."""
+        """Of all choices that cost each row at most the cap."""
         rows, columns = self.cost.shape
         own = self.cost[:, self.best].min(axis=1, initial=self.cost.max())
         first = _Node(
@@ -213,12 +221,7 @@ class _Search:
         while nodes and self.effort > 0:
             nodes.sort(key=attrgetter("bound"), reverse=True)
             node = nodes.pop()
-            relaxed = _Relaxed(
-                self.cost,
-                self.weights,
-                self.purse,
-                node,
-            )
+            relaxed = _Relaxed(self, node)
             if not relaxed.is_possible:
                 continue
             dual = relaxed.raised(node.prices, self.value)
@@ -232,7 +235,8 @@ class _Search:
             nodes += parts
             if not parts:
                 closed.append(dual.bound)
-        return min([self.value, *closed, *(node.bound for node in nodes)])
+        closed += [node.bound for node in nodes]
+        return min([self.value, *closed])
 
     def _parts(
         self,
@@ -255,54 +259,74 @@ class _Search:
         if bound - node.bound > gap or not is_held.any(axis=1).all():
             return [rest]
         is_used = cost < dual.prices[: len(cost), None]
-        share = is_held * (is_used * dual.often[is_left] + RARE**2)
-        mean = (share * cost).sum(axis=1) / share.sum(axis=1)
-        spread = (share * np.abs(cost - mean[:, None])).sum(axis=1)
-        row = int((self.weights * spread).argmax())
+        often = is_used * dual.often[is_left]
+        share = is_held * (often + NEVER)
+        mean = (share * cost).sum(axis=1)
+        mean /= share.sum(axis=1)
+        apart = np.abs(cost - mean[:, None])
+        spread = (share * apart).sum(axis=1)
+        spread *= self.weights
+        row = int(spread.argmax())
         is_cheap = cost[row] <= mean[row]
         is_dear = is_held[row] & ~is_cheap
         if not is_cheap.any() or not is_dear.any():
             return []
-        caps = np.minimum(node.caps, cost[:, is_cheap].max(axis=1))
+        caps = np.minimum(
+            node.caps,
+            cost[:, is_cheap].max(axis=1),
+        )
         cheap = rest._replace(caps=caps)
         dear = rest._replace(columns=rest.columns[~is_cheap])
         return [cheap, dear]
 
 
 class _Relaxed:
-    """L of Note [Boxes] at a node. Prices are those of the rows, then of the limits: of graphs, of
-    memory beside the least static buffers, of all memory, and of seconds.
+    """L at a node. Limits are of graphs, memory beside the least static buffers, all memory, and
+    seconds.
 
     Attributes:
-        columns: Of the node, without those that hold no row.
-        cost: [rows, columns]; where it is above the cap, the most of all.
+        cost: [rows, columns]; the largest of all where it is above the cap.
         size: Pairs of a row and a column that holds it.
-        is_possible: False: there is no choice within the limits.
     """
 
-    def __init__(
-        self,
-        cost: Floats,
-        weights: Floats,
-        purse: Purse,
-        node: _Node,
-    ) -> None:
+    def __init__(self, search: _Search, node: _Node) -> None:
+        purse = search.purse
+        weights = search.weights
         self._weights = weights
-        self._most = cost.max()
-        is_held = cost[:, node.columns] <= node.caps[:, None]
+        worse = search.value / weights.min()  # of one row makes a choice no better
+        self._most = max(
+            search.cost.max(),
+            worse,
+        )
+        cost = search.cost[:, node.columns]
+        is_held = cost <= node.caps[:, None]
         is_some = is_held.any(axis=0)
         is_held = is_held[:, is_some]
         self.columns = node.columns[is_some]
-        self.cost = np.where(is_held, cost[:, self.columns], self._most)
+        self.cost = np.where(
+            is_held,
+            cost[:, is_some],
+            self._most,
+        )
         column, self._row = np.nonzero(is_held.T)
         self.size = column.size
-        self._starts = np.flatnonzero(np.diff(column, prepend=-1))
-        self._weighted = (self.cost.T * weights)[is_held.T]
+        is_first = np.diff(column, prepend=-1) > 0
+        self._starts = np.flatnonzero(is_first)
+        weighted = self.cost.T * weights
+        self._weighted = weighted[is_held.T]
 
-        def least(figure: Floats) -> float:
+        def least_of(figure: Floats) -> float:
             """Of a figure of which the largest counts."""
-            held = np.where(is_held, figure[self.columns], np.inf)
-            return float(held.min(axis=1, initial=np.inf).max())
+            held = np.where(
+                is_held,
+                figure[self.columns],
+                np.inf,
+            )
+            least = held.min(
+                axis=1,
+                initial=np.inf,
+            )
+            return float(least.max())
 
         total = weights.sum()
         byte = total / purse.memory
@@ -311,21 +335,36 @@ class _Relaxed:
         shares = purse.figures * units
         driver, took = shares[:2, self.columns]
         pool, static = shares[2:]
-        beside = total - least(pool)
-        left = beside - least(static)
+        beside = total - least_of(pool)
+        left = beside - least_of(static)
         graphs = min(
             purse.graphs,
             _number(driver, left),
             _number(took, total),
         )
         self.is_possible = graphs > 0
-        each = np.full(self.columns.size, total / max(graphs, 1))
+        each = np.full(
+            self.columns.size,
+            total / max(graphs, 1),
+        )
         self._shares = np.stack([each, driver, driver, took])
-        self._ends = np.append(weights, [-total, -left, -beside, -total])
-        self._scale = np.append(weights, [total] * 4)
-        pool = np.maximum(pool - least(pool), 0.0)
+        self._ends = np.append(
+            weights,
+            [-total, -left, -beside, -total],
+        )
+        self._scale = np.append(
+            weights,
+            [total] * 4,
+        )
+        pool = np.maximum(
+            pool - least_of(pool),
+            0.0,
+        )
         self._order = np.argsort(pool, kind="stable")
-        self._pool = pool.reshape(-1, purse.groups)
+        self._pool = pool.reshape(
+            -1,
+            purse.groups,
+        )
         self._static = static.reshape(-1, purse.groups)
 
     def raised(self, prices: Floats, value: float) -> _Dual:
@@ -333,15 +372,22 @@ class _Relaxed:
         rows = len(self.cost)
         often = np.zeros(self.columns.size)
         heading = np.zeros_like(prices)
-        best = _Dual(-np.inf, prices, often, often)
+        best = _Dual(
+            -np.inf,
+            prices,
+            often,
+            often,
+        )
         length, idle = LENGTH, 0
         for _ in range(STEPS):
-            saved = (self._weights * prices[:rows])[self._row]
+            worth = self._weights * prices[:rows]
+            saved = worth[self._row]
             saved -= self._weighted
             np.maximum(saved, 0.0, out=saved)
             gains = np.add.reduceat(saved, self._starts)
-            gains -= prices[rows:] @ self._shares
-            gain, chosen, taken = self._chosen(gains, prices[rows:])
+            limits = prices[rows:]
+            gains -= limits @ self._shares
+            gain, chosen, taken = self._chosen(gains, limits)
             bound = float(self._ends @ prices) - gain
             often = often * (1 - RECENT)
             often[chosen] += RECENT
@@ -355,14 +401,24 @@ class _Relaxed:
             is_served = self.cost[:, chosen] < prices[:rows, None]
             served = self._weights * is_served.sum(axis=1)
             slope = self._ends + np.append(-served, taken)
-            is_fixed = np.where(slope > 0, prices >= self._most, prices <= 0)
+            is_fixed = np.where(
+                slope > 0,
+                prices >= self._most,
+                prices <= 0,
+            )
             slope[is_fixed] = 0.0
             if bound >= value * (1 - PROVEN) or not slope.any():
                 break
             heading = slope + MOMENTUM * heading
             step = heading / self._scale
-            pace = length * (value - bound) / (heading @ step)
-            prices = np.clip(prices + pace * step, 0.0, self._most)
+            pace = length * (value - bound)
+            pace /= heading @ step
+            prices = prices + pace * step
+            prices = np.clip(
+                prices,
+                0.0,
+                self._most,
+            )
         return best._replace(often=often)
 
     def _chosen(
@@ -376,20 +432,32 @@ class _Relaxed:
         each = np.zeros(self._pool.size)
         each[self.columns] = np.maximum(gains, 0.0)
         each = each.reshape(self._pool.shape)
-        most = np.cumsum(each, axis=0) - static_price * self._static
-        most = np.maximum.accumulate(np.maximum(most, 0.0))
-        rises = np.diff(most, axis=0, prepend=0.0)
-        pools = self._pool.ravel()[self._order]
-        totals = rises.ravel()[self._order].cumsum() - pool_price * pools
+        most = np.cumsum(each, axis=0)
+        most -= static_price * self._static
+        most = np.maximum(most, 0.0)
+        most = np.maximum.accumulate(most)
+        rises = np.diff(
+            most,
+            axis=0,
+            prepend=0.0,
+        )
+        pools = self._pool.ravel()
+        pools = pools[self._order]
+        totals = rises.ravel()
+        totals = np.cumsum(totals[self._order])
+        totals -= pool_price * pools
         best = int(totals.argmax())
         gain = max(float(totals[best]), 0.0)
         is_allowed = (self._pool <= pools[best]) & (gain > 0)
         end = (is_allowed * most).max(axis=0)
         is_chosen = (each > 0) & (most - rises < end)
-        chosen = np.flatnonzero(is_chosen.ravel()[self.columns])
+        pool = is_chosen * self._pool
+        static = is_chosen * self._static
+        is_chosen = is_chosen.ravel()
+        chosen = np.flatnonzero(is_chosen[self.columns])
         taken = self._shares[:, chosen].sum(axis=1)
-        taken[1:3] += (is_chosen * self._pool).max()
-        taken[2] += (is_chosen * self._static).max(axis=0).sum()
+        taken[1:3] += pool.max()
+        taken[2] += static.max(axis=0).sum()
         return gain, chosen, taken
 
 

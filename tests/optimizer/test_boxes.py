@@ -220,6 +220,49 @@ def test_a_bound_is_below_the_best_choice_of_any_costs() -> None:
             assert bound == pytest.approx(least)
 
 
+def test_a_bound_prices_the_pool_and_static_buffers() -> None:
+    """Against all choices, where the largest pool counts, and the static buffers of each group."""
+    rng, proven, found = np.random.default_rng(7), 0, 0
+    sets = [list(some) for n in range(1, 9) for some in combinations(range(8), n)]
+    for _ in range(20):
+        cost, weights = rng.random((9, 8)), rng.random(9) + 0.1
+        rising = np.cumsum(rng.random((2, 4, 2)), axis=1)
+        pool, static = np.sort(rising[0].ravel()), rising[1].ravel()
+        driver, seconds = rng.random((2, 8))
+        figures = np.stack([driver, seconds, pool, static])
+        purse = Purse(8, float(rng.uniform(2, 7)), float(rng.uniform(1, 3)), figures, groups=2)
+        totals = []
+        for some in sets:
+            buffers = np.zeros(2)
+            np.maximum.at(buffers, np.array(some) % 2, static[some])
+            memory = driver[some].sum() + pool[some].max() + buffers.sum()
+            if memory <= purse.memory and seconds[some].sum() <= purse.seconds:
+                totals.append(weights @ cost[:, some].min(1))
+        chosen, bound = best_columns(cost, weights, purse)
+        assert bool(chosen) == bool(totals)
+        if chosen:
+            found += 1
+            assert weights @ cost[:, chosen].min(1) == pytest.approx(min(totals))
+            assert bound <= min(totals) * (1 + 1e-9)
+            proven += bound == pytest.approx(min(totals))
+    assert proven >= 0.8 * found > 10
+
+
+def test_a_plan_is_proven_where_the_pool_takes_much_of_the_memory() -> None:
+    rng = np.random.default_rng(8)
+    costs = DrawnCosts(rng, alike=True)
+    costs.driver[:], costs.slope = 1000, 1.0
+    counts = {
+        (rows, columns): int(rng.integers(1, 100))
+        for rows, columns in product((1, 4, 9, 20, 40, 64), (20, 64, 120, 200, 300, 512))
+        if rows * columns <= 6000
+    }
+    found = propose_boxes(config_of(budget={"memory": 12_000}), traffic_of(counts), costs=costs)
+    assert found.evidence.binding == ("memory",)
+    assert found.evidence.graphs == 4
+    assert found.evidence.exact
+
+
 def test_other_grids_stand_beside_the_plan() -> None:
     counts = {(1, 500): 10, (64, 10): 10, (3, 40): 80}
     evidence = evidence_of(counts, 3)
