@@ -82,7 +82,7 @@ class StaticBuffer:
                 dtype=torch_dtype(spec),
                 device=device,
             )
-        self.clear()
+        self.fill_padding()
 
     def count(
         self,
@@ -125,17 +125,17 @@ class StaticBuffer:
         if end > rows:
             self.tensor.narrow(self.row_dim, rows, end - rows).fill_(self.spec.pad)
 
-    def clear(self) -> None:
+    def fill_padding(self) -> None:
         self.tensor.fill_(pad_value(self.spec))
         self.version = self.tensor._version
 
-    def restore(self) -> None:
-        """``clear``; notes whether the model wrote into it."""
+    def refill(self) -> None:
+        """``fill_padding``; notes whether the model wrote into it."""
         # only torch's operators count writes
         if self.tensor._version != self.version:
             self.written = True
         before = self.tensor.clone().reshape(-1)
-        self.clear()
+        self.fill_padding()
         now = self.tensor.reshape(-1)
         # as bytes: NaN equals nothing
         if not torch.equal(before.view(torch.uint8), now.view(torch.uint8)):
@@ -207,14 +207,14 @@ class StaticBuffers:
                 is_new = True
         return is_new
 
-    def clear(self) -> None:
+    def fill_padding(self) -> None:
         for buffer in self.buffers.values():
-            buffer.clear()
+            buffer.fill_padding()
         self.marks.clear()
 
-    def restore(self) -> None:
+    def refill(self) -> None:
         for buffer in self.buffers.values():
-            buffer.restore()
+            buffer.refill()
         self.marks.clear()
 
     def expose(
@@ -263,13 +263,13 @@ class StaticBoxes(dict[tuple[int, ...], StaticBuffers]):
         address = tensor.data_ptr()
         return any(bisect_right(buffers.bounds, address) % 2 for buffers in self.values())
 
-    def restore(self) -> None:
+    def refill(self) -> None:
         for buffers in self.values():
-            buffers.restore()
+            buffers.refill()
 
-    def clear_all(self) -> None:
+    def fill_padding(self) -> None:
         for buffers in self.values():
-            buffers.clear()
+            buffers.fill_padding()
 
     @contextmanager
     def on_padding(self) -> Iterator[None]:
@@ -280,11 +280,11 @@ class StaticBoxes(dict[tuple[int, ...], StaticBuffers]):
             marks.append((buffers.marks, replace(buffers.marks)))
             for buffer in buffers.buffers.values():
                 kept.append((buffer.tensor, buffer.tensor.clone()))
-        self.clear_all()
+        self.fill_padding()
         try:
             yield
         finally:
-            self.restore()
+            self.refill()
             with torch.no_grad():
                 for tensor, before in kept:
                     tensor.copy_(before)

@@ -166,7 +166,11 @@ class CapturedKeys:
     ) -> GraphRecord | None:
         """None for a key that is to be given up."""
         try:
-            record = self._records[key] = self._capture_one(key)
+            with span(f"{key[0]} {key[1]}", num_tokens=key[1].num_tokens) as shown:
+                record = self.graphs.capture_key(key, in_service=self._in_service)
+                for name in ("pool_growth", "driver_bytes", "nodes", "graphs"):
+                    shown[name] = getattr(record, name)
+            self._records[key] = record
             if self.guard.after(key, remaining):
                 return record
             if self._in_service:
@@ -187,16 +191,6 @@ class CapturedKeys:
             else:
                 self.guard.ran_out(key, error)
         return None
-
-    def _capture_one(self, key: Key) -> GraphRecord:
-        mode, descriptor = key
-        with span(f"{mode} {descriptor}", num_tokens=descriptor.num_tokens) as shown:
-            record = self.graphs.capture_key(key, in_service=self._in_service)
-            shown["pool_growth"] = record.pool_growth
-            shown["driver_bytes"] = record.driver_bytes
-            shown["nodes"] = record.nodes
-            shown["graphs"] = record.graphs
-        return record
 
     def _remember_refusal(self, key: Key) -> None:
         stop = self.guard.stops[-1]
@@ -244,7 +238,7 @@ class CapturedKeys:
             self._note_workspace()
         graphs.seal()
         self._audit()
-        self._write_report()
+        self._note_captured()
         self.report = self._together.completed(self.report)
 
     def _capture_at_start(self, keys: Sequence[Key]) -> None:
@@ -264,8 +258,8 @@ class CapturedKeys:
                 raise
             self.guard.rest()
             if graphs.real_rows is not None:
-                graphs.buffers.clear_all()
-            graphs.buffers.restore()
+                graphs.buffers.fill_padding()
+            graphs.buffers.refill()
             backend.synchronize()
 
     def capture(
@@ -302,7 +296,7 @@ class CapturedKeys:
         finally:
             self.guard.rest()
             self._seconds += time.perf_counter() - start
-            self._write_report()
+            self._note_captured()
         return tuple(key for key in new if key in self._records)
 
     def _audit(self) -> None:
@@ -329,7 +323,8 @@ class CapturedKeys:
             outside = self.guard.outside_bytes() - self.graphs.buffers.nbytes
             self._workspace_bytes = max(outside, 0)
 
-    def _write_report(self) -> None:
+    def _note_captured(self) -> None:
+        """In the plan and the report."""
         graphs = self.graphs
         guard = self.guard
         plan = self._plan()

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import InitVar, dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -27,10 +28,10 @@ from cgplan.captures.rehearsal import Rehearsal
 from cgplan.errors import CaptureError
 from cgplan.graphs.ambient import AmbientState, random_state_kept
 from cgplan.graphs.fingerprint import Fingerprint
-from cgplan.graphs.footprint import OutsideLog
+from cgplan.graphs.footprint import OutsideLog, look
 from cgplan.graphs.pools import GraphPool, RunnerPools
 from cgplan.graphs.put_back import PutBack
-from cgplan.graphs.wrapper import CUDAGraphEntry, CUDAGraphOptions, CUDAGraphWrapper
+from cgplan.graphs.wrapper import CUDAGraphEntry, CUDAGraphWrapper
 from cgplan.modes import CUDAGraphMode, Key
 from cgplan.piecewise.breaks import any_breaks
 from cgplan.piecewise.routes import choose_route
@@ -117,19 +118,17 @@ class ModelGraphs(ModelRuns):
         self._retired: list[tuple[list[Callable[[], bool]], Callable[[], None]]] = []
         self.ambient = AmbientState.now(device.type)
         self.route = choose_route(self.plan, config, self.model, backend, self._calls_breaks)
-        self.wrapper = CUDAGraphWrapper(
-            self.route.whole,
-            CUDAGraphMode.FULL,
-            backend=backend,
-            # `addresses` looks at the model
-            options=CUDAGraphOptions(address_check="off"),
-        )
+        self.wrapper = CUDAGraphWrapper(self.route.whole, CUDAGraphMode.FULL, backend=backend)
 
     def _calls_breaks(self) -> bool:
         if not any_breaks():
             return False
+        key = self.plan.keys[-1]
+        views = self.views(key[1])
         with self.rehearsing() as rehearsal:
-            return rehearsal.calls_breaks(self.plan.keys[-1])
+            rehearsal.set_context(key)
+            run = partial(self.run, self.model, CUDAGraphMode.NONE, key[1], views)
+            return look(run, rehearsal.kept).breaks
 
     # --- the model around captures ----------------------------------------------------------------
 
@@ -175,7 +174,7 @@ class ModelGraphs(ModelRuns):
         for path, tensor in kept.written:
             storage = tensor.untyped_storage()
             nbytes = storage.nbytes()
-            if path in kept.left_by_captures:
+            if path in kept.unwritten_by_captures:
                 facts.overwritten.discard(storage._cdata)
             if nbytes > limit and storage._cdata in facts.overwritten:
                 continue
@@ -215,7 +214,7 @@ class ModelGraphs(ModelRuns):
                     yield
                 self.backend.synchronize()
                 if self.real_rows is not None:
-                    self.buffers.clear_all()
+                    self.buffers.fill_padding()
         finally:
             self.seal()
 
@@ -244,7 +243,7 @@ class ModelGraphs(ModelRuns):
             is_warm = False
             try:
                 rehearsal.look(key)
-                is_first = not rehearsal.is_judged(mode)
+                is_first = mode not in rehearsal.judged
                 with random_state_kept(backend.device, self.generators):
                     self._run_warm_ups(rehearsal, key)
                     warm = time.perf_counter()
@@ -264,12 +263,11 @@ class ModelGraphs(ModelRuns):
                     host_sync=rehearsal.host_sync(mode),
                     all_freed=not in_service,
                 )
-                if is_warm and rehearsal.looks_again(mode, failure):
+                if rehearsal.note_failure(mode, failure if is_warm else None):
                     drop_locals(error)
                     rehearsal.kept.restore(between_keys=True)
                     self.evict([key])
                     return self.capture_key(key, in_service=in_service)
-                rehearsal.forget_look(mode)
                 raise_caused(failure, error)
             self._check_captured(key, output)
             done = time.perf_counter()

@@ -20,7 +20,6 @@ from cgplan.graphs.footprint import (
     Footprint,
     examine,
     listed,
-    look,
     refuse_first_use,
     refuse_rebound,
 )
@@ -33,7 +32,11 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 class Rehearsal:
-    """Runs ahead of captures, and captures; ``kept`` puts the model back."""
+    """Runs ahead of captures, and captures; ``kept`` puts the model back.
+
+    Attributes:
+        judged: Modes whose first run was compared with the look.
+    """
 
     def __init__(
         self,
@@ -43,13 +46,13 @@ class Rehearsal:
         self.kept = kept
         self._runs = runs
         self._footprints: dict[CUDAGraphMode, Footprint] = {}
-        self._judged = set[CUDAGraphMode]()
+        self.judged = set[CUDAGraphMode]()
         # met only by a capture
         self._late_syncs: dict[CUDAGraphMode, HostSyncError] = {}
 
     # --- looks ------------------------------------------------------------------------------------
 
-    def announce(self, key: Key) -> None:
+    def set_context(self, key: Key) -> None:
         runs = self._runs
         if runs.before_key is None:
             return
@@ -62,7 +65,7 @@ class Rehearsal:
 
     def look(self, key: Key) -> None:
         """Look once for each mode. Raises as ``footprint.examine``."""
-        self.announce(key)
+        self.set_context(key)
         mode, descriptor = key
         if mode in self._footprints:
             return
@@ -161,32 +164,25 @@ class Rehearsal:
             return True
         return torch.backends.cudnn.allow_tf32 and any("conv" in name for name in found.names)
 
-    def calls_breaks(self, key: Key) -> bool:
-        """Functions under ``eager_break_during_capture``."""
-        runs = self._runs
-        self.announce(key)
-        views = runs.views(key[1])
-        run = partial(runs.run, runs.model, CUDAGraphMode.NONE, key[1], views)
-        return look(run, self.kept).breaks
-
     def host_sync(self, mode: CUDAGraphMode) -> CaptureError | None:
         found = self._footprints.get(mode)
         return None if found is None else found.host_sync
 
-    def looks_again(self, mode: CUDAGraphMode, failure: Any) -> bool:
-        """Whether the capture alone needed the host; then packages are told of it."""
+    def note_failure(self, mode: CUDAGraphMode, failure: Any) -> bool:
+        """Whether another look helps: the capture alone needed the host, and packages are told of
+        it then.
+        """
         found = self._footprints.get(mode)
-        if not isinstance(failure, HostSyncError) or found is None:
+        if found is None:  # the look itself failed
             return False
-        if found.capture_visible_because is not None or not found.packages_that_ask:
-            return False
-        self._late_syncs[mode] = failure
-        del self._footprints[mode]
-        return True
-
-    def forget_look(self, mode: CUDAGraphMode) -> None:
-        if mode not in self._judged:
-            self._footprints.pop(mode, None)
+        is_hidden = found.packages_that_ask and found.capture_visible_because is None
+        if is_hidden and isinstance(failure, HostSyncError):
+            self._late_syncs[mode] = failure
+            del self._footprints[mode]
+            return True
+        if mode not in self.judged:
+            del self._footprints[mode]
+        return False
 
     # --- runs after a look ------------------------------------------------------------------------
 
@@ -201,7 +197,7 @@ class Rehearsal:
         graph code reads what that run binds again, if the model keeps what it computed from
         padding, and for some changes under ``strict``.
         """
-        is_first = mode not in self._judged
+        is_first = mode not in self.judged
         with self.kept.run(captures=captures, enters_made=is_first) as changed:
             yield
         if is_first:
@@ -233,14 +229,11 @@ class Rehearsal:
                 remedy="Keep it in a tensor, or name it in `ignore` if it decides nothing: "
                 f"ignore=[{python[0]!r}].",
             )
-        self._judged.add(mode)
+        self.judged.add(mode)
         if python:
             facts.note(
                 f"the forward changes {listed(python)}; replays do not, nor do they see it change"
             )
-
-    def is_judged(self, mode: CUDAGraphMode) -> bool:
-        return mode in self._judged
 
     def refuse_value(self, mode: CUDAGraphMode) -> None:
         """Raise CaptureError if an input's value made something on first use."""

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -220,14 +220,19 @@ def same_tensors(tensors: Sequence[Tensor]) -> tuple[int, ...]:
     return tuple(same)
 
 
+class Tail(NamedTuple):
+    """The last part of a form, behind the arguments."""
+
+    same: tuple[int, ...]  # see same_tensors
+    is_grad: bool
+    dtype: torch.dtype
+    device: torch.device | None
+    autocast: Any  # its dtype, or False
+
+
 @dataclass(slots=True)
 class Call:
-    """One call of a model, taken apart.
-
-    Attributes:
-        form: Of the arguments; then equal tensors, whether a gradient is asked for, grad mode,
-            default dtype and devices, autocast.
-    """
+    """One call of a model, taken apart."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -235,9 +240,9 @@ class Call:
     tensors: list[Tensor]
 
     @property
-    def autocast(self) -> Any:
-        """Its dtype, or False."""
-        return self.form[-1]
+    def tail(self) -> Tail:
+        found: Tail = self.form[-1]
+        return found
 
     def by_name(
         self,

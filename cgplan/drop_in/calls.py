@@ -27,6 +27,7 @@ from cgplan.config.values import DType
 from cgplan.drop_in.call_form import (
     Call,
     Form,
+    Tail,
     call_form,
     constants_in,
     containers_in,
@@ -159,27 +160,28 @@ class Calls:
     ) -> Any:
         with self._lock:
             form, tensors = call_form(args, kwargs)
-            ambient = _ambient(self.device)
-            wants_grad = ambient[0] and (
+            tail = _tail(tensors, self.device)
+            wants_grad = tail.is_grad and (
                 True in map(_requires_grad, tensors) or _saving_hooks(False) is not None
             )
             reason = self._reason_elsewhere(wants_grad)
             if reason is not None:
                 return self._run_model(reason, args, kwargs)
-            form += same_tensors(tensors), *ambient
+            form.append(tail)
             try:
                 key = (*form, *map(_traits, tensors))
             except RuntimeError:
                 return self._run_model("an argument is a nested tensor", args, kwargs)
             for served in self._served.get(key, ()):
                 # objects may be in a new state
-                if served.kind.objects is None or served.kind.has_objects():
+                if served.kind.objects is None or served.kind.objects_hold():
                     break
             else:
                 return self._run_unprepared(key, Call(args, kwargs, tuple(form), tensors))
             if served.eager_reason is not None:
                 return self._run_model(served.eager_reason, args, kwargs)
-            if self._watch is None or not (self._watch.holds() or self.holds()):
+            is_same = self._watch is not None and self._watch.holds()
+            if not is_same and self._free_if_changed():
                 return self._run_unprepared(key, Call(args, kwargs, tuple(form), tensors))
             if self._is_shared(served.kind, tensors):
                 return self._run_model(_SHARED, args, kwargs)
@@ -223,14 +225,14 @@ class Calls:
         if self._watch is not None:
             self._watch.suspect()
 
-    def holds(self) -> bool:
-        """Whether the model is as it was; else its graphs are freed."""
+    def _free_if_changed(self) -> bool:
+        """Free the graphs of a model that has changed, or was not watched; whether it did."""
         if self._watch is None:
-            return False
+            return True
         found = self._watch.changes(self._settings.ignore)
         changes = list(found.values())
         if not changes:
-            return True
+            return False
         first = changes[0]
         self.changed[first.path] += 1
         text = f"captured again: {first}"
@@ -245,7 +247,7 @@ class Calls:
         is_moved = all(change.is_move for change in changes)
         for kind in self.kinds:
             kind.start_again(is_moved=is_moved)
-        return False
+        return True
 
     def _record(
         self,
@@ -286,10 +288,10 @@ class Calls:
             self._take_device(tensors)
             return self.run(args, kwargs)  # for autocast of this device
         if self._watch is not None and not self._watch.holds():
-            self.holds()
+            self._free_if_changed()
         family_form = without_constants(call.form)
         family = self._families.setdefault(family_form, Family())
-        if family.is_hopeless():
+        if family.skips_a_call():
             return self._run_model(
                 "an object argument is in another state at each call", args, kwargs
             )
@@ -298,10 +300,10 @@ class Calls:
         if kind.eager_reason is None and kind.stage is Stage.NEW and is_eager:
             kind = self._warmed_up(call)
         if kind.may_capture:
-            self.holds()
+            self._free_if_changed()
         if kind.eager_reason is None and not kind.may_capture:
             self.eager["the first calls of a kind"] += 1
-            return self._first_calls(kind, call)
+            return self._learning_call(kind, call)
         reason = kind.eager_reason or self._prepare(kind, tensors)
         has_objects = bool(objects_in(call.form))
         if reason is not None:
@@ -469,7 +471,7 @@ class Calls:
             self._exact.add(call.form)
             kind = self._inference.kind(call, device, is_exact=True)
         kind.state = state
-        kind.autocast = call.autocast
+        kind.autocast = call.tail.autocast
         self._kinds.setdefault(call.form, []).append(kind)
         return kind
 
@@ -489,7 +491,7 @@ class Calls:
                 del self._kinds[form]
                 self._exact.discard(form)
 
-    def _first_calls(
+    def _learning_call(
         self,
         kind: Kind,
         call: Call,
@@ -556,7 +558,7 @@ class Calls:
 
     def _relearn(self, kind: Kind) -> bool:
         seen = dict(kind.forward.outputs)
-        if self._watch is not None and not self.holds():
+        if self._watch is not None and self._free_if_changed():
             kind.forward.outputs |= seen
             return True
         try:
@@ -641,7 +643,7 @@ class Calls:
                 self._open(kind, sizes)
             runner = cast(GraphRunner, kind.runner)
             wanted = runner.route(inputs).wanted
-            if wanted is not None and is_capture_allowed() and self._has_room(kind, wanted):
+            if wanted is not None and is_capture_allowed() and self._make_room(kind, wanted):
                 runner.exchange([wanted])
         except (CaptureError, ModelError) as error:
             return error
@@ -704,7 +706,7 @@ class Calls:
             }
         )
 
-    def _has_room(
+    def _make_room(
         self,
         kind: Kind,
         wanted: Key,
@@ -779,9 +781,9 @@ class Calls:
                 return
             if self.pool is None:
                 self._take_device(tensors)
-            form += same_tensors(tensors), *_ambient(self.device)
+            form.append(_tail(tensors, self.device))
             call = Call(args, kwargs, tuple(form), tensors)
-            self.holds()
+            self._free_if_changed()
             while (kind := self._warmed_up(call)).eager_reason is None:
                 reason = self._prepare(kind, tensors)
                 if kind in self.kinds:  # else an exact one takes its place
@@ -798,7 +800,7 @@ class Calls:
 
         def first_calls() -> None:
             try:
-                self._first_calls(kind, call)
+                self._learning_call(kind, call)
             except Exception as error:
                 failed.append(error)
 
@@ -815,10 +817,14 @@ class Calls:
         return kind
 
 
-def _ambient(device: str) -> tuple[bool, torch.dtype, torch.device | None, Any]:
-    autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-    default = getattr(_get_current_function_mode(), "device", None)
-    return torch.is_grad_enabled(), torch.get_default_dtype(), default, autocast
+def _tail(tensors: Sequence[Tensor], device: str) -> Tail:
+    return Tail(
+        same_tensors(tensors),
+        torch.is_grad_enabled(),
+        torch.get_default_dtype(),
+        getattr(_get_current_function_mode(), "device", None),
+        torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
+    )
 
 
 def _storage_of(tensor: Tensor) -> int:

@@ -19,7 +19,7 @@ from cgplan.drop_in.call_form import (
     arguments_by_name,
     tensors_by_name,
 )
-from cgplan.drop_in.kinds import AMBIENT, Kind
+from cgplan.drop_in.kinds import Kind
 from cgplan.errors import ConfigError
 
 BATCH = "batch"
@@ -158,8 +158,8 @@ class Inference:
             self._model,
             len(call.args),
             call.kwargs,
-            call.form[:-AMBIENT],
-            call.form[-AMBIENT],
+            call.form[:-1],
+            call.tail.same,
         )
         pads = self._settings.pad
         names = self._names_of(forward, call)

@@ -39,7 +39,6 @@ from cgplan.graphs.watch import Watch
 from cgplan.runner.runner import GraphRunner
 
 _WITH_CONSTANTS = (int, float, bool, str)
-AMBIENT = 5  # last parts of a form, no arguments
 
 Shape = tuple[int | str, ...]
 
@@ -168,7 +167,7 @@ class Kind:
             return bool(self.sizes_of(tensors))
         return False
 
-    def has_objects(self) -> bool:
+    def objects_hold(self) -> bool:
         if self.objects is None or self.objects.holds():
             return True
         return not self.objects.changes()
@@ -324,7 +323,11 @@ class Kind:
                     view.copy_(copies)
                     break
 
-    def start_again(self, *, is_moved: bool) -> None:
+    def start_again(
+        self,
+        *,
+        is_moved: bool,
+    ) -> None:
         """Free a changed model's graphs. If tensors only moved, the next call captures. A kind
         without a call since its capture begins anew: its model changes too often.
         """
@@ -374,7 +377,7 @@ class Family:
     values: dict[str, set[str]] = field(default_factory=dict)
     misses: int = 0
 
-    def is_hopeless(self) -> bool:
+    def skips_a_call(self) -> bool:
         """Objects change with each call, as growing caches do; sometimes False, to try."""
         if self.misses < 8:
             return False

@@ -127,15 +127,6 @@ class GraphPool:
         return self.backend.pool_bytes(self.handle)
 
 
-def check_pools(policy: PoolPolicy, given: GraphPool | None) -> None:
-    """Raise CgplanError if a pool is given and the policy asks for several."""
-    if given is not None and policy != "shared":
-        raise CgplanError(
-            f"compilation.pool is {policy}, but the runner was given a pool",
-            remedy="Set compilation.pool: shared, or give it no pool.",
-        )
-
-
 class RunnerPools:
     """Pools by key, or a given one alone."""
 

@@ -296,7 +296,7 @@ class PutBack:
         return [(written.path, written.tensor) for written in self._written.values()]
 
     @property
-    def left_by_captures(self) -> set[str]:
+    def unwritten_by_captures(self) -> set[str]:
         """Paths that no capture wrote."""
         return {written.path for written in self._written.values() if not written.captures}
 

@@ -85,12 +85,6 @@ class CUDAGraphOptions:
         if wrong:
             raise ConfigError(f"{wrong} is {getattr(self, wrong)!r:.100}", remedy=remedy)
 
-    def policy(self, scope: CaptureScope | None) -> AddressPolicy:
-        """The scope's ``off`` or ``always``, else ``address_check``."""
-        if scope is not None and scope.address_check in ("off", "always"):
-            return scope.address_check
-        return self.address_check
-
 
 @dataclass(eq=False, kw_only=True)
 class CUDAGraphEntry(Recorded):
@@ -188,7 +182,7 @@ class CUDAGraphWrapper:
             return output
         if scope is None:  # a runner compares it once
             entry.ambient.refuse_other_autocast(self.backend.device.type)
-        is_due = not entry.is_checked or self.options.policy(scope) == "always"
+        is_due = not entry.is_checked or self._address_check(scope) == "always"
         if is_due and entry.manifest is not None:
             roots = self._roots(entry, context, args, kwargs)
             entry.manifest.refuse_moved(f"{self.runtime_mode} {entry.descriptor}", roots)
@@ -317,7 +311,7 @@ class CUDAGraphWrapper:
             roots["metadata"] = {name: metadata.get(name) for name in entry.metadata}
         return roots
 
-    def _prepare(self, context: ForwardContext, args: Args) -> None:
+    def _refuse(self, context: ForwardContext, args: Args) -> None:
         scope = context.scope
         refuse_forbidden_capture(f"the {self.runtime_mode} graph for {context.descriptor}")
         if scope is not None and not scope.is_open:
@@ -360,7 +354,7 @@ class CUDAGraphWrapper:
         kwargs: Kwargs,
     ) -> tuple[CUDAGraphEntry, Any]:
         scope = context.scope
-        self._prepare(context, args)
+        self._refuse(context, args)
         backend = self.backend
         plain = context.metadata
         watched = WatchedMetadata(plain, backend.is_capturing)
@@ -423,7 +417,7 @@ class CUDAGraphWrapper:
             ambient=AmbientState.now(backend.device.type),
             pooled=tuple(pooled),
         )
-        if self.options.policy(scope) != "off":
+        if self._address_check(scope) != "off":
             checked = self._roots(entry, context, args, kwargs)
             manifest = Fingerprint.of(checked, backend.device)
             entry.manifest = manifest.let_go()
@@ -432,6 +426,15 @@ class CUDAGraphWrapper:
             scope.entries.append(entry)
             scope.wrappers.append(self)
         return entry, recorded.output
+
+    def _address_check(self, scope: CaptureScope | None) -> AddressPolicy:
+        if scope is None:
+            return self.options.address_check
+        if self.runtime_mode is CUDAGraphMode.FULL:  # the session looks at its model
+            return "off"
+        if scope.address_check in ("off", "always"):
+            return scope.address_check
+        return self.options.address_check
 
     def _pool_of(self, scope: CaptureScope | None) -> Any:
         if self._pool is not None:

@@ -68,7 +68,7 @@ def calibrate(
                 pools[mode][size] = max(most, graphs.pools.nbytes)
                 graphs.drop_all()
             rates = _driver_rates(graphs, keys)
-            graphs.buffers.restore()
+            graphs.buffers.refill()
             backend.synchronize()
     except BaseException as error:
         drop_locals(error)

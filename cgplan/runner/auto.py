@@ -312,7 +312,7 @@ def _first_difference(runner: GraphRunner) -> str | None:
             replay = partial(graphs.run_graphed, key, views)
             for run in (eager, replay):
                 rehearsal.kept.restore(between_keys=True)
-                rehearsal.announce(key)
+                rehearsal.set_context(key)
                 calls = list[Any]()
                 outputs.append(calls)
                 with random_state_kept(device, graphs.generators):

@@ -49,7 +49,7 @@ class Due:
     """Replays until a graph is verified (negative: never); the last one's number."""
 
     left: int = NEVER
-    replays: int = 0
+    verified_at: int = 0
 
 
 @dataclass(slots=True, eq=False)

@@ -104,10 +104,10 @@ class GraphRunner:
         for staged in list(self._handed):
             staged.retire()
         self._handed.clear()
-        self._prepare_anew()
+        self._drop_prepared()
         self._launcher.last_staged = None
 
-    def _prepare_anew(self) -> None:
+    def _drop_prepared(self) -> None:
         self._calls: dict[Seen, PreparedCall] = {}
         self._staged: dict[Seen, StagedBuffers] = {}
         self._last: PreparedCall | None = None
@@ -232,7 +232,7 @@ class GraphRunner:
             except _NOT_MET:
                 call = None
             if call is None:
-                call, values = self._prepare(inputs, flags, key)
+                call, values = self._look_up(inputs, flags, key)
             # another layout, or inference mode
             elif call is self._last and not known:
                 call.is_alike = alike(values)
@@ -262,7 +262,7 @@ class GraphRunner:
             )
         return given | inputs
 
-    def _prepare(
+    def _look_up(
         self,
         inputs: Mapping[str, Any],
         flags: Flags,
@@ -280,20 +280,20 @@ class GraphRunner:
                     values[index] = value.clone()
             self._capture_for(route)
             route = self.route(inputs, *flags)
-        call = self._prepared(route, values)
-        if key is not None and not self._is_open(route):
+        call = self._new_call(route, values)
+        if key is not None and not self._awaits_capture(route):
             call.flags = flags
             call.is_alike = alike(values)
             _keep(self._calls, key, call)
         return call, values
 
-    def _is_open(self, route: RoutedBatch) -> bool:
+    def _awaits_capture(self, route: RoutedBatch) -> bool:
         return route.wanted is not None and route.wanted not in self._captured.failed
 
     def _may_capture(self, route: RoutedBatch) -> bool:
-        return not self._forbidden and is_capture_allowed() and self._is_open(route)
+        return not self._forbidden and is_capture_allowed() and self._awaits_capture(route)
 
-    def _prepared(
+    def _new_call(
         self,
         route: RoutedBatch,
         values: Values | None,
@@ -368,12 +368,12 @@ class GraphRunner:
             return pick(given)
 
         with nullcontext(Trace.current) if Trace.current else Trace().on() as trace:
-            self._prepare_anew()
+            self._drop_prepared()
             self._pick = asked
             try:
                 yield trace
             finally:
-                self._prepare_anew()
+                self._drop_prepared()
                 self._pick = pick
 
     @contextmanager
@@ -441,9 +441,9 @@ class GraphRunner:
             finally:
                 self._use.release()
             route = self._router.route(batch, *flags)
-        staged = StagedBuffers(self._launcher, self._prepared(route, None))
+        staged = StagedBuffers(self._launcher, self._new_call(route, None))
         self._handed.add(staged)
-        if not self._is_open(route):
+        if not self._awaits_capture(route):
             _keep(self._staged, counts, staged)
         return staged
 
@@ -507,7 +507,7 @@ class GraphRunner:
         inputs = self._by_name(tensors, inputs)
         with self._held():
             self._launcher.take_stream()
-            call, values = self._prepare(inputs, (uniform_decode, num_active_loras, None))
+            call, values = self._look_up(inputs, (uniform_decode, num_active_loras, None))
             if call.route.mode is CUDAGraphMode.NONE:
                 raise DispatchMissError(
                     f"no graph serves the batch: {call.count.reason}",

@@ -15,9 +15,9 @@ from cgplan.captures.model_graphs import ModelGraphs
 from cgplan.captures.model_runs import BeforeKey, RealRows, State
 from cgplan.captures.rank_sync import SINGLE_RANK, RankSync
 from cgplan.config import Config
-from cgplan.errors import ConfigError, PlanError
+from cgplan.errors import CgplanError, ConfigError, PlanError
 from cgplan.graphs.ambient import random_state_kept
-from cgplan.graphs.pools import GraphPool, PoolUse, check_pools
+from cgplan.graphs.pools import GraphPool, PoolUse
 from cgplan.modes import CUDAGraphMode, Key
 from cgplan.planning import Plan, build_plan, config_hash
 from cgplan.planning.build import refuse_auto
@@ -59,7 +59,12 @@ class CaptureSession:
 
     def __post_init__(self) -> None:
         refuse_auto(self.config)
-        check_pools(self.config.compilation.pool, self.pool)
+        policy = self.config.compilation.pool
+        if self.pool is not None and policy != "shared":
+            raise CgplanError(
+                f"compilation.pool is {policy}, but the runner was given a pool",
+                remedy="Set compilation.pool: shared, or give it no pool.",
+            )
 
     def run(self) -> GraphRunner:
         """Capture all keys, or none yet with ``capture_policy: lazy``. With a budget, a lack of

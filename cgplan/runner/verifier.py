@@ -90,10 +90,10 @@ class Verifier:
             if self._policy == "first":
                 due.left = NEVER
             elif self._policy == "rarely":
-                due.replays = 2 * due.replays or 1
-                due.left = due.replays
+                due.verified_at = 2 * due.verified_at or 1
+                due.left = due.verified_at
             return
-        due.replays = 0
+        due.verified_at = 0
         raise NumbersError(
             f"the replay of {record.mode} {record.descriptor} differs from the model's own "
             f"code: {record.failure}",

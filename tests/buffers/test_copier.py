@@ -470,15 +470,15 @@ def test_what_captures_write_into_padding_is_told_from_what_batches_left() -> No
     buffers = StaticBuffers({"x": ROWS, "ids": IDS}, 4, 4, CPU)
     copier = Copier(buffers, copy_inputs=True)
     copier.prepare(3, 3, 4, 4).run([torch.ones(3), torch.ones(3, dtype=torch.int64)], 0)
-    buffers.clear()
+    buffers.fill_padding()
     assert_staged(buffers, [torch.zeros(1), torch.full((1,), -1)], 4, 4)
-    buffers.restore()
+    buffers.refill()
     assert [buffer.written for buffer in buffers.buffers.values()] == [False, False]
     buffers.buffers["x"].view(2).add_(0)  # a write that leaves padding as it is
-    buffers.restore()
+    buffers.refill()
     assert [buffer.written for buffer in buffers.buffers.values()] == [True, False]
-    buffers.clear()
-    buffers.restore()
+    buffers.fill_padding()
+    buffers.refill()
     assert buffers.buffers["x"].written, "its graphs are still there"
     assert (buffers.marks.tokens, buffers.marks.reqs) == (0, 0)
 
