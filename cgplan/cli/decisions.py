@@ -46,11 +46,8 @@ MODES = (
     CUDAGraphMode.PIECEWISE,
     CUDAGraphMode.FULL_AND_PIECEWISE,
 )
-RUN_APART = (  # in place of MODES, where decode and prefill have graphs of their own
-    CUDAGraphMode.FULL_DECODE_ONLY,
-    CUDAGraphMode.PIECEWISE,
-    CUDAGraphMode.FULL_AND_PIECEWISE,
-)
+# where decode and prefill have graphs of their own
+RUN_APART = tuple(mode for mode in MODES if mode.mixed_mode() is not CUDAGraphMode.FULL)
 
 
 class Miss(NamedTuple):

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
 from cgplan.modes import CUDAGraphMode
-from cgplan.optimizer.lanes import Run, lanes_of, largest_of, may_serve, stride_of
-from cgplan.planning.plan import Lane, Plan
+from cgplan.optimizer.lanes import Run, largest_of, may_serve, stride_of
+from cgplan.planning.plan import Lane, Plan, lanes_of
 from cgplan.traffic.histogram import StepShape
 from cgplan.units import counted, format_microseconds, listed
 
@@ -184,7 +184,7 @@ def _beyond_the_scheduler(plan: Plan, run: Run) -> Iterator[str]:
 
 def _uneven_sizes(plan: Plan) -> Iterator[str]:
     q, given = plan.query_len, plan.config["compilation"]["cudagraph_capture_sizes"]
-    if not isinstance(given, list) or plan.mode.decode_mode() is not CUDAGraphMode.FULL:
+    if not isinstance(given, list) or not plan.mode.whole_requests():
         return
     most = max((size for size in given if size <= plan.max_num_batched_tokens), default=0)
     rounded = {size: -(-size // q) * q for size in sorted(set(given)) if size % q}

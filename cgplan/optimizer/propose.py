@@ -38,7 +38,6 @@ from cgplan.optimizer.evidence import (
 )
 from cgplan.optimizer.lanes import (
     Run,
-    lanes_of,
     largest_of,
     stride_of,
 )
@@ -65,6 +64,7 @@ from cgplan.planning.plan import (
     capture_config,
     capture_order,
     config_hash,
+    lanes_of,
 )
 from cgplan.traffic.histogram import Traffic
 from cgplan.traffic.step_times import StepTimes
