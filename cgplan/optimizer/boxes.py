@@ -277,7 +277,13 @@ class _Case:
         base = self.base
         for first, *rest in boxes.tolist():
             for lane in self._lanes:
-                keys.append(lane.key(first, base.query_len, base.max_num_seqs, tuple(rest)))
+                key = lane.key(
+                    first,
+                    base.query_len,
+                    base.max_num_seqs,
+                    tuple(rest),
+                )
+                keys.append(key)
         return capture_order(keys)
 
     def _price(self, boxes: Ints) -> Predicted | None:

@@ -68,8 +68,9 @@ def list_stride(
         decode = [lane for lane in lanes if lane.uniform]
         tops = [largest_of(lane, plan) for lane in decode]
         return 1, max(tops, default=0)
-    if plan.mode.whole_requests():
-        return plan.query_len, 0
+    for lane in lanes:
+        if lane.uniform or lane.mode is CUDAGraphMode.FULL:
+            return plan.query_len, 0
     return 1, 0
 
 

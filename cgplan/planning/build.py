@@ -192,8 +192,11 @@ def resolve_sizes(config: Config, mode: CUDAGraphMode) -> CaptureSizes:
     if mode.whole_requests() and q > 1 and is_rounded:
         # as in vLLM, no size is rounded beyond the largest one
         maximum = max(found.sizes, default=0)
-        rounded = {-(-size // q) * q for size in found.sizes}
-        sizes = {size for size in rounded if size <= maximum}
+        sizes = set()
+        for size in found.sizes:
+            rounded = -(-size // q) * q
+            if rounded <= maximum:
+                sizes.add(rounded)
         if not sizes and q <= maximum:
             sizes = {q}
         source = f"{found.source}, rounded up to multiples of {q}"
@@ -340,7 +343,13 @@ def _keys(
     for lane, box in product(lanes_of(mode, cases), _boxes(config, sizes)):
         tokens, *others = box
         if not lane.uniform or q <= tokens <= q * seqs:
-            keys.append(lane.key(tokens, q, seqs, tuple(others)))
+            key = lane.key(
+                tokens,
+                q,
+                seqs,
+                tuple(others),
+            )
+            keys.append(key)
     return capture_order(keys)
 
 
@@ -362,7 +371,8 @@ def _v2_keys(
             f"key_rules vllm_v2 know one dimension; dims names {', '.join(config.dim_names)}",
             remedy="Use key_rules: vllm_v1 for batches with several sizes.",
         )
-    seqs, q = config.scheduler.max_num_seqs, query_len or config.query_len
+    seqs = config.scheduler.max_num_seqs
+    q = query_len or config.query_len
     keys = dict[Key, None]()  # in order; two sizes may round up to the same
     for lane, tokens in product(lanes_of(mode, cases), sizes):
         if not lane.uniform:
@@ -374,7 +384,11 @@ def _v2_keys(
         elif tokens <= q * seqs:
             reqs = min(tokens, seqs)
             _, key = lane.key(tokens, q, seqs)
-            key = key._replace(num_reqs=reqs, uniform=False, max_query_len=max_query_len)
+            key = key._replace(
+                num_reqs=reqs,
+                uniform=False,
+                max_query_len=max_query_len,
+            )
             keys[lane.mode, key] = None
     return tuple(sorted(keys, key=_v2_place))
 

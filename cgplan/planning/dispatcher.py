@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from enum import StrEnum
 from itertools import product
-from operator import attrgetter, ge, getitem
+from operator import ge, getitem
 from typing import Any
 
 from cgplan.errors import InputError
@@ -17,7 +17,6 @@ from cgplan.units import counted, grouped
 Answer = tuple[CUDAGraphMode, BatchDescriptor]
 Modes = Collection[CUDAGraphMode] | None
 Box = tuple[int, ...]
-Lanes = dict[Lane, list[BatchDescriptor]]
 _GRAPHS = frozenset({CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE})
 
 
@@ -94,14 +93,21 @@ class _Row(dict[int | Box, Answer]):
 
 
 class _RunnerV2:
-    """Answers of vLLM's model runner V2: of the smallest FULL graph that has the tokens, if it
-    takes the batch, then of the smallest PIECEWISE graph.
+    """Answers of vLLM's model runner V2: of the first lane whose smallest graph that has the tokens
+    takes the batch.
     """
 
-    def __init__(self, cases: Iterable[int], lanes: Lanes) -> None:
+    def __init__(
+        self,
+        cases: Iterable[int],
+        lanes: Mapping[Lane, Sequence[Key]],
+    ) -> None:
         self._cases = sorted(cases)
-        self._lanes = grouped((lane.num_active_loras, lane) for lane in lanes)
-        self._keys = lanes
+        by_case = []
+        for lane, keys in lanes.items():
+            sizes = [key.num_tokens for _, key in keys]
+            by_case.append((lane.num_active_loras, (sizes, keys)))
+        self._lanes = grouped(by_case)
 
     def answer(
         self,
@@ -114,19 +120,20 @@ class _RunnerV2:
     ) -> Answer:
         at = bisect_left(self._cases, num_active_loras)
         case = self._cases[min(at, len(self._cases) - 1)]
-        for lane in self._lanes.get(case, ()):
-            keys = self._keys[lane]
-            at = bisect_left(keys, num_tokens, key=attrgetter("num_tokens"))
-            if lane.mode not in modes or at == len(keys) or num_tokens <= 0:
+        for sizes, keys in self._lanes.get(case, ()):
+            at = bisect_left(sizes, num_tokens)
+            if at == len(sizes) or num_tokens <= 0:
                 continue
-            key = keys[at]
+            mode, key = keys[at]
+            if mode not in modes:
+                continue
             fits = not key.uniform or key.uniform_query_len == uniform_query_len
             if key.max_query_len is not None:
                 fits = max_query_len is not None and max_query_len <= key.max_query_len
             if key.num_reqs is not None and num_reqs is not None:
                 fits = fits and num_reqs <= key.num_reqs
             if fits:
-                return lane.mode, key
+                return mode, key
         return CUDAGraphMode.NONE, BatchDescriptor(
             num_tokens,
             num_reqs,
@@ -148,8 +155,7 @@ class CudagraphDispatcher:
         self._lanes = grouped((Lane.of(*key), key) for key in ordered)
         self._v2 = None
         if plan.key_rules == "vllm_v2":
-            lanes = grouped((Lane.of(*key), key[1]) for key in ordered)
-            self._v2 = _RunnerV2(plan.lora_cases, lanes)
+            self._v2 = _RunnerV2(plan.lora_cases, self._lanes)
         most = max(plan.lora_cases, default=0)
         self._cases = range(most + 1)
         self._by_lanes: dict[tuple[Lane, ...], _Row] = {}
@@ -284,5 +290,10 @@ def _allowed(valid: Modes, invalid: Modes) -> frozenset[CUDAGraphMode]:
 
 
 def _preference(key: Key) -> tuple[Any, ...]:
+    lane = Lane.of(*key)
     _, descriptor = key
-    return Lane.of(*key).place, descriptor.elements, descriptor.box
+    return (
+        lane.place,
+        descriptor.elements,
+        descriptor.box,
+    )
