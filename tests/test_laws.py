@@ -136,6 +136,11 @@ def test_only_the_choice_of_a_backend_names_one() -> None:
     assert users == {"cgplan.backends"}
 
 
+def test_the_name_of_the_tape_stands_in_one_place() -> None:
+    users = {path.name for path in MODULES if "cpu (tape)" in path.read_text(encoding="utf-8")}
+    assert users == {"values.py"}
+
+
 def test_nothing_imports_the_command_line() -> None:
     users = {
         m for m in IMPORTS for i in of_cgplan(m) if any(layer_of(n) == "cli" for n in as_modules(i))

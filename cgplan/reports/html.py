@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from jinja2 import StrictUndefined, Template
 
+from cgplan.config.values import TAPE
 from cgplan.modes import Key
 from cgplan.optimizer.evidence import Evidence, PaddingMap
 from cgplan.planning import Plan
@@ -114,6 +115,7 @@ def html_of(page: Page, text: str) -> str:
         most=MOST_ROWS,
         version=__version__,
         text=text,
+        tape=TAPE,
         drawn=drawn,
     )
 
