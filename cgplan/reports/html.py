@@ -36,7 +36,7 @@ from cgplan.reports.plan_tables import (
     said,
 )
 from cgplan.reports.records import AuditReport, BenchReport, CaptureReport, Environment, KeyRecord
-from cgplan.reports.run_tables import baselines, latencies, queued
+from cgplan.reports.run_tables import baselines, captured, latencies, queued
 from cgplan.units import (
     counted,
     format_bytes,
@@ -250,6 +250,7 @@ def _of_capture(report: CaptureReport) -> Iterator[Section]:
             for record in records
         ]
         yield _start_up(keys, seconds, source)
+        yield Section("Graphs", "Keys in the order of the capture.", source, captured(report))
     yield from _segments(report, source)
     yield from _of_plan(report.plan)
     if report.audit:
