@@ -869,20 +869,18 @@ class Case:
             reason = NO_BATCH
             if wanted:
                 reason = f"no batch of this lane is as large: {wanted} does as well"
-            if wanted < end:
-                yield NotWorth(
-                    **lane._asdict(),
-                    first=wanted + 1,
-                    last=end,
-                    reason=reason,
-                )
-            if end < largest:
-                yield NotWorth(
-                    **lane._asdict(),
-                    first=end + 1,
-                    last=largest,
-                    reason="an eager step takes no longer",
-                )
+            spans = [
+                (wanted, end, reason),
+                (end, largest, "an eager step takes no longer"),
+            ]
+            for below, last, why in spans:
+                if below < last:
+                    yield NotWorth(
+                        **lane._asdict(),
+                        first=below + 1,
+                        last=last,
+                        reason=why,
+                    )
 
     def _notes(self) -> Iterator[str]:
         plan = self.plan

@@ -82,17 +82,16 @@ def resolve_mode(config: Config) -> tuple[CUDAGraphMode, tuple[PlanChange, ...]]
         to = CUDAGraphMode.FULL_AND_PIECEWISE if split else CUDAGraphMode.FULL_DECODE_ONLY
         reason = f"attention_support is {support}: mixed batches cannot run as FULL graphs"
         mode = change(to, reason)
-    if mode.decode_mode() is CUDAGraphMode.FULL and never:
-        mode = change(
-            piecewise_or_none, "attention_support is NEVER: attention cannot stand inside a graph"
-        )
-    drafts = config.query_len > 1 and support < AttentionSupport.UNIFORM_BATCH
-    if mode.decode_mode() is CUDAGraphMode.FULL and drafts:
-        mode = change(
-            piecewise_or_none,
+    reason = ""
+    if never:
+        reason = "attention_support is NEVER: attention cannot stand inside a graph"
+    elif config.query_len > 1 and support < AttentionSupport.UNIFORM_BATCH:
+        reason = (
             f"attention_support is {support}, but speculative decoding has {config.query_len} "
-            "tokens a request",
+            "tokens a request"
         )
+    if reason and mode.decode_mode() is CUDAGraphMode.FULL:
+        mode = change(piecewise_or_none, reason)
     return mode, tuple(changes)
 
 
