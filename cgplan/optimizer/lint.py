@@ -62,12 +62,12 @@ def _sparse_steps(plan: Plan) -> Iterator[str]:
     lanes = {(lane._replace(num_active_loras=0), sizes) for lane, sizes in plan.lanes().items()}
     for lane, sizes in sorted(lanes, key=lambda item: (item[0].mode.name, item[1])):
         stride = stride_of(lane, plan)
-        steps = [
-            (below + stride, size)
-            for below, size in pairwise((0, *sizes))
-            if size - below > FINE * stride
-        ]
-        wide = [(first, size) for first, size in steps if size - first > 2 * WIDE * size]
+        wide = []
+        for below, size in pairwise((0, *sizes)):
+            first = below + stride
+            is_long = size - below > FINE * stride
+            if is_long and size - first > 2 * WIDE * size:
+                wide.append((first, size))
         for first, size in wide[:MOST_STEPS]:
             yield (
                 f"{lane}: batches of {first} to {size} tokens run at {size}, "

@@ -229,12 +229,7 @@ def _settings(
     old: Plan,
     new: Plan,
 ) -> Iterator[FieldChange]:
-    if new.mode is not old.mode:
-        yield FieldChange(
-            name="mode",
-            old=str(old.mode),
-            new=str(new.mode),
-        )
+    yield from _changes({"mode": str(old.mode)}, {"mode": str(new.mode)})
     for change in _changes(old.config, new.config):
         if change.name not in DECIDED_BY_THE_PLAN:
             yield change
