@@ -45,7 +45,9 @@ format: $(STAMP)
 check: lint typecheck  ## what every commit passes
 
 docs: $(DOCS)  ## write the config reference from the models, and the site into build/site
-	$(BIN)/cgplan schema --format markdown > docs/config-reference.md
+	@mkdir -p build
+	$(BIN)/cgplan schema --format markdown > build/config-reference.md
+	mv build/config-reference.md docs/config-reference.md
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 dist:  ## build the sdist and the wheel, check them, and run an example by the wheel alone

@@ -59,6 +59,10 @@ class CUDAGraphMode(_Named, Enum):
         """Runtime mode of mixed batches."""
         return CUDAGraphMode(self.value[1]) if isinstance(self.value, tuple) else self
 
+    def whole_requests(self) -> bool:
+        """Whether capture sizes are multiples of a request's tokens."""
+        return self.separate_routine() or self is CUDAGraphMode.FULL
+
     def has_mode(self, mode: CUDAGraphMode) -> bool:
         """Whether some batches run in this runtime mode."""
         return mode in (self.decode_mode(), self.mixed_mode())

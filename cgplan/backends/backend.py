@@ -126,6 +126,7 @@ def span(name: str, **args: Any) -> Iterator[dict[str, Any]]:
 class GraphBackend(ABC):
     name: str
     device: torch.device
+    is_tape: bool = False
     counts_driver_bytes: bool = False  # in ``memory().free``
 
     @abstractmethod

@@ -31,6 +31,7 @@ from cgplan.backends.host_sync import as_written, host_guard
 from cgplan.backends.replacing import replaced
 from cgplan.backends.tape_pool import TapePool
 from cgplan.backends.tape_recorder import Recorder, Step, Tape, replay
+from cgplan.config.values import TAPE
 from cgplan.errors import CaptureError
 
 
@@ -54,7 +55,8 @@ class _Thread(threading.local):
 class TapeBackend(GraphBackend):
     """``pool_limit``: bytes of each pool."""
 
-    name = "cpu (tape)"
+    name = TAPE
+    is_tape = True
 
     def __init__(
         self,

@@ -105,7 +105,7 @@ def audit(
     """
     start = time.perf_counter()
     captured = _captured(graphs)
-    least = _LEAST if graphs.backend.device.type == "cuda" else _LEAST_ON_HOST
+    least = _LEAST_ON_HOST if graphs.backend.is_tape else _LEAST
     words = _words(captured, least)
     read = time.perf_counter()
     owners = _Owners(graphs, captured, words)

@@ -112,7 +112,7 @@ def _measured(loaded: LoadedConfig) -> Priced:
     model = load_model(target, kwargs, device=backend.device, base_dir=loaded.base_dir)
     measured = calibrate(loaded.config, model, backend, plan)
     machine = describe_environment(backend, plan.config_hash).as_machine
-    return Priced(measured, machine if backend.device.type == "cuda" else None)
+    return Priced(measured, None if backend.is_tape else machine)
 
 
 def _estimated(loaded: LoadedConfig) -> GraphCosts:

@@ -40,17 +40,12 @@ MOST = 128  # graphs that an SLO is tried with
 NOTABLE = 0.05
 MOST_LOSS = 0.1
 SAME = 0.01
-MODES = (
+MODES = [
     CUDAGraphMode.FULL_DECODE_ONLY,
     CUDAGraphMode.FULL,
     CUDAGraphMode.PIECEWISE,
     CUDAGraphMode.FULL_AND_PIECEWISE,
-)
-RUN_APART = (  # in place of MODES, where decode and prefill have graphs of their own
-    CUDAGraphMode.FULL_DECODE_ONLY,
-    CUDAGraphMode.PIECEWISE,
-    CUDAGraphMode.FULL_AND_PIECEWISE,
-)
+]
 
 
 class Miss(NamedTuple):
@@ -94,7 +89,9 @@ class Planner:
         self._sources = sources
         self._rules = rules
         self._higher = list[Traffic]()
-        self._modes = RUN_APART if rules.get("apart") else MODES
+        self._modes = MODES
+        if rules.get("apart"):  # FULL graphs run decode alone
+            self._modes = [mode for mode in MODES if mode.mixed_mode() is not CUDAGraphMode.FULL]
         self._first: list[Source] = []
         for source, _ in sources:
             first = source if isinstance(source, Traffic) else source.first(LARGE)

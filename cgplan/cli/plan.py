@@ -244,7 +244,7 @@ def _as_engine_runs(
     if engine == "trtllm":
         mode = build_plan(config).mode
         is_asked_for = not loaded.origin("compilation.cudagraph_mode").endswith("default")
-        has_prefill = is_asked_for and mode is CUDAGraphMode.FULL_AND_PIECEWISE
+        has_prefill = is_asked_for and mode.mixed_mode() is CUDAGraphMode.PIECEWISE
         if mode.has_mode(CUDAGraphMode.FULL) and not has_prefill:  # off by its default
             decode_alone = CUDAGraphMode.FULL_DECODE_ONLY
             config = with_values(config, "compilation", cudagraph_mode=decode_alone)

@@ -112,6 +112,8 @@ Device = Annotated[
     WithJsonSchema({"type": "string", "pattern": r"auto|cpu|cuda(:\d+)?"}),
 ]
 
+TAPE = "cpu (tape)"  # the name of the backend of device cpu
+
 LARGEST = {  # torch.finfo(...).max
     "float16": 65504.0,
     "bfloat16": 3.3895313892515355e38,

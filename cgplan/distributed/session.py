@@ -48,7 +48,7 @@ def agree_on_setup(
     own = dict(also or {})
     own["version of torch"] = found.torch
     own["version of cgplan"] = found.cgplan
-    if torch.version.cuda and found.backend == "cuda":
+    if torch.version.cuda and not found.is_tape:
         own["version of the GPU driver"] = str(found.driver)
         own["version of CUDA"] = str(found.cuda)
         own["version of the GPU"] = str(found.device)

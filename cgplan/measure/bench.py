@@ -101,7 +101,7 @@ def examples(runner: GraphRunner, size: int, *sizes: int) -> list[BenchBatch]:
             )
             for kind in (False, True)
         )
-        if as_mixed[0] is CUDAGraphMode.PIECEWISE and as_mixed != as_decode:
+        if as_mixed[0] is not CUDAGraphMode.NONE and as_mixed != as_decode:
             kinds.append(False)
     specs = config.tensors_at(sizes)
     batches = []

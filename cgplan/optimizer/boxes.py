@@ -33,7 +33,6 @@ from cgplan.optimizer.evidence import (
     PaddingMap,
     SizeUse,
 )
-from cgplan.optimizer.lanes import key_of, lanes_of
 from cgplan.optimizer.paths import (
     Floats,
     Ints,
@@ -53,6 +52,7 @@ from cgplan.planning.plan import (
     capture_config,
     capture_order,
     config_hash,
+    lanes_of,
 )
 from cgplan.traffic.histogram import SizeCounts
 from cgplan.traffic.step_times import StepSurface
@@ -274,15 +274,16 @@ class _Case:
 
     def _keys(self, boxes: Ints) -> tuple[Key, ...]:
         keys = []
+        base = self.base
         for first, *rest in boxes.tolist():
             for lane in self._lanes:
-                mode, key = key_of(
-                    lane,
+                key = lane.key(
                     first,
-                    self.base,
+                    base.query_len,
+                    base.max_num_seqs,
+                    tuple(rest),
                 )
-                key = key._replace(sizes=tuple(rest))
-                keys.append((mode, key))
+                keys.append(key)
         return capture_order(keys)
 
     def _price(self, boxes: Ints) -> Predicted | None:

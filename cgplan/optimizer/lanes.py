@@ -1,52 +1,22 @@
-"""Lanes: which graphs may run a batch, in which order, and how long traffic takes in a set of
-graphs.
-"""
+"""Lanes: the sizes that they may have, and how long traffic takes in a set of graphs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
-from cgplan.modes import (
-    BatchDescriptor,
-    CUDAGraphMode,
-    Key,
-)
+from cgplan.modes import CUDAGraphMode, Key
 from cgplan.planning.plan import Lane, Plan
 from cgplan.traffic.histogram import StepShape, Traffic
 from cgplan.traffic.step_times import StepTimes
 from cgplan.units import grouped
 
 EAGER = Lane(CUDAGraphMode.NONE, False, 0)
-
-
-def lanes_of(
-    mode: CUDAGraphMode,
-    lora_cases: Sequence[int],
-) -> tuple[Lane, ...]:
-    """The lanes of a resolved mode, in the order in which a batch tries them: FULL before
-    PIECEWISE, and within a mode the cases of fewer adapters first.
-    """
-    cases = sorted(lora_cases)
-    mixed = mode.mixed_mode()
-    lanes = []
-    if mode.separate_routine():
-        lanes += [Lane(CUDAGraphMode.FULL, True, case) for case in cases]
-    if mixed is not CUDAGraphMode.NONE:
-        lanes += [Lane(mixed, False, case) for case in cases]
-    return tuple(lanes)
-
-
-def place_of(lane: Lane) -> float:
-    """A number that is smaller for the lane that a batch tries first."""
-    place = float(lane.num_active_loras)
-    if lane.mode is not CUDAGraphMode.FULL:
-        place += 1e9
-    return place
 
 
 def columns_of(traffic: Traffic) -> tuple[Any, Any]:
@@ -61,13 +31,11 @@ def may_serve(
     traffic: Traffic,
 ) -> Any:
     """Whether the lane is for the batch, or for each of ``columns_of``."""
-    is_mixed = not lane.uniform
-    is_kind = batch.uniform | is_mixed
+    may = lane.serves(batch.uniform, batch.num_active_loras)
     if traffic.apart:
         is_full = lane.mode is CUDAGraphMode.FULL
-        is_kind = batch.uniform == is_full
-    has_adapters = batch.num_active_loras <= lane.num_active_loras
-    return is_kind & has_adapters
+        may = may & (batch.uniform == is_full)
+    return may
 
 
 def stride_of(
@@ -100,9 +68,9 @@ def list_stride(
         decode = [lane for lane in lanes if lane.uniform]
         tops = [largest_of(lane, plan) for lane in decode]
         return 1, max(tops, default=0)
-    modes = [lane.mode for lane in lanes]
-    if CUDAGraphMode.FULL in modes:
-        return plan.query_len, 0
+    for lane in lanes:
+        if lane.uniform or lane.mode is CUDAGraphMode.FULL:
+            return plan.query_len, 0
     return 1, 0
 
 
@@ -111,19 +79,7 @@ def key_of(
     num_tokens: int,
     plan: Plan,
 ) -> Key:
-    case = lane.num_active_loras
-    reqs = None
-    if lane.mode is not CUDAGraphMode.PIECEWISE:
-        most = num_tokens // stride_of(lane, plan)
-        reqs = min(most, plan.max_num_seqs)
-    descriptor = BatchDescriptor(
-        num_tokens,
-        reqs,
-        lane.uniform,
-        has_lora=case > 0,
-        num_active_loras=case,
-    )
-    return lane.mode, descriptor
+    return lane.key(num_tokens, plan.query_len, plan.max_num_seqs)
 
 
 @dataclass(frozen=True)
@@ -178,7 +134,7 @@ class Run:
         self._place = np.full_like(tokens, np.inf)  # of the lane; inf: eager
         pairs = [(Lane.of(*key), key[1].num_tokens) for key in keys]
         held = grouped(pairs)
-        self._lanes = sorted(held, key=place_of)
+        self._lanes = sorted(held, key=attrgetter("place"))
         missed = np.isinf(self._place)
         for lane in self._lanes:
             sizes = np.unique(held[lane])
@@ -189,7 +145,7 @@ class Run:
             ran = sizes[at]
             self._size[runs] = ran
             self._time[runs] = self._times_in(lane, ran)
-            self._place[runs] = place_of(lane)
+            self._place[runs] = lane.place
         for case in set(loras[missed].tolist()):
             here = missed & (loras == case)
             eager = EAGER._replace(num_active_loras=int(case))
@@ -251,7 +207,7 @@ class Run:
         """
         found = []
         for lane in self._lanes:
-            runs = self._place == place_of(lane)
+            runs = self._place == lane.place
             for size in np.unique(self._size[runs]):
                 here = runs & (self._size == size)
                 own = self._times_in(lane, self._tokens[here])
@@ -287,7 +243,7 @@ class Run:
         """Tokens of the largest batch that comes to the lane: it may run there, and no earlier lane
         runs it.
         """
-        is_free = self._place >= place_of(lane)
+        is_free = self._place >= lane.place
         comes = is_free & self._may_run(lane, np.inf)
         tokens = self._tokens[comes]
         return int(tokens.max(initial=0))
@@ -300,9 +256,8 @@ class Run:
         """Weight of the batches that one graph more would run, and how many microseconds shorter it
         makes the step.
         """
-        place = place_of(lane)
-        is_later = self._place > place
-        is_here = self._place == place
+        is_later = self._place > lane.place
+        is_here = self._place == lane.place
         is_larger = is_here & (self._size > size)
         moved = self._may_run(lane, size)
         moved &= is_later | is_larger

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
 from cgplan.modes import CUDAGraphMode
-from cgplan.optimizer.lanes import Run, lanes_of, largest_of, may_serve, stride_of
-from cgplan.planning.plan import Lane, Plan
+from cgplan.optimizer.lanes import Run, largest_of, may_serve, stride_of
+from cgplan.planning.plan import Lane, Plan, lanes_of
 from cgplan.traffic.histogram import StepShape
 from cgplan.units import counted, format_microseconds, listed
 
@@ -62,12 +62,12 @@ def _sparse_steps(plan: Plan) -> Iterator[str]:
     lanes = {(lane._replace(num_active_loras=0), sizes) for lane, sizes in plan.lanes().items()}
     for lane, sizes in sorted(lanes, key=lambda item: (item[0].mode.name, item[1])):
         stride = stride_of(lane, plan)
-        steps = [
-            (below + stride, size)
-            for below, size in pairwise((0, *sizes))
-            if size - below > FINE * stride
-        ]
-        wide = [(first, size) for first, size in steps if size - first > 2 * WIDE * size]
+        wide = []
+        for below, size in pairwise((0, *sizes)):
+            first = below + stride
+            is_long = size - below > FINE * stride
+            if is_long and size - first > 2 * WIDE * size:
+                wide.append((first, size))
         for first, size in wide[:MOST_STEPS]:
             yield (
                 f"{lane}: batches of {first} to {size} tokens run at {size}, "
@@ -80,22 +80,18 @@ def _sparse_steps(plan: Plan) -> Iterator[str]:
 
 def _traffic_cliffs(plan: Plan, run: Run) -> Iterator[str]:
     for uniform in (True, False):
-        missed = [
-            (b, weight)
-            for b, weight in run.eager
-            if b.uniform is uniform and _lane_for(plan, run, b)
-        ]
-        if missed and (
-            cliff := _cliff(
-                plan,
-                run,
-                max((b for b, _ in missed), key=lambda b: b.num_tokens),
-            )
-        ):
+        missed = []
+        for batch, weight in run.eager:
+            if batch.uniform is uniform and _lane_for(plan, run, batch):
+                missed.append((batch, weight))
+        if not missed:
+            continue
+        largest, _ = max(missed, key=lambda item: item[0].num_tokens)
+        cliff = _cliff(plan, run, largest)
+        if cliff:
             yield (
                 f"{_share(missed, run)} of the steps are {_kind(uniform)} batches that no graph "
-                "holds, up to "
-                f"{max(b.num_tokens for b, _ in missed)} tokens: there {cliff}"
+                f"holds, up to {largest.num_tokens} tokens: there {cliff}"
             )
 
 
@@ -126,12 +122,11 @@ def _scheduler_cliffs(plan: Plan, run: Run) -> Iterator[str]:
 
 def _lane_for(plan: Plan, run: Run, batch: StepShape) -> Lane | None:
     """The first lane that may have a graph for a batch; None if there is none."""
-    case = min((case for case in plan.lora_cases if case >= batch.num_active_loras), default=None)
-    if case is None or batch.num_tokens > plan.max_num_batched_tokens:
-        return None
-    most = plan.query_len * plan.max_num_seqs
-    lanes = (lane for lane in lanes_of(plan.mode, [case]) if may_serve(lane, batch, run.traffic))
-    return next((lane for lane in lanes if not lane.uniform or batch.num_tokens <= most), None)
+    for lane in lanes_of(plan.mode, plan.lora_cases):
+        is_held = batch.num_tokens <= largest_of(lane, plan)
+        if is_held and may_serve(lane, batch, run.traffic):
+            return lane
+    return None
 
 
 def _cliff(plan: Plan, run: Run, batch: StepShape) -> str | None:
@@ -184,7 +179,7 @@ def _beyond_the_scheduler(plan: Plan, run: Run) -> Iterator[str]:
 
 def _uneven_sizes(plan: Plan) -> Iterator[str]:
     q, given = plan.query_len, plan.config["compilation"]["cudagraph_capture_sizes"]
-    if not isinstance(given, list) or plan.mode.decode_mode() is not CUDAGraphMode.FULL:
+    if not isinstance(given, list) or not plan.mode.whole_requests():
         return
     most = max((size for size in given if size <= plan.max_num_batched_tokens), default=0)
     rounded = {size: -(-size // q) * q for size in sorted(set(given)) if size % q}
@@ -261,11 +256,11 @@ def _unused_modes(plan: Plan, run: Run) -> Iterator[str]:
                 "plan"
             )
     if plan.mode.separate_routine():
-        for uniform, runtime in ((True, plan.mode.decode_mode()), (False, plan.mode.mixed_mode())):
-            absent = not any(batch.uniform is uniform for batch, _ in run.traffic.histogram)
-            if absent and runtime is not CUDAGraphMode.NONE:
+        seen = {batch.uniform for batch, _ in run.traffic.histogram}
+        for lane in lanes_of(plan.mode, (0,)):
+            if lane.uniform not in seen:
                 yield (
-                    f"the traffic has no {_kind(uniform)} batch; {runtime} graphs in mode "
+                    f"the traffic has no {_kind(lane.uniform)} batch; {lane.mode} graphs in mode "
                     f"{plan.mode} are for those"
                 )
 

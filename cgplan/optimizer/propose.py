@@ -38,7 +38,6 @@ from cgplan.optimizer.evidence import (
 )
 from cgplan.optimizer.lanes import (
     Run,
-    lanes_of,
     largest_of,
     stride_of,
 )
@@ -65,6 +64,7 @@ from cgplan.planning.plan import (
     capture_config,
     capture_order,
     config_hash,
+    lanes_of,
 )
 from cgplan.traffic.histogram import Traffic
 from cgplan.traffic.step_times import StepTimes
@@ -869,20 +869,18 @@ class Case:
             reason = NO_BATCH
             if wanted:
                 reason = f"no batch of this lane is as large: {wanted} does as well"
-            if wanted < end:
-                yield NotWorth(
-                    **lane._asdict(),
-                    first=wanted + 1,
-                    last=end,
-                    reason=reason,
-                )
-            if end < largest:
-                yield NotWorth(
-                    **lane._asdict(),
-                    first=end + 1,
-                    last=largest,
-                    reason="an eager step takes no longer",
-                )
+            spans = [
+                (wanted, end, reason),
+                (end, largest, "an eager step takes no longer"),
+            ]
+            for below, last, why in spans:
+                if below < last:
+                    yield NotWorth(
+                        **lane._asdict(),
+                        first=below + 1,
+                        last=last,
+                        reason=why,
+                    )
 
     def _notes(self) -> Iterator[str]:
         plan = self.plan

@@ -9,7 +9,7 @@ from math import prod
 
 from cgplan.config import Config, Dim
 from cgplan.errors import ConfigError, ModeError, PlanError
-from cgplan.modes import AttentionSupport, BatchDescriptor, CUDAGraphMode
+from cgplan.modes import AttentionSupport, CUDAGraphMode
 from cgplan.planning.plan import (
     SIMULATED,
     Key,
@@ -19,6 +19,7 @@ from cgplan.planning.plan import (
     capture_config,
     capture_order,
     config_hash,
+    lanes_of,
 )
 
 MOST_BOXES = 10_000  # of sizes in several dimensions
@@ -67,7 +68,7 @@ def resolve_mode(config: Config) -> tuple[CUDAGraphMode, tuple[PlanChange, ...]]
         to = piecewise_or_none if never else CUDAGraphMode.FULL
         mode = change(to, f"a capture decides AUTO by measuring; this is planned as {to}")
     if compilation.splitting_ops == () and mode.has_mode(CUDAGraphMode.PIECEWISE):
-        has_full = mode is CUDAGraphMode.FULL_AND_PIECEWISE
+        has_full = mode.has_mode(CUDAGraphMode.FULL)
         to = CUDAGraphMode.FULL if has_full else CUDAGraphMode.NONE
         mode = change(to, "splitting_ops is empty: there is nothing to split at")
     is_mixed = mode.mixed_mode() is CUDAGraphMode.FULL
@@ -81,17 +82,16 @@ def resolve_mode(config: Config) -> tuple[CUDAGraphMode, tuple[PlanChange, ...]]
         to = CUDAGraphMode.FULL_AND_PIECEWISE if split else CUDAGraphMode.FULL_DECODE_ONLY
         reason = f"attention_support is {support}: mixed batches cannot run as FULL graphs"
         mode = change(to, reason)
-    if mode.decode_mode() is CUDAGraphMode.FULL and never:
-        mode = change(
-            piecewise_or_none, "attention_support is NEVER: attention cannot stand inside a graph"
-        )
-    drafts = config.query_len > 1 and support < AttentionSupport.UNIFORM_BATCH
-    if mode.decode_mode() is CUDAGraphMode.FULL and drafts:
-        mode = change(
-            piecewise_or_none,
+    reason = ""
+    if never:
+        reason = "attention_support is NEVER: attention cannot stand inside a graph"
+    elif config.query_len > 1 and support < AttentionSupport.UNIFORM_BATCH:
+        reason = (
             f"attention_support is {support}, but speculative decoding has {config.query_len} "
-            "tokens a request",
+            "tokens a request"
         )
+    if reason and mode.decode_mode() is CUDAGraphMode.FULL:
+        mode = change(piecewise_or_none, reason)
     return mode, tuple(changes)
 
 
@@ -188,11 +188,14 @@ def resolve_sizes(config: Config, mode: CUDAGraphMode) -> CaptureSizes:
         found = ladder_sizes(config, given or "vllm")
     q = config.query_len
     is_rounded = config.compilation.key_rules == "vllm_v1"
-    if mode.decode_mode() is CUDAGraphMode.FULL and q > 1 and is_rounded:
+    if mode.whole_requests() and q > 1 and is_rounded:
         # as in vLLM, no size is rounded beyond the largest one
         maximum = max(found.sizes, default=0)
-        rounded = {-(-size // q) * q for size in found.sizes}
-        sizes = {size for size in rounded if size <= maximum}
+        sizes = set()
+        for size in found.sizes:
+            rounded = -(-size // q) * q
+            if rounded <= maximum:
+                sizes.add(rounded)
         if not sizes and q <= maximum:
             sizes = {q}
         source = f"{found.source}, rounded up to multiples of {q}"
@@ -335,26 +338,17 @@ def _keys(
 ) -> tuple[Key, ...]:
     seqs = config.scheduler.max_num_seqs
     q = config.query_len
-    boxes = _boxes(config, sizes)
-    mixed = mode.mixed_mode()
     keys: list[Key] = []
-    for case in cases:
-        for tokens, *others in boxes:
-            rest = tuple(others)
-            if mixed is not CUDAGraphMode.NONE:
-                reqs = min(tokens, seqs) if mixed is CUDAGraphMode.FULL else None
-                descriptor = BatchDescriptor(
-                    tokens,
-                    reqs,
-                    False,
-                    case > 0,
-                    case,
-                    rest,
-                )
-                keys.append((mixed, descriptor))
-            if mode.separate_routine() and q <= tokens <= q * seqs:
-                descriptor = BatchDescriptor(tokens, tokens // q, True, case > 0, case, rest)
-                keys.append((CUDAGraphMode.FULL, descriptor))
+    for lane, box in product(lanes_of(mode, cases), _boxes(config, sizes)):
+        tokens, *others = box
+        if not lane.uniform or q <= tokens <= q * seqs:
+            key = lane.key(
+                tokens,
+                q,
+                seqs,
+                tuple(others),
+            )
+            keys.append(key)
     return capture_order(keys)
 
 
@@ -376,34 +370,25 @@ def _v2_keys(
             f"key_rules vllm_v2 know one dimension; dims names {', '.join(config.dim_names)}",
             remedy="Use key_rules: vllm_v1 for batches with several sizes.",
         )
-    seqs, q = config.scheduler.max_num_seqs, query_len or config.query_len
-    mixed, decode = mode.mixed_mode(), mode.decode_mode()
-    decodes_apart = mode.separate_routine()
+    seqs = config.scheduler.max_num_seqs
+    q = query_len or config.query_len
     keys = dict[Key, None]()  # in order; two sizes may round up to the same
-    for tokens, case in product(sizes, cases):
-        if decodes_apart and max_query_len is not None and tokens <= q * seqs:
+    for lane, tokens in product(lanes_of(mode, cases), sizes):
+        if not lane.uniform:
+            keys[lane.key(tokens, q, seqs)] = None
+        elif max_query_len is None:
+            whole = -(-tokens // q) * q
+            if whole <= min(q * seqs, sizes[-1]):
+                keys[lane.key(whole, q, seqs)] = None
+        elif tokens <= q * seqs:
             reqs = min(tokens, seqs)
-            descriptor = BatchDescriptor(
-                tokens, reqs, False, case > 0, case, max_query_len=max_query_len
+            _, key = lane.key(tokens, q, seqs)
+            key = key._replace(
+                num_reqs=reqs,
+                uniform=False,
+                max_query_len=max_query_len,
             )
-            keys[decode, descriptor] = None
-        elif decodes_apart and max_query_len is None:
-            reqs = -(-tokens // q)
-            if reqs <= seqs and reqs * q <= sizes[-1]:
-                descriptor = BatchDescriptor(reqs * q, reqs, True, case > 0, case)
-                keys[decode, descriptor] = None
-        if mixed is not CUDAGraphMode.NONE:
-            most = min(tokens, seqs) if mixed is CUDAGraphMode.FULL else None
-            keys[
-                mixed,
-                BatchDescriptor(
-                    tokens,
-                    most,
-                    False,
-                    case > 0,
-                    case,
-                ),
-            ] = None
+            keys[lane.mode, key] = None
     return tuple(sorted(keys, key=_v2_place))
 
 

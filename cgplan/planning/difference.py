@@ -11,7 +11,6 @@ from cgplan.errors import PlanMismatchError
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning.costs import Record
 from cgplan.planning.plan import (
-    Lane,
     LaneRecord,
     LeftOut,
     Machine,
@@ -105,7 +104,7 @@ def compare(old: Plan, new: Plan) -> PlanDifference:
     before = old.lanes()
     after = new.lanes()
     lanes = []
-    for lane in sorted({*before, *after}, key=_by_name):
+    for lane in sorted({*before, *after}, key=lambda lane: (lane.mode.name, *lane[1:])):
         had = set(before.get(lane, ()))
         has = set(after.get(lane, ()))
         change = LaneChange(
@@ -126,10 +125,6 @@ def compare(old: Plan, new: Plan) -> PlanDifference:
         notes=tuple(_notes(old, new)),
         failed=tuple(map(LeftOut.model_validate, failed)),
     )
-
-
-def _by_name(lane: Lane) -> tuple[str, bool, int]:
-    return lane.mode.name, lane.uniform, lane.num_active_loras
 
 
 def _predicted(
@@ -234,12 +229,7 @@ def _settings(
     old: Plan,
     new: Plan,
 ) -> Iterator[FieldChange]:
-    if new.mode is not old.mode:
-        yield FieldChange(
-            name="mode",
-            old=str(old.mode),
-            new=str(new.mode),
-        )
+    yield from _changes({"mode": str(old.mode)}, {"mode": str(new.mode)})
     for change in _changes(old.config, new.config):
         if change.name not in DECIDED_BY_THE_PLAN:
             yield change

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from enum import StrEnum
 from itertools import product
-from operator import attrgetter, ge, getitem
+from operator import ge, getitem
 from typing import Any
 
 from cgplan.errors import InputError
@@ -93,14 +93,21 @@ class _Row(dict[int | Box, Answer]):
 
 
 class _RunnerV2:
-    """Answers of vLLM's model runner V2: of the smallest FULL graph that has the tokens, if it
-    takes the batch, then of the smallest PIECEWISE graph.
+    """Answers of vLLM's model runner V2: of the first lane whose smallest graph that has the tokens
+    takes the batch.
     """
 
-    def __init__(self, plan: Plan) -> None:
-        self._cases = sorted(plan.lora_cases)
-        ordered = sorted(plan.keys, key=_preference)
-        self._keys = grouped(((mode, key.num_active_loras), key) for mode, key in ordered)
+    def __init__(
+        self,
+        cases: Iterable[int],
+        lanes: Mapping[Lane, Sequence[Key]],
+    ) -> None:
+        self._cases = sorted(cases)
+        by_case = []
+        for lane, keys in lanes.items():
+            sizes = [key.num_tokens for _, key in keys]
+            by_case.append((lane.num_active_loras, (sizes, keys)))
+        self._lanes = grouped(by_case)
 
     def answer(
         self,
@@ -113,12 +120,13 @@ class _RunnerV2:
     ) -> Answer:
         at = bisect_left(self._cases, num_active_loras)
         case = self._cases[min(at, len(self._cases) - 1)]
-        for mode in (CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE):
-            keys = self._keys.get((mode, case), ())
-            at = bisect_left(keys, num_tokens, key=attrgetter("num_tokens"))
-            if mode not in modes or at == len(keys) or num_tokens <= 0:
+        for sizes, keys in self._lanes.get(case, ()):
+            at = bisect_left(sizes, num_tokens)
+            if at == len(sizes) or num_tokens <= 0:
                 continue
-            key = keys[at]
+            mode, key = keys[at]
+            if mode not in modes:
+                continue
             fits = not key.uniform or key.uniform_query_len == uniform_query_len
             if key.max_query_len is not None:
                 fits = max_query_len is not None and max_query_len <= key.max_query_len
@@ -138,17 +146,16 @@ class _RunnerV2:
 class CudagraphDispatcher:
     """Answers for every batch, from a plan alone: the same ones on every rank.
 
-    The first of these that holds a batch runs it: FULL graphs (those of uniform decode only if it
-    is uniform), then PIECEWISE graphs; of each kind those for the fewest adapters that are enough;
-    of these the smallest size.
+    The first lane (``Lane.place``) that serves a batch and holds it runs it, at the smallest size.
     """
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        # FULL graphs of a plan are either all of uniform decode or all of mixed batches
         ordered = sorted(plan.keys, key=_preference)
         self._lanes = grouped((Lane.of(*key), key) for key in ordered)
-        self._v2 = _RunnerV2(plan) if plan.key_rules == "vllm_v2" else None
+        self._v2 = None
+        if plan.key_rules == "vllm_v2":
+            self._v2 = _RunnerV2(plan.lora_cases, self._lanes)
         most = max(plan.lora_cases, default=0)
         self._cases = range(most + 1)
         self._by_lanes: dict[tuple[Lane, ...], _Row] = {}
@@ -248,7 +255,7 @@ class CudagraphDispatcher:
         mode, _ = self.dispatch(*asked, sizes=sizes)
         if mode is not CUDAGraphMode.NONE:
             return MissReason.MODE_EXCLUDED
-        serving = [lane for lane in self._lanes if uniform_decode or not lane.uniform]
+        serving = [lane for lane in self._lanes if lane.serves(uniform_decode, 0)]
         if not serving:
             return MissReason.NO_GRAPH_FOR_MIXED
         if max(lane.num_active_loras for lane in serving) < num_active_loras:
@@ -264,9 +271,7 @@ class CudagraphDispatcher:
         keys: list[Key] = []
         lanes: list[Lane] = []
         for lane, own in self._lanes.items():
-            is_kind = uniform or not lane.uniform
-            has_adapters = lane.num_active_loras >= num_active_loras
-            if is_kind and has_adapters and lane.mode in modes:
+            if lane.serves(uniform, num_active_loras) and lane.mode in modes:
                 lanes.append(lane)
                 keys += own
         asked = tuple(lanes)
@@ -285,10 +290,10 @@ def _allowed(valid: Modes, invalid: Modes) -> frozenset[CUDAGraphMode]:
 
 
 def _preference(key: Key) -> tuple[Any, ...]:
-    mode, descriptor = key
+    lane = Lane.of(*key)
+    _, descriptor = key
     return (
-        mode is not CUDAGraphMode.FULL,
-        descriptor.num_active_loras,
+        lane.place,
         descriptor.elements,
         descriptor.box,
     )

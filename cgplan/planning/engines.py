@@ -20,7 +20,7 @@ from cgplan.errors import ConfigError, did_you_mean
 from cgplan.modes import RUNTIME_MODES, CUDAGraphMode
 from cgplan.planning.build import build_plan, ladder_sizes
 from cgplan.planning.dispatcher import CudagraphDispatcher
-from cgplan.planning.plan import Emission, Plan
+from cgplan.planning.plan import Emission, Plan, lanes_of
 from cgplan.units import counted
 
 VERSIONS = {"vLLM": "0.33.0", "SGLang": "0.5.23", "TensorRT-LLM": "1.4.0rc1"}
@@ -418,7 +418,7 @@ def _vllm(plan: Plan) -> Emission:
     notes = []
     if not is_v2:
         sizes = _sizes(plan, *RUNTIME_MODES)
-    if not is_v2 and q > 1 and mode.decode_mode() is CUDAGraphMode.FULL:
+    if not is_v2 and q > 1 and mode.whole_requests():
         # vLLM itself would drop sizes that round up past its maximum
         limit = plan.max_num_batched_tokens // q * q
         rounded = _unique(min(-(-size // q) * q, limit) for size in sizes if limit)
@@ -565,14 +565,11 @@ def sizes_by_lane(plan: Plan) -> str:
 
 def _captured_mode(plan: Plan) -> CUDAGraphMode:
     """The mode with the plan's graphs alone: a lane may have no size."""
-    lanes = plan.lanes()
-    piecewise = any(lane.mode is CUDAGraphMode.PIECEWISE for lane in lanes)
-    full = {lane.uniform for lane in lanes if lane.mode is CUDAGraphMode.FULL}
-    if not full:
-        return CUDAGraphMode.PIECEWISE if piecewise else CUDAGraphMode.NONE
-    if False in full:
-        return CUDAGraphMode.FULL
-    return CUDAGraphMode.FULL_AND_PIECEWISE if piecewise else CUDAGraphMode.FULL_DECODE_ONLY
+    lanes = {lane._replace(num_active_loras=0) for lane in plan.lanes()}
+    for mode in CUDAGraphMode:
+        if lanes == {*lanes_of(mode, (0,))}:
+            return mode
+    return plan.mode
 
 
 def _sizes(plan: Plan, *modes: CUDAGraphMode) -> list[int]:

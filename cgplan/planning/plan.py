@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable
+from operator import attrgetter
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, PlainSerializer
@@ -75,12 +76,61 @@ class Lane(NamedTuple):
     ) -> Lane:
         return cls(mode, descriptor.uniform, descriptor.num_active_loras)
 
+    @property
+    def place(self) -> float:
+        """Smaller for the lane that a batch tries first: graphs of uniform decode alone, FULL,
+        PIECEWISE, and of these the fewest adapters.
+        """
+        place = float(self.num_active_loras)
+        if self.mode is not CUDAGraphMode.FULL:
+            place += 1e9
+        if not self.uniform:
+            place += 2e9
+        return place
+
+    def serves(self, uniform: Any, num_active_loras: Any) -> Any:
+        """Whether the lane is for a batch, or for each of two arrays."""
+        is_mixed = not self.uniform
+        has_adapters = num_active_loras <= self.num_active_loras
+        return (uniform | is_mixed) & has_adapters
+
+    def key(
+        self,
+        num_tokens: int,
+        query_len: int,
+        max_num_seqs: int,
+        sizes: tuple[int, ...] = (),
+    ) -> Key:
+        """The key at a size."""
+        case = self.num_active_loras
+        reqs = None
+        if self.uniform:
+            reqs = num_tokens // query_len
+        elif self.mode is CUDAGraphMode.FULL:
+            reqs = min(num_tokens, max_num_seqs)
+        return self.mode, BatchDescriptor(num_tokens, reqs, self.uniform, case > 0, case, sizes)
+
     def __str__(self) -> str:
         """``FULL uniform, 2 adapters``."""
         name = f"{self.mode} uniform" if self.uniform else str(self.mode)
         if self.num_active_loras:
             name = f"{name}, {counted(self.num_active_loras, 'adapter')}"
         return name
+
+
+def lanes_of(
+    mode: CUDAGraphMode,
+    lora_cases: Iterable[int],
+) -> tuple[Lane, ...]:
+    """The lanes of a resolved mode, in the order in which a batch tries them."""
+    kinds = [(mode.mixed_mode(), False)]
+    if mode.separate_routine():
+        kinds.append((mode.decode_mode(), True))
+    lanes = []
+    for runtime, uniform in kinds:
+        if runtime is not CUDAGraphMode.NONE:
+            lanes += [Lane(runtime, uniform, case) for case in lora_cases]
+    return tuple(sorted(lanes, key=attrgetter("place")))
 
 
 class LaneRecord(Record):

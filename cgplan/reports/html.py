@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from jinja2 import StrictUndefined, Template
 
+from cgplan.config.values import TAPE
 from cgplan.modes import Key
 from cgplan.optimizer.evidence import Evidence, PaddingMap
 from cgplan.planning import Plan
@@ -35,7 +36,7 @@ from cgplan.reports.plan_tables import (
     said,
 )
 from cgplan.reports.records import AuditReport, BenchReport, CaptureReport, Environment, KeyRecord
-from cgplan.reports.run_tables import baselines, latencies, queued
+from cgplan.reports.run_tables import baselines, captured, latencies, queued
 from cgplan.units import (
     counted,
     format_bytes,
@@ -114,6 +115,7 @@ def html_of(page: Page, text: str) -> str:
         most=MOST_ROWS,
         version=__version__,
         text=text,
+        tape=TAPE,
         drawn=drawn,
     )
 
@@ -248,6 +250,7 @@ def _of_capture(report: CaptureReport) -> Iterator[Section]:
             for record in records
         ]
         yield _start_up(keys, seconds, source)
+        yield Section("Graphs", "Keys in the order of the capture.", source, captured(report))
     yield from _segments(report, source)
     yield from _of_plan(report.plan)
     if report.audit:

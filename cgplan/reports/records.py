@@ -11,6 +11,7 @@ from pydantic import Field, ValidationError
 
 from cgplan.config.load import read_text
 from cgplan.config.messages import first_problem
+from cgplan.config.values import TAPE
 from cgplan.errors import BudgetError, ConfigError, ReportError
 from cgplan.modes import BatchDescriptor, Key
 from cgplan.optimizer.evidence import PlanCheck
@@ -79,7 +80,7 @@ class VerifyRecord(KeyRecord):
 class Environment(Record):
     """Where and when a report was made."""
 
-    backend: str  # "cuda" or "cpu (tape)"
+    backend: str  # its name
     machine: str
     device: str
     driver: str | None
@@ -96,7 +97,7 @@ class Environment(Record):
 
     @property
     def is_tape(self) -> bool:
-        return self.backend == "cpu (tape)"
+        return self.backend == TAPE
 
     @property
     def node_name(self) -> str:

@@ -70,7 +70,7 @@ def _capture(report: CaptureReport) -> RenderableType:
         split = facts("Split", [*_split_rows(report.split), *_segment_rows(report)])
     return stacked(
         head,
-        _graphs(report),
+        captured(report),
         split,
         _state(report),
         *_prediction(report),
@@ -121,7 +121,7 @@ def environment_rows(environment: Environment) -> list[Fact]:
     ]
 
 
-def _graphs(report: CaptureReport) -> RenderableType:
+def captured(report: CaptureReport) -> Grid:
     columns = [
         TextColumn("mode", lambda r: f"{r.mode} uniform" if r.descriptor.uniform else r.mode),
         Column(" x ".join(report.plan.dim_names), "descriptor.size"),

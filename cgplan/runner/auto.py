@@ -222,7 +222,7 @@ def _ways(
     is_given = "compiler" in asked.model_fields_set
     is_traced = asked.piecewise in ("auto", "ops")
     compilers = [asked.compiler if is_given else "eager"]
-    if not is_given and is_traced and backend.device.type == "cuda":
+    if not is_given and is_traced and not backend.is_tape:
         compilers.append("inductor")
     route = asked.piecewise.replace("auto", "modules")
     if is_traced and not asked.splitting_modules:

@@ -45,6 +45,11 @@ def _trace(home: Path) -> None:
     (home / "times.csv").write_text(TIMES.format(piecewise=5000))
 
 
+def test_each_mode_with_graphs_is_weighed() -> None:
+    without = {CUDAGraphMode.NONE, CUDAGraphMode.AUTO}
+    assert set(decisions_module.MODES) == set(CUDAGraphMode) - without
+
+
 def decisions(plan: Any) -> str:
     return "\n".join(plan.evidence["decisions"])
 

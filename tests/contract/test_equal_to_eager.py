@@ -32,11 +32,9 @@ pytestmark = pytest.mark.usefixtures("quiet_collector")
 
 FULL, PIECEWISE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
 MODES = {
-    "NONE": set(),
-    "PIECEWISE": {PIECEWISE},
-    "FULL": {FULL},
-    "FULL_DECODE_ONLY": {FULL},
-    "FULL_AND_PIECEWISE": {FULL, PIECEWISE},
+    mode.name: {mode.decode_mode(), mode.mixed_mode()} - {CUDAGraphMode.NONE}
+    for mode in CUDAGraphMode
+    if mode is not CUDAGraphMode.AUTO
 }
 ROUTES: dict[str, dict[str, Any]] = {
     "ops": {},

@@ -33,9 +33,7 @@ def test_a_batch_runs_where_the_dispatcher_sends_it(rules: str, data: st.DataObj
     lora = data.draw(st.sampled_from(LORA), label="lora")
     try:
         plan = plan_of(
-            data.draw(
-                st.sampled_from(["FULL", "PIECEWISE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"])
-            ),
+            data.draw(st.sampled_from(CUDAGraphMode).map(str)),
             data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=6)),
             spec=spec,
             seqs=seqs,

@@ -19,14 +19,14 @@ from plans import Costs, plan_of
 from cgplan.config import BudgetConfig, Config
 from cgplan.errors import BudgetError
 from cgplan.modes import CUDAGraphMode, Key
-from cgplan.optimizer.lanes import Run, key_of, lanes_of, largest_of, stride_of
+from cgplan.optimizer.lanes import Run, key_of, largest_of, stride_of
 from cgplan.optimizer.paths import best_paths
 from cgplan.optimizer.problem import Chosen, Problem, problem_of
 from cgplan.optimizer.propose import propose
 from cgplan.optimizer.search import Limits, Search, best_plan
 from cgplan.planning import Plan, build_plan
 from cgplan.planning.costs import GraphCosts
-from cgplan.planning.plan import Lane
+from cgplan.planning.plan import Lane, lanes_of
 from cgplan.traffic.histogram import StepShape, Traffic
 from cgplan.traffic.step_times import StepTimes
 

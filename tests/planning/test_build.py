@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from plans import plan_of
 
 from cgplan.config import Config, validate_config
+from cgplan.config.values import LadderName
 from cgplan.errors import ConfigError, ModeError, PlanError
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning import LADDERS, build_plan
@@ -145,6 +146,10 @@ LITERAL = [
     ("powers_of_two", 100, [1, 2, 4, 8, 16, 32, 64, 100]),
 ]
 # fmt: on
+
+
+def test_a_configuration_may_name_each_ladder() -> None:
+    assert set(get_args(LadderName)) == set(LADDERS)
 
 
 @pytest.mark.parametrize(("name", "maximum", "expected"), LITERAL)

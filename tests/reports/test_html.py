@@ -96,7 +96,7 @@ def test_a_report_has_its_subjects() -> None:
         for name, report in REPORTS.items()
     }
     queued = "Calls that follow one another without waiting"
-    assert titles["h200"] == ["Latency", queued, "Memory", "Start-up", "Padding"]
+    assert titles["h200"] == ["Latency", queued, "Memory", "Start-up", "Graphs", "Padding"]
     assert titles["bench_against"][:2] == ["Latency", "Beside other ways"]
     assert (
         "Segments and eager pieces"
@@ -113,6 +113,18 @@ def test_a_report_has_its_subjects() -> None:
     assert titles["audit"] == ["Findings", "Owners", "Pointers by kind of owner", "Nodes by kernel"]
     capture = REPORTS["capture_gpu"].model_copy(update={"audit": REPORTS["audit"]})
     assert [section.title for section in page_of(capture).sections][-4:] == titles["audit"]
+
+
+@pytest.mark.parametrize("name", ["capture_budget", "capture_lora"])
+def test_the_page_has_the_columns_of_the_table_of_graphs(name: str) -> None:
+    report = REPORTS[name]
+    titles = [section.title for section in page_of(report).sections]
+    head, *rows = made(report).tables[titles.index("Graphs")]
+    text = render_text(report)
+    assert re.search(" +".join(map(re.escape, head)), text)
+    assert len(rows) == len(report.records)
+    for row in rows:
+        assert re.search(" +".join(map(re.escape, row)), text)
 
 
 def test_sizes_are_numbers_one_by_one() -> None:
