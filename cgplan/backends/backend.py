@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from time import perf_counter_ns
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -38,6 +38,13 @@ class MemoryReading:
     free: int | None
     total: int
     reserved: int
+
+
+class PoolMemory(NamedTuple):
+    """Reserved bytes, and those of blocks that tensors hold."""
+
+    nbytes: int
+    held: int
 
 
 class Trace:
@@ -133,8 +140,11 @@ class GraphBackend(ABC):
     def new_pool(self) -> Pool: ...
 
     @abstractmethod
+    def pool_memory(self, *pools: Pool) -> PoolMemory: ...
+
     def pool_bytes(self, *pools: Pool) -> int:
         """Bytes reserved."""
+        return self.pool_memory(*pools).nbytes
 
     @abstractmethod
     def new_graph(self, pool: Pool) -> Graph:

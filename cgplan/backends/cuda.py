@@ -26,6 +26,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from cgplan.backends.backend import (
     GraphBackend,
     MemoryReading,
+    PoolMemory,
     captures_lock,
     foreign_pool,
     gc_paused,
@@ -147,11 +148,13 @@ class CudaBackend(GraphBackend):
         _pools.add(pool)
         return pool
 
-    def pool_bytes(self, *pools: CudaPool) -> int:
-        total = 0
-        for start, end in self._ranges(*pools):
-            total += end - start
-        return total
+    def pool_memory(self, *pools: CudaPool) -> PoolMemory:
+        nbytes = 0
+        held = 0
+        for segment in self._of_pools(*pools):
+            nbytes += segment["total_size"]
+            held += segment["allocated_size"]
+        return PoolMemory(nbytes, held)
 
     def new_graph(self, pool: CudaPool) -> CudaGraph:
         if not isinstance(pool, CudaPool):
@@ -342,20 +345,12 @@ class CudaBackend(GraphBackend):
         segments = torch.cuda.memory._snapshot()["segments"]
         return [segment for segment in segments if segment["device"] == index]
 
-    def _ranges(
-        self,
-        *pools: CudaPool,
-    ) -> list[tuple[int, int]]:
+    def _of_pools(self, *pools: CudaPool) -> list[dict[str, Any]]:
         handles: list[Any] = []
         for pool in pools:
             handles += pool.handles
-        ranges = []
-        for segment in self._segments():
-            start = segment["address"]
-            end = start + segment["total_size"]
-            if segment["segment_pool_id"] in handles:
-                ranges.append((start, end))
-        return ranges
+        segments = self._segments()
+        return [segment for segment in segments if segment["segment_pool_id"] in handles]
 
     def _reserved(self, which: str) -> int:
         """In a quarter of memory_reserved's time."""
@@ -391,7 +386,10 @@ class CudaBackend(GraphBackend):
             return False
         now = pool.handles, self._reserved("allocated")
         if pool.listed != now:
-            pool.ranges = self._ranges(pool)
+            pool.ranges = []
+            for segment in self._of_pools(pool):
+                start = segment["address"]
+                pool.ranges.append((start, start + segment["total_size"]))
             pool.listed = now
         address = tensor.untyped_storage().data_ptr()
         return any(start <= address < end for start, end in pool.ranges)

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from cgplan.backends.backend import (
     GraphBackend,
     MemoryReading,
+    PoolMemory,
     foreign_pool,
     gc_paused,
     tensor_on,
@@ -74,11 +75,10 @@ class TapeBackend(GraphBackend):
         self._own_pools.add(pool)
         return pool
 
-    def pool_bytes(self, *pools: TapePool) -> int:
-        total = 0
-        for pool in pools:
-            total += pool.nbytes
-        return total
+    def pool_memory(self, *pools: TapePool) -> PoolMemory:
+        nbytes = sum(pool.nbytes for pool in pools)
+        held = sum(pool.held for pool in pools)
+        return PoolMemory(nbytes, held)
 
     def new_graph(self, pool: TapePool) -> TapeGraph:
         if not isinstance(pool, TapePool) or pool.backend is not self:

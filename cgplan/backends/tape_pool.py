@@ -37,6 +37,11 @@ class TapePool:
         self._segments: dict[int, NDArray[np.uint8]] = {}  # by address
         self._free: dict[int, int] = {}  # lengths by address
 
+    @property
+    def held(self) -> int:
+        """Taken bytes."""
+        return self.nbytes - sum(self._free.values())
+
     def spans(self) -> Iterator[tuple[int, int, bool]]:
         """First address, end, and whether it is free."""
         for start, segment in self._segments.items():

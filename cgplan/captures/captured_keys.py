@@ -124,6 +124,7 @@ class CapturedKeys:
         """
         in_service = self._in_service
         pools = self.graphs.pools
+        warm_ups = self.graphs.warm_ups
         pool_bytes = pools.nbytes
         waiting = list(keys)
         is_second_time = False
@@ -140,7 +141,13 @@ class CapturedKeys:
                 progress = CaptureProgress(done, total, *key)
                 self._progress(progress)
             done += 1
+            may_skip = warm_ups.may_skip
             record = self._captured(key, 0 if in_service else len(waiting))
+            if warm_ups.may_skip is not may_skip:
+                waiting = [*capture_order(self._records), key, *waiting]
+                self._free_all()
+                done = 0
+                continue
             if record is not None:
                 self.history.append(record)
                 pool_bytes += record.pool_growth
@@ -164,10 +171,12 @@ class CapturedKeys:
         key: Key,
         remaining: int,
     ) -> GraphRecord | None:
-        """None for a key that is to be given up."""
+        """None for a key that is to be given up, or starts again."""
         try:
             with span(f"{key[0]} {key[1]}", num_tokens=key[1].num_tokens) as shown:
                 record = self.graphs.capture_key(key, in_service=self._in_service)
+                if record is None:
+                    return None
                 for name in ("pool_growth", "driver_bytes", "nodes", "graphs"):
                     shown[name] = getattr(record, name)
             self._records[key] = record
@@ -253,6 +262,7 @@ class CapturedKeys:
             self.guard.go_on()
             try:
                 self.capture_all(keys)
+                graphs.refuse_uncomputed()
             except BaseException:
                 rehearsal.kept.forget_captures()
                 raise

@@ -25,7 +25,8 @@ from cgplan.captures.failures import drop_locals, explain_failure, raise_caused
 from cgplan.captures.model_runs import ModelRuns, State
 from cgplan.captures.rank_sync import SINGLE_RANK, RankSync
 from cgplan.captures.rehearsal import Rehearsal
-from cgplan.errors import CaptureError
+from cgplan.captures.warm_ups import WarmUps
+from cgplan.errors import CaptureError, CaptureMemoryError
 from cgplan.graphs.ambient import AmbientState, random_state_kept
 from cgplan.graphs.fingerprint import Fingerprint
 from cgplan.graphs.footprint import OutsideLog, look
@@ -57,17 +58,19 @@ def driver_bytes(
     return lost - reserved
 
 
-class _Compilations(NamedTuple):
-    """``stopped``: functions at torch.compile's limit."""
+class _Clock(NamedTuple):
+    """Times, and compilations so far; ``stopped``: functions at torch.compile's limit."""
 
-    seconds: float
+    at: float
+    compile_seconds: float
     cached: int
     stopped: int
 
     @classmethod
-    def now(cls) -> _Compilations:
+    def now(cls) -> _Clock:
+        at = time.perf_counter()
         if "torch._dynamo" not in sys.modules:
-            return cls(0.0, 0, 0)
+            return cls(at, 0.0, 0, 0)
         utils = torch._dynamo.utils
         counts = utils.counters
         stopped = 0
@@ -75,6 +78,7 @@ class _Compilations(NamedTuple):
             if "recompile limit" in reason:
                 stopped += times
         return cls(
+            at,
             utils.calculate_time_spent().get("total_wall_time", 0.0),
             max(
                 counts["inductor"]["fxgraph_cache_hit"],
@@ -115,6 +119,11 @@ class ModelGraphs(ModelRuns):
         self.is_alone = self.together is SINGLE_RANK
         self._rehearsal: Rehearsal | None = None
         self._record: Fingerprint | None = None  # after the last rehearsal
+        self._has_failed = False
+        self.warm_ups = WarmUps(
+            config.compilation.cudagraph_num_of_warmups,
+            may_skip=self.is_alone and self.pools.can_renew,
+        )
         self._retired: list[tuple[list[Callable[[], bool]], Callable[[], None]]] = []
         self.ambient = AmbientState.now(device.type)
         self.route = choose_route(self.plan, config, self.model, backend, self._calls_breaks)
@@ -225,66 +234,122 @@ class ModelGraphs(ModelRuns):
         key: Key,
         *,
         in_service: bool = False,
-    ) -> GraphRecord:
-        """``in_service``: a failure leaves other keys as they are. Raises CaptureError; ModelError:
-        the model failed before its capture.
+    ) -> GraphRecord | None:
+        """None: captures start again with warm-ups, not ``in_service``, where a failure leaves
+        other keys as they are. Raises CaptureError; ModelError: the model failed before its
+        capture.
         """
+        refuse_forbidden_capture(f"the graph for {key[0]} {key[1]}")
+        self.addresses.is_outdated = True
+        may_skip = self.warm_ups.may_skip
+        began = _Clock.now()
+        record = None
+        with self.rehearsing() as rehearsal:
+            while record is None and self.warm_ups.may_skip is may_skip:
+                record = self._try_capture(
+                    rehearsal,
+                    key,
+                    began,
+                    in_service=in_service,
+                )
+                rehearsal.kept.restore(between_keys=True)
+        return record
+
+    def _try_capture(
+        self,
+        rehearsal: Rehearsal,
+        key: Key,
+        began: _Clock,
+        *,
+        in_service: bool,
+    ) -> GraphRecord | None:
+        """None: another look, or a warm-up, comes first."""
         mode, descriptor = key
         backend = self.backend
-        refuse_forbidden_capture(f"the graph for {mode} {descriptor}")
         self.scope.pool = self.pools.of(key)
         self.scope.entries = []
-        self.addresses.is_outdated = True
-        with self.rehearsing() as rehearsal:
-            if self.real_rows is not None:
-                self.real_rows.fill(self.views(descriptor))
-            began = time.perf_counter()
-            compiled = _Compilations.now()
-            is_warm = False
-            try:
-                rehearsal.look(key)
-                is_first = mode not in rehearsal.judged
-                with random_state_kept(backend.device, self.generators):
-                    self._run_warm_ups(rehearsal, key)
-                    warm = time.perf_counter()
-                    is_warm = True
-                    memory = backend.memory()
-                    pool_bytes = self.pools.nbytes
-                    self.inspection_seconds += time.perf_counter() - warm
-                    output = self._run_capture(rehearsal, key)
-                if is_first:
-                    rehearsal.refuse_value(mode)
-            except Exception as error:
-                failure = explain_failure(
-                    error,
-                    f"{mode} {descriptor}",
-                    capturing=is_warm,
-                    free=backend.memory().free,
-                    host_sync=rehearsal.host_sync(mode),
-                    all_freed=not in_service,
-                )
-                if rehearsal.note_failure(mode, failure if is_warm else None):
-                    drop_locals(error)
-                    rehearsal.kept.restore(between_keys=True)
-                    self.evict([key])
-                    return self.capture_key(key, in_service=in_service)
+        if self.real_rows is not None:
+            self.real_rows.fill(self.views(descriptor))
+        compiled = _Clock.now().compile_seconds
+        may_skip = not in_service and not self.facts.outside
+        warm_ups = self.warm_ups.of(key, may_skip=may_skip)
+        is_warm = False
+        try:
+            rehearsal.look(key)
+            is_first = mode not in rehearsal.judged
+            with random_state_kept(backend.device, self.generators):
+                self._run_warm_ups(rehearsal, key, warm_ups)
+                warm = time.perf_counter()
+                is_warm = True
+                memory = backend.memory()
+                before = self.pools.memory()
+                self.inspection_seconds += time.perf_counter() - warm
+                output = self._run_capture(rehearsal, key)
+            if is_first:
+                rehearsal.refuse_value(mode)
+        except Exception as error:
+            failure = explain_failure(
+                error,
+                f"{mode} {descriptor}",
+                capturing=is_warm,
+                free=backend.memory().free,
+                host_sync=rehearsal.host_sync(mode),
+                all_freed=not in_service,
+            )
+            looks_again = rehearsal.note_failure(mode, failure if is_warm else None)
+            is_cold = is_warm and not warm_ups and not isinstance(failure, CaptureMemoryError)
+            if not looks_again and not is_cold:
                 raise_caused(failure, error)
-            self._check_captured(key, output)
-            done = time.perf_counter()
+            drop_locals(error)
+            self.evict([key])
             rehearsal.kept.restore(between_keys=True)
-            record = self._record_of(key, memory, pool_bytes, compiled, warm - began)
-            self.inspection_seconds += time.perf_counter() - done
-            return record
+            if is_cold:
+                rehearsal.refuse_changed(f"{mode} {descriptor}")
+                has_compiled = _Clock.now().compile_seconds > compiled
+                is_held = self.pools.memory().held > before.held
+                self._has_failed = True
+                self.warm_ups.add(key, is_lasting=is_held or not has_compiled)
+            return None
+        self._check_captured(key, output)
+        del output  # it holds memory of the pool
+        done = time.perf_counter()
+        after = self.pools.memory()
+        if not warm_ups:
+            is_left = bool(rehearsal.news) or after.held > before.held
+            if is_left or _Clock.now().compile_seconds > compiled:
+                self._drop_cold(rehearsal, key)
+                self.warm_ups.add(key, is_lasting=is_left)
+                return None
+        seconds = warm - began.at if warm_ups or is_first else 0.0
+        growth = after.nbytes - before.nbytes
+        record = self._record_of(key, memory, growth, began, seconds)
+        self.inspection_seconds += time.perf_counter() - done
+        return record
+
+    def _drop_cold(self, rehearsal: Rehearsal, key: Key) -> None:
+        """Compute what the model keeps of a capture, then free its graph."""
+        with random_state_kept(self.backend.device, self.generators):
+            self.run_graphed(key, self.views(key[1]))
+        rehearsal.kept.count_as_run(rehearsal.changes)
+        self.evict([key])
+        rehearsal.kept.restore(between_keys=True)
+
+    def refuse_uncomputed(self) -> None:
+        """Raise CaptureError if the model keeps tensors of a failed capture."""
+        if self._has_failed and self.pools.left_bytes:
+            raise CaptureError(
+                "the model keeps tensors of a capture that failed without a warm-up, which no "
+                "kernel has computed",
+                remedy="Set compilation.cudagraph_num_of_warmups: 1, and start again.",
+            )
 
     def _run_warm_ups(
         self,
         rehearsal: Rehearsal,
         key: Key,
+        runs: int,
     ) -> None:
         kept = rehearsal.kept
-        runs = self.config.compilation.cudagraph_num_of_warmups
-        if not runs and (kept.before.is_compiled or kept.has_made):
-            runs = 1
         outside = self.facts.outside
         for _ in range(runs):
             log: Any = nullcontext()
@@ -295,7 +360,9 @@ class ModelGraphs(ModelRuns):
                 self.warm_up(key)
             if outside:
                 outside += log.outside.tensors()
-        self.backend.synchronize()
+        if runs:
+            self.warm_ups.note_run(key)
+            self.backend.synchronize()
 
     def _run_capture(
         self,
@@ -337,16 +404,15 @@ class ModelGraphs(ModelRuns):
         self,
         key: Key,
         memory: MemoryReading,
-        pool_bytes: int,
-        compiled: _Compilations,
+        growth: int,
+        began: _Clock,
         warmup_seconds: float,
     ) -> GraphRecord:
         backend = self.backend
         scope = self.scope
         scope.wrappers = list(dict.fromkeys(scope.wrappers))  # each capture adds its own
         driver = driver_bytes(backend, memory, backend.memory())
-        growth = self.pools.nbytes - pool_bytes
-        compilations = _Compilations.now()
+        now = _Clock.now()
         counts = list[int]()
         graphs = 0
         eager_pieces = 0
@@ -360,7 +426,7 @@ class ModelGraphs(ModelRuns):
                 if nodes is not None:
                     counts.append(nodes)
                 self.facts.note(*backend.notes(graph))
-        if compilations.stopped > compiled.stopped:
+        if now.stopped > began.stopped:
             self.facts.note(_STOPPED)
         is_counted = len(counts) == graphs
         return GraphRecord(
@@ -374,8 +440,8 @@ class ModelGraphs(ModelRuns):
             warmup_seconds=warmup_seconds,
             capture_seconds=capture_seconds,
             segment_nodes=tuple(counts) if is_counted else (),
-            compile_seconds=compilations.seconds - compiled.seconds,
-            cached=compilations.cached - compiled.cached,
+            compile_seconds=now.compile_seconds - began.compile_seconds,
+            cached=now.cached - began.cached,
         )
 
     def _answering(

@@ -47,6 +47,7 @@ class Rehearsal:
         self._runs = runs
         self._footprints: dict[CUDAGraphMode, Footprint] = {}
         self.judged = set[CUDAGraphMode]()
+        self._changed: Mapping[str, Change] = {}
         # met only by a capture
         self._late_syncs: dict[CUDAGraphMode, HostSyncError] = {}
 
@@ -198,10 +199,10 @@ class Rehearsal:
         padding, and for some changes under ``strict``.
         """
         is_first = mode not in self.judged
-        with self.kept.run(captures=captures, enters_made=is_first) as changed:
+        with self.kept.run(captures=captures, enters_made=is_first) as self._changed:
             yield
         if is_first:
-            self._judge(mode, changed)
+            self._judge(mode, self._changed)
 
     def _judge(self, mode: CUDAGraphMode, changed: Mapping[str, Change]) -> None:
         runs = self._runs
@@ -219,7 +220,7 @@ class Rehearsal:
                 "write into its copy",
                 remedy="Write into a tensor of the model, or return the result.",
             )
-        python = [path for path in changed if not is_ignored(path, compilation.ignore)]
+        python = list(self.changes)
         facts.changes_python |= bool(python)
         facts.aside |= found.aside
         python = runs.frozen(mode, python)
@@ -234,6 +235,27 @@ class Rehearsal:
             facts.note(
                 f"the forward changes {listed(python)}; replays do not, nor do they see it change"
             )
+
+    @property
+    def changes(self) -> dict[str, Change]:
+        """Of Python by the last run, but what is ignored."""
+        ignore = self._runs.config.compilation.ignore
+        found = self._changed.items()
+        return {path: change for path, change in found if not is_ignored(path, ignore)}
+
+    @property
+    def news(self) -> list[Change]:
+        """``changes`` that not every run makes."""
+        return [change for path, change in self.changes.items() if not self.kept.each_run(path)]
+
+    def refuse_changed(self, what: str) -> None:
+        """Raise CaptureError if the last run, which failed, left more than attributes."""
+        for change in self.news:
+            if not self.kept.before.is_attribute(change):
+                raise CaptureError(
+                    f"{what}: the capture failed without a warm-up, and left {change}",
+                    remedy="Set compilation.cudagraph_num_of_warmups: 1, and start again.",
+                )
 
     def refuse_value(self, mode: CUDAGraphMode) -> None:
         """Raise CaptureError if an input's value made something on first use."""

@@ -382,8 +382,10 @@ class CompilationConfig(Section):
     none; outputs last until their own graph's next replay, evicted graphs free memory at once, and
     memory is highest.
     """
-    cudagraph_num_of_warmups: CountOrZero = 1
-    """Eager runs of each key before its capture."""
+    cudagraph_num_of_warmups: CountOrZero | Literal["auto"] = "auto"
+    """Eager runs of each key before its capture. auto: one for the first key of each mode, and for
+    others whose capture fails, compiles, or leaves something in the model. 0: only those.
+    """
     cudagraph_copy_inputs: Flag = True
     """Calls copy tensors into static buffers. false: the caller writes into `runner.input_views`
     and passes those.

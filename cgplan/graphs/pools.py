@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 from cgplan.backends import GraphBackend
+from cgplan.backends.backend import PoolMemory
 from cgplan.errors import BackendError, CgplanError
 from cgplan.modes import Key
 
@@ -149,7 +150,19 @@ class RunnerPools:
     @property
     def nbytes(self) -> int:
         """Reserved bytes of all generations."""
-        return self._backend.pool_bytes(*self._pools.values(), *self._old)
+        return self.memory().nbytes
+
+    def memory(self) -> PoolMemory:
+        return self._backend.pool_memory(*self._pools.values(), *self._old)
+
+    @property
+    def left_bytes(self) -> int:
+        """Of blocks of earlier generations that tensors hold."""
+        return self._backend.pool_memory(*self._old).held
+
+    @property
+    def can_renew(self) -> bool:
+        return self._given is None
 
     @property
     def handles(self) -> tuple[Any, ...]:
@@ -169,7 +182,7 @@ class RunnerPools:
     def renew(self) -> None:
         """All graphs are freed: Note [Generations]."""
         self.generation += 1
-        if self._given is None:
+        if self.can_renew:
             self._old += self._pools.values()
             self._pools = {}
             self._forget_empty()

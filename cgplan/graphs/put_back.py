@@ -300,6 +300,20 @@ class PutBack:
         """Paths that no capture wrote."""
         return {written.path for written in self._written.values() if not written.captures}
 
+    def each_run(
+        self,
+        path: str,
+    ) -> bool:
+        """Whether all runs so far changed it."""
+        return self._runs[path] == self._count
+
+    def count_as_run(
+        self,
+        changed: Iterable[str],
+    ) -> None:
+        """Paths that a capture changed, and its replay computed."""
+        self._captured.difference_update(changed)
+
     def forget_captures(self) -> None:
         """Say that no graph stays: ``restore`` undoes all."""
         self._keeps_first_use = False

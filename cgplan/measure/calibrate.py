@@ -53,13 +53,13 @@ def calibrate(
     try:
         with graphs.rehearsing(), backend.session(), torch.no_grad():
             for key in keys:
-                first = graphs.capture_key(key)
+                first = _captured(graphs, key)
                 graphs.drop_all()
                 if backend.counts_driver_bytes:
                     taken = backend.memory().reserved - reserved
                     own = graphs.buffers.nbytes + graphs.copied_bytes
                     workspace = max(workspace, taken - own)
-                again = graphs.capture_key(key)
+                again = _captured(graphs, key)
                 records[key] = again
                 once += max(first.seconds - again.seconds, 0.0)
                 mode, descriptor = key
@@ -100,6 +100,12 @@ def calibrate(
     )
 
 
+def _captured(graphs: ModelGraphs, key: Key) -> GraphRecord:
+    record = graphs.capture_key(key) or graphs.capture_key(key)
+    assert record is not None, "a second try has a warm-up"
+    return record
+
+
 def _driver_rates(graphs: ModelGraphs, keys: Sequence[Key]) -> dict[CUDAGraphMode, float]:
     """Bytes of a node by mode (of a key if nodes are not counted)."""
     backend = graphs.backend
@@ -121,7 +127,7 @@ def _driver_rates(graphs: ModelGraphs, keys: Sequence[Key]) -> dict[CUDAGraphMod
                     break
                 # wrappers capture a key again in another scope
                 graphs.scope = CaptureScope(scope.pool, backend, address_check=scope.address_check)
-                captured = graphs.capture_key(key)
+                captured = _captured(graphs, key)
                 held += graphs.scope.entries
                 growth = max(captured.driver_bytes or 0, 0)
                 nodes += captured.nodes or 1

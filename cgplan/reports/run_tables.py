@@ -278,6 +278,9 @@ def _totals(report: CaptureReport) -> Iterator[Fact]:
     }
     known = [f"{name} {format_seconds(value)}" for name, value in times.items() if value]
     yield "time", ", ".join(known)
+    cold = sum(not record.warmup_seconds for record in report.records)
+    if cold:
+        yield "warm-ups", f"none for {cold} of {counted(len(report.records), 'key')}"
 
 
 def _ranks(ranks: Sequence[RankRecord]) -> RenderableType | None:

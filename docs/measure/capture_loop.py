@@ -1,10 +1,10 @@
-"""cgplan's capture session against a bare loop over the same forward: seconds and device memory.
+"""cgplan's whole start-up against a bare loop over the same forward: seconds and device memory.
 
     python docs/measure/capture_loop.py configs/decoder_0_6b.yaml
 
-The bare loop is what one would write by hand: one stream, one pool, one garbage collection, capture_begin and
-capture_end for each key, largest first, nothing kept but the graphs. Warm-ups are run by both and not counted. The
-two take turns in one process; medians are shown.
+The bare loop is what one would write by hand: one stream, one pool, one garbage collection, and for each key, largest
+first, a warm-up, capture_begin and capture_end, nothing kept but the graphs. Kernels are compiled and loaded before.
+The two take turns in one process; medians are shown.
 """
 
 import gc
@@ -35,53 +35,55 @@ def used(device):
 
 
 def bare_loop(plan, model, config, device, stream):
-    """Seconds without warm-ups, and bytes of device memory that are gone afterwards (static buffers included)."""
+    """Seconds, of them in warm-ups, and bytes of device memory that are gone afterwards (with static buffers)."""
     before = used(device)
-    specs = {**config.inputs, **config.metadata}
-    most = plan.max_capture_size
-    buffers = StaticBuffers(specs, most, min(most, plan.max_num_seqs), device)
-    pool, graphs, seconds = torch.cuda.graph_pool_handle(), [], 0.0
     torch.cuda.synchronize()
-    start = time.perf_counter()
+    began = time.perf_counter()
     gc.collect()
     gc.disable()
     gc.freeze()
-    seconds += time.perf_counter() - start
+    specs = {**config.inputs, **config.metadata}
+    most = plan.max_capture_size
+    buffers = StaticBuffers(specs, most, min(most, plan.max_num_seqs), device)
+    pool, graphs, warm_ups = torch.cuda.graph_pool_handle(), [], 0.0
     with torch.cuda.stream(stream), torch.no_grad():
         for _, descriptor in plan.keys:
             views = buffers.views(descriptor.num_tokens, descriptor.num_reqs)
             inputs = {name: views[name] for name in config.inputs}
             metadata = {name: views[name] for name in config.metadata}
+            start = time.perf_counter()
             with forward_context(CUDAGraphMode.NONE, descriptor, metadata):
                 model(**inputs)
             torch.cuda.synchronize()
-            start = time.perf_counter()
+            warm_ups += time.perf_counter() - start
             graph = torch.cuda.CUDAGraph()
             with forward_context(CUDAGraphMode.FULL, descriptor, metadata):
                 graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                 model(**inputs)
                 graph.capture_end()
             graphs.append(graph)
-            seconds += time.perf_counter() - start
+    torch.cuda.synchronize()
     gc.unfreeze()
     gc.enable()
-    torch.cuda.synchronize()
+    seconds = time.perf_counter() - began
     taken = used(device) - before
     for graph in graphs:
         graph.reset()
-    return seconds, taken
+    return seconds, warm_ups, taken
 
 
 def session(plan, model, config, backend):
-    """The same for cgplan: the whole session less the warm-ups and what only its report reads."""
+    """The same for cgplan, its report included."""
     before = used(backend.device)
-    start = time.perf_counter()
+    torch.cuda.synchronize()
+    began = time.perf_counter()
     runner = CaptureSession(plan, model, backend, config).run()
-    seconds = time.perf_counter() - start
+    torch.cuda.synchronize()
+    seconds = time.perf_counter() - began
     taken = used(backend.device) - before
     report = runner.report
     runner.close()
-    return seconds - report.warmup_seconds - report.inspection_seconds, taken, report
+    return seconds, report.warmup_seconds, taken, report
 
 
 def main(path, *overrides):
@@ -92,24 +94,25 @@ def main(path, *overrides):
     stream = torch.cuda.Stream()  # one for all rounds: each stream has a library workspace of its own
     bare_loop(plan, model, config, backend.device, stream)  # compiles kernels and makes handles
     bare, ours = [], []
+    session(plan, model, config, backend)
     for _ in range(ROUNDS):
         bare.append(bare_loop(plan, model, config, backend.device, stream))
         ours.append(session(plan, model, config, backend))
-    report = ours[-1][2]
-    bare_s, ours_s = (statistics.median(r[0] for r in rows) for rows in (bare, ours))
-    bare_b, ours_b = (statistics.median(r[1] for r in rows) for rows in (bare, ours))
-    captures = statistics.median(r[2].capture_seconds for r in ours)
+    report = ours[-1][3]
     env, first = report.environment, report.records[0]
-    pool, static, driver = (b / 2**20 for b in (report.pool_bytes, report.static_bytes, report.driver_bytes))
     print(f"{env.device}, torch {env.torch}, driver {env.driver}; {path}: {len(plan.keys)} graphs, {ROUNDS} rounds")
-    print(f"bare loop       {bare_s:7.3f} s   {bare_b / 2**20:8.1f} MiB")
-    print(f"cgplan session  {ours_s:7.3f} s   {ours_b / 2**20:8.1f} MiB   (begin to end alone: {captures:.3f} s)")
-    print(f"ratio           {ours_s / bare_s:7.3f}     {ours_b / bare_b:8.3f}")
+    medians = []
+    for name, rows in (("bare loop", bare), ("cgplan session", ours)):
+        seconds, warm_ups, taken = (statistics.median(row[i] for row in rows) for i in range(3))
+        medians.append((seconds, taken))
+        print(f"{name:15s} {seconds:7.3f} s, of it warm-ups {warm_ups:.3f} s   {taken / 2**20:8.1f} MiB")
+    ratios = [theirs[0] / mine[0] for mine, theirs in zip(bare, ours, strict=True)]
+    print(f"ratio           {medians[1][0] / medians[0][0]:7.3f} (by rounds {min(ratios):.2f} to {max(ratios):.2f})")
+    print(f"memory          {medians[1][1] / medians[0][1]:8.3f}; {first.nodes} kernel nodes at the largest size")
+    cold = sum(not record.warmup_seconds for record in report.records)
     print(
-        f"not counted: warm-ups {report.warmup_seconds:.3f} s, reading for the report {report.inspection_seconds:.3f} s"
-    )
-    print(
-        f"pool {pool:.1f}, static {static:.2f}, driver {driver:.1f} MiB; {first.nodes} kernel nodes at the largest size"
+        f"of the session: captures {report.capture_seconds:.3f} s, reading for the report "
+        f"{report.inspection_seconds:.3f} s; {cold} keys without a warm-up"
     )
     print("rounds: bare", [round(r[0], 3) for r in bare], "cgplan", [round(r[0], 3) for r in ours])
 

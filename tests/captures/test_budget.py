@@ -400,7 +400,7 @@ def test_under_a_budget_running_out_of_memory_at_large_sizes_leaves_small_ones()
 
 
 class RunsOut(Model):
-    """Memory runs out at one size, in the given calls with it (the first is the warm-up)."""
+    """Memory runs out at one size, in the given calls with it."""
 
     def __init__(self, rows: int, calls: set[int]) -> None:
         super().__init__()
@@ -435,7 +435,12 @@ def test_a_second_failure_gives_graphs_up() -> None:
     def forward(x: Tensor) -> Any:
         return again(x) if len(x) == 8 else model(x)
 
-    runner = open_runner({"memory": "1GiB"}, backend=backend, model=forward)
+    runner = open_runner(
+        {"memory": "1GiB"},
+        backend=backend,
+        model=forward,
+        compilation={"cudagraph_num_of_warmups": 1},
+    )
     assert captured_sizes(runner) == []
     assert reserved(backend) == before
     assert len(budget_of(runner).stops) == 2

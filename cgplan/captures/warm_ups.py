@@ -1,0 +1,67 @@
+"""Which keys run ahead of their captures.
+
+Note [Captures without a warm-up]
+    A capture computes nothing before its first replay, and graphs of a pool write over each other's
+    memory. So a capture without a warm-up stands only if it left nothing that others might read: no
+    change of Python, no memory of the pool, no compilation. A compilation alone: the key is
+    captured again, after a warm-up. Else all keys are captured again with warm-ups, in a new pool:
+    what the model keeps has been replayed once, and lies where no graph writes.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from cgplan.modes import Key
+
+
+class WarmUps:
+    """Args:
+        asked: Runs of each key; ``auto``: for the first one of a mode.
+
+    Attributes:
+        may_skip: Keys may do without; all graphs can be freed for a new start.
+    """
+
+    def __init__(
+        self,
+        asked: int | Literal["auto"],
+        *,
+        may_skip: bool,
+    ) -> None:
+        self._asked = asked
+        self.may_skip = may_skip
+        self._keys = set[Key]()  # that need one
+        self._kinds = set[object]()  # that had one
+
+    def of(
+        self,
+        key: Key,
+        *,
+        may_skip: bool,
+    ) -> int:
+        asked = self._asked
+        if asked != "auto" and asked > 0:
+            return asked
+        if not self.may_skip or not may_skip or key in self._keys:
+            return 1
+        return int(asked == "auto" and _kind_of(key) not in self._kinds)
+
+    def note_run(self, key: Key) -> None:
+        self._kinds.add(_kind_of(key))
+
+    def add(
+        self,
+        key: Key,
+        *,
+        is_lasting: bool,
+    ) -> None:
+        """``key`` needs one; if that is lasting, all do, and captures start again."""
+        self._keys.add(key)
+        if is_lasting:
+            self.may_skip = False
+
+
+def _kind_of(key: Key) -> object:
+    mode, descriptor = key
+    return mode, descriptor.uniform, descriptor.num_active_loras

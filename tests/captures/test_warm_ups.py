@@ -1,0 +1,221 @@
+"""Which keys run ahead of their captures, and what a capture without a warm-up must not leave."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cgplan import Input
+from cgplan.backends import GraphBackend, select_backend
+from cgplan.config import validate_config
+from cgplan.errors import CaptureError
+from cgplan.graphs.pools import GraphPool
+from cgplan.planning import build_plan
+from cgplan.runner.runner import GraphRunner
+from cgplan.runner.session import CaptureSession
+
+SIZES = (2, 4, 8, 16)
+
+
+def open_runner(
+    backend: GraphBackend, model: Callable[..., Any], pool: GraphPool | None = None, **settings: Any
+) -> GraphRunner:
+    config = validate_config(
+        {
+            "inputs": {"x": Input(shape=("num_tokens", 4), dtype="float32", pad=0)},
+            "compilation": {"cudagraph_capture_sizes": SIZES, "outputs": "clone", **settings},
+            "device": str(backend.device),
+        }
+    )
+    return CaptureSession(build_plan(config), model, backend, config, pool=pool).run()
+
+
+def without_warm_up(runner: GraphRunner) -> list[int]:
+    records = runner.report.records
+    return [record.descriptor.num_tokens for record in records if not record.warmup_seconds]
+
+
+def serves_right(
+    backend: GraphBackend, runner: GraphRunner, model: Callable[..., Any], scale: float
+) -> None:
+    """Graphs and eager calls, the model's own before and after other sizes' replays."""
+    with closing(runner), torch.no_grad():
+        for size in (3, 16, 1, 8, 4, 2, 16, 7):
+            x = torch.randn(size, 4, device=backend.device)
+            torch.testing.assert_close(runner(x=x), x * scale)
+        for size in SIZES:
+            x = torch.randn(size, 4, device=backend.device)
+            torch.testing.assert_close(model(x), x * scale)
+
+
+class Plain(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 3
+
+
+class Counting:
+    """``x * 3``; notes the rows of each run in Python."""
+
+    def __init__(self) -> None:
+        self.runs: tuple[int, ...] = ()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self.runs += (len(x),)
+        return x * 3
+
+
+def test_the_first_key_of_a_mode_warms_up_for_all(backend: GraphBackend) -> None:
+    seen = list[int]()
+
+    def model(x: Tensor) -> Tensor:
+        seen.append(len(x))
+        return x * 3
+
+    runner = open_runner(backend, model, ignore=["model.<seen>.*", "len(model.<seen>)"])
+    assert without_warm_up(runner) == [8, 4, 2]
+    assert seen == [16, 16, 16, 8, 4, 2]  # a look, a warm-up, captures
+    assert "none for 3 of 4 keys" in str(runner.report)
+    serves_right(backend, runner, model, 3)
+
+
+def test_what_each_run_changes_asks_for_no_warm_up(backend: GraphBackend) -> None:
+    model = Counting()
+    runner = open_runner(backend, model, ignore=[])
+    assert without_warm_up(runner) == [8, 4, 2]
+    serves_right(backend, runner, model, 3)
+
+
+def test_a_given_number_of_warm_ups_is_kept(backend: GraphBackend) -> None:
+    model = Counting()
+    runs = list[int]()
+
+    def counted(x: Tensor) -> Tensor:
+        output = model(x)
+        runs.append(len(x))
+        return output
+
+    with closing(open_runner(backend, counted, cudagraph_num_of_warmups=2)):
+        assert [runs.count(size) for size in (16, 8, 4, 2)] == [4, 3, 3, 3]
+
+
+class DictCache(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales: dict[int, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) not in self.scales:
+            self.scales[len(x)] = torch.full((len(x), 1), 3.0, device=x.device)
+        return x * self.scales[len(x)]
+
+
+class HiddenCache(nn.Module):
+    """No walk over the model sees it, nor does the look at the largest size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+        @lru_cache
+        def scale(size: int, device: torch.device) -> Tensor:
+            return torch.full((size, 1), 3.0, device=device)
+
+        self.scale = scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale(len(x), x.device) if len(x) < 16 else x * 3
+
+
+@pytest.mark.parametrize("kind", [DictCache, HiddenCache])
+@pytest.mark.parametrize("is_used", [False, True])
+@pytest.mark.parametrize("warm_ups", ["auto", 0])
+def test_what_a_model_keeps_for_a_size_is_computed_where_no_graph_writes(
+    backend: GraphBackend, kind: type[nn.Module], is_used: bool, warm_ups: Any
+) -> None:
+    model = kind().eval()
+    if is_used:
+        model(torch.zeros(16, 4, device=backend.device))
+    runner = open_runner(backend, model, cudagraph_num_of_warmups=warm_ups)
+    assert not without_warm_up(runner)
+    serves_right(backend, runner, model, 3)
+
+
+@pytest.mark.gpu
+def test_a_size_that_compiles_is_captured_again() -> None:
+    backend = select_backend("cuda")
+
+    @torch.compile(backend="eager", dynamic=False)
+    def scaled(x: Tensor) -> Tensor:
+        return x * 3 if len(x) > 4 else x + x + x
+
+    def model(x: Tensor) -> Tensor:
+        return scaled(x)
+
+    torch._dynamo.reset()
+    runner = open_runner(backend, model)
+    assert not without_warm_up(runner)
+    serves_right(backend, runner, model, 3)
+
+
+class Tuned(nn.Module):
+    """Reads a number of the device for each new size, as autotuning does; may keep a tensor."""
+
+    def __init__(self, keeps: str = "") -> None:
+        super().__init__()
+        self.keeps = keeps
+        self.sizes: list[int] = []
+
+        @lru_cache
+        def tuned(size: int, device: torch.device) -> tuple[float, Tensor | None]:
+            scale = torch.full((size,), 3.0, device=device)
+            return scale.max().item(), scale if keeps == "tensor" else None
+
+        @lru_cache
+        def kept(size: int, device: torch.device) -> Tensor:
+            return torch.ones(size, 1, device=device)
+
+        self.tuned, self.kept = tuned, kept
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.keeps == "tensor" and len(x) < 16:
+            x = x * self.kept(len(x), x.device)
+        if self.keeps == "list" and len(x) not in self.sizes:
+            self.sizes.append(len(x))
+        return x * self.tuned(len(x), x.device)[0]
+
+
+def test_a_capture_that_fails_without_a_warm_up_has_one(backend: GraphBackend) -> None:
+    model = Tuned().eval()
+    model(torch.zeros(16, 4, device=backend.device))
+    runner = open_runner(backend, model)
+    assert not without_warm_up(runner)
+    serves_right(backend, runner, model, 3)
+
+
+@pytest.mark.parametrize("keeps", ["tensor", "list"])
+def test_what_a_failed_capture_leaves_is_refused(backend: GraphBackend, keeps: str) -> None:
+    model = Tuned(keeps).eval()
+    model(torch.zeros(16, 4, device=backend.device))
+    with pytest.raises(CaptureError, match="without a warm-up") as caught:
+        open_runner(backend, model)
+    assert "cudagraph_num_of_warmups: 1" in caught.value.remedy
+    again = Tuned(keeps).eval()
+    again(torch.zeros(16, 4, device=backend.device))
+    runner = open_runner(backend, again, cudagraph_num_of_warmups=1)
+    serves_right(backend, runner, again, 3)
+
+
+def test_keys_in_service_and_in_a_shared_pool_warm_up(backend: GraphBackend) -> None:
+    model = Plain().eval()
+    with closing(open_runner(backend, model, capture_policy="lazy")) as runner:
+        for size in SIZES:
+            runner(x=torch.zeros(size, 4, device=backend.device))
+        assert len(runner.report.records) == 4
+        assert not without_warm_up(runner)
+    with closing(open_runner(backend, model, GraphPool(backend))) as runner:
+        assert not without_warm_up(runner)
