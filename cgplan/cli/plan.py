@@ -116,7 +116,8 @@ def run_plan(
         raise RegretError(
             "no number of graphs that was tried holds the SLO; with the plan that is shown "
             f"{missed}",
-            remedy="Serve fewer requests a replica (--replicas), or loosen the SLO.",
+            remedy="Serve fewer requests a replica (--replicas), try bounds that the report "
+            "names, or loosen the SLO.",
         )
 
 

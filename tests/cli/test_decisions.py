@@ -410,6 +410,13 @@ def test_rows_name_the_steps_that_were_not_measured(home: Path) -> None:
     assert re.search(r"extrapolated, as larger than those measured: .*\d+\.\d% of the steps", shown)
 
 
+def test_the_first_line_tells_another_mode_from_the_graphs_that_were_asked_for() -> None:
+    assert " asked for)" not in good(*GIVEN, "--mode", "keep").stdout
+    decode = ("--set", "compilation.cudagraph_mode=FULL_DECODE_ONLY", "--mode", "best")
+    first = good(*GIVEN, *decode).stdout.partition(",")[0]
+    assert re.search(r"vllm ladder's (\d+) in mode FULL\w* \((?!\1)\d+ asked for\)", first)
+
+
 def test_tensorrt_gets_the_whole_budget_for_decode(home: Path) -> None:
     """Unless prefill graphs are asked for, which it captures besides."""
     bounds = (
