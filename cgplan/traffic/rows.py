@@ -97,6 +97,7 @@ class Form(Generic[R]):
 
         ``ignored`` as in ``match``. Raises ``error`` for a wrong column or cell.
         """
+        columns = self.columns
         matched: dict[tuple[str, ...], dict[str, int]] = {}
         places: list[str] = []
         cells: list[dict[str, Any]] = []
@@ -113,7 +114,7 @@ class Form(Generic[R]):
             for column, place in matched[names].items():
                 cell = values[place]
                 if cell not in (None, "") or column in self.required:
-                    row[self.columns[column]] = cell
+                    row[columns[column]] = cell
             places.append(where)
             cells.append(row)
         yield from self._typed(places, cells)
@@ -271,6 +272,7 @@ def _csv_rows(
         delimiter=separator,
         skipinitialspace=True,
     )
+    name = str(path)  # once
     names: tuple[str, ...] = ()
     try:
         for fields in reader:
@@ -278,7 +280,7 @@ def _csv_rows(
             if not any(values):
                 continue
             names = names or values
-            where = f"{path}:{reader.line_num}"
+            where = f"{name}:{reader.line_num}"
             if len(values) != len(names):
                 raise error(
                     f"{where}: {len(values)} fields, but the header has {len(names)}",

@@ -330,7 +330,8 @@ def test_long_traces_are_planned_by_their_first_requests(monkeypatch: pytest.Mon
     assert "modes were weighed for the first 60 requests" in decisions(plan)
     assert "other bounds were not tried, with more than 60 requests" in decisions(plan)
     sizes.clear()
-    plan_of(*GIVEN, "--max-graphs", "8", "--mode", "keep")
+    kept = plan_of(*GIVEN, "--max-graphs", "8", "--mode", "keep")
+    assert any("higher loads are of its first 60 requests" in note for note in kept.notes)
     assert set(sizes[:-1]) == {60}
     assert sizes[-1] == 100
 
