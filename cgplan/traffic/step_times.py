@@ -400,11 +400,12 @@ class StepTimes(Record):
 
     Times are linear between points. Beyond the last point of a mode they have its last slope, and
     eager and PIECEWISE steps take at least as long as a FULL graph, which does the same work on the
-    device. What a graph saves there shrinks by what eager (or PIECEWISE) steps grow: where they
-    grow the device bounds them, and no graph makes it faster. A LoRA case takes the time of the
-    next larger case that was measured, else of the largest, else ``1 + lora_overhead`` times that
-    without adapters. PIECEWISE below its first point, or without points, is FULL plus a quarter of
-    the time that eager takes longer, at most the first point.
+    device. What a graph saves over an eager step shrinks there by what eager steps grow: where they
+    grow the device bounds them. A FULL graph saves no more over a PIECEWISE one than before.
+
+    A LoRA case takes the time of the next larger case that was measured, else of the largest, else
+    ``1 + lora_overhead`` times that without adapters. PIECEWISE below its first point, or without
+    points, is FULL plus a quarter of the time that eager takes longer, at most the first point.
 
     Attributes:
         source: Where the figures come from, in words.
@@ -561,7 +562,8 @@ class StepTimes(Record):
                 before = slower_factor * slower.at(np.array([last]))
                 after = slower_factor * slower.at(tokens)
                 saved = np.maximum(before - factor * longest, 0.0)
-                saved = np.maximum(saved - (after - before), 0.0)
+                if other is CUDAGraphMode.NONE:
+                    saved = np.maximum(saved - (after - before), 0.0)
                 beyond = np.maximum(beyond, after - saved)
         if of_full is not None:
             beyond = np.maximum(beyond, of_full)
