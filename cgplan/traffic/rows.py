@@ -97,7 +97,6 @@ class Form(Generic[R]):
 
         ``ignored`` as in ``match``. Raises ``error`` for a wrong column or cell.
         """
-        columns = self.columns
         matched: dict[tuple[str, ...], dict[str, int]] = {}
         places: list[str] = []
         cells: list[dict[str, Any]] = []
@@ -114,7 +113,7 @@ class Form(Generic[R]):
             for column, place in matched[names].items():
                 cell = values[place]
                 if cell not in (None, "") or column in self.required:
-                    row[columns[column]] = cell
+                    row[self.columns[column]] = cell
             places.append(where)
             cells.append(row)
         yield from self._typed(places, cells)
@@ -272,7 +271,7 @@ def _csv_rows(
         delimiter=separator,
         skipinitialspace=True,
     )
-    name = str(path)  # once
+    name = str(path)
     names: tuple[str, ...] = ()
     try:
         for fields in reader:

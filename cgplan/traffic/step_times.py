@@ -58,7 +58,7 @@ LORA_OVERHEAD = 0.1
 # of the time that eager takes longer than FULL; 0.10 to 0.22 in DEFAULT_POINTS
 PIECEWISE_SHARE = 0.25
 WORTH_A_NOTE = 0.05  # relative change of a measured point
-FEW = 16  # tokens, below which steps are as long
+FEW = 16  # tokens
 _OF_LOG = (
     "steps are medians of what vLLM's engine waited for one; its sizes and mode tell which "
     "graph ran it"
@@ -385,7 +385,7 @@ class TimeCurve(Record):
             )
         first, last = self.points[0][0], self.points[-1][0]
         if first > FEW and self.mode is not CUDAGraphMode.PIECEWISE:
-            yield f"{name} below {first} tokens was not measured, and was taken to be as long"
+            yield f"{name} below {first} tokens was not measured: taken as long"
         if len(self.points) < 2:
             yield f"{name} was measured at {last} tokens only"
         else:
@@ -400,8 +400,8 @@ class StepTimes(Record):
 
     Times are linear between points. Beyond the last point of a mode they have its last slope, and
     eager and PIECEWISE steps take at least as long as a FULL graph, which does the same work on the
-    device. What a graph saves over an eager step shrinks there by what eager steps grow: where they
-    grow the device bounds them. A FULL graph saves no more over a PIECEWISE one than before.
+    device. A graph saves less there by what eager steps grow: the device bounds those. A FULL graph
+    saves no more over a PIECEWISE one.
 
     A LoRA case takes the time of the next larger case that was measured, else of the largest, else
     ``1 + lora_overhead`` times that without adapters. PIECEWISE below its first point, or without
@@ -442,9 +442,9 @@ class StepTimes(Record):
             curve = TimeCurve(mode=mode, num_active_loras=case, points=tuple(ascending))
             curves.append(curve)
             floor = ""
-            if CUDAGraphMode.NONE in modes and mode is CUDAGraphMode.FULL:
+            if mode is CUDAGraphMode.FULL:
                 floor = "; it saves less where eager steps grow"
-            elif CUDAGraphMode.FULL in modes and mode is not CUDAGraphMode.FULL:
+            elif CUDAGraphMode.FULL in modes:
                 floor = ", and at least the time of a FULL graph"
             said += curve.notes(raw, floor)
         if modes == {CUDAGraphMode.NONE, CUDAGraphMode.FULL}:
