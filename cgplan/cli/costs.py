@@ -52,6 +52,11 @@ def costs_of(loaded: LoadedConfig, given: str | None) -> Priced:
     log = StartLog.parse(text)
     if log:
         return Priced(MeasuredCosts.from_vllm_log(log, loaded.config, given))
+    if not text.lstrip().startswith("{"):
+        raise ReportError(
+            f"{given}: neither JSON nor a log of vLLM with `Graph capturing finished`",
+            remedy=_REMEDY,
+        )
     report = parse_report(text, given)
     if report.kind == "bench":
         report = report.capture

@@ -433,7 +433,5 @@ class VllmOptions:
 
             return read_vllm(self.vllm, overrides=overrides, **options)
         if options:
-            raise BadParameter(
-                "--max-num-seqs and the like are vLLM's options: give --vllm JSON with them"
-            )
+            raise BadParameter("--max-num-seqs and the like are vLLM's options: add --vllm '{}'")
         return None

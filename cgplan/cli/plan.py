@@ -116,7 +116,8 @@ def run_plan(
         raise RegretError(
             "no number of graphs that was tried holds the SLO; with the plan that is shown "
             f"{missed}",
-            remedy="Serve fewer requests a replica (--replicas), or loosen the SLO.",
+            remedy="Serve fewer requests a replica (--replicas), try bounds that the report "
+            "names, or loosen the SLO.",
         )
 
 
@@ -306,7 +307,8 @@ def _for_traffic(
     priced: Priced,
     rules: dict[str, bool],
 ) -> Plan:
-    from cgplan.cli.decisions import Planner  # numpy from here on
+    from cgplan.cli.decisions import LARGE, Planner  # numpy from here on
+    from cgplan.traffic.simulation import RequestTrace
 
     times = _times_of(loads, config, priced.machine)
     sources = _sources(config, loads, build_plan(config))
@@ -319,7 +321,12 @@ def _for_traffic(
         sources,
         rules,
     ).decide(config)
-    return plan.model_copy(update={"machine": priced.machine})
+    notes = plan.notes
+    for source, _ in sources:
+        if isinstance(source, RequestTrace) and len(source.requests) > LARGE:
+            of_first = f"the first plan and higher loads are of its first {LARGE:,} requests"
+            notes = (f"{source.source}: {of_first}", *notes)
+    return plan.model_copy(update={"machine": priced.machine, "notes": notes})
 
 
 # --- traffic and step times -----------------------------------------------------------------------

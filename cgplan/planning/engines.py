@@ -121,6 +121,8 @@ def read_vllm(
     if num_speculative_tokens:
         method = None if speculative_method in _METHODS_OF_V1 else speculative_method
         data["speculative"] = {"num_speculative_tokens": num_speculative_tokens, "method": method}
+    elif speculative_method:
+        notes.append("--num-speculative-tokens was not given: none were taken")
     if num_speculative_tokens and speculative_method is None and runner == "v2":
         notes.append(
             "the speculative method was not given: graphs of a draft model, which eagle and mtp "

@@ -177,16 +177,19 @@ def said(plan: Plan, brief: bool = False) -> list[Fact]:
     return [*decided, *told[:shown], ("", f"and {left} more, which --verbose shows")]
 
 
-def _headline(plan: Plan, ladders: Sequence[LadderPoint]) -> str:
+def _headline(plan: Plan, evidence: Evidence) -> str:
     asked = plan.config.get("compilation", {}).get("cudagraph_capture_sizes") or "vllm"
     whose = f"the {asked} ladder's"
     if not isinstance(asked, str):
         asked = "configured"
         whose = "the configured sizes'"
-    ladder = next((ladder for ladder in ladders if ladder.name == asked), None)
+    ladder = next((ladder for ladder in evidence.ladders if ladder.name == asked), None)
     graphs = counted(len(plan.keys), "graph")
-    if ladder:
+    if ladder and ladder.graphs:
         graphs += f" instead of {whose} {ladder.graphs}"
+    for point in evidence.service:
+        if ladder and point.name == "asked for" and point.graphs != ladder.graphs:
+            graphs += f" in mode {plan.mode} ({point.graphs} asked for)"
     cost = plan.predicted
     if not cost:
         hint = "; --costs tells start-up time and memory" if ladder else ""
@@ -332,7 +335,7 @@ def _answer(
     rows += [row for row in head_rows(plan) if row[0] == "mode"]
     if sizes:
         rows.append(("sizes", sizes))
-    yield facts(_headline(plan, evidence.ladders), rows)
+    yield facts(_headline(plan, evidence), rows)
     if not evidence.graphs:
         yield Text("No graph: every batch runs eagerly.")
     yield _ladders(evidence)

@@ -271,6 +271,7 @@ def _csv_rows(
         delimiter=separator,
         skipinitialspace=True,
     )
+    name = str(path)
     names: tuple[str, ...] = ()
     try:
         for fields in reader:
@@ -278,7 +279,7 @@ def _csv_rows(
             if not any(values):
                 continue
             names = names or values
-            where = f"{path}:{reader.line_num}"
+            where = f"{name}:{reader.line_num}"
             if len(values) != len(names):
                 raise error(
                     f"{where}: {len(values)} fields, but the header has {len(names)}",

@@ -354,16 +354,16 @@ class _Rank:
         decodes = len(self.decoding)
         tokens = bounds.query_len * decodes
         left = bounds.max_num_batched_tokens
+        uniform = True
         if bounds.mixes:
-            tokens = min(tokens, left)
+            uniform = tokens <= left
+            tokens = tokens if uniform else left
             left -= tokens
-        self.prefill = None
-        self.decodes = False
+        prefill = None
         if self.waiting or self.under_way is not None:
-            self.prefill = self._prefill(left, now)
-        prefill = self.prefill
+            prefill = self._prefill(left, now)
+        self.prefill = prefill
         repeats = NEVER
-        uniform = tokens == bounds.query_len * decodes
         requests = decodes
         adapters = len(self.adapters)
         if prefill:
@@ -375,9 +375,11 @@ class _Rank:
             requests = decodes + len(prefill.requests)
             adapters = prefill.adapters
             repeats = prefill.repeats
+        self.decodes = decodes > 0
         if decodes:
-            self.decodes = True
-            repeats = min(repeats, self.decoding[0].last - self.decoded)
+            until_next = self.decoding[0].last - self.decoded
+            if until_next < repeats:
+                repeats = until_next
             if self.is_bounded:
                 repeats = min(repeats, int(self._steps_in_memory()))
         self.repeats = repeats
@@ -447,9 +449,10 @@ class _Rank:
             names: Iterable[int] = self.waiting
             if len(adapters) > self.max_loras:
                 names = adapters.intersection(self.waiting)
-            first = min([self.waiting[name][0] for name in names], default=None)
-            if first is None:
+            firsts = [self.waiting[name][0] for name in names]
+            if not firsts:
                 break
+            first = min(firsts)
             request = self.requests[first]
             memory -= request.context_tokens
             if memory < 0:
@@ -466,7 +469,8 @@ class _Rank:
             if since is None:
                 since = self.arrivals.times[first]
                 self.last_admission = now
-            self.longest_wait = max(self.longest_wait, now - since)
+            if now - since > self.longest_wait:
+                self.longest_wait = now - since
         return admitted
 
     def _end_prefill(
@@ -603,16 +607,19 @@ class _Engine:
             if self.is_open:
                 # the first step that begins at or after the next arrival is another one
                 until = arrivals.next - self.now
-                repeats = min(repeats, -(-until // ran.length))
+                if until < repeats * ran.length:
+                    repeats = -(-until // ran.length)
+            lasted = repeats * ran.length
             ran.count += repeats
-            self.now += repeats * ran.length
-            self.busy += repeats * ran.length
+            self.now += lasted
+            self.busy += lasted
             for rank in ranks:
                 rank.end(repeats, self.now)
 
     def _schedule(self) -> _Shape | None:
         """The next step of all ranks; None: there is no request."""
-        first, *others = self.ranks
+        first = self.ranks[0]
+        others = self.ranks[1:]
         shape = first.schedule(self.now)
         self.repeats = first.repeats
         # the balancer looks at a request when it comes
@@ -638,10 +645,12 @@ class _Engine:
         if not any(rank.waiting for rank in self.ranks):
             self.last_empty = self.last_step
             self.came_before = arrivals.came
+        rank = self.ranks[0]
         for index in arrivals.until(self.now):
-            rank = min(self.ranks, key=attrgetter("load"))
+            if len(self.ranks) > 1:
+                rank = min(self.ranks, key=attrgetter("load"))
+                self.ranks.append(self.ranks.pop(0))
             rank.wait(index)
-            self.ranks.append(self.ranks.pop(0))
         if arrivals.next == NEVER:
             for rank in self.ranks:
                 self.length += sum(map(len, rank.waiting.values()))

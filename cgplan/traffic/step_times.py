@@ -58,6 +58,7 @@ LORA_OVERHEAD = 0.1
 # of the time that eager takes longer than FULL; 0.10 to 0.22 in DEFAULT_POINTS
 PIECEWISE_SHARE = 0.25
 WORTH_A_NOTE = 0.05  # relative change of a measured point
+FEW = 16  # tokens
 _OF_LOG = (
     "steps are medians of what vLLM's engine waited for one; its sizes and mode tell which "
     "graph ran it"
@@ -382,7 +383,9 @@ class TimeCurve(Record):
                 f"{name} at {size} tokens took {value:.0f} us, a smaller batch {height:.0f} us: "
                 "raised to that, since more tokens do not take less time"
             )
-        last = self.points[-1][0]
+        first, last = self.points[0][0], self.points[-1][0]
+        if first > FEW and self.mode is not CUDAGraphMode.PIECEWISE:
+            yield f"{name} below {first} tokens was not measured: taken as long"
         if len(self.points) < 2:
             yield f"{name} was measured at {last} tokens only"
         else:
@@ -397,10 +400,12 @@ class StepTimes(Record):
 
     Times are linear between points. Beyond the last point of a mode they have its last slope, and
     eager and PIECEWISE steps take at least as long as a FULL graph, which does the same work on the
-    device. A LoRA case takes the time of the next larger case that was measured, else of the
-    largest, else ``1 + lora_overhead`` times that without adapters. PIECEWISE below its first
-    point, or without points, is FULL plus a quarter of the time that eager takes longer, at most
-    the first point.
+    device. A graph saves less there by what eager steps grow: the device bounds those. A FULL graph
+    saves no more over a PIECEWISE one.
+
+    A LoRA case takes the time of the next larger case that was measured, else of the largest, else
+    ``1 + lora_overhead`` times that without adapters. PIECEWISE below its first point, or without
+    points, is FULL plus a quarter of the time that eager takes longer, at most the first point.
 
     Attributes:
         source: Where the figures come from, in words.
@@ -437,7 +442,9 @@ class StepTimes(Record):
             curve = TimeCurve(mode=mode, num_active_loras=case, points=tuple(ascending))
             curves.append(curve)
             floor = ""
-            if CUDAGraphMode.FULL in modes and mode is not CUDAGraphMode.FULL:
+            if mode is CUDAGraphMode.FULL:
+                floor = "; it saves less where eager steps grow"
+            elif CUDAGraphMode.FULL in modes:
                 floor = ", and at least the time of a FULL graph"
             said += curve.notes(raw, floor)
         if modes == {CUDAGraphMode.NONE, CUDAGraphMode.FULL}:
@@ -478,10 +485,12 @@ class StepTimes(Record):
         steps = [Run(mode, 0, size, time) for (mode, size), time in logged_steps(text)]
         if steps:
             return cls.measured(_points(steps, median), f"the log of vLLM, {path}", [_OF_LOG])
-        if "iteration elapsed time:" in text:
-            problem = "no start before its iterations, or none without speculative tokens"
+        if "iteration elapsed time:" in text or "Initializing a V1 LLM engine" in text:
             raise StepTimeError(
-                f"{path}: a log of vLLM with {problem}", remedy="Give the log from its first line."
+                f"{path}: a log of vLLM without an iteration after its start, or all of them have "
+                "speculative tokens",
+                remedy="Run vLLM with --enable-logging-iteration-details, and give the log from "
+                "its first line.",
             )
         is_json = text.lstrip().startswith(("{", "["))
         rows = _json_rows(text, path) if is_json else raw_rows(text, path, StepTimeError)
@@ -543,10 +552,22 @@ class StepTimes(Record):
             first, time = curve.points[0]
             small = np.minimum(between, factor * time)
             found = np.where(tokens < first, small, found)
-        if of_full is None:
-            return found
-        last = curve.points[-1][0]
-        return np.where(tokens > last, np.maximum(found, of_full), found)
+        last, longest = curve.points[-1]
+        beyond = found
+        for other in (CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE):
+            if other is mode:
+                break
+            slower, slower_factor = self._curve_of(other, num_active_loras)
+            if slower is not None:
+                before = slower_factor * slower.at(np.array([last]))
+                after = slower_factor * slower.at(tokens)
+                saved = np.maximum(before - factor * longest, 0.0)
+                if other is CUDAGraphMode.NONE:
+                    saved = np.maximum(saved - (after - before), 0.0)
+                beyond = np.maximum(beyond, after - saved)
+        if of_full is not None:
+            beyond = np.maximum(beyond, of_full)
+        return np.where(tokens > last, beyond, found)
 
     def measured_to(self, mode: CUDAGraphMode, num_active_loras: int = 0) -> int:
         """The largest size whose time is not extrapolated."""

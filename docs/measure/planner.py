@@ -2,12 +2,14 @@
 
     python docs/measure/planner.py [--step-times bench.json] [--costs capture.json]
     python docs/measure/planner.py --extreme    two lanes of 8,192 sizes, keys of unequal cost, a memory budget
+    python docs/measure/planner.py --million FILE    write a trace of a million requests, drawn from the real one
 
 Expected step time, padding, graphs and, with --costs, start-up and memory; "third" is the optimum with at most a third
 of the vllm ladder's graphs. Step times default to those of a decoder in Qwen3-0.6B's shape on one H200.
 """
 
 import argparse
+import csv
 import time
 from pathlib import Path
 
@@ -65,12 +67,29 @@ def extreme():
         )
 
 
+def write_million(file):
+    """Lengths are those of random requests of the trace, arrivals a Poisson process of its rate."""
+    header, *rows = csv.reader(TRACE.open())
+    rng = np.random.default_rng(0)
+    picked = rng.integers(len(rows), size=1_000_000)
+    seconds = np.cumsum(rng.exponential(1 / 2.57, size=picked.size))
+    with open(file, "w", newline="") as opened:
+        writer = csv.writer(opened)
+        writer.writerow(header)
+        for index, arrival in zip(picked, seconds, strict=True):
+            writer.writerow((f"{arrival:.6f}", *rows[index][1:]))
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--step-times")
     parser.add_argument("--costs")
     parser.add_argument("--extreme", action="store_true")
+    parser.add_argument("--million", metavar="FILE")
     options = parser.parse_args()
+    if options.million:
+        write_million(options.million)
+        return
     if options.extreme:
         extreme()
         return

@@ -160,3 +160,9 @@ def test_inspect_shows_what_each_lora_case_adds_and_sums_costs_up_by_lane(home: 
         assert row, shown
         assert row[1] == format_bytes(pool[case])
     assert "What each LoRA case adds" not in good(*INSPECT, "--costs", "run.json").stdout
+
+
+def test_a_log_without_captures_is_no_source_of_costs(home: Path) -> None:
+    (home / "eager.log").write_text("INFO Initializing a V1 LLM engine (v0.33.0)\n")
+    message = refused(errors.ReportError, *use_traffic(home), "--costs", "eager.log")
+    assert "neither JSON nor a log of vLLM with `Graph capturing finished`" in message

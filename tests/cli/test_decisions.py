@@ -335,7 +335,8 @@ def test_long_traces_are_planned_by_their_first_requests(monkeypatch: pytest.Mon
     assert "modes were weighed for the first 60 requests" in decisions(plan)
     assert "other bounds were not tried, with more than 60 requests" in decisions(plan)
     sizes.clear()
-    plan_of(*GIVEN, "--max-graphs", "8", "--mode", "keep")
+    kept = plan_of(*GIVEN, "--max-graphs", "8", "--mode", "keep")
+    assert any("higher loads are of its first 60 requests" in note for note in kept.notes)
     assert set(sizes[:-1]) == {60}
     assert sizes[-1] == 100
 
@@ -413,6 +414,13 @@ def test_rows_name_the_steps_that_were_not_measured(home: Path) -> None:
     (home / "times.csv").write_text(short.format(piecewise=5000))
     shown = unwrapped(good(*GIVEN, "--max-graphs", "8", "--speedup", "20").stdout)
     assert re.search(r"extrapolated, as larger than those measured: .*\d+\.\d% of the steps", shown)
+
+
+def test_the_first_line_tells_another_mode_from_the_graphs_that_were_asked_for() -> None:
+    assert " asked for)" not in good(*GIVEN, "--mode", "keep").stdout
+    decode = ("--set", "compilation.cudagraph_mode=FULL_DECODE_ONLY", "--mode", "best")
+    first = good(*GIVEN, *decode).stdout.partition(",")[0]
+    assert re.search(r"vllm ladder's (\d+) in mode FULL\w* \((?!\1)\d+ asked for\)", first)
 
 
 def test_tensorrt_gets_the_whole_budget_for_decode(home: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import random
 import re
 from collections.abc import Sequence
 from itertools import combinations, pairwise
@@ -780,3 +782,91 @@ def test_a_real_trace_needs_a_third_of_a_ladders_graphs() -> None:
     assert vllm.equal.graphs <= vllm.graphs / 3
     assert evidence.verdict.startswith("no gain in step time")
     assert evidence.exact
+
+
+# --- lists of vLLM's model runner V2 ---------------------------------------------------------------------------
+
+
+def drawn_for_v2(rng: random.Random) -> tuple[dict[str, Any], Traffic]:
+    """Bounds, mode, drafts and LoRA of a small server, and its steps."""
+    query, seqs, top = rng.choice([1, 1, 2, 3]), rng.randint(2, 6), 8
+    loras = rng.choice([0, 0, 1, 2])
+    data: dict[str, Any] = {
+        "compilation": {"cudagraph_mode": rng.choice(MODES), "key_rules": "vllm_v2"},
+        "scheduler": {"max_num_seqs": seqs, "max_num_batched_tokens": top},
+        "speculative": {"num_speculative_tokens": query - 1},
+    }
+    if loras:
+        data["lora"] = {"max_loras": loras, "specialize_active_lora": rng.random() < 0.5}
+    steps: dict[StepShape, float] = {}
+    for _ in range(rng.randint(1, 7)):
+        requests, tokens = rng.randint(1, min(seqs, top // query)), rng.randint(1, top)
+        uniform = rng.random() < 0.5
+        reqs = requests if uniform else rng.randint(1, min(tokens, seqs))
+        shape = StepShape(
+            query * requests if uniform else tokens, reqs, uniform, rng.randint(0, loras)
+        )
+        steps[shape] = rng.randint(1, 20)
+    return data, traffic(steps)
+
+
+MODES = ("FULL_DECODE_ONLY", "FULL", "PIECEWISE", "FULL_AND_PIECEWISE")
+V2_TIMES = StepTimes.measured(
+    {
+        (FULL, 0): {1: 10, 3: 11, 4: 19, 8: 31},
+        (PIECEWISE, 0): {1: 30, 2: 33, 5: 34, 8: 47},
+        (NONE, 0): {1: 60, 6: 62, 8: 70},
+    },
+    "by hand",
+)
+
+
+@pytest.mark.parametrize("seed", range(int(os.environ.get("CASES", "200")) // 10))
+def test_a_list_of_v2_is_the_best_of_all_lists_as_the_dispatcher_runs_them(seed: int) -> None:
+    """Of those whose sizes up to the largest decode batch are whole requests."""
+    rng = random.Random(seed)
+    data, seen = drawn_for_v2(rng)
+    graphs = rng.randint(1, 4)
+
+    def plan_of(sizes: Sequence[int]) -> Plan:
+        compilation = {**data["compilation"], "cudagraph_capture_sizes": list(sizes)}
+        return build_plan(Config.model_validate({**data, "compilation": compilation}))
+
+    def step(plan: Plan | None) -> float:
+        total = 0.0
+        for shape, weight in seen.histogram:
+            tokens, reqs, uniform, adapters = shape
+            mode, ran = NONE, (tokens, adapters)
+            if plan is not None:
+                mode, key = CudagraphDispatcher(plan).dispatch(
+                    tokens, uniform, adapters, num_reqs=reqs
+                )
+                ran = ran if mode is NONE else (key.num_tokens, key.num_active_loras)
+            total += weight * V2_TIMES.of(mode, *ran)
+        return total / seen.total
+
+    config = Config.model_validate({**data, "budget": {"max_graphs": graphs}})
+    base = build_plan(config)
+    query = base.query_len
+    whole = 0
+    if any(key.uniform for _, key in base.keys):
+        whole = min(query * base.max_num_seqs, 8 // query * query)
+    allowed = [size for size in range(1, 9) if size % query == 0 or size > whole]
+    best = step(None)
+    for number in range(1, graphs + 1):
+        for sizes in combinations(allowed, number):
+            plan = plan_of(sizes)
+            if len(plan.keys) <= graphs:
+                best = min(best, step(plan))
+    try:
+        found = propose(config, seen, V2_TIMES, one_list=True)
+    except BudgetError:
+        assert best == pytest.approx(step(None))
+        return
+    sizes = found.plan.capture_sizes
+    plan = plan_of(sizes) if sizes else None
+    assert plan is None or len(plan.keys) <= graphs
+    assert found.evidence.lower_bound_us <= best * (1 + 1e-9)
+    assert found.evidence.expected_us.plan == pytest.approx(step(plan))
+    if found.evidence.exact:
+        assert step(plan) <= best * (1 + 2e-4), "what brings less than 0.01% is left out"

@@ -83,6 +83,18 @@ def bench(*records: Any) -> dict[str, Any]:
             {1: 100, 10: 100, 15: 150, 40: 400},
         ),
         ({"NONE": {1: 100}, "PIECEWISE": {1: 10, 10: 100}}, NONE, {40: 100}),
+        # what a graph saves beyond its points shrinks by what eager steps grow, not by PIECEWISE ones
+        (
+            {"NONE": {1: 100, 10: 100, 20: 200}, "FULL": {1: 10, 10: 40}},
+            FULL,
+            {10: 40, 11: 60, 13: 100, 16: 160, 20: 200},
+        ),
+        (
+            {"NONE": {1: 100}, "PIECEWISE": {1: 50, 10: 50, 20: 70}, "FULL": {1: 10, 10: 10}},
+            FULL,
+            {15: 20, 20: 30, 30: 50},
+        ),
+        ({"NONE": {1: 20, 9: 30}, "PIECEWISE": {1: 25}}, PIECEWISE, {1: 25, 9: 30}),
         # PIECEWISE below its points: between FULL and eager, at most its first point
         ({"NONE": {1: 100}, "FULL": {1: 20}}, PIECEWISE, {1: 20 + PIECEWISE_SHARE * 80}),
         (
@@ -107,6 +119,11 @@ def test_times_between_and_beyond_points(
             "FULL beyond 200 tokens was not measured: 0.2 us for each more token",
         ),
         ({"FULL": {4: 10}}, "FULL was measured at 4 tokens only"),
+        ({"NONE": {900: 10}, "FULL": {1: 5}}, "eager below 900 tokens was not measured"),
+        (
+            {"NONE": {1: 20}, "FULL": {1: 5, 2: 6}},
+            "FULL beyond 2 tokens was not measured: 1 us for each more token; it saves less",
+        ),
         ({"FULL": {1: 10.0, 64: 5.0}}, "FULL at 64 tokens took 5 us, a smaller batch 10 us"),
         ({"NONE": {1: 100}, "FULL": {1: 20}}, "PIECEWISE was not measured"),
     ],
@@ -553,7 +570,7 @@ def test_iterations_of_a_vllm_log_are_step_times() -> None:
     text = (Path(__file__).parents[1] / "data" / "vllm_start.log").read_text()
     times = StepTimes.parse(text, "vllm.log")
     assert [times.of(FULL, 4), times.of(PIECEWISE, 16), times.of(NONE, 62)] == [2200, 9000, 20000]
-    with pytest.raises(StepTimeError, match="no start before its iterations"):
+    with pytest.raises(StepTimeError, match="without an iteration after its start"):
         StepTimes.parse(text.partition("\n")[2], "vllm.log")
 
 
