@@ -302,7 +302,7 @@ class Planner:
         if best is not asked:
             notes.append(
                 f"mode {best.mode}, not {asked.mode}: "
-                f"{counted(len(best.keys), 'graph')} instead of {len(asked.keys)}, steps "
+                f"{counted(best.num_graphs, 'graph')} instead of {asked.num_graphs}, steps "
                 f"{_expected(best) / _expected(asked) - 1:+.2%}; --mode keep forbids it"
             )
         for _, plan in found:
@@ -388,7 +388,7 @@ class Planner:
         most = config.budget.max_graphs or MOST
         if not first.holds and not holds_with(most):
             other, nearest = min(found, key=lambda pair: pair[1].share)
-            if 1 + nearest.share < (1 + first.share) * (1 - ALIKE):
+            if 1 + nearest.share < (1 + first.share) * (1 - NOTABLE):
                 return other, nearest
             return plan, first
         low = 0
