@@ -645,7 +645,7 @@ def _changes(
     for n, turn in enumerate(turns):
         now = counts[n]
         fewest = max(now - 1, 0)
-        for count in range(fewest, now + 2):
+        for count in range(fewest, now + 3):
             if count - now <= room:
                 change = n, count
                 yield turn.value(count), (change,)

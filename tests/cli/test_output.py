@@ -79,8 +79,8 @@ def test_a_page_has_the_report_of_each_command_and_of_a_saved_one(home: Path) ->
         good("inspect", f"{command}.json", "--html", "again.html")
         assert (home / "again.html").read_text() == first
     assert titles == {
-        "capture": ["Memory", "Start-up", "Padding"],
-        "bench": ["Latency", "Memory", "Start-up", "Padding"],
+        "capture": ["Memory", "Start-up", "Graphs", "Padding"],
+        "bench": ["Latency", "Memory", "Start-up", "Graphs", "Padding"],
         "plan": ["Capture sizes", "Padding"],
         "audit": ["Findings", "Owners", "Pointers by kind of owner", "Nodes by operator"],
     }
