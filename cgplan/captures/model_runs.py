@@ -59,6 +59,7 @@ class ForwardFacts:
         overwritten: Ids of storages that each run overwrites unread.
         is_coarse: In half precision or TensorFloat32.
         outside: What graphs read, and others may drop.
+        read_whole: Bytes of storages by id, as in a Footprint.
     """
 
     def __init__(self) -> None:
@@ -66,10 +67,23 @@ class ForwardFacts:
         self.aside = set[str]()
         self.written = dict[str, Tensor]()
         self.overwritten = set[int]()
+        self.read_whole = dict[int, int]()
         self.changes_python = False
         self.is_coarse = False
         self.outside = list[Tensor]()
         self.notes = list[str]()
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of what each run reads and none writes."""
+        written = set(self.overwritten)
+        for tensor in self.written.values():
+            written.add(tensor.untyped_storage()._cdata)
+        total = 0
+        for storage, nbytes in self.read_whole.items():
+            if storage not in written:
+                total += nbytes
+        return total
 
     def note(self, *warnings: str) -> None:
         for warning in warnings:

@@ -136,6 +136,7 @@ class Rehearsal:
                 unread.add(path)
         addresses.volatile |= unread - addresses.reads
         facts.overwritten |= found.overwritten
+        facts.read_whole |= found.read_whole
         facts.outside += found.outside
         facts.is_coarse |= self._is_coarse(found, [*views, *found.reads.values()])
         because = found.capture_visible_because

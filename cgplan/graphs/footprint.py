@@ -64,6 +64,7 @@ _OVERWRITES = (
     "scatter_",
     "copy_",
 )
+_READ_IN_PART = frozenset({"embedding", "index", "index_select", "gather", "_grouped_mm"})
 _SEED = 0x5EED_0F_A_100C
 
 
@@ -82,6 +83,7 @@ class Footprint:
         capture_visible_because: The host sync for which they see it.
         value_read: Where the host first needed a value computed from inputs.
         overwritten: Ids of storages written at given places, unread before.
+        read_whole: Bytes of the model's storages by id, but those that gathers read.
     """
 
     operators: dict[Part, Counter[str]] = field(default_factory=no_operators)
@@ -100,6 +102,7 @@ class Footprint:
     value_read: str | None = None
     writes_input: str | None = None
     overwritten: set[int] = field(default_factory=set)
+    read_whole: dict[int, int] = field(default_factory=dict)
     outside: list[torch.Tensor] = field(default_factory=list)
 
 
@@ -292,9 +295,7 @@ class Look(TorchDispatchMode):
         if self._key == "CPU" or any(tensor.device.type != "cpu" for tensor in given):
             refuse_host(func, args, kwargs, self.refusals)
         if self._part == "segment":
-            for tensor in given:
-                if id(tensor) in self._names:
-                    found.reads.setdefault(self._names[id(tensor)], tensor)
+            self._note_reads(func, given)
             if may_draw or self._has_drawn:
                 self._find_seeded()
         try:
@@ -318,6 +319,21 @@ class Look(TorchDispatchMode):
         if func._opname.startswith("_foreach_"):
             count_writes(func, args, kwargs)
         return result
+
+    def _note_reads(
+        self,
+        func: Any,
+        given: Iterable[torch.Tensor],
+    ) -> None:
+        found = self.found
+        for tensor in given:
+            name = self._names.get(id(tensor))
+            if name is None:
+                continue
+            found.reads.setdefault(name, tensor)
+            if func._opname not in _READ_IN_PART:
+                storage = tensor.untyped_storage()
+                found.read_whole[storage._cdata] = storage.nbytes()
 
     def _count(self, func: Any) -> None:
         name = func._opname

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
+from statistics import median
 from typing import Any
 
 import torch
@@ -19,10 +20,15 @@ from cgplan.planning import CudagraphDispatcher
 from cgplan.reports.records import (
     BenchRecord,
     BenchReport,
+    FloorRecord,
     Timing,
     check_baselines,
 )
 from cgplan.runner.runner import GraphRunner
+
+COPIED_BYTES = 256 << 20
+KERNELS = 1000
+ROUNDS = 10
 
 
 def bench(
@@ -79,7 +85,44 @@ def bench(
         capture=report,
         repeats=runner.config.report.repeats,
         records=tuple(records),
+        floor=_floor(runner),
         peers=peers,
+    )
+
+
+def _floor(runner: GraphRunner) -> FloorRecord | None:
+    """None on the tape, and without memory for a copy."""
+    backend = runner.backend
+    free = backend.memory().free
+    if backend.is_tape or free is None or free < 4 * COPIED_BYTES:
+        return None
+    source = torch.zeros(
+        COPIED_BYTES,
+        dtype=torch.uint8,
+        device=backend.device,
+    )
+    target = torch.empty_like(source)
+    copy = partial(target.copy_, source)
+    copies, _ = backend.time_calls(
+        copy,
+        ROUNDS,
+        queued=True,
+    )
+    number = torch.zeros(1, device=backend.device)
+    graph = backend.new_graph(backend.new_pool())
+    with backend.session(), backend.capturing(graph):
+        for _ in range(KERNELS):
+            number.add_(1)
+    replays, _ = backend.time_calls(
+        backend.launcher(graph),
+        ROUNDS,
+        queued=True,
+    )
+    backend.reset(graph)
+    return FloorRecord(
+        weight_bytes=runner.graphs.facts.weight_bytes,
+        bytes_per_us=2 * COPIED_BYTES / median(copies),
+        kernel_us=median(replays) / KERNELS,
     )
 
 

@@ -36,7 +36,7 @@ from cgplan.reports.plan_tables import (
     said,
 )
 from cgplan.reports.records import AuditReport, BenchReport, CaptureReport, Environment, KeyRecord
-from cgplan.reports.run_tables import baselines, captured, latencies, queued
+from cgplan.reports.run_tables import baselines, captured, floor, latencies, queued
 from cgplan.units import (
     counted,
     format_bytes,
@@ -302,6 +302,10 @@ def _of_bench(report: BenchReport) -> Iterator[Section]:
         drawn = chart("lines", "Time of each call", "tokens", "graph median", "replay median")
         about = "Time of each: the runner's call, and the graph alone."
         yield Section(title, about, source, waiting, [drawn])
+    least = floor(report)
+    if least:
+        about = "Reading the weights, and the gaps between kernels."
+        yield Section("What a replay cannot be faster than", about, source, least, [])
     if report.peers and report.peers.records:
         about = "Ways to run the model on the same tensors, in turns."
         charts = [

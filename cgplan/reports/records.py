@@ -422,6 +422,22 @@ def check_baselines(names: Iterable[str]) -> tuple[str, ...]:
     return found
 
 
+class FloorRecord(Record):
+    """What no kernel is faster than: reading the weights, and the kernels' number.
+
+    ``bytes_per_us``: of a copy on this GPU, read and written. ``kernel_us``: of a kernel that does
+    next to nothing, in a graph of many.
+    """
+
+    weight_bytes: int
+    bytes_per_us: float
+    kernel_us: float
+
+    @property
+    def weights_us(self) -> float:
+        return self.weight_bytes / self.bytes_per_us
+
+
 class BenchReport(SavedReport):
     """Latency by batch size."""
 
@@ -430,6 +446,7 @@ class BenchReport(SavedReport):
     capture: CaptureReport
     repeats: int
     records: tuple[BenchRecord, ...]
+    floor: FloorRecord | None = None
     peers: BaselinesRecord | None = None
 
 

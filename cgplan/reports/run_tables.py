@@ -50,6 +50,7 @@ from cgplan.reports.records import (
 from cgplan.units import (
     counted,
     format_bytes,
+    format_microseconds,
     format_ratio,
     format_seconds,
     grouped,
@@ -369,11 +370,13 @@ def _bench(report: BenchReport) -> RenderableType:
         return stacked(head, Text(nothing))
     waiting = queued(report)
     title = "Calls that follow one another without waiting, time of each"
+    least = floor(report)
     return stacked(
         head,
         _ranks(report.capture.ranks),
         latencies(report),
         titled(title, waiting) if waiting else None,
+        titled("What a replay cannot be faster than", least) if least else None,
         *_against_baselines(report),
     )
 
@@ -389,6 +392,11 @@ def _bench_rows(report: BenchReport) -> Iterator[Fact]:
     adapters = {r.descriptor.num_active_loras for r in report.records if r.descriptor.has_lora}
     if adapters:
         yield "LoRA", f"graphs for {', '.join(map(str, sorted(adapters)))} active adapters"
+    if report.floor:
+        rate = format_bytes(round(1e6 * report.floor.bytes_per_us))
+        read = format_bytes(report.floor.weight_bytes)
+        each = format_microseconds(report.floor.kernel_us)
+        yield "floor", f"{read} of weights at {rate}/s, {each} for each kernel, both measured"
     if report.repeats < 100:
         yield "note", f"of {report.repeats} calls, p99 is close to the slowest one"
     slower = ", ".join(str(record.num_tokens) for record in report.records if record.is_slower)
@@ -438,6 +446,40 @@ def queued(report: BenchReport) -> Grid | None:
         Microseconds("replay median", "replay_queued.median"),
         Microseconds("replay p99", "replay_queued.p99"),
         Column("graph / replay", ratio, format_ratio),
+        short=True,
+    )
+
+
+def floor(report: BenchReport) -> Grid | None:
+    found = report.floor
+    if found is None:
+        return None
+    nodes = dict[Key, int | None]()
+    for graph in report.capture.records:
+        nodes[graph.key] = graph.nodes
+    weights = found.weights_us
+
+    def kernels(record: BenchRecord) -> float | None:
+        count = nodes.get(record.key)
+        if count is None:
+            return None
+        return count * found.kernel_us
+
+    def rest(record: BenchRecord) -> float | None:
+        gaps = kernels(record)
+        if record.replay_queued is None or gaps is None:
+            return None
+        left = record.replay_queued.median - weights - gaps
+        return max(left, 0.0)
+
+    return Grid(
+        [record for record in report.records if record.replay_queued],
+        Column("tokens", "size"),
+        Microseconds("replay, queued", "replay_queued.median"),
+        Microseconds("weights", lambda _: weights),
+        Column("kernels", lambda record: nodes.get(record.key)),
+        Microseconds("their gaps", kernels),
+        Microseconds("the rest", rest),
         short=True,
     )
 

@@ -17,6 +17,7 @@ from cgplan.optimizer.evidence import Evidence, PaddingMap
 from cgplan.planning.engines import with_emission
 from cgplan.reports import Report, load_report, render_text
 from cgplan.reports.html import UNITS, html_of, page_of
+from cgplan.reports.records import FloorRecord
 
 H200 = Path(__file__).parents[2] / "docs" / "pictures" / "report.json"  # 35 keys
 REPORTS = {
@@ -24,6 +25,9 @@ REPORTS = {
     "audit": audit_report(),
     "h200": load_report(H200),
 }
+REPORTS["floor"] = REPORTS["h200"].model_copy(
+    update={"floor": FloorRecord(weight_bytes=1 << 30, bytes_per_us=4e6, kernel_us=1.2)}
+)
 
 
 class Read(HTMLParser):
@@ -97,6 +101,7 @@ def test_a_report_has_its_subjects() -> None:
     }
     queued = "Calls that follow one another without waiting"
     assert titles["h200"] == ["Latency", queued, "Memory", "Start-up", "Graphs", "Padding"]
+    assert titles["floor"][:3] == ["Latency", queued, "What a replay cannot be faster than"]
     assert titles["bench_against"][:2] == ["Latency", "Beside other ways"]
     assert (
         "Segments and eager pieces"

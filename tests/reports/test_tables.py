@@ -13,9 +13,10 @@ from saved import SAVED, golden_report, plan_named
 from cgplan.config import Config
 from cgplan.planning import Plan, build_plan
 from cgplan.planning.engines import Parallelism, with_emission
-from cgplan.reports import CaptureReport, StateRecord, Timing, render, render_text
+from cgplan.reports import BenchReport, CaptureReport, StateRecord, Timing, render, render_text
 from cgplan.reports.layout import Column, Grid, TextColumn, describe_sizes, plain_text
 from cgplan.reports.plan_tables import brief
+from cgplan.reports.records import FloorRecord
 
 
 def make_plan(**sections: Any) -> Plan:
@@ -255,3 +256,15 @@ def test_a_bench_says_where_graphs_are_slower(
     )
     assert ("graphs take the device longer than the model's own code at 3 tokens" in text) == said
     assert ("Calls that follow one another" in text) == gpu
+
+
+def test_a_bench_says_what_no_replay_can_be_faster_than() -> None:
+    report = golden_report("bench_gpu")
+    assert isinstance(report, BenchReport)
+    assert "cannot be faster" not in render_text(report)
+    floor = FloorRecord(weight_bytes=2_000_000, bytes_per_us=1_000.0, kernel_us=1.5)
+    text = render_text(report.model_copy(update={"floor": floor}))
+    title, table = text.split("What a replay cannot be faster than")
+    assert "1.9 MiB of weights at 954 MiB/s, 1.50 us for each kernel" in title
+    rows = rows_of(table)
+    assert [row[-4:] for row in rows] == [["2.00ms", "451", "676us", "0.00us"]] * 2

@@ -995,3 +995,39 @@ def test_calls_of_several_threads_wait_for_each_other(backend: GraphBackend) -> 
         with ThreadPoolExecutor(4) as threads:
             for x, y in zip(xs, threads.map(lambda x: run(x=x), xs), strict=True):
                 assert torch.equal(y, x * 2)
+
+
+class Gathered(nn.Module):
+    """Reads one matrix whole, rows of a table, and a buffer that it writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(1000, 8)
+        self.linear = nn.Linear(8, 8, bias=False)
+        self.register_buffer("steps", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        return self.linear(self.table(x)) * self.steps  # type: ignore[no-any-return]
+
+
+def test_the_floor_of_a_bench_counts_weights_that_are_read_whole(backend: GraphBackend) -> None:
+    model = Gathered().to(backend.device).eval()
+    inputs = {"x": Input(shape=("num_tokens",), dtype="int64", pad=0, example=(0, 1000))}
+    runner = cgplan.capture(
+        model,
+        inputs,
+        compilation={"cudagraph_capture_sizes": [2, 4]},
+        report={"repeats": 3},
+        device=backend.device.type,
+    )
+    with closing(runner):
+        assert runner.graphs.facts.weight_bytes == 8 * 8 * 4
+        floor = cgplan.bench(runner).floor
+    if backend.is_tape:
+        assert floor is None
+    else:
+        assert floor is not None
+        assert floor.weight_bytes == 8 * 8 * 4
+        assert 1e5 < floor.bytes_per_us < 1e8
+        assert 0.1 < floor.kernel_us < 100
