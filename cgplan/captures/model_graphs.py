@@ -122,7 +122,7 @@ class ModelGraphs(ModelRuns):
         self._has_failed = False
         self.warm_ups = WarmUps(
             config.compilation.cudagraph_num_of_warmups,
-            may_skip=self.is_alone and self.pools.can_renew,
+            may_skip=self.is_alone and pool is None,
         )
         self._retired: list[tuple[list[Callable[[], bool]], Callable[[], None]]] = []
         self.ambient = AmbientState.now(device.type)

@@ -161,10 +161,6 @@ class RunnerPools:
         return self._backend.pool_memory(*self._old).held
 
     @property
-    def can_renew(self) -> bool:
-        return self._given is None
-
-    @property
     def handles(self) -> tuple[Any, ...]:
         return tuple(self._pools.values())
 
@@ -182,7 +178,7 @@ class RunnerPools:
     def renew(self) -> None:
         """All graphs are freed: Note [Generations]."""
         self.generation += 1
-        if self.can_renew:
+        if self._given is None:
             self._old += self._pools.values()
             self._pools = {}
             self._forget_empty()

@@ -27,6 +27,8 @@ except ImportError:  # two microseconds slower
     TensorGuards = None  # type: ignore[assignment,misc]
 
 Values = Sequence[Tensor]
+Replay = Callable[[], None]
+Read = Callable[[], Any]
 NEVER = -1
 
 
@@ -64,8 +66,8 @@ class PreparedCall:
     route: RoutedBatch
     count: BatchCount
     copy_in: CopyIn
-    replay: Callable[[], None]
-    output: Callable[[], Any]
+    replay: Replay
+    output: Read
     needs_check: bool
     flags: tuple[Any, ...] = ()
     is_alike: Callable[..., bool] = never
@@ -84,7 +86,6 @@ class PreparedCall:
         mode = route.mode
         descriptor = route.descriptor
         batch = route.batch
-        outputs = graphs.outputs
         if mode is CUDAGraphMode.NONE:
             return cls(route, count, *_runs_eagerly(route, graphs), needs_check=False)
         assert copier is not None, "there are static buffers for each key"
@@ -97,21 +98,10 @@ class PreparedCall:
         )
         copy_in = copy.pad if values is None else copy.path(values)
         entry = graphs.entry(route.key)
-        held: list[Any] = []
-
-        def replay() -> None:
-            before = copier.buffers.versions()
-            try:
-                held[:] = [graphs.run_graphed(route.key, graphs.views(descriptor))]
-            finally:
-                copier.note_writes(before)
-            outputs.check(held[0], descriptor, padded_reqs)
-
-        def read() -> Any:
-            return outputs.cut(held.pop(), batch)
-
-        if entry is not None:
-            read = outputs.reader(entry.output, batch)
+        if entry is None:
+            replay, read = _runs_wrappers(route, graphs, copier)
+        else:
+            read = graphs.outputs.reader(entry.output, batch)
             if mode is CUDAGraphMode.FULL:
                 replay = graphs.backend.launcher(entry.graph)
             else:
@@ -122,7 +112,7 @@ class PreparedCall:
 def _runs_eagerly(
     route: RoutedBatch,
     graphs: ModelGraphs,
-) -> tuple[CopyIn, Callable[[], None], Callable[[], Any]]:
+) -> tuple[CopyIn, Replay, Read]:
     held: list[Any] = []  # the tensors, then the output
     clone = graphs.outputs.clone
 
@@ -142,12 +132,36 @@ def _runs_eagerly(
     return take, run, output
 
 
+def _runs_wrappers(
+    route: RoutedBatch,
+    graphs: ModelGraphs,
+    copier: Copier,
+) -> tuple[Replay, Read]:
+    """With ``piecewise: wrappers``."""
+    descriptor = route.descriptor
+    outputs = graphs.outputs
+    held: list[Any] = []
+
+    def run() -> None:
+        before = copier.buffers.versions()
+        try:
+            held[:] = [graphs.run_graphed(route.key, graphs.views(descriptor))]
+        finally:
+            copier.note_writes(before)
+        outputs.check(held[0], descriptor, graphs.padded_reqs(descriptor))
+
+    def output() -> Any:
+        return outputs.cut(held.pop(), route.batch)
+
+    return run, output
+
+
 def _pieces(
     entry: CUDAGraphEntry,
     route: RoutedBatch,
     graphs: ModelGraphs,
     copier: Copier,
-) -> Callable[[], None]:
+) -> Replay:
     """Eager pieces may write into static buffers."""
     mode = route.mode
     descriptor = route.descriptor

@@ -412,10 +412,15 @@ class RunsOut(Model):
         return super().forward(x)
 
 
-@pytest.mark.parametrize("call", [0, 1])
-def test_running_out_of_memory_on_the_way_keeps_what_was_captured(call: int) -> None:
+@pytest.mark.parametrize(("warm_ups", "call"), [("auto", 0), (1, 0), (1, 1)])
+def test_running_out_of_memory_on_the_way_keeps_what_was_captured(warm_ups: Any, call: int) -> None:
     backend = TapeBackend()
-    runner = open_runner({"memory": "1GiB"}, backend=backend, model=RunsOut(4, {call}))
+    runner = open_runner(
+        {"memory": "1GiB"},
+        backend=backend,
+        model=RunsOut(4, {call}),
+        compilation={"cudagraph_num_of_warmups": warm_ups},
+    )
     assert captured_sizes(runner) == [16, 8]
     budget = budget_of(runner)
     assert [(stop.limit, stop.descriptor.num_tokens) for stop in budget.stops] == [
