@@ -270,18 +270,18 @@ class ModelGraphs(ModelRuns):
         self.scope.entries = []
         if self.real_rows is not None:
             self.real_rows.fill(self.views(descriptor))
-        compiled = _Clock.now().compile_seconds
-        may_skip = not in_service and not self.facts.outside
-        warm_ups = self.warm_ups.of(key, may_skip=may_skip)
+        warm_ups = 0
         is_warm = False
         try:
             rehearsal.look(key)
             is_first = mode not in rehearsal.judged
+            warm_ups = self._warm_ups_of(rehearsal, key, in_service=in_service)
             with random_state_kept(backend.device, self.generators):
                 self._run_warm_ups(rehearsal, key, warm_ups)
                 warm = time.perf_counter()
                 is_warm = True
                 memory = backend.memory()
+                compiled = _Clock.now().compile_seconds
                 before = self.pools.memory()
                 self.inspection_seconds += time.perf_counter() - warm
                 output = self._run_capture(rehearsal, key)
@@ -297,7 +297,9 @@ class ModelGraphs(ModelRuns):
                 all_freed=not in_service,
             )
             looks_again = rehearsal.note_failure(mode, failure if is_warm else None)
-            is_cold = is_warm and not warm_ups and not isinstance(failure, CaptureMemoryError)
+            # a verdict of ours stands after a warm-up, too
+            is_verdict = type(error) is CaptureError or isinstance(failure, CaptureMemoryError)
+            is_cold = is_warm and not warm_ups and not is_verdict
             if not looks_again and not is_cold:
                 raise_caused(failure, error)
             drop_locals(error)
@@ -305,26 +307,39 @@ class ModelGraphs(ModelRuns):
             rehearsal.kept.restore(between_keys=True)
             if is_cold:
                 rehearsal.refuse_changed(f"{mode} {descriptor}")
-                has_compiled = _Clock.now().compile_seconds > compiled
+                is_explained = looks_again or _Clock.now().compile_seconds > compiled
                 is_held = self.pools.memory().held > before.held
-                self._has_failed = True
-                self.warm_ups.add(key, is_lasting=is_held or not has_compiled)
+                self._has_failed |= is_held
+                self.warm_ups.add(key, is_lasting=is_held or not is_explained)
             return None
         self._check_captured(key, output)
         del output  # it holds memory of the pool
         done = time.perf_counter()
         after = self.pools.memory()
         if not warm_ups:
-            is_left = bool(rehearsal.news) or after.held > before.held
+            is_left = bool(rehearsal.changes) or after.held > before.held
             if is_left or _Clock.now().compile_seconds > compiled:
                 self._drop_cold(rehearsal, key)
                 self.warm_ups.add(key, is_lasting=is_left)
                 return None
-        seconds = warm - began.at if warm_ups or is_first else 0.0
+        seconds = warm - began.at if warm_ups else 0.0
         growth = after.nbytes - before.nbytes
         record = self._record_of(key, memory, growth, began, seconds)
         self.inspection_seconds += time.perf_counter() - done
         return record
+
+    def _warm_ups_of(
+        self,
+        rehearsal: Rehearsal,
+        key: Key,
+        *,
+        in_service: bool,
+    ) -> int:
+        facts = self.facts
+        is_steady = not facts.outside and not facts.changes_python
+        is_compiled = rehearsal.kept.before.is_compiled
+        may_skip = is_steady and not is_compiled and not in_service
+        return self.warm_ups.of(key, may_skip=may_skip)
 
     def _drop_cold(self, rehearsal: Rehearsal, key: Key) -> None:
         """Compute what the model keeps of a capture, then free its graph."""
@@ -332,7 +347,6 @@ class ModelGraphs(ModelRuns):
             self.run_graphed(key, self.views(key[1]))
         rehearsal.kept.count_as_run(rehearsal.changes)
         self.evict([key])
-        rehearsal.kept.restore(between_keys=True)
 
     def refuse_uncomputed(self) -> None:
         """Raise CaptureError if the model keeps tensors of a failed capture."""

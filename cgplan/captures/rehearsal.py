@@ -244,14 +244,9 @@ class Rehearsal:
         found = self._changed.items()
         return {path: change for path, change in found if not is_ignored(path, ignore)}
 
-    @property
-    def news(self) -> list[Change]:
-        """``changes`` that not every run makes."""
-        return [change for path, change in self.changes.items() if not self.kept.each_run(path)]
-
     def refuse_changed(self, what: str) -> None:
         """Raise CaptureError if the last run, which failed, left more than attributes."""
-        for change in self.news:
+        for change in self.changes.values():
             if not self.kept.before.is_attribute(change):
                 raise CaptureError(
                     f"{what}: the capture failed without a warm-up, and left {change}",

@@ -3,7 +3,8 @@
 Note [Captures without a warm-up]
     A capture computes nothing before its first replay, and graphs of a pool write over each other's
     memory. So a capture without a warm-up stands only if it left nothing that others might read: no
-    change of Python, no memory of the pool, no compilation. A compilation alone: the key is
+    change of Python, no memory of the pool, no compilation. Models that change Python in each run,
+    or hold compiled code, have a warm-up for each key. A compilation alone: the key is
     captured again, after a warm-up. Else all keys are captured again with warm-ups, in a new pool:
     what the model keeps has been replayed once, and lies where no graph writes.
 """
@@ -13,11 +14,14 @@ from __future__ import annotations
 from typing import Literal
 
 from cgplan.modes import Key
+from cgplan.planning.plan import Lane
 
 
 class WarmUps:
-    """Args:
-        asked: Runs of each key; ``auto``: for the first one of a mode.
+    """Numbers of warm-ups.
+
+    Args:
+        asked: Runs of each key; ``auto``: of the first one of a lane.
 
     Attributes:
         may_skip: Keys may do without; all graphs can be freed for a new start.
@@ -32,7 +36,7 @@ class WarmUps:
         self._asked = asked
         self.may_skip = may_skip
         self._keys = set[Key]()  # that need one
-        self._kinds = set[object]()  # that had one
+        self._lanes = set[Lane]()  # that had one
 
     def of(
         self,
@@ -45,10 +49,10 @@ class WarmUps:
             return asked
         if not self.may_skip or not may_skip or key in self._keys:
             return 1
-        return int(asked == "auto" and _kind_of(key) not in self._kinds)
+        return int(asked == "auto" and Lane.of(*key) not in self._lanes)
 
     def note_run(self, key: Key) -> None:
-        self._kinds.add(_kind_of(key))
+        self._lanes.add(Lane.of(*key))
 
     def add(
         self,
@@ -60,8 +64,3 @@ class WarmUps:
         self._keys.add(key)
         if is_lasting:
             self.may_skip = False
-
-
-def _kind_of(key: Key) -> object:
-    mode, descriptor = key
-    return mode, descriptor.uniform, descriptor.num_active_loras

@@ -384,7 +384,9 @@ class CompilationConfig(Section):
     """
     cudagraph_num_of_warmups: CountOrZero | Literal["auto"] = "auto"
     """Eager runs of each key before its capture. auto: one for the first key of each mode, and for
-    others whose capture fails, compiles, or leaves something in the model. 0: only those.
+    others whose capture fails, compiles, or leaves something in the model; for all keys on demand,
+    in shared pools, of several ranks, of models that hold compiled code or change Python in each
+    run. 0: the same without first keys.
     """
     cudagraph_copy_inputs: Flag = True
     """Calls copy tensors into static buffers. false: the caller writes into `runner.input_views`

@@ -300,13 +300,6 @@ class PutBack:
         """Paths that no capture wrote."""
         return {written.path for written in self._written.values() if not written.captures}
 
-    def each_run(
-        self,
-        path: str,
-    ) -> bool:
-        """Whether all runs so far changed it."""
-        return self._runs[path] == self._count
-
     def count_as_run(
         self,
         changed: Iterable[str],

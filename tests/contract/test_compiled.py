@@ -163,7 +163,8 @@ def _graph_code_is_warmed_up(backend: GraphBackend, way: str) -> None:
     model = Both(
         CUDAGraphWrapper(segment, CUDAGraphMode.PIECEWISE) if way == "wrappers" else segment
     )
-    with closing(open_runner(backend, model, verify="off", **split)) as runner:
+    options = {"verify": "off", "cudagraph_num_of_warmups": 1, **split}
+    with closing(open_runner(backend, model, **options)) as runner:
         assert len(graph_code) == 6, "a warm-up and a capture of each size"
         assert not any(graph_code)
         if way == "full":
