@@ -33,11 +33,14 @@ Graph = Any
 
 @dataclass(frozen=True, slots=True)
 class MemoryReading:
-    """Memory of a device, in bytes. ``reserved``: by this process's allocator, or the tape."""
+    """Memory of a device, in bytes. ``reserved``: by this process's allocator, or the tape;
+    ``held``: of that by tensors, where it is known.
+    """
 
     free: int | None
     total: int
     reserved: int
+    held: int = 0
 
 
 class PoolMemory(NamedTuple):

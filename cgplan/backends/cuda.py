@@ -404,7 +404,8 @@ class CudaBackend(GraphBackend):
     def memory(self) -> MemoryReading:
         free, total = torch.cuda.mem_get_info(self.device)
         reserved = self._reserved("current")
-        return MemoryReading(free, total, reserved)
+        held = torch.cuda.memory_allocated(self.device)
+        return MemoryReading(free, total, reserved, held)
 
     @contextmanager
     def session(self) -> Iterator[None]:

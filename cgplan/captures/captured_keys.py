@@ -143,7 +143,7 @@ class CapturedKeys:
             done += 1
             may_skip = warm_ups.may_skip
             record = self._captured(key, 0 if in_service else len(waiting))
-            if warm_ups.may_skip is not may_skip:
+            if record is None and warm_ups.may_skip is not may_skip:
                 waiting = [*capture_order(self._records), key, *waiting]
                 self._free_all()
                 done = 0

@@ -36,6 +36,7 @@ from cgplan.graphs.wrapper import CUDAGraphEntry, CUDAGraphWrapper
 from cgplan.modes import CUDAGraphMode, Key
 from cgplan.piecewise.breaks import any_breaks
 from cgplan.piecewise.routes import choose_route
+from cgplan.planning.plan import Lane
 from cgplan.reports.records import GraphRecord, StateRecord
 
 _STOPPED = (
@@ -122,7 +123,7 @@ class ModelGraphs(ModelRuns):
         self._has_failed = False
         self.warm_ups = WarmUps(
             config.compilation.cudagraph_num_of_warmups,
-            may_skip=self.is_alone and pool is None,
+            may_skip=self.is_alone and pool is None and config.compilation.capture_policy != "lazy",
         )
         self._retired: list[tuple[list[Callable[[], bool]], Callable[[], None]]] = []
         self.ambient = AmbientState.now(device.type)
@@ -308,7 +309,7 @@ class ModelGraphs(ModelRuns):
             if is_cold:
                 rehearsal.refuse_changed(f"{mode} {descriptor}")
                 is_explained = looks_again or _Clock.now().compile_seconds > compiled
-                is_held = self.pools.memory().held > before.held
+                is_held = self.pools.memory().held > 0
                 self._has_failed |= is_held
                 self.warm_ups.add(key, is_lasting=is_held or not is_explained)
             return None
@@ -317,7 +318,7 @@ class ModelGraphs(ModelRuns):
         done = time.perf_counter()
         after = self.pools.memory()
         if not warm_ups:
-            is_left = bool(rehearsal.changes) or after.held > before.held
+            is_left = rehearsal.has_left or after.held > 0
             if is_left or _Clock.now().compile_seconds > compiled:
                 self._drop_cold(rehearsal, key)
                 self.warm_ups.add(key, is_lasting=is_left)
@@ -341,6 +342,22 @@ class ModelGraphs(ModelRuns):
         may_skip = is_steady and not is_compiled and not in_service
         return self.warm_ups.of(key, may_skip=may_skip)
 
+    def _run_smallest(self, rehearsal: Rehearsal, key: Key) -> None:
+        """It tells whether the model keeps something for each size."""
+        lane = Lane.of(*key)
+        smallest = key
+        for other in self.plan.keys:
+            if Lane.of(*other) == lane:
+                smallest = other
+        if smallest == key or self._warm_ups_of(rehearsal, smallest, in_service=False):
+            return
+        rehearsal.set_context(smallest)
+        held = self.backend.memory().held
+        self._run_warm_ups(rehearsal, smallest, 1)
+        if rehearsal.has_left or self.backend.memory().held != held:
+            self.warm_ups.may_skip = False
+        rehearsal.set_context(key)
+
     def _drop_cold(self, rehearsal: Rehearsal, key: Key) -> None:
         """Compute what the model keeps of a capture, then free its graph."""
         with random_state_kept(self.backend.device, self.generators):
@@ -354,7 +371,7 @@ class ModelGraphs(ModelRuns):
             raise CaptureError(
                 "the model keeps tensors of a capture that failed without a warm-up, which no "
                 "kernel has computed",
-                remedy="Set compilation.cudagraph_num_of_warmups: 1, and start again.",
+                remedy="Make the model anew, and set compilation.cudagraph_num_of_warmups: 1.",
             )
 
     def _run_warm_ups(
@@ -375,8 +392,9 @@ class ModelGraphs(ModelRuns):
             if outside:
                 outside += log.outside.tensors()
         if runs:
-            self.warm_ups.note_run(key)
             self.backend.synchronize()
+            if self.warm_ups.note_run(key):
+                self._run_smallest(rehearsal, key)
 
     def _run_capture(
         self,

@@ -244,13 +244,18 @@ class Rehearsal:
         found = self._changed.items()
         return {path: change for path, change in found if not is_ignored(path, ignore)}
 
+    @property
+    def has_left(self) -> bool:
+        """Whether the last run did what not every run does."""
+        return bool(self.changes or self.kept.newly_written)
+
     def refuse_changed(self, what: str) -> None:
         """Raise CaptureError if the last run, which failed, left more than attributes."""
         for change in self.changes.values():
             if not self.kept.before.is_attribute(change):
                 raise CaptureError(
                     f"{what}: the capture failed without a warm-up, and left {change}",
-                    remedy="Set compilation.cudagraph_num_of_warmups: 1, and start again.",
+                    remedy="Make the model anew, and set compilation.cudagraph_num_of_warmups: 1.",
                 )
 
     def refuse_value(self, mode: CUDAGraphMode) -> None:

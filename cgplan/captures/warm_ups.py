@@ -6,7 +6,9 @@ Note [Captures without a warm-up]
     change of Python, no memory of the pool, no compilation. Models that change Python in each run,
     or hold compiled code, have a warm-up for each key. A compilation alone: the key is
     captured again, after a warm-up. Else all keys are captured again with warm-ups, in a new pool:
-    what the model keeps has been replayed once, and lies where no graph writes.
+    what the model keeps has been replayed once, and lies where no graph writes. A failed capture
+    cannot be replayed, so the smallest key of a lane is run ahead of all captures: a model that
+    keeps something for each size shows it there.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ class WarmUps:
         may_skip: bool,
     ) -> None:
         self._asked = asked
-        self.may_skip = may_skip
+        self.may_skip = may_skip and asked in ("auto", 0)
         self._keys = set[Key]()  # that need one
         self._lanes = set[Lane]()  # that had one
 
@@ -47,12 +49,16 @@ class WarmUps:
         asked = self._asked
         if asked != "auto" and asked > 0:
             return asked
-        if not self.may_skip or not may_skip or key in self._keys:
+        if not (self.may_skip and may_skip) or key in self._keys:
             return 1
         return int(asked == "auto" and Lane.of(*key) not in self._lanes)
 
-    def note_run(self, key: Key) -> None:
-        self._lanes.add(Lane.of(*key))
+    def note_run(self, key: Key) -> bool:
+        """Whether the smallest key of its lane has to run, too."""
+        lane = Lane.of(*key)
+        is_new = lane not in self._lanes
+        self._lanes.add(lane)
+        return is_new and self.may_skip
 
     def add(
         self,

@@ -84,6 +84,7 @@ class PutBack:
         outcome: Bytes and kind of copy by path; ``new``: made on first use.
         volatile: Paths that each run binds again.
         last: Changes of Python after the last run.
+        newly_written: Paths of tensors that the last run wrote, and an earlier one did not.
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class PutBack:
         self._captured = set[str]()  # paths that a capture changed first
         self._keeps_first_use = True
         self._of_context = set[str]()  # paths
+        self.newly_written: list[str] = []
 
     @staticmethod
     def _storages(state: Fingerprint) -> dict[int, tuple[str, torch.Tensor]]:
@@ -128,6 +130,7 @@ class PutBack:
         found = dict[str, Change]()
         self.rewind()
         made = self._now() if enters_made and self.has_made else None
+        versions = [version_of(place.value) for place in self.before.of_tensors]
         try:
             yield found
         finally:
@@ -139,6 +142,7 @@ class PutBack:
             for written in self._written.values():
                 written.count_run(captures=captures)
             self._count += 1
+            self._note_newly_written(versions)
             self._runs.update(changed.keys())
             for path, change in changed.items():
                 self._first.setdefault(path, change.now)
@@ -151,6 +155,19 @@ class PutBack:
             for path, change in inside.items():
                 if path not in changed:
                     found[path] = change
+
+    def _note_newly_written(
+        self,
+        versions: Iterable[int | None],
+    ) -> None:
+        self.newly_written = []
+        for place, version in zip(self.before.of_tensors, versions, strict=True):
+            if version_of(place.value) == version:
+                continue
+            address = place.value.untyped_storage().data_ptr()
+            written = self._written.get(address)
+            if written is None or written.runs < self._count:
+                self.newly_written.append(place.path)
 
     @contextmanager
     def setting_context(self) -> Iterator[None]:
