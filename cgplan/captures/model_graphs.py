@@ -338,7 +338,7 @@ class ModelGraphs(ModelRuns):
     ) -> int:
         facts = self.facts
         is_steady = not facts.outside and not facts.changes_python
-        is_compiled = rehearsal.kept.before.is_compiled
+        is_compiled = rehearsal.kept.before.is_compiled or self.route.splitter is not None
         may_skip = is_steady and not is_compiled and not in_service
         return self.warm_ups.of(key, may_skip=may_skip)
 
@@ -351,10 +351,15 @@ class ModelGraphs(ModelRuns):
                 smallest = other
         if smallest == key or self._warm_ups_of(rehearsal, smallest, in_service=False):
             return
-        rehearsal.set_context(smallest)
         held = self.backend.memory().held
-        self._run_warm_ups(rehearsal, smallest, 1)
-        if rehearsal.has_left or self.backend.memory().held != held:
+        try:
+            rehearsal.set_context(smallest)
+            self._run_warm_ups(rehearsal, smallest, 1)
+            has_left = rehearsal.has_left or self.backend.memory().held != held
+        except Exception as error:  # its own capture raises it again
+            drop_locals(error)
+            has_left = True
+        if has_left:
             self.warm_ups.may_skip = False
         rehearsal.set_context(key)
 
