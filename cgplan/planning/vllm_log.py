@@ -63,7 +63,7 @@ class StartLog:
             of level DEBUG.
         advice: The numbers of vLLM's line on ``--kv-cache-memory``.
         version: Of vLLM; empty if the log does not tell it.
-        largest: Capture size; 0 if not known.
+        largest: Capture size, if known.
     """
 
     seconds: float
@@ -121,7 +121,7 @@ class StartLog:
         return [f"the log is of vLLM {self.version}, the rules are of {nearest}, the nearest known"]
 
     def of_other_options(self, plan: Plan) -> Iterator[str]:
-        """A sentence, if it has another number of graphs."""
+        """A sentence, if the number of graphs differs."""
         own = sum(count for count, _ in self.graphs.values())
         planned = len(plan.keys)
         if own not in (0, planned):
