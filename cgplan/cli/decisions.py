@@ -53,7 +53,7 @@ class Miss(NamedTuple):
 
     Attributes:
         share: Of the goal; 0 or less: it holds.
-        text: The time found, and the goal.
+        text: The times found, and the goals.
         requests: The load, and with ``service`` what its requests get.
     """
 
@@ -122,13 +122,18 @@ class Planner:
             plan = self.plan(config)
         miss = None
         if self._loads.slo:
-            plan, miss = self._within_slo(config, plan)
-            goals = ", ".join(map(str, self._loads.slo))
-            said = f"is missed with each number of graphs tried: {miss.text}"
-            if miss.holds:
-                graphs = counted(len(plan.keys), "graph")
-                said = f"holds with {graphs}, the fewest of those tried"
-            notes.append(f"SLO {goals} {said}")
+            miss = self._worst_miss(config, plan)
+            said = "holds without graphs, too; those worth it stay"
+            if not miss.holds or not self._worst_miss(config, build_plan(_eager(config))).holds:
+                plan, miss = self._within_slo(config, plan)
+                said = f"is missed with each number of graphs tried: {miss.text}"
+                if miss.holds:
+                    graphs = counted(len(plan.keys), "graph")
+                    said = f"holds with {graphs}, the fewest of those tried"
+            share = miss.service.unmeasured
+            if share:
+                said += f"; {share:.2%} of the steps are extrapolated"
+            notes.append(f"SLO {', '.join(map(str, self._loads.slo))} {said}")
         return self._with_service(asked, plan, notes, miss)
 
     # --- one plan ---------------------------------------------------------------------------------
@@ -347,17 +352,20 @@ class Planner:
         config: Config,
         plan: Plan,
     ) -> Miss:
-        """Of all loads the goal of the SLO that is missed most, or held most narrowly."""
+        """Of the load that comes nearest to a miss: all goals missed, else the nearest."""
         found = list[Miss]()
         for requests in self._requests:
             service = self._service(config, plan, requests)
-            found.append(Miss(-1.0, "no request has these times", requests, service))
+            goals = [(-1.0, "no request has these times")]
             for goal in self._loads.slo or ():
                 time = goal.of(service)
                 if time is not None:
                     wanted = format_microseconds(goal.microseconds)
                     text = f"{goal.name} is {format_microseconds(time)}, {wanted} are asked for"
-                    found.append(Miss(time / goal.microseconds - 1, text, requests, service))
+                    goals.append((time / goal.microseconds - 1, text))
+            share, nearest = max(goals)
+            missed = "; ".join(text for over, text in goals if over > 0)
+            found.append(Miss(share, missed or nearest, requests, service))
         return max(found, key=attrgetter("share"))
 
     def _within_slo(
@@ -365,26 +373,21 @@ class Planner:
         config: Config,
         plan: Plan,
     ) -> tuple[Plan, Miss]:
-        """The plan with the fewest graphs of those tried that hold the SLO: none, and then by
-        halving. If none does, the plan as it is, or one that comes notably nearer.
+        """The plan with the fewest graphs of those tried, by halving, that hold the SLO. If none
+        does, the plan as it is, or one that comes notably nearer.
         """
-        without = self._plan(_eager(config))
         first = self._worst_miss(config, plan)
         found = [(plan, first)]
 
-        def holds(made: Plan) -> bool:
+        def holds_with(graphs: int) -> bool:
+            try:
+                made = self.plan(with_values(config, "budget", max_graphs=graphs))
+            except BudgetError:
+                return False
             miss = self._worst_miss(config, made)
             found.append((made, miss))
             return miss.holds
 
-        def holds_with(graphs: int) -> bool:
-            try:
-                return holds(self.plan(with_values(config, "budget", max_graphs=graphs)))
-            except BudgetError:
-                return False
-
-        if holds(without):
-            return without.model_copy(update={"budget": plan.budget}), found[-1][1]
         most = config.budget.max_graphs or MOST
         if not first.holds and not holds_with(most):
             other, nearest = min(found, key=lambda pair: pair[1].share)

@@ -135,7 +135,10 @@ def check_vllm(read: VllmConfig, file: Path | None) -> None:
                 f"{file} has no line `Graph capturing finished in ... secs, took ... GiB`",
                 remedy=_LOG,
             )
-        said = log.said()
+        said = [
+            *log.of_other_options(plan),
+            *log.said(),
+        ]
     for line in read.notes:
         note(f"note: {line}")
     drafts = len(plan.draft_keys)

@@ -145,7 +145,8 @@ def goal(text: str) -> Goal:
     found = re.fullmatch(rf"({'|'.join(GOALS)})=([0-9]+(?:\.[0-9]+)?)(us|ms|s)", text)
     if found is None or float(found[2]) <= 0:
         raise BadParameter(
-            f"{text!r} is no SLO: write tpot_p99=30ms, with one of {', '.join(GOALS)}"
+            f"{text!r} is no SLO: write tpot_p99=30ms, the unit us, ms or s, with one of "
+            f"{', '.join(GOALS)}"
         )
     name, number, unit = found.groups()
     return Goal(name, float(number) * MICROSECONDS[unit])

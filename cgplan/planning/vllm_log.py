@@ -15,7 +15,8 @@ from operator import itemgetter
 
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning.engines import VERSIONS
-from cgplan.units import format_bytes
+from cgplan.planning.plan import Plan
+from cgplan.units import counted, format_bytes
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -51,7 +52,7 @@ _STEP = re.compile(
 
 @dataclass(frozen=True)
 class StartLog:
-    """The graphs of vLLM's last start; of several ranks, those of the one that took most.
+    """vLLM's last start with graphs; of several ranks, the one whose graphs took most.
 
     Attributes:
         seconds: Of all captures, whole.
@@ -62,6 +63,7 @@ class StartLog:
             of level DEBUG.
         advice: The numbers of vLLM's line on ``--kv-cache-memory``.
         version: Of vLLM; empty if the log does not tell it.
+        largest: Capture size, if known.
     """
 
     seconds: float
@@ -71,19 +73,20 @@ class StartLog:
     by_mode: dict[CUDAGraphMode, tuple[float, float]]
     advice: tuple[float, ...]
     version: str = ""
+    largest: int = 0
 
     @classmethod
     def parse(cls, text: str) -> StartLog | None:
         """None if the log does not tell how long the captures took."""
-        start = max(text.rfind(_START), 0)
-        text = text[start:]
+        starts = [start for start in text.split(_START) if _FINISHED.search(start)]
+        if not starts:
+            return None
+        text = _START + starts[-1]
         seconds = []
         taken = [0.0]
         for whole, gib in _FINISHED.findall(text):
             seconds.append(float(whole))
             taken.append(float(gib))
-        if not seconds:
-            return None
         graphs = {CUDAGraphMode[mode]: (int(count), 0) for mode, count in _BAR.findall(text)}
         profiles = "\n".join(_PROFILED.findall(text))
         for mode, count, largest in _GROUP.findall(profiles):
@@ -96,6 +99,8 @@ class StartLog:
             by_mode[CUDAGraphMode[mode]] = float(first) * MIB, float(each) * MIB
         advice = [tuple(map(float, found)) for found in _ADVICE.findall(text)]
         version = _VERSION.search(text)
+        captures = _CAPTURES.search(text)
+        sizes = json.loads(captures[2]) if captures else []
         return cls(
             seconds=max(seconds),
             bytes=round(max(taken) * GIB),
@@ -104,6 +109,7 @@ class StartLog:
             by_mode=by_mode,
             advice=min(advice, key=itemgetter(3), default=()),
             version=version[1] if version else "",
+            largest=max(sizes, default=0),
         )
 
     @property
@@ -113,6 +119,14 @@ class StartLog:
         if not self.version or self.version.split(".")[:2] == nearest.split(".")[:2]:
             return []
         return [f"the log is of vLLM {self.version}, the rules are of {nearest}, the nearest known"]
+
+    def of_other_options(self, plan: Plan) -> Iterator[str]:
+        """A sentence, if the number of graphs differs."""
+        own = sum(count for count, _ in self.graphs.values())
+        planned = len(plan.keys)
+        if own not in (0, planned):
+            graphs = counted(own, "graph")
+            yield f"the log is of a start with {graphs}, the configuration has {planned}"
 
     def said(self) -> Iterator[str]:
         """Sentences on the memory of the graphs, and on vLLM's options for the KV cache."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -217,10 +218,8 @@ class MeasuredCosts(GraphCosts):
         Without DEBUG lines a graph takes 1 MiB, vLLM's own least, and the pool the rest.
         """
         plan = build_plan(config)
-        planned = grouped((mode, key.num_tokens) for mode, key in plan.keys)
-        graphs = log.graphs
-        if not graphs:
-            graphs = {mode: (len(sizes), max(sizes)) for mode, sizes in planned.items()}
+        planned = Counter(mode for mode, _ in plan.keys)
+        graphs = log.graphs or {mode: (count, 0) for mode, count in planned.items()}
         total = sum(count for count, _ in graphs.values())
         if not total:
             raise ReportError(
@@ -237,7 +236,7 @@ class MeasuredCosts(GraphCosts):
             driver[mode] = each
             known += each * count
             pools[mode] = max(first - each, 0.0)
-            largest[mode] = tokens or max(planned.get(mode, [plan.max_capture_size]))
+            largest[mode] = tokens or log.largest or plan.max_capture_size
         known += max(pools.values())
         scale = log.bytes / known if known else 0.0  # to what captures took
         seconds = log.seconds / total
@@ -254,16 +253,12 @@ class MeasuredCosts(GraphCosts):
         if log.by_mode:
             how = "what vLLM estimates for its mode"
         notes = [
+            *log.of_other_rules,
+            *log.of_other_options(plan),
             f"{path} has the costs of {counted(total, 'graph')} together, "
             f"{format_bytes(log.bytes)} and {log.seconds:.0f} s: each graph was given the same "
-            f"seconds and, of memory, {how}"
+            f"seconds and, of memory, {how}",
         ]
-        if total != len(plan.keys):
-            notes.append(
-                f"{path} is of a start with {counted(total, 'graph')}, the configuration has "
-                f"{len(plan.keys)}"
-            )
-        notes += log.of_other_rules
         costs = cls(keys, points, config, source=f"the log of vLLM, {path}", notes=notes)
         costs.estimated = True
         return costs

@@ -158,11 +158,29 @@ def test_an_slo_that_graphs_change_nothing_of_leaves_the_plan_as_it_is(home: Pat
     assert found == [key.num_tokens for _, key in plain.keys]
 
 
-def test_an_slo_that_eager_steps_hold_takes_no_graphs() -> None:
+def test_an_slo_that_eager_steps_hold_leaves_the_plan_as_it_is() -> None:
     plan = plan_of(*GIVEN, "--slo", "tpot_p99=10s")
-    assert plan.keys == ()
-    assert plan.mode is CUDAGraphMode.NONE
-    assert "holds with 0 graphs, the fewest of those tried" in decisions(plan)
+    assert plan.keys
+    assert plan.keys == plan_of(*GIVEN).keys
+    assert "tpot_p99=10.0 s holds without graphs, too" in decisions(plan)
+
+
+def test_each_goal_that_is_missed_is_named() -> None:
+    goals = ("--slo", "tpot_p50=1us", "--slo", "ttft_p99=1us", "--slo", "step_p99=10s")
+    result = cgplan_command(*GIVEN, *goals)
+    assert result.exit_code == errors.RegretError.exit_code
+    assert re.search(r"tpot_p50 is [^;]*; ttft_p99 is", unwrapped(result.stderr))
+    assert "step_p99 is" not in unwrapped(result.stderr)
+
+
+@pytest.mark.parametrize("is_measured", [True, False])
+def test_an_slo_that_rests_on_extrapolated_prefill_says_so(home: Path, is_measured: bool) -> None:
+    times = TIMES if is_measured else re.sub(r"(NONE|PIECEWISE),2048,.*\n", "", TIMES)
+    (home / "times.csv").write_text(times.format(piecewise=5000))
+    plan = plan_of(*GIVEN, "--slo", "ttft_p99=10s", "--mode", "keep")
+    said = re.search(r"SLO .*; (\d+\.\d+)% of the steps are extrapolated", decisions(plan))
+    assert (said is None) == is_measured
+    assert said is None or float(said[1]) > 0
 
 
 @pytest.mark.parametrize(
@@ -466,7 +484,7 @@ def test_asked_for_is_of_the_mode_that_was_asked_for(home: Path) -> None:
 
 
 def test_wrong_goals_are_refused() -> None:
-    for wrong in ("tpot=1ms", "tpot_p99=fast", "tpot_p99=0ms", "ttft_p99=1h"):
+    for wrong in ("tpot=1ms", "tpot_p99=3", "tpot_p99=fast", "tpot_p99=0ms", "ttft_p99=1h"):
         result = cgplan_command(*GIVEN, "--slo", wrong)
         assert result.exit_code == 2
-        assert "is no SLO: write tpot_p99=30ms" in unwrapped(result.stderr)
+        assert "is no SLO: write tpot_p99=30ms, the unit us, ms or s" in unwrapped(result.stderr)

@@ -715,6 +715,7 @@ def test_vllm_check(home: Path) -> None:
     drafted = (*bounds, "--speculative-method", "mtp")
     shown = unwrapped(good("vllm", "check", *drafted, "--log", str(START)).stdout)
     assert "vLLM captures 49 graphs (26 of them of the draft model) in mode" in shown
+    assert "the log is of a start with 9 graphs, the configuration has 23" in shown
     assert "by the log the graphs took 512 MiB and 3 s" in shown
     refused_log = cgplan_command("vllm", "check", *bounds, "--log", "good.yaml")
     assert refused_log.exit_code == errors.ReportError.exit_code

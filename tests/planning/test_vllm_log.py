@@ -97,6 +97,23 @@ def test_a_log_without_a_profile_counts_graphs_by_its_progress_bars() -> None:
     )
 
 
+def test_the_pool_is_that_of_the_sizes_that_the_log_names() -> None:
+    """Without a line on their profile, which tells the largest of each mode."""
+    bars = "".join(line for line in LOG.splitlines(keepends=True) if "Profiling CUDA" not in line)
+    without = bars.replace("Capturing CUDA graphs", "-")
+    assert started(without).graphs == {}
+    for text in (bars, without):
+        assert started(text).largest == 16
+        pool = [costs_of(text, config_of(seqs=seqs)).pool_bytes(PIECEWISE, 4) for seqs in (2, 8)]
+        assert pool[0] == pytest.approx(pool[1], rel=0.02)
+        assert pool[1] == pytest.approx(503 / 4 * MIB, rel=0.02)
+
+
+def test_a_start_without_graphs_after_one_with_them_is_passed_over() -> None:
+    eager = LOG.partition("\n")[0].replace("FULL_AND_PIECEWISE: (2, 1)", "NONE: 0")
+    assert started(LOG + eager.replace("[1, 2, 4, 8, 16]", "[]")) == started(LOG)
+
+
 @pytest.mark.parametrize("text", [LOG, DEBUG + LOG.partition("\n")[2]], ids=["INFO", "DEBUG"])
 def test_costs_add_up_to_those_of_the_start(text: str) -> None:
     config = config_of()
