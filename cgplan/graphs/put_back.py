@@ -164,9 +164,11 @@ class PutBack:
         for place, version in zip(self.before.of_tensors, versions, strict=True):
             if version_of(place.value) == version:
                 continue
-            address = place.value.untyped_storage().data_ptr()
+            storage = place.value.untyped_storage()
+            address = storage.data_ptr()
             written = self._written.get(address)
-            if written is None or written.runs < self._count:
+            is_steady = written is not None and written.runs == self._count
+            if not is_steady:
                 self.newly_written.append(place.path)
 
     @contextmanager

@@ -382,7 +382,7 @@ class _Comparison:
                 return part.where
         if not wrong:
             return None
-        if not self._has_drawn and not self._are_few(wrong):
+        if is_padded_within and not self._has_drawn and not self._are_few(wrong):
             return wrong[0].where
         return self._reached()
 
