@@ -331,14 +331,22 @@ class Parallelism(NamedTuple):
     Attributes:
         multiple: Of tokens; ``in_requests``: decode sizes, of requests.
         ranks: Attention DP ranks, which share the bounds.
+        decided: Options given for what the plan decides.
     """
 
     multiple: int = 1
     in_requests: bool = False
     ranks: int = 1
+    decided: tuple[str, ...] = ()
 
 
 ALONE = Parallelism()
+_DECIDED = (
+    "--cuda-graph",
+    "--disable-cuda-graph",
+    "--max-running-requests",
+    "--chunked-prefill-size",
+)
 
 
 def read_sglang(text: str) -> Parallelism:
@@ -355,7 +363,7 @@ def read_sglang(text: str) -> Parallelism:
         parser.add_argument(f"--enable-{name}", action="store_true")
     remedy = "Give SGLang's options: --sglang '--tp-size 8 --attn-dp-size 2'."
     try:
-        given, _ = parser.parse_known_args(shlex.split(text))
+        given, rest = parser.parse_known_args(shlex.split(text))
     except (ArgumentError, ValueError) as error:
         raise ConfigError(f"--sglang {text!r:.200}: {error}", remedy=remedy) from None
     ranks = given.attn_dp_size
@@ -373,7 +381,8 @@ def read_sglang(text: str) -> Parallelism:
         multiple *= given.tp_size // groups
     if multiple % given.attn_cp_size:
         multiple *= given.attn_cp_size
-    return Parallelism(multiple, given.enable_two_batch_overlap, ranks)
+    decided = tuple(word.partition("=")[0] for word in rest if word.startswith(_DECIDED))
+    return Parallelism(multiple, given.enable_two_batch_overlap, ranks, decided)
 
 
 def emit(plan: Plan, engine: Engine, parallelism: Parallelism = ALONE) -> Emission:
@@ -470,12 +479,17 @@ def _vllm(plan: Plan) -> Emission:
 
 def _sglang(plan: Plan, parallelism: Parallelism) -> Emission:
     asked = _requests(plan)
-    multiple, in_requests, ranks = parallelism
+    multiple, in_requests, ranks, _ = parallelism
     step = multiple if in_requests else multiple // gcd(multiple, plan.query_len)
     decode = _rounded_up(asked, step)
     tokens = _sizes(plan, CUDAGraphMode.PIECEWISE)
     prefill = _rounded_up(tokens, multiple)
     notes = _list_notes(plan, "SGLang", len(decode) + len(prefill))
+    if parallelism.decided:
+        notes.append(
+            f"--sglang: {', '.join(parallelism.decided)} passed over; graphs and bounds are those "
+            "of the plan and its configuration"
+        )
     dropped = [str(size) for size in asked if size % step]
     if dropped:
         notes.append(

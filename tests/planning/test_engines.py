@@ -275,6 +275,12 @@ def test_sglang_and_trtllm_have_decode_sizes_in_requests(
         ("--tp 8 --attn-cp-size 2", Parallelism(2)),
         ("--tp 8 --attn-cp-size 2 --attn-dp-size 2", Parallelism(2, ranks=2)),
         ("--tp 6 --attn-cp-size 3 --attn-dp-size 1 --moe-a2a-backend mori", Parallelism(6)),
+        (
+            "--max-running-requests 16 --disable-cuda-graph --cuda-graph-max-bs=8",
+            Parallelism(
+                decided=("--max-running-requests", "--disable-cuda-graph", "--cuda-graph-max-bs")
+            ),
+        ),
     ],
 )
 def test_sizes_are_multiples_of_what_sglang_gathers(options: str, expected: Parallelism) -> None:
@@ -339,6 +345,8 @@ def test_a_plan_says_which_sizes_sglang_drops() -> None:
         "SGLang would drop 1, 6: its decode sizes are multiples of 4"
     )
     assert emission.notes[1].startswith("prefill sizes were rounded up to multiples of 4")
+    given = emit(plan, "sglang", Parallelism(decided=("--max-running-requests",)))
+    assert given.notes[0].startswith("--sglang: --max-running-requests passed over")
     drafted = plan_of("FULL_DECODE_ONLY", [4, 8, 16], spec=3)
     assert emit(drafted, "sglang", Parallelism(4)).options.startswith(
         "--cuda-graph-bs-decode 1 2 4 "
