@@ -3,7 +3,8 @@
 Note [What is put back]
     Tensors and attributes, not other containers. What the first run alone made stays with a
     capture, which relies on it. Small storages are rewound before each run: positions must not run
-    past a cache.
+    past a cache. Containers are not put back, so what a run wrote together with a change of one (a
+    row of a table, behind a set of sizes) stays, too, unless every run makes that change.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -42,7 +43,7 @@ class _Written:
     copy: torch.UntypedStorage | None
     version: int | None
     kept: Outcome
-    runs: int = 0
+    runs: set[int] = field(default_factory=set)  # numbers of those that wrote it
     captures: int = 0
     after_run: torch.UntypedStorage | None = None
 
@@ -52,6 +53,7 @@ class _Written:
 
     def count_run(
         self,
+        number: int,
         *,
         captures: bool,
     ) -> None:
@@ -64,7 +66,8 @@ class _Written:
             self.after_run = self.storage.clone()
         elif version is None:
             has_written = True
-        self.runs += has_written
+        if has_written:
+            self.runs.add(number)
         self.captures += has_written and captures
         self.version = version
 
@@ -102,6 +105,7 @@ class PutBack:
         self.last: dict[str, Change] = {}
         self._first = dict[str, Any]()  # what their first change left there
         self._count = 0  # of runs
+        self._changed = list[set[str]]()  # paths, by run
         self._runs = Counter[str]()
         self._captured = set[str]()  # paths that a capture changed first
         self._keeps_first_use = True
@@ -140,8 +144,12 @@ class PutBack:
                 self._adopt_new()
             self._new.clear()
             for written in self._written.values():
-                written.count_run(captures=captures)
+                written.count_run(
+                    self._count,
+                    captures=captures,
+                )
             self._count += 1
+            self._changed.append(set(changed))
             self._note_newly_written(versions)
             self._runs.update(changed.keys())
             for path, change in changed.items():
@@ -161,13 +169,18 @@ class PutBack:
         versions: Iterable[int | None],
     ) -> None:
         self.newly_written = []
-        for place, version in zip(self.before.of_tensors, versions, strict=True):
+        pairs = zip(
+            self.before.of_tensors,
+            versions,
+            strict=True,
+        )
+        for place, version in pairs:
             if version_of(place.value) == version:
                 continue
             storage = place.value.untyped_storage()
             address = storage.data_ptr()
             written = self._written.get(address)
-            is_steady = written is not None and written.runs == self._count
+            is_steady = written is not None and len(written.runs) == self._count
             if not is_steady:
                 self.newly_written.append(place.path)
 
@@ -251,7 +264,21 @@ class PutBack:
                 written.put_back()
 
     def _is_from_first_use(self, written: _Written) -> bool:
-        return written.runs == 1 and self.has_made
+        if len(written.runs) == 1 and self.has_made:
+            return True
+        if not self._keeps_first_use or not written.runs:
+            return False
+        flags = self._kept_in_containers()
+        return all(self._changed[number] & flags for number in written.runs)
+
+    def _kept_in_containers(self) -> set[str]:
+        """Paths that are not put back, and that not every run changes."""
+        found = set[str]()
+        for path, change in self.last.items():
+            is_steady = self._runs[path] == self._count
+            if not is_steady and not self.before.is_attribute(change):
+                found.add(path)
+        return found - self._captured - self._of_context
 
     def _made_on_first_use(self) -> set[str]:
         """Paths that one run ahead of the captures changed."""

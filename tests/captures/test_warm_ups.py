@@ -266,6 +266,39 @@ def test_what_a_capture_writes_first_is_computed(backend: GraphBackend) -> None:
         torch.testing.assert_close(model(x), x * 3)
 
 
+class FillsRows(nn.Module):
+    """A row of a table for each size, behind a flag in a container, which is not put back."""
+
+    def __init__(self, flags: Any) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.zeros(32))
+        self.flags = flags
+
+    def forward(self, x: Tensor) -> Tensor:
+        size = len(x)
+        if size not in self.flags:
+            self.table[size] = 3
+            if isinstance(self.flags, set):
+                self.flags.add(size)
+            else:
+                self.flags[size] = True
+        return x * self.table[size]
+
+
+@pytest.mark.parametrize("warm_ups", ["auto", 1])
+@pytest.mark.parametrize("flags", [set, dict])
+def test_rows_that_each_size_fills_once_stay_as_their_flags_do(
+    backend: GraphBackend, flags: Callable[[], Any], warm_ups: Any
+) -> None:
+    model = FillsRows(flags()).to(backend.device).eval()
+    runner = open_runner(backend, model, cudagraph_num_of_warmups=warm_ups)
+    with closing(runner), torch.no_grad():
+        for size in (16, 8, 4, 2, 8):
+            x = torch.randn(size, 4, device=backend.device)
+            torch.testing.assert_close(runner(x=x), x * 3)
+            torch.testing.assert_close(model(x), x * 3)
+
+
 def test_keys_in_service_and_in_a_shared_pool_warm_up(backend: GraphBackend) -> None:
     model = Plain().eval()
     with closing(open_runner(backend, model, capture_policy="lazy")) as runner:
