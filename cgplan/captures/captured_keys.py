@@ -141,9 +141,8 @@ class CapturedKeys:
                 progress = CaptureProgress(done, total, *key)
                 self._progress(progress)
             done += 1
-            may_skip = warm_ups.may_skip
             record = self._captured(key, 0 if in_service else len(waiting))
-            if record is None and warm_ups.may_skip is not may_skip:
+            if warm_ups.starts_again:
                 waiting = [*capture_order(self._records), key, *waiting]
                 self._free_all()
                 done = 0

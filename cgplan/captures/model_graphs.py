@@ -25,7 +25,7 @@ from cgplan.captures.failures import drop_locals, explain_failure, raise_caused
 from cgplan.captures.model_runs import ModelRuns, State
 from cgplan.captures.rank_sync import SINGLE_RANK, RankSync
 from cgplan.captures.rehearsal import Rehearsal
-from cgplan.captures.warm_ups import WarmUps
+from cgplan.captures.warm_ups import ANEW, WarmUps
 from cgplan.errors import CaptureError, CaptureMemoryError
 from cgplan.graphs.ambient import AmbientState, random_state_kept
 from cgplan.graphs.fingerprint import Fingerprint
@@ -242,11 +242,11 @@ class ModelGraphs(ModelRuns):
         """
         refuse_forbidden_capture(f"the graph for {key[0]} {key[1]}")
         self.addresses.is_outdated = True
-        may_skip = self.warm_ups.may_skip
+        self.warm_ups.starts_again = False
         began = _Clock.now()
         record = None
         with self.rehearsing() as rehearsal:
-            while record is None and self.warm_ups.may_skip is may_skip:
+            while record is None and not self.warm_ups.starts_again:
                 record = self._try_capture(
                     rehearsal,
                     key,
@@ -272,7 +272,7 @@ class ModelGraphs(ModelRuns):
         if self.real_rows is not None:
             self.real_rows.fill(self.views(descriptor))
         warm_ups = 0
-        is_warm = False
+        is_capturing = False
         try:
             rehearsal.look(key)
             is_first = mode not in rehearsal.judged
@@ -280,7 +280,7 @@ class ModelGraphs(ModelRuns):
             with random_state_kept(backend.device, self.generators):
                 self._run_warm_ups(rehearsal, key, warm_ups)
                 warm = time.perf_counter()
-                is_warm = True
+                is_capturing = True
                 memory = backend.memory()
                 compiled = _Clock.now().compile_seconds
                 before = self.pools.memory()
@@ -292,15 +292,15 @@ class ModelGraphs(ModelRuns):
             failure = explain_failure(
                 error,
                 f"{mode} {descriptor}",
-                capturing=is_warm,
+                capturing=is_capturing,
                 free=backend.memory().free,
                 host_sync=rehearsal.host_sync(mode),
                 all_freed=not in_service,
             )
-            looks_again = rehearsal.note_failure(mode, failure if is_warm else None)
+            looks_again = rehearsal.note_failure(mode, failure if is_capturing else None)
             # a verdict of ours stands after a warm-up, too
             is_verdict = type(error) is CaptureError or isinstance(failure, CaptureMemoryError)
-            is_cold = is_warm and not warm_ups and not is_verdict
+            is_cold = is_capturing and not warm_ups and not is_verdict
             if not looks_again and not is_cold:
                 raise_caused(failure, error)
             drop_locals(error)
@@ -376,7 +376,7 @@ class ModelGraphs(ModelRuns):
             raise CaptureError(
                 "the model keeps tensors of a capture that failed without a warm-up, which no "
                 "kernel has computed",
-                remedy="Make the model anew, and set compilation.cudagraph_num_of_warmups: 1.",
+                remedy=ANEW,
             )
 
     def _run_warm_ups(

@@ -13,6 +13,7 @@ from torch import Tensor
 from cgplan.backends.backend import span
 from cgplan.captures.failures import explain_failure
 from cgplan.captures.model_runs import ModelRuns
+from cgplan.captures.warm_ups import ANEW
 from cgplan.errors import CaptureError, HostSyncError
 from cgplan.graphs.ambient import AmbientState
 from cgplan.graphs.fingerprint import Change, is_ignored
@@ -255,7 +256,7 @@ class Rehearsal:
             if not self.kept.before.is_attribute(change):
                 raise CaptureError(
                     f"{what}: the capture failed without a warm-up, and left {change}",
-                    remedy="Make the model anew, and set compilation.cudagraph_num_of_warmups: 1.",
+                    remedy=ANEW,
                 )
 
     def refuse_value(self, mode: CUDAGraphMode) -> None:

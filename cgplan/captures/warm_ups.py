@@ -18,6 +18,8 @@ from typing import Literal
 from cgplan.modes import Key
 from cgplan.planning.plan import Lane
 
+ANEW = "Make the model anew, and set compilation.cudagraph_num_of_warmups: 1."
+
 
 class WarmUps:
     """Numbers of warm-ups.
@@ -27,6 +29,7 @@ class WarmUps:
 
     Attributes:
         may_skip: Keys may do without; all graphs can be freed for a new start.
+        starts_again: The last key asks for that start.
     """
 
     def __init__(
@@ -37,6 +40,7 @@ class WarmUps:
     ) -> None:
         self._asked = asked
         self.may_skip = may_skip and asked in ("auto", 0)
+        self.starts_again = False
         self._keys = set[Key]()  # that need one
         self._lanes = set[Lane]()  # that had one
 
@@ -70,3 +74,4 @@ class WarmUps:
         self._keys.add(key)
         if is_lasting:
             self.may_skip = False
+            self.starts_again = True

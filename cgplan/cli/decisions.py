@@ -125,7 +125,7 @@ class Planner:
             miss = self._worst_miss(config, plan)
             said = "holds without graphs, too; those worth it stay"
             if not miss.holds or not self._worst_miss(config, build_plan(_eager(config))).holds:
-                plan, miss = self._within_slo(config, plan)
+                plan, miss = self._within_slo(config, plan, miss)
                 said = f"is missed with each number of graphs tried: {miss.text}"
                 if miss.holds:
                     graphs = counted(len(plan.keys), "graph")
@@ -372,11 +372,11 @@ class Planner:
         self,
         config: Config,
         plan: Plan,
+        first: Miss,
     ) -> tuple[Plan, Miss]:
         """The plan with the fewest graphs of those tried, by halving, that hold the SLO. If none
         does, the plan as it is, or one that comes notably nearer.
         """
-        first = self._worst_miss(config, plan)
         found = [(plan, first)]
 
         def holds_with(graphs: int) -> bool:

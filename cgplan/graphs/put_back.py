@@ -104,13 +104,17 @@ class PutBack:
         self._places = self._storages(before)
         self.last: dict[str, Change] = {}
         self._first = dict[str, Any]()  # what their first change left there
-        self._count = 0  # of runs
         self._changed = list[set[str]]()  # paths, by run
         self._runs = Counter[str]()
         self._captured = set[str]()  # paths that a capture changed first
         self._keeps_first_use = True
         self._of_context = set[str]()  # paths
         self.newly_written: list[str] = []
+
+    @property
+    def _count(self) -> int:
+        """Of runs."""
+        return len(self._changed)
 
     @staticmethod
     def _storages(state: Fingerprint) -> dict[int, tuple[str, torch.Tensor]]:
@@ -148,7 +152,6 @@ class PutBack:
                     self._count,
                     captures=captures,
                 )
-            self._count += 1
             self._changed.append(set(changed))
             self._note_newly_written(versions)
             self._runs.update(changed.keys())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import re
+import threading
 from collections.abc import Callable
 from itertools import count
 from types import SimpleNamespace
@@ -429,6 +430,27 @@ def test_running_out_of_memory_on_the_way_keeps_what_was_captured(warm_ups: Any,
     assert "ran out" in str(runner.report)
     check_numbers(runner)
     check_report(runner)
+
+
+def test_a_key_that_memory_refuses_is_tried_once_where_all_keys_warm_up() -> None:
+    """The smallest key has told by then that the model keeps something for each size."""
+    sizes: dict[int, bool] = {}
+    hidden = threading.local()  # which no walk enters
+    hidden.calls = 0
+    model = Model()
+
+    def forward(x: Tensor) -> Any:
+        sizes[len(x)] = True
+        if len(x) == 16:
+            hidden.calls += 1
+            if hidden.calls == 3:  # after a look and a warm-up
+                raise torch.OutOfMemoryError("CUDA out of memory")
+        return model(x)
+
+    runner = open_runner({"memory": "1GiB"}, model=forward)
+    assert captured_sizes(runner) == [8, 4, 2, 1]
+    assert [stop.descriptor.num_tokens for stop in budget_of(runner).stops] == [16]
+    check_numbers(runner)
 
 
 def test_a_second_failure_gives_graphs_up() -> None:
