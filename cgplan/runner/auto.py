@@ -9,7 +9,7 @@ import sys
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
 from operator import truediv
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._pytree import tree_map_only
+from torch.utils.flop_counter import flop_registry
 
 from cgplan.backends import GraphBackend
 from cgplan.buffers.compare import differences
@@ -44,15 +45,19 @@ logger = logging.getLogger(__name__)
 AUTO = CUDAGraphMode.AUTO
 LEAST_GAIN = 1.02  # below it graphs are not worth their memory
 _MOST_TRIES = 8
+_KERNEL_GAP_US = 1.0  # from one kernel of a graph to the next
 
 
 class Candidate(NamedTuple):
-    """``gains``: eager over graph time by tokens, ascending; bytes of its pool."""
+    """``gains``: eager over graph time by tokens, ascending; bytes of its pool. ``fusible``: the
+    share of a step that a compiler may save.
+    """
 
     name: str
     compilation: CompilationConfig
     gains: dict[int, list[float]]
     nbytes: int
+    fusible: float = 1.0
 
     def mean(self, pick: Callable[[list[float]], float] = median) -> float:
         return fmean(map(pick, self.gains.values()))
@@ -74,12 +79,16 @@ class Candidate(NamedTuple):
             return True
         return self.mean(min) <= other.mean() and self.mean() <= other.mean(max)
 
-    def __str__(self) -> str:
+    @property
+    def speed(self) -> str:
         figures = list[str]()
         for size, gains in sorted(self.gains.items()):
             spread = f"{gains[0]:.3g} to {gains[-1]:.3g}"
             figures.append(f"{median(gains):.3g}x at {size} ({spread})")
-        return f"{self.name}, against eager steps {', '.join(figures)} tokens, in {REPEATS} rounds"
+        return f"against eager steps {', '.join(figures)} tokens, in {REPEATS} rounds"
+
+    def __str__(self) -> str:
+        return f"{self.name}, {self.speed}"
 
 
 def choose_mode(
@@ -93,11 +102,11 @@ def choose_mode(
 ) -> tuple[Config, Plan]:
     """The fastest way to capture a model, for ``cudagraph_mode: AUTO``.
 
-    FULL comes first; a module that fails then runs eagerly. PIECEWISE by operators and, on a GPU,
-    inductor follow, within ``budget.capture_time``. Of ways as fast within 2% or the spread of
-    rounds the smallest pool wins. The plan ends at the largest size with a gain of 2%; ``anyway``:
-    also below it. The model is put back, and all memory is freed. ``before_key`` is as in
-    CaptureSession.
+    FULL comes first; a module that fails then runs eagerly. PIECEWISE by operators follows where
+    FULL has no graphs, and, on a GPU, inductor where it may save 2% of a step, within
+    ``budget.capture_time``. Of ways as fast within 2% or the spread of rounds the smallest pool
+    wins. The plan ends at the largest size with a gain of 2%; ``anyway``: also below it. The model
+    is put back, and all memory is freed. ``before_key`` is as in CaptureSession.
 
     Returns the chosen configuration, and its plan, whose notes say what was tried.
 
@@ -115,6 +124,10 @@ def choose_mode(
     asked = config.compilation
     for name, compilation in _ways(asked, backend):
         is_full = compilation.cudagraph_mode is CUDAGraphMode.FULL
+        why_not = _cannot_win(compilation, candidates)
+        if why_not:
+            notes.append(f"AUTO: {name} not tried: {why_not}")
+            continue
         words = ""
         for _ in range(_MOST_TRIES):
             rest = None if limit is None else limit - (time.perf_counter() - start)
@@ -123,6 +136,7 @@ def choose_mode(
                 break
             failed = list[str]()
             probe = _probe(config, compilation, probes, rest)
+            began = time.perf_counter()
             try:
                 with _failing_module(model, failed):
                     session = CaptureSession(
@@ -131,7 +145,8 @@ def choose_mode(
                     runner = session.run()
                 # the hook slows eager steps down
                 candidate, note = _tried(runner, name, compilation)
-                notes.append(f"AUTO: {note}")
+                took = format_seconds(time.perf_counter() - began)
+                notes.append(f"AUTO: {note} (tried in {took})")
                 if candidate is not None:
                     candidates.append(candidate)
                 break
@@ -189,6 +204,23 @@ def _probe(
     return config.model_copy(update={"compilation": tried, "budget": budget})
 
 
+def _cannot_win(
+    compilation: CompilationConfig,
+    candidates: Sequence[Candidate],
+) -> str:
+    """Why no trial is needed, or nothing."""
+    for candidate in candidates:
+        tried = candidate.compilation
+        if tried.cudagraph_mode is not CUDAGraphMode.FULL:
+            continue
+        if compilation.cudagraph_mode is CUDAGraphMode.PIECEWISE:
+            return "a FULL graph holds the whole forward"
+        saved = 1 / (1 - min(candidate.fusible, 0.99))
+        if compilation.compiler != tried.compiler and saved < LEAST_GAIN:
+            return f"kernels that it can join take {candidate.fusible:.1%} of a step"
+    return ""
+
+
 def _tried(
     runner: GraphRunner,
     name: str,
@@ -198,12 +230,60 @@ def _tried(
     with closing(runner), runner.graphs.rehearsing():
         nbytes = runner.report.pool_bytes
         difference = _first_difference(runner)
-        if difference is not None:
-            return None, f"{name} left out: on example batches {difference}"
-        candidate = Candidate(name, compilation, _gains(runner), nbytes)
-    if candidate.gains:
+        gains = _gains(runner)
+        if not gains:
+            return (
+                None,
+                f"{name} has no graphs: the configuration or its budget leaves all of them out",
+            )
+        steps = _operator_times(runner)
+    fusible = max(map(_fusible_share, filter(None, steps)), default=1.0)
+    candidate = Candidate(name, compilation, gains, nbytes, fusible)
+    if difference is None:
         return candidate, str(candidate)
-    return None, f"{name} has no graphs: the configuration or its budget leaves all of them out"
+    note = f"{name} left out: on example batches {difference}; {candidate.speed}"
+    if compilation.compiler != "eager":
+        settings = {"cudagraph_mode": "FULL", "compiler": compilation.compiler, "verify": "off"}
+        note += (
+            f". {compilation.compiler} rounds otherwise: a router or argmax may choose otherwise. "
+            f"To take it all the same, write into compilation: {json.dumps(settings)}"
+        )
+    return None, note
+
+
+def _operator_times(runner: GraphRunner) -> list[dict[str, float]]:
+    """Of a step of each timed key: microseconds by operator, from torch's profiler, and the gaps
+    that its kernels have in a graph.
+    """
+    steps = list[dict[str, float]]()
+    graphs = runner.graphs
+    if runner.backend.is_tape or runner.config.compilation.compiler != "eager":
+        return steps
+    with on_padding(graphs) as rehearsal:
+        for key in _timed_keys(runner):
+            rehearsal.look(key)
+            rehearsal.kept.restore(between_keys=True)
+            rehearsal.set_context(key)
+            with torch.profiler.profile(acc_events=True) as profile:
+                graphs.run_eager(key[1], graphs.views(key[1]))
+                runner.backend.synchronize()
+            times = dict[str, float]()
+            for event in profile.events():
+                taken = event.self_device_time_total + _KERNEL_GAP_US * len(event.kernels)
+                if event.kernels:
+                    times[event.name] = times.get(event.name, 0.0) + taken
+            steps.append(times)
+    return steps
+
+
+def _fusible_share(step: Mapping[str, float]) -> float:
+    """Without products, convolutions, attention, and operators that are not torch's."""
+    products = {str(packet).replace(".", "::") for packet in flop_registry}
+    fusible = 0.0
+    for name, microseconds in step.items():
+        if name.startswith("aten::") and name not in products:
+            fusible += microseconds
+    return fusible / sum(step.values())
 
 
 def _changed(
@@ -321,7 +401,8 @@ def _first_difference(runner: GraphRunner) -> str | None:
                         calls.append(tree_map_only(Tensor, torch.clone, output))
             for found in differences(outputs[1], outputs[0], is_coarse=True):
                 if found.is_wrong and found.largest is not None:
-                    return f"at {descriptor.num_tokens} tokens: {found}"
+                    where = f"at {descriptor.num_tokens} tokens"
+                    return f"{where}: {found}, in {found.share:.1%} of its elements"
     return None
 
 
