@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from cgplan.api import capture
     from cgplan.backends import select_backend
     from cgplan.backends.context import capture_allowed, forward_context, get_forward_context
+    from cgplan.captures.watched import GraphWatch, watch
     from cgplan.config import CompilationConfig, Config, Dim, Input, UpTo, load_config
     from cgplan.drop_in import Graphed, graphed
     from cgplan.errors import (
@@ -93,6 +94,7 @@ __all__ = [
     "GradientError",
     "GraphPool",
     "GraphRunner",
+    "GraphWatch",
     "Graphed",
     "HostSyncError",
     "Input",
@@ -132,9 +134,11 @@ __all__ = [
     "load_config",
     "load_model",
     "select_backend",
+    "watch",
 ]
 
 _HOMES = {
+    "cgplan.captures.watched": ("GraphWatch", "watch"),
     "cgplan.config": ("CompilationConfig", "Config", "Dim", "Input", "UpTo", "load_config"),
     "cgplan.modes": ("AttentionSupport", "BatchDescriptor", "CUDAGraphMode"),
     "cgplan.planning": ("CudagraphDispatcher", "Plan", "build_plan"),

@@ -12,17 +12,18 @@ import gc
 import json
 import os
 import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from time import perf_counter_ns
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 
 from cgplan.backends.context import refuse_forbidden_capture
-from cgplan.backends.graph_nodes import Block, GraphNodes, MemoryKind
+from cgplan.backends.graph_nodes import Block, GraphNodes, Launch, MemoryKind
 from cgplan.buffers.copier import Copier
 from cgplan.buffers.static import StaticBuffers
 from cgplan.errors import BackendError, CaptureError, CgplanError
@@ -303,6 +304,17 @@ def autocast_cache(*, on: bool) -> Iterator[None]:
         torch.set_autocast_cache_enabled(before)
 
 
+class CaptureWatch(Protocol):
+    """Told of each capture, by whatever code."""
+
+    operators: bool
+
+    def note(self, graph: Any, pool: Any, launches: list[Launch]) -> None: ...
+
+    def forget(self, graph: Any) -> None: ...
+
+
+watches: weakref.WeakSet[CaptureWatch] = weakref.WeakSet()
 SESSION_SECONDS = 1800.0
 captures_lock = threading.RLock()
 _depth = 0

@@ -31,6 +31,7 @@ _CGPLAN = Path(__file__).parents[1]
 _MACHINERY = (
     f"{_TORCH}{os.sep}",
     *(f"{_CGPLAN / folder}{os.sep}" for folder in _FOLDERS),
+    str(_CGPLAN / "api.py"),
     contextlib.__file__,
     "<",
 )

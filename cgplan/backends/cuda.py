@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -42,6 +42,8 @@ from cgplan.backends.graph_nodes import (
     Launch,
     MemoryKind,
     OperatorLog,
+    cuda_runtime,
+    nodes_so_far,
 )
 from cgplan.buffers.copier import Copier
 from cgplan.buffers.copy_kernel import INPUTS, KernelCopier, load_copy_kernel
@@ -90,15 +92,6 @@ class CudaGraph:
 
 
 _pools = weakref.WeakSet[CudaPool]()
-
-
-@cache
-def cuda_runtime() -> Any:
-    try:
-        from cuda.bindings import runtime
-    except ImportError:
-        return None
-    return runtime
 
 
 def count_kernels(runtime: Any, graph: Any) -> int:
@@ -299,21 +292,21 @@ class CudaBackend(GraphBackend):
         return OperatorLog(self._open_graph, self.device)
 
     def _open_graph(self) -> tuple[CudaGraph, int] | None:
-        runtime = cuda_runtime()
-        if self._open is None or runtime is None:
+        count = nodes_so_far(self.device)
+        if self._open is None or count is None:
             return None
-        if not torch.cuda.is_current_stream_capturing():
-            return None
-        stream = torch.cuda.current_stream(self.device)
-        raw = runtime.cudaStreamGetCaptureInfo(stream.cuda_stream)[3]
-        return self._open, int(runtime.cudaGraphGetNodes(raw)[2])
+        return self._open, count
 
     @cached_property
     def _nodes(self) -> CudaNodes:
         return CudaNodes()
 
-    def nodes(self, graph: CudaGraph) -> GraphNodes:
-        return self._nodes.read(graph.graph.raw_cuda_graph())
+    def nodes(
+        self,
+        graph: CudaGraph | torch.cuda.CUDAGraph,
+    ) -> GraphNodes:
+        kept = graph.graph if isinstance(graph, CudaGraph) else graph
+        return self._nodes.read(kept.raw_cuda_graph())
 
     def blocks(self) -> list[Block]:
         owners: dict[Any, Any] = {(0, 0): None}

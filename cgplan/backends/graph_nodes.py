@@ -137,6 +137,25 @@ def cuda_driver() -> Any:
     return driver
 
 
+@cache
+def cuda_runtime() -> Any:
+    try:
+        from cuda.bindings import runtime
+    except ImportError:
+        return None
+    return runtime
+
+
+def nodes_so_far(device: torch.device) -> int | None:
+    """Of the graph that the current stream captures."""
+    runtime = cuda_runtime()
+    if runtime is None or not torch.cuda.is_current_stream_capturing():
+        return None
+    stream = torch.cuda.current_stream(device)
+    raw = runtime.cudaStreamGetCaptureInfo(stream.cuda_stream)[3]
+    return int(runtime.cudaGraphGetNodes(raw)[2])
+
+
 class _Read(NamedTuple):
     name: str
     words: bytes = b""

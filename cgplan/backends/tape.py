@@ -25,6 +25,7 @@ from cgplan.backends.backend import (
     foreign_pool,
     gc_paused,
     tensor_on,
+    watches,
 )
 from cgplan.backends.capture_answers import ALL_OTHERS, answering
 from cgplan.backends.graph_nodes import Block, GraphNodes, Launch, MemoryKind
@@ -113,6 +114,8 @@ class TapeBackend(GraphBackend):
         graph.steps = tape.steps
         graph.notes = tuple(tape.notes)
         graph.pool.graphs.add(graph)
+        for watch in list(watches):
+            watch.note(graph, graph.pool, graph.launches)
 
     def abort(self, graph: TapeGraph) -> None:
         self._stop(graph)
@@ -127,6 +130,8 @@ class TapeBackend(GraphBackend):
 
     def reset(self, graph: TapeGraph) -> None:
         graph.steps = None
+        for watch in list(watches):
+            watch.forget(graph)
         # torch put the mode back where an eager piece failed inside an operator
         if not self.is_capturing():
             self._thread.recorder.leave()

@@ -8,14 +8,15 @@ import gc
 import time
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Generic, NamedTuple, TypeVar, get_args
+from typing import Any, Generic, NamedTuple, TypeVar, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from cgplan.backends import GraphBackend
 from cgplan.backends.graph_nodes import Block, GraphNodes, Launch
 from cgplan.captures.model_graphs import ModelGraphs
 from cgplan.errors import AuditError
@@ -41,30 +42,30 @@ _SHOWN = 10
 _UNHELD = "; nobody holds it"
 _NO_LONGER = "; the model no longer holds it"
 _NOT_FOUND = "tensors that the walk over the model does not find"
-_PROBLEMS: tuple[Problem, ...] = get_args(Problem)
+PROBLEMS: tuple[Problem, ...] = get_args(Problem)
 
 
-class _Owner(NamedTuple):
+class Owner(NamedTuple):
     kind: OwnerKind
     name: str
     nbytes: int | None = None
 
 
-class _Graph(NamedTuple):
-    key: Key
+class ReadGraph(NamedTuple):
+    key: Any
     number: int
     nodes: GraphNodes
     launches: Sequence[Launch]
 
 
-class _Word(NamedTuple):
-    graph: _Graph
+class Pointer(NamedTuple):
+    graph: ReadGraph
     node: int
     is_certain: bool
     address: int
 
 
-class _Stretches(Generic[T]):
+class Stretches(Generic[T]):
     """Memory with values: the innermost one around an address counts; of equal ones the first."""
 
     def __init__(self, rows: Iterable[tuple[int, int, T]]) -> None:
@@ -105,20 +106,26 @@ def audit(
     """
     start = time.perf_counter()
     captured = _captured(graphs)
-    least = _LEAST_ON_HOST if graphs.backend.is_tape else _LEAST
-    words = _words(captured, least)
+    words = pointers_of(captured, on_host=graphs.backend.is_tape)
     read = time.perf_counter()
-    owners = _Owners(graphs, captured, words)
+    owners = Owners(
+        graphs.backend,
+        captured,
+        words,
+        state=_state(graphs),
+        at_capture=graphs.addresses.at_capture(),
+        is_own_pool=graphs.pools.handles.__contains__,
+    )
     findings = list[Finding]()
-    counts = {graph.key: Counter[_Owner]() for graph in captured}
+    counts = {graph.key: Counter[Owner]() for graph in captured}
     for word in words:
         owner = owners.of[word.address]
         if owner is None:
             continue
-        if owner.kind in _PROBLEMS:
+        if owner.kind in PROBLEMS:
             finding = _finding(word, owner)
             if finding is None:
-                owner = _Owner("unproven", f"looks like {owner.kind}")
+                owner = Owner("unproven", f"looks like {owner.kind}")
             else:
                 findings.append(finding)
         counts[word.graph.key][owner] += 1
@@ -131,7 +138,7 @@ def audit(
     return AuditReport(
         environment=environment,
         keys=tuple(_audited(captured, *item) for item in counts.items()),
-        owners=_owner_records(counts.values()),
+        owners=owner_records(counts.values()),
         findings=tuple(findings),
         read_seconds=read - start,
         classify_seconds=time.perf_counter() - read,
@@ -152,12 +159,12 @@ def audit_error(report: AuditReport) -> AuditError:
     )
 
 
-def _captured(graphs: ModelGraphs) -> list[_Graph]:
-    found = list[_Graph]()
+def _captured(graphs: ModelGraphs) -> list[ReadGraph]:
+    found = list[ReadGraph]()
     for key, entry in graphs.captured():
         for number, graph in enumerate(entry.segments):
             found.append(
-                _Graph(
+                ReadGraph(
                     key,
                     number,
                     graphs.backend.nodes(graph),
@@ -171,7 +178,7 @@ def _captured(graphs: ModelGraphs) -> list[_Graph]:
         certain = np.ones(len(rows), np.bool_)
         table = GraphNodes((_TABLE,), 0, words, nodes, certain)
         found.append(
-            _Graph(
+            ReadGraph(
                 found[0].key,
                 len(found),
                 table,
@@ -181,25 +188,28 @@ def _captured(graphs: ModelGraphs) -> list[_Graph]:
     return found
 
 
-def _words(
-    captured: Iterable[_Graph],
-    least: int,
-) -> list[_Word]:
-    found = list[_Word]()
+def pointers_of(
+    captured: Iterable[ReadGraph],
+    *,
+    on_host: bool,
+) -> list[Pointer]:
+    """Words that may be addresses."""
+    least = _LEAST_ON_HOST if on_host else _LEAST
+    found = list[Pointer]()
     for graph in captured:
         nodes = graph.nodes.nodes.tolist()
         certain = graph.nodes.certain.tolist()
         words = graph.nodes.words.tolist()
         for node, is_certain, word in zip(nodes, certain, words, strict=True):
             if least <= word < _MOST:
-                found.append(_Word(graph, node, is_certain, word))
+                found.append(Pointer(graph, node, is_certain, word))
     return found
 
 
 def _audited(
-    captured: Iterable[_Graph],
+    captured: Iterable[ReadGraph],
     key: Key,
-    counts: Counter[_Owner],
+    counts: Counter[Owner],
 ) -> AuditedKey:
     mine = [graph.nodes for graph in captured if graph.key == key]
     kinds = Counter[OwnerKind]()
@@ -220,9 +230,9 @@ def _audited(
     )
 
 
-def _owner_records(counts: Iterable[Mapping[_Owner, int]]) -> tuple[OwnerRecord, ...]:
-    words = Counter[_Owner]()
-    keys = Counter[_Owner]()
+def owner_records(counts: Iterable[Mapping[Owner, int]]) -> tuple[OwnerRecord, ...]:
+    words = Counter[Owner]()
+    keys = Counter[Owner]()
     for of_key in counts:
         words.update(of_key)
         keys.update(of_key.keys())
@@ -238,59 +248,76 @@ def _owner_records(counts: Iterable[Mapping[_Owner, int]]) -> tuple[OwnerRecord,
     return tuple(records)
 
 
-def _finding(
-    word: _Word,
-    owner: _Owner,
-) -> Finding | None:
-    """None where nothing proves that the node uses the word."""
+def launch_of(word: Pointer) -> tuple[Launch | None, bool]:
+    """The operator that launched its node, and whether anything proves that the node uses it."""
     graph = word.graph
-    node = word.node
-    name = graph.nodes.names[node]
+    name = graph.nodes.names[word.node]
     found = None
     for launch in graph.launches:
         end = max(launch.end, launch.first + 1)  # views launch nothing
-        if launch.first <= node < end:
+        if launch.first <= word.node < end:
             found = launch
             if launch.operator == name:
                 break
-    if not word.is_certain and (found is None or word.address not in found.operands):
+    is_operand = found is not None and word.address in found.operands
+    return found, word.is_certain or is_operand
+
+
+def _finding(
+    word: Pointer,
+    owner: Owner,
+) -> Finding | None:
+    """None where nothing proves that the node uses the word."""
+    graph = word.graph
+    launch, is_proven = launch_of(word)
+    if not is_proven:
         return None
     return Finding(
         mode=graph.key[0],
         descriptor=graph.key[1],
         problem=owner.kind,  # type: ignore[arg-type]  # the caller looked
         graph=graph.number,
-        node=node,
-        kernel=name,
-        operator=None if found is None else found.operator,
-        line=None if found is None else found.line,
+        node=word.node,
+        kernel=graph.nodes.names[word.node],
+        operator=None if launch is None else launch.operator,
+        line=None if launch is None else launch.line,
         address=word.address,
         detail=owner.name,
     )
 
 
-class _Owners:
-    """``of``: None for words that are no addresses."""
+class Owners:
+    """``of``: None for words that are no addresses.
+
+    Args:
+        state: Memory that is somebody's, with owners.
+        at_capture: Paths by address.
+        is_own_pool: Of the pool of a block.
+    """
 
     def __init__(
         self,
-        graphs: ModelGraphs,
-        captured: Sequence[_Graph],
-        words: Iterable[_Word],
+        backend: GraphBackend,
+        captured: Sequence[ReadGraph],
+        words: Iterable[Pointer],
+        *,
+        state: Iterable[tuple[int, int, Owner]],
+        at_capture: Mapping[int, str],
+        is_own_pool: Callable[[Any], bool],
     ) -> None:
-        self._graphs = graphs
+        self._backend = backend
         self._captured = captured
-        self._at_capture = graphs.addresses.at_capture()
-        self._state = _Stretches(_state(graphs))
-        blocks = graphs.backend.blocks()
-        self._blocks = _Stretches((block.start, block.end, block) for block in blocks)
-        keys = dict[int, set[Key]]()
+        self._at_capture = at_capture
+        self._is_own_pool = is_own_pool
+        self._state = Stretches(state)
+        self._blocks = Stretches((block.start, block.end, block) for block in backend.blocks())
+        keys = dict[int, set[Any]]()
         certain = set[int]()
         for word in words:
             keys.setdefault(word.address, set()).add(word.graph.key)
             if word.is_certain:
                 certain.add(word.address)
-        self.of = dict[int, _Owner | None]()
+        self.of = dict[int, Owner | None]()
         for address, users in keys.items():
             turns = "one key" if len(users) == 1 else "several keys in turn"
             self.of[address] = self._find(address, turns, is_certain=address in certain)
@@ -301,52 +328,51 @@ class _Owners:
         turns: str,
         *,
         is_certain: bool,
-    ) -> _Owner | None:
+    ) -> Owner | None:
         owner = self._state.find(address)
         block = self._blocks.find(address)
         if block is None:
             return self._outside(address, owner, is_certain=is_certain)
-        for pool in self._graphs.pools.handles:
-            if block.pool is pool:
-                taken = "free" if block.is_free else "taken"
-                return owner or _Owner("graph pool", f"{taken} ({turns})")
+        if self._is_own_pool(block.pool):
+            taken = "free" if block.is_free else "taken"
+            return owner or Owner("graph pool", f"{taken} ({turns})")
         if owner is not None and not block.is_free:
             return owner
         if block.pool == "library":
-            return _Owner("library", "workspaces of cuBLAS")
+            return Owner("library", "workspaces of cuBLAS")
         return self._in_block(address, block)
 
     def _outside(
         self,
         address: int,
-        owner: _Owner | None,
+        owner: Owner | None,
         *,
         is_certain: bool,
-    ) -> _Owner | None:
-        kind = self._graphs.backend.memory_at(address)
+    ) -> Owner | None:
+        kind = self._backend.memory_at(address)
         if kind is None:
             if owner is None and not (is_certain and self._blocks.spans(address)):
                 return None
             was = self._was(address, address + 1, address)
-            return _Owner("unmapped", f"no memory is there now{was}")
+            return Owner("unmapped", f"no memory is there now{was}")
         if owner is not None:
             return owner
         if kind == "device":
-            return _Owner("library", "memory outside of PyTorch's allocator")
+            return Owner("library", "memory outside of PyTorch's allocator")
         holder = self._living.find(address)
         start, end = holder or (address, address + 1)
         was = self._was(start, end, address)
         if holder is None:
-            return _Owner("free block", f"host memory{was}{_UNHELD}")
+            return Owner("free block", f"host memory{was}{_UNHELD}")
         if was:
-            return _Owner("unowned block", f"host memory{was}{_NO_LONGER}")
-        return _Owner("host memory", _NOT_FOUND)
+            return Owner("unowned block", f"host memory{was}{_NO_LONGER}")
+        return Owner("host memory", _NOT_FOUND)
 
     def _in_block(
         self,
         address: int,
         block: Block,
-    ) -> _Owner:
+    ) -> Owner:
         is_held = self._living.find(address) is not None
         in_pool = block.pool is not None
         was = self._was(block.start, block.end, address)
@@ -357,27 +383,27 @@ class _Owners:
         if block.line:
             detail += f", allocated at {block.line}"
         if block.is_free or (in_pool and not is_held):
-            return _Owner("free block", detail + _UNHELD)
+            return Owner("free block", detail + _UNHELD)
         if not is_held:
-            return _Owner("library", "memory that no Python object holds")
+            return Owner("library", "memory that no Python object holds")
         if in_pool:
-            return _Owner("another runner's pool", detail)
+            return Owner("another runner's pool", detail)
         if was:
-            return _Owner("unowned block", detail + _NO_LONGER)
-        return _Owner("state", _NOT_FOUND)
+            return Owner("unowned block", detail + _NO_LONGER)
+        return Owner("state", _NOT_FOUND)
 
     @cached_property
-    def _living(self) -> _Stretches[tuple[int, int]]:
+    def _living(self) -> Stretches[tuple[int, int]]:
         of_graphs = set[int]()
         for graph in self._captured:
             of_graphs.update(map(id, graph.nodes.tensors))
         found = list[tuple[int, int, tuple[int, int]]]()
         for item in gc.get_objects():
             if issubclass(type(item), Tensor) and id(item) not in of_graphs:
-                span = _span(item)
+                span = span_of(item)
                 if span is not None:
                     found.append((*span, span))
-        return _Stretches(found)
+        return Stretches(found)
 
     def _was(
         self,
@@ -392,7 +418,7 @@ class _Owners:
         return f", where {self._at_capture[near]} lay at capture"
 
 
-def _state(graphs: ModelGraphs) -> Iterator[tuple[int, int, _Owner]]:
+def _state(graphs: ModelGraphs) -> Iterator[tuple[int, int, Owner]]:
     record = graphs.record()
     device = graphs.backend.device.type
     declared = set[int]()
@@ -402,7 +428,7 @@ def _state(graphs: ModelGraphs) -> Iterator[tuple[int, int, _Owner]]:
             declared.update(map(id, held.get("_parameters", {}).values()))
             declared.update(map(id, held.get("_buffers", {}).values()))
     for place in record.of_tensors:
-        span = _span(place.value)
+        span = span_of(place.value)
         if span is None:
             continue
         kind: OwnerKind = "state"
@@ -410,18 +436,18 @@ def _state(graphs: ModelGraphs) -> Iterator[tuple[int, int, _Owner]]:
             kind = "host memory"
         elif id(place.value) in declared:
             kind = "parameter or buffer"
-        yield *span, _Owner(kind, place.path, span[1] - span[0])
+        yield *span, Owner(kind, place.path, span[1] - span[0])
     for start, end, name in graphs.together.peer_memory().mapped:
-        yield start, end, _Owner("peer", name, end - start)
+        yield start, end, Owner("peer", name, end - start)
     for sizes, buffers in graphs.buffers.items():
         box = f" of {'x'.join(map(str, sizes))}" if sizes else ""
         for name, buffer in buffers.buffers.items():
-            span = _span(buffer.tensor)
+            span = span_of(buffer.tensor)
             assert span is not None
-            yield *span, _Owner("static buffer", f"{name}{box}", span[1] - span[0])
+            yield *span, Owner("static buffer", f"{name}{box}", span[1] - span[0])
 
 
-def _span(tensor: Tensor) -> tuple[int, int] | None:
+def span_of(tensor: Tensor) -> tuple[int, int] | None:
     try:
         storage = tensor.untyped_storage()
         start = storage.data_ptr()

@@ -25,6 +25,7 @@ from cgplan.cli.options import (
     Request,
     Shown,
     VllmOptions,
+    WatchRequest,
     share,
     with_options,
 )
@@ -167,6 +168,25 @@ def audit(request: AuditRequest) -> None:
     Pointers into memory that is free, gone, or held by others are findings: the exit code is 25.
     """
     _run("audit", request)
+
+
+@command(
+    app,
+    "cgplan watch -- python serve.py --port 8000",
+    "cgplan watch --output watch.json -- vllm serve Qwen/Qwen3-0.6B",
+)
+def watch(
+    program: Annotated[list[str], Argument(metavar="COMMAND", help="Behind --, to be run.")],
+    request: WatchRequest,
+) -> None:
+    """Run a program, and say at its end which of its CUDA graphs point to memory that is gone.
+
+    SIGUSR1 prints the table so far. Pointers into freed memory are exit code 25.
+    """
+    check_outputs((request.output, request.html), ())
+    from cgplan.cli.watch import run_watch
+
+    run_watch(program, request)
 
 
 @plans.callback(

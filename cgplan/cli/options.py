@@ -279,6 +279,13 @@ class AuditRequest(Request):
 
 
 @dataclass
+class WatchRequest:
+    output: Path | None = OUTPUT()
+    html: Path | None = HTML()
+    as_json: bool = JSON()
+
+
+@dataclass
 class CaptureRequest(Request):
     """The options of `capture` and `bench`."""
 

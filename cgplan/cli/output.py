@@ -139,7 +139,7 @@ def failures_reported(show_traceback: bool) -> Iterator[None]:
     """Turn any error of the block into a message and an exit code."""
     try:
         yield
-    except (typer.BadParameter, BrokenPipeError):
+    except (typer.BadParameter, typer.Exit, BrokenPipeError):
         raise
     except (Exception, KeyboardInterrupt, SystemExit) as error:
         if show_traceback:

@@ -266,6 +266,49 @@ class AuditReport(SavedReport):
     notes: tuple[str, ...] = ()
 
 
+class WatchedRecord(Record):
+    """A graph of the process."""
+
+    name: str
+    line: str  # of its capture
+    nodes: int
+    opaque: int
+    words: int
+    kinds: dict[OwnerKind, int]
+
+
+class StaleRecord(Record):
+    """Pointers into memory that is no longer what it was at the capture.
+
+    ``name``: the tensor's path at the capture, ``*`` for numbers, or the memory. ``of``: all
+    pointers to it. ``detail``: what is there now.
+    """
+
+    problem: Problem | Literal["moved"]
+    name: str
+    pointers: int
+    of: int
+    graphs: tuple[str, ...]
+    kernel: str
+    operator: str | None = None
+    line: str | None = None
+    detail: str
+
+
+class WatchReport(SavedReport):
+    """Owners of the memory that the graphs of a process point into."""
+
+    kind: Literal["watch"] = "watch"
+    environment: Environment
+    graphs: tuple[WatchedRecord, ...]  # in capture order
+    owners: tuple[OwnerRecord, ...]
+    stale: tuple[StaleRecord, ...]
+    unwatched: int
+    read_seconds: float
+    classify_seconds: float
+    notes: tuple[str, ...] = ()
+
+
 class CaptureReport(SavedReport):
     """The cost of a plan's capture; None: not known."""
 
@@ -487,7 +530,7 @@ class ReplanReport(ShownRecord):
     seconds: float
 
 
-Report = AuditReport | CaptureReport | BenchReport | DoctorReport | Plan | PlanCheck
+Report = AuditReport | CaptureReport | BenchReport | DoctorReport | WatchReport | Plan | PlanCheck
 _KINDS: dict[str, type[Report]] = {
     model.model_fields["kind"].default: model for model in get_args(Report)
 }

@@ -44,8 +44,10 @@ from cgplan.reports.records import (
     CaptureReport,
     DoctorReport,
     Environment,
+    OwnerRecord,
     RankRecord,
     SplitRecord,
+    WatchReport,
 )
 from cgplan.units import (
     counted,
@@ -59,6 +61,12 @@ from cgplan.units import (
 
 MOST_STOPS = 3
 MOST_FINDINGS = 20
+_BECAME = {
+    "free block": "freed",
+    "unmapped": "unmapped",
+    "unowned block": "replaced; the old tensor lives elsewhere",
+    "moved": "moved; other memory is there now",
+}
 
 
 @render.register
@@ -592,15 +600,6 @@ def _audit(report: AuditReport) -> RenderableType:
         ("findings", findings if report.findings else "none"),
     ]
     rows += labelled("note", report.notes)
-    kinds = grouped((owner.kind, owner) for owner in report.owners)
-    owners = Grid(
-        kinds.values(),
-        TextColumn("owner", "0.kind"),
-        Column("pointers", _words, "{:,}".format),
-        Share("share", lambda rows: _words(rows) / words),
-        Bytes("size", lambda rows: sum(r.nbytes or 0 for r in rows) or None),
-        TextColumn("names", lambda rows: listed([r.name for r in rows], 2)),
-    )
     keys = Grid(
         report.keys,
         TextColumn("key", "label"),
@@ -613,8 +612,66 @@ def _audit(report: AuditReport) -> RenderableType:
     return stacked(
         facts("Audit", rows),
         _findings(report) if report.findings else None,
-        titled("Owners", owners),
+        titled("Owners", _owners(report.owners, words)),
         titled("Keys", keys),
+    )
+
+
+def _owners(owners: Sequence[OwnerRecord], words: int) -> Grid:
+    kinds = grouped((owner.kind, owner) for owner in owners)
+    return Grid(
+        kinds.values(),
+        TextColumn("owner", "0.kind"),
+        Column("pointers", _words, "{:,}".format),
+        Share("share", lambda rows: _words(rows) / words),
+        Bytes("size", lambda rows: sum(r.nbytes or 0 for r in rows) or None),
+        TextColumn("names", lambda rows: listed([r.name for r in rows], 2)),
+    )
+
+
+# --- watch ----------------------------------------------------------------------------------------
+
+
+@render.register
+def _watch(report: WatchReport) -> RenderableType:
+    nodes = sum(graph.nodes for graph in report.graphs)
+    words = _words(report.graphs)
+    captured = counted(len(report.graphs), "graph")
+    said = f"No graph was captured{' that the watch sees' if report.unwatched else ''}."
+    if report.graphs and not report.stale:
+        said = f"All pointers are live: {words:,} in {nodes:,} nodes of {captured}."
+    elif report.graphs:
+        stale = sum(found.pointers for found in report.stale)
+        said = f"{stale:,} of {words:,} pointers of {captured} are stale."
+    stale_ones = Grid(
+        report.stale,
+        TextColumn("memory", "name"),
+        TextColumn("what became of it", lambda found: _BECAME[found.problem]),
+        TextColumn("pointers", lambda found: f"{found.pointers} of {found.of}"),
+        TextColumn("graphs", lambda found: listed(found.graphs, 3)),
+        TextColumn("first in", lambda found: found.operator or found.kernel),
+        TextColumn("line", lambda found: found.line or ""),
+    )
+    graphs = Grid(
+        report.graphs,
+        TextColumn("graph", "name"),
+        Column("nodes"),
+        Column("not read", "opaque"),
+        Column("pointers", "words"),
+        TextColumn("captured at", "line"),
+    )
+    read, looked_up = format_seconds(report.read_seconds), format_seconds(report.classify_seconds)
+    rows = [
+        *labelled("note", report.notes),
+        *environment_rows(report.environment),
+        ("time", f"{read} to read, {looked_up} to look up"),
+    ]
+    return stacked(
+        sentences(said),
+        titled("Stale", stale_ones) if report.stale else None,
+        titled("Graphs", graphs) if report.graphs else None,
+        titled("Owners", _owners(report.owners, words)) if report.graphs else None,
+        facts("Watch", rows),
     )
 
 

@@ -1,0 +1,427 @@
+"""The CUDA graphs of a process, whoever captures them, and what became of the memory they read.
+
+Note [Kept graphs]
+    Nodes can be read while a graph's `cudaGraph_t` lives. Inside a watch `torch.cuda.CUDAGraph`
+    keeps it, and instantiates the graph at the end of its capture, as it does without.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+import time
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.modules import module as module_hooks
+
+from cgplan.backends import GraphBackend, select_backend
+from cgplan.backends.backend import watches
+from cgplan.backends.blame import blamed_line
+from cgplan.backends.graph_nodes import Launch, OperatorLog, nodes_so_far
+from cgplan.backends.replacing import replaced, shared
+from cgplan.captures.audit import (
+    PROBLEMS,
+    Owner,
+    Owners,
+    Pointer,
+    ReadGraph,
+    Stretches,
+    launch_of,
+    owner_records,
+    pointers_of,
+    span_of,
+)
+from cgplan.captures.environment import describe_environment
+from cgplan.graphs.fingerprint import Fingerprint
+from cgplan.reports.records import StaleRecord, WatchedRecord, WatchReport
+from cgplan.units import counted
+
+_HOOKED = ("__init__", "capture_begin", "capture_end", "reset")
+_SHARE = 20  # of the time between two records of the places of weights
+Memory = tuple[int, int]  # from its start to before its end
+
+
+class Places(NamedTuple):
+    """Where tensors lie at one moment, by path and by memory."""
+
+    by_path: dict[str, Memory]
+    by_memory: Stretches[str]
+
+    @classmethod
+    def of(
+        cls,
+        roots: Mapping[str, Any],
+        device: torch.device,
+    ) -> Places:
+        by_path = dict[str, Memory]()
+        for place in Fingerprint.of(roots, device).of_tensors:
+            memory = span_of(place.value)
+            if memory is not None:
+                by_path[place.path] = memory
+        rows = [(start, end, path) for path, (start, end) in by_path.items()]
+        return cls(by_path, Stretches(rows))
+
+
+@dataclass(eq=False)
+class WatchedGraph:
+    """``places`` are those at its capture."""
+
+    number: int
+    line: str
+    graph: weakref.ref[Any]
+    pool: Any
+    places: Places
+    launches: list[Launch] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return f"graph {self.number}"
+
+
+def _device() -> torch.device:
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+class GraphWatch:
+    """See ``watch``. It holds no graph and no model."""
+
+    def __init__(
+        self,
+        roots: Mapping[str, Any] | None,
+        *,
+        operators: bool,
+    ) -> None:
+        self._roots = dict(roots or {})
+        self.operators = operators
+        self._graphs = list[WatchedGraph]()
+        self._count = 0
+        self._modules = weakref.WeakSet[nn.Module]()
+        self._before = weakref.WeakSet[Any]()
+        self._known = set[tuple[str, str]]()
+        self._places: Places | None = None
+        self._taken = 0.0
+        self._cost = 0.0
+        self._closing = ExitStack()
+        self._backend: GraphBackend | None = None
+        for item in gc.get_objects():
+            kind = type(item)
+            if issubclass(kind, nn.Module):
+                self._modules.add(item)
+            elif issubclass(kind, torch.cuda.CUDAGraph):
+                self._before.add(item)
+        for register in (
+            module_hooks.register_module_module_registration_hook,
+            module_hooks.register_module_parameter_registration_hook,
+            module_hooks.register_module_buffer_registration_hook,
+        ):
+            handle = register(self._note_module)
+            self._closing.callback(handle.remove)
+        self._closing.enter_context(_hooks())
+        watches.add(self)
+
+    def __enter__(self) -> GraphWatch:
+        return self
+
+    def __exit__(
+        self,
+        *raised: object,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Watch no further captures. Graphs of before can be checked."""
+        watches.discard(self)
+        self._closing.close()
+
+    def _note_module(
+        self,
+        module: nn.Module,
+        name: str,  # noqa: ARG002
+        part: Any,  # noqa: ARG002
+    ) -> None:
+        self._modules.add(module)
+
+    def note(
+        self,
+        graph: Any,
+        pool: Any,
+        launches: list[Launch],
+    ) -> None:
+        """A graph was captured."""
+        watched = WatchedGraph(
+            self._count,
+            blamed_line(),
+            weakref.ref(graph),
+            pool,
+            self._recent_places(),
+            launches,
+        )
+        self._count += 1
+        self._graphs.append(watched)
+
+    def forget(self, graph: Any) -> None:
+        """It was reset, or is captured again."""
+        self._graphs = [watched for watched in self._graphs if watched.graph() is not graph]
+
+    def _recent_places(self) -> Places:
+        now = time.perf_counter()
+        if self._places is None or now - self._taken > _SHARE * self._cost:
+            self._places = self._places_now()
+            self._taken = time.perf_counter()
+            self._cost = self._taken - now
+        return self._places
+
+    def _places_now(self) -> Places:
+        roots = self._roots or dict(self._root_modules())
+        return Places.of(roots, _device())
+
+    def _root_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        modules = list(self._modules)
+        inner = set[int]()
+        for module in modules:
+            inner.update(map(id, vars(module).get("_modules", {}).values()))
+        names = Counter[str]()
+        for module in modules:
+            if id(module) not in inner:
+                name = type(module).__name__
+                names[name] += 1
+                number = names[name]
+                yield (name if number == 1 else f"{name}_{number}"), module
+
+    @property
+    def backend(self) -> GraphBackend:
+        if self._backend is None:
+            self._backend = select_backend()
+        return self._backend
+
+    def baseline(self) -> WatchReport:
+        """What ``changed`` leaves out."""
+        report = self.check()
+        self._known = {(found.problem, found.name) for found in report.stale}
+        return report
+
+    def changed(self) -> WatchReport:
+        """``check`` without what ``baseline`` found."""
+        report = self.check()
+        new = list[StaleRecord]()
+        for found in report.stale:
+            if (found.problem, found.name) not in self._known:
+                new.append(found)
+        return report.model_copy(update={"stale": tuple(new)})
+
+    def check(self, roots: Mapping[str, Any] | None = None) -> WatchReport:
+        """Look up each pointer of each graph that lives.
+
+        ``roots`` are objects by name whose tensors are owners, in place of those of ``watch``.
+        Raises BackendError without cuda-bindings or a recent driver.
+        """
+        if roots is not None:
+            self._roots = dict(roots)
+        start = time.perf_counter()
+        backend = self.backend
+        living = list[WatchedGraph]()
+        captured = list[ReadGraph]()
+        pools = list[Any]()
+        for watched in self._graphs:
+            graph = watched.graph()
+            if graph is None:
+                continue
+            living.append(watched)
+            nodes = backend.nodes(graph)
+            captured.append(ReadGraph(watched, watched.number, nodes, watched.launches))
+            pools.append(watched.pool)
+        words = pointers_of(captured, on_host=backend.is_tape)
+        read = time.perf_counter()
+        places = self._places_now()
+        at_capture = dict[int, str]()
+        for watched in living:
+            for path, (first, _) in watched.places.by_path.items():
+                at_capture[first] = path
+
+        def is_own_pool(pool: Any) -> bool:
+            handles = getattr(pool, "handles", (pool,))
+            return any(handle in pools for handle in handles)
+
+        state = list[tuple[int, int, Owner]]()
+        for path, (first, end) in places.by_path.items():
+            state.append((first, end, Owner("state", path)))
+        owners = Owners(
+            backend,
+            captured,
+            words,
+            state=state,
+            at_capture=at_capture,
+            is_own_pool=is_own_pool,
+        )
+        counts, stale = _sorted_out(words, owners, places)
+        records = list[WatchedRecord]()
+        for watched, graph in zip(living, captured, strict=True):
+            kinds = Counter[Any]()
+            owned = counts.get(watched, Counter())
+            for owner, count in owned.items():
+                kinds[owner.kind] += count
+            records.append(
+                WatchedRecord(
+                    name=watched.name,
+                    line=watched.line,
+                    nodes=len(graph.nodes.names),
+                    opaque=graph.nodes.opaque,
+                    words=kinds.total(),
+                    kinds=dict(kinds.most_common()),
+                )
+            )
+        notes = list[str]()
+        unwatched = len(self._before)
+        if unwatched:
+            notes.append(f"{counted(unwatched, 'graph')} from before the watch: not looked at")
+        return WatchReport(
+            environment=describe_environment(backend, ""),
+            graphs=tuple(records),
+            owners=owner_records(counts.values()),
+            stale=tuple(stale),
+            unwatched=unwatched,
+            read_seconds=read - start,
+            classify_seconds=time.perf_counter() - read,
+            notes=tuple(notes),
+        )
+
+
+def watch(
+    roots: Mapping[str, Any] | None = None,
+    *,
+    operators: bool = False,
+) -> GraphWatch:
+    """Watch each ``torch.cuda.CUDAGraph`` that the process captures from now on, whoever makes it.
+
+        with cgplan.watch({"model": model, "cache": kv}) as watch:
+            ...  # capture, and replace weights later
+        print(watch.check())
+
+    Also a plain call, which watches until ``close``. Outputs and replays are the same. Without a
+    GPU it sees cgplan's own graphs.
+
+    Args:
+        roots: Objects by name whose tensors get paths; absent: all modules.
+        operators: Note the operator and line of each node, which makes captures slower.
+    """
+    return GraphWatch(roots, operators=operators)
+
+
+@shared
+@contextmanager
+def _hooks() -> Iterator[None]:
+    graphs = torch.cuda.CUDAGraph
+    by_torch = {name: getattr(graphs, name) for name in _HOOKED}
+    kept = weakref.WeakSet[Any]()  # by its owner
+    open_logs = weakref.WeakKeyDictionary[Any, _OpenLog]()
+
+    def init(graph: Any, keep_graph: bool = False) -> None:
+        by_torch["__init__"](graph, True)
+        if keep_graph:
+            kept.add(graph)
+
+    def capture_begin(graph: Any, *args: Any, **options: Any) -> None:
+        by_torch["capture_begin"](graph, *args, **options)
+        _forget(graph)
+        log = open_logs[graph] = _OpenLog()
+        if any(watch.operators for watch in watches):
+            log.begin()
+
+    def capture_end(graph: Any) -> None:
+        log = open_logs.pop(graph)
+        log.modes.close()
+        by_torch["capture_end"](graph)
+        if graph not in kept:
+            graph.instantiate()
+        for watch in list(watches):
+            watch.note(graph, graph.pool(), log.launches)
+
+    def reset(graph: Any) -> None:
+        _forget(graph)
+        by_torch["reset"](graph)
+
+    with replaced(
+        graphs,
+        __init__=init,
+        capture_begin=capture_begin,
+        capture_end=capture_end,
+        reset=reset,
+    ):
+        yield
+
+
+class _OpenLog:
+    """Of the operators of a capture that is under way."""
+
+    def __init__(self) -> None:
+        self.launches = list[Launch]()
+        self.modes = ExitStack()
+
+    def begin(self) -> None:
+        device = _device()
+
+        def so_far() -> tuple[_OpenLog, int] | None:
+            count = nodes_so_far(device)
+            return None if count is None else (self, count)
+
+        self.modes.enter_context(OperatorLog(so_far, device))
+
+
+def _forget(graph: Any) -> None:
+    for watch in list(watches):
+        watch.forget(graph)
+
+
+def _sorted_out(
+    words: Iterable[Pointer],
+    owners: Owners,
+    places: Places,
+) -> tuple[dict[WatchedGraph, Counter[Owner]], list[StaleRecord]]:
+    """Pointers by graph and owner; and those that are stale, by problem and path."""
+    counts = dict[WatchedGraph, Counter[Owner]]()
+    pointers = Counter[str]()  # by path at capture, without numbers
+    groups = dict[tuple[Any, str], list[tuple[Pointer, Owner]]]()
+    for word in words:
+        owner = owners.of[word.address]
+        if owner is None:
+            continue
+        watched: WatchedGraph = word.graph.key
+        path = watched.places.by_memory.find(word.address)
+        moved = path is not None and places.by_path.get(path) != watched.places.by_path[path]
+        name = owner.name if path is None else re.sub(r"\d+", "*", path)
+        pointers[name] += 1
+        if moved or owner.kind in PROBLEMS:
+            if launch_of(word)[1]:
+                problem: Any = owner.kind if owner.kind in PROBLEMS else "moved"
+                groups.setdefault((problem, name), []).append((word, owner))
+            else:
+                owner = Owner("unproven", f"looks like {owner.kind}")
+        counts.setdefault(watched, Counter())[owner] += 1
+    stale = list[StaleRecord]()
+    for (problem, name), found in groups.items():
+        word, owner = found[0]
+        launch, _ = launch_of(word)
+        graphs = dict.fromkeys(other.graph.key.name for other, _ in found)
+        stale.append(
+            StaleRecord(
+                problem=problem,
+                name=name,
+                pointers=len(found),
+                of=pointers[name],
+                graphs=tuple(graphs),
+                kernel=word.graph.nodes.names[word.node],
+                operator=None if launch is None else launch.operator,
+                line=None if launch is None else launch.line,
+                detail=owner.name,
+            )
+        )
+    return counts, stale

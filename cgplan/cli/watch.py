@@ -1,0 +1,84 @@
+"""`cgplan watch`: a command whose processes tell what became of their graphs' memory."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from typer import Exit
+
+from cgplan.cli.options import WatchRequest
+from cgplan.cli.output import note, publish
+from cgplan.errors import AuditError, ModelError
+from cgplan.reports import load_report
+from cgplan.reports.records import WatchReport
+from cgplan.units import counted
+
+_CHILD = Path(__file__).parent / "watched_child"  # its sitecustomize.py is run at the start
+
+
+def run_watch(
+    command: Sequence[str],
+    request: WatchRequest,
+) -> None:
+    """Raises AuditError for pointers into freed or unmapped memory."""
+    with tempfile.TemporaryDirectory(prefix="cgplan-watch-") as folder:
+        paths = [str(_CHILD), os.environ.get("PYTHONPATH", "")]
+        environment = {
+            **os.environ,
+            "CGPLAN_WATCH": folder,
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        }
+        code = _run(command, environment)
+        found = list[tuple[str, WatchReport]]()
+        for file in sorted(Path(folder).glob("*.json")):
+            report = load_report(file)
+            if isinstance(report, WatchReport) and (report.graphs or report.unwatched):
+                found.append((file.stem, report))
+    if not found:
+        note("cgplan watch: no process had a graph of torch.cuda.CUDAGraph when it ended.")
+    found.sort(key=lambda item: -len(item[1].graphs))
+    stale = 0
+    for index, (process, report) in enumerate(found):
+        if len(found) > 1:
+            note(f"process {process}, {counted(len(report.graphs), 'graph')}")
+        is_first = index == 0
+        publish(
+            report,
+            request.output if is_first else None,
+            as_json=request.as_json,
+            html=request.html if is_first else None,
+        )
+        for part in report.stale:
+            if part.problem in ("free block", "unmapped"):
+                stale += part.pointers
+    if code:
+        raise Exit(code if code > 0 else 128 - code)
+    if stale:
+        raise AuditError(
+            f"{counted(stale, 'pointer')} of captured graphs into memory that was freed",
+            remedy="Capture again after weights or caches are replaced, or write into them.",
+        )
+
+
+def _run(command: Sequence[str], environment: dict[str, str]) -> int:
+    """Its exit code; signals to this process are passed on."""
+    try:
+        process = subprocess.Popen(command, env=environment)
+    except OSError as error:
+        raise ModelError(
+            f"{command[0]!r} cannot be run: {error.strerror}",
+            remedy="Write the command behind --, as in `cgplan watch -- python serve.py`.",
+        ) from None
+    for number in (signal.SIGUSR1, signal.SIGTERM):
+        signal.signal(number, lambda number, _: process.send_signal(number))
+    while True:
+        try:
+            return process.wait()
+        except KeyboardInterrupt:  # the terminal has told the process, too
+            sys.stderr.flush()

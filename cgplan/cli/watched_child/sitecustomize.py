@@ -1,0 +1,70 @@
+"""Python runs this when it starts under `cgplan watch`: torch is watched from its import on.
+
+The report is written at exit, and on SIGUSR1, where it is also printed on standard error.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import runpy
+import signal
+import sys
+from contextlib import suppress
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import FrameType, ModuleType
+from typing import Any
+
+
+class _TorchFinder(MetaPathFinder):
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        if name != "torch":
+            return None
+        sys.meta_path.remove(self)
+        spec = PathFinder.find_spec(name, path, target)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def execute_and_watch(module: ModuleType) -> None:
+            execute(module)
+            _watch()
+
+        spec.loader.exec_module = execute_and_watch  # type: ignore[method-assign]
+        return spec
+
+
+def _watch() -> None:
+    try:
+        import cgplan
+        from cgplan.reports import render_text
+    except ImportError as error:
+        print(f"cgplan watch: this Python has no cgplan: {error}", file=sys.stderr)
+        return
+    watch = cgplan.watch(operators=True)
+
+    def write() -> str:
+        folder = Path(os.environ["CGPLAN_WATCH"])
+        try:
+            report = watch.check()
+        except cgplan.CgplanError as error:
+            return f"error: {error}"
+        (folder / f"{os.getpid()}.json").write_text(report.model_dump_json(), encoding="utf-8")
+        return render_text(report)
+
+    def show(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
+        print(write(), file=sys.stderr, flush=True)
+
+    atexit.register(write)
+    with suppress(ValueError):  # torch was imported by another thread
+        signal.signal(signal.SIGUSR1, show)
+
+
+if "CGPLAN_WATCH" in os.environ:
+    sys.meta_path.insert(0, _TorchFinder())
+_here = str(Path(__file__).parent)
+_own = PathFinder.find_spec("sitecustomize", [path for path in sys.path if path != _here])
+if _own is not None and _own.origin is not None:
+    runpy.run_path(_own.origin)

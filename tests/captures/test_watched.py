@@ -1,0 +1,237 @@
+"""Graphs that anyone captures: what a watch says of memory that was replaced, freed or kept."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import cgplan
+from cgplan import GraphRunner, GraphWatch
+from cgplan.backends import GraphBackend
+from cgplan.reports import load_report, render_text
+from cgplan.reports.records import WatchReport
+
+Replay = Callable[[Tensor], Tensor]
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.qkv(x)
+        return found
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+        self.cache = torch.zeros(4, 64)
+        self.register_buffer("scale", torch.full((64,), 2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        self.cache.copy_(x)
+        return x * self.scale + self.cache
+
+
+def made(device: torch.device) -> Model:
+    model = Model().to(device).eval().requires_grad_(False)
+    model.cache = model.cache.to(device)
+    return model
+
+
+def by_cgplan(model: nn.Module, device: torch.device) -> Replay:
+    runner = cgplan.capture(
+        model,
+        {"x": cgplan.Input(shape=("num_tokens", 64), dtype="float32", pad=0)},
+        compilation={"cudagraph_capture_sizes": [4], "address_check": "off", "verify": "off"},
+        device=device.type,
+    )
+    return lambda x: runner(x=x)
+
+
+def by_torch(model: nn.Module, device: torch.device) -> Replay:
+    static = torch.zeros(4, 64, device=device)
+    model(static)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = model(static)
+
+    def replay(x: Tensor) -> Tensor:
+        static.copy_(x)
+        graph.replay()
+        return output
+
+    return replay
+
+
+def by_callables(model: nn.Module, device: torch.device) -> Replay:
+    found: Replay = torch.cuda.make_graphed_callables(
+        model, (torch.zeros(4, 64, device=device),), allow_unused_input=True
+    )
+    return found
+
+
+def by_inductor(model: nn.Module, device: torch.device) -> Replay:
+    compiled = torch.compile(model, mode="reduce-overhead")
+    x = torch.zeros(4, 64, device=device)
+    with torch.no_grad():
+        for _ in range(3):
+            torch.compiler.cudagraph_mark_step_begin()
+            compiled(x)
+    return compiled
+
+
+ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch.cuda.graph needs a GPU")
+WAYS = [
+    by_cgplan,
+    *(pytest.param(way, marks=ON_GPU) for way in (by_torch, by_callables, by_inductor)),
+]
+
+
+@pytest.fixture(params=WAYS)
+def capture(request: pytest.FixtureRequest) -> Iterator[Any]:
+    yield request.param
+    torch._dynamo.reset()
+
+
+def stale(report: WatchReport) -> dict[str, str]:
+    return {found.name: found.problem for found in report.stale}
+
+
+def test_a_graph_whose_memory_lives_has_no_stale_pointer(
+    backend: GraphBackend, capture: Any
+) -> None:
+    device = backend.device
+    with torch.no_grad(), cgplan.watch() as watch:
+        model = made(device)
+        replay = capture(model, device)
+        x = torch.randn(4, 64, device=device)
+        torch.testing.assert_close(replay(x), model(x), rtol=1e-4, atol=1e-4)
+        report = watch.check()
+        assert len(report.graphs) >= 1
+        assert not report.stale
+        assert __file__ in report.graphs[0].line
+        names = {owner.name for owner in report.owners}
+        assert {"Model.layers[1].qkv.weight", "Model.scale", "Model.cache"} <= names
+        assert "All pointers are live" in render_text(report)
+        assert replay is not None
+
+
+def assigned(model: Model) -> None:
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+
+
+def swapped(model: Model) -> None:
+    for layer in model.layers:
+        layer.qkv.weight.data = layer.qkv.weight.detach().clone()
+
+
+def cache_reset(model: Model) -> None:
+    model.cache = torch.zeros_like(model.cache)
+
+
+@pytest.mark.parametrize(
+    ("replace", "paths"),
+    [
+        (assigned, {"Model.layers[*].qkv.weight", "Model.layers[*].qkv.bias", "Model.scale"}),
+        (swapped, {"Model.layers[*].qkv.weight"}),
+        (cache_reset, {"Model.cache"}),
+    ],
+)
+def test_replaced_memory_is_named_by_path(
+    backend: GraphBackend, capture: Any, replace: Callable[[Model], None], paths: set[str]
+) -> None:
+    device = backend.device
+    with torch.no_grad(), cgplan.watch() as watch:
+        model = made(device)
+        replay = capture(model, device)
+        before = watch.baseline()
+        assert not before.stale
+        replace(model)
+        gc.collect()
+        report = watch.changed()
+        found = stale(report)
+        assert paths <= found.keys()
+        weights = [s for s in report.stale if s.name == "Model.layers[*].qkv.weight"]
+        for weight in weights:
+            assert weight.pointers == weight.of >= 3
+            assert len(weight.graphs) >= 1
+        text = render_text(report)
+        assert "are stale" in text
+        assert all(path in text for path in paths)
+        assert replay is not None
+
+
+def test_a_reload_in_place_leaves_nothing(backend: GraphBackend, capture: Any) -> None:
+    device = backend.device
+    with torch.no_grad(), cgplan.watch() as watch:
+        model = made(device)
+        replay = capture(model, device)
+        watch.baseline()
+        model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
+        assert not watch.changed().stale
+        assert replay is not None
+
+
+def test_graphs_of_before_are_counted_and_dropped_ones_are_not(backend: GraphBackend) -> None:
+    device = backend.device
+    way: Any = by_cgplan if backend.is_tape else by_torch
+    with torch.no_grad(), ExitStack() as stack:
+        model = made(device)
+        early = way(model, device)
+        watch: GraphWatch = stack.enter_context(cgplan.watch())
+        report = watch.check()
+        assert not report.graphs
+        assert report.unwatched == (0 if backend.is_tape else 1)
+        late = way(model, device)
+        with cgplan.watch() as other:
+            third = way(model, device)
+            assert len(other.check().graphs) == 1
+        assert len(watch.check().graphs) == 2
+        del third
+        gc.collect()
+        assert len(watch.check().graphs) == 1
+        watch.close()
+        fourth = way(model, device)
+        assert len(watch.check().graphs) == 1
+        del early, late, fourth
+
+
+def test_roots_give_the_paths_and_the_report_is_saved(backend: GraphBackend, tmp_path: Any) -> None:
+    device = backend.device
+    with torch.no_grad(), cgplan.watch() as watch:
+        model = made(device)
+        replay = by_cgplan(model, device)
+        report = watch.check({"model": model})
+        assert "model.layers[0].qkv.weight" in {owner.name for owner in report.owners}
+        path = tmp_path / "watch.json"
+        path.write_text(report.model_dump_json())
+        assert load_report(path) == report
+        assert isinstance(replay, object)
+
+
+def test_a_closed_runner_is_forgotten(backend: GraphBackend) -> None:
+    with torch.no_grad(), cgplan.watch() as watch:
+        model = made(backend.device)
+        runner: GraphRunner = cgplan.capture(
+            model,
+            {"x": cgplan.Input(shape=("num_tokens", 64), dtype="float32", pad=0)},
+            compilation={"cudagraph_capture_sizes": [4]},
+            device=backend.device.type,
+        )
+        assert len(watch.check().graphs) == 1
+        runner.close()
+        assert not watch.check().graphs
+        assert "No graph was captured" in render_text(watch.check())
