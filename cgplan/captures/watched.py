@@ -197,10 +197,14 @@ class GraphWatch:
                 number = names[name]
                 yield (name if number == 1 else f"{name}_{number}"), module
 
-    @property
-    def backend(self) -> GraphBackend:
-        if self._backend is None:
-            self._backend = select_backend()
+    def _backend_of_graphs(self) -> GraphBackend:
+        is_of_torch = False
+        for watched in self._graphs:
+            graph = watched.graph()
+            if isinstance(graph, torch.cuda.CUDAGraph):
+                is_of_torch = True
+        if self._backend is None or self._backend.is_tape is is_of_torch:
+            self._backend = select_backend("cuda" if is_of_torch else "cpu")
         return self._backend
 
     def baseline(self) -> WatchReport:
@@ -227,13 +231,14 @@ class GraphWatch:
         if roots is not None:
             self._roots = dict(roots)
         start = time.perf_counter()
-        backend = self.backend
+        backend = self._backend_of_graphs()
         living = list[WatchedGraph]()
         captured = list[ReadGraph]()
         pools = list[Any]()
         for watched in self._graphs:
             graph = watched.graph()
-            if graph is None:
+            is_of_torch = isinstance(graph, torch.cuda.CUDAGraph)
+            if graph is None or is_of_torch is backend.is_tape:
                 continue
             living.append(watched)
             nodes = backend.nodes(graph)
@@ -262,7 +267,11 @@ class GraphWatch:
             at_capture=at_capture,
             is_own_pool=is_own_pool,
         )
-        counts, stale = _sorted_out(words, owners, places)
+        counts, stale = _sorted_out(
+            words,
+            owners,
+            places,
+        )
         records = list[WatchedRecord]()
         for watched, graph in zip(living, captured, strict=True):
             kinds = Counter[Any]()
