@@ -315,6 +315,22 @@ class CaptureWatch(Protocol):
 
 
 watches: weakref.WeakSet[CaptureWatch] = weakref.WeakSet()
+
+
+def note_capture(
+    graph: Any,
+    pool: Any,
+    launches: list[Launch],
+) -> None:
+    for watch in list(watches):
+        watch.note(graph, pool, launches)
+
+
+def forget_capture(graph: Any) -> None:
+    for watch in list(watches):
+        watch.forget(graph)
+
+
 SESSION_SECONDS = 1800.0
 captures_lock = threading.RLock()
 _depth = 0

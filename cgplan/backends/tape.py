@@ -23,9 +23,10 @@ from cgplan.backends.backend import (
     MemoryReading,
     PoolMemory,
     foreign_pool,
+    forget_capture,
     gc_paused,
+    note_capture,
     tensor_on,
-    watches,
 )
 from cgplan.backends.capture_answers import ALL_OTHERS, answering
 from cgplan.backends.graph_nodes import Block, GraphNodes, Launch, MemoryKind
@@ -114,8 +115,7 @@ class TapeBackend(GraphBackend):
         graph.steps = tape.steps
         graph.notes = tuple(tape.notes)
         graph.pool.graphs.add(graph)
-        for watch in list(watches):
-            watch.note(graph, graph.pool, graph.launches)
+        note_capture(graph, graph.pool, graph.launches)
 
     def abort(self, graph: TapeGraph) -> None:
         self._stop(graph)
@@ -130,8 +130,7 @@ class TapeBackend(GraphBackend):
 
     def reset(self, graph: TapeGraph) -> None:
         graph.steps = None
-        for watch in list(watches):
-            watch.forget(graph)
+        forget_capture(graph)
         # torch put the mode back where an eager piece failed inside an operator
         if not self.is_capturing():
             self._thread.recorder.leave()

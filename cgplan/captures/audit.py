@@ -206,16 +206,21 @@ def pointers_of(
     return found
 
 
+def kinds_of(counts: Counter[Owner]) -> Counter[OwnerKind]:
+    kinds = Counter[OwnerKind]()
+    for owner, count in counts.items():
+        kinds[owner.kind] += count
+    return kinds
+
+
 def _audited(
     captured: Iterable[ReadGraph],
     key: Key,
     counts: Counter[Owner],
 ) -> AuditedKey:
     mine = [graph.nodes for graph in captured if graph.key == key]
-    kinds = Counter[OwnerKind]()
+    kinds = kinds_of(counts)
     kernels = Counter[str]()
-    for owner, count in counts.items():
-        kinds[owner.kind] += count
     for nodes in mine:
         kernels.update(nodes.names)
     return AuditedKey(
@@ -290,7 +295,7 @@ class Owners:
     """``of``: None for words that are no addresses.
 
     Args:
-        state: Memory that is somebody's, with owners.
+        state: The start, end and owner of each tensor.
         at_capture: Paths by address.
         is_own_pool: Of the pool of a block.
     """

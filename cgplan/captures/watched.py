@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn.modules import module as module_hooks
 
 from cgplan.backends import GraphBackend, select_backend
-from cgplan.backends.backend import watches
+from cgplan.backends.backend import forget_capture, note_capture, watches
 from cgplan.backends.blame import blamed_line
 from cgplan.backends.graph_nodes import Launch, OperatorLog, nodes_so_far
 from cgplan.backends.replacing import replaced, shared
@@ -33,6 +33,7 @@ from cgplan.captures.audit import (
     Pointer,
     ReadGraph,
     Stretches,
+    kinds_of,
     launch_of,
     owner_records,
     pointers_of,
@@ -234,7 +235,7 @@ class GraphWatch:
         backend = self._backend_of_graphs()
         living = list[WatchedGraph]()
         captured = list[ReadGraph]()
-        pools = list[Any]()
+        pools = set[Any]()
         for watched in self._graphs:
             graph = watched.graph()
             is_of_torch = isinstance(graph, torch.cuda.CUDAGraph)
@@ -243,7 +244,7 @@ class GraphWatch:
             living.append(watched)
             nodes = backend.nodes(graph)
             captured.append(ReadGraph(watched, watched.number, nodes, watched.launches))
-            pools.append(watched.pool)
+            pools.add(watched.pool)
         words = pointers_of(captured, on_host=backend.is_tape)
         read = time.perf_counter()
         places = self._places_now()
@@ -274,10 +275,7 @@ class GraphWatch:
         )
         records = list[WatchedRecord]()
         for watched, graph in zip(living, captured, strict=True):
-            kinds = Counter[Any]()
-            owned = counts.get(watched, Counter())
-            for owner, count in owned.items():
-                kinds[owner.kind] += count
+            kinds = kinds_of(counts.get(watched, Counter()))
             records.append(
                 WatchedRecord(
                     name=watched.name,
@@ -340,7 +338,7 @@ def _hooks() -> Iterator[None]:
 
     def capture_begin(graph: Any, *args: Any, **options: Any) -> None:
         by_torch["capture_begin"](graph, *args, **options)
-        _forget(graph)
+        forget_capture(graph)
         log = open_logs[graph] = _OpenLog()
         if any(watch.operators for watch in watches):
             log.begin()
@@ -351,11 +349,10 @@ def _hooks() -> Iterator[None]:
         by_torch["capture_end"](graph)
         if graph not in kept:
             graph.instantiate()
-        for watch in list(watches):
-            watch.note(graph, graph.pool(), log.launches)
+        note_capture(graph, graph.pool(), log.launches)
 
     def reset(graph: Any) -> None:
-        _forget(graph)
+        forget_capture(graph)
         by_torch["reset"](graph)
 
     with replaced(
@@ -383,11 +380,6 @@ class _OpenLog:
             return None if count is None else (self, count)
 
         self.modes.enter_context(OperatorLog(so_far, device))
-
-
-def _forget(graph: Any) -> None:
-    for watch in list(watches):
-        watch.forget(graph)
 
 
 def _sorted_out(

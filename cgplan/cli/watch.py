@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -81,4 +80,4 @@ def _run(command: Sequence[str], environment: dict[str, str]) -> int:
         try:
             return process.wait()
         except KeyboardInterrupt:  # the terminal has told the process, too
-            sys.stderr.flush()
+            continue

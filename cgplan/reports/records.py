@@ -253,17 +253,22 @@ class AuditedKey(KeyRecord):
     kernels: dict[str, int]
 
 
-class AuditReport(SavedReport):
+class PointerReport(SavedReport):
     """Owners of the memory that graphs point into."""
 
-    kind: Literal["audit"] = "audit"
     environment: Environment
-    keys: tuple[AuditedKey, ...]  # in capture order
     owners: tuple[OwnerRecord, ...]
-    findings: tuple[Finding, ...]
     read_seconds: float
     classify_seconds: float
     notes: tuple[str, ...] = ()
+
+
+class AuditReport(PointerReport):
+    """Of a runner's graphs."""
+
+    kind: Literal["audit"] = "audit"
+    keys: tuple[AuditedKey, ...]  # in capture order
+    findings: tuple[Finding, ...]
 
 
 class WatchedRecord(Record):
@@ -295,18 +300,13 @@ class StaleRecord(Record):
     detail: str
 
 
-class WatchReport(SavedReport):
-    """Owners of the memory that the graphs of a process point into."""
+class WatchReport(PointerReport):
+    """Of all graphs of a process."""
 
     kind: Literal["watch"] = "watch"
-    environment: Environment
     graphs: tuple[WatchedRecord, ...]  # in capture order
-    owners: tuple[OwnerRecord, ...]
     stale: tuple[StaleRecord, ...]
     unwatched: int
-    read_seconds: float
-    classify_seconds: float
-    notes: tuple[str, ...] = ()
 
 
 class CaptureReport(SavedReport):

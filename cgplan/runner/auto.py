@@ -243,7 +243,11 @@ def _tried(
         return candidate, str(candidate)
     note = f"{name} left out: on example batches {difference}; {candidate.speed}"
     if compilation.compiler != "eager":
-        settings = {"cudagraph_mode": "FULL", "compiler": compilation.compiler, "verify": "off"}
+        settings = {
+            "cudagraph_mode": compilation.cudagraph_mode.name,
+            "compiler": compilation.compiler,
+            "verify": "off",
+        }
         note += (
             f". {compilation.compiler} rounds otherwise: a router or argmax may choose otherwise. "
             f"To take it all the same, write into compilation: {json.dumps(settings)}"
@@ -257,8 +261,10 @@ def _operator_times(runner: GraphRunner) -> list[dict[str, float]]:
     """
     steps = list[dict[str, float]]()
     graphs = runner.graphs
-    if runner.backend.is_tape or runner.config.compilation.compiler != "eager":
-        return steps
+    compilation = runner.config.compilation
+    is_whole = compilation.cudagraph_mode is CUDAGraphMode.FULL
+    if runner.backend.is_tape or compilation.compiler != "eager" or not is_whole:
+        return steps  # no other way is judged by them
     with on_padding(graphs) as rehearsal:
         for key in _timed_keys(runner):
             rehearsal.look(key)
