@@ -36,8 +36,8 @@ _SETTINGS = {
 
 
 class CUDAGraphMode(_Named, Enum):
-    """The graphs that run a batch: three runtime modes, two pairs of them for uniform decode and
-    mixed batches, and AUTO, which measuring decides; plans take it for FULL.
+    """The graphs that run a batch: a runtime mode, or one of uniform decode and one of mixed
+    batches; AUTO, which measuring decides, is planned as FULL.
     """
 
     NONE = 0
@@ -59,14 +59,16 @@ class CUDAGraphMode(_Named, Enum):
         """Runtime mode of mixed batches."""
         return CUDAGraphMode(self.value[1]) if isinstance(self.value, tuple) else self
 
-    def whole_requests(self) -> bool:
-        """Whether capture sizes are multiples of a request's tokens."""
-        return self.separate_routine() or self is CUDAGraphMode.FULL
-
     def has_mode(self, mode: CUDAGraphMode) -> bool:
         """Whether some batches run in this runtime mode."""
         return mode in (self.decode_mode(), self.mixed_mode())
 
+
+for _mode in CUDAGraphMode:
+    _has_decode = _mode.decode_mode() is not CUDAGraphMode.NONE
+    assert _has_decode or _mode.mixed_mode() is CUDAGraphMode.NONE, (
+        f"{_mode}: graphs of mixed batches serve uniform decode, too"
+    )
 
 RUNTIME_MODES = (CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL)
 

@@ -12,7 +12,7 @@ from cgplan.config import Config, with_values
 from cgplan.errors import BudgetError, ModeError, PlanError, StepTimeError, TrafficError
 from cgplan.modes import CUDAGraphMode
 from cgplan.optimizer.evidence import ServicePoint
-from cgplan.optimizer.propose import ALIKE, Case, choose
+from cgplan.optimizer.propose import ALIKE, Case, Request, choose
 from cgplan.planning import Plan, build_plan
 from cgplan.traffic.histogram import Service, Traffic
 from cgplan.traffic.simulation import (
@@ -22,7 +22,7 @@ from cgplan.traffic.simulation import (
     step_clock,
     unmeasured,
 )
-from cgplan.traffic.step_times import StepTimes
+from cgplan.traffic.step_times import FULL_OF_DECODE, StepTimes
 from cgplan.units import counted, format_bytes, format_microseconds
 
 if TYPE_CHECKING:
@@ -72,7 +72,8 @@ class Planner:
 
     Args:
         sources: Steps or requests, with their weights.
-        rules: ``one_list`` and ``apart``, as ``choose`` has them.
+        one_list: As in ``Request``.
+        apart: As in Traffic.
     """
 
     def __init__(
@@ -81,16 +82,19 @@ class Planner:
         times: StepTimes,
         priced: Priced,
         sources: Sequence[tuple[Source, float]],
-        rules: dict[str, Any],
+        *,
+        one_list: bool = False,
+        apart: bool = False,
     ) -> None:
         self._loads = loads
         self._times = times
         self._priced = priced
         self._sources = sources
-        self._rules = rules
+        self._one_list = one_list
+        self._apart = apart
         self._higher = list[Traffic]()
         self._modes = MODES
-        if rules.get("apart"):  # FULL graphs run decode alone
+        if apart or times.full_of_decode:  # FULL graphs run decode alone
             self._modes = [mode for mode in MODES if mode.mixed_mode() is not CUDAGraphMode.FULL]
         self._first: list[Source] = []
         for source, _ in sources:
@@ -168,14 +172,14 @@ class Planner:
         options: dict[str, Any] = {
             "insurance": INSURANCE if loads.insurance is None else loads.insurance,
             "worst": loads.objective is Objective.worst,
-            **self._rules,
+            "one_list": self._one_list,
         }
         known = self._times, self._priced.costs, self._priced.failed
         others = self._others(config)
 
         def chosen_for(steps: list[tuple[Traffic, float]], share: float) -> Case:
             beside = [(other, share) for other in others] if share else ()
-            return choose(config, steps, *known, beside=beside, **options)
+            return choose(Request(config, steps, *known, beside=beside, **options))
 
         steps = self.steps(config, build_plan(config), of_first=True)
         if self._requests:  # the times of steps change their batches
@@ -231,7 +235,7 @@ class Planner:
             "draft_prefill_keys": built.draft_prefill_keys,
             "draft_decode_keys": built.draft_decode_keys,
         }
-        if set(built.keys) != set(plan.keys) and self._rules["one_list"]:
+        if set(built.keys) != set(plan.keys) and self._one_list:
             costs = self._priced.costs
             found |= {"keys": built.keys, "predicted": costs and costs.of(built.keys)}
         return plan.model_copy(update=found)
@@ -256,29 +260,24 @@ class Planner:
         plan: Plan,
         source: Source,
     ) -> Traffic:
+        marked = {"apart": self._apart}
         if isinstance(source, Traffic):
-            return source
+            return source.model_copy(update=marked)
         bounds = SchedulerBounds.of(
             plan,
-            config.speculative.accepted_tokens,
-            config.scheduler.mixed_batches,
-            self._loads.kv_cache_tokens,
-            self._loads.replicas if config.distributed.data_parallel_sync else 1,
+            accepted_tokens=config.speculative.accepted_tokens,
+            mixes=config.scheduler.mixed_batches,
+            kv_tokens=self._loads.kv_cache_tokens,
+            ranks=self._loads.replicas if config.distributed.data_parallel_sync else 1,
         )
         key = (id(source), plan.keys, bounds)
         if key not in self._known:
-            apart = self._rules.get("apart", False)
-            clock = step_clock(plan, self._times, apart=apart)
+            clock = step_clock(plan, self._times, apart=self._apart)
             traffic = simulate(source, bounds, clock)
             assert traffic.service is not None
-            share = unmeasured(
-                plan,
-                self._times,
-                traffic,
-                apart=apart,
-            )
+            share = unmeasured(plan, self._times, traffic, apart=self._apart)
             service = traffic.service.model_copy(update={"unmeasured": share})
-            self._known[key] = source, traffic.model_copy(update={"service": service})
+            self._known[key] = source, traffic.model_copy(update={"service": service, **marked})
         return self._known[key][1]
 
     # --- the mode ---------------------------------------------------------------------------------
@@ -310,6 +309,9 @@ class Planner:
                 f"{counted(best.num_graphs, 'graph')} instead of {asked.num_graphs}, steps "
                 f"{_expected(best) / _expected(asked) - 1:+.2%}; --mode keep forbids it"
             )
+        weighed = [plan.mode for _, plan in found]
+        if self._times.full_of_decode and CUDAGraphMode.FULL not in weighed:
+            notes.append(f"mode FULL was not weighed: {FULL_OF_DECODE}")
         for _, plan in found:
             if plan is not best:
                 longer = _expected(plan) / _expected(best) - 1

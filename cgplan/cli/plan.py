@@ -34,7 +34,7 @@ from cgplan.errors import (
     TrafficError,
 )
 from cgplan.modes import CUDAGraphMode
-from cgplan.optimizer.evidence import Evidence, LadderPoint, PlanCheck, SizeUse
+from cgplan.optimizer.evidence import Evidence, PlanCheck
 from cgplan.optimizer.subset import within_count
 from cgplan.planning import Plan, build_plan
 from cgplan.planning.build import refuse_auto
@@ -154,13 +154,15 @@ def run_check(
     _refuse_varlen(config)
     times = _times_of(loads, config)
     rules: dict[str, Any] = {}
+    apart = False
     if plan.evidence:
         made = Evidence.model_validate(plan.evidence)
-        rules = {"insurance": made.insurance, "one_list": made.one_list, "apart": made.apart}
+        rules = {"insurance": made.insurance, "one_list": made.one_list}
+        apart = made.apart
     sources = _sources(config, loads, plan)
     from cgplan.cli.decisions import Planner  # numpy from here on
 
-    planner = Planner(loads, times, Priced(None), sources, rules)
+    planner = Planner(loads, times, Priced(None), sources, apart=apart)
     check = _checked(
         plan,
         config,
@@ -319,7 +321,7 @@ def _for_traffic(
         times,
         priced,
         sources,
-        rules,
+        **rules,
     ).decide(config)
     notes = plan.notes
     for source, _ in sources:
@@ -402,31 +404,19 @@ def _checked(
     rules: dict[str, Any],
 ) -> PlanCheck:
     from cgplan.optimizer.lanes import Run
-    from cgplan.optimizer.propose import propose
+    from cgplan.optimizer.propose import point_of, propose, use_of
     from cgplan.traffic.histogram import Traffic
 
-    traffic = Traffic.mixed(loads).model_copy(update={"apart": rules.get("apart", False)})
+    traffic = Traffic.mixed(loads)
     run = Run(plan.keys, traffic, times)
     graphs = len(plan.keys)
-    uses = [
-        SizeUse(
-            **use.lane._asdict(),
-            size=use.size,
-            share=use.weight / traffic.total,
-            padding=use.padding,
-            step_us=use.microseconds / use.weight,
-            own_us=use.unpadded / use.weight,
-        )
-        for use in run.uses
-    ]
-    own = LadderPoint(
-        name="this plan",
-        graphs=graphs,
-        unused=graphs - sum(use.size is not None for use in uses),
-        expected_us=run.expected_us,
-        padding=run.padding,
-        **run.by_kind,
-    )
+    uses = []
+    for use in run.uses:
+        step_us = use.microseconds / use.weight
+        own_us = use.unpadded / use.weight
+        made = use_of(use, run, step_us=step_us, own_us=own_us)
+        uses.append(made)
+    own = point_of("this plan", run, graphs)
     anew = propose(config, loads, times, **rules).evidence
     best = [anew.as_point("planned anew")]
     if graphs and graphs != anew.graphs:

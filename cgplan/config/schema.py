@@ -481,6 +481,18 @@ class CompilationConfig(Section):
     """What becomes of a batch without a graph."""
 
     @property
+    def warm_ups_of_a_loop(self) -> int:
+        """Of each key where a loop written by hand captures it; auto: 1."""
+        asked = self.cudagraph_num_of_warmups
+        return 1 if asked == "auto" else asked
+
+    @property
+    def warm_ups_of_most(self) -> int:
+        """Of most keys of a session; auto: 0."""
+        asked = self.cudagraph_num_of_warmups
+        return 0 if asked == "auto" else asked
+
+    @property
     def verify_policy(self) -> Literal["off", "first", "rarely", "always"]:
         """``verify``, and always in debug mode."""
         return "always" if self.debug else self.verify

@@ -82,7 +82,7 @@ _REST = """\
 
 compilation:
   cudagraph_mode: FULL              # NONE, PIECEWISE, FULL, FULL_DECODE_ONLY or FULL_AND_PIECEWISE
-  cudagraph_capture_sizes: [1, 2, 4, 8, 16, 32]  # or vllm, sglang, trtllm, powers_of_two
+  cudagraph_capture_sizes: [1, 2, 4, 8, 16, 32]  # or the name of a ladder, such as vllm
   outputs: borrow                   # views, valid until the next call; clone: copies
   on_miss: eager                    # batches without a graph; error: they are refused
 

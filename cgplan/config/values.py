@@ -1,4 +1,4 @@
-"""Parsers of the configuration's values."""
+"""What records and configurations are made of: values, their forms and their parsers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,15 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Annotated, Literal, get_args
 
-from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, WithJsonSchema
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    WithJsonSchema,
+)
 
 from cgplan.errors import ConfigError
 from cgplan.modes import AttentionSupport, CUDAGraphMode
@@ -28,6 +36,12 @@ DType = Literal[
 ]
 LadderName = Literal["vllm", "sglang", "trtllm", "powers_of_two"]
 Symbol = Literal["num_tokens", "num_reqs"]
+
+
+class Record(BaseModel):
+    """A frozen value that refuses unknown fields."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
 
 def _by_name(enum: type[CUDAGraphMode] | type[AttentionSupport]) -> BeforeValidator:

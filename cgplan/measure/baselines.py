@@ -180,8 +180,7 @@ def bare(
 ) -> None:
     backend = bench.runner.backend
     model = bench.runner.model
-    asked = bench.runner.config.compilation.cudagraph_num_of_warmups
-    warmups = 1 if asked == "auto" else asked
+    warmups = bench.runner.config.compilation.warm_ups_of_a_loop
     pool = backend.new_pool()
     captured: dict[int, Captured] = {}
     with backend.session():

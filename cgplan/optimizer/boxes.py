@@ -32,6 +32,7 @@ from cgplan.optimizer.evidence import (
     Limit,
     PaddingMap,
     SizeUse,
+    of_costs,
 )
 from cgplan.optimizer.paths import (
     Floats,
@@ -255,9 +256,9 @@ class _Case:
         for index in range(len(boxes)):
             paid = costs.of(self._keys(boxes[[index]]))
             figures[:, index] = (
-                sum(key.driver_bytes for key in paid.keys),
+                paid.driver_bytes,
                 paid.seconds - costs.once_seconds,
-                sum(key.pool_bytes for key in paid.keys),
+                paid.pool_bytes,
                 paid.static_bytes,
             )
         memory = self._given.get("memory", inf)
@@ -537,9 +538,7 @@ class _Case:
             traffic_weight=self._total,
             traffic_notes=tuple(self._notes(boxes)),
             times_source=self.surface.source if self.surface else "1 us for each element",
-            costs_source=None if costs is None else costs.source,
-            costs_estimated=None if costs is None else costs.estimated,
-            costs_notes=() if costs is None else costs.notes,
+            **of_costs(costs),
             unbounded=tuple(limit for limit in LIMITS[1:] if costs is None and limit in given),
             rule=f"the best {most} boxes of sizes of the traffic within the budget; each of its "
             "batches has a graph",

@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from cgplan.planning.costs import Record
+from cgplan.config.values import Record
+from cgplan.planning.costs import GraphCosts
 from cgplan.planning.plan import LaneRecord, LeftOut
 from cgplan.traffic.histogram import Service
 
 NO_BATCH = "no batch would run in it"
 Limit = Literal["max_graphs", "memory", "capture_time"]
+
+
+def ladder_words(name: str, *, whose: bool = False) -> str:
+    if name == "configured":
+        return "the configured sizes" + "'" * whose
+    return f"the {name} ladder" + "'s" * whose
+
+
+def of_costs(costs: GraphCosts | None) -> dict[str, Any]:
+    """Where memory and seconds come from, for ``Evidence``."""
+    if costs is None:
+        return {}
+    return {
+        "costs_source": costs.source,
+        "costs_estimated": costs.estimated,
+        "costs_notes": costs.notes,
+    }
 
 
 class Expected(Record):

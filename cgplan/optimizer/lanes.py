@@ -25,19 +25,6 @@ def columns_of(traffic: Traffic) -> tuple[Any, Any]:
     return StepShape(tokens, reqs, uniform > 0, loras), weight
 
 
-def may_serve(
-    lane: Lane,
-    batch: StepShape,
-    traffic: Traffic,
-) -> Any:
-    """Whether the lane is for the batch, or for each of ``columns_of``."""
-    may = lane.serves(batch.uniform, batch.num_active_loras)
-    if traffic.apart:
-        is_full = lane.mode is CUDAGraphMode.FULL
-        may = may & (batch.uniform == is_full)
-    return may
-
-
 def stride_of(
     lane: Lane,
     plan: Plan,
@@ -72,14 +59,6 @@ def list_stride(
         if lane.uniform or lane.mode is CUDAGraphMode.FULL:
             return plan.query_len, 0
     return 1, 0
-
-
-def key_of(
-    lane: Lane,
-    num_tokens: int,
-    plan: Plan,
-) -> Key:
-    return lane.key(num_tokens, plan.query_len, plan.max_num_seqs)
 
 
 @dataclass(frozen=True)
@@ -153,13 +132,22 @@ class Run:
         rows = np.flatnonzero(missed)
         self.eager = [traffic.histogram[row] for row in rows]
 
+    def serves(
+        self,
+        lane: Lane,
+        batch: StepShape,
+    ) -> Any:
+        """Whether the lane is for a batch, or for each of ``columns_of``."""
+        apart = self.traffic.apart
+        return lane.serves(batch.uniform, batch.num_active_loras, apart)
+
     def _may_run(
         self,
         lane: Lane,
         most: float,
     ) -> Any:
         is_small = self._tokens <= most
-        return is_small & may_serve(lane, self._batches, self.traffic)
+        return is_small & self.serves(lane, self._batches)
 
     def _times_in(
         self,

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
 from cgplan.modes import CUDAGraphMode
-from cgplan.optimizer.lanes import Run, largest_of, may_serve, stride_of
+from cgplan.optimizer.lanes import Run, largest_of, stride_of
 from cgplan.planning.plan import Lane, Plan, lanes_of
 from cgplan.traffic.histogram import StepShape
 from cgplan.units import counted, format_microseconds, listed
@@ -109,7 +109,7 @@ def _scheduler_cliffs(plan: Plan, run: Run) -> Iterator[str]:
         ):
             continue
         held = any(
-            may_serve(lane, batch, run.traffic) and batch.num_tokens <= sizes[-1]
+            run.serves(lane, batch) and batch.num_tokens <= sizes[-1]
             for lane, sizes in plan.lanes().items()
         )
         if not held and (cliff := _cliff(plan, run, batch)):
@@ -124,7 +124,7 @@ def _lane_for(plan: Plan, run: Run, batch: StepShape) -> Lane | None:
     """The first lane that may have a graph for a batch; None if there is none."""
     for lane in lanes_of(plan.mode, plan.lora_cases):
         is_held = batch.num_tokens <= largest_of(lane, plan)
-        if is_held and may_serve(lane, batch, run.traffic):
+        if is_held and run.serves(lane, batch):
             return lane
     return None
 
@@ -179,7 +179,7 @@ def _beyond_the_scheduler(plan: Plan, run: Run) -> Iterator[str]:
 
 def _uneven_sizes(plan: Plan) -> Iterator[str]:
     q, given = plan.query_len, plan.config["compilation"]["cudagraph_capture_sizes"]
-    if not isinstance(given, list) or not plan.mode.whole_requests():
+    if not isinstance(given, list) or not plan.mode.has_mode(CUDAGraphMode.FULL):
         return
     most = max((size for size in given if size <= plan.max_num_batched_tokens), default=0)
     rounded = {size: -(-size // q) * q for size in sorted(set(given)) if size % q}

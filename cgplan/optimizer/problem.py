@@ -31,10 +31,8 @@ import numpy as np
 from cgplan.modes import CUDAGraphMode, Key
 from cgplan.optimizer.lanes import (
     columns_of,
-    key_of,
     largest_of,
     list_stride,
-    may_serve,
     stride_of,
 )
 from cgplan.optimizer.paths import (
@@ -206,17 +204,13 @@ class Problem:
 
     @property
     def best_total(self) -> float:
-        total = self.eager_us
-        for demand in self.demands:
-            total += float(demand.best[-1])
-        return total
+        least = [float(demand.best[-1]) for demand in self.demands]
+        return self.eager_us + sum(least)
 
     @property
     def eager_total(self) -> float:
-        total = self.eager_us
-        for demand in self.demands:
-            total += float(demand.eager[-1])
-        return total
+        eager = [float(demand.eager[-1]) for demand in self.demands]
+        return self.eager_us + sum(eager)
 
     @property
     def saved(self) -> float:
@@ -454,7 +448,12 @@ class Problem:
                 for index in picked:
                     size = sizes[index]
                     if size <= most:
-                        keys.append(key_of(lane, size, plan))
+                        key = lane.key(
+                            size,
+                            plan.query_len,
+                            plan.max_num_seqs,
+                        )
+                        keys.append(key)
         return capture_order(keys)
 
 
@@ -479,7 +478,7 @@ def problem_of(
     serves = []
     has_graphs = False
     for lane in lanes:
-        may = may_serve(lane, batches, traffic)
+        may = lane.serves(batches.uniform, batches.num_active_loras, traffic.apart)
         has_graphs |= bool(may.any())
         if one_list or may.any():
             stride = stride_of(lane, plan)
@@ -599,11 +598,16 @@ class _Offer:
         number = self.largest // self.stride
         figures = np.zeros((2, number + 1))
         costs = self.costs
+        plan = self.plan
         if costs is None:
             return figures
         for index in range(1, number + 1):
             size = index * self.stride
-            key = key_of(self.lane, size, self.plan)
+            key = self.lane.key(
+                size,
+                plan.query_len,
+                plan.max_num_seqs,
+            )
             driver = costs.driver_bytes(key)
             figures[:, index] = driver, costs.seconds(key)
         return figures

@@ -13,14 +13,14 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from cgplan.config import Config, with_values
+from cgplan.config.values import Record
 from cgplan.errors import BudgetError, PlanError
 from cgplan.modes import CUDAGraphMode, Key
 from cgplan.optimizer.evidence import (
@@ -35,9 +35,12 @@ from cgplan.optimizer.evidence import (
     NotWorth,
     ParetoPoint,
     SizeUse,
+    ladder_words,
+    of_costs,
 )
 from cgplan.optimizer.lanes import (
     Run,
+    Use,
     largest_of,
     stride_of,
 )
@@ -55,7 +58,7 @@ from cgplan.optimizer.search import (
     best_plan,
 )
 from cgplan.planning.build import LADDERS, build_plan
-from cgplan.planning.costs import GraphCosts, Record
+from cgplan.planning.costs import GraphCosts
 from cgplan.planning.plan import (
     PLANNED_FOR,
     Lane,
@@ -76,6 +79,11 @@ from cgplan.units import (
 )
 
 Loads = Sequence[tuple[Traffic, float]]
+WRITTEN: Mapping[str, Callable[[Any], str]] = {
+    "max_graphs": str,
+    "memory": format_bytes,
+    "capture_time": "{:.4g} s".format,
+}
 FIRST, LAST = 64, 128  # graphs that curves go up to
 CLOSE = 0.05  # share of the time that graphs can save at all that a plan without a budget may leave
 # Shares of the time of those steps that graphs make faster, see Problem.changeable:
@@ -101,19 +109,7 @@ class Proposal(Record):
     evidence: Evidence
 
 
-def choose(
-    config: Config,
-    traffic: Traffic | Sequence[tuple[Traffic, float]],
-    times: StepTimes,
-    costs: GraphCosts | None = None,
-    failed: Mapping[Key, str] = MappingProxyType({}),
-    *,
-    insurance: float = 0.0,
-    beside: Loads = (),
-    worst: bool = False,
-    one_list: bool = False,
-    apart: bool = False,
-) -> Case:
+def choose(request: Request) -> Case:
     """The plan with the shortest expected step for this traffic inside ``config.budget``.
 
     With a budget it is the best plan that the budget pays for, less graphs that together bring
@@ -122,18 +118,7 @@ def choose(
     each traffic, and at most 1% for what is insured: other traffic, batches that none shows.
 
     LoRA cases with the same step times are planned as one, the largest of them. A key counts as one
-    graph, whatever its segments. Without ``costs``, only ``budget.max_graphs`` bounds the plan. The
-    plan does without keys in ``failed``, each with its reason.
-
-    Args:
-        traffic: Several traffics share the steps by their weights.
-        insurance: This share of the steps, below 1, is that of ``Traffic.unseen`` while sizes are
-            chosen. Figures of the evidence are of the traffic alone, but for the lower bound.
-        beside: Other traffic, and its share of the steps while sizes are chosen.
-        worst: Minimise the largest regret over the traffics, that is step over best step of as many
-            graphs, not the mean step.
-        one_list: All lanes have the same sizes, as far as they may hold them.
-        apart: As in Traffic.
+    graph, whatever its segments.
 
     Raises:
         ModeError, PlanError: as ``build_plan`` does; or batches have several sizes, see
@@ -141,33 +126,16 @@ def choose(
         StepTimeError: times of a mode are missing.
         BudgetError: the budget does not pay for a single graph.
     """
+    config = request.config
+    times = request.times
     if config.dims:
         raise PlanError(
             f"steps of requests do not tell {', '.join(config.dims)}, and graphs have these sizes",
             remedy="Use `cgplan plan --traffic FILE`, whose columns are the names of `dims`, and "
             "capture its plan.",
         )
-    given = [(traffic, 1.0)] if isinstance(traffic, Traffic) else traffic
-    loads, insured = (
-        [(load.model_copy(update={"apart": apart}), weight) for load, weight in some]
-        for some in (given, beside)
-    )
-    base = _without_keys(config)
-    if insurance:
-        insured.append((Traffic.mixed(loads).unseen(base), insurance))
-    request = Request(
-        config,
-        base,
-        loads,
-        times,
-        costs,
-        failed,
-        insurance,
-        insured,
-        worst and len(loads) > 1,
-        one_list,
-    )
-    curve = request.curve(loads, insured)
+    insured = request.insured
+    curve = request.curve(request.loads, insured)
     limits = request.limits
     slack = 0.0
     if request.is_bounded:
@@ -181,14 +149,14 @@ def choose(
         best = curve.found.best(limits.graphs, slack)
     best_alone: list[float] = []
     if request.worst:
-        best, best_alone = _least_regret(curve, best, limits, request)
-    if failed or request.has_room_for_more(curve.problem) or request.pools_shrink:
+        best, best_alone = _least_regret(curve, best, limits)
+    if request.failed or request.has_room_for_more(curve.problem) or request.pools_shrink:
         # neighbours of failed sizes, more graphs, and larger sizes with smaller pools are not tried
         bound = min(best.bound, curve.problem.best_total)
         best = replace(best, bound=bound)
     keys = curve.keys_of(best.chosen)
     run = Run(keys, curve.seen, times)
-    if not insured and not one_list:
+    if not insured and not request.one_list:
         used = {(use.lane, use.size) for use in run.uses}
         keys = tuple(key for key in keys if (Lane.of(*key), key[1].num_tokens) in used)
     sizes = {descriptor.num_tokens for _, descriptor in keys}
@@ -197,37 +165,69 @@ def choose(
             "capture_sizes": tuple(sorted(sizes)),
             "sizes_source": f"{PLANNED_FOR} {curve.seen.source}",
             "keys": keys,
-            "predicted": costs and costs.of(keys),
+            "predicted": request.costs and request.costs.of(keys),
         }
     )
     return Case(plan, request, curve, best, run, best_alone)
 
 
 def propose(*given: Any, **options: Any) -> Proposal:
-    """What ``choose`` chooses, with the evidence for it."""
-    return choose(*given, **options).proposal()
+    """What ``choose`` chooses for a ``Request`` of these, with the evidence for it."""
+    return choose(Request(*given, **options)).proposal()
 
 
 @dataclass(frozen=True)
 class Request:
-    """What ``choose`` is asked for.
+    """What a plan is made for.
 
     Attributes:
-        base: The plan without keys.
-        insured: Other traffic and, last, batches that none shows, with their shares of the steps.
-        worst: Whether the largest regret counts.
+        traffic: Several traffics share the steps by their weights.
+        costs: Absent: only ``budget.max_graphs`` bounds the plan.
+        failed: Keys that the plan does without, each with the reason.
+        insurance: This share of the steps, below 1, is that of ``Traffic.unseen`` while sizes are
+            chosen. Figures of the evidence are of the traffic alone, but for the lower bound.
+        beside: Other traffic, and its share of the steps while sizes are chosen.
+        worst: Minimise the largest regret over the traffics, that is step over best step of as many
+            graphs, not the mean step.
+        one_list: All lanes have the same sizes, as far as they may hold them.
     """
 
     config: Config
-    base: Plan
-    loads: Loads
+    traffic: Traffic | Loads
     times: StepTimes
-    costs: GraphCosts | None
-    failed: Mapping[Key, str]
-    insurance: float
-    insured: Loads
-    worst: bool
-    one_list: bool
+    costs: GraphCosts | None = None
+    failed: Mapping[Key, str] = field(default_factory=dict)
+    insurance: float = 0.0
+    beside: Loads = ()
+    worst: bool = False
+    one_list: bool = False
+
+    @cached_property
+    def base(self) -> Plan:
+        """The plan without keys."""
+        config = self.config
+        plan = build_plan(_with_sizes(config, (config.query_len,)))
+        return plan.model_copy(
+            update={
+                "config_hash": config_hash(config),
+                "config": capture_config(config),
+                "warnings": (),
+            }
+        )
+
+    @cached_property
+    def loads(self) -> Loads:
+        given = self.traffic
+        return [(given, 1.0)] if isinstance(given, Traffic) else given
+
+    @cached_property
+    def insured(self) -> Loads:
+        """Other traffic and, last, batches that none shows."""
+        insured = list(self.beside)
+        if self.insurance:
+            unseen = Traffic.mixed(self.loads).unseen(self.base)
+            insured.append((unseen, self.insurance))
+        return insured
 
     @property
     def limits(self) -> Limits:
@@ -344,17 +344,6 @@ class Request:
         return math.isfinite(driver) and bool(paid)
 
 
-def _without_keys(config: Config) -> Plan:
-    plan = build_plan(_with_sizes(config, (config.query_len,)))
-    return plan.model_copy(
-        update={
-            "config_hash": config_hash(config),
-            "config": capture_config(config),
-            "warnings": (),
-        }
-    )
-
-
 def _with_sizes(
     config: Config,
     sizes: str | tuple[int, ...],
@@ -405,13 +394,12 @@ def _least_regret(
     curve: Curve,
     best: Best,
     limits: Limits,
-    request: Request,
 ) -> tuple[Best, list[float]]:
     """The plan with the least largest regret, of those that are best for some weights of the loads;
     and the best step of each load. Candidates do not depend on weights.
     """
+    request = curve.request
     loads = [load for load, _ in request.loads]
-
     alone = []
     for load in loads:
         own = request.curve([(load, 1.0)], ())
@@ -553,9 +541,7 @@ class Curve:
         cost = costs.of(keys)
         return {"bytes": cost.total_bytes, "seconds": cost.seconds}
 
-    def point(self, graphs: int | None) -> ParetoPoint | None:
-        if graphs is None:
-            return None
+    def point(self, graphs: int) -> ParetoPoint:
         keys = self.keys_of(self.found.chosen(graphs))
         return ParetoPoint(
             graphs=graphs,
@@ -600,8 +586,14 @@ class Case:
         lost = problem.total_of(self.best.chosen) - lower
         ladders = [self._ladder(name, ladder) for name, ladder in request.ladders.items()]
         warnings = [*run.traffic.warnings]
-        if self._unbounded:
-            warnings.append(self._unbounded_warning)
+        unbounded = self._unbounded
+        if unbounded:
+            names = [f"budget.{name}" for name in unbounded]
+            warnings.append(
+                f"{' and '.join(names)} did not bound this plan: what graphs cost is not known. "
+                "Give --costs FILE (a capture report), --costs estimate or --costs measure; "
+                "without it they bound the capture alone, which drops what does not fit"
+            )
         points = map(curve.point, range(1, curve.last() + 1))
         return Evidence(
             traffic_source=run.traffic.source,
@@ -609,8 +601,7 @@ class Case:
             traffic_notes=run.traffic.notes,
             times_source=run.times.source,
             times_notes=run.times.notes_for(plan.mode),
-            costs_source=None if costs is None else costs.source,
-            costs_estimated=None if costs is None else costs.estimated,
+            **of_costs(costs),
             rule=self._rule(),
             graphs=len(plan.keys),
             **curve.price(plan.keys),
@@ -628,23 +619,14 @@ class Case:
             lanes=tuple(
                 LaneSizes(**lane._asdict(), sizes=sizes) for lane, sizes in plan.lanes().items()
             ),
-            uses=tuple(
-                SizeUse(
-                    **u.lane._asdict(),
-                    size=u.size,
-                    share=u.weight / run.traffic.total,
-                    padding=u.padding,
-                )
-                for u in run.uses
-            ),
-            pareto=tuple(point for point in points if point is not None),
+            uses=tuple(use_of(use, run) for use in run.uses),
+            pareto=tuple(points),
             ladders=tuple(ladders),
             not_worth=tuple(self._not_worth()),
             notes=tuple(self._notes()),
             warnings=(*warnings, *lint(plan, run)),
             verdict=self._verdict(ladders),
-            costs_notes=() if costs is None else costs.notes,
-            unbounded=self._unbounded,
+            unbounded=unbounded,
             padding=run.padding,
             left_out=_by_lane(self._left_out()),
             failed=_by_lane(request.failed.items()),
@@ -694,25 +676,11 @@ class Case:
         return alone.changeable / alone.weight
 
     @property
-    def _unchanged_us(self) -> float:
-        """Of the mean step: what the other steps take, with any graphs."""
-        return self.curve.alone.infinite_us - self._changeable_us
-
-    @property
     def _unbounded(self) -> tuple[Limit, ...]:
         limits: tuple[Limit, ...] = ("memory", "capture_time")
         if self.request.costs is not None:
             return ()
         return tuple(name for name in limits if name in self.plan.budget)
-
-    @property
-    def _unbounded_warning(self) -> str:
-        names = [f"budget.{name}" for name in self._unbounded]
-        return (
-            f"{' and '.join(names)} did not bound this plan: what graphs cost is not known. Give "
-            "--costs FILE (a capture report), --costs estimate or --costs measure; without it "
-            "they bound the capture alone, which drops what does not fit"
-        )
 
     def _ladder(
         self,
@@ -722,19 +690,15 @@ class Case:
         curve = self.curve
         run = Run(plan.keys, self.run.traffic, self.run.times)
         step = run.expected_us
-        used = [use for use in run.uses if use.size is not None]
         near = curve.alone.infinite_us + NO_GAIN * self._changeable_us
-        return LadderPoint(
-            name=name,
-            graphs=len(plan.keys),
-            expected_us=step,
+        return point_of(
+            name,
+            run,
+            len(plan.keys),
             **curve.price(plan.keys),
-            padding=run.padding,
-            unused=len(plan.keys) - len(used),
             equal=self._point_within(step),
             alike=self._point_within(step + ALIKE * self._changeable_us),
             no_gain=step <= near,
-            **run.by_kind,
         )
 
     def _point_within(self, expected_us: float) -> ParetoPoint | None:
@@ -788,42 +752,31 @@ class Case:
         return tuple(broken)
 
     def _rule(self) -> str:
-        rule = self._rule_of_budget() if self.request.is_bounded else self._rule_without_budget()
-        if self.request.worst:
-            rule += ", with the least regret of the worst load"
-        return rule
-
-    def _rule_without_budget(self) -> str:
-        why = "the budget binds nothing without costs" if self._unbounded else "no budget"
-        asked = self.request.asked
-        ladder = f"the {asked} ladder"
-        if asked == "configured":
-            ladder = "the configured sizes"
-        if asked != "vllm":
-            ladder += " and the vllm ladder"
-        as_good = f"as good as {ladder} within {ALIKE:.1%}"
-        if self.request.insured:
-            as_good += f", and {NO_GAIN:.0%} for batches that the traffic does not show"
-        return (
-            f"{why}: the fewest graphs that are {as_good}, and bring {1 - CLOSE:.0%} of "
-            "what graphs can"
-        )
-
-    def _rule_of_budget(self) -> str:
-        write: dict[str, Callable[[Any], str]] = {
-            "max_graphs": str,
-            "memory": format_bytes,
-            "capture_time": "{:.4g} s".format,
-        }
+        request = self.request
         given = []
-        for name, written in write.items():
+        for name, written in WRITTEN.items():
             if name in self.plan.budget and name not in self._unbounded:
                 limit = self.plan.budget[name]
                 given.append(f"{name} {written(limit)}")
-        return (
-            f"the best within the budget ({', '.join(given)}), less graphs that together bring "
-            f"under {WORTH:.2%}"
+        ladder = ladder_words(request.asked)
+        if request.asked != "vllm":
+            ladder += " and the vllm ladder"
+        as_good = f"as good as {ladder} within {ALIKE:.1%}"
+        if request.insured:
+            as_good += f", and {NO_GAIN:.0%} for batches that the traffic does not show"
+        why = "the budget binds nothing without costs" if self._unbounded else "no budget"
+        rule = (
+            f"{why}: the fewest graphs that are {as_good}, and bring {1 - CLOSE:.0%} of "
+            "what graphs can"
         )
+        if request.is_bounded:
+            rule = (
+                f"the best within the budget ({', '.join(given)}), less graphs that together bring "
+                f"under {WORTH:.2%}"
+            )
+        if request.worst:
+            rule += ", with the least regret of the worst load"
+        return rule
 
     def _binding(self) -> tuple[Limit, ...]:
         """Limits that the next better plan of the curve breaks, or, beyond its end, a graph for
@@ -919,11 +872,9 @@ class Case:
                 break
         else:
             return f"{format_microseconds(expected)} a step with {graphs}"
-        whose = f"the {ladder.name} ladder's"
-        if ladder.name == "configured":
-            whose = "the configured sizes'"
-        theirs = f"with {whose} {counted(ladder.graphs, 'graph')}"
-        changed = max(ladder.expected_us - self._unchanged_us, EXACT)
+        theirs = f"with {ladder_words(ladder.name, whose=True)} {counted(ladder.graphs, 'graph')}"
+        unchanged = self.curve.alone.infinite_us - self._changeable_us
+        changed = max(ladder.expected_us - unchanged, EXACT)
         change = (expected - ladder.expected_us) / changed
         if change > NO_GAIN:
             return (
@@ -941,6 +892,30 @@ class Case:
         if change < -NO_GAIN:
             return f"steps that graphs run are {-change:.1%} shorter than {theirs}, with {graphs}"
         return f"steps within 1% of those {theirs}, with {graphs}"
+
+
+def use_of(use: Use, run: Run, **more: Any) -> SizeUse:
+    return SizeUse(
+        **use.lane._asdict(),
+        size=use.size,
+        share=use.weight / run.traffic.total,
+        padding=use.padding,
+        **more,
+    )
+
+
+def point_of(name: str, run: Run, graphs: int, **more: Any) -> LadderPoint:
+    """Graphs beside others, by the traffic that ran through them."""
+    used = [use for use in run.uses if use.size is not None]
+    return LadderPoint(
+        name=name,
+        graphs=graphs,
+        unused=graphs - len(used),
+        expected_us=run.expected_us,
+        padding=run.padding,
+        **run.by_kind,
+        **more,
+    )
 
 
 def _by_lane(reasons: Iterable[tuple[Key, str]]) -> tuple[LeftOut, ...]:

@@ -188,7 +188,7 @@ def resolve_sizes(config: Config, mode: CUDAGraphMode) -> CaptureSizes:
         found = ladder_sizes(config, given or "vllm")
     q = config.query_len
     is_rounded = config.compilation.key_rules == "vllm_v1"
-    if mode.whole_requests() and q > 1 and is_rounded:
+    if mode.has_mode(CUDAGraphMode.FULL) and q > 1 and is_rounded:
         # as in vLLM, no size is rounded beyond the largest one
         maximum = max(found.sizes, default=0)
         sizes = set()

@@ -8,20 +8,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from pydantic import BaseModel, ConfigDict
-
 from cgplan.config import Config
+from cgplan.config.values import Record
 from cgplan.modes import CUDAGraphMode, Key
-
-
-class Record(BaseModel):
-    """A frozen value that refuses unknown fields."""
-
-    model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        defer_build=True,
-    )
 
 
 @dataclass(frozen=True)
@@ -58,9 +47,16 @@ class Predicted(Record):
     notes: tuple[str, ...] = ()
 
     @property
+    def pool_bytes(self) -> int:
+        return sum(cost.pool_bytes for cost in self.keys)
+
+    @property
+    def driver_bytes(self) -> int:
+        return sum(cost.driver_bytes for cost in self.keys)
+
+    @property
     def total_bytes(self) -> int:
-        of_keys = sum(cost.pool_bytes + cost.driver_bytes for cost in self.keys)
-        return self.static_bytes + self.workspace_bytes + of_keys
+        return self.static_bytes + self.workspace_bytes + self.pool_bytes + self.driver_bytes
 
     @property
     def seconds(self) -> float:

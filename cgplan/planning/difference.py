@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from cgplan.config import BudgetConfig, Config
+from cgplan.config.values import Record
 from cgplan.errors import PlanMismatchError
 from cgplan.modes import CUDAGraphMode
-from cgplan.planning.costs import Record
 from cgplan.planning.plan import (
     LaneRecord,
     LeftOut,

@@ -386,16 +386,11 @@ def read_sglang(text: str) -> Parallelism:
 
 
 def emit(plan: Plan, engine: Engine, parallelism: Parallelism = ALONE) -> Emission:
-    """A plan as an engine reads it.
+    """A plan as an engine reads it: options of vLLM, quoted for a shell, or of SGLang, or YAML for
+    TensorRT-LLM; ``parallelism`` is SGLang's.
 
     Engines have one list of sizes for a kind of batch, vLLM one for all. If the plan's lanes
     differ, their union is emitted, with a note.
-
-    Args:
-        engine: ``vllm``: the option ``--compilation-config``, quoted for a shell. ``sglang``: its
-            options for decode (sizes in requests) and prefill (in tokens). ``trtllm``: YAML for
-            ``cuda_graph_config`` (in requests) and prefill (in tokens).
-        parallelism: Of SGLang.
     """
     if engine == "sglang":
         return _sglang(plan, parallelism)
@@ -409,19 +404,6 @@ def with_emission(plan: Plan, engine: Engine, parallelism: Parallelism = ALONE) 
     return plan.model_copy(update={"emission": emit(plan, engine, parallelism)})
 
 
-def _emission(
-    engine: str, options: str, bounds: str, *notes: str, environment: tuple[str, ...] = ()
-) -> Emission:
-    return Emission(
-        engine=engine,
-        version=VERSIONS[engine],
-        options=options,
-        bounds=bounds,
-        environment=environment,
-        notes=notes,
-    )
-
-
 def _vllm(plan: Plan) -> Emission:
     mode, q, most = _captured_mode(plan), plan.query_len, plan.max_loras or 0
     is_v2 = plan.key_rules == "vllm_v2"
@@ -429,7 +411,7 @@ def _vllm(plan: Plan) -> Emission:
     notes = []
     if not is_v2:
         sizes = _sizes(plan, *RUNTIME_MODES)
-    if not is_v2 and q > 1 and mode.whole_requests():
+    if not is_v2 and q > 1 and mode.has_mode(CUDAGraphMode.FULL):
         # vLLM itself would drop sizes that round up past its maximum
         limit = plan.max_num_batched_tokens // q * q
         rounded = _unique(min(-(-size // q) * q, limit) for size in sizes if limit)
@@ -474,7 +456,14 @@ def _vllm(plan: Plan) -> Emission:
     if not is_v2 and (q > 1 or "cudagraph_specialize_lora" in config):
         environment = ("VLLM_USE_V2_MODEL_RUNNER=0",)  # else both runners capture the same
     options = f"--compilation-config {shlex.quote(text)}"
-    return _emission("vLLM", options, bounds, *notes, environment=environment)
+    return Emission(
+        engine="vLLM",
+        version=VERSIONS["vLLM"],
+        options=options,
+        bounds=bounds,
+        environment=environment,
+        notes=tuple(notes),
+    )
 
 
 def _sglang(plan: Plan, parallelism: Parallelism) -> Emission:
@@ -541,7 +530,13 @@ def _sglang(plan: Plan, parallelism: Parallelism) -> Emission:
         f"--max-running-requests {plan.max_num_seqs * ranks} "
         f"--chunked-prefill-size {plan.max_num_batched_tokens * ranks}"
     )
-    return _emission("SGLang", " ".join(options), bounds, *notes)
+    return Emission(
+        engine="SGLang",
+        version=VERSIONS["SGLang"],
+        options=" ".join(options),
+        bounds=bounds,
+        notes=tuple(notes),
+    )
 
 
 def _trtllm(plan: Plan) -> Emission:
@@ -562,7 +557,13 @@ def _trtllm(plan: Plan) -> Emission:
             "experimental, for text models alone; piecewise needs torch_compile_config"
         )
     bounds = f"max_batch_size: {plan.max_num_seqs}\nmax_num_tokens: {plan.max_num_batched_tokens}"
-    return _emission("TensorRT-LLM", options, bounds, *notes)
+    return Emission(
+        engine="TensorRT-LLM",
+        version=VERSIONS["TensorRT-LLM"],
+        options=options,
+        bounds=bounds,
+        notes=tuple(notes),
+    )
 
 
 def sizes_by_lane(plan: Plan) -> str:

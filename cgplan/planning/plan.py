@@ -12,9 +12,10 @@ from pydantic import Field, PlainSerializer
 
 from cgplan.config import Config
 from cgplan.config.values import Mode as Mode
+from cgplan.config.values import Record
 from cgplan.errors import ReportError
 from cgplan.modes import BatchDescriptor, CUDAGraphMode
-from cgplan.planning.costs import Predicted, Record
+from cgplan.planning.costs import Predicted
 from cgplan.units import counted, grouped
 
 PLAN_SCHEMA_VERSION = 2
@@ -88,11 +89,15 @@ class Lane(NamedTuple):
             place += 2e9
         return place
 
-    def serves(self, uniform: Any, num_active_loras: Any) -> Any:
-        """Whether the lane is for a batch, or for each of two arrays."""
+    def serves(self, uniform: Any, num_active_loras: Any, apart: bool = False) -> Any:
+        """Whether the lane is for a batch, or for each of two arrays; ``apart``: FULL graphs run
+        uniform decode alone, and PIECEWISE ones the others.
+        """
         is_mixed = not self.uniform
-        has_adapters = num_active_loras <= self.num_active_loras
-        return (uniform | is_mixed) & has_adapters
+        may = (uniform | is_mixed) & (num_active_loras <= self.num_active_loras)
+        if apart:
+            may &= uniform == (self.mode is CUDAGraphMode.FULL)
+        return may
 
     def key(
         self,

@@ -155,8 +155,8 @@ class StartLog:
             )
 
 
-def logged_steps(text: str) -> Iterator[tuple[tuple[CUDAGraphMode, int], float]]:
-    """((runtime mode, tokens that ran), microseconds) of each step of vLLM's
+def logged_steps(text: str) -> Iterator[tuple[tuple[CUDAGraphMode, int, bool], float]]:
+    """((runtime mode, tokens that ran, whether it prefills), microseconds) of each step of vLLM's
     ``--enable-logging-iteration-details``.
 
     The mode and the sizes of the start before a step tell its graph. Steps before the first start,
@@ -181,4 +181,4 @@ def logged_steps(text: str) -> Iterator[tuple[tuple[CUDAGraphMode, int], float]]
                 runs = CUDAGraphMode.NONE
             if runs is not CUDAGraphMode.NONE:
                 tokens = sizes[place]
-            yield (runs, tokens), float(step[5]) * 1e3
+            yield (runs, tokens, prefilled > 0), float(step[5]) * 1e3

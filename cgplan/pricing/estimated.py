@@ -133,8 +133,7 @@ class EstimatedCosts(GraphCosts):
         ascending = sorted(recordings, key=attrgetter("num_tokens"))
         self._lanes = grouped((recording.lane, recording) for recording in ascending)
         self._pools: dict[tuple[_Lane, int], int] = {}
-        asked = config.compilation.cudagraph_num_of_warmups
-        self._warmups = 0 if asked == "auto" else asked
+        self._warmups = config.compilation.warm_ups_of_most
         self.source = _source(recordings, self._warmups, note)
         self.notes = tuple(stand_in_notes(config, self._lanes))
 

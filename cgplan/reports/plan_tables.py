@@ -20,6 +20,7 @@ from cgplan.optimizer.evidence import (
     PaddingMap,
     PlanCheck,
     SizeUse,
+    ladder_words,
 )
 from cgplan.planning import Plan
 from cgplan.planning.costs import Predicted
@@ -62,6 +63,7 @@ MOST_POINTS = 12
 MOST_SAID = 4
 MOST_USES = 24
 MOST_SIZES = 150  # characters
+LEAST_SHOWN = 0.0005  # a share that 0.1% is written for
 _WAYS: dict[Way, str] = {
     "proposed": "proposed only: nothing was captured",
     "exchanged": "exchanged inside the pools",
@@ -133,9 +135,9 @@ def _rows(plan: Plan) -> Iterator[Fact]:
     if not cost:
         return
     parts = {
-        "pool": sum(key.pool_bytes for key in cost.keys),
+        "pool": cost.pool_bytes,
         "static buffers": cost.static_bytes,
-        "driver": sum(key.driver_bytes for key in cost.keys),
+        "driver": cost.driver_bytes,
         "workspaces": cost.workspace_bytes,
     }
     yield "memory", memory_text(parts, cost.total_bytes)
@@ -179,14 +181,12 @@ def said(plan: Plan, brief: bool = False) -> list[Fact]:
 
 def _headline(plan: Plan, evidence: Evidence) -> str:
     asked = plan.config.get("compilation", {}).get("cudagraph_capture_sizes") or "vllm"
-    whose = f"the {asked} ladder's"
     if not isinstance(asked, str):
         asked = "configured"
-        whose = "the configured sizes'"
     ladder = next((ladder for ladder in evidence.ladders if ladder.name == asked), None)
     graphs = counted(len(plan.keys), "graph")
     if ladder and ladder.graphs:
-        graphs += f" instead of {whose} {ladder.graphs}"
+        graphs += f" instead of {ladder_words(asked, whose=True)} {ladder.graphs}"
     for point in evidence.service:
         if ladder and point.name == "asked for" and point.graphs != ladder.graphs:
             graphs += f" in mode {plan.mode} ({point.graphs} asked for)"
@@ -468,14 +468,7 @@ def _reasons(evidence: Evidence) -> Iterator[Fact]:
             others = f", {evidence.other_loads:.0%} of other loads"
         yield "insurance", f"{evidence.insurance:.0%} {unseen}{others}"
     if evidence.other_loads:
-        ratios = []
-        for load in evidence.loads:
-            if load.ladder_us:
-                ratios.append(load.expected_us / load.ladder_us)
-        most = ""
-        if ratios:
-            most = f": at most {max(ratios) - 1:+.1%} against the ladder"
-        yield "loads", f"2 and 4 times the load, and the p99 of decode{most}"
+        yield "loads", f"2 and 4 times the load, and the p99 of decode{_worst(evidence.loads)}"
     eager = "" if expected.eager is None else f"eager {format_microseconds(expected.eager)}, "
     bounds = f"{eager}with a graph for every size {format_microseconds(expected.bound)}"
     yield "step", f"{format_microseconds(expected.plan)} expected; {bounds}"
@@ -494,6 +487,21 @@ def _reasons(evidence: Evidence) -> Iterator[Fact]:
     if worth:
         brings = f"{format_microseconds(worth.microseconds)} a step ({worth.percent:.2g}%)"
         yield "next graph", brings if worth.percent >= 1e-3 else "would bring nothing"
+
+
+def _worst(loads: Sequence[LoadPoint]) -> str:
+    ratios = []
+    for load in loads:
+        if load.ladder_us:
+            ratios.append(load.expected_us / load.ladder_us)
+    if not ratios:
+        return ""
+    most = max(ratios) - 1
+    if abs(most) < LEAST_SHOWN:
+        return ": steps no longer than the ladder's"
+    if most > 0:
+        return f": at most {most:.1%} longer than the ladder's"
+    return f": at least {-most:.1%} shorter than the ladder's"
 
 
 def _ladders(evidence: Evidence) -> RenderableType | None:

@@ -11,12 +11,11 @@ from pydantic import Field, ValidationError
 
 from cgplan.config.load import read_text
 from cgplan.config.messages import first_problem
-from cgplan.config.values import TAPE
+from cgplan.config.values import TAPE, Record
 from cgplan.errors import BudgetError, ConfigError, ReportError
 from cgplan.modes import BatchDescriptor, Key
 from cgplan.optimizer.evidence import PlanCheck
 from cgplan.planning import Plan
-from cgplan.planning.costs import Record
 from cgplan.planning.difference import PlanDifference
 from cgplan.planning.plan import Descriptor, Lane, Machine, Mode
 from cgplan.reports.layout import render_text

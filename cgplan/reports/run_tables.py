@@ -211,14 +211,13 @@ def _prediction(report: CaptureReport) -> Iterator[RenderableType]:
     ]
     parts = [
         ("static buffers", predicted.static_bytes, report.static_bytes),
-        ("pool", sum(key.pool_bytes for key in predicted.keys), report.pool_bytes),
+        ("pool", predicted.pool_bytes, report.pool_bytes),
     ]
     if report.driver_bytes is not None:
         columns.append(Bytes("driver\npredicted", "1.driver_bytes"))
         columns.append(Bytes("measured", "0.driver_bytes"))
-        driver = sum(key.driver_bytes for key in predicted.keys)
         parts.append(("workspaces", predicted.workspace_bytes, report.workspace_bytes))
-        parts.append(("driver", driver, report.graph_driver_bytes))
+        parts.append(("driver", predicted.driver_bytes, report.graph_driver_bytes))
     columns.append(Seconds("time\npredicted", "1.seconds"))
     columns.append(Seconds("measured", "0.seconds"))
     pairs = zip(report.records, predicted.keys, strict=True)

@@ -9,10 +9,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from cgplan.config.values import Record
 from cgplan.errors import CgplanError
 from cgplan.modes import BatchDescriptor, CUDAGraphMode
 from cgplan.planning import MissReason, Plan
-from cgplan.planning.costs import Record
 from cgplan.planning.plan import Mode
 from cgplan.runner.routing import RoutedBatch
 from cgplan.traffic.files import COLUMNS

@@ -23,10 +23,10 @@ from pydantic import BaseModel, BeforeValidator, Field
 
 from cgplan.config import Dim, load
 from cgplan.config.schema import TrafficConfig
+from cgplan.config.values import Record
 from cgplan.errors import TrafficError
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning import Plan
-from cgplan.planning.costs import Record
 from cgplan.traffic.histogram import MOST_BATCHED_TOKENS, SizeCounts, StepCounts, StepShape, Traffic
 from cgplan.traffic.rows import (
     Form,
@@ -36,6 +36,7 @@ from cgplan.traffic.rows import (
     Size,
     Whole,
     first_line,
+    json_rows,
     raw_rows,
     short,
     sized_rows,
@@ -48,7 +49,10 @@ if TYPE_CHECKING:
 
 _P95_DEVIATIONS = 1.6448536269514722  # of a normal distribution
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-_ADD_LORA = "Add a `lora` section, such as `lora: {max_loras: 4}`."
+_MORE_LORAS = (
+    "Add a `lora` section, such as `lora: {max_loras: 4}`, or raise its number; with --vllm give "
+    "--max-loras 4."
+)
 _TIMEOUT_SECONDS = 5.0
 _MOST_US = 1e17  # since 1970: the year 5138
 _LEAST_RATE = 1e-6  # requests a second
@@ -218,18 +222,10 @@ def read_traffic(
     speedup: float = 1.0,
     request_rate: float | None = None,
 ) -> Traffic | RequestTrace:
-    """Steps or requests from a file. Its content tells its form:
-
-    - a histogram of steps, as CSV or as one JSON object a line: num_tokens, count, and if known
-      num_reqs, uniform and num_active_loras;
-    - a request trace, as either: Azure's (TIMESTAMP: a date and time, or seconds; ContextTokens,
-      GeneratedTokens, and perhaps Adapter, a number, empty for none), BurstGPT's, Mooncake's
-      (timestamp: milliseconds), Bailian's, or SGLang's log of requests;
-    - results of vLLM's or SGLang's serving benchmark, with details;
-    - ShareGPT's list of conversations;
-    - a log of vLLM with its tables of CUDA graph statistics;
-    - saved Traffic, or the statistics of a runner (``runner.stats.json()``);
-    - metrics of one runner in Prometheus' text format (``runner.stats.prometheus()``).
+    """Steps or requests from a file. Its content tells its form: one of ``FORMS``, as CSV or as one
+    JSON object a line; ShareGPT's list of conversations; a log of vLLM with its tables of CUDA
+    graph statistics; saved Traffic; statistics of a runner (``runner.stats.json()``) or its metrics
+    in Prometheus' text format (``runner.stats.prometheus()``).
 
     Notes say which columns are guessed or ignored, and how many tokens of prompts were cached:
     blocks of ``hash_ids`` that an earlier row brought are not prefilled again.
@@ -529,7 +525,7 @@ def _check_shape(shape: StepShape, path: Path, plan: Plan) -> None:
         raise TrafficError(
             f"{path}: a batch has {shape.num_active_loras} active LoRA adapters, the "
             f"configuration allows {most}",
-            remedy="Raise lora.max_loras." if most else _ADD_LORA,
+            remedy=_MORE_LORAS,
         )
 
 
@@ -548,7 +544,7 @@ def _requests(
         if row.adapter is not None and plan.max_loras is None:
             raise TrafficError(
                 f"{where}: the request uses an adapter, but the configuration has none",
-                remedy=_ADD_LORA,
+                remedy=_MORE_LORAS,
             )
         arrival = row.arrival * form.microseconds
         if math.isnan(start):
@@ -662,16 +658,7 @@ def _conversations(
             remedy="Give the configuration a whole `traffic` section: traffic.request_rate, "
             "requests a second, is taken.",
         )
-    try:
-        entries = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise TrafficError(
-            f"{path}: not JSON: {error}", remedy="Give the file as it was published."
-        ) from None
-    raw: list[RawRow] = []
-    for number, entry in enumerate(entries):
-        given = entry if isinstance(entry, dict) else {}
-        raw.append((f"{path}: conversation {number}", tuple(given), list(given.values())))
+    raw = list(json_rows(text, path, TrafficError, "Give the file as it was published."))
     requests = []
     arrivals = _poisson(request_rate, len(raw))
     for (where, row), arrival in zip(SHAREGPT.read(raw), arrivals, strict=True):

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from pydantic import ValidationError
 
 from cgplan.config.messages import first_problem
+from cgplan.config.values import Record
 from cgplan.errors import TrafficError
 from cgplan.planning import Plan
-from cgplan.planning.costs import Record
 from cgplan.units import grouped
 
 if TYPE_CHECKING:

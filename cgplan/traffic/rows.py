@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,11 +14,12 @@ from typing import Annotated, Any, Generic, TypeVar
 
 from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError, create_model
 
+from cgplan.config.values import Record
 from cgplan.errors import CgplanError, TrafficError, did_you_mean
 from cgplan.modes import RUNTIME_MODES, CUDAGraphMode
-from cgplan.planning.costs import Record
 from cgplan.traffic.histogram import MOST_BATCHED_TOKENS
 
+_FILLED = re.compile(r"\S")
 AT_ONCE = 10_000  # rows, which bounds the memory of reading
 R = TypeVar("R", bound=Record)
 # place, names of the columns, values
@@ -79,14 +81,6 @@ class Form(Generic[R]):
         if optional:
             text = f"{text}, and may have {', '.join(optional)}"
         return text
-
-    def read_text(
-        self,
-        text: str,
-        path: str | Path,
-    ) -> Iterator[tuple[str, R]]:
-        """``read`` for the text of a file."""
-        return self.read(raw_rows(text, path, self.error))
 
     def read(
         self,
@@ -168,7 +162,11 @@ class Form(Generic[R]):
         missing = [column for column in self.required if column not in found]
         remedy = self.remedy or f"{self.described}."
         for name in unknown:
-            hint = did_you_mean(name.lower(), absent, " (did you mean {!r}?)")
+            hint = did_you_mean(
+                name.lower(),
+                absent,
+                " (did you mean {!r}?)",
+            )
             if ignored is None or missing or hint:
                 raise self.error(f"{where}: unknown column {short(name)}{hint}", remedy=remedy)
             ignored[name] = None
@@ -182,11 +180,12 @@ def raw_rows(
     path: str | Path,
     error: type[CgplanError],
 ) -> Iterator[RawRow]:
-    """Rows of JSON lines, of one JSON object, or of CSV, header included. Raises ``error`` for
+    """Rows of JSON objects, or of CSV, header included. Raises ``error`` for
     other text, and for too few or too many fields.
     """
-    if text.lstrip().startswith("{"):
-        return _json_rows(
+    is_json = text.lstrip().startswith("{")
+    if is_json:
+        return json_rows(
             text,
             path,
             error,
@@ -223,7 +222,12 @@ def sized_rows(
         named,
         error,
     )
-    for _, typed in form.read_text(text, path):
+    rows = raw_rows(
+        text,
+        path,
+        error,
+    )
+    for _, typed in form.read(rows):
         *sizes, value = dict(typed).values()
         yield tuple(sizes), value
 
@@ -248,9 +252,10 @@ def whole_object(text: str) -> dict[str, Any] | None:
 def short(value: object) -> str:
     """A value for a message, in at most 60 characters."""
     text = repr(value)
-    if len(text) > 60:
-        text = f"{text[:57]}..."
-    return text
+    if len(text) <= 60:
+        return text
+    start = text[:57]
+    return f"{start}..."
 
 
 def _csv_rows(
@@ -294,25 +299,39 @@ def _csv_rows(
         ) from None
 
 
-def _json_rows(
+def json_rows(
     text: str,
     path: str | Path,
     error: type[CgplanError],
+    remedy: str = "Give one JSON object a line.",
+    inside: str = "",
 ) -> Iterator[RawRow]:
-    document = whole_object(text)
-    if document is not None:  # perhaps over several lines
-        where = f"{path}:{first_line(text)[0]}"
-        yield where, tuple(document), list(document.values())
-        return
-    remedy = "Give one JSON object a line."
-    for number, line in enumerate(text.split("\n"), start=1):
-        where = f"{path}:{number}"
-        if not line.strip():
-            continue
+    """Objects of JSON texts that stand one after the other, and of the lists in them and in their
+    ``inside``.
+    """
+    decoder = json.JSONDecoder()
+    place = 0
+    line = 1
+    while found := _FILLED.search(text, place):
+        start = found.start()
+        line += text.count("\n", place, start)
+        where = f"{path}:{line}"
         try:
-            row = json.loads(line)
+            document, place = decoder.raw_decode(
+                text,
+                start,
+            )
         except (ValueError, RecursionError) as failure:  # ValueError: too many digits, too
             raise error(f"{where}: not JSON: {failure}", remedy=remedy) from None
-        if not isinstance(row, dict):
-            raise error(f"{where}: {short(row)} is not an object", remedy=remedy)
-        yield where, tuple(row), list(row.values())
+        line += text.count("\n", start, place)
+        if isinstance(document, dict):
+            document = document.get(inside, document)
+        entries = [(where, document)]
+        if isinstance(document, list):
+            entries = []
+            for number, entry in enumerate(document, start=1):
+                entries.append((f"{where}, entry {number}", entry))
+        for where, entry in entries:
+            if not isinstance(entry, dict):
+                raise error(f"{where}: {short(entry)} is not an object", remedy=remedy)
+            yield where, tuple(entry), list(entry.values())

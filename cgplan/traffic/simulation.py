@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from operator import attrgetter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cgplan.errors import TrafficError
 from cgplan.modes import CUDAGraphMode
@@ -126,36 +126,26 @@ class SchedulerBounds:
     ranks: int = 1
 
     @classmethod
-    def of(
-        cls,
-        plan: Plan,
-        accepted_tokens: float | None = None,
-        mixes: bool = True,
-        kv_tokens: int | None = None,
-        ranks: int = 1,
-    ) -> SchedulerBounds:
-        """The bounds of a plan's batches."""
+    def of(cls, plan: Plan, **others: Any) -> SchedulerBounds:
+        """The bounds of a plan's batches, and ``others``."""
         return cls(
             plan.max_num_seqs,
             plan.max_num_batched_tokens,
             plan.query_len,
             plan.max_loras,
-            accepted_tokens,
-            mixes,
-            kv_tokens,
-            ranks,
+            **others,
         )
 
 
 def simulate(trace: RequestTrace, bounds: SchedulerBounds, step_time: StepTime) -> Traffic:
     """Traffic of a server with these requests and bounds: how many steps of each shape it runs.
 
-    The scheduler is that of vLLM's V1 engine in its default settings. A step has
-    ``max_num_batched_tokens`` to give. Running requests come first, in order of admission: each
-    decoding one gets ``query_len`` tokens; a prefill under way gets the rest of its prompt, or what
-    fits. Then waiting requests are admitted, first come first served, while tokens are left and
-    fewer than ``max_num_seqs`` run. With ``max_loras``, a request whose adapter is one too many
-    lets later ones pass. A step is uniform if all its requests decode ``query_len`` tokens.
+    The scheduler is that of vLLM's V1 engine in its default settings. Running requests come first,
+    in order of admission: each decoding one gets ``query_len`` tokens; a prefill under way gets the
+    rest of its prompt, or what fits. Then waiting requests are admitted, first come first served,
+    while tokens are left and fewer than ``max_num_seqs`` run. With ``max_loras``, a request whose
+    adapter is one too many lets later ones pass. A step is uniform if all its requests decode
+    ``query_len`` tokens.
 
     With ``mixes`` False it is SGLang's (0.5.23, srt/managers/scheduler.py, without
     --enable-mixed-chunk and --prefill-decode-interval): a step prefills while there are prompts to

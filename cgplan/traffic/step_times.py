@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise, product
@@ -25,9 +23,9 @@ from pydantic import (
 
 from cgplan.config import load
 from cgplan.config.messages import first_problem
+from cgplan.config.values import Record
 from cgplan.errors import CgplanError, StepTimeError
 from cgplan.modes import CUDAGraphMode
-from cgplan.planning.costs import Record
 from cgplan.planning.plan import Mode
 from cgplan.planning.vllm_log import logged_steps
 from cgplan.traffic.histogram import MOST_BATCHED_TOKENS
@@ -38,8 +36,8 @@ from cgplan.traffic.rows import (
     RuntimeMode,
     Size,
     Whole,
+    json_rows,
     raw_rows,
-    short,
     sized_rows,
 )
 from cgplan.units import grouped
@@ -52,13 +50,13 @@ Time = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Figure = Annotated[float, Field(ge=1e-9, le=1e12)]  # of another program, in its unit
 EAGER = "eager"
 _POINTS = "iteration_groups"  # the list of points in Dynamo's file
-_FILLED = re.compile(r"\S")
 # vLLM measured 9 to 10% for batches without adapters in graphs with LoRA kernels (its pull 25914)
 LORA_OVERHEAD = 0.1
 # of the time that eager takes longer than FULL; 0.10 to 0.22 in DEFAULT_POINTS
 PIECEWISE_SHARE = 0.25
 WORTH_A_NOTE = 0.05  # relative change of a measured point
 FEW = 16  # tokens
+FULL_OF_DECODE = "FULL graphs were timed for uniform decode alone: mixed batches may take longer"
 _OF_LOG = (
     "steps are medians of what vLLM's engine waited for one; its sizes and mode tell which "
     "graph ran it"
@@ -86,12 +84,13 @@ DEFAULT_POINTS: Points = {
 }
 
 
-class Run(NamedTuple):
+class Timed(NamedTuple):
     mode: CUDAGraphMode
     case: int  # of LoRA
     tokens: int  # that ran
     microseconds: float
     is_prefill: bool = False
+    is_mixed: bool = False  # or may be, where the mode is FULL
 
 
 class _TableRow(Record):
@@ -101,8 +100,9 @@ class _TableRow(Record):
     num_active_loras: Whole = 0
 
     @property
-    def runs(self) -> list[Run]:
-        return [Run(self.mode, self.num_active_loras, self.num_tokens, self.microseconds)]
+    def runs(self) -> list[Timed]:
+        case = self.num_active_loras
+        return [Timed(self.mode, case, self.num_tokens, self.microseconds, is_mixed=True)]
 
 
 class _Server(BaseModel):
@@ -135,9 +135,9 @@ class _ServedRow(Record):
     server_info: _Server = _Server()
 
     @property
-    def runs(self) -> list[Run]:
+    def runs(self) -> list[Timed]:
         mode = self.server_info.mode if self.mode is None else self.mode
-        return [Run(mode, 0, self.max_concurrency, self.median_itl_ms * 1e3)]
+        return [Timed(mode, 0, self.max_concurrency, self.median_itl_ms * 1e3)]
 
 
 class _BatchRow(Record):
@@ -148,12 +148,12 @@ class _BatchRow(Record):
     median_decode_latency: Figure | None = None
 
     @property
-    def runs(self) -> Iterator[Run]:
+    def runs(self) -> Iterator[Timed]:
         prompts = self.batch_size * self.input_len
-        yield Run(CUDAGraphMode.NONE, 0, prompts, self.prefill_latency * 1e6, True)
+        yield Timed(CUDAGraphMode.NONE, 0, prompts, self.prefill_latency * 1e6, True)
         if self.median_decode_latency is not None:
             mode = CUDAGraphMode.NONE if self.run_name == EAGER else CUDAGraphMode.FULL
-            yield Run(mode, 0, self.batch_size, self.median_decode_latency * 1e6)
+            yield Timed(mode, 0, self.batch_size, self.median_decode_latency * 1e6)
 
 
 class _ServedBatchRow(Record):
@@ -165,10 +165,10 @@ class _ServedBatchRow(Record):
     acc_length: Annotated[float, Field(le=1)]
 
     @property
-    def runs(self) -> list[Run]:
+    def runs(self) -> list[Timed]:
         mode = CUDAGraphMode.NONE if self.run_name == EAGER else CUDAGraphMode.FULL
         rate = self.steady_state_output_throughput or self.output_throughput
-        return [Run(mode, 0, self.batch_size, self.batch_size / rate * 1e6)]
+        return [Timed(mode, 0, self.batch_size, self.batch_size / rate * 1e6)]
 
 
 class _Query(BaseModel):
@@ -180,9 +180,10 @@ class _ForwardRow(Record):
     median_us: Figure
 
     @property
-    def runs(self) -> list[Run]:
-        tokens = sum(request.query_len for request in self.requests)
-        return [Run(CUDAGraphMode.FULL, 0, tokens, self.median_us)]
+    def runs(self) -> list[Timed]:
+        each = [request.query_len for request in self.requests]
+        is_mixed = len(set(each)) > 1
+        return [Timed(CUDAGraphMode.FULL, 0, sum(each), self.median_us, is_mixed=is_mixed)]
 
 
 class _Point(BaseModel):
@@ -197,13 +198,13 @@ class _PointRow(Record):
     wall_time: Figure
 
     @property
-    def runs(self) -> list[Run]:
+    def runs(self) -> list[Timed]:
         mode = self.point.expected_cudagraph_mode
         size = self.point.expected_capture_size or self.point.batch_size
         prompts = self.point.total_prefill_tokens
         if prompts and mode is not CUDAGraphMode.NONE:
             return []
-        return [Run(mode, 0, prompts or size, self.wall_time * 1e6, prompts > 0)]
+        return [Timed(mode, 0, prompts or size, self.wall_time * 1e6, prompts > 0)]
 
 
 class _PassRow(Record):
@@ -215,11 +216,11 @@ class _PassRow(Record):
     cell_id: str = ""
 
     @property
-    def runs(self) -> list[Run]:
+    def runs(self) -> list[Timed]:
         prompts = self.total_prefill_tokens
         mode = CUDAGraphMode.NONE if prompts else self.mode
         size = prompts or self.batch_size
-        return [Run(mode, 0, size, self.latency_ms * 1e3, prompts > 0)]
+        return [Timed(mode, 0, size, self.latency_ms * 1e3, prompts > 0)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -308,6 +309,7 @@ TABLE = StepForm(
 class _Descriptor(BaseModel):
     num_tokens: Size
     sizes: tuple[Size, ...] = ()
+    uniform: bool = False
     num_active_loras: Whole = 0
 
 
@@ -411,6 +413,8 @@ class StepTimes(Record):
         source: Where the figures come from, in words.
         curves: One for each mode and LoRA case.
         lora_overhead: Extra time of a step with LoRA kernels, as a fraction.
+        full_of_decode: Whether FULL graphs ran uniform decode alone, and tell nothing of mixed
+            batches.
         notes: Assumptions, and points that were changed.
     """
 
@@ -422,6 +426,7 @@ class StepTimes(Record):
         ge=0,
         allow_inf_nan=False,
     )
+    full_of_decode: bool = False
     notes: tuple[str, ...] = ()
 
     @classmethod
@@ -468,10 +473,9 @@ class StepTimes(Record):
     def load(cls, path: str | Path) -> StepTimes:
         """Step times from a file, whose content tells its form; ``REMEDY`` lists the forms.
 
-        Of a bench they are the medians from an idle device, by the size that ran. A table has the
-        columns mode (eager, PIECEWISE, FULL), num_tokens, microseconds, and num_active_loras where
-        LoRA cases were measured. Saved step times do, too. JSON of other programs may stand one
-        after the other: ``cat graphs.json eager.json``. Raises StepTimeError with file and row.
+        Of a bench they are the medians from an idle device, by the size that ran. JSON of other
+        programs may stand one after the other: ``cat graphs.json eager.json``. Raises StepTimeError
+        with file and row.
         """
         return cls.parse(load.read_text(path, StepTimeError, REMEDY), path)
 
@@ -482,9 +486,11 @@ class StepTimes(Record):
         path: str | Path,
     ) -> StepTimes:
         """``load`` from the text of the file; ``path`` names it in messages."""
-        steps = [Run(mode, 0, size, time) for (mode, size), time in logged_steps(text)]
+        steps = []
+        for (mode, size, is_mixed), time in logged_steps(text):
+            steps.append(Timed(mode, 0, size, time, is_mixed=is_mixed))
         if steps:
-            return cls.measured(_points(steps, median), f"the log of vLLM, {path}", [_OF_LOG])
+            return _of_runs(steps, median, path, f"the log of vLLM, {path}", [_OF_LOG])
         if "iteration elapsed time:" in text or "Initializing a V1 LLM engine" in text:
             raise StepTimeError(
                 f"{path}: a log of vLLM without an iteration after its start, or all of them have "
@@ -493,7 +499,9 @@ class StepTimes(Record):
                 "its first line.",
             )
         is_json = text.lstrip().startswith(("{", "["))
-        rows = _json_rows(text, path) if is_json else raw_rows(text, path, StepTimeError)
+        rows = raw_rows(text, path, StepTimeError)
+        if is_json:
+            rows = json_rows(text, path, StepTimeError, REMEDY, _POINTS)
         found: dict[StepForm[Any], list[RawRow]] = {}
         for raw in rows:
             form = _form_of(raw)
@@ -506,10 +514,15 @@ class StepTimes(Record):
         self,
         mode: CUDAGraphMode,
     ) -> tuple[str, ...]:
-        """The notes, less those on PIECEWISE graphs if the resolved mode has none."""
-        if mode.has_mode(CUDAGraphMode.PIECEWISE):
-            return self.notes
-        return tuple(note for note in self.notes if not note.startswith("PIECEWISE "))
+        """The notes, less those on PIECEWISE graphs if the resolved mode has none, and one on FULL
+        graphs of mixed batches that were not measured.
+        """
+        notes = self.notes
+        if not mode.has_mode(CUDAGraphMode.PIECEWISE):
+            notes = tuple(note for note in notes if not note.startswith("PIECEWISE "))
+        if self.full_of_decode and mode.mixed_mode() is CUDAGraphMode.FULL:
+            notes += (FULL_OF_DECODE,)
+        return notes
 
     def of(
         self,
@@ -559,12 +572,12 @@ class StepTimes(Record):
                 break
             slower, slower_factor = self._curve_of(other, num_active_loras)
             if slower is not None:
-                before = slower_factor * slower.at(np.array([last]))
-                after = slower_factor * slower.at(tokens)
-                saved = np.maximum(before - factor * longest, 0.0)
+                slower_at_last = slower_factor * slower.at(np.array([last]))
+                slower_times = slower_factor * slower.at(tokens)
+                saving = np.maximum(slower_at_last - factor * longest, 0.0)
                 if other is CUDAGraphMode.NONE:
-                    saved = np.maximum(saved - (after - before), 0.0)
-                beyond = np.maximum(beyond, after - saved)
+                    saving = np.maximum(saving - (slower_times - slower_at_last), 0.0)
+                beyond = np.maximum(beyond, slower_times - saving)
         if of_full is not None:
             beyond = np.maximum(beyond, of_full)
         return np.where(tokens > last, beyond, found)
@@ -693,34 +706,6 @@ def _name(mode: CUDAGraphMode) -> str:
     return "eager" if mode is CUDAGraphMode.NONE else str(mode)
 
 
-def _json_rows(
-    text: str,
-    path: str | Path,
-) -> Iterator[RawRow]:
-    """Objects of JSON texts that stand one after the other, and of the lists in them."""
-    decoder = json.JSONDecoder()
-    place = 0
-    line = 1
-    while found := _FILLED.search(text, place):
-        start = found.start()
-        line += text.count("\n", place, start)
-        where = f"{path}:{line}"
-        try:
-            document, place = decoder.raw_decode(text, start)
-        except (ValueError, RecursionError) as failure:
-            raise StepTimeError(f"{where}: not JSON: {failure}", remedy=REMEDY) from None
-        line += text.count("\n", start, place)
-        if isinstance(document, dict):
-            document = document.get(_POINTS, document)
-        entries = [(where, document)]
-        if isinstance(document, list):
-            entries = [(f"{where}, entry {n}", entry) for n, entry in enumerate(document, start=1)]
-        for where, entry in entries:
-            if not isinstance(entry, dict):
-                raise StepTimeError(f"{where}: {short(entry)} is not an object", remedy=REMEDY)
-            yield where, tuple(entry), list(entry.values())
-
-
 def _form_of(row: RawRow) -> StepForm[Any] | None:
     """None: of no other program. Raises StepTimeError for results without step times."""
     where, names, _ = row
@@ -737,7 +722,7 @@ def _of_rows(
     found: Mapping[StepForm[Any], Sequence[RawRow]],
     path: str | Path,
 ) -> StepTimes:
-    runs: list[Run] = []
+    runs: list[Timed] = []
     cells: set[tuple[str, str]] = set()
     for form, raws in found.items():
         for _, row in form.read(raws):
@@ -751,29 +736,34 @@ def _of_rows(
     # prefill reads no contexts, so its steps do not compare with those of decode
     largest = max([run.tokens for run in runs if not run.is_prefill], default=0)
     kept = [run for run in runs if run.tokens > largest or not run.is_prefill]
-    points = _points(kept, max if TABLE in found else median)
-    if not points:
-        raise StepTimeError(f"{path}: no row of step times", remedy=REMEDY)
     sources = [form.name for form in found if form.note]
     notes = [form.note for form in found if form.note]
     if notes:
         notes.append("the median counts where a size has several times, as of contexts")
     if any(run.is_prefill for run in runs):
         notes.append("prefill counts as eager steps, where it has more tokens than all decode")
-    return StepTimes.measured(points, ", ".join([*sources, str(path)]), notes)
+    pick = max if TABLE in found else median
+    return _of_runs(kept, pick, path, ", ".join([*sources, str(path)]), notes)
 
 
-def _points(
-    runs: Iterable[Run],
+def _of_runs(
+    runs: Sequence[Timed],
     pick: Callable[[list[float]], float],
-) -> Points:
-    """Points of runs; ``pick`` chooses where a size ran several times."""
+    path: str | Path,
+    source: str,
+    notes: Iterable[str] = (),
+) -> StepTimes:
+    """``pick`` chooses where a size ran several times."""
     times = grouped((run[:3], run.microseconds) for run in runs)
     points: dict[tuple[CUDAGraphMode, int], dict[int, float]] = {}
     for (mode, case, size), found in times.items():
         if size <= MOST_BATCHED_TOKENS:
             points.setdefault((mode, case), {})[size] = pick(found)
-    return points
+    if not points:
+        raise StepTimeError(f"{path}: no row of step times", remedy=REMEDY)
+    measured = StepTimes.measured(points, source, notes)
+    full = [run.is_mixed for run in runs if run.mode is CUDAGraphMode.FULL]
+    return measured.model_copy(update={"full_of_decode": full != [] and not any(full)})
 
 
 _SAVED: TypeAdapter[StepTimes | _Bench] = TypeAdapter(
@@ -796,8 +786,10 @@ def _saved(
     for record in found.records:
         ran = record.descriptor
         case = ran.num_active_loras
-        runs.append(Run(CUDAGraphMode.NONE, case, record.num_tokens, record.eager.median))
+        runs.append(Timed(CUDAGraphMode.NONE, case, record.num_tokens, record.eager.median))
         if record.mode is not CUDAGraphMode.NONE and record.graph is not None:
-            runs.append(Run(record.mode, case, ran.num_tokens, record.graph.median))
+            is_mixed = not ran.uniform
+            time = record.graph.median
+            runs.append(Timed(record.mode, case, ran.num_tokens, time, is_mixed=is_mixed))
     source = f"{path}, {found.device}" if found.device else str(path)
-    return StepTimes.measured(_points(runs, max), source)
+    return _of_runs(runs, max, path, source)

@@ -18,7 +18,7 @@ import numpy as np
 from cgplan.config import validate_config
 from cgplan.modes import CUDAGraphMode
 from cgplan.optimizer.propose import propose
-from cgplan.planning import build_plan
+from cgplan.planning import LADDERS, build_plan
 from cgplan.pricing.measured import MeasuredCosts, MeasuredKey
 from cgplan.reports import load_report
 from cgplan.traffic.files import read_traffic, synthetic_requests
@@ -98,7 +98,7 @@ def main():
     print(f"step times: {times.source}")
     print(
         "traffic            seqs  steps    plan us  graphs  of vllm  third us | ladder us (graphs, equal, padding): "
-        "vllm, sglang, trtllm, powers_of_two; seconds of simulation, planning"
+        f"{', '.join(LADDERS)}; seconds of simulation, planning"
     )
     cases = [(f"azure code x{speed}", speed, None) for speed in (1, 2, 4, 8)]
     cases += [(name, 1, section) for name, section in SYNTHETIC.items()]
@@ -119,7 +119,7 @@ def main():
             shown = [
                 f"{ladders[n].expected_us:8.0f} ({ladders[n].graphs}, {ladders[n].equal and ladders[n].equal.graphs}, "
                 f"{ladders[n].padding:.1%})"
-                for n in ("vllm", "sglang", "trtllm", "powers_of_two")
+                for n in LADDERS
             ]
             print(
                 f"{name:18} {seqs:4} {traffic.total:6.0f} {evidence.expected_us.plan:10.0f} {evidence.graphs:7} "

@@ -19,6 +19,7 @@ from cgplan.modes import CUDAGraphMode
 from cgplan.planning import Plan
 from cgplan.traffic.histogram import Percentiles, Service, StepShape
 from cgplan.traffic.simulation import simulate
+from cgplan.traffic.step_times import StepTimes
 
 TIMES = """mode,num_tokens,microseconds
 NONE,1,14000
@@ -74,6 +75,18 @@ def test_the_mode_is_that_of_the_shortest_steps(
     if mode == "FULL_DECODE_ONLY":
         assert "mode FULL_DECODE_ONLY, not FULL_AND_PIECEWISE: " in decisions(plan)
         assert {key[0] for key in plan.keys} == {CUDAGraphMode.FULL}
+
+
+@pytest.mark.parametrize("of_decode", [True, False])
+def test_full_times_of_decode_alone_do_not_choose_full_graphs_of_mixed_batches(
+    home: Path, of_decode: bool
+) -> None:
+    times = StepTimes.load(home / "times.csv").model_copy(update={"full_of_decode": of_decode})
+    (home / "times.csv").write_text(times.model_dump_json())
+    plan = plan_of(*GIVEN, "--max-graphs", "8")
+    assert (plan.mode is CUDAGraphMode.FULL) is not of_decode
+    said = "mode FULL was not weighed: FULL graphs were timed for uniform decode alone"
+    assert (said in decisions(plan)) is of_decode
 
 
 def test_default_step_times_do_not_change_the_mode() -> None:

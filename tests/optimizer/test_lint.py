@@ -11,7 +11,7 @@ import pytest
 from cgplan.modes import CUDAGraphMode
 from cgplan.optimizer.lanes import Run
 from cgplan.optimizer.lint import lint, lint_without_traffic
-from cgplan.planning import Plan
+from cgplan.planning import LADDERS, Plan
 from cgplan.traffic.histogram import StepShape, Traffic
 from cgplan.traffic.step_times import StepTimes
 
@@ -236,7 +236,7 @@ def test_sizes_alone_tell_of_cliffs_and_wide_steps(options: Any, found: list[str
     assert list(lint_without_traffic(plan_of(**options))) == found
 
 
-@pytest.mark.parametrize("ladder", ["vllm", "sglang", "trtllm", "powers_of_two"])
+@pytest.mark.parametrize("ladder", LADDERS)
 @pytest.mark.parametrize("spec", [0, 2])
 def test_ladders_have_no_warning(ladder: str, spec: int) -> None:
     assert lint_without_traffic(plan_of("FULL_AND_PIECEWISE", ladder, spec=spec, tokens=512)) == ()

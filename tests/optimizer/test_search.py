@@ -19,7 +19,7 @@ from plans import Costs, plan_of
 from cgplan.config import BudgetConfig, Config
 from cgplan.errors import BudgetError
 from cgplan.modes import CUDAGraphMode, Key
-from cgplan.optimizer.lanes import Run, key_of, largest_of, stride_of
+from cgplan.optimizer.lanes import Run, largest_of, stride_of
 from cgplan.optimizer.paths import best_paths
 from cgplan.optimizer.problem import Chosen, Problem, problem_of
 from cgplan.optimizer.propose import propose
@@ -118,7 +118,7 @@ def brute_force(
     memory, seconds, pool, static = (np.zeros(masks.size) for _ in range(4))
     if costs is not None:
         for (lane, size), chosen in has.items():
-            key = key_of(lane, size, plan)
+            key = lane.key(size, plan.query_len, plan.max_num_seqs)
             memory += costs.driver_bytes(key) * chosen
             seconds += costs.seconds(key) * chosen
             pool = np.maximum(pool, costs.pool_bytes(lane.mode, size) * chosen)
@@ -128,7 +128,10 @@ def brute_force(
     by_lane = {lane: np.zeros(masks.size, dtype=bool) for lane in instance.lanes}
     for (lane, _), chosen in has.items():
         by_lane[lane] |= chosen
-    by_key = {key_of(lane, size, plan): chosen for (lane, size), chosen in has.items()}
+    by_key = {
+        lane.key(size, plan.query_len, plan.max_num_seqs): chosen
+        for (lane, size), chosen in has.items()
+    }
     return Everything(total / instance.traffic.total, graphs, memory, seconds, by_lane, by_key)
 
 

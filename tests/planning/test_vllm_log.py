@@ -156,14 +156,14 @@ def test_a_start_of_other_graphs_is_noted_and_one_without_graphs_refused() -> No
 def test_steps_run_in_the_graphs_of_the_start_before_them() -> None:
     found = [*logged_steps(LOG)]
     assert found == [
-        ((PIECEWISE, 16), 9000),
-        ((FULL, 4), 2000),
-        ((FULL, 4), 2200),
-        ((FULL, 4), 90000),
-        ((NONE, 62), 20000),
+        ((PIECEWISE, 16, True), 9000),
+        ((FULL, 4, False), 2000),
+        ((FULL, 4, False), 2200),
+        ((FULL, 4, False), 90000),
+        ((NONE, 62, True), 20000),
     ]
     assert next(logged_steps(LOG.replace("FULL_AND_PIECEWISE: (2, 1)", "NONE: 0"))) == (
-        (NONE, 12),
+        (NONE, 12, True),
         9000,
     )
     assert [*logged_steps(LOG.partition("\n")[2])] == []

@@ -165,7 +165,7 @@ HIST, JSON = "num_tokens,count\n", '{"num_tokens": 1, "count": 1}\n'
         ),
         (JSON + '{"num_tokens": 1}\n', 2, "column 'count' is missing", "a histogram has"),
         (JSON + '{"num_tokens": 1,\n', 2, "not JSON", "one JSON object a line"),
-        (JSON + "[1]\n", 2, "[1] is not an object", "one JSON object a line"),
+        (JSON + "[1]\n", None, "t.txt:2, entry 1: 1 is not an object", "one JSON object a line"),
         ('{"num_tokens": 1, "count": [1]}\n', 1, "count is [1]", "Correct"),
     ],
 )

@@ -398,7 +398,7 @@ def test_idle_time_has_no_steps_and_the_notes_say_how_busy() -> None:
 
 def test_bounds_are_those_of_the_plan() -> None:
     plan = plan_of(spec=2, seqs=4, tokens=128, lora={"max_loras": 3})
-    assert SchedulerBounds.of(plan, 1.5) == SchedulerBounds(4, 128, 3, 3, 1.5)
+    assert SchedulerBounds.of(plan, accepted_tokens=1.5) == SchedulerBounds(4, 128, 3, 3, 1.5)
     assert SchedulerBounds.of(plan_of()) == SchedulerBounds(256, 8192)
     assert SchedulerBounds.of(plan_of(), mixes=False) == SchedulerBounds(256, 8192, mixes=False)
 

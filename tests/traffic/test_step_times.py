@@ -13,7 +13,13 @@ from hypothesis import strategies as st
 
 from cgplan.errors import StepTimeError
 from cgplan.modes import RUNTIME_MODES, CUDAGraphMode
-from cgplan.traffic.step_times import LORA_OVERHEAD, PIECEWISE_SHARE, StepSurface, StepTimes
+from cgplan.traffic.step_times import (
+    FULL_OF_DECODE,
+    LORA_OVERHEAD,
+    PIECEWISE_SHARE,
+    StepSurface,
+    StepTimes,
+)
 
 NONE, PIECEWISE, FULL = RUNTIME_MODES
 POINTS = st.dictionaries(st.integers(1, 300), st.floats(1, 1e6), min_size=1, max_size=8)
@@ -499,6 +505,27 @@ GRAPHS = artifact(
     point("prefill", 2, 0.008, "PIECEWISE", total_prefill_tokens=6, expected_capture_size=8),
     point("prefill", 2, 0.030, "NONE", total_prefill_tokens=600),
 )
+
+
+@pytest.mark.parametrize(
+    ("text", "is_of_decode"),
+    [
+        (json.dumps([forward([1] * 32, 4000.0), forward([1] * 8, 3000.0)]), True),
+        (json.dumps([forward([1] * 32, 4000.0), forward([512, 1, 1], 9000.0)]), False),
+        ("mode,num_tokens,microseconds\nFULL,8,3000\nNONE,8,9000\n", False),
+        ("mode,num_tokens,microseconds\nNONE,8,9000\n", False),
+        ((Path(__file__).parents[1] / "data" / "vllm_start.log").read_text(), True),
+        (json.dumps(bench(record(8, 9000.0, "FULL", 3000.0))), False),
+    ],
+)
+def test_full_times_of_uniform_decode_alone_are_known_as_such(
+    text: str, is_of_decode: bool
+) -> None:
+    times = StepTimes.parse(text, "x")
+    assert times.full_of_decode is is_of_decode
+    assert (FULL_OF_DECODE in times.notes_for(FULL)) is is_of_decode
+    assert FULL_OF_DECODE not in times.notes_for(CUDAGraphMode.FULL_AND_PIECEWISE)
+    assert StepTimes.parse(times.model_dump_json(), "x").full_of_decode is is_of_decode
 
 
 def test_a_self_benchmark_tells_the_graph_of_each_point() -> None:
