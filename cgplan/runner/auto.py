@@ -25,8 +25,7 @@ from cgplan.backends import GraphBackend
 from cgplan.buffers.compare import differences
 from cgplan.buffers.static import example_batch
 from cgplan.captures.failures import drop_locals
-from cgplan.captures.model_graphs import ModelGraphs
-from cgplan.captures.model_runs import BeforeKey
+from cgplan.captures.model_graphs import BeforeKey, ModelGraphs
 from cgplan.config import CompilationConfig, Config
 from cgplan.errors import CaptureError, ConfigError, ModeError, ModelError, PlanError
 from cgplan.graphs.ambient import random_state_kept
@@ -311,7 +310,7 @@ def _first_difference(runner: GraphRunner) -> str | None:
             eager = partial(graphs.run_eager, descriptor, views)
             replay = partial(graphs.run_graphed, key, views)
             for run in (eager, replay):
-                rehearsal.kept.restore(between_keys=True)
+                rehearsal.put_back.restore(between_keys=True)
                 rehearsal.set_context(key)
                 calls = list[Any]()
                 outputs.append(calls)
@@ -410,6 +409,6 @@ def _time_inside(
     with on_padding(graphs) as rehearsal:
         rehearsal.look(key)
         for _ in range(REPEATS):
-            rehearsal.kept.restore(between_keys=True)
+            rehearsal.put_back.restore(between_keys=True)
             rounds.append(sum(backend.time_calls(replay, 1)[0][0] for replay in replays))
     return median(rounds)
