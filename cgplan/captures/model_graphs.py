@@ -169,16 +169,6 @@ class ModelGraphs:
             for sizes in rows:
                 self.buffers[sizes]
 
-    def fingerprint(self) -> Fingerprint:
-        return Fingerprint.of(self.roots, self.backend.device)
-
-    def use_generators(self, found: Iterable[torch.Generator]) -> None:
-        known = set(map(number_of, self.generators))
-        for generator in found:
-            if number_of(generator) not in known:
-                self.generators += (generator,)
-                self.backend.register_generator(generator)
-
     def padded_reqs(self, descriptor: BatchDescriptor) -> int:
         """The most requests, if a key leaves them open."""
         if descriptor.num_reqs is not None:
@@ -190,20 +180,6 @@ class ModelGraphs:
             descriptor.num_tokens,
             self.padded_reqs(descriptor),
         )
-
-    def runs_python_again(self, mode: CUDAGraphMode) -> bool:
-        """Whether a replay runs Python between wrappers."""
-        return mode is CUDAGraphMode.PIECEWISE and self.route.name == "wrappers"
-
-    def frozen(
-        self,
-        mode: CUDAGraphMode,
-        paths: Iterable[str],
-    ) -> list[str]:
-        """Paths that no replay changes."""
-        if self.runs_python_again(mode):
-            return []
-        return [path for path in paths if not is_within(path, self.facts.aside)]
 
     # --- the model around captures ----------------------------------------------------------------
 
@@ -275,16 +251,6 @@ class ModelGraphs:
             whole.set_(storage, 0, (count,), (1,))
             facts.written[written.path] = whole
 
-    def record(self) -> Fingerprint:
-        if self._record is not None and not self._record.changes():
-            return self._record
-        return self.fingerprint()
-
-    @property
-    def copied_bytes(self) -> int:
-        """On the device, of the model's state."""
-        return 0 if self._rehearsal is None else self._rehearsal.put_back.copied()
-
     def copy_limit(self) -> int:
         """In bytes."""
         limit = self.config.compilation.state_copy
@@ -292,6 +258,26 @@ class ModelGraphs:
             free = self.backend.memory().free or 4 << 30
             limit = free // 4
         return limit
+
+    @property
+    def copied_bytes(self) -> int:
+        """On the device, of the model's state."""
+        return 0 if self._rehearsal is None else self._rehearsal.put_back.copied()
+
+    def record(self) -> Fingerprint:
+        if self._record is not None and not self._record.changes():
+            return self._record
+        return self.fingerprint()
+
+    def fingerprint(self) -> Fingerprint:
+        return Fingerprint.of(self.roots, self.backend.device)
+
+    def use_generators(self, found: Iterable[torch.Generator]) -> None:
+        known = set(map(number_of, self.generators))
+        for generator in found:
+            if number_of(generator) not in known:
+                self.generators += (generator,)
+                self.backend.register_generator(generator)
 
     @contextmanager
     def captures_again(self) -> Iterator[None]:
@@ -310,6 +296,17 @@ class ModelGraphs:
         finally:
             self.seal()
 
+    def seal(self) -> None:
+        """Missing keys and moved memory are errors from now on."""
+        self.scope.is_open = False
+        if self._rehearsal is not None:
+            return
+        if self.real_rows is not None:
+            self.addresses.seal()
+            return
+        self.addresses.seal(self._record)
+        self._record = None
+
     # --- runs -------------------------------------------------------------------------------------
 
     @contextmanager
@@ -325,6 +322,20 @@ class ModelGraphs:
         finally:
             put_back.restore_python(())
 
+    def runs_python_again(self, mode: CUDAGraphMode) -> bool:
+        """Whether a replay runs Python between wrappers."""
+        return mode is CUDAGraphMode.PIECEWISE and self.route.name == "wrappers"
+
+    def frozen(
+        self,
+        mode: CUDAGraphMode,
+        paths: Iterable[str],
+    ) -> list[str]:
+        """Paths that no replay changes."""
+        if self.runs_python_again(mode):
+            return []
+        return [path for path in paths if not is_within(path, self.facts.aside)]
+
     def answering(
         self,
         mode: CUDAGraphMode,
@@ -336,6 +347,10 @@ class ModelGraphs:
         if is_told and capturing:  # eager pieces ask torch
             hidden_from = ()
         return answering(hidden_from, lambda _: is_told)
+
+    def check_autocast(self) -> None:
+        done = "traced" if self.route.name == "ops" else "captured"
+        self.ambient.refuse_other_autocast(self.backend.device.type, done)
 
     def warm_up(self, key: Key) -> Any:
         mode, descriptor = key
@@ -401,21 +416,6 @@ class ModelGraphs:
             ),
         ):
             return call(**inputs)
-
-    def seal(self) -> None:
-        """Missing keys and moved memory are errors from now on."""
-        self.scope.is_open = False
-        if self._rehearsal is not None:
-            return
-        if self.real_rows is not None:
-            self.addresses.seal()
-            return
-        self.addresses.seal(self._record)
-        self._record = None
-
-    def check_autocast(self) -> None:
-        done = "traced" if self.route.name == "ops" else "captured"
-        self.ambient.refuse_other_autocast(self.backend.device.type, done)
 
     # --- graphs -----------------------------------------------------------------------------------
 
