@@ -212,7 +212,7 @@ class Capturer:
         graphs = self._graphs
         mode = attempt.key[0]
         has_begun = attempt.before is not None
-        found = rehearsal.found.get(mode)
+        found = rehearsal.footprints.get(mode)
         failure = explain_failure(
             error,
             str(attempt),

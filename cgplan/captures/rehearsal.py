@@ -79,7 +79,6 @@ class Rehearsal:
     """Runs ahead of captures, and captures; ``put_back`` puts the model back.
 
     Attributes:
-        found: By looks.
         judged: Modes whose first run was compared with the look.
     """
 
@@ -90,7 +89,7 @@ class Rehearsal:
     ) -> None:
         self.put_back = put_back
         self._graphs = graphs
-        self.found: dict[CUDAGraphMode, Footprint] = {}
+        self.footprints: dict[CUDAGraphMode, Footprint] = {}
         self.judged = set[CUDAGraphMode]()
         self._changed: Mapping[str, Change] = {}
         # met only by a capture
@@ -113,7 +112,7 @@ class Rehearsal:
         """Once for each mode; again where a library has to see the capture. Raises CaptureError."""
         self.set_context(key)
         mode, descriptor = key
-        if mode in self.found:
+        if mode in self.footprints:
             return
         graphs = self._graphs
         route = graphs.route
@@ -152,7 +151,7 @@ class Rehearsal:
             raise found.host_sync  # tagged as unsafe
         if breaks is not None and found.error is None:
             refuse_missing_ops(split, found.names)
-        self.found[mode] = found
+        self.footprints[mode] = found
         if is_piecewise and route.name in ("modules", "wrappers"):
             route.operators = found.operators
         self._note_found(mode, found, views.values())
@@ -222,16 +221,16 @@ class Rehearsal:
         """Whether another look helps: the capture alone needed the host, and packages are told of
         it then.
         """
-        found = self.found.get(mode)
+        found = self.footprints.get(mode)
         if found is None:  # the look itself failed
             return False
         is_hidden = found.packages_that_ask and found.capture_visible_because is None
         if is_hidden and isinstance(failure, HostSyncError):
             self._late_syncs[mode] = failure
-            del self.found[mode]
+            del self.footprints[mode]
             return True
         if mode not in self.judged:
-            del self.found[mode]
+            del self.footprints[mode]
         return False
 
     # --- runs after a look ------------------------------------------------------------------------
@@ -256,7 +255,7 @@ class Rehearsal:
     def _judge(self, mode: CUDAGraphMode, changed: Mapping[str, Change]) -> None:
         graphs = self._graphs
         facts = graphs.facts
-        found = self.found[mode]
+        found = self.footprints[mode]
         compilation = graphs.config.compilation
         if not graphs.runs_python_again(mode):
             refuse_rebound(found, changed, self.put_back)
@@ -308,6 +307,6 @@ class Rehearsal:
 
     def refuse_value(self, mode: CUDAGraphMode) -> None:
         """Raise CaptureError if an input's value made something on first use."""
-        read = self.found[mode].value_read
+        read = self.footprints[mode].value_read
         if read and self.put_back.has_made:
             refuse_first_use(f"a value for the host ({read})", self.put_back)

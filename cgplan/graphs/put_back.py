@@ -78,8 +78,8 @@ class Written:
 
 
 @dataclass(slots=True)
-class _Path:
-    """Changes of Python at one place.
+class _PathChanges:
+    """Of Python.
 
     Attributes:
         first: What the first change left there.
@@ -125,7 +125,7 @@ class PutBack:
         self._new: dict[int, _New] = {}
         self._places = self._storages(before)
         self.last: dict[str, Change] = {}
-        self._paths = defaultdict[str, _Path](_Path)
+        self._paths = defaultdict[str, _PathChanges](_PathChanges)
         self._count = 0  # of runs
         self._keeps_first_use = True
         self.newly_written: list[str] = []
@@ -293,7 +293,7 @@ class PutBack:
                 found |= known.runs
         return found
 
-    def _is_made(self, known: _Path) -> bool:
+    def _is_made(self, known: _PathChanges) -> bool:
         """On first use: by one run, ahead of the captures."""
         return self._keeps_first_use and known.is_of_runs and len(known.runs) == 1
 
