@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from cgplan.backends import select_backend
 from cgplan.captures.captured_keys import Progress
-from cgplan.captures.model_runs import BeforeKey
+from cgplan.captures.model_graphs import BeforeKey
 from cgplan.config import Config, Input, load_config, validate_config
 from cgplan.errors import ConfigError, ModelError
 from cgplan.models.loading import load_model
@@ -31,6 +31,7 @@ def capture(
     *,
     config: Config | Mapping[str, Any] | str | Path | None = None,
     metadata: Mapping[str, Any] | None = None,
+    dims: Mapping[str, Any] | None = None,
     compilation: Section | None = None,
     scheduler: Section | None = None,
     lora: Section | None = None,
@@ -56,6 +57,7 @@ def capture(
             ``num_tokens``, with padding 0.
         config: A configuration, its mapping, or its file; then no sections.
         metadata: ``Input`` by name for tensors in the forward context.
+        dims: ``Dim`` by name; several need ``config``, for ``model.output_shapes``.
         compilation, scheduler, lora, speculative, report, budget: Sections, as mappings or models.
         device: ``auto``, ``cuda``, ``cuda:N`` or ``cpu``; absent: the configuration's.
         output_rows: What dimension 0 of each output counts: ``num_tokens`` or ``num_reqs``.
@@ -76,6 +78,7 @@ def capture(
     sections = {
         "inputs": _declared(inputs) if isinstance(inputs, Mapping) else inputs,
         "metadata": metadata,
+        "dims": dims,
         "compilation": compilation,
         "scheduler": scheduler,
         "lora": lora,

@@ -149,3 +149,16 @@ def test_a_runner_captures_where_it_may(path: Path) -> None:
     with cgplan.capture_allowed(False):
         assert torch.equal(runner(x=X), X * 3)
     runner.close()
+
+
+def test_named_dimensions_are_a_section() -> None:
+    runner = cgplan.capture(
+        lambda x: x * 2,
+        {"x": Input(shape=("pictures", 5), dtype="float32", pad=0)},
+        dims={"pictures": {"max": 4}},
+        device="cpu",
+    )
+    x = torch.ones(3, 5)
+    assert torch.equal(runner(x=x), x * 2)
+    assert runner.stats.replays
+    runner.close()

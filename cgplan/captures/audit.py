@@ -171,7 +171,7 @@ def _captured(graphs: ModelGraphs) -> list[ReadGraph]:
                     graph.launches,
                 )
             )
-    rows = graphs.together.peer_memory().addresses
+    rows = graphs.ranks.peer_memory().addresses
     if found and rows:
         words = np.array(rows, np.uint64)
         nodes = np.zeros(len(rows), np.int64)
@@ -442,7 +442,7 @@ def _state(graphs: ModelGraphs) -> Iterator[tuple[int, int, Owner]]:
         elif id(place.value) in declared:
             kind = "parameter or buffer"
         yield *span, Owner(kind, place.path, span[1] - span[0])
-    for start, end, name in graphs.together.peer_memory().mapped:
+    for start, end, name in graphs.ranks.peer_memory().mapped:
         yield start, end, Owner("peer", name, end - start)
     for sizes, buffers in graphs.buffers.items():
         box = f" of {'x'.join(map(str, sizes))}" if sizes else ""

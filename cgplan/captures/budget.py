@@ -5,7 +5,8 @@ them, too.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from cgplan.backends import MemoryReading
 from cgplan.captures.model_graphs import ModelGraphs
@@ -64,7 +65,7 @@ class BudgetGuard:
 
     Attributes:
         shared_bytes: Bytes of the pool that others captured before.
-        spent_seconds: Until the last ``rest``.
+        spent_seconds: In blocks of ``timed``.
         stops: Refused keys, in order.
     """
 
@@ -73,7 +74,7 @@ class BudgetGuard:
         graphs: ModelGraphs,
         records: Mapping[Key, GraphRecord],
         before: MemoryReading,
-        together: RankSync,
+        ranks: RankSync,
     ) -> None:
         self.budget = graphs.config.budget
         self._limits = self.budget.model_dump(exclude={"compile_time"})
@@ -82,10 +83,10 @@ class BudgetGuard:
         self.stops: list[StopRecord] = []
         self._graphs = graphs
         self._records = records
-        self._together = together
+        self._ranks = ranks
         self._reserved = before.reserved
         self._outside: int | None = None
-        self._start = time.perf_counter()
+        self._start = 0.0
         self.spent_seconds = 0.0
         self._predicted = dict[Key, KeyCost]()
         plan = graphs.plan
@@ -94,11 +95,14 @@ class BudgetGuard:
 
     # --- seconds ----------------------------------------------------------------------------------
 
-    def go_on(self) -> None:
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """A block that spends the budget's seconds."""
         self._start = time.perf_counter() - self.spent_seconds
-
-    def rest(self) -> None:
-        self.spent_seconds = self.used_seconds
+        try:
+            yield
+        finally:
+            self.spent_seconds = self.used_seconds
 
     @property
     def used_seconds(self) -> float:
@@ -132,7 +136,7 @@ class BudgetGuard:
     # --- keys -------------------------------------------------------------------------------------
 
     def before(self, key: Key) -> bool:
-        return not self._together.any_refuses(self.active and self._refuses(key))
+        return not self._ranks.any_refuses(self.active and self._refuses(key))
 
     def after(
         self,
@@ -142,7 +146,7 @@ class BudgetGuard:
         """Without predictions, the first key goes if the driver's memory for the ``remaining`` ones
         would pass a limit.
         """
-        return not self._together.any_refuses(self.active and self._overshoots(key, remaining))
+        return not self._ranks.any_refuses(self.active and self._overshoots(key, remaining))
 
     def ran_out(
         self,
@@ -153,7 +157,7 @@ class BudgetGuard:
         if isinstance(error, CaptureMemoryError):
             free = format_bytes(self._graphs.backend.memory().free)
             self._stop("device memory", key, f"it ran out, with {free} free on the device")
-        self._together.any_refuses(True, because=error)
+        self._ranks.any_refuses(True, because=error)
 
     def record(
         self,

@@ -17,9 +17,10 @@ from cgplan.backends import MemoryReading
 from cgplan.backends.backend import span
 from cgplan.captures.audit import audit, audit_error
 from cgplan.captures.budget import NO_GRAPH, BudgetGuard
+from cgplan.captures.capturer import Capturer, Uncaptured, driver_bytes
 from cgplan.captures.environment import describe_environment
 from cgplan.captures.failures import drop_locals
-from cgplan.captures.model_graphs import ModelGraphs, driver_bytes
+from cgplan.captures.model_graphs import ModelGraphs
 from cgplan.captures.rank_sync import SINGLE_RANK, RankSync
 from cgplan.errors import (
     AuditError,
@@ -51,6 +52,7 @@ class CaptureProgress:
 Progress = Callable[[CaptureProgress], None]
 
 
+@dataclass(eq=False, repr=False)
 class CapturedKeys:
     """The keys of a model that have graphs, and those that could not be captured.
 
@@ -63,31 +65,35 @@ class CapturedKeys:
         failed: Keys that are not tried again.
     """
 
-    report: CaptureReport
+    graphs: ModelGraphs
+    asked: Plan
+    wanted: Plan
+    before: MemoryReading
+    ranks: RankSync = SINGLE_RANK
+    progress: Progress | None = None
 
-    def __init__(
-        self,
-        graphs: ModelGraphs,
-        asked: Plan,
-        wanted: Plan,
-        before: MemoryReading,
-        together: RankSync = SINGLE_RANK,
-        progress: Progress | None = None,
-    ) -> None:
-        self.graphs = graphs
-        self.asked = asked
-        self.wanted = wanted
+    def __post_init__(self) -> None:
+        graphs = self.graphs
         self.failed: dict[Key, FailedKey] = {}
         self.history: list[GraphRecord] = []
+        self.report: CaptureReport
         self._records: dict[Key, GraphRecord] = {}
-        self.guard = BudgetGuard(graphs, self._records, before, together)
-        self._before = before
-        self._together = together
-        self._progress = progress
-        self._environment = describe_environment(graphs.backend, asked.config_hash)
-        in_plan = set(wanted.keys)
-        self._left_out = [key for key in asked.keys if key not in in_plan]
-        self._left_out.sort(key=lambda key: (-key[1].num_tokens, key[0] is CUDAGraphMode.FULL))
+        self.guard = BudgetGuard(
+            graphs,
+            self._records,
+            self.before,
+            self.ranks,
+        )
+        self._capturer = Capturer(graphs)
+        self._environment = describe_environment(graphs.backend, self.asked.config_hash)
+        in_plan = set(self.wanted.keys)
+        self._left_out = [key for key in self.asked.keys if key not in in_plan]
+        self._left_out.sort(
+            key=lambda key: (
+                -key[1].num_tokens,
+                key[0] is CUDAGraphMode.FULL,
+            )
+        )
         self._in_service = False
         self._loaded_bytes: int | None = None  # of kernels
         self._workspace_bytes: int | None = None  # None: nothing was captured
@@ -124,7 +130,6 @@ class CapturedKeys:
         """
         in_service = self._in_service
         pools = self.graphs.pools
-        warm_ups = self.graphs.warm_ups
         pool_bytes = pools.nbytes
         waiting = list(keys)
         is_second_time = False
@@ -136,27 +141,26 @@ class CapturedKeys:
                     return
                 self._remember_refusal(key)
                 continue
-            if self._progress is not None:
+            if self.progress is not None:
                 total = done + 1 + len(waiting)
-                progress = CaptureProgress(done, total, *key)
-                self._progress(progress)
+                self.progress(CaptureProgress(done, total, *key))
             done += 1
-            record = self._captured(key, 0 if in_service else len(waiting))
-            if warm_ups.starts_again:
+            found = self._capture_one(key, 0 if in_service else len(waiting))
+            if isinstance(found, GraphRecord):
+                self.history.append(found)
+                pool_bytes += found.pool_growth
+                continue
+            if found is Uncaptured.START_AGAIN:
                 waiting = [*capture_order(self._records), key, *waiting]
                 self._free_all()
                 done = 0
-                continue
-            if record is not None:
-                self.history.append(record)
-                pool_bytes += record.pool_growth
                 continue
             self._give_up(key)
             before = capture_order(self._records)
             has_grown = pools.is_private and pools.nbytes > pool_bytes
             if not in_service or (before and has_grown):
                 self._free_all()
-                self._together.dropped()
+                self.ranks.dropped()
                 done = 0
                 if in_service:
                     waiting = [*before, *waiting]
@@ -165,22 +169,21 @@ class CapturedKeys:
                     is_second_time = True
             pool_bytes = pools.nbytes
 
-    def _captured(
+    def _capture_one(
         self,
         key: Key,
         remaining: int,
-    ) -> GraphRecord | None:
-        """None for a key that is to be given up, or starts again."""
+    ) -> GraphRecord | Uncaptured:
         try:
             with span(f"{key[0]} {key[1]}", num_tokens=key[1].num_tokens) as shown:
-                record = self.graphs.capture_key(key, in_service=self._in_service)
-                if record is None:
-                    return None
+                found = self._capturer.capture(key, in_service=self._in_service)
+                if isinstance(found, Uncaptured):
+                    return found
                 for name in ("pool_growth", "driver_bytes", "nodes", "graphs"):
-                    shown[name] = getattr(record, name)
-            self._records[key] = record
+                    shown[name] = getattr(found, name)
+            self._records[key] = found
             if self.guard.after(key, remaining):
-                return record
+                return found
             if self._in_service:
                 self._remember_refusal(key)
         except BaseException as error:
@@ -198,7 +201,7 @@ class CapturedKeys:
                 self._remember(key, type(error).__name__, error.message)
             else:
                 self.guard.ran_out(key, error)
-        return None
+        return Uncaptured.REFUSED
 
     def _remember_refusal(self, key: Key) -> None:
         stop = self.guard.stops[-1]
@@ -232,14 +235,30 @@ class CapturedKeys:
         graphs = self.graphs
         backend = graphs.backend
         if keys:
-            self._capture_at_start(keys)
+            with (
+                span("capture session"),
+                graphs.rehearsing() as rehearsal,
+                backend.session(),
+                torch.no_grad(),
+            ):
+                try:
+                    with self.guard.timed():
+                        self.capture_all(keys)
+                    self._capturer.refuse_uncomputed()
+                except BaseException:
+                    rehearsal.put_back.forget_captures()
+                    raise
+                if graphs.real_rows is not None:
+                    graphs.buffers.fill_padding()
+                graphs.buffers.refill()
+                backend.synchronize()
         self._in_service = True
-        self._together.end()
+        self.ranks.end()
         self._seconds = time.perf_counter() - began
         if keys and not self._records and not self.is_lazy:
             graphs.allocate_buffers(())
         backend.release_cached()
-        taken = driver_bytes(backend, self._before, backend.memory())
+        taken = driver_bytes(backend, self.before, backend.memory())
         if taken is not None:
             self._loaded_bytes = taken - self._driver_bytes()
         if self._records:
@@ -247,29 +266,7 @@ class CapturedKeys:
         graphs.seal()
         self._audit()
         self._note_captured()
-        self.report = self._together.completed(self.report)
-
-    def _capture_at_start(self, keys: Sequence[Key]) -> None:
-        graphs = self.graphs
-        backend = graphs.backend
-        with (
-            span("capture session"),
-            graphs.rehearsing() as rehearsal,
-            backend.session(),
-            torch.no_grad(),
-        ):
-            self.guard.go_on()
-            try:
-                self.capture_all(keys)
-                graphs.refuse_uncomputed()
-            except BaseException:
-                rehearsal.kept.forget_captures()
-                raise
-            self.guard.rest()
-            if graphs.real_rows is not None:
-                graphs.buffers.fill_padding()
-            graphs.buffers.refill()
-            backend.synchronize()
+        self.report = self.ranks.completed(self.report)
 
     def capture(
         self,
@@ -282,18 +279,17 @@ class CapturedKeys:
         AuditError is raised.
         """
         start = time.perf_counter()
-        self.guard.go_on()
         new: tuple[Key, ...] = ()
         try:
-            with self.graphs.captures_again():
+            with self.guard.timed(), self.graphs.captures_again():
                 if self._workspace_bytes is None:
                     self.guard.start_in_service()
                 if renew:
                     self._free_all()
                 elif evicted:
                     self._evict(evicted)
-                wanted = set(self.wanted.keys) - set(self.failed) - set(self._records)
-                new = capture_order(key for key in keys if key in wanted)
+                missing = set(self.wanted.keys) - set(self.failed) - set(self._records)
+                new = capture_order(key for key in keys if key in missing)
                 self.capture_all(new)
                 if self._workspace_bytes is None and self._records:
                     self.graphs.backend.release_cached()
@@ -303,7 +299,6 @@ class CapturedKeys:
             self._evict(new)
             raise
         finally:
-            self.guard.rest()
             self._seconds += time.perf_counter() - start
             self._note_captured()
         return tuple(key for key in new if key in self._records)
@@ -358,10 +353,10 @@ class CapturedKeys:
             static_bytes=graphs.buffers.nbytes,
             workspace_bytes=self._workspace_bytes or 0,
             driver_bytes=driver,
-            free_before=self._before.free,
+            free_before=self.before.free,
             free_after=graphs.backend.memory().free,
             session_seconds=self._seconds,
-            inspection_seconds=graphs.inspection_seconds,
+            inspection_seconds=self._capturer.inspection_seconds,
             split=graphs.route.describe() if graphs.most_tokens else None,
             borrowed_outputs=True,
             capture_policy=graphs.config.compilation.capture_policy,
@@ -371,6 +366,7 @@ class CapturedKeys:
             failed=tuple(self.failed.values()),
             warnings=tuple(warnings),
             looked_at=graphs.looked_at,
+            started_again=self._capturer.started_again,
             state=graphs.places,
             audit=self._audited,
         )
@@ -397,7 +393,7 @@ class CapturedKeys:
             warnings.append(
                 f"graphs without any kernel: {', '.join(empty)}; does the model run on this device?"
             )
-        if graphs.returns_nothing:
+        if self._capturer.returns_nothing:
             warnings.append("the model returned no tensor: is there a return in its forward?")
         if isinstance(graphs.model, torch.nn.Module) and graphs.model.training:
             warnings.append("the model is in training mode: call .eval() before the capture")

@@ -2,105 +2,83 @@
 
 from __future__ import annotations
 
-import sys
-import time
-from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import InitVar, dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
-from cgplan.backends import GraphBackend, MemoryReading
+from cgplan.backends import GraphBackend
 from cgplan.backends.backend import autocast_cache, span
 from cgplan.backends.capture_answers import answering
-from cgplan.backends.context import refuse_forbidden_capture
-from cgplan.backends.host_sync import storages_of
+from cgplan.backends.context import CaptureScope, forward_context
 from cgplan.buffers.outputs import OutputRows
-from cgplan.buffers.static import Tensors
-from cgplan.captures.failures import drop_locals, explain_failure, raise_caused
-from cgplan.captures.model_runs import ModelRuns, State
+from cgplan.buffers.static import StaticBoxes, Tensors
+from cgplan.captures.addresses import AddressChecks
 from cgplan.captures.rank_sync import SINGLE_RANK, RankSync
-from cgplan.captures.rehearsal import Rehearsal
-from cgplan.captures.warm_ups import ANEW, WarmUps
-from cgplan.errors import CaptureError, CaptureMemoryError
-from cgplan.graphs.ambient import AmbientState, random_state_kept
-from cgplan.graphs.fingerprint import Fingerprint
-from cgplan.graphs.footprint import OutsideLog, look
+from cgplan.captures.rehearsal import ForwardFacts, Rehearsal
+from cgplan.config import Config
+from cgplan.errors import InputError
+from cgplan.graphs.ambient import AmbientState, number_of
+from cgplan.graphs.fingerprint import Fingerprint, is_within
+from cgplan.graphs.footprint import look
 from cgplan.graphs.pools import GraphPool, RunnerPools
 from cgplan.graphs.put_back import PutBack
 from cgplan.graphs.wrapper import CUDAGraphEntry, CUDAGraphWrapper
-from cgplan.modes import CUDAGraphMode, Key
+from cgplan.modes import BatchDescriptor, CUDAGraphMode, Key
 from cgplan.piecewise.breaks import any_breaks
 from cgplan.piecewise.routes import choose_route
-from cgplan.planning.plan import Lane
-from cgplan.reports.records import GraphRecord, StateRecord
+from cgplan.planning import Plan
+from cgplan.planning.costs import widest
+from cgplan.reports.records import StateRecord
 
-_STOPPED = (
-    "torch has compiled a function of the model as often as torch._dynamo.config.recompile_limit "
-    "allows, and runs it uncompiled in graphs of further sizes: raise the limit, or compile the "
-    "function with dynamic=True"
-)
+State = Sequence[object] | Mapping[str, object] | None
+BeforeKey = Callable[[CUDAGraphMode, BatchDescriptor, Tensors], object]
 
 
-def driver_bytes(
-    backend: GraphBackend,
-    before: MemoryReading,
-    after: MemoryReading,
-) -> int | None:
-    """Free memory lost in between, less what torch's allocator reserved."""
-    if not backend.counts_driver_bytes or after.free is None or before.free is None:
-        return None
-    lost = before.free - after.free
-    reserved = after.reserved - before.reserved
-    return lost - reserved
-
-
-class _Clock(NamedTuple):
-    """Times, and compilations so far; ``stopped``: functions at torch.compile's limit."""
-
-    at: float
-    compile_seconds: float
-    cached: int
-    stopped: int
-
-    @classmethod
-    def now(cls) -> _Clock:
-        at = time.perf_counter()
-        if "torch._dynamo" not in sys.modules:
-            return cls(at, 0.0, 0, 0)
-        utils = torch._dynamo.utils
-        counts = utils.counters
-        stopped = 0
-        for reason, times in counts["unimplemented"].items():
-            if "recompile limit" in reason:
-                stopped += times
-        return cls(
-            at,
-            utils.calculate_time_spent().get("total_wall_time", 0.0),
-            max(
-                counts["inductor"]["fxgraph_cache_hit"],
-                counts["aot_autograd"]["autograd_cache_hit"],
-            ),
-            stopped,
+class _Metadata(dict[str, Any]):
+    def __missing__(self, name: str) -> Any:
+        raise InputError(
+            f"the model reads metadata {name!r}, which is not declared",
+            remedy=f"Declare it under `metadata`; declared are {', '.join(self) or 'none'}.",
         )
 
 
+@dataclass(frozen=True)
+class RealRows:
+    """Captures and comparisons run on rows of real batches.
+
+    Attributes:
+        fill: Fills static rows with real rows and copies.
+        meant_padding: Inputs that keep their padding.
+    """
+
+    fill: Callable[[Tensors], None]
+    meant_padding: Collection[str] = ()
+
+
 @dataclass(eq=False, repr=False)
-class ModelGraphs(ModelRuns):
+class ModelGraphs:
     """It owns all but the model and a given ``pool``.
 
     Attributes:
+        roots: The objects whose state counts, by name.
         places: What the last captures wrote of the model, and whether it was put back.
-        inspection_seconds: Time that served the report.
         is_alone: No other rank runs the same forwards.
     """
 
+    plan: Plan
+    config: Config
+    model: Callable[..., Any]
+    backend: GraphBackend
+    state: InitVar[State] = None
+    before_key: BeforeKey | None = None
+    real_rows: RealRows | None = None
     pool: InitVar[GraphPool | None] = None
-    together: RankSync = SINGLE_RANK
+    ranks: RankSync = SINGLE_RANK
 
     def __post_init__(
         self,
@@ -109,26 +87,48 @@ class ModelGraphs(ModelRuns):
     ) -> None:
         config = self.config
         backend = self.backend
-        device = backend.device
-        self.pools = RunnerPools(config.compilation.pool, backend, pool)
-        super().__post_init__(state)
+        self.pools = RunnerPools(
+            config.compilation.pool,
+            backend,
+            pool,
+        )
+        policy = config.compilation.address_policy
+        self.scope = CaptureScope(None, backend, address_check=policy)
+        self.allocate_buffers(self.plan.keys)
+        self.generators: tuple[torch.Generator, ...] = ()
+        self.facts = ForwardFacts()
+        self.roots: dict[str, Any] = {"model": self.model}
+        if isinstance(state, Mapping):
+            self.roots = dict(state)
+        elif state is not None:
+            self.roots = {f"state[{index}]": item for index, item in enumerate(state)}
+            for name, item in self.roots.items():
+                if not Fingerprint.of({name: item}, backend.device).tensors:
+                    self.facts.note(
+                        f"{name} ({type(item).__name__}) holds no tensor: `state` lists the "
+                        "objects whose tensors the model uses"
+                    )
+        self.addresses = AddressChecks(self.roots, backend.device, policy)
         self.outputs = OutputRows(config)
-        self.returns_nothing = False
         self.looked_at = ""
         self.places: tuple[StateRecord, ...] = ()
-        self.inspection_seconds = 0.0
-        self.is_alone = self.together is SINGLE_RANK
+        self.is_alone = self.ranks is SINGLE_RANK
         self._rehearsal: Rehearsal | None = None
         self._record: Fingerprint | None = None  # after the last rehearsal
-        self._has_failed = False
-        self.warm_ups = WarmUps(
-            config.compilation.cudagraph_num_of_warmups,
-            may_skip=self.is_alone and pool is None and config.compilation.capture_policy != "lazy",
-        )
         self._retired: list[tuple[list[Callable[[], bool]], Callable[[], None]]] = []
-        self.ambient = AmbientState.now(device.type)
-        self.route = choose_route(self.plan, config, self.model, backend, self._calls_breaks)
-        self.wrapper = CUDAGraphWrapper(self.route.whole, CUDAGraphMode.FULL, backend=backend)
+        self.ambient = AmbientState.now(backend.device.type)
+        self.route = choose_route(
+            self.plan,
+            config,
+            self.model,
+            backend,
+            self._calls_breaks,
+        )
+        self.wrapper = CUDAGraphWrapper(
+            self.route.whole,
+            CUDAGraphMode.FULL,
+            backend=backend,
+        )
 
     def _calls_breaks(self) -> bool:
         if not any_breaks():
@@ -137,8 +137,49 @@ class ModelGraphs(ModelRuns):
         views = self.views(key[1])
         with self.rehearsing() as rehearsal:
             rehearsal.set_context(key)
-            run = partial(self.run, self.model, CUDAGraphMode.NONE, key[1], views)
-            return look(run, rehearsal.kept).breaks
+            run = partial(
+                self.run,
+                self.model,
+                CUDAGraphMode.NONE,
+                key[1],
+                views,
+            )
+            return look(run, rehearsal.put_back).breaks
+
+    # --- buffers ----------------------------------------------------------------------------------
+
+    def allocate_buffers(self, keys: Sequence[Key]) -> None:
+        """If captures wait for batches, buffers are made as needed. Raises CaptureMemoryError and
+        BackendError.
+        """
+        config = self.config
+        most = widest(keys)
+        self.most_tokens = max(most.values(), default=0)
+        if not most:
+            most = {(1,) * (len(config.dim_names) - 1): 0}
+        rows = {}
+        for sizes, tokens in most.items():
+            rows[sizes] = tokens, min(tokens, self.plan.max_num_seqs)
+        self.buffers = StaticBoxes(
+            rows,
+            config.tensors_at,
+            self.backend.device,
+        )
+        if config.compilation.capture_policy != "lazy":
+            for sizes in rows:
+                self.buffers[sizes]
+
+    def padded_reqs(self, descriptor: BatchDescriptor) -> int:
+        """The most requests, if a key leaves them open."""
+        if descriptor.num_reqs is not None:
+            return descriptor.num_reqs
+        return min(descriptor.num_tokens, self.plan.max_num_seqs)
+
+    def views(self, descriptor: BatchDescriptor) -> dict[str, Tensor]:
+        return self.buffers[descriptor.sizes].views(
+            descriptor.num_tokens,
+            self.padded_reqs(descriptor),
+        )
 
     # --- the model around captures ----------------------------------------------------------------
 
@@ -149,10 +190,14 @@ class ModelGraphs(ModelRuns):
             yield self._rehearsal
             return
         self.backend.synchronize()
-        before = Fingerprint.of(self.roots, self.backend.device, draws=True)
-        kept = PutBack(before, self.copy_limit())
+        before = Fingerprint.of(
+            self.roots,
+            self.backend.device,
+            draws=True,
+        )
+        put_back = PutBack(before, self.copy_limit())
         self.use_generators(before.generators)
-        self._rehearsal = Rehearsal(self, kept)
+        self._rehearsal = Rehearsal(self, put_back)
         lost: tuple[type[Exception], ...] = (RuntimeError,)
         try:
             yield self._rehearsal
@@ -160,56 +205,79 @@ class ModelGraphs(ModelRuns):
         finally:
             self._rehearsal = None
             with suppress(*lost):  # a lost device raises its own error
-                self._put_back(kept)
-            kept.drop_copies()
+                self._end_rehearsal(put_back)
+            put_back.drop_copies()
 
-    def _put_back(self, kept: PutBack) -> None:
+    def _end_rehearsal(self, put_back: PutBack) -> None:
         self.backend.synchronize()
-        kept.restore()
+        put_back.restore()
         self.backend.synchronize()  # the next batch may use another stream
-        self.addresses.volatile |= kept.volatile
-        self.looked_at = kept.before.summary()
-        self._record = kept.before.without_draws()
-        self._note_written(kept)
+        self.addresses.volatile |= put_back.volatile
+        self.looked_at = put_back.before.summary()
+        self._record = put_back.before.without_draws()
+        self._note_written(put_back)
         places = list[StateRecord]()
-        for path, (nbytes, how) in kept.outcome.items():
-            places.append(StateRecord(path=path, nbytes=nbytes, kept=how))
+        for path, (nbytes, outcome) in put_back.outcome.items():
+            place = StateRecord(
+                path=path,
+                nbytes=nbytes,
+                kept=outcome,
+            )
+            places.append(place)
         self.places = tuple(places)
         if not self.scope.is_open:
             self.seal()
 
-    def _note_written(self, kept: PutBack) -> None:
+    def _note_written(self, put_back: PutBack) -> None:
         facts = self.facts
-        limit = self.copy_limit() if self.real_rows is not None else 0
-        for path, tensor in kept.written:
+        limit = 0
+        if self.real_rows is not None:
+            limit = self.copy_limit()
+        for written in put_back.written.values():
+            tensor = written.tensor
             storage = tensor.untyped_storage()
             nbytes = storage.nbytes()
-            if path in kept.unwritten_by_captures:
+            if not written.captures:
                 facts.overwritten.discard(storage._cdata)
             if nbytes > limit and storage._cdata in facts.overwritten:
                 continue
             # other views may be written
-            whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            whole = torch.empty(
+                0,
+                dtype=tensor.dtype,
+                device=tensor.device,
+            )
             count = nbytes // tensor.itemsize
-            facts.written[path] = whole.set_(storage, 0, (count,), (1,))
+            whole.set_(storage, 0, (count,), (1,))
+            facts.written[written.path] = whole
+
+    def copy_limit(self) -> int:
+        """In bytes."""
+        limit = self.config.compilation.state_copy
+        if limit is None:
+            free = self.backend.memory().free or 4 << 30
+            limit = free // 4
+        return limit
+
+    @property
+    def copied_bytes(self) -> int:
+        """On the device, of the model's state."""
+        return 0 if self._rehearsal is None else self._rehearsal.put_back.copied()
 
     def record(self) -> Fingerprint:
         if self._record is not None and not self._record.changes():
             return self._record
         return self.fingerprint()
 
-    @property
-    def copied_bytes(self) -> int:
-        """On the device, of the model's state."""
-        return 0 if self._rehearsal is None else self._rehearsal.kept.copied()
+    def fingerprint(self) -> Fingerprint:
+        return Fingerprint.of(self.roots, self.backend.device)
 
-    def copy_limit(self) -> int:
-        """In bytes."""
-        limit = self.config.compilation.state_copy
-        if limit is not None:
-            return limit
-        free = self.backend.memory().free or 4 << 30
-        return free // 4
+    def use_generators(self, found: Iterable[torch.Generator]) -> None:
+        known = set(map(number_of, self.generators))
+        for generator in found:
+            if number_of(generator) not in known:
+                self.generators += (generator,)
+                self.backend.register_generator(generator)
 
     @contextmanager
     def captures_again(self) -> Iterator[None]:
@@ -228,260 +296,47 @@ class ModelGraphs(ModelRuns):
         finally:
             self.seal()
 
-    # --- captures ---------------------------------------------------------------------------------
-
-    def capture_key(
-        self,
-        key: Key,
-        *,
-        in_service: bool = False,
-    ) -> GraphRecord | None:
-        """None: captures start again with warm-ups, not ``in_service``, where a failure leaves
-        other keys as they are. Raises CaptureError; ModelError: the model failed before its
-        capture.
-        """
-        refuse_forbidden_capture(f"the graph for {key[0]} {key[1]}")
-        self.addresses.is_outdated = True
-        self.warm_ups.starts_again = False
-        began = _Clock.now()
-        record = None
-        with self.rehearsing() as rehearsal:
-            while record is None and not self.warm_ups.starts_again:
-                record = self._try_capture(
-                    rehearsal,
-                    key,
-                    began,
-                    in_service=in_service,
-                )
-                rehearsal.kept.restore(between_keys=True)
-        return record
-
-    def _try_capture(
-        self,
-        rehearsal: Rehearsal,
-        key: Key,
-        began: _Clock,
-        *,
-        in_service: bool,
-    ) -> GraphRecord | None:
-        """None: another look, or a warm-up, comes first."""
-        mode, descriptor = key
-        backend = self.backend
-        self.scope.pool = self.pools.of(key)
-        self.scope.entries = []
+    def seal(self) -> None:
+        """Missing keys and moved memory are errors from now on."""
+        self.scope.is_open = False
+        if self._rehearsal is not None:
+            return
         if self.real_rows is not None:
-            self.real_rows.fill(self.views(descriptor))
-        warm_ups = 0
-        is_capturing = False
-        try:
-            rehearsal.look(key)
-            is_first = mode not in rehearsal.judged
-            warm_ups = self._warm_ups_of(rehearsal, key, in_service=in_service)
-            with random_state_kept(backend.device, self.generators):
-                self._run_warm_ups(rehearsal, key, warm_ups)
-                warm = time.perf_counter()
-                is_capturing = True
-                memory = backend.memory()
-                compiled = _Clock.now().compile_seconds
-                before = self.pools.memory()
-                self.inspection_seconds += time.perf_counter() - warm
-                output = self._run_capture(rehearsal, key)
-            if is_first:
-                rehearsal.refuse_value(mode)
-        except Exception as error:
-            failure = explain_failure(
-                error,
-                f"{mode} {descriptor}",
-                capturing=is_capturing,
-                free=backend.memory().free,
-                host_sync=rehearsal.host_sync(mode),
-                all_freed=not in_service,
-            )
-            looks_again = rehearsal.note_failure(mode, failure if is_capturing else None)
-            # a verdict of ours stands after a warm-up, too
-            is_verdict = type(error) is CaptureError or isinstance(failure, CaptureMemoryError)
-            is_cold = is_capturing and not warm_ups and not is_verdict
-            if not looks_again and not is_cold:
-                raise_caused(failure, error)
-            drop_locals(error)
-            self.evict([key])
-            rehearsal.kept.restore(between_keys=True)
-            if is_cold:
-                rehearsal.refuse_changed(f"{mode} {descriptor}")
-                is_explained = looks_again or _Clock.now().compile_seconds > compiled
-                is_held = self.pools.memory().held > 0
-                self._has_failed |= is_held
-                self.warm_ups.add(key, is_lasting=is_held or not is_explained)
-            return None
-        self._check_captured(key, output)
-        del output  # it holds memory of the pool
-        done = time.perf_counter()
-        after = self.pools.memory()
-        if not warm_ups:
-            is_left = rehearsal.has_left or after.held > 0
-            if is_left or _Clock.now().compile_seconds > compiled:
-                self._drop_cold(rehearsal, key)
-                self.warm_ups.add(key, is_lasting=is_left)
-                return None
-        seconds = warm - began.at if warm_ups else 0.0
-        growth = after.nbytes - before.nbytes
-        record = self._record_of(key, memory, growth, began, seconds)
-        self.inspection_seconds += time.perf_counter() - done
-        return record
-
-    def _warm_ups_of(
-        self,
-        rehearsal: Rehearsal,
-        key: Key,
-        *,
-        in_service: bool,
-    ) -> int:
-        facts = self.facts
-        is_steady = not facts.outside and not facts.changes_python
-        is_compiled = rehearsal.kept.before.is_compiled or self.route.splitter is not None
-        may_skip = is_steady and not is_compiled and not in_service
-        return self.warm_ups.of(key, may_skip=may_skip)
-
-    def _run_smallest(self, rehearsal: Rehearsal, key: Key) -> None:
-        """It tells whether the model keeps something for each size."""
-        lane = Lane.of(*key)
-        smallest = key
-        for other in self.plan.keys:
-            if Lane.of(*other) == lane:
-                smallest = other
-        if smallest == key or self._warm_ups_of(rehearsal, smallest, in_service=False):
+            self.addresses.seal()
             return
-        held = self.backend.memory().held
-        try:
-            rehearsal.set_context(smallest)
-            self._run_warm_ups(rehearsal, smallest, 1)
-            has_left = rehearsal.has_left or self.backend.memory().held != held
-        except Exception as error:  # its own capture raises it again
-            drop_locals(error)
-            has_left = True
-        if has_left:
-            self.warm_ups.may_skip = False
-        rehearsal.set_context(key)
+        self.addresses.seal(self._record)
+        self._record = None
 
-    def _drop_cold(self, rehearsal: Rehearsal, key: Key) -> None:
-        """Compute what the model keeps of a capture, then free its graph."""
-        with random_state_kept(self.backend.device, self.generators):
-            self.run_graphed(key, self.views(key[1]))
-        rehearsal.kept.count_as_run(rehearsal.changes)
-        self.evict([key])
+    # --- runs -------------------------------------------------------------------------------------
 
-    def refuse_uncomputed(self) -> None:
-        """Raise CaptureError if the model keeps tensors of a failed capture."""
-        if self._has_failed and self.pools.left_bytes:
-            raise CaptureError(
-                "the model keeps tensors of a capture that failed without a warm-up, which no "
-                "kernel has computed",
-                remedy=ANEW,
-            )
-
-    def _run_warm_ups(
-        self,
-        rehearsal: Rehearsal,
-        key: Key,
-        runs: int,
-    ) -> None:
-        kept = rehearsal.kept
-        outside = self.facts.outside
-        for _ in range(runs):
-            log: Any = nullcontext()
-            if outside:  # the look has seen one size
-                tensors = [*kept.before.tensors, *self.views(key[1]).values()]
-                log = OutsideLog(self.backend.device.type, storages_of(tensors))
-            with rehearsal.judged_run(key[0]), log:
-                self.warm_up(key)
-            if outside:
-                outside += log.outside.tensors()
-        if runs:
-            self.backend.synchronize()
-            if self.warm_ups.note_run(key):
-                self._run_smallest(rehearsal, key)
-
-    def _run_capture(
-        self,
-        rehearsal: Rehearsal,
-        key: Key,
-    ) -> Any:
-        mode, descriptor = key
-        log: AbstractContextManager[object] = nullcontext()
-        if self.config.compilation.audit != "off":
-            log = self.backend.logging_operators()
-        answers = self._answering(mode, capturing=True)
-        with rehearsal.judged_run(mode, captures=True), answers, log:
-            return self.run_graphed(key, self.views(descriptor))
-
-    def _check_captured(
-        self,
-        key: Key,
-        output: Any,
-    ) -> None:
-        mode, descriptor = key
-        self.returns_nothing = not any(isinstance(leaf, Tensor) for leaf in tree_leaves(output))
-        self.outputs.check(output, descriptor, self.padded_reqs(descriptor))
-        if self.scope.entries:
+    @contextmanager
+    def in_context(self, key: Key) -> Iterator[None]:
+        """A block in the context of ``before_key``."""
+        if self.before_key is None:
+            yield
             return
-        remedy = (
-            "Outside of eager pieces the forward computed nothing on padding: name fewer "
-            "pieces, or choose FULL or NONE. If padding misses a function under "
-            "eager_break_during_capture, set piecewise: modules."
-        )
-        if self.route.name == "wrappers":
-            remedy = (
-                "Wrap the model's segments in CUDAGraphWrapper(..., "
-                "CUDAGraphMode.PIECEWISE), or choose piecewise: ops, FULL or "
-                "FULL_DECODE_ONLY."
-            )
-        raise CaptureError(f"nothing in the model captured for {mode} {descriptor}", remedy=remedy)
+        put_back = PutBack(self.fingerprint(), 0)
+        try:
+            self.before_key(*key, self.views(key[1]))
+            yield
+        finally:
+            put_back.restore_python(())
 
-    def _record_of(
+    def runs_python_again(self, mode: CUDAGraphMode) -> bool:
+        """Whether a replay runs Python between wrappers."""
+        return mode is CUDAGraphMode.PIECEWISE and self.route.name == "wrappers"
+
+    def frozen(
         self,
-        key: Key,
-        memory: MemoryReading,
-        growth: int,
-        began: _Clock,
-        warmup_seconds: float,
-    ) -> GraphRecord:
-        backend = self.backend
-        scope = self.scope
-        scope.wrappers = list(dict.fromkeys(scope.wrappers))  # each capture adds its own
-        driver = driver_bytes(backend, memory, backend.memory())
-        now = _Clock.now()
-        counts = list[int]()
-        graphs = 0
-        eager_pieces = 0
-        capture_seconds = 0.0
-        for entry in scope.entries:
-            graphs += len(entry.segments)
-            eager_pieces += entry.eager_pieces
-            capture_seconds += entry.capture_seconds
-            for graph in entry.segments:
-                nodes = backend.num_nodes(graph)
-                if nodes is not None:
-                    counts.append(nodes)
-                self.facts.note(*backend.notes(graph))
-        if now.stopped > began.stopped:
-            self.facts.note(_STOPPED)
-        is_counted = len(counts) == graphs
-        return GraphRecord(
-            mode=key[0],
-            descriptor=key[1],
-            graphs=graphs,
-            nodes=sum(counts) if is_counted else None,
-            eager_pieces=eager_pieces,
-            pool_growth=growth,
-            driver_bytes=driver,
-            warmup_seconds=warmup_seconds,
-            capture_seconds=capture_seconds,
-            segment_nodes=tuple(counts) if is_counted else (),
-            compile_seconds=now.compile_seconds - began.compile_seconds,
-            cached=now.cached - began.cached,
-        )
+        mode: CUDAGraphMode,
+        paths: Iterable[str],
+    ) -> list[str]:
+        """Paths that no replay changes."""
+        if self.runs_python_again(mode):
+            return []
+        return [path for path in paths if not is_within(path, self.facts.aside)]
 
-    def _answering(
+    def answering(
         self,
         mode: CUDAGraphMode,
         *,
@@ -493,12 +348,17 @@ class ModelGraphs(ModelRuns):
             hidden_from = ()
         return answering(hidden_from, lambda _: is_told)
 
+    def check_autocast(self) -> None:
+        done = "traced" if self.route.name == "ops" else "captured"
+        self.ambient.refuse_other_autocast(self.backend.device.type, done)
+
     def warm_up(self, key: Key) -> Any:
         mode, descriptor = key
-        is_full = mode is CUDAGraphMode.FULL
-        call = self.route.whole if is_full else self.route.warm
+        call = self.route.warm
+        if mode is CUDAGraphMode.FULL:
+            call = self.route.whole
         cache = autocast_cache(on=self.runs_python_again(mode))
-        with cache, self._answering(mode, capturing=False), span("warm-up"):
+        with cache, self.answering(mode, capturing=False), span("warm-up"):
             return self.run(call, CUDAGraphMode.NONE, descriptor, self.views(descriptor))
 
     def run_graphed(
@@ -508,23 +368,54 @@ class ModelGraphs(ModelRuns):
     ) -> Any:
         """Replay, or capture while the scope is open."""
         mode, descriptor = key
-        call = self.wrapper if mode is CUDAGraphMode.FULL else self.route.forward
+        call = self.route.forward
+        if mode is CUDAGraphMode.FULL:
+            call = self.wrapper
         return self.run(call, mode, descriptor, tensors)
 
-    def seal(self) -> None:
-        """Missing keys and moved memory are errors from now on."""
-        self.scope.is_open = False
-        if self._rehearsal is not None:
-            return
-        known: Fingerprint | None = None
-        if self.real_rows is None:
-            known = self._record
-            self._record = None
-        self.addresses.seal(known)
+    def run_eager(
+        self,
+        descriptor: BatchDescriptor,
+        tensors: Tensors,
+    ) -> Any:
+        with autocast_cache(on=self.route.name == "wrappers"):
+            return self.run(self.model, CUDAGraphMode.NONE, descriptor, tensors)
 
-    def check_autocast(self) -> None:
-        done = "traced" if self.route.name == "ops" else "captured"
-        self.ambient.refuse_other_autocast(self.backend.device.type, done)
+    def run_unpadded(
+        self,
+        descriptor: BatchDescriptor,
+        values: Iterable[Tensor],
+    ) -> Any:
+        """``values``: in the order of their declaration, on the device or on the host."""
+        named = {}
+        for name, value in zip(self.config.tensors, values, strict=True):
+            named[name] = value.to(self.backend.device)
+        return self.run_eager(descriptor, named)
+
+    def run(
+        self,
+        call: Callable[..., Any],
+        mode: CUDAGraphMode,
+        descriptor: BatchDescriptor,
+        tensors: Tensors,
+    ) -> Any:
+        """The metadata goes into the forward context."""
+        inputs = {}
+        for name in self.config.inputs:
+            inputs[name] = tensors[name]
+        metadata = _Metadata()
+        for name in self.config.metadata:
+            metadata[name] = tensors[name]
+        with (
+            torch.no_grad(),
+            forward_context(
+                mode,
+                descriptor,
+                metadata,
+                scope=self.scope,
+            ),
+        ):
+            return call(**inputs)
 
     # --- graphs -----------------------------------------------------------------------------------
 
@@ -532,13 +423,18 @@ class ModelGraphs(ModelRuns):
         """None without a graph, and with ``piecewise: wrappers``."""
         mode, descriptor = key
         wrapper = self.wrapper if mode is CUDAGraphMode.FULL else self.route.chain
-        entry = None if wrapper is None else wrapper.entries.get(descriptor)
-        return entry if entry is not None and entry.scope is self.scope.mark else None
+        if wrapper is None:
+            return None
+        entry = wrapper.entries.get(descriptor)
+        if entry is None or entry.scope is not self.scope.mark:
+            return None
+        return entry
 
     def captured(self) -> Iterator[tuple[Key, CUDAGraphEntry]]:
-        for wrapper in self.scope.wrappers:
+        scope = self.scope
+        for wrapper in scope.wrappers:
             for entry in wrapper.entries.values():
-                if entry.scope is self.scope.mark:
+                if entry.scope is scope.mark:
                     yield (wrapper.runtime_mode, entry.descriptor), entry
 
     def evict(self, keys: Collection[Key]) -> None:
@@ -548,17 +444,18 @@ class ModelGraphs(ModelRuns):
         for wrapper in self.scope.wrappers:
             mine = {descriptor for mode, descriptor in keys if mode is wrapper.runtime_mode}
             for output, free in wrapper.take_out(self.scope, mine):
-                self._retired.append(([self.backend.watch(tensor) for tensor in output], free))
+                held = list(map(self.backend.watch, output))
+                self._retired.append((held, free))
                 del output  # else it stays held below
         self.addresses.forget(keys)
-        waiting = []
-        for held, free in self._retired:
+        retired = self._retired
+        self._retired = []
+        for held, free in retired:
             if any(is_held() for is_held in held):
-                waiting.append((held, free))
+                self._retired.append((held, free))
             else:
                 free()
-        if len(waiting) < len(self._retired):
-            self._retired = waiting
+        if len(self._retired) < len(retired):
             self.backend.release_cached()
         for key in keys:
             self.pools.drop(key)
@@ -570,18 +467,19 @@ class ModelGraphs(ModelRuns):
         self.pools.renew()
 
     def _reset(self) -> None:
-        for wrapper in self.scope.wrappers:
-            wrapper.reset(self.scope)
-        self.scope.entries = []
-        self.scope.wrappers = []
+        scope = self.scope
+        for wrapper in scope.wrappers:
+            wrapper.reset(scope)
+        scope.entries = []
+        scope.wrappers = []
 
     def free(self) -> None:
         """Free all, for good."""
-        together = self.together
-        self.together = SINGLE_RANK
+        ranks = self.ranks
+        self.ranks = SINGLE_RANK
         with ExitStack() as stack:
             stack.callback(self._free)
-            stack.callback(together.release)
+            stack.callback(ranks.release)
             self.backend.synchronize()
 
     def _free(self) -> None:

@@ -5,22 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from cgplan.backends.backend import span
 from cgplan.captures.failures import explain_failure
-from cgplan.captures.model_runs import ModelRuns
-from cgplan.captures.warm_ups import ANEW
 from cgplan.errors import CaptureError, HostSyncError
 from cgplan.graphs.ambient import AmbientState
 from cgplan.graphs.fingerprint import Change, is_ignored
 from cgplan.graphs.footprint import (
     Footprint,
-    examine,
     listed,
+    look,
     refuse_first_use,
     refuse_rebound,
 )
@@ -29,11 +27,56 @@ from cgplan.modes import CUDAGraphMode, Key
 from cgplan.piecewise.split import refuse_missing_ops
 from cgplan.planning.build import DEFAULT_SPLITTING_OPS
 
+if TYPE_CHECKING:
+    from cgplan.captures.model_graphs import ModelGraphs
+
+ANEW = "Make the model anew, and set compilation.cudagraph_num_of_warmups: 1."
 _HALVES = (torch.float16, torch.bfloat16)
 
 
+class ForwardFacts:
+    """What captures found of the forward, for as long as its graphs live.
+
+    Attributes:
+        told: Modes in which packages are told of captures.
+        aside: Paths that eager pieces change.
+        overwritten: Ids of storages that each run overwrites unread.
+        is_coarse: In half precision or TensorFloat32.
+        outside: What graphs read, and others may drop.
+        read_whole: Bytes of storages by id, as in a Footprint.
+    """
+
+    def __init__(self) -> None:
+        self.told = set[CUDAGraphMode]()
+        self.aside = set[str]()
+        self.written = dict[str, Tensor]()
+        self.overwritten = set[int]()
+        self.read_whole = dict[int, int]()
+        self.changes_python = False
+        self.is_coarse = False
+        self.outside = list[Tensor]()
+        self.notes = list[str]()
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of what each run reads and none writes."""
+        written = set(self.overwritten)
+        for tensor in self.written.values():
+            written.add(tensor.untyped_storage()._cdata)
+        total = 0
+        for storage, nbytes in self.read_whole.items():
+            if storage not in written:
+                total += nbytes
+        return total
+
+    def note(self, *warnings: str) -> None:
+        for warning in warnings:
+            if warning not in self.notes:
+                self.notes.append(warning)
+
+
 class Rehearsal:
-    """Runs ahead of captures, and captures; ``kept`` puts the model back.
+    """Runs ahead of captures, and captures; ``put_back`` puts the model back.
 
     Attributes:
         judged: Modes whose first run was compared with the look.
@@ -41,12 +84,12 @@ class Rehearsal:
 
     def __init__(
         self,
-        runs: ModelRuns,
-        kept: PutBack,
+        graphs: ModelGraphs,
+        put_back: PutBack,
     ) -> None:
-        self.kept = kept
-        self._runs = runs
-        self._footprints: dict[CUDAGraphMode, Footprint] = {}
+        self.put_back = put_back
+        self._graphs = graphs
+        self.footprints: dict[CUDAGraphMode, Footprint] = {}
         self.judged = set[CUDAGraphMode]()
         self._changed: Mapping[str, Change] = {}
         # met only by a capture
@@ -55,25 +98,25 @@ class Rehearsal:
     # --- looks ------------------------------------------------------------------------------------
 
     def set_context(self, key: Key) -> None:
-        runs = self._runs
-        if runs.before_key is None:
+        graphs = self._graphs
+        if graphs.before_key is None:
             return
         mode, descriptor = key
         try:
-            with self.kept.setting_context():
-                runs.before_key(mode, descriptor, runs.views(descriptor))
+            with self.put_back.setting_context():
+                graphs.before_key(mode, descriptor, graphs.views(descriptor))
         except Exception as error:
             raise explain_failure(error, f"{mode} {descriptor}") from error
 
     def look(self, key: Key) -> None:
-        """Look once for each mode. Raises as ``footprint.examine``."""
+        """Once for each mode; again where a library has to see the capture. Raises CaptureError."""
         self.set_context(key)
         mode, descriptor = key
-        if mode in self._footprints:
+        if mode in self.footprints:
             return
-        runs = self._runs
-        route = runs.route
-        model = runs.model
+        graphs = self._graphs
+        route = graphs.route
+        model = graphs.model
         split: Iterable[str] = ()
         breaks = None
         is_piecewise = mode is CUDAGraphMode.PIECEWISE
@@ -82,35 +125,44 @@ class Rehearsal:
             breaks = route.breaks
         if breaks is not None:
             model = partial(breaks.forward, model)
-        views = runs.views(descriptor)
+        views = graphs.views(descriptor)
+        look_at = partial(
+            look,
+            partial(graphs.run, model, CUDAGraphMode.NONE, descriptor, views),
+            self.put_back,
+            inputs=list(views.values()),
+            part="eager piece" if graphs.runs_python_again(mode) else "segment",
+            eager_ops=split,
+            is_whole=not is_piecewise,
+            hidden_from=graphs.config.compilation.hide_capture_from,
+        )
+        because = self._late_syncs.get(mode)
         with span("look"):
-            found = examine(
-                partial(runs.run, model, CUDAGraphMode.NONE, descriptor, views),
-                self.kept,
-                inputs=list(views.values()),
-                part="eager piece" if runs.runs_python_again(mode) else "segment",
-                eager_ops=split,
-                is_whole=not is_piecewise,
-                hidden_from=runs.config.compilation.hide_capture_from,
-                capture_visible_because=self._late_syncs.get(mode),
+            found = look_at(capture_visible_because=because)
+            if because is None and found.packages_that_ask and found.host_sync is not None:
+                found = look_at(capture_visible_because=found.host_sync)
+        if found.seeded is not None:
+            raise CaptureError(
+                f"the forward sets the state of {found.seeded}; a replay would not",
+                remedy="Seed generators outside of the forward, or keep that part in an eager "
+                "piece.",
             )
         if found.host_sync is not None and not isinstance(found.host_sync, HostSyncError):
             raise found.host_sync  # tagged as unsafe
         if breaks is not None and found.error is None:
             refuse_missing_ops(split, found.names)
-        self._footprints[mode] = found
+        self.footprints[mode] = found
         if is_piecewise and route.name in ("modules", "wrappers"):
             route.operators = found.operators
         self._note_found(mode, found, views.values())
 
     def _split_at(self) -> Iterable[str]:
-        name = self._runs.route.name
-        given = self._runs.config.compilation.splitting_ops
-        if name not in ("ops", "modules"):
+        by_route = {"ops": DEFAULT_SPLITTING_OPS, "modules": ()}
+        name = self._graphs.route.name
+        if name not in by_route:
             return ()
-        if name == "ops" and given is None:
-            return DEFAULT_SPLITTING_OPS
-        return given or ()
+        given = self._graphs.config.compilation.splitting_ops
+        return by_route[name] if given is None else given
 
     def _note_found(
         self,
@@ -118,24 +170,22 @@ class Rehearsal:
         found: Footprint,
         views: Iterable[Tensor],
     ) -> None:
-        runs = self._runs
-        facts = runs.facts
-        addresses = runs.addresses
+        graphs = self._graphs
+        facts = graphs.facts
+        addresses = graphs.addresses
         read = set(map(id, found.reads.values()))
         of_pieces = set[int]()
         # else FULL graphs read the tensors of eager pieces
-        if runs.plan.mode is CUDAGraphMode.PIECEWISE and runs.route.breaks is not None:
-            for module in runs.route.breaks.modules.values():
+        if graphs.plan.mode is CUDAGraphMode.PIECEWISE and graphs.route.breaks is not None:
+            for module in graphs.route.breaks.modules.values():
                 of_pieces.update(map(id, module.parameters()))
                 of_pieces.update(map(id, module.buffers()))
         addresses.reads |= found.reads.keys()
-        unread = set[str]()
-        for path, place in self.kept.before.places.items():
+        for path, place in self.put_back.before.places.items():
             if id(place.value) in read:
                 addresses.reads.add(path)
-            elif id(place.value) in of_pieces:
-                unread.add(path)
-        addresses.volatile |= unread - addresses.reads
+            elif id(place.value) in of_pieces and path not in addresses.reads:
+                addresses.volatile.add(path)
         facts.overwritten |= found.overwritten
         facts.read_whole |= found.read_whole
         facts.outside += found.outside
@@ -149,14 +199,14 @@ class Rehearsal:
                 f"calls (attention with masks that mask nothing): as in eager calls, "
                 f"{because.message}"
             )
-        runs.use_generators(found.generators.values())
+        graphs.use_generators(found.generators.values())
 
     def _is_coarse(
         self,
         found: Footprint,
         tensors: list[Tensor],
     ) -> bool:
-        device = self._runs.backend.device.type
+        device = self._graphs.backend.device.type
         if AmbientState.now(device).autocast is not None:
             return True
         if any(tensor.dtype in _HALVES for tensor in tensors):
@@ -167,24 +217,20 @@ class Rehearsal:
             return True
         return torch.backends.cudnn.allow_tf32 and any("conv" in name for name in found.names)
 
-    def host_sync(self, mode: CUDAGraphMode) -> CaptureError | None:
-        found = self._footprints.get(mode)
-        return None if found is None else found.host_sync
-
     def note_failure(self, mode: CUDAGraphMode, failure: Any) -> bool:
         """Whether another look helps: the capture alone needed the host, and packages are told of
         it then.
         """
-        found = self._footprints.get(mode)
+        found = self.footprints.get(mode)
         if found is None:  # the look itself failed
             return False
         is_hidden = found.packages_that_ask and found.capture_visible_because is None
         if is_hidden and isinstance(failure, HostSyncError):
             self._late_syncs[mode] = failure
-            del self._footprints[mode]
+            del self.footprints[mode]
             return True
         if mode not in self.judged:
-            del self._footprints[mode]
+            del self.footprints[mode]
         return False
 
     # --- runs after a look ------------------------------------------------------------------------
@@ -201,21 +247,21 @@ class Rehearsal:
         padding, and for some changes under ``strict``.
         """
         is_first = mode not in self.judged
-        with self.kept.run(captures=captures, enters_made=is_first) as self._changed:
+        with self.put_back.run(captures=captures, enters_made=is_first) as self._changed:
             yield
         if is_first:
             self._judge(mode, self._changed)
 
     def _judge(self, mode: CUDAGraphMode, changed: Mapping[str, Change]) -> None:
-        runs = self._runs
-        facts = runs.facts
-        found = self._footprints[mode]
-        compilation = runs.config.compilation
-        if not runs.runs_python_again(mode):
-            refuse_rebound(found, changed, self.kept)
-        made = listed(self.kept.made_of(found.from_inputs))
+        graphs = self._graphs
+        facts = graphs.facts
+        found = self.footprints[mode]
+        compilation = graphs.config.compilation
+        if not graphs.runs_python_again(mode):
+            refuse_rebound(found, changed, self.put_back)
+        made = listed(self.put_back.made_of(found.from_inputs))
         if made:
-            refuse_first_use(made, self.kept)
+            refuse_first_use(made, self.put_back)
         if compilation.strict and found.writes_input is not None:
             raise CaptureError(
                 f"the forward writes into an argument, at {found.writes_input}; a graph would "
@@ -225,7 +271,7 @@ class Rehearsal:
         python = list(self.changes)
         facts.changes_python |= bool(python)
         facts.aside |= found.aside
-        python = runs.frozen(mode, python)
+        python = graphs.frozen(mode, python)
         if python and compilation.strict:
             raise CaptureError(
                 f"each run changes {changed[python[0]]}; a replay runs no Python",
@@ -241,19 +287,19 @@ class Rehearsal:
     @property
     def changes(self) -> dict[str, Change]:
         """Of Python by the last run, but what is ignored."""
-        ignore = self._runs.config.compilation.ignore
+        ignore = self._graphs.config.compilation.ignore
         found = self._changed.items()
         return {path: change for path, change in found if not is_ignored(path, ignore)}
 
     @property
-    def has_left(self) -> bool:
-        """Whether the last run did what not every run does."""
-        return bool(self.changes or self.kept.newly_written)
+    def left(self) -> str:
+        """Paths that the last run changed, unlike others."""
+        return listed([*self.changes, *self.put_back.newly_written])
 
     def refuse_changed(self, what: str) -> None:
         """Raise CaptureError if the last run, which failed, left more than attributes."""
         for change in self.changes.values():
-            if not self.kept.before.is_attribute(change):
+            if not self.put_back.before.is_attribute(change):
                 raise CaptureError(
                     f"{what}: the capture failed without a warm-up, and left {change}",
                     remedy=ANEW,
@@ -261,6 +307,6 @@ class Rehearsal:
 
     def refuse_value(self, mode: CUDAGraphMode) -> None:
         """Raise CaptureError if an input's value made something on first use."""
-        read = self._footprints[mode].value_read
-        if read and self.kept.has_made:
-            refuse_first_use(f"a value for the host ({read})", self.kept)
+        read = self.footprints[mode].value_read
+        if read and self.put_back.has_made:
+            refuse_first_use(f"a value for the host ({read})", self.put_back)

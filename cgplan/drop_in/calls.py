@@ -21,7 +21,7 @@ from torch.utils._device import DeviceContext
 
 from cgplan.backends import select_backend
 from cgplan.backends.context import current_forward_context, is_capture_allowed
-from cgplan.captures.model_runs import RealRows
+from cgplan.captures.model_graphs import RealRows
 from cgplan.config import BudgetConfig, Config, validate_config
 from cgplan.config.values import DType
 from cgplan.drop_in.call_form import (

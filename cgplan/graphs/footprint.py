@@ -188,7 +188,7 @@ class Look(TorchDispatchMode):
 
     def __init__(
         self,
-        kept: PutBack,
+        put_back: PutBack,
         part: Part = "segment",
         eager_ops: Collection[str] = (),
         *,
@@ -201,8 +201,8 @@ class Look(TorchDispatchMode):
         self.found = Footprint(capture_visible_because=capture_visible_because)
         self.hidden_from = hidden_from
         self.refusals = Refusals(raises=False)
-        self._kept = kept
-        self._state: Fingerprint = kept.before
+        self._put_back = put_back
+        self._state: Fingerprint = put_back.before
         self._is_whole = is_whole
         self._part: Part = part
         self._eager_ops = frozenset(eager_ops)
@@ -283,7 +283,7 @@ class Look(TorchDispatchMode):
     ) -> Any:
         found = self.found
         written = written_tensors(func, args, kwargs)
-        self._kept.save(written)
+        self._put_back.save(written)
         generator = kwargs.get("generator")
         if generator is not None:
             self._know(generator)
@@ -558,13 +558,13 @@ def current_look() -> Look | None:
 
 def look(
     call: Callable[[], object],
-    kept: PutBack,
+    put_back: PutBack,
     **options: Any,
 ) -> Footprint:
     """Run a forward eagerly, once; ``options`` of ``Look``."""
-    device = kept.before.device
-    with kept.run(), random_state_kept(device), probing(), as_written(), ExitStack() as stack:
-        mode = Look(kept, **options)
+    device = put_back.before.device
+    with put_back.run(), random_state_kept(device), probing(), as_written(), ExitStack() as stack:
+        mode = Look(put_back, **options)
         stack.enter_context(answering(mode.hidden_from, mode.answer))
         if device.type == "cpu":  # on a GPU the dispatcher sees it
             stack.enter_context(host_guard(mode.refusals))
@@ -577,38 +577,17 @@ def look(
         finally:
             stack.close()
             mode.finish()
-    bound = {id(change.now) for change in kept.last.values()}
+    bound = {id(change.now) for change in put_back.last.values()}
     mode.found.outside = mode.outside.tensors(bound)
     return mode.found
 
 
-def examine(
-    call: Callable[[], object],
-    kept: PutBack,
-    **options: Any,
-) -> Footprint:
-    """Looks again where a library has to see the capture. Raises CaptureError where graph code
-    seeds a generator.
-    """
-    found = look(call, kept, **options)
-    is_hidden = found.capture_visible_because is None
-    if is_hidden and found.host_sync is not None and found.packages_that_ask:
-        options["capture_visible_because"] = found.host_sync
-        found = look(call, kept, **options)
-    if found.seeded is not None:
-        raise CaptureError(
-            f"the forward sets the state of {found.seeded}; a replay would not",
-            remedy="Seed generators outside of the forward, or keep that part in an eager piece.",
-        )
-    return found
-
-
 def refuse_first_use(
     what: str,
-    kept: PutBack,
+    put_back: PutBack,
 ) -> None:
     remedy = "Run the model on one real batch before the capture."
-    if kept.leaves_python:
+    if put_back.leaves_python:
         remedy = f"Dicts and lists keep what they were given, so make the model anew. {remedy}"
     raise CaptureError(
         f"the forward computes {what} on first use, from padding, and keeps it",
@@ -619,7 +598,7 @@ def refuse_first_use(
 def refuse_rebound(
     found: Footprint,
     changed: Mapping[str, Change],
-    kept: PutBack,
+    put_back: PutBack,
 ) -> None:
     stale = [path for path in found.stale if path in changed]
     if stale:
@@ -628,7 +607,7 @@ def refuse_rebound(
             "would not",
             remedy="Pass it to the piece as an argument, or have the piece compute it.",
         )
-    refused = kept.rebound(found.reads, changed)
+    refused = put_back.rebound(found.reads, changed)
     for path, change in changed.items():
         if change.is_reshaped and not is_within(path, found.aside):
             refused.append(path)

@@ -137,6 +137,7 @@ class RunnerPools:
         self.policy = policy
         self.generation = 1
         self._backend = backend
+        self.is_given = given is not None
         self._given = given
         self._pools: dict[Any, Any] = {} if given is None else {None: given.handle}
         self._old: list[Any] = []
@@ -178,7 +179,7 @@ class RunnerPools:
     def renew(self) -> None:
         """All graphs are freed: Note [Generations]."""
         self.generation += 1
-        if self._given is None:
+        if not self.is_given:
             self._old += self._pools.values()
             self._pools = {}
             self._forget_empty()

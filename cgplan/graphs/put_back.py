@@ -9,7 +9,7 @@ Note [What is put back]
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -34,7 +34,7 @@ class _New(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Written:
+class Written:
     """``after_run``: its bytes, if small: kernels may write without a version."""
 
     path: str
@@ -42,7 +42,7 @@ class _Written:
     storage: torch.UntypedStorage
     copy: torch.UntypedStorage | None
     version: int | None
-    kept: Outcome
+    outcome: Outcome
     runs: set[int] = field(default_factory=set)  # numbers of those that wrote it
     captures: int = 0
     after_run: torch.UntypedStorage | None = None
@@ -77,6 +77,27 @@ class _Written:
             self.after_run = None
 
 
+@dataclass(slots=True)
+class _PathChanges:
+    """Of Python.
+
+    Attributes:
+        first: What the first change left there.
+        runs: Their numbers.
+        is_captured: A capture changed it first.
+        is_of_context: An engine's code did.
+    """
+
+    first: Any = ABSENT
+    runs: set[int] = field(default_factory=set)
+    is_captured: bool = False
+    is_of_context: bool = False
+
+    @property
+    def is_of_runs(self) -> bool:
+        return not self.is_captured and not self.is_of_context
+
+
 class PutBack:
     """Undoes what runs on padding change of a model; see Note [What is put back].
 
@@ -88,6 +109,7 @@ class PutBack:
         volatile: Paths that each run binds again.
         last: Changes of Python after the last run.
         newly_written: Paths of tensors that the last run wrote, and an earlier one did not.
+        written: By address.
     """
 
     def __init__(
@@ -99,22 +121,14 @@ class PutBack:
         self._limit = limit
         self.outcome: dict[str, tuple[int, Outcome]] = {}
         self.volatile = set[str]()
-        self._written: dict[int, _Written] = {}
+        self.written: dict[int, Written] = {}
         self._new: dict[int, _New] = {}
         self._places = self._storages(before)
         self.last: dict[str, Change] = {}
-        self._first = dict[str, Any]()  # what their first change left there
-        self._changed = list[set[str]]()  # paths, by run
-        self._runs = Counter[str]()
-        self._captured = set[str]()  # paths that a capture changed first
+        self._paths = defaultdict[str, _PathChanges](_PathChanges)
+        self._count = 0  # of runs
         self._keeps_first_use = True
-        self._of_context = set[str]()  # paths
         self.newly_written: list[str] = []
-
-    @property
-    def _count(self) -> int:
-        """Of runs."""
-        return len(self._changed)
 
     @staticmethod
     def _storages(state: Fingerprint) -> dict[int, tuple[str, torch.Tensor]]:
@@ -147,25 +161,24 @@ class PutBack:
             if changed:
                 self._adopt_new()
             self._new.clear()
-            for written in self._written.values():
-                written.count_run(
-                    self._count,
-                    captures=captures,
-                )
-            self._changed.append(set(changed))
+            number = self._count
+            self._count += 1
+            for written in self.written.values():
+                written.count_run(number, captures=captures)
             self._note_newly_written(versions)
-            self._runs.update(changed.keys())
             for path, change in changed.items():
-                self._first.setdefault(path, change.now)
-                if captures and self._runs[path] == 1:
-                    self._captured.add(path)
-                if path not in self._of_context:
+                known = self._paths[path]
+                if not known.runs:
+                    known.first = change.now
+                    known.is_captured = captures
+                known.runs.add(number)
+                if not known.is_of_context:
                     found[path] = change
             self.last = now
-            inside = {} if made is None else made.changes()
-            for path, change in inside.items():
-                if path not in changed:
-                    found[path] = change
+            if made is not None:
+                for path, change in made.changes().items():
+                    if path not in changed:
+                        found[path] = change
 
     def _note_newly_written(
         self,
@@ -180,11 +193,8 @@ class PutBack:
         for place, version in pairs:
             if version_of(place.value) == version:
                 continue
-            storage = place.value.untyped_storage()
-            address = storage.data_ptr()
-            written = self._written.get(address)
-            is_steady = written is not None and len(written.runs) == self._count
-            if not is_steady:
+            written = self.written.get(place.value.untyped_storage().data_ptr())
+            if written is None or len(written.runs) < self._count:
                 self.newly_written.append(place.path)
 
     @contextmanager
@@ -192,7 +202,8 @@ class PutBack:
         """Around an engine's code: what it binds is put back."""
         yield
         now = self.before.changes()
-        self._of_context |= _differing(self.last, now).keys()
+        for path in _differing(self.last, now):
+            self._paths[path].is_of_context = True
         self.last = now
 
     def save(self, written: Iterable[torch.Tensor]) -> None:
@@ -202,10 +213,10 @@ class PutBack:
                 address = storage.data_ptr()
             except (RuntimeError, NotImplementedError):
                 continue
-            if not address or address in self._written:
+            if not address or address in self.written:
                 continue
             if address in self._places:
-                self._written[address] = self._saved(*self._places[address], storage)
+                self.written[address] = self._saved(*self._places[address], storage)
                 continue
             known = self._new.get(address)
             if known is None or known.reference.expired():
@@ -220,28 +231,28 @@ class PutBack:
         path: str,
         tensor: torch.Tensor,
         storage: torch.UntypedStorage,
-    ) -> _Written:
+    ) -> Written:
         nbytes = storage.nbytes()
         copy: torch.UntypedStorage | None = None
-        kept: Outcome = "not kept"
+        outcome: Outcome = "not kept"
         if self.copied("device") + nbytes <= self._limit:
             with suppress(torch.OutOfMemoryError):
                 copy = storage.clone()
-                kept = "device"
+                outcome = "device"
         if (
             copy is None
             and storage.device.type != "cpu"
             and self.copied("host") + nbytes <= _HOST_COPIES
         ):
             copy = storage.cpu()
-            kept = "host"
-        return _Written(
+            outcome = "host"
+        return Written(
             path,
             tensor,
             storage,
             copy,
             version_of(tensor),
-            kept,
+            outcome,
         )
 
     def _adopt_new(self) -> None:
@@ -249,10 +260,10 @@ class PutBack:
         if not new:
             return
         for address, (path, tensor) in self._storages(self._now()).items():
-            if address not in new or address in self._written:
+            if address not in new or address in self.written:
                 continue
             _, copy, version = new[address]
-            self._written[address] = _Written(
+            self.written[address] = Written(
                 path,
                 tensor,
                 tensor.untyped_storage(),
@@ -262,37 +273,33 @@ class PutBack:
             )
 
     def rewind(self) -> None:
-        for written in self._written.values():
+        for written in self.written.values():
             if written.is_small and not self._is_from_first_use(written):
                 written.put_back()
 
-    def _is_from_first_use(self, written: _Written) -> bool:
+    def _is_from_first_use(self, written: Written) -> bool:
         if len(written.runs) == 1 and self.has_made:
             return True
-        if not self._keeps_first_use or not written.runs:
-            return False
-        flags = self._kept_in_containers()
-        return all(self._changed[number] & flags for number in written.runs)
+        has_run = self._keeps_first_use and bool(written.runs)
+        return has_run and written.runs <= self._runs_that_stay()
 
-    def _kept_in_containers(self) -> set[str]:
-        """Paths that are not put back, and that not every run changes."""
-        found = set[str]()
+    def _runs_that_stay(self) -> set[int]:
+        """Those that changed a container, as not every run does."""
+        found = set[int]()
         for path, change in self.last.items():
-            is_steady = self._runs[path] == self._count
-            if not is_steady and not self.before.is_attribute(change):
-                found.add(path)
-        return found - self._captured - self._of_context
+            known = self._paths[path]
+            is_steady = len(known.runs) == self._count
+            if known.is_of_runs and not is_steady and not self.before.is_attribute(change):
+                found |= known.runs
+        return found
 
-    def _made_on_first_use(self) -> set[str]:
-        """Paths that one run ahead of the captures changed."""
-        if not self._keeps_first_use:
-            return set()
-        once = {path for path, runs in self._runs.items() if runs == 1}
-        return once - self._captured - self._of_context
+    def _is_made(self, known: _PathChanges) -> bool:
+        """On first use: by one run, ahead of the captures."""
+        return self._keeps_first_use and known.is_of_runs and len(known.runs) == 1
 
     @property
     def has_made(self) -> bool:
-        return bool(self._made_on_first_use())
+        return any(map(self._is_made, self._paths.values()))
 
     @property
     def leaves_python(self) -> bool:
@@ -308,7 +315,7 @@ class PutBack:
         if not self.has_made:
             return found
         for address, (path, tensor) in self._storages(self._now()).items():
-            written = self._written.get(address)
+            written = self.written.get(address)
             if written is not None and not self._is_from_first_use(written):
                 continue
             if storage_id(tensor) in computed:
@@ -340,21 +347,13 @@ class PutBack:
     def _now(self) -> Fingerprint:
         return Fingerprint.of(self.before.roots, self.before.device)
 
-    @property
-    def written(self) -> list[tuple[str, torch.Tensor]]:
-        return [(written.path, written.tensor) for written in self._written.values()]
-
-    @property
-    def unwritten_by_captures(self) -> set[str]:
-        """Paths that no capture wrote."""
-        return {written.path for written in self._written.values() if not written.captures}
-
     def count_as_run(
         self,
         changed: Iterable[str],
     ) -> None:
         """Paths that a capture changed, and its replay computed."""
-        self._captured.difference_update(changed)
+        for path in changed:
+            self._paths[path].is_captured = False
 
     def forget_captures(self) -> None:
         """Say that no graph stays: ``restore`` undoes all."""
@@ -366,8 +365,8 @@ class PutBack:
     ) -> int:
         """In bytes."""
         nbytes = 0
-        for written in self._written.values():
-            if written.copy is not None and written.kept == where:
+        for written in self.written.values():
+            if written.copy is not None and written.outcome == where:
                 nbytes += written.copy.nbytes()
         return nbytes
 
@@ -380,21 +379,22 @@ class PutBack:
         if self._count < 2:  # no second run tells first use apart
             self.forget_captures()
         self.outcome.clear()
-        for written in self._written.values():
+        for written in self.written.values():
             nbytes = written.storage.nbytes()
             if between_keys and nbytes > _SMALL:
                 continue
-            if self._is_from_first_use(written):
-                self.outcome[written.path] = nbytes, "new"
-                continue
-            self.outcome[written.path] = nbytes, written.kept
-            written.put_back()
+            outcome: Outcome = "new"
+            if not self._is_from_first_use(written):
+                outcome = written.outcome
+                written.put_back()
+            self.outcome[written.path] = nbytes, outcome
         if between_keys and not self.last:
             return
-        made = self._made_on_first_use()
+        has_made = self.has_made
         self.last = self.before.changes()
         for path, change in self.last.items():
-            if path in made:
+            known = self._paths[path]
+            if self._is_made(known):
                 nbytes = change.now.nbytes if is_tensor(change.now) else 0
                 self.outcome[path] = nbytes, "new"
                 continue
@@ -402,8 +402,8 @@ class PutBack:
             if not self.before.is_attribute(change):
                 continue
             value = change.was
-            if made and path not in self._captured | self._of_context:
-                value = self._first.get(path, value)
+            if has_made and known.is_of_runs and known.runs:
+                value = known.first
             with suppress(LookupError, AttributeError, TypeError):
                 _bind(change, value)
         if self.last:
@@ -421,7 +421,7 @@ class PutBack:
 
     def drop_copies(self) -> None:
         """An exception's frames may hold this object for long."""
-        self._written.clear()
+        self.written.clear()
 
 
 def _bind(

@@ -17,6 +17,7 @@ import torch
 
 from cgplan.backends import GraphBackend
 from cgplan.backends.context import CaptureScope
+from cgplan.captures.capturer import Capturer
 from cgplan.captures.environment import describe_environment
 from cgplan.captures.failures import drop_locals
 from cgplan.captures.model_graphs import ModelGraphs
@@ -46,6 +47,7 @@ def calibrate(
     backend.release_cached()
     reserved = backend.memory().reserved
     graphs = ModelGraphs(restricted(plan, keys, config), config, model, backend)
+    capturer = Capturer(graphs)
     pools: dict[CUDAGraphMode, dict[int, int]] = {mode: {} for mode, _ in keys}
     records = dict[Key, GraphRecord]()
     workspace = 0
@@ -53,13 +55,13 @@ def calibrate(
     try:
         with graphs.rehearsing(), backend.session(), torch.no_grad():
             for key in keys:
-                first = _captured(graphs, key)
+                first = _captured(graphs, capturer, key)
                 graphs.drop_all()
                 if backend.counts_driver_bytes:
                     taken = backend.memory().reserved - reserved
                     own = graphs.buffers.nbytes + graphs.copied_bytes
                     workspace = max(workspace, taken - own)
-                again = _captured(graphs, key)
+                again = _captured(graphs, capturer, key)
                 records[key] = again
                 once += max(first.seconds - again.seconds, 0.0)
                 mode, descriptor = key
@@ -67,7 +69,7 @@ def calibrate(
                 most = pools[mode].get(size, 0)
                 pools[mode][size] = max(most, graphs.pools.nbytes)
                 graphs.drop_all()
-            rates = _driver_rates(graphs, keys)
+            rates = _driver_rates(graphs, capturer, keys)
             graphs.buffers.refill()
             backend.synchronize()
     except BaseException as error:
@@ -100,16 +102,20 @@ def calibrate(
     )
 
 
-def _captured(graphs: ModelGraphs, key: Key) -> GraphRecord:
-    record = graphs.capture_key(key)
-    if record is None:
+def _captured(graphs: ModelGraphs, capturer: Capturer, key: Key) -> GraphRecord:
+    found = capturer.capture(key)
+    if not isinstance(found, GraphRecord):
         graphs.drop_all()
-        record = graphs.capture_key(key)
-    assert record is not None, "a second try has a warm-up"
-    return record
+        found = capturer.capture(key)
+    assert isinstance(found, GraphRecord), "a second try has a warm-up"
+    return found
 
 
-def _driver_rates(graphs: ModelGraphs, keys: Sequence[Key]) -> dict[CUDAGraphMode, float]:
+def _driver_rates(
+    graphs: ModelGraphs,
+    capturer: Capturer,
+    keys: Sequence[Key],
+) -> dict[CUDAGraphMode, float]:
     """Bytes of a node by mode (of a key if nodes are not counted)."""
     backend = graphs.backend
     scope = graphs.scope
@@ -130,7 +136,7 @@ def _driver_rates(graphs: ModelGraphs, keys: Sequence[Key]) -> dict[CUDAGraphMod
                     break
                 # wrappers capture a key again in another scope
                 graphs.scope = CaptureScope(scope.pool, backend, address_check=scope.address_check)
-                captured = _captured(graphs, key)
+                captured = _captured(graphs, capturer, key)
                 held += graphs.scope.entries
                 growth = max(captured.driver_bytes or 0, 0)
                 nodes += captured.nodes or 1

@@ -334,6 +334,7 @@ class CaptureReport(SavedReport):
     warnings: tuple[str, ...] = ()
     ranks: tuple[RankRecord, ...] = ()  # other figures are those of rank 0
     looked_at: str = ""
+    started_again: str | None = None  # why all keys have warm-ups
     state: tuple[StateRecord, ...] = ()
     audit: AuditReport | None = None
 

@@ -143,7 +143,7 @@ def captured(report: CaptureReport) -> Grid:
     columns += [Column(report.environment.node_name, "nodes"), Bytes("pool growth", "pool_growth")]
     if report.driver_bytes is not None:
         columns.append(Bytes("driver", "driver_bytes"))
-    columns.append(Seconds("warm-up", "warmup_seconds"))
+    columns.append(Seconds("warm-up", lambda r: r.warmup_seconds or None))
     if any(record.compile_seconds for record in report.records):
         columns.append(Seconds("compile", "compile_seconds"))
         columns.append(Column("cached"))
@@ -289,6 +289,8 @@ def _totals(report: CaptureReport) -> Iterator[Fact]:
     cold = sum(not record.warmup_seconds for record in report.records)
     if cold:
         yield "warm-ups", f"none for {cold} of {counted(len(report.records), 'key')}"
+    if report.started_again:
+        yield "warm-ups", f"for all keys, captured again: without one, {report.started_again}"
 
 
 def _ranks(ranks: Sequence[RankRecord]) -> RenderableType | None:

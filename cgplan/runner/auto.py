@@ -26,8 +26,7 @@ from cgplan.backends import GraphBackend
 from cgplan.buffers.compare import differences
 from cgplan.buffers.static import example_batch
 from cgplan.captures.failures import drop_locals
-from cgplan.captures.model_graphs import ModelGraphs
-from cgplan.captures.model_runs import BeforeKey
+from cgplan.captures.model_graphs import BeforeKey, ModelGraphs
 from cgplan.config import CompilationConfig, Config
 from cgplan.errors import CaptureError, ConfigError, ModeError, ModelError, PlanError
 from cgplan.graphs.ambient import random_state_kept
@@ -268,7 +267,7 @@ def _operator_times(runner: GraphRunner) -> list[dict[str, float]]:
     with on_padding(graphs) as rehearsal:
         for key in _timed_keys(runner):
             rehearsal.look(key)
-            rehearsal.kept.restore(between_keys=True)
+            rehearsal.put_back.restore(between_keys=True)
             rehearsal.set_context(key)
             with torch.profiler.profile(acc_events=True) as profile:
                 graphs.run_eager(key[1], graphs.views(key[1]))
@@ -397,7 +396,7 @@ def _first_difference(runner: GraphRunner) -> str | None:
             eager = partial(graphs.run_eager, descriptor, views)
             replay = partial(graphs.run_graphed, key, views)
             for run in (eager, replay):
-                rehearsal.kept.restore(between_keys=True)
+                rehearsal.put_back.restore(between_keys=True)
                 rehearsal.set_context(key)
                 calls = list[Any]()
                 outputs.append(calls)
@@ -497,6 +496,6 @@ def _time_inside(
     with on_padding(graphs) as rehearsal:
         rehearsal.look(key)
         for _ in range(REPEATS):
-            rehearsal.kept.restore(between_keys=True)
+            rehearsal.put_back.restore(between_keys=True)
             rounds.append(sum(backend.time_calls(replay, 1)[0][0] for replay in replays))
     return median(rounds)

@@ -67,7 +67,7 @@ def time_on_padding(
             found[key] = [], []
             for index in range(1 + REPEATS):
                 for run, rounds in zip((eager, replay), found[key], strict=True):
-                    rehearsal.kept.restore(between_keys=True)
+                    rehearsal.put_back.restore(between_keys=True)
                     rehearsal.set_context(key)
                     [microseconds] = graphs.backend.time_calls(run, 1)[0]
                     if index:  # the first round warms up

@@ -69,7 +69,7 @@ class GraphRunner:
     def __init__(
         self,
         captured: CapturedKeys,
-        capture: Callable[[Plan, Collection[Key] | None], CapturedKeys],
+        capture: Callable[[Plan, Collection[Key]], CapturedKeys],
         use: PoolUse,
         name: str,
     ) -> None:
@@ -578,7 +578,7 @@ class GraphRunner:
             if self._state != "suspended":
                 self._check_open()
             captured = self._captured
-            keys = captured.keys if captured.is_lazy else None
+            keys = captured.keys if captured.is_lazy else captured.asked.keys
             self._free()
             self._state = "suspended"
             try:

@@ -11,8 +11,7 @@ from cgplan.backends import GraphBackend, select_backend
 from cgplan.captures.budget import fitting
 from cgplan.captures.captured_keys import CapturedKeys, Progress
 from cgplan.captures.failures import drop_locals, explain_eager_failure, raise_caused
-from cgplan.captures.model_graphs import ModelGraphs
-from cgplan.captures.model_runs import BeforeKey, RealRows, State
+from cgplan.captures.model_graphs import BeforeKey, ModelGraphs, RealRows, State
 from cgplan.captures.rank_sync import SINGLE_RANK, RankSync
 from cgplan.config import Config
 from cgplan.errors import CgplanError, ConfigError, PlanError
@@ -80,11 +79,15 @@ class CaptureSession:
             CgplanError: a call of another member of the pool is under way.
         """
         self._refuse_misfits()
-        keys = () if self.config.compilation.capture_policy == "lazy" else None
+        keys = () if self._is_lazy else self.plan.keys
         use = PoolUse() if self.pool is None else self.pool.use
         with use.held(self.name):
             captured = self._capture(self.plan, keys)
             return GraphRunner(captured, self._capture, use, self.name)
+
+    @property
+    def _is_lazy(self) -> bool:
+        return self.config.compilation.capture_policy == "lazy"
 
     def _refuse_misfits(self) -> None:
         rules = self.plan.key_rules
@@ -115,20 +118,23 @@ class CaptureSession:
                 "the same order.",
             )
 
-    def _capture(self, asked: Plan, keys: Collection[Key] | None) -> CapturedKeys:
+    def _capture(self, asked: Plan, keys: Collection[Key]) -> CapturedKeys:
+        """``keys``: those to capture now."""
         backend = self.backend
         config = self.config
-        together = self.together
+        ranks = self.together
         graphs: ModelGraphs | None = None
         try:
             backend.release_cached()
             began = self.began or time.perf_counter()
             self.began = None
             before = backend.memory()
-            free = together.begin(asked, before.free)
-            plan = fitting(asked, config, free) if keys is None else asked
+            free = ranks.begin(asked, before.free)
+            wanted = asked
+            if keys and not self._is_lazy:
+                wanted = fitting(asked, config, free)
             graphs = ModelGraphs(
-                plan,
+                wanted,
                 config,
                 self.model,
                 backend,
@@ -136,14 +142,14 @@ class CaptureSession:
                 before_key=self.before_key,
                 real_rows=self.real_rows,
                 pool=self.pool,
-                together=together,
+                ranks=ranks,
             )
-            captured = CapturedKeys(graphs, asked, plan, before, together, self.progress)
-            first = [key for key in plan.keys if keys is None or key in keys]
-            captured.start_up(first, began)
+            captured = CapturedKeys(graphs, asked, wanted, before, ranks, self.progress)
+            first = set(keys)
+            captured.start_up([key for key in wanted.keys if key in first], began)
         except BaseException as error:
             drop_locals(error)
-            failure = together.failed(error)
+            failure = ranks.failed(error)
             if graphs is not None:
                 graphs.free()
             if failure is error:

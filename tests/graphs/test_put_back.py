@@ -208,7 +208,7 @@ def test_only_what_is_written_is_copied_and_restore_may_be_called_again() -> Non
 
     kept = looked(model, forward)
     assert kept.copied() == 16
-    assert [path for path, _ in kept.written] == ["x.steps", "x.log[0]"]
+    assert [written.path for written in kept.written.values()] == ["x.steps", "x.log[0]"]
     for _ in range(2):
         kept.restore()
         assert (model.steps.tolist(), model.log[0].tolist()) == ([0, 0], [0, 0])

@@ -82,7 +82,11 @@ def test_the_first_key_of_a_mode_warms_up_for_all(backend: GraphBackend) -> None
     runner = open_runner(backend, model)
     assert without_warm_up(runner) == [8, 4, 2]
     assert hidden.runs == [16, 16, 2, 16, 8, 4, 2]  # a look, two warm-ups, captures
-    assert "none for 3 of 4 keys" in str(runner.report)
+    shown = str(runner.report)
+    assert "none for 3 of 4 keys" in shown
+    assert "captured again" not in shown
+    rows = [line.split() for line in shown.splitlines() if line.startswith("FULL")]
+    assert [row[-3] == "-" for row in rows] == [False, True, True, True]
     serves_right(backend, runner, model, 3)
 
 
@@ -221,6 +225,7 @@ def test_a_capture_that_fails_without_a_warm_up_has_one(backend: GraphBackend) -
     model = Tuned().eval()
     runner = open_runner(backend, model)
     assert not without_warm_up(runner)
+    assert "needs the host" in str(runner.report.started_again)
     serves_right(backend, runner, model, 3)
 
 
@@ -260,6 +265,8 @@ class FillsOnce(nn.Module):
 def test_what_a_capture_writes_first_is_computed(backend: GraphBackend) -> None:
     model = FillsOnce().to(backend.device).eval()
     runner = open_runner(backend, model)
+    assert runner.report.started_again == "FULL num_tokens=8 num_reqs=8 leaves scale"
+    assert "for all keys, captured again" in str(runner.report)
     assert not without_warm_up(runner)
     with closing(runner), torch.no_grad():
         x = torch.randn(4, 4, device=backend.device)

@@ -1,0 +1,380 @@
+"""The captures of a model's keys, one by one.
+
+Note [Captures without a warm-up]
+    A capture computes nothing before its first replay, and graphs of a pool write over each other's
+    memory. So a capture without a warm-up stands only if it left nothing that others might read: no
+    change of Python, no memory of the pool, no compilation. Models that change Python in each run,
+    or hold compiled code, have a warm-up for each key. After a compilation alone the key is tried
+    again, with a warm-up. Else all are captured again with warm-ups, in a new pool: what the model
+    keeps has been replayed once, and lies where no graph writes. A failed capture cannot be
+    replayed, so the smallest key of a lane runs ahead of captures: a model that keeps something for
+    each size shows it there.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from cgplan.backends import GraphBackend, MemoryReading
+from cgplan.backends.backend import PoolMemory
+from cgplan.backends.context import refuse_forbidden_capture
+from cgplan.backends.host_sync import storages_of
+from cgplan.captures.failures import drop_locals, explain_failure, raise_caused
+from cgplan.captures.model_graphs import ModelGraphs
+from cgplan.captures.rehearsal import ANEW, Rehearsal
+from cgplan.errors import CaptureError, CaptureMemoryError
+from cgplan.graphs.ambient import random_state_kept
+from cgplan.graphs.footprint import OutsideLog
+from cgplan.modes import Key
+from cgplan.planning.plan import Lane
+from cgplan.reports.records import GraphRecord
+
+_STOPPED = (
+    "torch has compiled a function of the model as often as torch._dynamo.config.recompile_limit "
+    "allows, and runs it uncompiled in graphs of further sizes: raise the limit, or compile the "
+    "function with dynamic=True"
+)
+
+
+class Uncaptured(Enum):
+    """What comes next: the key again, all keys again with warm-ups, or other keys."""
+
+    TRY_AGAIN = auto()
+    START_AGAIN = auto()
+    REFUSED = auto()
+
+
+class _Clock(NamedTuple):
+    """Times, and compilations so far; ``stopped``: functions at torch.compile's limit."""
+
+    at: float
+    compile_seconds: float
+    cached: int
+    stopped: int
+
+    @classmethod
+    def now(cls) -> _Clock:
+        at = time.perf_counter()
+        if "torch._dynamo" not in sys.modules:
+            return cls(at, 0.0, 0, 0)
+        utils = torch._dynamo.utils
+        counts = utils.counters
+        stopped = 0
+        for reason, times in counts["unimplemented"].items():
+            if "recompile limit" in reason:
+                stopped += times
+        return cls(
+            at,
+            utils.calculate_time_spent().get("total_wall_time", 0.0),
+            max(
+                counts["inductor"]["fxgraph_cache_hit"],
+                counts["aot_autograd"]["autograd_cache_hit"],
+            ),
+            stopped,
+        )
+
+
+class _Readings(NamedTuple):
+    clock: _Clock
+    memory: MemoryReading
+    pools: PoolMemory
+
+
+@dataclass
+class _Attempt:
+    """``before``: None until the capture begins, behind warm-ups."""
+
+    key: Key
+    in_service: bool
+    began: _Clock  # before earlier attempts
+    warm_ups: int = 0
+    before: _Readings | None = None
+
+    def __str__(self) -> str:
+        mode, descriptor = self.key
+        return f"{mode} {descriptor}"
+
+    @property
+    def is_cold(self) -> bool:
+        return self.before is not None and not self.warm_ups
+
+    @property
+    def has_compiled(self) -> bool:
+        assert self.before is not None, "the capture has begun"
+        return _Clock.now().compile_seconds > self.before.clock.compile_seconds
+
+
+def driver_bytes(backend: GraphBackend, before: MemoryReading, after: MemoryReading) -> int | None:
+    """Free memory lost in between, less what torch's allocator reserved."""
+    if not backend.counts_driver_bytes or after.free is None or before.free is None:
+        return None
+    lost = before.free - after.free
+    reserved = after.reserved - before.reserved
+    return lost - reserved
+
+
+class Capturer:
+    """Attributes:
+    inspection_seconds: Time that served the report.
+    started_again: Why, if captures did.
+    """
+
+    def __init__(self, graphs: ModelGraphs) -> None:
+        compilation = graphs.config.compilation
+        self.inspection_seconds = 0.0
+        self.returns_nothing = False
+        self.started_again: str | None = None
+        self._graphs = graphs
+        self._asked = compilation.cudagraph_num_of_warmups
+        # else all graphs can be freed for a new start
+        self._all_warm_up = (
+            self._asked not in ("auto", 0)
+            or not graphs.is_alone
+            or graphs.pools.is_given
+            or compilation.capture_policy == "lazy"
+        )
+        self._warm_up_first = set[Key]()
+        self._lanes = set[Lane]()  # that had a warm-up
+        self._may_be_uncomputed = False
+
+    def capture(self, key: Key, *, in_service: bool = False) -> GraphRecord | Uncaptured:
+        """``in_service`` a failure leaves other keys as they are. Raises CaptureError; ModelError:
+        the model failed before its capture.
+        """
+        refuse_forbidden_capture(f"the graph for {key[0]} {key[1]}")
+        self._graphs.addresses.is_outdated = True
+        began = _Clock.now()
+        found: GraphRecord | Uncaptured = Uncaptured.TRY_AGAIN
+        with self._graphs.rehearsing() as rehearsal:
+            while found is Uncaptured.TRY_AGAIN:
+                found = self._try(rehearsal, _Attempt(key, in_service, began))
+                rehearsal.put_back.restore(between_keys=True)
+        return found
+
+    def _try(self, rehearsal: Rehearsal, attempt: _Attempt) -> GraphRecord | Uncaptured:
+        graphs = self._graphs
+        backend = graphs.backend
+        key = attempt.key
+        mode, descriptor = key
+        log: AbstractContextManager[object] = nullcontext()
+        if graphs.config.compilation.audit != "off":
+            log = backend.logging_operators()
+        graphs.scope.pool = graphs.pools.of(key)
+        graphs.scope.entries = []
+        if graphs.real_rows is not None:
+            graphs.real_rows.fill(graphs.views(descriptor))
+        try:
+            rehearsal.look(key)
+            is_first = mode not in rehearsal.judged
+            attempt.warm_ups = self._warm_ups_of(rehearsal, key, in_service=attempt.in_service)
+            with random_state_kept(backend.device, graphs.generators):
+                self._warm_up(rehearsal, key, attempt.warm_ups)
+                before = _Readings(_Clock.now(), backend.memory(), graphs.pools.memory())
+                attempt.before = before
+                self.inspection_seconds += time.perf_counter() - before.clock.at
+                answers = graphs.answering(mode, capturing=True)
+                with rehearsal.judged_run(mode, captures=True), answers, log:
+                    output = graphs.run_graphed(key, graphs.views(descriptor))
+            if is_first:
+                rehearsal.refuse_value(mode)
+        except Exception as error:
+            return self._failed(rehearsal, attempt, error)
+        self._check(attempt, output)
+        del output  # it holds memory of the pool
+        done = time.perf_counter()
+        after = graphs.pools.memory()
+        if attempt.is_cold:
+            left = rehearsal.left
+            if after.held > 0:
+                left = left or "memory of its pool"
+            if left or attempt.has_compiled:
+                # computes what the model keeps
+                with random_state_kept(backend.device, graphs.generators):
+                    graphs.run_graphed(key, graphs.views(descriptor))
+                rehearsal.put_back.count_as_run(rehearsal.changes)
+                graphs.evict([key])
+                return self._warms_up_first(key, left and f"{attempt} leaves {left}")
+        record = self._record_of(attempt, before, after)
+        self.inspection_seconds += time.perf_counter() - done
+        return record
+
+    def _failed(self, rehearsal: Rehearsal, attempt: _Attempt, error: Exception) -> Uncaptured:
+        """Raises where another attempt does not help."""
+        graphs = self._graphs
+        mode = attempt.key[0]
+        has_begun = attempt.before is not None
+        found = rehearsal.footprints.get(mode)
+        failure = explain_failure(
+            error,
+            str(attempt),
+            capturing=has_begun,
+            free=graphs.backend.memory().free,
+            host_sync=None if found is None else found.host_sync,
+            all_freed=not attempt.in_service,
+        )
+        looks_again = rehearsal.note_failure(mode, failure if has_begun else None)
+        # a verdict of ours stands after a warm-up, too
+        is_verdict = type(error) is CaptureError or isinstance(failure, CaptureMemoryError)
+        needs_warm_up = attempt.is_cold and not is_verdict
+        if not looks_again and not needs_warm_up:
+            raise_caused(failure, error)
+        drop_locals(error)
+        graphs.evict([attempt.key])
+        rehearsal.put_back.restore(between_keys=True)
+        if not needs_warm_up:
+            return Uncaptured.TRY_AGAIN
+        rehearsal.refuse_changed(str(attempt))
+        is_held = graphs.pools.memory().held > 0
+        self._may_be_uncomputed |= is_held
+        is_explained = looks_again or attempt.has_compiled
+        is_lasting = is_held or not is_explained
+        return self._warms_up_first(attempt.key, failure.message if is_lasting else "")
+
+    def _warms_up_first(self, key: Key, because: str) -> Uncaptured:
+        """``because``: why all keys do."""
+        self._warm_up_first.add(key)
+        if not because:
+            return Uncaptured.TRY_AGAIN
+        self._all_warm_up = True
+        self.started_again = because
+        return Uncaptured.START_AGAIN
+
+    def refuse_uncomputed(self) -> None:
+        """Raise CaptureError if the model keeps tensors of a failed capture."""
+        if self._may_be_uncomputed and self._graphs.pools.left_bytes:
+            raise CaptureError(
+                "the model keeps tensors of a capture that failed without a warm-up, which no "
+                "kernel has computed",
+                remedy=ANEW,
+            )
+
+    # --- warm-ups ---------------------------------------------------------------------------------
+
+    def _warm_ups_of(self, rehearsal: Rehearsal, key: Key, *, in_service: bool) -> int:
+        graphs = self._graphs
+        facts = graphs.facts
+        asked = self._asked
+        is_compiled = rehearsal.put_back.before.is_compiled or graphs.route.splitter is not None
+        is_changed = facts.changes_python or bool(facts.outside)
+        if (
+            self._all_warm_up
+            or in_service
+            or is_compiled
+            or is_changed
+            or key in self._warm_up_first
+        ):
+            return 1 if asked == "auto" else max(asked, 1)
+        return int(asked == "auto" and Lane.of(*key) not in self._lanes)
+
+    def _warm_up(self, rehearsal: Rehearsal, key: Key, runs: int) -> None:
+        graphs = self._graphs
+        outside = graphs.facts.outside
+        for _ in range(runs):
+            log: Any = nullcontext()
+            if outside:  # the look has seen one size
+                tensors = [*rehearsal.put_back.before.tensors, *graphs.views(key[1]).values()]
+                log = OutsideLog(graphs.backend.device.type, storages_of(tensors))
+            with rehearsal.judged_run(key[0]), log:
+                graphs.warm_up(key)
+            if outside:
+                outside += log.outside.tensors()
+        if not runs:
+            return
+        graphs.backend.synchronize()
+        lane = Lane.of(*key)
+        is_new = lane not in self._lanes
+        self._lanes.add(lane)
+        if is_new and not self._all_warm_up:
+            self._run_smallest(rehearsal, key)
+
+    def _run_smallest(self, rehearsal: Rehearsal, key: Key) -> None:
+        graphs = self._graphs
+        lane = Lane.of(*key)
+        smallest = key
+        for other in graphs.plan.keys:
+            if Lane.of(*other) == lane:
+                smallest = other
+        if smallest == key or self._warm_ups_of(rehearsal, smallest, in_service=False):
+            return
+        held = graphs.backend.memory().held
+        try:
+            rehearsal.set_context(smallest)
+            self._warm_up(rehearsal, smallest, 1)
+            has_left = bool(rehearsal.left) or graphs.backend.memory().held != held
+        except Exception as error:  # its own capture raises it again
+            drop_locals(error)
+            has_left = True
+        self._all_warm_up |= has_left
+        rehearsal.set_context(key)
+
+    # --- what was captured ------------------------------------------------------------------------
+
+    def _check(self, attempt: _Attempt, output: Any) -> None:
+        graphs = self._graphs
+        descriptor = attempt.key[1]
+        self.returns_nothing = not any(isinstance(leaf, Tensor) for leaf in tree_leaves(output))
+        graphs.outputs.check(output, descriptor, graphs.padded_reqs(descriptor))
+        if graphs.scope.entries:
+            return
+        remedy = (
+            "Outside of eager pieces the forward computed nothing on padding: name fewer "
+            "pieces, or choose FULL or NONE. If padding misses a function under "
+            "eager_break_during_capture, set piecewise: modules."
+        )
+        if graphs.route.name == "wrappers":
+            remedy = (
+                "Wrap the model's segments in CUDAGraphWrapper(..., "
+                "CUDAGraphMode.PIECEWISE), or choose piecewise: ops, FULL or "
+                "FULL_DECODE_ONLY."
+            )
+        raise CaptureError(f"nothing in the model captured for {attempt}", remedy=remedy)
+
+    def _record_of(
+        self,
+        attempt: _Attempt,
+        before: _Readings,
+        after: PoolMemory,
+    ) -> GraphRecord:
+        backend = self._graphs.backend
+        facts = self._graphs.facts
+        scope = self._graphs.scope
+        scope.wrappers = list(dict.fromkeys(scope.wrappers))  # each capture adds its own
+        driver = driver_bytes(backend, before.memory, backend.memory())
+        began = attempt.began
+        now = _Clock.now()
+        counts = list[int | None]()
+        eager_pieces = 0
+        capture_seconds = 0.0
+        for entry in scope.entries:
+            eager_pieces += entry.eager_pieces
+            capture_seconds += entry.capture_seconds
+            for graph in entry.segments:
+                counts.append(backend.num_nodes(graph))
+                facts.note(*backend.notes(graph))
+        if now.stopped > began.stopped:
+            facts.note(_STOPPED)
+        nodes = [count for count in counts if count is not None]
+        is_counted = len(nodes) == len(counts)
+        return GraphRecord(
+            mode=attempt.key[0],
+            descriptor=attempt.key[1],
+            graphs=len(counts),
+            nodes=sum(nodes) if is_counted else None,
+            eager_pieces=eager_pieces,
+            pool_growth=after.nbytes - before.pools.nbytes,
+            driver_bytes=driver,
+            warmup_seconds=before.clock.at - began.at if attempt.warm_ups else 0.0,
+            capture_seconds=capture_seconds,
+            segment_nodes=tuple(nodes) if is_counted else (),
+            compile_seconds=now.compile_seconds - began.compile_seconds,
+            cached=now.cached - began.cached,
+        )
