@@ -285,7 +285,7 @@ class CapturedKeys:
         self.guard.go_on()
         new: tuple[Key, ...] = ()
         try:
-            with self.graphs.captures_again():
+            with self.graphs.captures_again(), self.graphs.rehearsing() as rehearsal:
                 if self._workspace_bytes is None:
                     self.guard.start_in_service()
                 if renew:
@@ -295,6 +295,8 @@ class CapturedKeys:
                 wanted = set(self.wanted.keys) - set(self.failed) - set(self._records)
                 new = capture_order(key for key in keys if key in wanted)
                 self.capture_all(new)
+                if self._records.keys().isdisjoint(new):
+                    rehearsal.kept.forget_captures()
                 if self._workspace_bytes is None and self._records:
                     self.graphs.backend.release_cached()
                     self._note_workspace()

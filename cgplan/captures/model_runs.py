@@ -74,11 +74,17 @@ class ForwardFacts:
         self.notes = list[str]()
 
     @property
+    def storages_written(self) -> set[int]:
+        """Their ids."""
+        found = set(self.overwritten)
+        for tensor in self.written.values():
+            found.add(tensor.untyped_storage()._cdata)
+        return found
+
+    @property
     def weight_bytes(self) -> int:
         """Of what each run reads and none writes."""
-        written = set(self.overwritten)
-        for tensor in self.written.values():
-            written.add(tensor.untyped_storage()._cdata)
+        written = self.storages_written
         total = 0
         for storage, nbytes in self.read_whole.items():
             if storage not in written:

@@ -4,8 +4,9 @@ Note [The life of a kind]
     The first two calls run the model's own code, and the second one is watched:
 
     * It changed nothing of Python: the next call captures.
-    * It changed the model: it may have prepared it, so the next call is watched, too.
+    * It changed the model, perhaps for good: the next call is watched, too.
     * That one changed the model, or a call an argument: the kind stays with the model's own code.
+    * It only added something for a size that is new, such as a table: the next call is watched.
 
     So user code runs no more often than it is called.
 """
@@ -13,7 +14,6 @@ Note [The life of a kind]
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cgplan.buffers.batch import BatchReader
+from cgplan.buffers.batch import Batch, BatchReader
 from cgplan.config import Dim, Input
 from cgplan.drop_in.call_form import (
     ById,
@@ -34,21 +34,23 @@ from cgplan.drop_in.call_form import (
     shapes_of,
 )
 from cgplan.errors import InputError, OutputShapeError
-from cgplan.graphs.fingerprint import Change, Fingerprint
+from cgplan.graphs.fingerprint import ABSENT, Change, Fingerprint
 from cgplan.graphs.watch import Watch
+from cgplan.runner.routing import RoutedBatch
 from cgplan.runner.runner import GraphRunner
 
+_MOST_SIZES = 64  # for which a model adds something
 _WITH_CONSTANTS = (int, float, bool, str)
 
 Shape = tuple[int | str, ...]
 
 
 class Stage(Enum):
-    """``PREPARED``: a watched call changed the model."""
+    """``CHANGED``: a watched call changed the model."""
 
     NEW = auto()
     SEEN = auto()
-    PREPARED = auto()
+    CHANGED = auto()
     READY = auto()
 
 
@@ -111,14 +113,18 @@ class Kind:
 
     def note_run(
         self,
+        sizes: dict[str, int],
         of_model: Sequence[Change] = (),
         of_arguments: Sequence[Change] = (),
     ) -> None:
         """Of the model's own code; what it changed of Python, if it was watched."""
+        is_new_size = sizes not in [point.sizes for point in self._points]
+        adds = is_new_size and len(self._points) < _MOST_SIZES
+        adds &= all(change.was is ABSENT for change in of_model)
         if not of_model and not of_arguments:
             self.stage = Stage.SEEN if self.stage is Stage.NEW else Stage.READY
-        elif not of_arguments and self.stage is not Stage.PREPARED:
-            self.stage = Stage.PREPARED
+        elif not of_arguments and (adds or self.stage is not Stage.CHANGED):
+            self.stage = Stage.CHANGED
         else:
             first = (*of_model, *of_arguments)[0]
             self.eager_reason = f"each run changes {first.path}"
@@ -127,17 +133,11 @@ class Kind:
 
     def note_written(self) -> None:
         assert self.runner is not None
-        facts = self.runner.graphs.facts
-        written = set(facts.overwritten)
-        for tensor in facts.written.values():
-            written.add(tensor.untyped_storage()._cdata)
-        self.written = frozenset(written)
+        self.written = frozenset(self.runner.graphs.facts.storages_written)
 
     def take_objects(self, device: torch.device) -> None:
-        roots = object_roots(self.forward.form)
-        if roots:
-            record = Fingerprint.of(roots, device)
-            self.objects = Watch(record, at_once=True)
+        record = Fingerprint.of(object_roots(self.forward.form), device)
+        self.objects = Watch(record, at_once=True)
 
     def sizes_of(
         self,
@@ -159,18 +159,16 @@ class Kind:
     def inputs(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
         return dict(zip(self.specs, tensors, strict=True))
 
-    def fits(
-        self,
-        tensors: Sequence[Tensor],
-    ) -> bool:
-        with suppress(InputError):
-            return bool(self.sizes_of(tensors))
-        return False
+    def route(self, sizes: Mapping[str, int]) -> RoutedBatch:
+        assert self.runner is not None
+        tokens, *others = sizes.values()
+        batch = Batch(tokens, None, tuple(others))
+        return self.runner.router.route(batch)
 
     def objects_hold(self) -> bool:
-        if self.objects is None or self.objects.holds():
+        if self.objects is None:
             return True
-        return not self.objects.changes()
+        return self.objects.holds() or not self.objects.changes()
 
     # --- the outputs ------------------------------------------------------------------------------
 
@@ -331,7 +329,7 @@ class Kind:
         """Free a changed model's graphs. If tensors only moved, the next call captures. A kind
         without a call since its capture begins anew: its model changes too often.
         """
-        served = self.replays > 1
+        served = self.runner is not None and self.runner.stats.replays.total() > 1
         self.close()
         if not is_moved:
             self._points.clear()
@@ -342,20 +340,12 @@ class Kind:
             self.stage = Stage.READY if is_moved else Stage.SEEN
         elif self.stage is Stage.READY:
             self.stage = Stage.NEW
-        elif self.stage is Stage.PREPARED:
+        elif self.stage is Stage.CHANGED:
             self.stage = Stage.SEEN
 
     @property
-    def replays(self) -> int:
-        if self.runner is None:
-            return 0
-        return self.runner.stats.replays.total()
-
-    @property
     def has_graphs(self) -> bool:
-        if self.runner is None:
-            return False
-        return bool(self.runner.plan.keys)
+        return self.runner is not None and bool(self.runner.plan.keys)
 
     def close(self) -> None:
         if self.runner is not None:

@@ -1,10 +1,11 @@
 """What runs ahead of a capture change of a model, and what it gets back.
 
 Note [What is put back]
-    Tensors and attributes, not other containers. What the first run alone made stays with a
-    capture, which relies on it. Small storages are rewound before each run: positions must not run
-    past a cache. Containers are not put back, so what a run wrote together with a change of one (a
-    row of a table, behind a set of sizes) stays, too, unless every run makes that change.
+    Tensors and attributes, not other containers; dicts lose what they got if no graph stays. What
+    the first run alone made stays with a capture, which relies on it. Small storages are rewound
+    before each run: positions must not run past a cache. Containers are not put back, so what a run
+    wrote together with a change of one (a row of a table, behind a set of sizes) stays, too, unless
+    every run makes that change.
 """
 
 from __future__ import annotations
@@ -102,6 +103,7 @@ class PutBack:
         self._written: dict[int, _Written] = {}
         self._new: dict[int, _New] = {}
         self._places = self._storages(before)
+        self._unseen: dict[int, _Written] = {}  # small state, which only some sizes may write
         self.last: dict[str, Change] = {}
         self._first = dict[str, Any]()  # what their first change left there
         self._changed = list[set[str]]()  # paths, by run
@@ -110,6 +112,11 @@ class PutBack:
         self._keeps_first_use = True
         self._of_context = set[str]()  # paths
         self.newly_written: list[str] = []
+        for address, (path, tensor) in self._places.items():
+            storage = tensor.untyped_storage()
+            is_state = type(tensor) is not torch.nn.Parameter
+            if limit and is_state and 0 < storage.nbytes() <= _SMALL:
+                self._unseen[address] = self._saved(path, tensor, storage)
 
     @property
     def _count(self) -> int:
@@ -147,13 +154,13 @@ class PutBack:
             if changed:
                 self._adopt_new()
             self._new.clear()
+            self._note_newly_written(versions)
             for written in self._written.values():
                 written.count_run(
                     self._count,
                     captures=captures,
                 )
             self._changed.append(set(changed))
-            self._note_newly_written(versions)
             self._runs.update(changed.keys())
             for path, change in changed.items():
                 self._first.setdefault(path, change.now)
@@ -180,12 +187,16 @@ class PutBack:
         for place, version in pairs:
             if version_of(place.value) == version:
                 continue
-            storage = place.value.untyped_storage()
-            address = storage.data_ptr()
+            address = place.value.untyped_storage().data_ptr()
             written = self._written.get(address)
             is_steady = written is not None and len(written.runs) == self._count
             if not is_steady:
                 self.newly_written.append(place.path)
+            unseen = self._unseen.get(address)
+            if written is None and unseen is not None:
+                if unseen.runs:  # what one run wrote may be behind a flag that no walk sees
+                    self._written[address] = unseen
+                unseen.runs.add(self._count)
 
     @contextmanager
     def setting_context(self) -> Iterator[None]:
@@ -296,8 +307,12 @@ class PutBack:
 
     @property
     def leaves_python(self) -> bool:
-        """Whether ``restore`` leaves some changes of Python."""
-        return not all(map(self.before.is_attribute, self.last.values()))
+        """Whether ``restore`` leaves some changes of Python though no graph stays."""
+        return not all(map(self._may_undo, self.last.values()))
+
+    def _may_undo(self, change: Change) -> bool:
+        """Dicts lose what runs put in, but only if no graph stays."""
+        return change.was is ABSENT or self.before.is_attribute(change)
 
     def made_of(
         self,
@@ -392,6 +407,7 @@ class PutBack:
         if between_keys and not self.last:
             return
         made = self._made_on_first_use()
+        may_undo = self.before.is_attribute if self._keeps_first_use else self._may_undo
         self.last = self.before.changes()
         for path, change in self.last.items():
             if path in made:
@@ -399,7 +415,7 @@ class PutBack:
                 self.outcome[path] = nbytes, "new"
                 continue
             self.volatile.add(path)
-            if not self.before.is_attribute(change):
+            if not may_undo(change):
                 continue
             value = change.was
             if made and path not in self._captured | self._of_context:
