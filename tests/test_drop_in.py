@@ -315,6 +315,28 @@ def test_no_hint_to_ignore_what_decides(backend: GraphBackend) -> None:
     assert "ignore" not in g.explain()
 
 
+@pytest.mark.parametrize("turns", [(4, 3), (2, 3, 4, 5, 7), (5, 5, 5, 6, 7)])
+def test_a_dict_by_size_reaches_graphs_though_sizes_alternate(
+    backend: GraphBackend, turns: tuple[int, ...]
+) -> None:
+    class Sized(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cache: dict[int, Tensor] = {}
+
+        def forward(self, x: Tensor) -> Tensor:
+            n = x.shape[0]
+            if n not in self.cache:
+                self.cache[n] = torch.full((n, 1), float(n), device=x.device)
+            return x + self.cache[n]
+
+    g = cgplan.graphed(Sized().eval())
+    for turn in range(6 * len(turns)):
+        x = rows(backend, turns[turn % len(turns)])
+        close(g(x), x + x.shape[0])
+    assert replays(g) >= 2 * len(turns)
+
+
 def test_a_forward_that_writes_state_is_served_by_the_third_call(backend: GraphBackend) -> None:
     model, plain = Lazy(), Lazy()
     model.cache, plain.cache = rows(backend, 3), rows(backend, 3)

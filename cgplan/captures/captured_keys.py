@@ -281,7 +281,7 @@ class CapturedKeys:
         start = time.perf_counter()
         new: tuple[Key, ...] = ()
         try:
-            with self.guard.timed(), self.graphs.captures_again():
+            with self.guard.timed(), self.graphs.captures_again() as rehearsal:
                 if self._workspace_bytes is None:
                     self.guard.start_in_service()
                 if renew:
@@ -291,6 +291,8 @@ class CapturedKeys:
                 missing = set(self.wanted.keys) - set(self.failed) - set(self._records)
                 new = capture_order(key for key in keys if key in missing)
                 self.capture_all(new)
+                if self._records.keys().isdisjoint(new):
+                    rehearsal.put_back.forget_captures()
                 if self._workspace_bytes is None and self._records:
                     self.graphs.backend.release_cached()
                     self._note_workspace()

@@ -280,16 +280,16 @@ class ModelGraphs:
                 self.backend.register_generator(generator)
 
     @contextmanager
-    def captures_again(self) -> Iterator[None]:
+    def captures_again(self) -> Iterator[Rehearsal]:
         """A block in torch's state of the first captures."""
         self.backend.synchronize()
         self.scope.is_open = True
         without_grad = self.ambient._replace(grad=False)
         in_state = without_grad.entered(self.backend.device.type)
         try:
-            with self.rehearsing(), in_state, self.buffers.on_padding():
+            with self.rehearsing() as rehearsal, in_state, self.buffers.on_padding():
                 with self.backend.session():
-                    yield
+                    yield rehearsal
                 self.backend.synchronize()
                 if self.real_rows is not None:
                     self.buffers.fill_padding()

@@ -30,7 +30,7 @@ from cgplan.planning.build import DEFAULT_SPLITTING_OPS
 if TYPE_CHECKING:
     from cgplan.captures.model_graphs import ModelGraphs
 
-ANEW = "Make the model anew, and set compilation.cudagraph_num_of_warmups: 1."
+ANEW = "Build the model again, and set compilation.cudagraph_num_of_warmups: 1."
 _HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -58,11 +58,17 @@ class ForwardFacts:
         self.notes = list[str]()
 
     @property
+    def storages_written(self) -> set[int]:
+        """Their ids."""
+        found = set(self.overwritten)
+        for tensor in self.written.values():
+            found.add(tensor.untyped_storage()._cdata)
+        return found
+
+    @property
     def weight_bytes(self) -> int:
         """Of what each run reads and none writes."""
-        written = set(self.overwritten)
-        for tensor in self.written.values():
-            written.add(tensor.untyped_storage()._cdata)
+        written = self.storages_written
         total = 0
         for storage, nbytes in self.read_whole.items():
             if storage not in written:

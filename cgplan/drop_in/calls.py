@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
 from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple, cast, get_args
@@ -22,7 +22,7 @@ from torch.utils._device import DeviceContext
 from cgplan.backends import select_backend
 from cgplan.backends.context import current_forward_context, is_capture_allowed
 from cgplan.captures.model_graphs import RealRows
-from cgplan.config import BudgetConfig, Config, validate_config
+from cgplan.config import BudgetConfig, validate_config
 from cgplan.config.values import DType
 from cgplan.drop_in.call_form import (
     Call,
@@ -84,12 +84,6 @@ class _Effects(NamedTuple):
     written: list[int | None]  # versions of tensors
 
 
-@dataclass
-class _Served:
-    kind: Kind
-    eager_reason: str | None = None
-
-
 def _fill(
     kind: weakref.ref[Kind],
     views: Mapping[str, Tensor],
@@ -134,8 +128,8 @@ class Calls:
         # the least recently used go first
         self._kinds = OrderedDict[Form, list[Kind]]()
         self._families: dict[Form, Family] = {}
-        # by form, shapes and dtypes
-        self._served: dict[Any, list[_Served]] = {}
+        # by form, shapes and dtypes: kinds that a graph serves, or that run eagerly
+        self._known: dict[Any, list[Kind]] = {}
         self._exact = set[Form]()
         self._watch: Watch | None = None
         self._tensors: list[Tensor] = []
@@ -172,20 +166,20 @@ class Calls:
                 key = (*form, *map(_traits, tensors))
             except RuntimeError:
                 return self._run_model("an argument is a nested tensor", args, kwargs)
-            for served in self._served.get(key, ()):
+            for kind in self._known.get(key, ()):
                 # objects may be in a new state
-                if served.kind.objects is None or served.kind.objects_hold():
+                if kind.objects is None or kind.objects_hold():
                     break
             else:
-                return self._run_unprepared(key, Call(args, kwargs, tuple(form), tensors))
-            if served.eager_reason is not None:
-                return self._run_model(served.eager_reason, args, kwargs)
+                return self._run_unknown(key, Call(args, kwargs, tuple(form), tensors))
+            if kind.eager_reason is not None:
+                return self._run_model(kind.eager_reason, args, kwargs)
             is_same = self._watch is not None and self._watch.holds()
             if not is_same and self._free_if_changed():
-                return self._run_unprepared(key, Call(args, kwargs, tuple(form), tensors))
-            if self._is_shared(served.kind, tensors):
+                return self._run_unknown(key, Call(args, kwargs, tuple(form), tensors))
+            if self._is_shared(kind, tensors):
                 return self._run_model(_SHARED, args, kwargs)
-            return self._replay(served.kind, tensors, args, kwargs)
+            return self._replay(kind, tensors, args, kwargs)
 
     def _reason_elsewhere(self, wants_grad: bool) -> str | None:
         if self._has_modes and self._module.training:
@@ -243,7 +237,7 @@ class Calls:
         self._watch = None
         self._tensors = []
         self._tensor_ids = frozenset()
-        self._served.clear()
+        self._known.clear()
         is_moved = all(change.is_move for change in changes)
         for kind in self.kinds:
             kind.start_again(is_moved=is_moved)
@@ -273,7 +267,7 @@ class Calls:
         written = kind.written
         return bool(written) and not written.isdisjoint(map(_storage_of, tensors))
 
-    def _run_unprepared(
+    def _run_unknown(
         self,
         key: Any,
         call: Call,
@@ -295,39 +289,38 @@ class Calls:
             return self._run_model(
                 "an object argument is in another state at each call", args, kwargs
             )
-        kind = self._kind_of(family, call)
+        kind, sizes = self._kind_of(family, call)
         is_eager = self._settings.compilation.capture_policy == "eager"
         if kind.eager_reason is None and kind.stage is Stage.NEW and is_eager:
-            kind = self._warmed_up(call)
+            kind, sizes = self._warmed_up(call)
         if kind.may_capture:
             self._free_if_changed()
         if kind.eager_reason is None and not kind.may_capture:
             self.eager["the first calls of a kind"] += 1
-            return self._learning_call(kind, call)
-        reason = kind.eager_reason or self._prepare(kind, tensors)
+            return self._learning_call(kind, sizes, call)
+        reason = kind.eager_reason or self._provide_graph(kind, sizes, tensors)
         has_objects = bool(objects_in(call.form))
         if reason is not None:
             if kind.eager_reason is not None and not has_objects:
-                self._remember(key, _Served(kind, reason))
+                self._remember(key, kind)
             return self._run_model(reason, args, kwargs)
         assert kind.runner is not None
         if has_objects:
             kind.take_objects(self.pool.backend.device)
-        if kind.runner.route(kind.inputs(tensors)).wanted is None:
-            self._remember(key, _Served(kind))
+        if kind.route(sizes).wanted is None:
+            self._remember(key, kind)
         with kind.runner.no_capture():
             return self._replay(kind, tensors, args, kwargs)
 
     def _remember(
         self,
         key: Any,
-        found: _Served,
+        kind: Kind,
     ) -> None:
-        if len(self._served) >= _MOST_CALLS:
-            self._served.clear()
-        known = self._served.get(key, ())
-        others = [other for other in known if other.kind is not found.kind]
-        self._served[key] = [found, *others]
+        if len(self._known) >= _MOST_CALLS:
+            self._known.clear()
+        others = [other for other in self._known.get(key, ()) if other is not kind]
+        self._known[key] = [kind, *others]
 
     def _replay(
         self,
@@ -369,17 +362,16 @@ class Calls:
             raise error
         assert kind.runner is not None
         sizes = kind.sizes_of(tensors)
-        route = kind.runner.route(kind.inputs(tensors))
+        route = kind.route(sizes)
         key = route.descriptor
-        padded = key.num_tokens, *key.sizes
-        is_padded = padded != tuple(sizes.values())
+        is_padded = key.box != tuple(sizes.values())
         has_changed = self._relearn(kind)
         if is_padded and not has_changed:
             self._give_up(kind, error.message)
         elif not has_changed:
             kind.failures += 1
             self._log_once(error.message)
-            self._served.clear()
+            self._known.clear()
             kind.runner.exchange(evicted=[(route.mode, key)])
             if kind.failures > 1:
                 self._give_up(kind, error.message, keeps_exact=False)
@@ -431,7 +423,8 @@ class Calls:
         self,
         family: Family,
         call: Call,
-    ) -> Kind:
+    ) -> tuple[Kind, dict[str, int]]:
+        """And the sizes of the call, by name."""
         known = self._kinds.setdefault(call.form, [])
         self._kinds.move_to_end(call.form)
         roots = object_roots(call.form)
@@ -440,9 +433,12 @@ class Calls:
             state = self._record(roots).as_key()
         family.calls += 1
         for kind in known:
-            if kind.state == state and kind.fits(call.tensors):
+            if kind.state != state:
+                continue
+            with suppress(InputError):
+                sizes = kind.sizes_of(call.tensors)
                 family.misses = 0
-                return kind
+                return kind, sizes
         kind = self._add_kind(call, state)
         constants = constants_in(call.by_name(self._signature), "")
         count = family.calls
@@ -453,7 +449,7 @@ class Calls:
                 path,
             )
         self._forget_old_kinds()
-        return kind
+        return kind, kind.sizes_of(call.tensors)
 
     def _add_kind(
         self,
@@ -494,15 +490,15 @@ class Calls:
     def _learning_call(
         self,
         kind: Kind,
+        sizes: dict[str, int],
         call: Call,
     ) -> Any:
         settings = self._settings
         tensors = call.tensors
-        sizes = kind.sizes_of(tensors)
         shapes = shapes_of(tensors)
         versions = list(map(version_of, tensors))
         records = list[Fingerprint]()
-        if kind.stage in (Stage.SEEN, Stage.PREPARED):
+        if kind.stage in (Stage.SEEN, Stage.CHANGED):
             arguments = call.by_name(self._signature)
             records = [
                 self._record({"model": self._model}, draws=True),
@@ -511,7 +507,7 @@ class Calls:
         before = _effects_until_now(records)
         output = self._model(*call.args, **call.kwargs)
         changes = [list(record.changes(settings.ignore).values()) for record in records]
-        kind.note_run(*changes)
+        kind.note_run(sizes, *changes)
         if kind.may_capture and self._watch is None:
             self._watch_model(records[0].without_draws())
         if _holds_container(records, output):
@@ -526,7 +522,7 @@ class Calls:
             kind.eager_reason = "the forward changes the shape of an argument"
         self._learn(kind, sizes, output)
         after = _effects_until_now(records)
-        is_steady = kind.may_capture  # else it prepared the model
+        is_steady = kind.may_capture  # else it changed the model
         recomputes = settings.recomputes and True in kind.requires_grad
         if is_steady and recomputes and before != after:
             kind.eager_reason = (
@@ -565,7 +561,7 @@ class Calls:
             if not kind.relearn():
                 return False
             kind.close()
-            self._served.clear()
+            self._known.clear()
         except OutputShapeError as error:
             if self._settings.strict:
                 raise
@@ -580,7 +576,7 @@ class Calls:
         keeps_exact: bool = True,
     ) -> None:
         kind.close()
-        self._served.clear()
+        self._known.clear()
         if kind.is_exact or not keeps_exact:
             kind.eager_reason = reason
             self._log_once(reason)
@@ -593,18 +589,17 @@ class Calls:
 
     # --- captures ---------------------------------------------------------------------------------
 
-    def _prepare(
+    def _provide_graph(
         self,
         kind: Kind,
+        sizes: dict[str, int],
         tensors: list[Tensor],
     ) -> str | None:
         """Why the model's own code runs, if it does."""
-        inputs = kind.inputs(tensors)
-        sizes = kind.sizes_of(tensors)
         is_new = kind.runner is None or bool(kind.outgrown(sizes))
         if is_new and not is_capture_allowed():
             return "no graph may be captured inside capture_allowed(False)"
-        while (error := self._capture(kind, inputs, sizes)) is not None:
+        while (error := self._capture(kind, sizes, tensors)) is not None:
             if not self._relearn(kind):
                 if self._settings.strict:
                     raise error
@@ -617,7 +612,7 @@ class Calls:
         kind.note_written()
         if self._is_shared(kind, tensors):
             return _SHARED
-        route = kind.runner.route(inputs)
+        route = kind.route(sizes)
         if route.mode is CUDAGraphMode.NONE and self._settings.compilation.on_miss == "eager":
             if objects_in(kind.forward.form) and not kind.has_graphs:
                 kind.close()  # it may hold a dropped cache
@@ -631,18 +626,18 @@ class Calls:
     def _capture(
         self,
         kind: Kind,
-        inputs: dict[str, Tensor],
         sizes: dict[str, int],
+        tensors: Sequence[Tensor],
     ) -> CgplanError | None:
         """Capture the graph of a batch, where it may and there is room; why that failed."""
         if self._watch is None:
             self._watch_model(self._record({"model": self._model}))
-        kind.batch = {name: tensor.clone() for name, tensor in inputs.items()}
+        kind.batch = kind.inputs([tensor.clone() for tensor in tensors])
         try:
             if kind.runner is None or kind.outgrown(sizes):
                 self._open(kind, sizes)
             runner = cast(GraphRunner, kind.runner)
-            wanted = runner.route(inputs).wanted
+            wanted = kind.route(sizes).wanted
             if wanted is not None and is_capture_allowed() and self._make_room(kind, wanted):
                 runner.exchange([wanted])
         except (CaptureError, ModelError) as error:
@@ -663,16 +658,25 @@ class Calls:
         sizes: dict[str, int],
     ) -> None:
         kind.close()
-        self._served.clear()
+        self._known.clear()
         settings = self._settings
         for name in kind.outgrown(sizes):
             kind.dims[name] = self._inference.dim(kind, name, sizes[name])
-        config = self._config_of(kind, settings.compilation)
+        config = validate_config(
+            {
+                "model": {"output_shapes": kind.shapes},
+                "dims": kind.dims,
+                "device": str(self.pool.backend.device),
+                "inputs": kind.specs,
+                "budget": BudgetConfig(max_graphs=settings.max_graphs),
+                "compilation": settings.compilation,
+            }
+        )
         plan = build_plan(config)
         held = sum(len(runner.plan.keys) for runner in self.runners)
         if len(plan.keys) + held > settings.max_graphs:
             lazy = settings.compilation.model_copy(update={"capture_policy": "lazy"})
-            config = self._config_of(kind, lazy)
+            config = config.model_copy(update={"compilation": lazy})
             plan = build_plan(config)
         fill = partial(_fill, weakref.ref(kind))
         session = CaptureSession(
@@ -682,29 +686,10 @@ class Calls:
             config,
             pool=self.pool,
             name=self._name,
-            state={
-                "model": self._model,
-                **object_roots(kind.forward.form),
-            },
+            state={"model": self._model, **object_roots(kind.forward.form)},
             real_rows=RealRows(fill, tuple(settings.pad)),
         )
         kind.runner = session.run()
-
-    def _config_of(
-        self,
-        kind: Kind,
-        compilation: Any,
-    ) -> Config:
-        return validate_config(
-            {
-                "model": {"output_shapes": kind.shapes},
-                "dims": kind.dims,
-                "device": str(self.pool.backend.device),
-                "inputs": kind.specs,
-                "budget": BudgetConfig(max_graphs=self._settings.max_graphs),
-                "compilation": compilation,
-            }
-        )
 
     def _make_room(
         self,
@@ -725,7 +710,7 @@ class Calls:
             return True
         asked, before = self._waiting.pop((id(kind), wanted), (0, uses))
         since = {graph: count - before.get(graph, 0) for graph, count in uses.items()}
-        least = min(since, key=lambda graph: since[graph])
+        least = min(since, key=since.__getitem__)
         if asked + 1 <= since[least] or not asked:
             if len(self._waiting) >= _MOST_KINDS:
                 self._waiting.clear()
@@ -733,7 +718,7 @@ class Calls:
             return False
         self._log_once(f"calls ask for more than {most} graphs; the least used go", "max_graphs")
         owner = owners[least]
-        self._served.clear()
+        self._known.clear()
         cast(GraphRunner, owner.runner).exchange(evicted=[least[1]])
         if owner is not kind and not owner.has_graphs:
             owner.close()
@@ -784,14 +769,17 @@ class Calls:
             form.append(_tail(tensors, self.device))
             call = Call(args, kwargs, tuple(form), tensors)
             self._free_if_changed()
-            while (kind := self._warmed_up(call)).eager_reason is None:
-                reason = self._prepare(kind, tensors)
-                if kind in self.kinds:  # else an exact one takes its place
-                    if reason is not None:
-                        self._log_once(reason)
+            is_done = False
+            while not is_done:
+                kind, sizes = self._warmed_up(call)
+                if kind.eager_reason is not None:
                     break
+                reason = self._provide_graph(kind, sizes, tensors)
+                is_done = kind in self.kinds  # else an exact one takes its place
+                if is_done and reason is not None:
+                    self._log_once(reason)
 
-    def _warmed_up(self, call: Call) -> Kind:
+    def _warmed_up(self, call: Call) -> tuple[Kind, dict[str, int]]:
         arguments = call.by_name(self._signature)
         before = self._record({"model": self._model, "arguments": arguments})
         limit = self.pool.backend.memory().free or 4 << 30
@@ -800,12 +788,12 @@ class Calls:
 
         def first_calls() -> None:
             try:
-                self._learning_call(kind, call)
+                self._learning_call(kind, sizes, call)
             except Exception as error:
                 failed.append(error)
 
         while True:
-            kind = self._kind_of(Family(), call)
+            kind, sizes = self._kind_of(Family(), call)
             if failed or kind.eager_reason is not None or kind.may_capture:
                 break
             look(first_calls, kept)
@@ -814,7 +802,7 @@ class Calls:
         kept.restore()
         if failed:
             raise failed[0]
-        return kind
+        return kind, sizes
 
 
 def _tail(tensors: Sequence[Tensor], device: str) -> Tail:

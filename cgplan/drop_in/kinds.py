@@ -4,8 +4,9 @@ Note [The life of a kind]
     The first two calls run the model's own code, and the second one is watched:
 
     * It changed nothing of Python: the next call captures.
-    * It changed the model: it may have prepared it, so the next call is watched, too.
+    * It changed the model, perhaps for good: the next call is watched, too.
     * That one changed the model, or a call an argument: the kind stays with the model's own code.
+    * It only added something for a size that is new, such as a table: the next call is watched.
 
     So user code runs no more often than it is called.
 """
@@ -13,7 +14,6 @@ Note [The life of a kind]
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cgplan.buffers.batch import BatchReader
+from cgplan.buffers.batch import Batch, BatchReader
 from cgplan.config import Dim, Input
 from cgplan.drop_in.call_form import (
     ById,
@@ -34,21 +34,23 @@ from cgplan.drop_in.call_form import (
     shapes_of,
 )
 from cgplan.errors import InputError, OutputShapeError
-from cgplan.graphs.fingerprint import Change, Fingerprint
+from cgplan.graphs.fingerprint import ABSENT, Change, Fingerprint
 from cgplan.graphs.watch import Watch
+from cgplan.runner.routing import RoutedBatch
 from cgplan.runner.runner import GraphRunner
 
+_MOST_SIZES = 64  # for which a model adds something
 _WITH_CONSTANTS = (int, float, bool, str)
 
 Shape = tuple[int | str, ...]
 
 
 class Stage(Enum):
-    """``PREPARED``: a watched call changed the model."""
+    """``CHANGED``: a watched call changed the model."""
 
     NEW = auto()
     SEEN = auto()
-    PREPARED = auto()
+    CHANGED = auto()
     READY = auto()
 
 
@@ -76,11 +78,12 @@ class Kind:
         device: torch.device,
         note: str,
     ) -> None:
-        names = dict[str, None]()
+        names = list[str]()
         for spec in specs.values():
             for extent in spec.extents:
-                if extent.symbol:
-                    names[extent.symbol] = None
+                symbol = extent.symbol
+                if symbol and symbol not in names:
+                    names.append(symbol)
         self.forward = forward
         self.specs = specs
         self.names = tuple(names)
@@ -111,14 +114,19 @@ class Kind:
 
     def note_run(
         self,
+        sizes: dict[str, int],
         of_model: Sequence[Change] = (),
         of_arguments: Sequence[Change] = (),
     ) -> None:
         """Of the model's own code; what it changed of Python, if it was watched."""
+        known = [point.sizes for point in self._points]
+        adds = sizes not in known
+        adds &= len(known) < _MOST_SIZES
+        adds &= all(change.was is ABSENT for change in of_model)
         if not of_model and not of_arguments:
             self.stage = Stage.SEEN if self.stage is Stage.NEW else Stage.READY
-        elif not of_arguments and self.stage is not Stage.PREPARED:
-            self.stage = Stage.PREPARED
+        elif not of_arguments and (adds or self.stage is not Stage.CHANGED):
+            self.stage = Stage.CHANGED
         else:
             first = (*of_model, *of_arguments)[0]
             self.eager_reason = f"each run changes {first.path}"
@@ -127,17 +135,11 @@ class Kind:
 
     def note_written(self) -> None:
         assert self.runner is not None
-        facts = self.runner.graphs.facts
-        written = set(facts.overwritten)
-        for tensor in facts.written.values():
-            written.add(tensor.untyped_storage()._cdata)
-        self.written = frozenset(written)
+        self.written = frozenset(self.runner.graphs.facts.storages_written)
 
     def take_objects(self, device: torch.device) -> None:
-        roots = object_roots(self.forward.form)
-        if roots:
-            record = Fingerprint.of(roots, device)
-            self.objects = Watch(record, at_once=True)
+        record = Fingerprint.of(object_roots(self.forward.form), device)
+        self.objects = Watch(record, at_once=True)
 
     def sizes_of(
         self,
@@ -154,23 +156,25 @@ class Kind:
 
     def outgrown(self, sizes: Mapping[str, int]) -> list[str]:
         """Names without a bound whose dimensions are too small."""
-        return [name for name in self.grows if sizes[name] > self.dims[name].top]
+        found = list[str]()
+        for name in self.grows:
+            if sizes[name] > self.dims[name].top:
+                found.append(name)
+        return found
 
     def inputs(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
         return dict(zip(self.specs, tensors, strict=True))
 
-    def fits(
-        self,
-        tensors: Sequence[Tensor],
-    ) -> bool:
-        with suppress(InputError):
-            return bool(self.sizes_of(tensors))
-        return False
+    def route(self, sizes: Mapping[str, int]) -> RoutedBatch:
+        assert self.runner is not None
+        tokens, *others = sizes.values()
+        batch = Batch(tokens, None, tuple(others))
+        return self.runner.router.route(batch)
 
     def objects_hold(self) -> bool:
-        if self.objects is None or self.objects.holds():
+        if self.objects is None:
             return True
-        return not self.objects.changes()
+        return self.objects.holds() or not self.objects.changes()
 
     # --- the outputs ------------------------------------------------------------------------------
 
@@ -181,9 +185,9 @@ class Kind:
         shapes: Shapes,
     ) -> None:
         """Raises OutputShapeError where outputs do not follow from sizes."""
-        given = objects_in(self.forward.form)
+        given = set(map(id, objects_in(self.forward.form)))
         for value in objects_in(form):
-            if not any(value is one for one in given):
+            if id(value) not in given:
                 raise OutputShapeError(
                     f"the model returns a {type(value).__name__}, whose tensors cannot be reached"
                 )
@@ -214,8 +218,10 @@ class Kind:
         before = self.returns, self.shapes
         for shapes, (form, outputs) in self.forward.outputs.items():
             sizes = dict[str, int]()
-            for spec, shape in zip(self.specs.values(), shapes, strict=True):
-                for extent, size in zip(spec.extents, shape, strict=True):
+            specs = self.specs.values()
+            for spec, shape in zip(specs, shapes, strict=True):
+                pairs = zip(spec.extents, shape, strict=True)
+                for extent, size in pairs:
                     if extent.symbol is not None:
                         sizes[extent.symbol] = size
             self.learn(sizes, form, outputs)
@@ -259,12 +265,16 @@ class Kind:
                 continue
             low = min(by_size)
             high = max(by_size)
-            growth = by_size[high] - by_size[low]
+            start = by_size[low]
+            growth = by_size[high] - start
             factor, rest = divmod(growth, high - low)
-            offset = by_size[low] - factor * low
+            offset = start - factor * low
             if rest or factor <= 0 or offset < 0:
                 continue
-            if all(value == factor * sizes[name] + offset for sizes, value in values):
+            follows = True
+            for sizes, value in values:
+                follows &= value == factor * sizes[name] + offset
+            if follows:
                 text = name if factor == 1 else f"{factor} * {name}"
                 return f"{text} + {offset}" if offset else text
         if is_fixed:
@@ -311,8 +321,9 @@ class Kind:
             view.fill_(pad)
             real = self.batch[name]
             target = view
-            for at, size in enumerate(view.shape):
-                common = min(size, real.shape[at])
+            pairs = zip(view.shape, real.shape, strict=True)
+            for at, sizes in enumerate(pairs):
+                common = min(sizes)
                 real = real.narrow(at, 0, common)
                 target = target.narrow(at, 0, common)
             target.copy_(real)
@@ -331,7 +342,9 @@ class Kind:
         """Free a changed model's graphs. If tensors only moved, the next call captures. A kind
         without a call since its capture begins anew: its model changes too often.
         """
-        served = self.replays > 1
+        served = False
+        if self.runner is not None:
+            served = self.runner.stats.replays.total() > 1
         self.close()
         if not is_moved:
             self._points.clear()
@@ -342,20 +355,12 @@ class Kind:
             self.stage = Stage.READY if is_moved else Stage.SEEN
         elif self.stage is Stage.READY:
             self.stage = Stage.NEW
-        elif self.stage is Stage.PREPARED:
+        elif self.stage is Stage.CHANGED:
             self.stage = Stage.SEEN
 
     @property
-    def replays(self) -> int:
-        if self.runner is None:
-            return 0
-        return self.runner.stats.replays.total()
-
-    @property
     def has_graphs(self) -> bool:
-        if self.runner is None:
-            return False
-        return bool(self.runner.plan.keys)
+        return self.runner is not None and bool(self.runner.plan.keys)
 
     def close(self) -> None:
         if self.runner is not None:
@@ -399,7 +404,11 @@ class Family:
                 known.add(repr(value))
         if not 4 <= self.kinds == self.calls:
             return []
-        return [path for path, values in self.values.items() if len(values) == self.calls]
+        found = list[str]()
+        for path, values in self.values.items():
+            if len(values) == self.calls:
+                found.append(path)
+        return found
 
 
 def without_constants(form: Form) -> Form:

@@ -588,7 +588,7 @@ def refuse_first_use(
 ) -> None:
     remedy = "Run the model on one real batch before the capture."
     if put_back.leaves_python:
-        remedy = f"Dicts and lists keep what they were given, so make the model anew. {remedy}"
+        remedy = f"Lists keep what they were given, so build the model again. {remedy}"
     raise CaptureError(
         f"the forward computes {what} on first use, from padding, and keeps it",
         remedy=remedy,

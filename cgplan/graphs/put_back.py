@@ -1,10 +1,11 @@
 """What runs ahead of a capture change of a model, and what it gets back.
 
 Note [What is put back]
-    Tensors and attributes, not other containers. What the first run alone made stays with a
-    capture, which relies on it. Small storages are rewound before each run: positions must not run
-    past a cache. Containers are not put back, so what a run wrote together with a change of one (a
-    row of a table, behind a set of sizes) stays, too, unless every run makes that change.
+    Tensors and attributes, not other containers; dicts lose what they got if no graph stays. What
+    the first run alone made stays with a capture, which relies on it. Small storages are rewound
+    before each run: positions must not run past a cache. Containers are not put back, so what a run
+    wrote together with a change of one (a row of a table, behind a set of sizes) stays, too, unless
+    every run makes that change.
 """
 
 from __future__ import annotations
@@ -124,11 +125,17 @@ class PutBack:
         self.written: dict[int, Written] = {}
         self._new: dict[int, _New] = {}
         self._places = self._storages(before)
+        self._unseen: dict[int, Written] = {}  # small state, which only some sizes may write
         self.last: dict[str, Change] = {}
         self._paths = defaultdict[str, _PathChanges](_PathChanges)
         self._count = 0  # of runs
         self._keeps_first_use = True
         self.newly_written: list[str] = []
+        for address, (path, tensor) in self._places.items():
+            storage = tensor.untyped_storage()
+            is_state = type(tensor) is not torch.nn.Parameter
+            if limit and is_state and 0 < storage.nbytes() <= _SMALL:
+                self._unseen[address] = self._saved(path, tensor, storage)
 
     @staticmethod
     def _storages(state: Fingerprint) -> dict[int, tuple[str, torch.Tensor]]:
@@ -162,10 +169,10 @@ class PutBack:
                 self._adopt_new()
             self._new.clear()
             number = self._count
-            self._count += 1
+            self._note_newly_written(versions)
             for written in self.written.values():
                 written.count_run(number, captures=captures)
-            self._note_newly_written(versions)
+            self._count += 1
             for path, change in changed.items():
                 known = self._paths[path]
                 if not known.runs:
@@ -193,9 +200,16 @@ class PutBack:
         for place, version in pairs:
             if version_of(place.value) == version:
                 continue
-            written = self.written.get(place.value.untyped_storage().data_ptr())
-            if written is None or len(written.runs) < self._count:
+            address = place.value.untyped_storage().data_ptr()
+            written = self.written.get(address)
+            is_steady = written is not None and len(written.runs) == self._count
+            if not is_steady:
                 self.newly_written.append(place.path)
+            unseen = self._unseen.get(address)
+            if written is None and unseen is not None:
+                if unseen.runs:  # what one run wrote may be behind a flag that no walk sees
+                    self.written[address] = unseen
+                unseen.runs.add(self._count)
 
     @contextmanager
     def setting_context(self) -> Iterator[None]:
@@ -303,8 +317,12 @@ class PutBack:
 
     @property
     def leaves_python(self) -> bool:
-        """Whether ``restore`` leaves some changes of Python."""
-        return not all(map(self.before.is_attribute, self.last.values()))
+        """Whether ``restore`` leaves some changes of Python though no graph stays."""
+        return not all(map(self._may_undo, self.last.values()))
+
+    def _may_undo(self, change: Change) -> bool:
+        """Dicts lose what runs put in, but only if no graph stays."""
+        return change.was is ABSENT or self.before.is_attribute(change)
 
     def made_of(
         self,
@@ -391,6 +409,7 @@ class PutBack:
         if between_keys and not self.last:
             return
         has_made = self.has_made
+        may_undo = self.before.is_attribute if self._keeps_first_use else self._may_undo
         self.last = self.before.changes()
         for path, change in self.last.items():
             known = self._paths[path]
@@ -399,7 +418,7 @@ class PutBack:
                 self.outcome[path] = nbytes, "new"
                 continue
             self.volatile.add(path)
-            if not self.before.is_attribute(change):
+            if not may_undo(change):
                 continue
             value = change.was
             if has_made and known.is_of_runs and known.runs:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -316,7 +316,12 @@ class CUDAGraphWrapper:
         refuse_forbidden_capture(f"the {self.runtime_mode} graph for {context.descriptor}")
         if scope is not None and not scope.is_open:
             if context.descriptor not in self.entries:
-                raise self._missing(context.descriptor)
+                raise SealedError(
+                    f"no {self.runtime_mode} graph for {context.descriptor}, and the runner is "
+                    "sealed",
+                    remedy="Add the size to cudagraph_capture_sizes, or capture again in a new "
+                    "session.",
+                )
             raise SealedError(
                 f"the {self.runtime_mode} graph for {context.descriptor} was captured again by a "
                 "later session",
@@ -356,6 +361,7 @@ class CUDAGraphWrapper:
         scope = context.scope
         self._refuse(context, args)
         backend = self.backend
+        pool = self._pool_of(scope)
         plain = context.metadata
         watched = WatchedMetadata(plain, backend.is_capturing)
         # as in a replay
@@ -367,7 +373,6 @@ class CUDAGraphWrapper:
                     self._warm_up(args, kwargs)
             # else the graph would read what a warm-up derived
             context.derived.clear()
-            pool = self._pool_of(scope)
             start = time.perf_counter()
             try:
                 if scope is None:
@@ -377,31 +382,10 @@ class CUDAGraphWrapper:
                 context.metadata = plain
             seconds = time.perf_counter() - start
             context.derived.clear()  # they are on graph memory
-        roots = {"model": self.runnable, "args": args, "kwargs": kwargs}
-        pooled: list[Tensor] = []
-        renewable: set[int] = set()
-
-        @cache
-        def own() -> set[int]:
-            found = Fingerprint.of(roots, backend.device)
-            return set(map(id, found.tensors))
-
-        def unheld(tensor: Tensor) -> Tensor:
-            in_pool = backend.in_pool(tensor, pool)
-            is_plain = type(tensor) is Tensor
-            if not in_pool and (not is_plain or id(tensor) in own()):
-                return tensor
-            if in_pool and self.options.borrow_outputs:
-                tensor = backend.borrow(tensor)
-            mine = tensor.detach()
-            renewable.add(id(mine))
-            if in_pool:
-                pooled.append(mine)
-            return mine
-
         # outputs can be used in either mode
         with torch.inference_mode(False):
-            output = tree_map_only(Tensor, unheld, recorded.output)
+            roots = {"model": self.runnable, "args": args, "kwargs": kwargs}
+            output, renewable, pooled = self._outputs_of(recorded, pool, roots)
             slots = {}
             for i, slot in recorded.slots.items():
                 slots[i] = backend.borrow(slot) if backend.in_pool(slot, pool) else slot
@@ -427,6 +411,38 @@ class CUDAGraphWrapper:
             scope.wrappers.append(self)
         return entry, recorded.output
 
+    def _outputs_of(
+        self,
+        recorded: Recorded,
+        pool: Any,
+        roots: Mapping[str, Any],
+    ) -> tuple[Any, set[int], list[Tensor]]:
+        """On graph memory; the ids of tensors that each call returns as new objects; those in the
+        pool.
+        """
+        backend = self.backend
+        renewable = set[int]()
+        pooled = list[Tensor]()
+
+        @cache
+        def ids_of_model() -> set[int]:
+            record = Fingerprint.of(roots, backend.device)
+            return set(map(id, record.tensors))
+
+        def taken(tensor: Tensor) -> Tensor:
+            in_pool = backend.in_pool(tensor, pool)
+            if not in_pool and (type(tensor) is not Tensor or id(tensor) in ids_of_model()):
+                return tensor
+            if in_pool and self.options.borrow_outputs:
+                tensor = backend.borrow(tensor)
+            made = tensor.detach()
+            renewable.add(id(made))
+            if in_pool:
+                pooled.append(made)
+            return made
+
+        return tree_map_only(Tensor, taken, recorded.output), renewable, pooled
+
     def _address_check(self, scope: CaptureScope | None) -> AddressPolicy:
         if scope is None:
             return self.options.address_check
@@ -444,12 +460,6 @@ class CUDAGraphWrapper:
         if self._own_pool is None:
             self._own_pool = self.backend.new_pool()
         return self._own_pool
-
-    def _missing(self, descriptor: BatchDescriptor) -> SealedError:
-        return SealedError(
-            f"no {self.runtime_mode} graph for {descriptor}, and the runner is sealed",
-            remedy="Add the size to cudagraph_capture_sizes, or capture again in a new session.",
-        )
 
 
 def _argument(args: Args, i: int) -> str:

@@ -36,7 +36,7 @@ def never(*_: object) -> bool:
     return False
 
 
-def alike(values: Values) -> Callable[..., bool]:
+def guard_like(values: Values) -> Callable[..., bool]:
     """Whether tensors equal these in all but numbers and addresses."""
     if TensorGuards is None:
         return never

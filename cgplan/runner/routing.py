@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 from cgplan.buffers.batch import Batch
 from cgplan.errors import DispatchMissError, InputError
@@ -79,11 +80,7 @@ class BatchRouter:
         self._reason_against = reason_against
         self._captured = CudagraphDispatcher(plan)
         self._wanted = None if wanted is None else CudagraphDispatcher(wanted)
-        self._planned = self._captured
-        if self._wanted is not None and planned is wanted:
-            self._planned = self._wanted
-        elif planned.keys != plan.keys:
-            self._planned = CudagraphDispatcher(planned)
+        self._asked = planned
 
     def staged(
         self,
@@ -123,7 +120,11 @@ class BatchRouter:
         raise InputError(f"{holds}, asked for {num_tokens}", remedy=remedy)
 
     def route(
-        self, batch: Batch, uniform_decode: bool | None, num_active_loras: int, invalid_modes: Modes
+        self,
+        batch: Batch,
+        uniform_decode: bool | None = None,
+        num_active_loras: int = 0,
+        invalid_modes: Modes = None,
     ) -> RoutedBatch:
         q = self._plan.query_len
         reqs = batch.num_reqs
@@ -167,6 +168,10 @@ class BatchRouter:
         if wanted == answer or (wanted is not None and wanted[0] is CUDAGraphMode.NONE):
             wanted = None
         return RoutedBatch(batch, uniform, num_active_loras, invalid_modes, *answer, wanted)
+
+    @cached_property
+    def _planned(self) -> CudagraphDispatcher:
+        return CudagraphDispatcher(self._asked)
 
     def reason_for_none(self, route: RoutedBatch, on_miss: str) -> MissReason:
         """Raises DispatchMissError where ``on_miss`` is ``error``."""

@@ -31,7 +31,7 @@ from cgplan.planning.dispatcher import Modes, set_of_modes
 from cgplan.reports.layout import describe_sizes
 from cgplan.reports.records import AuditReport, CaptureReport, ReplanReport, VerifyRecord
 from cgplan.runner.launcher import Launcher
-from cgplan.runner.prepared import PreparedCall, Values, alike
+from cgplan.runner.prepared import PreparedCall, Values, guard_like
 from cgplan.runner.replan import Replanner
 from cgplan.runner.routing import BatchRouter, RoutedBatch
 from cgplan.runner.staging import StagedBuffers
@@ -61,7 +61,7 @@ class GraphRunner:
 
     Attributes:
         stats: What calls were answered with.
-        graphs: For other parts of cgplan; ``recapture`` replaces it.
+        graphs, router: For other parts of cgplan; ``recapture`` replaces them.
     """
 
     graphs: ModelGraphs
@@ -117,7 +117,7 @@ class GraphRunner:
         captured = self._captured
         plan = self.plan
         self.stats.plan = plan
-        self._router = BatchRouter(
+        self.router = BatchRouter(
             plan,
             self.graphs.most_tokens,
             captured.wanted if captured.is_lazy else None,
@@ -235,7 +235,7 @@ class GraphRunner:
                 call, values = self._look_up(inputs, flags, key)
             # another layout, or inference mode
             elif call is self._last and not known:
-                call.is_alike = alike(values)
+                call.is_alike = guard_like(values)
             self._last = call
             self._launcher.launch(call, values, known)
             output = call.output()
@@ -283,7 +283,7 @@ class GraphRunner:
         call = self._new_call(route, values)
         if key is not None and not self._awaits_capture(route):
             call.flags = flags
-            call.is_alike = alike(values)
+            call.is_alike = guard_like(values)
             _keep(self._calls, key, call)
         return call, values
 
@@ -302,7 +302,7 @@ class GraphRunner:
         reason = None
         mode = route.mode
         if mode is CUDAGraphMode.NONE:
-            reason = self._router.reason_for_none(route, self.config.compilation.on_miss)
+            reason = self.router.reason_for_none(route, self.config.compilation.on_miss)
         logger.debug(
             "%s: %s runs as %s %s", self._name, route.batch, mode, reason or route.descriptor
         )
@@ -431,8 +431,8 @@ class GraphRunner:
         self._refuse_sizes()
         counts_reqs = "num_reqs" in self._reader.symbols
         flags = counts[2:]
-        batch = self._router.staged(num_tokens, num_reqs, uniform_decode, counts_reqs=counts_reqs)
-        route = self._router.route(batch, *flags)
+        batch = self.router.staged(num_tokens, num_reqs, uniform_decode, counts_reqs=counts_reqs)
+        route = self.router.route(batch, *flags)
         # not inside another block
         if self._may_capture(route) and self._use.acquire(False):
             self._use.thread = get_ident()
@@ -440,7 +440,7 @@ class GraphRunner:
                 self._capture_for(route)
             finally:
                 self._use.release()
-            route = self._router.route(batch, *flags)
+            route = self.router.route(batch, *flags)
         staged = StagedBuffers(self._launcher, self._new_call(route, None))
         self._handed.add(staged)
         if not self._awaits_capture(route):
@@ -459,7 +459,7 @@ class GraphRunner:
         """
         self._check_open()
         batch = Batch(operator.index(num_tokens), None, sizes)
-        route = self._router.route(batch, uniform_decode, num_active_loras, None)
+        route = self.router.route(batch, uniform_decode, num_active_loras, None)
         wanted = route.wanted if self._may_capture(route) else None
         mode, descriptor = wanted or (route.mode, route.descriptor)
         return None if mode is CUDAGraphMode.NONE else descriptor.num_tokens
@@ -479,20 +479,18 @@ class GraphRunner:
             graphs = self.graphs
             self._launcher.take_stream()
             values: Values = self._pick(inputs)
-            batch = route.batch
             key = route.descriptor
             if route.mode is CUDAGraphMode.NONE or not padded:
                 return graphs.run_unpadded(route.unpadded, values)
+            call = self._new_call(route, values)
+            call.copy_in(values, self._launcher.stream(), False)
             copier = self._copier(key.sizes)
-            reqs = graphs.padded_reqs(key)
-            copy = copier.prepare(batch.num_tokens, batch.num_reqs or 0, key.num_tokens, reqs)
-            copy.path(values)(values, self._launcher.stream(), False)
             before = copier.buffers.versions()
             try:
                 output = graphs.run_eager(key, graphs.views(key))
             finally:
                 copier.note_writes(before)
-            return graphs.outputs.cut(output, batch)
+            return graphs.outputs.cut(output, route.batch)
 
     def verify(
         self,
@@ -525,7 +523,7 @@ class GraphRunner:
     ) -> RoutedBatch:
         """Dispatch a batch; nothing runs. Arguments and errors as for a call."""
         self._check_open()
-        return self._router.route(
+        return self.router.route(
             self._reader.read(inputs), uniform_decode, num_active_loras, invalid_modes
         )
 
@@ -539,7 +537,7 @@ class GraphRunner:
         """
         self._check_open()
         self._refuse_sizes()
-        self._router.check_size(num_tokens)
+        self.router.check_size(num_tokens)
         most = min(num_tokens, self.plan.max_num_seqs)
         reqs = most if num_reqs is None else num_reqs
         if not 0 < reqs <= most:

@@ -233,7 +233,7 @@ def test_a_capture_that_fails_without_a_warm_up_has_one(backend: GraphBackend) -
 def test_what_a_failed_capture_leaves_is_refused(backend: GraphBackend, keeps: str) -> None:
     with pytest.raises(CaptureError, match="without a warm-up") as caught:
         open_runner(backend, Tuned(keeps).eval())
-    assert "Make the model anew" in caught.value.remedy
+    assert "Build the model again" in caught.value.remedy
     assert "cudagraph_num_of_warmups: 1" in caught.value.remedy
     again = Tuned(keeps).eval()
     runner = open_runner(backend, again, cudagraph_num_of_warmups=1)

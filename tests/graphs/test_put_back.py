@@ -355,3 +355,68 @@ def test_a_buffer_that_a_capture_filled_on_first_use_keeps_its_numbers() -> None
         }
         assert runner(x=torch.ones(3, 2)).tolist() == [[7, 8]] * 3
     assert model.table.tolist() == [7, 8]
+
+
+class Keeps(nn.Module):
+    """Keeps what it computes from the first batch of a size."""
+
+    def __init__(self, kept: Any) -> None:
+        super().__init__()
+        self.kept = kept
+
+    def forward(self, x: Tensor) -> Tensor:
+        name = str(x.shape[0])
+        if name not in self.kept:
+            self.kept[name] = nn.Parameter(x * 2)
+        return x + self.kept[name]
+
+
+@pytest.mark.parametrize("mode", ["FULL", "AUTO"])
+@pytest.mark.parametrize("kind", [dict, nn.ParameterDict])
+def test_a_refused_capture_leaves_nothing_of_its_padding_in_dicts(mode: str, kind: Any) -> None:
+    model = Keeps(kind()).eval()
+    inputs = {"x": Input(shape=("num_tokens", 2), dtype="float32", pad=0)}
+    compilation = {"cudagraph_capture_sizes": [2, 4], "cudagraph_mode": mode}
+    if mode == "FULL":
+        with pytest.raises(cgplan.CaptureError, match=r"on first use") as refused:
+            cgplan.capture(model, inputs, compilation=compilation, device="cpu")
+        assert "anew" not in (refused.value.remedy or "")
+    else:
+        cgplan.capture(model, inputs, compilation=compilation, device="cpu").close()
+    assert not list(model.kept)
+    assert model(torch.ones(4, 2)).tolist() == [[3, 3]] * 4
+
+
+def test_a_capture_in_service_that_is_refused_leaves_nothing_of_its_batch_in_dicts() -> None:
+    model = Keeps({}).eval()
+    inputs = {"x": Input(shape=("num_tokens", 2), dtype="float32", pad=0)}
+    compilation = {"cudagraph_capture_sizes": [2, 4], "capture_policy": "lazy"}
+    with closing(cgplan.capture(model, inputs, compilation=compilation, device="cpu")) as runner:
+        assert runner(x=torch.ones(3, 2)).tolist() == [[3, 3]] * 3
+        assert list(model.kept) == ["3"]
+
+
+class CountsSmall(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[0] <= 4:
+            self.count.add_(1)
+        return x * 2
+
+
+@pytest.mark.parametrize("warm_ups", ["auto", 1])
+def test_state_that_only_smaller_sizes_write_is_put_back(warm_ups: Any) -> None:
+    model = CountsSmall().eval()
+    inputs = {"x": Input(shape=("num_tokens", 2), dtype="float32", pad=0)}
+    compilation = {
+        "cudagraph_capture_sizes": [2, 4, 8, 16],
+        "cudagraph_num_of_warmups": warm_ups,
+    }
+    with closing(cgplan.capture(model, inputs, compilation=compilation, device="cpu")) as runner:
+        assert model.count == 0
+        runner(x=torch.ones(3, 2))
+        runner(x=torch.ones(7, 2))
+        assert model.count == 1
