@@ -313,6 +313,8 @@ class CaptureWatch(Protocol):
 
     def forget(self, graph: Any) -> None: ...
 
+    def name_modules(self) -> None: ...
+
 
 watches: weakref.WeakSet[CaptureWatch] = weakref.WeakSet()
 

@@ -56,10 +56,14 @@ def blamed_line(raised: TracebackType | None = None) -> str:
         name = frame.f_code.co_filename
         if name.startswith("<eval_with_key>"):
             places += _traced_from(frame, line)
-        elif not name.startswith(_MACHINERY):
+        elif not name.startswith(_MACHINERY) and not _is_of_inductor(frame):
             places.append((name, line))
             break
     return users_line(places)
+
+
+def _is_of_inductor(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__")).startswith("torch._inductor")
 
 
 def _traced_from(frame: FrameType, line: int) -> list[tuple[str, int]]:

@@ -321,7 +321,7 @@ class CudaBackend(GraphBackend):
             for block in segment["blocks"]:
                 start = block["address"]
                 end = start + block["size"]
-                is_free = block["state"] == "inactive"
+                is_free = block["state"] != "active_allocated"
                 places = []
                 for frame in block.get("frames") or ():
                     places.append((frame["filename"], frame["line"]))

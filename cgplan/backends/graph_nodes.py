@@ -126,7 +126,7 @@ def cuda_driver() -> Any:
     except ImportError:
         raise BackendError(
             "graphs' nodes are read with cuda-bindings, which is not installed",
-            remedy="pip install cuda-bindings",
+            remedy="pip install 'cgplan[audit]'",
         ) from None
     error, version = driver.cuDriverGetVersion()
     if int(error) or version < 12040 or not hasattr(driver, "cuFuncGetParamInfo"):

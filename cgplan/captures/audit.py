@@ -15,6 +15,7 @@ from typing import Any, Generic, NamedTuple, TypeVar, get_args
 import numpy as np
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from cgplan.backends import GraphBackend
 from cgplan.backends.graph_nodes import Block, GraphNodes, Launch
@@ -387,7 +388,9 @@ class Owners:
         detail += was
         if block.line:
             detail += f", allocated at {block.line}"
-        if block.is_free or (in_pool and not is_held):
+        # what a tape's graph reads is not freed
+        by_graphs = self._backend.is_tape and in_pool and not is_held
+        if block.is_free or by_graphs:
             return Owner("free block", detail + _UNHELD)
         if not is_held:
             return Owner("library", "memory that no Python object holds")
@@ -453,6 +456,8 @@ def _state(graphs: ModelGraphs) -> Iterator[tuple[int, int, Owner]]:
 
 
 def span_of(tensor: Tensor) -> tuple[int, int] | None:
+    if isinstance(tensor, FakeTensor):
+        return None
     try:
         storage = tensor.untyped_storage()
         start = storage.data_ptr()

@@ -3,6 +3,11 @@
 Note [Kept graphs]
     Nodes can be read while a graph's `cudaGraph_t` lives. Inside a watch `torch.cuda.CUDAGraph`
     keeps it, and instantiates the graph at the end of its capture, as it does without.
+
+Note [Modules of the process]
+    The collector tells them. A hook of torch.nn would be traced by Dynamo. Frozen objects are
+    hidden from it, so modules get their names before `gc.freeze()`, which engines call around
+    their captures.
 """
 
 from __future__ import annotations
@@ -19,7 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.modules import module as module_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from cgplan.backends import GraphBackend, select_backend
 from cgplan.backends.backend import forget_capture, note_capture, watches
@@ -49,11 +54,18 @@ _SHARE = 20  # of the time between two records of the places of weights
 Memory = tuple[int, int]  # from its start to before its end
 
 
-class Places(NamedTuple):
+class _Place(NamedTuple):
+    memory: Memory
+    storage: StorageWeakRef
+
+
+class Places:
     """Where tensors lie at one moment, by path and by memory."""
 
-    by_path: dict[str, Memory]
-    by_memory: Stretches[str]
+    def __init__(self, by_path: dict[str, _Place]) -> None:
+        self.by_path = by_path
+        rows = [(*place.memory, path) for path, place in by_path.items()]
+        self.by_memory = Stretches[str](rows)
 
     @classmethod
     def of(
@@ -61,13 +73,34 @@ class Places(NamedTuple):
         roots: Mapping[str, Any],
         device: torch.device,
     ) -> Places:
-        by_path = dict[str, Memory]()
+        found = dict[str, _Place]()
         for place in Fingerprint.of(roots, device).of_tensors:
             memory = span_of(place.value)
             if memory is not None:
-                by_path[place.path] = memory
-        rows = [(start, end, path) for path, (start, end) in by_path.items()]
-        return cls(by_path, Stretches(rows))
+                storage = place.value.untyped_storage()
+                found[place.path] = _Place(memory, StorageWeakRef(storage))
+        return cls(found)
+
+    def living(self) -> Places:
+        """Without those whose memory was freed since."""
+        found = dict[str, _Place]()
+        for path, place in self.by_path.items():
+            if not place.storage.expired():
+                found[path] = place
+        return self if len(found) == len(self.by_path) else Places(found)
+
+    def is_stale(
+        self,
+        path: str,
+        now: Places,
+    ) -> bool:
+        """Whether the path lies elsewhere now, or is gone with its memory."""
+        before = self.by_path[path]
+        found = now.by_path.get(path)
+        if found is not None:
+            return found.memory != before.memory
+        is_freed: bool = before.storage.expired()
+        return is_freed
 
 
 @dataclass(eq=False)
@@ -105,7 +138,7 @@ class GraphWatch:
         self.operators = operators
         self._graphs = list[WatchedGraph]()
         self._count = 0
-        self._modules = weakref.WeakSet[nn.Module]()
+        self._names = weakref.WeakKeyDictionary[nn.Module, str]()
         self._before = weakref.WeakSet[Any]()
         self._known = set[tuple[str, str]]()
         self._places: Places | None = None
@@ -114,18 +147,8 @@ class GraphWatch:
         self._closing = ExitStack()
         self._backend: GraphBackend | None = None
         for item in gc.get_objects():
-            kind = type(item)
-            if issubclass(kind, nn.Module):
-                self._modules.add(item)
-            elif issubclass(kind, torch.cuda.CUDAGraph):
+            if issubclass(type(item), torch.cuda.CUDAGraph):
                 self._before.add(item)
-        for register in (
-            module_hooks.register_module_module_registration_hook,
-            module_hooks.register_module_parameter_registration_hook,
-            module_hooks.register_module_buffer_registration_hook,
-        ):
-            handle = register(self._note_module)
-            self._closing.callback(handle.remove)
         self._closing.enter_context(_hooks())
         watches.add(self)
 
@@ -142,14 +165,6 @@ class GraphWatch:
         """Watch no further captures. Graphs of before can be checked."""
         watches.discard(self)
         self._closing.close()
-
-    def _note_module(
-        self,
-        module: nn.Module,
-        name: str,  # noqa: ARG002
-        part: Any,  # noqa: ARG002
-    ) -> None:
-        self._modules.add(module)
 
     def note(
         self,
@@ -179,24 +194,37 @@ class GraphWatch:
             self._places = self._places_now()
             self._taken = time.perf_counter()
             self._cost = self._taken - now
+        self._places = self._places.living()
         return self._places
 
     def _places_now(self) -> Places:
-        roots = self._roots or dict(self._root_modules())
+        roots = self._roots
+        if not roots:
+            self.name_modules()
+            # the first ones first: what wraps them later gives no other paths
+            roots = {name: module for module, name in self._names.items()}
         return Places.of(roots, _device())
 
-    def _root_modules(self) -> Iterator[tuple[str, nn.Module]]:
-        modules = list(self._modules)
+    def name_modules(self) -> None:
+        """Give those a name that no other one holds."""
+        modules = list[nn.Module]()
         inner = set[int]()
+        for item in gc.get_objects():
+            if issubclass(type(item), nn.Module):
+                modules.append(item)
+                inner.update(map(id, vars(item).get("_modules", {}).values()))
+        taken = set(self._names.values())
         for module in modules:
-            inner.update(map(id, vars(module).get("_modules", {}).values()))
-        names = Counter[str]()
-        for module in modules:
-            if id(module) not in inner:
-                name = type(module).__name__
-                names[name] += 1
-                number = names[name]
-                yield (name if number == 1 else f"{name}_{number}"), module
+            if id(module) in inner or module in self._names:
+                continue
+            kind = type(module).__name__
+            name = kind
+            number = 1
+            while name in taken:
+                number += 1
+                name = f"{kind}_{number}"
+            taken.add(name)
+            self._names[module] = name
 
     def _backend_of_graphs(self) -> GraphBackend:
         is_of_torch = False
@@ -249,17 +277,17 @@ class GraphWatch:
         read = time.perf_counter()
         places = self._places_now()
         at_capture = dict[int, str]()
-        for watched in living:
-            for path, (first, _) in watched.places.by_path.items():
-                at_capture[first] = path
+        for known in dict.fromkeys(watched.places for watched in living):
+            for path, place in known.by_path.items():
+                at_capture[place.memory[0]] = path
 
         def is_own_pool(pool: Any) -> bool:
             handles = getattr(pool, "handles", (pool,))
             return any(handle in pools for handle in handles)
 
         state = list[tuple[int, int, Owner]]()
-        for path, (first, end) in places.by_path.items():
-            state.append((first, end, Owner("state", path)))
+        for path, place in places.by_path.items():
+            state.append((*place.memory, Owner("state", path)))
         owners = Owners(
             backend,
             captured,
@@ -290,12 +318,16 @@ class GraphWatch:
         unwatched = len(self._before)
         if unwatched:
             notes.append(f"{counted(unwatched, 'graph')} from before the watch: not looked at")
+        gone = self._count - len(living)
+        if gone:
+            notes.append(f"{counted(gone, 'graph')} captured and gone: check while they live")
         return WatchReport(
             environment=describe_environment(backend, ""),
             graphs=tuple(records),
             owners=owner_records(counts.values()),
             stale=tuple(stale),
             unwatched=unwatched,
+            gone=gone,
             read_seconds=read - start,
             classify_seconds=time.perf_counter() - read,
             notes=tuple(notes),
@@ -355,13 +387,21 @@ def _hooks() -> Iterator[None]:
         forget_capture(graph)
         by_torch["reset"](graph)
 
-    with replaced(
+    by_python = gc.freeze
+
+    def freeze() -> None:
+        for watch in list(watches):
+            watch.name_modules()
+        by_python()
+
+    of_graphs = replaced(
         graphs,
         __init__=init,
         capture_begin=capture_begin,
         capture_end=capture_end,
         reset=reset,
-    ):
+    )
+    with of_graphs, replaced(gc, freeze=freeze):
         yield
 
 
@@ -397,7 +437,9 @@ def _sorted_out(
             continue
         watched: WatchedGraph = word.graph.key
         path = watched.places.by_memory.find(word.address)
-        moved = path is not None and places.by_path.get(path) != watched.places.by_path[path]
+        moved = False
+        if path is not None and owner.kind != "graph pool":
+            moved = watched.places.is_stale(path, places)
         name = owner.name if path is None else re.sub(r"\d+", "*", path)
         pointers[name] += 1
         if moved or owner.kind in PROBLEMS:

@@ -37,10 +37,10 @@ def run_watch(
         found = list[tuple[str, WatchReport]]()
         for file in sorted(Path(folder).glob("*.json")):
             report = load_report(file)
-            if isinstance(report, WatchReport) and (report.graphs or report.unwatched):
+            if isinstance(report, WatchReport) and report.has_seen:
                 found.append((file.stem, report))
     if not found:
-        note("cgplan watch: no process had a graph of torch.cuda.CUDAGraph when it ended.")
+        note("cgplan watch: no process captured a graph by torch.cuda.CUDAGraph.")
     found.sort(key=lambda item: -len(item[1].graphs))
     stale = 0
     for index, (process, report) in enumerate(found):

@@ -306,6 +306,11 @@ class WatchReport(PointerReport):
     graphs: tuple[WatchedRecord, ...]  # in capture order
     stale: tuple[StaleRecord, ...]
     unwatched: int
+    gone: int = 0
+
+    @property
+    def has_seen(self) -> bool:
+        return bool(self.graphs or self.unwatched or self.gone)
 
 
 class CaptureReport(SavedReport):

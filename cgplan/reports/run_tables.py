@@ -638,7 +638,7 @@ def _watch(report: WatchReport) -> RenderableType:
     nodes = sum(graph.nodes for graph in report.graphs)
     words = _words(report.graphs)
     captured = counted(len(report.graphs), "graph")
-    said = f"No graph was captured{' that the watch sees' if report.unwatched else ''}."
+    said = "No graph lives that the watch saw."
     if report.graphs and not report.stale:
         said = f"All pointers are live: {words:,} in {nodes:,} nodes of {captured}."
     elif report.graphs:

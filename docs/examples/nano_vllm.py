@@ -125,6 +125,17 @@ def random_weights(model, path):  # noqa: ARG001
             parameter.data.add_(1)
 
 
+def reload(model, watch):
+    """Print what a watch sees of the graphs, and of a reload that puts new tensors in place of the weights."""
+    report = watch.baseline()
+    pointers = sum(graph.words for graph in report.graphs)
+    print(f"{len(report.graphs)} graphs, {pointers} pointers, {sum(found.pointers for found in report.stale)} stale")
+    weights = {name: weight.clone() for name, weight in model.state_dict().items()}
+    model.load_state_dict(weights, assign=True)
+    gc.collect()
+    print(watch.changed())
+
+
 def serve(runner_class, config_class, scheduler_class, sequence_class, sampling, options, folder):
     """Serve all requests: tokens by request, seconds of the captures, and lists of microseconds: of decode steps, and
     of the host in preparing and calling them.
@@ -148,6 +159,7 @@ def serve(runner_class, config_class, scheduler_class, sequence_class, sampling,
         setattr(runner_class, name, call)
         return lambda: setattr(runner_class, name, function)
 
+    watch = cgplan.watch() if options.watch else None
     prepared, called = [], []
     undo = [timed("capture_cudagraph", seconds), timed("prepare_decode", prepared), timed("run_model", called)]
     runner = runner_class(config, 0, [])
@@ -169,6 +181,9 @@ def serve(runner_class, config_class, scheduler_class, sequence_class, sampling,
         scheduler.postprocess(seqs, tokens, is_prefill)
     for each in undo:
         each()
+    if watch is not None:
+        reload(runner.model, watch)
+        watch.close()
     runner.exit()
     del runner
     gc.collect()  # its KV cache
@@ -182,6 +197,7 @@ def main():
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--seqs", type=int, default=64, help="max_num_seqs")
     parser.add_argument("--layers", type=int, default=28)
+    parser.add_argument("--watch", action="store_true", help="check the graphs' pointers behind each run and a reload")
     options = parser.parse_args()
     if not Path(options.checkout, "nanovllm").is_dir():
         parser.error(f"{options.checkout} is not a checkout of nano-vllm")

@@ -45,19 +45,21 @@ def _watch() -> None:
         return
     watch = cgplan.watch(operators=True)
 
-    def write() -> str:
+    def tell(*, prints: bool) -> None:
         folder = Path(os.environ["CGPLAN_WATCH"])
         try:
             report = watch.check()
-        except cgplan.CgplanError as error:
-            return f"error: {error}"
+        except Exception as error:
+            print(f"cgplan watch: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            return
         (folder / f"{os.getpid()}.json").write_text(report.model_dump_json(), encoding="utf-8")
-        return render_text(report)
+        if prints:
+            print(render_text(report), file=sys.stderr, flush=True)
 
     def show(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
-        print(write(), file=sys.stderr, flush=True)
+        tell(prints=True)
 
-    atexit.register(write)
+    atexit.register(tell, prints=False)
     with suppress(ValueError):  # torch was imported by another thread
         signal.signal(signal.SIGUSR1, show)
 
