@@ -2,8 +2,8 @@
 
     python docs/measure/watch.py [--graphs 100] [--nodes 1000] [--zoo bert,t5,...]
 
-First graphs of a chain of small kernels, by ``torch.cuda.graph``, with and without a watch, each row in a process of its
-own: seconds of the captures, memory of the process and of the device, microseconds of a replay, and the seconds of
+First graphs of a chain of small kernels, by ``torch.cuda.graph``, with and without a watch, each row in its own
+process: seconds of the captures, memory of the process and of the device, microseconds of a replay, and the seconds of
 ``check``. Then models of zoo.yaml, each captured by ``torch.cuda.graph`` and by reduce-overhead under a watch: all
 pointers must be live. Needs a GPU.
 """
