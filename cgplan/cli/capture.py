@@ -36,13 +36,14 @@ from cgplan.distributed import (
 )
 from cgplan.errors import CaptureError, PlanMismatchError
 from cgplan.measure.bench import bench, call_examples
+from cgplan.measure.doctor import check_up
 from cgplan.models.loading import load_model
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning import Plan
 from cgplan.planning.difference import fitted, unused_settings
 from cgplan.planning.plan import PlanChange, budget_of
 from cgplan.reports import AuditReport, Report
-from cgplan.runner.auto import check_up, choose_mode
+from cgplan.runner.auto import choose_mode
 from cgplan.runner.runner import GraphRunner
 from cgplan.runner.session import CaptureSession
 from cgplan.units import format_bytes, format_seconds

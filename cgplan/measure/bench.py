@@ -85,12 +85,12 @@ def bench(
         capture=report,
         repeats=runner.config.report.repeats,
         records=tuple(records),
-        floor=_floor(runner),
+        floor=floor_of(runner),
         peers=peers,
     )
 
 
-def _floor(runner: GraphRunner) -> FloorRecord | None:
+def floor_of(runner: GraphRunner) -> FloorRecord | None:
     """None on the tape, and without memory for a copy."""
     backend = runner.backend
     free = backend.memory().free

@@ -302,7 +302,7 @@ def _of_bench(report: BenchReport) -> Iterator[Section]:
         drawn = chart("lines", "Time of each call", "tokens", "graph median", "replay median")
         about = "Time of each: the runner's call, and the graph alone."
         yield Section(title, about, source, waiting, [drawn])
-    least = floor(report)
+    least = floor(report, report.records, "replay_queued.median")
     if least:
         about = "Reading the weights, and the gaps between kernels."
         yield Section("What a replay cannot be faster than", about, source, least, [])

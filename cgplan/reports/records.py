@@ -518,6 +518,7 @@ class DoctorReport(SavedReport):
     capture: CaptureReport
     rows: tuple[CoverageRecord, ...]
     outside: dict[str, int]
+    floor: FloorRecord | None = None
 
 
 Way = Literal["proposed", "exchanged", "new generation", "new buffers"]

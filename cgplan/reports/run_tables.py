@@ -44,6 +44,7 @@ from cgplan.reports.records import (
     CaptureReport,
     DoctorReport,
     Environment,
+    FloorRecord,
     OwnerRecord,
     RankRecord,
     SplitRecord,
@@ -379,7 +380,7 @@ def _bench(report: BenchReport) -> RenderableType:
         return stacked(head, Text(nothing))
     waiting = queued(report)
     title = "Calls that follow one another without waiting, time of each"
-    least = floor(report)
+    least = floor(report, report.records, "replay_queued.median")
     return stacked(
         head,
         _ranks(report.capture.ranks),
@@ -401,11 +402,7 @@ def _bench_rows(report: BenchReport) -> Iterator[Fact]:
     adapters = {r.descriptor.num_active_loras for r in report.records if r.descriptor.has_lora}
     if adapters:
         yield "LoRA", f"graphs for {', '.join(map(str, sorted(adapters)))} active adapters"
-    if report.floor:
-        rate = format_bytes(round(1e6 * report.floor.bytes_per_us))
-        read = format_bytes(report.floor.weight_bytes)
-        each = format_microseconds(report.floor.kernel_us)
-        yield "floor", f"{read} of weights at {rate}/s, {each} for each kernel, both measured"
+    yield from _floor_rows(report.floor)
     if report.repeats < 100:
         yield "note", f"of {report.repeats} calls, p99 is close to the slowest one"
     slower = ", ".join(str(record.num_tokens) for record in report.records if record.is_slower)
@@ -459,35 +456,51 @@ def queued(report: BenchReport) -> Grid | None:
     )
 
 
-def floor(report: BenchReport) -> Grid | None:
+def _floor_rows(found: FloorRecord | None) -> Iterator[Fact]:
+    if found is not None:
+        rate = format_bytes(round(1e6 * found.bytes_per_us))
+        read = format_bytes(found.weight_bytes)
+        each = format_microseconds(found.kernel_us)
+        yield "floor", f"{read} of weights at {rate}/s, {each} for each kernel, both measured"
+
+
+def floor(
+    report: BenchReport | DoctorReport,
+    rows: Iterable[Any],
+    replay: str,
+) -> Grid | None:
+    """``replay`` is the field with its median time."""
     found = report.floor
-    if found is None:
+    time = Microseconds("replay", replay)
+    timed = [row for row in rows if time.of(row) is not None]
+    if found is None or not timed:
         return None
     nodes = dict[Key, int | None]()
     for graph in report.capture.records:
         nodes[graph.key] = graph.nodes
     weights = found.weights_us
 
-    def kernels(record: BenchRecord) -> float | None:
-        count = nodes.get(record.key)
+    def gaps(row: Any) -> float | None:
+        count = nodes.get(row.key)
         if count is None:
             return None
         return count * found.kernel_us
 
-    def rest(record: BenchRecord) -> float | None:
-        gaps = kernels(record)
-        if record.replay_queued is None or gaps is None:
+    def rest(row: Any) -> float | None:
+        between = gaps(row)
+        if between is None:
             return None
-        left = record.replay_queued.median - weights - gaps
+        left: float = time.of(row) - weights - between
         return max(left, 0.0)
 
     return Grid(
-        [record for record in report.records if record.replay_queued],
-        Column("tokens", "size"),
-        Microseconds("replay, queued", "replay_queued.median"),
+        timed,
+        TextColumn("key", "lane"),
+        Column("tokens", "descriptor.size"),
+        time,
         Microseconds("weights", lambda _: weights),
-        Column("kernels", lambda record: nodes.get(record.key)),
-        Microseconds("their gaps", kernels),
+        Column("kernels", lambda row: nodes.get(row.key)),
+        Microseconds("their gaps", gaps),
         Microseconds("the rest", rest),
         short=True,
     )
@@ -570,6 +583,7 @@ def _doctor(report: DoctorReport) -> RenderableType:
     rows += labelled("note", capture.plan.notes)
     rows += labelled("warning", capture.warnings)
     rows += [("outside", f"{piece}, {count} in a step") for piece, count in report.outside.items()]
+    rows += _floor_rows(report.floor)
     head = facts("Doctor", rows)
     if not report.rows:
         nothing = "Nothing is captured: all of a step runs outside of graphs."
@@ -583,7 +597,12 @@ def _doctor(report: DoctorReport) -> RenderableType:
         Column("speed-up", lambda row: row.eager_us / row.step_us, "{:.2f}x".format),
         Column("inside graphs", "inside", "{:.0%}".format),
     )
-    return stacked(head, table)
+    least = floor(report, report.rows, "inside_us")
+    return stacked(
+        head,
+        table,
+        titled("What a replay cannot be faster than", least) if least else None,
+    )
 
 
 # --- audit ----------------------------------------------------------------------------------------

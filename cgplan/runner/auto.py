@@ -8,7 +8,6 @@ import re
 import sys
 import time
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
@@ -26,7 +25,7 @@ from cgplan.backends import GraphBackend
 from cgplan.buffers.compare import differences
 from cgplan.buffers.static import example_batch
 from cgplan.captures.failures import drop_locals
-from cgplan.captures.model_graphs import BeforeKey, ModelGraphs
+from cgplan.captures.model_graphs import BeforeKey
 from cgplan.config import CompilationConfig, Config
 from cgplan.errors import CaptureError, ConfigError, ModeError, ModelError, PlanError
 from cgplan.graphs.ambient import random_state_kept
@@ -34,7 +33,6 @@ from cgplan.modes import CUDAGraphMode, Key
 from cgplan.piecewise.split import refuse_unknown_ops
 from cgplan.planning import Plan, build_plan
 from cgplan.planning.plan import PlanChange
-from cgplan.reports.records import CoverageRecord, DoctorReport
 from cgplan.runner.replan import REPEATS, on_padding, time_on_padding
 from cgplan.runner.runner import GraphRunner
 from cgplan.runner.session import CaptureSession
@@ -265,7 +263,7 @@ def _operator_times(runner: GraphRunner) -> list[dict[str, float]]:
     if runner.backend.is_tape or compilation.compiler != "eager" or not is_whole:
         return steps  # no other way is judged by them
     with on_padding(graphs) as rehearsal:
-        for key in _timed_keys(runner):
+        for key in timed_keys(runner):
             rehearsal.look(key)
             rehearsal.put_back.restore(between_keys=True)
             rehearsal.set_context(key)
@@ -373,7 +371,7 @@ def _timed_sizes(
     return asked or {*sizes[:1], *served[-1:], *sizes[-1:]}
 
 
-def _timed_keys(runner: GraphRunner) -> list[Key]:
+def timed_keys(runner: GraphRunner) -> list[Key]:
     sizes = _timed_sizes(runner.plan, runner.config)
     return [key for key in runner.plan.keys if key[1].num_tokens in sizes]
 
@@ -383,7 +381,7 @@ def _first_difference(runner: GraphRunner) -> str | None:
     graphs = runner.graphs
     device = runner.backend.device
     with on_padding(graphs) as rehearsal:
-        for key in _timed_keys(runner):
+        for key in timed_keys(runner):
             rehearsal.look(key)
             descriptor = key[1]
             views = graphs.views(descriptor)
@@ -414,7 +412,7 @@ def _first_difference(runner: GraphRunner) -> str | None:
 def _gains(runner: GraphRunner) -> dict[int, list[float]]:
     """By tokens, of the key with the least gain."""
     found = dict[int, list[float]]()
-    times_of = time_on_padding(runner.graphs, _timed_keys(runner))
+    times_of = time_on_padding(runner.graphs, timed_keys(runner))
     for (_, descriptor), (eager, replays) in times_of.items():
         gains = sorted(map(truediv, eager, replays))
         size = descriptor.num_tokens
@@ -450,52 +448,3 @@ def _fastest(
         chosen = chosen.model_copy(update=update)
         said += f"; beyond {worth} tokens graphs bring less than 2%"
     return chosen, said
-
-
-def check_up(runner: GraphRunner) -> DoctorReport:
-    """How much of a step is inside graphs, for a few keys on padding; medians in microseconds."""
-    graphs = runner.graphs
-    rows = list[CoverageRecord]()
-    outside = Counter[str]()
-    for key, (eager, replays) in time_on_padding(graphs, _timed_keys(runner)).items():
-        entry = graphs.entry(key)
-        step = median(replays)
-        if entry is None:  # the model's own code runs between its graphs
-            continue
-        inside = step
-        if entry.eager_pieces:
-            outside.clear()
-            for piece in entry.graph.eager_pieces:
-                place = f"{piece.name}, at {piece.line}"
-                outside[place] += 1
-            inside = min(_time_inside(graphs, key, entry.segments), step)
-        rows.append(
-            CoverageRecord(
-                mode=key[0],
-                descriptor=key[1],
-                step_us=step,
-                eager_us=median(eager),
-                inside_us=inside,
-            )
-        )
-    return DoctorReport(
-        capture=runner.report,
-        rows=tuple(rows),
-        outside=dict(outside.most_common()),
-    )
-
-
-def _time_inside(
-    graphs: ModelGraphs,
-    key: Key,
-    segments: Sequence[Any],
-) -> float:
-    backend = graphs.backend
-    rounds = list[float]()
-    replays = [backend.launcher(graph) for graph in segments]
-    with on_padding(graphs) as rehearsal:
-        rehearsal.look(key)
-        for _ in range(REPEATS):
-            rehearsal.put_back.restore(between_keys=True)
-            rounds.append(sum(backend.time_calls(replay, 1)[0][0] for replay in replays))
-    return median(rounds)

@@ -1,0 +1,66 @@
+"""What of a step runs inside graphs, and what a replay cannot be faster than."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+from cgplan.captures.model_graphs import ModelGraphs
+from cgplan.measure.bench import floor_of
+from cgplan.modes import Key
+from cgplan.reports.records import CoverageRecord, DoctorReport
+from cgplan.runner.auto import timed_keys
+from cgplan.runner.replan import REPEATS, on_padding, time_on_padding
+from cgplan.runner.runner import GraphRunner
+
+
+def check_up(runner: GraphRunner) -> DoctorReport:
+    """How much of a step is inside graphs, for a few keys on padding; medians in microseconds."""
+    graphs = runner.graphs
+    rows = list[CoverageRecord]()
+    outside = Counter[str]()
+    for key, (eager, replays) in time_on_padding(graphs, timed_keys(runner)).items():
+        entry = graphs.entry(key)
+        step = median(replays)
+        if entry is None:  # the model's own code runs between its graphs
+            continue
+        inside = step
+        if entry.eager_pieces:
+            outside.clear()
+            for piece in entry.graph.eager_pieces:
+                place = f"{piece.name}, at {piece.line}"
+                outside[place] += 1
+            inside = min(_time_inside(graphs, key, entry.segments), step)
+        rows.append(
+            CoverageRecord(
+                mode=key[0],
+                descriptor=key[1],
+                step_us=step,
+                eager_us=median(eager),
+                inside_us=inside,
+            )
+        )
+    return DoctorReport(
+        capture=runner.report,
+        floor=floor_of(runner) if rows else None,
+        rows=tuple(rows),
+        outside=dict(outside.most_common()),
+    )
+
+
+def _time_inside(
+    graphs: ModelGraphs,
+    key: Key,
+    segments: Sequence[Any],
+) -> float:
+    backend = graphs.backend
+    rounds = list[float]()
+    replays = [backend.launcher(graph) for graph in segments]
+    with on_padding(graphs) as rehearsal:
+        rehearsal.look(key)
+        for _ in range(REPEATS):
+            rehearsal.put_back.restore(between_keys=True)
+            rounds.append(sum(backend.time_calls(replay, 1)[0][0] for replay in replays))
+    return median(rounds)
