@@ -431,8 +431,9 @@ def test_a_watch_names_what_was_replaced_and_nothing_that_was_written_in_place(
 
         with on_device:
             model.breaks()
-        [found] = stale_ones(watch)
-        assert found.name == bug.path
-        assert found.pointers >= 1
-        assert list(found.graphs) == captured
+        found = stale_ones(watch)  # several, where the allocator gave a part of the memory away
+        assert {part.name for part in found} == {bug.path}
+        for part in found:
+            assert part.pointers >= 1
+            assert list(part.graphs) == captured
         assert [graph.name for graph in watch.check().graphs if graph.nodes] == captured
