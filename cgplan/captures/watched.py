@@ -64,8 +64,11 @@ class Places:
 
     def __init__(self, by_path: dict[str, _Place]) -> None:
         self.by_path = by_path
-        rows = [(*place.memory, path) for path, place in by_path.items()]
-        self.by_memory = Stretches[str](rows)
+        tied = dict[Memory, list[str]]()
+        for path, place in by_path.items():
+            tied.setdefault(place.memory, []).append(path)
+        rows = [(*memory, paths) for memory, paths in tied.items()]
+        self.by_memory = Stretches[list[str]](rows)
 
     @classmethod
     def of(
@@ -436,11 +439,15 @@ def _sorted_out(
         if owner is None:
             continue
         watched: WatchedGraph = word.graph.key
-        path = watched.places.by_memory.find(word.address)
-        moved = False
-        if path is not None and owner.kind != "graph pool":
-            moved = watched.places.is_stale(path, places)
-        name = owner.name if path is None else re.sub(r"\d+", "*", path)
+        then = watched.places
+        paths = then.by_memory.find(word.address) or []
+        moved = list[str]()
+        if owner.kind != "graph pool":
+            for path in paths:
+                if then.is_stale(path, places):
+                    moved.append(path)
+        path = next(iter(moved or paths), "")
+        name = re.sub(r"\d+", "*", path) or owner.name
         pointers[name] += 1
         if moved or owner.kind in PROBLEMS:
             if launch_of(word)[1]:

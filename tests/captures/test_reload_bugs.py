@@ -248,7 +248,7 @@ class OffloadedWeights(nn.Module):
 
 
 class UntiedHead(nn.Module):
-    """A checkpoint with both weights gives each its own memory, although the head was tied."""
+    """A checkpoint with both weights gives the head its own memory, although it was tied."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -262,8 +262,8 @@ class UntiedHead(nn.Module):
 
     def breaks(self) -> None:
         loaded = weights()
-        self.embed.weight = parameter(loaded.clone())
-        self.head.weight = parameter(loaded.clone())
+        self.embed.weight.copy_(loaded)
+        self.head.weight = parameter(loaded + 1)
 
     def mends(self) -> None:
         self.embed.weight.copy_(weights())
@@ -328,7 +328,7 @@ BUGS = (
         "model.layers[*].weight",
     ),
     Bug("offloaded_weights", f"{SGLANG}/pull/23664", OffloadedWeights, "model.proj.weight"),
-    Bug("untied_head", f"{VLLM}/51665", UntiedHead, "model.embed.weight"),
+    Bug("untied_head", f"{VLLM}/51665", UntiedHead, "model.head.weight"),
     Bug(
         "dropped_input",
         f"{GITHUB}/pytorch/pytorch/pull/174649",
