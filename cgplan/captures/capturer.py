@@ -30,7 +30,7 @@ from cgplan.backends.context import refuse_forbidden_capture
 from cgplan.backends.host_sync import storages_of
 from cgplan.captures.failures import drop_locals, explain_failure, raise_caused
 from cgplan.captures.model_graphs import ModelGraphs
-from cgplan.captures.rehearsal import ANEW, Rehearsal
+from cgplan.captures.rehearsal import REBUILD_AND_WARM_UP, Rehearsal
 from cgplan.errors import CaptureError, CaptureMemoryError
 from cgplan.graphs.ambient import random_state_kept
 from cgplan.graphs.footprint import OutsideLog
@@ -134,10 +134,10 @@ class Capturer:
         self.returns_nothing = False
         self.started_again: str | None = None
         self._graphs = graphs
-        self._asked = compilation.cudagraph_num_of_warmups
+        self._asked_warm_ups = compilation.cudagraph_num_of_warmups
         # else all graphs can be freed for a new start
         self._all_warm_up = (
-            self._asked not in ("auto", 0)
+            self._asked_warm_ups not in ("auto", 0)
             or not graphs.is_alone
             or graphs.pools.is_given
             or compilation.capture_policy == "lazy"
@@ -254,7 +254,7 @@ class Capturer:
             raise CaptureError(
                 "the model keeps tensors of a capture that failed without a warm-up, which no "
                 "kernel has computed",
-                remedy=ANEW,
+                remedy=REBUILD_AND_WARM_UP,
             )
 
     # --- warm-ups ---------------------------------------------------------------------------------
@@ -262,7 +262,7 @@ class Capturer:
     def _warm_ups_of(self, rehearsal: Rehearsal, key: Key, *, in_service: bool) -> int:
         graphs = self._graphs
         facts = graphs.facts
-        asked = self._asked
+        asked = self._asked_warm_ups
         is_compiled = rehearsal.put_back.before.is_compiled or graphs.route.splitter is not None
         is_changed = facts.changes_python or bool(facts.outside)
         if (

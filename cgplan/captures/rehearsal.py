@@ -30,7 +30,7 @@ from cgplan.planning.build import DEFAULT_SPLITTING_OPS
 if TYPE_CHECKING:
     from cgplan.captures.model_graphs import ModelGraphs
 
-ANEW = "Build the model again, and set compilation.cudagraph_num_of_warmups: 1."
+REBUILD_AND_WARM_UP = "Build the model again, and set compilation.cudagraph_num_of_warmups: 1."
 _HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -308,7 +308,7 @@ class Rehearsal:
             if not self.put_back.before.is_attribute(change):
                 raise CaptureError(
                     f"{what}: the capture failed without a warm-up, and left {change}",
-                    remedy=ANEW,
+                    remedy=REBUILD_AND_WARM_UP,
                 )
 
     def refuse_value(self, mode: CUDAGraphMode) -> None:

@@ -307,7 +307,7 @@ class Calls:
         assert kind.runner is not None
         if has_objects:
             kind.take_objects(self.pool.backend.device)
-        if kind.route(sizes).wanted is None:
+        if kind.route(sizes).missing is None:
             self._remember(key, kind)
         with kind.runner.no_capture():
             return self._replay(kind, tensors, args, kwargs)
@@ -618,7 +618,7 @@ class Calls:
                 kind.close()  # it may hold a dropped cache
             batch = ", ".join(f"{name} = {size}" for name, size in sizes.items())
             reason = f"no graph serves the batch of {batch}"
-            if route.wanted is not None and is_capture_allowed():
+            if route.missing is not None and is_capture_allowed():
                 reason += f", and max_graphs={self._settings.max_graphs} leaves no room"
             return reason
         return None
@@ -637,15 +637,15 @@ class Calls:
             if kind.runner is None or kind.outgrown(sizes):
                 self._open(kind, sizes)
             runner = cast(GraphRunner, kind.runner)
-            wanted = kind.route(sizes).wanted
-            if wanted is not None and is_capture_allowed() and self._make_room(kind, wanted):
-                runner.exchange([wanted])
+            missing = kind.route(sizes).missing
+            if missing is not None and is_capture_allowed() and self._make_room(kind, missing):
+                runner.exchange([missing])
         except (CaptureError, ModelError) as error:
             return error
         finally:
             kind.batch = {}
         for failure in runner.report.failed:
-            if (failure.mode, failure.descriptor) == wanted:
+            if (failure.mode, failure.descriptor) == missing:
                 known = {"ModelError": ModelError, "OutputShapeError": OutputShapeError}
                 return known.get(failure.error, CaptureError)(failure.detail)
         if kind.forward.differs:
@@ -694,7 +694,7 @@ class Calls:
     def _make_room(
         self,
         kind: Kind,
-        wanted: Key,
+        missing: Key,
     ) -> bool:
         """Whether there are fewer than ``max_graphs``, or one less asked for can go."""
         owners = dict[_Graph, Kind]()
@@ -708,13 +708,13 @@ class Calls:
         most = self._settings.max_graphs
         if len(owners) < most:
             return True
-        asked, before = self._waiting.pop((id(kind), wanted), (0, uses))
+        asked, before = self._waiting.pop((id(kind), missing), (0, uses))
         since = {graph: count - before.get(graph, 0) for graph, count in uses.items()}
         least = min(since, key=since.__getitem__)
         if asked + 1 <= since[least] or not asked:
             if len(self._waiting) >= _MOST_KINDS:
                 self._waiting.clear()
-            self._waiting[id(kind), wanted] = asked + 1, before
+            self._waiting[id(kind), missing] = asked + 1, before
             return False
         self._log_once(f"calls ask for more than {most} graphs; the least used go", "max_graphs")
         owner = owners[least]

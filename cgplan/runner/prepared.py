@@ -36,7 +36,7 @@ def never(*_: object) -> bool:
     return False
 
 
-def guard_like(values: Values) -> Callable[..., bool]:
+def alike_to(values: Values) -> Callable[..., bool]:
     """Whether tensors equal these in all but numbers and addresses."""
     if TensorGuards is None:
         return never
@@ -90,7 +90,7 @@ class PreparedCall:
             return cls(route, count, *_runs_eagerly(route, graphs), needs_check=False)
         assert copier is not None, "there are static buffers for each key"
         padded_reqs = graphs.padded_reqs(descriptor)
-        copy = copier.prepare(
+        copy = copier.for_batch(
             batch.num_tokens,
             batch.num_reqs or 0,
             descriptor.num_tokens,
@@ -119,7 +119,7 @@ def _runs_eagerly(
     def take(
         values: Values,
         stream: int,  # noqa: ARG001
-        known: bool,  # noqa: ARG001
+        is_alike: bool,  # noqa: ARG001
     ) -> None:
         held[:] = [values]
 
