@@ -115,7 +115,9 @@ class Rehearsal:
             raise explain_failure(error, f"{mode} {descriptor}") from error
 
     def look(self, key: Key) -> None:
-        """Once for each mode; again where a library has to see the capture. Raises CaptureError."""
+        """Run the forward and watch its operators, once for each mode; again where a library has to
+        see the capture. Raises CaptureError.
+        """
         self.set_context(key)
         mode, descriptor = key
         if mode in self.footprints:

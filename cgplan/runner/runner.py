@@ -45,7 +45,7 @@ MOST_PREPARED = 4096
 _shape = operator.attrgetter("shape")
 _dtype = operator.attrgetter("dtype")
 _device = Tensor.get_device  # -1 for the host; faster than a torch.device
-_NOT_MET = (LookupError, RuntimeError, AttributeError, TypeError)
+_MISFITS = (LookupError, RuntimeError, AttributeError, TypeError)
 Flags = tuple[bool | None, int, Modes]
 Seen = tuple[Any, ...]
 logger = logging.getLogger(__name__)
@@ -69,14 +69,14 @@ class GraphRunner:
     def __init__(
         self,
         captured: CapturedKeys,
-        capture: Callable[[Plan, Collection[Key]], CapturedKeys],
+        capture_plan: Callable[[Plan, Collection[Key]], CapturedKeys],
         use: PoolUse,
         name: str,
     ) -> None:
         graphs = captured.graphs
         config = graphs.config
         self.stats = RunnerStats(graphs.plan)
-        self._capture_plan = capture
+        self._capture_plan = capture_plan
         self._use = use
         self._held = partial(use.held, name)
         self._name = name
@@ -195,6 +195,7 @@ class GraphRunner:
         """
         if tensors:
             inputs = self._by_name(tensors, inputs)
+        # as _held, which is slower
         if self._use.acquire(False):
             self._use.thread = get_ident()
         else:
@@ -221,11 +222,11 @@ class GraphRunner:
                 else:
                     key = *map(_shape, values), *map(_dtype, values), *map(_device, values), *flags
                     call = self._calls.get(key)
-            except _NOT_MET:
+            except _MISFITS:  # _look_up names them
                 call = None
             if call is None:
                 call, values = self._look_up(inputs, flags, key)
-            # the same shapes in another layout, or in inference mode
+            # equal shapes in another layout or mode
             elif call is self._last and not is_alike:
                 call.is_alike = alike_to(values)
             self._last = call
@@ -299,10 +300,7 @@ class GraphRunner:
             "%s: %s runs as %s %s", self._name, route.batch, mode, reason or route.descriptor
         )
         count = self.stats.count_of(route, reason)
-        copier = None
-        if mode is not CUDAGraphMode.NONE:
-            copier = self._copier(route.descriptor.sizes)
-        call = PreparedCall.of(route, count, values, self.graphs, copier)
+        call = PreparedCall.of(route, count, values, self.graphs, self._copier)
         self._launcher.verifier.schedule(call)
         if self.config.report.nvtx or Trace.current is not None:
             self._show(call, staged=values is None)
@@ -585,7 +583,7 @@ class GraphRunner:
         captured: Collection[Key] = (),
         evicted: Collection[Key] = (),
     ) -> None:
-        """Free the graphs of some keys, and capture ``wanted`` others."""
+        """Free the graphs of some keys, and capture wanted others."""
         with self._held():
             self._check_open()
             with self._changing() as keys:
