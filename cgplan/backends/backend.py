@@ -173,11 +173,10 @@ class GraphBackend(ABC):
 
     def replay(self, graph: Graph) -> None:
         """CUDA queues it on the current stream."""
-        self.launcher(graph)()
+        self.replay_of(graph)()
 
     @abstractmethod
-    def launcher(self, graph: Graph) -> Callable[[], None]:
-        """``replay`` of one graph."""
+    def replay_of(self, graph: Graph) -> Callable[[], None]: ...
 
     def copier(self, buffers: StaticBuffers, *, copy_inputs: bool) -> Copier:
         return Copier(buffers, copy_inputs=copy_inputs)

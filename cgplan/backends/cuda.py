@@ -227,7 +227,7 @@ class CudaBackend(GraphBackend):
     def is_capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
-    def launcher(self, graph: CudaGraph) -> Callable[[], None]:
+    def replay_of(self, graph: CudaGraph) -> Callable[[], None]:
         assert graph.captured, "the graph was not captured, or was reset"
         return graph.graph.replay
 

@@ -124,7 +124,7 @@ class TapeBackend(GraphBackend):
     def is_capturing(self) -> bool:
         return self._thread.recorder.tape is not None
 
-    def launcher(self, graph: TapeGraph) -> Callable[[], None]:
+    def replay_of(self, graph: TapeGraph) -> Callable[[], None]:
         assert graph.steps is not None, "the graph was not captured, or was reset"
         return partial(replay, graph.steps)
 

@@ -26,7 +26,7 @@ class BatchCopy:
     """For batches of one size.
 
     Its functions take the batch's checked tensors in the order of the buffers, the current stream's
-    handle, and whether the layout is that of ``path``'s tensors, without gaps and lazy conjugates.
+    handle, and whether they are like ``path``'s tensors, without gaps and lazy conjugates.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class BatchCopy:
         self,
         values: Sequence[Tensor],
         stream: int,
-        known: bool = False,  # noqa: ARG002
+        is_alike: bool = False,  # noqa: ARG002
     ) -> None:
         """Copy and pad. Raises InputError for tensors that may not be copied."""
         if not self._views:
@@ -101,7 +101,7 @@ class BatchCopy:
         missing: Sequence[list[int]],
         values: Sequence[Tensor],
         stream: int,
-        known: bool,  # noqa: ARG002
+        is_alike: bool,  # noqa: ARG002
     ) -> None:
         wide = list(values)
         for index, widths in enumerate(missing):
@@ -114,7 +114,7 @@ class BatchCopy:
         self,
         values: Sequence[Tensor],  # noqa: ARG002
         stream: int,
-        known: bool = False,  # noqa: ARG002
+        is_alike: bool = False,  # noqa: ARG002
     ) -> None:
         """Reset padding behind a batch that was written in place."""
         marks = self._marks
@@ -188,7 +188,7 @@ class Copier:
         self.copy_inputs = copy_inputs
         self._copies: weakref.WeakSet[BatchCopy] = weakref.WeakSet()
 
-    def prepare(
+    def for_batch(
         self,
         num_tokens: int,
         num_reqs: int,

@@ -244,7 +244,7 @@ class KernelBatchCopy(BatchCopy):
         self,
         values: Sequence[Tensor],
         stream: int,
-        known: bool = False,  # noqa: ARG002
+        is_alike: bool = False,  # noqa: ARG002
     ) -> None:
         sources = list(self._in_place)
         on_host = []
@@ -286,10 +286,10 @@ class KernelBatchCopy(BatchCopy):
     def _addresses(
         self,
         values: Sequence[Tensor],
-        known: bool,
+        is_alike: bool,
     ) -> list[int] | None:
         """None unless all are dense."""
-        if not known:
+        if not is_alike:
             if not all(map(_is_contiguous, values)):
                 return None
             if self._may_be_lazy and (any(map(_is_neg, values)) or any(map(_is_conj, values))):
@@ -303,9 +303,9 @@ class KernelBatchCopy(BatchCopy):
         self,
         values: Sequence[Tensor],
         stream: int,
-        known: bool,
+        is_alike: bool,
     ) -> None:
-        sources = self._addresses(values, known)
+        sources = self._addresses(values, is_alike)
         bounds = self._static.bounds
         if sources is None:
             self.run(values, stream)
@@ -321,9 +321,9 @@ class KernelBatchCopy(BatchCopy):
         self,
         values: Sequence[Tensor],
         stream: int,
-        known: bool,
+        is_alike: bool,
     ) -> None:
-        sources = self._addresses(values, known)
+        sources = self._addresses(values, is_alike)
         if sources is None:
             self.run(values, stream)
             return
@@ -337,9 +337,9 @@ class KernelBatchCopy(BatchCopy):
         self,
         values: Sequence[Tensor],
         stream: int,
-        known: bool,
+        is_alike: bool,
     ) -> None:
-        sources = self._addresses(values, known)
+        sources = self._addresses(values, is_alike)
         if sources is None:
             self.run(values, stream)
             return

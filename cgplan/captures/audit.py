@@ -427,7 +427,7 @@ class Owners:
 
 
 def _state(graphs: ModelGraphs) -> Iterator[tuple[int, int, Owner]]:
-    record = graphs.record()
+    record = graphs.fingerprint()
     device = graphs.backend.device.type
     declared = set[int]()
     for place in record.places.values():

@@ -135,10 +135,10 @@ class BudgetGuard:
 
     # --- keys -------------------------------------------------------------------------------------
 
-    def before(self, key: Key) -> bool:
+    def allows(self, key: Key) -> bool:
         return not self._ranks.any_refuses(self.active and self._refuses(key))
 
-    def after(
+    def keeps(
         self,
         key: Key,
         remaining: int,

@@ -114,13 +114,107 @@ class CapturedKeys:
 
     @property
     def is_lazy(self) -> bool:
-        return self.graphs.config.compilation.capture_policy == "lazy"
+        return self.graphs.config.compilation.is_lazy
 
     def check_addresses(self, key: Key | None = None) -> None:
         addresses = self.graphs.addresses
         addresses.refuse_invalid()
         if self.keys:
             addresses.check(key or self.keys[0], again=True)
+
+    # --- at start-up, and later -------------------------------------------------------------------
+
+    def start_up(
+        self,
+        keys: Sequence[Key],
+        began: float,
+    ) -> None:
+        """Raises as CaptureSession.run, and AuditError."""
+        graphs = self.graphs
+        backend = graphs.backend
+        if keys:
+            with (
+                span("capture session"),
+                graphs.rehearsing() as rehearsal,
+                backend.session(),
+                torch.no_grad(),
+            ):
+                try:
+                    with self.guard.timed():
+                        self.capture_all(keys)
+                    self._capturer.refuse_uncomputed()
+                except BaseException:
+                    rehearsal.put_back.forget_captures()
+                    raise
+                if graphs.real_rows is not None:
+                    graphs.buffers.fill_padding()
+                graphs.buffers.refill()
+                backend.synchronize()
+        self._in_service = True
+        self.ranks.end()
+        self._seconds = time.perf_counter() - began
+        if keys and not self._records and not self.is_lazy:
+            graphs.allocate_buffers(())
+        backend.release_cached()
+        taken = driver_bytes(backend, self.before, backend.memory())
+        if taken is not None:
+            self._loaded_bytes = taken - self._driver_bytes()
+        if self._records:
+            self._note_workspace()
+        graphs.seal()
+        self._audit_if_asked()
+        self._note_captured()
+        self.report = self.ranks.completed(self.report)
+
+    def capture(
+        self,
+        keys: Collection[Key],
+        *,
+        evicted: Collection[Key] = (),
+        renew: bool = False,
+    ) -> tuple[Key, ...]:
+        """Capture wanted keys that have not failed, the largest first; returns those that have
+        graphs then. Only AuditError is raised.
+        """
+        start = time.perf_counter()
+        new: tuple[Key, ...] = ()
+        try:
+            with self.guard.timed(), self.graphs.captures_again() as rehearsal:
+                if self._workspace_bytes is None:
+                    self.guard.start_in_service()
+                if renew:
+                    self._free_all()
+                elif evicted:
+                    self._evict(evicted)
+                missing = set(self.wanted.keys) - set(self.failed) - set(self._records)
+                new = capture_order(key for key in keys if key in missing)
+                self.capture_all(new)
+                if self._records.keys().isdisjoint(new):
+                    rehearsal.put_back.forget_captures()
+                if self._workspace_bytes is None and self._records:
+                    self.graphs.backend.release_cached()
+                    self._note_workspace()
+            self._audit_if_asked()
+        except AuditError:
+            self._evict(new)
+            raise
+        finally:
+            self._seconds += time.perf_counter() - start
+            self._note_captured()
+        return tuple(key for key in new if key in self._records)
+
+    def _audit_if_asked(self) -> None:
+        setting = self.graphs.config.compilation.audit
+        self._audited = None
+        if setting == "off":
+            return
+        self._audited = self.audit()
+        if self._audited.findings and setting == "error":
+            raise audit_error(self._audited)
+
+    def audit(self) -> AuditReport:
+        """Raises BackendError where nodes cannot be read."""
+        return audit(self.graphs, self._environment)
 
     # --- the loop ---------------------------------------------------------------------------------
 
@@ -136,7 +230,7 @@ class CapturedKeys:
         done = 0
         while waiting:
             key = waiting.pop(0)
-            if not self.guard.before(key):
+            if not self.guard.allows(key):
                 if not in_service:
                     return
                 self._remember_refusal(key)
@@ -182,7 +276,7 @@ class CapturedKeys:
                 for name in ("pool_growth", "driver_bytes", "nodes", "graphs"):
                     shown[name] = getattr(found, name)
             self._records[key] = found
-            if self.guard.after(key, remaining):
+            if self.guard.keeps(key, remaining):
                 return found
             if self._in_service:
                 self._remember_refusal(key)
@@ -223,100 +317,6 @@ class CapturedKeys:
         self._evict(tuple(self._records))
         self.graphs.pools.renew()
         self.history.clear()
-
-    # --- at start-up, and later -------------------------------------------------------------------
-
-    def start_up(
-        self,
-        keys: Sequence[Key],
-        began: float,
-    ) -> None:
-        """Raises as CaptureSession.run, and AuditError."""
-        graphs = self.graphs
-        backend = graphs.backend
-        if keys:
-            with (
-                span("capture session"),
-                graphs.rehearsing() as rehearsal,
-                backend.session(),
-                torch.no_grad(),
-            ):
-                try:
-                    with self.guard.timed():
-                        self.capture_all(keys)
-                    self._capturer.refuse_uncomputed()
-                except BaseException:
-                    rehearsal.put_back.forget_captures()
-                    raise
-                if graphs.real_rows is not None:
-                    graphs.buffers.fill_padding()
-                graphs.buffers.refill()
-                backend.synchronize()
-        self._in_service = True
-        self.ranks.end()
-        self._seconds = time.perf_counter() - began
-        if keys and not self._records and not self.is_lazy:
-            graphs.allocate_buffers(())
-        backend.release_cached()
-        taken = driver_bytes(backend, self.before, backend.memory())
-        if taken is not None:
-            self._loaded_bytes = taken - self._driver_bytes()
-        if self._records:
-            self._note_workspace()
-        graphs.seal()
-        self._audit()
-        self._note_captured()
-        self.report = self.ranks.completed(self.report)
-
-    def capture(
-        self,
-        keys: Collection[Key],
-        *,
-        evicted: Collection[Key] = (),
-        renew: bool = False,
-    ) -> tuple[Key, ...]:
-        """Capture ``wanted`` keys that have not failed, the largest first; returns them. Only
-        AuditError is raised.
-        """
-        start = time.perf_counter()
-        new: tuple[Key, ...] = ()
-        try:
-            with self.guard.timed(), self.graphs.captures_again() as rehearsal:
-                if self._workspace_bytes is None:
-                    self.guard.start_in_service()
-                if renew:
-                    self._free_all()
-                elif evicted:
-                    self._evict(evicted)
-                missing = set(self.wanted.keys) - set(self.failed) - set(self._records)
-                new = capture_order(key for key in keys if key in missing)
-                self.capture_all(new)
-                if self._records.keys().isdisjoint(new):
-                    rehearsal.put_back.forget_captures()
-                if self._workspace_bytes is None and self._records:
-                    self.graphs.backend.release_cached()
-                    self._note_workspace()
-            self._audit()
-        except AuditError:
-            self._evict(new)
-            raise
-        finally:
-            self._seconds += time.perf_counter() - start
-            self._note_captured()
-        return tuple(key for key in new if key in self._records)
-
-    def _audit(self) -> None:
-        setting = self.graphs.config.compilation.audit
-        self._audited = None
-        if setting == "off":
-            return
-        self._audited = self.audit()
-        if self._audited.findings and setting == "error":
-            raise audit_error(self._audited)
-
-    def audit(self) -> AuditReport:
-        """Raises BackendError where nodes cannot be read."""
-        return audit(self.graphs, self._environment)
 
     # --- the report -------------------------------------------------------------------------------
 

@@ -30,7 +30,7 @@ from cgplan.backends.context import refuse_forbidden_capture
 from cgplan.backends.host_sync import storages_of
 from cgplan.captures.failures import drop_locals, explain_failure, raise_caused
 from cgplan.captures.model_graphs import ModelGraphs
-from cgplan.captures.rehearsal import ANEW, Rehearsal
+from cgplan.captures.rehearsal import REBUILD_AND_WARM_UP, Rehearsal
 from cgplan.errors import CaptureError, CaptureMemoryError
 from cgplan.graphs.ambient import random_state_kept
 from cgplan.graphs.footprint import OutsideLog
@@ -134,21 +134,21 @@ class Capturer:
         self.returns_nothing = False
         self.started_again: str | None = None
         self._graphs = graphs
-        self._asked = compilation.cudagraph_num_of_warmups
+        self._asked_warm_ups = compilation.cudagraph_num_of_warmups
         # else all graphs can be freed for a new start
-        self._all_warm_up = (
-            self._asked not in ("auto", 0)
+        self._all_need_warm_up = (
+            self._asked_warm_ups not in ("auto", 0)
             or not graphs.is_alone
             or graphs.pools.is_given
-            or compilation.capture_policy == "lazy"
+            or compilation.is_lazy
         )
-        self._warm_up_first = set[Key]()
+        self._need_warm_up = set[Key]()
         self._lanes = set[Lane]()  # that had a warm-up
         self._may_be_uncomputed = False
 
     def capture(self, key: Key, *, in_service: bool = False) -> GraphRecord | Uncaptured:
-        """``in_service`` a failure leaves other keys as they are. Raises CaptureError; ModelError:
-        the model failed before its capture.
+        """``in_service``: a failure leaves other keys as they are. Raises CaptureError; ModelError
+        if the model failed before its capture.
         """
         refuse_forbidden_capture(f"the graph for {key[0]} {key[1]}")
         self._graphs.addresses.is_outdated = True
@@ -181,7 +181,7 @@ class Capturer:
                 before = _Readings(_Clock.now(), backend.memory(), graphs.pools.memory())
                 attempt.before = before
                 self.inspection_seconds += time.perf_counter() - before.clock.at
-                answers = graphs.answering(mode, capturing=True)
+                answers = graphs.answering_packages(mode, capturing=True)
                 with rehearsal.judged_run(mode, captures=True), answers, log:
                     output = graphs.run_graphed(key, graphs.views(descriptor))
             if is_first:
@@ -202,7 +202,7 @@ class Capturer:
                     graphs.run_graphed(key, graphs.views(descriptor))
                 rehearsal.put_back.count_as_run(rehearsal.changes)
                 graphs.evict([key])
-                return self._warms_up_first(key, left and f"{attempt} leaves {left}")
+                return self._again_with_warm_up(key, left and f"{attempt} leaves {left}")
         record = self._record_of(attempt, before, after)
         self.inspection_seconds += time.perf_counter() - done
         return record
@@ -237,14 +237,14 @@ class Capturer:
         self._may_be_uncomputed |= is_held
         is_explained = looks_again or attempt.has_compiled
         is_lasting = is_held or not is_explained
-        return self._warms_up_first(attempt.key, failure.message if is_lasting else "")
+        return self._again_with_warm_up(attempt.key, failure.message if is_lasting else "")
 
-    def _warms_up_first(self, key: Key, because: str) -> Uncaptured:
-        """``because``: why all keys do."""
-        self._warm_up_first.add(key)
+    def _again_with_warm_up(self, key: Key, because: str) -> Uncaptured:
+        """``because``: why all keys start again."""
+        self._need_warm_up.add(key)
         if not because:
             return Uncaptured.TRY_AGAIN
-        self._all_warm_up = True
+        self._all_need_warm_up = True
         self.started_again = because
         return Uncaptured.START_AGAIN
 
@@ -254,7 +254,7 @@ class Capturer:
             raise CaptureError(
                 "the model keeps tensors of a capture that failed without a warm-up, which no "
                 "kernel has computed",
-                remedy=ANEW,
+                remedy=REBUILD_AND_WARM_UP,
             )
 
     # --- warm-ups ---------------------------------------------------------------------------------
@@ -262,15 +262,15 @@ class Capturer:
     def _warm_ups_of(self, rehearsal: Rehearsal, key: Key, *, in_service: bool) -> int:
         graphs = self._graphs
         facts = graphs.facts
-        asked = self._asked
+        asked = self._asked_warm_ups
         is_compiled = rehearsal.put_back.before.is_compiled or graphs.route.splitter is not None
         is_changed = facts.changes_python or bool(facts.outside)
         if (
-            self._all_warm_up
+            self._all_need_warm_up
             or in_service
             or is_compiled
             or is_changed
-            or key in self._warm_up_first
+            or key in self._need_warm_up
         ):
             return 1 if asked == "auto" else max(asked, 1)
         return int(asked == "auto" and Lane.of(*key) not in self._lanes)
@@ -293,7 +293,7 @@ class Capturer:
         lane = Lane.of(*key)
         is_new = lane not in self._lanes
         self._lanes.add(lane)
-        if is_new and not self._all_warm_up:
+        if is_new and not self._all_need_warm_up:
             self._run_smallest(rehearsal, key)
 
     def _run_smallest(self, rehearsal: Rehearsal, key: Key) -> None:
@@ -313,7 +313,7 @@ class Capturer:
         except Exception as error:  # its own capture raises it again
             drop_locals(error)
             has_left = True
-        self._all_warm_up |= has_left
+        self._all_need_warm_up |= has_left
         rehearsal.set_context(key)
 
     # --- what was captured ------------------------------------------------------------------------

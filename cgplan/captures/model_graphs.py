@@ -114,7 +114,7 @@ class ModelGraphs:
         self.places: tuple[StateRecord, ...] = ()
         self.is_alone = self.ranks is SINGLE_RANK
         self._rehearsal: Rehearsal | None = None
-        self._record: Fingerprint | None = None  # after the last rehearsal
+        self._fingerprint: Fingerprint | None = None  # after the last rehearsal
         self._retired: list[tuple[list[Callable[[], bool]], Callable[[], None]]] = []
         self.ambient = AmbientState.now(backend.device.type)
         self.route = choose_route(
@@ -165,7 +165,7 @@ class ModelGraphs:
             config.tensors_at,
             self.backend.device,
         )
-        if config.compilation.capture_policy != "lazy":
+        if not config.compilation.is_lazy:
             for sizes in rows:
                 self.buffers[sizes]
 
@@ -214,7 +214,7 @@ class ModelGraphs:
         self.backend.synchronize()  # the next batch may use another stream
         self.addresses.volatile |= put_back.volatile
         self.looked_at = put_back.before.summary()
-        self._record = put_back.before.without_draws()
+        self._fingerprint = put_back.before.without_draws()
         self._note_written(put_back)
         places = list[StateRecord]()
         for path, (nbytes, outcome) in put_back.outcome.items():
@@ -264,12 +264,9 @@ class ModelGraphs:
         """On the device, of the model's state."""
         return 0 if self._rehearsal is None else self._rehearsal.put_back.copied()
 
-    def record(self) -> Fingerprint:
-        if self._record is not None and not self._record.changes():
-            return self._record
-        return self.fingerprint()
-
     def fingerprint(self) -> Fingerprint:
+        if self._fingerprint is not None and not self._fingerprint.changes():
+            return self._fingerprint
         return Fingerprint.of(self.roots, self.backend.device)
 
     def use_generators(self, found: Iterable[torch.Generator]) -> None:
@@ -304,8 +301,8 @@ class ModelGraphs:
         if self.real_rows is not None:
             self.addresses.seal()
             return
-        self.addresses.seal(self._record)
-        self._record = None
+        self.addresses.seal(self._fingerprint)
+        self._fingerprint = None
 
     # --- runs -------------------------------------------------------------------------------------
 
@@ -336,7 +333,7 @@ class ModelGraphs:
             return []
         return [path for path in paths if not is_within(path, self.facts.aside)]
 
-    def answering(
+    def answering_packages(
         self,
         mode: CUDAGraphMode,
         *,
@@ -358,7 +355,7 @@ class ModelGraphs:
         if mode is CUDAGraphMode.FULL:
             call = self.route.whole
         cache = autocast_cache(on=self.runs_python_again(mode))
-        with cache, self.answering(mode, capturing=False), span("warm-up"):
+        with cache, self.answering_packages(mode, capturing=False), span("warm-up"):
             return self.run(call, CUDAGraphMode.NONE, descriptor, self.views(descriptor))
 
     def run_graphed(
@@ -493,5 +490,5 @@ class ModelGraphs:
         self.buffers.clear()
         self.addresses.forget_all()
         self.facts.written = {}
-        self._record = None
+        self._fingerprint = None
         self.backend.release_cached()

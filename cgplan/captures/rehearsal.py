@@ -30,7 +30,7 @@ from cgplan.planning.build import DEFAULT_SPLITTING_OPS
 if TYPE_CHECKING:
     from cgplan.captures.model_graphs import ModelGraphs
 
-ANEW = "Build the model again, and set compilation.cudagraph_num_of_warmups: 1."
+REBUILD_AND_WARM_UP = "Build the model again, and set compilation.cudagraph_num_of_warmups: 1."
 _HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -115,7 +115,9 @@ class Rehearsal:
             raise explain_failure(error, f"{mode} {descriptor}") from error
 
     def look(self, key: Key) -> None:
-        """Once for each mode; again where a library has to see the capture. Raises CaptureError."""
+        """Run the forward and watch its operators, once for each mode; again where a library has to
+        see the capture. Raises CaptureError.
+        """
         self.set_context(key)
         mode, descriptor = key
         if mode in self.footprints:
@@ -308,7 +310,7 @@ class Rehearsal:
             if not self.put_back.before.is_attribute(change):
                 raise CaptureError(
                     f"{what}: the capture failed without a warm-up, and left {change}",
-                    remedy=ANEW,
+                    remedy=REBUILD_AND_WARM_UP,
                 )
 
     def refuse_value(self, mode: CUDAGraphMode) -> None:

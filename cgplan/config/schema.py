@@ -493,6 +493,10 @@ class CompilationConfig(Section):
         return 0 if asked == "auto" else asked
 
     @property
+    def is_lazy(self) -> bool:
+        return self.capture_policy == "lazy"
+
+    @property
     def verify_policy(self) -> Literal["off", "first", "rarely", "always"]:
         """``verify``, and always in debug mode."""
         return "always" if self.debug else self.verify

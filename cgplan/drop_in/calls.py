@@ -158,7 +158,7 @@ class Calls:
             wants_grad = tail.is_grad and (
                 True in map(_requires_grad, tensors) or _saving_hooks(False) is not None
             )
-            reason = self._reason_elsewhere(wants_grad)
+            reason = self._reason_of_context(wants_grad)
             if reason is not None:
                 return self._run_model(reason, args, kwargs)
             form.append(tail)
@@ -181,7 +181,7 @@ class Calls:
                 return self._run_model(_SHARED, args, kwargs)
             return self._replay(kind, tensors, args, kwargs)
 
-    def _reason_elsewhere(self, wants_grad: bool) -> str | None:
+    def _reason_of_context(self, wants_grad: bool) -> str | None:
         if self._has_modes and self._module.training:
             reason = "the model is in training mode; call .eval() for graphs"
             self._log_once(reason)
@@ -220,7 +220,7 @@ class Calls:
             self._watch.suspect()
 
     def _free_if_changed(self) -> bool:
-        """Free the graphs of a model that has changed, or was not watched; whether it did."""
+        """Free the graphs of a model that has changed; True also before it is watched."""
         if self._watch is None:
             return True
         found = self._watch.changes(self._settings.ignore)
@@ -243,7 +243,7 @@ class Calls:
             kind.start_again(is_moved=is_moved)
         return True
 
-    def _record(
+    def _fingerprint(
         self,
         roots: Mapping[str, Any],
         *,
@@ -307,7 +307,7 @@ class Calls:
         assert kind.runner is not None
         if has_objects:
             kind.take_objects(self.pool.backend.device)
-        if kind.route(sizes).wanted is None:
+        if kind.route(sizes).missing is None:
             self._remember(key, kind)
         with kind.runner.no_capture():
             return self._replay(kind, tensors, args, kwargs)
@@ -430,7 +430,7 @@ class Calls:
         roots = object_roots(call.form)
         state: Any = ()
         if roots:
-            state = self._record(roots).as_key()
+            state = self._fingerprint(roots).as_key()
         family.calls += 1
         for kind in known:
             if kind.state != state:
@@ -501,8 +501,8 @@ class Calls:
         if kind.stage in (Stage.SEEN, Stage.CHANGED):
             arguments = call.by_name(self._signature)
             records = [
-                self._record({"model": self._model}, draws=True),
-                self._record(arguments),
+                self._fingerprint({"model": self._model}, draws=True),
+                self._fingerprint(arguments),
             ]
         before = _effects_until_now(records)
         output = self._model(*call.args, **call.kwargs)
@@ -599,7 +599,8 @@ class Calls:
         is_new = kind.runner is None or bool(kind.outgrown(sizes))
         if is_new and not is_capture_allowed():
             return "no graph may be captured inside capture_allowed(False)"
-        while (error := self._capture(kind, sizes, tensors)) is not None:
+        error = self._capture(kind, sizes, tensors)
+        while error is not None:
             if not self._relearn(kind):
                 if self._settings.strict:
                     raise error
@@ -608,6 +609,7 @@ class Calls:
                 self._give_up(kind, text, keeps_exact=is_padding)
             if not kind.may_capture or kind not in self.kinds:
                 return kind.eager_reason or error.message
+            error = self._capture(kind, sizes, tensors)
         assert kind.runner is not None
         kind.note_written()
         if self._is_shared(kind, tensors):
@@ -618,7 +620,7 @@ class Calls:
                 kind.close()  # it may hold a dropped cache
             batch = ", ".join(f"{name} = {size}" for name, size in sizes.items())
             reason = f"no graph serves the batch of {batch}"
-            if route.wanted is not None and is_capture_allowed():
+            if route.missing is not None and is_capture_allowed():
                 reason += f", and max_graphs={self._settings.max_graphs} leaves no room"
             return reason
         return None
@@ -631,32 +633,33 @@ class Calls:
     ) -> CgplanError | None:
         """Capture the graph of a batch, where it may and there is room; why that failed."""
         if self._watch is None:
-            self._watch_model(self._record({"model": self._model}))
+            self._watch_model(self._fingerprint({"model": self._model}))
         kind.batch = kind.inputs([tensor.clone() for tensor in tensors])
         try:
-            if kind.runner is None or kind.outgrown(sizes):
-                self._open(kind, sizes)
-            runner = cast(GraphRunner, kind.runner)
-            wanted = kind.route(sizes).wanted
-            if wanted is not None and is_capture_allowed() and self._make_room(kind, wanted):
-                runner.exchange([wanted])
+            runner = kind.runner
+            if runner is None or kind.outgrown(sizes):
+                runner = kind.runner = self._new_runner(kind, sizes)
+            missing = kind.route(sizes).missing
+            if missing is not None and is_capture_allowed() and self._make_room(kind, missing):
+                runner.exchange([missing])
         except (CaptureError, ModelError) as error:
             return error
         finally:
             kind.batch = {}
         for failure in runner.report.failed:
-            if (failure.mode, failure.descriptor) == wanted:
+            if (failure.mode, failure.descriptor) == missing:
                 known = {"ModelError": ModelError, "OutputShapeError": OutputShapeError}
                 return known.get(failure.error, CaptureError)(failure.detail)
         if kind.forward.differs:
             return OutputShapeError("the output depends on the size of the batch")
         return None
 
-    def _open(
+    def _new_runner(
         self,
         kind: Kind,
         sizes: dict[str, int],
-    ) -> None:
+    ) -> GraphRunner:
+        """Without graphs unless ``capture_policy`` is ``eager``."""
         kind.close()
         self._known.clear()
         settings = self._settings
@@ -679,7 +682,7 @@ class Calls:
             config = config.model_copy(update={"compilation": lazy})
             plan = build_plan(config)
         fill = partial(_fill, weakref.ref(kind))
-        session = CaptureSession(
+        return CaptureSession(
             plan,
             kind.forward,
             self.pool.backend,
@@ -688,13 +691,12 @@ class Calls:
             name=self._name,
             state={"model": self._model, **object_roots(kind.forward.form)},
             real_rows=RealRows(fill, tuple(settings.pad)),
-        )
-        kind.runner = session.run()
+        ).run()
 
     def _make_room(
         self,
         kind: Kind,
-        wanted: Key,
+        missing: Key,
     ) -> bool:
         """Whether there are fewer than ``max_graphs``, or one less asked for can go."""
         owners = dict[_Graph, Kind]()
@@ -708,13 +710,13 @@ class Calls:
         most = self._settings.max_graphs
         if len(owners) < most:
             return True
-        asked, before = self._waiting.pop((id(kind), wanted), (0, uses))
+        asked, before = self._waiting.pop((id(kind), missing), (0, uses))
         since = {graph: count - before.get(graph, 0) for graph, count in uses.items()}
         least = min(since, key=since.__getitem__)
         if asked + 1 <= since[least] or not asked:
             if len(self._waiting) >= _MOST_KINDS:
                 self._waiting.clear()
-            self._waiting[id(kind), wanted] = asked + 1, before
+            self._waiting[id(kind), missing] = asked + 1, before
             return False
         self._log_once(f"calls ask for more than {most} graphs; the least used go", "max_graphs")
         owner = owners[least]
@@ -759,7 +761,7 @@ class Calls:
     ) -> None:
         with self._lock:
             form, tensors = call_form(args, kwargs)
-            reason = self._reason_elsewhere(wants_grad=False)
+            reason = self._reason_of_context(wants_grad=False)
             reason = reason or _reason_of_arguments(form, tensors)
             if reason is not None:
                 self._log_once(reason)
@@ -781,7 +783,7 @@ class Calls:
 
     def _warmed_up(self, call: Call) -> tuple[Kind, dict[str, int]]:
         arguments = call.by_name(self._signature)
-        before = self._record({"model": self._model, "arguments": arguments})
+        before = self._fingerprint({"model": self._model, "arguments": arguments})
         limit = self.pool.backend.memory().free or 4 << 30
         kept = PutBack(before, limit)
         failed = list[Exception]()

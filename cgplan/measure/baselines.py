@@ -204,7 +204,7 @@ def bare(
 
     def call_of(batch: BenchBatch) -> Call:
         graph, static, output = captured[batch.size]
-        replay = backend.launcher(graph)
+        replay = backend.replay_of(graph)
         pairs = list(zip(static.values(), batch.tensors.values(), strict=True))
 
         def run() -> Any:

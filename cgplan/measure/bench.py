@@ -114,7 +114,7 @@ def floor_of(runner: GraphRunner) -> FloorRecord | None:
         for _ in range(KERNELS):
             number.add_(1)
     replays, _ = backend.time_calls(
-        backend.launcher(graph),
+        backend.replay_of(graph),
         ROUNDS,
         queued=True,
     )
@@ -196,7 +196,7 @@ def _call_of(runner: GraphRunner, batch: BenchBatch) -> dict[str, Any]:
 
 def _measure(runner: GraphRunner, batch: BenchBatch) -> BenchRecord:
     call = _call_of(runner, batch)
-    if runner.config.compilation.capture_policy == "lazy":
+    if runner.config.compilation.is_lazy:
         runner(**call)  # captures its graph
     route = runner.route(batch.tensors, **batch.options)
     eager, eager_host = _time(runner, partial(runner.run_eagerly, padded=False, **call))

@@ -57,7 +57,7 @@ def _time_inside(
 ) -> float:
     backend = graphs.backend
     rounds = list[float]()
-    replays = [backend.launcher(graph) for graph in segments]
+    replays = [backend.replay_of(graph) for graph in segments]
     with on_padding(graphs) as rehearsal:
         rehearsal.look(key)
         for _ in range(REPEATS):

@@ -99,7 +99,7 @@ def within_count(
     A lazy capture counts the keys that batches ask for, so that its plan stays whole.
     """
     most = config.budget.max_graphs
-    is_lazy = config.compilation.capture_policy == "lazy"
+    is_lazy = config.compilation.is_lazy
     if most is None or len(plan.keys) <= most or is_lazy:
         return plan
     keys = _one_list(plan, most) if one_list else spread(plan, plan.keys, most)

@@ -150,7 +150,7 @@ class BreakableCUDAGraphCapture:
 
     def _step(self, item: Any) -> Callable[[], object]:
         if not isinstance(item, EagerPiece):
-            return self._backend.launcher(item)
+            return self._backend.replay_of(item)
         if item.state == self._state:
             return item.run
         state = item.state.entered(self._backend.device.type)

@@ -155,7 +155,7 @@ def choose_route(
             remedy="Use piecewise: ops with inductor, or compiler: eager.",
         )
     # else the first capture finds them
-    if piecewise and name != "wrappers" and compilation.capture_policy == "lazy":
+    if piecewise and name != "wrappers" and compilation.is_lazy:
         refuse_unknown_ops(compilation.splitting_ops)
     if is_compiled or (piecewise and name == "ops"):
         if not piecewise:

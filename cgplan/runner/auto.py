@@ -41,7 +41,7 @@ from cgplan.units import format_seconds
 logger = logging.getLogger(__name__)
 AUTO = CUDAGraphMode.AUTO
 LEAST_GAIN = 1.02  # below it graphs are not worth their memory
-_MOST_TRIES = 8
+_MOST_MODULES = 7  # taken out of graphs
 _KERNEL_GAP_US = 1.0  # from one kernel of a graph to the next
 
 
@@ -119,53 +119,45 @@ def choose_mode(
     limit = config.budget.capture_time
     candidates = list[Candidate]()
     asked = config.compilation
-    for name, compilation in _ways(asked, backend):
+    waiting = list(_ways(asked, backend))
+    while waiting:
+        name, compilation = waiting.pop(0)
         is_full = compilation.cudagraph_mode is CUDAGraphMode.FULL
-        why_not = _cannot_win(compilation, candidates)
+        taken_out = compilation.splitting_modules[len(asked.splitting_modules) :]
+        why_not = "" if taken_out else _cannot_win(compilation, candidates)
+        rest = None if limit is None else limit - (time.perf_counter() - start)
+        if notes and rest is not None and rest <= 0:
+            why_not = why_not or "budget.capture_time was spent"
         if why_not:
             notes.append(f"AUTO: {name} not tried: {why_not}")
             continue
-        words = ""
-        for _ in range(_MOST_TRIES):
-            rest = None if limit is None else limit - (time.perf_counter() - start)
-            if notes and rest is not None and rest <= 0:
-                notes.append(f"AUTO: {name} not tried{words}: budget.capture_time was spent")
-                break
-            failed = list[str]()
-            probe = _probe(config, compilation, probes, rest)
-            began = time.perf_counter()
-            try:
-                with _failing_module(model, failed):
-                    session = CaptureSession(
-                        build_plan(probe), model, backend, probe, state=state, before_key=before_key
-                    )
-                    runner = session.run()
-                # the hook slows eager steps down
-                candidate, note = _tried(runner, name, compilation)
-                took = format_seconds(time.perf_counter() - began)
-                notes.append(f"AUTO: {note} (tried in {took})")
-                if candidate is not None:
-                    candidates.append(candidate)
-                break
-            except (CaptureError, ConfigError, ModeError, ModelError, PlanError) as error:
-                if not notes and isinstance(error, ModelError):  # FULL runs the model as it is
-                    raise
-                is_of_the_user = compilation.compiler == asked.compiler
-                if isinstance(error, ConfigError) and is_of_the_user:
-                    raise
-                drop_locals(error)
-                notes.append(f"AUTO: {name} failed: {error.message}. {error.remedy}")
-            if not is_full or not failed or failed[0] in compilation.splitting_modules:
-                break
-            modules = (*compilation.splitting_modules, *failed)
-            name = f"PIECEWISE without {', '.join(modules)}"
-            words = " again"
-            update = {
-                "cudagraph_mode": CUDAGraphMode.PIECEWISE,
-                "piecewise": "modules",
-                "splitting_modules": modules,
-            }
-            compilation = compilation.model_copy(update=update)
+        failed = list[str]()
+        probe = _probe(config, compilation, probes, rest)
+        began = time.perf_counter()
+        try:
+            with _failing_module(model, failed):
+                session = CaptureSession(
+                    build_plan(probe), model, backend, probe, state=state, before_key=before_key
+                )
+                runner = session.run()
+            # the hook slows eager steps down
+            candidate, note = _tried(runner, name, compilation)
+        except (CaptureError, ConfigError, ModeError, ModelError, PlanError) as error:
+            if not notes and isinstance(error, ModelError):  # FULL runs the model as it is
+                raise
+            is_asked_for = compilation.compiler == asked.compiler
+            if isinstance(error, ConfigError) and is_asked_for:
+                raise
+            drop_locals(error)
+            notes.append(f"AUTO: {name} failed: {error.message}. {error.remedy}")
+            can_break_up = is_full or 0 < len(taken_out) < _MOST_MODULES
+            if can_break_up and set(failed) - set(compilation.splitting_modules):
+                waiting.insert(0, _without(compilation, failed))
+            continue
+        took = format_seconds(time.perf_counter() - began)
+        notes.append(f"AUTO: {note} (tried in {took})")
+        if candidate is not None:
+            candidates.append(candidate)
     chosen, reason = _fastest(asked, candidates, plan.capture_sizes, anyway=anyway)
     logger.info("cudagraph_mode AUTO -> %s: %s", chosen.cudagraph_mode, reason)
     took = format_seconds(time.perf_counter() - start)
@@ -199,6 +191,19 @@ def _probe(
     )
     budget = config.budget.model_copy(update={"capture_time": seconds})
     return config.model_copy(update={"compilation": tried, "budget": budget})
+
+
+def _without(
+    compilation: CompilationConfig,
+    failed: list[str],
+) -> tuple[str, CompilationConfig]:
+    modules = (*compilation.splitting_modules, *failed)
+    update = {
+        "cudagraph_mode": CUDAGraphMode.PIECEWISE,
+        "piecewise": "modules",
+        "splitting_modules": modules,
+    }
+    return f"PIECEWISE without {', '.join(modules)}", compilation.model_copy(update=update)
 
 
 def _cannot_win(

@@ -44,9 +44,9 @@ class Launcher:
         self,
         call: PreparedCall,
         values: Values,
-        known: bool = False,
+        is_alike: bool = False,
     ) -> None:
-        """``known``: the tensors are like the last call's."""
+        """``is_alike``: the tensors are like the last call's."""
         stream = self.stream()
         use = self.use
         if stream != use.stream or use.user is not self.name:
@@ -57,7 +57,7 @@ class Launcher:
         if call.needs_check and not self._addresses.holds():
             self._addresses.check(call.route.key)
             call.needs_check = not self._checks_once
-        call.copy_in(values, stream, known)
+        call.copy_in(values, stream, is_alike)
         call.count.calls += 1
         due = call.due
         due.left -= 1

@@ -36,7 +36,7 @@ def never(*_: object) -> bool:
     return False
 
 
-def guard_like(values: Values) -> Callable[..., bool]:
+def alike_to(values: Values) -> Callable[..., bool]:
     """Whether tensors equal these in all but numbers and addresses."""
     if TensorGuards is None:
         return never
@@ -80,7 +80,7 @@ class PreparedCall:
         count: BatchCount,
         values: Values | None,
         graphs: ModelGraphs,
-        copier: Copier | None,
+        copier_of: Callable[[tuple[int, ...]], Copier],
     ) -> PreparedCall:
         """``values=None``: staged batches."""
         mode = route.mode
@@ -88,13 +88,12 @@ class PreparedCall:
         batch = route.batch
         if mode is CUDAGraphMode.NONE:
             return cls(route, count, *_runs_eagerly(route, graphs), needs_check=False)
-        assert copier is not None, "there are static buffers for each key"
-        padded_reqs = graphs.padded_reqs(descriptor)
-        copy = copier.prepare(
+        copier = copier_of(descriptor.sizes)
+        copy = copier.for_batch(
             batch.num_tokens,
             batch.num_reqs or 0,
             descriptor.num_tokens,
-            padded_reqs,
+            graphs.padded_reqs(descriptor),
         )
         copy_in = copy.pad if values is None else copy.path(values)
         entry = graphs.entry(route.key)
@@ -103,7 +102,7 @@ class PreparedCall:
         else:
             read = graphs.outputs.reader(entry.output, batch)
             if mode is CUDAGraphMode.FULL:
-                replay = graphs.backend.launcher(entry.graph)
+                replay = graphs.backend.replay_of(entry.graph)
             else:
                 replay = _pieces(entry, route, graphs, copier)
         return cls(route, count, copy_in, replay, read, needs_check=True)
@@ -119,7 +118,7 @@ def _runs_eagerly(
     def take(
         values: Values,
         stream: int,  # noqa: ARG001
-        known: bool,  # noqa: ARG001
+        is_alike: bool,  # noqa: ARG001
     ) -> None:
         held[:] = [values]
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
 from cgplan.buffers.batch import Batch
+from cgplan.captures.captured_keys import CapturedKeys
 from cgplan.errors import DispatchMissError, InputError
 from cgplan.modes import BatchDescriptor, CUDAGraphMode, Key
-from cgplan.planning import CudagraphDispatcher, MissReason, Plan
+from cgplan.planning import CudagraphDispatcher, MissReason
 from cgplan.planning.dispatcher import Modes
 
 _REMEDIES = {
@@ -28,7 +28,7 @@ class RoutedBatch:
 
     Attributes:
         num_active_loras: Distinct adapters.
-        wanted: A better key without a graph, if any.
+        missing: A better key that a batch may have captured, if any.
     """
 
     batch: Batch
@@ -37,7 +37,7 @@ class RoutedBatch:
     invalid_modes: Modes
     mode: CUDAGraphMode
     descriptor: BatchDescriptor
-    wanted: Key | None = None
+    missing: Key | None = None
 
     @property
     def key(self) -> Key:
@@ -59,28 +59,15 @@ class RoutedBatch:
 
 
 class BatchRouter:
-    """Routes the batches of one plan.
+    """Routes batches to the graphs that are captured now."""
 
-    Args:
-        most_tokens: Tokens that the static buffers hold.
-        wanted: Keys that batches may have captured.
-        planned: All keys that were asked for.
-    """
-
-    def __init__(
-        self,
-        plan: Plan,
-        most_tokens: int,
-        wanted: Plan | None,
-        reason_against: Callable[[Key], MissReason],
-        planned: Plan,
-    ) -> None:
-        self._plan = plan
-        self._most_tokens = most_tokens
-        self._reason_against = reason_against
-        self._captured = CudagraphDispatcher(plan)
-        self._wanted = None if wanted is None else CudagraphDispatcher(wanted)
-        self._asked = planned
+    def __init__(self, captured: CapturedKeys) -> None:
+        self._captured = captured
+        self._plan = captured.graphs.plan
+        self._dispatcher = CudagraphDispatcher(self._plan)
+        self._dispatcher_of_wanted: CudagraphDispatcher | None = None
+        if captured.is_lazy:
+            self._dispatcher_of_wanted = CudagraphDispatcher(captured.wanted)
 
     def staged(
         self,
@@ -108,7 +95,7 @@ class BatchRouter:
         return Batch(num_tokens, operator.index(num_reqs))
 
     def check_size(self, num_tokens: int) -> None:
-        most = self._most_tokens
+        most = self._captured.graphs.most_tokens
         if 0 < num_tokens <= most:
             return
         holds = "nothing is captured, so there are no buffers"
@@ -162,32 +149,34 @@ class BatchRouter:
                 "in the `lora` section.",
             )
         uniform = bool(uniform_decode)
-        asked = tokens, uniform, num_active_loras, None, invalid_modes, batch.sizes
-        answer = self._captured.dispatch(*asked)
-        wanted = None if self._wanted is None else self._wanted.dispatch(*asked)
-        if wanted == answer or (wanted is not None and wanted[0] is CUDAGraphMode.NONE):
-            wanted = None
-        return RoutedBatch(batch, uniform, num_active_loras, invalid_modes, *answer, wanted)
+        counts = tokens, uniform, num_active_loras, None, invalid_modes, batch.sizes
+        key = self._dispatcher.dispatch(*counts)
+        missing: Key | None = None
+        if self._dispatcher_of_wanted is not None:
+            missing = self._dispatcher_of_wanted.dispatch(*counts)
+            if missing == key or missing[0] is CUDAGraphMode.NONE:
+                missing = None
+        return RoutedBatch(batch, uniform, num_active_loras, invalid_modes, *key, missing)
 
     @cached_property
-    def _planned(self) -> CudagraphDispatcher:
-        return CudagraphDispatcher(self._asked)
+    def _dispatcher_of_asked(self) -> CudagraphDispatcher:
+        return CudagraphDispatcher(self._captured.asked)
 
-    def reason_for_none(self, route: RoutedBatch, on_miss: str) -> MissReason:
+    def reason_for_none(self, route: RoutedBatch) -> MissReason:
         """Raises DispatchMissError where ``on_miss`` is ``error``."""
         tokens = route.batch.num_tokens
         sizes = route.batch.sizes
-        asked = tokens, route.uniform, route.num_active_loras, None, route.invalid_modes, sizes
-        missing = route.wanted
+        counts = tokens, route.uniform, route.num_active_loras, None, route.invalid_modes, sizes
+        missing = route.missing
         plan = self._plan
         if missing is None:
-            missing = self._planned.dispatch(*asked)
+            missing = self._dispatcher_of_asked.dispatch(*counts)
         if missing[0] is not CUDAGraphMode.NONE:
-            reason = self._reason_against(missing)
+            reason = self._captured.reason_against(missing)
         else:
-            dispatcher = self._wanted or self._planned
-            reason = dispatcher.explain(*asked) or MissReason.NOTHING_CAPTURED
-        if on_miss != "error":
+            dispatcher = self._dispatcher_of_wanted or self._dispatcher_of_asked
+            reason = dispatcher.explain(*counts) or MissReason.NOTHING_CAPTURED
+        if self._captured.graphs.config.compilation.on_miss != "error":
             return reason
         remedy = _REMEDIES.get(reason)
         # not sizes of the configuration

@@ -31,7 +31,7 @@ from cgplan.planning.dispatcher import Modes, set_of_modes
 from cgplan.reports.layout import describe_sizes
 from cgplan.reports.records import AuditReport, CaptureReport, ReplanReport, VerifyRecord
 from cgplan.runner.launcher import Launcher
-from cgplan.runner.prepared import PreparedCall, Values, guard_like
+from cgplan.runner.prepared import PreparedCall, Values, alike_to
 from cgplan.runner.replan import Replanner
 from cgplan.runner.routing import BatchRouter, RoutedBatch
 from cgplan.runner.staging import StagedBuffers
@@ -45,7 +45,7 @@ MOST_PREPARED = 4096
 _shape = operator.attrgetter("shape")
 _dtype = operator.attrgetter("dtype")
 _device = Tensor.get_device  # -1 for the host; faster than a torch.device
-_NOT_MET = (LookupError, RuntimeError, AttributeError, TypeError)
+_MISFITS = (LookupError, RuntimeError, AttributeError, TypeError)
 Flags = tuple[bool | None, int, Modes]
 Seen = tuple[Any, ...]
 logger = logging.getLogger(__name__)
@@ -69,14 +69,14 @@ class GraphRunner:
     def __init__(
         self,
         captured: CapturedKeys,
-        capture: Callable[[Plan, Collection[Key]], CapturedKeys],
+        capture_plan: Callable[[Plan, Collection[Key]], CapturedKeys],
         use: PoolUse,
         name: str,
     ) -> None:
         graphs = captured.graphs
         config = graphs.config
         self.stats = RunnerStats(graphs.plan)
-        self._capture_plan = capture
+        self._capture_plan = capture_plan
         self._use = use
         self._held = partial(use.held, name)
         self._name = name
@@ -114,16 +114,8 @@ class GraphRunner:
 
     def _follow_plan(self) -> None:
         self._forget_calls()
-        captured = self._captured
-        plan = self.plan
-        self.stats.plan = plan
-        self.router = BatchRouter(
-            plan,
-            self.graphs.most_tokens,
-            captured.wanted if captured.is_lazy else None,
-            captured.reason_against,
-            captured.asked,
-        )
+        self.stats.plan = self.plan
+        self.router = BatchRouter(self._captured)
 
     def __str__(self) -> str:
         plan = self.plan
@@ -203,6 +195,7 @@ class GraphRunner:
         """
         if tensors:
             inputs = self._by_name(tensors, inputs)
+        # as _held, which is slower
         if self._use.acquire(False):
             self._use.thread = get_ident()
         else:
@@ -218,26 +211,26 @@ class GraphRunner:
                 invalid_modes = set_of_modes(invalid_modes) or None
             flags = (uniform_decode, num_active_loras, invalid_modes)
             call = self._last
-            known = False
+            is_alike = False
             key: Seen | None = None
             try:
                 values: Values = self._pick(inputs)
                 if len(inputs) != self._num_inputs:
                     call = None
                 elif call is not None and flags == call.flags and call.is_alike(*values):
-                    known = True
+                    is_alike = True
                 else:
                     key = *map(_shape, values), *map(_dtype, values), *map(_device, values), *flags
                     call = self._calls.get(key)
-            except _NOT_MET:
+            except _MISFITS:  # _look_up names them
                 call = None
             if call is None:
                 call, values = self._look_up(inputs, flags, key)
-            # another layout, or inference mode
-            elif call is self._last and not known:
-                call.is_alike = guard_like(values)
+            # equal shapes in another layout or mode
+            elif call is self._last and not is_alike:
+                call.is_alike = alike_to(values)
             self._last = call
-            self._launcher.launch(call, values, known)
+            self._launcher.launch(call, values, is_alike)
             output = call.output()
             if began:
                 stats.add_time(perf_counter_ns() - began)
@@ -283,12 +276,12 @@ class GraphRunner:
         call = self._new_call(route, values)
         if key is not None and not self._awaits_capture(route):
             call.flags = flags
-            call.is_alike = guard_like(values)
+            call.is_alike = alike_to(values)
             _keep(self._calls, key, call)
         return call, values
 
     def _awaits_capture(self, route: RoutedBatch) -> bool:
-        return route.wanted is not None and route.wanted not in self._captured.failed
+        return route.missing is not None and route.missing not in self._captured.failed
 
     def _may_capture(self, route: RoutedBatch) -> bool:
         return not self._forbidden and is_capture_allowed() and self._awaits_capture(route)
@@ -302,15 +295,12 @@ class GraphRunner:
         reason = None
         mode = route.mode
         if mode is CUDAGraphMode.NONE:
-            reason = self.router.reason_for_none(route, self.config.compilation.on_miss)
+            reason = self.router.reason_for_none(route)
         logger.debug(
             "%s: %s runs as %s %s", self._name, route.batch, mode, reason or route.descriptor
         )
         count = self.stats.count_of(route, reason)
-        copier = None
-        if mode is not CUDAGraphMode.NONE:
-            copier = self._copier(route.descriptor.sizes)
-        call = PreparedCall.of(route, count, values, self.graphs, copier)
+        call = PreparedCall.of(route, count, values, self.graphs, self._copier)
         self._launcher.verifier.schedule(call)
         if self.config.report.nvtx or Trace.current is not None:
             self._show(call, staged=values is None)
@@ -338,12 +328,12 @@ class GraphRunner:
         batch = route.batch
         annotate = self.backend.annotate if self.config.report.nvtx else nullcontext
 
-        def copied(values: Values, stream: int, known: bool) -> None:
+        def copied(values: Values, stream: int, is_alike: bool) -> None:
             nonlocal began
             start = perf_counter_ns()
             began = start if staged else self._asked_ns
             with span("copy", bytes=sum(value.nbytes for value in values)):
-                copy_in(values, stream, known)
+                copy_in(values, stream, is_alike)
             if trace is not None and trace is Trace.current and not staged:
                 trace.add("dispatch", began, {}, start)
 
@@ -392,15 +382,15 @@ class GraphRunner:
             self._follow_plan()
 
     def _capture_for(self, route: RoutedBatch) -> None:
-        assert route.wanted is not None
+        assert route.missing is not None
         with self._changing() as captured:
-            captured.check_addresses(route.wanted)
-            captured.capture([route.wanted])
-            failed = captured.failed.get(route.wanted)
+            captured.check_addresses(route.missing)
+            captured.capture([route.missing])
+            failed = captured.failed.get(route.missing)
             if failed is not None:
                 self.stats.failures += 1
                 logger.debug(
-                    "%s: %s %s was not captured: %s", self._name, *route.wanted, failed.detail
+                    "%s: %s %s was not captured: %s", self._name, *route.missing, failed.detail
                 )
 
     def stage(
@@ -460,8 +450,10 @@ class GraphRunner:
         self._check_open()
         batch = Batch(operator.index(num_tokens), None, sizes)
         route = self.router.route(batch, uniform_decode, num_active_loras, None)
-        wanted = route.wanted if self._may_capture(route) else None
-        mode, descriptor = wanted or (route.mode, route.descriptor)
+        key = route.key
+        if route.missing is not None and self._may_capture(route):
+            key = route.missing
+        mode, descriptor = key
         return None if mode is CUDAGraphMode.NONE else descriptor.num_tokens
 
     def run_eagerly(
@@ -591,7 +583,7 @@ class GraphRunner:
         captured: Collection[Key] = (),
         evicted: Collection[Key] = (),
     ) -> None:
-        """Free the graphs of some keys, and capture ``wanted`` others."""
+        """Free the graphs of some keys, and capture wanted others."""
         with self._held():
             self._check_open()
             with self._changing() as keys:

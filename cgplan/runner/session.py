@@ -79,15 +79,11 @@ class CaptureSession:
             CgplanError: a call of another member of the pool is under way.
         """
         self._refuse_misfits()
-        keys = () if self._is_lazy else self.plan.keys
+        keys = () if self.config.compilation.is_lazy else self.plan.keys
         use = PoolUse() if self.pool is None else self.pool.use
         with use.held(self.name):
-            captured = self._capture(self.plan, keys)
-            return GraphRunner(captured, self._capture, use, self.name)
-
-    @property
-    def _is_lazy(self) -> bool:
-        return self.config.compilation.capture_policy == "lazy"
+            captured = self._capture_plan(self.plan, keys)
+            return GraphRunner(captured, self._capture_plan, use, self.name)
 
     def _refuse_misfits(self) -> None:
         rules = self.plan.key_rules
@@ -118,7 +114,7 @@ class CaptureSession:
                 "the same order.",
             )
 
-    def _capture(self, asked: Plan, keys: Collection[Key]) -> CapturedKeys:
+    def _capture_plan(self, asked: Plan, keys: Collection[Key]) -> CapturedKeys:
         """``keys``: those to capture now."""
         backend = self.backend
         config = self.config
@@ -131,7 +127,7 @@ class CaptureSession:
             before = backend.memory()
             free = ranks.begin(asked, before.free)
             wanted = asked
-            if keys and not self._is_lazy:
+            if keys and not config.compilation.is_lazy:
                 wanted = fitting(asked, config, free)
             graphs = ModelGraphs(
                 wanted,

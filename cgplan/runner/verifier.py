@@ -223,8 +223,8 @@ class _Comparison:
                 graphs.backend.device,
                 draws=True,
             )
-            self._python = [graphs.record(), host]
-        kept = PutBack(graphs.record(), 0) if self._facts.changes_python else None
+            self._python = [graphs.fingerprint(), host]
+        kept = PutBack(graphs.fingerprint(), 0) if self._facts.changes_python else None
         self.begin = _Moment(graphs, call, kept)
 
     def finish(

@@ -60,7 +60,7 @@ def by_hand(runner, inputs, kind):
     static = {name: torch.zeros_like(value).new_zeros(max(SIZES) + 1) for name, value in batch(1, "cpu").items()}
     static = {name: value.to(runner.backend.device) for name, value in static.items()}
     graph = graph_of(runner, padded)
-    replay = runner.backend.launcher(graph)
+    replay = runner.backend.replay_of(graph)
     names = list(inputs)
     if kind == "slices":
 
@@ -121,7 +121,7 @@ def ways(device, tokens):
     padded = min(size for size in SIZES if size >= tokens)
     pinned = {n: v.pin_memory() for n, v in on_host.items()} if backend.device.type == "cuda" else on_host
     large_device = {n: v.to(backend.device) for n, v in large.items()}
-    bare = backend.launcher(graph_of(runner, padded))
+    bare = backend.replay_of(graph_of(runner, padded))
     for inputs in (on_device, on_host):  # the very numbers
         found = runner(**inputs)
         if found.tolist() != (on_host["ids"] + on_host["positions"]).tolist():

@@ -30,9 +30,9 @@ idle = False  # whether launches and pieces do nothing
 class IdleBackend(TapeBackend):
     """A tape whose replays can be turned off."""
 
-    def launcher(self, graph):
+    def replay_of(self, graph):
         """``replay``, or nothing."""
-        replay = super().launcher(graph)
+        replay = super().replay_of(graph)
 
         def launch():
             if not idle:

@@ -266,7 +266,7 @@ def test_batches_and_padding_after_batches_of_any_size(
     ways = ways_in(copier)
     for number, (tokens, reqs, padded_tokens, padded_reqs) in enumerate(steps):
         values = values_for(specs, tokens, reqs, number)
-        copy = copier.prepare(tokens, reqs, padded_tokens, padded_reqs)
+        copy = copier.for_batch(tokens, reqs, padded_tokens, padded_reqs)
         ways[data.draw(st.sampled_from(sorted(ways)))](copy, values)
         assert_staged(buffers, values, padded_tokens, padded_reqs)
         assert (buffers.marks.tokens, buffers.marks.reqs) == (tokens, reqs)
@@ -288,7 +288,7 @@ def test_padding_where_model_or_caller_write_at_any_time(
     )
     for number, (tokens, reqs, padded_tokens, padded_reqs) in enumerate(steps):
         values = values_for(specs, tokens, reqs, number)
-        copier.prepare(tokens, reqs, padded_tokens, padded_reqs).run(values, 0)
+        copier.for_batch(tokens, reqs, padded_tokens, padded_reqs).run(values, 0)
         assert_staged(buffers, values, padded_tokens, padded_reqs, untouched=False)
         for view in buffers.views(padded_tokens, padded_reqs).values():
             view.fill_(77 if view.dtype is not torch.bool else True)
@@ -300,7 +300,7 @@ def test_nothing_is_launched_for_padding_that_holds(emulated: Emulated) -> None:
 
     def launches(tokens: int) -> int:
         before = emulated.launches
-        copier.prepare(tokens, tokens, 16, 16).pad((), 0)
+        copier.for_batch(tokens, tokens, 16, 16).pad((), 0)
         return emulated.launches - before
 
     assert [launches(n) for n in (3, 3, 5, 16, 16)] == [0, 0, 0, 0, 0], (
@@ -312,7 +312,7 @@ def test_nothing_is_launched_for_padding_that_holds(emulated: Emulated) -> None:
     last = emulated.copier(StaticBuffers({"starts": STARTS}, 4, 4, CPU))
     for tokens, wanted in ((2, 1), (2, 1), (4, 0)):
         before = emulated.launches
-        last.prepare(tokens, tokens, 4, 4).pad((), 0)
+        last.for_batch(tokens, tokens, 4, 4).pad((), 0)
         assert emulated.launches - before == wanted, "the last row may be another one in each batch"
 
 
@@ -327,7 +327,7 @@ def test_a_large_batch_and_the_padding_behind_it(emulated: Emulated) -> None:
     copier = emulated.copier(buffers)
     for tokens, padded in ((299, 300), (1, 2), (200, 256), (3, 256)):
         values = values_for(specs, tokens, tokens, tokens)
-        copier.prepare(tokens, tokens, padded, padded).run(values, 0)
+        copier.for_batch(tokens, tokens, padded, padded).run(values, 0)
         assert_staged(buffers, values, padded, padded)
 
 
@@ -338,7 +338,7 @@ def test_small_batches_from_the_host_ride_in_the_arguments(emulated: Emulated) -
     copier.device = torch.device("meta")
     for tokens, through_blocks in ((60, False), (13, False), (512, True), (13, True)):
         values = values_for(specs, tokens, tokens, tokens)
-        bring = copier.prepare(tokens, tokens, 512, 512).path(values)
+        bring = copier.for_batch(tokens, tokens, 512, 512).path(values)
         for _ in range(2):
             bring(values, 0, False)
             assert_staged(buffers, values, 512, 512)
@@ -360,7 +360,7 @@ def test_inputs_that_lie_in_other_inputs_buffers(emulated: Emulated) -> None:
         buffers.marks.extend(8, 8)
         values = [y[:6], x[2:8]]
         wanted = [value.clone() for value in values]
-        copy = copier.prepare(6, 6, 8, 8)
+        copy = copier.for_batch(6, 6, 8, 8)
         copy.path(values)(values, 0, False)
         assert_staged(buffers, wanted, 8, 8)
 
@@ -369,13 +369,13 @@ def test_the_same_device_tensors_again_after_anything_else(emulated: Emulated) -
     """The arguments of a launch are written for each call: nothing that others wrote there meanwhile is read."""
     buffers = StaticBuffers({"x": ROWS, "y": ROWS}, 8, 8, CPU)
     copier = emulated.copier(buffers)
-    copy = copier.prepare(5, 5, 8, 8)
+    copy = copier.for_batch(5, 5, 8, 8)
     values, others = ([torch.arange(5.0) + 10 * i + n for i in range(2)] for n in (0, 100))
     bring = copy.path(values)
 
     def larger() -> None:
         more = [torch.ones(8), torch.ones(8)]
-        copier.prepare(8, 8, 8, 8).run(more, 0)
+        copier.for_batch(8, 8, 8, 8).run(more, 0)
 
     between: list[Callable[[], object]] = [
         lambda: None, lambda: bring(others, 0, False), lambda: copy.run(others, 0), lambda: copy.pad((), 0), larger,
@@ -397,7 +397,7 @@ class Tagged(Tensor):
 
 def test_bytes_that_are_not_the_values(emulated: Emulated) -> None:
     buffers = StaticBuffers({"x": ROWS}, 4, 4, CPU)
-    copy = emulated.copier(buffers).prepare(3, 3, 4, 4)
+    copy = emulated.copier(buffers).for_batch(3, 3, 4, 4)
     c = torch.tensor([1 + 2j, 3 - 1j, 5j], dtype=torch.complex64)
     lazily_negated = c.conj().imag.clone(memory_format=torch.preserve_format)
     negated = torch._neg_view(torch.arange(3.0))
@@ -423,7 +423,7 @@ def test_writes_by_the_model_are_learnt_of(emulated: Emulated, place: str, token
     if place != "torch":
         copier = emulated.copier(buffers)
         copier.device = torch.device("meta") if place == "host" else CPU
-    copy = copier.prepare(tokens, tokens, 30_001, 30_001)
+    copy = copier.for_batch(tokens, tokens, 30_001, 30_001)
     values = [torch.ones(tokens)]
     bring = copy.path(values)
     bring(values, 0, False)
@@ -448,14 +448,14 @@ def test_storages_that_were_freed(emulated: Emulated, known: bool) -> None:
         copier.device = torch.device("meta") if host else CPU
         for tokens in (3, 30_000):
             values = [torch.ones(tokens)]
-            bring = copier.prepare(tokens, tokens, 30_000, 30_000).path(values)
+            bring = copier.for_batch(tokens, tokens, 30_000, 30_000).path(values)
             values[0].untyped_storage().resize_(0)
             with pytest.raises(InputError, match="'x' has no memory"):
                 bring(values, 0, known)
 
 
 def test_an_error_of_the_driver(emulated: Emulated) -> None:
-    copy = emulated.copier(StaticBuffers({"x": ROWS}, 4, 4, CPU)).prepare(3, 3, 4, 4)
+    copy = emulated.copier(StaticBuffers({"x": ROWS}, 4, 4, CPU)).for_batch(3, 3, 4, 4)
     emulated.library.fail_with(719)
     with pytest.raises(
         BackendError, match="refused to launch the copy of a batch: error 719"
@@ -469,7 +469,7 @@ def test_what_captures_write_into_padding_is_told_from_what_batches_left() -> No
     """For captures after the first batch: the buffers are cleared before, and looked at after."""
     buffers = StaticBuffers({"x": ROWS, "ids": IDS}, 4, 4, CPU)
     copier = Copier(buffers, copy_inputs=True)
-    copier.prepare(3, 3, 4, 4).run([torch.ones(3), torch.ones(3, dtype=torch.int64)], 0)
+    copier.for_batch(3, 3, 4, 4).run([torch.ones(3), torch.ones(3, dtype=torch.int64)], 0)
     buffers.fill_padding()
     assert_staged(buffers, [torch.zeros(1), torch.full((1,), -1)], 4, 4)
     buffers.refill()
@@ -652,7 +652,7 @@ def test_batches_and_padding_on_the_gpu(
         values = values_for(specs, tokens, reqs, number)
         assert stream == 0
         ways[data.draw(st.sampled_from(sorted(ways)))](
-            copier.prepare(tokens, reqs, padded_tokens, padded_reqs), values
+            copier.for_batch(tokens, reqs, padded_tokens, padded_reqs), values
         )
         found = StaticBuffers(specs, MOST, MOST, CPU)
         for name, buffer in buffers.buffers.items():
