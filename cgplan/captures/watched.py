@@ -213,9 +213,12 @@ class GraphWatch:
         modules = list[nn.Module]()
         inner = set[int]()
         for item in gc.get_objects():
-            if issubclass(type(item), nn.Module):
+            if not issubclass(type(item), nn.Module):
+                continue
+            held = vars(item).get("_modules", {})
+            if "_orig_mod" not in held:  # what torch.compile returns
                 modules.append(item)
-                inner.update(map(id, vars(item).get("_modules", {}).values()))
+                inner.update(map(id, held.values()))
         taken = set(self._names.values())
         for module in modules:
             if id(module) in inner or module in self._names:
@@ -450,7 +453,7 @@ def _sorted_out(
         name = re.sub(r"\d+", "*", path) or owner.name
         pointers[name] += 1
         if moved or owner.kind in PROBLEMS:
-            if launch_of(word)[1]:
+            if paths or launch_of(word)[1]:
                 problem: Any = owner.kind if owner.kind in PROBLEMS else "moved"
                 groups.setdefault((problem, name), []).append((word, owner))
             else:

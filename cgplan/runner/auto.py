@@ -137,7 +137,12 @@ def choose_mode(
         try:
             with _failing_module(model, failed):
                 session = CaptureSession(
-                    build_plan(probe), model, backend, probe, state=state, before_key=before_key
+                    build_plan(probe),
+                    model,
+                    backend,
+                    probe,
+                    state=state,
+                    before_key=before_key,
                 )
                 runner = session.run()
             # the hook slows eager steps down

@@ -128,8 +128,7 @@ def random_weights(model, path):  # noqa: ARG001
 def reload(model, watch):
     """Print what a watch sees of the graphs, and of a reload that puts new tensors in place of the weights."""
     report = watch.baseline()
-    pointers = sum(graph.words for graph in report.graphs)
-    print(f"{len(report.graphs)} graphs, {pointers} pointers, {sum(found.pointers for found in report.stale)} stale")
+    print(report)
     weights = {name: weight.clone() for name, weight in model.state_dict().items()}
     model.load_state_dict(weights, assign=True)
     gc.collect()
