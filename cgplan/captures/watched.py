@@ -50,6 +50,7 @@ from cgplan.reports.records import StaleRecord, WatchedRecord, WatchReport
 from cgplan.units import counted
 
 _HOOKED = ("__init__", "capture_begin", "capture_end", "reset")
+_VARIABLE = ".<"  # in the path of a global or closure, which engines bind anew for each step
 _SHARE = 20  # of the time between two records of the places of weights
 Memory = tuple[int, int]  # from its start to before its end
 
@@ -100,7 +101,7 @@ class Places:
         """Whether the path lies elsewhere now, or is gone with its memory."""
         before = self.by_path[path]
         found = now.by_path.get(path)
-        if found is not None:
+        if found is not None and _VARIABLE not in path:
             return found.memory != before.memory
         is_freed: bool = before.storage.expired()
         return is_freed
@@ -285,7 +286,8 @@ class GraphWatch:
         at_capture = dict[int, str]()
         for known in dict.fromkeys(watched.places for watched in living):
             for path, place in known.by_path.items():
-                at_capture[place.memory[0]] = path
+                if _VARIABLE not in path:
+                    at_capture[place.memory[0]] = path
 
         def is_own_pool(pool: Any) -> bool:
             handles = getattr(pool, "handles", (pool,))

@@ -167,8 +167,10 @@ def test_replaced_memory_is_named_by_path(
         found = stale(report)
         assert paths <= found.keys()
         weights = [s for s in report.stale if s.name == "Model.layers[*].qkv.weight"]
+        # the memory of some is free, that of others is taken again
+        total = sum(weight.pointers for weight in weights)
         for weight in weights:
-            assert weight.pointers == weight.of >= 3
+            assert total == weight.of >= 3
             assert len(weight.graphs) >= 1
         text = render_text(report)
         assert "are stale" in text
@@ -258,6 +260,41 @@ def test_a_model_that_builds_modules_is_compiled(backend: GraphBackend) -> None:
         torch.testing.assert_close(compiled(x), x + 1)
         del model
     torch._dynamo.reset()
+
+
+STEP: dict[str, Tensor] = {}
+
+
+def scaled_by_step(x: Tensor) -> Tensor:
+    return x * STEP["scale"]
+
+
+class InStep(nn.Module):
+    """It reads what an engine sets for each step."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return scaled_by_step(x)
+
+
+def test_what_an_engine_binds_for_each_step_is_not_stale(
+    backend: GraphBackend, capture: Any
+) -> None:
+    device = backend.device
+    static = {"scale": torch.full((64,), 2.0, device=device)}
+    STEP.update(static)
+    with torch.no_grad(), cgplan.watch() as watch:
+        model = InStep()
+        replay = capture(model, device)
+        assert not watch.baseline().stale
+        STEP["scale"] = torch.ones(64, device=device)
+        assert not watch.changed().stale
+        static.clear()
+        gc.collect()
+        assert {found.problem for found in watch.changed().stale} <= {"free block", "unmapped"}
+        # reduce-overhead copies it into its own memory
+        assert watch.changed().stale or capture is by_inductor
+        STEP.clear()
+        assert replay is not None
 
 
 def test_graphs_that_are_gone_are_counted(backend: GraphBackend) -> None:
