@@ -417,7 +417,7 @@ def test_bytes_that_are_not_the_values(emulated: Emulated) -> None:
 @pytest.mark.parametrize("place", ["device", "host", "torch"])
 @pytest.mark.parametrize("tokens", [3, 30_000])
 def test_writes_by_the_model_are_learnt_of(emulated: Emulated, place: str, tokens: int) -> None:
-    """Whichever way a batch comes by, prepared before or after."""
+    """Whichever way a batch comes by, made before or after."""
     buffers = StaticBuffers({"x": ROWS}, 30_001, 30_001, CPU)
     copier: Copier = Copier(buffers, copy_inputs=True)
     if place != "torch":
