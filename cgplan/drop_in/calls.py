@@ -294,7 +294,7 @@ class Calls:
         if kind.eager_reason is None and kind.stage is Stage.NEW and is_eager:
             kind, sizes = self._warmed_up(call)
         if kind.may_capture:
-            self._free_if_changed()
+            self._free_if_changed()  # the watch looks at less
         if kind.eager_reason is None and not kind.may_capture:
             self.eager["the first calls of a kind"] += 1
             return self._learning_call(kind, sizes, call)

@@ -47,7 +47,7 @@ _dtype = operator.attrgetter("dtype")
 _device = Tensor.get_device  # -1 for the host; faster than a torch.device
 _MISFITS = (LookupError, RuntimeError, AttributeError, TypeError)
 Flags = tuple[bool | None, int, Modes]
-Seen = tuple[Any, ...]
+Seen = tuple[Any, ...]  # what a batch looks like, and flags
 logger = logging.getLogger(__name__)
 
 
@@ -353,7 +353,7 @@ class GraphRunner:
         """
         pick = self._pick
 
-        def asked(given: Mapping[str, Any]) -> Seen:
+        def asked(given: Mapping[str, Any]) -> Values:
             self._asked_ns = perf_counter_ns()
             return pick(given)
 
@@ -695,11 +695,11 @@ def _keep(
     prepared[key] = value
 
 
-def _picker(names: Sequence[str]) -> Callable[[Mapping[str, Any]], Seen]:
+def _picker(names: Sequence[str]) -> Callable[[Mapping[str, Any]], Values]:
     if len(names) > 1:
         return operator.itemgetter(*names)
 
-    def pick(given: Mapping[str, Any]) -> Seen:
+    def pick(given: Mapping[str, Any]) -> Values:
         return tuple(map(given.__getitem__, names))
 
     return pick
