@@ -84,6 +84,16 @@ class AddressChecks:
             self.is_outdated = True
             self.seal()
 
+    def let_go(self) -> Fingerprint:
+        """What graphs read, without the tensors."""
+        found = self._sealed
+        if found is None:
+            found = Fingerprint.of(self._roots, self._device)
+            found.volatile |= self.volatile
+            found.narrow(self.reads)
+        self.forget_all()
+        return found.let_go()
+
     def invalidate(self, name: str) -> None:
         """Refuse replays: ``name`` has moved."""
         self._moved = name

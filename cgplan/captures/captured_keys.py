@@ -58,7 +58,7 @@ class CapturedKeys:
 
     Args:
         graphs: Its ``plan`` is what is captured now.
-        wanted: What of ``asked`` may be captured.
+        wanted: What of ``asked`` may be captured; with ``on_demand`` when a batch asks for it.
         before: Device memory before the model's.
 
     Attributes:
@@ -71,6 +71,7 @@ class CapturedKeys:
     before: MemoryReading
     ranks: RankSync = SINGLE_RANK
     progress: Progress | None = None
+    on_demand: bool = False
 
     def __post_init__(self) -> None:
         graphs = self.graphs
@@ -108,13 +109,9 @@ class CapturedKeys:
         failed = self.failed.get(key)
         if failed is not None and not failed.is_over_budget:
             return MissReason.CAPTURE_FAILED
-        if failed is None and self.is_lazy and key in self.wanted.keys:
+        if failed is None and self.on_demand and key in self.wanted.keys:
             return MissReason.NOT_CAPTURED_YET
         return MissReason.OVER_BUDGET
-
-    @property
-    def is_lazy(self) -> bool:
-        return self.graphs.config.compilation.is_lazy
 
     def check_addresses(self, key: Key | None = None) -> None:
         addresses = self.graphs.addresses
@@ -153,7 +150,7 @@ class CapturedKeys:
         self._in_service = True
         self.ranks.end()
         self._seconds = time.perf_counter() - began
-        if keys and not self._records and not self.is_lazy:
+        if keys and not self._records and not self.on_demand:
             graphs.allocate_buffers(())
         backend.release_cached()
         taken = driver_bytes(backend, self.before, backend.memory())
@@ -338,7 +335,7 @@ class CapturedKeys:
         records = tuple(map(self._records.__getitem__, plan.keys))
         missing = [key for key in self.wanted.keys if key not in self._records]
         waiting = 0
-        if self.is_lazy:
+        if self.on_demand:
             waiting = sum(key not in self.failed for key in missing)
             missing = []
         warnings = [*plan.warnings, *self._warnings()]

@@ -18,6 +18,7 @@ import torch
 from cgplan.errors import AddressError
 from cgplan.graphs import walk
 from cgplan.graphs.walk import PLAIN, Contents, Inside, ReadState
+from cgplan.units import listed
 
 _FUNCTIONS = (
     types.FunctionType,
@@ -484,11 +485,11 @@ class Fingerprint:
             new = after.get(old.path) or by_home.get(old.home)
             if new is None:
                 lines["missing"].append(old.path)
+            elif new.traits != old.traits:
+                lines["reshaped"].append(f"{old.path}: {old.traits} at capture, {new.traits} now")
             elif new.address != old.address:
                 moved = f"{old.address:#x} at capture, {new.address:#x} now"
                 lines["changed"].append(f"{old.path}: {moved}")
-            elif new.traits != old.traits:
-                lines["reshaped"].append(f"{old.path}: {old.traits} at capture, {new.traits} now")
         if may_grow:
             return lines
         for path in after:
@@ -520,6 +521,17 @@ class Fingerprint:
             if path.endswith(_STRUCTURE):
                 lines.append(f"{path} has {later.length}, at capture {held.length}")
         return lines
+
+    def refuse_reshaped(self, roots: Mapping[str, Any]) -> None:
+        """Raise AddressError where tensors are gone or look otherwise; they may have moved."""
+        lines = self.moved(Fingerprint.of(roots, self.device), may_grow=True)
+        found = [f"{path} is gone" for path in lines["missing"]]
+        found += lines["reshaped"]
+        if found:
+            raise AddressError(
+                f"graphs read other tensors: {listed(found, _SHOWN)}",
+                remedy="Give the model such tensors again, or call runner.recapture().",
+            )
 
     def refuse_moved(
         self,

@@ -147,7 +147,7 @@ def ours(
     baseline: Baseline,
 ) -> None:
     runner = bench.runner
-    baseline.undo.callback(runner.suspend)
+    baseline.undo.callback(runner.sleep)
     runner.recapture()
 
     def call_of(batch: BenchBatch) -> Call:
@@ -332,7 +332,7 @@ def bench_baselines(
         bench = Comparison(
             runner, batches, seed=order.randrange(1 << 16), repeats=math.ceil(repeats / rounds)
         )
-        runner.suspend()
+        runner.sleep()
         shuffled = order.sample(baselines, len(baselines))
         shuffled.sort(key=attrgetter("stays_ready"))
         for baseline in shuffled:

@@ -69,7 +69,7 @@ class GraphRunner:
     def __init__(
         self,
         captured: CapturedKeys,
-        capture_plan: Callable[[Plan, Collection[Key]], CapturedKeys],
+        capture_plan: Callable[[Plan, Collection[Key], bool], CapturedKeys],
         use: PoolUse,
         name: str,
     ) -> None:
@@ -87,6 +87,7 @@ class GraphRunner:
         self._forbidden = 0  # nested `no_capture`
         self._handed: weakref.WeakSet[StagedBuffers] = weakref.WeakSet()
         self._replanner = Replanner(self.stats)
+        self._replays_before = self.stats.replays
         self._open(captured)
 
     def _open(self, captured: CapturedKeys) -> None:
@@ -98,7 +99,7 @@ class GraphRunner:
             self._copier(sizes)
         self._launcher = Launcher(graphs, self._use, self._name)
         self._follow_plan()
-        self._state: Literal["open", "suspended", "closed"] = "open"
+        self._state: Literal["open", "asleep", "closed"] = "open"
 
     def _forget_calls(self) -> None:
         for staged in list(self._handed):
@@ -144,8 +145,8 @@ class GraphRunner:
 
     @property
     def wanted(self) -> Plan:
-        """``plan``, or more with ``capture_policy: lazy``."""
-        return self._captured.wanted if self._captured.is_lazy else self.plan
+        """``plan``, and what is captured on demand."""
+        return self._captured.wanted if self._captured.on_demand else self.plan
 
     @property
     def config(self) -> Config:
@@ -162,7 +163,7 @@ class GraphRunner:
 
     @property
     def is_closed(self) -> bool:
-        """Closed, or failed to capture again; not while suspended."""
+        """Closed, or failed to capture again; not while asleep."""
         return self._state == "closed"
 
     def __call__(
@@ -565,18 +566,28 @@ class GraphRunner:
         ``input_views`` end. Raises as CaptureSession.run; then the runner is closed.
         """
         with self._held():
-            if self._state != "suspended":
+            if self._state != "asleep":
                 self._check_open()
             captured = self._captured
-            keys = captured.keys if captured.is_lazy else captured.asked.keys
+            on_demand = self.config.compilation.is_lazy
+            keys = captured.keys if on_demand else captured.asked.keys
             self._free()
-            self._state = "suspended"
-            try:
-                self._open(self._capture_plan(captured.asked, keys))
-            except BaseException:
-                self._state = "closed"
-                raise
-            self.stats.captures += len(self.plan.keys)
+            self._capture_again(keys, on_demand=on_demand)
+
+    def _capture_again(
+        self,
+        keys: Collection[Key],
+        *,
+        on_demand: bool,
+    ) -> None:
+        self._state = "asleep"
+        try:
+            self._open(self._capture_plan(self._captured.asked, keys, on_demand))
+        except BaseException:
+            self._state = "closed"
+            raise
+        self.stats.captures += len(self.plan.keys)
+        self._replays_before = self.stats.replays
 
     def exchange(
         self,
@@ -645,7 +656,7 @@ class GraphRunner:
 
     def _reopen(self, plan: Plan) -> CapturedKeys:
         self._free()
-        self._open(self._capture_plan(plan, ()))
+        self._open(self._capture_plan(plan, (), self._captured.on_demand))
         return self._captured
 
     def close(self) -> None:
@@ -653,13 +664,39 @@ class GraphRunner:
         with self._held():
             self._free()
 
-    def suspend(self) -> None:
-        """Free memory until ``recapture``; calls in between raise CgplanError."""
+    def sleep(self) -> None:
+        """Free graphs, pools and static buffers until ``wake``; outputs end, and calls in between
+        raise CgplanError.
+        """
         with self._held():
-            if self._state != "suspended":
+            if self._state != "asleep":
                 self._check_open()
+                self._before_sleep = self.graphs.addresses.let_go()
                 self._free()
-                self._state = "suspended"
+                self._state = "asleep"
+
+    suspend = sleep  # its former name
+
+    def wake(self) -> None:
+        """Capture the keys that replayed since the last start or wake, with the model's memory of
+        now, and others when a batch asks for them; with several ranks, all.
+
+        Raises:
+            AddressError: a tensor that graphs read is gone or looks otherwise; the runner sleeps.
+            CaptureError, ModelError: as CaptureSession.run; then the runner is closed.
+        """
+        with self._held():
+            if self._state != "asleep":
+                self._check_open()
+                return
+            graphs = self.graphs
+            self._before_sleep.refuse_reshaped(graphs.roots)
+            used = self.stats.replays - self._replays_before
+            keys = self._captured.asked.keys
+            is_alone = graphs.is_alone
+            if is_alone:
+                keys = tuple(key for key in keys if used[key])
+            self._capture_again(keys, on_demand=is_alone)
 
     def _free(self) -> None:
         """A second call completes what was interrupted."""
@@ -679,8 +716,8 @@ class GraphRunner:
             )
 
     def _check_open(self) -> None:
-        if self._state == "suspended":
-            raise CgplanError("the runner is suspended", remedy="Call runner.recapture() first.")
+        if self._state == "asleep":
+            raise CgplanError("the runner is asleep", remedy="Call runner.wake() first.")
         if self._state == "closed":
             raise CgplanError("the runner is closed", remedy="Capture again.")
 

@@ -79,10 +79,11 @@ class CaptureSession:
             CgplanError: a call of another member of the pool is under way.
         """
         self._refuse_misfits()
-        keys = () if self.config.compilation.is_lazy else self.plan.keys
+        on_demand = self.config.compilation.is_lazy
+        keys = () if on_demand else self.plan.keys
         use = PoolUse() if self.pool is None else self.pool.use
         with use.held(self.name):
-            captured = self._capture_plan(self.plan, keys)
+            captured = self._capture_plan(self.plan, keys, on_demand)
             return GraphRunner(captured, self._capture_plan, use, self.name)
 
     def _refuse_misfits(self) -> None:
@@ -114,8 +115,13 @@ class CaptureSession:
                 "the same order.",
             )
 
-    def _capture_plan(self, asked: Plan, keys: Collection[Key]) -> CapturedKeys:
-        """``keys``: those to capture now."""
+    def _capture_plan(
+        self,
+        asked: Plan,
+        keys: Collection[Key],
+        on_demand: bool,
+    ) -> CapturedKeys:
+        """``keys``: those to capture now; others ``on_demand``, or not at all."""
         backend = self.backend
         config = self.config
         ranks = self.together
@@ -127,7 +133,7 @@ class CaptureSession:
             before = backend.memory()
             free = ranks.begin(asked, before.free)
             wanted = asked
-            if keys and not config.compilation.is_lazy:
+            if keys and not on_demand:
                 wanted = fitting(asked, config, free)
             graphs = ModelGraphs(
                 wanted,
@@ -140,7 +146,15 @@ class CaptureSession:
                 pool=self.pool,
                 ranks=ranks,
             )
-            captured = CapturedKeys(graphs, asked, wanted, before, ranks, self.progress)
+            captured = CapturedKeys(
+                graphs,
+                asked,
+                wanted,
+                before,
+                ranks,
+                self.progress,
+                on_demand,
+            )
             first = set(keys)
             captured.start_up([key for key in wanted.keys if key in first], began)
         except BaseException as error:

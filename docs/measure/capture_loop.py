@@ -18,6 +18,7 @@ from cgplan.backends import select_backend
 from cgplan.backends.context import forward_context
 from cgplan.buffers.static import StaticBuffers
 from cgplan.config import read_config
+from cgplan.measure.bench import call_examples
 from cgplan.models.loading import load_model
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning import build_plan
@@ -86,6 +87,25 @@ def session(plan, model, config, backend):
     return seconds, report.warmup_seconds, taken, report
 
 
+def sleep(plan, model, config, backend):
+    """Seconds to sleep and to wake with all keys, and bytes that a sleep gives back."""
+    runner = CaptureSession(plan, model, backend, config).run()
+    call_examples(runner, 1)
+    before = used(backend.device)
+    began = time.perf_counter()
+    runner.sleep()
+    torch.cuda.synchronize()
+    asleep = time.perf_counter() - began
+    freed = before - used(backend.device)
+    began = time.perf_counter()
+    runner.wake()
+    torch.cuda.synchronize()
+    awake = time.perf_counter() - began
+    assert len(runner.plan.keys) == len(plan.keys)
+    runner.close()
+    return asleep, awake, freed
+
+
 def main(path, *overrides):
     loaded = read_config(path, overrides)
     config, plan = loaded.config, build_plan(loaded.config)
@@ -114,6 +134,9 @@ def main(path, *overrides):
         f"of the session: captures {report.capture_seconds:.3f} s, reading for the report "
         f"{report.inspection_seconds:.3f} s; {cold} keys without a warm-up"
     )
+    rows = [sleep(plan, model, config, backend) for _ in range(3)]
+    asleep, awake, freed = map(statistics.median, zip(*rows, strict=True))
+    print(f"sleep           {asleep:7.3f} s, {freed / 2**20:.1f} MiB given back; wake {awake:.3f} s")
     print("rounds: bare", [round(r[0], 3) for r in bare], "cgplan", [round(r[0], 3) for r in ours])
 
 

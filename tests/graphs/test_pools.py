@@ -436,12 +436,12 @@ def test_calls_during_a_recapture_are_typed_errors_and_lose_nothing() -> None:
     assert not runner.is_closed
     calls = (
         lambda: manager.run(x=x), lambda: runner.stage(3), lambda: runner.route({"x": x}), runner.retry_failed,
-        lambda: runner.input_views(3), manager.recapture, manager.close, runner.suspend,
+        lambda: runner.input_views(3), manager.recapture, manager.close, runner.sleep, runner.wake,
     )  # fmt: skip
     assert refusals_during(backend, calls, manager.recapture)
     assert manager.runner is runner
     check(runner)
-    runner.suspend()
+    runner.sleep()
     assert refusals_during(backend, calls, manager.recapture)
     check(runner)
     manager.close()

@@ -35,6 +35,7 @@ from cgplan.errors import (
     PlanError,
     SealedError,
 )
+from cgplan.graphs.pools import GraphPool
 from cgplan.graphs.wrapper import CUDAGraphOptions, CUDAGraphWrapper
 from cgplan.modes import BatchDescriptor, CUDAGraphMode
 from cgplan.planning import MissReason, build_plan
@@ -60,6 +61,7 @@ def open_runner(
     output_rows: str = "num_tokens",
     progress: Callable[[CaptureProgress], None] | None = None,
     compilation: dict[str, Any] | None = None,
+    pool: GraphPool | None = None,
     **sections: Any,
 ) -> GraphRunner:
     config = validate_config(
@@ -70,7 +72,9 @@ def open_runner(
             **sections,
         }
     )
-    return CaptureSession(build_plan(config), model, backend, config, progress=progress).run()
+    return CaptureSession(
+        build_plan(config), model, backend, config, progress=progress, pool=pool
+    ).run()
 
 
 def rows(*values: float, device: Any) -> Tensor:
@@ -81,7 +85,7 @@ def batch(backend: GraphBackend, count: int, seed: int = 0) -> Tensor:
     return torch.randn(count, 2, generator=torch.Generator().manual_seed(seed)).to(backend.device)
 
 
-def test_a_suspended_runner_gives_its_memory_back_until_it_captures_again(
+def test_a_sleeping_runner_gives_its_memory_back_until_it_wakes(
     backend: GraphBackend,
 ) -> None:
     x = batch(backend, 3)
@@ -90,21 +94,136 @@ def test_a_suspended_runner_gives_its_memory_back_until_it_captures_again(
     runner = open_runner(backend, total)
     wanted = runner(x=x).clone()
     held = reserved(backend)
-    runner.suspend()
+    runner.sleep()
     assert back_at(backend, before)
     for use in (lambda: runner(x=x), lambda: runner.stage(3), lambda: runner.invalidate("x")):
-        with pytest.raises(cgplan.CgplanError, match="suspended") as caught:
+        with pytest.raises(cgplan.CgplanError, match="asleep") as caught:
             use()
-        assert "recapture" in caught.value.remedy
-    runner.suspend()
-    runner.recapture()
+        assert "wake" in caught.value.remedy
+    runner.sleep()
+    runner.wake()
     same(runner(x=x).clone(), wanted)
     assert reserved(backend) <= held + 2 * MIB * (backend.device.type == "cuda")
+    runner.sleep()
+    runner.recapture()
+    runner.wake()  # awake already
+    same(runner(x=x).clone(), wanted)
     runner.suspend()
     runner.close()
-    for use in (runner.recapture, runner.suspend):
+    for use in (runner.recapture, runner.sleep, runner.wake):
         with pytest.raises(cgplan.CgplanError, match="closed"):
             use()
+
+
+class Weighted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.runs = Tally()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs.append(len(x))
+        found: Tensor = self.layer(x)
+        return found
+
+
+def open_weighted(backend: GraphBackend, **compilation: Any) -> tuple[GraphRunner, Weighted]:
+    model = Weighted().to(backend.device).eval().requires_grad_(False)
+    runner = cgplan.capture(
+        model,
+        {"x": Input(shape=("num_tokens", 2), dtype="float32", pad=0)},
+        compilation={"cudagraph_capture_sizes": [2, 4, 8], **compilation},
+        device=backend.device.type,
+    )
+    return runner, model
+
+
+@pytest.mark.parametrize("policy", ["eager", "lazy", "adaptive"])
+def test_a_runner_wakes_with_the_keys_that_it_used(backend: GraphBackend, policy: str) -> None:
+    runner, model = open_weighted(backend, capture_policy=policy)
+    with closing(runner):
+        for _ in range(3):
+            runner(x=batch(backend, 3))
+        runner.sleep()
+        runner.sleep()
+        runner.wake()
+        assert runner.plan.capture_sizes == (4,)
+        assert runner.report.waiting == 2
+        for count in (3, 7, 1, 7):
+            x = batch(backend, count, count)
+            same(runner(x=x).clone(), model(x))
+        assert runner.plan.capture_sizes == (2, 4, 8)
+        runner.sleep()
+        runner.wake()
+        assert runner.plan.capture_sizes == (2, 4, 8)
+        runner.sleep()
+        runner.wake()  # nothing was used
+        assert runner.plan.keys == ()
+        same(runner(x=batch(backend, 2)).clone(), model(batch(backend, 2)))
+        runner.recapture()
+        assert len(runner.plan.keys) == (1 if policy == "lazy" else 3)
+
+
+def test_weights_may_move_while_a_runner_sleeps_and_must_look_the_same(
+    backend: GraphBackend,
+) -> None:
+    runner, model = open_weighted(backend)
+    x = batch(backend, 4)
+    with closing(runner):
+        runner(x=x)
+        runner.sleep()
+        old = model.layer.weight.data
+        model.layer.weight = nn.Parameter(old.clone() + 1, requires_grad=False)
+        runner.wake()
+        same(runner(x=x).clone(), model(x))
+        runner.sleep()
+        model.layer.weight.mul_(2)  # memory that was discarded, and filled again
+        runner.wake()
+        same(runner(x=x).clone(), model(x))
+        runner.sleep()
+        layer = model.layer
+        model.layer = nn.Linear(2, 3, device=backend.device).requires_grad_(False)
+        for _ in range(2):
+            with pytest.raises(AddressError, match=r"layer.weight") as caught:
+                runner.wake()
+            assert "recapture" in caught.value.remedy
+            with pytest.raises(cgplan.CgplanError, match="asleep"):
+                runner(x=x)
+        del model.layer
+        with pytest.raises(AddressError, match=r"layer.weight is gone"):
+            runner.wake()
+        model.layer = layer
+        runner.wake()
+        same(runner(x=x).clone(), model(x))
+
+
+def test_the_first_replays_after_a_sleep_are_compared_again(backend: GraphBackend) -> None:
+    runner, model = open_weighted(backend)
+    x = batch(backend, 4)
+    with closing(runner):
+        runner(x=x)
+        runner(x=x)
+        runner.sleep()
+        runner.wake()
+        model.runs.clear()
+        runner(x=x)
+        assert model.runs == [4]
+        runner(x=x)
+        assert model.runs == [4]
+
+
+def test_one_of_two_runners_of_a_pool_sleeps(backend: GraphBackend) -> None:
+    pool = GraphPool(backend)
+    x = batch(backend, 3)
+    first = open_runner(backend, total, pool=pool)
+    second = open_runner(backend, lambda x: x * 2, pool=pool)
+    with closing(first), closing(second):
+        same(first(x=x).clone(), total(x))
+        first.sleep()
+        same(second(x=x).clone(), x * 2)
+        first.wake()
+        same(first(x=x).clone(), total(x))
+        same(second(x=x).clone(), x * 2)
 
 
 def total(x: Tensor) -> Tensor:
