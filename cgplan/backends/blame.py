@@ -54,16 +54,13 @@ def blamed_line(raised: TracebackType | None = None) -> str:
     places = list[tuple[str, int]]()
     for frame, line in frames:
         name = frame.f_code.co_filename
+        module = str(frame.f_globals.get("__name__"))
         if name.startswith("<eval_with_key>"):
             places += _traced_from(frame, line)
-        elif not name.startswith(_MACHINERY) and not _is_of_inductor(frame):
+        elif not name.startswith(_MACHINERY) and "torch._inductor" not in module:
             places.append((name, line))
             break
     return users_line(places)
-
-
-def _is_of_inductor(frame: FrameType) -> bool:
-    return str(frame.f_globals.get("__name__")).startswith("torch._inductor")
 
 
 def _traced_from(frame: FrameType, line: int) -> list[tuple[str, int]]:

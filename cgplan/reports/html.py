@@ -36,7 +36,16 @@ from cgplan.reports.plan_tables import (
     said,
 )
 from cgplan.reports.records import AuditReport, BenchReport, CaptureReport, Environment, KeyRecord
-from cgplan.reports.run_tables import baselines, captured, floor, latencies, queued
+from cgplan.reports.run_tables import (
+    baselines,
+    captured,
+    dangling,
+    floor,
+    gain,
+    latencies,
+    queued,
+    ready,
+)
 from cgplan.units import (
     counted,
     format_bytes,
@@ -145,7 +154,7 @@ def _capture(report: CaptureReport) -> Page:
     ]
     return Page(
         _title("Capture", report.plan),
-        _lead(report.environment),
+        _lead(ready(report), report.environment),
         tiles,
         labelled("warning", report.warnings) + labelled("note", report.plan.notes),
         list(_of_capture(report)),
@@ -164,7 +173,7 @@ def _bench(report: BenchReport) -> Page:
     ]
     return Page(
         _title("Bench", capture.plan),
-        _lead(report.environment),
+        _lead(gain(report), report.environment),
         tiles,
         labelled("warning", capture.warnings),
         [*_of_bench(report), *_of_capture(capture)],
@@ -218,7 +227,7 @@ def _audit(report: AuditReport) -> Page:
     ]
     return Page(
         f"Audit of {counted(len(keys), 'key')}",
-        _lead(report.environment),
+        _lead(dangling(report), report.environment),
         tiles,
         labelled("note", report.notes),
         list(_of_audit(report)),
@@ -607,8 +616,8 @@ def _where(environment: Environment) -> str:
     return f"{environment.device}, {environment.backend}, {made}"
 
 
-def _lead(environment: Environment) -> str:
-    lead = f"{_where(environment)}, torch {environment.torch}."
+def _lead(answer: str, environment: Environment) -> str:
+    lead = f"{answer} {_where(environment)}, torch {environment.torch}."
     if environment.is_tape:
         lead += " Bytes and times of the CPU stand-in say little about a GPU."
     return lead

@@ -293,7 +293,9 @@ class Drawing:
 def facts(
     title: str,
     rows: Iterable[Fact],
+    answer: str = "",
 ) -> RenderableType:
+    """``answer``: a sentence that comes first."""
     shown = list(rows)
 
     def draw(width: int) -> Iterator[Text]:
@@ -307,7 +309,7 @@ def facts(
                 head = f"  {left:<{widest}}  "
                 yield _line((head, style or "bold"), (right, style))
 
-    return titled(title, Drawing(draw))
+    return titled(title, sentences(answer) if answer else None, Drawing(draw))
 
 
 def memory_text(

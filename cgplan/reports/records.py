@@ -470,6 +470,9 @@ def check_baselines(names: Iterable[str]) -> tuple[str, ...]:
     return found
 
 
+LEAST_GAIN = 1.02  # below it graphs are not worth their memory
+
+
 class FloorRecord(Record):
     """What no kernel is faster than: reading the weights, and the kernels' number.
 

@@ -8,7 +8,6 @@ from itertools import groupby
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.text import Text
 
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning.costs import Predicted
@@ -34,6 +33,7 @@ from cgplan.reports.layout import (
 )
 from cgplan.reports.plan_tables import head_rows, predicted_by
 from cgplan.reports.records import (
+    LEAST_GAIN,
     OURS,
     AuditReport,
     BaselineRecord,
@@ -72,9 +72,10 @@ _BECAME = {
 
 @render.register
 def _capture(report: CaptureReport) -> RenderableType:
-    head = facts("Capture", _capture_rows(report))
+    head = facts("Capture", _capture_rows(report), ready(report))
+    made = environment(report.environment)
     if not report.records:
-        return stacked(head, facts("Graphs: none", _totals(report)))
+        return stacked(head, facts("Graphs: none", _totals(report)), made)
     split = None
     if report.split:
         split = facts("Split", [*_split_rows(report.split), *_segment_rows(report)])
@@ -86,12 +87,19 @@ def _capture(report: CaptureReport) -> RenderableType:
         *_prediction(report),
         _ranks(report.ranks),
         facts("Totals", _totals(report)),
+        made,
     )
 
 
+def ready(report: CaptureReport) -> str:
+    if not report.records:
+        return "Nothing is captured."
+    graphs = counted(sum(record.graphs for record in report.records), "graph")
+    memory = format_bytes(report.total_bytes)
+    return f"{graphs}, {memory}, ready in {format_seconds(report.session_seconds)}."
+
+
 def _capture_rows(report: CaptureReport) -> Iterator[Fact]:
-    environment = report.environment
-    yield from environment_rows(environment)
     yield from head_rows(report.plan)
     if report.looked_at:
         yield "checked", report.looked_at
@@ -107,28 +115,29 @@ def _capture_rows(report: CaptureReport) -> Iterator[Fact]:
         yield "generation", f"the pools were made {report.generation} times"
     for key in report.failed:
         yield "failed", f"{key.label}: {key.text}"
-    if environment.is_tape:
+    if report.environment.is_tape:
         about = "the CPU stand-in, and say little about a GPU"
-        yield "note", f"bytes and times are those of {environment.backend}, {about}"
+        yield "note", f"bytes and times are those of {report.environment.backend}, {about}"
     yield from labelled("note", report.plan.notes)
     yield from labelled("warning", report.warnings)
 
 
-def environment_rows(environment: Environment) -> list[Fact]:
+def environment(found: Environment) -> RenderableType:
     versions = {
-        "cgplan": environment.cgplan,
-        "torch": environment.torch,
-        "CUDA": environment.cuda,
-        "driver": environment.driver,
-        "Python": environment.python,
+        "cgplan": found.cgplan,
+        "torch": found.torch,
+        "CUDA": found.cuda,
+        "driver": found.driver,
+        "Python": found.python,
     }
     known = [f"{name} {version}" for name, version in versions.items() if version]
-    return [
-        ("device", f"{environment.device}, {environment.machine}"),
-        ("backend", environment.backend),
+    rows = [
+        ("device", f"{found.device}, {found.machine}"),
+        ("backend", found.backend),
         ("versions", ", ".join(known)),
-        ("made", f"{environment.date}, config {environment.config_hash}"),
+        ("made", f"{found.date}, config {found.config_hash}".removesuffix(", config ")),
     ]
+    return facts("Environment", rows)
 
 
 def captured(report: CaptureReport) -> Grid:
@@ -374,10 +383,10 @@ def _by_lane(keys: Sequence[Key]) -> str:
 
 @render.register
 def _bench(report: BenchReport) -> RenderableType:
-    head = facts("Bench", _bench_rows(report))
+    head = facts("Bench", _bench_rows(report), gain(report))
+    made = environment(report.environment)
     if not report.records:
-        nothing = "No size was measured: nothing is captured and report.sizes is absent."
-        return stacked(head, Text(nothing))
+        return stacked(head, made)
     waiting = queued(report)
     title = "Calls that follow one another without waiting, time of each"
     least = floor(report, report.records, "replay_queued.median")
@@ -388,16 +397,35 @@ def _bench(report: BenchReport) -> RenderableType:
         titled(title, waiting) if waiting else None,
         titled("What a replay cannot be faster than", least) if least else None,
         *_against_baselines(report),
+        made,
     )
 
 
+def gain(report: BenchReport) -> str:
+    cost = ready(report.capture)
+    if not report.records:
+        return "No size was measured: nothing is captured and report.sizes is absent."
+    gains = [record.speedup for record in report.records if record.speedup]
+    if not gains or report.environment.is_tape:
+        return cost
+    sizes = [record.size for record in report.records if record.speedup]
+    return f"{_range(gains)} times as fast as eager at {_ends(sizes)} tokens. {cost}"
+
+
+def _ends(values: Sequence[str]) -> str:
+    first = values[0]
+    last = values[-1]
+    return first if first == last else f"{first} to {last}"
+
+
+def _range(values: Sequence[float]) -> str:
+    return _ends([f"{value:.3g}" for value in (min(values), max(values))])
+
+
 def _bench_rows(report: BenchReport) -> Iterator[Fact]:
-    capture, environment = report.capture, report.environment
-    yield from environment_rows(environment)
+    capture = report.capture
+    backend = report.environment.backend
     yield from head_rows(capture.plan)[:-1]  # the table below has the sizes
-    memory, seconds = format_bytes(capture.total_bytes), format_seconds(capture.session_seconds)
-    cost = f"{len(capture.records)} keys, {memory}, captured in {seconds}"
-    yield "graphs", cost if capture.records else "none"
     yield "times", f"median and p99 of {report.repeats} calls; host: until the call returned"
     adapters = {r.descriptor.num_active_loras for r in report.records if r.descriptor.has_lora}
     if adapters:
@@ -406,9 +434,9 @@ def _bench_rows(report: BenchReport) -> Iterator[Fact]:
     if report.repeats < 100:
         yield "note", f"of {report.repeats} calls, p99 is close to the slowest one"
     slower = ", ".join(str(record.num_tokens) for record in report.records if record.is_slower)
-    if environment.is_tape:
+    if report.environment.is_tape:
         about = "the CPU stand-in; a GPU's speed-up is another matter"
-        yield "note", f"all figures come from {environment.backend}, {about}"
+        yield "note", f"all figures come from {backend}, {about}"
     elif slower:
         longer = "graphs take the device longer than the model's own code at"
         about = "other kernels may be in them than run eagerly, see docs/troubleshooting.md"
@@ -579,15 +607,15 @@ def baselines(measured: BaselinesRecord) -> Grid:
 @render.register
 def _doctor(report: DoctorReport) -> RenderableType:
     capture = report.capture
-    rows = [*environment_rows(capture.environment), *head_rows(capture.plan)]
+    rows = head_rows(capture.plan)
     rows += labelled("note", capture.plan.notes)
     rows += labelled("warning", capture.warnings)
     rows += [("outside", f"{piece}, {count} in a step") for piece, count in report.outside.items()]
     rows += _floor_rows(report.floor)
-    head = facts("Doctor", rows)
+    head = facts("Doctor", rows, _verdict(report))
+    made = environment(capture.environment)
     if not report.rows:
-        nothing = "Nothing is captured: all of a step runs outside of graphs."
-        return stacked(head, sentences(nothing))
+        return stacked(head, made)
     table = Grid(
         report.rows,
         TextColumn("key", "lane"),
@@ -602,7 +630,21 @@ def _doctor(report: DoctorReport) -> RenderableType:
         head,
         table,
         titled("What a replay cannot be faster than", least) if least else None,
+        made,
     )
+
+
+def _verdict(report: DoctorReport) -> str:
+    if not report.rows:
+        return "Nothing is captured: all of a step runs outside of graphs."
+    inside = _ends([f"{share:.0%}" for share in sorted(row.inside for row in report.rows)])
+    text = f"{inside} of a step runs inside graphs"
+    gains = [row.eager_us / row.step_us for row in report.rows]
+    if report.capture.environment.is_tape:
+        return f"{text}. On a GPU `cgplan bench` tells what that gains."
+    if max(gains) < LEAST_GAIN:
+        return f"{text}, and no size is 2% faster than eager: set cudagraph_mode: NONE."
+    return f"{text}, {_range(gains)} times as fast as eager. `cgplan bench` times calls."
 
 
 # --- audit ----------------------------------------------------------------------------------------
@@ -613,12 +655,7 @@ def _audit(report: AuditReport) -> RenderableType:
     read, looked_up = format_seconds(report.read_seconds), format_seconds(report.classify_seconds)
     nodes = sum(key.nodes for key in report.keys)
     words = _words(report.keys)
-    findings = f"{counted(len(report.findings), 'pointer')} into memory that is not the runner's"
-    rows = [
-        *environment_rows(report.environment),
-        ("pointers", f"{words:,} in {nodes:,} nodes; {read} to read, {looked_up} to look up"),
-        ("findings", findings if report.findings else "none"),
-    ]
+    rows = [("pointers", f"{words:,} in {nodes:,} nodes; {read} to read, {looked_up} to look up")]
     rows += labelled("note", report.notes)
     keys = Grid(
         report.keys,
@@ -630,11 +667,20 @@ def _audit(report: AuditReport) -> RenderableType:
         Column("findings", lambda r: sum(finding.key == r.key for finding in report.findings)),
     )
     return stacked(
-        facts("Audit", rows),
+        facts("Audit", rows, dangling(report)),
         _findings(report) if report.findings else None,
         titled("Owners", _owners(report.owners, words)),
         titled("Keys", keys),
+        environment(report.environment),
     )
+
+
+def dangling(report: AuditReport) -> str:
+    graphs = counted(sum(key.graphs for key in report.keys), "graph")
+    if not report.findings:
+        return f"No dangling pointers in {graphs}."
+    found = counted(len(report.findings), "pointer")
+    return f"{found} of {graphs} into memory that is not the runner's."
 
 
 def _owners(owners: Sequence[OwnerRecord], words: int) -> Grid:
@@ -683,15 +729,14 @@ def _watch(report: WatchReport) -> RenderableType:
     read, looked_up = format_seconds(report.read_seconds), format_seconds(report.classify_seconds)
     rows = [
         *labelled("note", report.notes),
-        *environment_rows(report.environment),
         ("time", f"{read} to read, {looked_up} to look up"),
     ]
     return stacked(
-        sentences(said),
+        facts("Watch", rows, said),
         titled("Stale", stale_ones) if report.stale else None,
         titled("Graphs", graphs) if report.graphs else None,
         titled("Owners", _owners(report.owners, words)) if report.graphs else None,
-        facts("Watch", rows),
+        environment(report.environment),
     )
 
 

@@ -33,6 +33,7 @@ from cgplan.modes import CUDAGraphMode, Key
 from cgplan.piecewise.split import refuse_unknown_ops
 from cgplan.planning import Plan, build_plan
 from cgplan.planning.plan import PlanChange
+from cgplan.reports.records import LEAST_GAIN
 from cgplan.runner.replan import REPEATS, on_padding, time_on_padding
 from cgplan.runner.runner import GraphRunner
 from cgplan.runner.session import CaptureSession
@@ -40,7 +41,6 @@ from cgplan.units import format_seconds
 
 logger = logging.getLogger(__name__)
 AUTO = CUDAGraphMode.AUTO
-LEAST_GAIN = 1.02  # below it graphs are not worth their memory
 _MOST_MODULES = 7  # taken out of graphs
 _KERNEL_GAP_US = 1.0  # from one kernel of a graph to the next
 

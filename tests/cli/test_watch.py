@@ -97,6 +97,7 @@ def test_a_signal_shows_the_table_so_far(serve: str) -> None:
     try:
         assert process.stdout.readline().startswith("served")
         os.kill(process.pid, signal.SIGUSR1)
+        assert process.stderr.readline() == "Watch\n"
         assert "All pointers are live" in process.stderr.readline()
     finally:
         process.send_signal(signal.SIGTERM)
