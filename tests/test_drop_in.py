@@ -77,7 +77,7 @@ def test_sizes_and_what_is_larger(backend: GraphBackend, net: Net) -> None:
     for count in (1, 9):
         close(g(x[:count]), net(x[:count]))
     assert sizes(g) == {1, 4}
-    assert "1 calls ran eagerly: no graph serves the batch of batch = 9" in g.explain()
+    assert "1 call ran eagerly: no graph serves batch = 9" in g.explain()
     strict = cgplan.graphed(net, max_size=6, compilation={"on_miss": "error"})
     ready(strict, net, x[:5])
     assert sizes(strict) == {6}
@@ -311,7 +311,7 @@ def test_no_hint_to_ignore_what_decides(backend: GraphBackend) -> None:
     for _ in range(4):
         x = rows(backend, 3)
         close(g(x), x * 2)
-    assert "calls ran eagerly: each run changes model.cache" in g.explain()
+    assert "call ran eagerly: each run changes model.cache" in g.explain()
     assert "ignore" not in g.explain()
 
 
@@ -352,7 +352,7 @@ def test_a_full_house_is_told(backend: GraphBackend) -> None:
     g = cgplan.graphed(lambda x: x + 1, max_graphs=1)
     for count in (1, 1, 1, 1, 3):
         g(rows(backend, count))
-    assert "no graph serves the batch of batch = 3, and max_graphs=1 leaves no room" in g.explain()
+    assert "no graph serves batch = 3, and max_graphs=1 leaves no room" in g.explain()
 
 
 def test_caches_of_past_requests_are_freed(backend: GraphBackend) -> None:

@@ -619,7 +619,7 @@ class Calls:
             if objects_in(kind.forward.form) and not kind.has_graphs:
                 kind.close()  # it may hold a dropped cache
             batch = ", ".join(f"{name} = {size}" for name, size in sizes.items())
-            reason = f"no graph serves the batch of {batch}"
+            reason = f"no graph serves {batch}"
             if route.missing is not None and is_capture_allowed():
                 reason += f", and max_graphs={self._settings.max_graphs} leaves no room"
             return reason

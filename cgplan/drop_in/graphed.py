@@ -23,6 +23,7 @@ from cgplan.drop_in.saved_call import config_text, target_of
 from cgplan.errors import CgplanError, ConfigError, did_you_mean
 from cgplan.reports.records import CaptureReport
 from cgplan.runner.runner import GraphRunner
+from cgplan.units import counted
 
 
 class _OfMethod:
@@ -168,9 +169,9 @@ class Graphed:
         for path, count in calls.changed.most_common():
             if count > 1:
                 lines.append(f"{count} times graphs were freed, as the model had changed: {path}")
-        lines.append(f"{calls.replayed} calls were answered by graphs")
+        lines.append(f"graphs answered {counted(calls.replayed, 'call')}")
         for reason, count in calls.eager.most_common():
-            lines.append(f"{count} calls ran eagerly: {reason}")
+            lines.append(f"{counted(count, 'call')} ran eagerly: {reason}")
         return "\n".join(lines)
 
     def _lines_of(
@@ -179,7 +180,7 @@ class Graphed:
         runner: GraphRunner,
     ) -> list[str]:
         sizes = ", ".join(key.size for _, key in reversed(runner.plan.keys))
-        lines = [f"- {runner.stats.calls} calls; graphs of {sizes or 'no size'}"]
+        lines = [f"- {counted(runner.stats.calls, 'call')}; graphs of {sizes or 'no size'}"]
         lines += [f"  {note}" for note in kind.notes]
         for index, shape in enumerate(kind.shapes):
             is_fixed = not any(isinstance(dim, str) for dim in shape)
