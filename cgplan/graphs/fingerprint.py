@@ -529,7 +529,7 @@ class Fingerprint:
         found += lines["reshaped"]
         if found:
             raise AddressError(
-                f"graphs read other tensors: {listed(found, _SHOWN)}",
+                f"the model has other tensors than before: {listed(found, _SHOWN)}",
                 remedy="Give the model such tensors again, or call runner.recapture().",
             )
 

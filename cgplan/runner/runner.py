@@ -88,6 +88,7 @@ class GraphRunner:
         self._handed: weakref.WeakSet[StagedBuffers] = weakref.WeakSet()
         self._replanner = Replanner(self.stats)
         self._replays_before = self.stats.replays
+        self._used = self._replays_before
         self._open(captured)
 
     def _open(self, captured: CapturedKeys) -> None:
@@ -572,7 +573,11 @@ class GraphRunner:
             on_demand = self.config.compilation.is_lazy
             keys = captured.keys if on_demand else captured.asked.keys
             self._free()
-            self._capture_again(keys, on_demand=on_demand)
+            try:
+                self._capture_again(keys, on_demand=on_demand)
+            except BaseException:
+                self._state = "closed"
+                raise
 
     def _capture_again(
         self,
@@ -581,11 +586,7 @@ class GraphRunner:
         on_demand: bool,
     ) -> None:
         self._state = "asleep"
-        try:
-            self._open(self._capture_plan(self._captured.asked, keys, on_demand))
-        except BaseException:
-            self._state = "closed"
-            raise
+        self._open(self._capture_plan(self._captured.asked, keys, on_demand))
         self.stats.captures += len(self.plan.keys)
         self._replays_before = self.stats.replays
 
@@ -678,12 +679,12 @@ class GraphRunner:
     suspend = sleep  # its former name
 
     def wake(self) -> None:
-        """Capture the keys that replayed since the last start or wake, with the model's memory of
-        now, and others when a batch asks for them; with several ranks, all.
+        """Capture the keys that replayed since the last start or wake, or else before it, with the
+        model's memory of now, and others when a batch asks for them; with several ranks, all.
 
-        Raises:
-            AddressError: a tensor that graphs read is gone or looks otherwise; the runner sleeps.
-            CaptureError, ModelError: as CaptureSession.run; then the runner is closed.
+        Raises, and the runner sleeps on:
+            AddressError: a parameter, or a tensor that graphs read, is gone or looks otherwise.
+            CaptureError, ModelError: as CaptureSession.run.
         """
         with self._held():
             if self._state != "asleep":
@@ -691,11 +692,11 @@ class GraphRunner:
                 return
             graphs = self.graphs
             self._before_sleep.refuse_reshaped(graphs.roots)
-            used = self.stats.replays - self._replays_before
+            self._used = self.stats.replays - self._replays_before or self._used
             keys = self._captured.asked.keys
             is_alone = graphs.is_alone
             if is_alone:
-                keys = tuple(key for key in keys if used[key])
+                keys = tuple(key for key in keys if self._used[key])
             self._capture_again(keys, on_demand=is_alone)
 
     def _free(self) -> None:

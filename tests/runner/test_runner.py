@@ -156,12 +156,28 @@ def test_a_runner_wakes_with_the_keys_that_it_used(backend: GraphBackend, policy
         runner.sleep()
         runner.wake()
         assert runner.plan.capture_sizes == (2, 4, 8)
-        runner.sleep()
-        runner.wake()  # nothing was used
-        assert runner.plan.keys == ()
+        runner(x=batch(backend, 2))
+        for _ in range(2):  # nothing was used before the second one
+            runner.sleep()
+            runner.wake()
+            assert runner.plan.capture_sizes == (2,)
         same(runner(x=batch(backend, 2)).clone(), model(batch(backend, 2)))
         runner.recapture()
         assert len(runner.plan.keys) == (1 if policy == "lazy" else 3)
+
+
+def test_a_runner_sleeps_on_where_a_wake_fails(backend: GraphBackend) -> None:
+    runner, model = open_weighted(backend)
+    x = batch(backend, 4)
+    with closing(runner):
+        runner(x=x)
+        runner.sleep()
+        with cgplan.capture_allowed(False), pytest.raises(SealedError):
+            runner.wake()
+        with pytest.raises(cgplan.CgplanError, match="asleep"):
+            runner(x=x)
+        runner.wake()
+        same(runner(x=x).clone(), model(x))
 
 
 def test_weights_may_move_while_a_runner_sleeps_and_must_look_the_same(
