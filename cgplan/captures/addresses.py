@@ -84,8 +84,8 @@ class AddressChecks:
             self.is_outdated = True
             self.seal()
 
-    def let_go(self) -> Fingerprint:
-        """What graphs read, without the tensors."""
+    def take_record(self) -> Fingerprint:
+        """Of what graphs read, without the tensors; nothing is checked any more."""
         found = self._sealed
         if found is None:
             found = Fingerprint.of(self._roots, self._device)

@@ -171,7 +171,7 @@ class CapturedKeys:
         renew: bool = False,
     ) -> tuple[Key, ...]:
         """Capture wanted keys that have not failed, the largest first; returns those that have
-        graphs then. Only AuditError is raised.
+        graphs then. Failures of captures are remembered; AuditError is raised.
         """
         start = time.perf_counter()
         new: tuple[Key, ...] = ()

@@ -17,7 +17,7 @@ import re
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -51,7 +51,7 @@ from cgplan.units import counted
 
 _HOOKED = ("__init__", "capture_begin", "capture_end", "reset")
 _VARIABLE = ".<"  # in the path of a global or closure, which engines bind anew for each step
-_SHARE = 20  # of the time between two records of the places of weights
+_SHARE = 20  # times the last walk's duration: then places are looked up again
 Memory = tuple[int, int]  # from its start to before its end
 
 
@@ -109,7 +109,7 @@ class Places:
 
 @dataclass(eq=False)
 class WatchedGraph:
-    """``places`` are those at its capture."""
+    """``places`` are of a moment before its capture."""
 
     number: int
     line: str
@@ -144,7 +144,8 @@ class GraphWatch:
         self._count = 0
         self._names = weakref.WeakKeyDictionary[nn.Module, str]()
         self._before = weakref.WeakSet[Any]()
-        self._known = set[tuple[str, str]]()
+        self._known = set[tuple[str, str]]()  # problems and paths
+        self._found = set[tuple[str, str]]()
         self._places: Places | None = None
         self._taken = 0.0
         self._cost = 0.0
@@ -245,18 +246,13 @@ class GraphWatch:
 
     def baseline(self) -> WatchReport:
         """What ``changed`` leaves out."""
-        report = self.check()
-        self._known = {(found.problem, found.name) for found in report.stale}
+        report = self._check(None)
+        self._known = self._found
         return report
 
     def changed(self) -> WatchReport:
         """``check`` without what ``baseline`` found."""
-        report = self.check()
-        new = list[StaleRecord]()
-        for found in report.stale:
-            if (found.problem, found.name) not in self._known:
-                new.append(found)
-        return report.model_copy(update={"stale": tuple(new)})
+        return self._check(None, self._known)
 
     def check(self, roots: Mapping[str, Any] | None = None) -> WatchReport:
         """Look up each pointer of each graph that lives.
@@ -264,8 +260,14 @@ class GraphWatch:
         ``roots`` are objects by name whose tensors are owners, in place of those of ``watch``.
         Raises BackendError without cuda-bindings or a recent driver.
         """
-        if roots is not None:
-            self._roots = dict(roots)
+        return self._check(roots)
+
+    def _check(
+        self,
+        roots: Mapping[str, Any] | None,
+        known: Collection[tuple[str, str]] = (),
+    ) -> WatchReport:
+        """Without ``known`` problems."""
         start = time.perf_counter()
         backend = self._backend_of_graphs()
         living = list[WatchedGraph]()
@@ -284,8 +286,8 @@ class GraphWatch:
         read = time.perf_counter()
         places = self._places_now()
         at_capture = dict[int, str]()
-        for known in dict.fromkeys(watched.places for watched in living):
-            for path, place in known.by_path.items():
+        for then in dict.fromkeys(watched.places for watched in living):
+            for path, place in then.by_path.items():
                 if _VARIABLE not in path:
                     at_capture[place.memory[0]] = path
 
@@ -294,7 +296,8 @@ class GraphWatch:
             return any(handle in pools for handle in handles)
 
         state = list[tuple[int, int, Owner]]()
-        for path, place in places.by_path.items():
+        named = places if roots is None else Places.of(roots, _device())
+        for path, place in named.by_path.items():
             state.append((*place.memory, Owner("state", path)))
         owners = Owners(
             backend,
@@ -304,10 +307,11 @@ class GraphWatch:
             at_capture=at_capture,
             is_own_pool=is_own_pool,
         )
-        counts, stale = _sorted_out(
+        counts, stale, self._found = _sorted_out(
             words,
             owners,
             places,
+            known,
         )
         records = list[WatchedRecord]()
         for watched, graph in zip(living, captured, strict=True):
@@ -326,7 +330,7 @@ class GraphWatch:
         unwatched = len(self._before)
         if unwatched:
             notes.append(f"{counted(unwatched, 'graph')} from before the watch: not looked at")
-        gone = self._count - len(living)
+        gone = sum(watched.graph() is None for watched in self._graphs)
         if gone:
             notes.append(f"{counted(gone, 'graph')} captured and gone: check while they live")
         return WatchReport(
@@ -368,23 +372,30 @@ def watch(
 def _hooks() -> Iterator[None]:
     graphs = torch.cuda.CUDAGraph
     by_torch = {name: getattr(graphs, name) for name in _HOOKED}
+    made = weakref.WeakSet[Any]()  # others are from before
     kept = weakref.WeakSet[Any]()  # by its owner
     open_logs = weakref.WeakKeyDictionary[Any, _OpenLog]()
 
     def init(graph: Any, keep_graph: bool = False) -> None:
         by_torch["__init__"](graph, True)
+        made.add(graph)
         if keep_graph:
             kept.add(graph)
 
     def capture_begin(graph: Any, *args: Any, **options: Any) -> None:
         by_torch["capture_begin"](graph, *args, **options)
+        if graph not in made:
+            return
         forget_capture(graph)
         log = open_logs[graph] = _OpenLog()
         if any(watch.operators for watch in watches):
             log.begin()
 
     def capture_end(graph: Any) -> None:
-        log = open_logs.pop(graph)
+        log = open_logs.pop(graph, None)
+        if log is None:
+            by_torch["capture_end"](graph)
+            return
         log.modes.close()
         by_torch["capture_end"](graph)
         if graph not in kept:
@@ -434,11 +445,15 @@ def _sorted_out(
     words: Iterable[Pointer],
     owners: Owners,
     places: Places,
-) -> tuple[dict[WatchedGraph, Counter[Owner]], list[StaleRecord]]:
-    """Pointers by graph and owner; and those that are stale, by problem and path."""
+    known: Collection[tuple[str, str]],
+) -> tuple[dict[WatchedGraph, Counter[Owner]], list[StaleRecord], set[tuple[str, str]]]:
+    """Pointers by graph and owner; those that are stale; problems and paths that are not
+    ``known``.
+    """
     counts = dict[WatchedGraph, Counter[Owner]]()
     pointers = Counter[str]()  # by path at capture, without numbers
     groups = dict[tuple[Any, str], list[tuple[Pointer, Owner]]]()
+    new = set[tuple[str, str]]()
     for word in words:
         owner = owners.of[word.address]
         if owner is None:
@@ -453,11 +468,14 @@ def _sorted_out(
                     moved.append(path)
         path = next(iter(moved or paths), "")
         name = re.sub(r"\d+", "*", path) or owner.name
+        problem: Any = owner.kind if owner.kind in PROBLEMS else "moved"
+        found_one = problem, path or owner.name
         pointers[name] += 1
         if moved or owner.kind in PROBLEMS:
             if paths or launch_of(word)[1]:
-                problem: Any = owner.kind if owner.kind in PROBLEMS else "moved"
-                groups.setdefault((problem, name), []).append((word, owner))
+                if found_one not in known:
+                    new.add(found_one)
+                    groups.setdefault((problem, name), []).append((word, owner))
             else:
                 owner = Owner("unproven", f"looks like {owner.kind}")
         counts.setdefault(watched, Counter())[owner] += 1
@@ -479,4 +497,4 @@ def _sorted_out(
                 detail=owner.name,
             )
         )
-    return counts, stale
+    return counts, stale, new

@@ -672,7 +672,7 @@ class GraphRunner:
         with self._held():
             if self._state != "asleep":
                 self._check_open()
-                self._before_sleep = self.graphs.addresses.let_go()
+                self._before_sleep = self.graphs.addresses.take_record()
                 self._free()
                 self._state = "asleep"
 

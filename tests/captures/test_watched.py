@@ -228,6 +228,23 @@ def test_models_of_frozen_objects_have_paths(backend: GraphBackend, capture: Any
         assert replay is not None
 
 
+def test_what_was_stale_before_hides_no_other_layer(backend: GraphBackend, capture: Any) -> None:
+    device = backend.device
+    with torch.no_grad(), cgplan.watch() as watch:
+        model = made(device)
+        replay = capture(model, device)
+        old = model.layers[0].qkv.weight
+        model.layers[0].qkv.weight = nn.Parameter(old.clone(), requires_grad=False)
+        assert "Model.layers[*].qkv.weight" in stale(watch.baseline())
+        assert not watch.changed().stale
+        kept = model.layers[2].qkv.weight
+        model.layers[2].qkv.weight = nn.Parameter(kept.clone(), requires_grad=False)
+        report = watch.changed()
+        assert "Model.layers[*].qkv.weight" in stale(report)
+        assert sum(found.pointers for found in report.stale) == 1
+        assert replay is not None
+
+
 def test_what_wraps_a_model_later_or_goes_leaves_its_pointers_live(
     backend: GraphBackend, capture: Any
 ) -> None:
