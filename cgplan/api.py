@@ -61,7 +61,7 @@ def capture(
         compilation, scheduler, lora, speculative, report, budget: Sections, as mappings or models.
         device: ``auto``, ``cuda``, ``cuda:N`` or ``cpu``; absent: the configuration's.
         output_rows: What dimension 0 of each output counts: ``num_tokens`` or ``num_reqs``.
-        state: Objects that the model reads if it is a method, as in ``[engine.model]``.
+        state: What a method reads, as in ``[engine.model]``, instead of the model.
         progress: Called before each key.
         before_key: Sets an engine's context before each key, see CaptureSession.
 

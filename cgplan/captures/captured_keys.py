@@ -59,7 +59,7 @@ class CapturedKeys:
     Args:
         graphs: Its ``plan`` is what is captured now.
         wanted: What of ``asked`` may be captured; with ``on_demand`` when a batch asks for it.
-        before: Device memory before the model's.
+        before: Device memory ahead of the captures.
 
     Attributes:
         failed: Keys that are not tried again.

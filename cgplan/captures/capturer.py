@@ -135,7 +135,7 @@ class Capturer:
         self.started_again: str | None = None
         self._graphs = graphs
         self._asked_warm_ups = compilation.cudagraph_num_of_warmups
-        # else all graphs can be freed for a new start
+        # where all graphs cannot be freed for a new start
         self._all_need_warm_up = (
             self._asked_warm_ups not in ("auto", 0)
             or not graphs.is_alone

@@ -435,7 +435,7 @@ class ModelGraphs:
                     yield (wrapper.runtime_mode, entry.descriptor), entry
 
     def evict(self, keys: Collection[Key]) -> None:
-        """Free these graphs; those with held outputs at a later change."""
+        """Free these graphs; where somebody holds an output, a later call does."""
         self.backend.synchronize()
         self.scope.entries = []
         for wrapper in self.scope.wrappers:

@@ -28,7 +28,7 @@ class RoutedBatch:
 
     Attributes:
         num_active_loras: Distinct adapters.
-        missing: A better key that a batch may have captured, if any.
+        missing: A key without a graph that fits better; a call may capture it.
     """
 
     batch: Batch
