@@ -107,10 +107,10 @@ def _capture_rows(report: CaptureReport) -> Iterator[Fact]:
         verb = "is" if report.waiting == 1 else "are"
         waiting = f"{report.waiting} {verb} waiting"
         yield "captures", f"lazy: when a batch first asks for a key; {waiting}"
-    elif report.waiting:
-        yield "captures", f"{counted(report.waiting, 'key')} when a batch first asks for it"
     elif report.capture_policy == "adaptive":
         yield "captures", "adaptive: runner.replan() exchanges keys for those that batches ask for"
+    elif report.waiting:
+        yield "captures", f"{counted(report.waiting, 'key')} when a batch first asks for it"
     if report.pool != "shared":
         yield "pools", f"one for each {report.pool.removeprefix('per_')}"
     if report.generation > 1:
