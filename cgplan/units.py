@@ -30,6 +30,13 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
+def from_to(first: object, last: object) -> str:
+    """``1 to 4``, or ``4``."""
+    if first == last:
+        return str(last)
+    return f"{first} to {last}"
+
+
 def format_bytes(value: int | None) -> str:
     """``1536`` -> ``1.5 KiB``; None is a dash."""
     if value is None:

@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -50,9 +51,10 @@ from cgplan.reports.records import StaleRecord, WatchedRecord, WatchReport
 from cgplan.units import counted
 
 _HOOKED = ("__init__", "capture_begin", "capture_end", "reset")
-_VARIABLE = ".<"  # in the path of a global or closure, which engines bind anew for each step
+_VARIABLE = ".<"  # in the path of a global or a closure: engines may bind it in each step
 _SHARE = 20  # times the last walk's duration: then places are looked up again
 Memory = tuple[int, int]  # from its start to before its end
+Problem = tuple[str, str]  # what became of memory, and its path
 
 
 class _Place(NamedTuple):
@@ -144,8 +146,7 @@ class GraphWatch:
         self._count = 0
         self._names = weakref.WeakKeyDictionary[nn.Module, str]()
         self._before = weakref.WeakSet[Any]()
-        self._known = set[tuple[str, str]]()  # problems and paths
-        self._found = set[tuple[str, str]]()
+        self._known = set[Problem]()
         self._places: Places | None = None
         self._taken = 0.0
         self._cost = 0.0
@@ -246,13 +247,12 @@ class GraphWatch:
 
     def baseline(self) -> WatchReport:
         """What ``changed`` leaves out."""
-        report = self._check(None)
-        self._known = self._found
+        report, self._known = self._check()
         return report
 
     def changed(self) -> WatchReport:
         """``check`` without what ``baseline`` found."""
-        return self._check(None, self._known)
+        return self._check(known=self._known)[0]
 
     def check(self, roots: Mapping[str, Any] | None = None) -> WatchReport:
         """Look up each pointer of each graph that lives.
@@ -260,14 +260,14 @@ class GraphWatch:
         ``roots`` are objects by name whose tensors are owners, in place of those of ``watch``.
         Raises BackendError without cuda-bindings or a recent driver.
         """
-        return self._check(roots)
+        return self._check(roots)[0]
 
     def _check(
         self,
-        roots: Mapping[str, Any] | None,
-        known: Collection[tuple[str, str]] = (),
-    ) -> WatchReport:
-        """Without ``known`` problems."""
+        roots: Mapping[str, Any] | None = None,
+        known: Collection[Problem] = (),
+    ) -> tuple[WatchReport, set[Problem]]:
+        """And the problems that are not ``known``, which the report has."""
         start = time.perf_counter()
         backend = self._backend_of_graphs()
         living = list[WatchedGraph]()
@@ -307,25 +307,13 @@ class GraphWatch:
             at_capture=at_capture,
             is_own_pool=is_own_pool,
         )
-        counts, stale, self._found = _sorted_out(
+        counts, stale, found = _sorted_out(
             words,
             owners,
             places,
             known,
         )
-        records = list[WatchedRecord]()
-        for watched, graph in zip(living, captured, strict=True):
-            kinds = kinds_of(counts.get(watched, Counter()))
-            records.append(
-                WatchedRecord(
-                    name=watched.name,
-                    line=watched.line,
-                    nodes=len(graph.nodes.names),
-                    opaque=graph.nodes.opaque,
-                    words=kinds.total(),
-                    kinds=dict(kinds.most_common()),
-                )
-            )
+        records = [_record_of(graph, counts) for graph in captured]
         notes = list[str]()
         unwatched = len(self._before)
         if unwatched:
@@ -333,7 +321,7 @@ class GraphWatch:
         gone = sum(watched.graph() is None for watched in self._graphs)
         if gone:
             notes.append(f"{counted(gone, 'graph')} captured and gone: check while they live")
-        return WatchReport(
+        report = WatchReport(
             environment=describe_environment(backend, ""),
             graphs=tuple(records),
             owners=owner_records(counts.values()),
@@ -344,6 +332,7 @@ class GraphWatch:
             classify_seconds=time.perf_counter() - read,
             notes=tuple(notes),
         )
+        return report, found
 
 
 def watch(
@@ -441,38 +430,60 @@ class _OpenLog:
         self.modes.enter_context(OperatorLog(so_far, device))
 
 
+def _record_of(
+    graph: ReadGraph,
+    counts: Mapping[WatchedGraph, Counter[Owner]],
+) -> WatchedRecord:
+    watched: WatchedGraph = graph.key
+    kinds = kinds_of(counts.get(watched, Counter()))
+    return WatchedRecord(
+        name=watched.name,
+        line=watched.line,
+        nodes=len(graph.nodes.names),
+        opaque=graph.nodes.opaque,
+        words=kinds.total(),
+        kinds=dict(kinds.most_common()),
+    )
+
+
 def _sorted_out(
     words: Iterable[Pointer],
     owners: Owners,
     places: Places,
-    known: Collection[tuple[str, str]],
-) -> tuple[dict[WatchedGraph, Counter[Owner]], list[StaleRecord], set[tuple[str, str]]]:
-    """Pointers by graph and owner; those that are stale; problems and paths that are not
-    ``known``.
-    """
+    known: Collection[Problem],
+) -> tuple[dict[WatchedGraph, Counter[Owner]], list[StaleRecord], set[Problem]]:
+    """Pointers by graph and owner; those that are stale; the problems that are not ``known``."""
     counts = dict[WatchedGraph, Counter[Owner]]()
     pointers = Counter[str]()  # by path at capture, without numbers
     groups = dict[tuple[Any, str], list[tuple[Pointer, Owner]]]()
-    new = set[tuple[str, str]]()
+    new = set[Problem]()
+
+    @cache  # many nodes point to one tensor
+    def place_of(then: Places, address: int) -> tuple[str, str, bool]:
+        """The path at capture, without numbers too, and whether it is stale."""
+        paths = then.by_memory.find(address) or [""]
+        path = paths[0]
+        is_stale = False
+        for each in paths:
+            if each and then.is_stale(each, places):
+                path = each
+                is_stale = True
+                break
+        return path, re.sub(r"\d+", "*", path), is_stale
+
     for word in words:
         owner = owners.of[word.address]
         if owner is None:
             continue
         watched: WatchedGraph = word.graph.key
-        then = watched.places
-        paths = then.by_memory.find(word.address) or []
-        moved = list[str]()
-        if owner.kind != "graph pool":
-            for path in paths:
-                if then.is_stale(path, places):
-                    moved.append(path)
-        path = next(iter(moved or paths), "")
-        name = re.sub(r"\d+", "*", path) or owner.name
-        problem: Any = owner.kind if owner.kind in PROBLEMS else "moved"
-        found_one = problem, path or owner.name
+        path, name, is_stale = place_of(watched.places, word.address)
+        name = name or owner.name
         pointers[name] += 1
-        if moved or owner.kind in PROBLEMS:
-            if paths or launch_of(word)[1]:
+        is_problem = owner.kind in PROBLEMS
+        if is_problem or (is_stale and owner.kind != "graph pool"):
+            if path or launch_of(word)[1]:
+                problem: Any = owner.kind if is_problem else "moved"
+                found_one = problem, path or owner.name
                 if found_one not in known:
                     new.add(found_one)
                     groups.setdefault((problem, name), []).append((word, owner))

@@ -21,7 +21,7 @@ from cgplan.modes import RUNTIME_MODES, CUDAGraphMode
 from cgplan.planning.build import build_plan, ladder_sizes
 from cgplan.planning.dispatcher import CudagraphDispatcher
 from cgplan.planning.plan import Emission, Plan, lanes_of
-from cgplan.units import counted
+from cgplan.units import counted, from_to
 
 VERSIONS = {"vLLM": "0.33.0", "SGLang": "0.5.23", "TensorRT-LLM": "1.4.0rc1"}
 OPTION = "--vllm"
@@ -271,9 +271,8 @@ def _modes_of(plan: Plan, each: int, most: int, *, uniform: bool) -> str:
         last = first + len(list(alike)) - 1
         if last == tried[-1]:
             last = most
-        batches = f"{first} to {last}" if last > first else str(first)
         graphs = "eagerly" if mode is CUDAGraphMode.NONE else f"in {mode} graphs"
-        words.append(f"{batches} {graphs}")
+        words.append(f"{from_to(first, last)} {graphs}")
         first = last + 1
     return ", ".join(words)
 
@@ -498,7 +497,7 @@ def _sglang(plan: Plan, parallelism: Parallelism) -> Emission:
         first = below + 1
         last = (size - 1) // 2
         if last >= first:
-            eager.append(f"{first} to {last}" if last > first else str(first))
+            eager.append(from_to(first, last))
     if eager:
         notes.append(
             f"prefill batches of {', '.join(eager)} tokens run eagerly: SGLang pads to at most "

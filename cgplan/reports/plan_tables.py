@@ -52,6 +52,7 @@ from cgplan.units import (
     format_bytes,
     format_microseconds,
     format_seconds,
+    from_to,
     grouped,
 )
 
@@ -306,7 +307,7 @@ def _padding_table(captured: Sequence[int], beyond: str) -> RenderableType:
         first = group[0][0] + 1
         sizes = [size for _, size in group]
         most = max(size - below for below, size in group) - 1
-        span = f"{first} to {sizes[-1]}" if sizes[-1] > first else str(first)
+        span = from_to(first, sizes[-1])
         to = describe_sizes(sizes)
         if len(sizes) > 1:
             to = f"next of {to}"

@@ -56,6 +56,7 @@ from cgplan.units import (
     format_microseconds,
     format_ratio,
     format_seconds,
+    from_to,
     grouped,
     listed,
 )
@@ -411,17 +412,12 @@ def gain(report: BenchReport) -> str:
     if not gains or report.environment.is_tape:
         return cost
     sizes = [record.size for record in report.records if record.speedup]
-    return f"{_range(gains)} times as fast as eager at {_ends(sizes)} tokens. {cost}"
+    at = from_to(sizes[0], sizes[-1])
+    return f"{_range(gains)} times as fast as eager at {at} tokens. {cost}"
 
 
-def _ends(values: Sequence[str]) -> str:
-    first = values[0]
-    last = values[-1]
-    return first if first == last else f"{first} to {last}"
-
-
-def _range(values: Sequence[float]) -> str:
-    return _ends([f"{value:.3g}" for value in (min(values), max(values))])
+def _range(values: Sequence[float], spec: str = ".3g") -> str:
+    return from_to(format(min(values), spec), format(max(values), spec))
 
 
 def _bench_rows(report: BenchReport) -> Iterator[Fact]:
@@ -639,8 +635,8 @@ def _doctor(report: DoctorReport) -> RenderableType:
 def _verdict(report: DoctorReport) -> str:
     if not report.rows:
         return "Nothing is captured: all of a step runs outside of graphs."
-    inside = _ends([f"{share:.0%}" for share in sorted(row.inside for row in report.rows)])
-    text = f"{inside} of a step runs inside graphs"
+    inside = [row.inside for row in report.rows]
+    text = f"{_range(inside, '.0%')} of a step runs inside graphs"
     gains = [row.eager_us / row.step_us for row in report.rows]
     if report.capture.environment.is_tape:
         return f"{text}. On a GPU `cgplan bench` tells what that gains."

@@ -573,6 +573,7 @@ class GraphRunner:
             on_demand = self.config.compilation.is_lazy
             keys = captured.keys if on_demand else captured.asked.keys
             self._free()
+            self._state = "asleep"
             try:
                 self._capture_again(keys, on_demand=on_demand)
             except BaseException:
@@ -585,7 +586,6 @@ class GraphRunner:
         *,
         on_demand: bool,
     ) -> None:
-        self._state = "asleep"
         self._open(self._capture_plan(self._captured.asked, keys, on_demand))
         self.stats.captures += len(self.plan.keys)
         self._replays_before = self.stats.replays

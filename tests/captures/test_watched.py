@@ -92,11 +92,7 @@ def by_inductor(model: nn.Module, device: torch.device) -> Replay:
     return compiled
 
 
-ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch.cuda.graph needs a GPU")
-WAYS = [
-    by_cgplan,
-    *(pytest.param(way, marks=ON_GPU) for way in (by_torch, by_callables, by_inductor)),
-]
+WAYS = [by_cgplan, by_torch, by_callables, by_inductor]
 
 
 @pytest.fixture(params=WAYS)
