@@ -43,7 +43,7 @@ class CaptureScope:
     Attributes:
         is_open: False in a sealed runner: wrappers must not capture.
         entries: Captured since the session last took them.
-        wrappers: They may outlive the scope; their graphs must not.
+        wrappers: A set, in order; they may outlive the scope, their graphs must not.
         mark: Entries hold it in place of the scope, which would keep graphs.
     """
 
@@ -51,7 +51,7 @@ class CaptureScope:
     backend: Any = None
     is_open: bool = True
     entries: list[Any] = field(default_factory=list)
-    wrappers: list[Any] = field(default_factory=list)
+    wrappers: dict[Any, None] = field(default_factory=dict)
     address_check: AddressPolicy | None = None
     mark: object = field(default_factory=object, repr=False)
 

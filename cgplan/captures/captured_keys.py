@@ -58,7 +58,7 @@ class CapturedKeys:
 
     Args:
         graphs: Its ``plan`` is what is captured now.
-        wanted: What of ``asked`` may be captured; with ``on_demand`` when a batch asks for it.
+        wanted: What of ``asked`` may be captured.
         before: Device memory ahead of the captures.
 
     Attributes:
@@ -71,7 +71,6 @@ class CapturedKeys:
     before: MemoryReading
     ranks: RankSync = SINGLE_RANK
     progress: Progress | None = None
-    on_demand: bool = False
 
     def __post_init__(self) -> None:
         graphs = self.graphs
@@ -109,7 +108,7 @@ class CapturedKeys:
         failed = self.failed.get(key)
         if failed is not None and not failed.is_over_budget:
             return MissReason.CAPTURE_FAILED
-        if failed is None and self.on_demand and key in self.wanted.keys:
+        if failed is None and self.graphs.on_demand and key in self.wanted.keys:
             return MissReason.NOT_CAPTURED_YET
         return MissReason.OVER_BUDGET
 
@@ -150,7 +149,7 @@ class CapturedKeys:
         self._in_service = True
         self.ranks.end()
         self._seconds = time.perf_counter() - began
-        if keys and not self._records and not self.on_demand:
+        if keys and not self._records and not self.graphs.on_demand:
             graphs.allocate_buffers(())
         backend.release_cached()
         taken = driver_bytes(backend, self.before, backend.memory())
@@ -223,7 +222,7 @@ class CapturedKeys:
         pools = self.graphs.pools
         pool_bytes = pools.nbytes
         waiting = list(keys)
-        is_second_time = False
+        has_given_up = False
         done = 0
         while waiting:
             key = waiting.pop(0)
@@ -242,22 +241,23 @@ class CapturedKeys:
                 pool_bytes += found.pool_growth
                 continue
             if found is Uncaptured.START_AGAIN:
+                assert not in_service, "captures in service have warm-ups"
                 waiting = [*capture_order(self._records), key, *waiting]
                 self._free_all()
                 done = 0
                 continue
             self._give_up(key)
-            before = capture_order(self._records)
+            captured = capture_order(self._records)
             has_grown = pools.is_private and pools.nbytes > pool_bytes
-            if not in_service or (before and has_grown):
+            if not in_service or (captured and has_grown):
                 self._free_all()
                 self.ranks.dropped()
                 done = 0
                 if in_service:
-                    waiting = [*before, *waiting]
-                elif before:
-                    waiting = [] if is_second_time else list(before)
-                    is_second_time = True
+                    waiting = [*captured, *waiting]
+                elif captured:
+                    waiting = [] if has_given_up else list(captured)
+                    has_given_up = True
             pool_bytes = pools.nbytes
 
     def _capture_one(
@@ -335,7 +335,7 @@ class CapturedKeys:
         records = tuple(map(self._records.__getitem__, plan.keys))
         missing = [key for key in self.wanted.keys if key not in self._records]
         waiting = 0
-        if self.on_demand:
+        if self.graphs.on_demand:
             waiting = sum(key not in self.failed for key in missing)
             missing = []
         warnings = [*plan.warnings, *self._warnings()]

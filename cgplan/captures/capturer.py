@@ -137,10 +137,7 @@ class Capturer:
         self._asked_warm_ups = compilation.cudagraph_num_of_warmups
         # where all graphs cannot be freed for a new start
         self._all_need_warm_up = (
-            self._asked_warm_ups not in ("auto", 0)
-            or not graphs.is_alone
-            or graphs.pools.is_given
-            or compilation.is_lazy
+            self._asked_warm_ups not in ("auto", 0) or not graphs.is_alone or graphs.pools.is_given
         )
         self._need_warm_up = set[Key]()
         self._lanes = set[Lane]()  # that had a warm-up
@@ -152,6 +149,7 @@ class Capturer:
         """
         refuse_forbidden_capture(f"the graph for {key[0]} {key[1]}")
         self._graphs.addresses.is_outdated = True
+        self._all_need_warm_up |= in_service
         began = _Clock.now()
         found: GraphRecord | Uncaptured = Uncaptured.TRY_AGAIN
         with self._graphs.rehearsing() as rehearsal:
@@ -175,7 +173,7 @@ class Capturer:
         try:
             rehearsal.look(key)
             is_first = mode not in rehearsal.judged
-            attempt.warm_ups = self._warm_ups_of(rehearsal, key, in_service=attempt.in_service)
+            attempt.warm_ups = self._warm_ups_of(rehearsal, key)
             with random_state_kept(backend.device, graphs.generators):
                 self._warm_up(rehearsal, key, attempt.warm_ups)
                 before = _Readings(_Clock.now(), backend.memory(), graphs.pools.memory())
@@ -259,19 +257,13 @@ class Capturer:
 
     # --- warm-ups ---------------------------------------------------------------------------------
 
-    def _warm_ups_of(self, rehearsal: Rehearsal, key: Key, *, in_service: bool) -> int:
+    def _warm_ups_of(self, rehearsal: Rehearsal, key: Key) -> int:
         graphs = self._graphs
         facts = graphs.facts
         asked = self._asked_warm_ups
         is_compiled = rehearsal.put_back.before.is_compiled or graphs.route.splitter is not None
         is_changed = facts.changes_python or bool(facts.outside)
-        if (
-            self._all_need_warm_up
-            or in_service
-            or is_compiled
-            or is_changed
-            or key in self._need_warm_up
-        ):
+        if self._all_need_warm_up or is_compiled or is_changed or key in self._need_warm_up:
             return 1 if asked == "auto" else max(asked, 1)
         return int(asked == "auto" and Lane.of(*key) not in self._lanes)
 
@@ -303,7 +295,7 @@ class Capturer:
         for other in graphs.plan.keys:
             if Lane.of(*other) == lane:
                 smallest = other
-        if smallest == key or self._warm_ups_of(rehearsal, smallest, in_service=False):
+        if smallest == key or self._warm_ups_of(rehearsal, smallest):
             return
         held = graphs.backend.memory().held
         try:
@@ -347,7 +339,6 @@ class Capturer:
         backend = self._graphs.backend
         facts = self._graphs.facts
         scope = self._graphs.scope
-        scope.wrappers = list(dict.fromkeys(scope.wrappers))  # each capture adds its own
         driver = driver_bytes(backend, before.memory, backend.memory())
         began = attempt.began
         now = _Clock.now()

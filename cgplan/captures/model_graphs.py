@@ -79,6 +79,7 @@ class ModelGraphs:
     real_rows: RealRows | None = None
     pool: InitVar[GraphPool | None] = None
     ranks: RankSync = SINGLE_RANK
+    on_demand: bool = False
 
     def __post_init__(
         self,
@@ -149,7 +150,7 @@ class ModelGraphs:
     # --- buffers ----------------------------------------------------------------------------------
 
     def allocate_buffers(self, keys: Sequence[Key]) -> None:
-        """If captures wait for batches, buffers are made as needed. Raises CaptureMemoryError and
+        """Captures on demand make buffers as needed. Raises CaptureMemoryError and
         BackendError.
         """
         config = self.config
@@ -165,7 +166,7 @@ class ModelGraphs:
             config.tensors_at,
             self.backend.device,
         )
-        if not config.compilation.is_lazy:
+        if not self.on_demand:
             for sizes in rows:
                 self.buffers[sizes]
 
@@ -468,7 +469,7 @@ class ModelGraphs:
         for wrapper in scope.wrappers:
             wrapper.reset(scope)
         scope.entries = []
-        scope.wrappers = []
+        scope.wrappers = {}
 
     def free(self) -> None:
         """Free all, for good."""

@@ -403,7 +403,7 @@ class CUDAGraphWrapper:
         self.entries[context.descriptor] = entry
         if scope is not None:
             scope.entries.append(entry)
-            scope.wrappers.append(self)
+            scope.wrappers[self] = None
         return entry, recorded.output
 
     def _outputs_of(

@@ -66,7 +66,7 @@ class BatchRouter:
         self._plan = captured.graphs.plan
         self._dispatcher = CudagraphDispatcher(self._plan)
         self._dispatcher_of_wanted: CudagraphDispatcher | None = None
-        if captured.on_demand:
+        if captured.graphs.on_demand:
             self._dispatcher_of_wanted = CudagraphDispatcher(captured.wanted)
 
     def staged(

@@ -147,7 +147,7 @@ class GraphRunner:
     @property
     def wanted(self) -> Plan:
         """``plan``, and what is captured on demand."""
-        return self._captured.wanted if self._captured.on_demand else self.plan
+        return self._captured.wanted if self.graphs.on_demand else self.plan
 
     @property
     def config(self) -> Config:
@@ -657,7 +657,7 @@ class GraphRunner:
 
     def _reopen(self, plan: Plan) -> CapturedKeys:
         self._free()
-        self._open(self._capture_plan(plan, (), self._captured.on_demand))
+        self._open(self._capture_plan(plan, (), self.graphs.on_demand))
         return self._captured
 
     def close(self) -> None:

@@ -145,6 +145,7 @@ class CaptureSession:
                 real_rows=self.real_rows,
                 pool=self.pool,
                 ranks=ranks,
+                on_demand=on_demand,
             )
             captured = CapturedKeys(
                 graphs,
@@ -153,7 +154,6 @@ class CaptureSession:
                 before,
                 ranks,
                 self.progress,
-                on_demand,
             )
             first = set(keys)
             captured.start_up([key for key in wanted.keys if key in first], began)
