@@ -314,6 +314,8 @@ class CaptureWatch(Protocol):
 
     def name_modules(self) -> None: ...
 
+    def refuse_freed(self, graph: Any) -> None: ...
+
 
 watches: weakref.WeakSet[CaptureWatch] = weakref.WeakSet()
 

@@ -254,8 +254,13 @@ def owner_records(counts: Iterable[Mapping[Owner, int]]) -> tuple[OwnerRecord, .
     return tuple(records)
 
 
-def launch_of(word: Pointer) -> tuple[Launch | None, bool]:
-    """The operator that launched its node, and whether anything proves that the node uses it."""
+def launch_of(
+    word: Pointer,
+    kind: OwnerKind,
+) -> tuple[Launch | None, bool]:
+    """The operator that launched its node, and whether anything proves that the node uses it.
+    Kernels that never read them have addresses on the host's stack: they look unmapped.
+    """
     graph = word.graph
     name = graph.nodes.names[word.node]
     found = None
@@ -266,7 +271,8 @@ def launch_of(word: Pointer) -> tuple[Launch | None, bool]:
             if launch.operator == name:
                 break
     is_operand = found is not None and word.address in found.operands
-    return found, word.is_certain or is_operand
+    is_used = word.is_certain and kind != "unmapped"
+    return found, is_used or is_operand
 
 
 def _finding(
@@ -275,7 +281,7 @@ def _finding(
 ) -> Finding | None:
     """None where nothing proves that the node uses the word."""
     graph = word.graph
-    launch, is_proven = launch_of(word)
+    launch, is_proven = launch_of(word, owner.kind)
     if not is_proven:
         return None
     return Finding(
@@ -406,11 +412,9 @@ class Owners:
         for graph in self._captured:
             of_graphs.update(map(id, graph.nodes.tensors))
         found = list[tuple[int, int, tuple[int, int]]]()
-        for item in gc.get_objects():
-            if issubclass(type(item), Tensor) and id(item) not in of_graphs:
-                span = span_of(item)
-                if span is not None:
-                    found.append((*span, span))
+        for tensor, span in living_tensors():
+            if id(tensor) not in of_graphs:
+                found.append((*span, span))
         return Stretches(found)
 
     def _was(
@@ -453,6 +457,15 @@ def _state(graphs: ModelGraphs) -> Iterator[tuple[int, int, Owner]]:
             span = span_of(buffer.tensor)
             assert span is not None
             yield *span, Owner("static buffer", f"{name}{box}", span[1] - span[0])
+
+
+def living_tensors() -> Iterator[tuple[Tensor, tuple[int, int]]]:
+    """Of the process, with their memory."""
+    for item in gc.get_objects():
+        if issubclass(type(item), Tensor):
+            span = span_of(item)
+            if span is not None:
+                yield item, span
 
 
 def span_of(tensor: Tensor) -> tuple[int, int] | None:

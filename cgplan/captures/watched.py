@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -41,19 +41,23 @@ from cgplan.captures.audit import (
     Stretches,
     kinds_of,
     launch_of,
+    living_tensors,
     owner_records,
     pointers_of,
     span_of,
 )
 from cgplan.captures.environment import describe_environment
+from cgplan.errors import AuditError
 from cgplan.graphs.fingerprint import Fingerprint
 from cgplan.reports.records import StaleRecord, WatchedRecord, WatchReport
-from cgplan.units import counted
+from cgplan.units import counted, format_bytes
 
 _HOOKED = ("__init__", "capture_begin", "capture_end", "reset")
 _VARIABLE = ".<"  # in the path of a global or a closure: engines may bind it in each step
+_NODE_BYTES = 1950  # of a kept graph, measured: docs/benchmarks.md, Watch
 _SHARE = 20  # times the last walk's duration: then places are looked up again
 Memory = tuple[int, int]  # from its start to before its end
+Read = tuple[StorageWeakRef, str]  # memory that a graph reads, and its path or size
 Problem = tuple[str, str]  # what became of memory, and its path
 
 
@@ -119,6 +123,7 @@ class WatchedGraph:
     pool: Any
     places: Places
     launches: list[Launch] = field(default_factory=list)
+    reads: list[Read] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -139,9 +144,12 @@ class GraphWatch:
         roots: Mapping[str, Any] | None,
         *,
         operators: bool,
+        every_replay: bool,
     ) -> None:
         self._roots = dict(roots or {})
         self.operators = operators
+        self.every_replay = every_replay
+        self._checked = weakref.WeakKeyDictionary[Any, WatchedGraph]()  # at each replay
         self._graphs = list[WatchedGraph]()
         self._count = 0
         self._names = weakref.WeakKeyDictionary[nn.Module, str]()
@@ -156,6 +164,8 @@ class GraphWatch:
             if issubclass(type(item), torch.cuda.CUDAGraph):
                 self._before.add(item)
         self._closing.enter_context(_hooks())
+        if every_replay:
+            self._closing.enter_context(_checked_replays())
         watches.add(self)
 
     def __enter__(self) -> GraphWatch:
@@ -189,6 +199,55 @@ class GraphWatch:
         )
         self._count += 1
         self._graphs.append(watched)
+        if self.every_replay and isinstance(graph, torch.cuda.CUDAGraph):
+            watched.reads = self._reads_of(watched, graph)
+            self._checked[graph] = watched
+
+    def _reads_of(
+        self,
+        watched: WatchedGraph,
+        graph: Any,
+    ) -> list[Read]:
+        """What is surely read outside of the pool of the graph."""
+        backend = self._backend_of_graphs()
+        read = ReadGraph(
+            watched,
+            watched.number,
+            backend.nodes(graph),
+            watched.launches,
+        )
+        places = watched.places
+        rows = list[tuple[int, int, Read]]()
+        for path, place in places.by_path.items():
+            rows.append((*place.memory, (place.storage, path)))
+        for tensor, (start, end) in living_tensors():
+            name = f"a tensor of {format_bytes(end - start)}"
+            storage = StorageWeakRef(tensor.untyped_storage())
+            rows.append((start, end, (storage, name)))
+        living = Stretches(rows)
+        blocks = Stretches((block.start, block.end, block.pool) for block in backend.blocks())
+        found = dict[int, Read]()
+        for word in pointers_of([read], on_host=False):
+            address = word.address
+            given = living.find(address)
+            if given is None or _is_among({watched.pool}, blocks.find(address)):
+                continue
+            if places.by_memory.find(address) or launch_of(word, "state")[1]:
+                found[given[0].cdata] = given
+        return list(found.values())
+
+    def refuse_freed(self, graph: Any) -> None:
+        """Raise AuditError if memory that it reads was freed since its capture."""
+        watched = self._checked.get(graph)
+        if watched is None:
+            return
+        for storage, name in watched.reads:
+            if storage.expired():
+                raise AuditError(
+                    f"{watched.name}, captured at {watched.line}, reads {name}, which was freed",
+                    remedy="Keep what graphs read, and write into it; capture again where it was "
+                    "replaced.",
+                )
 
     def forget(self, graph: Any) -> None:
         """It was reset, or is captured again."""
@@ -291,10 +350,6 @@ class GraphWatch:
                 if _VARIABLE not in path:
                     at_capture[place.memory[0]] = path
 
-        def is_own_pool(pool: Any) -> bool:
-            handles = getattr(pool, "handles", (pool,))
-            return any(handle in pools for handle in handles)
-
         state = list[tuple[int, int, Owner]]()
         named = places if roots is None else Places.of(roots, _device())
         for path, place in named.by_path.items():
@@ -305,7 +360,7 @@ class GraphWatch:
             words,
             state=state,
             at_capture=at_capture,
-            is_own_pool=is_own_pool,
+            is_own_pool=partial(_is_among, pools),
         )
         counts, stale, found = _sorted_out(
             words,
@@ -318,6 +373,9 @@ class GraphWatch:
         unwatched = len(self._before)
         if unwatched:
             notes.append(f"{counted(unwatched, 'graph')} from before the watch: not looked at")
+        if captured and not backend.is_tape:
+            kept = sum(len(graph.nodes.names) for graph in captured) * _NODE_BYTES
+            notes.append(f"about {format_bytes(kept)} of host memory keep graphs that can be read")
         gone = sum(watched.graph() is None for watched in self._graphs)
         if gone:
             notes.append(f"{counted(gone, 'graph')} captured and gone: check while they live")
@@ -339,6 +397,7 @@ def watch(
     roots: Mapping[str, Any] | None = None,
     *,
     operators: bool = False,
+    every_replay: bool = False,
 ) -> GraphWatch:
     """Watch each ``torch.cuda.CUDAGraph`` that the process captures from now on, whoever makes it.
 
@@ -352,8 +411,10 @@ def watch(
     Args:
         roots: Objects by name whose tensors get paths; absent: all modules.
         operators: Note the operator and line of each node, which makes captures slower.
+        every_replay: A replay of a CUDA graph raises AuditError if memory that the graph reads
+            was freed. Captures and replays are slower.
     """
-    return GraphWatch(roots, operators=operators)
+    return GraphWatch(roots, operators=operators, every_replay=every_replay)
 
 
 @shared
@@ -413,6 +474,20 @@ def _hooks() -> Iterator[None]:
         yield
 
 
+@shared
+@contextmanager
+def _checked_replays() -> Iterator[None]:
+    by_torch = torch.cuda.CUDAGraph.replay
+
+    def replay(graph: Any) -> None:
+        for watch in list(watches):
+            watch.refuse_freed(graph)
+        by_torch(graph)
+
+    with replaced(torch.cuda.CUDAGraph, replay=replay):
+        yield
+
+
 class _OpenLog:
     """Of the operators of a capture that is under way."""
 
@@ -428,6 +503,14 @@ class _OpenLog:
             return None if count is None else (self, count)
 
         self.modes.enter_context(OperatorLog(so_far, device))
+
+
+def _is_among(
+    handles: Collection[Any],
+    pool: Any,
+) -> bool:
+    """A pool of torch, or one of cgplan with a few of those."""
+    return any(handle in handles for handle in getattr(pool, "handles", (pool,)))
 
 
 def _record_of(
@@ -481,7 +564,7 @@ def _sorted_out(
         pointers[name] += 1
         is_problem = owner.kind in PROBLEMS
         if is_problem or (is_stale and owner.kind != "graph pool"):
-            if path or launch_of(word)[1]:
+            if path or launch_of(word, owner.kind)[1]:
                 problem: Any = owner.kind if is_problem else "moved"
                 found_one = problem, path or owner.name
                 if found_one not in known:
@@ -493,7 +576,7 @@ def _sorted_out(
     stale = list[StaleRecord]()
     for (problem, name), found in groups.items():
         word, owner = found[0]
-        launch, _ = launch_of(word)
+        launch, _ = launch_of(word, owner.kind)
         graphs = dict.fromkeys(other.graph.key.name for other, _ in found)
         stale.append(
             StaleRecord(

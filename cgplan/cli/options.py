@@ -283,6 +283,10 @@ class WatchRequest:
     output: Path | None = OUTPUT()
     html: Path | None = HTML()
     as_json: bool = JSON()
+    every_replay: bool = flag(
+        "Raise AuditError in the line that replays a graph whose memory was freed, slowly.",
+        "--every-replay",
+    )
 
 
 @dataclass

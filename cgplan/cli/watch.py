@@ -31,6 +31,7 @@ def run_watch(
         environment = {
             **os.environ,
             "CGPLAN_WATCH": folder,
+            "CGPLAN_WATCH_REPLAYS": "1" if request.every_replay else "",
             "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         }
         code = _run(command, environment)
@@ -39,7 +40,9 @@ def run_watch(
             report = load_report(file)
             if isinstance(report, WatchReport) and report.has_seen:
                 found.append((file.stem, report))
-    if not found:
+    if not found and code < 0:
+        note(f"cgplan watch: the program died of signal {-code} before it told of its graphs.")
+    elif not found:
         note("cgplan watch: no process captured a graph by torch.cuda.CUDAGraph.")
     found.sort(key=lambda item: -len(item[1].graphs))
     stale = 0

@@ -4,8 +4,11 @@
 
 First graphs of a chain of small kernels, by ``torch.cuda.graph``, with and without a watch, each row in its own
 process: seconds of the captures, memory of the process and of the device, microseconds of a replay, and the seconds of
-``check``. Then models of zoo.yaml, each captured by ``torch.cuda.graph`` and by reduce-overhead under a watch: all
-pointers must be live. Needs a GPU.
+``check``; "checked" is ``watch(every_replay=True)``. Then models of zoo.yaml, each captured by ``torch.cuda.graph`` and
+by reduce-overhead under a watch: all pointers must be live. With ``--words`` each is captured by ``torch.cuda.graph``
+twice, in two pools that live together: a word of a kernel's parameters that lies in the pool of its graph is an address
+if the two captures differ there, and none if they agree. So it is counted how often the rule of an audit (cgplan's
+graph_nodes.py, Note [Words]) is wrong. Needs a GPU.
 """
 
 import argparse
@@ -17,6 +20,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -75,7 +79,9 @@ def overhead(count, nodes, watched):
     model = torch.nn.ParameterList(torch.zeros(1024, device="cuda") for _ in range(64))
     call = chain(list(model), nodes)
     capture(call)
-    watch = cgplan.watch({"model": model}) if watched else None
+    watch = None
+    if watched != "plain":
+        watch = cgplan.watch({"model": model}, every_replay=watched == "checked")
     graphs, took, rss, device = captures(count, call)
     cells = [watched, f"{took:.3f}", f"{rss / 2**20:.1f}", f"{device / 2**20:.1f}", f"{replay_time(graphs[0][0]):.1f}"]
     if watch is not None:
@@ -90,7 +96,7 @@ def overheads(options):
     print(
         "| watch | captures, s | process, MiB | device, MiB | replay, us | check: reading + looking up, s |", flush=True
     )
-    for row in ("plain", "watched") * 3:
+    for row in ("plain", "watched", "checked") * 3:
         command = [sys.executable, __file__, "--graphs", str(options.graphs), "--nodes", str(options.nodes)]
         subprocess.run([*command, "--row", row], check=True)
 
@@ -108,12 +114,45 @@ def ways(module, batch):
     yield "reduce-overhead", by_inductor
 
 
-def look_at(model):
+def example(model):
     torch.manual_seed(0)
     with torch.device("cuda"):
         module = model.build("tiny", zoo.at(model.dtype, "tiny")).eval().requires_grad_(False)
     inputs = {name: cgplan.Input(**model.input(text, "tiny")) for name, text in model.inputs.items()}
-    batch = example_batch(inputs, 2, 2, torch.device("cuda"))
+    return module, example_batch(inputs, 2, 2, torch.device("cuda"))
+
+
+def words(model):
+    module, batch = example(model)
+    backend = cgplan.select_backend("cuda")
+    with torch.no_grad(), cgplan.watch():
+        module(**batch)
+        # workspaces of libraries lie in the pool of the first capture that needs them
+        _, first, second = [capture(lambda: module(**batch)) for _ in range(3)]
+        one, other = (backend.nodes(graph) for graph, _ in (first, second))
+        pool = [block for block in backend.blocks() if block.pool == first[0].pool()]
+    if one.names != other.names or one.words.size != other.words.size:
+        print(f"| {model.name} | the two captures have other nodes |", flush=True)
+        return
+    in_pool = np.zeros(one.words.size, bool)
+    for block in pool:
+        in_pool |= (one.words >= block.start) & (one.words < block.end)
+    differs = one.words != other.words
+    addresses = in_pool & differs
+    cells = [
+        model.name,
+        len(one.names),
+        addresses.sum(),
+        (addresses & ~one.certain).sum(),
+        (in_pool & ~differs & one.certain).sum(),
+        (in_pool & ~differs & ~one.certain).sum(),
+        (differs & ~in_pool).sum(),
+    ]
+    print(f"| {' | '.join(map(str, cells))} |", flush=True)
+
+
+def look_at(model):
+    module, batch = example(model)
     for name, run in ways(module, batch):
         torch._dynamo.reset()
         with torch.no_grad(), cgplan.watch() as watch:
@@ -132,24 +171,28 @@ def main():
     parser.add_argument("--graphs", type=int, default=100)
     parser.add_argument("--nodes", type=int, default=1000)
     parser.add_argument("--zoo", default="")
-    parser.add_argument("--row", choices=("plain", "watched"), help=argparse.SUPPRESS)
+    parser.add_argument("--row", choices=("plain", "watched", "checked"), help=argparse.SUPPRESS)
+    parser.add_argument("--words", action="store_true")
     parser.add_argument("--seconds", type=float, default=200)
     options = parser.parse_args()
     end = time.monotonic() + options.seconds
     if options.row:
-        overhead(options.graphs, options.nodes, options.row == "watched")
+        overhead(options.graphs, options.nodes, options.row)
         return
     if options.graphs:
         overheads(options)
     models = zoo.read_models()
-    print("| model | way | graphs | pointers | stale |")
+    if options.words:
+        print("| model | nodes | addresses of the pool | not certain | certain, but none | others | differ outside |")
+    else:
+        print("| model | way | graphs | pointers | stale |")
     names = list(models) if options.zoo == "all" else [name for name in options.zoo.split(",") if name]
     for name in names:
         if time.monotonic() > end:
             print(f"not looked at: {name}")
             continue
         try:
-            look_at(models[name])
+            (words if options.words else look_at)(models[name])
         except Exception as error:  # the others go on
             print(f"| {name} | {type(error).__name__}: {str(error)[:200]} |", flush=True)
 

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 import cgplan
 from cgplan import GraphRunner
 from cgplan.backends import GraphBackend
+from cgplan.backends.graph_nodes import GraphNodes, Launch
+from cgplan.captures.audit import Pointer, ReadGraph, launch_of
 from cgplan.errors import AuditError, CgplanError
 from cgplan.reports import AuditReport, load_report
 
@@ -48,6 +50,19 @@ def opened(model: nn.Module, device: str, audit: str = "report", **settings: Any
 
 def problems(report: AuditReport) -> set[str]:
     return {finding.problem for finding in report.findings}
+
+
+def test_an_address_of_the_hosts_stack_is_no_finding() -> None:
+    """Seen in cuBLAS's reductions, whose kernels get pointers to scalars of the caller."""
+    address = 0x7F5EBAC76784
+    words, node = numpy.array([address], numpy.uint64), numpy.array([0])
+    nodes = GraphNodes(("splitKreduce",), 0, words, node, numpy.array([True]))
+    word = Pointer(ReadGraph("key", 0, nodes, ()), 0, is_certain=True, address=address)
+    assert launch_of(word, "free block")[1]
+    assert not launch_of(word, "unmapped")[1]
+    launch = Launch(0, 1, "aten::mm", "line 1", frozenset({address}))
+    given = word._replace(graph=word.graph._replace(launches=(launch,)))
+    assert launch_of(given, "unmapped") == (launch, True)
 
 
 def test_every_pointer_has_an_owner(device: str) -> None:

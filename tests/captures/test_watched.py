@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import cgplan
 from cgplan import GraphRunner, GraphWatch
 from cgplan.backends import GraphBackend
+from cgplan.errors import AuditError
 from cgplan.reports import load_report, render_text
 from cgplan.reports.records import WatchReport
 
@@ -183,6 +184,39 @@ def test_a_reload_in_place_leaves_nothing(backend: GraphBackend, capture: Any) -
         model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
         assert not watch.changed().stale
         assert replay is not None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", [by_cgplan, by_torch, by_callables])
+def test_a_replay_that_reads_freed_memory_raises_if_asked(way: Any) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    with torch.no_grad(), cgplan.watch(every_replay=True):
+        model = made(device)
+        replay = way(model, device)
+        x = torch.randn(4, 64, device=device)
+        model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
+        torch.testing.assert_close(replay(x), model(x), rtol=1e-4, atol=1e-4)
+        assigned(model)
+        gc.collect()
+        with pytest.raises(AuditError, match=r"captured at .*reads Model\.\S+, which was freed"):
+            replay(x)
+    replay(x)  # as ever
+
+
+@pytest.mark.gpu
+def test_a_replay_whose_input_was_dropped_raises_if_asked() -> None:
+    with torch.no_grad(), cgplan.watch(every_replay=True):
+        static = torch.ones(256, device="cuda")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            between = static * 2
+            output = between + 1
+        del between  # it lay in the pool
+        graph.replay()
+        assert output.eq(3).all()
+        del static
+        with pytest.raises(AuditError, match=r"a tensor of 1.0 KiB, which was freed"):
+            graph.replay()
 
 
 def test_graphs_of_before_are_counted_and_dropped_ones_are_not(backend: GraphBackend) -> None:

@@ -77,6 +77,12 @@ def test_replaced_weights_are_told(serve: str) -> None:
     assert done.returncode in (0, AuditError.exit_code)  # the tape keeps the old tensor
 
 
+def test_replays_that_read_living_memory_go_on(serve: str) -> None:
+    done = run(sys.executable, serve, options=("--every-replay",))
+    assert done.returncode == 0, done.stderr
+    assert "served (2, 8)" in done.stdout
+
+
 def test_the_exit_code_is_that_of_the_program(serve: str) -> None:
     assert run(sys.executable, serve, "3").returncode == 3
     missing = run("no-such-program")
@@ -101,5 +107,14 @@ def test_a_signal_shows_the_table_so_far(serve: str) -> None:
         assert "All pointers are live" in process.stderr.readline()
     finally:
         process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=30)
+        output, _ = process.communicate(timeout=30)
     assert process.returncode == 128 + signal.SIGTERM
+    assert "All pointers are live" in output
+
+
+def test_a_program_that_is_killed_could_not_tell(tmp_path: Path) -> None:
+    program = tmp_path / "dies.py"
+    program.write_text("import os, signal, torch\nos.kill(os.getpid(), signal.SIGKILL)\n")
+    done = run(sys.executable, str(program))
+    assert done.returncode == 128 + signal.SIGKILL
+    assert "died of signal 9 before it told of its graphs" in done.stderr

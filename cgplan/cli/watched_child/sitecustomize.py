@@ -1,6 +1,6 @@
 """Python runs this when it starts under `cgplan watch`: torch is watched from its import on.
 
-The report is written at exit, and on SIGUSR1, where it is also printed on standard error.
+The report is written at exit, on SIGTERM, and on SIGUSR1, which also prints it on standard error.
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ def _watch() -> None:
     except ImportError as error:
         print(f"cgplan watch: this Python has no cgplan: {error}", file=sys.stderr)
         return
-    watch = cgplan.watch(operators=True)
+    watch = cgplan.watch(
+        operators=True,
+        every_replay=bool(os.environ.get("CGPLAN_WATCH_REPLAYS")),
+    )
 
     def tell(*, prints: bool) -> None:
         folder = Path(os.environ["CGPLAN_WATCH"])
@@ -59,9 +62,19 @@ def _watch() -> None:
     def show(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
         tell(prints=True)
 
+    def end(
+        number: int,
+        frame: FrameType | None,  # noqa: ARG001
+    ) -> None:
+        tell(prints=False)
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)
+
     atexit.register(tell, prints=False)
     with suppress(ValueError):  # torch was imported by another thread
         signal.signal(signal.SIGUSR1, show)
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, end)
 
 
 if "CGPLAN_WATCH" in os.environ:
