@@ -5,9 +5,12 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DOCS := $(VENV)/.docs
 
-.PHONY: demo test test-gpu test-matrix lint typecheck format check docs pictures dist clean
+.PHONY: help demo test test-gpu test-matrix lint typecheck format check docs pictures dist clean
 PYTHONS ?= 3.11 3.12 3.13
 TORCHES ?= 2.11 2.13 2.15
+
+help:  ## what each target does
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1: \2/p' $(MAKEFILE_LIST)
 
 demo: $(STAMP)  ## capture and benchmark the reference decoder, and print both reports
 	$(BIN)/cgplan capture --config configs/decoder_cpu.yaml

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from cgplan.backends.context import capture_allowed, forward_context, get_forward_context
     from cgplan.captures.watched import GraphWatch, watch
     from cgplan.config import CompilationConfig, Config, Dim, Input, UpTo, load_config
-    from cgplan.drop_in import Graphed, graphed
+    from cgplan.drop_in import Graphed, graphed, graphed_generate
     from cgplan.errors import (
         AddressError,
         AllReduceError,
@@ -130,6 +130,7 @@ __all__ = [
     "forward_context",
     "get_forward_context",
     "graphed",
+    "graphed_generate",
     "in_breakable_capture",
     "load_config",
     "load_model",
@@ -143,7 +144,7 @@ _HOMES = {
     "cgplan.modes": ("AttentionSupport", "BatchDescriptor", "CUDAGraphMode"),
     "cgplan.planning": ("CudagraphDispatcher", "Plan", "build_plan"),
     "cgplan.api": ("capture",),
-    "cgplan.drop_in": ("Graphed", "graphed"),
+    "cgplan.drop_in": ("Graphed", "graphed", "graphed_generate"),
     "cgplan.backends": ("select_backend",),
     "cgplan.graphs.pools": ("GraphPool",),
     "cgplan.models.loading": ("load_model",),

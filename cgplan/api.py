@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from cgplan.runner.auto import choose_mode
 from cgplan.runner.runner import GraphRunner
 from cgplan.runner.session import CaptureSession
 
+logger = logging.getLogger(__name__)
 Section = Mapping[str, Any] | BaseModel
 
 
@@ -48,6 +50,8 @@ def capture(
 
         cgplan.capture(model, {"x": cgplan.Input(shape=("num_tokens", 8), dtype="float32", pad=0)})
         cgplan.capture(config="my.yaml")  # the file names the model
+
+    Warnings of the report are logged.
 
     Args:
         model: A callable or nn.Module on the device, called with the inputs by name. Absent:
@@ -118,7 +122,7 @@ def capture(
     began = time.perf_counter()
     if config.compilation.cudagraph_mode is CUDAGraphMode.AUTO:
         config, plan = choose_mode(config, model, backend, state, before_key=before_key)
-    return CaptureSession(
+    runner = CaptureSession(
         plan,
         model,
         backend,
@@ -128,6 +132,9 @@ def capture(
         before_key=before_key,
         began=began,
     ).run()
+    for warning in runner.report.warnings:
+        logger.warning("%s", warning)
+    return runner
 
 
 def _declared(inputs: Mapping[str, Any]) -> dict[str, Any]:

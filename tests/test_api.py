@@ -41,6 +41,16 @@ def test_a_file_names_sizes_inputs_and_the_model(path: Path) -> None:
     assert torch.equal(runner(x=X), X + 1), "a model that is given comes before the target"
 
 
+def test_warnings_of_the_report_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    model = torch.nn.Linear(3, 3).requires_grad_(False)
+    x = torch.zeros(4, 3)
+    cgplan.capture(model, {"input": x}, device="cpu")
+    assert caplog.text.count("the model is in training mode: call .eval()") == 1
+    caplog.clear()
+    cgplan.capture(model.eval(), {"input": x}, device="cpu")
+    assert not caplog.text
+
+
 def test_a_configuration_stands_in_place_of_sections(path: Path) -> None:
     with pytest.raises(ConfigError, match="config and inputs, compilation were both given"):
         cgplan.capture(

@@ -348,7 +348,11 @@ def test_a_forward_that_writes_state_is_served_by_the_third_call(backend: GraphB
     assert replays(g) == 4
 
 
-def test_a_full_house_is_told(backend: GraphBackend) -> None:
+def test_a_full_house_is_told(backend: GraphBackend, caplog: pytest.LogCaptureFixture) -> None:
+    few = cgplan.graphed(lambda x: x + 1, sizes=[1, 2])
+    for _ in range(5):
+        few(rows(backend, 3))
+    assert caplog.text.count("no graph serves batch = 3: `sizes` or `max_size` end below it") == 1
     g = cgplan.graphed(lambda x: x + 1, max_graphs=1)
     for count in (1, 1, 1, 1, 3):
         g(rows(backend, count))

@@ -42,6 +42,7 @@ from cgplan.errors import (
     CgplanError,
     ConfigError,
     GradientError,
+    InputError,
     OutputPathError,
 )
 
@@ -751,3 +752,63 @@ def test_outputs_that_change_their_structure_end_no_call(backend: GraphBackend) 
         found = g(x)
         assert isinstance(found, tuple)
         close(found[1], x + 1)
+
+
+def decoder(backend: GraphBackend) -> Any:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    shape = {
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    config = transformers.Qwen3Config(
+        vocab_size=200,
+        num_key_value_heads=2,
+        bos_token_id=1,
+        eos_token_id=None,
+        pad_token_id=0,
+        **shape,
+    )
+    return transformers.Qwen3ForCausalLM(config).to(backend.device).eval()
+
+
+def test_transformers_generate_by_graphs(backend: GraphBackend) -> None:
+    lm = decoder(backend)
+    prompt = torch.randint(2, 200, (2, 9), device=backend.device)
+    mask = torch.ones_like(prompt)
+    mask[0, :4] = 0
+    calls: list[dict[str, Any]] = [
+        {"inputs": prompt},
+        {"input_ids": prompt, "attention_mask": mask},
+        {"inputs": prompt[:1]},
+        {"inputs": prompt, "do_sample": True, "num_return_sequences": 2},
+        {"inputs": prompt, "num_beams": 2},
+    ]
+
+    def generated() -> list[Tensor]:
+        torch.manual_seed(1)
+        return [lm.generate(**{"max_new_tokens": 12, "do_sample": False, **call}) for call in calls]
+
+    wanted = generated()
+    g = cgplan.graphed_generate(lm, max_cache_len=32)
+    for _ in range(2):
+        for found, own in zip(generated(), wanted, strict=True):
+            assert torch.equal(found, own)
+    assert replays(g) > 50
+    with pytest.raises(InputError, match="may reach 40 tokens, and max_cache_len is 32"):
+        lm.generate(prompt, max_new_tokens=31)
+    default = lm.generate(prompt)
+    assert default.shape == (2, 29)
+    with pytest.raises(ConfigError, match="is no decoder of transformers"):
+        cgplan.graphed_generate(Net(), max_cache_len=8)
+
+
+def test_generate_that_graphs_do_not_see_is_told(
+    backend: GraphBackend, caplog: pytest.LogCaptureFixture
+) -> None:
+    lm = decoder(backend)
+    prompt = torch.randint(2, 200, (2, 9), device=backend.device)
+    cgplan.graphed(lm).generate(prompt, max_new_tokens=2)
+    assert caplog.text.count("cgplan.graphed_generate(model) sets up graphs") == 1

@@ -37,6 +37,7 @@ from cgplan.optimizer.subset import restricted
 from cgplan.planning import MissReason, Plan
 from cgplan.planning.plan import capture_order
 from cgplan.reports.records import AuditReport, CaptureReport, FailedKey, GraphRecord
+from cgplan.units import listed
 
 
 @dataclass(frozen=True)
@@ -390,7 +391,7 @@ class CapturedKeys:
         empty = [str(record.descriptor) for record in self._records.values() if record.nodes == 0]
         if empty:
             warnings.append(
-                f"graphs without any kernel: {', '.join(empty)}; does the model run on this device?"
+                f"graphs without any kernel: {listed(empty)}; does the model run on this device?"
             )
         if self._capturer.returns_nothing:
             warnings.append("the model returned no tensor: is there a return in its forward?")

@@ -29,7 +29,17 @@ from cgplan.cli.options import (
     share,
     with_options,
 )
-from cgplan.cli.output import check_outputs, has_ranks, is_first_rank, note, publish, save, show
+from cgplan.cli.output import (
+    check_outputs,
+    has_ranks,
+    is_first_rank,
+    note,
+    publish,
+    save,
+    show,
+    shows_progress,
+    tell,
+)
 from cgplan.errors import ConfigError, ConfigFileError, OutputPathError, did_you_mean
 from cgplan.version import __version__
 
@@ -71,7 +81,6 @@ app = typer.Typer(
         "cgplan inspect my.yaml",
         "cgplan capture my.yaml --output run.json",
     ),
-    add_completion=False,
     pretty_exceptions_enable=False,
     **PLAIN,
 )
@@ -86,8 +95,10 @@ examples = typer.Typer(
 def root(
     context: Context,
     version: Annotated[bool, Option("--version", help="Show the version and exit.")] = False,
+    quiet: Annotated[bool, Option("--quiet", "-q", help="Show no progress.")] = False,
 ) -> None:
     """Show the version, or the help where no command was given."""
+    shows_progress.set(not quiet)
     on_all_ranks = ("capture", "bench", "doctor", "audit")
     if context.invoked_subcommand not in on_all_ranks and not is_first_rank():
         raise typer.Exit
@@ -100,6 +111,7 @@ def root(
 
 def _run(name: str, request: Request) -> None:
     prepared = request.prepare()
+    tell("loading PyTorch", in_logs=False)
     from cgplan.cli.capture import run
 
     run(name, request, prepared)
@@ -139,6 +151,7 @@ def bench(
     if seed is not None and against is None:
         raise BadParameter("--seed is about the order of baselines: give --against NAMES with it")
     prepared = request.prepare()
+    tell("loading PyTorch", in_logs=False)
     from cgplan.reports import check_baselines
 
     baselines = () if against is None else check_baselines(against.split(","))
@@ -154,9 +167,9 @@ def bench(
 
 @command(app, "cgplan doctor my.yaml --set compilation.cudagraph_mode=AUTO")
 def doctor(request: Request) -> None:
-    """Capture, and say how much of a step runs inside graphs, and what runs outside.
+    """Capture, and say how much of a step runs inside graphs.
 
-    Where the capture fails, cudagraph_mode: AUTO is captured instead.
+    What runs outside is listed. Where the capture fails, cudagraph_mode: AUTO is captured instead.
     """
     _run("doctor", request)
 
@@ -179,9 +192,10 @@ def watch(
     program: Annotated[list[str], Argument(metavar="COMMAND", help="Behind --, to be run.")],
     request: WatchRequest,
 ) -> None:
-    """Run a program, and say at its end which of its CUDA graphs point to memory that is gone.
+    """Run a program, and say which of its CUDA graphs are stale.
 
-    SIGUSR1 prints the table so far. Pointers into freed memory are exit code 25.
+    The table of pointers to memory that is gone comes at its end; SIGUSR1 prints that so far.
+    Pointers into freed memory are exit code 25.
     """
     check_outputs((request.output, request.html), ())
     from cgplan.cli.watch import run_watch

@@ -10,6 +10,7 @@ import textwrap
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, redirect_stdout, suppress
+from contextvars import ContextVar
 from pathlib import Path
 from shutil import get_terminal_size
 from typing import TYPE_CHECKING
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from cgplan.config.load import writing
-from cgplan.errors import CgplanError, ModelError, OutputPathError, first_line
+from cgplan.errors import CgplanError, HostSyncError, ModelError, OutputPathError, first_line
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -28,12 +29,24 @@ INTERNAL_EXIT_CODE = 1
 INTERRUPTED_EXIT_CODE = 130  # 128 + SIGINT, as shells count
 PLAIN_LINES = 10
 Step = Callable[[int, int, str], None]
+shows_progress = ContextVar("cgplan_shows_progress", default=True)
 
 
 def note(text: str) -> None:
     """Lines for people, on standard error, without control characters."""
     plain = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
     typer.echo(wrapped(plain), err=True)
+
+
+def tell(
+    text: str,
+    *,
+    in_logs: bool = True,
+) -> None:
+    """What is done now, on standard error; nothing with `--quiet`."""
+    is_read = in_logs or sys.stderr.isatty()
+    if is_read and shows_progress.get():
+        note(text)
 
 
 def show(*tables: RenderableType | None) -> None:
@@ -155,6 +168,8 @@ def failures_reported(show_traceback: bool) -> Iterator[None]:
             error = OutputPathError(problem, remedy="Make room there.")
         if isinstance(error, CgplanError):
             message = f"error: {error}\n  more: {section_of(type(error))}"
+            if isinstance(error, HostSyncError):
+                message += "\n  next: `cgplan doctor` captures what it can, and lists the rest"
             exit_code = error.exit_code
         elif isinstance(error, KeyboardInterrupt):
             message = "interrupted"
@@ -218,9 +233,9 @@ def progress(doing: str) -> Iterator[Step]:
     def line(index: int, total: int, name: str) -> None:
         first_of_its_tenth = index * PLAIN_LINES % total < PLAIN_LINES
         if doing and (first_of_its_tenth or index == total - 1):
-            note(f"{doing} {index + 1}/{total}: {name}")
+            tell(f"{doing} {index + 1}/{total}: {name}")
 
-    if not doing or not console.is_terminal:
+    if not doing or not console.is_terminal or not shows_progress.get():
         yield line
         return
     with console.status(doing) as status:

@@ -15,6 +15,7 @@ from cgplan.cli.output import (
     check_outputs,
     note,
     publish,
+    tell,
 )
 from cgplan.config import (
     BudgetConfig,
@@ -84,6 +85,8 @@ def run_plan(
     if request.emit or files or config.traffic:
         _refuse_varlen(config)
     has_traffic = files or config.traffic
+    if has_traffic:
+        tell("planning for the traffic", in_logs=False)
     are_own_times = loads.step_times or request.assume_default_times or not has_traffic
     if request.emit and not are_own_times and not config.dims:
         raise StepTimeError(

@@ -184,7 +184,7 @@ class Calls:
     def _reason_of_context(self, wants_grad: bool) -> str | None:
         if self._has_modes and self._module.training:
             reason = "the model is in training mode; call .eval() for graphs"
-            self._log_once(reason)
+            self.tell_once(reason)
             return reason
         if current_forward_context() is not None:
             return "inside the forward of another runner"
@@ -232,7 +232,7 @@ class Calls:
         text = f"captured again: {first}"
         if len(changes) > 1:
             text += f", and {len(changes) - 1} more changes"
-        self._log_once(text, first.path)
+        self.tell_once(text, first.path)
         self._watch.close()
         self._watch = None
         self._tensors = []
@@ -286,9 +286,9 @@ class Calls:
         family_form = without_constants(call.form)
         family = self._families.setdefault(family_form, Family())
         if family.skips_a_call():
-            return self._run_model(
-                "an object argument is in another state at each call", args, kwargs
-            )
+            reason = "an object argument is in another state at each call"
+            self.tell_once(f"{reason}: pass the same one each time, or its tensors")
+            return self._run_model(reason, args, kwargs)
         kind, sizes = self._kind_of(family, call)
         is_eager = self._settings.compilation.capture_policy == "eager"
         if kind.eager_reason is None and kind.stage is Stage.NEW and is_eager:
@@ -370,7 +370,7 @@ class Calls:
             self._give_up(kind, error.message)
         elif not has_changed:
             kind.failures += 1
-            self._log_once(error.message)
+            self.tell_once(error.message)
             self._known.clear()
             kind.runner.exchange(evicted=[(route.mode, key)])
             if kind.failures > 1:
@@ -443,7 +443,7 @@ class Calls:
         constants = constants_in(call.by_name(self._signature), "")
         count = family.calls
         for path in family.add(constants, holds_objects=bool(state)):
-            self._log_once(
+            self.tell_once(
                 f"argument `{path}` had {count} values in {count} calls; pass a tensor, or graphs "
                 "serve values that come back",
                 path,
@@ -463,7 +463,7 @@ class Calls:
         except InputError as error:
             if self._settings.strict or is_exact:
                 raise
-            self._log_once(f"{error.message}; {_EXACT}")
+            self.tell_once(f"{error.message}; {_EXACT}")
             self._exact.add(call.form)
             kind = self._inference.kind(call, device, is_exact=True)
         kind.state = state
@@ -530,7 +530,7 @@ class Calls:
             )
         writes_state = is_steady and before.written != after.written
         if kind.eager_reason is not None:
-            self._log_once(kind.eager_reason)
+            self.tell_once(kind.eager_reason)
         elif writes_state and not kind.is_exact and not settings.pad:
             self._give_up(kind, "the forward writes state, which padding might reach")
             exact = self._add_kind(call, kind.state)
@@ -579,9 +579,9 @@ class Calls:
         self._known.clear()
         if kind.is_exact or not keeps_exact:
             kind.eager_reason = reason
-            self._log_once(reason)
+            self.tell_once(reason)
             return
-        self._log_once(f"{reason}; {_EXACT}")
+        self.tell_once(f"{reason}; {_EXACT}")
         for form, kinds in list(self._kinds.items()):
             if kind in kinds:
                 self._exact.add(form)
@@ -620,7 +620,9 @@ class Calls:
                 kind.close()  # it may hold a dropped cache
             batch = ", ".join(f"{name} = {size}" for name, size in sizes.items())
             reason = f"no graph serves {batch}"
-            if route.missing is not None and is_capture_allowed():
+            if route.missing is None:
+                self.tell_once(f"{reason}: `sizes` or `max_size` end below it", "sizes")
+            elif is_capture_allowed():
                 reason += f", and max_graphs={self._settings.max_graphs} leaves no room"
             return reason
         return None
@@ -718,7 +720,7 @@ class Calls:
                 self._waiting.clear()
             self._waiting[id(kind), missing] = asked + 1, before
             return False
-        self._log_once(f"calls ask for more than {most} graphs; the least used go", "max_graphs")
+        self.tell_once(f"calls ask for more than {most} graphs; the least used go", "max_graphs")
         owner = owners[least]
         self._known.clear()
         cast(GraphRunner, owner.runner).exchange(evicted=[least[1]])
@@ -742,7 +744,7 @@ class Calls:
         self.pool.use.waits = True
         self.device = self.pool.backend.device.type
 
-    def _log_once(
+    def tell_once(
         self,
         text: str,
         subject: str | None = None,
@@ -764,7 +766,7 @@ class Calls:
             reason = self._reason_of_context(wants_grad=False)
             reason = reason or _reason_of_arguments(form, tensors)
             if reason is not None:
-                self._log_once(reason)
+                self.tell_once(reason)
                 return
             if self.pool is None:
                 self._take_device(tensors)
@@ -779,7 +781,7 @@ class Calls:
                 reason = self._provide_graph(kind, sizes, tensors)
                 is_done = kind in self.kinds  # else an exact one takes its place
                 if is_done and reason is not None:
-                    self._log_once(reason)
+                    self.tell_once(reason)
 
     def _warmed_up(self, call: Call) -> tuple[Kind, dict[str, int]]:
         arguments = call.by_name(self._signature)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,10 +21,12 @@ from cgplan.drop_in.calls import Calls
 from cgplan.drop_in.inference import Settings
 from cgplan.drop_in.kinds import Kind
 from cgplan.drop_in.saved_call import config_text, target_of
-from cgplan.errors import CgplanError, ConfigError, did_you_mean
+from cgplan.errors import CgplanError, ConfigError, InputError, did_you_mean
 from cgplan.reports.records import CaptureReport
 from cgplan.runner.runner import GraphRunner
 from cgplan.units import counted
+
+_NEW_TOKENS = 20  # of transformers' generate, without a setting
 
 
 class _OfMethod:
@@ -227,7 +230,12 @@ class Graphed:
     # --- the model's outside ----------------------------------------------------------------------
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_wrapped"], name)
+        value = getattr(self.__dict__["_wrapped"], name)
+        if name == "generate":
+            self._calls.tell_once(
+                "generate runs the model's own code: cgplan.graphed_generate(model) sets up graphs"
+            )
+        return value
 
     def __setattr__(
         self,
@@ -400,3 +408,71 @@ def graphed(
         return g
 
     return made if model is None else made(model)
+
+
+def graphed_generate(
+    model: Any,
+    max_cache_len: int,
+    **options: Any,
+) -> Graphed:
+    """Lets ``model.generate`` of transformers run by graphs; returns the graphed forward.
+
+        cgplan.graphed_generate(lm, max_cache_len=1024)
+        tokens = lm.generate(prompt, max_new_tokens=100)
+
+    A decoder's tokens run by one graph for each number of rows, and prompts by one for each length
+    that came twice before. Calls without ``past_key_values`` get a static cache of
+    ``max_cache_len`` tokens, which is kept: one for each number of rows.
+
+    Args:
+        options: As of ``graphed``.
+
+    Raises ConfigError for a model that is no decoder of transformers; ``generate`` raises
+    InputError for more tokens than the cache holds. Threads generate one after the other.
+    """
+    own = getattr(model, "generate", None)
+    if own is None or getattr(model.config, "is_encoder_decoder", False):
+        raise ConfigError(
+            f"{type(model).__name__} is no decoder of transformers",
+            remedy="Pass a model such as AutoModelForCausalLM.from_pretrained gives.",
+        )
+    from transformers import StaticCache
+
+    caches = dict[int, Any]()
+    lock = threading.RLock()
+
+    @functools.wraps(own)
+    def generate(
+        inputs: Tensor | None = None,
+        generation_config: Any = None,
+        **given: Any,
+    ) -> Any:
+        settings = generation_config or model.generation_config
+
+        def setting(name: str, default: int) -> int:
+            return given.get(name) or getattr(settings, name, None) or default
+
+        prompt = inputs if inputs is not None else given.get("input_ids")
+        if prompt is None or "past_key_values" in given or setting("num_beams", 1) > 1:
+            return own(inputs, generation_config, **given)
+        rows = len(prompt) * setting("num_return_sequences", 1)
+        length = prompt.shape[1]
+        longest = length + setting("max_new_tokens", 0)
+        if longest == length:
+            longest = setting("max_length", length + _NEW_TOKENS)
+        if longest > max_cache_len:
+            raise InputError(
+                f"generate may reach {longest} tokens, and max_cache_len is {max_cache_len}",
+                remedy="Ask for fewer by max_new_tokens, or set a larger max_cache_len.",
+            )
+        given.setdefault("disable_compile", True)
+        with lock:
+            if rows not in caches:
+                caches[rows] = StaticCache(model.config, max_cache_len=max_cache_len)
+            caches[rows].reset()
+            return own(inputs, generation_config, past_key_values=caches[rows], **given)
+
+    g: Graphed = graphed(model.forward, dynamic={}, **options)
+    model.forward = g
+    model.generate = generate
+    return g

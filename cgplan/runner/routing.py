@@ -179,6 +179,10 @@ class BatchRouter:
         if self._captured.graphs.config.compilation.on_miss != "error":
             return reason
         remedy = _REMEDIES.get(reason)
+        cause = ""
+        failed = self._captured.failed.get(missing)
+        if failed is not None:
+            cause = f" ({failed.detail})"
         # not sizes of the configuration
         if remedy is None and (plan.file is not None or plan.evidence is not None):
             which = "a plan for traffic" if plan.file is None else f"the plan {plan.file}"
@@ -189,6 +193,7 @@ class BatchRouter:
         elif reason is MissReason.TOO_LARGE:
             remedy = "Add the size to cudagraph_capture_sizes"
         raise DispatchMissError(
-            f"no graph serves a batch of {' x '.join(map(str, (tokens, *sizes)))} tokens: {reason}",
+            f"no graph serves a batch of {' x '.join(map(str, (tokens, *sizes)))} tokens: {reason}"
+            f"{cause}",
             remedy=f"{remedy or 'Choose another cudagraph_mode'}, or set on_miss: eager.",
         )

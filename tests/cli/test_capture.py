@@ -221,7 +221,8 @@ def test_the_doctor_outlives_a_model_of_which_nothing_can_be_captured() -> None:
     assert re.search(r"AUTO: FULL failed: .*models\.py:\d+", found)
     assert "AUTO -> NONE: no way to capture the model was found" in found
     assert "Nothing is captured" in found
-    refused(errors.HostSyncError, "capture", *GOOD, *syncing)
+    said = refused(errors.HostSyncError, "capture", *GOOD, *syncing)
+    assert "next: `cgplan doctor`" in said
 
 
 @pytest.mark.usefixtures("home")

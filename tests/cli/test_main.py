@@ -29,10 +29,28 @@ def test_version() -> None:
 def test_no_arguments_show_the_help() -> None:
     shown = good().stdout
     assert shown == good("--help").stdout
-    for command in ("capture", "bench", "inspect", "schema", "init", "plan"):
-        assert re.search(rf"^  {command}  .*\.$", shown, re.MULTILINE), (
-            f"{command} has no whole sentence in the help"
-        )
+    listed = shown.partition("Commands:\n")[2].partition("\n\n")[0].splitlines()
+    assert len(listed) == 11
+    for line in listed:
+        assert re.search(r"^  \w+ +[A-Z].*[^.]\.$", line), "no whole sentence"
+        assert len(line) <= 80
+
+
+def test_examples_are_listed_by_whole_sentences() -> None:
+    lines = good("examples", "list").stdout.splitlines()
+    assert len(lines) == len(list(REPO.glob("configs/*.yaml")))
+    for line in lines:
+        assert line.endswith(".")
+        assert len(line) <= 80
+
+
+def test_quiet_shows_no_progress(home: Path) -> None:
+    loud = good("capture", "--config", "good.yaml")
+    quiet = good("--quiet", "capture", "--config", "good.yaml")
+    assert "capture 1/" in loud.stderr
+    assert quiet.stderr == ""
+    assert quiet.stdout.startswith("Capture\n")
+    assert "no such file" in refused(errors.ConfigFileError, "-q", "capture", "missing.yaml")
 
 
 @pytest.mark.parametrize(

@@ -318,6 +318,15 @@ def test_a_miss_of_a_saved_plan_is_about_that_plan(backend: GraphBackend, mode: 
         runner.close()
 
 
+def test_a_miss_says_why_its_graph_could_not_be_captured(backend: GraphBackend) -> None:
+    settings = {"capture_policy": "lazy", "cudagraph_capture_sizes": [4], "on_miss": "error"}
+    config = validate_config({"inputs": {"x": X}, "compilation": settings})
+    model = lambda x: x * x.sum().item()  # noqa: E731
+    runner = CaptureSession(build_plan(config), model, backend, config).run()
+    with pytest.raises(DispatchMissError, match=r"could not be captured \(capture of FULL .*item"):
+        runner(x=batch(backend, 3))
+
+
 # --- modes ----------------------------------------------------------------------------------------------------
 
 
