@@ -7,6 +7,7 @@ import inspect
 import sys
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MethodType
@@ -22,6 +23,7 @@ from cgplan.drop_in.inference import Settings
 from cgplan.drop_in.kinds import Kind
 from cgplan.drop_in.saved_call import config_text, target_of
 from cgplan.errors import CgplanError, ConfigError, InputError, did_you_mean
+from cgplan.reports.layout import Column, Grid, TextColumn, plain_text
 from cgplan.reports.records import CaptureReport
 from cgplan.runner.runner import GraphRunner
 from cgplan.units import counted
@@ -161,13 +163,39 @@ class Graphed:
         return next(kind for kind in self._calls.kinds if kind.runner is runners[0])
 
     def explain(self) -> str:
-        """What was inferred of calls, the graphs, and why calls ran eagerly."""
+        """What was inferred of calls, the graphs, and why calls ran eagerly.
+
+        A row of the table is a kind of calls, with what sets it apart from the others.
+        """
         calls = self._calls
         graphs = sum(len(runner.plan.keys) for runner in calls.runners)
         lines = [f"{self._name}: {graphs} of {self._settings.max_graphs} graphs"]
+        rows = list[tuple[str, int, list[str]]]()
         for kind in calls.kinds:
-            if kind.runner is not None:
-                lines += self._lines_of(kind, kind.runner)
+            runner = kind.runner
+            if runner is not None:
+                sizes = ", ".join(key.size for _, key in reversed(runner.plan.keys))
+                rows.append((sizes or "none", runner.stats.calls, self._notes_of(kind)))
+        counts = Counter[str]()
+        for _, _, notes in rows:
+            counts.update(set(notes))
+        common = list[str]()
+        for note, count in sorted(counts.items()):
+            if count == len(rows) > 1:
+                common.append(note)
+                lines.append(f"all kinds: {note}")
+
+        def apart(row: tuple[str, int, list[str]]) -> str:
+            return "\n".join(note for note in row[2] if note not in common)
+
+        if rows:
+            table = Grid(
+                rows,
+                TextColumn("graphs", "0"),
+                Column("calls", "1"),
+                TextColumn("kind", apart),
+            )
+            lines.append(plain_text(table))
         lines += sorted(calls.notices.values())
         for path, count in calls.changed.most_common():
             if count > 1:
@@ -177,21 +205,15 @@ class Graphed:
             lines.append(f"{counted(count, 'call')} ran eagerly: {reason}")
         return "\n".join(lines)
 
-    def _lines_of(
-        self,
-        kind: Kind,
-        runner: GraphRunner,
-    ) -> list[str]:
-        sizes = ", ".join(key.size for _, key in reversed(runner.plan.keys))
-        lines = [f"- {counted(runner.stats.calls, 'call')}; graphs of {sizes or 'no size'}"]
-        lines += [f"  {note}" for note in kind.notes]
+    def _notes_of(self, kind: Kind) -> list[str]:
+        notes = list(kind.notes)
         for index, shape in enumerate(kind.shapes):
             is_fixed = not any(isinstance(dim, str) for dim in shape)
             extents = ", ".join(map(str, shape))
-            lines.append(f"  output {index}: [{extents}]{' (fixed)' * is_fixed}")
+            notes.append(f"output {index}: [{extents}]{' (fixed)' * is_fixed}")
         if True in kind.requires_grad and not self._settings.recomputes:
-            lines.append("  backward through its outputs raises GradientError")
-        return lines
+            notes.append("backward through its outputs raises GradientError")
+        return notes
 
     def warm_up(
         self,

@@ -244,8 +244,11 @@ def _widths(
     titles: Iterable[Lines],
     pieces: Iterable[Lines],
 ) -> list[int]:
-    pairs = zip(titles, pieces, strict=True)
-    return [max(1, *map(len, (*title, *piece))) for title, piece in pairs]
+    widths = list[int]()
+    for title, piece in zip(titles, pieces, strict=True):
+        lines = "\n".join([*title, *piece]).split("\n")
+        widths.append(max(1, *map(len, lines)))
+    return widths
 
 
 def _wrapped(
