@@ -9,8 +9,8 @@ import torch
 
 from cgplan.backends.context import AddressPolicy
 from cgplan.errors import AddressError
+from cgplan.graphs.change_detector import ChangeDetector
 from cgplan.graphs.fingerprint import Fingerprint
-from cgplan.graphs.watch import Watch
 from cgplan.modes import Key
 
 
@@ -34,7 +34,7 @@ class AddressChecks:
         self.is_outdated = True
         self.holds: Callable[[], bool] = _never
         self._sealed: Fingerprint | None = None
-        self._watch: Watch | None = None
+        self._detector: ChangeDetector | None = None
         self._checked = set[Key]()
         self._moved: str | None = None
 
@@ -59,8 +59,8 @@ class AddressChecks:
             if issubclass(type(place.value), torch.Generator):
                 watched.append(place)
         modules, held = sealed.modules()
-        self._watch = Watch(sealed, [*watched, *modules], held)
-        self.holds = self._watch.holds
+        self._detector = ChangeDetector(sealed, [*watched, *modules], held)
+        self.holds = self._detector.holds
 
     def check(
         self,
@@ -72,15 +72,15 @@ class AddressChecks:
         self.refuse_invalid()
         if self._sealed is None:
             return
-        if self._watch is not None:
-            if self._watch.holds_all():
+        if self._detector is not None:
+            if self._detector.holds_all():
                 return
         elif key in self._checked and not again:
             return
         mode, descriptor = key
         self._sealed.refuse_moved(f"{mode} {descriptor}", self._roots, may_grow=True)
         self._checked.add(key)
-        if self._watch is not None:  # graphs do not read it
+        if self._detector is not None:  # graphs do not read it
             self.is_outdated = True
             self.seal()
 
@@ -112,7 +112,7 @@ class AddressChecks:
 
     def forget_all(self) -> None:
         self._sealed = None
-        self._watch = None
+        self._detector = None
         self.holds = _never
 
     def at_capture(self) -> dict[int, str]:

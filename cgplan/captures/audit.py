@@ -107,29 +107,29 @@ def audit(
     """
     start = time.perf_counter()
     captured = _captured(graphs)
-    words = pointers_of(captured, on_host=graphs.backend.is_tape)
+    pointers = pointers_of(captured, on_host=graphs.backend.is_tape)
     read = time.perf_counter()
     owners = Owners(
         graphs.backend,
         captured,
-        words,
+        pointers,
         state=_state(graphs),
         at_capture=graphs.addresses.at_capture(),
         is_own_pool=graphs.pools.handles.__contains__,
     )
     findings = list[Finding]()
     counts = {graph.key: Counter[Owner]() for graph in captured}
-    for word in words:
-        owner = owners.of[word.address]
+    for pointer in pointers:
+        owner = owners.of[pointer.address]
         if owner is None:
             continue
         if owner.kind in PROBLEMS:
-            finding = _finding(word, owner)
+            finding = _finding(pointer, owner)
             if finding is None:
                 owner = Owner("unproven", f"looks like {owner.kind}")
             else:
                 findings.append(finding)
-        counts[word.graph.key][owner] += 1
+        counts[pointer.graph.key][owner] += 1
     opaque = sum(graph.nodes.opaque for graph in captured)
     notes = list[str]()
     if opaque:
@@ -255,33 +255,33 @@ def owner_records(counts: Iterable[Mapping[Owner, int]]) -> tuple[OwnerRecord, .
 
 
 def launch_of(
-    word: Pointer,
+    pointer: Pointer,
     kind: OwnerKind,
 ) -> tuple[Launch | None, bool]:
     """The operator that launched its node, and whether anything proves that the node uses it.
     Kernels that never read them have addresses on the host's stack: they look unmapped.
     """
-    graph = word.graph
-    name = graph.nodes.names[word.node]
+    graph = pointer.graph
+    name = graph.nodes.names[pointer.node]
     found = None
     for launch in graph.launches:
         end = max(launch.end, launch.first + 1)  # views launch nothing
-        if launch.first <= word.node < end:
+        if launch.first <= pointer.node < end:
             found = launch
             if launch.operator == name:
                 break
-    is_operand = found is not None and word.address in found.operands
-    is_used = word.is_certain and kind != "unmapped"
+    is_operand = found is not None and pointer.address in found.operands
+    is_used = pointer.is_certain and kind != "unmapped"
     return found, is_used or is_operand
 
 
 def _finding(
-    word: Pointer,
+    pointer: Pointer,
     owner: Owner,
 ) -> Finding | None:
-    """None where nothing proves that the node uses the word."""
-    graph = word.graph
-    launch, is_proven = launch_of(word, owner.kind)
+    """None where nothing proves that the node uses the pointer."""
+    graph = pointer.graph
+    launch, is_proven = launch_of(pointer, owner.kind)
     if not is_proven:
         return None
     return Finding(
@@ -289,11 +289,11 @@ def _finding(
         descriptor=graph.key[1],
         problem=owner.kind,  # type: ignore[arg-type]  # the caller looked
         graph=graph.number,
-        node=word.node,
-        kernel=graph.nodes.names[word.node],
+        node=pointer.node,
+        kernel=graph.nodes.names[pointer.node],
         operator=None if launch is None else launch.operator,
         line=None if launch is None else launch.line,
-        address=word.address,
+        address=pointer.address,
         detail=owner.name,
     )
 
@@ -311,7 +311,7 @@ class Owners:
         self,
         backend: GraphBackend,
         captured: Sequence[ReadGraph],
-        words: Iterable[Pointer],
+        pointers: Iterable[Pointer],
         *,
         state: Iterable[tuple[int, int, Owner]],
         at_capture: Mapping[int, str],
@@ -325,10 +325,10 @@ class Owners:
         self._blocks = Stretches((block.start, block.end, block) for block in backend.blocks())
         keys = dict[int, set[Any]]()
         certain = set[int]()
-        for word in words:
-            keys.setdefault(word.address, set()).add(word.graph.key)
-            if word.is_certain:
-                certain.add(word.address)
+        for pointer in pointers:
+            keys.setdefault(pointer.address, set()).add(pointer.graph.key)
+            if pointer.is_certain:
+                certain.add(pointer.address)
         self.of = dict[int, Owner | None]()
         for address, users in keys.items():
             turns = "one key" if len(users) == 1 else "several keys in turn"

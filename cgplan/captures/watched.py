@@ -47,7 +47,7 @@ from cgplan.captures.audit import (
     span_of,
 )
 from cgplan.captures.environment import describe_environment
-from cgplan.errors import AuditError
+from cgplan.errors import AuditError, ConfigError
 from cgplan.graphs.fingerprint import Fingerprint
 from cgplan.reports.records import StaleRecord, WatchedRecord, WatchReport
 from cgplan.units import counted, format_bytes
@@ -146,6 +146,7 @@ class GraphWatch:
         operators: bool,
         every_replay: bool,
     ) -> None:
+        _refuse_unnamed(roots)
         self._roots = dict(roots or {})
         self.operators = operators
         self.every_replay = every_replay
@@ -227,12 +228,12 @@ class GraphWatch:
         living = Stretches(rows)
         blocks = Stretches((block.start, block.end, block.pool) for block in backend.blocks())
         found = dict[int, Read]()
-        for word in pointers_of([read], on_host=False):
-            address = word.address
+        for pointer in pointers_of([read], on_host=False):
+            address = pointer.address
             given = living.find(address)
             if given is None or _is_among({watched.pool}, blocks.find(address)):
                 continue
-            if places.by_memory.find(address) or launch_of(word, "state")[1]:
+            if places.by_memory.find(address) or launch_of(pointer, "state")[1]:
                 found[given[0].cdata] = given
         return list(found.values())
 
@@ -319,6 +320,7 @@ class GraphWatch:
         ``roots`` are objects by name whose tensors are owners, in place of those of ``watch``.
         Raises BackendError without cuda-bindings or a recent driver.
         """
+        _refuse_unnamed(roots)
         return self._check(roots)[0]
 
     def _check(
@@ -341,7 +343,7 @@ class GraphWatch:
             nodes = backend.nodes(graph)
             captured.append(ReadGraph(watched, watched.number, nodes, watched.launches))
             pools.add(watched.pool)
-        words = pointers_of(captured, on_host=backend.is_tape)
+        pointers = pointers_of(captured, on_host=backend.is_tape)
         read = time.perf_counter()
         places = self._places_now()
         at_capture = dict[int, str]()
@@ -357,13 +359,13 @@ class GraphWatch:
         owners = Owners(
             backend,
             captured,
-            words,
+            pointers,
             state=state,
             at_capture=at_capture,
             is_own_pool=partial(_is_among, pools),
         )
         counts, stale, found = _sorted_out(
-            words,
+            pointers,
             owners,
             places,
             known,
@@ -413,6 +415,8 @@ def watch(
         operators: Note the operator and line of each node, which makes captures slower.
         every_replay: A replay of a CUDA graph raises AuditError if memory that the graph reads
             was freed. Captures and replays are slower.
+
+    Raises ConfigError for roots without names.
     """
     return GraphWatch(roots, operators=operators, every_replay=every_replay)
 
@@ -488,6 +492,14 @@ def _checked_replays() -> Iterator[None]:
         yield
 
 
+def _refuse_unnamed(roots: Any) -> None:
+    if roots is not None and not isinstance(roots, Mapping):
+        raise ConfigError(
+            f"the roots of a watch are a {type(roots).__name__}",
+            remedy="""Name each object: {"model": model}.""",
+        )
+
+
 class _OpenLog:
     """Of the operators of a capture that is under way."""
 
@@ -530,14 +542,14 @@ def _record_of(
 
 
 def _sorted_out(
-    words: Iterable[Pointer],
+    pointers: Iterable[Pointer],
     owners: Owners,
     places: Places,
     known: Collection[Problem],
 ) -> tuple[dict[WatchedGraph, Counter[Owner]], list[StaleRecord], set[Problem]]:
     """Pointers by graph and owner; those that are stale; the problems that are not ``known``."""
     counts = dict[WatchedGraph, Counter[Owner]]()
-    pointers = Counter[str]()  # by path at capture, without numbers
+    totals = Counter[str]()  # of pointers, by path at capture without numbers
     groups = dict[tuple[Any, str], list[tuple[Pointer, Owner]]]()
     new = set[Problem]()
 
@@ -554,38 +566,38 @@ def _sorted_out(
                 break
         return path, re.sub(r"\d+", "*", path), is_stale
 
-    for word in words:
-        owner = owners.of[word.address]
+    for pointer in pointers:
+        owner = owners.of[pointer.address]
         if owner is None:
             continue
-        watched: WatchedGraph = word.graph.key
-        path, name, is_stale = place_of(watched.places, word.address)
+        watched: WatchedGraph = pointer.graph.key
+        path, name, is_stale = place_of(watched.places, pointer.address)
         name = name or owner.name
-        pointers[name] += 1
+        totals[name] += 1
         is_problem = owner.kind in PROBLEMS
         if is_problem or (is_stale and owner.kind != "graph pool"):
-            if path or launch_of(word, owner.kind)[1]:
+            if path or launch_of(pointer, owner.kind)[1]:
                 problem: Any = owner.kind if is_problem else "moved"
                 found_one = problem, path or owner.name
                 if found_one not in known:
                     new.add(found_one)
-                    groups.setdefault((problem, name), []).append((word, owner))
+                    groups.setdefault((problem, name), []).append((pointer, owner))
             else:
                 owner = Owner("unproven", f"looks like {owner.kind}")
         counts.setdefault(watched, Counter())[owner] += 1
     stale = list[StaleRecord]()
     for (problem, name), found in groups.items():
-        word, owner = found[0]
-        launch, _ = launch_of(word, owner.kind)
+        pointer, owner = found[0]
+        launch, _ = launch_of(pointer, owner.kind)
         graphs = dict.fromkeys(other.graph.key.name for other, _ in found)
         stale.append(
             StaleRecord(
                 problem=problem,
                 name=name,
                 pointers=len(found),
-                of=pointers[name],
+                of=totals[name],
                 graphs=tuple(graphs),
-                kernel=word.graph.nodes.names[word.node],
+                kernel=pointer.graph.nodes.names[pointer.node],
                 operator=None if launch is None else launch.operator,
                 line=None if launch is None else launch.line,
                 detail=owner.name,

@@ -53,11 +53,11 @@ from cgplan.errors import (
     OutputShapeError,
 )
 from cgplan.graphs.ambient import AmbientState
+from cgplan.graphs.change_detector import ChangeDetector
 from cgplan.graphs.fingerprint import Fingerprint
 from cgplan.graphs.footprint import look
 from cgplan.graphs.pools import GraphPool
 from cgplan.graphs.put_back import PutBack, version_of
-from cgplan.graphs.watch import Watch
 from cgplan.modes import CUDAGraphMode, Key
 from cgplan.planning import build_plan
 from cgplan.runner.runner import GraphRunner
@@ -131,7 +131,7 @@ class Calls:
         # by form, shapes and dtypes: kinds that a graph serves, or that run eagerly
         self._known: dict[Any, list[Kind]] = {}
         self._exact = set[Form]()
-        self._watch: Watch | None = None
+        self._detector: ChangeDetector | None = None
         self._tensors: list[Tensor] = []
         self._tensor_ids = frozenset[int]()
         # keys without room: times asked for, uses of graphs before
@@ -141,8 +141,8 @@ class Calls:
         with self._lock:
             for kind in self.kinds:
                 kind.close()
-            if self._watch is not None:
-                self._watch.close()
+            if self._detector is not None:
+                self._detector.close()
             self._reset()
 
     # --- a call -----------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ class Calls:
                 return self._run_unknown(key, Call(args, kwargs, tuple(form), tensors))
             if kind.eager_reason is not None:
                 return self._run_model(kind.eager_reason, args, kwargs)
-            is_same = self._watch is not None and self._watch.holds()
+            is_same = self._detector is not None and self._detector.holds()
             if not is_same and self._free_if_changed():
                 return self._run_unknown(key, Call(args, kwargs, tuple(form), tensors))
             if self._is_shared(kind, tensors):
@@ -216,14 +216,14 @@ class Calls:
         return self._model(*args, **kwargs)
 
     def suspect(self) -> None:
-        if self._watch is not None:
-            self._watch.suspect()
+        if self._detector is not None:
+            self._detector.suspect()
 
     def _free_if_changed(self) -> bool:
         """Free the graphs of a model that has changed; True also before it is watched."""
-        if self._watch is None:
+        if self._detector is None:
             return True
-        found = self._watch.changes(self._settings.ignore)
+        found = self._detector.changes(self._settings.ignore)
         changes = list(found.values())
         if not changes:
             return False
@@ -233,8 +233,8 @@ class Calls:
         if len(changes) > 1:
             text += f", and {len(changes) - 1} more changes"
         self.tell_once(text, first.path)
-        self._watch.close()
-        self._watch = None
+        self._detector.close()
+        self._detector = None
         self._tensors = []
         self._tensor_ids = frozenset()
         self._known.clear()
@@ -252,7 +252,7 @@ class Calls:
         return Fingerprint.of(roots, self.pool.backend.device, draws=draws)
 
     def _watch_model(self, record: Fingerprint) -> None:
-        self._watch = Watch(record)
+        self._detector = ChangeDetector(record)
         self._tensors = record.tensors
         self._tensor_ids = frozenset(map(id, record.tensors))
 
@@ -281,7 +281,7 @@ class Calls:
         if self.pool is None:
             self._take_device(tensors)
             return self.run(args, kwargs)  # for autocast of this device
-        if self._watch is not None and not self._watch.holds():
+        if self._detector is not None and not self._detector.holds():
             self._free_if_changed()
         family_form = without_constants(call.form)
         family = self._families.setdefault(family_form, Family())
@@ -385,8 +385,8 @@ class Calls:
         kwargs: dict[str, Any],
     ) -> OwnCode:
         """Raises GradientError where the model has changed."""
-        assert self._watch is not None
-        record = self._watch.record
+        assert self._detector is not None
+        record = self._detector.record
         _, given = call_form(args, kwargs)
         tensors = [*self._tensors, *given]
         versions = list(map(version_of, tensors))
@@ -508,7 +508,7 @@ class Calls:
         output = self._model(*call.args, **call.kwargs)
         changes = [list(record.changes(settings.ignore).values()) for record in records]
         kind.note_run(sizes, *changes)
-        if kind.may_capture and self._watch is None:
+        if kind.may_capture and self._detector is None:
             self._watch_model(records[0].without_draws())
         if _holds_container(records, output):
             kind.eager_reason = (
@@ -554,7 +554,7 @@ class Calls:
 
     def _relearn(self, kind: Kind) -> bool:
         seen = dict(kind.forward.outputs)
-        if self._watch is not None and self._free_if_changed():
+        if self._detector is not None and self._free_if_changed():
             kind.forward.outputs |= seen
             return True
         try:
@@ -634,7 +634,7 @@ class Calls:
         tensors: Sequence[Tensor],
     ) -> CgplanError | None:
         """Capture the graph of a batch, where it may and there is room; why that failed."""
-        if self._watch is None:
+        if self._detector is None:
             self._watch_model(self._fingerprint({"model": self._model}))
         kind.batch = kind.inputs([tensor.clone() for tensor in tensors])
         try:

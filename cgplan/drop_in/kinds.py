@@ -34,8 +34,8 @@ from cgplan.drop_in.call_form import (
     shapes_of,
 )
 from cgplan.errors import InputError, OutputShapeError
+from cgplan.graphs.change_detector import ChangeDetector
 from cgplan.graphs.fingerprint import ABSENT, Change, Fingerprint
-from cgplan.graphs.watch import Watch
 from cgplan.runner.routing import RoutedBatch
 from cgplan.runner.runner import GraphRunner
 
@@ -99,7 +99,7 @@ class Kind:
         self.returns: Form | None = None
         self.shapes: tuple[Shape, ...] = ()
         self.requires_grad: tuple[bool, ...] = ()
-        self.objects: Watch | None = None
+        self.objects: ChangeDetector | None = None
         self.state: Any = ()
         self.autocast: Any = False
         self.batch: Mapping[str, Tensor] = {}
@@ -139,7 +139,7 @@ class Kind:
 
     def take_objects(self, device: torch.device) -> None:
         record = Fingerprint.of(object_roots(self.forward.form), device)
-        self.objects = Watch(record, at_once=True)
+        self.objects = ChangeDetector(record, at_once=True)
 
     def sizes_of(
         self,

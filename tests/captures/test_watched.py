@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import cgplan
 from cgplan import GraphRunner, GraphWatch
 from cgplan.backends import GraphBackend
-from cgplan.errors import AuditError
+from cgplan.errors import AuditError, ConfigError
 from cgplan.reports import load_report, render_text
 from cgplan.reports.records import WatchReport
 
@@ -365,6 +365,13 @@ def test_roots_give_the_paths_and_the_report_is_saved(backend: GraphBackend, tmp
         path.write_text(report.model_dump_json())
         assert load_report(path) == report
         assert isinstance(replay, object)
+
+
+def test_roots_without_names_are_refused(backend: GraphBackend) -> None:
+    with pytest.raises(ConfigError, match="the roots of a watch are a list"):
+        cgplan.watch([made(backend.device)])  # type: ignore[arg-type]
+    with cgplan.watch() as watch, pytest.raises(ConfigError, match="are a Model"):
+        watch.check(made(backend.device))  # type: ignore[arg-type]
 
 
 def test_a_closed_runner_is_forgotten(backend: GraphBackend) -> None:

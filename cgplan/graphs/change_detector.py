@@ -127,7 +127,7 @@ def _state(
     return stateful.state if stateful.read() == stateful.state else None
 
 
-class Watch:
+class ChangeDetector:
     """Compares a model with its fingerprint on each call.
 
     Args:

@@ -17,9 +17,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cgplan.graphs import watch as watching
+from cgplan.graphs import change_detector as watching
+from cgplan.graphs.change_detector import ChangeDetector
 from cgplan.graphs.fingerprint import Fingerprint
-from cgplan.graphs.watch import Watch
 
 CPU = torch.device("cpu")
 TELLS = watching._watcher("Dict") is not None
@@ -59,11 +59,11 @@ def classes_as_they_were() -> Iterator[None]:
     Model.gain, Model.factor = gain, factor  # type: ignore[method-assign]
 
 
-def watch_of(model: Any, **options: Any) -> Watch:
-    return Watch(Fingerprint.of({"model": model}, CPU), **options)
+def watch_of(model: Any, **options: Any) -> ChangeDetector:
+    return ChangeDetector(Fingerprint.of({"model": model}, CPU), **options)
 
 
-def calls_until_seen(watch: Watch, most: int = 100) -> int:
+def calls_until_seen(watch: ChangeDetector, most: int = 100) -> int:
     return next(call for call in range(1, most) if not watch.holds())
 
 
@@ -203,7 +203,7 @@ def test_chosen_places_and_what_holds_them_count_alone(way: str) -> None:
     """As the tensors do that graphs read: after another change they are compared, and the call goes on."""
     model = Model()
     record = Fingerprint.of({"model": model}, CPU)
-    watch = Watch(record, record.checked())
+    watch = ChangeDetector(record, record.checked())
     for _ in range(2):
         model.part.count += 1
         model.more = nn.Linear(2, 2)
@@ -221,7 +221,7 @@ def test_chosen_places_and_what_holds_them_count_alone(way: str) -> None:
 def test_a_place_that_is_gone_does_not_hold(way: str) -> None:
     model = Model()
     record = Fingerprint.of({"model": model}, CPU)
-    watch = Watch(record, record.checked(), at_once=True)
+    watch = ChangeDetector(record, record.checked(), at_once=True)
     del model.scale
     assert not watch.holds()
     assert not watch.holds_all()
@@ -304,7 +304,7 @@ def test_where_all_tensors_moved_any_call_sees_it(calls: int) -> None:
     """Few of thousands of places are tensors, and each call compares some places."""
     layers = [*(nn.Linear(2, 2) for _ in range(8)), *(nn.Dropout(0.1) for _ in range(300))]
     model = nn.Sequential(*layers)
-    watch = Watch(Fingerprint.of({"model": model}, torch.device("cpu")))
+    watch = ChangeDetector(Fingerprint.of({"model": model}, torch.device("cpu")))
     for _ in range(calls):
         assert watch.holds()
     for parameter in model.parameters():
