@@ -138,6 +138,14 @@ def capture(
 
 
 def _declared(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    for name, value in inputs.items():
+        parts = value.values() if isinstance(value, Mapping) else value
+        is_list = isinstance(value, Mapping | list | tuple)
+        if is_list and any(isinstance(part, Input | torch.Tensor) for part in parts):
+            raise ConfigError(
+                f"input {name!r} is nested, and `capture` takes tensors by name",
+                remedy="Use cgplan.graphed, which takes nested arguments.",
+            )
     examples = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
     for name, tensor in examples.items():
         if not tensor.is_floating_point():

@@ -41,6 +41,14 @@ def test_a_file_names_sizes_inputs_and_the_model(path: Path) -> None:
     assert torch.equal(runner(x=X), X + 1), "a model that is given comes before the target"
 
 
+def test_nested_inputs_point_to_graphed() -> None:
+    x = torch.zeros(4, 3)
+    for nested in ({"position": x}, [x], (Input.like(x, pad=0),)):
+        with pytest.raises(ConfigError, match="input 'obs' is nested") as caught:
+            cgplan.capture(lambda obs: obs, {"obs": nested}, device="cpu")
+        assert "cgplan.graphed" in caught.value.remedy
+
+
 def test_warnings_of_the_report_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     model = torch.nn.Linear(3, 3).requires_grad_(False)
     x = torch.zeros(4, 3)

@@ -13,12 +13,14 @@ from contextlib import AbstractContextManager, contextmanager, redirect_stdout, 
 from contextvars import ContextVar
 from pathlib import Path
 from shutil import get_terminal_size
+from time import perf_counter
 from typing import TYPE_CHECKING
 
 import typer
 
 from cgplan.config.load import writing
 from cgplan.errors import CgplanError, HostSyncError, ModelError, OutputPathError, first_line
+from cgplan.units import format_seconds
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -239,4 +241,13 @@ def progress(doing: str) -> Iterator[Step]:
         yield line
         return
     with console.status(doing) as status:
-        yield lambda index, total, name: status.update(Text(f"{doing} {index + 1}/{total}: {name}"))
+        began = perf_counter()
+
+        def show_line(index: int, total: int, name: str) -> None:
+            text = f"{doing} {index + 1}/{total}: {name}"
+            if index:
+                left = (perf_counter() - began) / index * (total - index)
+                text += f", about {format_seconds(left)} left"
+            status.update(Text(text))
+
+        yield show_line

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 from pydantic import (
     BaseModel,
@@ -119,13 +119,15 @@ class UpTo(str):
 
 
 class _TypedErrors(ModelMetaclass):
-    """``Input(...)`` and the like raise ConfigError."""
+    """``Input(...)`` and the like raise ConfigError. Values without a name are fields in order."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:  # noqa: N805  (of a metaclass)
+        model = cast(type[BaseModel], cls)
+        in_order = dict(zip(model.model_fields, args, strict=False))
         try:
-            return super().__call__(*args, **kwargs)
+            return super().__call__(**in_order, **kwargs)
         except ValidationError as error:
-            raise explain(error, kwargs, cls.__name__, cast(type[BaseModel], cls)) from None
+            raise explain(error, kwargs, cls.__name__, model) from None
 
 
 class Section(BaseModel, metaclass=_TypedErrors):
@@ -224,8 +226,9 @@ class Dim(Section):
     sizes: Annotated[tuple[Count, ...] | LadderName | None, BeforeValidator(check_sizes)] = None
     """Capture sizes, or a ladder's name. Absent: powers of two, times multiple_of."""
 
-    def __init__(self, name: str = "", **values: Any) -> None:
-        super().__init__(name=name, **values)
+    if TYPE_CHECKING:
+
+        def __init__(self, name: str = "", **values: Any) -> None: ...
 
     @model_validator(mode="after")
     def _in_bounds(self) -> Dim:

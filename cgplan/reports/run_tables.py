@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import groupby
+from statistics import median
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -69,6 +70,7 @@ _BECAME = {
     "unowned block": "replaced; the old tensor lives elsewhere",
     "moved": "moved; other memory is there now",
 }
+BUSY = 2.0  # times the median: p99 of replays on a machine with other work
 
 
 @render.register
@@ -431,6 +433,10 @@ def _bench_rows(report: BenchReport) -> Iterator[Fact]:
     yield from _floor_rows(report.floor)
     if report.repeats < 100:
         yield "note", f"of {report.repeats} calls, p99 is close to the slowest one"
+    replays = [record.replay for record in report.records if record.replay]
+    spread = median([time.p99 / time.median for time in replays] or [1.0])
+    if spread > BUSY:
+        yield "warning", f"the machine is busy: p99 of replays is {spread:.2g} times their median"
     slower = ", ".join(str(record.num_tokens) for record in report.records if record.is_slower)
     if report.environment.is_tape:
         about = "the CPU stand-in; a GPU's speed-up is another matter"

@@ -135,6 +135,10 @@ def test_all_mistakes_are_listed_at_once(refusal: Any) -> None:
     )
 
 
+def test_sizes_of_dims_have_a_line(refusal: Any) -> None:
+    assert "line 3: dims.batch.max: found 'many'" in refusal("dims:\n  batch:\n    max: many\n")
+
+
 def test_models_made_in_python_raise_our_errors() -> None:
     with pytest.raises(ConfigError, match="Input: cannot read the dimension 'batch - 1'"):
         Input(shape=("batch - 1", 3), dtype="float32", pad=0)

@@ -258,6 +258,15 @@ def test_a_bench_says_where_graphs_are_slower(
     assert ("Calls that follow one another" in text) == gpu
 
 
+@pytest.mark.parametrize(("p99", "said"), [(3000.0, False), (4500.0, True)])
+def test_a_bench_says_that_the_machine_is_busy(p99: float, said: bool) -> None:
+    report = golden_report("bench_gpu")
+    replay = Timing(median=1500.0, p99=p99)
+    records = [record.model_copy(update={"replay": replay}) for record in report.records]
+    text = render_text(report.model_copy(update={"records": tuple(records)}))
+    assert ("the machine is busy: p99 of replays is 3 times their median" in text) == said
+
+
 def test_a_bench_says_what_no_replay_can_be_faster_than() -> None:
     report = golden_report("bench_gpu")
     assert isinstance(report, BenchReport)
