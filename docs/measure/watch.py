@@ -125,12 +125,15 @@ def example(model):
 def words(model):
     module, batch = example(model)
     backend = cgplan.select_backend("cuda")
-    with torch.no_grad(), cgplan.watch():
+    with torch.no_grad(), cgplan.watch() as watch:
         module(**batch)
         # workspaces of libraries lie in the pool of the first capture that needs them
-        _, first, second = [capture(lambda: module(**batch)) for _ in range(3)]
+        before = capture(lambda: module(**batch))
+        first, second = (capture(lambda: module(**batch)) for _ in range(2))
         one, other = (backend.nodes(graph) for graph, _ in (first, second))
         pool = [block for block in backend.blocks() if block.pool == first[0].pool()]
+        kinds = watch.check().graphs[1].kinds
+        del before, first, second
     if one.names != other.names or one.words.size != other.words.size:
         print(f"| {model.name} | the two captures have other nodes |", flush=True)
         return
@@ -147,6 +150,8 @@ def words(model):
         (in_pool & ~differs & one.certain).sum(),
         (in_pool & ~differs & ~one.certain).sum(),
         (differs & ~in_pool).sum(),
+        sum(kinds.values()),
+        kinds.get("unproven", 0),
     ]
     print(f"| {' | '.join(map(str, cells))} |", flush=True)
 
@@ -183,7 +188,8 @@ def main():
         overheads(options)
     models = zoo.read_models()
     if options.words:
-        print("| model | nodes | addresses of the pool | not certain | certain, but none | others | differ outside |")
+        titles = "nodes, of the pool, not certain, certain but none, others, differ outside, pointers, unproven"
+        print(f"| model | {titles.replace(', ', ' | ')} |")
     else:
         print("| model | way | graphs | pointers | stale |")
     names = list(models) if options.zoo == "all" else [name for name in options.zoo.split(",") if name]
