@@ -801,8 +801,12 @@ def test_transformers_generate_by_graphs(backend: GraphBackend) -> None:
         lm.generate(prompt, max_new_tokens=31)
     default = lm.generate(prompt)
     assert default.shape == (2, 29)
-    with pytest.raises(ConfigError, match="is no decoder of transformers"):
-        cgplan.graphed_generate(Net(), max_cache_len=8)
+    from transformers import MambaConfig, MambaForCausalLM
+
+    mamba = MambaForCausalLM(MambaConfig(vocab_size=20, hidden_size=16, num_hidden_layers=1))
+    for other in (Net(), mamba):
+        with pytest.raises(ConfigError, match="is no decoder of transformers"):
+            cgplan.graphed_generate(other, max_cache_len=8)
 
 
 def test_generate_that_graphs_do_not_see_is_told(

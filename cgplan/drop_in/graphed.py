@@ -452,10 +452,12 @@ def graphed_generate(
     Raises ConfigError for a model that is no decoder of transformers; ``generate`` raises
     InputError for more tokens than the cache holds. Threads generate one after the other.
     """
-    own = getattr(model, "generate", None)
-    if own is None or getattr(model.config, "is_encoder_decoder", False):
+    own: Any = getattr(model, "generate", None)
+    arguments = inspect.signature(model.forward).parameters
+    is_decoder = own is not None and "past_key_values" in arguments
+    if not is_decoder or model.config.is_encoder_decoder:
         raise ConfigError(
-            f"{type(model).__name__} is no decoder of transformers",
+            f"{type(model).__name__} is no decoder of transformers with a cache of keys",
             remedy="Pass a model such as AutoModelForCausalLM.from_pretrained gives.",
         )
     from transformers import StaticCache
