@@ -174,7 +174,14 @@ function draw(box) {
     option.yAxis.axisLabel = { width: box.clientWidth / 3, overflow: "truncate", interval: Math.floor(count / 40) };
   }
   echarts.getInstanceByDom(box)?.dispose();
-  echarts.init(box, theme(), { renderer: "svg" }).setOption(option);
+  const drawn = echarts.init(box, theme(), { renderer: "svg" });
+  drawn.on("rendered", () => box.querySelectorAll("svg text").forEach(emptyIfCut));
+  drawn.setOption(option);
+}
+
+/** A label of a map that has no room for its words has none; a long name of an axis keeps its beginning. */
+function emptyIfCut(label) {
+  if (label.textContent.endsWith("...") && label.getAttribute("text-anchor") !== "end") label.textContent = "";
 }
 
 function search(field) {

@@ -149,3 +149,11 @@ def test_a_tooltip_shows_a_hostile_name_as_text(shown: Any) -> None:
     chart.hover(position={"x": 50, "y": 100})
     sync_api.expect(chart.locator("> div").nth(1)).to_contain_text(HOSTILE)
     assert page.locator("img").count() == 0
+
+
+def test_a_map_has_whole_words_or_none(shown: Any) -> None:
+    page = shown("bench")
+    page.set_viewport_size({"width": 400, "height": 800})
+    maps = page.locator("section", has=page.get_by_role("heading", name="Memory")).locator(".chart")
+    sync_api.expect(maps.first.locator("svg text").first).to_be_attached()
+    assert not [text for text in maps.locator("svg text").all_text_contents() if "..." in text]
