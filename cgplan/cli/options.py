@@ -235,7 +235,7 @@ class Request(Given):
     )
     output: Path | None = OUTPUT()
     trace: Path | None = None
-    html: Path | None = None
+    html: Path | None = HTML()
     as_json: bool = JSON()
 
     def prepare(self) -> Prepared:
@@ -269,8 +269,6 @@ class Request(Given):
 
 @dataclass
 class AuditRequest(Request):
-    html: Path | None = HTML()
-
     def settings(self) -> "list[str | Override]":
         from cgplan.config import Override
 
@@ -296,7 +294,6 @@ class CaptureRequest(Request):
     plan: Path | None = file_option("Capture exactly the keys of this saved plan.")
     force: bool = flag("With --plan: capture a plan that was made for something else.", "--force")
     trace: Path | None = file_option("Also save a trace of captures and calls, for Perfetto.")
-    html: Path | None = HTML()
     debug: bool = flag("Check everything, slowly (compilation.debug).", "--debug")
 
 

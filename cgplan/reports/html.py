@@ -15,11 +15,12 @@ from jinja2 import StrictUndefined, Template
 
 from cgplan.config.values import TAPE
 from cgplan.modes import Key
-from cgplan.optimizer.evidence import Evidence, PaddingMap
+from cgplan.optimizer.evidence import Evidence, PaddingMap, SizeUse
 from cgplan.planning import Plan
 from cgplan.planning.costs import Predicted
 from cgplan.planning.plan import Emission, Lane
 from cgplan.reports.layout import (
+    Bytes,
     Column,
     Fact,
     Grid,
@@ -35,16 +36,26 @@ from cgplan.reports.plan_tables import (
     predicted_by,
     said,
 )
-from cgplan.reports.records import AuditReport, BenchReport, CaptureReport, Environment, KeyRecord
+from cgplan.reports.records import (
+    AuditReport,
+    BenchReport,
+    CaptureReport,
+    DoctorReport,
+    Environment,
+    KeyRecord,
+)
 from cgplan.reports.run_tables import (
     baselines,
     captured,
+    coverage,
     dangling,
+    doctor_notes,
     floor,
     gain,
     latencies,
     queued,
     ready,
+    verdict,
 )
 from cgplan.units import (
     counted,
@@ -59,7 +70,9 @@ from cgplan.version import __version__
 HERE = Path(__file__).parent
 FILES = ("page.html.j2", "vendor/echarts.min.js", "page.js")
 MOST_ROWS = 1000
+FEW_ROWS = 10  # need no search
 MOST_MAPS = 4
+ONE_RECTANGLE = 0.98  # of a map, is no map
 Chart = Mapping[str, Any]
 Parts = dict[tuple[str, str], int | None]  # bytes by part of the memory and name of the key
 Row = tuple[Any, ...]
@@ -76,7 +89,7 @@ UNITS: Mapping[Format, str] = {
 
 
 class Section(NamedTuple):
-    """A section without charts is open, and can be searched."""
+    """A section without charts is open; a long one can be searched."""
 
     title: str
     about: str
@@ -95,10 +108,10 @@ class Page(NamedTuple):
 
 
 def chart(kind: str, caption: str, x: str, *values: str, **more: Any) -> Chart:
-    """Columns ``values`` over column ``x``; ``kind``: lines, bars, treemap, heat, curve or strip.
+    """Columns ``values`` over column ``x``; ``kind``: one of page.js; lines have their p99, too.
 
-    ``by``: the column that names series, parts or rows; ``stack``: bars are; ``start``: the column
-    where bars begin; ``where``: (column, value) of rows; ``line``: the series of a curve drawn so.
+    ``by``: the column that names series, parts or rows; ``stack``: bars are; ``in_turn``: a bar
+    begins where the one before ends; ``where``: (column, value) of rows; ``line``: a series.
     """
     return {"kind": kind, "caption": caption, "x": x, "values": values, **more}
 
@@ -108,7 +121,7 @@ def html_of(page: Page, text: str) -> str:
     shell: Template = Template(
         page_text, autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
-    drawn: list[Any] = []
+    drawn = list[Any]()
     for section in page.sections:
         columns = section.table.columns
         units = [(column.name, UNITS.get(column.format, "")) for column in columns]
@@ -122,6 +135,7 @@ def html_of(page: Page, text: str) -> str:
         scripts=scripts,
         hashes=[b64encode(sha256(script.encode()).digest()).decode() for script in scripts],
         most=MOST_ROWS,
+        few=FEW_ROWS,
         version=__version__,
         text=text,
         tape=TAPE,
@@ -131,7 +145,7 @@ def html_of(page: Page, text: str) -> str:
 
 def table_of(rows: Iterable[Any], formats: Mapping[str, Format]) -> Grid:
     """A table of tuples; a column with format ``str`` is text."""
-    columns: list[Column] = []
+    columns = list[Column]()
     for place, (title, shown) in enumerate(formats.items()):
         kind = TextColumn if shown is str else Column
         columns.append(kind(title, str(place), shown))
@@ -146,16 +160,15 @@ def page_of(report: Any) -> Page:
 @page_of.register
 def _capture(report: CaptureReport) -> Page:
     records = report.records
-    tiles = [
-        ("keys", count(len(records))),
-        ("graphs", count(sum(record.graphs for record in records))),
-        (report.environment.node_name, count(sum(record.nodes or 0 for record in records))),
-        *_costs(report.total_bytes, report.session_seconds),
-    ]
     return Page(
         _title("Capture", report.plan),
         _lead(ready(report), report.environment),
-        tiles,
+        [
+            ("keys", count(len(records))),
+            ("graphs", count(sum(record.graphs for record in records))),
+            (report.environment.node_name, count(sum(record.nodes or 0 for record in records))),
+            *_costs(report.total_bytes, report.session_seconds),
+        ],
         labelled("warning", report.warnings) + labelled("note", report.plan.notes),
         list(_of_capture(report)),
     )
@@ -166,17 +179,43 @@ def _bench(report: BenchReport) -> Page:
     capture = report.capture
     ratios = [record.speedup for record in report.records if record.speedup]
     span = f"{format_ratio(min(ratios))} to {format_ratio(max(ratios))}" if ratios else "-"
-    tiles = [
-        ("speed-up by size", span),
-        ("keys", str(len(capture.records))),
-        *_costs(capture.total_bytes, capture.session_seconds),
-    ]
     return Page(
         _title("Bench", capture.plan),
         _lead(gain(report), report.environment),
-        tiles,
+        [
+            ("speed-up by size", span),
+            ("keys", str(len(capture.records))),
+            *_costs(capture.total_bytes, capture.session_seconds),
+        ],
         labelled("warning", capture.warnings),
         [*_of_bench(report), *_of_capture(capture)],
+    )
+
+
+@page_of.register
+def _doctor(report: DoctorReport) -> Page:
+    capture = report.capture
+    source = f"Medians on padding, on {_where(capture.environment)}."
+    sections = list[Section]()
+    if report.rows:
+        sections.append(
+            Section(
+                "Steps",
+                "The model's own code, and a step with graphs.",
+                source,
+                coverage(report),
+            )
+        )
+    return Page(
+        _title("Doctor", capture.plan),
+        _lead(verdict(report), capture.environment),
+        _costs(capture.total_bytes, capture.session_seconds),
+        doctor_notes(report),
+        [
+            *sections,
+            *_floor(report, source),
+            *_of_capture(capture),
+        ],
     )
 
 
@@ -218,17 +257,15 @@ def _plan(plan: Plan) -> Page:
 @page_of.register
 def _audit(report: AuditReport) -> Page:
     keys = report.keys
-    tiles = [
-        ("findings", count(len(report.findings))),
-        ("nodes", count(sum(key.nodes for key in keys))),
-        ("nodes not read", count(sum(key.opaque for key in keys))),
-        ("pointers", count(sum(key.words for key in keys))),
-        ("time", format_seconds(report.read_seconds + report.classify_seconds)),
-    ]
     return Page(
         f"Audit of {counted(len(keys), 'key')}",
         _lead(dangling(report), report.environment),
-        tiles,
+        [
+            ("findings", count(len(report.findings))),
+            ("nodes", count(sum(key.nodes for key in keys))),
+            ("nodes not read", count(sum(key.opaque for key in keys))),
+            ("pointers", count(sum(key.words for key in keys))),
+        ],
         labelled("note", report.notes),
         list(_of_audit(report)),
     )
@@ -273,55 +310,69 @@ def _segments(report: CaptureReport, source: str) -> Iterator[Section]:
         for record in report.records
         if record.eager_pieces and record.segment_nodes
     )
-    rows: list[Row] = []
+    rows = list[Row]()
     for (segments, pieces), records in alike.items():
         keys = _together(records)
-        place = 0
         for segment, piece in zip_longest(segments, range(pieces)):
             if segment is not None:
-                place += 1
-                rows.append((keys, place, "segment", segment))
+                rows.append((keys, "segment", segment))
             if piece is not None:
-                place += 1
-                rows.append((keys, place, "eager piece", None))
+                rows.append((keys, "eager piece", None))
     if not rows:
         return
-    table = table_of(rows, {"keys": str, "place": count, "piece": str, nodes: count})
-    about = (
+    yield Section(
+        "Segments and eager pieces",
         f"Graph segments, as long as their {nodes}, and eager pieces between them, which have no "
-        "length or known place."
+        "length.",
+        source,
+        table_of(rows, {"keys": str, "piece": str, nodes: count}),
+        [chart("strip", f"Segments by {nodes}, and eager pieces", "keys", nodes, by="piece")],
     )
-    title = "Segments and eager pieces"
-    drawn = chart("strip", f"Segments by {nodes}, and eager pieces", "keys", nodes, by="piece")
-    yield Section(title, about, source, table, [drawn])
 
 
 def _of_bench(report: BenchReport) -> Iterator[Section]:
     source = f"Medians and p99 of {report.repeats} calls, on {_where(report.environment)}."
+    both = ("graph median", "replay median")
     if report.records:
-        series = ("eager median", "graph median", "replay median")
-        drawn = chart("lines", "Latency by batch size", "tokens", *series)
-        about = (
-            "From an idle device until it has finished: eager, the runner's call, the graph alone."
+        yield Section(
+            "Latency",
+            "From an idle device until it has finished: eager, the runner's call, the graph alone.",
+            source,
+            latencies(report),
+            [chart("lines", "Latency by batch size", "tokens", "eager median", *both)],
         )
-        yield Section("Latency", about, source, latencies(report), [drawn])
     waiting = queued(report)
     if waiting:
-        title = "Calls that follow one another without waiting"
-        drawn = chart("lines", "Time of each call", "tokens", "graph median", "replay median")
-        about = "Time of each: the runner's call, and the graph alone."
-        yield Section(title, about, source, waiting, [drawn])
-    least = floor(report, report.records, "replay_queued.median")
-    if least:
-        about = "Reading the weights, and the gaps between kernels."
-        yield Section("What a replay cannot be faster than", about, source, least, [])
+        yield Section(
+            "Calls that follow one another without waiting",
+            "Time of each: the runner's call, and the graph alone.",
+            source,
+            waiting,
+            [chart("lines", "Time of each call", "tokens", *both)],
+        )
+    yield from _floor(report, source)
     if report.peers and report.peers.records:
-        about = "Ways to run the model on the same tensors, in turns."
-        charts = [
-            chart("lines", "Calls that follow one another", "tokens", "device", by="way"),
-            chart("lines", "Host, until a call returned", "tokens", "host", by="way"),
-        ]
-        yield Section("Beside other ways", about, source, baselines(report.peers), charts)
+        yield Section(
+            "Beside other ways",
+            "Ways to run the model on the same tensors, in turns.",
+            source,
+            baselines(report.peers),
+            [
+                chart("lines", "Calls that follow one another", "tokens", "device", by="way"),
+                chart("lines", "Host, until a call returned", "tokens", "host", by="way"),
+            ],
+        )
+
+
+def _floor(report: BenchReport | DoctorReport, source: str) -> Iterator[Section]:
+    least = floor(report)
+    if least:
+        yield Section(
+            "What a replay cannot be faster than",
+            "Reading the weights, and the gaps between kernels.",
+            source,
+            least,
+        )
 
 
 def _parts(
@@ -343,26 +394,30 @@ def _predicted(plan: Plan) -> tuple[dict[str, Parts], str]:
     if not cost:
         return {}, ""
     each = map(attrgetter("pool_bytes", "driver_bytes"), cost.keys)
-    parts = _parts(plan.keys, each, cost)
-    return {"predicted": parts}, f" Prediction: {predicted_by(cost)}."
+    return {"predicted": _parts(plan.keys, each, cost)}, f" Prediction: {predicted_by(cost)}."
 
 
 def _memory(sides: Mapping[str, Parts], source: str) -> Section:
-    rows: dict[tuple[str, str], Row] = {}
-    charts: list[Chart] = []
+    rows = dict[tuple[str, str], Row]()
+    charts = list[Chart]()
     for side, parts in sides.items():
-        whole = format_bytes(sum(size or 0 for size in parts.values()))
-        charts.append(chart("treemap", f"{side}: {whole}", "key", side, by="part"))
+        sizes = [size or 0 for size in parts.values()]
+        whole = sum(sizes)
+        if max(sizes) < ONE_RECTANGLE * whole:
+            caption = f"{side}: {format_bytes(whole)}"
+            charts.append(chart("treemap", caption, "key", side, by="part"))
         for row, size in parts.items():
-            if size is not None:
+            if size:
                 rows[row] = (*row, *(other.get(row) for other in sides.values()))
-    formats: dict[str, Format] = {"part": str, "key": str, **dict.fromkeys(sides, format_bytes)}
     return Section(
         "Memory",
-        "Device memory by part, and by the key that made it grow. Keys share a pool: the first "
-        "takes most of it. The driver takes chunks.",
+        "Device memory by part and key. Keys share a pool: the first takes most of it. The driver "
+        "takes chunks.",
         source,
-        table_of(rows.values(), formats),
+        table_of(
+            rows.values(),
+            {"part": str, "key": str, **dict.fromkeys(sides, format_bytes)},
+        ),
         charts,
     )
 
@@ -374,69 +429,54 @@ def _start_up(
 ) -> Section:
     """``each``: seconds by phase of each key, in capture order."""
     phases = [phase for phase in each[0] if any(seconds[phase] for seconds in each)]
-    rows: list[Row] = []
-    begin = 0.0
+    rows = list[Row]()
     for key, seconds in zip(keys, each, strict=True):
-        rows.append((_name(key), begin, *(seconds[phase] for phase in phases)))
-        begin += sum(seconds.values())
-    start = "begins after"
-    formats: dict[str, Format] = {"key": str, **dict.fromkeys((start, *phases), format_seconds)}
+        rows.append((_name(key), *(seconds[phase] for phase in phases)))
     return Section(
         "Start-up",
         "Keys in turn, without the time between them.",
         source,
-        table_of(rows, formats),
-        [
-            chart(
-                "bars",
-                "Start-up by key",
-                "key",
-                *phases,
-                stack=True,
-                start=start,
-            )
-        ],
+        table_of(rows, {"key": str, **dict.fromkeys(phases, format_seconds)}),
+        [chart("bars", "Start-up by key", "key", *phases, stack=True, in_turn=True)],
     )
 
 
 def _of_plan(plan: Plan) -> Iterator[Section]:
+    uses: Sequence[SizeUse] = ()
     if plan.evidence:
         evidence = Evidence.model_validate(plan.evidence)
         source = f"Expected for {evidence.traffic_source}, with step times {evidence.times_source}."
         if evidence.pareto:
             yield _curve(evidence, source)
-        if evidence.uses:
+        uses = evidence.uses
+        if uses:
             title = "Use of each graph"
             yield Section(
                 title,
                 "Each graph's share of steps, and of padding in its tokens.",
                 source,
-                Grid(evidence.uses, *USES),
+                Grid(uses, *USES),
                 [chart("bars", title, "graph", "steps", "padding")],
             )
         if evidence.padding_map:
             yield _padding_map(evidence.padding_map, source)
     if plan.keys and not plan.config.get("dims"):
-        yield _padding(plan)
+        yield _padding(plan, uses)
 
 
 def _sizes(plan: Plan) -> Section:
-    lanes = grouped((str(Lane.of(*key)), key[1].size) for key in reversed(plan.keys))
-    rows: list[Row] = []
-    for lane, sizes in lanes.items():
-        listed = ", ".join(map(str, sizes))
-        rows.append((lane, len(sizes), listed))
-    formats: dict[str, Format] = {
-        "lane": str,
-        "graphs": count,
-        "sizes": str,
-    }
+    lanes = grouped((Lane.of(*key), key[1].size) for key in reversed(plan.keys))
     names = " x ".join(plan.dim_names)
     return Section(
         "Capture sizes",
         f"{names} of each graph.",
         f"Sizes: {plan.sizes_source}.",
-        table_of(rows, formats),
+        Grid(
+            lanes.items(),
+            TextColumn("lane", "0"),
+            Column("graphs", lambda row: len(row[1])),
+            TextColumn("sizes", lambda row: ", ".join(row[1])),
+        ),
     )
 
 
@@ -444,7 +484,6 @@ def _curve(evidence: Evidence, source: str) -> Section:
     best = "the best with so many graphs"
     points = [evidence.as_point("this plan"), *evidence.ladders, *evidence.pareto]
     name = TextColumn("plan", lambda point: getattr(point, "name", best))
-    caption = "Expected step by number of graphs"
     return Section(
         "Graphs against step time",
         "Mean step: the best plan of each number of graphs, this plan, and ladders.",
@@ -453,7 +492,7 @@ def _curve(evidence: Evidence, source: str) -> Section:
         [
             chart(
                 "curve",
-                caption,
+                "Expected step by number of graphs",
                 "graphs",
                 STEP.name,
                 by="plan",
@@ -465,7 +504,7 @@ def _curve(evidence: Evidence, source: str) -> Section:
 
 def _padding_map(found: PaddingMap, source: str) -> Section:
     first, second = (f"{name} up to" for name in found.names)
-    cells: list[Row] = []
+    cells = list[Row]()
     for size, shares in zip(found.rows, found.shares, strict=True):
         for other, share in zip(found.columns, shares, strict=True):
             if share is not None:
@@ -487,61 +526,67 @@ def _padding_map(found: PaddingMap, source: str) -> Section:
     )
 
 
-def _padding(plan: Plan) -> Section:
-    alike = grouped((sizes, str(lane)) for lane, sizes in plan.lanes().items())
-    rows: list[Row] = []
-    charts: list[Chart] = []
-    for sizes, names in alike.items():
-        lane = " and ".join(names)
-        where = ("lane", lane)
-        charts.append(
-            chart(
-                "heat",
-                lane,
-                "batch",
-                "padding",
-                by="graph",
-                where=where,
-            )
-        )
+def _padding(plan: Plan, uses: Sequence[SizeUse]) -> Section:
+    steps = "steps so far"
+    shown = ["padding", steps] if uses else ["padding"]
+    alike = grouped((sizes, lane) for lane, sizes in plan.lanes().items())
+    rows = list[Row]()
+    charts = list[Chart]()
+    for sizes, lanes in alike.items():
+        name = " and ".join(map(str, lanes))
+        where = ("lane", name)
+        charts.append(chart("curve", name, "batch", *shown, where=where, line=steps))
+        share = 0.0
         for below, size in pairwise((0, *sizes)):
-            for batch in sorted({below + 1, (below + size + 1) // 2, size}):
-                rows.append((lane, batch, size, (size - batch) / size))
+            share += sum(use.share for use in uses if use.size == size and use.lane in lanes)
+            for batch in sorted({below + 1, size}):
+                rows.append((name, batch, size, (size - batch) / size, share))
     return Section(
         "Padding",
-        "Share of padding in the rows of each graph's smallest, middle and largest batch.",
+        "Padding by batch, and with traffic the share of steps so far.",
         f"Computed from the plan's sizes, {plan.sizes_source}.",
-        table_of(rows, {"lane": str, "batch": count, "graph": count, "padding": percent}),
+        table_of(
+            rows,
+            {"lane": str, "batch": count, "graph": count, **dict.fromkeys(shown, percent)},
+        ),
         charts,
     )
 
 
 def _of_audit(report: AuditReport) -> Iterator[Section]:
     source = f"Read from the graphs on {_where(report.environment)}."
-    findings = Grid(
-        report.findings,
-        TextColumn("problem"),
-        TextColumn("key", lambda finding: _name(finding.key)),
-        Column("graph", "graph", count),
-        Column("node", "node", count),
-        TextColumn("kernel"),
-        TextColumn("operator"),
-        TextColumn("line"),
-        Column("address", "address", hex),
-        TextColumn("detail"),
+    if report.findings:
+        yield Section(
+            "Findings",
+            "Pointers of the graphs into memory that is not the runner's.",
+            source,
+            Grid(
+                report.findings,
+                TextColumn("problem"),
+                TextColumn("key", lambda finding: _name(finding.key)),
+                Column("graph"),
+                Column("node"),
+                TextColumn("kernel"),
+                TextColumn("operator"),
+                TextColumn("line"),
+                Column("address", "address", hex),
+                TextColumn("detail"),
+            ),
+        )
+    yield Section(
+        "Owners",
+        "Memory that the graphs point into.",
+        source,
+        Grid(
+            report.owners,
+            TextColumn("owner", "name"),
+            TextColumn("kind"),
+            Bytes("size", "nbytes"),
+            Column("pointers", "words", count),
+            Column("keys"),
+        ),
     )
-    about = "Pointers of the graphs into memory that is not the runner's."
-    yield Section("Findings", about, source, findings)
-    owners = Grid(
-        report.owners,
-        TextColumn("owner", "name"),
-        TextColumn("kind"),
-        Column("size", "nbytes", format_bytes),
-        Column("pointers", "words", count),
-        Column("keys", "keys", count),
-    )
-    yield Section("Owners", "Memory that the graphs point into.", source, owners)
-    kinds: list[Row] = []
+    kinds = list[Row]()
     for key in report.keys:
         kinds += [(_name(key.key), kind, words) for kind, words in key.kinds.items()]
     yield Section(
@@ -566,8 +611,8 @@ def _of_audit(report: AuditReport) -> Iterator[Section]:
 def _kernels(report: AuditReport, source: str) -> Section:
     kernel = "operator" if report.environment.is_tape else "kernel"
     alike = grouped((tuple(sorted(key.kernels.items())), key) for key in report.keys if key.kernels)
-    rows: list[Row] = []
-    maps: list[Chart] = []
+    rows = list[Row]()
+    maps = list[Chart]()
     for kernels, records in alike.items():
         keys = _together(records)
         maps.append(

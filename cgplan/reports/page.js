@@ -19,9 +19,9 @@ const COLOURS = {
   "eager piece": "--c2", compile: "--c2", "warm-up": "--c4", capture: "--c1", "start-up": "--c1", steps: "--c1",
   "eager median": "--c2", "graph median": "--c1", "replay median": "--c3",
   cgplan: "--c1", bare: "--c3", "free block": "--bad", "unowned block": "--bad", unmapped: "--bad",
-  "this plan": "--c1", "the best with so many graphs": "--soft",
+  "this plan": "--c1", "the best with so many graphs": "--soft", padding: "--c2", "steps so far": "--c1",
 };
-const coloured = (name) => (COLOURS[name] ? { color: colour(COLOURS[name]) } : {});
+const coloured = (name, known = COLOURS[name?.replace("p99", "median")]) => (known ? { color: colour(known) } : {});
 const unique = (rows, column) => [...new Set(rows.map((row) => row[column]))];
 const ascending = (rows, column) => [...rows].sort((a, b) => Number(a[column]) - Number(b[column]) || 0);
 const category = (rows, column) => ({ type: "category", data: unique(rows, column).map(String) });
@@ -37,18 +37,47 @@ function series(rows, chart, type, point) {
   return parts.map(([name, column, found]) => ({ name, type, ...coloured(name), data: data(found, column) }));
 }
 
+/** A point, and seven towards the next one: what is straight over sizes is bent over their logarithm. */
+function between([x, y], at, points) {
+  const [until, last] = points[at + 1] ?? [x, y];
+  const places = [...Array(8).keys()].map((part) => Math.round(x + (part / 8) * (until - x)));
+  return [...new Set(places)].map((place) => [place, y + ((last - y) * (place - x)) / (until - x || 1)]);
+}
+
 const KINDS = {
-  lines: (rows, chart) => ({
-    ...{ tooltip: { trigger: "axis" }, legend: {} },
-    xAxis: { ...category(rows, chart.x), name: chart.x, boundaryGap: false },
-    yAxis: { ...value(chart), min: 0 },
-    series: series(rows, chart, "line", (x, y) => [x, y]).map((line) => ({ ...line, symbolSize: 7 })),
-  }),
+  lines: (rows, chart) => {
+    const withTails = chart.values.flatMap((name) => (name.endsWith("median") ? [name, name.replace("median", "p99")] : name));
+    const every = series(rows, { ...chart, values: withTails }, "line", (x, y) => [x, y]);
+    const most = Math.max(...every.flatMap((line) => line.data.map(([, y]) => y)));
+    const isUnder = (line, above) =>
+      line.data.every(([x, y], at) => x === above.data[at]?.[0] && Math.abs(y - above.data[at][1]) < most / 100);
+    const [drawn, names] = [[], {}];
+    const shown = every.map((line) => {
+      const above = drawn.find((other) => isUnder(line, other));
+      names[(above ?? line).name] = above ? `${names[above.name]}, ${line.name}` : line.name;
+      if (above) return { ...line, symbol: "none", lineStyle: { opacity: 0 } }; // its figures stay in the tooltip
+      drawn.push(line);
+      return line.name.endsWith("p99")
+        ? { ...line, symbol: "none", lineStyle: { type: "dashed", width: 1.5 } }
+        : { ...line, symbolSize: 7 };
+    });
+    return {
+      tooltip: { trigger: "axis" },
+      legend: {
+        data: drawn.map(({ name }) => ({ name, itemStyle: name.endsWith("p99") ? { opacity: 0 } : {} })),
+        formatter: (name) => names[name],
+      },
+      xAxis: { ...category(rows, chart.x), name: chart.x, boundaryGap: false },
+      yAxis: { ...value(chart), min: 0 },
+      series: shown,
+    };
+  },
   bars: (rows, chart) => {
     const stack = chart.stack ? "all" : undefined;
     const shown = series(rows, chart, "bar", (x, y) => [y, x]).map((bar) => ({ ...bar, stack }));
     const before = { type: "bar", stack, silent: true, color: "transparent", tooltip: { show: false } };
-    const starts = chart.start ? [{ ...before, data: rows.map((row) => [row[chart.start], row[chart.x]]) }] : [];
+    const ends = rows.reduce((so, row) => [...so, so.at(-1) + chart.values.reduce((sum, part) => sum + row[part], 0)], [0]);
+    const starts = chart.in_turn ? [{ ...before, data: rows.map((row, at) => [ends[at], row[chart.x]]) }] : [];
     return {
       legend: { data: shown.map((bar) => bar.name) },
       xAxis: value(chart),
@@ -94,13 +123,16 @@ const KINDS = {
     }],
   }),
   curve: (rows, chart) => {
+    const dots = chart.by ? { symbolSize: 14 } : { type: "line", symbol: "none", areaStyle: { opacity: 0.25 } };
+    const steps = { type: "line", step: "end", symbolSize: 4 };
     const shown = series(rows, chart, "scatter", (x, y) => [Number(x), y]);
-    const [dot, line] = [{ symbolSize: 14 }, { type: "line", step: "end", symbolSize: 4 }];
+    for (const part of chart.by ? [] : shown) if (part.name !== chart.line) part.data = part.data.flatMap(between);
+    const text = ({ seriesName, value: [x, y] }) => `${seriesName}: ${x} ${chart.x}, ${UNITS[chart.unit](y)}`;
     return {
-      tooltip: tip(({ seriesName, value: [x, y] }) => `${seriesName}: ${x} ${chart.x}, ${UNITS[chart.unit](y)}`),
-      ...{ legend: {}, xAxis: { type: rows.every((row) => row[chart.x] > 0) ? "log" : "value", name: chart.x } },
+      tooltip: chart.by ? tip(text) : { trigger: "axis" },
+      ...{ legend: {}, xAxis: { type: rows.every((row) => row[chart.x] > 0) ? "log" : "value", logBase: 2, name: chart.x } },
       yAxis: { ...value(chart), scale: true },
-      series: shown.map((part) => ({ ...part, ...(part.name === chart.line ? line : dot) })),
+      series: shown.map((part) => ({ ...part, ...(part.name === chart.line ? steps : dots) })),
     };
   },
 };
@@ -134,14 +166,22 @@ function draw(box) {
   option.animation = false;
   option.tooltip = { valueFormatter: say, ...option.tooltip };
   option.grid = { left: 8, right: 20, top: option.legend ? 44 : 12, bottom: option.visualMap ? 64 : 12 };
-  if (option.legend) Object.assign(option.legend, { type: "scroll", top: 4, left: 0, itemGap: 16, icon: "roundRect" });
+  if (option.legend) Object.assign(option.legend, { type: "scroll", top: 4, left: 0, itemGap: 16 });
+  if (option.legend && chart.kind !== "lines") option.legend.icon = "roundRect"; // a line may be dashed
   const count = option.yAxis?.data?.length;
   if (count) {
     box.style.height = `${Math.max(180, 90 + Math.min(20 * count, 640))}px`;
     option.yAxis.axisLabel = { width: box.clientWidth / 3, overflow: "truncate", interval: Math.floor(count / 40) };
   }
   echarts.getInstanceByDom(box)?.dispose();
-  echarts.init(box, theme(), { renderer: "svg" }).setOption(option);
+  const drawn = echarts.init(box, theme(), { renderer: "svg" });
+  drawn.on("rendered", () => box.querySelectorAll("svg text").forEach(emptyIfCut));
+  drawn.setOption(option);
+}
+
+/** A label of a map that has no room for its words has none; a long name of an axis keeps its beginning. */
+function emptyIfCut(label) {
+  if (label.textContent.endsWith("...") && label.getAttribute("text-anchor") !== "end") label.textContent = "";
 }
 
 function search(field) {

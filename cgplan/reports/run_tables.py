@@ -25,6 +25,7 @@ from cgplan.reports.layout import (
     describe_lanes,
     describe_sizes,
     facts,
+    figures,
     labelled,
     memory_text,
     render,
@@ -39,7 +40,6 @@ from cgplan.reports.records import (
     AuditReport,
     BaselineRecord,
     BaselinesRecord,
-    BenchRecord,
     BenchReport,
     BudgetRecord,
     CaptureReport,
@@ -247,8 +247,8 @@ def _prediction_rows(
     yield "from", predicted_by(predicted)
     yield from labelled("note", predicted.notes)
     yield from labelled("note", _without_graph(report))
-    for name, *figures in parts:
-        yield name, _compared(format_bytes, *figures)
+    for name, *both in parts:
+        yield name, _compared(format_bytes, *both)
     seconds = report.warmup_seconds + report.capture_seconds
     yield "time", _compared(format_seconds, predicted.seconds, seconds)
 
@@ -394,7 +394,7 @@ def _bench(report: BenchReport) -> RenderableType:
         return stacked(head, made)
     waiting = queued(report)
     title = "Calls that follow one another without waiting, time of each"
-    least = floor(report, report.records, "replay_queued.median")
+    least = floor(report)
     return stacked(
         head,
         _ranks(report.capture.ranks),
@@ -469,10 +469,6 @@ def latencies(report: BenchReport) -> Grid:
 
 
 def queued(report: BenchReport) -> Grid | None:
-    def ratio(record: BenchRecord) -> float | None:
-        graph, replay = record.graph_queued, record.replay_queued
-        return None if graph is None or replay is None else graph.median / replay.median
-
     rows = [record for record in report.records if record.graph_queued]
     if report.environment.is_tape or not rows:
         return None
@@ -483,7 +479,11 @@ def queued(report: BenchReport) -> Grid | None:
         Microseconds("graph p99", "graph_queued.p99"),
         Microseconds("replay median", "replay_queued.median"),
         Microseconds("replay p99", "replay_queued.p99"),
-        Column("graph / replay", ratio, format_ratio),
+        Column(
+            "graph / replay",
+            lambda r: r.replay_queued and r.graph_queued.median / r.replay_queued.median,
+            format_ratio,
+        ),
         short=True,
     )
 
@@ -496,20 +496,19 @@ def _floor_rows(found: FloorRecord | None) -> Iterator[Fact]:
         yield "floor", f"{read} of weights at {rate}/s, {each} for each kernel, both measured"
 
 
-def floor(
-    report: BenchReport | DoctorReport,
-    rows: Iterable[Any],
-    replay: str,
-) -> Grid | None:
-    """``replay`` is the field with its median time."""
+def floor(report: BenchReport | DoctorReport) -> Grid | None:
     found = report.floor
-    time = Microseconds("replay", replay)
+    rows: Sequence[Any]
+    if isinstance(report, BenchReport):
+        rows = report.records
+        time = Microseconds("replay", "replay_queued.median")
+    else:
+        rows = report.rows
+        time = Microseconds("replay", "inside_us")
     timed = [row for row in rows if time.of(row) is not None]
     if found is None or not timed:
         return None
-    nodes = dict[Key, int | None]()
-    for graph in report.capture.records:
-        nodes[graph.key] = graph.nodes
+    nodes = {graph.key: graph.nodes for graph in report.capture.records}
     weights = found.weights_us
 
     def gaps(row: Any) -> float | None:
@@ -611,34 +610,40 @@ def baselines(measured: BaselinesRecord) -> Grid:
 @render.register
 def _doctor(report: DoctorReport) -> RenderableType:
     capture = report.capture
-    rows = head_rows(capture.plan)
-    rows += labelled("note", capture.plan.notes)
-    rows += labelled("warning", capture.warnings)
-    rows += [("outside", f"{piece}, {count} in a step") for piece, count in report.outside.items()]
-    rows += _floor_rows(report.floor)
-    head = facts("Doctor", rows, _verdict(report))
-    made = environment(capture.environment)
-    if not report.rows:
-        return stacked(head, made)
-    table = Grid(
+    rows = head_rows(capture.plan) + doctor_notes(report)
+    least = floor(report)
+    return stacked(
+        facts("Doctor", rows, verdict(report)),
+        coverage(report) if report.rows else None,
+        titled("What a replay cannot be faster than", least) if least else None,
+        environment(capture.environment),
+    )
+
+
+def doctor_notes(report: DoctorReport) -> list[Fact]:
+    capture = report.capture
+    outside = [f"{piece}, {count} in a step" for piece, count in report.outside.items()]
+    return [
+        *labelled("note", capture.plan.notes),
+        *labelled("warning", capture.warnings),
+        *labelled("outside", outside),
+        *_floor_rows(report.floor),
+    ]
+
+
+def coverage(report: DoctorReport) -> Grid:
+    return Grid(
         report.rows,
         TextColumn("key", "lane"),
         Column("tokens", "descriptor.num_tokens"),
         Microseconds("eager", "eager_us"),
         Microseconds("step", "step_us"),
-        Column("speed-up", lambda row: row.eager_us / row.step_us, "{:.2f}x".format),
+        Column("speed-up", lambda row: row.eager_us / row.step_us, format_ratio),
         Column("inside graphs", "inside", "{:.0%}".format),
     )
-    least = floor(report, report.rows, "inside_us")
-    return stacked(
-        head,
-        table,
-        titled("What a replay cannot be faster than", least) if least else None,
-        made,
-    )
 
 
-def _verdict(report: DoctorReport) -> str:
+def verdict(report: DoctorReport) -> str:
     if not report.rows:
         return "Nothing is captured: all of a step runs outside of graphs."
     inside = [row.inside for row in report.rows]
@@ -661,20 +666,20 @@ def _audit(report: AuditReport) -> RenderableType:
     words = _words(report.keys)
     rows = [("pointers", f"{words:,} in {nodes:,} nodes; {read} to read, {looked_up} to look up")]
     rows += labelled("note", report.notes)
-    keys = Grid(
-        report.keys,
-        TextColumn("key", "label"),
-        Column("graphs"),
-        Column("nodes"),
-        Column("not read", "opaque"),
-        Column("pointers", "words"),
-        Column("findings", lambda r: sum(finding.key == r.key for finding in report.findings)),
-    )
     return stacked(
         facts("Audit", rows, dangling(report)),
         _findings(report) if report.findings else None,
         titled("Owners", _owners(report.owners, words)),
-        titled("Keys", keys),
+        figures(
+            "Keys",
+            report.keys,
+            TextColumn("key", "label"),
+            Column("graphs"),
+            Column("nodes"),
+            Column("not read", "opaque"),
+            Column("pointers", "words"),
+            Column("findings", lambda r: sum(finding.key == r.key for finding in report.findings)),
+        ),
         environment(report.environment),
     )
 
@@ -713,23 +718,6 @@ def _watch(report: WatchReport) -> RenderableType:
     elif report.graphs:
         stale = sum(found.pointers for found in report.stale)
         said = f"{stale:,} of {words:,} pointers of {captured} are stale."
-    stale_ones = Grid(
-        report.stale,
-        TextColumn("memory", "name"),
-        TextColumn("what became of it", lambda found: _BECAME[found.problem]),
-        TextColumn("pointers", lambda found: f"{found.pointers} of {found.of}"),
-        TextColumn("graphs", lambda found: listed(found.graphs, 3)),
-        TextColumn("first in", lambda found: found.operator or found.kernel),
-        TextColumn("line", lambda found: found.line or ""),
-    )
-    graphs = Grid(
-        report.graphs,
-        TextColumn("graph", "name"),
-        Column("nodes"),
-        Column("not read", "opaque"),
-        Column("pointers", "words"),
-        TextColumn("captured at", "line"),
-    )
     read, looked_up = format_seconds(report.read_seconds), format_seconds(report.classify_seconds)
     rows = [
         *labelled("note", report.notes),
@@ -737,8 +725,25 @@ def _watch(report: WatchReport) -> RenderableType:
     ]
     return stacked(
         facts("Watch", rows, said),
-        titled("Stale", stale_ones) if report.stale else None,
-        titled("Graphs", graphs) if report.graphs else None,
+        figures(
+            "Stale",
+            report.stale,
+            TextColumn("memory", "name"),
+            TextColumn("what became of it", lambda found: _BECAME[found.problem]),
+            TextColumn("pointers", lambda found: f"{found.pointers} of {found.of}"),
+            TextColumn("graphs", lambda found: listed(found.graphs, 3)),
+            TextColumn("first in", lambda found: found.operator or found.kernel),
+            TextColumn("line", lambda found: found.line or ""),
+        ),
+        figures(
+            "Graphs",
+            report.graphs,
+            TextColumn("graph", "name"),
+            Column("nodes"),
+            Column("not read", "opaque"),
+            Column("pointers", "words"),
+            TextColumn("captured at", "line"),
+        ),
         titled("Owners", _owners(report.owners, words)) if report.graphs else None,
         environment(report.environment),
     )

@@ -70,7 +70,7 @@ def test_a_link_at_the_temporary_name_is_not_followed(
 
 def test_a_page_has_the_report_of_each_command_and_of_a_saved_one(home: Path) -> None:
     titles = {}
-    for command in ("capture", "bench", "plan", "audit"):
+    for command in ("capture", "bench", "plan", "audit", "doctor"):
         good(
             command, "--config", "good.yaml", "--html", "report.html", "--output", f"{command}.json"
         )
@@ -82,7 +82,8 @@ def test_a_page_has_the_report_of_each_command_and_of_a_saved_one(home: Path) ->
         "capture": ["Memory", "Start-up", "Graphs", "Padding"],
         "bench": ["Latency", "Memory", "Start-up", "Graphs", "Padding"],
         "plan": ["Capture sizes", "Padding"],
-        "audit": ["Findings", "Owners", "Pointers by kind of owner", "Nodes by operator"],
+        "audit": ["Owners", "Pointers by kind of owner", "Nodes by operator"],
+        "doctor": ["Steps", "Memory", "Start-up", "Graphs", "Padding"],
     }
     old = (home / "plan.json").read_text().replace('"schema_version": 2', '"schema_version": 1', 1)
     (home / "old.json").write_text(old)

@@ -83,7 +83,7 @@ def test_every_chart_stands_over_a_table_of_its_figures(name: str) -> None:
             used = [
                 chart["x"],
                 *chart["values"],
-                *(chart[k] for k in ("by", "start") if k in chart),
+                *(chart[k] for k in ("by",) if k in chart),
             ]
             assert set(used) <= set(names)
             assert all(dict(columns)[name] for name in chart["values"]), (
@@ -164,6 +164,33 @@ def test_memory_is_whole_and_predictions_stand_beside() -> None:
     assert measured == report.capture.total_bytes
     assert predicted == report.capture.plan.predicted.total_bytes
     assert [chart["values"] for chart in memory.charts] == [("measured",), ("predicted",)]
+
+
+def test_a_map_of_one_rectangle_is_left_out() -> None:
+    (memory,) = [s for s in page_of(REPORTS["capture_lora"]).sections if s.title == "Memory"]
+    sizes = [row[2] for row in memory.table.rows]
+    assert max(sizes) > 0.98 * sum(sizes)
+    assert memory.charts == []
+
+
+def test_padding_of_a_planned_traffic_has_the_steps_up_to_each_batch() -> None:
+    plan = plan_named("plan_traffic")
+    (padding,) = [section for section in page_of(plan).sections if section.title == "Padding"]
+    assert {chart["values"] for chart in padding.charts} == {("padding", "steps so far")}
+    uses = Evidence.model_validate(plan.evidence).uses
+    for lane, batch, size, share, steps in padding.table.rows:
+        assert share == (size - batch) / size
+        below = [u.share for u in uses if str(u.lane) == lane and u.size and u.size <= size]
+        assert steps == pytest.approx(sum(below))
+    (padding,) = [s for s in page_of(plan_named("plan_ladder")).sections if s.title == "Padding"]
+    assert {chart["values"] for chart in padding.charts} == {("padding",)}
+
+
+def test_an_audit_without_findings_says_so_and_has_no_empty_list() -> None:
+    report: Any = REPORTS["audit"].model_copy(update={"findings": ()})
+    page = page_of(report)
+    assert page.lead.startswith(f"No dangling pointers in {len(report.keys)} graphs.")
+    assert "Findings" not in [section.title for section in page.sections]
 
 
 def test_figures_of_the_stand_in_say_so() -> None:
