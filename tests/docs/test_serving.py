@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from threading import Semaphore
 from types import ModuleType
 from typing import Any
 
@@ -16,6 +20,7 @@ from decoding import one_thread
 
 from cgplan.backends.context import forward_context
 from cgplan.config import load_config
+from cgplan.errors import AddressError
 from cgplan.modes import CUDAGraphMode
 
 pytestmark = pytest.mark.usefixtures("quiet_collector")
@@ -23,6 +28,7 @@ NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMo
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = {
     "serving": ROOT / "docs" / "examples" / "serving.py",
+    "fastapi_server": ROOT / "docs" / "examples" / "fastapi_server.py",
     "speculative": ROOT / "configs" / "speculative.py",
 }
 # Double precision, so that tokens do not depend on how requests are batched; varied ones need untied embeddings.
@@ -301,3 +307,117 @@ def test_a_draft_is_right_as_often_as_the_later_layers_let_it() -> None:
 def test_what_is_wrong_is_a_message(name: str, arguments: list[str], said: str) -> None:
     with pytest.raises(SystemExit, match=said):
         example(name).main(arguments)
+
+
+# --- fastapi_server.py ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def server() -> ModuleType:
+    pytest.importorskip("fastapi")
+    return example("fastapi_server")
+
+
+def alone_with(server: ModuleType, model: torch.nn.Module, text: str, count: int) -> list[int]:
+    """The tokens that the model's own code generates for one request."""
+    tokens = [*text.encode()]
+    with torch.no_grad():
+        for place in range(len(tokens) + count - 1):
+            at = (torch.tensor([number]) for number in (tokens[place], place, server.SLOTS))
+            chosen = model(*(tensor.to(server.DEVICE) for tensor in at)).item()
+            if place == len(tokens) - 1:
+                tokens.append(chosen)
+    return tokens[-count:]
+
+
+@contextmanager
+def one_step_at_a_time(server: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[Semaphore]:
+    """The engine's thread waits before each step for a permit; afterwards it runs freely."""
+    step, permits = server.step, Semaphore(0)
+
+    def when_permitted(*given: Any) -> None:
+        permits.acquire()
+        step(*given)
+
+    monkeypatch.setattr(server, "step", when_permitted)
+    try:
+        yield permits
+    finally:
+        permits.release(10_000)
+
+
+def test_a_web_server_batches_requests_and_answers_each_as_alone(server: ModuleType) -> None:
+    from fastapi.testclient import TestClient
+
+    prompts = [(f"{'ab' * (number % 5)}{number}", 3 + number % 7) for number in range(40)]
+    with TestClient(server.app) as client, ThreadPoolExecutor(20) as threads:
+
+        def ask(prompt: tuple[str, int]) -> list[int]:
+            answer = client.post("/generate", json={"text": prompt[0], "max_tokens": prompt[1]})
+            assert answer.status_code == 200
+            events = answer.text.split("\n\n")[:-1]
+            return [int(event.removeprefix("data: ")) for event in events]
+
+        answers = list(threads.map(ask, prompts))
+        stats, model = server.app.state.runner.stats, server.app.state.runner.model
+        assert answers == [alone_with(server, model, *prompt) for prompt in prompts]
+        assert stats.eager.total() == 0
+        assert max(key.num_tokens for _, key in stats.replays) > 1
+        assert "cgplan_replays_total{" in client.get("/metrics").text
+        assert client.post("/generate", json={"text": ""}).status_code == 422
+    assert server.app.state.runner.is_closed
+
+
+def test_a_web_server_streams_and_a_client_that_leaves_makes_room(
+    server: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def serve() -> None:
+        async with server.lifespan(server.app):
+            with one_step_at_a_time(server, monkeypatch) as permits:
+                response = await server.generate(server.Prompt(text="a", max_tokens=256))
+                permits.release(2)
+                assert [await anext(response.body_iterator) for _ in range(2)]
+                await response.body_iterator.aclose()
+                replays = server.app.state.runner.stats.replays.total()
+                assert replays == 2
+            later = await server.generate(server.Prompt(text="b", max_tokens=1))
+            assert len([event async for event in later.body_iterator]) == 1
+            assert server.app.state.runner.stats.replays.total() <= replays + 2
+
+    asyncio.run(serve())
+
+
+def test_a_web_server_refuses_what_it_cannot_queue(
+    server: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fastapi import HTTPException
+
+    async def serve() -> None:
+        async with server.lifespan(server.app):
+            with one_step_at_a_time(server, monkeypatch):
+                for _ in range(64):
+                    last = await server.generate(server.Prompt(text="a", max_tokens=1))
+                with pytest.raises(HTTPException, match="too many requests wait"):  # noqa: PT012
+                    for _ in range(server.SLOTS + 1):
+                        await server.generate(server.Prompt(text="a", max_tokens=1))
+            assert len([event async for event in last.body_iterator]) == 1
+
+    asyncio.run(serve())
+
+
+def test_a_web_server_outlives_a_failed_step(server: ModuleType) -> None:
+    async def tokens(text: str) -> list[str]:
+        response = await server.generate(server.Prompt(text=text, max_tokens=2))
+        return [event async for event in response.body_iterator]
+
+    async def serve() -> None:
+        async with server.lifespan(server.app):
+            runner = server.app.state.runner
+            wanted = await tokens("a")
+            runner.invalidate("weights")
+            with pytest.raises(AddressError, match="'weights' moved"):
+                await tokens("a")
+            runner.recapture()
+            assert await tokens("a") == wanted
+
+    asyncio.run(serve())

@@ -1,0 +1,120 @@
+"""A decoder behind FastAPI: requests join and leave the batch at each step, and their tokens are streamed.
+
+uvicorn --app-dir docs/examples fastapi_server:app
+curl --no-buffer localhost:8000/generate --json '{"text": "Once", "max_tokens": 8}'
+"""
+
+import asyncio
+import queue
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+
+import torch
+from fastapi import FastAPI, HTTPException
+from fastapi.responses import PlainTextResponse, StreamingResponse
+from pydantic import BaseModel, Field
+from torch import nn
+
+import cgplan
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+VOCAB, WIDTH, SIZES = 256, 64, [1, 2, 4, 8, 16]
+SLOTS = max(SIZES)  # requests at once: no batch is too large. Padding writes to one more slot, which nobody reads
+INPUTS = {name: ("num_tokens", "int64", pad) for name, pad in (("token", 0), ("place", 0), ("slot", SLOTS))}
+
+
+class Decoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.cell, self.head = nn.Embedding(VOCAB, WIDTH), nn.GRUCell(WIDTH, WIDTH), nn.Linear(WIDTH, VOCAB)
+        self.register_buffer("states", torch.zeros(SLOTS + 1, WIDTH))  # by slots, as a KV cache would be
+
+    def forward(self, token, place, slot):
+        state = self.states[slot] = self.cell(self.embed(token), self.states[slot] * (place > 0)[:, None])
+        return self.head(state).argmax(-1)
+
+
+class Prompt(BaseModel):
+    text: str = Field(min_length=1, max_length=256)
+    max_tokens: int = Field(16, ge=1, le=256)
+
+
+class Generation:
+    def __init__(self, prompt):
+        self.prompt, self.tokens, self.place, self.is_wanted = prompt, list(prompt.text.encode()), 0, True
+        self.length = len(self.tokens) + prompt.max_tokens
+        self.loop, self.answers = asyncio.get_running_loop(), asyncio.Queue()
+
+    def send(self, answer):  # from the other thread
+        self.loop.call_soon_threadsafe(self.answers.put_nowait, answer)
+
+    async def stream(self):
+        try:
+            for _ in range(self.prompt.max_tokens):
+                answer = await self.answers.get()
+                if isinstance(answer, Exception):
+                    raise answer
+                yield f"data: {answer}\n\n"
+        finally:
+            self.is_wanted = False  # the client may have left
+
+
+def capture():
+    return cgplan.capture(Decoder().eval().to(DEVICE), INPUTS, compilation={"cudagraph_capture_sizes": SIZES})
+
+
+def serve(runner, waiting):
+    running = {}  # requests by slot
+    while True:
+        while len(running) < SLOTS and not (running and waiting.empty()):  # it waits where nothing runs
+            each = waiting.get()
+            if each is None:
+                return runner.close()
+            running[min(set(range(SLOTS)) - running.keys())] = each
+        try:
+            step(runner, running)
+        except Exception as error:  # these requests fail, and later ones are served
+            for each in running.values():
+                each.send(error)
+            running = {}
+        running = {slot: each for slot, each in running.items() if each.is_wanted and len(each.tokens) < each.length}
+
+
+def step(runner, running):
+    """Run one token of each request, of its prompt or behind it."""
+    batch = [(each.tokens[each.place], each.place, slot) for slot, each in running.items()]
+    chosen = runner(*torch.tensor(batch).unbind(1)).tolist()  # read before the next call overwrites it
+    for each, token in zip(running.values(), chosen, strict=True):
+        each.place += 1
+        if each.place == len(each.tokens):
+            each.tokens.append(token)
+            each.send(token)
+
+
+@asynccontextmanager
+async def lifespan(app):
+    waiting = app.state.waiting = queue.Queue(maxsize=64)
+    with ThreadPoolExecutor(max_workers=1) as thread:  # it alone touches the model and the runner
+        runner = app.state.runner = await asyncio.wrap_future(thread.submit(capture))
+        thread.submit(serve, runner, waiting)
+        try:
+            yield
+        finally:
+            waiting.put(None)  # leaving the block waits for the thread
+
+
+app = FastAPI(lifespan=lifespan)
+
+
+@app.post("/generate")
+async def generate(prompt: Prompt):
+    if app.state.waiting.full():
+        raise HTTPException(503, "too many requests wait")
+    generation = Generation(prompt)
+    app.state.waiting.put_nowait(generation)
+    return StreamingResponse(generation.stream(), media_type="text/event-stream")
+
+
+@app.get("/metrics", response_class=PlainTextResponse)
+def metrics():
+    return app.state.runner.stats.prometheus()
