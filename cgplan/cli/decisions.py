@@ -469,11 +469,8 @@ class Planner:
             return
         plan = build_plan(config)
         traffic = self._simulated(config, plan, requests)
-        reached = {
-            "max_num_seqs": max(shape.num_reqs for shape, _ in traffic.histogram),
-            "max_num_batched_tokens": max(shape.num_tokens for shape, _ in traffic.histogram),
-        }
-        for name, largest in reached.items():
+        tokens, reqs, *_ = traffic.columns.max(axis=1)
+        for name, largest in (("max_num_seqs", reqs), ("max_num_batched_tokens", tokens)):
             bound = getattr(plan, name)
             for value in (bound // 2, 2 * bound):
                 if not value or largest < min(bound, value + 1):
