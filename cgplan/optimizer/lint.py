@@ -122,19 +122,13 @@ def _scheduler_cliffs(plan: Plan, run: Run) -> Iterator[str]:
             )
 
 
-def _lane_for(plan: Plan, run: Run, batch: StepShape) -> Lane | None:
-    """The first lane that may have a graph for a batch; None if there is none."""
-    for lane in lanes_of(plan.mode, plan.lora_cases):
-        is_held = batch.num_tokens <= largest_of(lane, plan)
-        if is_held and run.serves(lane, batch):
-            return lane
-    return None
-
-
 def _cliff(plan: Plan, run: Run, batch: StepShape) -> str | None:
     """Times of a batch without and with a graph, if a graph may hold it and would be faster."""
-    lane, tokens = _lane_for(plan, run, batch), batch.num_tokens
-    if lane is None:
+    tokens = batch.num_tokens
+    for lane in lanes_of(plan.mode, plan.lora_cases):
+        if tokens <= largest_of(lane, plan) and run.serves(lane, batch):
+            break
+    else:
         return None
     eager = run.times.of(
         CUDAGraphMode.NONE,

@@ -26,6 +26,8 @@ from cgplan.units import counted
 
 NO_ADAPTER = -1
 NEVER = 1 << 100  # nanoseconds, or steps
+LOAD = attrgetter("load")
+WAITING = attrgetter("waiting")
 ROUNDING = 1e-9  # tokens and steps, of products of accepted tokens
 _Shape = tuple[int, int, bool, int]  # as StepShape, which takes longer to make
 StepTime = Callable[[StepShape], float]  # shape of a step -> microseconds
@@ -318,11 +320,14 @@ class _Rank:
         tokens, number, _, _ = self.shape
         if not bounds.mixes:
             tokens = number = 0
-            adapters = {NO_ADAPTER, *(requests[index].adapter for index in prompts)}
+            adapters = {requests[index].adapter for index in prompts}
+            adapters.add(NO_ADAPTER)
         number += len(prompts)
         prefilled = min(wanted, left)
         self.prompt_left = wanted - prefilled
-        self.under_way = [prompts.pop()] if self.prompt_left else []
+        self.under_way = []
+        if self.prompt_left:
+            self.under_way.append(prompts.pop())
         self.repeats = 1
         if not prompts:
             self.repeats = (wanted - 1) // prefilled
@@ -413,7 +418,8 @@ class _Rank:
         heapq.heapify(self.decoding)
         request = self.requests[index]
         decoded = self.decoded - began
-        made = int(self.tokens_a_step * decoded + ROUNDING) + 1
+        made = self.tokens_a_step * decoded
+        made = int(made + ROUNDING) + 1
         self.requests[index] = request._replace(
             context_tokens=request.context_tokens + made,
             generated_tokens=request.generated_tokens - made,
@@ -454,9 +460,22 @@ class _Engine:
         times = [*self.times, NEVER]
         ranks = self.ranks
         last_step = self.now
-        while True:
-            if times[self.came] <= self.now:
-                self._receive(last_step)
+        number = len(self.times)
+        while self.came < number or any(map(LOAD, ranks)):
+            first = self.came
+            if times[first] <= self.now:
+                if not any(map(WAITING, ranks)):
+                    self.last_empty = last_step
+                    self.came_before = first
+                self.came = bisect_right(times, self.now, first)
+                # each request goes to the rank with the fewest; ties take turns
+                for index in range(first, self.came):
+                    rank = min(ranks, key=LOAD)
+                    ranks.append(ranks.pop(0))
+                    rank.waiting.append(index)
+                    rank.load += 1
+                queues = map(WAITING, ranks)
+                self.length = sum(map(len, queues))
             last_step = self.now
             repeats = NEVER
             is_open = len(ranks) > 1  # the balancer looks at a request when it comes
@@ -474,8 +493,6 @@ class _Engine:
                 repeats = min(repeats, rank.repeats)
                 is_open |= rank.left > rank.prefilled and rank.running < bounds.max_num_seqs
             if not requests:
-                if self.came == len(self.times):
-                    return
                 self.now = times[self.came]
                 continue
             shape = tokens, requests, uniform, adapters
@@ -497,28 +514,6 @@ class _Engine:
                 rank.prompt_left -= (repeats - 1) * rank.prefilled
                 if rank.repeats == repeats:
                     rank.go_on(self.now)
-
-    def _receive(self, last_step: int) -> None:
-        """Each request that has come goes to the rank with the fewest; ties take turns."""
-        ranks = self.ranks
-        for rank in ranks:
-            if rank.waiting:
-                break
-        else:
-            self.last_empty = last_step
-            self.came_before = self.came
-        first = self.came
-        self.came = bisect_right(self.times, self.now, first)
-        for index in range(first, self.came):
-            rank = ranks[0]
-            if len(ranks) > 1:
-                rank = min(ranks, key=attrgetter("load"))
-                ranks.append(ranks.pop(0))
-            rank.waiting.append(index)
-            rank.load += 1
-        if self.came == len(self.times):
-            for rank in ranks:
-                self.length += len(rank.waiting)
 
     def overload(self) -> list[str]:
         """A warning if requests came faster than they were served, as ``simulate`` defines it."""
