@@ -11,7 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from operator import attrgetter
+from operator import attrgetter, sub
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cgplan.errors import TrafficError
@@ -230,6 +230,19 @@ def simulate(trace: RequestTrace, bounds: SchedulerBounds, step_time: StepTime) 
     )
 
 
+@dataclass
+class _Log:
+    """Requests in the order in which they come, and when, in nanoseconds, each came, began to wait,
+    had its first and its last token (``came`` until then).
+    """
+
+    requests: list[Request]
+    came: list[int]
+    since: list[int]
+    first: list[int]
+    last: list[int]
+
+
 class _Rank:
     """The scheduler of one rank. Its running requests are, in order of admission, those that
     decode, then at most one whose prefill is under way and took all tokens that were left.
@@ -241,12 +254,11 @@ class _Rank:
     def __init__(
         self,
         bounds: SchedulerBounds,
-        requests: list[Request],
-        times: list[int],
+        log: _Log,
     ) -> None:
         self.bounds = bounds
-        self.requests = requests
-        self.since = times.copy()  # when a request began to wait
+        self.log = log
+        self.requests = log.requests
         self.max_loras = NEVER if bounds.max_loras is None else bounds.max_loras
         self.kv_tokens = bounds.kv_tokens or NEVER
         self.tokens_a_step = bounds.accepted_tokens or bounds.query_len
@@ -255,6 +267,7 @@ class _Rank:
             self.places = -(-bounds.max_num_batched_tokens // bounds.query_len)
         self.waiting: deque[int] = deque()  # indices of requests, ascending
         self.longest_wait = 0
+        self.last_admission = 0  # but for preempted ones
         self.load = 0  # requests that wait or run
         self.running = 0
         self.decoded = 0  # steps
@@ -263,11 +276,7 @@ class _Rank:
         self.adapters: Counter[int] = Counter()  # of those served
         self.held = 0.0  # in the KV cache, but for ``decoded`` steps of each one served
         self.preempted = 0
-        # of requests
-        self.admitted: dict[int, int] = {}
         self.began: dict[int, int] = {}  # decode steps before the first one, of those served
-        self.first_token: dict[int, int] = {}
-        self.last_token: dict[int, int] = {}
         # a step of those that decode
         self.shape: _Shape = (0, 0, True, 0)
         self.left = bounds.max_num_batched_tokens  # for prompts
@@ -311,9 +320,10 @@ class _Rank:
             wanted += request.context_tokens
             self.held += request.context_tokens
             self.running += 1
-            waited = now - self.since[index]
+            waited = now - self.log.since[index]
             self.longest_wait = max(self.longest_wait, waited)
-            self.admitted.setdefault(index, now)
+            is_first = self.log.first[index] == self.log.came[index]
+            self.last_admission = now if is_first else self.last_admission
             prompts.append(index)
         if not prompts:
             return None
@@ -350,11 +360,13 @@ class _Rank:
         """After equal steps requests are done, and others begin to decode, as far as the KV cache
         holds one step more.
         """
+        log = self.log
         requests = self.requests
         decoding = self.decoding
         done = []
         for index in self.ending:
-            self.first_token.setdefault(index, now)
+            is_first = log.first[index] == log.came[index]
+            log.first[index] = now if is_first else log.first[index]
             if requests[index].generated_tokens > 1:
                 self.standby.append(index)
             else:
@@ -365,13 +377,13 @@ class _Rank:
             _, index = heapq.heappop(decoding)
             done.append(index)
         self.load -= len(done)
-        self.last_token |= dict.fromkeys(done, now)
         steps = 0
         while not steps:
             self.until = NEVER
             self.running -= len(done)
             for index in done:
                 request = requests[index]
+                log.last[index] = now
                 self.held -= request.context_tokens
                 if index in self.began:
                     self.held += self.tokens_a_step * self.began.pop(index)
@@ -402,9 +414,10 @@ class _Rank:
         tokens = min(wanted, bounds.max_num_batched_tokens) if bounds.mixes else wanted
         if bounds.mixes:
             self.left = bounds.max_num_batched_tokens - tokens
-        loaded = self.adapters.keys() - {NO_ADAPTER}
+        has_others = NO_ADAPTER in self.adapters
+        loaded = len(self.adapters) - has_others
         uniform = tokens == wanted
-        self.shape = tokens, len(decoding), uniform, len(loaded)
+        self.shape = tokens, len(decoding), uniform, loaded
 
     def _preempted(self, now: int) -> int:
         """The decoding request that was admitted last waits again, ahead of those that came
@@ -425,7 +438,7 @@ class _Rank:
             generated_tokens=request.generated_tokens - made,
         )
         self.held += made
-        self.since[index] = now
+        self.log.since[index] = now
         insort(self.waiting, index)
         self.preempted += 1
         return index
@@ -440,13 +453,21 @@ class _Engine:
         came = [round(request.arrival_us * 1000) for request in requests]
         order = sorted(range(len(came)), key=came.__getitem__)
         ordered = [requests[index] for index in order]
-        self.times = [came[index] for index in order]
+        times = sorted(came)
+        self.times = times
+        self.log = _Log(
+            ordered,
+            times,
+            since=times.copy(),
+            first=times.copy(),
+            last=times.copy(),
+        )
         self.wanted = [max(request.generated_tokens, 1) for request in ordered]
         self.came = 0  # requests
         self.bounds = bounds
         self.ranks = []
         for _ in range(bounds.ranks):
-            rank = _Rank(bounds, ordered, self.times)
+            rank = _Rank(bounds, self.log)
             self.ranks.append(rank)
         self.now = self.last_empty = self.times[0]
         self.busy = 0
@@ -521,11 +542,7 @@ class _Engine:
         last = times[-1]
         lasted = last - self.last_empty
         came = len(times) - self.came_before
-        last_admission = 0
-        for rank in self.ranks:
-            own = max(rank.admitted.values(), default=0)
-            last_admission = max(last_admission, own)
-        wait = last_admission - last
+        wait = max(rank.last_admission for rank in self.ranks) - last
         is_long = lasted > (last - times[0]) / 2
         by_chance = 3 * math.sqrt(came)
         is_deep = self.length > max(came / 20, by_chance)
@@ -549,18 +566,16 @@ class _Engine:
             every.append((length, count))
             if shape[2]:
                 decodes.append((length, count))
-        ttft: list[int] = []
+        log = self.log
+        ttft = Percentiles.of_each(list(map(sub, log.first, log.came)))
         tpot: list[float] = []
-        for rank in self.ranks:
-            for index, first in rank.first_token.items():
-                ttft.append(first - self.times[index])
-                more = self.wanted[index] - 1
-                if more:
-                    tpot.append((rank.last_token[index] - first) / more)
+        for wanted, first, last in zip(self.wanted, log.first, log.last, strict=True):
+            if wanted > 1:
+                tpot.append((last - first) / (wanted - 1))
         return Service(
             step_us=Percentiles.of(every),
             decode_us=Percentiles.of(decodes) if decodes else None,
-            ttft_us=Percentiles.of_each(ttft),
+            ttft_us=ttft,
             tpot_us=Percentiles.of_each(tpot) if tpot else None,
             tokens_per_s=sum(self.wanted) / lasted * 1e9,
             preempted=sum(rank.preempted for rank in self.ranks),
