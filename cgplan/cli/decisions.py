@@ -18,9 +18,8 @@ from cgplan.traffic.histogram import Service, Traffic
 from cgplan.traffic.simulation import (
     RequestTrace,
     SchedulerBounds,
+    StepClock,
     simulate,
-    step_clock,
-    unmeasured,
 )
 from cgplan.traffic.step_times import FULL_OF_DECODE, StepTimes
 from cgplan.units import counted, format_bytes, format_microseconds
@@ -272,10 +271,10 @@ class Planner:
         )
         key = (id(source), plan.keys, bounds)
         if key not in self._known:
-            clock = step_clock(plan, self._times, apart=self._apart)
+            clock = StepClock(plan, self._times, apart=self._apart)
             traffic = simulate(source, bounds, clock)
             assert traffic.service is not None
-            share = unmeasured(plan, self._times, traffic, apart=self._apart)
+            share = clock.unmeasured(traffic)
             service = traffic.service.model_copy(update={"unmeasured": share})
             self._known[key] = source, traffic.model_copy(update={"service": service, **marked})
         return self._known[key][1]
@@ -470,11 +469,8 @@ class Planner:
             return
         plan = build_plan(config)
         traffic = self._simulated(config, plan, requests)
-        reached = {
-            "max_num_seqs": max(shape.num_reqs for shape, _ in traffic.histogram),
-            "max_num_batched_tokens": max(shape.num_tokens for shape, _ in traffic.histogram),
-        }
-        for name, largest in reached.items():
+        tokens, reqs, *_ = traffic.columns.max(axis=1)
+        for name, largest in (("max_num_seqs", reqs), ("max_num_batched_tokens", tokens)):
             bound = getattr(plan, name)
             for value in (bound // 2, 2 * bound):
                 if not value or largest < min(bound, value + 1):

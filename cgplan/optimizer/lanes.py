@@ -93,7 +93,8 @@ class Run:
 
     Attributes:
         traffic, times: The batches, and how long steps take.
-        eager: (shape, weight) of the batches that run eagerly.
+        batches, weights: ``columns_of`` the traffic.
+        missed: Whether a batch runs eagerly.
     """
 
     def __init__(
@@ -104,9 +105,9 @@ class Run:
     ) -> None:
         self.traffic = traffic
         self.times = times
-        self._batches, self._weight = columns_of(traffic)
-        tokens = self._batches.num_tokens
-        loras = self._batches.num_active_loras
+        self.batches, self.weights = columns_of(traffic)
+        tokens = self.batches.num_tokens
+        loras = self.batches.num_active_loras
         self._tokens = tokens
         self._size = tokens.copy()  # that runs
         self._time = np.zeros_like(tokens)
@@ -117,7 +118,7 @@ class Run:
         missed = np.isinf(self._place)
         for lane in self._lanes:
             sizes = np.unique(held[lane])
-            fits = self._may_run(lane, sizes[-1])
+            fits = self.may_run(lane, sizes[-1])
             runs = missed & fits
             missed &= ~fits
             at = np.searchsorted(sizes, tokens[runs])
@@ -129,8 +130,7 @@ class Run:
             here = missed & (loras == case)
             eager = EAGER._replace(num_active_loras=int(case))
             self._time[here] = self._times_in(eager, tokens[here])
-        rows = np.flatnonzero(missed)
-        self.eager = [traffic.histogram[row] for row in rows]
+        self.missed = missed
 
     def serves(
         self,
@@ -141,13 +141,13 @@ class Run:
         apart = self.traffic.apart
         return lane.serves(batch.uniform, batch.num_active_loras, apart)
 
-    def _may_run(
+    def may_run(
         self,
         lane: Lane,
         most: float,
     ) -> Any:
         is_small = self._tokens <= most
-        return is_small & self.serves(lane, self._batches)
+        return is_small & self.serves(lane, self.batches)
 
     def _times_in(
         self,
@@ -161,21 +161,21 @@ class Run:
 
     @property
     def expected_us(self) -> float:
-        return float(np.average(self._time, weights=self._weight))
+        return float(np.average(self._time, weights=self.weights))
 
     @property
     def by_kind(self) -> dict[str, Any]:
         """Mean microseconds of the steps of uniform decode, and of the others; None where there is
         none.
         """
-        uniform = self._batches.uniform
+        uniform = self.batches.uniform
         return {
             "decode_us": self._mean(uniform),
             "mixed_us": self._mean(~uniform),
         }
 
     def _mean(self, here: Any) -> float | None:
-        weight = self._weight[here]
+        weight = self.weights[here]
         if not weight.size:
             return None
         time = self._time[here]
@@ -184,8 +184,8 @@ class Run:
     @property
     def padding(self) -> float:
         """Share of all tokens that run, eager steps included, which are padding."""
-        tokens = float(self._weight @ self._tokens)
-        ran = float(self._weight @ self._size)
+        tokens = float(self.weights @ self._tokens)
+        ran = float(self.weights @ self._size)
         return 1 - tokens / ran
 
     @cached_property
@@ -201,10 +201,9 @@ class Run:
                 own = self._times_in(lane, self._tokens[here])
                 use = self._use(lane, int(size), here, own)
                 found.append(use)
-        missed = np.isinf(self._place)
-        if missed.any():
-            own = self._time[missed]
-            use = self._use(EAGER, None, missed, own)
+        if self.missed.any():
+            own = self._time[self.missed]
+            use = self._use(EAGER, None, self.missed, own)
             found.append(use)
         return tuple(found)
 
@@ -215,7 +214,7 @@ class Run:
         here: Any,
         own: Any,
     ) -> Use:
-        weight = self._weight[here]
+        weight = self.weights[here]
         tokens = self._tokens[here]
         time = self._time[here]
         return Use(
@@ -232,7 +231,7 @@ class Run:
         runs it.
         """
         is_free = self._place >= lane.place
-        comes = is_free & self._may_run(lane, np.inf)
+        comes = is_free & self.may_run(lane, np.inf)
         tokens = self._tokens[comes]
         return int(tokens.max(initial=0))
 
@@ -247,10 +246,10 @@ class Run:
         is_later = self._place > lane.place
         is_here = self._place == lane.place
         is_larger = is_here & (self._size > size)
-        moved = self._may_run(lane, size)
+        moved = self.may_run(lane, size)
         moved &= is_later | is_larger
         case = lane.num_active_loras
         time = self.times.of(lane.mode, size, case)
-        weight = self._weight[moved]
+        weight = self.weights[moved]
         saved = weight @ (self._time[moved] - time)
-        return float(weight.sum()), float(saved / self._weight.sum())
+        return float(weight.sum()), float(saved / self.weights.sum())

@@ -4,8 +4,11 @@ with figures.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
+
+import numpy as np
 
 from cgplan.modes import CUDAGraphMode
 from cgplan.optimizer.lanes import Run, largest_of, stride_of
@@ -79,14 +82,15 @@ def _sparse_steps(plan: Plan) -> Iterator[str]:
 
 
 def _traffic_cliffs(plan: Plan, run: Run) -> Iterator[str]:
+    may_run = np.zeros_like(run.missed)
+    for lane in lanes_of(plan.mode, plan.lora_cases):
+        may_run |= run.may_run(lane, largest_of(lane, plan))
     for uniform in (True, False):
-        missed = []
-        for batch, weight in run.eager:
-            if batch.uniform is uniform and _lane_for(plan, run, batch):
-                missed.append((batch, weight))
-        if not missed:
+        missed = run.missed & may_run & (run.batches.uniform == uniform)
+        if not missed.any():
             continue
-        largest, _ = max(missed, key=lambda item: item[0].num_tokens)
+        tokens = missed * run.batches.num_tokens
+        largest, _ = run.traffic.histogram[tokens.argmax()]
         cliff = _cliff(plan, run, largest)
         if cliff:
             yield (
@@ -103,10 +107,8 @@ def _scheduler_cliffs(plan: Plan, run: Run) -> Iterator[str]:
         (StepShape(tokens, min(seqs, tokens)), "max_num_batched_tokens"),
     ]
     for batch, limit in extremes if reqs else extremes[1:]:
-        if any(
-            b.uniform is batch.uniform and b.num_tokens >= batch.num_tokens
-            for b, _ in run.traffic.histogram
-        ):
+        alike = run.batches.uniform == batch.uniform
+        if (alike & (run.batches.num_tokens >= batch.num_tokens)).any():
             continue
         held = any(
             run.serves(lane, batch) and batch.num_tokens <= sizes[-1]
@@ -120,19 +122,13 @@ def _scheduler_cliffs(plan: Plan, run: Run) -> Iterator[str]:
             )
 
 
-def _lane_for(plan: Plan, run: Run, batch: StepShape) -> Lane | None:
-    """The first lane that may have a graph for a batch; None if there is none."""
-    for lane in lanes_of(plan.mode, plan.lora_cases):
-        is_held = batch.num_tokens <= largest_of(lane, plan)
-        if is_held and run.serves(lane, batch):
-            return lane
-    return None
-
-
 def _cliff(plan: Plan, run: Run, batch: StepShape) -> str | None:
     """Times of a batch without and with a graph, if a graph may hold it and would be faster."""
-    lane, tokens = _lane_for(plan, run, batch), batch.num_tokens
-    if lane is None:
+    tokens = batch.num_tokens
+    for lane in lanes_of(plan.mode, plan.lora_cases):
+        if tokens <= largest_of(lane, plan) and run.serves(lane, batch):
+            break
+    else:
         return None
     eager = run.times.of(
         CUDAGraphMode.NONE,
@@ -152,28 +148,17 @@ def _cliff(plan: Plan, run: Run, batch: StepShape) -> str | None:
 
 
 def _beyond_the_scheduler(plan: Plan, run: Run) -> Iterator[str]:
-    for what, name, field in (
-        (
-            "tokens",
-            "num_tokens",
-            "max_num_batched_tokens",
-        ),
-        (
-            "requests",
-            "num_reqs",
-            "max_num_seqs",
-        ),
+    batches = run.batches
+    for what, sizes, field in (
+        ("tokens", batches.num_tokens, "max_num_batched_tokens"),
+        ("requests", batches.num_reqs, "max_num_seqs"),
     ):
         limit = getattr(plan, field)
-        if beyond := [
-            (batch, weight)
-            for batch, weight in run.traffic.histogram
-            if getattr(batch, name) > limit
-        ]:
-            most = max(getattr(batch, name) for batch, _ in beyond)
+        beyond = sizes > limit
+        if beyond.any():
             yield (
-                f"{_share(beyond, run)} of the steps have more {what} (up to {most}) than "
-                f"scheduler.{field} = {limit}: the traffic is of another scheduler"
+                f"{_share(beyond, run)} of the steps have more {what} (up to {sizes.max():.0f}) "
+                f"than scheduler.{field} = {limit}: the traffic is of another scheduler"
             )
 
 
@@ -203,7 +188,8 @@ def _lora_cases(plan: Plan, run: Run) -> Iterator[str]:
     most = plan.max_loras or 0
     used = {use.lane.num_active_loras for use in run.uses if use.size is not None}
     cases = [key.num_active_loras for _, key in plan.keys]
-    largest = max(batch.num_active_loras for batch, _ in run.traffic.histogram)
+    loras = run.batches.num_active_loras
+    largest = int(loras.max())
     if plan.max_loras is not None and largest == 0 and 0 in plan.lora_cases:
         number = sum(case > 0 for case in cases)
         seen = f"no batch of the traffic uses adapters, but lora.max_loras is {most}"
@@ -220,9 +206,8 @@ def _lora_cases(plan: Plan, run: Run) -> Iterator[str]:
         for case in sorted(set(cases) - used):
             graphs = counted(cases.count(case), "graph")
             yield f"LoRA case {case} is never seen: no batch of the traffic runs in its {graphs}"
-    if beyond := [
-        (batch, weight) for batch, weight in run.traffic.histogram if batch.num_active_loras > most
-    ]:
+    beyond = loras > most
+    if beyond.any():
         allowed = (
             f"lora.max_loras = {most}" if most else "the configuration, which has no lora section"
         )
@@ -256,7 +241,7 @@ def _unused_modes(plan: Plan, run: Run) -> Iterator[str]:
                 "plan"
             )
     if plan.mode.separate_routine():
-        seen = {batch.uniform for batch, _ in run.traffic.histogram}
+        seen = set(run.batches.uniform.tolist())
         for lane in lanes_of(plan.mode, (0,)):
             if lane.uniform not in seen:
                 yield (
@@ -269,6 +254,6 @@ def _kind(uniform: bool) -> str:
     return "uniform decode" if uniform else "mixed"
 
 
-def _share(batches: Iterable[tuple[StepShape, float]], run: Run) -> str:
-    share = sum(weight for _, weight in batches) / run.traffic.total
+def _share(rows: Any, run: Run) -> str:
+    share = run.weights[rows].sum() / run.traffic.total
     return f"{share:.2%}" if share >= 5e-5 else "less than 0.01%"

@@ -239,7 +239,11 @@ def _priced(
             start=start,
         )
         start = found.chosen(limits.graphs)
-        own = found.bound[-1] - found.budget_price
+        budget_price = found.prices.total(
+            limits.memory or 0.0,
+            (limits.seconds or 0.0) - problem.once,
+        )
+        own = found.bound[-1] - budget_price
         bound = max(bound, float(own))
         graphs = bisect_left(numbers, True, key=found.is_too_much)
         plan = found.chosen(graphs)
@@ -381,15 +385,6 @@ class Search:
             self.bound = self._in_fastest_lanes()
         if not problem.rising:
             self.bound = np.full_like(self.value, problem.best_total)
-
-    @property
-    def budget_price(self) -> Any:
-        """The price of the whole budget."""
-        limits = self.limits
-        memory = limits.memory or 0.0
-        seconds = limits.seconds or 0.0
-        seconds -= self.problem.once
-        return self.prices.total(memory, seconds)
 
     def best(
         self,

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from cgplan.config import Config
@@ -124,21 +125,30 @@ def spread(
         return tuple(keys)
     pairs = [(Lane.of(*key), key) for key in keys]
     groups = grouped(pairs)
-    lanes = sorted(groups, key=_serves_less)
+    lanes = sorted(groups, key=attrgetter("uniform"))
+    lanes.sort(key=attrgetter("num_active_loras"), reverse=True)
     lanes = lanes[:most]
     kept = set[Key]()
     if len(plan.dim_names) > 1:
+        import numpy as np
+
+        from cgplan.optimizer.boxes import least_padded
+
         share = most // len(lanes)
         for lane in lanes:
             own = groups[lane]
-            kept |= _least_padded_boxes(own, share)
+            boxes = [descriptor.box for _, descriptor in own]
+            chosen = least_padded(np.array(boxes), share)
+            kept.update(own[index] for index in chosen)
         return tuple(key for key in keys if key in kept)
     rows: dict[Lane, tuple[int, ...]] = {}
     for lane in lanes:
         own = groups[lane]
         own.sort(key=_tokens_of)
         stride = plan.query_len if lane.uniform else 1
-        sizes = [_tokens_of(key) // stride for key in own]
+        sizes = []
+        for key in own:
+            sizes.append(_tokens_of(key) // stride)
         rows[lane] = tuple(sizes)
 
     def saved(lane: Lane) -> float:
@@ -158,8 +168,10 @@ def spread(
     numbers = dict.fromkeys(lanes, 1)
     left = most - len(lanes)
     for _ in range(left):
-        best = max(lanes, key=lambda lane: (saved(lane), lane.uniform))
-        numbers[best] += 1
+        saves = [(saved(lane), lane.uniform) for lane in lanes]
+        best = max(saves)
+        place = saves.index(best)
+        numbers[lanes[place]] += 1
     for lane in lanes:
         own = groups[lane]
         paths = _least_padding(rows[lane], most)
@@ -171,23 +183,6 @@ def spread(
 
 def _tokens_of(key: Key) -> int:
     return key[1].num_tokens
-
-
-def _serves_less(lane: Lane) -> tuple[int, bool]:
-    return -lane.num_active_loras, lane.uniform
-
-
-def _least_padded_boxes(
-    keys: Sequence[Key],
-    most: int,
-) -> set[Key]:
-    import numpy as np
-
-    from cgplan.optimizer.boxes import least_padded
-
-    boxes = [descriptor.box for _, descriptor in keys]
-    chosen = least_padded(np.array(boxes), most)
-    return {keys[index] for index in chosen}
 
 
 def _one_list(

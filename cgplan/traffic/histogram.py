@@ -16,7 +16,6 @@ from cgplan.config.messages import first_problem
 from cgplan.config.values import Record
 from cgplan.errors import TrafficError
 from cgplan.planning import Plan
-from cgplan.units import grouped
 
 if TYPE_CHECKING:
     import numpy as np
@@ -53,7 +52,9 @@ class Percentiles(Record):
 
     @classmethod
     def _of(cls, ordered: Sequence[float], ends: Sequence[int]) -> Percentiles:
-        half, most = (bisect_left(ends, share * ends[-1]) for share in (0.5, 0.99))
+        total = ends[-1]
+        half = bisect_left(ends, 0.5 * total)
+        most = bisect_left(ends, 0.99 * total)
         return cls(
             p50=ordered[half] / 1000,
             p99=ordered[most] / 1000,
@@ -204,16 +205,17 @@ class Traffic(Record):
         """Batches evenly in log size, up to ``max_num_seqs`` requests of the plan, with as many
         steps of each kind (uniform or mixed, LoRA case) as there are here.
         """
-        kinds = grouped(
-            ((shape.uniform, shape.num_active_loras), weight) for shape, weight in self.histogram
-        )
+        kinds: dict[tuple[bool, int], float] = {}
+        for shape, weight in self.histogram:
+            _, _, uniform, loras = shape
+            own = uniform, loras
+            kinds[own] = kinds.get(own, 0.0) + weight
         q = plan.query_len
         most = max(min(plan.max_num_seqs, plan.max_num_batched_tokens // q), 1)
         sizes = range(1, most + 1)
         harmonic = sum([1 / reqs for reqs in sizes])
         counts: dict[StepShape, float] = {}
-        for (uniform, loras), weights in kinds.items():
-            weight = sum(weights)
+        for (uniform, loras), weight in kinds.items():
             for reqs in sizes:
                 shape = StepShape(q * reqs, reqs, uniform, loras)
                 counts[shape] = weight / reqs / harmonic

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Generic, TypeVar
 
@@ -91,12 +92,19 @@ class Form(Generic[R]):
 
         ``ignored`` as in ``match``. Raises ``error`` for a wrong column or cell.
         """
+        return chain.from_iterable(self._parts(rows, ignored))
+
+    def _parts(
+        self,
+        rows: Iterable[RawRow],
+        ignored: dict[str, None] | None,
+    ) -> Iterator[Iterable[tuple[str, R]]]:
         matched: dict[tuple[str, ...], dict[str, int]] = {}
         places: list[str] = []
         cells: list[dict[str, Any]] = []
         for where, names, values in rows:
             if len(cells) == AT_ONCE:
-                yield from self._typed(places, cells)
+                yield self._typed(places, cells)
                 places = []
                 cells = []
             if names not in matched:
@@ -110,7 +118,7 @@ class Form(Generic[R]):
                     row[self.columns[column]] = cell
             places.append(where)
             cells.append(row)
-        yield from self._typed(places, cells)
+        yield self._typed(places, cells)
 
     @cached_property
     def _reader(self) -> TypeAdapter[list[R]]:

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import heapq
 import math
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left, bisect_right, insort
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from operator import attrgetter
+from operator import attrgetter, sub
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cgplan.errors import TrafficError
@@ -26,9 +26,10 @@ from cgplan.units import counted
 
 NO_ADAPTER = -1
 NEVER = 1 << 100  # nanoseconds, or steps
+LOAD = attrgetter("load")
+WAITING = attrgetter("waiting")
 ROUNDING = 1e-9  # tokens and steps, of products of accepted tokens
 _Shape = tuple[int, int, bool, int]  # as StepShape, which takes longer to make
-_Run = tuple[CUDAGraphMode, int, int]  # mode, tokens that run, LoRA case
 StepTime = Callable[[StepShape], float]  # shape of a step -> microseconds
 
 
@@ -67,7 +68,10 @@ class RequestTrace(NamedTuple):
             )
         if speedup == 1:
             return self
-        sooner = [each._replace(arrival_us=each.arrival_us / speedup) for each in self.requests]
+        sooner = []
+        for each in self.requests:
+            arrival = each.arrival_us / speedup
+            sooner.append(each._replace(arrival_us=arrival))
         source = f"{self.source}, {speedup:g} times as fast as recorded"
         return self._replace(requests=sooner, source=source)
 
@@ -177,7 +181,8 @@ def simulate(trace: RequestTrace, bounds: SchedulerBounds, step_time: StepTime) 
             f"{trace.source}: there is no request with a prompt",
             remedy="Give at least one request.",
         )
-    largest = max(request.context_tokens + request.generated_tokens for request in trace.requests)
+    tokens = [request.context_tokens + request.generated_tokens for request in trace.requests]
+    largest = max(tokens)
     if bounds.kv_tokens is not None and largest + bounds.query_len > bounds.kv_tokens:
         raise TrafficError(
             f"{trace.source}: a request of {largest} tokens does not fit into a KV cache of "
@@ -186,7 +191,7 @@ def simulate(trace: RequestTrace, bounds: SchedulerBounds, step_time: StepTime) 
         )
     engine = _Engine(bounds, trace.requests)
     engine.run(step_time)
-    lasted = max(engine.now - engine.arrivals.times[0], 1)
+    lasted = max(engine.now - engine.times[0], 1)
     apart = "" if bounds.mixes else " apart from decode, prefill first"
     other = "other " if trace.cached else ""
     service = engine.service(lasted)
@@ -213,8 +218,11 @@ def simulate(trace: RequestTrace, bounds: SchedulerBounds, step_time: StepTime) 
             f"{bounds.ranks} ranks step together, each with a batch as large as the largest; a "
             "request goes to the rank with the fewest"
         )
+    counts = {}
+    for shape, (_, count) in engine.steps.items():
+        counts[StepShape(*shape)] = count
     return Traffic.of(
-        {StepShape(*shape): ran.count for shape, ran in engine.steps.items()},
+        counts,
         trace.source,
         notes,
         engine.overload(),
@@ -222,64 +230,17 @@ def simulate(trace: RequestTrace, bounds: SchedulerBounds, step_time: StepTime) 
     )
 
 
-def _nanoseconds(request: Request) -> int:
-    return round(request.arrival_us * 1000)
-
-
-class _Arrivals:
-    """Requests in the order in which they come. Times are whole nanoseconds."""
-
-    def __init__(self, requests: Sequence[Request]) -> None:
-        self.requests = sorted(requests, key=_nanoseconds)
-        self.times = list(map(_nanoseconds, self.requests))
-        self.wanted = [max(request.generated_tokens, 1) for request in self.requests]
-        self.next = self.times[0]
-        self.came = 0
-
-    def until(self, now: int) -> range:
-        """The indices of those that have come since the last call."""
-        first = self.came
-        self.came = bisect_right(
-            self.times,
-            now,
-            first,
-        )
-        self.next = NEVER
-        if self.came < len(self.times):
-            self.next = self.times[self.came]
-        return range(first, self.came)
-
-
-class _Prefill(NamedTuple):
-    """The prompts of a step, by index; those that end with it; their adapters; and how often it
-    repeats until one of them ends.
+@dataclass
+class _Log:
+    """Requests in the order in which they come, and when, in nanoseconds, each came, began to wait,
+    had its first and its last token (``came`` until then).
     """
 
-    requests: Sequence[int]
-    ending: Sequence[int]
-    tokens: int
-    adapters: int
-    repeats: int
-
-
-class _Decoding(NamedTuple):
-    """A request that decodes: the number of its last step, its adapter, its place in the queue, the
-    number of steps before its first, and its tokens in the KV cache then.
-    """
-
-    last: int
-    adapter: int
-    place: int
-    before: int
-    tokens: int
-
-
-@dataclass(slots=True)
-class _Ran:
-    """Steps of one shape: nanoseconds of each, and how many ran."""
-
-    length: int
-    count: int = 0
+    requests: list[Request]
+    came: list[int]
+    since: list[int]
+    first: list[int]
+    last: list[int]
 
 
 class _Rank:
@@ -293,361 +254,291 @@ class _Rank:
     def __init__(
         self,
         bounds: SchedulerBounds,
-        arrivals: _Arrivals,
+        log: _Log,
     ) -> None:
         self.bounds = bounds
-        self.arrivals = arrivals
-        self.requests = arrivals.requests
-        self.max_loras = NEVER
-        if bounds.max_loras is not None:
-            self.max_loras = bounds.max_loras
+        self.log = log
+        self.requests = log.requests
+        self.max_loras = NEVER if bounds.max_loras is None else bounds.max_loras
+        self.kv_tokens = bounds.kv_tokens or NEVER
         self.tokens_a_step = bounds.accepted_tokens or bounds.query_len
         self.places = bounds.max_num_seqs
         if bounds.mixes:
             self.places = -(-bounds.max_num_batched_tokens // bounds.query_len)
-        self.waiting: dict[int, deque[int]] = {}  # indices of requests, by adapter
-        self.put_back_at: dict[int, int] = {}  # when, of preempted requests
+        self.waiting: deque[int] = deque()  # indices of requests, ascending
         self.longest_wait = 0
-        self.last_admission = 0
+        self.last_admission = 0  # but for preempted ones
         self.load = 0  # requests that wait or run
         self.running = 0
         self.decoded = 0  # steps
-        self.decoding: list[_Decoding] = []  # a heap of those served
+        self.decoding: list[tuple[int, int]] = []  # a heap of those served: last step, index
         self.standby: deque[int] = deque()
-        self.adapters: Counter[int] = Counter()  # of those that decode and are served
-        # of the step that is scheduled
-        self.prefill: _Prefill | None = None
-        self.decodes = False
-        self.repeats = NEVER  # unless a request comes
-        self.is_open = False  # whether one could join it
-        self.under_way: int | None = None
-        self.prompt_left = 0  # tokens of the prompt that is under way
-        self.is_bounded = bounds.kv_tokens is not None
-        self.kv_tokens = bounds.kv_tokens or 0  # if it is bounded
-        self.prompts = 0  # tokens of requests that are admitted and do not decode yet
-        self.at_start = 0.0  # of those that decode, less what they grew until ``decoded``
+        self.adapters: Counter[int] = Counter()  # of those served
+        self.held = 0.0  # in the KV cache, but for ``decoded`` steps of each one served
         self.preempted = 0
-        self.first_token: dict[int, int] = {}  # when it came, of requests that run
-        self.ttft: list[int] = []
-        self.tpot: list[float] = []
+        self.began: dict[int, int] = {}  # decode steps before the first one, of those served
+        # a step of those that decode
+        self.shape: _Shape = (0, 0, True, 0)
+        self.left = bounds.max_num_batched_tokens  # for prompts
+        self.until = NEVER  # so many are decoded
+        # of the next step
+        self.under_way: list[int] = []  # the prompt that it does not end
+        self.prompt_left = 0  # tokens of that
+        self.ending: list[int] = []  # prompts that it ends
+        self.prefilled = 0  # tokens of prompts
+        self.repeats = NEVER  # unless a request comes
 
-    def wait(self, index: int) -> None:
-        """A request has come."""
-        adapter = self.requests[index].adapter
-        queue = self.waiting.setdefault(adapter, deque())
-        queue.append(index)
-        self.load += 1
-
-    def schedule(self, now: int) -> _Shape | None:
-        """The next step; None: it has no request."""
+    def prefill(self, now: int) -> _Shape | None:
+        """Schedule a step with prompts; None: there is no room for one."""
+        self.prefilled = 0
+        left = self.left
+        if left <= 0:
+            return None
         bounds = self.bounds
-        decodes = len(self.decoding)
-        tokens = bounds.query_len * decodes
-        left = bounds.max_num_batched_tokens
-        uniform = True
-        if bounds.mixes:
-            uniform = tokens <= left
-            tokens = tokens if uniform else left
-            left -= tokens
-        prefill = None
-        if self.waiting or self.under_way is not None:
-            prefill = self._prefill(left, now)
-        self.prefill = prefill
-        repeats = NEVER
-        requests = decodes
-        adapters = len(self.adapters)
-        if prefill:
-            if not bounds.mixes:
-                decodes = tokens = 0
-            uniform = False
-            left -= prefill.tokens
-            tokens += prefill.tokens
-            requests = decodes + len(prefill.requests)
-            adapters = prefill.adapters
-            repeats = prefill.repeats
-        self.decodes = decodes > 0
-        if decodes:
-            until_next = self.decoding[0].last - self.decoded
-            if until_next < repeats:
-                repeats = until_next
-            if self.is_bounded:
-                repeats = min(repeats, int(self._steps_in_memory()))
-        self.repeats = repeats
-        self.is_open = left > 0 and self.running < bounds.max_num_seqs
-        if not requests:
-            return None
-        return tokens, requests, uniform, adapters
-
-    def end(self, repeats: int, now: int) -> None:
-        """The step that was scheduled ran so many times, until now."""
-        if self.decodes:
-            self.decoded += repeats
-        if self.prefill:
-            self.prompt_left -= (repeats - 1) * self.prefill.tokens
-            for index in self.prefill.ending:
-                self._end_prefill(index, now)
-        decoding = self.decoding
-        while decoding and decoding[0].last == self.decoded:
-            entry = heapq.heappop(decoding)
-            self._leave(entry)
-            self._end(entry.place, now)
-        if self.standby:
-            self._serve()
-
-    def _prefill(self, left: int, now: int) -> _Prefill | None:
-        """Schedule prompts for the tokens that are left."""
         requests = self.requests
+        prompts = self.under_way
         adapters = {NO_ADAPTER, *self.adapters}
-        under_way = self.under_way
-        if under_way is not None and left:
-            adapters.add(requests[under_way].adapter)
-        prompts = self._admit(left - self.prompt_left, adapters, now)
-        wanted = self.prompt_left
         for index in prompts:
-            wanted += requests[index].context_tokens
-        self.prompts += wanted - self.prompt_left
-        if under_way is not None:
-            prompts.insert(0, under_way)
-        if not left or not prompts:
-            return None
-        if not self.bounds.mixes:
-            adapters = {NO_ADAPTER, *(requests[index].adapter for index in prompts)}
-        tokens = min(wanted, left)
-        self.prompt_left = wanted - tokens
-        ending = list(prompts)
-        self.under_way = ending.pop() if self.prompt_left else None
-        return _Prefill(
-            prompts,
-            ending,
-            tokens,
-            len(adapters) - 1,
-            1 if ending else (wanted - 1) // tokens,
-        )
-
-    def _admit(self, tokens: int, adapters: set[int], now: int) -> list[int]:
-        """Requests that begin to prefill now, until they want the tokens or more, or the KV cache
-        does not hold the next one.
-
-        Adds their adapters to ``adapters``: NO_ADAPTER, and the loaded ones.
-        """
-        memory = math.inf
-        if self.is_bounded:
-            held = self._held(self.decoded + 1)
-            memory = self.kv_tokens - held - self.tokens_a_step
-        admitted: list[int] = []
-        while self.waiting and tokens > 0 and self.running < self.bounds.max_num_seqs:
-            names: Iterable[int] = self.waiting
+            adapters.add(requests[index].adapter)
+        wanted = self.prompt_left
+        after = self.decoded + 1
+        grown = len(self.decoding) * after + 1
+        memory = self.kv_tokens - self.held
+        memory -= self.tokens_a_step * grown
+        while self.waiting and wanted < left and self.running < bounds.max_num_seqs:
+            index = self.waiting[0]
             if len(adapters) > self.max_loras:
-                names = adapters.intersection(self.waiting)
-            firsts = [self.waiting[name][0] for name in names]
-            if not firsts:
+                index = self._first_of(adapters)
+            if index == NEVER:
                 break
-            first = min(firsts)
-            request = self.requests[first]
+            request = requests[index]
             memory -= request.context_tokens
             if memory < 0:
                 break
-            queue = self.waiting[request.adapter]
-            queue.popleft()
-            if not queue:
-                del self.waiting[request.adapter]
+            self.waiting.remove(index)
             adapters.add(request.adapter)
-            tokens -= request.context_tokens
-            admitted.append(first)
+            wanted += request.context_tokens
+            self.held += request.context_tokens
             self.running += 1
-            since = self.put_back_at.get(first)
-            if since is None:
-                since = self.arrivals.times[first]
-                self.last_admission = now
-            if now - since > self.longest_wait:
-                self.longest_wait = now - since
-        return admitted
+            waited = now - self.log.since[index]
+            self.longest_wait = max(self.longest_wait, waited)
+            is_first = self.log.first[index] == self.log.came[index]
+            self.last_admission = now if is_first else self.last_admission
+            prompts.append(index)
+        if not prompts:
+            return None
+        tokens, number, _, _ = self.shape
+        if not bounds.mixes:
+            tokens = number = 0
+            adapters = {requests[index].adapter for index in prompts}
+            adapters.add(NO_ADAPTER)
+        number += len(prompts)
+        prefilled = min(wanted, left)
+        self.prompt_left = wanted - prefilled
+        self.under_way = []
+        if self.prompt_left:
+            self.under_way.append(prompts.pop())
+        self.repeats = 1
+        if not prompts:
+            self.repeats = (wanted - 1) // prefilled
+            if bounds.mixes:
+                self.go_on(now)  # the KV cache has room for fewer steps
+                decodes = self.until - self.decoded
+                self.repeats = min(self.repeats, decodes)
+        self.ending = prompts
+        self.prefilled = prefilled
+        return tokens + prefilled, number, False, len(adapters) - 1
 
-    def _end_prefill(
-        self,
-        index: int,
-        now: int,
-    ) -> None:
-        """The step that ended yields the first token, or the next one of a preempted request."""
-        request = self.requests[index]
-        if index not in self.first_token:
-            self.first_token[index] = now
-            self.ttft.append(now - self.arrivals.times[index])
-        if request.generated_tokens > 1:
-            self.standby.append(index)
-        else:
-            self.prompts -= request.context_tokens
-            self._end(index, now)
+    def _first_of(self, adapters: set[int]) -> int:
+        """The first request that waits and has one of these adapters."""
+        for index in self.waiting:
+            if self.requests[index].adapter in adapters:
+                return index
+        return NEVER
 
-    def _serve(self) -> None:
-        """Those that stand by decode, while there are places."""
-        while self.standby and len(self.decoding) < self.places:
-            index = self.standby.popleft()
-            request = self.requests[index]
-            steps = math.ceil((request.generated_tokens - 1) / self.tokens_a_step)
-            held = request.context_tokens
-            entry = _Decoding(
-                self.decoded + steps,
-                request.adapter,
-                index,
-                self.decoded,
-                held,
-            )
-            heapq.heappush(self.decoding, entry)
-            if request.adapter != NO_ADAPTER:
+    def go_on(self, now: int) -> None:
+        """After equal steps requests are done, and others begin to decode, as far as the KV cache
+        holds one step more.
+        """
+        log = self.log
+        requests = self.requests
+        decoding = self.decoding
+        done = []
+        for index in self.ending:
+            is_first = log.first[index] == log.came[index]
+            log.first[index] = now if is_first else log.first[index]
+            if requests[index].generated_tokens > 1:
+                self.standby.append(index)
+            else:
+                done.append(index)
+        self.ending = []
+        self.prefilled = 0
+        while decoding and decoding[0][0] == self.decoded:
+            _, index = heapq.heappop(decoding)
+            done.append(index)
+        self.load -= len(done)
+        steps = 0
+        while not steps:
+            self.until = NEVER
+            self.running -= len(done)
+            for index in done:
+                request = requests[index]
+                log.last[index] = now
+                self.held -= request.context_tokens
+                if index in self.began:
+                    self.held += self.tokens_a_step * self.began.pop(index)
+                    self.adapters[request.adapter] -= 1
+                    if not self.adapters[request.adapter]:
+                        del self.adapters[request.adapter]
+            while self.standby and len(decoding) < self.places:
+                index = self.standby.popleft()
+                request = requests[index]
+                more = request.generated_tokens - 1
+                last = self.decoded + math.ceil(more / self.tokens_a_step)
+                heapq.heappush(decoding, (last, index))
+                self.began[index] = self.decoded
+                self.held -= self.tokens_a_step * self.decoded
                 self.adapters[request.adapter] += 1
-            self.prompts -= held
-            self.at_start += held - self.tokens_a_step * self.decoded
+            if not decoding:
+                break
+            each = self.tokens_a_step * len(decoding)
+            free = self.kv_tokens - self.held - each * self.decoded
+            steps = max(int(free / each + ROUNDING), 0)
+            first_end, _ = decoding[0]
+            memory_end = self.decoded + steps
+            self.until = min(first_end, memory_end)
+            if not steps:
+                done = [self._preempted(now)]
+        bounds = self.bounds
+        wanted = bounds.query_len * len(decoding)
+        tokens = min(wanted, bounds.max_num_batched_tokens) if bounds.mixes else wanted
+        if bounds.mixes:
+            self.left = bounds.max_num_batched_tokens - tokens
+        has_others = NO_ADAPTER in self.adapters
+        loaded = len(self.adapters) - has_others
+        uniform = tokens == wanted
+        self.shape = tokens, len(decoding), uniform, loaded
 
-    def _leave(self, entry: _Decoding) -> None:
-        """A request decodes no longer."""
-        if entry.adapter != NO_ADAPTER:
-            self.adapters[entry.adapter] -= 1
-            if not self.adapters[entry.adapter]:
-                del self.adapters[entry.adapter]
-        self.at_start -= entry.tokens - self.tokens_a_step * entry.before
-
-    def _end(self, index: int, now: int) -> None:
-        self.running -= 1
-        self.load -= 1
-        lasted = now - self.first_token.pop(index)
-        wanted = self.arrivals.wanted[index]
-        if wanted > 1:
-            self.tpot.append(lasted / (wanted - 1))
-
-    # --- the KV cache -----------------------------------------------------------------------------
-
-    def _held(self, decoded: int) -> float:
-        """Tokens in the KV cache after so many decode steps."""
-        grown = self.tokens_a_step * decoded * len(self.decoding)
-        return self.prompts + self.at_start + grown
-
-    def _steps_in_memory(self) -> float:
-        """Decode steps for which the KV cache has room."""
-        free = self.kv_tokens - self._held(self.decoded)
-        return free / (self.tokens_a_step * len(self.decoding)) + ROUNDING
-
-    def make_room(self, now: int) -> None:
-        """Preempt, until the next decode step fits."""
-        while self.decoding and self._steps_in_memory() < 1:
-            self._preempt(now)
-            self._serve()
-
-    def _preempt(self, now: int) -> None:
+    def _preempted(self, now: int) -> int:
         """The decoding request that was admitted last waits again, ahead of those that came
         later.
         """
-        entry = max(self.decoding, key=attrgetter("before", "place"))
-        self.decoding.remove(entry)
+        newest = []
+        for last, index in self.decoding:
+            newest.append((self.began[index], index, last))
+        began, index, last = max(newest)
+        self.decoding.remove((last, index))
         heapq.heapify(self.decoding)
-        self._leave(entry)
-        index = entry.place
         request = self.requests[index]
-        decoded = self.decoded - entry.before
-        made = int(self.tokens_a_step * decoded + ROUNDING) + 1
+        decoded = self.decoded - began
+        made = self.tokens_a_step * decoded
+        made = int(made + ROUNDING) + 1
         self.requests[index] = request._replace(
             context_tokens=request.context_tokens + made,
             generated_tokens=request.generated_tokens - made,
         )
-        self.put_back_at[index] = now
-        others = self.waiting.get(request.adapter, ())
-        self.waiting[request.adapter] = deque(sorted((index, *others)))
-        self.running -= 1
+        self.held += made
+        self.log.since[index] = now
+        insort(self.waiting, index)
         self.preempted += 1
+        return index
 
 
 class _Engine:
-    """Ranks that step together: each step is of the largest batch of them."""
+    """Ranks that step together: each step is of the largest batch of them. Times are whole
+    nanoseconds.
+    """
 
     def __init__(self, bounds: SchedulerBounds, requests: Sequence[Request]) -> None:
-        self.arrivals = _Arrivals(requests)
-        self.ranks = [_Rank(bounds, self.arrivals) for _ in range(bounds.ranks)]
-        self.is_bounded = bounds.kv_tokens is not None
-        self.now = self.last_step = self.last_empty = self.arrivals.times[0]
-        self.busy = 0  # nanoseconds
+        came = [round(request.arrival_us * 1000) for request in requests]
+        order = sorted(range(len(came)), key=came.__getitem__)
+        ordered = [requests[index] for index in order]
+        times = sorted(came)
+        self.times = times
+        self.log = _Log(
+            ordered,
+            times,
+            since=times.copy(),
+            first=times.copy(),
+            last=times.copy(),
+        )
+        self.wanted = [max(request.generated_tokens, 1) for request in ordered]
+        self.came = 0  # requests
+        self.bounds = bounds
+        self.ranks = []
+        for _ in range(bounds.ranks):
+            rank = _Rank(bounds, self.log)
+            self.ranks.append(rank)
+        self.now = self.last_empty = self.times[0]
+        self.busy = 0
         self.came_before = 0  # by last_empty
         self.length = 0  # of the queue at the last arrival
-        self.repeats = NEVER
-        self.is_open = False
-        self.steps: dict[_Shape, _Ran] = {}
+        self.steps: dict[_Shape, list[int]] = {}  # nanoseconds of each, and how many ran
 
     def run(self, step_time: StepTime) -> None:
         """Run all requests. A turn of the loop is a step and the equal ones after it."""
-        arrivals = self.arrivals
+        bounds = self.bounds
+        times = [*self.times, NEVER]
         ranks = self.ranks
-        while True:
-            if self.is_bounded:
-                for rank in ranks:
-                    rank.make_room(self.now)
-            if arrivals.next <= self.now:
-                self._receive()
-            self.last_step = self.now
-            shape = self._schedule()
-            if shape is None:
-                if arrivals.next == NEVER:
-                    return
-                self.now = arrivals.next
+        last_step = self.now
+        number = len(self.times)
+        while self.came < number or any(map(LOAD, ranks)):
+            first = self.came
+            if times[first] <= self.now:
+                if not any(map(WAITING, ranks)):
+                    self.last_empty = last_step
+                    self.came_before = first
+                self.came = bisect_right(times, self.now, first)
+                # each request goes to the rank with the fewest; ties take turns
+                for index in range(first, self.came):
+                    rank = min(ranks, key=LOAD)
+                    ranks.append(ranks.pop(0))
+                    rank.waiting.append(index)
+                    rank.load += 1
+                queues = map(WAITING, ranks)
+                self.length = sum(map(len, queues))
+            last_step = self.now
+            repeats = NEVER
+            is_open = len(ranks) > 1  # the balancer looks at a request when it comes
+            tokens = requests = adapters = 0
+            uniform = True
+            for rank in ranks:
+                own = rank.prefill(self.now) if rank.waiting or rank.under_way else None
+                if own is None:
+                    own = rank.shape
+                    rank.repeats = rank.until - rank.decoded
+                tokens = max(tokens, own[0])
+                requests = max(requests, own[1])
+                uniform &= own[2]
+                adapters = max(adapters, own[3])
+                repeats = min(repeats, rank.repeats)
+                is_open |= rank.left > rank.prefilled and rank.running < bounds.max_num_seqs
+            if not requests:
+                self.now = times[self.came]
                 continue
+            shape = tokens, requests, uniform, adapters
             ran = self.steps.get(shape)
             if ran is None:
                 time = step_time(StepShape(*shape))
-                ran = _Ran(max(1, round(time * 1000)))
+                ran = [max(1, round(time * 1000)), 0]
                 self.steps[shape] = ran
-            repeats = self.repeats
-            if self.is_open:
-                # the first step that begins at or after the next arrival is another one
-                until = arrivals.next - self.now
-                if until < repeats * ran.length:
-                    repeats = -(-until // ran.length)
-            lasted = repeats * ran.length
-            ran.count += repeats
-            self.now += lasted
-            self.busy += lasted
+            length, _ = ran
+            until = times[self.came] - self.now if is_open else NEVER
+            # the first step that begins at or after the next arrival is another one
+            repeats = min(repeats, -(-until // length))
+            ran[1] += repeats
+            self.busy += repeats * length
+            self.now += repeats * length
             for rank in ranks:
-                rank.end(repeats, self.now)
-
-    def _schedule(self) -> _Shape | None:
-        """The next step of all ranks; None: there is no request."""
-        first = self.ranks[0]
-        others = self.ranks[1:]
-        shape = first.schedule(self.now)
-        self.repeats = first.repeats
-        # the balancer looks at a request when it comes
-        self.is_open = first.is_open or bool(others)
-        for rank in others:
-            own = rank.schedule(self.now)
-            if own is None:
-                continue
-            self.repeats = min(self.repeats, rank.repeats)
-            if shape is not None:
-                own = (
-                    max(shape[0], own[0]),
-                    max(shape[1], own[1]),
-                    shape[2] and own[2],
-                    max(shape[3], own[3]),
-                )
-            shape = own
-        return shape
-
-    def _receive(self) -> None:
-        """Each request that has come goes to the rank with the fewest; ties take turns."""
-        arrivals = self.arrivals
-        if not any(rank.waiting for rank in self.ranks):
-            self.last_empty = self.last_step
-            self.came_before = arrivals.came
-        rank = self.ranks[0]
-        for index in arrivals.until(self.now):
-            if len(self.ranks) > 1:
-                rank = min(self.ranks, key=attrgetter("load"))
-                self.ranks.append(self.ranks.pop(0))
-            rank.wait(index)
-        if arrivals.next == NEVER:
-            for rank in self.ranks:
-                self.length += sum(map(len, rank.waiting.values()))
+                if bounds.mixes or not rank.prefilled:
+                    rank.decoded += repeats
+                rank.prompt_left -= (repeats - 1) * rank.prefilled
+                if rank.repeats == repeats:
+                    rank.go_on(self.now)
 
     def overload(self) -> list[str]:
         """A warning if requests came faster than they were served, as ``simulate`` defines it."""
-        times = self.arrivals.times
+        times = self.times
         last = times[-1]
         lasted = last - self.last_empty
         came = len(times) - self.came_before
@@ -671,98 +562,90 @@ class _Engine:
         every: list[tuple[int, int]] = []
         decodes: list[tuple[int, int]] = []
         for shape, ran in self.steps.items():
-            every.append((ran.length, ran.count))
+            length, count = ran
+            every.append((length, count))
             if shape[2]:
-                decodes.append((ran.length, ran.count))
-        ttft: list[int] = []
+                decodes.append((length, count))
+        log = self.log
+        ttft = Percentiles.of_each(list(map(sub, log.first, log.came)))
         tpot: list[float] = []
-        for rank in self.ranks:
-            ttft += rank.ttft
-            tpot += rank.tpot
+        for wanted, first, last in zip(self.wanted, log.first, log.last, strict=True):
+            if wanted > 1:
+                tpot.append((last - first) / (wanted - 1))
         return Service(
             step_us=Percentiles.of(every),
             decode_us=Percentiles.of(decodes) if decodes else None,
-            ttft_us=Percentiles.of_each(ttft),
+            ttft_us=ttft,
             tpot_us=Percentiles.of_each(tpot) if tpot else None,
-            tokens_per_s=sum(self.arrivals.wanted) / lasted * 1e9,
+            tokens_per_s=sum(self.wanted) / lasted * 1e9,
             preempted=sum(rank.preempted for rank in self.ranks),
         )
 
 
-def _runs_of(plan: Plan, apart: bool) -> Callable[[StepShape], _Run]:
-    """How the plan runs a step; ``apart`` as in Traffic."""
-    dispatch = CudagraphDispatcher(plan).dispatch
-    # batches between two of these sizes run as the larger one does
-    captured = [descriptor.num_tokens for _, descriptor in plan.keys]
-    bounds = sorted({*captured, plan.max_num_batched_tokens + 1})
-
-    @cache
-    def answer(
-        size: int,
-        uniform: bool,
-        adapters: int,
-    ) -> Answer:
-        excluded = None
-        if apart:
-            excluded = {CUDAGraphMode.PIECEWISE if uniform else CUDAGraphMode.FULL}
-        return dispatch(
-            size,
-            uniform,
-            adapters,
-            invalid_modes=excluded,
-        )
-
-    def run_of(shape: StepShape) -> _Run:
-        size, _, uniform, adapters = shape
-        bound = bounds[bisect_left(bounds, size)]
-        mode, descriptor = answer(bound, uniform, adapters)
-        if mode is not CUDAGraphMode.NONE:
-            size = descriptor.num_tokens
-            adapters = descriptor.num_active_loras
-        return mode, size, adapters
-
-    return run_of
-
-
-def step_clock(
-    plan: Plan,
-    times: StepTimes,
-    *,
-    apart: bool = False,
-) -> StepTime:
+class StepClock:
     """Microseconds of a step in the graph that the plan's dispatcher chooses; ``apart`` as in
     Traffic.
     """
-    import numpy as np  # takes longer than all of planning, and most commands do without
 
-    run_of = _runs_of(plan, apart)
-    largest = max(plan.max_num_batched_tokens, plan.max_capture_size)
-    tokens = np.arange(largest + 1)
+    def __init__(
+        self,
+        plan: Plan,
+        times: StepTimes,
+        *,
+        apart: bool = False,
+    ) -> None:
+        import numpy as np  # takes longer than all of planning, and most commands do without
 
-    @cache
-    def table(mode: CUDAGraphMode, adapters: int) -> Floats:
-        return times.at(mode, tokens, adapters)
+        dispatch = CudagraphDispatcher(plan).dispatch
+        largest = max(plan.max_num_batched_tokens, plan.max_capture_size)
+        tokens = np.arange(largest + 1)
 
-    def microseconds(shape: StepShape) -> float:
-        mode, size, adapters = run_of(shape)
-        return float(table(mode, adapters)[size])
+        @cache
+        def answer(
+            size: int,
+            uniform: bool,
+            adapters: int,
+        ) -> Answer:
+            excluded = None
+            if apart:
+                excluded = {CUDAGraphMode.PIECEWISE if uniform else CUDAGraphMode.FULL}
+            return dispatch(
+                size,
+                uniform,
+                adapters,
+                invalid_modes=excluded,
+            )
 
-    return microseconds
+        @cache
+        def table(mode: CUDAGraphMode, adapters: int) -> tuple[Floats, int]:
+            every = times.at(mode, tokens, adapters)
+            return every, times.measured_to(mode, adapters)
 
+        # batches between two of these sizes run as the larger one does
+        captured = [descriptor.num_tokens for _, descriptor in plan.keys]
+        self._bounds = sorted({*captured, plan.max_num_batched_tokens + 1})
+        self._answer = answer
+        self._table = table
+        self._extrapolated: set[StepShape] = set()
 
-def unmeasured(
-    plan: Plan,
-    times: StepTimes,
-    traffic: Traffic,
-    *,
-    apart: bool = False,
-) -> float:
-    """The share of the steps that are larger than those whose times were measured."""
-    run_of = _runs_of(plan, apart)
-    measured_to = cache(times.measured_to)
-    found = 0.0
-    for shape, weight in traffic.histogram:
-        mode, size, adapters = run_of(shape)
-        if size > measured_to(mode, adapters):
-            found += weight
-    return found / traffic.total
+    def __call__(self, shape: StepShape) -> float:
+        size, _, uniform, adapters = shape
+        bound = self._bounds[bisect_left(self._bounds, size)]
+        mode, descriptor = self._answer(bound, uniform, adapters)
+        if mode is not CUDAGraphMode.NONE:
+            size = descriptor.num_tokens
+            adapters = descriptor.num_active_loras
+        times, measured_to = self._table(mode, adapters)
+        if size > measured_to:
+            self._extrapolated.add(shape)
+        return float(times[size])
+
+    def unmeasured(self, traffic: Traffic) -> float:
+        """The share of the steps that are larger than those whose times were measured; each shape
+        was timed.
+        """
+        found = 0.0
+        for shape, weight in traffic.histogram:
+            if shape in self._extrapolated:
+                found += weight
+        return found / traffic.total

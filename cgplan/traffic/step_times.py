@@ -605,7 +605,10 @@ class StepTimes(Record):
         case: int,
     ) -> tuple[TimeCurve | None, float]:
         """The curve that tells the times of a LoRA case, and their factor."""
-        curves = {curve.num_active_loras: curve for curve in self.curves if curve.mode is mode}
+        curves = {}
+        for curve in self.curves:
+            if curve.mode is mode:
+                curves[curve.num_active_loras] = curve
         if not curves:
             return None, 1.0
         with_adapters = sorted(curves.keys() - {0})

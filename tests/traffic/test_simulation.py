@@ -20,10 +20,9 @@ from cgplan.traffic.simulation import (
     Request,
     RequestTrace,
     SchedulerBounds,
+    StepClock,
     StepTime,
     simulate,
-    step_clock,
-    unmeasured,
 )
 from cgplan.traffic.step_times import StepTimes
 
@@ -508,7 +507,7 @@ def test_a_step_takes_the_time_of_the_graph_that_the_dispatcher_chooses(
     plan: Plan, apart: bool, data: st.DataObject
 ) -> None:
     times = StepTimes.default()
-    clock = step_clock(plan, times, apart=apart)
+    clock = StepClock(plan, times, apart=apart)
     dispatcher = CudagraphDispatcher(plan)
     largest = plan.max_num_batched_tokens
     near = {size + by for size in plan.capture_sizes for by in (-1, 0, 1)}
@@ -523,18 +522,25 @@ def test_a_step_takes_the_time_of_the_graph_that_the_dispatcher_chooses(
         assert clock(StepShape(size, 1, uniform, adapters)) == pytest.approx(wanted)
 
 
+def extrapolated(plan: Plan, times: StepTimes, traffic: Traffic) -> float:
+    clock = StepClock(plan, times)
+    for shape, _ in traffic.histogram:
+        clock(shape)
+    return clock.unmeasured(traffic)
+
+
 def test_steps_beyond_those_measured_are_a_share() -> None:
     plan = plan_of(seqs=4, tokens=128)
     times = StepTimes.measured({(mode, 0): {1: 5.0, 4: 9.0} for mode in RUNTIME_MODES}, "few")
     traffic = Traffic.of({decode(4): 3, mixed(100, 4): 1}, "some")
-    assert unmeasured(plan, times, traffic) == 0.25
+    assert extrapolated(plan, times, traffic) == 0.25
     without_piecewise = StepTimes.measured(
         {(CUDAGraphMode.NONE, 0): {1: 9.0, 200: 9.0}, (CUDAGraphMode.FULL, 0): {1: 5.0, 90: 6.0}},
         "no PIECEWISE",
     )
     piecewise = plan_with([(CUDAGraphMode.PIECEWISE, BatchDescriptor(128))])
-    assert unmeasured(piecewise, without_piecewise, traffic) == 1
-    assert unmeasured(plan_with([]), without_piecewise, traffic) == 0
+    assert extrapolated(piecewise, without_piecewise, traffic) == 1
+    assert extrapolated(plan_with([]), without_piecewise, traffic) == 0
 
 
 def test_the_first_requests_are_those_that_come_first() -> None:
