@@ -754,6 +754,18 @@ def test_outputs_that_change_their_structure_end_no_call(backend: GraphBackend) 
         close(found[1], x + 1)
 
 
+def test_it_is_of_the_models_class_for_libraries_that_ask(net: Net) -> None:
+    """As pipelines of diffusers do before they switch an adapter off."""
+    g = cgplan.graphed(net)
+    assert issubclass(g.__class__, Net)
+    assert isinstance(g, Net)
+    assert isinstance(g, cgplan.Graphed)
+    for again in (copy.deepcopy(g), pickle.loads(pickle.dumps(g))):
+        assert type(again) is type(g)
+        assert again.__class__ is Net
+    assert nn.Sequential(g)[0] is g
+
+
 def decoder(backend: GraphBackend) -> Any:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)

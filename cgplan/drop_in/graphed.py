@@ -298,6 +298,11 @@ class GraphedModule(Graphed, nn.Module):
         # a microsecond faster
         return Graphed.forward(self, *args, **kwargs)
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """The model's: pipelines ask for it, and switch adapters of their own models alone."""
+        return type(self.__dict__.get("_module", self))
+
     def __bool__(self) -> bool:
         return True  # also of an empty sequence
 
