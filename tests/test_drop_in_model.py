@@ -809,6 +809,12 @@ def test_transformers_generate_by_graphs(backend: GraphBackend) -> None:
         for found, own in zip(generated(), wanted, strict=True):
             assert torch.equal(found, own)
     assert replays(g) > 50
+    assert "captured again" not in g.explain()
+    for twin in (copy.deepcopy(lm), pickle.loads(pickle.dumps(lm))):
+        for weight in twin.parameters():
+            weight.data.zero_()
+        assert twin.generate(prompt, max_new_tokens=3)[0, -1] == 0
+        assert torch.equal(lm.generate(prompt, max_new_tokens=12, do_sample=False), wanted[0])
     with pytest.raises(InputError, match="may reach 40 tokens, and max_cache_len is 32"):
         lm.generate(prompt, max_new_tokens=31)
     default = lm.generate(prompt)

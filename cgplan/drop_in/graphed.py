@@ -457,25 +457,46 @@ def graphed_generate(
     Raises ConfigError for a model that is no decoder of transformers; ``generate`` raises
     InputError for more tokens than the cache holds. Threads generate one after the other.
     """
-    own: Any = getattr(model, "generate", None)
     arguments = inspect.signature(model.forward).parameters
-    is_decoder = own is not None and "past_key_values" in arguments
+    is_decoder = hasattr(model, "generate") and "past_key_values" in arguments
     if not is_decoder or model.config.is_encoder_decoder:
         raise ConfigError(
             f"{type(model).__name__} is no decoder of transformers with a cache of keys",
             remedy="Pass a model such as AutoModelForCausalLM.from_pretrained gives.",
         )
-    from transformers import StaticCache
+    g: Graphed = graphed(model.forward, dynamic={}, **options)
+    model.forward = g
+    model.generate = _Generate(model, max_cache_len)
+    return g
 
-    caches = dict[int, Any]()
-    lock = threading.RLock()
 
-    @functools.wraps(own)
-    def generate(
+class _Generate:
+    """``generate`` of a model, with a static cache for each number of rows. Copies share none."""
+
+    __graph_memory__ = True
+
+    def __init__(
+        self,
+        model: Any,
+        max_cache_len: int,
+    ) -> None:
+        functools.update_wrapper(self, type(model).generate)
+        self._model = model
+        self._max_cache_len = max_cache_len
+        self._caches = dict[int, Any]()
+        self._lock = threading.RLock()
+
+    def __reduce__(self) -> Any:
+        return _Generate, (self._model, self._max_cache_len)
+
+    def __call__(
+        self,
         inputs: Tensor | None = None,
         generation_config: Any = None,
         **given: Any,
     ) -> Any:
+        model = self._model
+        own = type(model).generate
         settings = generation_config or model.generation_config
 
         def setting(name: str, default: int) -> int:
@@ -483,25 +504,27 @@ def graphed_generate(
 
         prompt = inputs if inputs is not None else given.get("input_ids")
         if prompt is None or "past_key_values" in given or setting("num_beams", 1) > 1:
-            return own(inputs, generation_config, **given)
-        rows = len(prompt) * setting("num_return_sequences", 1)
+            return own(model, inputs, generation_config, **given)
         length = prompt.shape[1]
         longest = length + setting("max_new_tokens", 0)
         if longest == length:
             longest = setting("max_length", length + _NEW_TOKENS)
-        if longest > max_cache_len:
+        if longest > self._max_cache_len:
             raise InputError(
-                f"generate may reach {longest} tokens, and max_cache_len is {max_cache_len}",
+                f"generate may reach {longest} tokens, and max_cache_len is {self._max_cache_len}",
                 remedy="Ask for fewer by max_new_tokens, or set a larger max_cache_len.",
             )
         given.setdefault("disable_compile", True)
-        with lock:
-            if rows not in caches:
-                caches[rows] = StaticCache(model.config, max_cache_len=max_cache_len)
-            caches[rows].reset()
-            return own(inputs, generation_config, past_key_values=caches[rows], **given)
+        rows = len(prompt) * setting("num_return_sequences", 1)
+        with self._lock:
+            cache = self._cache_of(rows)
+            return own(model, inputs, generation_config, past_key_values=cache, **given)
 
-    g: Graphed = graphed(model.forward, dynamic={}, **options)
-    model.forward = g
-    model.generate = generate
-    return g
+    def _cache_of(self, rows: int) -> Any:
+        from transformers import StaticCache
+
+        if rows not in self._caches:
+            made: Any = StaticCache
+            self._caches[rows] = made(self._model.config, max_cache_len=self._max_cache_len)
+        self._caches[rows].reset()
+        return self._caches[rows]
