@@ -797,6 +797,10 @@ def test_transformers_generate_by_graphs(backend: GraphBackend) -> None:
         {"inputs": prompt[:1]},
         {"inputs": prompt, "do_sample": True, "num_return_sequences": 2},
         {"inputs": prompt, "num_beams": 2},
+        {"inputs": prompt, "use_cache": False},
+        {"inputs": prompt, "cache_implementation": "static"},
+        {"inputs": prompt[:1], "prompt_lookup_num_tokens": 3},
+        {"inputs": prompt, "max_new_tokens": 24},  # the last one is not cached
     ]
 
     def generated() -> list[Tensor]:
@@ -817,14 +821,27 @@ def test_transformers_generate_by_graphs(backend: GraphBackend) -> None:
         assert torch.equal(lm.generate(prompt, max_new_tokens=12, do_sample=False), wanted[0])
     with pytest.raises(InputError, match="may reach 40 tokens, and max_cache_len is 32"):
         lm.generate(prompt, max_new_tokens=31)
+    returned = lm.generate(prompt, max_new_tokens=4, return_dict_in_generate=True)
+    lm.generate(prompt + 1, max_new_tokens=4)
+    longer = torch.cat([returned.sequences, prompt], 1)
+    again = {"past_key_values": returned.past_key_values, "max_new_tokens": 4}
+    assert torch.equal(
+        lm.generate(longer, **again, do_sample=False),
+        lm.generate(longer, max_new_tokens=4, do_sample=False),
+    )
     default = lm.generate(prompt)
     assert default.shape == (2, 29)
     from transformers import MambaConfig, MambaForCausalLM
 
     mamba = MambaForCausalLM(MambaConfig(vocab_size=20, hidden_size=16, num_hidden_layers=1))
-    for other in (Net(), mamba):
+    for other in (Net(), mamba, 3, cgplan.graphed(lm)):
         with pytest.raises(ConfigError, match="is no decoder of transformers"):
             cgplan.graphed_generate(other, max_cache_len=8)
+    for length in (0, "64"):
+        with pytest.raises(ConfigError, match="max_cache_len is"):
+            cgplan.graphed_generate(lm, max_cache_len=length)  # type: ignore[arg-type]
+    lm.to(torch.float64)
+    assert lm.generate(prompt, max_new_tokens=3).shape == (2, 12)
 
 
 def test_generate_that_graphs_do_not_see_is_told(

@@ -317,7 +317,7 @@ class GraphWatch:
     def check(self, roots: Mapping[str, Any] | None = None) -> WatchReport:
         """Look up each pointer of each graph that lives.
 
-        ``roots`` are objects by name whose tensors are owners, in place of those of ``watch``.
+        ``roots`` are objects by name whose tensors are owners, ahead of those of ``watch``.
         Raises BackendError without cuda-bindings or a recent driver.
         """
         _refuse_unnamed(roots)
@@ -354,7 +354,8 @@ class GraphWatch:
 
         state = list[tuple[int, int, Owner]]()
         named = places if roots is None else Places.of(roots, _device())
-        for path, place in named.by_path.items():
+        # the first owner of memory counts
+        for path, place in (*named.by_path.items(), *places.by_path.items()):
             state.append((*place.memory, Owner("state", path)))
         owners = Owners(
             backend,

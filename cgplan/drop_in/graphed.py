@@ -29,6 +29,15 @@ from cgplan.runner.runner import GraphRunner
 from cgplan.units import counted
 
 _NEW_TOKENS = 20  # of transformers' generate, without a setting
+# its settings that need another cache, or return it
+_OTHER_CACHES = (
+    "past_key_values",
+    "cache_implementation",
+    "assistant_model",
+    "prompt_lookup_num_tokens",
+    "custom_generate",
+    "return_dict_in_generate",
+)
 
 
 class _OfMethod:
@@ -451,18 +460,28 @@ def graphed_generate(
     that came twice before. Calls without ``past_key_values`` get a static cache of
     ``max_cache_len`` tokens, which is kept: one for each number of rows.
 
+    Calls that need another cache (beams, assistants, ``use_cache=False``, a returned cache) are
+    the model's own, and find no graph.
+
     Args:
-        options: As of ``graphed``.
+        options: As of ``graphed``, but ``dynamic``.
 
     Raises ConfigError for a model that is no decoder of transformers; ``generate`` raises
     InputError for more tokens than the cache holds. Threads generate one after the other.
     """
-    arguments = inspect.signature(model.forward).parameters
-    is_decoder = hasattr(model, "generate") and "past_key_values" in arguments
+    if type(max_cache_len) is not int or max_cache_len < 1:
+        raise ConfigError(
+            f"max_cache_len is {max_cache_len!r:.80}", remedy="Give a number of tokens from 1."
+        )
+    forward = getattr(model, "forward", None)
+    arguments = inspect.signature(forward).parameters if callable(forward) else {}
+    is_decoder = not isinstance(model, Graphed) and hasattr(type(model), "generate")
+    is_decoder &= "past_key_values" in arguments
     if not is_decoder or model.config.is_encoder_decoder:
         raise ConfigError(
             f"{type(model).__name__} is no decoder of transformers with a cache of keys",
-            remedy="Pass a model such as AutoModelForCausalLM.from_pretrained gives.",
+            remedy="Pass a model such as AutoModelForCausalLM.from_pretrained gives, not graphed; "
+            "generate of other models is not for graphs.",
         )
     g: Graphed = graphed(model.forward, dynamic={}, **options)
     model.forward = g
@@ -483,7 +502,7 @@ class _Generate:
         functools.update_wrapper(self, type(model).generate)
         self._model = model
         self._max_cache_len = max_cache_len
-        self._caches = dict[int, Any]()
+        self._caches = dict[Any, Any]()
         self._lock = threading.RLock()
 
     def __reduce__(self) -> Any:
@@ -493,23 +512,28 @@ class _Generate:
         self,
         inputs: Tensor | None = None,
         generation_config: Any = None,
+        *others: Any,
         **given: Any,
     ) -> Any:
         model = self._model
         own = type(model).generate
         settings = generation_config or model.generation_config
 
-        def setting(name: str, default: int) -> int:
-            return given.get(name) or getattr(settings, name, None) or default
+        def setting(name: str, default: Any = None) -> Any:
+            found = given.get(name)
+            if found is None:
+                found = getattr(settings, name, None)
+            return default if found is None else found
 
         prompt = inputs if inputs is not None else given.get("input_ids")
-        if prompt is None or "past_key_values" in given or setting("num_beams", 1) > 1:
-            return own(model, inputs, generation_config, **given)
+        is_other = any(map(setting, _OTHER_CACHES)) or setting("num_beams", 1) > 1
+        if prompt is None or is_other or not setting("use_cache", True):
+            return own(model, inputs, generation_config, *others, **given)
         length = prompt.shape[1]
         longest = length + setting("max_new_tokens", 0)
         if longest == length:
             longest = setting("max_length", length + _NEW_TOKENS)
-        if longest > self._max_cache_len:
+        if longest - 1 > self._max_cache_len:  # the last token is not cached
             raise InputError(
                 f"generate may reach {longest} tokens, and max_cache_len is {self._max_cache_len}",
                 remedy="Ask for fewer by max_new_tokens, or set a larger max_cache_len.",
@@ -517,14 +541,15 @@ class _Generate:
         given.setdefault("disable_compile", True)
         rows = len(prompt) * setting("num_return_sequences", 1)
         with self._lock:
-            cache = self._cache_of(rows)
-            return own(model, inputs, generation_config, past_key_values=cache, **given)
+            given["past_key_values"] = self._cache_of(rows)
+            return own(model, inputs, generation_config, *others, **given)
 
     def _cache_of(self, rows: int) -> Any:
         from transformers import StaticCache
 
-        if rows not in self._caches:
+        key = rows, self._model.dtype, self._model.device
+        if key not in self._caches:
             made: Any = StaticCache
-            self._caches[rows] = made(self._model.config, max_cache_len=self._max_cache_len)
-        self._caches[rows].reset()
-        return self._caches[rows]
+            self._caches[key] = made(self._model.config, max_cache_len=self._max_cache_len)
+        self._caches[key].reset()
+        return self._caches[key]

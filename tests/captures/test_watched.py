@@ -359,7 +359,10 @@ def test_roots_give_the_paths_and_the_report_is_saved(backend: GraphBackend, tmp
     with torch.no_grad(), cgplan.watch() as watch:
         model = made(device)
         replay = by_cgplan(model, device)
+        report = watch.check({"other": nn.Linear(2, 2)})
+        assert not report.stale
         report = watch.check({"model": model})
+        assert not report.stale
         assert "model.layers[0].qkv.weight" in {owner.name for owner in report.owners}
         path = tmp_path / "watch.json"
         path.write_text(report.model_dump_json())
