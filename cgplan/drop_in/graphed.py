@@ -200,7 +200,7 @@ class Graphed:
         if rows:
             table = Grid(
                 rows,
-                TextColumn("graphs", "0"),
+                TextColumn("sizes", "0"),
                 Column("calls", "1"),
                 TextColumn("kind", apart),
             )
