@@ -38,7 +38,6 @@ from cgplan.cli.output import (
     save,
     show,
     shows_progress,
-    tell,
 )
 from cgplan.errors import ConfigError, ConfigFileError, OutputPathError, did_you_mean
 from cgplan.version import __version__
@@ -111,7 +110,6 @@ def root(
 
 def _run(name: str, request: Request) -> None:
     prepared = request.prepare()
-    tell("loading PyTorch", in_logs=False)
     from cgplan.cli.capture import run
 
     run(name, request, prepared)
@@ -151,7 +149,6 @@ def bench(
     if seed is not None and against is None:
         raise BadParameter("--seed is about the order of baselines: give --against NAMES with it")
     prepared = request.prepare()
-    tell("loading PyTorch", in_logs=False)
     from cgplan.reports import check_baselines
 
     baselines = () if against is None else check_baselines(against.split(","))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from typer import Argument, BadParameter, Option
 
-from cgplan.cli.output import check_outputs, failures_reported, has_ranks, is_first_rank
+from cgplan.cli.output import check_outputs, failures_reported, has_ranks, is_first_rank, tell
 from cgplan.units import format_microseconds
 
 if TYPE_CHECKING:
@@ -264,6 +264,7 @@ class Request(Given):
             )
         if is_first_rank():
             check_outputs((self.output, self.trace, self.html), (path, self.plan))
+            tell("loading PyTorch", in_logs=False)
         return Prepared(loaded, plan, target, kwargs)
 
 

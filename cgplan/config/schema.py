@@ -119,15 +119,20 @@ class UpTo(str):
 
 
 class _TypedErrors(ModelMetaclass):
-    """``Input(...)`` and the like raise ConfigError. Values without a name are fields in order."""
+    """``Input(...)`` and the like raise ConfigError."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:  # noqa: N805  (of a metaclass)
-        model = cast(type[BaseModel], cls)
-        in_order = dict(zip(model.model_fields, args, strict=False))
         try:
-            return super().__call__(**in_order, **kwargs)
+            return super().__call__(*args, **kwargs)
         except ValidationError as error:
-            raise explain(error, kwargs, cls.__name__, model) from None
+            raise explain(error, kwargs, cls.__name__, cast(type[BaseModel], cls)) from None
+
+
+class _Named(_TypedErrors):
+    """``Dim("batch", max=8)``. An ``__init__`` would raise for files too, without their line."""
+
+    def __call__(cls, name: str = "", **values: Any) -> Any:  # noqa: N805
+        return super().__call__(name=name, **values)
 
 
 class Section(BaseModel, metaclass=_TypedErrors):
@@ -212,7 +217,7 @@ Shape = Annotated[
 ]
 
 
-class Dim(Section):
+class Dim(Section, metaclass=_Named):
     """A size of the batch that varies: rows, the length of texts, the height of pictures."""
 
     name: Annotated[str, Field(pattern=r"^([a-z_][a-z0-9_]*)?$")] = ""

@@ -466,7 +466,7 @@ def graphed_generate(
     Args:
         options: As of ``graphed``, but ``dynamic``.
 
-    Raises ConfigError for a model that is no decoder of transformers; ``generate`` raises
+    Raises ConfigError for a model that is not a transformers decoder; ``generate`` raises
     InputError for more tokens than the cache holds. Threads generate one after the other.
     """
     if type(max_cache_len) is not int or max_cache_len < 1:

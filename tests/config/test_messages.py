@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cgplan.config import Config, Input, load_config, validate_config
+from cgplan.config import Config, Dim, Input, load_config, validate_config
 from cgplan.errors import ConfigError
 
 ONE = "{shape: num_tokens, dtype: int64, pad: 0}"
@@ -137,6 +137,14 @@ def test_all_mistakes_are_listed_at_once(refusal: Any) -> None:
 
 def test_sizes_of_dims_have_a_line(refusal: Any) -> None:
     assert "line 3: dims.batch.max: found 'many'" in refusal("dims:\n  batch:\n    max: many\n")
+
+
+def test_values_without_a_name_are_refused_but_for_the_name_of_a_dim() -> None:
+    assert Dim("batch", max=8) == Dim(name="batch", max=8)
+    make: Any
+    for make in (lambda: Dim("batch", 3), lambda: Input(("num_tokens",), "float32", 0)):
+        with pytest.raises(TypeError, match="positional argument"):
+            make()
 
 
 def test_models_made_in_python_raise_our_errors() -> None:
