@@ -39,10 +39,8 @@ class Marks:
         num_tokens: int,
         num_reqs: int,
     ) -> None:
-        if num_tokens > self.tokens:  # faster than max
-            self.tokens = num_tokens
-        if num_reqs > self.reqs:
-            self.reqs = num_reqs
+        self.tokens = max(self.tokens, num_tokens)
+        self.reqs = max(self.reqs, num_reqs)
 
     def clear(self) -> None:
         """All rows but exposed ones hold padding."""

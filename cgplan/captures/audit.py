@@ -271,7 +271,7 @@ def launch_of(
             if launch.operator == name:
                 break
     is_operand = found is not None and pointer.address in found.operands
-    is_used = pointer.is_certain and kind != "unmapped"
+    is_used = pointer.is_certain and (kind != "unmapped" or name == _TABLE)
     return found, is_used or is_operand
 
 

@@ -14,7 +14,7 @@ from cgplan.buffers.batch import unknown_input
 from cgplan.errors import CgplanError, InputError
 from cgplan.modes import CUDAGraphMode
 from cgplan.runner.launcher import Launcher
-from cgplan.runner.prepared import PreparedCall
+from cgplan.runner.prepared import PreparedCall, Values
 
 _UNREAD = object()
 
@@ -38,6 +38,8 @@ class StagedBuffers(Mapping[str, Tensor]):
         "_launcher",
         "_marks",
         "_output",
+        "_reqs",
+        "_tokens",
         "_views",
         "call",
     )
@@ -49,7 +51,9 @@ class StagedBuffers(Mapping[str, Tensor]):
         self._launcher = weakref.ref(launcher)
         self.call: PreparedCall | None = call
         self._marks = buffers.marks
-        self._views = buffers.views(batch.num_tokens, batch.num_reqs or 0)
+        self._tokens = batch.num_tokens
+        self._reqs = batch.num_reqs or 0
+        self._views = buffers.views(self._tokens, self._reqs)
         self._entered: Launcher | None = None  # inside the block
         self._has_run = False
         self._output: Any = _UNREAD
@@ -74,9 +78,11 @@ class StagedBuffers(Mapping[str, Tensor]):
             except BaseException:
                 use.release()
                 raise
-        batch = call.route.batch
-        self._marks.extend(batch.num_tokens, batch.num_reqs or 0)
-        self.drop_output()
+        marks = self._marks
+        if self._tokens > marks.tokens or self._reqs > marks.reqs:
+            marks.extend(self._tokens, self._reqs)
+        self._has_run = False
+        self._output = _UNREAD
         self._entered = launcher
         return self
 
@@ -92,7 +98,13 @@ class StagedBuffers(Mapping[str, Tensor]):
             raise self._ended()
         try:
             if kind is None:
-                self._run(launcher, call)
+                values: Values = ()
+                if call.route.mode is CUDAGraphMode.NONE:
+                    values = [view.detach() for view in self._views.values()]
+                launcher.launch(call, values)
+                self._has_run = True
+                if launcher.graphs.outputs.clone:
+                    self._output = call.output()
         finally:
             self._entered = None
             use = launcher.use
@@ -102,15 +114,6 @@ class StagedBuffers(Mapping[str, Tensor]):
         launcher.last_staged = self
         if last is not None and last is not self:
             last.drop_output()
-
-    def _run(self, launcher: Launcher, call: PreparedCall) -> None:
-        values = list[Tensor]()
-        if call.route.mode is CUDAGraphMode.NONE:
-            values = [view.detach() for view in self._views.values()]
-        launcher.launch(call, values)
-        self._has_run = True
-        if launcher.graphs.outputs.clone:
-            self._output = call.output()
 
     @property
     def output(self) -> Any:
