@@ -1188,3 +1188,49 @@ def test_a_miss_with_an_object_is_the_error_that_was_asked_for() -> None:
         g(torch.ones(count, 8), cache)
     with pytest.raises(cgplan.DispatchMissError):
         g(torch.ones(8, 8), cache)
+
+
+def test_explain_names_the_constant_that_sets_kinds_apart_and_counts_answers(
+    backend: GraphBackend,
+) -> None:
+    def scaled(x: Tensor, flag: bool = False) -> Tensor:
+        if x.shape[1] == 1:
+            raise RuntimeError("one column")
+        return x * 2 if flag else x
+
+    g = cgplan.graphed(scaled)
+    x = torch.ones(3, 2, device=backend.device)
+    for _ in range(3):
+        g(x, flag=True)
+        g(x, flag=False)
+    with pytest.raises(RuntimeError, match="one column"):
+        g(x[:, :1])
+    told = g.explain()
+    assert "flag = True" in told
+    assert "flag = False" in told
+    assert "4 calls ran eagerly: the first calls of a kind" in told
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ((1,), "no argument is a tensor"),
+        ((torch.tensor(1.0),), "no tensor argument has a dimension"),
+        ((torch.ones(0, 2),), "a tensor argument is empty"),
+    ],
+    ids=["number", "scalar", "empty"],
+)
+def test_calls_without_a_batch_say_why(arguments: tuple[Any, ...], reason: str) -> None:
+    g = cgplan.graphed(lambda x: x * 2, device="cpu")
+    g(*arguments)
+    assert f"1 call ran eagerly: {reason}" in g.explain()
+
+
+def test_an_ignored_path_that_the_model_lacks_is_told() -> None:
+    model = torch.nn.Linear(2, 2).eval()
+    g = cgplan.graphed(model, ignore=["model.training", "model.cals"])
+    with torch.no_grad():
+        for _ in range(3):
+            g(torch.ones(1, 2))
+    assert "ignore=['model.cals'] names nothing of the model" in g.explain()
+    assert "model.training" not in g.explain()

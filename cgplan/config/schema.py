@@ -691,6 +691,7 @@ class Config(Section):
         for symbol in symbols:
             if symbol not in allowed:
                 hint = did_you_mean(symbol, allowed, " (did you mean {!r}?)")
+                hint = hint or f": known are {', '.join(allowed)}"
                 raise ValueError(
                     f"{where} has a dimension {symbol!r}, which `dims` does not declare{hint}"
                 )

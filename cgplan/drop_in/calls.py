@@ -54,7 +54,7 @@ from cgplan.errors import (
 )
 from cgplan.graphs.ambient import AmbientState
 from cgplan.graphs.change_detector import ChangeDetector
-from cgplan.graphs.fingerprint import Fingerprint
+from cgplan.graphs.fingerprint import Fingerprint, is_ignored
 from cgplan.graphs.footprint import look
 from cgplan.graphs.pools import GraphPool
 from cgplan.graphs.put_back import PutBack, version_of
@@ -212,8 +212,9 @@ class Calls:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
+        output = self._model(*args, **kwargs)
         self.eager[reason] += 1
-        return self._model(*args, **kwargs)
+        return output
 
     def suspect(self) -> None:
         if self._detector is not None:
@@ -255,6 +256,9 @@ class Calls:
         self._detector = ChangeDetector(record)
         self._tensors = record.tensors
         self._tensor_ids = frozenset(map(id, record.tensors))
+        for pattern in self._settings.ignore:
+            if not any(is_ignored(path, (pattern,)) for path in record.places):
+                self.tell_once(f"ignore={[pattern]!r} names nothing of the model")
 
     def _is_shared(
         self,
@@ -296,8 +300,9 @@ class Calls:
         if kind.may_capture:
             self._free_if_changed()  # the watch looks at less
         if kind.eager_reason is None and not kind.may_capture:
+            output = self._learning_call(kind, sizes, call)
             self.eager["the first calls of a kind"] += 1
-            return self._learning_call(kind, sizes, call)
+            return output
         reason = kind.eager_reason or self._provide_graph(kind, sizes, tensors)
         has_objects = bool(objects_in(call.form))
         if reason is not None:
@@ -827,9 +832,10 @@ def _reason_of_arguments(
     form: Sequence[Any],
     tensors: Sequence[Tensor],
 ) -> str | None:
-    has_dimension = any(tensor.ndim for tensor in tensors)
-    if not has_dimension or not all(tensor.numel() for tensor in tensors):
-        return "no tensor argument has a dimension, or one is empty"
+    if not any(tensor.ndim for tensor in tensors):
+        return "no tensor argument has a dimension" if tensors else "no argument is a tensor"
+    if not all(tensor.numel() for tensor in tensors):
+        return "a tensor argument is empty"
     odd = set[str]()
     for tensor in tensors:
         if str(tensor.dtype).removeprefix("torch.") not in get_args(DType):

@@ -28,6 +28,7 @@ from cgplan.reports.records import CaptureReport
 from cgplan.runner.runner import GraphRunner
 from cgplan.units import counted
 
+_MOST_CACHES = 8
 _NEW_TOKENS = 20  # of transformers' generate, without a setting
 # its settings that need another cache, or return it
 _OTHER_CACHES = (
@@ -264,7 +265,8 @@ class Graphed:
         value = getattr(self.__dict__["_wrapped"], name)
         if name == "generate":
             self._calls.tell_once(
-                "generate runs the model's own code: cgplan.graphed_generate(model) sets up graphs"
+                "generate runs the model's own code: "
+                "cgplan.graphed_generate(model, max_cache_len=...) sets up graphs"
             )
         return value
 
@@ -458,7 +460,7 @@ def graphed_generate(
 
     A decoder's tokens run by one graph for each number of rows, and prompts by one for each length
     that came twice before. Calls without ``past_key_values`` get a static cache of
-    ``max_cache_len`` tokens, which is kept: one for each number of rows.
+    ``max_cache_len`` tokens, which is kept: one for each of the last 8 numbers of rows.
 
     Calls that need another cache (beams, assistants, ``use_cache=False``, a returned cache) are
     the model's own, and find no graph.
@@ -479,9 +481,8 @@ def graphed_generate(
     is_decoder &= "past_key_values" in arguments
     if not is_decoder or model.config.is_encoder_decoder:
         raise ConfigError(
-            f"{type(model).__name__} is no decoder of transformers with a cache of keys",
-            remedy="Pass a model such as AutoModelForCausalLM.from_pretrained gives, not graphed; "
-            "generate of other models is not for graphs.",
+            f"{type(model).__name__} is not a decoder-only model of transformers",
+            remedy="Pass a model as AutoModelForCausalLM.from_pretrained gives it, before graphed.",
         )
     g: Graphed = graphed(model.forward, dynamic={}, **options)
     model.forward = g
@@ -549,6 +550,8 @@ class _Generate:
 
         key = rows, self._model.dtype, self._model.device
         if key not in self._caches:
+            if len(self._caches) >= _MOST_CACHES:
+                self._caches.pop(next(iter(self._caches)))
             made: Any = StaticCache
             self._caches[key] = made(self._model.config, max_cache_len=self._max_cache_len)
         self._caches[key].reset()

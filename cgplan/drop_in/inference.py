@@ -17,6 +17,7 @@ from cgplan.drop_in.call_form import (
     ByName,
     Call,
     arguments_by_name,
+    constants_in,
     tensors_by_name,
 )
 from cgplan.drop_in.kinds import Kind
@@ -181,6 +182,9 @@ class Inference:
                     specs[name] = spec.model_copy(update={"pad": "last"})
         for name, spec in specs.items():
             kind.notes.append(f"{name}: {spec.dtype} [{', '.join(map(str, spec.shape))}]")
+        for path, value in constants_in(call.by_name(self._signature), ""):
+            if value is not None:
+                kind.notes.append(f"{path} = {value!r:.40}")
         kind.is_exact = note == _NOTHING_VARIES
         for name, size in kind.sizes_of(call.tensors).items():
             if kind.is_exact:

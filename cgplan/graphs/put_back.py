@@ -307,8 +307,11 @@ class PutBack:
     def _is_behind_hidden_flag(self, written: Written) -> bool:
         if len(written.runs) != 1 or written.captures:
             return False
-        is_seen = any(written.runs <= known.runs for known in self._paths.values())
-        return not is_seen and max(written.runs) < self._last_uncaptured
+        number = max(written.runs)
+        for known in self._paths.values():
+            if number in known.runs:
+                return False
+        return number < self._last_uncaptured
 
     def _runs_that_stay(self) -> set[int]:
         """Those that changed a container, as not every run does."""
@@ -345,7 +348,8 @@ class PutBack:
         """Paths on these storages that were made on first use."""
         found = list[str]()
         for once in self.written.values():
-            if self._is_behind_hidden_flag(once) and storage_id(once.tensor) in computed:
+            is_computed = storage_id(once.tensor) in computed
+            if is_computed and self._is_behind_hidden_flag(once):
                 found.append(once.path)
         if not self.has_made:
             return found
