@@ -69,7 +69,7 @@ _BECAME = {
     "free block": "freed",
     "unmapped": "unmapped",
     "unowned block": "replaced; the old tensor lives elsewhere",
-    "moved": "moved; other memory is there now",
+    "moved": "moved; its old memory has another owner",
 }
 _READ = (
     Column("nodes"),
