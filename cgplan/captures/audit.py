@@ -452,11 +452,16 @@ def _state(graphs: ModelGraphs) -> Iterator[tuple[int, int, Owner]]:
 
 def living_tensors() -> Iterator[tuple[Tensor, tuple[int, int]]]:
     """Of the process, with their memory."""
+    for tensor in living(Tensor):
+        span = span_of(tensor)
+        if span is not None:
+            yield tensor, span
+
+
+def living(kind: type[T]) -> Iterator[T]:
     for item in gc.get_objects():
-        if issubclass(type(item), Tensor):
-            span = span_of(item)
-            if span is not None:
-                yield item, span
+        if issubclass(type(item), kind):
+            yield item
 
 
 def span_of(tensor: Tensor) -> tuple[int, int] | None:

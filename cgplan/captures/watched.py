@@ -40,6 +40,7 @@ from cgplan.captures.audit import (
     Stretches,
     kinds_of,
     launch_of,
+    living,
     living_tensors,
     owner_records,
     pointers_of,
@@ -171,9 +172,7 @@ class GraphWatch:
         self._cost = 0.0
         self._ended = 0  # graphs, at the last look-up
         self._closing = ExitStack()
-        for item in gc.get_objects():
-            if issubclass(type(item), torch.cuda.CUDAGraph):
-                self._before.add(item)
+        self._before.update(living(torch.cuda.CUDAGraph))
         self._closing.enter_context(_hooks())
         if every_replay:
             self._closing.enter_context(_checked_replays())
@@ -229,7 +228,7 @@ class GraphWatch:
             watched.launches,
         )
         places = watched.places
-        living = Stretches((*span, tensor) for tensor, span in living_tensors())
+        tensors = Stretches((*span, tensor) for tensor, span in living_tensors())
         blocks = Stretches((block.start, block.end, block.pool) for block in backend.blocks())
         found = dict[int, Read]()
         for pointer in pointers_of([read], on_host=False):
@@ -237,7 +236,7 @@ class GraphWatch:
             if _is_among({watched.pool}, blocks.find(address)):
                 continue
             paths = places.by_memory.find(address)
-            tensor = living.find(address)
+            tensor = tensors.find(address)
             if paths:
                 name = paths[0]
                 storage = places.by_path[name].storage
@@ -293,12 +292,10 @@ class GraphWatch:
         """Give those a name that no other one holds."""
         modules = list[nn.Module]()
         inner = set[int]()
-        for item in gc.get_objects():
-            if not issubclass(type(item), nn.Module):
-                continue
-            held = vars(item).get("_modules", {})
+        for module in living(nn.Module):
+            held = vars(module).get("_modules", {})
             if "_orig_mod" not in held:  # what torch.compile returns
-                modules.append(item)
+                modules.append(module)
                 inner.update(map(id, held.values()))
         for module in modules:
             if id(module) in inner or module in self._names:
@@ -359,15 +356,13 @@ class GraphWatch:
                 if _OF_FUNCTIONS not in path:
                     at_capture[place.memory[0]] = path
 
-        state = list[tuple[int, int, Owner]]()
         # the first owner of memory counts
-        for path, place in (*_places_of_each(roots), *places.by_path.items()):
-            state.append((*place.memory, Owner("state", path)))
+        owned = (*_places_of_each(roots), *places.by_path.items())
         owners = Owners(
             backend,
             graphs,
             pointers,
-            state=state,
+            state=((*place.memory, Owner("state", path)) for path, place in owned),
             at_capture=at_capture,
             is_own_pool=partial(_is_among, pools),
         )
