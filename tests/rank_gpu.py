@@ -146,6 +146,8 @@ def memory(rank: int) -> list[int]:
         for _ in range(4):
             runner = session_of(reducer, config, model).run()
             runner.recapture()
+            runner.sleep()
+            runner.wake()
             runner.close()
             del runner
             torch.cuda.empty_cache()

@@ -314,7 +314,7 @@ def sums_unlike_tensors(rank: int, kinds: list[str]) -> Any:
 
 
 def capture_and_run(rank: int) -> Any:
-    """A runner, its recapture, and its report."""
+    """A runner, its recapture, its sleep, and its report."""
     with session() as (ranks, reducer, capture):
         runner = capture.run()
         check_runner(runner, ranks)
@@ -322,6 +322,11 @@ def capture_and_run(rank: int) -> Any:
         runner.recapture()
         check_runner(runner, ranks)
         rows.append(reducer.registry.rows)
+        keys = runner.plan.keys
+        runner.sleep()
+        runner.wake()
+        assert runner.plan.keys == keys, "ranks capture in step: all keys at once"
+        check_runner(runner, ranks)
         report = runner.report
         runner.close()
     del reducer, capture, runner

@@ -34,7 +34,7 @@ WITHOUT_TORCH = FOLDERS[: FOLDERS.index("buffers")]
 EXAMPLES = PACKAGE / "examples"  # there in the wheel alone, from configs/; not held to these laws
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if EXAMPLES not in path.parents)
 TINY: set[str] = set()
-BUDGET = {"tokens": 253_905, "words": 49_295, "files": 156, "files in a folder": 13}
+BUDGET = {"tokens": 254_527, "words": 49_414, "files": 157, "files in a folder": 13}
 DENSITY = 7.5  # tokens of a line of code, in each file
 LAYOUT = (
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER,
@@ -150,11 +150,11 @@ def test_nothing_imports_the_command_line() -> None:
 
 
 def test_no_import_cycles() -> None:
-    graph = {
-        module: {name for i in of_cgplan(module) if i.at_import for name in as_modules(i)}
-        - {module}
-        for module in IMPORTS
-    }
+    """Deferred imports and those for type checkers count, too."""
+    graph = {}
+    for module in set(IMPORTS) - {"cgplan"}:
+        named = set[str]().union(*map(as_modules, of_cgplan(module)))
+        graph[module] = named - {module, "cgplan"}
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:

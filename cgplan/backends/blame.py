@@ -38,11 +38,18 @@ _MACHINERY = (
 
 
 def users_line(places: Iterable[tuple[str, int]]) -> str:
-    """Of the first place outside of torch and cgplan."""
-    for name, line in places:
-        if not name.startswith(_MACHINERY):
-            return f"{name}:{line}: `{linecache.getline(name, line).strip()}`"
-    return "an unknown line"
+    """Of the first place outside of torch and cgplan, or else of the first in torch."""
+    in_torch = None
+    for place in places:
+        if not place[0].startswith(_MACHINERY):
+            return _shown(*place)
+        if in_torch is None and place[0].startswith(_MACHINERY[0]):
+            in_torch = place
+    return "an unknown line" if in_torch is None else _shown(*in_torch)
+
+
+def _shown(name: str, line: int) -> str:
+    return f"{name}:{line}: `{linecache.getline(name, line).strip()}`"
 
 
 def blamed_line(raised: TracebackType | None = None) -> str:
@@ -57,9 +64,10 @@ def blamed_line(raised: TracebackType | None = None) -> str:
         module = str(frame.f_globals.get("__name__"))
         if name.startswith("<eval_with_key>"):
             places += _traced_from(frame, line)
-        elif not name.startswith(_MACHINERY) and "torch._inductor" not in module:
+        elif "torch._inductor" not in module:
             places.append((name, line))
-            break
+            if not name.startswith(_MACHINERY):
+                break
     return users_line(places)
 
 

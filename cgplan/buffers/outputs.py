@@ -129,6 +129,9 @@ def renewed(
             renewed_at.append(i)
     if isinstance(output, Tensor) and renewed_at:
         return output.clone if clone else output.detach
+    is_flat = type(output) is tuple and all(isinstance(item, Tensor) for item in output)
+    if is_flat and len(renewed_at) == len(output):
+        return lambda: tuple(map(renew, output))  # faster than tree_unflatten
 
     def read() -> Any:
         handed = list(leaves)

@@ -285,7 +285,7 @@ def launch_of(
             found = launch
             if launch.operator == name:
                 break
-    is_used = pointer.is_certain and kind != "unmapped"
+    is_used = pointer.is_certain and (kind != "unmapped" or name == _TABLE)
     return found, is_used or pointer.address in found.operands
 
 

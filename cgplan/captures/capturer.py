@@ -179,9 +179,9 @@ class Capturer:
                 before = _Readings(_Clock.now(), backend.memory(), graphs.pools.memory())
                 attempt.before = before
                 self.inspection_seconds += time.perf_counter() - before.clock.at
-                answers = graphs.answering_packages(mode, capturing=True)
+                answers = graphs.capture_answers(mode, capturing=True)
                 with rehearsal.judged_run(mode, captures=True), answers, log:
-                    output = graphs.run_graphed(key, graphs.views(descriptor))
+                    output = graphs.run_wrapped(key, graphs.views(descriptor))
             if is_first:
                 rehearsal.refuse_value(mode)
         except Exception as error:
@@ -197,7 +197,7 @@ class Capturer:
             if left or attempt.has_compiled:
                 # computes what the model keeps
                 with random_state_kept(backend.device, graphs.generators):
-                    graphs.run_graphed(key, graphs.views(descriptor))
+                    graphs.run_wrapped(key, graphs.views(descriptor))
                 rehearsal.put_back.count_as_run(rehearsal.changes)
                 graphs.evict([key])
                 return self._again_with_warm_up(key, left and f"{attempt} leaves {left}")

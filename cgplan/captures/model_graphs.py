@@ -2,49 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import InitVar, dataclass
 from functools import partial
-from typing import Any
 
 import torch
-from torch import Tensor
 
-from cgplan.backends import GraphBackend
-from cgplan.backends.backend import autocast_cache, span
-from cgplan.backends.capture_answers import answering
-from cgplan.backends.context import CaptureScope, forward_context
 from cgplan.buffers.outputs import OutputRows
-from cgplan.buffers.static import StaticBoxes, Tensors
-from cgplan.captures.addresses import AddressChecks
+from cgplan.buffers.static import Tensors
+from cgplan.captures.model_forward import ModelForward
 from cgplan.captures.rank_sync import SINGLE_RANK, RankSync
-from cgplan.captures.rehearsal import ForwardFacts, Rehearsal
-from cgplan.config import Config
-from cgplan.errors import InputError
-from cgplan.graphs.ambient import AmbientState, number_of
-from cgplan.graphs.fingerprint import Fingerprint, is_within
+from cgplan.captures.rehearsal import Rehearsal
+from cgplan.graphs.fingerprint import Fingerprint
 from cgplan.graphs.footprint import look
 from cgplan.graphs.pools import GraphPool, RunnerPools
 from cgplan.graphs.put_back import PutBack
 from cgplan.graphs.wrapper import CUDAGraphEntry, CUDAGraphWrapper
-from cgplan.modes import BatchDescriptor, CUDAGraphMode, Key
+from cgplan.modes import CUDAGraphMode, Key
 from cgplan.piecewise.breaks import any_breaks
 from cgplan.piecewise.routes import choose_route
-from cgplan.planning import Plan
-from cgplan.planning.costs import widest
 from cgplan.reports.records import StateRecord
-
-State = Sequence[object] | Mapping[str, object] | None
-BeforeKey = Callable[[CUDAGraphMode, BatchDescriptor, Tensors], object]
-
-
-class _Metadata(dict[str, Any]):
-    def __missing__(self, name: str) -> Any:
-        raise InputError(
-            f"the model reads metadata {name!r}, which is not declared",
-            remedy=f"Declare it under `metadata`; declared are {', '.join(self) or 'none'}.",
-        )
 
 
 @dataclass(frozen=True)
@@ -61,74 +39,47 @@ class RealRows:
 
 
 @dataclass(eq=False, repr=False)
-class ModelGraphs:
-    """It owns all but the model and a given ``pool``.
+class ModelGraphs(ModelForward):
+    """A model's forward with its graphs. It owns all but the model and a given ``pool``.
 
     Attributes:
-        roots: The objects whose state counts, by name.
         places: What the last captures wrote of the model, and whether it was put back.
         is_alone: No other rank runs the same forwards.
     """
 
-    plan: Plan
-    config: Config
-    model: Callable[..., Any]
-    backend: GraphBackend
-    state: InitVar[State] = None
-    before_key: BeforeKey | None = None
     real_rows: RealRows | None = None
     pool: InitVar[GraphPool | None] = None
     ranks: RankSync = SINGLE_RANK
-    on_demand: bool = False
 
-    def __post_init__(
-        self,
-        state: State,
-        pool: GraphPool | None,
-    ) -> None:
-        config = self.config
-        backend = self.backend
+    def __post_init__(self, pool: GraphPool | None) -> None:
         self.pools = RunnerPools(
-            config.compilation.pool,
-            backend,
+            self.config.compilation.pool,
+            self.backend,
             pool,
         )
-        policy = config.compilation.address_policy
-        self.scope = CaptureScope(None, backend, address_check=policy)
-        self.allocate_buffers(self.plan.keys)
-        self.generators: tuple[torch.Generator, ...] = ()
-        self.facts = ForwardFacts()
-        self.roots: dict[str, Any] = {"model": self.model}
-        if isinstance(state, Mapping):
-            self.roots = dict(state)
-        elif state is not None:
-            self.roots = {f"state[{index}]": item for index, item in enumerate(state)}
-            for name, item in self.roots.items():
-                if not Fingerprint.of({name: item}, backend.device).tensors:
-                    self.facts.note(
-                        f"{name} ({type(item).__name__}) holds no tensor: `state` lists the "
-                        "objects whose tensors the model uses"
-                    )
-        self.addresses = AddressChecks(self.roots, backend.device, policy)
-        self.outputs = OutputRows(config)
+        super().__post_init__()
+        self.outputs = OutputRows(self.config)
         self.looked_at = ""
         self.places: tuple[StateRecord, ...] = ()
         self.is_alone = self.ranks is SINGLE_RANK
         self._rehearsal: Rehearsal | None = None
-        self._fingerprint: Fingerprint | None = None  # after the last rehearsal
         self._retired: list[tuple[list[Callable[[], bool]], Callable[[], None]]] = []
-        self.ambient = AmbientState.now(backend.device.type)
+
+    def choose_route(self) -> None:
+        """Make the model ready for runs; may run it on padding. Raises as
+        piecewise.routes.choose_route.
+        """
         self.route = choose_route(
             self.plan,
-            config,
+            self.config,
             self.model,
-            backend,
+            self.backend,
             self._calls_breaks,
         )
         self.wrapper = CUDAGraphWrapper(
             self.route.whole,
             CUDAGraphMode.FULL,
-            backend=backend,
+            backend=self.backend,
         )
 
     def _calls_breaks(self) -> bool:
@@ -146,41 +97,6 @@ class ModelGraphs:
                 views,
             )
             return look(run, rehearsal.put_back).breaks
-
-    # --- buffers ----------------------------------------------------------------------------------
-
-    def allocate_buffers(self, keys: Sequence[Key]) -> None:
-        """Captures on demand make buffers as needed. Raises CaptureMemoryError and
-        BackendError.
-        """
-        config = self.config
-        most = widest(keys)
-        self.most_tokens = max(most.values(), default=0)
-        if not most:
-            most = {(1,) * (len(config.dim_names) - 1): 0}
-        rows = {}
-        for sizes, tokens in most.items():
-            rows[sizes] = tokens, min(tokens, self.plan.max_num_seqs)
-        self.buffers = StaticBoxes(
-            rows,
-            config.tensors_at,
-            self.backend.device,
-        )
-        if not self.on_demand:
-            for sizes in rows:
-                self.buffers[sizes]
-
-    def padded_reqs(self, descriptor: BatchDescriptor) -> int:
-        """The most requests, if a key leaves them open."""
-        if descriptor.num_reqs is not None:
-            return descriptor.num_reqs
-        return min(descriptor.num_tokens, self.plan.max_num_seqs)
-
-    def views(self, descriptor: BatchDescriptor) -> dict[str, Tensor]:
-        return self.buffers[descriptor.sizes].views(
-            descriptor.num_tokens,
-            self.padded_reqs(descriptor),
-        )
 
     # --- the model around captures ----------------------------------------------------------------
 
@@ -265,18 +181,6 @@ class ModelGraphs:
         """On the device, of the model's state."""
         return 0 if self._rehearsal is None else self._rehearsal.put_back.copied()
 
-    def fingerprint(self) -> Fingerprint:
-        if self._fingerprint is not None and not self._fingerprint.changes():
-            return self._fingerprint
-        return Fingerprint.of(self.roots, self.backend.device)
-
-    def use_generators(self, found: Iterable[torch.Generator]) -> None:
-        known = set(map(number_of, self.generators))
-        for generator in found:
-            if number_of(generator) not in known:
-                self.generators += (generator,)
-                self.backend.register_generator(generator)
-
     @contextmanager
     def captures_again(self) -> Iterator[Rehearsal]:
         """A block in torch's state of the first captures."""
@@ -304,116 +208,6 @@ class ModelGraphs:
             return
         self.addresses.seal(self._fingerprint)
         self._fingerprint = None
-
-    # --- runs -------------------------------------------------------------------------------------
-
-    @contextmanager
-    def in_context(self, key: Key) -> Iterator[None]:
-        """A block in the context of ``before_key``."""
-        if self.before_key is None:
-            yield
-            return
-        put_back = PutBack(self.fingerprint(), 0)
-        try:
-            self.before_key(*key, self.views(key[1]))
-            yield
-        finally:
-            put_back.restore_python(())
-
-    def runs_python_again(self, mode: CUDAGraphMode) -> bool:
-        """Whether a replay runs Python between wrappers."""
-        return mode is CUDAGraphMode.PIECEWISE and self.route.name == "wrappers"
-
-    def frozen(
-        self,
-        mode: CUDAGraphMode,
-        paths: Iterable[str],
-    ) -> list[str]:
-        """Paths that no replay changes."""
-        if self.runs_python_again(mode):
-            return []
-        return [path for path in paths if not is_within(path, self.facts.aside)]
-
-    def answering_packages(
-        self,
-        mode: CUDAGraphMode,
-        *,
-        capturing: bool,
-    ) -> AbstractContextManager[None]:
-        is_told = mode in self.facts.told
-        hidden_from = self.config.compilation.hide_capture_from
-        if is_told and capturing:  # eager pieces ask torch
-            hidden_from = ()
-        return answering(hidden_from, lambda _: is_told)
-
-    def check_autocast(self) -> None:
-        done = "traced" if self.route.name == "ops" else "captured"
-        self.ambient.refuse_other_autocast(self.backend.device.type, done)
-
-    def warm_up(self, key: Key) -> Any:
-        mode, descriptor = key
-        call = self.route.warm
-        if mode is CUDAGraphMode.FULL:
-            call = self.route.whole
-        cache = autocast_cache(on=self.runs_python_again(mode))
-        with cache, self.answering_packages(mode, capturing=False), span("warm-up"):
-            return self.run(call, CUDAGraphMode.NONE, descriptor, self.views(descriptor))
-
-    def run_graphed(
-        self,
-        key: Key,
-        tensors: Tensors,
-    ) -> Any:
-        """Replay, or capture while the scope is open."""
-        mode, descriptor = key
-        call = self.route.forward
-        if mode is CUDAGraphMode.FULL:
-            call = self.wrapper
-        return self.run(call, mode, descriptor, tensors)
-
-    def run_eager(
-        self,
-        descriptor: BatchDescriptor,
-        tensors: Tensors,
-    ) -> Any:
-        with autocast_cache(on=self.route.name == "wrappers"):
-            return self.run(self.model, CUDAGraphMode.NONE, descriptor, tensors)
-
-    def run_unpadded(
-        self,
-        descriptor: BatchDescriptor,
-        values: Iterable[Tensor],
-    ) -> Any:
-        """``values``: in the order of their declaration, on the device or on the host."""
-        named = {}
-        for name, value in zip(self.config.tensors, values, strict=True):
-            named[name] = value.to(self.backend.device)
-        return self.run_eager(descriptor, named)
-
-    def run(
-        self,
-        call: Callable[..., Any],
-        mode: CUDAGraphMode,
-        descriptor: BatchDescriptor,
-        tensors: Tensors,
-    ) -> Any:
-        """The metadata goes into the forward context."""
-        inputs = {}
-        for name in self.config.inputs:
-            inputs[name] = tensors[name]
-        metadata = _Metadata()
-        for name in self.config.metadata:
-            metadata[name] = tensors[name]
-        with (
-            torch.no_grad(),
-            forward_context(
-                mode,
-                descriptor,
-                metadata,
-                scope=self.scope,
-            ),
-        ):
-            return call(**inputs)
 
     # --- graphs -----------------------------------------------------------------------------------
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cgplan.backends.backend import span
 from cgplan.captures.failures import explain_failure
+from cgplan.captures.model_forward import ModelForward
 from cgplan.errors import CaptureError, HostSyncError
 from cgplan.graphs.ambient import AmbientState
 from cgplan.graphs.fingerprint import Change, is_ignored
@@ -27,58 +28,8 @@ from cgplan.modes import CUDAGraphMode, Key
 from cgplan.piecewise.split import refuse_missing_ops
 from cgplan.planning.build import DEFAULT_SPLITTING_OPS
 
-if TYPE_CHECKING:
-    from cgplan.captures.model_graphs import ModelGraphs
-
 REBUILD_AND_WARM_UP = "Build the model again, and set compilation.cudagraph_num_of_warmups: 1."
 _HALVES = (torch.float16, torch.bfloat16)
-
-
-class ForwardFacts:
-    """What captures found of the forward, for as long as its graphs live.
-
-    Attributes:
-        told: Modes in which packages are told of captures.
-        aside: Paths that eager pieces change.
-        overwritten: Ids of storages that each run overwrites unread.
-        is_coarse: In half precision or TensorFloat32.
-        outside: What graphs read, and others may drop.
-        read_whole: Bytes of storages by id, as in a Footprint.
-    """
-
-    def __init__(self) -> None:
-        self.told = set[CUDAGraphMode]()
-        self.aside = set[str]()
-        self.written = dict[str, Tensor]()
-        self.overwritten = set[int]()
-        self.read_whole = dict[int, int]()
-        self.changes_python = False
-        self.is_coarse = False
-        self.outside = list[Tensor]()
-        self.notes = list[str]()
-
-    @property
-    def storages_written(self) -> set[int]:
-        """Their ids."""
-        found = set(self.overwritten)
-        for tensor in self.written.values():
-            found.add(tensor.untyped_storage()._cdata)
-        return found
-
-    @property
-    def weight_bytes(self) -> int:
-        """Of what each run reads and none writes."""
-        written = self.storages_written
-        total = 0
-        for storage, nbytes in self.read_whole.items():
-            if storage not in written:
-                total += nbytes
-        return total
-
-    def note(self, *warnings: str) -> None:
-        for warning in warnings:
-            if warning not in self.notes:
-                self.notes.append(warning)
 
 
 class Rehearsal:
@@ -90,11 +41,11 @@ class Rehearsal:
 
     def __init__(
         self,
-        graphs: ModelGraphs,
+        forward: ModelForward,
         put_back: PutBack,
     ) -> None:
         self.put_back = put_back
-        self._graphs = graphs
+        self._forward = forward
         self.footprints: dict[CUDAGraphMode, Footprint] = {}
         self.judged = set[CUDAGraphMode]()
         self._changed: Mapping[str, Change] = {}
@@ -104,13 +55,13 @@ class Rehearsal:
     # --- looks ------------------------------------------------------------------------------------
 
     def set_context(self, key: Key) -> None:
-        graphs = self._graphs
-        if graphs.before_key is None:
+        forward = self._forward
+        if forward.before_key is None:
             return
         mode, descriptor = key
         try:
             with self.put_back.setting_context():
-                graphs.before_key(mode, descriptor, graphs.views(descriptor))
+                forward.before_key(mode, descriptor, forward.views(descriptor))
         except Exception as error:
             raise explain_failure(error, f"{mode} {descriptor}") from error
 
@@ -122,9 +73,9 @@ class Rehearsal:
         mode, descriptor = key
         if mode in self.footprints:
             return
-        graphs = self._graphs
-        route = graphs.route
-        model = graphs.model
+        forward = self._forward
+        route = forward.route
+        model = forward.model
         split: Iterable[str] = ()
         breaks = None
         is_piecewise = mode is CUDAGraphMode.PIECEWISE
@@ -133,16 +84,16 @@ class Rehearsal:
             breaks = route.breaks
         if breaks is not None:
             model = partial(breaks.forward, model)
-        views = graphs.views(descriptor)
+        views = forward.views(descriptor)
         look_at = partial(
             look,
-            partial(graphs.run, model, CUDAGraphMode.NONE, descriptor, views),
+            partial(forward.run, model, CUDAGraphMode.NONE, descriptor, views),
             self.put_back,
             inputs=list(views.values()),
-            part="eager piece" if graphs.runs_python_again(mode) else "segment",
+            part="eager piece" if forward.runs_python_again(mode) else "segment",
             eager_ops=split,
             is_whole=not is_piecewise,
-            hidden_from=graphs.config.compilation.hide_capture_from,
+            hidden_from=forward.config.compilation.hide_capture_from,
         )
         because = self._late_syncs.get(mode)
         with span("look"):
@@ -166,10 +117,10 @@ class Rehearsal:
 
     def _split_at(self) -> Iterable[str]:
         by_route = {"ops": DEFAULT_SPLITTING_OPS, "modules": ()}
-        name = self._graphs.route.name
+        name = self._forward.route.name
         if name not in by_route:
             return ()
-        given = self._graphs.config.compilation.splitting_ops
+        given = self._forward.config.compilation.splitting_ops
         return by_route[name] if given is None else given
 
     def _note_found(
@@ -178,14 +129,14 @@ class Rehearsal:
         found: Footprint,
         views: Iterable[Tensor],
     ) -> None:
-        graphs = self._graphs
-        facts = graphs.facts
-        addresses = graphs.addresses
+        forward = self._forward
+        facts = forward.facts
+        addresses = forward.addresses
         read = set(map(id, found.reads.values()))
         of_pieces = set[int]()
         # else FULL graphs read the tensors of eager pieces
-        if graphs.plan.mode is CUDAGraphMode.PIECEWISE and graphs.route.breaks is not None:
-            for module in graphs.route.breaks.modules.values():
+        if forward.plan.mode is CUDAGraphMode.PIECEWISE and forward.route.breaks is not None:
+            for module in forward.route.breaks.modules.values():
                 of_pieces.update(map(id, module.parameters()))
                 of_pieces.update(map(id, module.buffers()))
         addresses.reads |= found.reads.keys()
@@ -200,21 +151,21 @@ class Rehearsal:
         facts.is_coarse |= self._is_coarse(found, [*views, *found.reads.values()])
         because = found.capture_visible_because
         if because is not None:
-            facts.told.add(mode)
+            facts.capture_visible.add(mode)
             packages = ", ".join(sorted(found.packages_that_ask))
             facts.note(
                 f"{packages} is told of captures, and may run slower kernels there than in eager "
                 f"calls (attention with masks that mask nothing): as in eager calls, "
                 f"{because.message}"
             )
-        graphs.use_generators(found.generators.values())
+        forward.use_generators(found.generators.values())
 
     def _is_coarse(
         self,
         found: Footprint,
         tensors: list[Tensor],
     ) -> bool:
-        device = self._graphs.backend.device.type
+        device = self._forward.backend.device.type
         if AmbientState.now(device).autocast is not None:
             return True
         if any(tensor.dtype in _HALVES for tensor in tensors):
@@ -261,11 +212,11 @@ class Rehearsal:
             self._judge(mode, self._changed)
 
     def _judge(self, mode: CUDAGraphMode, changed: Mapping[str, Change]) -> None:
-        graphs = self._graphs
-        facts = graphs.facts
+        forward = self._forward
+        facts = forward.facts
         found = self.footprints[mode]
-        compilation = graphs.config.compilation
-        if not graphs.runs_python_again(mode):
+        compilation = forward.config.compilation
+        if not forward.runs_python_again(mode):
             refuse_rebound(found, changed, self.put_back)
         made = listed(self.put_back.made_of(found.from_inputs))
         if made:
@@ -279,7 +230,7 @@ class Rehearsal:
         python = list(self.changes)
         facts.changes_python |= bool(python)
         facts.aside |= found.aside
-        python = graphs.frozen(mode, python)
+        python = forward.frozen(mode, python)
         if python and compilation.strict:
             raise CaptureError(
                 f"each run changes {changed[python[0]]}; a replay runs no Python",
@@ -295,7 +246,7 @@ class Rehearsal:
     @property
     def changes(self) -> dict[str, Change]:
         """Of Python by the last run, but what is ignored."""
-        ignore = self._graphs.config.compilation.ignore
+        ignore = self._forward.config.compilation.ignore
         found = self._changed.items()
         return {path: change for path, change in found if not is_ignored(path, ignore)}
 

@@ -30,6 +30,7 @@ CONSTANTS = frozenset(
         type(None),
     }
 )
+_STRINGS = frozenset({str})
 _BY_VALUE = (
     Enum,
     type,
@@ -109,8 +110,10 @@ def flatten(
         elif kind in CONSTANTS:
             form += kind, value
         elif kind is dict:
-            keys = tuple(map(_key_of, value))
-            form += dict, ByKey(tuple(value), keys)
+            keys: Any = tuple(value)
+            if not _STRINGS.issuperset(map(type, keys)):
+                keys = ByKey(keys, tuple(map(_key_of, keys)))
+            form += dict, keys
             flatten(value.values(), form, tensors)
         elif kind is tuple or kind is list:
             form += kind, len(value)
@@ -178,7 +181,8 @@ def rebuild(
     if kind is float:
         return float.fromhex(detail)
     if kind is dict:
-        return {key: rebuild(form, tensors) for key in detail.value}
+        keys = detail.value if type(detail) is ByKey else detail
+        return {key: rebuild(form, tensors) for key in keys}
     if kind is tuple or kind is list:
         return kind(rebuild(form, tensors) for _ in range(detail))
     if kind is TreeSpec:

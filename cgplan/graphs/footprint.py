@@ -588,7 +588,9 @@ def refuse_first_use(
 ) -> None:
     remedy = "Run the model on one real batch before the capture."
     if put_back.leaves_python:
-        remedy = f"Lists keep what they were given, so build the model again. {remedy}"
+        remedy = (
+            f"Lists and hidden flags keep what they were given, so build the model again. {remedy}"
+        )
     raise CaptureError(
         f"the forward computes {what} on first use, from padding, and keeps it",
         remedy=remedy,

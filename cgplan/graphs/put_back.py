@@ -5,7 +5,8 @@ Note [What is put back]
     the first run alone made stays with a capture, which relies on it. Small storages are rewound
     before each run: positions must not run past a cache. Containers are not put back, so what a run
     wrote together with a change of one (a row of a table, behind a set of sizes) stays, too, unless
-    every run makes that change.
+    every run makes that change. What one run wrote, and a later one before the capture did not, is
+    behind a flag that no walk sees, which cannot be put back: it stays.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ class Written:
     runs: set[int] = field(default_factory=set)  # numbers of those that wrote it
     captures: int = 0
     after_run: torch.UntypedStorage | None = None
+    after_first: torch.UntypedStorage | None = None
 
     @property
     def is_small(self) -> bool:
@@ -65,6 +67,8 @@ class Written:
             now = bytes_of(self.storage).to(before.device)
             has_written |= not torch.equal(now, before)
             self.after_run = self.storage.clone()
+            if has_written and not self.runs:
+                self.after_first = self.after_run
         elif version is None:
             has_written = True
         if has_written:
@@ -72,9 +76,9 @@ class Written:
         self.captures += has_written and captures
         self.version = version
 
-    def put_back(self) -> None:
-        if self.copy is not None and self.storage.nbytes() == self.copy.nbytes():
-            self.storage.copy_(self.copy)
+    def put_back(self, copy: torch.UntypedStorage | None) -> None:
+        if copy is not None and self.storage.nbytes() == copy.nbytes():
+            self.storage.copy_(copy)
             self.after_run = None
 
 
@@ -129,6 +133,7 @@ class PutBack:
         self.last: dict[str, Change] = {}
         self._paths = defaultdict[str, _PathChanges](_PathChanges)
         self._count = 0  # of runs
+        self._last_uncaptured = 0  # its number
         self._keeps_first_use = True
         self.newly_written: list[str] = []
         for address, (path, tensor) in self._places.items():
@@ -173,6 +178,8 @@ class PutBack:
             for written in self.written.values():
                 written.count_run(number, captures=captures)
             self._count += 1
+            if not captures:
+                self._last_uncaptured = number
             for path, change in changed.items():
                 known = self._paths[path]
                 if not known.runs:
@@ -289,13 +296,19 @@ class PutBack:
     def rewind(self) -> None:
         for written in self.written.values():
             if written.is_small and not self._is_from_first_use(written):
-                written.put_back()
+                written.put_back(written.copy)
 
     def _is_from_first_use(self, written: Written) -> bool:
         if len(written.runs) == 1 and self.has_made:
             return True
         has_run = self._keeps_first_use and bool(written.runs)
         return has_run and written.runs <= self._runs_that_stay()
+
+    def _is_behind_hidden_flag(self, written: Written) -> bool:
+        if len(written.runs) != 1 or written.captures:
+            return False
+        is_seen = any(written.runs <= known.runs for known in self._paths.values())
+        return not is_seen and max(written.runs) < self._last_uncaptured
 
     def _runs_that_stay(self) -> set[int]:
         """Those that changed a container, as not every run does."""
@@ -318,7 +331,8 @@ class PutBack:
     @property
     def leaves_python(self) -> bool:
         """Whether ``restore`` leaves some changes of Python though no graph stays."""
-        return not all(map(self._may_undo, self.last.values()))
+        is_hidden = any(map(self._is_behind_hidden_flag, self.written.values()))
+        return is_hidden or not all(map(self._may_undo, self.last.values()))
 
     def _may_undo(self, change: Change) -> bool:
         """Dicts lose what runs put in, but only if no graph stays."""
@@ -330,6 +344,9 @@ class PutBack:
     ) -> list[str]:
         """Paths on these storages that were made on first use."""
         found = list[str]()
+        for once in self.written.values():
+            if self._is_behind_hidden_flag(once) and storage_id(once.tensor) in computed:
+                found.append(once.path)
         if not self.has_made:
             return found
         for address, (path, tensor) in self._storages(self._now()).items():
@@ -401,10 +418,15 @@ class PutBack:
             nbytes = written.storage.nbytes()
             if between_keys and nbytes > _SMALL:
                 continue
-            outcome: Outcome = "new"
-            if not self._is_from_first_use(written):
-                outcome = written.outcome
-                written.put_back()
+            copy = written.copy
+            outcome = written.outcome
+            if self._is_behind_hidden_flag(written):
+                copy = written.after_first
+                outcome = "new"
+            elif self._is_from_first_use(written):
+                copy = None
+                outcome = "new"
+            written.put_back(copy)
             self.outcome[written.path] = nbytes, outcome
         if between_keys and not self.last:
             return

@@ -53,6 +53,7 @@ def calibrate(
     workspace = 0
     once = 0.0
     try:
+        graphs.choose_route()
         with graphs.rehearsing(), backend.session(), torch.no_grad():
             for key in keys:
                 first = _captured(graphs, capturer, key)

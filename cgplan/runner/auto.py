@@ -25,7 +25,7 @@ from cgplan.backends import GraphBackend
 from cgplan.buffers.compare import differences
 from cgplan.buffers.static import example_batch
 from cgplan.captures.failures import drop_locals
-from cgplan.captures.model_graphs import BeforeKey
+from cgplan.captures.model_forward import BeforeKey
 from cgplan.config import CompilationConfig, Config
 from cgplan.errors import CaptureError, ConfigError, ModeError, ModelError, PlanError
 from cgplan.graphs.ambient import random_state_kept
@@ -402,7 +402,7 @@ def _first_difference(runner: GraphRunner) -> str | None:
                 views[name].copy_(tensor)
             outputs = list[list[Any]]()
             eager = partial(graphs.run_eager, descriptor, views)
-            replay = partial(graphs.run_graphed, key, views)
+            replay = partial(graphs.run_wrapped, key, views)
             for run in (eager, replay):
                 rehearsal.put_back.restore(between_keys=True)
                 rehearsal.set_context(key)

@@ -144,7 +144,7 @@ def _runs_wrappers(
     def run() -> None:
         before = copier.buffers.versions()
         try:
-            held[:] = [graphs.run_graphed(route.key, graphs.views(descriptor))]
+            held[:] = [graphs.run_wrapped(route.key, graphs.views(descriptor))]
         finally:
             copier.note_writes(before)
         outputs.check(held[0], descriptor, graphs.padded_reqs(descriptor))

@@ -63,7 +63,7 @@ def time_on_padding(
             rehearsal.look(key)
             views = graphs.views(key[1])
             eager = partial(graphs.run_eager, key[1], views)
-            replay = partial(graphs.run_graphed, key, views)
+            replay = partial(graphs.run_wrapped, key, views)
             found[key] = [], []
             for index in range(1 + REPEATS):
                 for run, rounds in zip((eager, replay), found[key], strict=True):

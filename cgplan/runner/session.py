@@ -11,7 +11,8 @@ from cgplan.backends import GraphBackend, select_backend
 from cgplan.captures.budget import fitting
 from cgplan.captures.captured_keys import CapturedKeys, Progress
 from cgplan.captures.failures import drop_locals, explain_eager_failure, raise_caused
-from cgplan.captures.model_graphs import BeforeKey, ModelGraphs, RealRows, State
+from cgplan.captures.model_forward import BeforeKey, State
+from cgplan.captures.model_graphs import ModelGraphs, RealRows
 from cgplan.captures.rank_sync import SINGLE_RANK, RankSync
 from cgplan.config import Config
 from cgplan.errors import CgplanError, ConfigError, PlanError
@@ -147,6 +148,7 @@ class CaptureSession:
                 ranks=ranks,
                 on_demand=on_demand,
             )
+            graphs.choose_route()
             captured = CapturedKeys(
                 graphs,
                 asked,
@@ -189,6 +191,7 @@ def describe_split(
     graphs = ModelGraphs(plan, config, model, backend or select_backend(config.device))
     smallest = piecewise[-1]
     try:
+        graphs.choose_route()
         if graphs.route.splitter is not None:
             random = random_state_kept(graphs.backend.device, graphs.generators)
             with graphs.rehearsing() as rehearsal, random:

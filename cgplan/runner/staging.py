@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from functools import cache
+from collections.abc import Iterator, Mapping
+from threading import get_ident
 from types import TracebackType
 from typing import Any
 
@@ -14,7 +14,9 @@ from cgplan.buffers.batch import unknown_input
 from cgplan.errors import CgplanError, InputError
 from cgplan.modes import CUDAGraphMode
 from cgplan.runner.launcher import Launcher
-from cgplan.runner.prepared import PreparedCall
+from cgplan.runner.prepared import PreparedCall, Values
+
+_UNREAD = object()
 
 
 class StagedBuffers(Mapping[str, Tensor]):
@@ -29,7 +31,18 @@ class StagedBuffers(Mapping[str, Tensor]):
             work, or after its graphs are gone.
     """
 
-    __slots__ = ("__weakref__", "_entered", "_launcher", "_read", "_views", "call")
+    __slots__ = (
+        "__weakref__",
+        "_entered",
+        "_has_run",
+        "_launcher",
+        "_marks",
+        "_output",
+        "_reqs",
+        "_tokens",
+        "_views",
+        "call",
+    )
     __hash__ = object.__hash__
 
     def __init__(self, launcher: Launcher, call: PreparedCall) -> None:
@@ -37,9 +50,13 @@ class StagedBuffers(Mapping[str, Tensor]):
         buffers = launcher.graphs.buffers[()]
         self._launcher = weakref.ref(launcher)
         self.call: PreparedCall | None = call
-        self._views = buffers.views(batch.num_tokens, batch.num_reqs or 0)
+        self._marks = buffers.marks
+        self._tokens = batch.num_tokens
+        self._reqs = batch.num_reqs or 0
+        self._views = buffers.views(self._tokens, self._reqs)
         self._entered: Launcher | None = None  # inside the block
-        self._read: Callable[[], Any] | None = None  # once it has run
+        self._has_run = False
+        self._output: Any = _UNREAD
 
     def __enter__(self) -> StagedBuffers:
         launcher = self._launcher()
@@ -49,16 +66,23 @@ class StagedBuffers(Mapping[str, Tensor]):
                 "the graphs that these buffers were staged for are gone",
                 remedy="Call runner.stage(...) again.",
             )
-        launcher.use.take(launcher.name)
-        batch = call.route.batch
-        marks = launcher.graphs.buffers[()].marks
-        try:
-            launcher.take_stream()
-            marks.extend(batch.num_tokens, batch.num_reqs or 0)
-        except BaseException:
-            launcher.use.release()
-            raise
-        self._read = None
+        use = launcher.use
+        # as take and take_stream, which are slower
+        if use.acquire(False):
+            use.thread = get_ident()
+        else:
+            use.take(launcher.name)
+        if use.stream != launcher.stream() or use.user is not launcher.name:
+            try:
+                launcher.take_stream()
+            except BaseException:
+                use.release()
+                raise
+        marks = self._marks
+        if self._tokens > marks.tokens or self._reqs > marks.reqs:
+            marks.extend(self._tokens, self._reqs)
+        self._has_run = False
+        self._output = _UNREAD
         self._entered = launcher
         return self
 
@@ -74,44 +98,47 @@ class StagedBuffers(Mapping[str, Tensor]):
             raise self._ended()
         try:
             if kind is None:
-                self._run(launcher, call)
+                values: Values = ()
+                if call.route.mode is CUDAGraphMode.NONE:
+                    values = [view.detach() for view in self._views.values()]
+                launcher.launch(call, values)
+                self._has_run = True
+                if launcher.graphs.outputs.clone:
+                    self._output = call.output()
         finally:
             self._entered = None
-            launcher.use.release()
+            use = launcher.use
+            use.thread = 0
+            use.unlock()
         last = launcher.last_staged
         launcher.last_staged = self
         if last is not None and last is not self:
             last.drop_output()
-
-    def _run(self, launcher: Launcher, call: PreparedCall) -> None:
-        values = list[Tensor]()
-        if call.route.mode is CUDAGraphMode.NONE:
-            values = [view.detach() for view in self._views.values()]
-        launcher.launch(call, values)
-        self._read = cache(call.output)
-        if launcher.graphs.outputs.clone:
-            self._read()
 
     @property
     def output(self) -> Any:
         """Valid as a call's. Raises CgplanError before the end of the block, and after another
         batch was staged.
         """
-        if self._read is None:
+        call = self.call
+        if not self._has_run or call is None:
             raise CgplanError(
                 "there is no output of these staged buffers",
                 remedy="Read it after the `with` block and before the next batch is staged.",
             )
-        return self._read()
+        if self._output is _UNREAD:
+            self._output = call.output()
+        return self._output
 
     def drop_output(self) -> None:
-        self._read = None
+        self._has_run = False
+        self._output = _UNREAD
 
     def retire(self) -> None:
         """Hold nothing of graphs that are gone."""
         self.call = None
         self._views = {}
-        self._read = None
+        self.drop_output()
 
     def __getitem__(self, name: str) -> Tensor:
         if self._entered is None:

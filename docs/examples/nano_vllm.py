@@ -25,7 +25,7 @@ import cgplan
 from cgplan import Input
 
 
-def use_cgplan(runner_class, set_context):
+def use_cgplan(runner_class, set_context, verify):
     """Let a ModelRunner of nano-vllm capture and replay its decode steps by cgplan."""
     run_model = runner_class.run_model
 
@@ -48,7 +48,7 @@ def use_cgplan(runner_class, set_context):
                 "context_lens": Input(shape=("num_tokens",), dtype="int32", pad=0),
                 "block_tables": Input(shape=("num_tokens", width), dtype="int32", pad=0),
             },
-            compilation={"cudagraph_capture_sizes": [1, 2, 4, 8, *range(16, most + 1, 16)]},
+            compilation={"cudagraph_capture_sizes": [1, 2, 4, 8, *range(16, most + 1, 16)], "verify": verify},
             scheduler={"max_num_seqs": most},
             device="cuda",
             state=[self.model],
@@ -197,6 +197,7 @@ def main():
     parser.add_argument("--seqs", type=int, default=64, help="max_num_seqs")
     parser.add_argument("--layers", type=int, default=28)
     parser.add_argument("--watch", action="store_true", help="check the graphs' pointers behind each run and a reload")
+    parser.add_argument("--verify", choices=["first", "off"], default="first", help="compare first replays, or none")
     options = parser.parse_args()
     if not Path(options.checkout, "nanovllm").is_dir():
         parser.error(f"{options.checkout} is not a checkout of nano-vllm")
@@ -230,7 +231,7 @@ def main():
         runs = []
         for turn in range(5):  # the first two of each fill torch's caches on disk
             if turn == 3:
-                use_cgplan(model_runner.ModelRunner, model_runner.set_context)
+                use_cgplan(model_runner.ModelRunner, model_runner.set_context, options.verify)
             runs.append(serve(*parts, options, folder))
             torch._dynamo.reset()
     once, own, ours = runs[1], runs[2], runs[4]

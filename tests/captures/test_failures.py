@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+from torch import nn
+
+import cgplan
 from cgplan.captures.failures import explain_failure
-from cgplan.errors import CaptureError, CgplanError, HostSyncError
+from cgplan.errors import CaptureError, CgplanError, HostSyncError, ModelError
 from cgplan.modes import BatchDescriptor
 
 
@@ -30,3 +34,10 @@ def test_the_end_of_a_capture_asks_what_needed_the_host() -> None:
     )
     unjoined = CaptureError("the capture is not valid: a side stream was not joined", remedy="-")
     assert type(explained(unjoined, found)) is CaptureError
+
+
+def test_a_model_of_torchs_modules_alone_is_blamed_in_torch() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(4, 4)).eval()
+    specs = {"input": cgplan.Input(shape=("num_tokens", 8), dtype="float32", pad=0)}
+    with pytest.raises(ModelError, match=r"linear\.py:\d+: `return F.linear\("):
+        cgplan.capture(model, specs, compilation={"cudagraph_capture_sizes": [4]}, device="cpu")

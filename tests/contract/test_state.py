@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import operator
+import threading
 import types
 from collections import deque
 from collections.abc import Callable
 from contextlib import closing
-from functools import partial
+from functools import cache, partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -610,6 +611,49 @@ def test_torchscript_models_are_captured(backend: GraphBackend, kind: str) -> No
     for mode in ("FULL",):
         with closing(open_runner(backend, lambda x: call(x), cudagraph_mode=mode)) as runner:
             torch.testing.assert_close(runner(x=x), plain(x), rtol=0, atol=0)
+
+
+class Filled(nn.Module):
+    """A table that the first call fills, behind a flag that no walk over the model sees."""
+
+    def __init__(self, device: torch.device, flag: str, source: str = "numbers") -> None:
+        super().__init__()
+        self.register_buffer("table", torch.zeros(2, device=device))
+        self.flag, self.source = flag, source
+        self.of_thread = threading.local()
+        self.cached = cache(self.fill)
+
+    def fill(self) -> None:
+        self.table.copy_(torch.arange(1.0, 3.0, device=self.table.device))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.flag == "functools.cache":
+            self.cached()
+        elif not hasattr(self.of_thread, "is_filled"):
+            self.of_thread.is_filled = True
+            if self.source == "numbers":
+                self.fill()
+            else:
+                self.table.copy_(x.mean(0) + 1)
+        return x + self.table
+
+
+@pytest.mark.parametrize("flag", ["functools.cache", "threading.local"])
+def test_a_table_behind_a_hidden_flag_stays_filled(backend: GraphBackend, flag: str) -> None:
+    x = torch.rand(4, 2, device=backend.device)
+    plain = Filled(backend.device, flag)
+    for ways in ({}, {"cudagraph_num_of_warmups": 2}):
+        model = Filled(backend.device, flag)
+        with closing(open_runner(backend, model, **ways)) as runner:
+            same(runner(x=x), plain(x))
+            same(model(x), plain(x))
+
+
+def test_a_table_made_of_padding_behind_a_hidden_flag_is_refused(backend: GraphBackend) -> None:
+    model = Filled(backend.device, "threading.local", "inputs")
+    with pytest.raises(CaptureError, match=r"computes table on first use, from padding") as refused:
+        open_runner(backend, model)
+    assert "build the model again" in (refused.value.remedy or "")
 
 
 class Made(nn.Module):

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -210,6 +211,54 @@ def test_weights_may_move_while_a_runner_sleeps_and_must_look_the_same(
             runner.wake()
         model.layer = layer
         runner.wake()
+        same(runner(x=x).clone(), model(x))
+
+
+@pytest.mark.gpu
+def test_the_memory_of_weights_may_be_unmapped_while_a_runner_sleeps() -> None:
+    """As an allocator does that discards the memory of its pools: addresses stay, what is behind them does not."""
+    from cuda.bindings import driver
+
+    def checked(result: tuple[Any, ...]) -> Any:
+        code, *answers = result
+        assert int(code) == 0, code
+        return answers[0] if answers else None
+
+    x = torch.randn(4, 2, device="cuda")
+    nbytes = 2 * MIB
+    kind = driver.CUmemAllocationProp()
+    kind.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    kind.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    access = driver.CUmemAccessDesc()
+    access.location = kind.location
+    access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+    base = checked(driver.cuMemAddressReserve(nbytes, 0, 0, 0))
+
+    def map_new_memory() -> None:
+        memory = checked(driver.cuMemCreate(nbytes, kind, 0))
+        checked(driver.cuMemMap(base, nbytes, 0, memory, 0))
+        checked(driver.cuMemSetAccess(base, nbytes, [access], 1))
+        checked(driver.cuMemRelease(memory))
+
+    map_new_memory()
+    shape = {"shape": (2, 2), "typestr": "<f4", "data": (int(base), False), "version": 3}
+    weight = torch.as_tensor(SimpleNamespace(__cuda_array_interface__=shape), device="cuda")
+    weight.normal_()
+    model = Weighted().to("cuda").eval().requires_grad_(False)
+    model.layer.weight = nn.Parameter(weight, requires_grad=False)
+    specs = {"x": Input(shape=("num_tokens", 2), dtype="float32", pad=0)}
+    sizes = {"cudagraph_capture_sizes": [2, 4, 8]}
+    with closing(cgplan.capture(model, specs, compilation=sizes, device="cuda")) as runner:
+        wanted = runner(x=x).clone()
+        kept = weight.cpu()
+        runner.sleep()
+        torch.cuda.synchronize()
+        checked(driver.cuMemUnmap(base, nbytes))
+        map_new_memory()
+        weight.copy_(kept)
+        runner.wake()
+        same(runner(x=x).clone(), wanted)
+        weight.mul_(2)
         same(runner(x=x).clone(), model(x))
 
 
