@@ -727,7 +727,7 @@ def _watch(report: WatchReport) -> RenderableType:
         said = f"{stale:,} of {words} pointers of {captured} are stale."
     elif report.graphs:
         others = " other" * bool(report.left_out)
-        said = f"All{others} pointers are live: {words} of {captured}."
+        said = f"All{others} pointers are live: {words} in {captured}."
     return stacked(
         facts("Watch", _looked_at(report, report.graphs), said),
         figures(
