@@ -306,18 +306,13 @@ def autocast_cache(*, on: bool) -> Iterator[None]:
 class CaptureWatch(Protocol):
     """Told of each capture, by whatever code."""
 
-    operators: bool
-
     def note(self, graph: Any, pool: Any, launches: list[Launch]) -> None: ...
 
     def forget(self, graph: Any) -> None: ...
 
-    def name_modules(self) -> None: ...
-
-    def refuse_freed(self, graph: Any) -> None: ...
-
 
 watches: weakref.WeakSet[CaptureWatch] = weakref.WeakSet()
+captured: weakref.WeakSet[Any] = weakref.WeakSet()  # by torch: while a watch is open
 
 
 def note_capture(
@@ -325,11 +320,13 @@ def note_capture(
     pool: Any,
     launches: list[Launch],
 ) -> None:
+    captured.add(graph)
     for watch in list(watches):
         watch.note(graph, pool, launches)
 
 
 def forget_capture(graph: Any) -> None:
+    captured.discard(graph)
     for watch in list(watches):
         watch.forget(graph)
 

@@ -43,7 +43,6 @@ from cgplan.backends.graph_nodes import (
     MemoryKind,
     OperatorLog,
     cuda_runtime,
-    nodes_so_far,
 )
 from cgplan.buffers.copier import Copier
 from cgplan.buffers.copy_kernel import INPUTS, KernelCopier, load_copy_kernel
@@ -289,13 +288,10 @@ class CudaBackend(GraphBackend):
         return count_kernels(runtime, _raw(graph))
 
     def logging_operators(self) -> AbstractContextManager[object]:
-        return OperatorLog(self._open_graph, self.device)
-
-    def _open_graph(self) -> tuple[CudaGraph, int] | None:
-        count = nodes_so_far(self.device)
-        if self._open is None or count is None:
-            return None
-        return self._open, count
+        return OperatorLog(
+            lambda: None if self._open is None else self._open.launches,
+            self.device,
+        )
 
     @cached_property
     def _nodes(self) -> CudaNodes:

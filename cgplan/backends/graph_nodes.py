@@ -73,23 +73,25 @@ class Launch(NamedTuple):
 
     first: int
     end: int
-    operator: str
-    line: str
+    operator: str | None
+    line: str | None
     operands: frozenset[int]
 
 
 class OperatorLog(OperatorMode):
-    """Notes operators in ``launches`` of the graph that captures them.
+    """Notes operators that are captured.
 
     Args:
-        open_graph: That this thread captures into, and its nodes.
+        open_launches: Of the graph that is captured.
     """
 
     def __init__(
-        self, open_graph: Callable[[], tuple[Any, int] | None], device: torch.device
+        self,
+        open_launches: Callable[[], list[Launch] | None],
+        device: torch.device,
     ) -> None:
         super().__init__(device.type)
-        self._open_graph = open_graph
+        self._open_launches = open_launches
         self._device = device
 
     def __torch_dispatch__(
@@ -99,22 +101,22 @@ class OperatorLog(OperatorMode):
         args: Any = (),
         kwargs: Any = None,
     ) -> Any:
-        before = self._open_graph()
+        launches = self._open_launches()
+        first = nodes_so_far(self._device)
         kwargs = kwargs or {}
         result = as_its_caller(func, func, self.device)(*args, **kwargs)
-        if before is None:
+        if launches is None or first is None:
             return result
-        after = self._open_graph()
-        if after is None or after[0] is not before[0]:
+        end = nodes_so_far(self._device)
+        if end is None or self._open_launches() is not launches:
             return result
         operands = set()
         for tensor in tensors_in((args, kwargs, result)):
             if tensor.layout is torch.strided and tensor.device == self._device:
                 operands.add(tensor.untyped_storage().data_ptr())
         name = func._schema.name if hasattr(func, "_schema") else str(func)
-        graph, first = before
-        launch = Launch(first, after[1], name, blamed_line(), frozenset(operands))
-        graph.launches.append(launch)
+        launch = Launch(first, end, name, blamed_line(), frozenset(operands))
+        launches.append(launch)
         return result
 
 

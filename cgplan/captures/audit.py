@@ -39,6 +39,7 @@ _LEAST = 1 << 32
 _LEAST_ON_HOST = 1 << 16  # heaps may begin below 4 GiB
 _MOST = 1 << 47
 _TABLE = "the table of other ranks' buffers"  # as a node
+_UNKNOWN = Launch(0, 0, None, None, frozenset())
 _SHOWN = 10
 _UNHELD = "; nobody holds it"
 _NO_LONGER = "; the model no longer holds it"
@@ -120,16 +121,30 @@ def audit(
     findings = list[Finding]()
     counts = {graph.key: Counter[Owner]() for graph in captured}
     for pointer in pointers:
+        graph = pointer.graph
         owner = owners.of[pointer.address]
         if owner is None:
             continue
         if owner.kind in PROBLEMS:
-            finding = _finding(pointer, owner)
-            if finding is None:
-                owner = Owner("unproven", f"looks like {owner.kind}")
+            launch, is_proven = launch_of(pointer, owner.kind)
+            if is_proven:
+                findings.append(
+                    Finding(
+                        mode=graph.key[0],
+                        descriptor=graph.key[1],
+                        problem=owner.kind,
+                        graph=graph.number,
+                        node=pointer.node,
+                        kernel=graph.nodes.names[pointer.node],
+                        operator=launch.operator,
+                        line=launch.line,
+                        address=pointer.address,
+                        detail=owner.name,
+                    )
+                )
             else:
-                findings.append(finding)
-        counts[pointer.graph.key][owner] += 1
+                owner = Owner("unproven", f"looks like {owner.kind}")
+        counts[graph.key][owner] += 1
     opaque = sum(graph.nodes.opaque for graph in captured)
     notes = list[str]()
     if opaque:
@@ -257,45 +272,21 @@ def owner_records(counts: Iterable[Mapping[Owner, int]]) -> tuple[OwnerRecord, .
 def launch_of(
     pointer: Pointer,
     kind: OwnerKind,
-) -> tuple[Launch | None, bool]:
+) -> tuple[Launch, bool]:
     """The operator that launched its node, and whether anything proves that the node uses it.
     Kernels that never read them have addresses on the host's stack: they look unmapped.
     """
     graph = pointer.graph
     name = graph.nodes.names[pointer.node]
-    found = None
+    found = _UNKNOWN
     for launch in graph.launches:
         end = max(launch.end, launch.first + 1)  # views launch nothing
         if launch.first <= pointer.node < end:
             found = launch
             if launch.operator == name:
                 break
-    is_operand = found is not None and pointer.address in found.operands
     is_used = pointer.is_certain and (kind != "unmapped" or name == _TABLE)
-    return found, is_used or is_operand
-
-
-def _finding(
-    pointer: Pointer,
-    owner: Owner,
-) -> Finding | None:
-    """None where nothing proves that the node uses the pointer."""
-    graph = pointer.graph
-    launch, is_proven = launch_of(pointer, owner.kind)
-    if not is_proven:
-        return None
-    return Finding(
-        mode=graph.key[0],
-        descriptor=graph.key[1],
-        problem=owner.kind,  # type: ignore[arg-type]  # the caller looked
-        graph=graph.number,
-        node=pointer.node,
-        kernel=graph.nodes.names[pointer.node],
-        operator=None if launch is None else launch.operator,
-        line=None if launch is None else launch.line,
-        address=pointer.address,
-        detail=owner.name,
-    )
+    return found, is_used or pointer.address in found.operands
 
 
 class Owners:
@@ -461,11 +452,16 @@ def _state(graphs: ModelGraphs) -> Iterator[tuple[int, int, Owner]]:
 
 def living_tensors() -> Iterator[tuple[Tensor, tuple[int, int]]]:
     """Of the process, with their memory."""
+    for tensor in living(Tensor):
+        span = span_of(tensor)
+        if span is not None:
+            yield tensor, span
+
+
+def living(kind: type[T]) -> Iterator[T]:
     for item in gc.get_objects():
-        if issubclass(type(item), Tensor):
-            span = span_of(item)
-            if span is not None:
-                yield item, span
+        if issubclass(type(item), kind):
+            yield item
 
 
 def span_of(tensor: Tensor) -> tuple[int, int] | None:

@@ -2,12 +2,11 @@
 
 Note [Kept graphs]
     Nodes can be read while a graph's `cudaGraph_t` lives. Inside a watch `torch.cuda.CUDAGraph`
-    keeps it, and instantiates the graph at the end of its capture, as it does without.
+    keeps it, and `capture_end` instantiates the graph, as it does without a watch.
 
 Note [Modules of the process]
-    The collector tells them. A hook of torch.nn would be traced by Dynamo. Frozen objects are
-    hidden from it, so modules get their names before `gc.freeze()`, which engines call around
-    their captures.
+    The garbage collector lists them; Dynamo would trace a hook of torch.nn. `gc.freeze()`, which
+    engines call around captures, hides modules from the list, so they get names before.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -28,9 +27,9 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from cgplan.backends import GraphBackend, select_backend
-from cgplan.backends.backend import forget_capture, note_capture, watches
+from cgplan.backends.backend import captured, forget_capture, note_capture, watches
 from cgplan.backends.blame import blamed_line
-from cgplan.backends.graph_nodes import Launch, OperatorLog, nodes_so_far
+from cgplan.backends.graph_nodes import Launch, OperatorLog
 from cgplan.backends.replacing import replaced, shared
 from cgplan.captures.audit import (
     PROBLEMS,
@@ -41,6 +40,7 @@ from cgplan.captures.audit import (
     Stretches,
     kinds_of,
     launch_of,
+    living,
     living_tensors,
     owner_records,
     pointers_of,
@@ -52,13 +52,10 @@ from cgplan.graphs.fingerprint import Fingerprint
 from cgplan.reports.records import StaleRecord, WatchedRecord, WatchReport
 from cgplan.units import counted, format_bytes
 
-_HOOKED = ("__init__", "capture_begin", "capture_end", "reset")
-_VARIABLE = ".<"  # in the path of a global or a closure: engines may bind it in each step
-_NODE_BYTES = 1950  # of a kept graph, measured: docs/benchmarks.md, Watch
-_SHARE = 20  # times the last walk's duration: then places are looked up again
+_OF_FUNCTIONS = ".<"  # in the path of a global or a closure: engines may bind it in each step
+_SHARE = 20  # durations of a look-up: as long its places serve captures
 Memory = tuple[int, int]  # from its start to before its end
 Read = tuple[StorageWeakRef, str]  # memory that a graph reads, and its path or size
-Problem = tuple[str, str]  # what became of memory, and its path
 
 
 class _Place(NamedTuple):
@@ -74,8 +71,7 @@ class Places:
         tied = dict[Memory, list[str]]()
         for path, place in by_path.items():
             tied.setdefault(place.memory, []).append(path)
-        rows = [(*memory, paths) for memory, paths in tied.items()]
-        self.by_memory = Stretches[list[str]](rows)
+        self.by_memory = Stretches((*memory, paths) for memory, paths in tied.items())
 
     @classmethod
     def of(
@@ -92,42 +88,57 @@ class Places:
         return cls(found)
 
     def living(self) -> Places:
-        """Without those whose memory was freed since."""
+        """Those whose memory is not freed."""
         found = dict[str, _Place]()
         for path, place in self.by_path.items():
             if not place.storage.expired():
                 found[path] = place
         return self if len(found) == len(self.by_path) else Places(found)
 
-    def is_stale(
+    def _is_stale(
         self,
         path: str,
         now: Places,
     ) -> bool:
-        """Whether the path lies elsewhere now, or is gone with its memory."""
         before = self.by_path[path]
         found = now.by_path.get(path)
-        if found is not None and _VARIABLE not in path:
+        if found is not None and _OF_FUNCTIONS not in path:
             return found.memory != before.memory
         is_freed: bool = before.storage.expired()
         return is_freed
 
+    def find(
+        self,
+        address: int,
+        now: Places,
+    ) -> tuple[str, str, bool]:
+        """The path there, the same without indices, and whether it is stale."""
+        paths = self.by_memory.find(address) or []
+        stale = [path for path in paths if self._is_stale(path, now)]
+        path = (stale or paths or [""])[0]
+        return path, re.sub(r"\[\d+\]", "[*]", path), bool(stale)
+
 
 @dataclass(eq=False)
 class WatchedGraph:
-    """``places`` are of a moment before its capture."""
+    """``places``: at its capture, or shortly before."""
 
-    number: int
+    name: str
     line: str
-    graph: weakref.ref[Any]
     pool: Any
     places: Places
-    launches: list[Launch] = field(default_factory=list)
+    launches: list[Launch]
     reads: list[Read] = field(default_factory=list)
 
-    @property
-    def name(self) -> str:
-        return f"graph {self.number}"
+
+Problem = tuple[WatchedGraph, str, str]  # what became of memory, and its path
+
+
+class _Stale(NamedTuple):
+    problem: Problem
+    name: str
+    pointer: Pointer
+    owner: Owner
 
 
 def _device() -> torch.device:
@@ -137,7 +148,7 @@ def _device() -> torch.device:
 
 
 class GraphWatch:
-    """See ``watch``. It holds no graph and no model."""
+    """See ``watch``. It holds no graph, and no model but those of ``roots``."""
 
     def __init__(
         self,
@@ -146,28 +157,27 @@ class GraphWatch:
         operators: bool,
         every_replay: bool,
     ) -> None:
-        _refuse_unnamed(roots)
-        self._roots = dict(roots or {})
+        self._roots = _named(roots)
         self.operators = operators
         self.every_replay = every_replay
-        self._checked = weakref.WeakKeyDictionary[Any, WatchedGraph]()  # at each replay
-        self._graphs = list[WatchedGraph]()
+        self._graphs = weakref.WeakKeyDictionary[Any, WatchedGraph]()
         self._count = 0
+        self._forgotten = 0
         self._names = weakref.WeakKeyDictionary[nn.Module, str]()
-        self._before = weakref.WeakSet[Any]()
+        self._kinds = Counter[str]()  # of named modules
+        self._before = weakref.WeakSet(captured)
         self._known = set[Problem]()
-        self._places: Places | None = None
-        self._taken = 0.0
+        self._places = Places({})
+        self._looked_up = 0.0
         self._cost = 0.0
+        self._ended = 0  # graphs, at the last look-up
         self._closing = ExitStack()
-        self._backend: GraphBackend | None = None
-        for item in gc.get_objects():
-            if issubclass(type(item), torch.cuda.CUDAGraph):
-                self._before.add(item)
+        self._before.update(living(torch.cuda.CUDAGraph))
         self._closing.enter_context(_hooks())
         if every_replay:
             self._closing.enter_context(_checked_replays())
         watches.add(self)
+        _open.add(self)
 
     def __enter__(self) -> GraphWatch:
         return self
@@ -179,8 +189,8 @@ class GraphWatch:
         self.close()
 
     def close(self) -> None:
-        """Watch no further captures. Graphs of before can be checked."""
-        watches.discard(self)
+        """Watch no further captures. Graphs of before can be checked until they are reset."""
+        _open.discard(self)
         self._closing.close()
 
     def note(
@@ -190,56 +200,58 @@ class GraphWatch:
         launches: list[Launch],
     ) -> None:
         """A graph was captured."""
+        if self not in _open:
+            return
         watched = WatchedGraph(
-            self._count,
+            f"graph {self._count}",
             blamed_line(),
-            weakref.ref(graph),
             pool,
             self._recent_places(),
             launches,
         )
         self._count += 1
-        self._graphs.append(watched)
+        self._graphs[graph] = watched
         if self.every_replay and isinstance(graph, torch.cuda.CUDAGraph):
             watched.reads = self._reads_of(watched, graph)
-            self._checked[graph] = watched
 
     def _reads_of(
         self,
         watched: WatchedGraph,
         graph: Any,
     ) -> list[Read]:
-        """What is surely read outside of the pool of the graph."""
+        """Memory outside of its pool that the graph surely reads."""
         backend = self._backend_of_graphs()
         read = ReadGraph(
             watched,
-            watched.number,
+            0,
             backend.nodes(graph),
             watched.launches,
         )
         places = watched.places
-        rows = list[tuple[int, int, Read]]()
-        for path, place in places.by_path.items():
-            rows.append((*place.memory, (place.storage, path)))
-        for tensor, (start, end) in living_tensors():
-            name = f"a tensor of {format_bytes(end - start)}"
-            storage = StorageWeakRef(tensor.untyped_storage())
-            rows.append((start, end, (storage, name)))
-        living = Stretches(rows)
+        tensors = Stretches((*span, tensor) for tensor, span in living_tensors())
         blocks = Stretches((block.start, block.end, block.pool) for block in backend.blocks())
         found = dict[int, Read]()
         for pointer in pointers_of([read], on_host=False):
             address = pointer.address
-            given = living.find(address)
-            if given is None or _is_among({watched.pool}, blocks.find(address)):
+            if _is_among({watched.pool}, blocks.find(address)):
                 continue
-            if places.by_memory.find(address) or launch_of(pointer, "state")[1]:
-                found[given[0].cdata] = given
+            paths = places.by_memory.find(address)
+            tensor = tensors.find(address)
+            if paths:
+                name = paths[0]
+                storage = places.by_path[name].storage
+            elif tensor is not None and launch_of(pointer, "state")[1]:
+                memory = tensor.untyped_storage()
+                name = f"a tensor of {format_bytes(memory.nbytes())}"
+                storage = StorageWeakRef(memory)
+            else:
+                continue
+            found[storage.cdata] = storage, name
         return list(found.values())
 
     def refuse_freed(self, graph: Any) -> None:
         """Raise AuditError if memory that it reads was freed since its capture."""
-        watched = self._checked.get(graph)
+        watched = self._graphs.get(graph)
         if watched is None:
             return
         for storage, name in watched.reads:
@@ -252,58 +264,50 @@ class GraphWatch:
 
     def forget(self, graph: Any) -> None:
         """It was reset, or is captured again."""
-        self._graphs = [watched for watched in self._graphs if watched.graph() is not graph]
+        self._before.discard(graph)
+        if self._graphs.pop(graph, None) is not None:
+            self._forgotten += 1
 
     def _recent_places(self) -> Places:
-        now = time.perf_counter()
-        if self._places is None or now - self._taken > _SHARE * self._cost:
-            self._places = self._places_now()
-            self._taken = time.perf_counter()
-            self._cost = self._taken - now
+        age = time.perf_counter() - self._looked_up
+        if age > _SHARE * self._cost or self._ended != self._count - len(self._graphs):
+            self._places_now()
         self._places = self._places.living()
         return self._places
 
     def _places_now(self) -> Places:
+        start = time.perf_counter()
         roots = self._roots
         if not roots:
             self.name_modules()
             # the first ones first: what wraps them later gives no other paths
             roots = {name: module for module, name in self._names.items()}
-        return Places.of(roots, _device())
+        self._places = Places.of(roots, _device())
+        self._looked_up = time.perf_counter()
+        self._cost = self._looked_up - start
+        self._ended = self._count - len(self._graphs)
+        return self._places
 
     def name_modules(self) -> None:
         """Give those a name that no other one holds."""
         modules = list[nn.Module]()
         inner = set[int]()
-        for item in gc.get_objects():
-            if not issubclass(type(item), nn.Module):
-                continue
-            held = vars(item).get("_modules", {})
+        for module in living(nn.Module):
+            held = vars(module).get("_modules", {})
             if "_orig_mod" not in held:  # what torch.compile returns
-                modules.append(item)
+                modules.append(module)
                 inner.update(map(id, held.values()))
-        taken = set(self._names.values())
         for module in modules:
             if id(module) in inner or module in self._names:
                 continue
             kind = type(module).__name__
-            name = kind
-            number = 1
-            while name in taken:
-                number += 1
-                name = f"{kind}_{number}"
-            taken.add(name)
-            self._names[module] = name
+            self._kinds[kind] += 1
+            number = self._kinds[kind]
+            self._names[module] = kind if number == 1 else f"{kind}#{number}"
 
     def _backend_of_graphs(self) -> GraphBackend:
-        is_of_torch = False
-        for watched in self._graphs:
-            graph = watched.graph()
-            if isinstance(graph, torch.cuda.CUDAGraph):
-                is_of_torch = True
-        if self._backend is None or self._backend.is_tape is is_of_torch:
-            self._backend = select_backend("cuda" if is_of_torch else "cpu")
-        return self._backend
+        is_of_torch = any(isinstance(graph, torch.cuda.CUDAGraph) for graph in self._graphs)
+        return _backend(str(_device()) if is_of_torch else "cpu")
 
     def baseline(self) -> WatchReport:
         """What ``changed`` leaves out."""
@@ -317,83 +321,94 @@ class GraphWatch:
     def check(self, roots: Mapping[str, Any] | None = None) -> WatchReport:
         """Look up each pointer of each graph that lives.
 
-        ``roots`` are objects by name whose tensors are owners, ahead of those of ``watch``.
-        Raises BackendError without cuda-bindings or a recent driver.
+        ``roots`` are objects by name: owners of memory ahead of those that the watch knows; paths
+        of stale tensors are of ``watch``. Raises ConfigError for one without tensors, BackendError
+        without cuda-bindings or a recent driver.
         """
-        _refuse_unnamed(roots)
         return self._check(roots)[0]
+
+    def _readable(self, backend: GraphBackend) -> list[ReadGraph]:
+        found = list[ReadGraph]()
+        for graph, watched in list(self._graphs.items()):
+            if isinstance(graph, torch.cuda.CUDAGraph) is backend.is_tape:
+                continue
+            with suppress(RuntimeError):  # torch's: it was reset while no watch was open
+                nodes = backend.nodes(graph)
+                found.append(ReadGraph(watched, 0, nodes, watched.launches))
+        return found
 
     def _check(
         self,
         roots: Mapping[str, Any] | None = None,
         known: Collection[Problem] = (),
     ) -> tuple[WatchReport, set[Problem]]:
-        """And the problems that are not ``known``, which the report has."""
+        """The report leaves out ``known`` problems; all are returned beside it."""
         start = time.perf_counter()
         backend = self._backend_of_graphs()
-        living = list[WatchedGraph]()
-        captured = list[ReadGraph]()
-        pools = set[Any]()
-        for watched in self._graphs:
-            graph = watched.graph()
-            is_of_torch = isinstance(graph, torch.cuda.CUDAGraph)
-            if graph is None or is_of_torch is backend.is_tape:
-                continue
-            living.append(watched)
-            nodes = backend.nodes(graph)
-            captured.append(ReadGraph(watched, watched.number, nodes, watched.launches))
-            pools.add(watched.pool)
-        pointers = pointers_of(captured, on_host=backend.is_tape)
+        graphs = self._readable(backend)
+        pools = {graph.key.pool for graph in graphs}
+        pointers = pointers_of(graphs, on_host=backend.is_tape)
         read = time.perf_counter()
         places = self._places_now()
         at_capture = dict[int, str]()
-        for then in dict.fromkeys(watched.places for watched in living):
+        for then in dict.fromkeys(graph.key.places for graph in graphs):
             for path, place in then.by_path.items():
-                if _VARIABLE not in path:
+                if _OF_FUNCTIONS not in path:
                     at_capture[place.memory[0]] = path
 
-        state = list[tuple[int, int, Owner]]()
-        named = places if roots is None else Places.of(roots, _device())
         # the first owner of memory counts
-        for path, place in (*named.by_path.items(), *places.by_path.items()):
-            state.append((*place.memory, Owner("state", path)))
+        owned = (*_places_of_each(roots), *places.by_path.items())
         owners = Owners(
             backend,
-            captured,
+            graphs,
             pointers,
-            state=state,
+            state=((*place.memory, Owner("state", path)) for path, place in owned),
             at_capture=at_capture,
             is_own_pool=partial(_is_among, pools),
         )
-        counts, stale, found = _sorted_out(
-            pointers,
-            owners,
-            places,
-            known,
-        )
-        records = [_record_of(graph, counts) for graph in captured]
+        counts = {graph.key: Counter[Owner]() for graph in graphs}
+        totals, found = _classified(pointers, owners, places, counts)
+        new = [each for each in found if each.problem not in known]
+        left_out = len(found) - len(new)
         notes = list[str]()
+        if left_out:
+            notes.append(f"{counted(left_out, 'pointer')} stale at the baseline: left out")
         unwatched = len(self._before)
         if unwatched:
             notes.append(f"{counted(unwatched, 'graph')} from before the watch: not looked at")
-        if captured and not backend.is_tape:
-            kept = sum(len(graph.nodes.names) for graph in captured) * _NODE_BYTES
-            notes.append(f"about {format_bytes(kept)} of host memory keep graphs that can be read")
-        gone = sum(watched.graph() is None for watched in self._graphs)
+        gone = self._count - self._forgotten - len(self._graphs)
         if gone:
             notes.append(f"{counted(gone, 'graph')} captured and gone: check while they live")
+        records = list[WatchedRecord]()
+        for graph in graphs:
+            kinds = kinds_of(counts[graph.key])
+            records.append(
+                WatchedRecord(
+                    name=graph.key.name,
+                    line=graph.key.line,
+                    nodes=len(graph.nodes.names),
+                    opaque=graph.nodes.opaque,
+                    words=kinds.total(),
+                    kinds=dict(kinds.most_common()),
+                )
+            )
         report = WatchReport(
             environment=describe_environment(backend, ""),
             graphs=tuple(records),
             owners=owner_records(counts.values()),
-            stale=tuple(stale),
+            stale=_stale_records(new, totals),
+            left_out=left_out,
             unwatched=unwatched,
             gone=gone,
             read_seconds=read - start,
             classify_seconds=time.perf_counter() - read,
             notes=tuple(notes),
         )
-        return report, found
+        return report, {each.problem for each in found}
+
+
+_open = weakref.WeakSet[GraphWatch]()
+_backend = cache(select_backend)
 
 
 def watch(
@@ -425,46 +440,48 @@ def watch(
 @shared
 @contextmanager
 def _hooks() -> Iterator[None]:
-    graphs = torch.cuda.CUDAGraph
-    by_torch = {name: getattr(graphs, name) for name in _HOOKED}
-    made = weakref.WeakSet[Any]()  # others are from before
-    kept = weakref.WeakSet[Any]()  # by its owner
-    open_logs = weakref.WeakKeyDictionary[Any, _OpenLog]()
+    graphs: Any = torch.cuda.CUDAGraph
+    torch_init = graphs.__init__
+    torch_begin = graphs.capture_begin
+    torch_end = graphs.capture_end
+    torch_reset = graphs.reset
+    made = weakref.WeakKeyDictionary[Any, bool]()  # and whether its owner keeps the raw graph
+    open_logs = weakref.WeakKeyDictionary[Any, tuple[list[Launch], ExitStack]]()
 
     def init(graph: Any, keep_graph: bool = False) -> None:
-        by_torch["__init__"](graph, True)
-        made.add(graph)
-        if keep_graph:
-            kept.add(graph)
+        torch_init(graph, True)
+        made[graph] = keep_graph
 
     def capture_begin(graph: Any, *args: Any, **options: Any) -> None:
-        by_torch["capture_begin"](graph, *args, **options)
-        if graph not in made:
+        torch_begin(graph, *args, **options)
+        if graph not in made:  # it is from before
             return
         forget_capture(graph)
-        log = open_logs[graph] = _OpenLog()
-        if any(watch.operators for watch in watches):
-            log.begin()
+        launches = list[Launch]()
+        modes = ExitStack()
+        open_logs[graph] = launches, modes
+        if any(watch.operators for watch in _open):
+            modes.enter_context(OperatorLog(lambda: launches, _device()))
 
     def capture_end(graph: Any) -> None:
-        log = open_logs.pop(graph, None)
-        if log is None:
-            by_torch["capture_end"](graph)
+        if graph not in open_logs:
+            torch_end(graph)
             return
-        log.modes.close()
-        by_torch["capture_end"](graph)
-        if graph not in kept:
+        launches, modes = open_logs.pop(graph)
+        modes.close()
+        torch_end(graph)
+        if not made[graph]:
             graph.instantiate()
-        note_capture(graph, graph.pool(), log.launches)
+        note_capture(graph, graph.pool(), launches)
 
     def reset(graph: Any) -> None:
         forget_capture(graph)
-        by_torch["reset"](graph)
+        torch_reset(graph)
 
     by_python = gc.freeze
 
     def freeze() -> None:
-        for watch in list(watches):
+        for watch in list(_open):
             watch.name_modules()
         by_python()
 
@@ -485,7 +502,7 @@ def _checked_replays() -> Iterator[None]:
     by_torch = torch.cuda.CUDAGraph.replay
 
     def replay(graph: Any) -> None:
-        for watch in list(watches):
+        for watch in list(_open):
             watch.refuse_freed(graph)
         by_torch(graph)
 
@@ -493,29 +510,26 @@ def _checked_replays() -> Iterator[None]:
         yield
 
 
-def _refuse_unnamed(roots: Any) -> None:
-    if roots is not None and not isinstance(roots, Mapping):
+def _named(roots: Any) -> dict[str, Any]:
+    if roots is None:
+        return {}
+    if not isinstance(roots, Mapping):
         raise ConfigError(
             f"the roots of a watch are a {type(roots).__name__}",
             remedy="""Name each object: {"model": model}.""",
         )
+    return {str(name): root for name, root in roots.items()}
 
 
-class _OpenLog:
-    """Of the operators of a capture that is under way."""
-
-    def __init__(self) -> None:
-        self.launches = list[Launch]()
-        self.modes = ExitStack()
-
-    def begin(self) -> None:
-        device = _device()
-
-        def so_far() -> tuple[_OpenLog, int] | None:
-            count = nodes_so_far(device)
-            return None if count is None else (self, count)
-
-        self.modes.enter_context(OperatorLog(so_far, device))
+def _places_of_each(roots: Any) -> Iterator[tuple[str, _Place]]:
+    for name, root in _named(roots).items():
+        found = Places.of({name: root}, _device()).by_path
+        if not found:
+            raise ConfigError(
+                f"the root {name!r} of a check holds no tensor",
+                remedy="Give objects whose tensors graphs read.",
+            )
+        yield from found.items()
 
 
 def _is_among(
@@ -526,82 +540,60 @@ def _is_among(
     return any(handle in handles for handle in getattr(pool, "handles", (pool,)))
 
 
-def _record_of(
-    graph: ReadGraph,
-    counts: Mapping[WatchedGraph, Counter[Owner]],
-) -> WatchedRecord:
-    watched: WatchedGraph = graph.key
-    kinds = kinds_of(counts.get(watched, Counter()))
-    return WatchedRecord(
-        name=watched.name,
-        line=watched.line,
-        nodes=len(graph.nodes.names),
-        opaque=graph.nodes.opaque,
-        words=kinds.total(),
-        kinds=dict(kinds.most_common()),
-    )
-
-
-def _sorted_out(
+def _classified(
     pointers: Iterable[Pointer],
     owners: Owners,
-    places: Places,
-    known: Collection[Problem],
-) -> tuple[dict[WatchedGraph, Counter[Owner]], list[StaleRecord], set[Problem]]:
-    """Pointers by graph and owner; those that are stale; the problems that are not ``known``."""
-    counts = dict[WatchedGraph, Counter[Owner]]()
-    totals = Counter[str]()  # of pointers, by path at capture without numbers
-    groups = dict[tuple[Any, str], list[tuple[Pointer, Owner]]]()
-    new = set[Problem]()
-
-    @cache  # many nodes point to one tensor
-    def place_of(then: Places, address: int) -> tuple[str, str, bool]:
-        """The path at capture, without numbers too, and whether it is stale."""
-        paths = then.by_memory.find(address) or [""]
-        path = paths[0]
-        is_stale = False
-        for each in paths:
-            if each and then.is_stale(each, places):
-                path = each
-                is_stale = True
-                break
-        return path, re.sub(r"\d+", "*", path), is_stale
-
+    now: Places,
+    counts: Mapping[WatchedGraph, Counter[Owner]],
+) -> tuple[Counter[str], list[_Stale]]:
+    """Pointers by name, and those that are stale; ``counts`` gets all by their owners."""
+    totals = Counter[str]()
+    found = list[_Stale]()
+    find = cache(Places.find)  # many nodes point to one tensor
     for pointer in pointers:
         owner = owners.of[pointer.address]
         if owner is None:
             continue
         watched: WatchedGraph = pointer.graph.key
-        path, name, is_stale = place_of(watched.places, pointer.address)
+        path, name, is_stale = find(watched.places, pointer.address, now)
         name = name or owner.name
         totals[name] += 1
         is_problem = owner.kind in PROBLEMS
         if is_problem or (is_stale and owner.kind != "graph pool"):
             if path or launch_of(pointer, owner.kind)[1]:
-                problem: Any = owner.kind if is_problem else "moved"
-                found_one = problem, path or owner.name
-                if found_one not in known:
-                    new.add(found_one)
-                    groups.setdefault((problem, name), []).append((pointer, owner))
+                became = owner.kind if is_problem else "moved"
+                problem = watched, became, path or owner.name
+                found.append(_Stale(problem, name, pointer, owner))
             else:
                 owner = Owner("unproven", f"looks like {owner.kind}")
-        counts.setdefault(watched, Counter())[owner] += 1
-    stale = list[StaleRecord]()
-    for (problem, name), found in groups.items():
-        pointer, owner = found[0]
+        counts[watched][owner] += 1
+    return totals, found
+
+
+def _stale_records(
+    found: Iterable[_Stale],
+    totals: Counter[str],
+) -> tuple[StaleRecord, ...]:
+    groups = dict[tuple[str, str], list[_Stale]]()
+    for each in found:
+        groups.setdefault((each.problem[1], each.name), []).append(each)
+    records = list[StaleRecord]()
+    for (became, name), group in groups.items():
+        pointer = group[0].pointer
+        owner = group[0].owner
         launch, _ = launch_of(pointer, owner.kind)
-        graphs = dict.fromkeys(other.graph.key.name for other, _ in found)
-        stale.append(
+        graphs = dict.fromkeys(each.problem[0].name for each in group)
+        records.append(
             StaleRecord(
-                problem=problem,
+                problem=became,  # type: ignore[arg-type]  # a kind of owner that is one
                 name=name,
-                pointers=len(found),
+                pointers=len(group),
                 of=totals[name],
                 graphs=tuple(graphs),
                 kernel=pointer.graph.nodes.names[pointer.node],
-                operator=None if launch is None else launch.operator,
-                line=None if launch is None else launch.line,
+                operator=launch.operator,
+                line=launch.line,
                 detail=owner.name,
             )
         )
-    return counts, stale, new
+    return tuple(records)

@@ -98,7 +98,7 @@ def root(
 ) -> None:
     """Show the version, or the help where no command was given."""
     shows_progress.set(not quiet)
-    on_all_ranks = ("capture", "bench", "doctor", "audit")
+    on_all_ranks = ("capture", "bench", "doctor", "audit", "watch")
     if context.invoked_subcommand not in on_all_ranks and not is_first_rank():
         raise typer.Exit
     if version:
@@ -191,8 +191,7 @@ def watch(
 ) -> None:
     """Run a program, and say which of its CUDA graphs are stale.
 
-    The table of pointers to memory that is gone comes at its end; SIGUSR1 prints that so far.
-    Pointers into freed memory are exit code 25.
+    The table comes when it ends, and on SIGUSR1. Pointers into freed memory are exit code 25.
     """
     check_outputs((request.output, request.html), ())
     from cgplan.cli.watch import run_watch

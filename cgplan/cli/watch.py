@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TextIO
 
 from typer import Exit
 
 from cgplan.cli.options import WatchRequest
-from cgplan.cli.output import note, publish
+from cgplan.cli.output import is_first_rank, note, publish
 from cgplan.errors import AuditError, ModelError
 from cgplan.reports import load_report
 from cgplan.reports.records import WatchReport
@@ -34,28 +36,35 @@ def run_watch(
             "CGPLAN_WATCH_REPLAYS": "1" if request.every_replay else "",
             "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         }
-        code = _run(command, environment)
+        # standard output is for the JSON
+        code = _run(command, environment, sys.stderr if request.as_json else None)
         found = list[tuple[str, WatchReport]]()
         for file in sorted(Path(folder).glob("*.json")):
             report = load_report(file)
-            if isinstance(report, WatchReport) and report.has_seen:
+            if isinstance(report, WatchReport) and (report.graphs or report.gone):
                 found.append((file.stem, report))
     if not found and code < 0:
         note(f"cgplan watch: the program died of signal {-code} before it told of its graphs.")
     elif not found:
-        note("cgplan watch: no process captured a graph by torch.cuda.CUDAGraph.")
-    found.sort(key=lambda item: -len(item[1].graphs))
+        from cgplan.captures.watched import watch
+
+        with watch() as empty:
+            found.append(("", empty.check()))
+    found.sort(key=lambda item: (-len(item[1].stale), -len(item[1].graphs)))
     stale = 0
-    for index, (process, report) in enumerate(found):
+    is_saved = is_first_rank()  # the first process
+    for process, report in found:
         if len(found) > 1:
-            note(f"process {process}, {counted(len(report.graphs), 'graph')}")
-        is_first = index == 0
-        publish(
-            report,
-            request.output if is_first else None,
-            as_json=request.as_json,
-            html=request.html if is_first else None,
-        )
+            graphs = counted(len(report.graphs), "graph")
+            note(f"process {process}, {graphs}, {counted(len(report.stale), 'stale tensor')}")
+        if is_saved or not request.as_json:
+            publish(
+                report,
+                request.output if is_saved else None,
+                as_json=request.as_json,
+                html=request.html if is_saved else None,
+            )
+        is_saved = False
         for part in report.stale:
             if part.problem in ("free block", "unmapped"):
                 stale += part.pointers
@@ -68,10 +77,10 @@ def run_watch(
         )
 
 
-def _run(command: Sequence[str], environment: dict[str, str]) -> int:
+def _run(command: Sequence[str], environment: dict[str, str], output: TextIO | None) -> int:
     """Its exit code; signals to this process are passed on."""
     try:
-        process = subprocess.Popen(command, env=environment)
+        process = subprocess.Popen(command, env=environment, stdout=output)
     except OSError as error:
         raise ModelError(
             f"{command[0]!r} cannot be run: {error.strerror}",

@@ -305,12 +305,9 @@ class WatchReport(PointerReport):
     kind: Literal["watch"] = "watch"
     graphs: tuple[WatchedRecord, ...]  # in capture order
     stale: tuple[StaleRecord, ...]
+    left_out: int = 0  # stale pointers of the baseline
     unwatched: int
     gone: int = 0
-
-    @property
-    def has_seen(self) -> bool:
-        return bool(self.graphs or self.unwatched or self.gone)
 
 
 class CaptureReport(SavedReport):

@@ -47,6 +47,7 @@ from cgplan.reports.records import (
     Environment,
     FloorRecord,
     OwnerRecord,
+    PointerReport,
     RankRecord,
     SplitRecord,
     WatchReport,
@@ -68,8 +69,13 @@ _BECAME = {
     "free block": "freed",
     "unmapped": "unmapped",
     "unowned block": "replaced; the old tensor lives elsewhere",
-    "moved": "moved; other memory is there now",
+    "moved": "moved; its old memory has another owner",
 }
+_READ = (
+    Column("nodes"),
+    Column("not read", "opaque"),
+    Column("pointers", "words"),
+)
 BUSY = 2.0  # times the median: p99 of replays on a machine with other work
 
 
@@ -661,23 +667,16 @@ def verdict(report: DoctorReport) -> str:
 
 @render.register
 def _audit(report: AuditReport) -> RenderableType:
-    read, looked_up = format_seconds(report.read_seconds), format_seconds(report.classify_seconds)
-    nodes = sum(key.nodes for key in report.keys)
-    words = _words(report.keys)
-    rows = [("pointers", f"{words:,} in {nodes:,} nodes; {read} to read, {looked_up} to look up")]
-    rows += labelled("note", report.notes)
     return stacked(
-        facts("Audit", rows, dangling(report)),
+        facts("Audit", _looked_at(report, report.keys), dangling(report)),
         _findings(report) if report.findings else None,
-        titled("Owners", _owners(report.owners, words)),
+        titled("Owners", _owners(report.owners)),
         figures(
             "Keys",
             report.keys,
             TextColumn("key", "label"),
             Column("graphs"),
-            Column("nodes"),
-            Column("not read", "opaque"),
-            Column("pointers", "words"),
+            *_READ,
             Column("findings", lambda r: sum(finding.key == r.key for finding in report.findings)),
         ),
         environment(report.environment),
@@ -692,7 +691,18 @@ def dangling(report: AuditReport) -> str:
     return f"{found} of {graphs} into memory that is not the runner's."
 
 
-def _owners(owners: Sequence[OwnerRecord], words: int) -> Grid:
+def _looked_at(
+    report: PointerReport,
+    parts: Sequence[Any],
+) -> list[tuple[str, str]]:
+    read, looked_up = format_seconds(report.read_seconds), format_seconds(report.classify_seconds)
+    nodes = sum(part.nodes for part in parts)
+    text = f"{_words(parts):,} in {nodes:,} nodes; {read} to read, {looked_up} to look up"
+    return [("pointers", text), *labelled("note", report.notes)]
+
+
+def _owners(owners: Sequence[OwnerRecord]) -> Grid:
+    words = _words(owners)
     kinds = grouped((owner.kind, owner) for owner in owners)
     return Grid(
         kinds.values(),
@@ -709,22 +719,17 @@ def _owners(owners: Sequence[OwnerRecord], words: int) -> Grid:
 
 @render.register
 def _watch(report: WatchReport) -> RenderableType:
-    nodes = sum(graph.nodes for graph in report.graphs)
-    words = _words(report.graphs)
+    words = f"{_words(report.graphs):,}"
     captured = counted(len(report.graphs), "graph")
     said = "No graph lives that the watch saw."
-    if report.graphs and not report.stale:
-        said = f"All pointers are live: {words:,} in {nodes:,} nodes of {captured}."
-    elif report.graphs:
+    if report.stale:
         stale = sum(found.pointers for found in report.stale)
-        said = f"{stale:,} of {words:,} pointers of {captured} are stale."
-    read, looked_up = format_seconds(report.read_seconds), format_seconds(report.classify_seconds)
-    rows = [
-        *labelled("note", report.notes),
-        ("time", f"{read} to read, {looked_up} to look up"),
-    ]
+        said = f"{stale:,} of {words} pointers of {captured} are stale."
+    elif report.graphs:
+        others = " other" * bool(report.left_out)
+        said = f"All{others} pointers are live: {words} in {captured}."
     return stacked(
-        facts("Watch", rows, said),
+        facts("Watch", _looked_at(report, report.graphs), said),
         figures(
             "Stale",
             report.stale,
@@ -739,12 +744,10 @@ def _watch(report: WatchReport) -> RenderableType:
             "Graphs",
             report.graphs,
             TextColumn("graph", "name"),
-            Column("nodes"),
-            Column("not read", "opaque"),
-            Column("pointers", "words"),
+            *_READ,
             TextColumn("captured at", "line"),
         ),
-        titled("Owners", _owners(report.owners, words)) if report.graphs else None,
+        titled("Owners", _owners(report.owners)) if report.graphs else None,
         environment(report.environment),
     )
 

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from cgplan.errors import AuditError, ModelError
 
@@ -40,6 +41,33 @@ elif what == "wait":
 elif what.isdigit():
     raise SystemExit(int(what))
 """
+
+
+FORKS = SERVE.replace(
+    "what = ",
+    """
+import multiprocessing
+fork = multiprocessing.get_context("fork")
+KEPT = []
+
+def reload():
+    one = Net().eval().requires_grad_(False)
+    KEPT.extend([one.linear.weight, one, cgplan.capture(
+        one, {"x": x}, compilation={"cudagraph_capture_sizes": [1]}, device="cpu"
+    )])
+    one.linear.weight = nn.Parameter(one.linear.weight.clone())
+
+if __name__ == "__main__":
+    child = fork.Process(target=reload)
+    child.start()
+    child.join()
+    child = fork.Process(target=time.sleep, args=(60,))
+    child.start()
+    time.sleep(0.5)
+    child.terminate()
+    child.join()
+what = """,
+)
 
 
 def watch(*command: str, options: tuple[str, ...] = ()) -> list[str]:
@@ -77,10 +105,52 @@ def test_replaced_weights_are_told(serve: str) -> None:
     assert done.returncode in (0, AuditError.exit_code)  # the tape keeps the old tensor
 
 
-def test_replays_that_read_living_memory_go_on(serve: str) -> None:
-    done = run(sys.executable, serve, options=("--every-replay",))
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a forked process has no CUDA")
+def test_forked_processes_tell_of_their_own_graphs(tmp_path: Path) -> None:
+    program = tmp_path / "forks.py"
+    program.write_text(FORKS)
+    done = run(sys.executable, str(program), options=("--json",))
+    report = json.loads(done.stdout)
+    assert len(report["graphs"]) == 1, done.stderr
+    assert [found["name"] for found in report["stale"]] == ["Net#2.linear.weight"]
+    assert done.stderr.count("process ") == 2
+    assert ", 2 graphs, 0 stale tensors" in done.stderr
+
+
+def test_a_program_without_graphs_has_a_report(tmp_path: Path) -> None:
+    saved = tmp_path / "watch.json"
+    done = run(sys.executable, "-c", "print('serves')", options=("--output", str(saved)))
     assert done.returncode == 0, done.stderr
-    assert "served (2, 8)" in done.stdout
+    assert "No graph lives that the watch saw" in done.stdout
+    report = json.loads(saved.read_text())
+    assert (report["kind"], report["graphs"]) == ("watch", [])
+
+
+def test_a_program_of_any_rank_is_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    saved = tmp_path / "watch.json"
+    done = run(sys.executable, "-c", "print('ran')", options=("--output", str(saved)))
+    assert "ran" in done.stdout
+    assert not saved.exists()  # it is of the first rank
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="no such signal here")
+def test_the_handlers_of_the_program_stay() -> None:
+    code = """
+import os, signal
+signal.signal(signal.SIGUSR1, lambda *_: print("mine", flush=True))
+import torch
+os.kill(os.getpid(), signal.SIGUSR1)
+"""
+    assert "mine" in run(sys.executable, "-c", code).stdout
+
+
+def test_replays_that_read_living_memory_go_on_and_json_stands_alone(serve: str) -> None:
+    done = run(sys.executable, serve, options=("--every-replay", "--json"))
+    assert done.returncode == 0, done.stderr
+    assert "served (2, 8)" in done.stderr
+    assert len(json.loads(done.stdout)["graphs"]) == 2
 
 
 def test_the_exit_code_is_that_of_the_program(serve: str) -> None:

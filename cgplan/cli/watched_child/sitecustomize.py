@@ -37,44 +37,56 @@ class _TorchFinder(MetaPathFinder):
 
 
 def _watch() -> None:
+    from multiprocessing import util
+
     try:
-        import cgplan
+        from cgplan import watch as watch_graphs
         from cgplan.reports import render_text
     except ImportError as error:
         print(f"cgplan watch: this Python has no cgplan: {error}", file=sys.stderr)
         return
-    watch = cgplan.watch(
+    every_replay = bool(os.environ.get("CGPLAN_WATCH_REPLAYS"))
+    watch = watch_graphs(
         operators=True,
-        every_replay=bool(os.environ.get("CGPLAN_WATCH_REPLAYS")),
+        every_replay=every_replay,
     )
 
-    def tell(*, prints: bool) -> None:
-        folder = Path(os.environ["CGPLAN_WATCH"])
+    def tell(*, prints: bool = False) -> None:
+        file = Path(os.environ["CGPLAN_WATCH"]) / str(os.getpid())
         try:
             report = watch.check()
+            file.write_text(report.model_dump_json(), encoding="utf-8")
+            file.replace(file.with_suffix(".json"))  # whole, or not at all
         except Exception as error:
             print(f"cgplan watch: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
             return
-        (folder / f"{os.getpid()}.json").write_text(report.model_dump_json(), encoding="utf-8")
         if prints:
             print(render_text(report), file=sys.stderr, flush=True)
 
-    def show(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
-        tell(prints=True)
-
-    def end(
+    def answer(
         number: int,
         frame: FrameType | None,  # noqa: ARG001
     ) -> None:
-        tell(prints=False)
-        signal.signal(number, signal.SIG_DFL)
-        signal.raise_signal(number)
+        tell(prints=number == signal.SIGUSR1)
+        if number == signal.SIGTERM:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
 
-    atexit.register(tell, prints=False)
+    def in_fork(_: Any) -> None:
+        nonlocal watch
+        watch.close()  # its graphs are the parent's
+        watch = watch_graphs(
+            operators=True,
+            every_replay=every_replay,
+        )
+        util.Finalize(None, tell, exitpriority=0)  # multiprocessing skips atexit
+
+    atexit.register(tell)
+    util.register_after_fork(tell, in_fork)
     with suppress(ValueError):  # torch was imported by another thread
-        signal.signal(signal.SIGUSR1, show)
-        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, end)
+        for number in (signal.SIGUSR1, signal.SIGTERM):
+            if signal.getsignal(number) is signal.SIG_DFL:
+                signal.signal(number, answer)
 
 
 if "CGPLAN_WATCH" in os.environ:
