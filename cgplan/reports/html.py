@@ -43,8 +43,13 @@ from cgplan.reports.records import (
     DoctorReport,
     Environment,
     KeyRecord,
+    OwnerKind,
+    PointerReport,
+    WatchReport,
 )
 from cgplan.reports.run_tables import (
+    STALE,
+    WATCHED,
     baselines,
     captured,
     coverage,
@@ -53,6 +58,7 @@ from cgplan.reports.run_tables import (
     floor,
     gain,
     latencies,
+    liveness,
     queued,
     ready,
     verdict,
@@ -268,6 +274,16 @@ def _audit(report: AuditReport) -> Page:
         ],
         labelled("note", report.notes),
         list(_of_audit(report)),
+    )
+
+
+@page_of.register
+def _watch(report: WatchReport) -> Page:
+    return Page(
+        f"Watch of {counted(len(report.graphs), 'graph')}",
+        _lead(liveness(report), report.environment),
+        notes=labelled("note", report.notes),
+        sections=list(_of_watch(report)),
     )
 
 
@@ -573,6 +589,26 @@ def _of_audit(report: AuditReport) -> Iterator[Section]:
                 TextColumn("detail"),
             ),
         )
+    keys = [(_name(key.key), key.kinds) for key in report.keys]
+    yield from _pointers(report, keys, source)
+    yield _kernels(report, source)
+
+
+def _of_watch(report: WatchReport) -> Iterator[Section]:
+    source = f"Read from the graphs on {_where(report.environment)}."
+    if report.stale:
+        about = "Pointers to memory that is no longer what it was at the capture."
+        yield Section("Stale", about, source, Grid(report.stale, *STALE))
+    if report.graphs:
+        about = "Graphs in the order of their capture."
+        yield Section("Graphs", about, source, Grid(report.graphs, *WATCHED))
+        graphs = [(graph.name, graph.kinds) for graph in report.graphs]
+        yield from _pointers(report, graphs, source)
+
+
+def _pointers(
+    report: PointerReport, graphs: Iterable[tuple[str, Mapping[OwnerKind, int]]], source: str
+) -> Iterator[Section]:
     yield Section(
         "Owners",
         "Memory that the graphs point into.",
@@ -586,14 +622,14 @@ def _of_audit(report: AuditReport) -> Iterator[Section]:
             Column("keys"),
         ),
     )
-    kinds = list[Row]()
-    for key in report.keys:
-        kinds += [(_name(key.key), kind, words) for kind, words in key.kinds.items()]
+    rows = list[Row]()
+    for name, kinds in graphs:
+        rows += [(name, kind, words) for kind, words in kinds.items()]
     yield Section(
         "Pointers by kind of owner",
-        "Pointers of each key by kind of memory.",
+        "Pointers of each graph or key by kind of memory.",
         source,
-        table_of(kinds, {"key": str, "kind": str, "pointers": count}),
+        table_of(rows, {"key": str, "kind": str, "pointers": count}),
         [
             chart(
                 "bars",
@@ -605,7 +641,6 @@ def _of_audit(report: AuditReport) -> Iterator[Section]:
             )
         ],
     )
-    yield _kernels(report, source)
 
 
 def _kernels(report: AuditReport, source: str) -> Section:

@@ -707,46 +707,50 @@ def _owners(owners: Sequence[OwnerRecord], words: int) -> Grid:
 # --- watch ----------------------------------------------------------------------------------------
 
 
+STALE = (
+    TextColumn("memory", "name"),
+    TextColumn("what became of it", lambda found: _BECAME[found.problem]),
+    TextColumn("pointers", lambda found: f"{found.pointers} of {found.of}"),
+    TextColumn("graphs", lambda found: listed(found.graphs, 3)),
+    TextColumn("first in", lambda found: found.operator or found.kernel),
+    TextColumn("line", lambda found: found.line or ""),
+)
+WATCHED = (
+    TextColumn("graph", "name"),
+    Column("nodes"),
+    Column("not read", "opaque"),
+    Column("pointers", "words"),
+    TextColumn("captured at", "line"),
+)
+
+
 @render.register
 def _watch(report: WatchReport) -> RenderableType:
-    nodes = sum(graph.nodes for graph in report.graphs)
-    words = _words(report.graphs)
-    captured = counted(len(report.graphs), "graph")
-    said = "No graph lives that the watch saw."
-    if report.graphs and not report.stale:
-        said = f"All pointers are live: {words:,} in {nodes:,} nodes of {captured}."
-    elif report.graphs:
-        stale = sum(found.pointers for found in report.stale)
-        said = f"{stale:,} of {words:,} pointers of {captured} are stale."
     read, looked_up = format_seconds(report.read_seconds), format_seconds(report.classify_seconds)
     rows = [
         *labelled("note", report.notes),
         ("time", f"{read} to read, {looked_up} to look up"),
     ]
+    owners = _owners(report.owners, _words(report.graphs))
     return stacked(
-        facts("Watch", rows, said),
-        figures(
-            "Stale",
-            report.stale,
-            TextColumn("memory", "name"),
-            TextColumn("what became of it", lambda found: _BECAME[found.problem]),
-            TextColumn("pointers", lambda found: f"{found.pointers} of {found.of}"),
-            TextColumn("graphs", lambda found: listed(found.graphs, 3)),
-            TextColumn("first in", lambda found: found.operator or found.kernel),
-            TextColumn("line", lambda found: found.line or ""),
-        ),
-        figures(
-            "Graphs",
-            report.graphs,
-            TextColumn("graph", "name"),
-            Column("nodes"),
-            Column("not read", "opaque"),
-            Column("pointers", "words"),
-            TextColumn("captured at", "line"),
-        ),
-        titled("Owners", _owners(report.owners, words)) if report.graphs else None,
+        facts("Watch", rows, liveness(report)),
+        figures("Stale", report.stale, *STALE),
+        figures("Graphs", report.graphs, *WATCHED),
+        titled("Owners", owners) if report.graphs else None,
         environment(report.environment),
     )
+
+
+def liveness(report: WatchReport) -> str:
+    if not report.graphs:
+        return "No graph lives that the watch saw."
+    words = _words(report.graphs)
+    captured = counted(len(report.graphs), "graph")
+    if report.stale:
+        stale = sum(found.pointers for found in report.stale)
+        return f"{stale:,} of {words:,} pointers of {captured} are stale."
+    nodes = sum(graph.nodes for graph in report.graphs)
+    return f"All pointers are live: {words:,} in {nodes:,} nodes of {captured}."
 
 
 def _words(pointed: Sequence[Any]) -> int:

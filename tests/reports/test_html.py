@@ -17,12 +17,40 @@ from cgplan.optimizer.evidence import Evidence, PaddingMap
 from cgplan.planning.engines import with_emission
 from cgplan.reports import Report, load_report, render_text
 from cgplan.reports.html import UNITS, html_of, page_of
-from cgplan.reports.records import FloorRecord
+from cgplan.reports.records import FloorRecord, OwnerRecord, StaleRecord, WatchedRecord, WatchReport
+
+
+def watch_report() -> WatchReport:
+    kinds: Any = {"graph pool": 30, "free block": 1}
+    graphs = [
+        WatchedRecord(name=f"graph {i}", line=HOSTILE, nodes=7, opaque=1, words=31, kinds=kinds)
+        for i in range(2)
+    ]
+    stale = StaleRecord(
+        problem="free block",
+        name="layers[*].weight",
+        pointers=2,
+        of=4,
+        graphs=("graph 0", "graph 1"),
+        kernel="gemm",
+        detail="freed",
+    )
+    return WatchReport(
+        environment=golden_report("capture_gpu").environment,
+        owners=(OwnerRecord(kind="graph pool", name="pool", nbytes=4096, words=60, keys=2),),
+        graphs=tuple(graphs),
+        stale=(stale,),
+        read_seconds=1.5,
+        classify_seconds=0.25,
+        unwatched=0,
+    )
+
 
 H200 = Path(__file__).parents[2] / "docs" / "pictures" / "report.json"  # 35 keys
 REPORTS = {
     **{name: golden_report(name) for name in SAVED},
     "audit": audit_report(),
+    "watch": watch_report(),
     "h200": load_report(H200),
 }
 REPORTS["floor"] = REPORTS["h200"].model_copy(
@@ -191,6 +219,23 @@ def test_an_audit_without_findings_says_so_and_has_no_empty_list() -> None:
     page = page_of(report)
     assert page.lead.startswith(f"No dangling pointers in {len(report.keys)} graphs.")
     assert "Findings" not in [section.title for section in page.sections]
+
+
+def test_a_watch_has_what_is_stale_its_graphs_and_their_owners() -> None:
+    report: Any = REPORTS["watch"]
+    page = page_of(report)
+    assert page.lead.startswith("2 of 62 pointers of 2 graphs are stale. ")
+    stale, graphs, owners, kinds = made(report).tables
+    assert stale[1][:3] == ["layers[*].weight", "freed", "2 of 4"]
+    assert [row[0] for row in graphs[1:]] == ["graph 0", "graph 1"]
+    assert owners[1][:3] == ["pool", "graph pool", "4.0 KiB"]
+    assert ["graph 1", "free block", "1"] in kinds
+    live = page_of(report.model_copy(update={"stale": ()}))
+    assert live.sections[0].title == "Graphs"
+    assert live.lead.startswith("All pointers are live: 62 in 14 nodes of 2 graphs.")
+    gone = page_of(report.model_copy(update={"stale": (), "graphs": ()}))
+    assert not gone.sections
+    assert gone.lead.startswith("No graph lives that the watch saw.")
 
 
 def test_figures_of_the_stand_in_say_so() -> None:
