@@ -15,7 +15,7 @@ from jinja2 import StrictUndefined, Template
 
 from cgplan.config.values import TAPE
 from cgplan.modes import Key
-from cgplan.optimizer.evidence import Evidence, PaddingMap, SizeUse
+from cgplan.optimizer.evidence import Evidence, LadderPoint, PaddingMap, ParetoPoint, SizeUse
 from cgplan.planning import Plan
 from cgplan.planning.costs import Predicted
 from cgplan.planning.plan import Emission, Lane
@@ -39,6 +39,7 @@ from cgplan.reports.plan_tables import (
 from cgplan.reports.records import (
     AuditReport,
     BenchReport,
+    Beside,
     CaptureReport,
     DoctorReport,
     Environment,
@@ -105,12 +106,16 @@ class Section(NamedTuple):
 
 
 class Page(NamedTuple):
+    """``others``: pages of other reports, to stand beside it; ``file``: whose report it is then."""
+
     title: str
     lead: str = ""
     tiles: Sequence[Fact] = ()
     notes: Sequence[Fact] = ()
     sections: Sequence[Section] = ()
     emission: Emission | None = None
+    file: str = ""
+    others: Sequence[Page] = ()
 
 
 def chart(kind: str, caption: str, x: str, *values: str, **more: Any) -> Chart:
@@ -128,16 +133,19 @@ def html_of(page: Page, text: str) -> str:
         page_text, autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
     drawn = list[Any]()
-    for section in page.sections:
-        columns = section.table.columns
-        units = [(column.name, UNITS.get(column.format, "")) for column in columns]
-        rows: list[list[Any]] = []
-        for row in section.table.rows if section.charts else ():
-            rows.append([(column.cell if column.left else column.of)(row) for column in columns])
-        drawn.append((units, rows, section.charts))
+    pages = (page, *page.others)
+    for part in pages:
+        for section in part.sections:
+            columns = section.table.columns
+            units = [(column.name, UNITS.get(column.format, "")) for column in columns]
+            rows: list[list[Any]] = []
+            for row in section.table.rows if section.charts else ():
+                cells = [(column.cell if column.left else column.of)(row) for column in columns]
+                rows.append(cells)
+            drawn.append((part.file, section.title, units, rows, section.charts))
     # the page's policy runs these scripts alone: no name in a report can run
     return shell.render(
-        page=page,
+        pages=pages,
         scripts=scripts,
         hashes=[b64encode(sha256(script.encode()).digest()).decode() for script in scripts],
         most=MOST_ROWS,
@@ -161,6 +169,12 @@ def table_of(rows: Iterable[Any], formats: Mapping[str, Format]) -> Grid:
 @singledispatch
 def page_of(report: Any) -> Page:
     return Page(f"cgplan {report.kind.replace('_', ' ')}")
+
+
+@page_of.register
+def _beside(both: Beside) -> Page:
+    pages = [page_of(report)._replace(file=file) for file, report in both.reports.items()]
+    return pages[0]._replace(others=pages[1:])
 
 
 @page_of.register
@@ -498,13 +512,21 @@ def _sizes(plan: Plan) -> Section:
 
 def _curve(evidence: Evidence, source: str) -> Section:
     best = "the best with so many graphs"
+
+    def name(point: ParetoPoint) -> str:
+        if isinstance(point, LadderPoint):
+            return point.name
+        return best if point.graphs else "eager"
+
     points = [evidence.as_point("this plan"), *evidence.ladders, *evidence.pareto]
-    name = TextColumn("plan", lambda point: getattr(point, "name", best))
+    eager = evidence.expected_us.eager
+    if eager is not None:
+        points.append(ParetoPoint(graphs=0, expected_us=eager))
     return Section(
         "Graphs against step time",
         "Mean step: the best plan of each number of graphs, this plan, and ladders.",
         source,
-        Grid(points, name, *POINT),
+        Grid(points, TextColumn("plan", name), *POINT),
         [
             chart(
                 "curve",

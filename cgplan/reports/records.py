@@ -540,6 +540,14 @@ class ReplanReport(ShownRecord):
 
 
 Report = AuditReport | CaptureReport | BenchReport | DoctorReport | WatchReport | Plan | PlanCheck
+
+
+class Beside(Record):
+    """Reports of one kind by file."""
+
+    reports: dict[str, Report]
+
+
 _KINDS: dict[str, type[Report]] = {
     model.model_fields["kind"].default: model for model in get_args(Report)
 }
@@ -549,6 +557,18 @@ _REMEDY = "Give a JSON file that `cgplan ... --output` wrote."
 def load_report(path: str | Path) -> Report:
     """A saved report or plan. Raises ReportError."""
     return parse_report(read_text(path, ReportError, _REMEDY), path)
+
+
+def load_beside(*paths: Path) -> Beside:
+    """Saved reports of one kind. Raises ReportError."""
+    reports = {str(path): load_report(path) for path in paths}
+    kinds = {report.kind for report in reports.values()}
+    if len(kinds) > 1:
+        raise ReportError(
+            f"{' and '.join(reports)} are of different kinds: {' and '.join(sorted(kinds))}",
+            remedy="Give two reports of one command, such as two of `cgplan bench --output`.",
+        )
+    return Beside(reports=reports)
 
 
 def load_plan(path: str | Path) -> Plan:
