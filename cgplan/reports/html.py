@@ -15,7 +15,7 @@ from jinja2 import StrictUndefined, Template
 
 from cgplan.config.values import TAPE
 from cgplan.modes import Key
-from cgplan.optimizer.evidence import Evidence, LadderPoint, PaddingMap, ParetoPoint, SizeUse
+from cgplan.optimizer.evidence import Evidence, PaddingMap, ParetoPoint, SizeUse
 from cgplan.planning import Plan
 from cgplan.planning.costs import Predicted
 from cgplan.planning.plan import Emission, Lane
@@ -76,8 +76,6 @@ from cgplan.version import __version__
 
 HERE = Path(__file__).parent
 FILES = ("page.html.j2", "vendor/echarts.min.js", "page.js")
-MOST_ROWS = 1000
-FEW_ROWS = 10  # need no search
 MOST_MAPS = 4
 ONE_RECTANGLE = 0.98  # share of the largest part: the map would show nothing else
 Chart = Mapping[str, Any]
@@ -106,7 +104,7 @@ class Section(NamedTuple):
 
 
 class Page(NamedTuple):
-    """``others``: pages of other reports, to stand beside it; ``file``: whose report it is then."""
+    """``others`` stand beside it; ``file``: of its report then."""
 
     title: str
     lead: str = ""
@@ -140,16 +138,15 @@ def html_of(page: Page, text: str) -> str:
             units = [(column.name, UNITS.get(column.format, "")) for column in columns]
             rows: list[list[Any]] = []
             for row in section.table.rows if section.charts else ():
-                cells = [(column.cell if column.left else column.of)(row) for column in columns]
-                rows.append(cells)
+                rows.append(
+                    [(column.cell if column.left else column.of)(row) for column in columns],
+                )
             drawn.append((part.file, section.title, units, rows, section.charts))
     # the page's policy runs these scripts alone: no name in a report can run
     return shell.render(
         pages=pages,
         scripts=scripts,
         hashes=[b64encode(sha256(script.encode()).digest()).decode() for script in scripts],
-        most=MOST_ROWS,
-        few=FEW_ROWS,
         version=__version__,
         text=text,
         tape=TAPE,
@@ -512,21 +509,16 @@ def _sizes(plan: Plan) -> Section:
 
 def _curve(evidence: Evidence, source: str) -> Section:
     best = "the best with so many graphs"
-
-    def name(point: ParetoPoint) -> str:
-        if isinstance(point, LadderPoint):
-            return point.name
-        return best if point.graphs else "eager"
-
     points = [evidence.as_point("this plan"), *evidence.ladders, *evidence.pareto]
     eager = evidence.expected_us.eager
     if eager is not None:
         points.append(ParetoPoint(graphs=0, expected_us=eager))
+    name = TextColumn("plan", lambda row: getattr(row, "name", best if row.graphs else "eager"))
     return Section(
         "Graphs against step time",
-        "Mean step: the best plan of each number of graphs, this plan, and ladders.",
+        "Mean step: the best plan of each number of graphs, this plan, ladders, and no graph.",
         source,
-        Grid(points, TextColumn("plan", name), *POINT),
+        Grid(points, name, *POINT),
         [
             chart(
                 "curve",

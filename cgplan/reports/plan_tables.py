@@ -625,7 +625,6 @@ def render_difference(
 
 @render.register
 def _side_by_side(both: Beside) -> RenderableType:
-    """Of two plans what changes; other reports one after another."""
     plans = [report for report in both.reports.values() if isinstance(report, Plan)]
     if len(plans) > 1:
         return render_difference(compare(*plans), *both.reports)

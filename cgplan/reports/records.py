@@ -554,31 +554,21 @@ _KINDS: dict[str, type[Report]] = {
 _REMEDY = "Give a JSON file that `cgplan ... --output` wrote."
 
 
-def load_report(path: str | Path) -> Report:
-    """A saved report or plan. Raises ReportError."""
-    return parse_report(read_text(path, ReportError, _REMEDY), path)
-
-
-def load_beside(*paths: Path) -> Beside:
-    """Saved reports of one kind. Raises ReportError."""
-    reports = {str(path): load_report(path) for path in paths}
-    kinds = {report.kind for report in reports.values()}
-    if len(kinds) > 1:
+def load_report(path: str | Path, kind: str | None = None) -> Report:
+    """A saved report or plan, or only one of a ``kind``. Raises ReportError."""
+    report = parse_report(read_text(path, ReportError, _REMEDY), path)
+    if kind not in (None, report.kind):
         raise ReportError(
-            f"{' and '.join(reports)} are of different kinds: {' and '.join(sorted(kinds))}",
-            remedy="Give two reports of one command, such as two of `cgplan bench --output`.",
+            f"{path} is a {report.kind} report, not a {kind}",
+            remedy=f"Give a file that `cgplan {kind} --output` wrote.",
         )
-    return Beside(reports=reports)
+    return report
 
 
 def load_plan(path: str | Path) -> Plan:
     """A saved plan. Raises ReportError."""
-    report = load_report(path)
-    if not isinstance(report, Plan):
-        raise ReportError(
-            f"{path} is a {report.kind} report, not a plan",
-            remedy="Give a file that `cgplan plan --output` wrote.",
-        )
+    report = load_report(path, "plan")
+    assert isinstance(report, Plan)
     return report
 
 
