@@ -27,7 +27,21 @@ const unique = (rows, column) => [...new Set(rows.map((row) => row[column]))];
 const ascending = (rows, column) => [...rows].sort((a, b) => Number(a[column]) - Number(b[column]) || 0);
 const category = (rows, column) => ({ type: "category", data: unique(rows, column).map(String) });
 const tip = (text) => ({ formatter: (item) => echarts.format.encodeHTML(text(item)) });
-const value = (chart) => ({ type: "value", axisLabel: { hideOverlap: true, formatter: UNITS[chart.unit] } });
+const value = (chart) => (
+  { type: "value", splitNumber: innerWidth < 600 ? 3 : 5, axisLabel: { hideOverlap: true, formatter: UNITS[chart.unit] } });
+
+/** How wide a text is in a chart. */
+const pen = document.createElement("canvas").getContext("2d");
+pen.font = `12px ${getComputedStyle(document.body).fontFamily}`;
+const long = (text) => pen.measureText(text).width;
+
+/** A name without the end of its first part, where it is too long: "PIECEWISE, 5 a...: 8". */
+function shortened(name, room) {
+  const [, head, tail] = name.match(/^(.*?)(:[^:]*)?$/s);
+  let kept = head;
+  while (kept && long(`${kept}...${tail ?? ""}`) > room) kept = kept.slice(0, -1);
+  return long(name) > room ? `${kept}...${tail ?? ""}` : name;
+}
 
 /**
  * A series for each column of values, or for each name in the column `by`, and for each file; points are made of x and the
@@ -207,7 +221,7 @@ function draw(box) {
   box.style.height = `${306 + Math.max(top, 14)}px`;
   if (count) {
     box.style.height = `${Math.max(180, 90 + Math.min(20 * count, 640)) + Math.max(top - 14, 0)}px`;
-    option.yAxis.axisLabel = { width: box.clientWidth / 3, overflow: "truncate", interval: Math.floor(count / 40) };
+    option.yAxis.axisLabel = { formatter: (name) => shortened(name, box.clientWidth / 3), interval: Math.floor(count / 40) };
   }
   echarts.getInstanceByDom(box)?.dispose();
   const drawn = echarts.init(box, theme(), { renderer: "svg" });
@@ -222,9 +236,6 @@ function draw(box) {
 function legend(option, box) {
   const [side, gap, high] = [30, 12, 14]; // of a symbol with its margin, of two names, of a line
   const room = box.clientWidth - 50 - side; // beside the buttons for the zoom
-  const pen = document.createElement("canvas").getContext("2d");
-  pen.font = `12px ${getComputedStyle(document.body).fontFamily}`;
-  const long = (text) => pen.measureText(text).width;
   const broken = (text) => text.split(/(?<=[ /])/).reduce(([...lines], word) => {
     if (long(lines.at(-1) + word) > room) lines.push("");
     lines[lines.length - 1] += word;

@@ -26,6 +26,7 @@ REPORTS = {
     "capture": golden_report("capture_ranks"),
     "plan": with_emission(golden_report("plan_traffic"), "vllm"),
     "check": golden_report("bench_empty"),
+    "gpu": golden_report("capture_gpu"),
     "against": golden_report("bench_against"),
     "audit": audit_report().model_copy(update={"owners": 4 * audit_report().owners}),
 }
@@ -135,6 +136,16 @@ def test_a_legend_has_all_its_names_in_a_narrow_window(shown: Any) -> None:
     assert {"this plan", "configured", "vllm", "sglang", "trtllm", "powers_of_two", "eager"} <= set(
         texts
     )
+
+
+def test_a_long_name_of_an_axis_keeps_its_size(shown: Any) -> None:
+    page = shown("gpu")
+    page.set_viewport_size({"width": 400, "height": 800})
+    section = page.locator("section", has=page.get_by_role("heading", name="Start-up"))
+    names = section.locator("svg text").all_text_contents()
+    keys = [name for name in names if re.search(r": \d+$", name)]
+    assert len(keys) == len(set(keys)) == len(REPORTS["gpu"].records)
+    assert [name for name in keys if re.search(r"\.\.\.: \d+$", name)]
 
 
 def test_a_list_is_searched_by_words_in_any_order(shown: Any) -> None:
